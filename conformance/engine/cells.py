@@ -1,0 +1,200 @@
+"""Cells: the points of the matrix, each a complete trainer configuration with a stable, readable id."""
+
+import re
+import sys
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
+
+import msgspec
+from msgspec import Meta
+
+from reference_trainer.strict_yaml import allowed, explain
+
+AxisValue = str | int | float | bool
+
+_NUMBER = "([1-9][0-9]{0,3})"
+_MESH = re.compile(f"(?=.)(?:dp{_NUMBER}|hsdp{_NUMBER}x{_NUMBER})?(?:(?:^|-)tp{_NUMBER})?")
+_MESH_HELP = "write dp2, tp4, dp2-tp2, hsdp2x2 (replicate x shard), hsdp2x2-tp2 or dp1, with numbers from 1 to 4096"
+
+
+class AxisError(ValueError):
+    """An axis that does not exist, or a value that it does not have."""
+
+
+class Mesh(msgspec.Struct, frozen=True):
+    """A device mesh: replicas of shards of tensor-parallel groups."""
+
+    dp_replicate: int = 1
+    """Number of replicas of the sharded model (HSDP)."""
+    dp_shard: int = 1
+    """Number of ranks that the parameters are sharded over."""
+    tp: int = 1
+    """Number of tensor-parallel ranks."""
+
+    def __post_init__(self) -> None:
+        for name, size in msgspec.structs.asdict(self).items():
+            if type(size) is not int or not 1 <= size <= 4096:
+                raise AxisError(f"mesh dimension `{name}` = {size!r}: give an int from 1 to 4096")
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Reads a name such as `hsdp2x2-tp2`; raises AxisError for any but the canonical name of a mesh."""
+        match = _MESH.fullmatch(text)
+        if match is None:
+            raise AxisError(f"axis `mesh` = {text!r}: not a mesh; {_MESH_HELP}")
+        shard, replicate, hybrid_shard, tp = (int(group or 1) for group in match.groups())
+        if max(shard, replicate, hybrid_shard, tp) > 4096:
+            raise AxisError(f"axis `mesh` = {text!r}: too large; {_MESH_HELP}")
+        mesh = cls(dp_replicate=replicate, dp_shard=shard * hybrid_shard, tp=tp)
+        if mesh.name != text:
+            raise AxisError(f"axis `mesh` = {text!r}: not the canonical name of this mesh; write {mesh.name!r}")
+        return mesh
+
+    @property
+    def name(self) -> str:
+        """The one spelling of this mesh."""
+        if self.dp_replicate > 1:
+            data = f"hsdp{self.dp_replicate}x{self.dp_shard}"
+        else:
+            data = f"dp{self.dp_shard}" if self.dp_shard > 1 else ""
+        tensor = f"tp{self.tp}" if self.tp > 1 else ""
+        return "-".join(filter(None, (data, tensor))) or "dp1"
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.dp_replicate * self.dp_shard * self.tp
+
+
+class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One point of the matrix.
+
+    The defaults are part of the ids, and so must never change; `defaults` of matrix.yaml are another matter.
+    Raises AxisError for a value that its axis does not have.
+    """
+
+    mesh: str = "dp2"
+    """Canonical name of the device mesh."""
+    precision: Literal["fp32", "bf16-mp"] = "fp32"
+    """`bf16-mp`: fp32 master weights, computation in bf16, gradients reduced in fp32."""
+    reshard: Literal["always", "never", "default"] = "default"
+    """Whether parameters are resharded after forward; `default`: in all groups but the root."""
+    init: Literal["meta"] = "meta"
+    """How the sharded model gets its first weights."""
+    model: Literal["tiny"] = "tiny"
+    """Name of the model's shape."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """Name of the optimizer."""
+    clip: Annotated[float, Meta(ge=0.0, le=sys.float_info.max)] = 1.0
+    """Maximum norm of the gradients; 0.0: no clipping."""
+    accumulation: Literal[1, 2, 4] = 1
+    """Number of micro-batches per step."""
+    sequence_parallel: bool = True
+    """Whether tensor parallelism also splits norms and residuals along the sequence."""
+    loss_parallel: bool = False
+    """Whether the loss is computed on logits split along the vocabulary."""
+    activation_checkpointing: Literal["none", "full"] = "none"
+    """Which blocks recompute their forward in backward."""
+    compile: bool = False
+    """Whether the blocks are compiled."""
+    tied_embeddings: bool = False
+    """Whether the output layer shares the weight of the embedding."""
+    dropout: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.0
+    """Probability of dropping an activation."""
+    steps: Annotated[int, Meta(ge=1)] = 3
+    """Number of optimizer steps."""
+    seed: Annotated[int, Meta(ge=0)] = 0
+    """Seed of weights, data and dropout."""
+
+    def __post_init__(self) -> None:
+        for name, value in msgspec.structs.asdict(self).items():
+            msgspec.structs.force_setattr(self, name, axis_value(name, value))
+
+    @property
+    def id(self) -> str:
+        """The readable, stable and unique name of this cell, in `[a-z0-9_.+-]`."""
+        tags = [
+            tag(getattr(self, name))
+            for name, tag in _TAGS.items()
+            if name in _ALWAYS_IN_ID or getattr(self, name) != _AXES[name].default
+        ]
+        return "-".join(tags)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return Mesh.parse(self.mesh).world_size
+
+    def but(self, **changes: AxisValue) -> "Cell":
+        """A copy with other values; raises AxisError for an unknown axis or value."""
+        return cell_from_axes({**msgspec.structs.asdict(self), **changes})
+
+    def facts(self) -> dict[str, AxisValue]:
+        """All that can be asked of a cell: its id, its axes, and the sizes that follow from the mesh."""
+        mesh = Mesh.parse(self.mesh)
+        return {
+            "id": self.id,
+            **msgspec.structs.asdict(self),
+            "world": mesh.world_size,
+            "dp_replicate": mesh.dp_replicate,
+            "dp_shard": mesh.dp_shard,
+            "dp": mesh.dp_replicate * mesh.dp_shard,
+            "tp": mesh.tp,
+        }
+
+
+_AXES = {field.name: field for field in msgspec.structs.fields(Cell)}
+_ALWAYS_IN_ID = ("mesh", "precision", "reshard", "init")
+# How the value of each axis is written in an id. A float is written by repr, which no two floats share.
+_TAGS: dict[str, Callable[[Any], str]] = {
+    "mesh": str,
+    "precision": lambda precision: precision.replace("-", ""),
+    "reshard": str,
+    "init": str,
+    "model": str,
+    "optimizer": str,
+    "clip": lambda norm: f"clip{norm!r}" if norm else "noclip",
+    "accumulation": lambda count: f"acc{count}",
+    "sequence_parallel": lambda _: "nosp",
+    "loss_parallel": lambda _: "lp",
+    "activation_checkpointing": lambda mode: f"ac{mode}",
+    "compile": lambda _: "compile",
+    "tied_embeddings": lambda _: "tied",
+    "dropout": lambda probability: f"drop{probability!r}",
+    "steps": lambda count: f"steps{count}",
+    "seed": lambda seed: f"seed{seed}",
+}
+
+
+def axis_names() -> tuple[str, ...]:
+    """The names of all axes, in the order of `Cell`."""
+    return tuple(_AXES)
+
+
+def axis_choices(name: str) -> tuple[AxisValue, ...]:
+    """The allowed values of an axis that lists them; empty for a number, a bool, a mesh, or what is no axis."""
+    type_ = _AXES[name].type if name in _AXES else None
+    return get_args(type_) if get_origin(type_) is Literal else ()
+
+
+def axis_value(name: str, value: object) -> AxisValue:
+    """The value as the axis has it (an int becomes a float where the axis is one).
+
+    Raises AxisError, with what is allowed, for an unknown axis or a value that it does not have.
+    """
+    if name not in _AXES:
+        raise AxisError(f"unknown axis `{name}`{allowed(name, _AXES)}")
+    type_ = _AXES[name].type
+    try:
+        checked: AxisValue = msgspec.convert(value, type_, strict=True)
+    except msgspec.ValidationError as error:
+        raise AxisError(f"axis `{name}` = {value!r}: {explain(error, value, type_)}") from None
+    if name == "mesh":
+        Mesh.parse(str(checked))
+    return checked
+
+
+def cell_from_axes(axes: Mapping[str, object]) -> Cell:
+    """The cell with these values, and the defaults for the others; raises AxisError as `axis_value` does."""
+    values: dict[str, Any] = {name: axis_value(name, value) for name, value in axes.items()}
+    return Cell(**values)

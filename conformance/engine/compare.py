@@ -1,0 +1,111 @@
+"""Comparisons by name: each puts its figure into the report, and says what was expected and measured if it fails."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from conformance.engine.measurements import measure
+from conformance.engine.verdicts import ConformanceFailure
+
+
+def scalars(measured: Sequence[float], expected: Sequence[float], *, name: str, within: float) -> None:
+    """Largest relative deviation of a sequence of numbers, one for each step.
+
+    Raises ConformanceFailure if it is above `within`, if a number is not finite, or if the lengths differ.
+    """
+    __tracebackhide__ = True
+    if len(measured) != len(expected):
+        raise ConformanceFailure(f"{name}: {len(measured)} steps measured, {len(expected)} expected")
+    deviations = [_deviation(m, e) for m, e in zip(measured, expected, strict=True)]
+    step = max(range(len(deviations)), key=deviations.__getitem__)
+    measure(name, deviations[step], lower=0.0, upper=within, unit="relative deviation")
+    if not deviations[step] <= within:
+        raise ConformanceFailure(
+            f"{name} at step {step}: measured {measured[step]!r}, expected {expected[step]!r}; "
+            f"relative deviation {deviations[step]:.3g} is above {within:.3g}"
+        )
+
+
+def tensors(
+    measured: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    *,
+    name: str,
+    within: float | Mapping[str, float],
+    origin: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Largest deviation of a tensor in the Frobenius norm, relative to the expected one, over all tensors.
+
+    `within` is one bound or one for each tensor. With `origin` the change since then is compared, so that an update
+    is not judged by the size of what it updates. Raises ConformanceFailure if a deviation is above its bound or a
+    tensor is missing, superfluous, of another shape or not finite.
+    """
+    __tracebackhide__ = True
+    _require_same_names(measured, expected, name=name)
+    deviations = {key: _tensor_deviation(measured[key], expected[key], origin[key] if origin else None) for key in expected}
+    bounds = {key: within if isinstance(within, float) else within[key] for key in expected}
+    worst = max(deviations, key=lambda key: _excess(deviations[key], bounds[key]))
+    measure(name, deviations[worst], lower=0.0, upper=bounds[worst], unit=f"relative Frobenius deviation of {worst}")
+    if not deviations[worst] <= bounds[worst]:
+        raise ConformanceFailure(
+            f"{name} of {worst}: relative Frobenius deviation {deviations[worst]:.3g} is above {bounds[worst]:.3g} "
+            f"(norm measured {float(measured[worst].double().norm()):.6g}, "
+            f"expected {float(expected[worst].double().norm()):.6g})"
+        )
+
+
+def bits(measured: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, name: str) -> None:
+    """Bitwise equality of all tensors. Raises ConformanceFailure that names those that differ."""
+    __tracebackhide__ = True
+    _require_same_names(measured, expected, name=name)
+    unequal = [key for key in expected if not _same_bits(measured[key], expected[key])]
+    measure(name, len(unequal), lower=0, upper=0, unit=f"tensors that differ, of {len(expected)}")
+    if unequal:
+        worst = unequal[0]
+        difference = (measured[worst].double() - expected[worst].double()).abs()
+        raise ConformanceFailure(
+            f"{name}: {len(unequal)} of {len(expected)} tensors differ in bits; {worst} in "
+            f"{int((difference != 0).sum())} of {difference.numel()} elements, by up to {float(difference.max()):.3g}"
+        )
+
+
+def count(measured: int, *, name: str, expected: int, detail: str = "", unit: str) -> None:
+    """A number that has to be exact. Raises ConformanceFailure with `detail` otherwise."""
+    __tracebackhide__ = True
+    measure(name, measured, lower=expected, upper=expected, unit=unit)
+    if measured != expected:
+        raise ConformanceFailure(f"{name}: measured {measured}, expected {expected} {unit}; {detail}")
+
+
+def _require_same_names(measured: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, name: str) -> None:
+    __tracebackhide__ = True
+    if measured.keys() != expected.keys():
+        missing, extra = sorted(expected.keys() - measured.keys()), sorted(measured.keys() - expected.keys())
+        raise ConformanceFailure(f"{name}: missing {missing}, superfluous {extra}")
+
+
+def _deviation(measured: float, expected: float) -> float:
+    if not math.isfinite(measured):
+        return math.inf
+    return abs(measured - expected) / abs(expected) if expected else abs(measured)
+
+
+def _tensor_deviation(measured: Tensor, expected: Tensor, origin: Tensor | None) -> float:
+    if measured.shape != expected.shape or not bool(measured.isfinite().all()):
+        return math.inf
+    a, b = measured.double(), expected.double()
+    scale = float((b - origin.double() if origin is not None else b).norm())
+    difference = float((a - b).norm())
+    return difference / scale if scale else difference
+
+
+def _excess(deviation: float, bound: float) -> float:
+    return deviation / bound if bound else (math.inf if deviation else 0.0)
+
+
+def _same_bits(measured: Tensor, expected: Tensor) -> bool:
+    if measured.shape != expected.shape or measured.dtype != expected.dtype:
+        return False
+    return torch.equal(*(t.contiguous().view(torch.uint8) for t in (measured, expected)))

@@ -1,0 +1,231 @@
+"""matrix.yaml: which laws are checked on which cells, and which cases each profile selects."""
+
+import hashlib
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from conformance.engine.cells import AxisError, AxisValue, Cell, axis_names, axis_value, cell_from_axes
+from conformance.engine.selection import Selection, SelectionError, parse
+from reference_trainer.strict_yaml import Document, allowed, convert, load
+
+Name = Annotated[str, Meta(pattern=r"^[a-z0-9-]+\Z")]
+LawId = Annotated[str, Meta(pattern=r"^[A-Z]+-[0-9]+\Z")]
+Text = Annotated[str, Meta(pattern=r"\S")]
+
+_FACTS = Cell().facts()
+
+
+class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A mapping of the file; what is left out of the file is left out of the digest."""
+
+
+class Family(_Entry, frozen=True, kw_only=True):
+    """Laws that are all checked on all combinations of some axes."""
+
+    laws: Annotated[list[LawId], Meta(min_length=1)]
+    """Ids such as `PAR-1`."""
+    axes: dict[str, Annotated[list[AxisValue], Meta(min_length=1)]]
+    """Values of each axis to combine; the other axes have their defaults."""
+    note: str | None = None
+    """Why these axes are combined."""
+
+
+class Exclusion(_Entry, frozen=True, kw_only=True):
+    """Cells that cannot exist."""
+
+    when: Annotated[dict[str, AxisValue | Annotated[list[AxisValue], Meta(min_length=1)]], Meta(min_length=1)]
+    """A value, or several, of each axis or derived fact (`tp`, `world`); all of them must hold."""
+    reason: Text
+    """Why they cannot exist."""
+    reference: Text
+    """Where PyTorch says so."""
+
+    def matches(self, cell: Cell) -> bool:
+        """Whether the cell is excluded."""
+        facts = cell.facts()
+        return all(facts[name] in _as_list(wanted) for name, wanted in self.when.items())
+
+
+class Profile(_Entry, frozen=True, kw_only=True):
+    """A named selection of cases."""
+
+    families: list[str] | Literal["all"]
+    """Names of families."""
+    cells: str | None = None
+    """Selection among their cells (see `conformance.engine.selection`)."""
+    deadline_s: Annotated[float, Meta(gt=0.0)]
+    """Seconds that one case may take."""
+    note: str | None = None
+    """What the profile is for."""
+
+
+class Case(msgspec.Struct, frozen=True):
+    """A law to be checked on a cell."""
+
+    law: str
+    """Id of the law."""
+    cell: Cell
+    """The cell that it is checked on."""
+
+    @property
+    def id(self) -> str:
+        """`LAW/CELL`, unique and stable."""
+        return f"{self.law}/{self.cell.id}"
+
+
+class Matrix(_Entry, frozen=True, kw_only=True):
+    """The whole file; get one from `load_matrix`, which checks it."""
+
+    schema: Literal[1]
+    """Version of the file format."""
+    defaults: dict[str, AxisValue] = {}
+    """Values of the axes that a family does not name."""
+    families: dict[Name, Family]
+    """All that is covered."""
+    exclusions: list[Exclusion] = []
+    """Cells that cannot exist, by rule."""
+    profiles: dict[Name, Profile]
+    """What can be run."""
+
+    def cells(self, family: str) -> tuple[Cell, ...]:
+        """The cells of a family that can exist, in the order of the file; ValueError if there is no such family."""
+        return tuple(cell for cell in self.product(family) if self._exclusion_of(cell) is None)
+
+    def excluded(self, family: str) -> tuple[tuple[Cell, Exclusion], ...]:
+        """The other cells of a family, each with the first rule that excludes it; ValueError as for `cells`."""
+        pairs = ((cell, self._exclusion_of(cell)) for cell in self.product(family))
+        return tuple((cell, exclusion) for cell, exclusion in pairs if exclusion is not None)
+
+    def cases(self, profile: str, *, only: Selection | None = None) -> tuple[Case, ...]:
+        """The cases of a profile, those of one law together, each once; ValueError if there is no such profile."""
+        chosen = self.profile(profile)
+        selections = [] if chosen.cells is None else [parse(chosen.cells)]
+        selections += [] if only is None else [only]
+        cases = (
+            Case(law, cell)
+            for name, family in self.families.items()
+            if chosen.families == "all" or name in chosen.families
+            for cell in self.cells(name)
+            if all(selected(cell) for selected in selections)
+            for law in family.laws
+        )
+        rank = {law: index for index, law in enumerate(self.laws())}
+        return tuple(sorted(dict.fromkeys(cases), key=lambda case: rank[case.law]))
+
+    def laws(self) -> tuple[str, ...]:
+        """The ids of all laws: groups in the order of their first appearance, then by number."""
+        found = list(dict.fromkeys(law for family in self.families.values() for law in family.laws))
+        groups = list(dict.fromkeys(law.split("-")[0] for law in found))
+        return tuple(sorted(found, key=lambda law: (groups.index(law.split("-")[0]), int(law.split("-")[1]))))
+
+    def profile(self, name: str) -> Profile:
+        """The profile of this name; raises ValueError if there is none."""
+        if name not in self.profiles:
+            raise ValueError(f"unknown profile `{name}`{allowed(name, self.profiles)}")
+        return self.profiles[name]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the content: the same whatever the comments, the layout and the order of keys."""
+        return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()
+
+    def product(self, family: str) -> Iterator[Cell]:
+        """All combinations of a family, excluded or not; raises ValueError if there is no such family."""
+        if family not in self.families:
+            raise ValueError(f"unknown family `{family}`{allowed(family, self.families)}")
+        axes = self.families[family].axes
+        for values in itertools.product(*axes.values()):
+            yield cell_from_axes({**self.defaults, **dict(zip(axes, values, strict=True))})
+
+    def _exclusion_of(self, cell: Cell) -> Exclusion | None:
+        return next((exclusion for exclusion in self.exclusions if exclusion.matches(cell)), None)
+
+
+def load_matrix(path: Path) -> Matrix:
+    """Reads and checks the file.
+
+    Raises ConfigError, with file and line, for all that `strict_yaml` refuses, for axes, values, families and
+    selections that do not exist, for duplicates, and for whatever has no effect: an exclusion that matches nothing,
+    a family without a cell, a profile without a case.
+    """
+    document = load(path)
+    matrix = convert(document, Matrix)
+    for axis, value in matrix.defaults.items():
+        _check_fact(document, f"$.defaults.{axis}", axis, value, known=axis_names())
+    for name, family in matrix.families.items():
+        _check_unique(document, f"$.families.{name}.laws", family.laws)
+        for axis, values in family.axes.items():
+            _check_fact(document, f"$.families.{name}.axes.{axis}", axis, values, known=axis_names())
+    _check_exclusions(document, matrix)
+    for name in matrix.profiles:
+        _check_profile(document, f"$.profiles.{name}", matrix, name)
+    return matrix
+
+
+def _check_exclusions(document: Document, matrix: Matrix) -> None:
+    """Raises ConfigError for a rule that is wrong or matches nothing, and for a family of which nothing is left."""
+    for index, exclusion in enumerate(matrix.exclusions):
+        for name, wanted in exclusion.when.items():
+            _check_fact(document, f"$.exclusions[{index}].when.{name}", name, wanted, known=tuple(_FACTS))
+    universe = [cell for family in matrix.families for cell in matrix.product(family)]
+    for index, exclusion in enumerate(matrix.exclusions):
+        if not any(map(exclusion.matches, universe)):
+            raise document.error(f"$.exclusions[{index}].when", "matches nothing: remove or correct this exclusion")
+    for family in matrix.families:
+        if not matrix.cells(family):
+            message = f"all cells of `{family}` are excluded: remove the family, or add values to its axes"
+            raise document.error(f"$.families.{family}", message)
+
+
+def _check_profile(document: Document, where: str, matrix: Matrix, name: str) -> None:
+    """Raises ConfigError for an unknown or repeated family, a wrong selection, or a profile without a case."""
+    profile = matrix.profiles[name]
+    families = [] if profile.families == "all" else profile.families
+    for index, family in enumerate(families):
+        if family not in matrix.families:
+            message = f"unknown family `{family}`{allowed(family, matrix.families)}"
+            raise document.error(f"{where}.families[{index}]", message)
+    _check_unique(document, f"{where}.families", families)
+    try:
+        cases = matrix.cases(name)
+    except SelectionError as error:
+        raise document.error(f"{where}.cells", str(error)) from None
+    if not cases:
+        raise document.error(where, f"profile `{name}` selects nothing: name other families, or widen `cells`")
+
+
+def _check_fact(
+    document: Document, where: str, name: str, wanted: AxisValue | list[AxisValue], *, known: Sequence[str]
+) -> None:
+    """Raises ConfigError for an unknown name, a value that it cannot have, or a value given twice."""
+    if name not in known:
+        raise document.error(where, f"unknown axis `{name}`{allowed(name, known)}")
+    places = [f"{where}[{index}]" for index in range(len(wanted))] if isinstance(wanted, list) else [where]
+    for place, value in zip(places, _as_list(wanted), strict=True):
+        try:
+            _check_value(name, value)
+        except AxisError as error:
+            raise document.error(place, str(error)) from None
+    _check_unique(document, where, _as_list(wanted))
+
+
+def _check_value(name: str, value: AxisValue) -> None:
+    if name in axis_names():
+        axis_value(name, value)
+    elif type(value) is not type(_FACTS[name]):
+        raise AxisError(f"`{name}` = {value!r}: write a value of type {type(_FACTS[name]).__name__}")
+
+
+def _check_unique(document: Document, where: str, values: Sequence[AxisValue]) -> None:
+    for index, value in enumerate(values):
+        if value in values[:index]:
+            raise document.error(f"{where}[{index}]", f"`{value}` is given twice: keep one of them")
+
+
+def _as_list(wanted: AxisValue | list[AxisValue]) -> list[AxisValue]:
+    return wanted if isinstance(wanted, list) else [wanted]

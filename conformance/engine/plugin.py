@@ -1,0 +1,54 @@
+"""The pytest plugin, installed as an entry point: options, and activation where laws are collected.
+
+It is loaded into every pytest session of an environment that has the suite installed, so it imports nothing heavy and
+does nothing unless the session's arguments lead to the laws.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+LAWS_DIRECTORY = Path(__file__).resolve().parents[1] / "laws"
+DEFAULT_PROFILE = "pr"
+_CPUS_PER_WORKER = 4  # most worlds have four ranks
+_MAX_WORKERS = 8
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("conformance", "FSDP2 + TP conformance suite")
+    group.addoption("--profile", default=DEFAULT_PROFILE, help=f"profile of matrix.yaml (default: {DEFAULT_PROFILE})")
+    group.addoption("--cells", metavar="EXPR", help="only these cells, such as 'tp=2 and precision=fp32'")
+    group.addoption("--matrix", metavar="FILE", help="matrix file (default: matrix.yaml of the project)")
+    group.addoption(
+        "--report-dir", metavar="DIR", default="conformance-report", help="where the report goes (default: %(default)s)"
+    )
+    group.addoption("--record-dir", metavar="DIR", help="where records go (default: DIR/records of the report)")
+    group.addoption("--defect", metavar="ID", help="inject this fault into the product: its laws must fail")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest's own junitxml, which reads an option set here
+def pytest_configure(config: pytest.Config) -> None:
+    if not _collects_laws(config):
+        return
+    # Imported here: only now is it known that this is a session of the suite.
+    from conformance.engine.session import start_session
+
+    start_session(config)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """`-n auto`: as many workers as there are worlds of ranks that the processors can serve at once."""
+    if not _collects_laws(config):
+        return None
+    return max(1, min(_MAX_WORKERS, len(os.sched_getaffinity(0)) // _CPUS_PER_WORKER))
+
+
+def _collects_laws(config: pytest.Config) -> bool:
+    """Whether one of the arguments is the directory of the laws, above it, or in it."""
+    for argument in config.args:
+        path = Path(config.invocation_params.dir, argument.split("::")[0]).resolve()
+        if LAWS_DIRECTORY.is_relative_to(path) or path.is_relative_to(LAWS_DIRECTORY):
+            return True
+    return False

@@ -1,0 +1,57 @@
+"""What the ranks of a pool execute: a cell's training run, and the environment probe."""
+
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from conformance.defects.catalogue import injected
+from conformance.engine.rank_messages import RankContext
+from conformance.instruments.probe import probe_environment
+from conformance.instruments.recorder import Recorder
+from reference_trainer.config import TrainerConfig
+from reference_trainer.mesh import init_process_group
+from reference_trainer.train import Trainer
+
+
+def train_cell(context: RankContext, payload: dict[str, Any]) -> dict[str, Any]:
+    """Train as `payload["config"]` says, with the defect injected; returns RankFacts as builtin types.
+
+    Rank 0 writes the captured tensors to `payload["tensors"]`.
+    """
+    config = msgspec.convert(payload["config"], TrainerConfig)
+    recorder = Recorder(rank=context.rank)
+    start_s = time.monotonic()
+    with injected(payload["defect"]):
+        _init_process_group(context)
+        with recorder.tap():
+            trainer = Trainer(config, device=torch.device("cpu"), world_size=context.world_size, observer=recorder)
+            metrics = [trainer.train_step(step) for step in range(config.steps)]
+            facts, tensors = recorder.finish(trainer, metrics)
+        dist.destroy_process_group()
+    if context.rank == 0:
+        save_file(tensors, Path(payload["tensors"]))
+    return {"facts": msgspec.to_builtins(facts), "train_s": time.monotonic() - start_s}
+
+
+def probe(context: RankContext, payload: dict[str, Any]) -> dict[str, Any]:
+    """Facts about a rank's surroundings as builtin types, see `probe_environment`."""
+    _init_process_group(context)
+    facts = probe_environment()
+    dist.destroy_process_group()
+    return facts
+
+
+def _init_process_group(context: RankContext) -> None:
+    init_process_group(
+        torch.device("cpu"),
+        init_method=context.rendezvous,
+        rank=context.rank,
+        world_size=context.world_size,
+        timeout_s=timedelta(seconds=context.timeout_s).total_seconds(),
+    )

@@ -1,0 +1,113 @@
+"""Records: what a run leaves on disk, and how laws read it."""
+
+import math
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from conformance.engine.cells import Cell
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from conformance.instruments.recorder import RankFacts
+
+RECORD_FILE = "record.json"
+TENSOR_FILE = "tensors.safetensors"
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """A run that did not finish."""
+
+    kind: Literal["raised", "crash", "timeout", "suite-error"]
+    """`suite-error`: the exception came from the suite's own code, not from the product."""
+    first_rank: int
+    reason: str
+    """One line."""
+    details: str
+    """Tracebacks, stacks and the end of the output of all ranks."""
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True):
+    """What a record is about; equal headers mean interchangeable records."""
+
+    schema: Literal[1] = 1
+    cell: Cell
+    session: str
+    torch: str
+    substrate: str
+    defect: str | None
+    repeat: int
+    """0 for the first run of a cell in a session; laws on repeatability ask for more."""
+
+
+class RecordFile(msgspec.Struct, frozen=True, kw_only=True):
+    """Content of record.json; `ranks` holds one RankFacts each and is decoded when a law needs it."""
+
+    header: Header
+    train_s: float
+    """Time of the slowest rank."""
+    ranks: msgspec.Raw = msgspec.Raw(b"[]")
+    failure: Failure | None = None
+
+
+class Record:
+    """A finished run: facts of all ranks and the tensors that rank 0 captured."""
+
+    def __init__(self, directory: Path, content: RecordFile) -> None:
+        self.directory, self.header, self.train_s = directory, content.header, content.train_s
+        self._ranks = content.ranks
+
+    @property
+    def cell(self) -> Cell:
+        return self.header.cell
+
+    @cached_property
+    def ranks(self) -> "list[RankFacts]":
+        """Facts by rank."""
+        from conformance.instruments.recorder import RankFacts  # needs torch, which the controller never imports
+
+        return msgspec.json.decode(self._ranks, type=list[RankFacts])
+
+    @property
+    def losses(self) -> list[float]:
+        """Loss of each step in nats; NaN where it was not finite."""
+        return [_number(step.loss) for step in self.ranks[0].steps]
+
+    @property
+    def grad_norms(self) -> list[float]:
+        """Gradient norm of each step before clipping, as the trainer logged it on rank 0."""
+        return [_number(step.grad_norm) for step in self.ranks[0].steps]
+
+    @cached_property
+    def tensors(self) -> "dict[str, Tensor]":
+        """All captured full tensors by key, see `conformance.instruments.capture.Capture`."""
+        from safetensors.torch import load_file
+
+        return load_file(self.directory / TENSOR_FILE)
+
+    def select(self, prefix: str) -> "dict[str, Tensor]":
+        """The tensors below `WHEN/KIND/`, by the rest of their key. Raises KeyError if there is none."""
+        chosen = {key.removeprefix(prefix): t for key, t in self.tensors.items() if key.startswith(prefix)}
+        if not chosen:
+            raise KeyError(f"record of {self.cell.id} holds no tensor below {prefix}")
+        return chosen
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def read_record(directory: Path) -> RecordFile | None:
+    """The content of a record directory, or None if no run has finished in it."""
+    file = directory / RECORD_FILE
+    return msgspec.json.decode(file.read_bytes(), type=RecordFile) if file.exists() else None
+
+
+def write_record(directory: Path, content: RecordFile) -> None:
+    """Publish a record: readers see all of it or nothing."""
+    temporary = directory / f"{RECORD_FILE}.part"
+    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1))
+    temporary.rename(directory / RECORD_FILE)

@@ -1,0 +1,182 @@
+"""The controller's part of a session: collects results, writes the report, decides the exit status."""
+
+import json
+import shutil
+import time
+from collections import Counter
+from pathlib import Path
+from typing import IO
+
+import msgspec
+import pytest
+from tabulate import tabulate
+
+from conformance.engine.environment import environment_facts
+from conformance.engine.report import CaseResult, Footer, Header, Report
+from conformance.engine.verdicts import CONFORMANT, SUITE_FAILED, Verdict, exit_status
+
+_OWN_FILES = ("report.json", "report.jsonl", "junit.xml", "plan.json")
+
+
+class Reporter:
+    """The plugin that only the controller (or the only process) has."""
+
+    def __init__(
+        self, *, directory: Path, session: str, matrix_digest: str, profile: str, defect: str | None
+    ) -> None:
+        self._directory = directory
+        self._start_s = time.monotonic()
+        self._header = Header(
+            session=session,
+            profile=profile,
+            matrix_digest=matrix_digest,
+            defect=defect,
+            environment=environment_facts(),
+        )
+        self._results: dict[str, CaseResult] = {}
+        self._crashed: dict[str, str] = {}
+        self._planned: list[str] = []
+        self._collection_failed = False
+        self._report: Report | None = None
+        self._stream = self._open()
+
+    # Collecting.
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._planned = self._planned or [item.nodeid for item in session.items]
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node: object, ids: list[str]) -> None:
+        self._planned = list(ids)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._collection_failed |= report.failed
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        found = getattr(report, "conformance", None)
+        if found is not None:
+            result = msgspec.convert(found, CaseResult)
+            self._results[result.nodeid] = result
+            self._write_line({"type": "case", **msgspec.to_builtins(result)})
+        elif report.when == "???":  # xdist's word for an item whose worker died
+            self._crashed[report.nodeid] = str(report.longrepr).splitlines()[0]
+
+    # Ending.
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """Every planned case gets a verdict; pytest's own usage and internal errors keep their status."""
+        self._add_missing()
+        counts = Counter(Verdict(result.verdict) for result in self._results.values())
+        status = exit_status(counts)
+        if exitstatus in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.INTERNAL_ERROR):
+            status = int(exitstatus)
+        elif self._collection_failed or (session.testsfailed and status == CONFORMANT):
+            status = SUITE_FAILED  # something failed that is no case
+        verdicts = {verdict.value: counts[verdict] for verdict in Verdict if counts[verdict]}
+        self._report = Report(
+            session=self._header.session,
+            environment=self._header.environment,
+            profile=self._header.profile,
+            matrix_digest=self._header.matrix_digest,
+            defect=self._header.defect,
+            planned=len(self._planned),
+            executed=sum(count for verdict, count in counts.items() if verdict != Verdict.NOT_RUN),
+            verdicts=verdicts,
+            exit_code=status,
+            duration_s=round(time.monotonic() - self._start_s, 3),
+            cases=sorted(self._results.values(), key=lambda result: result.id),
+        )
+        self._publish(self._report)
+        session.exitstatus = status
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self._report is None:
+            return
+        write = terminalreporter.write_line
+        terminalreporter.section("conformance")
+        write(_law_table(self._report))
+        for result in self._report.cases:
+            if result.verdict not in (Verdict.PASS, Verdict.UNSUPPORTED):
+                write(f"\n{result.verdict}: {result.id}: {result.reason}\n  {result.must}\n  repeat: {result.repro}")
+        for reason, number in Counter(r.reason for r in self._report.cases if r.verdict == Verdict.UNSUPPORTED).items():
+            write(f"unsupported, {number} cases: {reason}")
+        write(
+            f"\nprofile {self._report.profile}: {self._report.executed} of {self._report.planned} cases executed in "
+            f"{self._report.duration_s:.1f} s, exit status {self._report.exit_code}; report: {self._directory}"
+        )
+
+    def _add_missing(self) -> None:
+        missing = [nodeid for nodeid in self._planned if nodeid not in self._results]
+        plan = self._read_plan() if missing else {}
+        for nodeid in missing:
+            law, cell = plan.get(nodeid, ("?", "?"))
+            crash = self._crashed.get(nodeid)
+            self._results[nodeid] = CaseResult(
+                id=f"{law}/{cell}" if law != "?" else nodeid,
+                law=law,
+                must="",
+                cell=cell,
+                substrate="",
+                verdict=(Verdict.ERROR if crash else Verdict.NOT_RUN).value,
+                reason=crash or "the session ended before this case",
+                duration_s=0.0,
+                wait_s=0.0,
+                run_s=0.0,
+                measured={},
+                repro=f"pytest -n0 --profile={self._header.profile} {nodeid}",
+                nodeid=nodeid,
+            )
+
+    def _read_plan(self) -> dict[str, tuple[str, str]]:
+        file = self._directory / "plan.json"
+        if not file.exists():
+            return {}
+        plan = json.loads(file.read_text())
+        return plan["cases"] if plan["session"] == self._header.session else {}
+
+    # Files.
+
+    def _open(self) -> IO[str]:
+        """Start afresh: an older report must not be mistaken for this session's. Raises pytest.UsageError."""
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            for name in _OWN_FILES:
+                (self._directory / name).unlink(missing_ok=True)
+            shutil.rmtree(self._directory / "records", ignore_errors=True)
+            stream = (self._directory / "report.jsonl").open("w")
+        except OSError as error:
+            raise pytest.UsageError(f"--report-dir {self._directory} cannot be written: {error}") from None
+        self._stream = stream
+        self._write_line(msgspec.to_builtins(self._header))
+        return stream
+
+    def _write_line(self, row: object) -> None:
+        self._stream.write(msgspec.json.encode(row).decode() + "\n")
+        self._stream.flush()
+
+    def _publish(self, report: Report) -> None:
+        footer = Footer(
+            planned=report.planned,
+            executed=report.executed,
+            verdicts=report.verdicts,
+            exit_code=report.exit_code,
+            duration_s=report.duration_s,
+        )
+        self._write_line(msgspec.to_builtins(footer))
+        self._stream.close()
+        part = self._directory / "report.json.part"
+        part.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+        part.rename(self._directory / "report.json")
+        (self._directory / "plan.json").unlink(missing_ok=True)
+
+
+def _law_table(report: Report) -> str:
+    """Laws by verdict, with the time that each law's cases took."""
+    columns = [verdict.value for verdict in Verdict if verdict.value in report.verdicts]
+    rows = []
+    for law in sorted({result.law for result in report.cases}):
+        of_law = [result for result in report.cases if result.law == law]
+        counts = Counter(result.verdict for result in of_law)
+        rows.append([law, *(counts[column] or "" for column in columns), f"{sum(r.duration_s for r in of_law):.1f}"])
+    return tabulate(rows, headers=["law", *columns, "seconds"])

@@ -1,0 +1,245 @@
+"""One process's part of a conformance session: which cases there are, and the verdict on each.
+
+Runs in the xdist workers, or in the only process there is. What is known about the whole session, and the report, is
+the business of `reporter`.
+"""
+
+import importlib.metadata
+import shlex
+import time
+import uuid
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from conformance.engine.cells import Cell
+from conformance.engine.law import Law, law_of
+from conformance.engine.matrix import Matrix, load_matrix
+from conformance.engine.measurements import Measurement, collecting
+from conformance.engine.pool import MAX_WORLD_SIZE
+from conformance.engine.record import Record
+from conformance.engine.report import CaseResult
+from conformance.engine.reporter import Reporter
+from conformance.engine.selection import parse
+from conformance.engine.store import Clock, RecordStore
+from conformance.engine.verdicts import Unsupported, Verdict, classify
+
+SUBSTRATE = "gloo"
+_PROJECT = Path(__file__).resolve().parents[2]
+
+
+@dataclass
+class CaseState:
+    """What is known so far of the case that is running."""
+
+    law: Law
+    cell: Cell
+    verdict: Verdict = Verdict.PASS
+    reason: str = ""
+    duration_s: float = 0.0
+    measured: dict[str, Measurement] = field(default_factory=dict)
+
+
+_CASE = pytest.StashKey[CaseState]()
+_SESSION = pytest.StashKey["Session"]()
+
+
+def start_session(config: pytest.Config) -> None:
+    """Read the options and register the plugins of a session. Raises pytest.UsageError for what cannot be used."""
+    if getattr(config.option, "dist", "no") == "loadgroup":
+        # xdist 3.8.0 with pytest 9.2: grouping is silently lost, and a crashed worker hangs the session
+        # (pytest-xdist #1386, #1323). Records are shared through the store, so nothing needs grouping.
+        raise pytest.UsageError("--dist loadgroup is broken with this pytest (pytest-xdist #1386): use --dist load")
+    session = Session(config)
+    config.stash[_SESSION] = session
+    config.pluginmanager.register(session, "conformance-session")
+    if session.is_controller:
+        reporter = Reporter(
+            directory=session.report_directory,
+            session=session.name,
+            matrix_digest=session.matrix.digest,
+            profile=session.profile,
+            defect=session.defect,
+        )
+        config.pluginmanager.register(reporter, "conformance-reporter")
+        config.option.xmlpath = config.option.xmlpath or str(session.report_directory / "junit.xml")
+        if getattr(config.option, "maxschedchunk", None) is None:
+            # A worker that holds many items would keep the others from helping with them (xdist docs, how-it-works).
+            config.option.maxschedchunk = 1
+
+
+class Session:
+    """The plugin with a session's hooks and fixtures."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        option = config.option
+        inherited: dict[str, Any] = getattr(config, "workerinput", {}).get("conformance", {})
+        self.is_controller = not hasattr(config, "workerinput")
+        self.name: str = inherited.get("session", uuid.uuid4().hex[:12])
+        self.profile: str = option.profile
+        self.defect: str | None = option.defect
+        self.report_directory = Path(inherited.get("report_directory", Path(option.report_dir).resolve()))
+        try:
+            self.matrix: Matrix = load_matrix(Path(option.matrix) if option.matrix else _PROJECT / "matrix.yaml")
+            selection = parse(option.cells) if option.cells else None
+            self.cases = self.matrix.cases(self.profile, only=selection)
+            _require_known_defect(self.defect)
+        except ValueError as error:
+            raise pytest.UsageError(str(error)) from None
+        self._cells: dict[str, list[Cell]] = {}
+        for case in self.cases:
+            self._cells.setdefault(case.law, []).append(case.cell)
+        self._asserted: set[str] = set()
+        self._options = [f"--profile={self.profile}"]
+        self._options += [f"--matrix={option.matrix}"] if option.matrix else []
+        self._options += [f"--defect={self.defect}"] if self.defect else []
+        self.store = RecordStore(
+            directory=Path(option.record_dir).resolve() if option.record_dir else self.report_directory / "records",
+            session=self.name,
+            torch_version=importlib.metadata.version("torch"),
+            defect=self.defect,
+            deadline_s=self.matrix.profile(self.profile).deadline_s,
+        )
+
+    # Collection: law x cell.
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """On the controller: what each worker has to know."""
+        node.workerinput["conformance"] = {"session": self.name, "report_directory": str(self.report_directory)}
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pycollect_makeitem(self, name: str, obj: Any) -> list[pytest.Item] | None:
+        """A law without a cell in this selection yields no case."""
+        found = law_of(obj)
+        if found is None:
+            return None
+        if found.id in self._asserted:
+            raise pytest.UsageError(f"law {found.id} is asserted by a second test, {name}: one law, one test")
+        self._asserted.add(found.id)
+        return None if found.id in self._cells else []
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        found = law_of(metafunc.function)
+        if found is not None:
+            cells = self._cells[found.id]
+            metafunc.parametrize("cell", cells, ids=[cell.id for cell in cells])
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Preconditions first, then the widest worlds; the cases of one cell stay together."""
+        for item in items:
+            found = law_of(getattr(item, "function", None))
+            if found is not None:
+                item.stash[_CASE] = CaseState(found, item.callspec.params["cell"])  # type: ignore[attr-defined]
+        order = {cell.id: index for index, cell in enumerate(case.cell for case in reversed(self.cases))}
+        items.sort(key=lambda item: _position(item.stash.get(_CASE, None), order))
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """The whole suite was collected: no law of the matrix may be without a test. Leave the plan for the report."""
+        cases = {item.nodeid: item.stash[_CASE] for item in session.items if _CASE in item.stash}
+        whole_suite = all("::" not in argument and Path(argument).suffix != ".py" for argument in session.config.args)
+        unasserted = self._cells.keys() - self._asserted
+        if whole_suite and unasserted and not session.testsfailed:
+            raise pytest.UsageError(f"matrix.yaml names laws that no test asserts: {', '.join(sorted(unasserted))}")
+        self.report_directory.mkdir(parents=True, exist_ok=True)
+        plan = {nodeid: (case.law.id, case.cell.id) for nodeid, case in cases.items()}
+        part = self.report_directory / f"plan.{uuid.uuid4().hex}.part"
+        part.write_bytes(msgspec.json.encode({"session": self.name, "cases": plan}))
+        part.rename(self.report_directory / "plan.json")
+
+    # Running: verdicts.
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        case = item.stash.get(_CASE, None)
+        if case is None:
+            return (yield)
+        self.store.clock = Clock()
+        with collecting() as case.measured:
+            return (yield)
+
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        case = item.stash.get(_CASE, None)
+        if case is not None:
+            self._require_supported(case)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        case = item.stash.get(_CASE, None)
+        if case is None:
+            return report
+        case.duration_s += call.duration
+        if call.excinfo is not None:
+            case.verdict, case.reason = classify(call.excinfo.value)
+        if call.when == "teardown":
+            # Builtin types only: anything else kills an xdist session (execnet DumpError).
+            report.conformance = msgspec.to_builtins(self._result(item, case))  # type: ignore[attr-defined]
+        return report
+
+    def pytest_unconfigure(self) -> None:
+        self.store.close()
+
+    def _require_supported(self, case: CaseState) -> None:
+        law, cell = case.law, case.cell
+        if SUBSTRATE not in law.substrates:
+            raise Unsupported(f"needs substrate {' or '.join(law.substrates)}, this session runs {SUBSTRATE}")
+        if _version(self.store.torch_version) < _version(law.since):
+            raise Unsupported(f"{law.id} holds from torch {law.since} on, this is {self.store.torch_version}")
+        if cell.world_size > MAX_WORLD_SIZE:
+            raise Unsupported(f"needs {cell.world_size} ranks, {SUBSTRATE} runs at most {MAX_WORLD_SIZE} here")
+
+    def _result(self, item: pytest.Item, case: CaseState) -> CaseResult:
+        return CaseResult(
+            id=f"{case.law.id}/{case.cell.id}",
+            law=case.law.id,
+            must=case.law.must,
+            cell=case.cell.id,
+            substrate=SUBSTRATE,
+            verdict=case.verdict.value,
+            reason=case.reason,
+            duration_s=round(case.duration_s, 4),
+            wait_s=round(self.store.clock.wait_s, 4),
+            run_s=round(self.store.clock.run_s, 4),
+            measured=case.measured,
+            repro=shlex.join(["pytest", "-n0", *self._options, item.nodeid]),
+            nodeid=item.nodeid,
+        )
+
+    # Fixtures of the laws.
+
+    @pytest.fixture
+    def run(self) -> Callable[..., Record]:
+        """`run(cell)`: the record of a cell, run at most once per session (`repeat=1` for a second run)."""
+        return self.store.run
+
+    @pytest.fixture
+    def probe(self) -> Callable[[int], list[dict[str, Any]]]:
+        """`probe(world_size)`: what each rank of a world finds in its surroundings."""
+        return self.store.probe
+
+
+def _position(case: CaseState | None, order: dict[str, int]) -> tuple[bool, int, int, str]:
+    if case is None:
+        return True, 0, 0, ""
+    return not case.law.id.startswith("ENV-"), -case.cell.world_size, -order[case.cell.id], case.law.id
+
+
+def _require_known_defect(defect: str | None) -> None:
+    from conformance.defects.catalogue import ids
+
+    if defect is not None and defect not in ids():
+        raise ValueError(f"--defect {defect}: not a known defect; choose from {', '.join(ids())}")
+
+
+def _version(text: str) -> tuple[int, ...]:
+    """The release part of a torch version: `2.13.0+cpu` is (2, 13)."""
+    return tuple(int(part) for part in text.split("+")[0].split(".")[:2])

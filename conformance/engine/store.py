@@ -1,0 +1,121 @@
+"""The record store: each cell is run once per session, whichever worker needs it first."""
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from filelock import FileLock
+
+from conformance.engine.cells import Cell
+from conformance.engine.pool import Pools, RunFailed, Task
+from conformance.engine.record import TENSOR_FILE, Failure, Header, Record, RecordFile, read_record, write_record
+
+SUITE_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+class CellFailed(Exception):  # noqa: N818 - a verdict on the product, not an error of the caller
+    """A cell's run did not finish; every law on that cell gets the same verdict."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(f"{failure.reason}\n{failure.details}")
+        self.failure = failure
+
+
+@dataclass
+class Clock:
+    """Where the time of one case went."""
+
+    wait_s: float = 0.0
+    """Waiting for another worker that was running the same cell."""
+    run_s: float = 0.0
+    """Running cells."""
+
+
+@dataclass
+class RecordStore:
+    """Runs cells and keeps their records below `directory`."""
+
+    directory: Path
+    session: str
+    torch_version: str
+    defect: str | None
+    deadline_s: float
+    pools: Pools = field(default_factory=Pools)
+    clock: Clock = field(default_factory=Clock)
+    _loaded: dict[str, Record] = field(default_factory=dict)
+
+    def run(self, cell: Cell, *, repeat: int = 0) -> Record:
+        """The record of a cell, from this session's store or from a run now. Raises CellFailed."""
+        header = Header(
+            cell=cell,
+            session=self.session,
+            torch=self.torch_version,
+            substrate="gloo",
+            defect=self.defect,
+            repeat=repeat,
+        )
+        directory = self.directory / f"{cell.id}--{_digest(header)}"
+        if directory.name in self._loaded:
+            return self._loaded[directory.name]
+        content = self._once(directory, lambda: self._execute(header, directory))
+        if content.failure is not None:
+            raise CellFailed(content.failure)
+        return self._loaded.setdefault(directory.name, Record(directory, content))
+
+    def probe(self, world_size: int) -> list[dict[str, Any]]:
+        """Facts of all ranks of a world about their surroundings. Raises CellFailed."""
+        try:
+            return self.pools.run(
+                Task("conformance.engine.rank_tasks:probe", {}), world_size=world_size, deadline_s=self.deadline_s
+            )
+        except RunFailed as failed:
+            raise CellFailed(to_failure(failed)) from None
+
+    def close(self) -> None:
+        self.pools.close()
+
+    def _once(self, directory: Path, execute: Callable[[], RecordFile]) -> RecordFile:
+        directory.mkdir(parents=True, exist_ok=True)
+        start_s = time.monotonic()
+        # A run cannot outlast its deadline by much, so neither can the wait for one.
+        with FileLock(directory / "lock", timeout=4 * self.deadline_s):
+            self.clock.wait_s += time.monotonic() - start_s
+            content = read_record(directory)
+            if content is None:
+                start_s = time.monotonic()
+                content = execute()
+                self.clock.run_s += time.monotonic() - start_s
+                write_record(directory, content)
+            return content
+
+    def _execute(self, header: Header, directory: Path) -> RecordFile:
+        from conformance.engine.workload import trainer_config  # imports torch, which is not needed to find records
+
+        payload = {
+            "config": msgspec.to_builtins(trainer_config(header.cell)),
+            "defect": header.defect,
+            "tensors": str(directory / TENSOR_FILE),
+        }
+        task = Task("conformance.engine.rank_tasks:train_cell", payload)
+        try:
+            results = self.pools.run(task, world_size=header.cell.world_size, deadline_s=self.deadline_s)
+        except RunFailed as failed:
+            return RecordFile(header=header, train_s=0.0, failure=to_failure(failed))
+        facts = msgspec.Raw(msgspec.json.encode([result["facts"] for result in results]))
+        return RecordFile(header=header, train_s=max(result["train_s"] for result in results), ranks=facts)
+
+
+def to_failure(failed: RunFailed) -> Failure:
+    """Keep what a report needs; an exception raised by the suite's own code is the suite's error."""
+    first = next(report for report in failed.ranks if report.rank == failed.first_rank)
+    from_suite = failed.kind == "raised" and Path(first.innermost_file).is_relative_to(SUITE_PACKAGE)
+    kind = "suite-error" if from_suite else failed.kind
+    return Failure(kind=kind, first_rank=failed.first_rank, reason=failed.reason, details=failed.details())
+
+
+def _digest(header: Header) -> str:
+    return hashlib.sha256(msgspec.json.encode(header)).hexdigest()[:12]

@@ -1,0 +1,59 @@
+"""From a cell to the trainer's configuration: the workload on which the laws are judged."""
+
+import shutil
+from typing import Literal
+
+import msgspec
+
+from conformance.engine.cells import Cell, Mesh
+from reference_trainer.config import DataConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
+
+# Chosen so that faults show (see shared findings in docs/architecture.md): a vocabulary that no world divides,
+# non-zero biases, norm weights other than 1, unequal numbers of valid tokens per sample.
+_TINY_MODEL = ModelConfig(
+    vocab_size=61,
+    dim=32,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    ffn_dim=64,
+    max_seq_len=32,
+    bias=True,
+    init_std=0.1,
+    bias_std=0.1,
+    norm_std=0.2,
+)
+_DATA = DataConfig(seq_len=16, global_batch_size=16, min_valid_fraction=0.25)
+_LEARNING_RATE = {"adamw": 0.01, "sgd": 0.1}
+# AdamW's epsilon is of the order of the gradients: with the usual 1e-8 the update is insensitive to the gradients'
+# scale (a constant factor passes unseen) and infinitely sensitive to rounding where a gradient is nearly zero.
+_ADAMW_EPS = 0.001
+
+
+def trainer_config(cell: Cell) -> TrainerConfig:
+    """The complete configuration of a cell's run, on the CPU."""
+    mesh = Mesh.parse(cell.mesh)
+    return TrainerConfig(
+        model=msgspec.structs.replace(_TINY_MODEL, tied_embeddings=cell.tied_embeddings, dropout=cell.dropout),
+        mesh=MeshConfig(dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, tp=mesh.tp),
+        data=_DATA,
+        optimizer=OptimizerConfig(
+            name=cell.optimizer, lr=_LEARNING_RATE[cell.optimizer], eps=_ADAMW_EPS, max_norm=cell.clip
+        ),
+        precision=cell.precision,
+        reshard=cell.reshard,
+        init=cell.init,
+        sequence_parallel=cell.sequence_parallel,
+        loss_parallel=cell.loss_parallel,
+        activation_checkpointing=cell.activation_checkpointing,
+        compile=compile_backend() if cell.compile else "none",
+        accumulation=cell.accumulation,
+        steps=cell.steps,
+        seed=cell.seed,
+        device="cpu",
+    )
+
+
+def compile_backend() -> Literal["inductor", "aot_eager"]:
+    """Inductor needs a C++ compiler on the CPU."""
+    return "inductor" if shutil.which("c++") or shutil.which("g++") or shutil.which("clang++") else "aot_eager"

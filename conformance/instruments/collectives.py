@@ -1,0 +1,148 @@
+"""Collective log: every collective as the dispatcher sees it, whoever issued it (FSDP2, DTensor, clipping, trainer)."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from reference_trainer.observer import Observer, Phase
+
+# Names of operators differ between torch versions and between the imperative (c10d) and the functional collectives.
+_KIND_BY_PART = {
+    "allgather": "all_gather",
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "allreduce": "all_reduce",
+    "all_reduce": "all_reduce",
+    "broadcast": "broadcast",
+    "alltoall": "all_to_all",
+    "all_to_all": "all_to_all",
+    "scatter": "scatter",
+    "gather": "gather",
+    "barrier": "barrier",
+    "reduce_": "reduce",
+}
+_REDUCE_OPS = {int(value): name for name, value in dist.ReduceOp.RedOpType.__members__.items()}
+_NOT_COLLECTIVES = ("wait_tensor", "wrap_tensor", "send", "recv", "p2p", "check_for_nan", "monitored_barrier")
+
+
+class Collective(msgspec.Struct, frozen=True):
+    """One collective of one rank."""
+
+    step: int
+    phase: Phase
+    kind: str
+    """`all_gather`, `reduce_scatter`, `all_reduce`, ..."""
+    group: str
+    """Mesh dimension whose ranks take part, such as `dp_shard`, else `world` or the ranks."""
+    numel: int
+    """Elements of this rank's input."""
+    dtype: str
+    """As on the wire."""
+    reduce_op: str | None
+    """`SUM`, `AVG`, `MAX`, ... for reductions."""
+
+
+class CollectiveLog(Observer):
+    """Listens to the dispatch tap and writes down collectives with the phase of training in which they happen."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[tuple[int, ...], Collective]] = []
+        self._step = -1
+        self._phase: Phase = "build"
+        self._muted = False
+
+    def phase(self, name: Phase, *, step: int) -> None:
+        self._step, self._phase = step, name
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """Inside, nothing is written: what other instruments communicate is not part of the run."""
+        self._muted = True
+        try:
+            yield
+        finally:
+            self._muted = False
+
+    def facts(self, mesh: DeviceMesh) -> list[Collective]:
+        """All collectives in the order in which this rank issued them, with their groups named after the mesh."""
+        names = {
+            tuple(sorted(dist.get_process_group_ranks(mesh.get_group(name)))): name for name in mesh.mesh_dim_names or ()
+        }
+        world = tuple(range(dist.get_world_size()))
+        return [
+            msgspec.structs.replace(entry, group=names.get(ranks, "world" if ranks == world else entry.group))
+            for ranks, entry in self._entries
+        ]
+
+    def listen(self, func: Any, args: Sequence[Any]) -> None:
+        if self._muted or func.namespace not in ("c10d", "_c10d_functional"):
+            return
+        kind = collective_kind(func._schema.name)
+        if kind is None:
+            return
+        arguments = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+        tensors = _input_tensors(arguments)
+        ranks = tuple(sorted(dist.get_process_group_ranks(_process_group(arguments))))
+        entry = Collective(
+            step=self._step,
+            phase=self._phase,
+            kind=kind,
+            group="ranks " + ",".join(map(str, ranks)),
+            numel=sum(t.numel() for t in tensors),
+            dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "none",
+            reduce_op=_reduce_op(arguments),
+        )
+        self._entries.append((ranks, entry))
+
+
+def collective_kind(operator_name: str) -> str | None:
+    """The kind of collective that an operator of c10d performs, None for point-to-point, waiting and checks.
+
+    Raises RuntimeError for an operator that a new torch has added: a log that overlooks one records nothing.
+    """
+    name = operator_name.partition("::")[2]
+    if any(part in name for part in _NOT_COLLECTIVES):
+        return None
+    for part, kind in _KIND_BY_PART.items():
+        if part in name:
+            return kind
+    raise RuntimeError(f"unknown collective {operator_name}: add it to {__name__}")
+
+
+def _process_group(arguments: Mapping[str, Any]) -> dist.ProcessGroup:
+    """Operators carry their group as an object, boxed for TorchScript, or (functional collectives) by name."""
+    group = arguments.get("process_group", arguments.get("group_name"))
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    if not isinstance(group, str):
+        return dist.ProcessGroup.unbox(group)
+    resolve = getattr(dist.distributed_c10d, "_resolve_process_group", None)
+    if resolve is None:
+        raise RuntimeError(f"torch {torch.__version__} has no distributed_c10d._resolve_process_group to name groups with")
+    return resolve(group)  # type: ignore[no-any-return]
+
+
+def _input_tensors(arguments: Mapping[str, Any]) -> list[Tensor]:
+    """What this rank contributes: inputs where the operator tells them from outputs, else the tensors reduced in place."""
+    for name in ("input_tensor", "input_tensors", "inputs", "input", "self", "tensors", "tensor"):
+        value = arguments.get(name)
+        if isinstance(value, Tensor):
+            return [value]
+        if isinstance(value, list | tuple):
+            flat = [t for item in value for t in (item if isinstance(item, list | tuple) else [item])]
+            return [t for t in flat if isinstance(t, Tensor)]
+    return []
+
+
+def _reduce_op(arguments: Mapping[str, Any]) -> str | None:
+    """Functional collectives name their reduction; the imperative ones carry a TorchScript object with its number."""
+    op = arguments.get("reduce_op")
+    if op is None or isinstance(op, str):
+        return op.upper() if op else None
+    return _REDUCE_OPS[int(op.op())]

@@ -1,0 +1,44 @@
+"""One dispatch mode per run, through which other instruments see every operator that torch executes.
+
+`TorchDispatchMode` lives in `torch.utils._python_dispatch`: private by name, but the base of the public
+`CommDebugMode`, and the only place below autograd, FSDP2 and DTensor where all torch versions from 2.6 on show their
+collectives under stable names. This is the only module of the suite that touches it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+try:
+    from torch.utils._python_dispatch import TorchDispatchMode
+except ImportError as error:  # pragma: no cover - no supported version lacks it
+    raise ImportError(
+        f"torch {torch.__version__} has no torch.utils._python_dispatch.TorchDispatchMode: "
+        "the suite needs another way to see operators, see conformance/instruments/dispatch_tap.py"
+    ) from error
+
+Listener = Callable[[Any, Sequence[Any]], None]
+"""Called with (operator overload, positional arguments) after each operator that ran on plain tensors."""
+
+
+class DispatchTap(TorchDispatchMode):
+    """Calls the listeners for each operator on plain tensors; wrapper tensors (DTensor) are seen by their parts."""
+
+    def __init__(self, listeners: Sequence[Listener]) -> None:
+        super().__init__()
+        self._listeners = tuple(listeners)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # Let a DTensor unwrap itself first: what it runs inside comes back here on plain tensors.
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        # Other subclasses (fake tensors of shape propagation) compute nothing that the run uses.
+        if all(t in (torch.Tensor, torch.nn.Parameter) for t in types):
+            for listener in self._listeners:
+                listener(func, args)
+        return result

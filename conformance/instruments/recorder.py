@@ -1,0 +1,139 @@
+"""All instruments of one rank, and the facts that they leave."""
+
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from conformance.instruments.capture import Capture
+from conformance.instruments.collectives import Collective, CollectiveLog
+from conformance.instruments.dispatch_tap import DispatchTap
+from conformance.instruments.dtypes import DtypeAudit
+from conformance.instruments.poison import Poison
+from conformance.instruments.residency import Residency
+from conformance.instruments.sharding import fsdp_group_of
+from reference_trainer.model import Transformer
+from reference_trainer.observer import Observer, Phase
+from reference_trainer.train import StepMetrics, Trainer
+
+
+class StepFacts(msgspec.Struct, frozen=True):
+    """What the trainer reports of one step; JSON writes numbers that are not finite as null."""
+
+    loss: float | None
+    grad_norm: float | None
+    valid_tokens: int
+
+
+class ParameterFacts(msgspec.Struct, frozen=True):
+    """One sharded parameter of one rank."""
+
+    group: str
+    """Module below which FSDP manages it."""
+    shape: list[int]
+    """Global shape."""
+    local_shape: list[int]
+    """Shape of this rank's shard."""
+    shard_dims: dict[str, int]
+    """Mesh dimension to the tensor dimension that it shards; mesh dimensions that replicate are left out."""
+
+
+class RankFacts(msgspec.Struct, frozen=True):
+    """What one rank measured in a run; all builtin types."""
+
+    rank: int
+    mesh_coordinate: dict[str, int]
+    steps: list[StepFacts]
+    parameters: dict[str, ParameterFacts]
+    collectives: list[Collective]
+    unsharded: dict[str, list[str]]
+    """See `Residency.unsharded`."""
+    dtypes: dict[str, list[str]]
+    """See `DtypeAudit.facts`."""
+    poisoned: dict[str, int]
+    surviving_poison: dict[str, int]
+    fingerprints: dict[str, str]
+    """See `Capture`."""
+    batches: list[dict[str, str]]
+
+
+class Recorder(Observer):
+    """Passes the trainer's events to every instrument, and gathers what they saw."""
+
+    def __init__(self, *, rank: int) -> None:
+        self._rank = rank
+        self._parameters: dict[str, ParameterFacts] = {}
+        self._collectives, self._dtypes = CollectiveLog(), DtypeAudit()
+        self._residency, self._poison = Residency(), Poison()
+        self._capture = Capture(keep_tensors=rank == 0)
+        self._instruments: tuple[Observer, ...] = (
+            self._collectives,
+            self._residency,
+            self._poison,
+            self._dtypes,
+            self._capture,
+        )
+
+    def tap(self) -> DispatchTap:
+        """The dispatch mode in which the run must take place."""
+        return DispatchTap([self._collectives.listen, self._dtypes.listen])
+
+    def phase(self, name: Phase, *, step: int) -> None:
+        for instrument in self._instruments:
+            instrument.phase(name, step=step)
+
+    def sharded(self, model: Transformer) -> None:
+        groups = fsdp_group_of(model)
+        self._parameters = {name: _parameter_facts(p, groups[name]) for name, p in model.named_parameters()}
+        self._notify("sharded", model)
+
+    def materialized(self, model: Transformer) -> None:
+        self._notify("materialized", model)
+
+    def initialized(self, model: Transformer) -> None:
+        self._notify("initialized", model)
+
+    def batch(self, micro_batches: list[tuple[Tensor, Tensor]], *, step: int) -> None:
+        self._notify("batch", micro_batches, step=step)
+
+    def gradients(self, model: Transformer, *, step: int) -> None:
+        self._notify("gradients", model, step=step)
+
+    def stepped(self, model: Transformer, *, step: int) -> None:
+        self._notify("stepped", model, step=step)
+
+    def finish(self, trainer: Trainer, metrics: list[StepMetrics]) -> tuple[RankFacts, dict[str, Tensor]]:
+        """Capture the final state; returns the facts, and (on rank 0) the tensors."""
+        with self._collectives.muted():
+            self._capture.final(trainer.model, trainer.optimizer)
+        self._dtypes.optimizer_state(trainer.optimizer)
+        facts = RankFacts(
+            rank=self._rank,
+            mesh_coordinate={name: trainer.mesh.get_local_rank(name) for name in trainer.mesh.mesh_dim_names or ()},
+            steps=[StepFacts(step.loss, step.grad_norm, step.valid_tokens) for step in metrics],
+            parameters=self._parameters,
+            collectives=self._collectives.facts(trainer.mesh),
+            unsharded=self._residency.unsharded,
+            dtypes=self._dtypes.facts(),
+            poisoned=self._poison.poisoned,
+            surviving_poison=self._poison.surviving,
+            fingerprints=self._capture.fingerprints,
+            batches=self._capture.batches,
+        )
+        return facts, self._capture.tensors
+
+    def _notify(self, event: str, *args: Any, **kwargs: Any) -> None:
+        with self._collectives.muted():
+            for instrument in self._instruments:
+                getattr(instrument, event)(*args, **kwargs)
+
+
+def _parameter_facts(parameter: torch.Tensor, group: str) -> ParameterFacts:
+    if not isinstance(parameter, DTensor):
+        return ParameterFacts(group, list(parameter.shape), list(parameter.shape), {})
+    names = parameter.device_mesh.mesh_dim_names or ()
+    by_name = zip(names, parameter.placements, strict=True)
+    shard_dims = {name: placement.dim for name, placement in by_name if hasattr(placement, "dim")}
+    return ParameterFacts(group, list(parameter.shape), list(parameter.to_local().shape), shard_dims)

@@ -1,0 +1,25 @@
+"""Which parameters are unsharded at the moments that decide memory and staleness."""
+
+from reference_trainer.model import Transformer
+from reference_trainer.observer import Observer, Phase
+
+from conformance.instruments.sharding import is_sharded_by_fsdp
+
+
+class Residency(Observer):
+    """Writes down the unsharded parameters after forward, before the optimizer step and at the end of each step."""
+
+    def __init__(self) -> None:
+        self.unsharded: dict[str, list[str]] = {}
+        """`STEP/MOMENT` to parameter names, for the moments `after_forward`, `at_optimizer`, `after_step`."""
+        self._model: Transformer | None = None
+
+    def sharded(self, model: Transformer) -> None:
+        self._model = model
+
+    def phase(self, name: Phase, *, step: int) -> None:
+        moment = {"backward": "after_forward", "optimizer": "at_optimizer", "idle": "after_step"}.get(name)
+        if moment is None or self._model is None:
+            return
+        names = [name for name, p in self._model.named_parameters() if not is_sharded_by_fsdp(p)]
+        self.unsharded[f"{step}/{moment}"] = names

@@ -1,0 +1,24 @@
+"""Facts about the sharded state of a model, from public attributes alone."""
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+
+def is_sharded_by_fsdp(parameter: Tensor) -> bool:
+    """While its group is unsharded, FSDP2 registers a plain tensor (or one of the tensor-parallel mesh alone)."""
+    return isinstance(parameter, DTensor) and "dp_shard" in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The global tensor on every rank, detached; a collective call if it is sharded."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def fsdp_group_of(model: nn.Module) -> dict[str, str]:
+    """For each parameter the name of the innermost module below which `fully_shard` manages it ('' is the root)."""
+    owners: dict[str, str] = {}
+    group_modules = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    for name, _ in model.named_parameters():
+        owners[name] = max((g for g in group_modules if not g or name.startswith(f"{g}.")), key=len)
+    return owners

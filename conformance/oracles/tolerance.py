@@ -1,0 +1,93 @@
+"""Bounds on rounding errors, derived from the computation and not from what was measured.
+
+Model (N. J. Higham, T. Mary, "A new approach to probabilistic rounding error analysis", SIAM J. Sci. Comput. 41(5),
+2019, theorem 3.1): an inner product of length n in arithmetic of unit roundoff u has, with high probability, an error
+of at most about sqrt(n) u relative to its terms. Errors of successive stages are added, as if all pointed the same way.
+A deviation is a Frobenius norm relative to that of the whole tensor, so single nearly cancelled elements do not count.
+docs/tolerances.md tells how far the bounds are from correct programs and from defects.
+"""
+
+from collections.abc import Mapping
+from math import sqrt
+
+from torch import Tensor
+
+from conformance.oracles.reference import ReferenceRun, clip_factor
+from reference_trainer.config import ModelConfig, OptimizerConfig, TrainerConfig
+
+FP32_ROUNDOFF = 2.0**-24
+BF16_ROUNDOFF = 2.0**-8
+
+
+def forward_stages(model: ModelConfig, *, seq_len: int) -> float:
+    """Sum of sqrt(n) over the reductions that a token passes on its way to the loss."""
+    attention = 3 * sqrt(model.dim) + sqrt(model.head_dim) + sqrt(seq_len)  # norm, q/k/v, output; scores; values
+    feed_forward = 2 * sqrt(model.dim) + sqrt(model.ffn_dim)  # norm, up and gate; down
+    head = 2 * sqrt(model.dim) + sqrt(model.vocab_size)  # norm, output; softmax
+    return model.n_layers * (attention + feed_forward) + head
+
+
+def fp32_loss(config: TrainerConfig) -> float:
+    """Relative error of the mean loss: the forward pass and the sum over the tokens of a step."""
+    tokens = config.data.global_batch_size * config.data.seq_len
+    return FP32_ROUNDOFF * (forward_stages(config.model, seq_len=config.data.seq_len) + sqrt(tokens))
+
+
+def fp32_gradients(config: TrainerConfig) -> float:
+    """Relative error of a gradient: backward repeats each forward product twice, then sums over the tokens.
+
+    It bounds the total norm as well: norms differ by at most the norm of the difference.
+    """
+    tokens = config.data.global_batch_size * config.data.seq_len
+    return FP32_ROUNDOFF * (3 * forward_stages(config.model, seq_len=config.data.seq_len) + sqrt(tokens))
+
+
+def updates(gradient_error: float, reference: ReferenceRun, config: OptimizerConfig) -> dict[str, float]:
+    """Relative error of each parameter's total change, from that of the gradients and the optimizer's sensitivity.
+
+    An error e g_rms in every element of a gradient changes AdamW's first step g / (|g| + eps) by e g_rms times its
+    derivative eps / (|g| + eps)^2; later steps, averages over more gradients, are less sensitive. The steps' errors
+    are added: the total change is at most the sum of the steps. SGD is linear, its sensitivity is 1.
+    Clipping scales by the norm, whose error is another e.
+    """
+    steps = len(reference.gradients)
+    clip = clip_factor(reference.grad_norms[0], max_norm=config.max_norm)
+    sensitivity = {name: _sensitivity(clip * grad.double(), config) for name, grad in reference.gradients[0].items()}
+    return {name: steps * gradient_error * (1.0 + factor) for name, factor in sensitivity.items()}
+
+
+def _sensitivity(gradient: Tensor, config: OptimizerConfig) -> float:
+    """How much larger the relative error of the optimizer's step is than that of the gradient, in the root mean square."""
+    if config.name == "sgd":
+        return 1.0
+    size = gradient.abs()
+    derivative = config.eps / (size + config.eps).square()
+    step = size / (size + config.eps)
+    return _rms(size) * _rms(derivative) / _rms(step)
+
+
+def _rms(values: Tensor) -> float:
+    return float(values.square().mean().sqrt())
+
+
+def moments(gradient_error: float) -> Mapping[str, float]:
+    """Relative error of AdamW's state: linear and quadratic in the gradients, with the clip factor's error."""
+    return {"exp_avg": 2 * gradient_error, "exp_avg_sq": 4 * gradient_error}
+
+
+def fp32_average(terms: int) -> float:
+    """Relative error of an average in fp32 whose terms are given, such as a reduced gradient.
+
+    Two terms have one sum whatever their order. Beyond, (terms - 1) additions in an order of the backend's choice;
+    sqrt(terms) is the ratio of the terms' sizes to that of their sum if they are independent.
+    """
+    return (terms - 1) * FP32_ROUNDOFF * sqrt(terms) if terms > 2 else 0.0
+
+
+def bf16_updates() -> float:
+    """Relative error of the parameters' change between two programs with the same bf16 rounding points.
+
+    Last bits of the fp32 master weights differ, so a few weights fall to the other side when they are rounded to bf16;
+    even if all did, each would change by one bf16 roundoff, and so would a later step's gradient.
+    """
+    return BF16_ROUNDOFF

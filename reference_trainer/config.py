@@ -1,0 +1,180 @@
+"""The trainer's configuration: immutable, strictly typed, closed against unknown keys.
+
+Fields of a `Struct` are checked when a file is converted (`load_config`); relations between fields are checked in
+`__post_init__`, and what depends on the number of processes in `mesh.resolve_mesh`.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from reference_trainer.overrides import override
+from reference_trainer.strict_yaml import convert, load
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all configurations: immutable, by keyword only, closed against unknown keys."""
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+class ModelConfig(Config):
+    """A Llama-style decoder (RMSNorm, grouped-query attention with RoPE, SwiGLU)."""
+
+    vocab_size: int = 256
+    """Number of tokens; need not be divisible by anything."""
+    dim: int = 128
+    """Width of the residual stream."""
+    n_layers: int = 2
+    n_heads: int = 4
+    n_kv_heads: int = 2
+    """Key/value heads, each shared by `n_heads / n_kv_heads` query heads."""
+    ffn_dim: int = 256
+    """Width of the SwiGLU hidden layer."""
+    max_seq_len: int = 256
+    """Length of the RoPE table."""
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    bias: bool = False
+    """Biases in the linear layers of the blocks."""
+    tied_embeddings: bool = False
+    """The output layer uses the embedding's weight."""
+    dropout: float = 0.0
+    """Probability with which the output of each attention and feed-forward layer is dropped."""
+    init_std: float = 0.02
+    """Standard deviation of embeddings and linear weights."""
+    bias_std: float = 0.0
+    """Standard deviation of linear biases; 0 sets them to zero."""
+    norm_std: float = 0.0
+    """Standard deviation of norm weights around 1."""
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "max_seq_len"):
+            require(getattr(self, name) >= 1, f"model.{name} is {getattr(self, name)}, must be at least 1")
+        require(self.dim % self.n_heads == 0, f"model.dim {self.dim} is not divisible by n_heads {self.n_heads}")
+        require(self.head_dim % 2 == 0, f"head dimension {self.head_dim} (dim / n_heads) must be even for RoPE")
+        require(
+            self.n_heads % self.n_kv_heads == 0,
+            f"model.n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}",
+        )
+        require(0.0 <= self.dropout < 1.0, f"model.dropout is {self.dropout}, must be at least 0 and below 1")
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.n_heads
+
+
+class MeshConfig(Config):
+    """Degrees of parallelism; their product is the number of processes."""
+
+    dp_replicate: int = 1
+    """Replicas that hold the same shards (HSDP)."""
+    dp_shard: int | Literal["auto"] = "auto"
+    """Ranks over which parameters are sharded; `auto` takes what dp_replicate and tp leave of the world."""
+    tp: int = 1
+    """Tensor-parallel ranks."""
+
+    def __post_init__(self) -> None:
+        for name in ("dp_replicate", "dp_shard", "tp"):
+            degree = getattr(self, name)
+            require(degree == "auto" or degree >= 1, f"mesh.{name} is {degree}, must be at least 1")
+
+
+class DataConfig(Config):
+    """Samples are windows of a token file; which window is decided by seed, step and index alone."""
+
+    path: str | None = None
+    """Token file: `.npy` (one-dimensional integers) or any other file read as bytes; none: the corpus shipped here."""
+    seq_len: int = 128
+    """Tokens per sample."""
+    global_batch_size: int = 8
+    """Samples per optimizer step, over all ranks and micro-batches."""
+    min_valid_fraction: float = 1.0
+    """Below 1, each sample keeps a random share of its labels, at least this one; the rest is padding, ignored."""
+
+    def __post_init__(self) -> None:
+        require(self.seq_len >= 1, f"data.seq_len is {self.seq_len}, must be at least 1")
+        require(self.global_batch_size >= 1, f"data.global_batch_size is {self.global_batch_size}, must be at least 1")
+        require(
+            0.0 < self.min_valid_fraction <= 1.0,
+            f"data.min_valid_fraction is {self.min_valid_fraction}, must be above 0 and at most 1",
+        )
+
+
+class OptimizerConfig(Config):
+    """Optimizer, clipping and learning-rate schedule."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: float = 0.003
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    """Decay of parameters with two or more dimensions; norms and biases are never decayed."""
+    momentum: float = 0.0
+    """SGD only."""
+    max_norm: float = 1.0
+    """Gradients are scaled down to this total 2-norm; 0 turns clipping off."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly to `lr`."""
+    final_lr_fraction: float = 1.0
+    """After warm-up the rate falls on a cosine to this fraction of `lr` at the last step; 1 keeps it constant."""
+
+    def __post_init__(self) -> None:
+        require(self.lr > 0 and math.isfinite(self.lr), f"optimizer.lr is {self.lr}, must be positive and finite")
+        require(
+            self.max_norm >= 0 and math.isfinite(self.max_norm),
+            f"optimizer.max_norm is {self.max_norm}, must be 0 (off) or a positive finite norm",
+        )
+        require(self.warmup_steps >= 0, f"optimizer.warmup_steps is {self.warmup_steps}, must not be negative")
+
+
+class TrainerConfig(Config):
+    """Everything that determines a training run, except the number of processes."""
+
+    model: ModelConfig = ModelConfig()
+    mesh: MeshConfig = MeshConfig()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    precision: Literal["fp32", "bf16-mp"] = "fp32"
+    """`bf16-mp`: fp32 parameters, computation in bf16, gradients reduced in fp32."""
+    reshard: Literal["always", "never", "default"] = "default"
+    """Whether parameters are freed after forward; `default`: all but the last group, which backward needs at once."""
+    init: Literal["meta"] = "meta"
+    """`meta`: build on the meta device, shard, `to_empty`, then initialise."""
+    sequence_parallel: bool = True
+    """With tp > 1: activations between tensor-parallel regions are sharded along the sequence."""
+    loss_parallel: bool = False
+    """With tp > 1: logits stay sharded over the vocabulary and the loss is computed on the shards."""
+    activation_checkpointing: Literal["none", "full"] = "none"
+    """`full`: each block keeps only its input and recomputes the rest in backward."""
+    compile: Literal["none", "inductor", "aot_eager"] = "none"
+    """Backend with which each block is compiled."""
+    accumulation: int = 1
+    """Micro-batches per optimizer step; gradients are reduced after each."""
+    steps: int = 300
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    def __post_init__(self) -> None:
+        require(self.accumulation >= 1, f"accumulation is {self.accumulation}, must be at least 1")
+        require(self.steps >= 1, f"steps is {self.steps}, must be at least 1")
+        require(self.seed >= 0, f"seed is {self.seed}, must not be negative")
+        require(
+            self.data.seq_len <= self.model.max_seq_len,
+            f"data.seq_len {self.data.seq_len} is longer than model.max_seq_len {self.model.max_seq_len}",
+        )
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainerConfig:
+    """Read a YAML file, lay `section.field=value` overrides over it and check the result.
+
+    Raises ConfigError, a ValueError, that names file and line or the override, and what is allowed.
+    """
+    return convert(override(load(path), overrides), TrainerConfig)

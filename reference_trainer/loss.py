@@ -1,0 +1,44 @@
+"""Loss: the sum over valid tokens divided by the number of valid tokens of the whole step, over all ranks.
+
+A mean over each rank's own tokens would weight them by rank: wrong as soon as ranks have different numbers of them.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 - the field's standard name
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import loss_parallel
+
+from reference_trainer.data import IGNORED_LABEL
+
+
+def sum_over_dp(value: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Sum in place over the ranks that see different data, one mesh dimension after the other."""
+    for name in mesh.mesh_dim_names or ():
+        if name != "tp" and mesh[name].size() > 1:
+            dist.all_reduce(value, group=mesh.get_group(name))
+    return value
+
+
+def count_valid_tokens(labels: list[Tensor], mesh: DeviceMesh, device: torch.device) -> int:
+    """Valid labels in all micro-batches of all data-parallel ranks. Raises ValueError if there is none."""
+    local = sum(int((one != IGNORED_LABEL).sum()) for one in labels)
+    total = int(sum_over_dp(torch.tensor(local, dtype=torch.int64, device=device), mesh))
+    if not total:
+        raise ValueError("no valid label in the whole batch: the loss is undefined")
+    return total
+
+
+def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross entropy in fp32, summed over valid labels: a scalar, in nats."""
+    return F.cross_entropy(
+        logits.float().flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORED_LABEL
+    )
+
+
+def loss_context(*, parallel: bool) -> AbstractContextManager[None]:
+    """Inside it, cross entropy (and its backward) works on logits sharded over the vocabulary."""
+    return loss_parallel() if parallel else nullcontext()

@@ -1,0 +1,103 @@
+"""Process group and device mesh."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from reference_trainer.config import MeshConfig, TrainerConfig, require
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """Degrees of parallelism of a run; the mesh has one dimension for each that is used, and always `dp_shard`."""
+
+    dp_replicate: int
+    dp_shard: int
+    tp: int
+
+    @property
+    def world_size(self) -> int:
+        return self.dp_replicate * self.dp_shard * self.tp
+
+    @property
+    def dp(self) -> int:
+        """Number of ranks that see different data."""
+        return self.dp_replicate * self.dp_shard
+
+    def mesh_shape(self) -> dict[str, int]:
+        degrees = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
+        return {name: degree for name, degree in degrees.items() if degree > 1 or name == "dp_shard"}
+
+
+def resolve_mesh(mesh: MeshConfig, *, world_size: int) -> ParallelDims:
+    """Fit the configured degrees to the number of processes. Raises ValueError where they do not fit."""
+    others = mesh.dp_replicate * mesh.tp
+    dp_shard = mesh.dp_shard if mesh.dp_shard != "auto" else max(1, world_size // others)
+    dims = ParallelDims(dp_replicate=mesh.dp_replicate, dp_shard=dp_shard, tp=mesh.tp)
+    require(
+        dims.world_size == world_size,
+        f"mesh dp_replicate {dims.dp_replicate} x dp_shard {mesh.dp_shard} x tp {dims.tp} does not fit the number of "
+        f"processes, {world_size}: start {dims.world_size} processes, or change mesh.dp_shard, mesh.tp",
+    )
+    return dims
+
+
+def check_divisible(config: TrainerConfig, dims: ParallelDims) -> None:
+    """Raises ValueError if heads, sequence or batch cannot be divided among the ranks."""
+    model, data = config.model, config.data
+    for name, heads in (("n_heads", model.n_heads), ("n_kv_heads", model.n_kv_heads)):
+        require(heads % dims.tp == 0, f"model.{name} {heads} is not divisible by mesh.tp {dims.tp}")
+    require(model.ffn_dim % dims.tp == 0, f"model.ffn_dim {model.ffn_dim} is not divisible by mesh.tp {dims.tp}")
+    if config.sequence_parallel:
+        require(data.seq_len % dims.tp == 0, f"data.seq_len {data.seq_len} is not divisible by mesh.tp {dims.tp}")
+    parts = dims.dp * config.accumulation
+    require(
+        data.global_batch_size % parts == 0,
+        f"data.global_batch_size {data.global_batch_size} is not divisible by data-parallel ranks x accumulation "
+        f"= {dims.dp} x {config.accumulation}",
+    )
+
+
+def choose_device(config: TrainerConfig) -> torch.device:
+    """The device of this process. Raises ValueError if CUDA is asked for and absent."""
+    cuda_devices = torch.cuda.device_count() if config.device != "cpu" else 0
+    require(config.device != "cuda" or cuda_devices > 0, "device is cuda, but torch finds no CUDA device; use device=cpu")
+    if not cuda_devices:
+        return torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    require(local_rank < cuda_devices, f"LOCAL_RANK {local_rank} has no device of its own: found {cuda_devices}")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def init_process_group(device: torch.device, *, init_method: str, rank: int, world_size: int, timeout_s: float) -> None:
+    """gloo for CPU tensors, NCCL for CUDA tensors."""
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        init_method=init_method,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def build_mesh(dims: ParallelDims, device: torch.device) -> DeviceMesh:
+    shape = dims.mesh_shape()
+    return init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+
+
+def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The one- or (HSDP) two-dimensional part of the mesh over which `fully_shard` works."""
+    names = mesh.mesh_dim_names or ()
+    return mesh["dp_replicate", "dp_shard"] if "dp_replicate" in names else mesh["dp_shard"]
+
+
+def dp_rank(mesh: DeviceMesh) -> int:
+    """This process's index among the ranks that see different data."""
+    names = mesh.mesh_dim_names or ()
+    replicate = mesh.get_local_rank("dp_replicate") if "dp_replicate" in names else 0
+    return replicate * mesh["dp_shard"].size() + mesh.get_local_rank("dp_shard")

@@ -1,0 +1,118 @@
+"""The model: a Llama-style decoder without any knowledge of parallelism.
+
+Sub-modules see either whole heads and features (one process) or their tensor-parallel share: head counts are read off
+the tensors, never off the configuration.
+Sources: RMSNorm arXiv:1910.07467, RoPE arXiv:2104.09864, SwiGLU arXiv:2002.05202, grouped-query attention arXiv:2305.13245.
+"""
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's standard name
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from reference_trainer.config import ModelConfig
+
+
+def rope_table(config: ModelConfig, *, device: torch.device | str | None = None) -> Tensor:
+    """Cosines and sines of the rotary embedding, fp32 of shape (2, max_seq_len, head_dim / 2).
+
+    Computed in fp64 and rounded once, so that the table does not depend on the device's `cos`.
+    """
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+    positions = torch.arange(config.max_seq_len, dtype=torch.float64)
+    angles = torch.outer(positions, config.rope_theta**-exponents)
+    return torch.stack((angles.cos(), angles.sin())).to(dtype=torch.float32, device=device)
+
+
+def apply_rope(x: Tensor, table: Tensor) -> Tensor:
+    """Rotate pairs (x[i], x[i + head_dim/2]) of a (batch, seq, heads, head_dim) tensor by their position's angle.
+
+    The rotation is computed in the table's precision or the tensor's, whichever is higher, and rounded back once.
+    """
+    cos, sin = table[:, : x.shape[1]].unsqueeze(2)
+    low, high = x.to(torch.promote_types(x.dtype, table.dtype)).chunk(2, dim=-1)
+    return torch.cat((low * cos - high * sin, low * sin + high * cos), dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query self-attention."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        kv_dim = config.n_kv_heads * config.head_dim
+        self.wq = nn.Linear(config.dim, config.dim, bias=config.bias)
+        self.wk = nn.Linear(config.dim, kv_dim, bias=config.bias)
+        self.wv = nn.Linear(config.dim, kv_dim, bias=config.bias)
+        self.wo = nn.Linear(config.dim, config.dim, bias=config.bias)
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        batch, seq, _ = x.shape
+        q, k, v = (proj(x).view(batch, seq, -1, self.head_dim) for proj in (self.wq, self.wk, self.wv))
+        q, k = apply_rope(q, table), apply_rope(k, table)
+        groups = q.shape[2] // k.shape[2]
+        k, v = (t.repeat_interleave(groups, dim=2) for t in (k, v))
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
+        return self.wo(out.transpose(1, 2).reshape(batch, seq, -1))  # type: ignore[no-any-return]
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: w2(silu(w1 x) * w3 x)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=config.bias)
+        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=config.bias)
+        self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """One pre-norm transformer layer."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.feed_forward = FeedForward(config)
+        self.dropout = nn.Dropout(config.dropout)
+        self.recompute_in_backward = False
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        # Checkpointing inside forward keeps FSDP's hooks, which sit on the block, outside of the recomputation, and
+        # parameter names free of a wrapper's prefix.
+        if self.recompute_in_backward:
+            return checkpoint(self._layer, x, table, use_reentrant=False)  # type: ignore[no-any-return]
+        return self._layer(x, table)
+
+    def _layer(self, x: Tensor, table: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), table))
+        return x + self.dropout(self.feed_forward(self.ffn_norm(x)))  # type: ignore[no-any-return]
+
+
+class Transformer(nn.Module):
+    """Tokens (batch, seq) int64 to logits (batch, seq, vocab_size) in the parameters' computation dtype."""
+
+    rope_table: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tied_embeddings:
+            self.output.weight = self.tok_embeddings.weight
+        # Not persistent: recomputed, never loaded. Whoever materialises the model must fill it (see init_weights).
+        empty_table = torch.empty(2, config.max_seq_len, config.head_dim // 2, dtype=torch.float32)
+        self.register_buffer("rope_table", empty_table, persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tok_embeddings(tokens)
+        for layer in self.layers:
+            x = layer(x, self.rope_table)
+        return self.output(self.norm(x))  # type: ignore[no-any-return]

@@ -1,0 +1,57 @@
+"""`--set KEY=VALUE`: values from the command line laid over a configuration file."""
+
+import copy
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from reference_trainer.strict_yaml import ConfigError, Document, parse_scalar
+
+
+@dataclasses.dataclass(frozen=True)
+class _Overridden(Document):
+    """A document of which some values came from the command line, and whose errors say so."""
+
+    origins: dict[str, str]
+    """The option, such as `--set mesh.tp=2`, that gave each path such as `$.mesh.tp`."""
+
+    def place(self, where: str) -> str:
+        """The option that gave the value; else file and line, with the options that gave parts of the value."""
+        if option := self.origins.get(where):
+            return option
+        parts = [option for path, option in self.origins.items() if path.startswith(f"{where}.")]
+        return " with ".join([super().place(where), *dict.fromkeys(parts)])
+
+
+def override(document: Document, assignments: Iterable[str]) -> Document:
+    """The document with each `section.field=value` set, one after the other; sections that it lacks are added.
+
+    Raises ConfigError, beginning with the option, for what is no such assignment.
+    """
+    result = _Overridden(document.path, copy.deepcopy(document.data), document.lines, origins={})
+    for assignment in assignments:
+        option = f"--set {assignment}"
+        key, separator, text = assignment.partition("=")
+        names = key.split(".")
+        if not separator or not all(names):
+            raise ConfigError(f"{option}: write KEY=VALUE, for example mesh.tp=2")
+        try:
+            value = parse_scalar(text)
+        except ValueError as error:
+            raise ConfigError(f"{option}: {error}") from None
+        _assign(result, names, value, option)
+    return result
+
+
+def _assign(document: _Overridden, names: list[str], value: Any, option: str) -> None:
+    section, where = document.data, "$"
+    for name in names[:-1]:
+        where += f".{name}"
+        if name not in section:
+            section[name] = {}
+            document.origins[where] = option
+        section = section[name]
+        if not isinstance(section, dict):
+            raise ConfigError(f"{option}: {where.removeprefix('$.')} is a value, not a section: set it as a whole")
+    section[names[-1]] = value
+    document.origins[f"{where}.{names[-1]}"] = option

@@ -1,0 +1,113 @@
+"""The trainer: build a parallel model, then repeat forward, backward, clip, step.
+
+Reading order: config, model, init_weights, mesh, parallelize, loss, optim, data, this file, __main__.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from reference_trainer.config import TrainerConfig
+from reference_trainer.data import Batches
+from reference_trainer.init_weights import init_weights
+from reference_trainer.loss import count_valid_tokens, loss_context, sum_over_dp, summed_cross_entropy
+from reference_trainer.mesh import ParallelDims, build_mesh, check_divisible, dp_rank, resolve_mesh
+from reference_trainer.model import Transformer
+from reference_trainer.observer import Observer
+from reference_trainer.optim import build_optimizer, build_schedule, clip_gradients
+from reference_trainer.parallelize import parallelize
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """What one optimizer step reports; equal on every rank."""
+
+    step: int
+    loss: float
+    """Mean over the valid tokens of the step, in nats."""
+    grad_norm: float
+    """Total 2-norm before clipping."""
+    valid_tokens: int
+    lr: float
+
+
+def build_model(config: TrainerConfig, mesh: DeviceMesh, device: torch.device, observer: Observer) -> Transformer:
+    """Meta device, parallelise, `to_empty`, initialise: no rank ever holds the full model."""
+    observer.phase("build", step=-1)
+    with torch.device("meta"):
+        model = Transformer(config.model)
+    parallelize(model, mesh, config)
+    observer.sharded(model)
+    model.to_empty(device=device)
+    observer.materialized(model)
+    init_weights(model, seed=config.seed)
+    observer.initialized(model)
+    return model.train()
+
+
+class Trainer:
+    """One process's part of a run. The default process group must exist.
+
+    Raises ValueError if the configuration does not fit the number of processes.
+    """
+
+    def __init__(
+        self, config: TrainerConfig, *, device: torch.device, world_size: int, observer: Observer | None = None
+    ) -> None:
+        self.config, self.device = config, device
+        self.observer = observer or Observer()
+        self.dims: ParallelDims = resolve_mesh(config.mesh, world_size=world_size)
+        check_divisible(config, self.dims)
+        self.batches = Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
+        self.mesh = build_mesh(self.dims, device)
+        self.model = build_model(config, self.mesh, device, self.observer)
+        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.schedule = build_schedule(self.optimizer, config.optimizer, steps=config.steps)
+        self._seed_dropout()
+
+    def train_step(self, step: int) -> StepMetrics:
+        """Forward and backward over all micro-batches, clip, step."""
+        observer = self.observer
+        observer.phase("data", step=step)
+        micro_batches = self.batches.micro_batches(
+            step, dp_rank=dp_rank(self.mesh), dp_size=self.dims.dp, accumulation=self.config.accumulation
+        )
+        observer.batch(micro_batches, step=step)
+        valid_tokens = count_valid_tokens([labels for _, labels in micro_batches], self.mesh, self.device)
+
+        loss_sum = torch.zeros((), device=self.device)
+        for inputs, labels in micro_batches:
+            loss_sum += self._forward_backward(inputs, labels, valid_tokens=valid_tokens, step=step)
+        observer.gradients(self.model, step=step)
+
+        observer.phase("clip", step=step)
+        norm = clip_gradients(self.model.parameters(), max_norm=self.config.optimizer.max_norm)
+        observer.phase("optimizer", step=step)
+        lr = self.schedule.get_last_lr()[0]
+        self.optimizer.step()
+        self.schedule.step()
+        observer.stepped(self.model, step=step)
+        self.optimizer.zero_grad()
+        observer.phase("idle", step=step)
+        loss = sum_over_dp(loss_sum, self.mesh) / valid_tokens
+        return StepMetrics(step, float(loss), float(norm), valid_tokens, lr)
+
+    def _forward_backward(self, inputs: Tensor, labels: Tensor, *, valid_tokens: int, step: int) -> Tensor:
+        """Accumulate the gradient of the step's mean loss; returns this micro-batch's summed loss, detached."""
+        with loss_context(parallel=self.config.loss_parallel and self.dims.tp > 1):
+            self.observer.phase("forward", step=step)
+            logits = self.model(inputs.to(self.device))
+            loss_sum = summed_cross_entropy(logits, labels.to(self.device))
+            self.observer.phase("backward", step=step)
+            # FSDP averages gradients over the data-parallel ranks: multiply by their number to get the sum.
+            (loss_sum * (self.dims.dp / valid_tokens)).backward()
+        loss_sum = loss_sum.detach()
+        return loss_sum.full_tensor() if hasattr(loss_sum, "full_tensor") else loss_sum
+
+    def _seed_dropout(self) -> None:
+        """Masks differ between ranks whose activations differ, and agree where activations are replicated."""
+        names = self.mesh.mesh_dim_names or ()
+        tp_rank = self.mesh.get_local_rank("tp") if "tp" in names and self.config.sequence_parallel else 0
+        torch.manual_seed(hash((self.config.seed, dp_rank(self.mesh), tp_rank)) % 2**63)
