@@ -2,15 +2,18 @@
 
 import argparse
 import json
+import logging
 import os
 import resource
 import sys
 import tempfile
 import time
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -21,61 +24,70 @@ from reference_trainer.train import StepMetrics, Trainer
 
 _GIB = 1024**3
 _PROCESS_GROUP_TIMEOUT_S = 300.0
+_PROGRESS_INTERVAL = 10  # steps
+_HEAD_START_S = 30.0  # torchrun ends all processes once one has failed: the one that explains must be the first
+_EXIT_USAGE, _EXIT_INTERRUPTED = 2, 130
 
 
 def main() -> int:
-    """Train; returns the exit status: 0, or 2 for a configuration that cannot be used."""
+    """Train; returns the exit status: 0, 2 for a configuration that cannot be used, 130 after Ctrl-C."""
     arguments = _parse_arguments()
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    _silence_harmless_warnings()
     try:
-        config = load_config(arguments.config, arguments.overrides)
-        check_divisible(config, resolve_mesh(config.mesh, world_size=world_size))
-        Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
-        device = choose_device(config)
+        config, device = _prepare(arguments, world_size=world_size)
+        # Only rank 0 reports: metrics are equal on every rank.
+        metrics_file = (arguments.metrics if rank == 0 else Path(os.devnull)).open("wb")
     except (ValueError, OSError) as error:
-        if rank == 0:
-            print(f"reference_trainer: {error}", file=sys.stderr)
-        return 2
-    with tempfile.TemporaryDirectory() as directory:
-        init_method = "env://" if "RANK" in os.environ else f"file://{directory}/rendezvous"
-        init_process_group(
-            device, init_method=init_method, rank=rank, world_size=world_size, timeout_s=_PROCESS_GROUP_TIMEOUT_S
-        )
-        try:
-            train(config, device=device, metrics_path=arguments.metrics if rank == 0 else None)
-        finally:
-            dist.destroy_process_group()
+        _complain(" ".join(str(error).split()))
+        return _EXIT_USAGE
+    try:
+        with metrics_file, tempfile.TemporaryDirectory() as directory:
+            init_method = "env://" if "RANK" in os.environ else f"file://{directory}/rendezvous"
+            init_process_group(
+                device, init_method=init_method, rank=rank, world_size=world_size, timeout_s=_PROCESS_GROUP_TIMEOUT_S
+            )
+            try:
+                train(config, device=device, metrics_file=metrics_file)
+            finally:
+                dist.destroy_process_group()
+    except KeyboardInterrupt:
+        return _EXIT_INTERRUPTED
     return 0
 
 
-def train(config: TrainerConfig, *, device: torch.device, metrics_path: Path | None) -> None:
-    """Run all steps; with a path (rank 0) print a progress line and append metrics to the file."""
+def train(config: TrainerConfig, *, device: torch.device, metrics_file: IO[bytes]) -> None:
+    """Run all steps; each appends its metrics to the file, and rank 0 prints progress."""
     trainer = Trainer(config, device=device, world_size=dist.get_world_size())
-    if metrics_path is None:
-        for step in range(config.steps):
-            trainer.train_step(step)
-        return
-    with metrics_path.open("w") as metrics_file:
-        for step in range(config.steps):
-            start_s = time.perf_counter()
-            metrics = trainer.train_step(step)
-            _report(metrics, time.perf_counter() - start_s, config=config, device=device, file=metrics_file)
+    for step in range(config.steps):
+        start_s = time.perf_counter()
+        metrics = trainer.train_step(step)
+        row = _row(metrics, time.perf_counter() - start_s, config=config, device=device)
+        # JSON has no NaN or infinity: msgspec writes null for them.
+        metrics_file.write(msgspec.json.encode(row) + b"\n")
+        metrics_file.flush()
+        if dist.get_rank() == 0 and (step % _PROGRESS_INTERVAL == 0 or step == config.steps - 1):
+            _print_progress(row, steps=config.steps, memory_kind="device" if device.type == "cuda" else "RSS")
 
 
-def _report(
-    metrics: StepMetrics, duration_s: float, *, config: TrainerConfig, device: torch.device, file: IO[str]
-) -> None:
-    tokens_per_s = config.data.global_batch_size * config.data.seq_len / duration_s
-    peak_bytes = peak_memory_bytes(device)
-    row = {**asdict(metrics), "step_s": duration_s, "tokens_per_s": tokens_per_s, "peak_memory_bytes": peak_bytes}
-    file.write(json.dumps(row) + "\n")
-    file.flush()
-    if metrics.step % 10 == 0 or metrics.step == config.steps - 1:
-        print(
-            f"step {metrics.step:5d}/{config.steps}  loss {metrics.loss:.4f}  grad norm {metrics.grad_norm:.4f}  "
-            f"{tokens_per_s:,.0f} tokens/s  peak {peak_bytes / _GIB:.2f} GiB {'device' if device.type == 'cuda' else 'RSS'}",
-            flush=True,
-        )
+def _row(
+    metrics: StepMetrics, duration_s: float, *, config: TrainerConfig, device: torch.device
+) -> dict[str, int | float]:
+    """One line of the metrics file; times and memory are those of this process."""
+    return {
+        **asdict(metrics),
+        "step_s": duration_s,
+        "tokens_per_s": config.data.global_batch_size * config.data.seq_len / duration_s,
+        "peak_memory_bytes": peak_memory_bytes(device),
+    }
+
+
+def _print_progress(row: dict[str, int | float], *, steps: int, memory_kind: str) -> None:
+    print(
+        f"step {row['step']:5d}/{steps}  loss {row['loss']:.4f}  grad norm {row['grad_norm']:.4f}  "
+        f"{row['tokens_per_s']:,.0f} tokens/s  peak {row['peak_memory_bytes'] / _GIB:.2f} GiB {memory_kind}",
+        flush=True,
+    )
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -91,12 +103,48 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override a field: mesh.tp=2"
     )
-    parser.add_argument("--data", help="token file, short for --set data.path=FILE")
+    parser.add_argument("--data", metavar="FILE", help="token file, the same as --set 'data.path=\"FILE\"'")
     parser.add_argument("--metrics", type=Path, default=Path("metrics.jsonl"), help="where metrics are written")
     arguments = parser.parse_args()
     if arguments.data is not None:
-        arguments.overrides.append(f"data.path={arguments.data}")
+        # Quoted, so that a file named `1` or `a: b` is a string.
+        arguments.overrides.append(f"data.path={json.dumps(arguments.data, ensure_ascii=False)}")
     return arguments
+
+
+def _prepare(arguments: argparse.Namespace, *, world_size: int) -> tuple[TrainerConfig, torch.device]:
+    """The configuration and this process's device. Raises ValueError or OSError for what cannot be run."""
+    config = load_config(arguments.config, arguments.overrides)
+    check_divisible(config, resolve_mesh(config.mesh, world_size=world_size))
+    Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
+    return config, choose_device(config)
+
+
+def _complain(problem: str) -> None:
+    """One line on stderr, from one process of each node.
+
+    torchrun adds its own ChildFailedError, traceback included, to every exit status but 0, and has no option against it
+    (torch 2.13, torch/distributed/launcher/api.py). That ends in a summary which quotes the error file of the process
+    that failed first (https://pytorch.org/docs/stable/elastic/errors.html): our line is there, last on the screen.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(_HEAD_START_S)
+        return
+    message = f"reference_trainer: {problem}"
+    print(message, file=sys.stderr, flush=True)
+    if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        content = {"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}}
+        Path(error_file).write_bytes(msgspec.json.encode(content))
+
+
+def _silence_harmless_warnings() -> None:
+    # A view returned by a module matters to who modifies it in place: nothing here does. With tensor parallelism each
+    # DTensor.to_local is such a view. Can go with https://github.com/pytorch/pytorch/pull/197154.
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
+    # The gradient norm, one number, is reduced over dp and tp one after the other: no time is lost. Can go when DTensor
+    # flattens meshes by itself, https://github.com/pytorch/pytorch/issues/171916.
+    redistribute_logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    redistribute_logger.addFilter(lambda record: not str(record.msg).startswith("While redistributing from"))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ Fields of a `Struct` are checked when a file is converted (`load_config`); relat
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -15,16 +15,40 @@ from reference_trainer.overrides import override
 from reference_trainer.strict_yaml import convert, load
 
 
-class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all configurations: immutable, by keyword only, closed against unknown keys."""
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of all configurations: closed against unknown keys."""
 
 
 def require(condition: bool, message: str) -> None:
+    """Raises ValueError with the message unless the condition holds."""
     if not condition:
         raise ValueError(message)
 
 
-class ModelConfig(Config):
+def _require_each(config: Config, prefix: str, names: str, fits: Callable[[float], bool], requirement: str) -> None:
+    """Raises ValueError if one of the named fields does not fit; NaN fits nothing."""
+    for name in names.split():
+        value = getattr(config, name)
+        require(fits(value), f"{prefix}{name} is {value}, must be {requirement}")
+
+
+def _at_least_one(value: float) -> bool:
+    return value >= 1
+
+
+def _positive(value: float) -> bool:
+    return 0.0 < value < math.inf
+
+
+def _not_negative(value: float) -> bool:
+    return 0.0 <= value < math.inf
+
+
+def _fraction(value: float) -> bool:
+    return 0.0 <= value < 1.0
+
+
+class ModelConfig(Config, frozen=True, kw_only=True):
     """A Llama-style decoder (RMSNorm, grouped-query attention with RoPE, SwiGLU)."""
 
     vocab_size: int = 256
@@ -55,22 +79,24 @@ class ModelConfig(Config):
     """Standard deviation of norm weights around 1."""
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "max_seq_len"):
-            require(getattr(self, name) >= 1, f"model.{name} is {getattr(self, name)}, must be at least 1")
+        sizes = "vocab_size dim n_layers n_heads n_kv_heads ffn_dim max_seq_len"
+        _require_each(self, "model.", sizes, _at_least_one, "at least 1")
+        _require_each(self, "model.", "rope_theta norm_eps", _positive, "positive and finite")
+        _require_each(self, "model.", "init_std bias_std norm_std", _not_negative, "finite and not negative")
+        _require_each(self, "model.", "dropout", _fraction, "at least 0 and below 1")
         require(self.dim % self.n_heads == 0, f"model.dim {self.dim} is not divisible by n_heads {self.n_heads}")
         require(self.head_dim % 2 == 0, f"head dimension {self.head_dim} (dim / n_heads) must be even for RoPE")
         require(
             self.n_heads % self.n_kv_heads == 0,
             f"model.n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}",
         )
-        require(0.0 <= self.dropout < 1.0, f"model.dropout is {self.dropout}, must be at least 0 and below 1")
 
     @property
     def head_dim(self) -> int:
         return self.dim // self.n_heads
 
 
-class MeshConfig(Config):
+class MeshConfig(Config, frozen=True, kw_only=True):
     """Degrees of parallelism; their product is the number of processes."""
 
     dp_replicate: int = 1
@@ -86,7 +112,7 @@ class MeshConfig(Config):
             require(degree == "auto" or degree >= 1, f"mesh.{name} is {degree}, must be at least 1")
 
 
-class DataConfig(Config):
+class DataConfig(Config, frozen=True, kw_only=True):
     """Samples are windows of a token file; which window is decided by seed, step and index alone."""
 
     path: str | None = None
@@ -99,15 +125,14 @@ class DataConfig(Config):
     """Below 1, each sample keeps a random share of its labels, at least this one; the rest is padding, ignored."""
 
     def __post_init__(self) -> None:
-        require(self.seq_len >= 1, f"data.seq_len is {self.seq_len}, must be at least 1")
-        require(self.global_batch_size >= 1, f"data.global_batch_size is {self.global_batch_size}, must be at least 1")
+        _require_each(self, "data.", "seq_len global_batch_size", _at_least_one, "at least 1")
         require(
             0.0 < self.min_valid_fraction <= 1.0,
             f"data.min_valid_fraction is {self.min_valid_fraction}, must be above 0 and at most 1",
         )
 
 
-class OptimizerConfig(Config):
+class OptimizerConfig(Config, frozen=True, kw_only=True):
     """Optimizer, clipping and learning-rate schedule."""
 
     name: Literal["adamw", "sgd"] = "adamw"
@@ -127,15 +152,17 @@ class OptimizerConfig(Config):
     """After warm-up the rate falls on a cosine to this fraction of `lr` at the last step; 1 keeps it constant."""
 
     def __post_init__(self) -> None:
-        require(self.lr > 0 and math.isfinite(self.lr), f"optimizer.lr is {self.lr}, must be positive and finite")
+        _require_each(self, "optimizer.", "lr", _positive, "positive and finite")
+        _require_each(self, "optimizer.", "beta1 beta2 momentum", _fraction, "at least 0 and below 1")
+        not_negative = "eps weight_decay max_norm warmup_steps"
+        _require_each(self, "optimizer.", not_negative, _not_negative, "finite and not negative")
         require(
-            self.max_norm >= 0 and math.isfinite(self.max_norm),
-            f"optimizer.max_norm is {self.max_norm}, must be 0 (off) or a positive finite norm",
+            0.0 <= self.final_lr_fraction <= 1.0,
+            f"optimizer.final_lr_fraction is {self.final_lr_fraction}, must be at least 0 and at most 1",
         )
-        require(self.warmup_steps >= 0, f"optimizer.warmup_steps is {self.warmup_steps}, must not be negative")
 
 
-class TrainerConfig(Config):
+class TrainerConfig(Config, frozen=True, kw_only=True):
     """Everything that determines a training run, except the number of processes."""
 
     model: ModelConfig = ModelConfig()
@@ -163,9 +190,8 @@ class TrainerConfig(Config):
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
     def __post_init__(self) -> None:
-        require(self.accumulation >= 1, f"accumulation is {self.accumulation}, must be at least 1")
-        require(self.steps >= 1, f"steps is {self.steps}, must be at least 1")
-        require(self.seed >= 0, f"seed is {self.seed}, must not be negative")
+        _require_each(self, "", "accumulation steps", _at_least_one, "at least 1")
+        require(0 <= self.seed < 2**64, f"seed is {self.seed}, must be at least 0 and below 2**64")
         require(
             self.data.seq_len <= self.model.max_seq_len,
             f"data.seq_len {self.data.seq_len} is longer than model.max_seq_len {self.model.max_seq_len}",

@@ -21,9 +21,12 @@ def open_tokens(path: str | None) -> npt.NDArray[np.integer]:
     file = Path(path) if path is not None else _SHIPPED_CORPUS
     if not file.is_file():
         raise ValueError(f"data.path {file} is not a file")
-    if file.suffix != ".npy":
-        return np.memmap(file, dtype=np.uint8, mode="r")
-    tokens: npt.NDArray[np.integer] = np.load(file, mmap_mode="r", allow_pickle=False)
+    try:
+        if file.suffix != ".npy":
+            return np.memmap(file, dtype=np.uint8, mode="r")
+        tokens: npt.NDArray[np.integer] = np.load(file, mmap_mode="r", allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise ValueError(f"data.path {file} cannot be read as tokens: {error}") from None
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         raise ValueError(f"data.path {file} holds {tokens.dtype} of shape {tokens.shape}, need a 1-d array of integers")
     return tokens
@@ -54,9 +57,7 @@ class Batches:
         labels[torch.arange(length) >= valid.unsqueeze(1)] = IGNORED_LABEL
         return inputs, labels
 
-    def micro_batches(
-        self, step: int, *, dp_rank: int, dp_size: int, accumulation: int
-    ) -> list[tuple[Tensor, Tensor]]:
+    def micro_batches(self, step: int, *, dp_rank: int, dp_size: int, accumulation: int) -> list[tuple[Tensor, Tensor]]:
         """This data-parallel rank's share of a step: `accumulation` pairs of (inputs, labels).
 
         Raises ValueError if the global batch cannot be divided.

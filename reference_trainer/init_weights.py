@@ -47,9 +47,8 @@ def _initial_value(
         case Transformer(), "rope_table":
             return rope_table(config, device="cpu")
         case _:
-            raise ValueError(
-                f"no initialisation rule for {full_name} of {type(module).__name__}: add one to {__name__}._initial_value"
-            )
+            kind = type(module).__name__
+            raise ValueError(f"no initialisation rule for {full_name} of {kind}: add one to {__name__}._initial_value")
 
 
 def normal(shape: tuple[int, ...], *, name: str, seed: int) -> Tensor:

@@ -34,9 +34,7 @@ def count_valid_tokens(labels: list[Tensor], mesh: DeviceMesh, device: torch.dev
 
 def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Cross entropy in fp32, summed over valid labels: a scalar, in nats."""
-    return F.cross_entropy(
-        logits.float().flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORED_LABEL
-    )
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORED_LABEL)
 
 
 def loss_context(*, parallel: bool) -> AbstractContextManager[None]:

@@ -63,13 +63,21 @@ def check_divisible(config: TrainerConfig, dims: ParallelDims) -> None:
 
 
 def choose_device(config: TrainerConfig) -> torch.device:
-    """The device of this process. Raises ValueError if CUDA is asked for and absent."""
+    """The device of this process. Raises ValueError if CUDA is asked for and absent, or has too few devices."""
     cuda_devices = torch.cuda.device_count() if config.device != "cpu" else 0
-    require(config.device != "cuda" or cuda_devices > 0, "device is cuda, but torch finds no CUDA device; use device=cpu")
+    require(
+        config.device != "cuda" or cuda_devices > 0, "device is cuda, but torch finds no CUDA device: use device=cpu"
+    )
     if not cuda_devices:
         return torch.device("cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    require(local_rank < cuda_devices, f"LOCAL_RANK {local_rank} has no device of its own: found {cuda_devices}")
+    # Of the node, not of this process alone: all of its processes find the same mistake.
+    processes = max(local_rank + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    require(
+        processes <= cuda_devices,
+        f"device is {config.device}: {processes} processes on this node, but torch finds {cuda_devices} CUDA devices: "
+        "start one process per device, or use device=cpu",
+    )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 

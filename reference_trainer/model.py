@@ -2,7 +2,8 @@
 
 Sub-modules see either whole heads and features (one process) or their tensor-parallel share: head counts are read off
 the tensors, never off the configuration.
-Sources: RMSNorm arXiv:1910.07467, RoPE arXiv:2104.09864, SwiGLU arXiv:2002.05202, grouped-query attention arXiv:2305.13245.
+Sources: RMSNorm arXiv:1910.07467, RoPE arXiv:2104.09864, SwiGLU arXiv:2002.05202, grouped-query attention
+arXiv:2305.13245.
 """
 
 import torch
@@ -53,7 +54,8 @@ class Attention(nn.Module):
         groups = q.shape[2] // k.shape[2]
         k, v = (t.repeat_interleave(groups, dim=2) for t in (k, v))
         out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
-        return self.wo(out.transpose(1, 2).reshape(batch, seq, -1))  # type: ignore[no-any-return]
+        mixed: Tensor = self.wo(out.transpose(1, 2).reshape(batch, seq, -1))
+        return mixed
 
 
 class FeedForward(nn.Module):
@@ -66,7 +68,8 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))  # type: ignore[no-any-return]
+        out: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return out
 
 
 class Block(nn.Module):
@@ -85,12 +88,14 @@ class Block(nn.Module):
         # Checkpointing inside forward keeps FSDP's hooks, which sit on the block, outside of the recomputation, and
         # parameter names free of a wrapper's prefix.
         if self.recompute_in_backward:
-            return checkpoint(self._layer, x, table, use_reentrant=False)  # type: ignore[no-any-return]
-        return self._layer(x, table)
+            out: Tensor = checkpoint(self.layer, x, table, use_reentrant=False)
+            return out
+        return self.layer(x, table)
 
-    def _layer(self, x: Tensor, table: Tensor) -> Tensor:
+    def layer(self, x: Tensor, table: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), table))
-        return x + self.dropout(self.feed_forward(self.ffn_norm(x)))  # type: ignore[no-any-return]
+        out: Tensor = x + self.dropout(self.feed_forward(self.ffn_norm(x)))
+        return out
 
 
 class Transformer(nn.Module):
@@ -115,4 +120,5 @@ class Transformer(nn.Module):
         x = self.tok_embeddings(tokens)
         for layer in self.layers:
             x = layer(x, self.rope_table)
-        return self.output(self.norm(x))  # type: ignore[no-any-return]
+        logits: Tensor = self.output(self.norm(x))
+        return logits

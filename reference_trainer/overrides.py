@@ -16,11 +16,10 @@ class _Overridden(Document):
     """The option, such as `--set mesh.tp=2`, that gave each path such as `$.mesh.tp`."""
 
     def place(self, where: str) -> str:
-        """The option that gave the value; else file and line, with the options that gave parts of the value."""
-        if option := self.origins.get(where):
-            return option
+        """The option that gave the value, else file and line; then the options that gave parts of the value."""
+        whole = self.origins.get(where) or super().place(where)
         parts = [option for path, option in self.origins.items() if path.startswith(f"{where}.")]
-        return " with ".join([super().place(where), *dict.fromkeys(parts)])
+        return " with ".join(dict.fromkeys([whole, *parts]))
 
 
 def override(document: Document, assignments: Iterable[str]) -> Document:

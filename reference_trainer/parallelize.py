@@ -1,11 +1,10 @@
-"""From a plain model on the meta device to a parallel one: `apply_tp`, `apply_ac`, `apply_compile`, `apply_fsdp`, in this order.
+"""From a plain model on the meta device to a parallel one: `apply_tp`, `apply_ac`, `apply_compile`, `apply_fsdp`.
 
-The order is a contract: tensor parallelism decides the parameters' placements, checkpointing wraps what is recomputed,
-compilation sees both, and FSDP's hooks stay outermost.
+The order is a contract: tensor parallelism decides the parameters' placements, checkpointing marks what is recomputed,
+compilation replaces what runs in it, and FSDP's hooks stay outermost.
 """
 
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -53,20 +52,15 @@ class ReplicateParallel(ParallelStyle):
             for name, parameter in module.named_parameters(recurse=False):
                 module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh, [Replicate()])))
 
-        def to_dtensor(_module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        # What these two return replaces inputs and output, but torch annotates None: hence Any.
+        def to_dtensor(_module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
             x, *rest = inputs
             return (DTensor.from_local(x, mesh, [Replicate()]), *rest)
 
-        def to_local(_module: nn.Module, output: DTensor, _mesh: DeviceMesh) -> torch.Tensor:
+        def to_local(_module: nn.Module, output: DTensor, _mesh: DeviceMesh) -> Any:
             return output.to_local(grad_placements=[Replicate()])
 
-        return distribute_module(
-            module,
-            device_mesh,
-            replicate_parameters,
-            to_dtensor,  # type: ignore[arg-type]
-            to_local,  # type: ignore[arg-type]
-        )
+        return distribute_module(module, device_mesh, replicate_parameters, to_dtensor, to_local)
 
 
 def apply_tp(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool, loss_parallel: bool) -> None:
@@ -113,7 +107,7 @@ def apply_tp(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool, l
 
 
 def _gather_input(layout: Placement, *, number_of_inputs: int) -> PrepareModuleInput:
-    """The first input becomes a replicated DTensor, gathered once for all its users; others (the RoPE table) are left."""
+    """The first input becomes a replicated DTensor, gathered once for all its users; the RoPE table is left alone."""
     others = (None,) * (number_of_inputs - 1)
     return PrepareModuleInput(input_layouts=(layout, *others), desired_input_layouts=(Replicate(), *others))
 
@@ -125,9 +119,23 @@ def apply_ac(model: Transformer) -> None:
 
 
 def apply_compile(model: Transformer, *, backend: Literal["inductor", "aot_eager"]) -> None:
-    """Compile each block by itself: one graph serves all of them."""
+    """Compile each block's layer by itself, without graph breaks: one graph serves all of them.
+
+    Checkpointing stays outside of what is compiled: inside, with DTensor parameters, AOTAutograd fails an assertion on
+    a saved DeviceMesh (torch 2.13).
+    """
     for block in _blocks(model):
-        block.compile(backend=backend, fullgraph=True)
+        block.layer = torch.compile(block.layer, backend=backend, fullgraph=True)  # type: ignore[method-assign]
+    model.tok_embeddings.register_forward_hook(_wait_for_output)
+
+
+def _wait_for_output(_module: nn.Module, _inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+    """A tensor still in flight (AsyncCollectiveTensor, of tensor parallelism) becomes a plain one, by a copy.
+
+    As input of a compiled function its gradient would silently be zero, and the embedding not be trained. Can go with
+    torch 2.13, when all supported versions have https://github.com/pytorch/pytorch/pull/191113.
+    """
+    return output if type(output) is torch.Tensor else output.clone()
 
 
 def apply_fsdp(
@@ -144,7 +152,9 @@ def apply_fsdp(
     policy = mixed_precision_policy(precision)
 
     def shard(modules: nn.Module | list[nn.Module], *, last: bool = False) -> None:
-        fully_shard(modules, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward(reshard, last=last))
+        fully_shard(
+            modules, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward(reshard, last=last)
+        )
 
     tied = model.config.tied_embeddings
     if not tied:
@@ -180,9 +190,9 @@ def reshard_after_forward(reshard: Literal["always", "never", "default"], *, las
 
 def fsdp_groups(model: Transformer) -> dict[str, nn.Module]:
     """The modules on which `fully_shard` was called, by name, in order of registration."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    names = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    return {name: model.get_submodule(name) for name in names}
 
 
 def _blocks(model: Transformer) -> list[Block]:
-    blocks: Callable[[nn.Module], bool] = lambda module: isinstance(module, Block)  # noqa: E731
-    return list(filter(blocks, model.layers))  # type: ignore[arg-type]
+    return cast("list[Block]", list(model.layers))

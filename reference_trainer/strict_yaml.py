@@ -8,7 +8,6 @@ import dataclasses
 import difflib
 import enum
 import itertools
-import math
 import re
 import types
 from collections.abc import Iterable, Iterator
@@ -18,15 +17,9 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import msgspec
 import yaml
 
-T = TypeVar("T")
-Scalar = str | int | float | bool | None
+from reference_trainer.yaml_scalar import Scalar, scalar_value
 
-# Words that a YAML 1.1 reader takes for something else than the text, and the only spelling accepted here.
-_WORDS = {"~": "null", "null": "null"}
-_WORDS |= dict.fromkeys(("true", "on", "yes", "y"), "true")
-_WORDS |= dict.fromkeys(("false", "off", "no", "n"), "false")
-_CONSTANTS: dict[str, Scalar] = {"": None, "null": None, "true": True, "false": False}
-_YAML11_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+T = TypeVar("T")
 
 
 class ConfigError(ValueError):
@@ -45,13 +38,17 @@ class Document:
     """1-based line of each path such as `$.mesh[2]`: of the value if it is a scalar, else of its key."""
 
     def error(self, where: str, message: str) -> ConfigError:
-        """A ConfigError at the line of the path `where`, or of its nearest parent that has a line."""
+        """A ConfigError that begins with the place of the path `where`."""
+        headline, *details = message.split("\n")
+        located = f"{self.place(where)}: {headline} - at `{where}`"
+        return ConfigError("\n".join([located, *details]))
+
+    def place(self, where: str) -> str:
+        """FILE:LINE of the path `where`, or of its nearest parent that has a line."""
         known = where
         while known not in self.lines:
             known = known[: max(known.rfind("."), known.rfind("["), 0)] or "$"
-        headline, *details = message.split("\n")
-        located = f"{self.path}:{self.lines[known]}: {headline} - at `{where}`"
-        return ConfigError("\n".join([located, *details]))
+        return f"{self.path}:{self.lines[known]}"
 
 
 def load(path: Path) -> Document:
@@ -85,15 +82,16 @@ def parse_scalar(text: str) -> Scalar:
 
     Raises ValueError, with what to write, if it is not one scalar in its canonical spelling.
     """
+    if not text.strip():
+        return None
     try:
         node = yaml.compose(text, _Loader)
     except (yaml.YAMLError, RecursionError):
         node = None
-    start, end = (node.start_mark.index, node.end_mark.index) if node else (0, 0)
-    # What the scalar does not cover is a comment, or syntax that could not be read.
-    if (node and not isinstance(node, yaml.ScalarNode)) or (text[:start] + text[end:]).strip():
+    # Nothing may stand around the scalar: as a comment, the end of a value such as `runs/a #1` would be lost.
+    if not isinstance(node, yaml.ScalarNode) or (text[: node.start_mark.index] + text[node.end_mark.index :]).strip():
         raise ValueError(f"`{text}` is not one plain value: write a single value, or quote it if it is a string")
-    return _scalar(node) if node else None
+    return scalar_value(node)
 
 
 def convert(document: Document, type_: type[T]) -> T:
@@ -189,51 +187,12 @@ class _Reader:
 
     def scalar(self, node: yaml.ScalarNode) -> Scalar:
         try:
-            return _scalar(node)
+            return scalar_value(node)
         except ValueError as error:
             raise self.error(node, str(error)) from None
 
     def error(self, node: yaml.Node, message: str) -> ConfigError:
         return ConfigError(f"{self.path}:{node.start_mark.line + 1}: {message}")
-
-
-def _scalar(node: yaml.ScalarNode) -> Scalar:
-    """The value of a scalar; ValueError, with what to write instead, if it is unquoted and not spelled canonically."""
-    text: str = node.value
-    if node.style is not None:
-        return text
-    if text in _CONSTANTS:
-        return _CONSTANTS[text]
-    if word := _WORDS.get(text.lower()):
-        raise ValueError(f"`{text}` is not the same to every YAML reader: write {word}, or quote it if it is a string")
-    readings = _readings(node)
-    finite = [number for number in readings if isinstance(number, int) or math.isfinite(number)]
-    for number in finite:
-        if repr(number) == text:
-            return number
-    if finite:
-        spellings = " or ".join(map(repr, finite))
-        raise ValueError(f"`{text}` is not a canonical number: write {spellings}, or quote it if it is a string")
-    if readings or node.tag in _YAML11_NUMBERS:
-        raise ValueError(f"`{text}` is not a finite number: write a finite one, or quote it if it is a string")
-    return text
-
-
-def _readings(node: yaml.ScalarNode) -> list[int | float]:
-    """Every number that Python or YAML 1.1 reads from the text."""
-
-    def yaml11(_: str) -> Any:
-        return yaml.SafeLoader("").construct_object(node) if node.tag in _YAML11_NUMBERS else int("")
-
-    found: list[int | float] = []
-    for read in (int, lambda text: int(text, 0), float, yaml11):
-        try:
-            number = read(node.value)
-        except (ValueError, OverflowError):
-            continue
-        if number not in found:
-            found.append(number)
-    return found
 
 
 # --- from plain values to types --------------------------------------------------------------------------------------

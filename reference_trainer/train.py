@@ -5,9 +5,11 @@ Reading order: config, model, init_weights, mesh, parallelize, loss, optim, data
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from reference_trainer.config import TrainerConfig
 from reference_trainer.data import Batches
@@ -85,7 +87,7 @@ class Trainer:
         observer.phase("clip", step=step)
         norm = clip_gradients(self.model.parameters(), max_norm=self.config.optimizer.max_norm)
         observer.phase("optimizer", step=step)
-        lr = self.schedule.get_last_lr()[0]
+        lr = float(self.schedule.get_last_lr()[0])
         self.optimizer.step()
         self.schedule.step()
         observer.stepped(self.model, step=step)
@@ -102,12 +104,13 @@ class Trainer:
             loss_sum = summed_cross_entropy(logits, labels.to(self.device))
             self.observer.phase("backward", step=step)
             # FSDP averages gradients over the data-parallel ranks: multiply by their number to get the sum.
-            (loss_sum * (self.dims.dp / valid_tokens)).backward()
+            torch.autograd.backward(loss_sum * (self.dims.dp / valid_tokens))
         loss_sum = loss_sum.detach()
-        return loss_sum.full_tensor() if hasattr(loss_sum, "full_tensor") else loss_sum
+        return loss_sum.full_tensor() if isinstance(loss_sum, DTensor) else loss_sum
 
     def _seed_dropout(self) -> None:
         """Masks differ between ranks whose activations differ, and agree where activations are replicated."""
         names = self.mesh.mesh_dim_names or ()
         tp_rank = self.mesh.get_local_rank("tp") if "tp" in names and self.config.sequence_parallel else 0
-        torch.manual_seed(hash((self.config.seed, dp_rank(self.mesh), tp_rank)) % 2**63)
+        sequence = np.random.SeedSequence([self.config.seed, dp_rank(self.mesh), tp_rank])
+        torch.manual_seed(int(sequence.generate_state(1, np.uint64)[0]))

@@ -10,7 +10,7 @@ from unittest.mock import patch
 Injection = Callable[[], AbstractContextManager[Any]]
 
 
-class NotInjectable(RuntimeError):  # noqa: N818 - reads as what it says of a defect
+class NotInjectable(RuntimeError):
     """The name that a defect replaces is gone from this torch: the defect proves nothing here and must be mended."""
 
 

@@ -44,7 +44,9 @@ def tensors(
     """
     __tracebackhide__ = True
     _require_same_names(measured, expected, name=name)
-    deviations = {key: _tensor_deviation(measured[key], expected[key], origin[key] if origin else None) for key in expected}
+    deviations = {
+        key: _tensor_deviation(measured[key], expected[key], origin[key] if origin else None) for key in expected
+    }
     bounds = {key: within if isinstance(within, float) else within[key] for key in expected}
     worst = max(deviations, key=lambda key: _excess(deviations[key], bounds[key]))
     measure(name, deviations[worst], lower=0.0, upper=bounds[worst], unit=f"relative Frobenius deviation of {worst}")

@@ -19,12 +19,20 @@ def environment_facts() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in _PACKAGES},
-        "cpus": len(os.sched_getaffinity(0)),
+        "device": {"type": "cpu", "name": _processor_name(), "count": len(os.sched_getaffinity(0))},
+        "backends": {"gloo": "as bundled with torch"},
         "memory_bytes": psutil.virtual_memory().total,
         "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLE_PREFIXES)},
         "substrate": "gloo",
         "git": _git_commit(),
     }
+
+
+def _processor_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()  # not every architecture has a model name there
 
 
 def _version(package: str) -> str | None:

@@ -51,7 +51,9 @@ def law(
     def declare(test: _Test) -> _Test:
         must = " ".join((test.__doc__ or "").strip().split("\n\n")[0].split())
         if "MUST" not in must:
-            raise ValueError(f"law {law_id}: the first paragraph of {test.__name__}'s docstring must say what MUST hold")
+            raise ValueError(
+                f"law {law_id}: the first paragraph of {test.__name__}'s docstring must say what MUST hold"
+            )
         setattr(test, _ATTRIBUTE, Law(law_id, must, reference, since, substrates))
         return test
 

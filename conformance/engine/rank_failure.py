@@ -26,7 +26,7 @@ class PoolError(RuntimeError):
     """The pool itself failed (its server died, a rank did not start): a fault of the suite or of the machine."""
 
 
-class RunFailed(Exception):  # noqa: N818 - the outcome of a run, not an error of the caller
+class RunFailed(Exception):
     """At least one rank did not finish its task.
 
     `kind` is "raised" (an exception in the task), "crash" (a rank ended: signal, or exit with any code) or "timeout".

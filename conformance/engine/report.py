@@ -6,8 +6,6 @@ import msgspec
 
 from conformance.engine.measurements import Measurement
 
-SCHEMA_VERSION = 1
-
 
 class CaseResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One case: a law on a cell."""
@@ -35,7 +33,7 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header", tag_field="type"):
     """First line of report.jsonl."""
 
-    schema: Literal[1] = SCHEMA_VERSION
+    schema: Literal[1] = 1
     session: str
     profile: str
     matrix_digest: str
@@ -56,7 +54,7 @@ class Footer(msgspec.Struct, frozen=True, kw_only=True, tag="footer", tag_field=
 class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """report.json."""
 
-    schema: Literal[1] = SCHEMA_VERSION
+    schema: Literal[1] = 1
     session: str
     environment: dict[str, Any]
     profile: str

@@ -21,9 +21,7 @@ _OWN_FILES = ("report.json", "report.jsonl", "junit.xml", "plan.json")
 class Reporter:
     """The plugin that only the controller (or the only process) has."""
 
-    def __init__(
-        self, *, directory: Path, session: str, matrix_digest: str, profile: str, defect: str | None
-    ) -> None:
+    def __init__(self, *, directory: Path, session: str, matrix_digest: str, profile: str, defect: str | None) -> None:
         self._directory = directory
         self._start_s = time.monotonic()
         self._header = Header(
@@ -58,7 +56,7 @@ class Reporter:
             result = msgspec.convert(found, CaseResult)
             self._results[result.nodeid] = result
             self._write_line({"type": "case", **msgspec.to_builtins(result)})
-        elif report.when == "???":  # xdist's word for an item whose worker died
+        elif report.when not in ("setup", "call", "teardown"):  # xdist writes "???" for an item whose worker died
             self._crashed[report.nodeid] = str(report.longrepr).splitlines()[0]
 
     # Ending.

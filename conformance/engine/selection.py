@@ -84,7 +84,7 @@ def _error(text: str, position: int, problem: str) -> SelectionError:
     return SelectionError(f"{problem}\n  {line}\n  {' ' * position}^")
 
 
-class _Mistake(Exception):  # noqa: N818 - never leaves this module
+class _Mistake(Exception):
     """What is wrong with the meaning of a token."""
 
     def __init__(self, token: lark.Token, message: str) -> None:

@@ -6,11 +6,9 @@ the business of `reporter`.
 
 import importlib.metadata
 import shlex
-import time
 import uuid
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from conformance.engine.cells import Cell
 from conformance.engine.law import Law, law_of
 from conformance.engine.matrix import Matrix, load_matrix
 from conformance.engine.measurements import Measurement, collecting
-from conformance.engine.pool import MAX_WORLD_SIZE
+from conformance.engine.rank_messages import MAX_WORLD_SIZE
 from conformance.engine.record import Record
 from conformance.engine.report import CaseResult
 from conformance.engine.reporter import Reporter
@@ -30,6 +28,7 @@ from conformance.engine.store import Clock, RecordStore
 from conformance.engine.verdicts import Unsupported, Verdict, classify
 
 SUBSTRATE = "gloo"
+_REPRO_DIRECTORY = "conformance-report-repro"  # repeating a case must not overwrite the report that it is in
 _PROJECT = Path(__file__).resolve().parents[2]
 
 
@@ -94,7 +93,7 @@ class Session:
         self._cells: dict[str, list[Cell]] = {}
         for case in self.cases:
             self._cells.setdefault(case.law, []).append(case.cell)
-        self._asserted: set[str] = set()
+        self._asserted: dict[str, str] = {}
         self._options = [f"--profile={self.profile}"]
         self._options += [f"--matrix={option.matrix}"] if option.matrix else []
         self._options += [f"--defect={self.defect}"] if self.defect else []
@@ -119,9 +118,10 @@ class Session:
         found = law_of(obj)
         if found is None:
             return None
-        if found.id in self._asserted:
-            raise pytest.UsageError(f"law {found.id} is asserted by a second test, {name}: one law, one test")
-        self._asserted.add(found.id)
+        test = f"{obj.__module__}.{name}"
+        first = self._asserted.setdefault(found.id, test)
+        if first != test:
+            raise pytest.UsageError(f"law {found.id} is asserted by {first} and by {test}: one law, one test")
         return None if found.id in self._cells else []
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
@@ -137,14 +137,14 @@ class Session:
             found = law_of(getattr(item, "function", None))
             if found is not None:
                 item.stash[_CASE] = CaseState(found, item.callspec.params["cell"])  # type: ignore[attr-defined]
-        order = {cell.id: index for index, cell in enumerate(case.cell for case in reversed(self.cases))}
+        order = {cell_id: index for index, cell_id in enumerate(dict.fromkeys(case.cell.id for case in self.cases))}
         items.sort(key=lambda item: _position(item.stash.get(_CASE, None), order))
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """The whole suite was collected: no law of the matrix may be without a test. Leave the plan for the report."""
         cases = {item.nodeid: item.stash[_CASE] for item in session.items if _CASE in item.stash}
         whole_suite = all("::" not in argument and Path(argument).suffix != ".py" for argument in session.config.args)
-        unasserted = self._cells.keys() - self._asserted
+        unasserted = self._cells.keys() - self._asserted.keys()
         if whole_suite and unasserted and not session.testsfailed:
             raise pytest.UsageError(f"matrix.yaml names laws that no test asserts: {', '.join(sorted(unasserted))}")
         self.report_directory.mkdir(parents=True, exist_ok=True)
@@ -210,7 +210,7 @@ class Session:
             wait_s=round(self.store.clock.wait_s, 4),
             run_s=round(self.store.clock.run_s, 4),
             measured=case.measured,
-            repro=shlex.join(["pytest", "-n0", *self._options, item.nodeid]),
+            repro=shlex.join(["pytest", "-n0", *self._options, f"--report-dir={_REPRO_DIRECTORY}", item.nodeid]),
             nodeid=item.nodeid,
         )
 
@@ -230,7 +230,7 @@ class Session:
 def _position(case: CaseState | None, order: dict[str, int]) -> tuple[bool, int, int, str]:
     if case is None:
         return True, 0, 0, ""
-    return not case.law.id.startswith("ENV-"), -case.cell.world_size, -order[case.cell.id], case.law.id
+    return not case.law.id.startswith("ENV-"), -case.cell.world_size, order[case.cell.id], case.law.id
 
 
 def _require_known_defect(defect: str | None) -> None:

@@ -17,8 +17,8 @@ from conformance.engine.record import TENSOR_FILE, Failure, Header, Record, Reco
 SUITE_PACKAGE = Path(__file__).resolve().parents[1]
 
 
-class CellFailed(Exception):  # noqa: N818 - a verdict on the product, not an error of the caller
-    """A cell's run did not finish; every law on that cell gets the same verdict."""
+class CellFailed(Exception):
+    """A cell's run did not finish. Unless a rank died, every law on that cell gets the same verdict."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(f"{failure.reason}\n{failure.details}")
@@ -75,6 +75,14 @@ class RecordStore:
         except RunFailed as failed:
             raise CellFailed(to_failure(failed)) from None
 
+    def _left_s(self) -> float:
+        """What earlier runs of the same case have left of its deadline. Raises CellFailed if that is nothing."""
+        left_s = self.deadline_s - self.clock.run_s
+        if left_s <= 0:
+            reason = f"earlier runs of this case used up its deadline of {self.deadline_s:g} s"
+            raise CellFailed(Failure(kind="timeout", first_rank=0, reason=reason, details=""))
+        return left_s
+
     def close(self) -> None:
         self.pools.close()
 
@@ -89,7 +97,12 @@ class RecordStore:
                 start_s = time.monotonic()
                 content = execute()
                 self.clock.run_s += time.monotonic() - start_s
-                write_record(directory, content)
+                if content.failure is not None and content.failure.kind == "crash":
+                    # A death belongs to the case that saw it, and may have come from outside (the OOM killer): the
+                    # cell's other laws get a run of their own. Hangs are kept, or each law would wait for the deadline.
+                    (directory / "crash.txt").write_text(content.failure.details)
+                else:
+                    write_record(directory, content)
             return content
 
     def _execute(self, header: Header, directory: Path) -> RecordFile:
@@ -102,7 +115,7 @@ class RecordStore:
         }
         task = Task("conformance.engine.rank_tasks:train_cell", payload)
         try:
-            results = self.pools.run(task, world_size=header.cell.world_size, deadline_s=self.deadline_s)
+            results = self.pools.run(task, world_size=header.cell.world_size, deadline_s=self._left_s())
         except RunFailed as failed:
             return RecordFile(header=header, train_s=0.0, failure=to_failure(failed))
         facts = msgspec.Raw(msgspec.json.encode([result["facts"] for result in results]))

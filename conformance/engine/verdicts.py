@@ -40,7 +40,7 @@ class ConformanceFailure(AssertionError):
     """A comparison that a law demands did not hold."""
 
 
-class Unsupported(pytest.skip.Exception):
+class Unsupported(pytest.skip.Exception):  # type: ignore[name-defined, misc]
     """The machine, or this torch, cannot run the case; the message says with numbers what is missing."""
 
 

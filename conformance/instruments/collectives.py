@@ -27,7 +27,10 @@ _KIND_BY_PART = {
     "barrier": "barrier",
     "reduce_": "reduce",
 }
-_REDUCE_OPS = {int(value): name for name, value in dist.ReduceOp.RedOpType.__members__.items()}
+_REDUCE_OPS = {
+    int(value): name  # type: ignore[call-overload]
+    for name, value in dist.ReduceOp.RedOpType.__members__.items()
+}
 _NOT_COLLECTIVES = ("wait_tensor", "wrap_tensor", "send", "recv", "p2p", "check_for_nan", "monitored_barrier")
 
 
@@ -72,7 +75,8 @@ class CollectiveLog(Observer):
     def facts(self, mesh: DeviceMesh) -> list[Collective]:
         """All collectives in the order in which this rank issued them, with their groups named after the mesh."""
         names = {
-            tuple(sorted(dist.get_process_group_ranks(mesh.get_group(name)))): name for name in mesh.mesh_dim_names or ()
+            tuple(sorted(dist.get_process_group_ranks(mesh.get_group(name)))): name
+            for name in mesh.mesh_dim_names or ()
         }
         world = tuple(range(dist.get_world_size()))
         return [
@@ -124,12 +128,14 @@ def _process_group(arguments: Mapping[str, Any]) -> dist.ProcessGroup:
         return dist.ProcessGroup.unbox(group)
     resolve = getattr(dist.distributed_c10d, "_resolve_process_group", None)
     if resolve is None:
-        raise RuntimeError(f"torch {torch.__version__} has no distributed_c10d._resolve_process_group to name groups with")
+        raise RuntimeError(
+            f"torch {torch.__version__} has no distributed_c10d._resolve_process_group to name groups with"
+        )
     return resolve(group)  # type: ignore[no-any-return]
 
 
 def _input_tensors(arguments: Mapping[str, Any]) -> list[Tensor]:
-    """What this rank contributes: inputs where the operator tells them from outputs, else the tensors reduced in place."""
+    """What this rank contributes: inputs where the operator names them, else the tensors reduced in place."""
     for name in ("input_tensor", "input_tensors", "inputs", "input", "self", "tensors", "tensor"):
         value = arguments.get(name)
         if isinstance(value, Tensor):

@@ -23,11 +23,11 @@ Listener = Callable[[Any, Sequence[Any]], None]
 """Called with (operator overload, positional arguments) after each operator that ran on plain tensors."""
 
 
-class DispatchTap(TorchDispatchMode):
+class DispatchTap(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Calls the listeners for each operator on plain tensors; wrapper tensors (DTensor) are seen by their parts."""
 
     def __init__(self, listeners: Sequence[Listener]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._listeners = tuple(listeners)
 
     def __torch_dispatch__(

@@ -1,9 +1,8 @@
 """Which parameters are unsharded at the moments that decide memory and staleness."""
 
+from conformance.instruments.sharding import is_sharded_by_fsdp
 from reference_trainer.model import Transformer
 from reference_trainer.observer import Observer, Phase
-
-from conformance.instruments.sharding import is_sharded_by_fsdp
 
 
 class Residency(Observer):

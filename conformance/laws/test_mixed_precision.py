@@ -4,10 +4,17 @@ from conformance.engine import compare
 from conformance.engine.cells import Cell
 from conformance.engine.law import Run, law
 
-MIXED_PRECISION = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html#torch.distributed.fsdp.MixedPrecisionPolicy"
+MIXED_PRECISION = (
+    "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html#torch.distributed.fsdp.MixedPrecisionPolicy"
+)
 
-_COMPUTED = ("unsharded_parameter", "module_input", "module_output", "logits")
-_COMPUTED += tuple(f"{operator}_{phase}" for operator in ("matmul", "attention") for phase in ("forward", "backward"))
+_COMPUTED = (
+    "unsharded_parameter",
+    "module_input",
+    "module_output",
+    "logits",
+    *(f"{operator}_{phase}" for operator in ("matmul", "attention") for phase in ("forward", "backward")),
+)
 _KEPT = ("sharded_parameter", "gradient", "optimizer_state", "rope_table")
 
 
@@ -19,12 +26,16 @@ def test_dtypes_are_those_of_the_policy(run: Run, cell: Cell) -> None:
     Wrong if bf16 did not run, if the reduce dtype was dropped, or if a cast reaches a buffer or the masters.
     """
     compute = {"fp32": "float32", "bf16-mp": "bfloat16"}[cell.precision]
-    expected = {**dict.fromkeys(_COMPUTED, [compute]), **dict.fromkeys(_KEPT, ["float32"])}
+    expected = {**{key: [compute] for key in _COMPUTED}, **{key: ["float32"] for key in _KEPT}}
     wire = {"all_gather": compute, "reduce_scatter": "float32", "all_reduce": "float32"}
     for facts in run(cell).ranks:
         wrong = {key: facts.dtypes.get(key, []) for key in expected if facts.dtypes.get(key) != expected[key]}
         compare.count(
-            len(wrong), name="wrong dtypes", expected=0, detail=f"rank {facts.rank}: {wrong}", unit=f"of {len(expected)}"
+            len(wrong),
+            name="wrong dtypes",
+            expected=0,
+            detail=f"rank {facts.rank}: {wrong}",
+            unit=f"of {len(expected)}",
         )
         in_model = [entry for entry in facts.collectives if entry.phase in ("forward", "backward")]
         misfits = [

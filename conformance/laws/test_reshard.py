@@ -58,9 +58,7 @@ def _tensor_parallel_shapes(facts: RankFacts, mesh: Mesh) -> dict[str, list[int]
 def _check_residency(cell: Cell, facts: RankFacts, step: int) -> None:
     keeps_last = not reshards_after_forward(cell.reshard, last=True)
     keeps_all = not reshards_after_forward(cell.reshard, last=False)
-    kept = [
-        name for name, p in facts.parameters.items() if keeps_all or (keeps_last and p.group in ("norm", "output"))
-    ]
+    kept = [name for name, p in facts.parameters.items() if keeps_all or (keeps_last and p.group in ("norm", "output"))]
     where = f"rank {facts.rank}, step {step}"
     assert facts.unsharded[f"{step}/after_forward"] == kept, f"{where}: not what {cell.reshard} keeps after forward"
     for moment in ("at_optimizer", "after_step"):

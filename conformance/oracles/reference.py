@@ -5,9 +5,10 @@ optimizers, clipping or loss functions cannot be on both sides of a comparison. 
 formulas against torch's own, and the gradients against finite differences.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -51,7 +52,7 @@ def train_reference(config: TrainerConfig, *, dtype: torch.dtype) -> ReferenceRu
         loss_sum = summed_loss(model, batch)
         names, parameters = zip(*model.named_parameters(), strict=True)
         grads = torch.autograd.grad(loss_sum / valid_tokens, parameters)
-        return float(loss_sum) / valid_tokens, dict(zip(names, grads, strict=True))
+        return float(loss_sum.detach()) / valid_tokens, dict(zip(names, grads, strict=True))
 
     return _train(initial_model(config).to(dtype), config, gradients)
 
@@ -75,7 +76,7 @@ def train_bf16_emulation(config: TrainerConfig, *, dp_size: int) -> ReferenceRun
             accumulated = {name: torch.zeros(p.shape) for name, p in zip(names, parameters, strict=True)}
             for micro_batch in _micro_batches(batch, rank=rank, dp_size=dp_size, accumulation=config.accumulation):
                 loss_sum = summed_loss(compute, micro_batch)
-                loss += float(loss_sum)
+                loss += float(loss_sum.detach())
                 grads = torch.autograd.grad(loss_sum * (dp_size / valid_tokens), parameters)
                 for name, grad in zip(names, grads, strict=True):
                     accumulated[name] += grad.float()
@@ -95,7 +96,7 @@ def _micro_batches(batch: Batch, *, rank: int, dp_size: int, accumulation: int) 
 def summed_loss(model: Transformer, batch: Batch) -> Tensor:
     """Negative log-likelihood summed over the labels that count; logits below fp32 are raised to fp32 first."""
     inputs, labels = batch
-    logits = model(inputs)
+    logits: Tensor = model(inputs)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     valid = labels != IGNORED_LABEL
     chosen = logits.gather(-1, labels.where(valid, 0).unsqueeze(-1)).squeeze(-1)
@@ -112,7 +113,7 @@ def _train(
         raise ValueError("the reference knows neither dropout nor learning-rate schedules: use a cell without them")
     batches = Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
     run = ReferenceRun(initial={name: p.detach().clone() for name, p in model.named_parameters()})
-    update = {"adamw": _AdamW, "sgd": _Sgd}[config.optimizer.name](config.optimizer)
+    update: _Update = _AdamW(config.optimizer) if config.optimizer.name == "adamw" else _Sgd(config.optimizer)
     for step in range(config.steps):
         batch = batches.global_batch(step)
         loss, grads = gradients(model, batch, int((batch[1] != IGNORED_LABEL).sum()))
@@ -128,14 +129,22 @@ def _train(
     return run
 
 
-def total_norm(gradients: Sequence[Tensor] | object, *, kind: Literal[2]) -> float:
+def total_norm(gradients: Iterable[Tensor], *, kind: Literal[2]) -> float:
     """2-norm over all elements of all gradients, summed in fp64."""
-    return float(sum(float(grad.double().square().sum()) for grad in gradients)) ** 0.5  # type: ignore[attr-defined]
+    return math.sqrt(sum(float(grad.double().square().sum()) for grad in gradients))
 
 
 def clip_factor(norm: float, *, max_norm: float) -> float:
-    """Factor that brings the norm down to `max_norm`; the 1e-6 is part of torch's definition (clip_grads_with_norm_)."""
+    """Factor that brings the norm down to `max_norm`; the 1e-6 is that of torch's clip_grads_with_norm_."""
     return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
+
+
+class _Update(Protocol):
+    """An optimizer; `state` holds its tensors by kind and parameter name."""
+
+    state: dict[str, Tensors]
+
+    def step(self, parameters: Tensors, gradients: Tensors) -> None: ...
 
 
 class _Sgd:

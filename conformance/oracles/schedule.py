@@ -34,7 +34,9 @@ class GroupSize:
     shards: int
 
 
-def group_sizes(local_shapes: Mapping[str, Sequence[int]], owners: Mapping[str, str], *, shards: int) -> list[GroupSize]:
+def group_sizes(
+    local_shapes: Mapping[str, Sequence[int]], owners: Mapping[str, str], *, shards: int
+) -> list[GroupSize]:
     """Sizes of the groups in forward order (embedding, blocks, norm and output).
 
     `local_shapes` are the shapes that FSDP divides, by parameter name; `owners` name the group of each.

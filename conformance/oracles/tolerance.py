@@ -57,7 +57,7 @@ def updates(gradient_error: float, reference: ReferenceRun, config: OptimizerCon
 
 
 def _sensitivity(gradient: Tensor, config: OptimizerConfig) -> float:
-    """How much larger the relative error of the optimizer's step is than that of the gradient, in the root mean square."""
+    """Relative error of the optimizer's step over that of the gradient, in the root mean square."""
     if config.name == "sgd":
         return 1.0
     size = gradient.abs()

@@ -1,0 +1,185 @@
+"""The references that the trainer is judged by: their formulas against torch's own and against finite differences."""
+
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's standard name
+from torch import Tensor
+
+from conformance.oracles.reference import (
+    Tensors,
+    clip_factor,
+    initial_model,
+    summed_loss,
+    total_norm,
+    train_bf16_emulation,
+    train_reference,
+)
+from reference_trainer.config import DataConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from reference_trainer.data import IGNORED_LABEL, Batches
+from reference_trainer.init_weights import normal
+
+CONFIG = TrainerConfig(
+    model=ModelConfig(
+        vocab_size=61,
+        dim=16,
+        n_layers=2,
+        ffn_dim=24,
+        max_seq_len=16,
+        bias=True,
+        init_std=0.2,
+        bias_std=0.1,
+        norm_std=0.2,
+    ),
+    data=DataConfig(seq_len=16, global_batch_size=4, min_valid_fraction=0.25),
+    optimizer=OptimizerConfig(lr=0.05, weight_decay=0.3, eps=1e-3, max_norm=0.5),
+    steps=3,
+)
+SGD = msgspec.structs.replace(CONFIG.optimizer, name="sgd")
+
+
+def with_optimizer(optimizer: OptimizerConfig) -> TrainerConfig:
+    return msgspec.structs.replace(CONFIG, optimizer=optimizer)
+
+
+def batches_of(config: TrainerConfig) -> Iterator[tuple[Tensor, Tensor]]:
+    batches = Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
+    return map(batches.global_batch, range(config.steps))
+
+
+def assert_equal(actual: Tensors, expected: Tensors, *, tolerance: float) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(
+            actual[name], tensor, rtol=tolerance, atol=tolerance, msg=lambda text, n=name: n + text
+        )
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        CONFIG,
+        with_optimizer(SGD),
+        with_optimizer(msgspec.structs.replace(SGD, max_norm=0.0)),
+        msgspec.structs.replace(CONFIG, model=msgspec.structs.replace(CONFIG.model, tied_embeddings=True, bias=False)),
+    ],
+    ids=["adamw", "sgd", "sgd-unclipped", "tied"],
+)
+def test_fp64_training_equals_torch(config: TrainerConfig) -> None:
+    """Loss, gradients, norm, clipping and optimizer are written with torch's own functions here."""
+    run, model, options = train_reference(config, dtype=torch.float64), initial_model(config).double(), config.optimizer
+    assert_equal(run.initial, dict(model.named_parameters()), tolerance=0.0)
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": options.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer: torch.optim.Optimizer
+    if options.name == "adamw":
+        optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=(options.beta1, options.beta2), eps=options.eps)
+    else:
+        optimizer = torch.optim.SGD(groups, lr=options.lr)
+    for step, (inputs, labels) in enumerate(batches_of(config)):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL)
+        torch.autograd.backward(loss)
+        assert run.losses[step] == pytest.approx(float(loss.detach()), rel=1e-12)
+        assert_equal(run.gradients[step], gradients_of(model), tolerance=1e-12)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, options.max_norm or float("inf"))
+        assert run.grad_norms[step] == pytest.approx(float(norm), rel=1e-12)
+        assert not options.max_norm or norm > options.max_norm, "this test must clip"
+        optimizer.step()
+    assert_equal(run.parameters, dict(model.named_parameters()), tolerance=1e-12)
+    for kind, tensors in run.optimizer_state.items():
+        expected = {name: optimizer.state[p][kind] for name, p in model.named_parameters()}
+        assert_equal(tensors, expected, tolerance=1e-12)
+
+
+def gradients_of(model: torch.nn.Module) -> Tensors:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_gradients_are_those_of_finite_differences() -> None:
+    run, model = train_reference(CONFIG, dtype=torch.float64), initial_model(CONFIG).double()
+    batch = next(batches_of(CONFIG))
+    valid_tokens, step = int((batch[1] != IGNORED_LABEL).sum()), 1e-6
+    for name, p in model.named_parameters():
+        direction = normal(tuple(p.shape), name=name, seed=1).double()
+        with torch.no_grad():
+            above = summed_loss(model, batch) if p.add_(step * direction) is p else None
+            below = summed_loss(model, batch) if p.sub_(2 * step * direction) is p else None
+            p.add_(step * direction)
+        assert above is not None
+        assert below is not None
+        slope = float((run.gradients[0][name] * direction).sum())
+        assert float(above - below) / (2 * step * valid_tokens) == pytest.approx(slope, rel=1e-6, abs=1e-8), name
+
+
+def test_bf16_emulation_on_one_rank_is_a_plain_bf16_step() -> None:
+    """A bf16 copy of the model, its buffer in fp32; the gradient in fp32 goes to the fp32 weights."""
+    config = msgspec.structs.replace(with_optimizer(msgspec.structs.replace(SGD, max_norm=0.0)), steps=1)
+    run, master = train_bf16_emulation(config, dp_size=1), initial_model(config)
+    compute = initial_model(config).bfloat16()
+    compute.rope_table = master.rope_table
+    inputs, labels = next(batches_of(config))
+    valid_tokens = int((labels != IGNORED_LABEL).sum())
+    logits = compute(inputs)
+    assert logits.dtype == torch.bfloat16
+    loss_sum = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100)
+    torch.autograd.backward(loss_sum / valid_tokens)
+    gradients = {name: grad.float() for name, grad in gradients_of(compute).items()}
+    assert run.losses[0] == pytest.approx(float(loss_sum.detach()) / valid_tokens, rel=1e-6)
+    # The two losses round to bf16 alike but for the last bit of the gradient of the logits, computed in fp32.
+    unit_roundoff = 2.0**-8
+    for name, expected in gradients.items():
+        difference = (run.gradients[0][name] - expected).norm() / expected.norm()
+        assert run.gradients[0][name].dtype == torch.float32
+        assert difference < unit_roundoff, name
+        assert torch.equal(run.gradients[0][name], run.gradients[0][name].bfloat16().float()), name
+    for name, p in master.named_parameters():
+        decay = config.optimizer.weight_decay if p.ndim == 2 else 0.0
+        stepped = p.detach() - config.optimizer.lr * (run.gradients[0][name] + decay * p.detach())
+        torch.testing.assert_close(run.parameters[name], stepped, rtol=1e-6, atol=1e-7)
+
+
+def test_bf16_emulation_differs_from_fp32_by_its_rounding() -> None:
+    exact, emulated = train_reference(CONFIG, dtype=torch.float32), train_bf16_emulation(CONFIG, dp_size=1)
+    for name, expected in exact.gradients[0].items():
+        error = float((emulated.gradients[0][name] - expected).norm() / expected.norm())
+        assert 2.0**-12 < error < 2.0**-3, f"{name}: {error}"
+
+
+@pytest.mark.parametrize(("dp_size", "accumulation"), [(2, 1), (1, 2), (2, 2)])
+def test_bf16_emulation_uses_every_sample_once(dp_size: int, accumulation: int) -> None:
+    config = msgspec.structs.replace(CONFIG, accumulation=accumulation)
+    whole, split = train_bf16_emulation(CONFIG, dp_size=1), train_bf16_emulation(config, dp_size=dp_size)
+    assert split.losses[0] == pytest.approx(whole.losses[0], rel=1e-6)
+    for name, expected in whole.gradients[0].items():
+        assert float((split.gradients[0][name] - expected).norm() / expected.norm()) < 2.0**-5, name
+
+
+@pytest.mark.parametrize(
+    ("norm", "max_norm", "factor"), [(4.0, 2.0, 2.0 / (4.0 + 1e-6)), (1.0, 2.0, 1.0), (9.0, 0.0, 1.0)]
+)
+def test_clip_factor(norm: float, max_norm: float, factor: float) -> None:
+    assert clip_factor(norm, max_norm=max_norm) == factor
+
+
+def test_total_norm_takes_any_iterable() -> None:
+    assert total_norm((torch.full((2, 2), value) for value in (1.0, 2.0, 2.0)), kind=2) == 6.0
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (msgspec.structs.replace(CONFIG, model=msgspec.structs.replace(CONFIG.model, dropout=0.1)), "neither dropout"),
+        (with_optimizer(OptimizerConfig(warmup_steps=1)), "nor learning-rate schedules"),
+        (with_optimizer(OptimizerConfig(final_lr_fraction=0.5)), "nor learning-rate schedules"),
+        (with_optimizer(OptimizerConfig(name="sgd", momentum=0.9)), "SGD has no momentum: use momentum 0"),
+    ],
+)
+def test_what_the_reference_does_not_know_is_refused(config: TrainerConfig, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        train_reference(config, dtype=torch.float64)
