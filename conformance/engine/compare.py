@@ -66,10 +66,9 @@ def bits(measured: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, name
     measure(name, len(unequal), lower=0, upper=0, unit=f"tensors that differ, of {len(expected)}")
     if unequal:
         worst = unequal[0]
-        difference = (measured[worst].double() - expected[worst].double()).abs()
         raise ConformanceFailure(
-            f"{name}: {len(unequal)} of {len(expected)} tensors differ in bits; {worst} in "
-            f"{int((difference != 0).sum())} of {difference.numel()} elements, by up to {float(difference.max()):.3g}"
+            f"{name}: {len(unequal)} of {len(expected)} tensors differ in bits; "
+            f"{worst} {_difference(measured[worst], expected[worst])}"
         )
 
 
@@ -86,16 +85,18 @@ def _require_same_names(measured: Mapping[str, Tensor], expected: Mapping[str, T
     if measured.keys() != expected.keys():
         missing, extra = sorted(expected.keys() - measured.keys()), sorted(measured.keys() - expected.keys())
         raise ConformanceFailure(f"{name}: missing {missing}, superfluous {extra}")
+    if not expected:
+        raise ValueError(f"{name}: no tensors to compare")
 
 
 def _deviation(measured: float, expected: float) -> float:
-    if not math.isfinite(measured):
+    if not (math.isfinite(measured) and math.isfinite(expected)):
         return math.inf
     return abs(measured - expected) / abs(expected) if expected else abs(measured)
 
 
 def _tensor_deviation(measured: Tensor, expected: Tensor, origin: Tensor | None) -> float:
-    if measured.shape != expected.shape or not bool(measured.isfinite().all()):
+    if measured.shape != expected.shape or not all(bool(t.isfinite().all()) for t in (measured, expected)):
         return math.inf
     a, b = measured.double(), expected.double()
     scale = float((b - origin.double() if origin is not None else b).norm())
@@ -104,10 +105,27 @@ def _tensor_deviation(measured: Tensor, expected: Tensor, origin: Tensor | None)
 
 
 def _excess(deviation: float, bound: float) -> float:
-    return deviation / bound if bound else (math.inf if deviation else 0.0)
+    if bound > 0.0:
+        return deviation / bound
+    return 0.0 if deviation <= bound else math.inf  # a bound of NaN allows nothing
 
 
 def _same_bits(measured: Tensor, expected: Tensor) -> bool:
     if measured.shape != expected.shape or measured.dtype != expected.dtype:
         return False
-    return torch.equal(*(t.contiguous().view(torch.uint8) for t in (measured, expected)))
+    return torch.equal(_bytes(measured), _bytes(expected))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """A row of bytes for each element."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).reshape(tensor.numel(), tensor.element_size())
+
+
+def _difference(measured: Tensor, expected: Tensor) -> str:
+    """What distinguishes two tensors whose bits differ."""
+    kinds = [f"{str(t.dtype).removeprefix('torch.')} of shape {tuple(t.shape)}" for t in (measured, expected)]
+    if kinds[0] != kinds[1]:
+        return f"is {kinds[0]}, expected {kinds[1]}"
+    elements = int((_bytes(measured) != _bytes(expected)).any(1).sum())
+    largest = float((measured.double() - expected.double()).abs().max())
+    return f"in {elements} of {expected.numel()} elements, by up to {largest:.3g}"

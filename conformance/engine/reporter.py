@@ -5,7 +5,7 @@ import shutil
 import time
 from collections import Counter
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import msgspec
 import pytest
@@ -46,6 +46,9 @@ class Reporter:
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node: object, ids: list[str]) -> None:
         self._planned = list(ids)
+        problem = self._read_plan().get("problem")
+        if problem:
+            raise pytest.UsageError(problem)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         self._collection_failed |= report.failed
@@ -106,14 +109,15 @@ class Reporter:
 
     def _add_missing(self) -> None:
         missing = [nodeid for nodeid in self._planned if nodeid not in self._results]
-        plan = self._read_plan() if missing else {}
+        plan = self._read_plan().get("cases", {}) if missing else {}
         for nodeid in missing:
-            law, cell = plan.get(nodeid, ("?", "?"))
+            known = plan.get(nodeid, {"law": "?", "must": "", "cell": "?", "repro": "?"})
+            law, cell = known["law"], known["cell"]
             crash = self._crashed.get(nodeid)
             self._results[nodeid] = CaseResult(
                 id=f"{law}/{cell}" if law != "?" else nodeid,
                 law=law,
-                must="",
+                must=known["must"],
                 cell=cell,
                 substrate="",
                 verdict=(Verdict.ERROR if crash else Verdict.NOT_RUN).value,
@@ -122,16 +126,17 @@ class Reporter:
                 wait_s=0.0,
                 run_s=0.0,
                 measured={},
-                repro=f"pytest -n0 --profile={self._header.profile} {nodeid}",
+                repro=known["repro"],
                 nodeid=nodeid,
             )
 
-    def _read_plan(self) -> dict[str, tuple[str, str]]:
+    def _read_plan(self) -> dict[str, Any]:
+        """What the processes that collect have written for this session: `cases` by node id, and a `problem`."""
         file = self._directory / "plan.json"
         if not file.exists():
             return {}
-        plan = json.loads(file.read_text())
-        return plan["cases"] if plan["session"] == self._header.session else {}
+        plan: dict[str, Any] = json.loads(file.read_text())
+        return plan if plan["session"] == self._header.session else {}
 
     # Files.
 

@@ -145,12 +145,18 @@ class Session:
         cases = {item.nodeid: item.stash[_CASE] for item in session.items if _CASE in item.stash}
         whole_suite = all("::" not in argument and Path(argument).suffix != ".py" for argument in session.config.args)
         unasserted = self._cells.keys() - self._asserted.keys()
+        problem = None
         if whole_suite and unasserted and not session.testsfailed:
-            raise pytest.UsageError(f"matrix.yaml names laws that no test asserts: {', '.join(sorted(unasserted))}")
+            problem = f"matrix.yaml names laws that no test asserts: {', '.join(sorted(unasserted))}"
+        if problem and self.is_controller:
+            raise pytest.UsageError(problem)  # in a worker this would be its end, without a word: see the reporter
         self.report_directory.mkdir(parents=True, exist_ok=True)
-        plan = {nodeid: (case.law.id, case.cell.id) for nodeid, case in cases.items()}
+        plan = {
+            nodeid: {"law": case.law.id, "must": case.law.must, "cell": case.cell.id, "repro": self._repro(nodeid)}
+            for nodeid, case in cases.items()
+        }
         part = self.report_directory / f"plan.{uuid.uuid4().hex}.part"
-        part.write_bytes(msgspec.json.encode({"session": self.name, "cases": plan}))
+        part.write_bytes(msgspec.json.encode({"session": self.name, "cases": plan, "problem": problem}))
         part.rename(self.report_directory / "plan.json")
 
     # Running: verdicts.
@@ -210,9 +216,12 @@ class Session:
             wait_s=round(self.store.clock.wait_s, 4),
             run_s=round(self.store.clock.run_s, 4),
             measured=case.measured,
-            repro=shlex.join(["pytest", "-n0", *self._options, f"--report-dir={_REPRO_DIRECTORY}", item.nodeid]),
+            repro=self._repro(item.nodeid),
             nodeid=item.nodeid,
         )
+
+    def _repro(self, nodeid: str) -> str:
+        return shlex.join(["pytest", "-n0", *self._options, f"--report-dir={_REPRO_DIRECTORY}", nodeid])
 
     # Fixtures of the laws.
 

@@ -13,7 +13,8 @@ from reference_trainer.observer import Observer
 def fingerprint(tensor: Tensor) -> str:
     """Digest of shape, dtype and every bit of a tensor."""
     header = f"{tuple(tensor.shape)} {tensor.dtype}".encode()
-    return hashlib.sha256(header + tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes()).hexdigest()[:16]
+    content = tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
+    return hashlib.sha256(header + content).hexdigest()[:16]
 
 
 class Capture(Observer):

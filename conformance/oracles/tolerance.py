@@ -48,12 +48,19 @@ def updates(gradient_error: float, reference: ReferenceRun, config: OptimizerCon
     An error e g_rms in every element of a gradient changes AdamW's first step g / (|g| + eps) by e g_rms times its
     derivative eps / (|g| + eps)^2; later steps, averages over more gradients, are less sensitive. The steps' errors
     are added: the total change is at most the sum of the steps. SGD is linear, its sensitivity is 1.
-    Clipping scales by the norm, whose error is another e.
+    Clipping scales by the norm, whose error is another e. Each step also rounds the new parameter to fp32, by up to u
+    of its own size, which counts where the change is small beside the parameter (norm weights near 1).
     """
     steps = len(reference.gradients)
     clip = clip_factor(reference.grad_norms[0], max_norm=config.max_norm)
     sensitivity = {name: _sensitivity(clip * grad.double(), config) for name, grad in reference.gradients[0].items()}
-    return {name: steps * gradient_error * (1.0 + factor) for name, factor in sensitivity.items()}
+    stored = {name: FP32_ROUNDOFF * _size_over_change(reference, name) for name in sensitivity}
+    return {name: steps * (gradient_error * (1.0 + factor) + stored[name]) for name, factor in sensitivity.items()}
+
+
+def _size_over_change(reference: ReferenceRun, name: str) -> float:
+    final = reference.parameters[name].double()
+    return float(final.norm() / (final - reference.initial[name].double()).norm())
 
 
 def _sensitivity(gradient: Tensor, config: OptimizerConfig) -> float:

@@ -1,0 +1,342 @@
+"""Instruments and oracles without a training run: what they see, and what they say about known cases."""
+
+import tempfile
+from collections.abc import Iterator
+from math import sqrt
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from conformance.engine.cells import Cell, axis_choices, axis_names
+from conformance.engine.workload import trainer_config
+from conformance.instruments.capture import fingerprint
+from conformance.instruments.collectives import CollectiveLog, collective_kind
+from conformance.instruments.dispatch_tap import DispatchTap
+from conformance.instruments.poison import INTEGER_POISON, Poison, poison_, poisoned_elements
+from conformance.instruments.sharding import fsdp_group_of, full, is_sharded_by_fsdp
+from conformance.oracles import tolerance
+from conformance.oracles.reference import ReferenceRun
+from conformance.oracles.schedule import GroupSize, fsdp_events, group_sizes, reshards_after_forward
+from reference_trainer.config import ModelConfig, OptimizerConfig
+from reference_trainer.model import Transformer
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    """A world of one rank in this process."""
+    with tempfile.TemporaryDirectory() as directory:
+        dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=0, world_size=1)
+        yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
+        dist.destroy_process_group()
+
+
+# Collectives
+
+
+def operators() -> list[str]:
+    """All operators of c10d that this torch has."""
+    schemas = torch._C._jit_get_all_schemas()
+    names = {schema.name for schema in schemas}
+    return sorted(name for name in names if name.startswith(("c10d::", "_c10d_functional::")))
+
+
+@pytest.mark.parametrize("operator", operators())
+def test_the_kind_of_every_operator_is_known(operator: str) -> None:
+    name = operator.partition("::")[2].replace("_", "")
+    kind = collective_kind(operator)
+    if kind is None:
+        assert any(word in name for word in ("wait", "wrap", "send", "recv", "p2p", "nan", "monitored")), operator
+    else:
+        assert kind.replace("_", "") in name
+
+
+@pytest.mark.parametrize(
+    ("operator", "kind"),
+    [
+        ("c10d::_allgather_base_", "all_gather"),
+        ("c10d::allgather_into_tensor_coalesced_", "all_gather"),
+        ("c10d::_reduce_scatter_base_", "reduce_scatter"),
+        ("c10d::scatter_", "scatter"),
+        ("c10d::gather_", "gather"),
+        ("c10d::reduce_", "reduce"),
+        ("c10d::allreduce_", "all_reduce"),
+        ("c10d::alltoall_base_", "all_to_all"),
+        ("c10d::barrier", "barrier"),
+        ("c10d::monitored_barrier_", None),
+        ("c10d::send", None),
+        ("_c10d_functional::all_reduce_coalesced", "all_reduce"),
+        ("_c10d_functional::wait_tensor", None),
+    ],
+)
+def test_kinds_of_collectives(operator: str, kind: str | None) -> None:
+    assert collective_kind(operator) == kind
+
+
+def test_an_unknown_operator_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="unknown collective c10d::teleport_"):
+        collective_kind("c10d::teleport_")
+
+
+def test_collective_log(mesh: DeviceMesh) -> None:
+    log = CollectiveLog()
+    tensor = torch.ones(6, dtype=torch.bfloat16)
+    with DispatchTap([log.listen]):
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        log.phase("forward", step=2)
+        dist.all_gather([torch.empty(3)], torch.ones(3), group=mesh.get_group())
+        with log.muted():
+            dist.all_reduce(tensor)
+        dist.broadcast(torch.ones(2, dtype=torch.int64), src=0)
+        torch.ones(2).add(1)
+    entries = [(e.step, e.phase, e.kind, e.numel, e.dtype, e.reduce_op) for e in log.facts(mesh)]
+    assert entries == [
+        (-1, "build", "all_reduce", 6, "bfloat16", "MAX"),
+        (2, "forward", "all_gather", 3, "float32", None),
+        (2, "forward", "broadcast", 2, "int64", None),
+    ]
+    assert {e.group for e in log.facts(mesh)} == {"dp_shard"}
+
+
+def test_the_tap_sees_inside_dtensors(mesh: DeviceMesh) -> None:
+    seen: list[tuple[str, tuple[type, ...]]] = []
+
+    def listen(func: Any, args: Any) -> None:
+        seen.append((func._schema.name, tuple(type(a) for a in args if isinstance(a, Tensor))))
+
+    left = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    right = distribute_tensor(torch.ones(4, 4), mesh, [Replicate()])
+    with DispatchTap([listen]):
+        product = left @ right
+    assert isinstance(product, DTensor)
+    assert ("aten::mm", (Tensor, Tensor)) in seen
+    assert all(DTensor not in kinds for _, kinds in seen)
+    seen.clear()
+    left @ right
+    assert seen == []
+
+
+# Poison, fingerprints, sharding
+
+
+@pytest.mark.parametrize(
+    ("dtype", "counted"),
+    [
+        (torch.float32, 6),
+        (torch.bfloat16, 6),
+        (torch.complex64, 6),
+        (torch.int64, 6),
+        (torch.int8, 6),
+        (torch.uint8, 6),
+        (torch.bool, 0),
+    ],
+)
+@pytest.mark.parametrize("distributed", [False, True])
+def test_poison(mesh: DeviceMesh, dtype: torch.dtype, counted: int, distributed: bool) -> None:
+    tensor = torch.zeros(2, 3, dtype=dtype)
+    if distributed:
+        tensor = distribute_tensor(tensor, mesh, [Shard(0)])
+    assert poisoned_elements(tensor) == 0
+    poison_(tensor)
+    assert poisoned_elements(tensor) == counted
+    if not dtype.is_floating_point and not dtype.is_complex:
+        assert set(full(tensor).flatten().tolist()) == {True if dtype == torch.bool else INTEGER_POISON}
+
+
+def test_poison_finds_what_initialisation_forgets() -> None:
+    model = Transformer(ModelConfig(n_layers=1, dim=8, n_heads=2, n_kv_heads=1, ffn_dim=8))
+    poison = Poison()
+    poison.materialized(model)
+    names = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
+    assert poison.poisoned.keys() == names
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name != "norm.weight":
+                parameter.zero_()
+    model.rope_table[0].zero_()
+    poison.initialized(model)
+    forgotten = {name: number for name, number in poison.surviving.items() if number}
+    assert forgotten == {"norm.weight": 8, "rope_table": model.rope_table.numel() // 2}
+
+
+def test_fingerprint() -> None:
+    tensor = torch.arange(6.0).reshape(2, 3)
+    same = [tensor.clone(), tensor.t().contiguous().t(), torch.cat([tensor, tensor])[:2]]
+    others = [
+        tensor.reshape(3, 2),
+        tensor.double(),
+        tensor.view(torch.int32),
+        tensor.index_put((torch.tensor(0), torch.tensor(0)), torch.tensor(-0.0)),
+        tensor.nextafter(torch.full_like(tensor, 9.0)),
+        torch.tensor(1.0),
+        torch.empty(0, 3),
+    ]
+    assert {fingerprint(other) for other in same} == {fingerprint(tensor)}
+    assert len({fingerprint(other) for other in [tensor, *others]}) == len(others) + 1
+
+
+def test_who_owns_and_shards_a_parameter(mesh: DeviceMesh) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    assert not any(is_sharded_by_fsdp(p) for p in model.parameters())
+    fully_shard(model[1], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    assert all(is_sharded_by_fsdp(p) for p in model.parameters())
+    assert set(fsdp_group_of(model).items()) == {
+        ("0.weight", ""),
+        ("0.bias", ""),
+        ("1.0.weight", "1"),
+        ("1.0.bias", "1"),
+    }
+
+
+# Schedule model
+
+
+def schedule(cell: Cell, *, shards: int = 2) -> str:
+    """The events of embedding, two blocks and head as `G0` (all-gather of group 0), `S` (reduce-scatter), `R`."""
+    groups = [GroupSize(10 + index, shards) for index in range(4)]
+    letters = {"all_gather": "G", "reduce_scatter": "S", "all_reduce": "R"}
+    words, phase = [], ""
+    for event in fsdp_events(cell, groups):
+        numel = event.numel // shards if event.kind == "reduce_scatter" else event.numel
+        if event.phase != phase:
+            phase = event.phase
+            words.append(f"{phase}:")
+        words.append(f"{letters[event.kind]}{numel - 10}")
+    return " ".join(words)
+
+
+@pytest.mark.parametrize(
+    ("cell", "expected"),
+    [
+        (Cell(reshard="always"), "forward: G0 G1 G2 G3 backward: G3 G2 S3 G1 S2 G0 S1 S0"),
+        (Cell(reshard="never"), "forward: G0 G1 G2 G3 backward: S3 S2 S1 S0"),
+        (Cell(reshard="default"), "forward: G0 G1 G2 G3 backward: G2 S3 G1 S2 G0 S1 S0"),
+        (
+            Cell(mesh="hsdp2x2", reshard="default"),
+            "forward: G0 G1 G2 G3 backward: G2 S3 R3 G1 S2 R2 G0 S1 R1 S0 R0",
+        ),
+        (
+            Cell(reshard="never", accumulation=2),
+            "forward: G0 G1 G2 G3 backward: S3 S2 S1 S0 forward: G0 G1 G2 G3 backward: S3 S2 S1 S0",
+        ),
+    ],
+)
+def test_schedule(cell: Cell, expected: str) -> None:
+    assert schedule(cell) == expected
+
+
+def test_schedule_without_peers() -> None:
+    assert schedule(Cell(mesh="dp1"), shards=1) == ""
+    assert schedule(Cell(mesh="tp2"), shards=1) == ""
+
+
+def test_schedule_dtypes_and_groups() -> None:
+    events = fsdp_events(Cell(mesh="hsdp2x2", precision="bf16-mp"), [GroupSize(10, 2)])
+    assert [(e.kind, e.group, e.numel, e.dtype) for e in events] == [
+        ("all_gather", "dp_shard", 10, "bfloat16"),
+        ("reduce_scatter", "dp_shard", 20, "float32"),
+        ("all_reduce", "dp_replicate", 10, "float32"),
+    ]
+
+
+@pytest.mark.parametrize(("mode", "kept"), [("always", []), ("never", [False, True]), ("default", [True])])
+def test_reshards_after_forward(mode: str, kept: list[bool]) -> None:
+    assert [last for last in (False, True) if not reshards_after_forward(mode, last=last)] == kept
+
+
+def test_group_sizes_of_uneven_rows() -> None:
+    shapes = {"embedding": [61, 8], "block.w": [6, 3], "block.b": [3], "norm": [8], "output": [61, 8]}
+    owners = {"embedding": "embedding", "block.w": "block", "block.b": "block", "norm": "norm", "output": "output"}
+    # 61 rows over 4 ranks are 16 + 16 + 16 + 13: each shard is padded to 16.
+    assert group_sizes(shapes, owners, shards=4) == [
+        GroupSize(16 * 8, 4),
+        GroupSize(2 * 3 + 1, 4),
+        GroupSize(2 + 16 * 8, 4),
+    ]
+    assert [size.shard_numel for size in group_sizes(shapes, owners, shards=1)] == [488, 21, 496]
+
+
+# Tolerances
+
+
+def test_tolerances_of_the_tiny_workload() -> None:
+    config = trainer_config(Cell())
+    layer = 5 * sqrt(32) + sqrt(8) + sqrt(16) + sqrt(64)
+    stages = 2 * layer + 2 * sqrt(32) + sqrt(61)
+    assert tolerance.forward_stages(config.model, seq_len=16) == pytest.approx(stages)
+    assert tolerance.fp32_loss(config) == pytest.approx((stages + sqrt(256)) / 2**24)
+    assert tolerance.fp32_gradients(config) == pytest.approx((3 * stages + sqrt(256)) / 2**24)
+    assert 1e-6 < tolerance.fp32_loss(config) < tolerance.fp32_gradients(config) < 1e-4
+    assert tolerance.moments(1.0) == {"exp_avg": 2.0, "exp_avg_sq": 4.0}
+    assert tolerance.bf16_updates() == 1 / 256
+
+
+@pytest.mark.parametrize("change", [{"n_layers": 3}, {"dim": 64}, {"ffn_dim": 128}, {"vocab_size": 122}])
+def test_tolerances_grow_with_the_model(change: dict[str, Any]) -> None:
+    config = trainer_config(Cell())
+    larger = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, **change))
+    for bound in (tolerance.fp32_loss, tolerance.fp32_gradients):
+        assert 0 < bound(config) < bound(larger)
+
+
+def test_tolerance_of_an_average() -> None:
+    bounds = [tolerance.fp32_average(terms) for terms in range(1, 9)]
+    assert bounds[:2] == [0.0, 0.0]
+    assert bounds[1:] == sorted(set(bounds[1:]))
+
+
+def test_tolerance_of_updates() -> None:
+    gradients = [{"w": torch.full((3,), 0.5)}] * 3
+    run = ReferenceRun(initial={}, grad_norms=[1.0] * 3, gradients=gradients)
+
+    def bound(optimizer: OptimizerConfig) -> float:
+        return tolerance.updates(1e-6, run, optimizer)["w"]
+
+    assert bound(OptimizerConfig(name="sgd", max_norm=0.0)) == pytest.approx(3 * 1e-6 * 2)
+    # AdamW's step g / (|g| + eps) hardly depends on a gradient that is large against eps.
+    sensitivity = 0.001 / 0.501
+    assert bound(OptimizerConfig(name="adamw", eps=0.001, max_norm=0.0)) == pytest.approx(3e-6 * (1 + sensitivity))
+    assert bound(OptimizerConfig(name="adamw", eps=10.0, max_norm=0.0)) > 1.9 * 3e-6
+
+
+# Workload
+
+
+def alternatives() -> list[tuple[str, Any]]:
+    """Another value than the default for every axis that has one."""
+    default = Cell()
+    numbers = {"clip": 0.5, "dropout": 0.25, "steps": 4, "seed": 1}
+    found: list[tuple[str, Any]] = [("mesh", mesh) for mesh in ("dp1", "dp4", "tp2", "dp2-tp2", "hsdp2x2")]
+    for name in axis_names():
+        value = getattr(default, name)
+        if type(value) is bool:
+            found.append((name, not value))
+        elif name in numbers:
+            found.append((name, numbers[name]))
+        else:
+            found += [(name, choice) for choice in axis_choices(name) if choice != value]
+    return found
+
+
+def test_every_axis_with_a_choice_is_varied() -> None:
+    single = {name for name in axis_names() if len(axis_choices(name)) == 1}
+    assert {name for name, _ in alternatives()} | single == set(axis_names())
+
+
+@pytest.mark.parametrize(("axis", "value"), alternatives(), ids=lambda part: str(part))
+def test_every_axis_reaches_the_trainer(axis: str, value: Any) -> None:
+    assert trainer_config(Cell(**{axis: value})) != trainer_config(Cell())
+
+
+def test_every_cell_has_a_valid_configuration_of_its_own() -> None:
+    cells = [Cell(), *(Cell(**{axis: value}) for axis, value in alternatives())]
+    assert len({trainer_config(cell) for cell in cells}) == len({cell.id for cell in cells}) == len(cells)
+    assert {trainer_config(cell).device for cell in cells} == {"cpu"}

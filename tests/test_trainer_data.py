@@ -1,0 +1,161 @@
+"""What surrounds the model in one process: data, learning-rate schedule, optimizer groups, clipping."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from reference_trainer.config import DataConfig, ModelConfig, OptimizerConfig
+from reference_trainer.data import IGNORED_LABEL, Batches, open_tokens
+from reference_trainer.model import Transformer
+from reference_trainer.optim import (
+    build_optimizer,
+    build_schedule,
+    clip_gradients,
+    learning_rate_factor,
+    parameter_groups,
+)
+
+SMALL = ModelConfig(vocab_size=13, dim=16, ffn_dim=24, max_seq_len=8, bias=True, tied_embeddings=True)
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dp_size", "accumulation"), [(1, 1), (1, 4), (2, 2), (4, 1), (8, 1), (2, 4)])
+def test_ranks_and_micro_batches_partition_the_global_batch(dp_size: int, accumulation: int) -> None:
+    batches = Batches(DataConfig(seq_len=16, min_valid_fraction=0.5), vocab_size=61, seed=5)
+    shares = [
+        pair
+        for rank in range(dp_size)
+        for pair in batches.micro_batches(3, dp_rank=rank, dp_size=dp_size, accumulation=accumulation)
+    ]
+    for part, whole in zip(zip(*shares, strict=True), batches.global_batch(3), strict=True):
+        assert torch.equal(torch.cat(part), whole)
+
+
+def test_the_batch_depends_on_seed_and_step() -> None:
+    def batch(seed: int, step: int) -> Tensor:
+        return Batches(DataConfig(), vocab_size=256, seed=seed).global_batch(step)[0]
+
+    assert torch.equal(batch(0, 1), batch(0, 1))
+    assert not torch.equal(batch(0, 1), batch(0, 2))
+    assert not torch.equal(batch(0, 1), batch(1, 1))
+
+
+def test_an_indivisible_batch_is_refused() -> None:
+    batches = Batches(DataConfig(), vocab_size=256, seed=0)
+    with pytest.raises(ValueError, match=r"global_batch_size 8 is not divisible by .* = 3 x 1"):
+        batches.micro_batches(0, dp_rank=0, dp_size=3, accumulation=1)
+
+
+@pytest.mark.parametrize("dtype", [None, np.uint16, np.int64])
+def test_labels_are_the_next_tokens(dtype: type[np.integer] | None, tmp_path: Path) -> None:
+    """A file of consecutive numbers, as bytes and as `.npy`; tokens beyond the vocabulary are folded into it."""
+    path = tmp_path / ("tokens.bin" if dtype is None else "tokens.npy")
+    if dtype is None:
+        path.write_bytes(bytes(range(200)))
+    else:
+        np.save(path, np.arange(200, dtype=dtype))
+    inputs, labels = Batches(DataConfig(path=str(path), seq_len=10), vocab_size=61, seed=0).global_batch(0)
+    assert inputs.dtype == labels.dtype == torch.int64
+    assert inputs.shape == labels.shape == (8, 10)
+    assert torch.equal(labels, (inputs + 1) % 61)
+    assert torch.equal(inputs[:, 1:], labels[:, :-1])
+
+
+def test_every_position_of_a_file_is_used(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.bin"
+    path.write_bytes(bytes(range(12)))
+    _, labels = Batches(
+        DataConfig(path=str(path), seq_len=10, global_batch_size=32), vocab_size=61, seed=0
+    ).global_batch(0)
+    assert set(labels[:, -1].tolist()) == {10, 11}
+
+
+def test_a_share_of_the_labels_is_ignored() -> None:
+    config = DataConfig(seq_len=20, global_batch_size=512, min_valid_fraction=0.25)
+    _, labels = Batches(config, vocab_size=256, seed=0).global_batch(0)
+    valid = labels != IGNORED_LABEL
+    assert set(valid.sum(1).tolist()) == set(range(5, 21))
+    assert torch.equal(valid, valid.cummin(dim=1).values), "padding stands at the end"
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "message"),
+    [
+        ("missing.bin", lambda path: None, "is not a file"),
+        ("empty.bin", lambda path: path.write_bytes(b""), "cannot be read as tokens: "),
+        ("broken.npy", lambda path: path.write_bytes(b"no array"), "cannot be read as tokens: "),
+        ("empty.npy", lambda path: path.write_bytes(b""), "cannot be read as tokens: "),
+        ("table.npy", lambda path: np.save(path, np.zeros((2, 2), np.int64)), r"int64 of shape \(2, 2\), need a 1-d"),
+        ("floats.npy", lambda path: np.save(path, np.zeros(9)), "holds float64 of shape"),
+    ],
+)
+def test_files_that_hold_no_tokens(name: str, write: Callable[[Path], object], message: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    write(path)
+    with pytest.raises(ValueError, match=f"data.path {path} .*{message}|data.path {path} {message}"):
+        open_tokens(str(path))
+
+
+def test_a_file_shorter_than_a_sample_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.bin"
+    path.write_bytes(bytes(16))
+    with pytest.raises(ValueError, match=r"has 16 tokens, need more than data.seq_len 16"):
+        Batches(DataConfig(path=str(path), seq_len=16), vocab_size=256, seed=0)
+
+
+# --- schedule, optimizer, clipping -----------------------------------------------------------------------------------
+
+
+def test_learning_rate_rises_linearly_then_falls_on_a_cosine() -> None:
+    config = OptimizerConfig(warmup_steps=4, final_lr_fraction=0.2)
+    factors = [learning_rate_factor(step, config=config, steps=11) for step in range(12)]
+    assert factors[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert factors[7] == pytest.approx(0.6), "half way from 1 to 0.2"
+    assert factors[10:] == pytest.approx([0.2, 0.2])
+    assert all(before > after for before, after in pairwise(factors[4:11]))
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+def test_learning_rate_is_constant_by_default(steps: int) -> None:
+    assert {learning_rate_factor(step, config=OptimizerConfig(), steps=steps) for step in range(steps)} == {1.0}
+
+
+def test_schedule_scales_every_group() -> None:
+    config = OptimizerConfig(lr=0.5, warmup_steps=1)
+    optimizer = build_optimizer(Transformer(SMALL), config)
+    schedule = build_schedule(optimizer, config, steps=3)
+    assert [float(rate) for rate in schedule.get_last_lr()] == [0.25, 0.25]
+
+
+def test_matrices_decay_and_vectors_do_not() -> None:
+    model = Transformer(SMALL)
+    frozen = model.layers[0].get_parameter("attention.wq.weight").requires_grad_(False)
+    decayed, kept = build_optimizer(model, OptimizerConfig(weight_decay=0.3)).param_groups
+    assert (decayed["weight_decay"], kept["weight_decay"]) == (0.3, 0.0)
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert all(names[id(p)].endswith(("norm.weight", ".bias")) for p in kept["params"])
+    assert all(p.ndim == 2 and p is not frozen for p in decayed["params"])
+    assert len(decayed["params"]) + len(kept["params"]) == len(names) - 1
+
+
+def test_groups_hold_tied_weights_once() -> None:
+    model = Transformer(SMALL)
+    held = [p for group in parameter_groups(model, weight_decay=0.1) for p in group["params"]]  # type: ignore[attr-defined]
+    assert len({id(p) for p in held}) == len(held)
+
+
+@pytest.mark.parametrize(("max_norm", "factor"), [(0.0, 1.0), (26.0, 1.0), (6.5, 0.5)])
+@pytest.mark.parametrize("wrap", [list, iter], ids=["list", "generator"])
+def test_clipping(max_norm: float, factor: float, wrap: Callable[[list[nn.Parameter]], list[nn.Parameter]]) -> None:
+    parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))]
+    parameters[0].grad, parameters[1].grad = torch.tensor([3.0, 4.0]), torch.tensor([12.0])
+    assert float(clip_gradients(wrap(parameters), max_norm=max_norm)) == 13.0
+    torch.testing.assert_close(parameters[0].grad, torch.tensor([3.0, 4.0]) * factor, rtol=1e-6, atol=0)
+    torch.testing.assert_close(parameters[1].grad, torch.tensor([12.0]) * factor, rtol=1e-6, atol=0)
