@@ -40,7 +40,9 @@ torch_version() { # from the metadata: importing torch takes seconds
 }
 
 install_into_new_environment() {
-    if ! "$target/bin/python" -c 'import pip' 2>/dev/null; then
+    # Its scripts name the directory in which it was made: in a checkout that was moved or copied, make it anew.
+    if ! grep -qF "$(pwd -P)/$target/bin/python" "$target/bin/pip" 2>/dev/null ||
+        ! "$target/bin/python" -c 'import pip' 2>/dev/null; then
         require_python
         "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null ||
             fail "$PYTHON has no venv and ensurepip (Debian: package python3-venv); VENV=none uses an active environment"

@@ -16,7 +16,7 @@ from conformance.engine.cells import Cell
 from conformance.engine.environment import environment_facts
 from conformance.engine.law import REAL, Law, law, law_of
 from conformance.engine.measurements import Measurement, collecting, measure
-from conformance.engine.rank_failure import RunFailed
+from conformance.engine.rank_failure import RunFailed, waits_for_peers
 from conformance.engine.rank_messages import RankReport
 from conformance.engine.record import Failure, Header, Record, RecordFile, read_record, write_record
 from conformance.engine.report import CaseResult, Report
@@ -309,6 +309,18 @@ def test_an_operator_that_fails_under_the_tap_is_not_the_suite() -> None:
         torch.mm(torch.ones(2, 3), torch.ones(2, 3))
     innermost = str(caught.traceback[-1].path)
     assert to_failure(raised_at(innermost)).kind == "raised"
+
+
+def test_a_rank_that_waits_under_the_tap_waits_for_its_peers() -> None:
+    """Otherwise it would be blamed for a hang of another rank."""
+
+    def stack(*files: str) -> str:
+        return "\n".join(["Thread 0x1 (most recent call first):", *(f'  File "{f}", line 1 in f' for f in files)])
+
+    tap = ["/x/torch/_ops.py", "/y/conformance/instruments/dispatch_tap.py", "/x/torch/_dynamo/eval_frame.py"]
+    tap += ["/x/torch/_compile.py", "/x/torch/_library/autograd.py", "/x/torch/_ops.py"]
+    assert waits_for_peers(stack(*tap, "/x/torch/distributed/_functional_collectives.py"))
+    assert not waits_for_peers(stack(*tap, *["/x/model.py"] * 3, "/x/torch/distributed/fsdp/_fsdp_state.py"))
 
 
 @pytest.mark.parametrize("failure", [None, cell_failed("timeout").failure])

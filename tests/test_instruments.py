@@ -294,17 +294,24 @@ def test_tolerance_of_an_average() -> None:
 
 
 def test_tolerance_of_updates() -> None:
-    gradients = [{"w": torch.full((3,), 0.5)}] * 3
-    run = ReferenceRun(initial={}, grad_norms=[1.0] * 3, gradients=gradients)
+    error, roundoff = 1e-6, tolerance.FP32_ROUNDOFF
 
-    def bound(optimizer: OptimizerConfig) -> float:
-        return tolerance.updates(1e-6, run, optimizer)["w"]
+    def bound(*, final: float = 1.0, **optimizer: Any) -> float:
+        """Three equal gradients of 0.5 have moved a parameter from 2 to `final`."""
+        run = ReferenceRun(
+            initial={"w": torch.full((3,), 2.0)},
+            grad_norms=[1.0] * 3,
+            gradients=[{"w": torch.full((3,), 0.5)}] * 3,
+            parameters={"w": torch.full((3,), final)},
+        )
+        return tolerance.updates(error, run, OptimizerConfig(max_norm=0.0, **optimizer))["w"]
 
-    assert bound(OptimizerConfig(name="sgd", max_norm=0.0)) == pytest.approx(3 * 1e-6 * 2)
+    assert bound(name="sgd") == pytest.approx(3 * (2 * error + roundoff))
+    # A small change of a large parameter is lost in the parameter's own rounding.
+    assert bound(name="sgd", final=1.5) == pytest.approx(3 * (2 * error + 3 * roundoff))
     # AdamW's step g / (|g| + eps) hardly depends on a gradient that is large against eps.
-    sensitivity = 0.001 / 0.501
-    assert bound(OptimizerConfig(name="adamw", eps=0.001, max_norm=0.0)) == pytest.approx(3e-6 * (1 + sensitivity))
-    assert bound(OptimizerConfig(name="adamw", eps=10.0, max_norm=0.0)) > 1.9 * 3e-6
+    assert bound(eps=0.001) == pytest.approx(3 * (error * (1 + 0.001 / 0.501) + roundoff))
+    assert bound(eps=10.0) == pytest.approx(3 * (error * (1 + 10 / 10.5) + roundoff))
 
 
 # Workload

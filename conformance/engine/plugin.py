@@ -37,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
     start_session(config)
 
 
-@pytest.hookimpl(optionalhook=True)
+@pytest.hookimpl(optionalhook=True, tryfirst=True)  # before the default of xdist itself
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """`-n auto`: as many workers as there are worlds of ranks that the processors can serve at once."""
     if not _collects_laws(config):

@@ -20,6 +20,8 @@ PEER_LOSS_MESSAGE = re.compile(
 # A thread waits for its peers if one of its innermost frames belongs to torch.distributed; deeper frames prove
 # nothing, because FSDP2 calls the user's modules.
 INNERMOST_FRAMES = 3
+# Between that call and the operator that blocks lie frames of torch's dispatcher, and of the suite's own tap on it.
+DISPATCH_FRAME = re.compile(r"/torch/(_ops|_compile)\.py|/torch/(_dynamo|_library)/|/instruments/dispatch_tap\.py")
 
 
 class PoolError(RuntimeError):
@@ -76,8 +78,8 @@ def is_peer_loss(report: RankReport) -> bool:
 def waits_for_peers(stack: str) -> bool:
     """Whether a dump of all threads (by `faulthandler`) shows one inside a torch.distributed call."""
     threads = re.split(r"^.*[Tt]hread 0x.*$", stack, flags=re.MULTILINE)
-    innermost = (line for thread in threads for line in thread.strip().splitlines()[:INNERMOST_FRAMES])
-    return any("/torch/distributed/" in line for line in innermost)
+    frames = ([f for f in text.strip().splitlines() if not DISPATCH_FRAME.search(f)] for text in threads)
+    return any("/torch/distributed/" in frame for thread in frames for frame in thread[:INNERMOST_FRAMES])
 
 
 def outcome(report: RankReport) -> str:
