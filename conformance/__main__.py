@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from conformance.engine.describe import PROJECT, list_cases, list_cells, show
+from conformance.describe import PROJECT, list_cases, list_cells, show
 from conformance.engine.matrix import load_matrix
 from conformance.engine.plugin import DEFAULT_PROFILE
 from conformance.engine.selection import parse

@@ -8,8 +8,8 @@ from expecttest import assert_expected_inline
 
 from conformance.__main__ import main
 from conformance.defects.catalogue import defects
+from conformance.describe import PROJECT, asserted_laws
 from conformance.engine.cells import Cell
-from conformance.engine.describe import PROJECT, asserted_laws
 from conformance.engine.matrix import load_matrix
 from conformance.engine.workload import trainer_config
 from reference_trainer.config import load_config

@@ -86,11 +86,11 @@ def test_an_unknown_operator_is_an_error() -> None:
 def test_collective_log(mesh: DeviceMesh) -> None:
     log = CollectiveLog()
     tensor = torch.ones(6, dtype=torch.bfloat16)
-    with DispatchTap([log.listen]):
+    with DispatchTap([log.listen]) as tap:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         log.phase("forward", step=2)
         dist.all_gather([torch.empty(3)], torch.ones(3), group=mesh.get_group())
-        with log.muted():
+        with tap.paused():
             dist.all_reduce(tensor)
         dist.broadcast(torch.ones(2, dtype=torch.int64), src=0)
         torch.ones(2).add(1)

@@ -66,7 +66,6 @@ def finish(command: list[str], directory: Path, *, act: Callable[[psutil.Process
             env=environment,
             stdout=file,
             stderr=subprocess.STDOUT,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job ignores it
         )
         try:
             seen = watch(process, act) if act else frozenset()

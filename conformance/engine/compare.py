@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from conformance.engine.measurements import measure
-from conformance.engine.verdicts import ConformanceFailure
+from conformance.engine.outcomes import ConformanceFailure
 
 
 def scalars(measured: Sequence[float], expected: Sequence[float], *, name: str, within: float) -> None:

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from conformance.defects.catalogue import injected
 from conformance.engine.rank_messages import RankContext
+from conformance.engine.record import tensor_file
 from conformance.instruments.probe import probe_environment
 from conformance.instruments.recorder import Recorder
 from reference_trainer.config import TrainerConfig
@@ -22,20 +23,19 @@ from reference_trainer.train import Trainer
 def train_cell(context: RankContext, payload: dict[str, Any]) -> dict[str, Any]:
     """Train as `payload["config"]` says, with the defect injected; returns RankFacts as builtin types.
 
-    Rank 0 writes the captured tensors to `payload["tensors"]`.
+    Each rank writes the tensors that it captured into the directory `payload["directory"]`.
     """
     config = msgspec.convert(payload["config"], TrainerConfig)
     recorder = Recorder(rank=context.rank)
     start_s = time.monotonic()
     with injected(payload["defect"]):
         _init_process_group(context)
-        with recorder.tap():
+        with recorder.listening():
             trainer = Trainer(config, device=torch.device("cpu"), world_size=context.world_size, observer=recorder)
             metrics = [trainer.train_step(step) for step in range(config.steps)]
             facts, tensors = recorder.finish(trainer, metrics)
         dist.destroy_process_group()
-    if context.rank == 0:
-        save_file(tensors, Path(payload["tensors"]))
+    save_file(tensors, Path(payload["directory"], tensor_file(context.rank)))
     return {"facts": msgspec.to_builtins(facts), "train_s": time.monotonic() - start_s}
 
 

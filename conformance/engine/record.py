@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from conformance.engine.cells import Cell
+from conformance.engine.outcomes import ConformanceFailure
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from conformance.instruments.recorder import RankFacts
 
 RECORD_FILE = "record.json"
-TENSOR_FILE = "tensors.safetensors"
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +54,7 @@ class RecordFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Record:
-    """A finished run: facts of all ranks and the tensors that rank 0 captured."""
+    """A finished run: facts of all ranks, and the tensors put together from what each of them captured."""
 
     def __init__(self, directory: Path, content: RecordFile) -> None:
         self.directory, self.header, self.train_s = directory, content.header, content.train_s
@@ -82,18 +82,41 @@ class Record:
         return [_number(step.grad_norm) for step in self.ranks[0].steps]
 
     @cached_property
-    def tensors(self) -> "dict[str, Tensor]":
-        """All captured full tensors by key, see `conformance.instruments.capture.Capture`."""
+    def shards(self) -> "list[dict[str, Tensor]]":
+        """What each rank captured by key, see `conformance.instruments.capture.Capture`."""
         from safetensors.torch import load_file
 
-        return load_file(self.directory / TENSOR_FILE)
+        return [load_file(self.directory / tensor_file(rank)) for rank in range(self.cell.world_size)]
 
     def select(self, prefix: str) -> "dict[str, Tensor]":
-        """The tensors below `WHEN/KIND/`, by the rest of their key. Raises KeyError if there is none."""
-        chosen = {key.removeprefix(prefix): t for key, t in self.tensors.items() if key.startswith(prefix)}
-        if not chosen:
+        """The full tensors below `WHEN/KIND/`, by the rest of their key; NaN where no rank holds an element.
+
+        Raises KeyError if there is none, ConformanceFailure if a rank's part has another shape than its shard.
+        """
+        names = [key.removeprefix(prefix) for key in self.shards[0] if key.startswith(prefix)]
+        if not names:
             raise KeyError(f"record of {self.cell.id} holds no tensor below {prefix}")
-        return chosen
+        return {name: self._assemble(prefix, name) for name in names}
+
+    def _assemble(self, prefix: str, name: str) -> "Tensor":
+        facts = self.ranks[0].parameters.get(name)
+        if facts is None or f"layout/{name}" not in self.shards[0] or prefix.endswith("/gathered/"):
+            return self.shards[0][prefix + name]
+        whole = self.shards[0][prefix + name].new_full((math.prod(facts.shape),), math.nan)
+        for rank, shards in enumerate(self.shards):
+            part, indices = shards.get(prefix + name), shards[f"layout/{name}"]
+            if part is None or part.shape != indices.shape:
+                found = "nothing" if part is None else f"a tensor of shape {tuple(part.shape)}"
+                raise ConformanceFailure(
+                    f"{prefix}{name}: rank {rank} holds {found}, its shard has shape {tuple(indices.shape)}"
+                )
+            whole[indices.flatten()] = part.flatten()
+        return whole.view(facts.shape)
+
+
+def tensor_file(rank: int) -> str:
+    """Name of the file with the tensors that a rank captured."""
+    return f"rank{rank}.safetensors"
 
 
 def _number(value: float | None) -> float:

@@ -96,6 +96,8 @@ class Reporter:
             return
         write = terminalreporter.write_line
         terminalreporter.section("conformance")
+        if not self._report.planned:
+            write("no case is selected: see python -m conformance list for what the profile has, and --cells")
         write(_law_table(self._report))
         for result in self._report.cases:
             if result.verdict not in (Verdict.PASS, Verdict.UNSUPPORTED):

@@ -19,13 +19,14 @@ from conformance.engine.cells import Cell
 from conformance.engine.law import Law, law_of
 from conformance.engine.matrix import Matrix, load_matrix
 from conformance.engine.measurements import Measurement, collecting
+from conformance.engine.outcomes import Unsupported
 from conformance.engine.rank_messages import MAX_WORLD_SIZE
 from conformance.engine.record import Record
 from conformance.engine.report import CaseResult
 from conformance.engine.reporter import Reporter
 from conformance.engine.selection import parse
 from conformance.engine.store import Clock, RecordStore
-from conformance.engine.verdicts import Unsupported, Verdict, classify
+from conformance.engine.verdicts import Verdict, classify
 
 SUBSTRATE = "gloo"
 _REPRO_DIRECTORY = "conformance-report-repro"  # repeating a case must not overwrite the report that it is in

@@ -12,7 +12,7 @@ from filelock import FileLock
 
 from conformance.engine.cells import Cell
 from conformance.engine.pool import Pools, RunFailed, Task
-from conformance.engine.record import TENSOR_FILE, Failure, Header, Record, RecordFile, read_record, write_record
+from conformance.engine.record import Failure, Header, Record, RecordFile, read_record, write_record
 
 SUITE_PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -111,7 +111,7 @@ class RecordStore:
         payload = {
             "config": msgspec.to_builtins(trainer_config(header.cell)),
             "defect": header.defect,
-            "tensors": str(directory / TENSOR_FILE),
+            "directory": str(directory),
         }
         task = Task("conformance.engine.rank_tasks:train_cell", payload)
         try:

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from enum import StrEnum
 
-import pytest
-
+from conformance.engine.outcomes import Unsupported
 from conformance.engine.store import CellFailed
 
 
@@ -34,14 +33,6 @@ _OF_FAILURE = {
     "timeout": Verdict.TIMEOUT,
     "suite-error": Verdict.ERROR,
 }
-
-
-class ConformanceFailure(AssertionError):
-    """A comparison that a law demands did not hold."""
-
-
-class Unsupported(pytest.skip.Exception):  # type: ignore[name-defined, misc]
-    """The machine, or this torch, cannot run the case; the message says with numbers what is missing."""
 
 
 def classify(error: BaseException) -> tuple[Verdict, str]:

@@ -1,13 +1,22 @@
-"""Tensors and fingerprints of a run: initial state, step-0 gradients before clipping, final state."""
+"""Tensors and fingerprints of a run: initial state, step-0 gradients before clipping, final state.
+
+Each rank keeps its own shards and which elements of the full tensor they are; nothing is communicated, so capturing is
+cheap and does not depend on the collectives that the run is judged by. Only the initial parameters are also gathered
+with `DTensor.full_tensor`, the product's own way, which INIT-2 compares with the reference.
+"""
 
 import hashlib
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from conformance.instruments.sharding import full
+from conformance.instruments.sharding import full, local
 from reference_trainer.model import Transformer
 from reference_trainer.observer import Observer
+
+WHOLE = "whole"
+"""Fingerprint of the layout of a tensor that is not sharded."""
 
 
 def fingerprint(tensor: Tensor) -> str:
@@ -17,25 +26,38 @@ def fingerprint(tensor: Tensor) -> str:
     return hashlib.sha256(header + content).hexdigest()[:16]
 
 
-class Capture(Observer):
-    """Full tensors by the key `WHEN/KIND/NAME` (rank 0 keeps them), and their fingerprints as this rank sees them.
+def shard_indices(parameter: DTensor) -> Tensor:
+    """Which elements of the flattened full tensor this rank's shard holds: int64, of the shard's shape."""
+    indices = torch.arange(parameter.numel(), device=parameter.to_local().device).view(parameter.shape)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return distribute_tensor(indices, mesh, placements, src_data_rank=None).to_local()
 
-    WHEN is `initial`, `step0` or `final`; KIND is `parameter`, `buffer`, `gradient` or a key of the optimizer state
-    such as `exp_avg`. A rank's full tensor is gathered within its own replica: replicas that differ show it.
+
+class Capture(Observer):
+    """This rank's parts of all tensors by the key `WHEN/KIND/NAME`, and their fingerprints.
+
+    WHEN is `initial`, `step0` or `final`; KIND is `parameter`, `buffer`, `gradient`, a key of the optimizer state such
+    as `exp_avg`, or `gathered` for parameters gathered by torch. `layout/NAME` holds a parameter's `shard_indices`.
     """
 
-    def __init__(self, *, keep_tensors: bool) -> None:
+    def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.fingerprints: dict[str, str] = {}
+        self.layouts: dict[str, str] = {}
+        """By parameter or buffer, the fingerprint of its layout: ranks where it is equal hold the same elements."""
         self.batches: list[dict[str, str]] = []
         """Of each step, digests of this rank's `inputs` and `labels`."""
-        self._keep_tensors = keep_tensors
 
     def batch(self, micro_batches: list[tuple[Tensor, Tensor]], *, step: int) -> None:
         inputs, labels = (torch.cat(tensors) for tensors in zip(*micro_batches, strict=True))
         self.batches.append({"inputs": fingerprint(inputs), "labels": fingerprint(labels)})
 
     def initialized(self, model: Transformer) -> None:
+        for name, parameter in model.named_parameters():
+            if isinstance(parameter, DTensor):
+                self.tensors[f"layout/{name}"] = shard_indices(parameter)
+                self.layouts[name] = fingerprint(self.tensors[f"layout/{name}"])
+            self._add(f"initial/gathered/{name}", full(parameter))
         self._state("initial", model)
 
     def gradients(self, model: Transformer, *, step: int) -> None:
@@ -59,7 +81,6 @@ class Capture(Observer):
             self._add(f"{when}/buffer/{name}", buffer)
 
     def _add(self, key: str, tensor: Tensor) -> None:
-        whole = full(tensor)
-        self.fingerprints[key] = fingerprint(whole)
-        if self._keep_tensors:
-            self.tensors[key] = whole.cpu().clone().contiguous()
+        # A copy: the run goes on to overwrite its parameters, of which a tensor "gathered" from one rank is a view.
+        self.tensors[key] = local(tensor).cpu().clone(memory_format=torch.contiguous_format)
+        self.fingerprints[key] = fingerprint(self.tensors[key])

@@ -1,7 +1,6 @@
 """Collective log: every collective as the dispatcher sees it, whoever issued it (FSDP2, DTensor, clipping, trainer)."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -58,19 +57,9 @@ class CollectiveLog(Observer):
         self._entries: list[tuple[tuple[int, ...], Collective]] = []
         self._step = -1
         self._phase: Phase = "build"
-        self._muted = False
 
     def phase(self, name: Phase, *, step: int) -> None:
         self._step, self._phase = step, name
-
-    @contextmanager
-    def muted(self) -> Iterator[None]:
-        """Inside, nothing is written: what other instruments communicate is not part of the run."""
-        self._muted = True
-        try:
-            yield
-        finally:
-            self._muted = False
 
     def facts(self, mesh: DeviceMesh) -> list[Collective]:
         """All collectives in the order in which this rank issued them, with their groups named after the mesh."""
@@ -85,7 +74,7 @@ class CollectiveLog(Observer):
         ]
 
     def listen(self, func: Any, args: Sequence[Any]) -> None:
-        if self._muted or func.namespace not in ("c10d", "_c10d_functional"):
+        if func.namespace not in ("c10d", "_c10d_functional"):
             return
         kind = collective_kind(func._schema.name)
         if kind is None:

@@ -5,7 +5,8 @@
 collectives under stable names. This is the only module of the suite that touches it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,6 +30,15 @@ class DispatchTap(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, listeners: Sequence[Listener]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._listeners = tuple(listeners)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, which must be inside of the tap itself, nothing is seen and nothing is slowed down."""
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            self.__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

@@ -2,17 +2,13 @@
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from conformance.instruments.sharding import local
 from reference_trainer.model import Transformer
 from reference_trainer.observer import Observer
 
 INTEGER_POISON = 0x5A
 """In each byte of an integer tensor: small enough for every integer dtype, and no plausible initial value."""
-
-
-def local(tensor: Tensor) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def poison_(tensor: Tensor) -> None:

@@ -56,6 +56,8 @@ class RankFacts(msgspec.Struct, frozen=True):
     surviving_poison: dict[str, int]
     fingerprints: dict[str, str]
     """See `Capture`."""
+    layouts: dict[str, str]
+    """See `Capture.layouts`."""
     batches: list[dict[str, str]]
 
 
@@ -67,7 +69,7 @@ class Recorder(Observer):
         self._parameters: dict[str, ParameterFacts] = {}
         self._collectives, self._dtypes = CollectiveLog(), DtypeAudit()
         self._residency, self._poison = Residency(), Poison()
-        self._capture = Capture(keep_tensors=rank == 0)
+        self._capture = Capture()
         self._instruments: tuple[Observer, ...] = (
             self._collectives,
             self._residency,
@@ -75,10 +77,11 @@ class Recorder(Observer):
             self._dtypes,
             self._capture,
         )
+        self._tap = DispatchTap([self._collectives.listen, self._dtypes.listen])
 
-    def tap(self) -> DispatchTap:
-        """The dispatch mode in which the run must take place."""
-        return DispatchTap([self._collectives.listen, self._dtypes.listen])
+    def listening(self) -> DispatchTap:
+        """The context in which the run must take place."""
+        return self._tap
 
     def phase(self, name: Phase, *, step: int) -> None:
         for instrument in self._instruments:
@@ -105,8 +108,9 @@ class Recorder(Observer):
         self._notify("stepped", model, step=step)
 
     def finish(self, trainer: Trainer, metrics: list[StepMetrics]) -> tuple[RankFacts, dict[str, Tensor]]:
-        """Capture the final state; returns the facts, and (on rank 0) the tensors."""
-        with self._collectives.muted():
+        """Capture the final state; returns the facts and the tensors of this rank."""
+        # What instruments compute and communicate is not part of the run.
+        with self._tap.paused():
             self._capture.final(trainer.model, trainer.optimizer)
         self._dtypes.optimizer_state(trainer.optimizer)
         facts = RankFacts(
@@ -120,12 +124,14 @@ class Recorder(Observer):
             poisoned=self._poison.poisoned,
             surviving_poison=self._poison.surviving,
             fingerprints=self._capture.fingerprints,
+            layouts=self._capture.layouts,
             batches=self._capture.batches,
         )
         return facts, self._capture.tensors
 
     def _notify(self, event: str, *args: Any, **kwargs: Any) -> None:
-        with self._collectives.muted():
+        # What instruments compute and communicate is not part of the run.
+        with self._tap.paused():
             for instrument in self._instruments:
                 getattr(instrument, event)(*args, **kwargs)
 

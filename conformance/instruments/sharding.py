@@ -10,6 +10,11 @@ def is_sharded_by_fsdp(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) and "dp_shard" in (parameter.device_mesh.mesh_dim_names or ())
 
 
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part, detached; shares memory with the tensor."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
 def full(tensor: Tensor) -> Tensor:
     """The global tensor on every rank, detached; a collective call if it is sharded."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()

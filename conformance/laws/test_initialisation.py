@@ -37,11 +37,14 @@ def test_no_poison_survives_initialisation(run: Run, cell: Cell) -> None:
 
 @law("INIT-2", reference=TO_EMPTY)
 def test_initial_weights_do_not_depend_on_the_mesh(run: Run, cell: Cell) -> None:
-    """Every full initial tensor MUST equal the one-process initialisation in every bit, on every mesh.
+    """Every initial tensor MUST equal the one-process initialisation in every bit, on every mesh.
+
+    Both put together from the ranks' shards and as `DTensor.full_tensor` gathers it.
 
     Wrong if shards draw the same numbers, a layout is permuted, or a padded row is lost.
     """
     record, model = run(cell), initial_model(trainer_config(cell))
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     compare.bits(record.select("initial/parameter/"), parameters, name="initial parameters")
+    compare.bits(record.select("initial/gathered/"), parameters, name="initial parameters, gathered")
     compare.bits(record.select("initial/buffer/"), dict(model.named_buffers()), name="initial buffers")

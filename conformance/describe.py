@@ -20,7 +20,7 @@ from conformance.engine.matrix import Matrix
 from conformance.engine.selection import Selection, parse
 from conformance.engine.workload import trainer_config
 
-PROJECT = Path(__file__).resolve().parents[2]
+PROJECT = Path(__file__).resolve().parents[1]
 _WIDTH = 100
 
 
