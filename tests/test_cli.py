@@ -70,7 +70,7 @@ def test_show_law(capsys: pytest.CaptureFixture[str], matrix: str) -> None:
     assert_expected_inline(
         re.sub(r"\.py:\d+", ".py:LINE", text),
         """\
-PAR-5  Every rank MUST see the same full parameters, gradients, buffers and optimizer state.
+PAR-5  Ranks that hold the same elements of a parameter, gradient, buffer or moment MUST hold the same bits.
 
 reference    https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 since        torch 2.6

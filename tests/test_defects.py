@@ -40,6 +40,10 @@ SHOWN_BY = {
     "rope-buffer-uninit": FP32,
     "reduce-dtype-dropped": BF16,
     "reshard-skipped": FP32,
+    "replica-desync": "id = hsdp2x2-fp32-default-meta",
+    "init-duplicate-shards": FP32,
+    "sp-norm-grad-unreduced": "id = tp2-fp32-default-meta",
+    "stale-unsharded-weights": FP32,
 }
 
 

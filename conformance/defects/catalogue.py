@@ -28,7 +28,9 @@ def injected(name: str | None) -> AbstractContextManager[Any]:
 
 def defects() -> tuple[Defect, ...]:
     """The catalogue, in the order in which it is listed."""
-    from conformance.defects import faults  # imports torch, which listing on the controller can do without
+    # Imported here because they import torch, which the controller does without.
+    from conformance.defects import faults
+    from conformance.instruments.capture import shard_indices
 
     return (
         Defect(
@@ -75,5 +77,41 @@ def defects() -> tuple[Defect, ...]:
             laws=("RS-1",),
             inject=partial(faults.reshard, skip_in_forward=True),
             inject_twin=partial(faults.reshard, skip_in_forward=False),
+        ),
+        Defect(
+            id="replica-desync",
+            title="replicas start from different weights",
+            source="https://github.com/pytorch/pytorch/issues/125431",
+            mechanism="fully_shard never broadcasts; here the second replica's weights are scaled by 1.05",
+            laws=("PAR-5", "INIT-2"),
+            inject=partial(faults.replica_scale, 1.05),
+            inject_twin=partial(faults.replica_scale, 1.0),
+        ),
+        Defect(
+            id="init-duplicate-shards",
+            title="every shard is initialised with the same numbers",
+            source="https://github.com/pytorch/pytorch/issues/196562",
+            mechanism="each rank draws its own shard from a generator with the same seed",
+            laws=("INIT-2",),
+            inject=partial(faults.shard_draw, faults.first_elements),
+            inject_twin=partial(faults.shard_draw, shard_indices),
+        ),
+        Defect(
+            id="sp-norm-grad-unreduced",
+            title="the gradient of a replicated tensor-parallel parameter stays a partial sum",
+            source="https://github.com/pytorch/pytorch/issues/121295",
+            mechanism="FSDPParam takes the local tensor of a partial gradient instead of reducing it over tp",
+            laws=("PAR-1", "PAR-5"),
+            inject=partial(faults.tensor_parallel_gradient, reduce=False),
+            inject_twin=partial(faults.tensor_parallel_gradient, reduce=True),
+        ),
+        Defect(
+            id="stale-unsharded-weights",
+            title="forward keeps using weights from before the optimizer's step",
+            source="https://github.com/pytorch/pytorch/issues/144289",
+            mechanism="an evaluation between backward and step leaves a group unsharded, the step updates only shards",
+            laws=("PAR-1", "PAR-4", "RS-1"),
+            inject=partial(faults.before_step, evaluate=True),
+            inject_twin=partial(faults.before_step, evaluate=False),
         ),
     )

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial
 from torch.nn.utils import clip_grads_with_norm_
 
 from conformance.defects.injection import replaced
+from conformance.instruments.sharding import local
 from reference_trainer.model import Transformer
+from reference_trainer.train import Trainer
 
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard"
 
@@ -52,14 +54,14 @@ def clipping(norm_of: Callable[[list[Tensor]], Tensor]) -> AbstractContextManage
 
 def local_norm(gradients: list[Tensor]) -> Tensor:
     """The norm of this rank's shards alone."""
-    return torch.stack([_local(grad).square().sum() for grad in gradients]).sum().sqrt()
+    return torch.stack([local(grad).square().sum() for grad in gradients]).sum().sqrt()
 
 
 def reduced_norm(gradients: list[Tensor]) -> Tensor:
     """The norm of the full gradients: squares of the shards, summed over the ranks that hold different shards."""
     squares = torch.zeros(())
     for grad in gradients:
-        square = _local(grad).square().sum()
+        square = local(grad).square().sum()
         if isinstance(grad, DTensor):
             placements = [p if p.is_replicate() else Partial() for p in grad.placements]
             square = DTensor.from_local(square, grad.device_mesh, placements).full_tensor()
@@ -114,8 +116,82 @@ def reshard(*, skip_in_forward: bool) -> AbstractContextManager[None]:
     return replaced(f"{_FULLY_SHARD}._fsdp_param_group:FSDPParamGroup", "reshard", make)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def replica_scale(factor: float) -> AbstractContextManager[None]:
+    """After initialisation scale the parameters of the second replica."""
+
+    def make(original: Any) -> Any:
+        def init_weights(model: Transformer, *, seed: int) -> None:
+            original(model, seed=seed)
+            for parameter in model.parameters():
+                mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+                if mesh and "dp_replicate" in (mesh.mesh_dim_names or ()) and mesh.get_local_rank("dp_replicate") == 1:
+                    local(parameter).mul_(factor)
+
+        return init_weights
+
+    return replaced("reference_trainer.train", "init_weights", make)
+
+
+def shard_draw(elements_of: Callable[[DTensor], Tensor]) -> AbstractContextManager[None]:
+    """Give each shard the elements of the full initial tensor that `elements_of` names."""
+
+    def make(original: Any) -> Any:
+        def assign(target: Tensor, value: Tensor) -> None:
+            if isinstance(target, DTensor):
+                local(target).copy_(value.flatten()[elements_of(target)])
+            else:
+                original(target, value)
+
+        return assign
+
+    return replaced("reference_trainer.init_weights", "_assign", make)
+
+
+def first_elements(parameter: DTensor) -> Tensor:
+    """As if every rank drew its shard from the same generator."""
+    shape = local(parameter).shape
+    return torch.arange(shape.numel()).view(shape)
+
+
+def tensor_parallel_gradient(*, reduce: bool) -> AbstractContextManager[None]:
+    """Take a tensor-parallel gradient as it is, a partial sum, or reduce it before FSDP does."""
+
+    def make(original: Any) -> Any:
+        def inner(param: Any, grad: Tensor) -> Tensor:
+            if not isinstance(grad, DTensor):
+                return original(param, grad)  # type: ignore[no-any-return]
+            if reduce:
+                return original(param, grad.redistribute(placements=param._unsharded_dtensor_spec.placements))  # type: ignore[no-any-return]
+            return grad.to_local()
+
+        return inner
+
+    return replaced(f"{_FULLY_SHARD}._fsdp_param:FSDPParam", "_get_grad_inner_tensor", make)
+
+
+def before_step(*, evaluate: bool) -> AbstractContextManager[None]:
+    """Between backward and the optimizer's step run the model without gradients, or free what is free already.
+
+    The twin does not evaluate: even if all is freed afterwards, torch 2.13 gathers once more in the next step.
+    """
+
+    def make(original: Any) -> Any:
+        def forward_backward(trainer: Trainer, inputs: Tensor, labels: Tensor, **kwargs: int) -> Tensor:
+            loss: Tensor = original(trainer, inputs, labels, **kwargs)
+            # Not part of the forward and backward that are judged.
+            trainer.observer.phase("data", step=kwargs["step"])
+            if evaluate:
+                with torch.no_grad():
+                    trainer.model(inputs)
+                return loss
+            for module in trainer.model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+            return loss
+
+        return forward_backward
+
+    return replaced("reference_trainer.train:Trainer", "_forward_backward", make)
 
 
 bf16_reduce = partial(reduce_dtype, torch.bfloat16)
