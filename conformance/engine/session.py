@@ -46,7 +46,6 @@ class CaseState:
 
 
 _CASE = pytest.StashKey[CaseState]()
-_SESSION = pytest.StashKey["Session"]()
 
 
 def start_session(config: pytest.Config) -> None:
@@ -56,9 +55,8 @@ def start_session(config: pytest.Config) -> None:
         # (pytest-xdist #1386, #1323). Records are shared through the store, so nothing needs grouping.
         raise pytest.UsageError("--dist loadgroup is broken with this pytest (pytest-xdist #1386): use --dist load")
     session = Session(config)
-    config.stash[_SESSION] = session
     config.pluginmanager.register(session, "conformance-session")
-    if session.is_controller:
+    if session.is_controller and not config.option.collectonly:
         reporter = Reporter(
             directory=session.report_directory,
             session=session.name,
@@ -151,6 +149,8 @@ class Session:
             problem = f"matrix.yaml names laws that no test asserts: {', '.join(sorted(unasserted))}"
         if problem and self.is_controller:
             raise pytest.UsageError(problem)  # in a worker this would be its end, without a word: see the reporter
+        if session.config.option.collectonly:
+            return
         self.report_directory.mkdir(parents=True, exist_ok=True)
         plan = {
             nodeid: {"law": case.law.id, "must": case.law.must, "cell": case.cell.id, "repro": self._repro(nodeid)}
