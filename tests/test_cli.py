@@ -78,7 +78,7 @@ substrates   gloo, nccl-shared, nccl
 asserted in  conformance/laws/test_parity.py:LINE test_replicas_are_equal
 families     parity-fp32
 cases        2 in smoke, 3 in pr
-must catch   -
+must catch   replica-desync, sp-norm-grad-unreduced
 """,
     )
 
