@@ -29,6 +29,3 @@ class Observer:
 
     def gradients(self, model: Transformer, *, step: int) -> None:
         """All gradients of the step are reduced, none is clipped."""
-
-    def stepped(self, model: Transformer, *, step: int) -> None:
-        """The optimizer has stepped."""

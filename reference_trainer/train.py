@@ -90,7 +90,6 @@ class Trainer:
         lr = float(self.schedule.get_last_lr()[0])
         self.optimizer.step()
         self.schedule.step()
-        observer.stepped(self.model, step=step)
         self.optimizer.zero_grad()
         observer.phase("idle", step=step)
         loss = sum_over_dp(loss_sum, self.mesh) / valid_tokens

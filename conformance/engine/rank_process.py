@@ -95,7 +95,7 @@ class Rank:
         os.truncate(self._files.output, 0)
         os.truncate(self._files.stack, 0)
         os.chdir(self._home)
-        reset_process_state(threads=max(1, len(os.sched_getaffinity(0)) // self._world_size))
+        reset_process_state()
         with environment(assignment.env):
             report = self._call(assignment)
         gc.collect()
@@ -133,12 +133,13 @@ def end_with_parent() -> None:
         os._exit(1)
 
 
-def reset_process_state(*, threads: int) -> None:
+def reset_process_state() -> None:
     """Set what a task may have changed in this process back to the same known state before each task."""
     random.seed(SEED)
     np.random.seed(SEED)
     torch.manual_seed(SEED)
-    torch.set_num_threads(threads)
+    # One thread on every machine: how a kernel splits its sums, and so their last bits, depends on the number.
+    torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
     torch.set_grad_enabled(True)

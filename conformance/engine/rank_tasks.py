@@ -1,7 +1,6 @@
 """What the ranks of a pool execute: a cell's training run, and the environment probe."""
 
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -53,5 +52,5 @@ def _init_process_group(context: RankContext) -> None:
         init_method=context.rendezvous,
         rank=context.rank,
         world_size=context.world_size,
-        timeout_s=timedelta(seconds=context.timeout_s).total_seconds(),
+        timeout_s=context.timeout_s,
     )

@@ -104,9 +104,6 @@ class Recorder(Observer):
     def gradients(self, model: Transformer, *, step: int) -> None:
         self._notify("gradients", model, step=step)
 
-    def stepped(self, model: Transformer, *, step: int) -> None:
-        self._notify("stepped", model, step=step)
-
     def finish(self, trainer: Trainer, metrics: list[StepMetrics]) -> tuple[RankFacts, dict[str, Tensor]]:
         """Capture the final state; returns the facts and the tensors of this rank."""
         # What instruments compute and communicate is not part of the run.
