@@ -10,11 +10,12 @@ from torch import Tensor
 
 from conformance.oracles.reference import (
     Tensors,
+    bf16_gradients,
     clip_factor,
     initial_model,
+    replay_updates,
     summed_loss,
     total_norm,
-    train_bf16_emulation,
     train_reference,
 )
 from reference_trainer.config import DataConfig, ModelConfig, OptimizerConfig, TrainerConfig
@@ -116,47 +117,50 @@ def test_gradients_are_those_of_finite_differences() -> None:
         assert slope == pytest.approx(expected, rel=1e-6, abs=1e-8), name
 
 
-def test_bf16_emulation_on_one_rank_is_a_plain_bf16_step() -> None:
+def initial_weights(config: TrainerConfig) -> Tensors:
+    return {name: p.detach() for name, p in initial_model(config).named_parameters()}
+
+
+def test_bf16_gradients_on_one_rank_are_those_of_a_plain_bf16_step() -> None:
     """A bf16 copy of the model, its buffer in fp32; the gradient in fp32 goes to the fp32 weights."""
-    config = msgspec.structs.replace(with_optimizer(msgspec.structs.replace(SGD, max_norm=0.0)), steps=1)
-    run, master = train_bf16_emulation(config, dp_size=1), initial_model(config)
-    compute = initial_model(config).bfloat16()
-    compute.rope_table = master.rope_table
-    inputs, labels = next(batches_of(config))
+    loss, found = bf16_gradients(CONFIG, initial_weights(CONFIG), step=0, dp_size=1)
+    compute = initial_model(CONFIG).bfloat16()
+    compute.rope_table = initial_model(CONFIG).rope_table
+    inputs, labels = next(batches_of(CONFIG))
     valid_tokens = int((labels != IGNORED_LABEL).sum())
     logits = compute(inputs)
     assert logits.dtype == torch.bfloat16
     loss_sum = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100)
-    torch.autograd.backward(loss_sum / valid_tokens)
-    gradients = {name: grad.float() for name, grad in gradients_of(compute).items()}
-    assert run.losses[0] == pytest.approx(float(loss_sum.detach()) / valid_tokens, rel=1e-6)
-    # The two losses may differ in the last fp32 bit of the logits' gradient, and thus in how a tie rounds to bf16.
-    unit_roundoff = 2.0**-8
-    for name, expected in gradients.items():
-        difference = (run.gradients[0][name] - expected).norm() / expected.norm()
-        assert run.gradients[0][name].dtype == torch.float32
-        assert difference < unit_roundoff, name
-        assert torch.equal(run.gradients[0][name], run.gradients[0][name].bfloat16().float()), name
-    for name, p in master.named_parameters():
-        decay = config.optimizer.weight_decay if p.ndim == 2 else 0.0
-        stepped = p.detach() - config.optimizer.lr * (run.gradients[0][name] + decay * p.detach())
-        torch.testing.assert_close(run.parameters[name], stepped, rtol=1e-6, atol=1e-7)
+    torch.autograd.backward(loss_sum * (1 / valid_tokens))
+    assert loss == pytest.approx(float(loss_sum.detach()) / valid_tokens, rel=1e-6)
+    for name, expected in gradients_of(compute).items():
+        assert found[name].dtype == torch.float32
+        assert torch.equal(found[name], expected.float()), name
 
 
-def test_bf16_emulation_differs_from_fp32_by_its_rounding() -> None:
-    exact, emulated = train_reference(CONFIG, dtype=torch.float32), train_bf16_emulation(CONFIG, dp_size=1)
-    for name, expected in exact.gradients[0].items():
-        error = float((emulated.gradients[0][name] - expected).norm() / expected.norm())
+def test_bf16_gradients_differ_from_fp64_by_their_rounding() -> None:
+    exact = train_reference(CONFIG, dtype=torch.float64).gradients[0]
+    _, emulated = bf16_gradients(CONFIG, initial_weights(CONFIG), step=0, dp_size=1)
+    for name, expected in exact.items():
+        error = float((emulated[name] - expected).norm() / expected.norm())
         assert 2.0**-12 < error < 2.0**-3, f"{name}: {error}"
 
 
 @pytest.mark.parametrize(("dp_size", "accumulation"), [(2, 1), (1, 2), (2, 2)])
-def test_bf16_emulation_uses_every_sample_once(dp_size: int, accumulation: int) -> None:
-    config = msgspec.structs.replace(CONFIG, accumulation=accumulation)
-    whole, split = train_bf16_emulation(CONFIG, dp_size=1), train_bf16_emulation(config, dp_size=dp_size)
-    assert split.losses[0] == pytest.approx(whole.losses[0], rel=1e-6)
-    for name, expected in whole.gradients[0].items():
-        assert float((split.gradients[0][name] - expected).norm() / expected.norm()) < 2.0**-5, name
+def test_bf16_gradients_use_every_sample_once(dp_size: int, accumulation: int) -> None:
+    config, weights = msgspec.structs.replace(CONFIG, accumulation=accumulation), initial_weights(CONFIG)
+    loss, whole = bf16_gradients(CONFIG, weights, step=1, dp_size=1)
+    split_loss, split = bf16_gradients(config, weights, step=1, dp_size=dp_size)
+    assert split_loss == pytest.approx(loss, rel=1e-6)
+    for name, expected in whole.items():
+        assert float((split[name] - expected).norm() / expected.norm()) < 2.0**-5, name
+
+
+def test_replaying_the_gradients_of_a_run_gives_its_parameters() -> None:
+    run = train_reference(CONFIG, dtype=torch.float64)
+    replayed = replay_updates(CONFIG.optimizer, run.initial, run.gradients)
+    assert_equal(replayed.parameters, run.parameters, tolerance=0.0)
+    assert replayed.grad_norms == run.grad_norms
 
 
 @pytest.mark.parametrize(
@@ -173,9 +177,12 @@ def test_total_norm_takes_any_iterable() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (msgspec.structs.replace(CONFIG, model=msgspec.structs.replace(CONFIG.model, dropout=0.1)), "neither dropout"),
-        (with_optimizer(OptimizerConfig(warmup_steps=1)), "nor learning-rate schedules"),
-        (with_optimizer(OptimizerConfig(final_lr_fraction=0.5)), "nor learning-rate schedules"),
+        (
+            msgspec.structs.replace(CONFIG, model=msgspec.structs.replace(CONFIG.model, dropout=0.1)),
+            "not know dropout",
+        ),
+        (with_optimizer(OptimizerConfig(warmup_steps=1)), "not know learning-rate"),
+        (with_optimizer(OptimizerConfig(final_lr_fraction=0.5)), "not know learning-rate"),
         (with_optimizer(OptimizerConfig(name="sgd", momentum=0.9)), "SGD has no momentum: use momentum 0"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Tensors and fingerprints of a run: initial state, step-0 gradients before clipping, final state.
+"""Tensors and fingerprints of a run: initial state, each step's gradients before clipping, final state.
 
 Each rank keeps its own shards and which elements of the full tensor they are; nothing is communicated, so capturing is
 cheap and does not depend on the collectives that the run is judged by. Only the initial parameters are also gathered
@@ -36,8 +36,9 @@ def shard_indices(parameter: DTensor) -> Tensor:
 class Capture(Observer):
     """This rank's parts of all tensors by the key `WHEN/KIND/NAME`, and their fingerprints.
 
-    WHEN is `initial`, `step0` or `final`; KIND is `parameter`, `buffer`, `gradient`, a key of the optimizer state such
-    as `exp_avg`, or `gathered` for parameters gathered by torch. `layout/NAME` holds a parameter's `shard_indices`.
+    WHEN is `initial`, `stepN` (after backward, before clipping) or `final`; KIND is `parameter`, `buffer`, `gradient`,
+    a key of the optimizer state such as `exp_avg`, or `gathered` for parameters gathered by torch. `layout/NAME` holds
+    a parameter's `shard_indices`.
     """
 
     def __init__(self) -> None:
@@ -61,10 +62,10 @@ class Capture(Observer):
         self._state("initial", model)
 
     def gradients(self, model: Transformer, *, step: int) -> None:
-        if step == 0:
-            for name, parameter in model.named_parameters():
-                if parameter.grad is not None:
-                    self._add(f"step0/gradient/{name}", parameter.grad)
+        for name, parameter in model.named_parameters():
+            self._add(f"step{step}/parameter/{name}", parameter)
+            if parameter.grad is not None:
+                self._add(f"step{step}/gradient/{name}", parameter.grad)
 
     def final(self, model: Transformer, optimizer: torch.optim.Optimizer) -> None:
         """To be called after the last step."""

@@ -6,11 +6,14 @@ formulas against torch's own, and the gradients against finite differences.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - the field's standard name
 from torch import Tensor
 
 from reference_trainer.config import OptimizerConfig, TrainerConfig
@@ -57,40 +60,53 @@ def train_reference(config: TrainerConfig, *, dtype: torch.dtype) -> ReferenceRu
     return _train(initial_model(config).to(dtype), config, gradients)
 
 
-def train_bf16_emulation(config: TrainerConfig, *, dp_size: int) -> ReferenceRun:
-    """Train as FSDP2 does with `param_dtype=bf16, reduce_dtype=fp32`, rounding where it rounds.
+def bf16_gradients(config: TrainerConfig, parameters: Tensors, *, step: int, dp_size: int) -> tuple[float, Tensors]:
+    """Loss and gradients of one step as FSDP2 computes them with `param_dtype=bf16, reduce_dtype=fp32`.
 
-    For each data-parallel rank the fp32 master weights are cast to bf16 (as on unshard), forward and backward run in
-    bf16 on that rank's samples, and the bf16 gradients are cast to fp32; these are averaged in fp32 and applied to
-    the master weights. Buffers stay fp32. Source: torch.distributed.fsdp.MixedPrecisionPolicy.
+    `parameters` are the fp32 master weights before the step. For each micro-batch of each data-parallel rank these are
+    cast to bf16 (as on unshard), forward and backward run in bf16, and the bf16 gradients are cast to fp32; then they
+    are averaged over the ranks in fp32 and added up over the micro-batches. Buffers stay fp32.
+    Source: torch.distributed.fsdp.MixedPrecisionPolicy. The loss is torch's own `cross_entropy`, in fp32: another
+    formula rounds the logits' gradient otherwise, and now and then one falls to the other side when cast to bf16.
     """
-
-    def gradients(model: Transformer, batch: Batch, valid_tokens: int) -> tuple[float, Tensors]:
-        compute = Transformer(config.model)
-        compute.rope_table.copy_(model.rope_table)
-        for name, parameter in compute.named_parameters():
-            parameter.data = model.get_parameter(name).detach().to(torch.bfloat16)
-        names, parameters = zip(*compute.named_parameters(), strict=True)
-        loss, totals = 0.0, {name: torch.zeros(p.shape) for name, p in zip(names, parameters, strict=True)}
-        for rank in range(dp_size):
-            accumulated = {name: torch.zeros(p.shape) for name, p in zip(names, parameters, strict=True)}
-            for micro_batch in _micro_batches(batch, rank=rank, dp_size=dp_size, accumulation=config.accumulation):
-                loss_sum = summed_loss(compute, micro_batch)
+    batch = Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed).global_batch(step)
+    valid_tokens = int((batch[1] != IGNORED_LABEL).sum())
+    model = initial_model(config)  # for its buffers
+    for name, parameter in model.named_parameters():
+        parameter.data = parameters[name].to(torch.bfloat16)
+    names, computed = zip(*model.named_parameters(), strict=True)
+    loss, totals = 0.0, {name: torch.zeros_like(parameters[name]) for name in names}
+    with _one_thread():
+        for index in range(config.accumulation):
+            sums = {name: torch.zeros_like(parameters[name]) for name in names}
+            for rank in range(dp_size):
+                inputs, labels = _micro_batch(batch, rank, dp_size=dp_size, index=index, count=config.accumulation)
+                logits = model(inputs).float().flatten(0, 1)
+                loss_sum = F.cross_entropy(logits, labels.flatten(), reduction="sum", ignore_index=IGNORED_LABEL)
                 loss += float(loss_sum.detach())
-                grads = torch.autograd.grad(loss_sum * (dp_size / valid_tokens), parameters)
+                grads = torch.autograd.grad(loss_sum * (dp_size / valid_tokens), computed)
                 for name, grad in zip(names, grads, strict=True):
-                    accumulated[name] += grad.float()
-            for name, grad in accumulated.items():
-                totals[name] += grad
-        return loss / valid_tokens, {name: total / dp_size for name, total in totals.items()}
-
-    return _train(initial_model(config), config, gradients)
+                    sums[name] += grad.float()
+            for name in names:
+                totals[name] += sums[name] / dp_size
+    return loss / valid_tokens, totals
 
 
-def _micro_batches(batch: Batch, *, rank: int, dp_size: int, accumulation: int) -> list[Batch]:
+def _micro_batch(batch: Batch, rank: int, *, dp_size: int, index: int, count: int) -> Batch:
     """Consecutive samples belong to a rank, and within it to a micro-batch."""
-    shares = [tensor.chunk(dp_size)[rank].chunk(accumulation) for tensor in batch]
-    return list(zip(*shares, strict=True))
+    inputs, labels = (tensor.chunk(dp_size)[rank].chunk(count)[index] for tensor in batch)
+    return inputs, labels
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """As in the ranks: how a kernel splits its sums depends on the number of threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def summed_loss(model: Transformer, batch: Batch) -> Tensor:
@@ -109,23 +125,31 @@ def _train(
     gradients: Callable[[Transformer, Batch, int], tuple[float, Tensors]],
 ) -> ReferenceRun:
     """The loop around whatever computes the gradients of one step."""
-    if config.model.dropout or config.optimizer.warmup_steps or config.optimizer.final_lr_fraction != 1.0:
-        raise ValueError("the reference knows neither dropout nor learning-rate schedules: use a cell without them")
+    if config.model.dropout:
+        raise ValueError("the reference does not know dropout: use a cell without it")
     batches = Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
-    run = ReferenceRun(initial={name: p.detach().clone() for name, p in model.named_parameters()})
-    update: _Update = _AdamW(config.optimizer) if config.optimizer.name == "adamw" else _Sgd(config.optimizer)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    run = ReferenceRun(initial={name: p.clone() for name, p in parameters.items()})
+    update = _update(config.optimizer)
     for step in range(config.steps):
         batch = batches.global_batch(step)
         loss, grads = gradients(model, batch, int((batch[1] != IGNORED_LABEL).sum()))
-        norm = total_norm(grads.values(), kind=2)
         run.losses.append(loss)
-        run.grad_norms.append(norm)
         run.gradients.append(grads)
-        factor = clip_factor(norm, max_norm=config.optimizer.max_norm)
-        with torch.no_grad():
-            update.step(dict(model.named_parameters()), {name: grad * factor for name, grad in grads.items()})
-    run.parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
-    run.optimizer_state = update.state
+        run.grad_norms.append(update.clip_and_step(parameters, grads))
+    run.parameters, run.optimizer_state = parameters, update.state
+    return run
+
+
+def replay_updates(config: OptimizerConfig, initial: Tensors, gradients: Iterable[Tensors]) -> ReferenceRun:
+    """Clip given gradients and apply them, step after step, in fp64."""
+    parameters = {name: p.double() for name, p in initial.items()}
+    run = ReferenceRun(initial={name: p.clone() for name, p in parameters.items()})
+    update = _update(config)
+    for grads in gradients:
+        run.gradients.append(grads)
+        run.grad_norms.append(update.clip_and_step(parameters, {name: grad.double() for name, grad in grads.items()}))
+    run.parameters, run.optimizer_state = parameters, update.state
     return run
 
 
@@ -139,34 +163,52 @@ def clip_factor(norm: float, *, max_norm: float) -> float:
     return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
 
 
-class _Update(Protocol):
-    """An optimizer; `state` holds its tensors by kind and parameter name."""
-
-    state: dict[str, Tensors]
-
-    def step(self, parameters: Tensors, gradients: Tensors) -> None: ...
+def _update(config: OptimizerConfig) -> "_Update":
+    if config.warmup_steps or config.final_lr_fraction != 1.0:
+        raise ValueError("the reference does not know learning-rate schedules: use a cell without one")
+    return _AdamW(config) if config.name == "adamw" else _Sgd(config)
 
 
-class _Sgd:
+class _Update(ABC):
+    """An optimizer with clipping; `state` holds its tensors by kind and parameter name."""
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        self._config = config
+        self.state: dict[str, Tensors] = {}
+
+    @torch.no_grad()
+    def clip_and_step(self, parameters: Tensors, gradients: Tensors) -> float:
+        """Change the parameters in place; returns the norm of the gradients before clipping."""
+        norm = total_norm(gradients.values(), kind=2)
+        factor = clip_factor(norm, max_norm=self._config.max_norm)
+        self.step(parameters, {name: grad * factor for name, grad in gradients.items()})
+        return norm
+
+    @abstractmethod
+    def step(self, parameters: Tensors, gradients: Tensors) -> None:
+        """Change the parameters in place."""
+
+
+class _Sgd(_Update):
     """p <- p - lr (g + decay p); matrices decay, vectors do not."""
 
     def __init__(self, config: OptimizerConfig) -> None:
         if config.momentum:
             raise ValueError("the reference's SGD has no momentum: use momentum 0")
-        self._config = config
-        self.state: dict[str, Tensors] = {}
+        super().__init__(config)
 
     def step(self, parameters: Tensors, gradients: Tensors) -> None:
         for name, p in parameters.items():
             p.sub_(self._config.lr * (gradients[name] + _decay(self._config, p) * p))
 
 
-class _AdamW:
+class _AdamW(_Update):
     """Decoupled weight decay, arXiv:1711.05101 algorithm 2 with bias correction."""
 
     def __init__(self, config: OptimizerConfig) -> None:
-        self._config, self._step = config, 0
-        self.state: dict[str, Tensors] = {"exp_avg": {}, "exp_avg_sq": {}}
+        super().__init__(config)
+        self._step = 0
+        self.state = {"exp_avg": {}, "exp_avg_sq": {}}
 
     def step(self, parameters: Tensors, gradients: Tensors) -> None:
         config = self._config

@@ -16,7 +16,7 @@ from conformance.oracles.reference import ReferenceRun, clip_factor
 from reference_trainer.config import ModelConfig, OptimizerConfig, TrainerConfig
 
 FP32_ROUNDOFF = 2.0**-24
-BF16_ROUNDOFF = 2.0**-8
+_ROUNDINGS_PER_STEP = 10
 
 
 def forward_stages(model: ModelConfig, *, seq_len: int) -> float:
@@ -91,10 +91,16 @@ def fp32_average(terms: int) -> float:
     return (terms - 1) * FP32_ROUNDOFF * sqrt(terms) if terms > 2 else 0.0
 
 
-def bf16_updates() -> float:
-    """Relative error of the parameters' change between two programs with the same bf16 rounding points.
+def replayed_updates(reference: ReferenceRun, config: OptimizerConfig) -> dict[str, float]:
+    """Relative error of each parameter's total change, given the gradients that were applied.
 
-    Last bits of the fp32 master weights differ, so a few weights fall to the other side when they are rounded to bf16;
-    even if all did, each would change by one bf16 roundoff, and so would a later step's gradient.
+    A step rounds some ten times, each relative to what is rounded (products, quotients and roots: no cancellation but
+    in the first moment's average), the gradient norm is a sum over all elements, and the new parameter is rounded to
+    fp32. The steps' errors are added.
     """
-    return BF16_ROUNDOFF
+    elements = sum(grad.numel() for grad in reference.gradients[0].values())
+    step_error = FP32_ROUNDOFF * (_ROUNDINGS_PER_STEP + (sqrt(elements) if config.max_norm > 0 else 0.0))
+    steps = len(reference.gradients)
+    return {
+        name: steps * (step_error + FP32_ROUNDOFF * _size_over_change(reference, name)) for name in reference.parameters
+    }
