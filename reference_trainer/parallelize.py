@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -186,12 +186,6 @@ def reshard_after_forward(reshard: Literal["always", "never", "default"], *, las
             return False
         case "default":
             return not last
-
-
-def fsdp_groups(model: Transformer) -> dict[str, nn.Module]:
-    """The modules on which `fully_shard` was called, by name, in order of registration."""
-    names = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-    return {name: model.get_submodule(name) for name in names}
 
 
 def _blocks(model: Transformer) -> list[Block]:

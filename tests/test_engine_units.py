@@ -327,7 +327,7 @@ def test_a_rank_that_waits_under_the_tap_waits_for_its_peers() -> None:
 @pytest.mark.parametrize("failure", [None, cell_failed("timeout").failure])
 def test_record_round_trip(tmp_path: Path, failure: Failure | None) -> None:
     cell = Cell(mesh="dp2-tp2", clip=0.0)
-    header = Header(cell=cell, session="s", torch="2.13.0", substrate="gloo", defect=None, repeat=0)
+    header = Header(cell=cell, session="s", torch="2.13.0", substrate="gloo", defect=None)
     content = RecordFile(header=header, train_s=0.5, ranks=msgspec.Raw(b'[{"rank":0}]'), failure=failure)
     assert read_record(tmp_path) is None
     write_record(tmp_path, content)

@@ -14,12 +14,12 @@ from conformance.engine.record import Header, Record, RecordFile, tensor_file
 
 
 def record_of_two_ranks(directory: Path, shards: list[dict[str, Tensor]]) -> Record:
-    parameters = {"w": {"group": "", "shape": [3, 2], "local_shape": [2, 2], "shard_dims": {"dp_shard": 0}}}
+    parameters = {"w": {"group": "", "shape": [3, 2], "shard_dims": {"dp_shard": 0}}}
     empty = {"mesh_coordinate", "unsharded", "dtypes", "poisoned", "surviving_poison", "fingerprints", "layouts"}
     facts = {**{key: {} for key in empty}, "steps": [], "collectives": [], "batches": [], "parameters": parameters}
     for rank, tensors in enumerate(shards):
         save_file(tensors, directory / tensor_file(rank))
-    header = Header(cell=Cell(), session="s", torch="2", substrate="gloo", defect=None, repeat=0)
+    header = Header(cell=Cell(), session="s", torch="2", substrate="gloo", defect=None)
     ranks = msgspec.Raw(msgspec.json.encode([{"rank": rank, **facts} for rank in range(len(shards))]))
     return Record(directory, RecordFile(header=header, train_s=0.0, ranks=ranks))
 

@@ -39,8 +39,6 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     torch: str
     substrate: str
     defect: str | None
-    repeat: int
-    """0 for the first run of a cell in a session; laws on repeatability ask for more."""
 
 
 class RecordFile(msgspec.Struct, frozen=True, kw_only=True):

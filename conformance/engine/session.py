@@ -228,7 +228,7 @@ class Session:
 
     @pytest.fixture
     def run(self) -> Callable[..., Record]:
-        """`run(cell)`: the record of a cell, run at most once per session (`repeat=1` for a second run)."""
+        """`run(cell)`: the record of a cell, run at most once per session."""
         return self.store.run
 
     @pytest.fixture

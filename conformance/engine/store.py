@@ -48,7 +48,7 @@ class RecordStore:
     clock: Clock = field(default_factory=Clock)
     _loaded: dict[str, Record] = field(default_factory=dict)
 
-    def run(self, cell: Cell, *, repeat: int = 0) -> Record:
+    def run(self, cell: Cell) -> Record:
         """The record of a cell, from this session's store or from a run now. Raises CellFailed."""
         header = Header(
             cell=cell,
@@ -56,7 +56,6 @@ class RecordStore:
             torch=self.torch_version,
             substrate="gloo",
             defect=self.defect,
-            repeat=repeat,
         )
         directory = self.directory / f"{cell.id}--{_digest(header)}"
         if directory.name in self._loaded:

@@ -34,8 +34,6 @@ class ParameterFacts(msgspec.Struct, frozen=True):
     """Module below which FSDP manages it."""
     shape: list[int]
     """Global shape."""
-    local_shape: list[int]
-    """Shape of this rank's shard."""
     shard_dims: dict[str, int]
     """Mesh dimension to the tensor dimension that it shards; mesh dimensions that replicate are left out."""
 
@@ -135,8 +133,8 @@ class Recorder(Observer):
 
 def _parameter_facts(parameter: torch.Tensor, group: str) -> ParameterFacts:
     if not isinstance(parameter, DTensor):
-        return ParameterFacts(group, list(parameter.shape), list(parameter.shape), {})
+        return ParameterFacts(group, list(parameter.shape), {})
     names = parameter.device_mesh.mesh_dim_names or ()
     by_name = zip(names, parameter.placements, strict=True)
     shard_dims = {name: placement.dim for name, placement in by_name if hasattr(placement, "dim")}
-    return ParameterFacts(group, list(parameter.shape), list(parameter.to_local().shape), shard_dims)
+    return ParameterFacts(group, list(parameter.shape), shard_dims)

@@ -6,7 +6,10 @@ from conformance.engine.law import Probe, law
 from conformance.engine.measurements import measure
 
 _MIN_AVAILABLE_BYTES = 1 << 30
-"""A run of the matrix's model takes below 0.2 GiB per rank beyond what torch's libraries share."""
+"""A floor for the smallest worlds, chosen, not derived: pytest and the oracles need memory besides the ranks."""
+_RANK_BYTES = 300 << 20
+"""A rank's peak resident set in a run of the matrix's model: 284 to 289 MiB measured on dp4 and dp2-tp2 (torch 2.13.0,
+CPU), of which 55 MiB are its own; libraries are counted for each rank although they are shared."""
 _MAX_CLOCK_SPREAD_S = 5.0
 """Ranks leave a barrier at once; seconds apart means that their clocks, by which failures are ordered, are not one."""
 
@@ -48,9 +51,10 @@ def test_ranks_run_the_same_software_in_the_same_state(probe: Probe, cell: Cell)
 def test_machine_has_memory_and_one_clock(probe: Probe, cell: Cell) -> None:
     """The machine MUST have memory for a run, and one monotonic clock for all ranks."""
     ranks = probe(cell.world_size)
+    needed = max(_MIN_AVAILABLE_BYTES, cell.world_size * _RANK_BYTES)
     available = min(facts["available_memory_bytes"] for facts in ranks)
-    measure("available memory", available, lower=_MIN_AVAILABLE_BYTES, unit="bytes")
-    assert available >= _MIN_AVAILABLE_BYTES, f"{available} bytes of memory available, need {_MIN_AVAILABLE_BYTES}"
+    measure("available memory", available, lower=needed, unit="bytes")
+    assert available >= needed, f"{available} bytes of memory available, need {needed}"
     clocks = [facts["monotonic_s"] for facts in ranks]
     spread = max(clocks) - min(clocks)
     measure("clock spread", spread, lower=0.0, upper=_MAX_CLOCK_SPREAD_S, unit="s")
