@@ -17,9 +17,10 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from reference_trainer.checkpoint import check_checkpoint
 from reference_trainer.config import TrainerConfig, load_config
 from reference_trainer.data import Batches
-from reference_trainer.mesh import check_divisible, choose_device, init_process_group, resolve_mesh
+from reference_trainer.mesh import check_fits_mesh, choose_device, init_process_group, resolve_mesh
 from reference_trainer.train import StepMetrics, Trainer
 
 _GIB = 1024**3
@@ -115,8 +116,9 @@ def _parse_arguments() -> argparse.Namespace:
 def _prepare(arguments: argparse.Namespace, *, world_size: int) -> tuple[TrainerConfig, torch.device]:
     """The configuration and this process's device. Raises ValueError or OSError for what cannot be run."""
     config = load_config(arguments.config, arguments.overrides)
-    check_divisible(config, resolve_mesh(config.mesh, world_size=world_size))
+    check_fits_mesh(config, resolve_mesh(config.mesh, world_size=world_size))
     Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
+    check_checkpoint(config)
     return config, choose_device(config)
 
 

@@ -77,6 +77,9 @@ class ModelConfig(Config, frozen=True, kw_only=True):
     """Standard deviation of linear biases; 0 sets them to zero."""
     norm_std: float = 0.0
     """Standard deviation of norm weights around 1."""
+    arithmetic: Literal["float", "integer"] = "float"
+    """`integer`: a stand-in of the same parameters that computes small whole numbers, see `integer_model`; it learns
+    nothing, but is exact in fp32 on every mesh. Initial weights are then -1, 0 or 1, whatever the three above say."""
 
     def __post_init__(self) -> None:
         sizes = "vocab_size dim n_layers n_heads n_kv_heads ffn_dim max_seq_len"
@@ -162,6 +165,10 @@ class OptimizerConfig(Config, frozen=True, kw_only=True):
         )
 
 
+Precision = Literal["fp32", "bf16-mp", "bf16-init", "bf16-reduce", "bf16-mixed"]
+GradientSync = Literal["each", "last", "all-reduce-last"]
+
+
 class TrainerConfig(Config, frozen=True, kw_only=True):
     """Everything that determines a training run, except the number of processes."""
 
@@ -169,22 +176,33 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     mesh: MeshConfig = MeshConfig()
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
-    precision: Literal["fp32", "bf16-mp"] = "fp32"
-    """`bf16-mp`: fp32 parameters, computation in bf16, gradients reduced in fp32."""
+    precision: Precision = "fp32"
+    """`bf16-mp`: fp32 parameters, computation in bf16, gradients reduced in fp32.
+    `bf16-init`: the same, but parameters are built, sharded and initialised in bf16, and then cast to fp32.
+    `bf16-reduce`: as bf16-mp, but gradients are reduced in bf16.
+    `bf16-mixed`: as bf16-mp, but only the norms have fp32 parameters; all others, and with them their gradients and
+    optimizer state, are bf16 throughout. Cannot be compiled."""
     reshard: Literal["always", "never", "default"] = "default"
     """Whether parameters are freed after forward; `default`: all but the last group, which backward needs at once."""
-    init: Literal["meta"] = "meta"
-    """`meta`: build on the meta device, shard, `to_empty`, then initialise."""
+    init: Literal["meta", "checkpoint"] = "meta"
+    """Both build on the meta device, shard, and `to_empty`; then `meta` draws the weights, `checkpoint` loads them."""
+    checkpoint: str | None = None
+    """With init=checkpoint: a safetensors file with the full tensor of each parameter, under the parameter's name.
+    A tied output layer has no entry of its own. Values are cast to the parameters' dtype."""
     sequence_parallel: bool = True
     """With tp > 1: activations between tensor-parallel regions are sharded along the sequence."""
     loss_parallel: bool = False
     """With tp > 1: logits stay sharded over the vocabulary and the loss is computed on the shards."""
-    activation_checkpointing: Literal["none", "full"] = "none"
-    """`full`: each block keeps only its input and recomputes the rest in backward."""
+    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    """`full`: each block keeps only its input and recomputes the rest in backward; `selective`: it also keeps the
+    outputs of matrix products and of attention."""
     compile: Literal["none", "inductor", "aot_eager"] = "none"
     """Backend with which each block is compiled."""
     accumulation: int = 1
-    """Micro-batches per optimizer step; gradients are reduced after each."""
+    """Micro-batches per optimizer step."""
+    gradient_sync: GradientSync = "each"
+    """After which micro-batches gradients are reduced. `last`: only the last, until then every rank holds the gradients
+    of whole parameters. `all-reduce-last` (HSDP): reduce-scattered after each, all-reduced after the last."""
     steps: int = 300
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -195,6 +213,25 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
         require(
             self.data.seq_len <= self.model.max_seq_len,
             f"data.seq_len {self.data.seq_len} is longer than model.max_seq_len {self.model.max_seq_len}",
+        )
+        require(
+            self.activation_checkpointing != "selective" or self.compile != "inductor",
+            "activation_checkpointing selective with compile inductor: the matrix products of inductor write into its "
+            "own buffers and cannot be kept; use activation_checkpointing full, or another compile",
+        )
+        require(
+            self.model.arithmetic == "float" or not self.loss_parallel,
+            "loss_parallel computes a cross entropy, which model.arithmetic integer does without: set it to false",
+        )
+        require(
+            (self.init == "checkpoint") == (self.checkpoint is not None),
+            f"init is {self.init} and checkpoint is {self.checkpoint}: a file is needed with init checkpoint, and only "
+            "with it",
+        )
+        require(
+            self.precision != "bf16-mixed" or self.compile == "none",
+            f"precision bf16-mixed with compile {self.compile}: norms are FSDP groups of their own inside the compiled "
+            "blocks, whose hooks cannot be compiled; use compile none or another precision",
         )
 
 

@@ -1,4 +1,4 @@
-"""Initial weights that do not depend on the layout.
+"""First weights that do not depend on the layout: drawn, or loaded from a checkpoint.
 
 Each full tensor is drawn from its own counter-based generator (Philox, Salmon et al. 2011, doi:10.1145/2063384.2063405)
 keyed by seed and parameter name; each rank then keeps its shard. DTensor's own random init gives every shard of a CPU
@@ -6,13 +6,14 @@ mesh the same numbers (torch 2.13), and a different draw for each mesh on CUDA.
 """
 
 import hashlib
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from reference_trainer.config import ModelConfig
+from reference_trainer.checkpoint import open_checkpoint
 from reference_trainer.model import Transformer, rope_table
 
 
@@ -20,42 +21,74 @@ from reference_trainer.model import Transformer, rope_table
 def init_weights(model: Transformer, *, seed: int) -> None:
     """Fill every parameter and buffer of a materialised model, sharded or not, in place.
 
-    Raises ValueError for a module that has parameters or buffers of its own but no rule here.
+    Raises ValueError for a parameter or buffer of a module that has no rule here.
     """
-    done: set[int] = set()
-    for module_name, module in model.named_modules():
-        own_tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        for name, tensor in own_tensors:
-            if id(tensor) in done:  # a tied weight keeps what its first owner was given
-                continue
-            done.add(id(tensor))
-            full_name = f"{module_name}.{name}".lstrip(".")
-            _assign(tensor, _initial_value(module, name, full_name, tuple(tensor.shape), model.config, seed))
+    for name, parameter in model.named_parameters():  # a tied weight once, with what its first owner is given
+        _assign(parameter, _initial_value(model, name, tuple(parameter.shape), seed=seed))
+    _fill_buffers(model)
 
 
-def _initial_value(
-    module: nn.Module, name: str, full_name: str, shape: tuple[int, ...], config: ModelConfig, seed: int
-) -> Tensor:
+@torch.no_grad()
+def load_weights(model: Transformer, *, path: Path | str) -> None:
+    """Fill a materialised model in place: parameters from a checkpoint, cast to their dtypes, buffers by rule.
+
+    Each rank reads one full tensor after the other and keeps its shards. Raises ValueError for a file that cannot be
+    read or does not hold exactly this model's parameters.
+    """
+    with open_checkpoint(path, model) as read:
+        for name, parameter in model.named_parameters():
+            _assign(parameter, read(name))
+    _fill_buffers(model)
+
+
+def _initial_value(model: Transformer, full_name: str, shape: tuple[int, ...], *, seed: int) -> Tensor:
     """The full tensor, fp32 on the CPU."""
-    match module, name:
-        case (nn.Embedding() | nn.Linear(), "weight"):
+    owner, _, name = full_name.rpartition(".")
+    module, config = model.get_submodule(owner), model.config
+    match module, name, config.arithmetic:
+        case nn.Embedding() | nn.Linear(), "weight", "float":
             return config.init_std * normal(shape, name=full_name, seed=seed)
-        case nn.Linear(), "bias":
+        case nn.Linear(), "bias", "float":
             return config.bias_std * normal(shape, name=full_name, seed=seed)
-        case nn.RMSNorm(), "weight":
+        case nn.RMSNorm(), "weight", "float":
             return 1.0 + config.norm_std * normal(shape, name=full_name, seed=seed)
-        case Transformer(), "rope_table":
-            return rope_table(config, device="cpu")
+        case nn.Embedding() | nn.Linear(), "weight", "integer":
+            return signs(shape, name=full_name, seed=seed, nonzeros_per_row=2)
+        case nn.Linear(), "bias", "integer":
+            return signs(shape, name=full_name, seed=seed, nonzeros_per_row=shape[-1] // 4)
+        case nn.RMSNorm(), "weight", "integer":
+            return signs(shape, name=full_name, seed=seed, nonzeros_per_row=shape[-1])
         case _:
-            kind = type(module).__name__
-            raise ValueError(f"no initialisation rule for {full_name} of {kind}: add one to {__name__}._initial_value")
+            raise ValueError(_no_rule(full_name, module, "_initial_value"))
+
+
+def _fill_buffers(model: Transformer) -> None:
+    for full_name, buffer in model.named_buffers():
+        if full_name != "rope_table":
+            raise ValueError(_no_rule(full_name, model.get_submodule(full_name.rpartition(".")[0]), "_fill_buffers"))
+        _assign(buffer, rope_table(model.config, device="cpu"))
+
+
+def _no_rule(full_name: str, module: nn.Module, function: str) -> str:
+    return f"no initialisation rule for {full_name} of {type(module).__name__}: add one to {__name__}.{function}"
 
 
 def normal(shape: tuple[int, ...], *, name: str, seed: int) -> Tensor:
     """Standard normal numbers, fp32, that depend on (name, seed) alone."""
+    return torch.from_numpy(_generator(name, seed).standard_normal(shape, dtype=np.float32))
+
+
+def signs(shape: tuple[int, ...], *, name: str, seed: int, nonzeros_per_row: int) -> Tensor:
+    """-1 or 1 at so many random places along the last dimension, 0 elsewhere; fp32, depends on (name, seed) alone."""
+    generator = _generator(name, seed)
+    values = generator.choice((-1.0, 1.0), size=shape)
+    values[generator.random(shape).argsort(axis=-1) >= nonzeros_per_row] = 0.0  # argsort: a random permutation
+    return torch.from_numpy(values).float()
+
+
+def _generator(name: str, seed: int) -> np.random.Generator:
     name_key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
-    generator = np.random.Generator(np.random.Philox(key=np.array([seed, name_key], dtype=np.uint64)))
-    return torch.from_numpy(generator.standard_normal(shape, dtype=np.float32))
+    return np.random.Generator(np.random.Philox(key=np.array([seed, name_key], dtype=np.uint64)))
 
 
 def _assign(target: Tensor, value: Tensor) -> None:

@@ -4,6 +4,7 @@ A mean over each rank's own tokens would weight them by rank: wrong as soon as r
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,23 @@ def count_valid_tokens(labels: list[Tensor], mesh: DeviceMesh, device: torch.dev
 def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Cross entropy in fp32, summed over valid labels: a scalar, in nats."""
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORED_LABEL)
+
+
+def scaled_for_backward(loss_sum: Tensor, *, dp_size: int, valid_tokens: int) -> Tensor:
+    """What backward starts from, so that the reduced gradient is that of the step's mean loss.
+
+    `loss_sum` is this rank's micro-batch, `valid_tokens` the whole step over all ranks. FSDP averages gradients over
+    the data-parallel ranks (torch.distributed.fsdp.FSDPModule.set_gradient_divide_factor): multiplying by their number
+    makes it a sum.
+    """
+    return loss_sum * (dp_size / valid_tokens)
+
+
+def summed_loss(logits: Tensor, labels: Tensor, *, arithmetic: Literal["float", "integer"]) -> Tensor:
+    """The loss that goes with the model's arithmetic: cross entropy, or minus the logits of the valid labels."""
+    if arithmetic == "float":
+        return summed_cross_entropy(logits, labels)
+    return F.nll_loss(logits.float().flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORED_LABEL)
 
 
 def loss_context(*, parallel: bool) -> AbstractContextManager[None]:

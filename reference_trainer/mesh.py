@@ -46,8 +46,8 @@ def resolve_mesh(mesh: MeshConfig, *, world_size: int) -> ParallelDims:
     return dims
 
 
-def check_divisible(config: TrainerConfig, dims: ParallelDims) -> None:
-    """Raises ValueError if heads, sequence or batch cannot be divided among the ranks."""
+def check_fits_mesh(config: TrainerConfig, dims: ParallelDims) -> None:
+    """Raises ValueError for what does not go with this mesh: sizes that it cannot divide, options without effect."""
     model, data = config.model, config.data
     for name, heads in (("n_heads", model.n_heads), ("n_kv_heads", model.n_kv_heads)):
         require(heads % dims.tp == 0, f"model.{name} {heads} is not divisible by mesh.tp {dims.tp}")
@@ -59,6 +59,11 @@ def check_divisible(config: TrainerConfig, dims: ParallelDims) -> None:
         data.global_batch_size % parts == 0,
         f"data.global_batch_size {data.global_batch_size} is not divisible by data-parallel ranks x accumulation "
         f"= {dims.dp} x {config.accumulation}",
+    )
+    require(
+        config.gradient_sync != "all-reduce-last" or dims.dp_replicate > 1,
+        "gradient_sync all-reduce-last needs replicas (HSDP), whose all-reduce it postpones, but mesh.dp_replicate is "
+        f"{dims.dp_replicate}: set mesh.dp_replicate above 1, or use gradient_sync each or last",
     )
 
 

@@ -6,11 +6,14 @@ Sources: RMSNorm arXiv:1910.07467, RoPE arXiv:2104.09864, SwiGLU arXiv:2002.0520
 arXiv:2305.13245.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's standard name
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from reference_trainer import integer_model
 from reference_trainer.config import ModelConfig
 
 
@@ -35,12 +38,42 @@ def apply_rope(x: Tensor, table: Tensor) -> Tensor:
     return torch.cat((low * cos - high * sin, low * sin + high * cos), dim=-1).to(x.dtype)
 
 
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+    """Causal attention over (batch, seq, heads, head_dim); each head of k and v serves a group of heads of q."""
+    q, k = apply_rope(q, table), apply_rope(k, table)
+    groups = q.shape[2] // k.shape[2]
+    k, v = (t.repeat_interleave(groups, dim=2) for t in (k, v))
+    out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
+    return out.transpose(1, 2)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+class Arithmetic(NamedTuple):
+    """What is computed between the linear layers."""
+
+    norm: type[nn.RMSNorm]
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    """q, k, v and the RoPE table to what has q's shape, (batch, seq, heads, head_dim)."""
+    combine: Callable[[Tensor, Tensor], Tensor]
+    """The two hidden layers of the feed-forward network to one."""
+
+
+ARITHMETIC = {
+    "float": Arithmetic(nn.RMSNorm, softmax_attention, swiglu),
+    "integer": Arithmetic(integer_model.Scale, integer_model.linear_attention, torch.add),
+}
+
+
 class Attention(nn.Module):
     """Causal grouped-query self-attention."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
+        self.attend = ARITHMETIC[config.arithmetic].attend
         kv_dim = config.n_kv_heads * config.head_dim
         self.wq = nn.Linear(config.dim, config.dim, bias=config.bias)
         self.wk = nn.Linear(config.dim, kv_dim, bias=config.bias)
@@ -50,11 +83,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         batch, seq, _ = x.shape
         q, k, v = (proj(x).view(batch, seq, -1, self.head_dim) for proj in (self.wq, self.wk, self.wv))
-        q, k = apply_rope(q, table), apply_rope(k, table)
-        groups = q.shape[2] // k.shape[2]
-        k, v = (t.repeat_interleave(groups, dim=2) for t in (k, v))
-        out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
-        mixed: Tensor = self.wo(out.transpose(1, 2).reshape(batch, seq, -1))
+        mixed: Tensor = self.wo(self.attend(q, k, v, table).reshape(batch, seq, -1))
         return mixed
 
 
@@ -63,12 +92,13 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.combine = ARITHMETIC[config.arithmetic].combine
         self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=config.bias)
         self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=config.bias)
         self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        out: Tensor = self.w2(self.combine(self.w1(x), self.w3(x)))
         return out
 
 
@@ -77,20 +107,19 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        norm = ARITHMETIC[config.arithmetic].norm
+        self.attention_norm = norm(config.dim, eps=config.norm_eps)
         self.attention = Attention(config)
-        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.ffn_norm = norm(config.dim, eps=config.norm_eps)
         self.feed_forward = FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
-        self.recompute_in_backward = False
+        self.recompute: Callable[..., Tensor] | None = None
+        """Calls the function that it is given, keeps less than all for backward and recomputes the rest."""
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         # Checkpointing inside forward keeps FSDP's hooks, which sit on the block, outside of the recomputation, and
         # parameter names free of a wrapper's prefix.
-        if self.recompute_in_backward:
-            out: Tensor = checkpoint(self.layer, x, table, use_reentrant=False)
-            return out
-        return self.layer(x, table)
+        return self.recompute(self.layer, x, table) if self.recompute else self.layer(x, table)
 
     def layer(self, x: Tensor, table: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), table))
@@ -108,7 +137,7 @@ class Transformer(nn.Module):
         self.config = config
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
-        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.norm = ARITHMETIC[config.arithmetic].norm(config.dim, eps=config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
         if config.tied_embeddings:
             self.output.weight = self.tok_embeddings.weight

@@ -4,12 +4,13 @@ The order is a contract: tensor parallelism decides the parameters' placements, 
 compilation replaces what runs in it, and FSDP's hooks stay outermost.
 """
 
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -19,8 +20,14 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
-from reference_trainer.config import TrainerConfig
+from reference_trainer.config import GradientSync, Precision, TrainerConfig
 from reference_trainer.mesh import fsdp_mesh
 from reference_trainer.model import Block, Transformer
 
@@ -34,8 +41,8 @@ def parallelize(model: Transformer, mesh: DeviceMesh, config: TrainerConfig) -> 
             sequence_parallel=config.sequence_parallel,
             loss_parallel=config.loss_parallel,
         )
-    if config.activation_checkpointing == "full":
-        apply_ac(model)
+    if config.activation_checkpointing != "none":
+        apply_ac(model, mode=config.activation_checkpointing)
     if config.compile != "none":
         apply_compile(model, backend=config.compile)
     apply_fsdp(model, fsdp_mesh(mesh), precision=config.precision, reshard=config.reshard)
@@ -112,10 +119,22 @@ def _gather_input(layout: Placement, *, number_of_inputs: int) -> PrepareModuleI
     return PrepareModuleInput(input_layouts=(layout, *others), desired_input_layouts=(Replicate(), *others))
 
 
-def apply_ac(model: Transformer) -> None:
-    """Full activation checkpointing of each block."""
+def apply_ac(model: Transformer, *, mode: Literal["full", "selective"]) -> None:
+    """Activation checkpointing: each block keeps its input and, if `selective`, what is expensive to recompute."""
+    recompute = partial(checkpoint, use_reentrant=False)
+    if mode == "selective":
+        recompute = partial(recompute, context_fn=partial(create_selective_checkpoint_contexts, _keep_expensive))
     for block in _blocks(model):
-        block.recompute_in_backward = True
+        block.recompute = recompute
+
+
+def _keep_expensive(
+    _context: SelectiveCheckpointContext, operator: Any, *_args: Any, **_kwargs: Any
+) -> CheckpointPolicy:
+    """Keep matrix products and attention, whose operator has another name for each kernel of a device."""
+    name = operator.name()
+    expensive = name in ("aten::mm", "aten::addmm", "aten::bmm") or "scaled_dot_product" in name
+    return CheckpointPolicy.MUST_SAVE if expensive else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def apply_compile(model: Transformer, *, backend: Literal["inductor", "aot_eager"]) -> None:
@@ -142,12 +161,14 @@ def apply_fsdp(
     model: Transformer,
     mesh: DeviceMesh,
     *,
-    precision: Literal["fp32", "bf16-mp"],
+    precision: Precision,
     reshard: Literal["always", "never", "default"],
 ) -> None:
     """Shard embedding, each block, and (norm, output) as groups of their own, then the root.
 
-    Tied embeddings form one group with norm and output: a parameter can belong to one group only.
+    Tied embeddings form one group with norm and output: a parameter can belong to one group only. `bf16-mixed` takes
+    each norm out of the group around it: the parameters of a group must have one dtype ("FSDP expects uniform original
+    parameter dtype", torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py).
     """
     policy = mixed_precision_policy(precision)
 
@@ -156,25 +177,44 @@ def apply_fsdp(
             modules, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward(reshard, last=last)
         )
 
-    tied = model.config.tied_embeddings
+    tied, norms_apart = model.config.tied_embeddings, precision == "bf16-mixed"
     if not tied:
         shard(model.tok_embeddings)
     for block in _blocks(model):
+        if norms_apart:
+            shard(block.attention_norm)
+            shard(block.ffn_norm)
         shard(block)
-    shard([*([model.tok_embeddings] if tied else []), model.norm, model.output], last=True)
+    if norms_apart:
+        shard(model.norm, last=True)
+    shard([*([model.tok_embeddings] if tied else []), *([] if norms_apart else [model.norm]), model.output], last=True)
     # The root owns no parameters; it drives the others (streams, end of backward).
     shard(model, last=True)
 
 
-def mixed_precision_policy(precision: Literal["fp32", "bf16-mp"]) -> MixedPrecisionPolicy:
-    """`bf16-mp` reduces gradients in fp32 and leaves inputs alone: casting them would round the fp32 RoPE table."""
+def set_parameter_dtypes(model: Transformer, precision: Precision) -> None:
+    """Give parameters, on the meta device, the dtype in which they are sharded and get their first values.
+
+    Buffers are left alone: the RoPE table is fp32 throughout.
+    """
+    if precision not in ("bf16-init", "bf16-mixed"):
+        return
+    for module in model.modules():
+        if precision == "bf16-init" or not isinstance(module, nn.RMSNorm):
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def mixed_precision_policy(precision: Precision) -> MixedPrecisionPolicy:
+    """Inputs are left alone: casting them would round the fp32 RoPE table."""
     match precision:
         case "fp32":
             return MixedPrecisionPolicy()
-        case "bf16-mp":
-            return MixedPrecisionPolicy(
-                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
-            )
+        case "bf16-mp" | "bf16-init" | "bf16-mixed":
+            reduce_dtype = torch.float32
+        case "bf16-reduce":
+            reduce_dtype = torch.bfloat16
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
 
 
 def reshard_after_forward(reshard: Literal["always", "never", "default"], *, last: bool) -> bool:
@@ -186,6 +226,22 @@ def reshard_after_forward(reshard: Literal["always", "never", "default"], *, las
             return False
         case "default":
             return not last
+
+
+def set_gradient_sync(model: Transformer, gradient_sync: GradientSync, *, last: bool) -> None:
+    """To be called before each micro-batch's forward: whether its backward communicates gradients.
+
+    `set_is_last_backward` stays True. It is meant for several forwards before their backwards (pipelines): left False,
+    FSDP keeps the order of an earlier forward, and a later backward prefetches parameters that it does not need.
+    """
+    root = cast("FSDPModule", model)  # `fully_shard` has added the methods of FSDPModule
+    match gradient_sync:
+        case "each":
+            pass
+        case "last":
+            root.set_requires_gradient_sync(last)
+        case "all-reduce-last":
+            root.set_requires_all_reduce(last)
 
 
 def _blocks(model: Transformer) -> list[Block]:

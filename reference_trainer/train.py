@@ -1,6 +1,6 @@
 """The trainer: build a parallel model, then repeat forward, backward, clip, step.
 
-Reading order: config, model, init_weights, mesh, parallelize, loss, optim, data, this file, __main__.
+Reading order: config, model, init_weights, checkpoint, mesh, parallelize, loss, optim, data, this file, __main__.
 """
 
 from dataclasses import dataclass
@@ -13,13 +13,19 @@ from torch.distributed.tensor import DTensor
 
 from reference_trainer.config import TrainerConfig
 from reference_trainer.data import Batches
-from reference_trainer.init_weights import init_weights
-from reference_trainer.loss import count_valid_tokens, loss_context, sum_over_dp, summed_cross_entropy
-from reference_trainer.mesh import ParallelDims, build_mesh, check_divisible, dp_rank, resolve_mesh
+from reference_trainer.init_weights import init_weights, load_weights
+from reference_trainer.loss import (
+    count_valid_tokens,
+    loss_context,
+    scaled_for_backward,
+    sum_over_dp,
+    summed_loss,
+)
+from reference_trainer.mesh import ParallelDims, build_mesh, check_fits_mesh, dp_rank, resolve_mesh
 from reference_trainer.model import Transformer
 from reference_trainer.observer import Observer
 from reference_trainer.optim import build_optimizer, build_schedule, clip_gradients
-from reference_trainer.parallelize import parallelize
+from reference_trainer.parallelize import parallelize, set_gradient_sync, set_parameter_dtypes
 
 
 @dataclass(frozen=True)
@@ -36,15 +42,21 @@ class StepMetrics:
 
 
 def build_model(config: TrainerConfig, mesh: DeviceMesh, device: torch.device, observer: Observer) -> Transformer:
-    """Meta device, parallelise, `to_empty`, initialise: no rank ever holds the full model."""
+    """Meta device, parallelise, `to_empty`, first weights: no rank ever holds the full model."""
     observer.phase("build", step=-1)
     with torch.device("meta"):
         model = Transformer(config.model)
+    set_parameter_dtypes(model, config.precision)
     parallelize(model, mesh, config)
     observer.sharded(model)
     model.to_empty(device=device)
     observer.materialized(model)
-    init_weights(model, seed=config.seed)
+    if config.checkpoint is None:
+        init_weights(model, seed=config.seed)
+    else:
+        load_weights(model, path=config.checkpoint)
+    if config.precision == "bf16-init":
+        model.to(torch.float32)
     observer.initialized(model)
     return model.train()
 
@@ -61,7 +73,7 @@ class Trainer:
         self.config, self.device = config, device
         self.observer = observer or Observer()
         self.dims: ParallelDims = resolve_mesh(config.mesh, world_size=world_size)
-        check_divisible(config, self.dims)
+        check_fits_mesh(config, self.dims)
         self.batches = Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
         self.mesh = build_mesh(self.dims, device)
         self.model = build_model(config, self.mesh, device, self.observer)
@@ -80,7 +92,9 @@ class Trainer:
         valid_tokens = count_valid_tokens([labels for _, labels in micro_batches], self.mesh, self.device)
 
         loss_sum = torch.zeros((), device=self.device)
-        for inputs, labels in micro_batches:
+        for index, (inputs, labels) in enumerate(micro_batches):
+            last = index == len(micro_batches) - 1
+            set_gradient_sync(self.model, self.config.gradient_sync, last=last)
             loss_sum += self._forward_backward(inputs, labels, valid_tokens=valid_tokens, step=step)
         observer.gradients(self.model, step=step)
 
@@ -100,10 +114,9 @@ class Trainer:
         with loss_context(parallel=self.config.loss_parallel and self.dims.tp > 1):
             self.observer.phase("forward", step=step)
             logits = self.model(inputs.to(self.device))
-            loss_sum = summed_cross_entropy(logits, labels.to(self.device))
+            loss_sum = summed_loss(logits, labels.to(self.device), arithmetic=self.config.model.arithmetic)
             self.observer.phase("backward", step=step)
-            # FSDP averages gradients over the data-parallel ranks: multiply by their number to get the sum.
-            torch.autograd.backward(loss_sum * (self.dims.dp / valid_tokens))
+            torch.autograd.backward(scaled_for_backward(loss_sum, dp_size=self.dims.dp, valid_tokens=valid_tokens))
         loss_sum = loss_sum.detach()
         return loss_sum.full_tensor() if isinstance(loss_sum, DTensor) else loss_sum
 

@@ -19,9 +19,11 @@ CELLS = st.builds(
     mesh=MESHES.map(lambda mesh: mesh.name),
     precision=st.sampled_from(axis_choices("precision")),
     reshard=st.sampled_from(axis_choices("reshard")),
+    init=st.sampled_from(axis_choices("init")),
     optimizer=st.sampled_from(axis_choices("optimizer")),
     clip=st.sampled_from([0.0, -0.0, 1.0]) | st.floats(0, 1e300),
     accumulation=st.sampled_from(axis_choices("accumulation")),
+    gradient_sync=st.sampled_from(axis_choices("gradient_sync")),
     sequence_parallel=st.booleans(),
     loss_parallel=st.booleans(),
     activation_checkpointing=st.sampled_from(axis_choices("activation_checkpointing")),
@@ -107,6 +109,13 @@ def test_mesh_sizes(size: Any) -> None:
             "dp2-tp2-bf16mp-always-meta-sgd-noclip-acc2-tied",
         ),
         (
+            {"mesh": "hsdp2x2", "precision": "bf16-init", "init": "checkpoint", "accumulation": 2}
+            | {"gradient_sync": "all-reduce-last", "loss_parallel": True},
+            "hsdp2x2-bf16init-default-checkpoint-acc2-syncallreducelast-lp",
+        ),
+        ({"precision": "bf16-reduce", "gradient_sync": "last"}, "dp2-bf16reduce-default-meta-synclast"),
+        ({"precision": "bf16-mixed", "gradient_sync": "each"}, "dp2-bf16mixed-default-meta"),
+        (
             {
                 "clip": 0.5,
                 "sequence_parallel": False,
@@ -152,7 +161,7 @@ def test_every_axis_has_a_tag_a_default_and_is_documented_in_order() -> None:
     [
         ("mesh", 2, "Expected `str`, got `int`"),
         ("mesh", "tp1", "write 'dp1'"),
-        ("precision", "bf16", "Invalid enum value 'bf16'; allowed: fp32, bf16-mp (did you mean `bf16-mp`?)"),
+        ("precision", "bf16", "Invalid enum value 'bf16'; allowed: fp32, bf16-mp, bf16-init, bf16-reduce, bf16-mixed"),
         ("reshard", True, "Expected `str`, got `bool`; allowed: always, never, default"),
         ("clip", -1, "Expected `float` >= 0.0"),
         ("clip", math.nan, "Expected `float` >= 0.0"),

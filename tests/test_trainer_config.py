@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from reference_trainer.config import DataConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig, load_config
-from reference_trainer.mesh import ParallelDims, check_divisible, choose_device, resolve_mesh
+from reference_trainer.mesh import ParallelDims, check_fits_mesh, choose_device, resolve_mesh
 from reference_trainer.strict_yaml import ConfigError, parse_scalar
 
 TINY = Path(__file__).parent.parent / "reference_trainer" / "configs" / "tiny.yaml"
@@ -59,6 +59,21 @@ def test_configurations_are_immutable_and_by_keyword() -> None:
         (TrainerConfig, {"steps": 0}, "steps is 0, must be at least 1"),
         (TrainerConfig, {"seed": -1}, "seed is -1, must be at least 0 and below 2**64"),
         (TrainerConfig, {"data": DataConfig(seq_len=512)}, "data.seq_len 512 is longer than model.max_seq_len 256"),
+        (
+            TrainerConfig,
+            {"init": "checkpoint"},
+            "init is checkpoint and checkpoint is None: a file is needed with init",
+        ),
+        (
+            TrainerConfig,
+            {"checkpoint": "weights"},
+            "init is meta and checkpoint is weights: a file is needed with init",
+        ),
+        (
+            TrainerConfig,
+            {"precision": "bf16-mixed", "compile": "aot_eager"},
+            "precision bf16-mixed with compile aot_eager: norms are FSDP groups of their own inside",
+        ),
     ],
 )
 def test_values_that_are_refused(type_: Callable[..., object], fields: dict[str, Any], message: str) -> None:
@@ -106,14 +121,20 @@ def test_meshes_that_do_not_fit(mesh: MeshConfig, world_size: int, message: str)
         ),
         (TrainerConfig(), ParallelDims(1, 3, 1), "data.global_batch_size 8 is not divisible by data-parallel ranks x"),
         (TrainerConfig(accumulation=8), ParallelDims(2, 1, 1), "ranks x accumulation = 2 x 8"),
+        (
+            TrainerConfig(gradient_sync="all-reduce-last"),
+            ParallelDims(1, 2, 1),
+            "gradient_sync all-reduce-last needs replicas (HSDP), whose all-reduce it postpones, but mesh.dp_replicate "
+            "is 1: set mesh.dp_replicate above 1, or use gradient_sync each or last",
+        ),
     ],
 )
-def test_what_cannot_be_divided_among_ranks(config: TrainerConfig, dims: ParallelDims, message: str) -> None:
-    assert message in refusal(lambda: check_divisible(config, dims))
+def test_what_does_not_go_with_the_mesh(config: TrainerConfig, dims: ParallelDims, message: str) -> None:
+    assert message in refusal(lambda: check_fits_mesh(config, dims))
 
 
 def test_an_odd_sequence_length_is_fine_without_sequence_parallelism() -> None:
-    check_divisible(TrainerConfig(data=DataConfig(seq_len=7), sequence_parallel=False), ParallelDims(1, 1, 2))
+    check_fits_mesh(TrainerConfig(data=DataConfig(seq_len=7), sequence_parallel=False), ParallelDims(1, 1, 2))
 
 
 @pytest.mark.parametrize(

@@ -75,26 +75,30 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     mesh: str = "dp2"
     """Canonical name of the device mesh."""
-    precision: Literal["fp32", "bf16-mp"] = "fp32"
-    """`bf16-mp`: fp32 master weights, computation in bf16, gradients reduced in fp32."""
+    precision: Literal["fp32", "bf16-mp", "bf16-init", "bf16-reduce", "bf16-mixed"] = "fp32"
+    """`bf16-mp`: fp32 master weights, computation in bf16, gradients reduced in fp32. `bf16-init`: the same, after
+    building and initialising in bf16. `bf16-reduce`: gradients reduced in bf16. `bf16-mixed`: only norms have fp32
+    master weights, the others bf16."""
     reshard: Literal["always", "never", "default"] = "default"
     """Whether parameters are resharded after forward; `default`: in all groups but the root."""
-    init: Literal["meta"] = "meta"
+    init: Literal["meta", "checkpoint"] = "meta"
     """How the sharded model gets its first weights."""
-    model: Literal["tiny"] = "tiny"
-    """Name of the model's shape."""
+    model: Literal["tiny", "even", "uneven", "uneven-tp", "integer"] = "tiny"
+    """Name of the workload: sizes that divide evenly or not, or a model that computes whole numbers, exactly."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """Name of the optimizer."""
     clip: Annotated[float, Meta(ge=0.0, le=sys.float_info.max)] = 1.0
     """Maximum norm of the gradients; 0.0: no clipping."""
     accumulation: Literal[1, 2, 4] = 1
     """Number of micro-batches per step."""
+    gradient_sync: Literal["each", "last", "all-reduce-last"] = "each"
+    """After which micro-batches gradients are reduced; `all-reduce-last` postpones the all-reduce of HSDP alone."""
     sequence_parallel: bool = True
     """Whether tensor parallelism also splits norms and residuals along the sequence."""
     loss_parallel: bool = False
     """Whether the loss is computed on logits split along the vocabulary."""
-    activation_checkpointing: Literal["none", "full"] = "none"
-    """Which blocks recompute their forward in backward."""
+    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    """What each block recomputes in backward; `selective`: all but matrix products and attention."""
     compile: bool = False
     """Whether the blocks are compiled."""
     tied_embeddings: bool = False
@@ -151,10 +155,11 @@ _TAGS: dict[str, Callable[[Any], str]] = {
     "precision": lambda precision: precision.replace("-", ""),
     "reshard": str,
     "init": str,
-    "model": str,
+    "model": lambda model: model.replace("-", ""),
     "optimizer": str,
     "clip": lambda norm: f"clip{norm!r}" if norm else "noclip",
     "accumulation": lambda count: f"acc{count}",
+    "gradient_sync": lambda mode: f"sync{mode.replace('-', '')}",
     "sequence_parallel": lambda _: "nosp",
     "loss_parallel": lambda _: "lp",
     "activation_checkpointing": lambda mode: f"ac{mode}",

@@ -15,27 +15,47 @@ from conformance.engine.record import tensor_file
 from conformance.instruments.probe import probe_environment
 from conformance.instruments.recorder import Recorder
 from reference_trainer.config import TrainerConfig
+from reference_trainer.init_weights import init_weights
 from reference_trainer.mesh import init_process_group
+from reference_trainer.model import Transformer
 from reference_trainer.train import Trainer
 
 
 def train_cell(context: RankContext, payload: dict[str, Any]) -> dict[str, Any]:
     """Train as `payload["config"]` says, with the defect injected; returns RankFacts as builtin types.
 
-    Each rank writes the tensors that it captured into the directory `payload["directory"]`.
+    Each rank writes the tensors that it captured into the directory `payload["directory"]`; a run from a checkpoint
+    finds its file there.
     """
     config = msgspec.convert(payload["config"], TrainerConfig)
+    if config.checkpoint is not None:
+        path = Path(payload["directory"], config.checkpoint)
+        config = msgspec.structs.replace(config, checkpoint=str(path))
+        if context.rank == 0:
+            write_checkpoint(path, config)
     recorder = Recorder(rank=context.rank)
     start_s = time.monotonic()
     with injected(payload["defect"]):
         _init_process_group(context)
+        if config.checkpoint is not None:
+            dist.barrier()  # rank 0 has written the file
         with recorder.listening():
             trainer = Trainer(config, device=torch.device("cpu"), world_size=context.world_size, observer=recorder)
             metrics = [trainer.train_step(step) for step in range(config.steps)]
             facts, tensors = recorder.finish(trainer, metrics)
         dist.destroy_process_group()
+    if config.compile != "none":
+        torch.compiler.reset()  # else the rank's next task would run this one's graphs
     save_file(tensors, Path(payload["directory"], tensor_file(context.rank)))
     return {"facts": msgspec.to_builtins(facts), "train_s": time.monotonic() - start_s}
+
+
+def write_checkpoint(path: Path, config: TrainerConfig) -> None:
+    """The weights that init=meta would start from, drawn on one process; bf16 where the trainer initialises in bf16."""
+    model = Transformer(config.model)
+    init_weights(model, seed=config.seed)
+    dtype = torch.bfloat16 if config.precision == "bf16-init" else torch.float32
+    save_file({name: parameter.detach().to(dtype) for name, parameter in model.named_parameters()}, path)
 
 
 def probe(context: RankContext, payload: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import shutil
 from typing import Literal
 
-import msgspec
+from msgspec.structs import replace
 
 from conformance.engine.cells import Cell, Mesh
 from reference_trainer.config import DataConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
@@ -14,8 +14,8 @@ _TINY_MODEL = ModelConfig(
     vocab_size=61,
     dim=32,
     n_layers=2,
-    n_heads=4,
-    n_kv_heads=2,
+    n_heads=8,
+    n_kv_heads=4,
     ffn_dim=64,
     max_seq_len=32,
     bias=True,
@@ -23,35 +23,56 @@ _TINY_MODEL = ModelConfig(
     bias_std=0.1,
     norm_std=0.2,
 )
+_MODELS = {
+    "tiny": _TINY_MODEL,
+    "even": replace(_TINY_MODEL, vocab_size=64),
+    # On 4 and 8 data-parallel ranks some shards are smaller than others, or empty.
+    "uneven": replace(_TINY_MODEL, dim=30, n_heads=5, n_kv_heads=1, ffn_dim=45),
+    # Divides among two tensor-parallel ranks, but their parts do not divide among data-parallel ranks.
+    "uneven-tp": replace(_TINY_MODEL, dim=36, n_heads=6, n_kv_heads=2, ffn_dim=50),
+    "integer": replace(_TINY_MODEL, arithmetic="integer"),
+}
 _DATA = DataConfig(seq_len=16, global_batch_size=16, min_valid_fraction=0.25)
 _LEARNING_RATE = {"adamw": 0.01, "sgd": 0.1}
 # AdamW's epsilon is of the order of the gradients: with the usual 1e-8 the update is insensitive to the gradients'
 # scale (a constant factor passes unseen) and infinitely sensitive to rounding where a gradient is nearly zero.
 _ADAMW_EPS = 0.001
+# The integer model is exact if all that scales is a power of two: learning rate and number of valid tokens.
+_INTEGER_DATA = replace(_DATA, min_valid_fraction=1.0)
+_INTEGER_LEARNING_RATE = 2.0**-4
+CHECKPOINT_FILE = "initial.safetensors"
+"""The checkpoint of a run with init=checkpoint, in the run's own directory."""
 
 
 def trainer_config(cell: Cell) -> TrainerConfig:
     """The complete configuration of a cell's run, on the CPU."""
     mesh = Mesh.parse(cell.mesh)
     return TrainerConfig(
-        model=msgspec.structs.replace(_TINY_MODEL, tied_embeddings=cell.tied_embeddings, dropout=cell.dropout),
+        model=replace(_MODELS[cell.model], tied_embeddings=cell.tied_embeddings, dropout=cell.dropout),
         mesh=MeshConfig(dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, tp=mesh.tp),
-        data=_DATA,
-        optimizer=OptimizerConfig(
-            name=cell.optimizer, lr=_LEARNING_RATE[cell.optimizer], eps=_ADAMW_EPS, max_norm=cell.clip
-        ),
+        data=_INTEGER_DATA if cell.model == "integer" else _DATA,
+        optimizer=_optimizer(cell),
         precision=cell.precision,
         reshard=cell.reshard,
         init=cell.init,
+        checkpoint=CHECKPOINT_FILE if cell.init == "checkpoint" else None,
         sequence_parallel=cell.sequence_parallel,
         loss_parallel=cell.loss_parallel,
         activation_checkpointing=cell.activation_checkpointing,
         compile=compile_backend() if cell.compile else "none",
         accumulation=cell.accumulation,
+        gradient_sync=cell.gradient_sync,
         steps=cell.steps,
         seed=cell.seed,
         device="cpu",
     )
+
+
+def _optimizer(cell: Cell) -> OptimizerConfig:
+    optimizer = OptimizerConfig(
+        name=cell.optimizer, lr=_LEARNING_RATE[cell.optimizer], eps=_ADAMW_EPS, max_norm=cell.clip
+    )
+    return replace(optimizer, lr=_INTEGER_LEARNING_RATE, weight_decay=0.0) if cell.model == "integer" else optimizer
 
 
 def compile_backend() -> Literal["inductor", "aot_eager"]:
