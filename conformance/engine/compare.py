@@ -58,6 +58,26 @@ def tensors(
         )
 
 
+def ratio(measured: float, expected: float, *, name: str, factor: float) -> None:
+    """Two positive numbers that are at most a factor apart, either way. Raises ConformanceFailure otherwise."""
+    __tracebackhide__ = True
+    quotient = measured / expected if expected else math.inf
+    measure(name, quotient, lower=1.0 / factor, upper=factor, unit="ratio")
+    if not 1.0 / factor <= quotient <= factor:
+        raise ConformanceFailure(
+            f"{name}: measured {measured:.4g}, expected {expected:.4g}; ratio {quotient:.4g} is not between "
+            f"{1.0 / factor:.4g} and {factor:.4g}"
+        )
+
+
+def distance(measured: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Norm of the difference over all elements of all tensors. Raises ConformanceFailure if names differ."""
+    __tracebackhide__ = True
+    _require_same_names(measured, expected, name="distance")
+    squares = (float((measured[key].double() - expected[key].double()).square().sum()) for key in expected)
+    return math.sqrt(sum(squares))
+
+
 def bits(measured: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, name: str) -> None:
     """Bitwise equality of all tensors. Raises ConformanceFailure that names those that differ."""
     __tracebackhide__ = True

@@ -14,9 +14,9 @@ REAL: tuple[Substrate, ...] = ("gloo", "nccl-shared", "nccl")
 
 
 class Run(Protocol):
-    """The fixture `run`: the record of a cell, run at most once per session."""
+    """The fixture `run`: the record of a cell, run at most once per session (`repeat=1`: a second time)."""
 
-    def __call__(self, cell: Cell) -> Record: ...
+    def __call__(self, cell: Cell, *, repeat: int = 0) -> Record: ...
 
 
 class Probe(Protocol):

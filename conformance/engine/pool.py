@@ -36,7 +36,7 @@ SETTLE_S = 1.0
 # Libraries read these variables once per process, so ranks that have used other values cannot serve the task.
 LATCHED_PREFIXES = ("CUBLAS", "CUDA", "GLOO_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "PYTORCH_", "TORCH")
 
-PoolKey = tuple[int, tuple[tuple[str, str], ...]]
+PoolKey = tuple[int, str, tuple[tuple[str, str], ...]]
 
 
 class Pools:
@@ -76,7 +76,7 @@ class Pools:
             raise ValueError(f"deadline_s is {deadline_s}, not positive")
         require_json_like(task.payload, where="the task's payload")
         env = dict(env or {})
-        return self._pool(world_size, env).run(task, deadline_s=deadline_s, env=env)
+        return self._pool(world_size, task.kind, env).run(task, deadline_s=deadline_s, env=env)
 
     def release(self) -> None:
         """End all ranks, so that they hold no device and no memory; the next task starts new ones."""
@@ -98,8 +98,8 @@ class Pools:
     ) -> None:
         self.close()
 
-    def _pool(self, world_size: int, env: Mapping[str, str]) -> "_Pool":
-        key = (world_size, latched(env))
+    def _pool(self, world_size: int, kind: str, env: Mapping[str, str]) -> "_Pool":
+        key = (world_size, kind, latched(env))
         pool = self._pools.pop(key, None)
         if pool is None or not pool.is_usable():
             if pool is not None:

@@ -28,6 +28,8 @@ class Task(msgspec.Struct, frozen=True):
 
     function: str
     payload: dict[str, Any]
+    kind: str = ""
+    """Ranks that have served a task of one kind serve no other: for what a process keeps from task to task."""
 
 
 @dataclass(frozen=True)

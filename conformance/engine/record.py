@@ -39,6 +39,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     torch: str
     substrate: str
     defect: str | None
+    repeat: int = 0
+    """Further runs of the same cell have numbers from 1 on."""
 
 
 class RecordFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +97,14 @@ class Record:
         if not names:
             raise KeyError(f"record of {self.cell.id} holds no tensor below {prefix}")
         return {name: self._assemble(prefix, name) for name in names}
+
+    def is_partitioned(self, name: str) -> bool:
+        """Whether the ranks of a parameter hold each of its elements, all equally often."""
+        import torch
+
+        held = torch.cat([shards[f"layout/{name}"].flatten() for shards in self.shards])
+        owners = held.bincount(minlength=math.prod(self.ranks[0].parameters[name].shape))
+        return bool((owners == owners[0]).all()) and int(owners[0]) > 0
 
     def _assemble(self, prefix: str, name: str) -> "Tensor":
         facts = self.ranks[0].parameters.get(name)

@@ -131,7 +131,7 @@ class Session:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Preconditions first, then the widest worlds; the cases of one cell stay together."""
+        """Preconditions first, then the widest worlds; the cases of one mesh, and of one cell, stay together."""
         for item in items:
             found = law_of(getattr(item, "function", None))
             if found is not None:
@@ -237,10 +237,11 @@ class Session:
         return self.store.probe
 
 
-def _position(case: CaseState | None, order: dict[str, int]) -> tuple[bool, int, int, str]:
+def _position(case: CaseState | None, order: dict[str, int]) -> tuple[bool, int, str, int, str]:
     if case is None:
-        return True, 0, 0, ""
-    return not case.law.id.startswith("ENV-"), -case.cell.world_size, order[case.cell.id], case.law.id
+        return True, 0, "", 0, ""
+    cell = case.cell
+    return not case.law.id.startswith("ENV-"), -cell.world_size, cell.mesh, order[cell.id], case.law.id
 
 
 def _require_known_defect(defect: str | None) -> None:

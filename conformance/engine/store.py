@@ -48,14 +48,18 @@ class RecordStore:
     clock: Clock = field(default_factory=Clock)
     _loaded: dict[str, Record] = field(default_factory=dict)
 
-    def run(self, cell: Cell) -> Record:
-        """The record of a cell, from this session's store or from a run now. Raises CellFailed."""
+    def run(self, cell: Cell, *, repeat: int = 0) -> Record:
+        """The record of a cell, from this session's store or from a run now; `repeat` asks for a further run of it.
+
+        Raises CellFailed.
+        """
         header = Header(
             cell=cell,
             session=self.session,
             torch=self.torch_version,
             substrate="gloo",
             defect=self.defect,
+            repeat=repeat,
         )
         directory = self.directory / f"{cell.id}--{_digest(header)}"
         if directory.name in self._loaded:
@@ -112,7 +116,11 @@ class RecordStore:
             "defect": header.defect,
             "directory": str(directory),
         }
-        task = Task("conformance.engine.rank_tasks:train_cell", payload)
+        # DTensor keeps sharding decisions with the mesh they were made for, and finds them again for any mesh that
+        # compares equal: the tp rows of dp4-tp2 and of hsdp2x2-tp2 do, but their process groups have other names
+        # ("Could not resolve the process group registered under the name 9", torch 2.13). No public way to clear it.
+        kind = f"{header.cell.mesh} {header.defect or ''}"
+        task = Task("conformance.engine.rank_tasks:train_cell", payload, kind=kind)
         try:
             results = self.pools.run(task, world_size=header.cell.world_size, deadline_s=self._left_s())
         except RunFailed as failed:
