@@ -21,8 +21,8 @@ from conformance.instruments.dispatch_tap import DispatchTap
 from conformance.instruments.poison import INTEGER_POISON, Poison, poison_, poisoned_elements
 from conformance.instruments.sharding import fsdp_group_of, full, is_sharded_by_fsdp
 from conformance.oracles import tolerance
+from conformance.oracles.emulation import Emulation
 from conformance.oracles.reference import ReferenceRun
-from conformance.oracles.schedule import GroupSize, fsdp_events, group_sizes, reshards_after_forward
 from reference_trainer.config import ModelConfig, OptimizerConfig
 from reference_trainer.model import Transformer
 
@@ -94,11 +94,11 @@ def test_collective_log(mesh: DeviceMesh) -> None:
             dist.all_reduce(tensor)
         dist.broadcast(torch.ones(2, dtype=torch.int64), src=0)
         torch.ones(2).add(1)
-    entries = [(e.step, e.phase, e.kind, e.numel, e.dtype, e.reduce_op) for e in log.facts(mesh)]
+    entries = [(e.step, e.phase, e.kind, e.numel, e.nbytes, e.dtype, e.reduce_op) for e in log.facts(mesh)]
     assert entries == [
-        (-1, "build", "all_reduce", 6, "bfloat16", "MAX"),
-        (2, "forward", "all_gather", 3, "float32", None),
-        (2, "forward", "broadcast", 2, "int64", None),
+        (-1, "build", "all_reduce", 6, 12, "bfloat16", "MAX"),
+        (2, "forward", "all_gather", 3, 12, "float32", None),
+        (2, "forward", "broadcast", 2, 16, "int64", None),
     ]
     assert {e.group for e in log.facts(mesh)} == {"dp_shard"}
 
@@ -196,74 +196,6 @@ def test_who_owns_and_shards_a_parameter(mesh: DeviceMesh) -> None:
     }
 
 
-# Schedule model
-
-
-def schedule(cell: Cell, *, shards: int = 2) -> str:
-    """The events of embedding, two blocks and head as `G0` (all-gather of group 0), `S` (reduce-scatter), `R`."""
-    groups = [GroupSize(10 + index, shards) for index in range(4)]
-    letters = {"all_gather": "G", "reduce_scatter": "S", "all_reduce": "R"}
-    words, phase = [], ""
-    for event in fsdp_events(cell, groups):
-        numel = event.numel // shards if event.kind == "reduce_scatter" else event.numel
-        if event.phase != phase:
-            phase = event.phase
-            words.append(f"{phase}:")
-        words.append(f"{letters[event.kind]}{numel - 10}")
-    return " ".join(words)
-
-
-@pytest.mark.parametrize(
-    ("cell", "expected"),
-    [
-        (Cell(reshard="always"), "forward: G0 G1 G2 G3 backward: G3 G2 S3 G1 S2 G0 S1 S0"),
-        (Cell(reshard="never"), "forward: G0 G1 G2 G3 backward: S3 S2 S1 S0"),
-        (Cell(reshard="default"), "forward: G0 G1 G2 G3 backward: G2 S3 G1 S2 G0 S1 S0"),
-        (
-            Cell(mesh="hsdp2x2", reshard="default"),
-            "forward: G0 G1 G2 G3 backward: G2 S3 R3 G1 S2 R2 G0 S1 R1 S0 R0",
-        ),
-        (
-            Cell(reshard="never", accumulation=2),
-            "forward: G0 G1 G2 G3 backward: S3 S2 S1 S0 forward: G0 G1 G2 G3 backward: S3 S2 S1 S0",
-        ),
-    ],
-)
-def test_schedule(cell: Cell, expected: str) -> None:
-    assert schedule(cell) == expected
-
-
-def test_schedule_without_peers() -> None:
-    assert schedule(Cell(mesh="dp1"), shards=1) == ""
-    assert schedule(Cell(mesh="tp2"), shards=1) == ""
-
-
-def test_schedule_dtypes_and_groups() -> None:
-    events = fsdp_events(Cell(mesh="hsdp2x2", precision="bf16-mp"), [GroupSize(10, 2)])
-    assert [(e.kind, e.group, e.numel, e.dtype) for e in events] == [
-        ("all_gather", "dp_shard", 10, "bfloat16"),
-        ("reduce_scatter", "dp_shard", 20, "float32"),
-        ("all_reduce", "dp_replicate", 10, "float32"),
-    ]
-
-
-@pytest.mark.parametrize(("mode", "kept"), [("always", []), ("never", [False, True]), ("default", [True])])
-def test_reshards_after_forward(mode: str, kept: list[bool]) -> None:
-    assert [last for last in (False, True) if not reshards_after_forward(mode, last=last)] == kept
-
-
-def test_group_sizes_of_uneven_rows() -> None:
-    shapes = {"embedding": [61, 8], "block.w": [6, 3], "block.b": [3], "norm": [8], "output": [61, 8]}
-    owners = {"embedding": "embedding", "block.w": "block", "block.b": "block", "norm": "norm", "output": "output"}
-    # 61 rows over 4 ranks are 16 + 16 + 16 + 13: each shard is padded to 16.
-    assert group_sizes(shapes, owners, shards=4) == [
-        GroupSize(16 * 8, 4),
-        GroupSize(2 * 3 + 1, 4),
-        GroupSize(2 + 16 * 8, 4),
-    ]
-    assert [size.shard_numel for size in group_sizes(shapes, owners, shards=1)] == [488, 21, 496]
-
-
 # Tolerances
 
 
@@ -286,10 +218,22 @@ def test_tolerances_grow_with_the_model(change: dict[str, Any]) -> None:
         assert 0 < bound(config) < bound(larger)
 
 
-def test_tolerance_of_an_average() -> None:
-    bounds = [tolerance.fp32_average(terms) for terms in range(1, 9)]
-    assert bounds[:2] == [0.0, 0.0]
-    assert bounds[1:] == sorted(set(bounds[1:]))
+def test_no_bit_may_differ_from_the_emulation_where_sums_have_one_order() -> None:
+    def bound(mesh: str, **axes: Any) -> float:
+        emulated = Emulation(1.0, {"w": torch.ones(2)}, {"w": 1.5})
+        return tolerance.emulated_gradients(trainer_config(Cell(mesh=mesh, **axes)), emulated)["w"]
+
+    for mesh in ("dp1", "dp2", "hsdp2x2", "tp2", "dp2-tp4"):
+        assert bound(mesh, precision="bf16-mp") == 0.0
+    assert bound("dp2") == bound("hsdp2x2") == 0.0
+    assert bound("dp4") == bound("dp4", precision="bf16-mp") == pytest.approx(2 * 3 * 1.5 / 2**24)
+    assert bound("dp4") < bound("dp8") < bound("tp2") == bound("dp2", compile=True)
+
+
+def test_the_factor_of_bf16_errors_shrinks_with_the_number_of_tokens() -> None:
+    config = trainer_config(Cell(precision="bf16-mp"))
+    longer = msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, global_batch_size=1024))
+    assert 1.0 < tolerance.bf16_error_factor(longer) < tolerance.bf16_error_factor(config) < 1.5
 
 
 def test_tolerance_of_updates() -> None:

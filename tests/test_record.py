@@ -1,6 +1,7 @@
 """Records: full tensors are put together from the shards of all ranks."""
 
 from pathlib import Path
+from typing import Any, get_origin
 
 import msgspec
 import pytest
@@ -11,12 +12,15 @@ from torch import Tensor
 from conformance.engine.cells import Cell
 from conformance.engine.outcomes import ConformanceFailure
 from conformance.engine.record import Header, Record, RecordFile, tensor_file
+from conformance.instruments.recorder import RankFacts
 
 
 def record_of_two_ranks(directory: Path, shards: list[dict[str, Tensor]]) -> Record:
     parameters = {"w": {"group": "", "shape": [3, 2], "shard_dims": {"dp_shard": 0}}}
-    empty = {"mesh_coordinate", "unsharded", "dtypes", "poisoned", "surviving_poison", "fingerprints", "layouts"}
-    facts = {**{key: {} for key in empty}, "steps": [], "collectives": [], "batches": [], "parameters": parameters}
+    kinds = {field.name: get_origin(field.type) for field in msgspec.structs.fields(RankFacts)}
+    empty: dict[str, Any] = {name: kind() for name, kind in kinds.items() if kind in (list, dict)}
+    blocks = {"graphs": 0, "compiled": 0, "eager": 0}
+    facts = {**empty, "blocks": blocks, "checkpoint": None, "parameters": parameters}
     for rank, tensors in enumerate(shards):
         save_file(tensors, directory / tensor_file(rank))
     header = Header(cell=Cell(), session="s", torch="2", substrate="gloo", defect=None)

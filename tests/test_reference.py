@@ -10,7 +10,6 @@ from torch import Tensor
 
 from conformance.oracles.reference import (
     Tensors,
-    bf16_gradients,
     clip_factor,
     initial_model,
     replay_updates,
@@ -115,45 +114,6 @@ def test_gradients_are_those_of_finite_differences() -> None:
         slope = (loss_after(p, step * direction) - loss_after(p, -step * direction)) / (2 * step)
         expected = float((run.gradients[0][name] * direction).sum())
         assert slope == pytest.approx(expected, rel=1e-6, abs=1e-8), name
-
-
-def initial_weights(config: TrainerConfig) -> Tensors:
-    return {name: p.detach() for name, p in initial_model(config).named_parameters()}
-
-
-def test_bf16_gradients_on_one_rank_are_those_of_a_plain_bf16_step() -> None:
-    """A bf16 copy of the model, its buffer in fp32; the gradient in fp32 goes to the fp32 weights."""
-    loss, found = bf16_gradients(CONFIG, initial_weights(CONFIG), step=0, dp_size=1)
-    compute = initial_model(CONFIG).bfloat16()
-    compute.rope_table = initial_model(CONFIG).rope_table
-    inputs, labels = next(batches_of(CONFIG))
-    valid_tokens = int((labels != IGNORED_LABEL).sum())
-    logits = compute(inputs)
-    assert logits.dtype == torch.bfloat16
-    loss_sum = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100)
-    torch.autograd.backward(loss_sum * (1 / valid_tokens))
-    assert loss == pytest.approx(float(loss_sum.detach()) / valid_tokens, rel=1e-6)
-    for name, expected in gradients_of(compute).items():
-        assert found[name].dtype == torch.float32
-        assert torch.equal(found[name], expected.float()), name
-
-
-def test_bf16_gradients_differ_from_fp64_by_their_rounding() -> None:
-    exact = train_reference(CONFIG, dtype=torch.float64).gradients[0]
-    _, emulated = bf16_gradients(CONFIG, initial_weights(CONFIG), step=0, dp_size=1)
-    for name, expected in exact.items():
-        error = float((emulated[name] - expected).norm() / expected.norm())
-        assert 2.0**-12 < error < 2.0**-3, f"{name}: {error}"
-
-
-@pytest.mark.parametrize(("dp_size", "accumulation"), [(2, 1), (1, 2), (2, 2)])
-def test_bf16_gradients_use_every_sample_once(dp_size: int, accumulation: int) -> None:
-    config, weights = msgspec.structs.replace(CONFIG, accumulation=accumulation), initial_weights(CONFIG)
-    loss, whole = bf16_gradients(CONFIG, weights, step=1, dp_size=1)
-    split_loss, split = bf16_gradients(config, weights, step=1, dp_size=dp_size)
-    assert split_loss == pytest.approx(loss, rel=1e-6)
-    for name, expected in whole.items():
-        assert float((split[name] - expected).norm() / expected.norm()) < 2.0**-5, name
 
 
 def test_replaying_the_gradients_of_a_run_gives_its_parameters() -> None:

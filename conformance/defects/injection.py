@@ -24,10 +24,12 @@ class Defect:
     """Public thread in which such a fault was reported."""
     mechanism: str
     laws: tuple[str, ...]
-    """Each of these must fail."""
+    """Each of these must fail on some cell; `hangs` for another verdict."""
     inject: Injection
     inject_twin: Injection
     """The same place changed in a way that is correct."""
+    hangs: bool = False
+    """The run never ends: the verdict of its laws is `timeout` instead of `fail`."""
 
 
 @contextmanager

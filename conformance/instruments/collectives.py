@@ -44,6 +44,8 @@ class Collective(msgspec.Struct, frozen=True):
     """Mesh dimension whose ranks take part, such as `dp_shard`, else `world` or the ranks."""
     numel: int
     """Elements of this rank's input."""
+    nbytes: int
+    """Bytes of this rank's input."""
     dtype: str
     """As on the wire."""
     reduce_op: str | None
@@ -88,6 +90,7 @@ class CollectiveLog(Observer):
             kind=kind,
             group="ranks " + ",".join(map(str, ranks)),
             numel=sum(t.numel() for t in tensors),
+            nbytes=sum(t.nbytes for t in tensors),
             dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "none",
             reduce_op=_reduce_op(arguments),
         )

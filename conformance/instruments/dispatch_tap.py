@@ -31,6 +31,16 @@ class DispatchTap(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._listeners = tuple(listeners)
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Else torch.compile falls back to eager inside of a mode; so it compiles, with the tap out of its way."""
+        return True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """As above, for versions of torch that ask this instead."""
+        return True
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Inside, which must be inside of the tap itself, nothing is seen and nothing is slowed down."""

@@ -1,16 +1,20 @@
 """Dtype audit: the dtypes that a run really uses, read where they are used."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from reference_trainer.model import Attention, Transformer
+from conformance.instruments.capture import fingerprint
+from reference_trainer.model import Attention, Block, Transformer
 from reference_trainer.observer import Observer, Phase
 
+_LOOKED_INTO: tuple[Phase, ...] = ("forward", "backward")
 _MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::matmul")
 _ATTENTION = "aten::_scaled_dot_product"
+# The second is what log-softmax on logits sharded over the vocabulary (`loss_parallel`) is made of.
+_LOG_SOFTMAX = ("aten::_log_softmax", "aten::exp")
 
 
 def dtype_name(tensor: Tensor) -> str:
@@ -18,53 +22,115 @@ def dtype_name(tensor: Tensor) -> str:
 
 
 class DtypeAudit(Observer):
-    """Collects sets of dtypes, keyed by what they are dtypes of; see `facts` for the keys."""
+    """Collects sets of dtypes by what they are dtypes of; what was never seen has no entry.
+
+    `initial_parameter/NAME`, `final_parameter/NAME`: as sharded; `initial_buffer/NAME`, `final_buffer/NAME`;
+    `gradient/NAME`: after reduction, and again when the optimizer is about to step;
+    `optimizer_state/KEY/NAME`: tensors such as `exp_avg`, not counters;
+    in forward, and where activation checkpointing repeats it in backward:
+    `unsharded_parameter/NAME`: as its module computes with it, under each of its names if it is tied;
+    `module_input/MODULE`, `module_output/MODULE` of linear layers, embedding and norms;
+    `block_input/MODULE`, `block_output/MODULE`: without the RoPE table, which is `rope_table/MODULE/PHASE` as each
+    attention gets it, PHASE being `forward` or `backward` (recomputation); `logits`; `loss`: operands of log-softmax;
+    `matmul/PHASE`, `attention/PHASE`: operands of all such operators, in backward those of gradients too.
+    """
 
     def __init__(self) -> None:
         self._seen: dict[str, set[str]] = {}
+        self._tables: dict[str, set[str]] = {}
         self._phase: Phase = "build"
+        self._model: Transformer | None = None
 
     def facts(self) -> dict[str, list[str]]:
-        """Sorted dtype names for each of: `sharded_parameter`, `unsharded_parameter`, `module_input`, `module_output`,
-        `matmul_forward`, `matmul_backward`, `attention_forward`, `attention_backward`, `logits`, `rope_table`,
-        `gradient`, `optimizer_state`."""
-        return {key: sorted(names) for key, names in sorted(self._seen.items())}
+        """Sorted names of dtypes."""
+        return _sorted(self._seen)
+
+    def rope_tables(self) -> dict[str, list[str]]:
+        """Fingerprints of the tables that each attention got, by MODULE/PHASE."""
+        return _sorted(self._tables)
 
     def phase(self, name: Phase, *, step: int) -> None:
         self._phase = name
+        if name == "optimizer" and self._model is not None:
+            self.gradients(self._model, step=step)
 
     def initialized(self, model: Transformer) -> None:
-        self._add("sharded_parameter", *model.parameters())
-        for module in model.modules():
+        self._model = model
+        self._state("initial", model)
+        # FSDP2's own pre-forward hook was put first, its post-forward hook has freed the parameters by the time that
+        # later hooks run: before forward is where a module's parameters are those that it computes with.
+        for name, module in model.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding | nn.RMSNorm):
-                # FSDP2's own pre-forward hook was put first, its post-forward hook has freed the parameters by the time
-                # that later hooks run: before forward is where a module's parameters are those that it computes with.
-                module.register_forward_pre_hook(self._before_leaf)
-                module.register_forward_hook(lambda _module, _inputs, output: self._add("module_output", output))
+                module.register_forward_pre_hook(self._hook(self._before_leaf, name))
+                module.register_forward_hook(self._hook(self._after, f"module_output/{name}"))
             elif isinstance(module, Attention):
-                module.register_forward_pre_hook(lambda _module, inputs: self._add("rope_table", inputs[1]))
-        model.register_forward_hook(lambda _module, _inputs, logits: self._add("logits", logits))
+                module.register_forward_pre_hook(self._hook(self._before_attention, name))
+            elif isinstance(module, Block):
+                module.register_forward_pre_hook(self._hook(self._before_block, name))
+                module.register_forward_hook(self._hook(self._after, f"block_output/{name}"))
+        model.register_forward_hook(self._hook(self._after, "logits"))
 
     def gradients(self, model: Transformer, *, step: int) -> None:
-        self._add("gradient", *(p.grad for p in model.parameters() if p.grad is not None))
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                self._add(f"gradient/{name}", [parameter.grad])
 
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """The moments; AdamW's step counters are always fp32 and left out."""
-        states = (value for state in optimizer.state.values() for key, value in state.items() if key != "step")
-        self._add("optimizer_state", *(value for value in states if isinstance(value, Tensor)))
+    def final(self, model: Transformer, optimizer: torch.optim.Optimizer) -> None:
+        """To be called after the last step."""
+        self._state("final", model)
+        for name, parameter in model.named_parameters():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor) and value.ndim:
+                    self._add(f"optimizer_state/{key}/{name}", [value])
 
     def listen(self, func: Any, args: Sequence[Any]) -> None:
         name = func._schema.name
-        if self._phase not in ("forward", "backward"):
+        if self._phase not in _LOOKED_INTO:
             return
         if name in _MATMULS:
-            self._add(f"matmul_{self._phase}", *(a for a in args if isinstance(a, Tensor)))
+            self._add(f"matmul/{self._phase}", args)
         elif name.startswith(_ATTENTION):
-            self._add(f"attention_{self._phase}", *(a for a in args[:3] if isinstance(a, Tensor)))
+            self._add(f"attention/{self._phase}", args[:3])
+        elif name in _LOG_SOFTMAX:
+            self._add("loss", args[:1])
 
-    def _before_leaf(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        self._add("unsharded_parameter", *module.parameters(recurse=False))
-        self._add("module_input", *(x for x in inputs if isinstance(x, Tensor) and x.is_floating_point()))
+    def _hook(self, hook: Callable[..., None], key: str) -> Callable[..., None]:
+        """The hook with its key, in forward and backward only.
 
-    def _add(self, key: str, *tensors: Tensor) -> None:
-        self._seen.setdefault(key, set()).update(map(dtype_name, tensors))
+        While torch.compile traces it does nothing, so that the graph is the same as without it.
+        """
+
+        def run(*args: Any) -> None:
+            if not torch.compiler.is_compiling() and self._phase in _LOOKED_INTO:
+                hook(key, *args)
+
+        return run
+
+    def _before_leaf(self, name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        for own_name, parameter in module.named_parameters(recurse=False):
+            self._add(f"unsharded_parameter/{name}.{own_name}", [parameter])
+        self._add(f"module_input/{name}", inputs)
+
+    def _before_attention(self, name: str, _module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        _, table = inputs
+        self._add(f"rope_table/{name}/{self._phase}", [table])
+        self._tables.setdefault(f"{name}/{self._phase}", set()).add(fingerprint(table.detach()))
+
+    def _before_block(self, name: str, _module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self._add(f"block_input/{name}", inputs[:1])
+
+    def _after(self, key: str, _module: nn.Module, _inputs: tuple[Any, ...], output: Tensor) -> None:
+        self._add(key, [output])
+
+    def _state(self, when: str, model: Transformer) -> None:
+        for name, parameter in model.named_parameters():
+            self._add(f"{when}_parameter/{name}", [parameter])
+        for name, buffer in model.named_buffers():
+            self._add(f"{when}_buffer/{name}", [buffer])
+
+    def _add(self, key: str, tensors: Iterable[Any]) -> None:
+        self._seen.setdefault(key, set()).update(dtype_name(t) for t in tensors if isinstance(t, Tensor))
+
+
+def _sorted(sets: dict[str, set[str]]) -> dict[str, list[str]]:
+    return {key: sorted(names) for key, names in sorted(sets.items())}

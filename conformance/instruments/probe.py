@@ -31,6 +31,7 @@ def probe_environment() -> dict[str, Any]:
         "pid": os.getpid(),
         "monotonic_s": _synchronised_clock(),
         "collectives": {str(dtype).removeprefix("torch."): _collectives(dtype) for dtype in DTYPES},
+        "bf16_sum": _bf16_sum(),
     }
 
 
@@ -51,3 +52,12 @@ def _collectives(dtype: torch.dtype) -> dict[str, list[float]]:
     dist.broadcast(copied, src=world - 1)
     results = {"all_reduce": reduced, "all_gather": gathered, "reduce_scatter": scattered, "broadcast": copied}
     return {name: tensor.double().tolist() for name, tensor in results.items()}
+
+
+def _bf16_sum() -> dict[str, list[float]]:
+    """Random bf16 numbers of this rank as `terms`, and their `total` over all ranks: it shows the order of the sum."""
+    numel = 64 * dist.get_world_size()
+    terms = torch.randn(numel, generator=torch.Generator().manual_seed(dist.get_rank())).to(torch.bfloat16)
+    total = terms.clone()
+    dist.all_reduce(total)
+    return {"terms": terms.tolist(), "total": total.tolist()}

@@ -9,11 +9,14 @@ from torch.distributed.tensor import DTensor
 
 from conformance.instruments.capture import Capture
 from conformance.instruments.collectives import Collective, CollectiveLog
+from conformance.instruments.compilation import Compilation, CompilationFacts
 from conformance.instruments.dispatch_tap import DispatchTap
 from conformance.instruments.dtypes import DtypeAudit
+from conformance.instruments.model_inputs import ModelInputs
+from conformance.instruments.operators import OperatorCount
 from conformance.instruments.poison import Poison
 from conformance.instruments.residency import Residency
-from conformance.instruments.sharding import fsdp_group_of
+from conformance.instruments.sharding import fsdp_group_of, is_sharded_by_fsdp
 from reference_trainer.model import Transformer
 from reference_trainer.observer import Observer, Phase
 from reference_trainer.train import StepMetrics, Trainer
@@ -38,6 +41,15 @@ class ParameterFacts(msgspec.Struct, frozen=True):
     """Mesh dimension to the tensor dimension that it shards; mesh dimensions that replicate are left out."""
 
 
+class OptimizerGroup(msgspec.Struct, frozen=True):
+    """One parameter group of the optimizer."""
+
+    weight_decay: float
+    lr: float
+    parameters: list[str]
+    """Names in the model; `?` for a tensor that is none of the model's sharded parameters."""
+
+
 class RankFacts(msgspec.Struct, frozen=True):
     """What one rank measured in a run; all builtin types."""
 
@@ -49,7 +61,16 @@ class RankFacts(msgspec.Struct, frozen=True):
     unsharded: dict[str, list[str]]
     """See `Residency.unsharded`."""
     dtypes: dict[str, list[str]]
-    """See `DtypeAudit.facts`."""
+    """See `DtypeAudit`."""
+    rope_tables: dict[str, list[str]]
+    """See `DtypeAudit.rope_tables`."""
+    optimizer_groups: list[OptimizerGroup]
+    """After the last step."""
+    operators: dict[str, dict[str, int]]
+    """See `OperatorCount.facts`."""
+    blocks: CompilationFacts
+    checkpoint: str | None
+    """The file that the weights were loaded from; None if they were drawn."""
     poisoned: dict[str, int]
     surviving_poison: dict[str, int]
     fingerprints: dict[str, str]
@@ -57,6 +78,8 @@ class RankFacts(msgspec.Struct, frozen=True):
     layouts: dict[str, str]
     """See `Capture.layouts`."""
     batches: list[dict[str, str]]
+    model_inputs: list[str]
+    """See `ModelInputs.digests`."""
 
 
 class Recorder(Observer):
@@ -65,17 +88,22 @@ class Recorder(Observer):
     def __init__(self, *, rank: int) -> None:
         self._rank = rank
         self._parameters: dict[str, ParameterFacts] = {}
+        self._checkpoint: str | None = None
         self._collectives, self._dtypes = CollectiveLog(), DtypeAudit()
         self._residency, self._poison = Residency(), Poison()
-        self._capture = Capture()
+        self._operators, self._compilation = OperatorCount(), Compilation()
+        self._capture, self._model_inputs = Capture(), ModelInputs()
         self._instruments: tuple[Observer, ...] = (
             self._collectives,
             self._residency,
             self._poison,
             self._dtypes,
+            self._operators,
+            self._compilation,
             self._capture,
+            self._model_inputs,
         )
-        self._tap = DispatchTap([self._collectives.listen, self._dtypes.listen])
+        self._tap = DispatchTap([self._collectives.listen, self._dtypes.listen, self._operators.listen])
 
     def listening(self) -> DispatchTap:
         """The context in which the run must take place."""
@@ -93,6 +121,9 @@ class Recorder(Observer):
     def materialized(self, model: Transformer) -> None:
         self._notify("materialized", model)
 
+    def loaded(self, path: str) -> None:
+        self._checkpoint = path
+
     def initialized(self, model: Transformer) -> None:
         self._notify("initialized", model)
 
@@ -107,7 +138,7 @@ class Recorder(Observer):
         # What instruments compute and communicate is not part of the run.
         with self._tap.paused():
             self._capture.final(trainer.model, trainer.optimizer)
-        self._dtypes.optimizer_state(trainer.optimizer)
+            self._dtypes.final(trainer.model, trainer.optimizer)
         facts = RankFacts(
             rank=self._rank,
             mesh_coordinate={name: trainer.mesh.get_local_rank(name) for name in trainer.mesh.mesh_dim_names or ()},
@@ -116,11 +147,17 @@ class Recorder(Observer):
             collectives=self._collectives.facts(trainer.mesh),
             unsharded=self._residency.unsharded,
             dtypes=self._dtypes.facts(),
+            rope_tables=self._dtypes.rope_tables(),
+            optimizer_groups=_optimizer_groups(trainer.model, trainer.optimizer),
+            operators=self._operators.facts(),
+            blocks=self._compilation.facts(),
+            checkpoint=self._checkpoint,
             poisoned=self._poison.poisoned,
             surviving_poison=self._poison.surviving,
             fingerprints=self._capture.fingerprints,
             layouts=self._capture.layouts,
             batches=self._capture.batches,
+            model_inputs=self._model_inputs.digests,
         )
         return facts, self._capture.tensors
 
@@ -138,3 +175,11 @@ def _parameter_facts(parameter: torch.Tensor, group: str) -> ParameterFacts:
     by_name = zip(names, parameter.placements, strict=True)
     shard_dims = {name: placement.dim for name, placement in by_name if hasattr(placement, "dim")}
     return ParameterFacts(group, list(parameter.shape), shard_dims)
+
+
+def _optimizer_groups(model: Transformer, optimizer: torch.optim.Optimizer) -> list[OptimizerGroup]:
+    names = {id(p): name for name, p in model.named_parameters() if is_sharded_by_fsdp(p)}
+    return [
+        OptimizerGroup(group["weight_decay"], float(group["lr"]), [names.get(id(p), "?") for p in group["params"]])
+        for group in optimizer.param_groups
+    ]

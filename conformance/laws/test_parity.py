@@ -1,16 +1,23 @@
-"""PAR: a parallel run computes what one process computes."""
+"""PAR: a parallel run computes what one process computes, in fp32 and in bf16."""
+
+import torch
 
 from conformance.engine import compare
-from conformance.engine.cells import Cell, Mesh
-from conformance.engine.law import Run, law
+from conformance.engine.cells import Cell
+from conformance.engine.law import Probe, Run, law
+from conformance.engine.measurements import measure
 from conformance.engine.outcomes import ConformanceFailure
 from conformance.engine.workload import trainer_config
-from conformance.instruments.capture import WHOLE
+from conformance.laws.steps import compare_steps, compare_updates, require_known_sum_order
 from conformance.oracles import tolerance
-from conformance.oracles.cache import fp64_reference
-from conformance.oracles.reference import bf16_gradients, replay_updates
+from conformance.oracles.cache import reference_run
+from conformance.oracles.emulation import emulated_step
+from conformance.oracles.reference import initial_model
+from reference_trainer.data import Batches
+from reference_trainer.integer_model import EXACT_BELOW, largest_partial_sum
 
 FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
+MIXED_PRECISION = f"{FULLY_SHARD}#torch.distributed.fsdp.MixedPrecisionPolicy"
 
 
 @law("PAR-1", reference=FULLY_SHARD)
@@ -18,13 +25,17 @@ def test_sharded_fp32_equals_one_process(run: Run, cell: Cell) -> None:
     """A sharded fp32 run MUST compute the loss, gradients, norms, parameters and optimizer state of one process.
 
     Wrong if gradients are summed instead of averaged, a partial sum is lost, a norm is local or a shard is stale.
+    One process in fp64 is the reference, and in fp32 shows that the bound leaves room for rounding alone.
     """
     config = trainer_config(cell)
-    record, expected = run(cell), fp64_reference(config)
+    record, expected = run(cell), reference_run(config, dtype=torch.float64)
     bound = tolerance.fp32_gradients(config)
+    own = reference_run(config, dtype=torch.float32).gradients[0]
+    compare.tensors(own, expected.gradients[0], name="own error of one process in fp32", within=bound)
     compare.scalars(record.losses, expected.losses, name="loss", within=bound)
     compare.tensors(record.select("step0/gradient/"), expected.gradients[0], name="gradient at step 0", within=bound)
     compare.scalars(record.grad_norms, expected.grad_norms, name="gradient norm", within=bound)
+    compare_steps(record)
     compare.tensors(
         record.select("final/parameter/"),
         expected.parameters,
@@ -37,70 +48,67 @@ def test_sharded_fp32_equals_one_process(run: Run, cell: Cell) -> None:
         compare.tensors(record.select(f"final/{kind}/"), tensors, name=f"optimizer state {kind}", within=within)
 
 
-@law("PAR-2", reference=FULLY_SHARD)
-def test_bf16_mixed_precision_equals_its_emulation(run: Run, cell: Cell) -> None:
-    """A bf16-mp run MUST round where FSDP2 says it does, and nowhere else: it equals one process with the same casts.
+@law("PAR-2", reference=MIXED_PRECISION)
+def test_bf16_mixed_precision_equals_its_emulation(run: Run, probe: Probe, cell: Cell) -> None:
+    """A bf16 run MUST round where FSDP2 and tensor parallelism say it does, and nowhere else: as one process does
+    with the same casts and partial sums.
 
     Wrong if gradients are reduced in bf16, master weights are bf16, or a cast is missing or doubled.
     """
-    config, mesh = trainer_config(cell), Mesh.parse(cell.mesh)
-    dp_size = mesh.dp_replicate * mesh.dp_shard
+    require_known_sum_order(probe, cell)
     record = run(cell)
-    gradients = [record.select(f"step{step}/gradient/") for step in range(cell.steps)]
-    for step, measured in enumerate(gradients):
-        # Each step is judged from the weights in which it began, so that rounding of earlier steps does not add up.
-        weights = record.select(f"step{step}/parameter/")
-        loss, expected = bf16_gradients(config, weights, step=step, dp_size=dp_size)
-        compare.scalars([record.losses[step]], [loss], name=f"loss {step}", within=tolerance.fp32_loss(config))
-        within = tolerance.fp32_average(dp_size)
-        compare.tensors(measured, expected, name=f"gradient {step}", within=within)
-    initial = record.select("initial/parameter/")
-    replayed = replay_updates(config.optimizer, initial, gradients)
-    compare.tensors(
-        record.select("final/parameter/"),
-        replayed.parameters,
-        name="change of parameters",
-        origin=initial,
-        within=tolerance.replayed_updates(replayed, config.optimizer),
-    )
+    compare_steps(record)
+    compare_updates(record)
 
 
-@law("PAR-4", reference=FULLY_SHARD)
-def test_moving_data_changes_no_bit(run: Run, cell: Cell) -> None:
-    """What only moves or repeats (reshard mode, checkpointing) MUST NOT change a bit of gradients or final state.
+@law("PAR-3", reference=MIXED_PRECISION)
+def test_bf16_is_as_far_from_fp32_as_it_has_to_be(run: Run, cell: Cell) -> None:
+    """A bf16 run's gradients MUST be no further from fp32 than those of one process that rounds alike, and no closer.
 
-    Wrong if a group is used before it is gathered, or after it was freed or became stale, or if what activation
-    checkpointing computes again comes out otherwise.
+    Wrong if something is rounded more often than it has to be, or if bf16 did not run at all.
     """
-    opposite = "always" if cell.reshard != "always" else "never"
-    record, other = run(cell), run(cell.but(reshard=opposite, activation_checkpointing="none"))
-    for kind in ("step0/gradient/", "final/parameter/", "final/exp_avg/", "final/exp_avg_sq/"):
-        compare.bits(record.select(kind), other.select(kind), name=kind)
-    assert record.losses == other.losses, f"losses differ: {record.losses} and {other.losses}"
+    config = trainer_config(cell)
+    record, exact = run(cell), reference_run(config, dtype=torch.float64).gradients[0]
+    emulated = emulated_step(config, record.select("initial/parameter/"), step=0).gradients
+    errors = [compare.distance(found, exact) for found in (record.select("step0/gradient/"), emulated)]
+    compare.ratio(*errors, name="error over that of the emulation", factor=tolerance.bf16_error_factor(config))
 
 
-@law("PAR-5", reference=FULLY_SHARD)
-def test_replicas_are_equal(run: Run, cell: Cell) -> None:
-    """Ranks that hold the same elements of a parameter, gradient, buffer or moment MUST hold the same bits.
+@law("PAR-7", reference=FULLY_SHARD)
+def test_uneven_shards_and_tied_weights_train(run: Run, cell: Cell) -> None:
+    """Shards of unequal sizes, empty ones and tied weights MUST be trained like any other, in every step.
 
-    Wrong if a replica starts from other weights, or a replicated parameter's gradient stays a partial sum.
+    Wrong if padding gets into a tensor, a row belongs to no rank or to two, the rows of the last rank are stale, or a
+    tied weight becomes two.
     """
-    ranks = run(cell).ranks
-    first: dict[tuple[str, str], str] = {}
-    differing = []
-    for facts in ranks:
-        for key, found in facts.fingerprints.items():
-            _, kind, name = key.split("/", 2)
-            layout = WHOLE if kind == "gathered" else facts.layouts.get(name, WHOLE)
-            if first.setdefault((key, layout), found) != found:
-                differing.append(f"rank {facts.rank}: {key}")
-    compare.count(
-        len(differing),
-        name="differing tensors",
-        expected=0,
-        detail=", ".join(differing[:8]),
-        unit=f"parts that differ from those of another rank, of {len(first)}",
-    )
-    coordinates = {tuple(facts.mesh_coordinate.items()) for facts in ranks}
-    if len(coordinates) != len(ranks):
-        raise ConformanceFailure(f"{len(ranks)} ranks have only {len(coordinates)} mesh coordinates")
+    record = run(cell)
+    names = {name for name, _ in initial_model(trainer_config(cell)).named_parameters()}
+    for when in ("initial", "final"):
+        found = record.select(f"{when}/parameter/").keys()
+        if found != names:
+            raise ConformanceFailure(f"{when} parameters: {sorted(found ^ names)} are not those of one process")
+    wrong = [name for name in names if not record.is_partitioned(name)]
+    compare.count(len(wrong), name="wrong partitions", expected=0, detail=", ".join(wrong), unit="parameters")
+    compare_steps(record)
+    compare_updates(record)
+
+
+@law("PAR-9", reference=FULLY_SHARD)
+def test_whole_numbers_are_exact_on_every_mesh(run: Run, cell: Cell) -> None:
+    """With whole numbers, whose sums are exact in any order, a run MUST equal one process in every bit on any mesh.
+
+    Wrong by the smallest error of scale, order or layout: there is no rounding that could hide it.
+    """
+    config = trainer_config(cell)
+    record, expected = run(cell), reference_run(config, dtype=torch.float64)
+    batch = Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed).global_batch(0)
+    largest = largest_partial_sum(initial_model(config), *batch)
+    measure("largest partial sum", largest, upper=EXACT_BELOW, unit="one")
+    assert largest < EXACT_BELOW, f"the workload is not exact: a partial sum may reach {largest}"
+    assert record.losses == expected.losses, f"losses: measured {record.losses}, expected {expected.losses}"
+    compare.bits(record.select("step0/gradient/"), _fp32(expected.gradients[0]), name="gradient")
+    compare.bits(record.select("final/parameter/"), _fp32(expected.parameters), name="parameters")
+
+
+def _fp32(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.float() for name, tensor in tensors.items()}

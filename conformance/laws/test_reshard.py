@@ -1,10 +1,13 @@
 """RS: what is gathered, reduced and freed, and when."""
 
 from conformance.engine import compare
-from conformance.engine.cells import Cell, Mesh
+from conformance.engine.cells import Cell
 from conformance.engine.law import Run, law
+from conformance.engine.workload import trainer_config
 from conformance.instruments.recorder import RankFacts
-from conformance.oracles.schedule import Event, fsdp_events, group_sizes, reshards_after_forward
+from conformance.oracles.schedule import Event, fsdp_events, group_of, kept_after_forward, shard_numels
+from conformance.oracles.tensor_parallel import local_shapes
+from reference_trainer.mesh import resolve_mesh
 
 RESHARD_AFTER_FORWARD = (
     "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html#torch.distributed.fsdp.fully_shard"
@@ -17,14 +20,15 @@ def test_schedule_follows_the_reshard_mode(run: Run, cell: Cell) -> None:
 
     Also after forward only the groups that the mode keeps are unsharded, and none is when the optimizer steps.
     """
-    mesh = Mesh.parse(cell.mesh)
+    config = trainer_config(cell)
+    dims = resolve_mesh(config.mesh, world_size=cell.world_size)
     for facts in run(cell).ranks:
-        owners = {name: p.group for name, p in facts.parameters.items()}
-        groups = group_sizes(_tensor_parallel_shapes(facts, mesh), owners, shards=mesh.dp_shard)
-        expected = fsdp_events(cell, groups)
+        shapes = local_shapes(config.model, tp=dims.tp, tp_rank=facts.mesh_coordinate.get("tp", 0))
+        expected = fsdp_events(config, dims, shard_numels(shapes, config, shards=dims.dp_shard))
+        kept = [name for name in shapes if kept_after_forward(group_of(name, config), config.reshard)]
         for step in range(cell.steps):
             _check_events(facts, expected, step)
-            _check_residency(cell, facts, step)
+            _check_residency(facts, kept, step)
 
 
 def _check_events(facts: RankFacts, expected: list[Event], step: int) -> None:
@@ -42,25 +46,10 @@ def _check_events(facts: RankFacts, expected: list[Event], step: int) -> None:
         assert m == e, f"{where}, collective {index}: measured {m}, expected {e}"
 
 
-def _tensor_parallel_shapes(facts: RankFacts, mesh: Mesh) -> dict[str, list[int]]:
-    """The shapes that FSDP divides: where `tp` shards a dimension, this rank's chunk of it."""
-    shapes = {}
-    for name, parameter in facts.parameters.items():
-        shapes[name] = list(parameter.shape)
-        dim = parameter.shard_dims.get("tp")
-        if dim is not None:
-            chunk = -(-parameter.shape[dim] // mesh.tp)
-            start = chunk * facts.mesh_coordinate["tp"]
-            shapes[name][dim] = max(0, min(chunk, parameter.shape[dim] - start))
-    return shapes
-
-
-def _check_residency(cell: Cell, facts: RankFacts, step: int) -> None:
-    keeps_last = not reshards_after_forward(cell.reshard, last=True)
-    keeps_all = not reshards_after_forward(cell.reshard, last=False)
-    kept = [name for name, p in facts.parameters.items() if keeps_all or (keeps_last and p.group in ("norm", "output"))]
+def _check_residency(facts: RankFacts, kept: list[str], step: int) -> None:
     where = f"rank {facts.rank}, step {step}"
-    assert facts.unsharded[f"{step}/after_forward"] == kept, f"{where}: not what {cell.reshard} keeps after forward"
+    after_forward = facts.unsharded[f"{step}/after_forward"]
+    assert after_forward == kept, f"{where}: {after_forward} are unsharded after forward, must be {kept}"
     for moment in ("at_optimizer", "after_step"):
         unsharded = facts.unsharded[f"{step}/{moment}"]
         assert not unsharded, f"{where}, {moment}: {unsharded} are unsharded"

@@ -9,14 +9,14 @@ from conformance.oracles.reference import ReferenceRun, train_reference
 from reference_trainer.config import MeshConfig, TrainerConfig
 
 
-def fp64_reference(config: TrainerConfig) -> ReferenceRun:
-    """One process, fp64. Independent of mesh, precision, accumulation and everything that only moves data."""
-    return _fp64(msgspec.structs.replace(_workload(config), accumulation=1))
+def reference_run(config: TrainerConfig, *, dtype: torch.dtype) -> ReferenceRun:
+    """One process in `dtype`. Independent of mesh, precision, accumulation and everything that only moves data."""
+    return _reference(_workload(config), dtype)
 
 
 @lru_cache(maxsize=64)
-def _fp64(config: TrainerConfig) -> ReferenceRun:
-    return train_reference(config, dtype=torch.float64)
+def _reference(config: TrainerConfig, dtype: torch.dtype) -> ReferenceRun:
+    return train_reference(config, dtype=dtype)
 
 
 def _workload(config: TrainerConfig) -> TrainerConfig:
@@ -30,4 +30,8 @@ def _workload(config: TrainerConfig) -> TrainerConfig:
         loss_parallel=False,
         activation_checkpointing="none",
         compile="none",
+        accumulation=1,
+        gradient_sync="each",
+        init="meta",
+        checkpoint=None,
     )

@@ -7,13 +7,11 @@ formulas against torch's own, and the gradients against finite differences.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the field's standard name
 from torch import Tensor
 
 from reference_trainer.config import OptimizerConfig, TrainerConfig
@@ -60,63 +58,18 @@ def train_reference(config: TrainerConfig, *, dtype: torch.dtype) -> ReferenceRu
     return _train(initial_model(config).to(dtype), config, gradients)
 
 
-def bf16_gradients(config: TrainerConfig, parameters: Tensors, *, step: int, dp_size: int) -> tuple[float, Tensors]:
-    """Loss and gradients of one step as FSDP2 computes them with `param_dtype=bf16, reduce_dtype=fp32`.
-
-    `parameters` are the fp32 master weights before the step. For each micro-batch of each data-parallel rank these are
-    cast to bf16 (as on unshard), forward and backward run in bf16, and the bf16 gradients are cast to fp32; then they
-    are averaged over the ranks in fp32 and added up over the micro-batches. Buffers stay fp32.
-    Source: torch.distributed.fsdp.MixedPrecisionPolicy. The loss is torch's own `cross_entropy`, in fp32: another
-    formula rounds the logits' gradient otherwise, and now and then one falls to the other side when cast to bf16.
-    """
-    batch = Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed).global_batch(step)
-    valid_tokens = int((batch[1] != IGNORED_LABEL).sum())
-    model = initial_model(config)  # for its buffers
-    for name, parameter in model.named_parameters():
-        parameter.data = parameters[name].to(torch.bfloat16)
-    names, computed = zip(*model.named_parameters(), strict=True)
-    loss, totals = 0.0, {name: torch.zeros_like(parameters[name]) for name in names}
-    with _one_thread():
-        for index in range(config.accumulation):
-            sums = {name: torch.zeros_like(parameters[name]) for name in names}
-            for rank in range(dp_size):
-                inputs, labels = _micro_batch(batch, rank, dp_size=dp_size, index=index, count=config.accumulation)
-                logits = model(inputs).float().flatten(0, 1)
-                loss_sum = F.cross_entropy(logits, labels.flatten(), reduction="sum", ignore_index=IGNORED_LABEL)
-                loss += float(loss_sum.detach())
-                grads = torch.autograd.grad(loss_sum * (dp_size / valid_tokens), computed)
-                for name, grad in zip(names, grads, strict=True):
-                    sums[name] += grad.float()
-            for name in names:
-                totals[name] += sums[name] / dp_size
-    return loss / valid_tokens, totals
-
-
-def _micro_batch(batch: Batch, rank: int, *, dp_size: int, index: int, count: int) -> Batch:
-    """Consecutive samples belong to a rank, and within it to a micro-batch."""
-    inputs, labels = (tensor.chunk(dp_size)[rank].chunk(count)[index] for tensor in batch)
-    return inputs, labels
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """As in the ranks: how a kernel splits its sums depends on the number of threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def summed_loss(model: Transformer, batch: Batch) -> Tensor:
-    """Negative log-likelihood summed over the labels that count; logits below fp32 are raised to fp32 first."""
+    """Negative log-likelihood summed over the labels that count; logits below fp32 are raised to fp32 first.
+
+    The integer model's loss is minus the labels' logits.
+    """
     inputs, labels = batch
     logits: Tensor = model(inputs)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     valid = labels != IGNORED_LABEL
     chosen = logits.gather(-1, labels.where(valid, 0).unsqueeze(-1)).squeeze(-1)
-    return ((logits.logsumexp(-1) - chosen) * valid).sum()
+    normalisation = logits.logsumexp(-1) if model.config.arithmetic == "float" else 0.0
+    return ((normalisation - chosen) * valid).sum()
 
 
 def _train(

@@ -11,85 +11,156 @@ from math import prod
 from typing import Literal
 
 import msgspec
+import torch
 
-from conformance.engine.cells import Cell, Mesh
+from conformance.oracles.dtype_policy import dtype_policy
+from reference_trainer.config import TrainerConfig
+from reference_trainer.mesh import ParallelDims
+
+_EMBEDDING, _NORM, _OUTPUT = "tok_embeddings", "norm", "output"
+
+
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 
 class Event(msgspec.Struct, frozen=True):
     """One collective of one rank; `numel` is its input's."""
 
     phase: str
-    kind: Literal["all_gather", "reduce_scatter", "all_reduce"]
+    kind: Kind
     group: str
     numel: int
     dtype: str
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's input."""
+        return self.numel * int(getattr(torch, self.dtype).itemsize)
+
 
 @dataclass(frozen=True)
-class GroupSize:
-    """Parameters of one FSDP group on one rank, after tensor parallelism."""
+class Group:
+    """An FSDP group; the `inner` ones run while it does, in this order."""
 
-    shard_numel: int
-    """Elements of a rank's shard with padding: dimension 0 is split into equal parts, rounded up."""
-    shards: int
+    name: str
+    """Module that it is named after."""
+    inner: "tuple[Group, ...]" = ()
 
 
-def group_sizes(
-    local_shapes: Mapping[str, Sequence[int]], owners: Mapping[str, str], *, shards: int
-) -> list[GroupSize]:
-    """Sizes of the groups in forward order (embedding, blocks, norm and output).
+def groups(config: TrainerConfig) -> tuple[Group, ...]:
+    """The groups in forward order: the embedding, each block, norm and output together.
 
-    `local_shapes` are the shapes that FSDP divides, by parameter name; `owners` name the group of each.
+    Masters of two dtypes (`bf16-mixed`) put each norm into a group of its own. A tied weight makes embedding and output
+    one group, which runs from the first to the last module.
     """
-    order = list(dict.fromkeys(_forward_group(owners[name]) for name in local_shapes))
-    numel = dict.fromkeys(order, 0)
-    for name, shape in local_shapes.items():
-        rows, *rest = shape
-        numel[_forward_group(owners[name])] += -(-rows // shards) * prod(rest)
-    return [GroupSize(numel[group], shards) for group in order]
+    norms = ("attention_norm", "ffn_norm") if _norms_apart(config) else ()
+    blocks = [f"layers.{i}" for i in range(config.model.n_layers)]
+    middle = tuple(Group(block, tuple(Group(f"{block}.{norm}") for norm in norms)) for block in blocks)
+    if norms:
+        middle += (Group(_NORM),)
+    if config.model.tied_embeddings:
+        return (Group(_OUTPUT, middle),)
+    return (Group(_EMBEDDING), *middle, Group(_OUTPUT))
 
 
-def _forward_group(owner: str) -> str:
-    """Norm and output are sharded in one call and form one group."""
-    return "norm+output" if owner in ("norm", "output") else owner
+def group_of(parameter: str, config: TrainerConfig) -> str:
+    """Name of the group that a parameter belongs to."""
+    module = parameter.rpartition(".")[0]
+    if module.startswith("layers."):
+        apart = _norms_apart(config) and module.endswith("_norm")
+        return module if apart else ".".join(module.split(".")[:2])
+    if (module == _EMBEDDING and not config.model.tied_embeddings) or (module == _NORM and _norms_apart(config)):
+        return module
+    return _OUTPUT
 
 
-def fsdp_events(cell: Cell, groups: Sequence[GroupSize]) -> list[Event]:
-    """All collectives over `dp_shard` and `dp_replicate` of one optimizer step's forward and backward phases.
+def shard_numels(shapes: Mapping[str, Sequence[int]], config: TrainerConfig, *, shards: int) -> dict[str, int]:
+    """Elements of a rank's shard of each group, by name.
 
-    At world size 1 per shard group FSDP2 issues no collectives (torch >= 2.9).
+    `shapes` are what FSDP divides, by parameter. Dimension 0 is split into equal parts, rounded up: a shard is padded.
     """
-    mesh = Mesh.parse(cell.mesh)
-    return [event for _ in range(cell.accumulation) for event in _micro_batch(cell, mesh, groups)]
+    numels: dict[str, int] = {}
+    for parameter, (rows, *rest) in shapes.items():
+        group = group_of(parameter, config)
+        numels[group] = numels.get(group, 0) + -(-rows // shards) * prod(rest)
+    return numels
 
 
-def _micro_batch(cell: Cell, mesh: Mesh, groups: Sequence[GroupSize]) -> list[Event]:
-    compute, reduce = ("bfloat16", "float32") if cell.precision == "bf16-mp" else ("float32", "float32")
-    resharded = [reshards_after_forward(cell.reshard, last=i == len(groups) - 1) for i in range(len(groups))]
-
-    def gather(phase: str, i: int) -> list[Event]:
-        group = groups[i]
-        return [Event(phase, "all_gather", "dp_shard", group.shard_numel, compute)] if group.shards > 1 else []
-
-    def reduce_gradients(i: int) -> list[Event]:
-        group, events = groups[i], []
-        if group.shards > 1:
-            padded = group.shard_numel * group.shards
-            events.append(Event("backward", "reduce_scatter", "dp_shard", padded, reduce))
-        if mesh.dp_replicate > 1:
-            events.append(Event("backward", "all_reduce", "dp_replicate", group.shard_numel, reduce))
-        return events
-
-    events = [event for i in range(len(groups)) for event in gather("forward", i)]
-    last = len(groups) - 1
-    events += gather("backward", last) if resharded[last] else []
-    for i in range(last, -1, -1):
-        # Entering the backward of a group, the next one is gathered ahead; leaving it, its gradients are reduced.
-        events += gather("backward", i - 1) if i > 0 and resharded[i - 1] else []
-        events += reduce_gradients(i)
-    return events
+def kept_after_forward(group: str, reshard: str) -> bool:
+    """Whether a group stays unsharded; `default` keeps norm and output, which backward needs at once."""
+    return {"always": False, "never": True, "default": group in (_NORM, _OUTPUT)}[reshard]
 
 
-def reshards_after_forward(reshard: str, *, last: bool) -> bool:
-    """Whether a group is freed after forward; `default` keeps the last one, which backward needs at once."""
-    return {"always": True, "never": False, "default": not last}[reshard]
+def communicates(config: TrainerConfig, micro_batch: int) -> tuple[bool, bool]:
+    """Whether the backward of a micro-batch reduces gradients within a shard group, and whether over the replicas."""
+    last = micro_batch == config.accumulation - 1
+    return {"each": (True, True), "last": (last, last), "all-reduce-last": (True, last)}[config.gradient_sync]
+
+
+def fsdp_events(config: TrainerConfig, dims: ParallelDims, numels: Mapping[str, int]) -> list[Event]:
+    """All collectives over `dp_shard` and `dp_replicate` of one optimizer step, which are in forward and backward.
+
+    `numels` are those of `shard_numels`. A dimension of one rank communicates nothing (torch >= 2.9).
+    """
+    schedule = _Schedule(config, dims, numels)
+    for micro_batch in range(config.accumulation):
+        schedule.run(micro_batch)
+    return schedule.events
+
+
+def _norms_apart(config: TrainerConfig) -> bool:
+    return config.precision == "bf16-mixed"
+
+
+class _Schedule:
+    """Walks through the groups as forward does, and back."""
+
+    def __init__(self, config: TrainerConfig, dims: ParallelDims, numels: Mapping[str, int]) -> None:
+        self.events: list[Event] = []
+        self._config, self._dims, self._numels = config, dims, numels
+        self._policy = dtype_policy(config.precision)
+        self._unsharded: set[str] = set()
+        self._left: list[str] = []
+        """Groups in the order in which forward left them."""
+
+    def run(self, micro_batch: int) -> None:
+        self._left.clear()
+        self._forward(groups(self._config))
+        self._backward(groups(self._config), *communicates(self._config, micro_batch))
+
+    def _forward(self, entered: Sequence[Group]) -> None:
+        for group in entered:
+            self._gather("forward", group.name)
+            self._forward(group.inner)
+            self._left.append(group.name)
+            if not kept_after_forward(group.name, self._config.reshard):
+                self._unsharded.discard(group.name)
+
+    def _backward(self, entered: Sequence[Group], reduce_scatter: bool, all_reduce: bool) -> None:
+        for group in reversed(entered):
+            self._gather("backward", group.name)
+            ahead = self._left.index(group.name) - 1
+            if ahead >= 0:
+                self._gather("backward", self._left[ahead])
+            self._backward(group.inner, reduce_scatter, all_reduce)
+            # Leaving backward frees a group even where its gradients stay: the next micro-batch gathers it again.
+            self._unsharded.discard(group.name)
+            if reduce_scatter:
+                self._issue("backward", "reduce_scatter", group.name)
+            if all_reduce:
+                self._issue("backward", "all_reduce", group.name)
+
+    def _gather(self, phase: str, group: str) -> None:
+        if group not in self._unsharded:
+            self._unsharded.add(group)
+            self._issue(phase, "all_gather", group)
+
+    def _issue(self, phase: str, kind: Kind, group: str) -> None:
+        over = "dp_replicate" if kind == "all_reduce" else "dp_shard"
+        ranks: int = getattr(self._dims, over)
+        if ranks == 1:
+            return
+        # The input of a reduce-scatter is a whole group, that of the others a shard.
+        numel = self._numels[group] * (ranks if kind == "reduce_scatter" else 1)
+        dtype = self._policy.compute if kind == "all_gather" else self._policy.reduce
+        self.events.append(Event(phase, kind, over, numel, dtype))

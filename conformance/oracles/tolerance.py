@@ -12,11 +12,13 @@ from math import sqrt
 
 from torch import Tensor
 
+from conformance.oracles.emulation import Emulation
 from conformance.oracles.reference import ReferenceRun, clip_factor
 from reference_trainer.config import ModelConfig, OptimizerConfig, TrainerConfig
 
 FP32_ROUNDOFF = 2.0**-24
 _ROUNDINGS_PER_STEP = 10
+"""Of an optimizer's step: see `replayed_state`."""
 
 
 def forward_stages(model: ModelConfig, *, seq_len: int) -> float:
@@ -82,25 +84,56 @@ def moments(gradient_error: float) -> Mapping[str, float]:
     return {"exp_avg": 2 * gradient_error, "exp_avg_sq": 4 * gradient_error}
 
 
-def fp32_average(terms: int) -> float:
-    """Relative error of an average in fp32 whose terms are given, such as a reduced gradient.
+def emulated_gradients(config: TrainerConfig, emulated: Emulation) -> dict[str, float]:
+    """Relative deviation of each gradient of a run from the emulation, which rounds where the run does.
 
-    Two terms have one sum whatever their order. Beyond, (terms - 1) additions in an order of the backend's choice;
-    sqrt(terms) is the ratio of the terms' sizes to that of their sum if they are independent.
+    What is left open is the order of sums. Over two ranks a sum has one order, and of tensor-parallel sums in bf16 the
+    order is known (`virtual_tp.sums_in_ring_order`): no bit may differ, as products of equal shapes are equal in bits
+    with one torch on one machine. A sum over n > 2 data-parallel ranks in any order has an error of at most
+    (n - 1) u times the sum of its terms' sizes (Higham, "Accuracy and Stability of Numerical Algorithms", 2nd edition,
+    section 4.2), in the run as in the emulation. In fp32 with tensor parallelism, or compiled, the two are computations
+    of their own, each with the error of `fp32_gradients`.
     """
-    return (terms - 1) * FP32_ROUNDOFF * sqrt(terms) if terms > 2 else 0.0
+    if config.precision == "fp32" and (config.mesh.tp > 1 or config.compile != "none"):
+        return dict.fromkeys(emulated.gradients, 2 * fp32_gradients(config))
+    shards = config.mesh.dp_shard if isinstance(config.mesh.dp_shard, int) else 1
+    ranks = max(shards, config.mesh.dp_replicate)
+    error = 2 * (ranks - 1) * FP32_ROUNDOFF if ranks > 2 else 0.0
+    return {name: error * condition for name, condition in emulated.conditions.items()}
+
+
+def bf16_error_factor(config: TrainerConfig) -> float:
+    """Ratio c of a bf16 run's error to that of its emulation, if both really compute in bf16: in [1/c, c].
+
+    With the same roundings in another order of sums the two errors are realisations of one distribution. Errors of
+    different tokens are independent, so their squared sums over T tokens have a relative variance of 2 / T each, and
+    differ by at most 3 sigma = 3 sqrt(4 / T) of their size.
+    """
+    tokens = config.data.min_valid_fraction * config.data.global_batch_size * config.data.seq_len
+    return sqrt(1 + 3 * sqrt(4 / tokens))
+
+
+def norm(reference: ReferenceRun) -> float:
+    """Relative error of a total norm in fp32 whose terms are given: a sum over all elements."""
+    return FP32_ROUNDOFF * sqrt(sum(grad.numel() for grad in reference.gradients[0].values()))
 
 
 def replayed_updates(reference: ReferenceRun, config: OptimizerConfig) -> dict[str, float]:
     """Relative error of each parameter's total change, given the gradients that were applied.
 
-    A step rounds some ten times, each relative to what is rounded (products, quotients and roots: no cancellation but
-    in the first moment's average), the gradient norm is a sum over all elements, and the new parameter is rounded to
-    fp32. The steps' errors are added.
+    Each step adds its error (see `replayed_state`) and rounds the new parameter to fp32.
     """
-    elements = sum(grad.numel() for grad in reference.gradients[0].values())
-    step_error = FP32_ROUNDOFF * (_ROUNDINGS_PER_STEP + (sqrt(elements) if config.max_norm > 0 else 0.0))
-    steps = len(reference.gradients)
+    steps, state_error = len(reference.gradients), replayed_state(reference, config)
     return {
-        name: steps * (step_error + FP32_ROUNDOFF * _size_over_change(reference, name)) for name in reference.parameters
+        name: state_error + steps * FP32_ROUNDOFF * _size_over_change(reference, name) for name in reference.parameters
     }
+
+
+def replayed_state(reference: ReferenceRun, config: OptimizerConfig) -> float:
+    """Relative error of the optimizer's state and steps, given the gradients that were applied.
+
+    A step rounds some ten times, each relative to what is rounded (products, quotients and roots: no cancellation but
+    in the first moment's average), and the gradient norm is a sum over all elements. The steps' errors are added.
+    """
+    clip_error = norm(reference) if config.max_norm > 0 else 0.0
+    return len(reference.gradients) * (FP32_ROUNDOFF * _ROUNDINGS_PER_STEP + clip_error)

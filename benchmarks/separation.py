@@ -1,0 +1,180 @@
+"""How far correct runs and injected defects are from every tolerance: `python benchmarks/separation.py [--write]`.
+
+Runs the laws that have tolerances on the unmodified product with several seeds, then each defect that such a law names
+on the cells that show it, with the same seeds. Prints one row for each law and measure: the largest multiple of the
+bound of a correct run, and the smallest of a defect. Both must be at least 3 times away from the bound. `--write` puts
+the table into docs/tolerances.md. Exit status 1: something is not separated, or a correct run failed.
+"""
+
+import argparse
+import math
+import re
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from tabulate import tabulate
+
+from conformance.defects.catalogue import defects
+from conformance.engine.matrix import load_matrix
+from conformance.engine.measurements import Measurement
+from conformance.engine.report import CaseResult, Report
+
+PROJECT = Path(__file__).resolve().parents[1]
+PAGE = PROJECT / "docs" / "tolerances.md"
+MARKS = "<!-- separation: begin -->", "<!-- separation: end -->"
+FACTOR = 3.0
+"""Distance from a bound that counts as separated, on either side (DESIGN.md section 8)."""
+LAWS = ("PAR-1", "PAR-2", "PAR-3", "PAR-6", "PAR-7", "MP-2", "MP-5")
+"""Laws that compare with a tolerance; all others compare bits or counts."""
+
+
+@dataclass
+class Row:
+    """What was measured of one comparison of one law. A multiple is a deviation over its bound."""
+
+    clean: tuple[float, float, str] = (0.0, 0.0, "")
+    """Largest multiple of a correct run, its value and cell."""
+    cases: int = 0
+    defect: tuple[float, float, str] = (math.inf, math.inf, "none")
+    """Smallest multiple of a case that a defect made fail here, its value, and the defect."""
+    defect_cases: int = 0
+    bound: float = 0.0
+
+    @property
+    def separated(self) -> bool:
+        return self.clean[0] * FACTOR <= 1.0 and self.defect[0] >= FACTOR
+
+
+def multiple(measured: Measurement) -> float | None:
+    """The deviation over the bound; None for exact counts, which have no margin.
+
+    A ratio that may be off by a factor either way deviates by its logarithm.
+    """
+    if measured.upper is None or (measured.lower == measured.upper and measured.unit.startswith("of ")):
+        return None
+    value = math.inf if measured.value is None else measured.value
+    if measured.unit == "ratio":
+        return abs(math.log(value)) / math.log(measured.upper) if value > 0 else math.inf
+    if "deviation" not in measured.unit:
+        return None
+    if measured.upper == 0.0:
+        return 0.0 if value == 0.0 else math.inf
+    return value / measured.upper
+
+
+def comparison(name: str, measured: Measurement) -> str:
+    """Steps share a row; bitwise comparisons have one of their own."""
+    plain = re.sub(r" of step \d+", " of each step", name)
+    return f"{plain}, no bit may differ" if measured.upper == 0.0 else plain
+
+
+def multiples(case: CaseResult) -> Iterator[tuple[tuple[str, str], float, Measurement]]:
+    for name, measured in case.measured.items():
+        found = multiple(measured)
+        if found is not None:
+            yield (case.law, comparison(name, measured)), found, measured
+
+
+def add_clean(rows: dict[tuple[str, str], Row], report: Report) -> None:
+    for case in report.cases:
+        for key, found, measured in multiples(case):
+            row = rows[key]
+            row.cases += 1
+            row.bound = max(row.bound, measured.upper or 0.0)
+            row.clean = max(row.clean, (found, measured.value or 0.0, case.cell))
+
+
+def add_defect(rows: dict[tuple[str, str], Row], report: Report, laws: tuple[str, ...]) -> None:
+    """A comparison stops at its first failure, so each failed case counts once, for the measure that failed."""
+    for case in report.cases:
+        for key, found, measured in multiples(case):
+            if case.law in laws and found > 1.0:
+                rows[key].defect_cases += 1
+                value = math.inf if measured.value is None else measured.value
+                rows[key].defect = min(rows[key].defect, (found, value, str(report.defect)))
+
+
+def with_seeds(seeds: int, directory: Path) -> Path:
+    """The matrix with the laws that have tolerances, and every cell that has no seed of its own once for each seed."""
+    matrix = msgspec.to_builtins(load_matrix(PROJECT / "matrix.yaml"))
+    for family in matrix["families"].values():
+        family["laws"] = [law for law in family["laws"] if law in LAWS]
+        family["axes"].setdefault("seed", list(range(seeds)))
+    matrix["families"] = {name: family for name, family in matrix["families"].items() if family["laws"]}
+    matrix["profiles"] = {"pr": {"families": "all", "deadline_s": 120.0}}
+    file = directory / "matrix.yaml"
+    file.write_bytes(msgspec.json.encode(matrix))
+    return file
+
+
+def session(matrix: Path, directory: Path, *, cells: str, defect: str | None) -> Report:
+    """Run the laws with tolerances on the selected cells."""
+    command = [sys.executable, "-m", "pytest", "-n", "auto", "-q", "conformance/laws/", f"--report-dir={directory}"]
+    command += [f"--matrix={matrix}", f"--cells={cells}", *([f"--defect={defect}"] if defect else [])]
+    subprocess.run(command, cwd=PROJECT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+    return msgspec.json.decode((directory / "report.json").read_bytes(), type=Report)
+
+
+def measured_rows(seeds: int) -> dict[tuple[str, str], Row]:
+    """Run everything. Raises SystemExit if a correct run does not pass: a bound that is too tight separates nothing."""
+    rows: dict[tuple[str, str], Row] = defaultdict(Row)
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        matrix = with_seeds(seeds, directory)
+        clean = session(matrix, directory / "clean", cells="world <= 4", defect=None)
+        if clean.exit_code != 0:
+            wrong = [f"{case.id}: {case.reason}" for case in clean.cases if case.verdict not in ("pass", "unsupported")]
+            raise SystemExit(f"{len(wrong)} correct runs do not pass:\n" + "\n".join(wrong))
+        add_clean(rows, clean)
+        for defect in defects():
+            laws = tuple(law for law in defect.laws if law in LAWS)
+            if laws:
+                report = session(matrix, directory / defect.id, cells=defect.cells, defect=defect.id)
+                add_defect(rows, report, laws)
+                print(f"{defect.id}: {report.verdicts}", file=sys.stderr)
+    return dict(sorted(rows.items()))
+
+
+def table(rows: dict[tuple[str, str], Row]) -> str:
+    headers = ["law", "measure", "cases", "largest correct", "of bound", "smallest defect", "of bound", "defect"]
+    lines = []
+    for (law, name), row in rows.items():
+        multiple_of_clean, value, _ = row.clean
+        of_defect, defect_value, defect = row.defect
+        correct = [row.cases, f"{value:.2g}", "equal" if row.bound == 0.0 else f"{multiple_of_clean:.2g}"]
+        if row.defect_cases:
+            caught = [f"{defect_value:.2g}", "differs" if row.bound == 0.0 else f"{of_defect:.2g}", defect]
+        else:
+            caught = ["-", "-", "an earlier measure fails first"]
+        lines.append([law, name, *correct, *caught])
+    return tabulate(lines, headers, tablefmt="github", disable_numparse=True)
+
+
+def write(text: str) -> None:
+    page = PAGE.read_text()
+    begin, end = (page.index(mark) for mark in MARKS)
+    PAGE.write_text(f"{page[: begin + len(MARKS[0])]}\n{text}\n{page[end:]}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=5, help="seeds 0 to N-1 (default: 5)")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/tolerances.md")
+    arguments = parser.parse_args()
+    rows = measured_rows(arguments.seeds)
+    print(table(rows))
+    if arguments.write:
+        write(table(rows))
+    close = [" ".join(key) for key, row in rows.items() if not row.separated]
+    print("\n".join(["", "not separated:", *close] if close else ["", "all separated"]))
+    return 1 if close else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

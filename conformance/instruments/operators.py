@@ -1,0 +1,28 @@
+"""Operator count: how often each operator ran in forward and in backward, which shows what is computed again."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from reference_trainer.observer import Observer, Phase
+
+_PHASES: tuple[Phase, ...] = ("forward", "backward")
+
+
+class OperatorCount(Observer):
+    """Listens to the dispatch tap. What inductor has fused is no operator any more, and not seen."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, Counter[str]] = {phase: Counter() for phase in _PHASES}
+        self._phase: Phase = "build"
+
+    def facts(self) -> dict[str, dict[str, int]]:
+        """For `forward` and `backward`, over all steps, the number of calls by name, such as `aten::addmm`."""
+        return {phase: dict(sorted(counts.items())) for phase, counts in self._counts.items()}
+
+    def phase(self, name: Phase, *, step: int) -> None:
+        self._phase = name
+
+    def listen(self, func: Any, args: Sequence[Any]) -> None:
+        if self._phase in self._counts:
+            self._counts[self._phase][func._schema.name] += 1

@@ -1,0 +1,56 @@
+"""Comparisons that several laws make: each step of a run, with what one process computes from the same state."""
+
+from conformance.engine import compare
+from conformance.engine.cells import Cell
+from conformance.engine.law import Probe
+from conformance.engine.outcomes import Unsupported
+from conformance.engine.record import Record
+from conformance.engine.workload import trainer_config
+from conformance.oracles import tolerance
+from conformance.oracles.emulation import emulated_step
+from conformance.oracles.reference import replay_updates
+from conformance.oracles.virtual_tp import sums_in_ring_order
+
+
+def compare_steps(record: Record) -> None:
+    """Each step's loss and gradients, from the weights in which it began: so that rounding of steps does not add up."""
+    __tracebackhide__ = True
+    config = trainer_config(record.cell)
+    for step in range(record.cell.steps):
+        expected = emulated_step(config, record.select(f"step{step}/parameter/"), step=step)
+        name = f"of step {step}, emulated"
+        compare.scalars([record.losses[step]], [expected.loss], name=f"loss {name}", within=tolerance.fp32_loss(config))
+        compare.tensors(
+            record.select(f"step{step}/gradient/"),
+            expected.gradients,
+            name=f"gradient {name}",
+            within=tolerance.emulated_gradients(config, expected),
+        )
+
+
+def compare_updates(record: Record) -> None:
+    """Parameters and optimizer state, given the gradients that were computed."""
+    __tracebackhide__ = True
+    optimizer = trainer_config(record.cell).optimizer
+    initial = record.select("initial/parameter/")
+    replayed = replay_updates(
+        optimizer, initial, [record.select(f"step{step}/gradient/") for step in range(record.cell.steps)]
+    )
+    compare.scalars(record.grad_norms, replayed.grad_norms, name="gradient norm", within=tolerance.norm(replayed))
+    compare.tensors(
+        record.select("final/parameter/"),
+        replayed.parameters,
+        name="change of parameters",
+        origin=initial,
+        within=tolerance.replayed_updates(replayed, optimizer),
+    )
+    for kind, tensors in replayed.optimizer_state.items():
+        within = tolerance.replayed_state(replayed, optimizer)
+        compare.tensors(record.select(f"final/{kind}/"), tensors, name=f"optimizer state {kind}", within=within)
+
+
+def require_known_sum_order(probe: Probe, cell: Cell) -> None:
+    """Sums of more than two bf16 numbers depend on their order: it must be the one that the emulation knows."""
+    tp = trainer_config(cell).mesh.tp
+    if tp > 2 and not sums_in_ring_order(probe(tp)):
+        raise Unsupported(f"sums over {tp} ranks are not taken in ring order by this backend: nothing to compare with")

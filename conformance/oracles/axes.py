@@ -1,0 +1,291 @@
+"""Axes: what each value of an axis must change in a record, beside the record of a neighbour.
+
+A neighbour is the same cell with that one axis at its default, which for the mesh is one process. Differences are read
+from what was measured, never from the configuration: a value that the trainer ignores leaves equal records behind.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import torch
+
+from conformance.engine.cells import Cell, Mesh, axis_names
+from conformance.engine.outcomes import ConformanceFailure
+from conformance.engine.record import Record
+from conformance.oracles.dtype_policy import dtype_policy
+
+Proof = Callable[[Record, Record], None]
+"""Raises ConformanceFailure unless the first record differs from the second, its neighbour's, as the axis says."""
+
+_BASE = Cell(mesh="dp1")
+_EXPENSIVE = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_dot_product")
+"""What selective activation checkpointing keeps; prefixes of names of operators."""
+
+
+def neighbours(cell: Cell) -> Iterator[tuple[str, Cell, Cell]]:
+    """For each axis that is not at its default: its name, the cell to look at, and that cell's neighbour."""
+    for axis in axis_names():
+        if getattr(cell, axis) != getattr(_BASE, axis):
+            # Gradients of replicas cannot be postponed where there are none: not an option of one process.
+            shown = cell.but(gradient_sync="each") if axis == "mesh" else cell
+            yield axis, shown, shown.but(**{axis: getattr(_BASE, axis)})
+
+
+def prove(axis: str, record: Record, neighbour: Record) -> None:
+    """Raises ConformanceFailure unless the axis shows its effect, ValueError for an axis that has no proof."""
+    if axis not in PROOFS:
+        raise ValueError(f"no proof that axis `{axis}` takes effect: add one to {__name__}.PROOFS")
+    PROOFS[axis](record, neighbour)
+
+
+def _expect(holds: bool, effect: str) -> None:
+    __tracebackhide__ = True
+    if not holds:
+        raise ConformanceFailure(effect)
+
+
+def _mesh(record: Record, neighbour: Record) -> None:
+    mesh = Mesh.parse(record.cell.mesh)
+    sizes = {"dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard, "tp": mesh.tp}
+    for name, size in sizes.items():
+        seen = {facts.mesh_coordinate.get(name, 0) for facts in record.ranks}
+        _expect(seen == set(range(size)), f"coordinates {sorted(seen)} in mesh dimension {name} of size {size}")
+    wide = {name for name, size in sizes.items() if size > 1}
+    for one, expected in ((record, wide), (neighbour, set())):
+        groups = {e.group for facts in one.ranks for e in facts.collectives if e.phase in ("forward", "backward")}
+        _expect(groups == expected, f"forward and backward communicate over {sorted(groups)}, not {sorted(expected)}")
+    for one, expected_parts in ((record, mesh.dp_shard * mesh.tp), (neighbour, 1)):
+        parts = _most_parts(one)
+        _expect(parts == expected_parts, f"parameters are in at most {parts} different parts, not {expected_parts}")
+
+
+def _most_parts(record: Record) -> int:
+    """Over all parameters, the largest number of different parts that ranks hold."""
+    return max(len({facts.layouts[name] for facts in record.ranks}) for name in record.ranks[0].parameters)
+
+
+def _precision(record: Record, neighbour: Record) -> None:
+    for one in (record, neighbour):
+        policy = dtype_policy(one.cell.precision)
+        in_bf16 = one.cell.precision == "bf16-init"
+        expected = {
+            "matrix products": {policy.compute},
+            "all-gathers": {policy.compute},
+            "reduce-scatters": {policy.reduce},
+            "norms": {policy.sharded_norms},
+            "other parameters": {policy.sharded},
+            "fp32 weights begin as bf16 numbers": {str(in_bf16)},
+        }
+        measured = _dtypes(one)
+        wrong = {what: sorted(found) for what, found in measured.items() if found != expected[what]}
+        _expect(not wrong, f"{one.cell.id}: {wrong}, expected { ({what: sorted(expected[what]) for what in wrong}) }")
+
+
+def _dtypes(record: Record) -> dict[str, set[str]]:
+    facts = record.ranks[0]
+    initial = {key.partition("/")[2]: set(names) for key, names in facts.dtypes.items() if key.startswith("initial_p")}
+    weights = [weight for weight in record.select("initial/parameter/").values() if weight.dtype == torch.float32]
+    return {
+        "matrix products": set(facts.dtypes.get("matmul/forward", [])),
+        "all-gathers": {e.dtype for e in facts.collectives if (e.kind, e.group) == ("all_gather", "dp_shard")},
+        "reduce-scatters": {e.dtype for e in facts.collectives if (e.kind, e.group) == ("reduce_scatter", "dp_shard")},
+        "norms": set().union(*(dtypes for name, dtypes in initial.items() if "norm" in name)),
+        "other parameters": set().union(*(dtypes for name, dtypes in initial.items() if "norm" not in name)),
+        "fp32 weights begin as bf16 numbers": {str(all(bool((w.bfloat16() == w).all()) for w in weights))},
+    }
+
+
+def _reshard(record: Record, neighbour: Record) -> None:
+    gathers, default = (_collectives(one, "backward", "all_gather", "dp_shard") for one in (record, neighbour))
+    unsharded = {name for facts in record.ranks for name in facts.unsharded["0/after_forward"]}
+    if record.cell.reshard == "always":
+        _expect(gathers > default, f"{gathers} all-gathers in backward, {default} by default")
+        _expect(not unsharded, f"unsharded after forward: {sorted(unsharded)}")
+    else:
+        _expect(gathers == 0 < default, f"{gathers} all-gathers in backward, {default} by default")
+        missing = record.ranks[0].parameters.keys() - unsharded
+        _expect(not missing, f"resharded after forward: {sorted(missing)}")
+
+
+def _init(record: Record, neighbour: Record) -> None:
+    loaded = [len({facts.checkpoint for facts in one.ranks} - {None}) for one in (record, neighbour)]
+    _expect(loaded == [1, 0], f"weights come from {loaded[0]} checkpoints, the neighbour's from {loaded[1]}")
+    _expect(all(facts.checkpoint for facts in record.ranks), "a rank has not loaded the checkpoint")
+
+
+def _model(record: Record, neighbour: Record) -> None:
+    uneven, usual = (_uneven_parameters(one) for one in (record, neighbour))
+    match record.cell.model:
+        case "even":
+            _expect(not uneven and bool(usual), f"unequal shards: {sorted(uneven)}, of tiny {sorted(usual)}")
+        case "uneven" | "uneven-tp":
+            _expect(uneven > usual, f"unequal shards: {sorted(uneven)}, of tiny {sorted(usual)}")
+        case "integer":
+            whole, usually = (_whole_numbers(one) for one in (record, neighbour))
+            _expect(whole and not usually, f"all gradients are whole numbers: {whole}, of tiny {usually}")
+        case name:
+            raise ValueError(f"no proof that model `{name}` takes effect: add one here")
+
+
+def _uneven_parameters(record: Record) -> set[str]:
+    """Parameters of which ranks hold parts of different size."""
+    names = record.ranks[0].parameters
+    return {name for name in names if len({shards[f"layout/{name}"].numel() for shards in record.shards}) > 1}
+
+
+def _whole_numbers(record: Record) -> bool:
+    """Whether each gradient of the first step is a whole number, but for a power of two that all share."""
+    gradients = record.select("step0/gradient/").values()
+    return all(bool((scaled == scaled.round()).all()) for scaled in (grad.double() * 2**20 for grad in gradients))
+
+
+def _optimizer(record: Record, neighbour: Record) -> None:
+    state, usual = (_kinds(one) - {"parameter", "buffer"} for one in (record, neighbour))
+    _expect(not state and usual == {"exp_avg", "exp_avg_sq"}, f"state of SGD {sorted(state)}, of AdamW {sorted(usual)}")
+
+
+def _kinds(record: Record) -> set[str]:
+    """Of what the ranks hold in the end."""
+    return {key.split("/")[1] for facts in record.ranks for key in facts.fingerprints if key.startswith("final/")}
+
+
+def _clip(record: Record, neighbour: Record) -> None:
+    limit = min(one.cell.clip for one in (record, neighbour) if one.cell.clip)
+    norm = record.grad_norms[0]
+    _expect(norm > limit, f"gradient norm {norm:.4g} is not above {limit}: nothing is clipped")
+    _expect(_same(record, neighbour, "step0/gradient/"), "gradients before clipping differ")
+    _expect(not _same(record, neighbour, "final/parameter/"), "parameters change alike")
+
+
+def _accumulation(record: Record, neighbour: Record) -> None:
+    passes, usual = (_block_passes(one) for one in (record, neighbour))
+    _expect(passes == record.cell.accumulation * usual > 0, f"{passes} forward passes of blocks, {usual} without")
+    _expect(_same(record, neighbour, "initial/parameter/"), "initial weights differ")
+
+
+def _block_passes(record: Record) -> int:
+    return sum(facts.blocks.compiled + facts.blocks.eager for facts in record.ranks)
+
+
+def _gradient_sync(record: Record, neighbour: Record) -> None:
+    micro_batches = record.cell.accumulation
+    _expect(micro_batches > 1, "with one micro-batch, gradients cannot be reduced later than after each")
+    scatters = [_collectives(one, "backward", "reduce_scatter", "dp_shard") for one in (record, neighbour)]
+    sums = [_collectives(one, "backward", "all_reduce", "dp_replicate") for one in (record, neighbour)]
+    postponed, kept = (scatters, sums) if record.cell.gradient_sync == "last" else (sums, scatters)
+    _expect(
+        postponed[0] * micro_batches == postponed[1] > 0,
+        f"{postponed[0]} reductions, {postponed[1]} if each micro-batch is reduced",
+    )
+    factor = micro_batches if record.cell.gradient_sync == "last" else 1
+    _expect(kept[0] * factor == kept[1], f"{kept[0]} other reductions, {kept[1]} if each micro-batch is reduced")
+
+
+def _sequence_parallel(record: Record, neighbour: Record) -> None:
+    scatters, usual = (_collectives(one, "forward", "reduce_scatter", "tp") for one in (record, neighbour))
+    _expect(scatters == 0 < usual, f"{scatters} reduce-scatters over tp in forward, {usual} with sequence parallelism")
+    sums, usual = (_collectives(one, "forward", "all_reduce", "tp") for one in (record, neighbour))
+    _expect(sums > usual, f"{sums} all-reduces over tp in forward, {usual} with sequence parallelism")
+
+
+def _loss_parallel(record: Record, neighbour: Record) -> None:
+    gathers, usual = (_collectives(one, "forward", "all_gather", "tp") for one in (record, neighbour))
+    logits = record.cell.world_size * record.cell.steps * record.cell.accumulation
+    _expect(gathers == usual - logits, f"{gathers} all-gathers over tp in forward, {usual} with {logits} of logits")
+    sums, usual = (_collectives(one, "forward", "all_reduce", "tp") for one in (record, neighbour))
+    _expect(sums > usual, f"{sums} all-reduces over tp in forward, {usual} of whole logits")
+
+
+def _activation_checkpointing(record: Record, neighbour: Record) -> None:
+    _expect(_same(record, neighbour, "initial/parameter/"), "initial weights differ")
+    counts, usual = (_operators(one, "backward") for one in (record, neighbour))
+    repeated = counts - usual
+    expensive = sorted(name for name in repeated if name.startswith(_EXPENSIVE))
+    _expect(bool(repeated), "backward computes nothing again")
+    wanted = record.cell.activation_checkpointing == "full"
+    _expect(bool(expensive) == wanted, f"backward repeats {expensive or 'no'} matrix products or attention")
+
+
+def _operators(record: Record, phase: str) -> Counter[str]:
+    """Number of calls on all ranks by name."""
+    return sum((Counter(facts.operators[phase]) for facts in record.ranks), Counter())
+
+
+def _compile(record: Record, neighbour: Record) -> None:
+    for one in (record, neighbour):
+        for facts in one.ranks:
+            blocks = facts.blocks
+            other = blocks.eager if one.cell.compile else blocks.compiled + blocks.graphs
+            wanted = min(blocks.compiled, blocks.graphs) if one.cell.compile else blocks.eager
+            _expect(
+                other == 0 < wanted,
+                f"{one.cell.id}, rank {facts.rank}: {blocks.compiled} forward passes of blocks ran in "
+                f"{blocks.graphs} compiled graphs, {blocks.eager} in eager mode",
+            )
+
+
+def _tied_embeddings(record: Record, neighbour: Record) -> None:
+    names, usual = (one.ranks[0].parameters.keys() for one in (record, neighbour))
+    _expect(usual - names == {"output.weight"}, f"parameters that tying removes: {sorted(usual - names)}")
+    _expect(names <= usual, f"parameters that tying adds: {sorted(names - usual)}")
+
+
+def _dropout(record: Record, neighbour: Record) -> None:
+    _expect(_same(record, neighbour, "initial/parameter/"), "initial weights differ")
+    _expect(_batches(record) == _batches(neighbour), "batches differ")
+    _expect(record.losses[0] != neighbour.losses[0], f"the first loss is {record.losses[0]!r} with dropout and without")
+
+
+def _steps(record: Record, neighbour: Record) -> None:
+    for one in (record, neighbour):
+        counts = {len(facts.steps) for facts in one.ranks} | {len(facts.batches) for facts in one.ranks}
+        _expect(counts == {one.cell.steps}, f"{one.cell.id}: {sorted(counts)} steps, not {one.cell.steps}")
+
+
+def _seed(record: Record, neighbour: Record) -> None:
+    equal = [key for key, found in _parts(record, "initial/parameter/") & _parts(neighbour, "initial/parameter/")]
+    _expect(not equal, f"initial weights are the same with another seed: {sorted(set(equal))}")
+    _expect(not _batches(record) & _batches(neighbour), "batches are the same with another seed")
+
+
+def _collectives(record: Record, phase: str, kind: str, group: str) -> int:
+    """Number on all ranks."""
+    found = ((e.phase, e.kind, e.group) for facts in record.ranks for e in facts.collectives)
+    return sum(event == (phase, kind, group) for event in found)
+
+
+def _parts(record: Record, prefix: str) -> set[tuple[str, str]]:
+    """Key and fingerprint of what the ranks hold below a prefix."""
+    pairs = (pair for facts in record.ranks for pair in facts.fingerprints.items())
+    return {(key, found) for key, found in pairs if key.startswith(prefix)}
+
+
+def _same(record: Record, neighbour: Record, prefix: str) -> bool:
+    return _parts(record, prefix) == _parts(neighbour, prefix)
+
+
+def _batches(record: Record) -> set[str]:
+    """Digests of the inputs of all ranks and steps."""
+    return {batch["inputs"] for facts in record.ranks for batch in facts.batches}
+
+
+PROOFS: dict[str, Proof] = {
+    "mesh": _mesh,
+    "precision": _precision,
+    "reshard": _reshard,
+    "init": _init,
+    "model": _model,
+    "optimizer": _optimizer,
+    "clip": _clip,
+    "accumulation": _accumulation,
+    "gradient_sync": _gradient_sync,
+    "sequence_parallel": _sequence_parallel,
+    "loss_parallel": _loss_parallel,
+    "activation_checkpointing": _activation_checkpointing,
+    "compile": _compile,
+    "tied_embeddings": _tied_embeddings,
+    "dropout": _dropout,
+    "steps": _steps,
+    "seed": _seed,
+}
+"""By axis."""

@@ -1,0 +1,112 @@
+"""Dtype policy: the dtype of every thing in a run, from the configuration alone.
+
+Source: torch.distributed.fsdp.MixedPrecisionPolicy. Sharded parameters, and with them their reduced gradients and the
+optimizer's state, keep the dtype in which they were sharded; `param_dtype` is that of unsharded parameters, computation
+and all-gathers, `reduce_dtype` that of reductions of gradients over data-parallel ranks. Buffers keep their own.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from reference_trainer.config import TrainerConfig
+from reference_trainer.model import Attention, Block, Transformer
+
+Dtypes = dict[str, list[str]]
+"""What has a dtype, such as `gradient/norm.weight`, to the sorted names of all dtypes that it has."""
+
+FP32, BF16 = "float32", "bfloat16"
+_STATE = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ()}
+"""Of each optimizer, the tensors of a parameter's size that it keeps."""
+
+
+@dataclass(frozen=True)
+class DtypePolicy:
+    """What a precision means, in names of dtypes."""
+
+    compute: str
+    """Unsharded parameters, activations and their gradients, all-gathers, tensor-parallel collectives."""
+    reduce: str
+    """Reductions of gradients over data-parallel ranks."""
+    sharded: str = FP32
+    """Sharded parameters, their gradients and optimizer state, but for norms."""
+    sharded_norms: str = FP32
+    """The same of norms."""
+
+
+_POLICIES = {
+    "fp32": DtypePolicy(compute=FP32, reduce=FP32),
+    "bf16-mp": DtypePolicy(compute=BF16, reduce=FP32),
+    "bf16-init": DtypePolicy(compute=BF16, reduce=FP32),
+    "bf16-reduce": DtypePolicy(compute=BF16, reduce=BF16),
+    "bf16-mixed": DtypePolicy(compute=BF16, reduce=FP32, sharded=BF16),
+}
+
+
+def dtype_policy(precision: str) -> DtypePolicy:
+    """Raises ValueError for a precision that has no policy."""
+    if precision not in _POLICIES:
+        raise ValueError(f"no dtype policy for precision {precision!r}, only for {', '.join(_POLICIES)}: add one here")
+    return _POLICIES[precision]
+
+
+def compute_dtype(precision: str) -> str:
+    """Name of the dtype of computation and all-gathers. Raises ValueError for an unknown precision."""
+    return dtype_policy(precision).compute
+
+
+def reduce_dtype(precision: str) -> str:
+    """Name of the dtype in which gradients are reduced over data-parallel ranks. Raises ValueError as above."""
+    return dtype_policy(precision).reduce
+
+
+def expected_dtypes(config: TrainerConfig) -> Dtypes:
+    """All things that `DtypeAudit` looks at, with their dtypes; the same on every rank of every mesh.
+
+    Raises ValueError for a precision without policy, and for a model without attention and log-softmax.
+    """
+    if config.model.arithmetic != "float":
+        raise ValueError(f"no dtype policy for model.arithmetic {config.model.arithmetic}: use a cell of a float model")
+    policy = dtype_policy(config.precision)
+    with torch.device("meta"):
+        model = Transformer(config.model)
+    found = {
+        **dict(_module_dtypes(model, config, policy)),
+        **dict(_state_dtypes(model, config, policy)),
+        "logits": policy.compute,
+        "loss": FP32,
+        **{f"{kind}/{phase}": policy.compute for kind in ("matmul", "attention") for phase in ("forward", "backward")},
+    }
+    return {thing: [dtype] for thing, dtype in found.items()}
+
+
+def _module_dtypes(model: Transformer, config: TrainerConfig, policy: DtypePolicy) -> Iterator[tuple[str, str]]:
+    """What modules compute with. Those inside of a compiled block are traced, not called: no hook looks into them."""
+    phases = ("forward",) if config.activation_checkpointing == "none" else ("forward", "backward")
+    for name, module in model.named_modules():
+        if isinstance(module, Block):
+            yield from ((f"{kind}/{name}", policy.compute) for kind in ("block_input", "block_output"))
+        elif config.compile != "none" and name.startswith("layers."):
+            continue
+        elif isinstance(module, Attention):
+            yield from ((f"rope_table/{name}/{phase}", FP32) for phase in phases)
+        elif isinstance(module, nn.Linear | nn.Embedding | nn.RMSNorm):
+            yield f"module_input/{name}", "int64" if isinstance(module, nn.Embedding) else policy.compute
+            yield f"module_output/{name}", policy.compute
+            own = (own_name for own_name, _ in module.named_parameters(recurse=False))
+            yield from ((f"unsharded_parameter/{name}.{own_name}", policy.compute) for own_name in own)
+
+
+def _state_dtypes(model: Transformer, config: TrainerConfig, policy: DtypePolicy) -> Iterator[tuple[str, str]]:
+    """What is kept from step to step, and the gradients between."""
+    norms = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.RMSNorm))
+    moments = (f"optimizer_state/{key}" for key in _STATE[config.optimizer.name])
+    kinds = ("initial_parameter", "final_parameter", "gradient", *moments)
+    for name, _ in model.named_parameters():
+        dtype = policy.sharded_norms if name.startswith(norms) else policy.sharded
+        yield from ((f"{kind}/{name}", dtype) for kind in kinds)
+    for name, buffer in model.named_buffers():
+        dtype = str(buffer.dtype).removeprefix("torch.")
+        yield from ((f"{kind}/{name}", dtype) for kind in ("initial_buffer", "final_buffer"))

@@ -1,0 +1,164 @@
+"""One process that rounds where the ranks of a mesh do: FSDP2's casts and reductions, and tensor-parallel sums.
+
+It takes the master weights in which a step began and computes the step's loss and gradients; it shares the modules of
+the model with the trainer and nothing else. In bf16 a rounding left out or added anywhere shows as a difference.
+Sources: `torch.distributed.fsdp.MixedPrecisionPolicy` (parameters are cast when they are unsharded, gradients before
+they are reduced), `FSDPModule.set_requires_gradient_sync` and `set_requires_all_reduce` (what is added up before it is
+reduced); arXiv:1909.08053 section 3 (column- and row-wise splits), arXiv:2205.05198 section 4 (sequence parallelism);
+`torch.distributed.tensor.parallel.loss_parallel`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's standard name
+from torch import Tensor
+
+from conformance.oracles.dtype_policy import dtype_policy
+from conformance.oracles.reference import Batch, Tensors, initial_model
+from conformance.oracles.virtual_tp import TensorParallelForward, vocabulary_parallel_loss
+from reference_trainer.config import TrainerConfig
+from reference_trainer.data import IGNORED_LABEL, Batches
+from reference_trainer.model import Transformer
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """What one step of a mesh computes; tensors by parameter name."""
+
+    loss: float
+    """Mean over the step's valid tokens, in nats."""
+    gradients: Tensors
+    """Before clipping, in the masters' dtypes."""
+    conditions: dict[str, float]
+    """Of each gradient's sum over ranks, the norm of the sum of its terms' sizes over the norm of the sum."""
+
+
+def emulated_step(config: TrainerConfig, masters: Tensors, *, step: int) -> Emulation:
+    """One step on the mesh of `config`, which must be resolved, from `masters`, the full weights before it.
+
+    Sums over more than two data-parallel ranks are taken in one order of many, see `tolerance.emulated_gradients`.
+    Raises ValueError for a model with dropout.
+    """
+    if config.model.dropout:
+        raise ValueError("the emulation does not know dropout: use a cell without it")
+    policy = dtype_policy(config.precision)
+    compute, on_the_wire = getattr(torch, policy.compute), getattr(torch, policy.reduce)
+    batch = Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed).global_batch(step)
+    dp_size = _data_parallel_size(config)
+    scale = dp_size / int((batch[1] != IGNORED_LABEL).sum())
+    model = initial_model(config)  # for its buffers
+    for name, parameter in model.named_parameters():
+        parameter.data = masters[name].to(compute)
+    loss_of = _loss_function(config, model)
+    loss, gradients = 0.0, []
+    with _one_thread():
+        for index in range(config.accumulation):
+            ranks = []
+            for rank in range(dp_size):
+                value, grads = _backward(model, loss_of, _micro_batch(config, batch, rank, index), scale=scale)
+                loss += value
+                ranks.append({name: grad.to(on_the_wire) for name, grad in grads.items()})
+            gradients.append(ranks)
+    reduced = _reduced(config, gradients, masters)
+    sizes = _reduced(config, [[_absolute(rank) for rank in ranks] for ranks in gradients], masters)
+    conditions = {name: _ratio(sizes[name].norm(), grad.norm()) for name, grad in reduced.items()}
+    return Emulation(loss * scale / dp_size, reduced, conditions)
+
+
+def _data_parallel_size(config: TrainerConfig) -> int:
+    if config.mesh.dp_shard == "auto":
+        raise ValueError("mesh.dp_shard is auto: the emulation needs the number of ranks")
+    return config.mesh.dp_replicate * config.mesh.dp_shard
+
+
+def _loss_function(config: TrainerConfig, model: Transformer) -> Callable[[Batch], Tensor]:
+    """Summed loss of a micro-batch; it is torch's own cross entropy: another formula would round otherwise."""
+    tp = config.mesh.tp
+    forward = TensorParallelForward(model, tp=tp, sequence_parallel=config.sequence_parallel) if tp > 1 else model
+
+    def loss_of(batch: Batch) -> Tensor:
+        logits, labels = forward(batch[0]).float().flatten(0, 1), batch[1].flatten()
+        if tp > 1 and config.loss_parallel:
+            return vocabulary_parallel_loss(logits, labels, tp=tp)
+        return F.cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORED_LABEL)
+
+    return loss_of
+
+
+def _backward(
+    model: Transformer, loss_of: Callable[[Batch], Tensor], batch: Batch, *, scale: float
+) -> tuple[float, Tensors]:
+    """Summed loss, and the gradients of `scale` times it in the dtype of computation."""
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    loss_sum = loss_of(batch)
+    grads = torch.autograd.grad(loss_sum * scale, parameters)
+    return float(loss_sum.detach()), dict(zip(names, grads, strict=True))
+
+
+def _micro_batch(config: TrainerConfig, batch: Batch, rank: int, index: int) -> Batch:
+    """Consecutive samples belong to a rank, and within it to a micro-batch."""
+    inputs, labels = (t.chunk(_data_parallel_size(config))[rank].chunk(config.accumulation)[index] for t in batch)
+    return inputs, labels
+
+
+def _reduced(config: TrainerConfig, gradients: Sequence[Sequence[Tensors]], masters: Tensors) -> Tensors:
+    """From the gradients of each micro-batch and rank those that the optimizer sees."""
+    match config.gradient_sync:
+        case "each":
+            parts = [_over_replicas(_over_shards(config, ranks)) for ranks in gradients]
+            return _sum([_cast_like(part, masters) for part in parts])
+        case "last":
+            ranks = [_sum(micro_batches) for micro_batches in zip(*gradients, strict=True)]
+            return _cast_like(_over_replicas(_over_shards(config, ranks)), masters)
+        case "all-reduce-last":
+            replicas = [
+                _sum(parts) for parts in zip(*(_over_shards(config, ranks) for ranks in gradients), strict=True)
+            ]
+            return _cast_like(_over_replicas(replicas), masters)
+
+
+def _over_shards(config: TrainerConfig, ranks: Sequence[Tensors]) -> list[Tensors]:
+    """The reduce-scatter's averages, one for each replica."""
+    size = len(ranks) // config.mesh.dp_replicate
+    return [_average(ranks[start : start + size]) for start in range(0, len(ranks), size)]
+
+
+def _over_replicas(replicas: Sequence[Tensors]) -> Tensors:
+    """The all-reduce's average."""
+    return _average(replicas)
+
+
+def _average(parts: Sequence[Tensors]) -> Tensors:
+    return {name: total / len(parts) for name, total in _sum(parts).items()}
+
+
+def _sum(parts: Sequence[Tensors]) -> Tensors:
+    return {name: reduce(add, (part[name] for part in parts)) for name in parts[0]}
+
+
+def _absolute(tensors: Tensors) -> Tensors:
+    return {name: tensor.abs() for name, tensor in tensors.items()}
+
+
+def _ratio(numerator: Tensor, denominator: Tensor) -> float:
+    return float(numerator) / float(denominator) if float(denominator) else 1.0
+
+
+def _cast_like(tensors: Tensors, masters: Tensors) -> Tensors:
+    return {name: tensor.to(masters[name].dtype) for name, tensor in tensors.items()}
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """As in the ranks: how a kernel splits its sums depends on the number of threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,155 @@
+"""What tensor parallelism shards and sends: Megatron's plan (arXiv:1909.08053), with sequence parallelism on request
+(arXiv:2205.05198, figures 5 and 6).
+
+Between two tensor-parallel regions activations of (batch, sequence, dim) are either replicated or sharded along the
+sequence. A region is entered and left:
+
+                                entering                      leaving
+                                forward       backward        forward          backward
+    replicated (f, g)           -             all-reduce      all-reduce       -
+    sharded (g, g bar)          all-gather    reduce-scatter  reduce-scatter   all-gather
+
+The embedding, split by rows of the vocabulary, only leaves a region, the output only enters one; attention and
+feed-forward do both.
+"""
+
+import torch
+
+from conformance.oracles.dtype_policy import dtype_policy
+from conformance.oracles.schedule import Event, Kind, communicates
+from reference_trainer.config import ModelConfig, TrainerConfig
+from reference_trainer.mesh import ParallelDims
+from reference_trainer.model import Transformer
+
+_ROWS = ("tok_embeddings", "output", "wq", "wk", "wv", "w1", "w3")
+_COLUMNS = ("wo", "w2")
+_REPLICATED = ("attention_norm", "ffn_norm", "norm")
+
+
+def sharded_dim(parameter: str) -> int | None:
+    """Dimension that tensor parallelism divides, None if replicated. Raises ValueError for an unknown parameter."""
+    module, kind = parameter.split(".")[-2:]
+    if module in _ROWS:
+        return 0
+    if module in _COLUMNS:
+        return 1 if kind == "weight" else None
+    if module in _REPLICATED:
+        return None
+    raise ValueError(f"parameter {parameter}: not in the tensor-parallel plan of {__name__}; add its module there")
+
+
+def local_shapes(model: ModelConfig, *, tp: int, tp_rank: int) -> dict[str, tuple[int, ...]]:
+    """Shape of this rank's part of each parameter. A dimension that `tp` does not divide leaves less to the last."""
+    with torch.device("meta"):
+        parameters = dict(Transformer(model).named_parameters())
+    shapes = {}
+    for name, parameter in parameters.items():
+        shape, dim = list(parameter.shape), sharded_dim(name)
+        if dim is not None:
+            chunk = -(-shape[dim] // tp)
+            shape[dim] = max(0, min(chunk, shape[dim] - chunk * tp_rank))
+        shapes[name] = tuple(shape)
+    return shapes
+
+
+def tensor_parallel_events(config: TrainerConfig, dims: ParallelDims) -> list[Event]:
+    """All collectives over `tp` in forward and backward of one optimizer step; the same on every rank, in its order.
+
+    Sizes are those of the largest rank: what a rank has less of an uneven dimension is padded before it is sent.
+    """
+    if dims.tp == 1:
+        return []
+    traffic = _Traffic(config, dims)
+    for micro_batch in range(config.accumulation):
+        traffic.run(micro_batch)
+    return traffic.events
+
+
+class _Traffic:
+    def __init__(self, config: TrainerConfig, dims: ParallelDims) -> None:
+        self.events: list[Event] = []
+        self._config, self._tp = config, dims.tp
+        self._policy = dtype_policy(config.precision)
+        batch = config.data.global_batch_size // (dims.dp * config.accumulation)
+        self._tokens = batch * config.data.seq_len
+        self._activation = self._tokens * config.model.dim
+
+    def run(self, micro_batch: int) -> None:
+        blocks = range(self._config.model.n_layers)
+        self._leave("forward")  # embedding
+        for _ in blocks:
+            self._block_forward("forward")
+        self._enter("forward")  # output
+        self._logits_and_loss()
+        self._enter_backward()
+        self._replicated_gradients(1, micro_batch)
+        for _ in blocks:
+            self._block_backward()
+            self._replicated_gradients(2, micro_batch)
+        self._leave_backward()
+
+    def _block_forward(self, phase: str, *, regions_left: int = 2) -> None:
+        """Attention and feed-forward."""
+        for region in range(2):
+            self._enter(phase)
+            if region < regions_left:
+                self._leave(phase)
+
+    def _block_backward(self) -> None:
+        """Feed-forward and attention, with recomputation.
+
+        Selective checkpointing keeps what matrix products compute, but not what collectives make of it. Eager blocks
+        are recomputed when backward asks for a tensor of them, up to the last that it needs, which what leaves the last
+        region is not; a compiled block is recomputed first, and as a whole.
+        """
+        checkpointing, compiled = self._config.activation_checkpointing != "none", self._config.compile != "none"
+        if checkpointing and compiled:
+            self._block_forward("backward")
+        self._leave_backward()
+        if checkpointing and not compiled:
+            self._block_forward("backward", regions_left=1)
+        self._enter_backward()
+        self._leave_backward()
+        self._enter_backward()
+
+    def _enter(self, phase: str) -> None:
+        if self._config.sequence_parallel:
+            self._issue(phase, "all_gather", self._activation // self._tp)
+
+    def _leave(self, phase: str) -> None:
+        self._issue(phase, "reduce_scatter" if self._config.sequence_parallel else "all_reduce", self._activation)
+
+    def _enter_backward(self) -> None:
+        self._leave("backward")
+
+    def _leave_backward(self) -> None:
+        self._enter("backward")
+
+    def _logits_and_loss(self) -> None:
+        """Logits are gathered, or three numbers of each token are: the maximum, the sum of exponentials, the label's
+        logit, in the loss's fp32. Backward needs nothing more: each rank knows the gradient of its own logits.
+        """
+        if self._config.loss_parallel:
+            for _ in range(3):
+                self._issue("forward", "all_reduce", self._tokens, "float32")
+        else:
+            self._issue("forward", "all_gather", self._tokens * -(-self._config.model.vocab_size // self._tp))
+
+    def _replicated_gradients(self, norms: int, micro_batch: int) -> None:
+        """With sequence parallelism each rank has a partial sum of the gradient of a norm's weight, over its tokens.
+
+        FSDP reduces it over `tp` when it takes the gradient to reduce it itself (FSDPParam._get_grad_inner_tensor), in
+        the gradient's dtype: that of computation, or the one in which micro-batches have been accumulated. Biases of wo
+        and w2, unlike Megatron's, cost nothing: DTensor adds a share of them on each rank before the reduction, so
+        that their gradient comes from what backward has gathered and is whole on every rank.
+        """
+        reduces, _ = communicates(self._config, micro_batch)
+        if not self._config.sequence_parallel or not reduces:
+            return
+        accumulated = self._config.gradient_sync == "last" and micro_batch > 0
+        dtype = self._policy.reduce if accumulated else self._policy.compute
+        for _ in range(norms):
+            self._issue("backward", "all_reduce", self._config.model.dim, dtype)
+
+    def _issue(self, phase: str, kind: Kind, numel: int, dtype: str | None = None) -> None:
+        self.events.append(Event(phase, kind, "tp", numel, dtype or self._policy.compute))

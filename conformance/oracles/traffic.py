@@ -1,0 +1,85 @@
+"""Traffic model: all collectives of one rank in one optimizer step, in every phase.
+
+The sum of what FSDP, tensor parallelism, the loss and clipping send, each derived from what its algorithm needs.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from conformance.oracles.schedule import Event, fsdp_events, shard_numels
+from conformance.oracles.tensor_parallel import local_shapes, tensor_parallel_events
+from reference_trainer.config import TrainerConfig
+from reference_trainer.mesh import ParallelDims
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives that have phase, group, kind and dtype in common."""
+
+    count: int = 0
+    nbytes: int = 0
+    """Of this rank's inputs. What then passes a link follows from them, kind and group: (n-1)/n of the input of a
+    reduce-scatter over n ranks, n-1 times that of an all-gather, 2(n-1)/n of an all-reduce's."""
+
+
+TrafficByKey = dict[tuple[str, str, str, str], Traffic]
+"""By phase, group, kind and dtype."""
+
+
+class Sent(Protocol):
+    """A collective, predicted or measured."""
+
+    @property
+    def phase(self) -> str: ...
+    @property
+    def group(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+def step_events(config: TrainerConfig, dims: ParallelDims, *, tp_rank: int) -> list[Event]:
+    """All collectives of a rank in any one step, FSDP's and tensor parallelism's each in its order.
+
+    Of a rank's coordinates only `tp_rank` matters: FSDP pads what it divides unevenly, tensor parallelism gives the
+    last ranks less of a dimension that it does not divide.
+    """
+    shapes = local_shapes(config.model, tp=dims.tp, tp_rank=tp_rank)
+    return [
+        *_sum_over_dp("data", "int64", dims),  # number of valid tokens
+        *fsdp_events(config, dims, shard_numels(shapes, config, shards=dims.dp_shard)),
+        *tensor_parallel_events(config, dims),
+        *_gradient_norm(len(shapes), dims),
+        *_sum_over_dp("idle", "float32", dims),  # loss to report
+    ]
+
+
+def add_up(collectives: Iterable[Sent]) -> TrafficByKey:
+    """How many collectives there are of each phase, group, kind and dtype, and of how many bytes."""
+    total: TrafficByKey = {}
+    for sent in collectives:
+        key = (sent.phase, sent.group, sent.kind, sent.dtype)
+        before = total.get(key, Traffic())
+        total[key] = Traffic(before.count + 1, before.nbytes + sent.nbytes)
+    return total
+
+
+def _sum_over_dp(phase: str, dtype: str, dims: ParallelDims) -> list[Event]:
+    """One number, summed over one dimension after the other."""
+    sizes = {"dp_replicate": dims.dp_replicate, "dp_shard": dims.dp_shard}
+    return [Event(phase, "all_reduce", name, 1, dtype) for name, size in sizes.items() if size > 1]
+
+
+def _gradient_norm(parameters: int, dims: ParallelDims) -> list[Event]:
+    """Squares of the norms of a rank's shards, summed over the dimensions that shard; replicas hold the same.
+
+    One number would do. torch reduces the norm of each parameter: the 2-norm of pending 2-norms is not among the
+    reductions that DTensor knows to be linear (`common_reduction_strategy` in torch/distributed/tensor/_ops), so what
+    get_total_norm has stacked is reduced before it is combined. The norm is taken even where nothing is clipped.
+    """
+    sizes = {"dp_shard": dims.dp_shard, "tp": dims.tp}
+    return [Event("clip", "all_reduce", name, parameters, "float32") for name, size in sizes.items() if size > 1]

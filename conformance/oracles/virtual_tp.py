@@ -1,0 +1,156 @@
+"""The forward pass of tensor-parallel ranks, all in one process, with the roundings of each rank's partial results.
+
+Each rank computes with its slices of the weights: columns of wq, wk, wv, w1, w3 and of the output, rows of wo and w2,
+rows of the embedding. What the ranks exchange is a copy whose gradients are summed, or a sum whose gradient is copied
+(the operators f and g of arXiv:1909.08053, and their sequence-parallel forms of arXiv:2205.05198).
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import add
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's standard name
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from reference_trainer.data import IGNORED_LABEL
+from reference_trainer.model import Block, Transformer
+
+_ROW_WISE = ("wo", "w2")
+
+
+def ring_sum(parts: Sequence[Tensor], *, dim: int | None) -> Tensor:
+    """Sum of one tensor from each rank, rounded after each addition as gloo's ring algorithm does.
+
+    The tensor is cut into one chunk for each rank, along `dim` (a reduce-scatter) or as flat memory (an all-reduce,
+    None); chunk c passes the ranks c-1, c-2, ..., c (gloo/allreduce.cc, ring). For two ranks any order is the same;
+    for more `sums_in_ring_order` tells whether the backend at hand does so.
+    """
+    count = len(parts)
+    if count == 2:
+        return parts[0] + parts[1]
+    if dim is None:
+        return ring_sum([part.flatten() for part in parts], dim=0).view_as(parts[0])
+    cut = [part.chunk(count, dim) for part in parts]
+    chunks = range(len(cut[0]))
+    return torch.cat([reduce(add, [cut[(c - k) % count][c] for k in range(1, count + 1)]) for c in chunks], dim)
+
+
+def sums_in_ring_order(ranks: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the environment probe's sum of random bf16 numbers over its ranks is, in every bit, a `ring_sum`."""
+    terms, totals = (
+        [torch.tensor(facts["bf16_sum"][key], dtype=torch.bfloat16) for facts in ranks] for key in ("terms", "total")
+    )
+    expected = ring_sum(terms, dim=None)
+    return all(torch.equal(total, expected) for total in totals)
+
+
+class _Copies(torch.autograd.Function):
+    """A copy for each rank; backward sums their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: int, dim: int | None) -> tuple[Tensor, ...]:
+        ctx.dim = dim
+        return tuple(x.clone() for _ in range(count))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ring_sum(grads, dim=ctx.dim), None, None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of the ranks' partial results; backward hands each the same gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, dim: int | None, *parts: Tensor) -> Tensor:
+        ctx.count = len(parts)
+        return ring_sum(parts, dim=dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *(grad.clone() for _ in range(ctx.count)))
+
+
+def _copies(x: Tensor, count: int, dim: int | None) -> Sequence[Tensor]:
+    return _Copies.apply(x, count, dim)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _sum(parts: Sequence[Tensor], dim: int | None) -> Tensor:
+    return _Sum.apply(dim, *parts)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class TensorParallelForward:
+    """Tokens (batch, seq) to logits (batch, seq, vocab_size), as `tp` ranks compute them."""
+
+    def __init__(self, model: Transformer, *, tp: int, sequence_parallel: bool) -> None:
+        self._model, self._tp, self._sequence_parallel = model, tp, sequence_parallel
+        self._dim = 1 if sequence_parallel else None
+        """Activations are reduce-scattered along the sequence, or all-reduced."""
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        model = self._model
+        x: Tensor = model.tok_embeddings(tokens)  # only one rank knows a token, the others add zero
+        for block in cast("list[Block]", list(model.layers)):
+            x = x + self._region(block.attention, self._norm(block.attention_norm, x), model.rope_table)
+            x = x + self._region(block.feed_forward, self._norm(block.ffn_norm, x))
+        copies = _copies(self._norm(model.norm, x), self._tp, self._dim)
+        weights = self._slices(model.output.weight, 0)
+        return torch.cat([F.linear(copy, weight) for copy, weight in zip(copies, weights, strict=True)], -1)
+
+    def _region(self, module: nn.Module, x: Tensor, *others: Tensor) -> Tensor:
+        """A module between a gather of its input and a reduction of its output."""
+        copies = _copies(x, self._tp, self._dim)
+        ranks = range(self._tp)
+        outputs = [functional_call(module, self._parameters(module, rank), (copies[rank], *others)) for rank in ranks]
+        return _sum(outputs, self._dim)
+
+    def _parameters(self, module: nn.Module, rank: int) -> dict[str, Tensor]:
+        """Weights of one rank. A row-wise bias belongs to the sum: each rank adds its share."""
+        local = {}
+        for name, parameter in module.named_parameters():
+            row_wise = name.split(".")[0] in _ROW_WISE
+            if row_wise and parameter.ndim == 1:
+                local[name] = parameter / self._tp
+            else:
+                local[name] = self._slices(parameter, 1 if row_wise else 0)[rank]
+        return local
+
+    def _slices(self, parameter: Tensor, dim: int) -> list[Tensor]:
+        return [part.contiguous() for part in parameter.chunk(self._tp, dim)]
+
+    def _norm(self, norm: nn.RMSNorm, x: Tensor) -> Tensor:
+        """Sequence parallelism gives each rank a part of the sequence, and its own share of the weight's gradient."""
+        if not self._sequence_parallel:
+            # A view, for autograd to add up the norm's own terms first, as where the module's input is made a DTensor.
+            whole: Tensor = norm(x.view_as(x))
+            return whole
+        weights = _copies(norm.weight, self._tp, None)
+        parts = zip(weights, x.chunk(self._tp, 1), strict=True)
+        return torch.cat([functional_call(norm, {"weight": w}, (part.contiguous(),)) for w, part in parts], 1)
+
+
+class _VocabularyParallelLoss(torch.autograd.Function):
+    """Negative log-likelihood of sharded logits, summed; backward of softmax and loss in one, as loss_parallel does."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, tp: int) -> Tensor:
+        shifted = logits - logits.amax(-1, keepdim=True)
+        sums = [part.contiguous().exp().sum(-1, keepdim=True) for part in shifted.chunk(tp, -1)]
+        log_probabilities = shifted - ring_sum(sums, dim=None).log()
+        valid = labels != IGNORED_LABEL
+        safe = labels.where(valid, 0).unsqueeze(-1)
+        ctx.save_for_backward(log_probabilities, valid, safe)
+        return -log_probabilities.gather(-1, safe).squeeze(-1).where(valid, 0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        log_probabilities, valid, safe = ctx.saved_tensors
+        chosen = torch.zeros_like(log_probabilities).scatter(-1, safe, -1.0)
+        return (chosen + log_probabilities.exp()) * grad.where(valid, 0).unsqueeze(-1), None, None
+
+
+def vocabulary_parallel_loss(logits: Tensor, labels: Tensor, *, tp: int) -> Tensor:
+    """Summed loss of fp32 logits (tokens, vocab_size) that `tp` ranks share, with IGNORED_LABEL left out."""
+    return _VocabularyParallelLoss.apply(logits, labels, tp)  # type: ignore[no-untyped-call, no-any-return]
