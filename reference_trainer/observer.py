@@ -21,6 +21,9 @@ class Observer:
     def materialized(self, model: Transformer) -> None:
         """`to_empty` has handed out memory; nothing is initialised yet."""
 
+    def loaded(self, path: str) -> None:
+        """Parameters hold what was read from this checkpoint; a cast may follow."""
+
     def initialized(self, model: Transformer) -> None:
         """Parameters and buffers hold their initial values."""
 

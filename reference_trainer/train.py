@@ -55,6 +55,7 @@ def build_model(config: TrainerConfig, mesh: DeviceMesh, device: torch.device, o
         init_weights(model, seed=config.seed)
     else:
         load_weights(model, path=config.checkpoint)
+        observer.loaded(config.checkpoint)
     if config.precision == "bf16-init":
         model.to(torch.float32)
     observer.initialized(model)
