@@ -229,6 +229,11 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
             "with it",
         )
         require(
+            self.precision != "bf16-mixed" or self.activation_checkpointing != "selective",
+            "precision bf16-mixed with activation_checkpointing selective: hooks of the norms' own FSDP groups would lie "
+            "inside what is recomputed, which torch 2.13 refuses; use activation_checkpointing full",
+        )
+        require(
             self.precision != "bf16-mixed" or self.compile == "none",
             f"precision bf16-mixed with compile {self.compile}: norms are FSDP groups of their own inside the compiled "
             "blocks, whose hooks cannot be compiled; use compile none or another precision",

@@ -70,16 +70,16 @@ def test_show_law(capsys: pytest.CaptureFixture[str], matrix: str) -> None:
     assert_expected_inline(
         re.sub(r"\.py:\d+", ".py:LINE", text),
         """\
-PAR-5  Ranks that hold the same elements of a parameter, gradient, buffer or moment MUST hold the same bits.
+PAR-5  Ranks that hold the same elements of a parameter, gradient, buffer or moment MUST hold the same bits, and all ranks must report the same loss and norm.
 
 reference    https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 since        torch 2.6
 substrates   gloo, nccl-shared, nccl
-asserted in  conformance/laws/test_parity.py:LINE test_replicas_are_equal
+asserted in  conformance/laws/test_invariance.py:LINE test_replicas_are_equal
 families     parity-fp32
 cases        2 in smoke, 3 in pr
-must catch   replica-desync, sp-norm-grad-unreduced
-""",
+must catch   replica-desync, tp-ranks-different-data, clip-norm-local, ignored-params-unreduced, conditional-param-use-hang, sp-norm-grad-unreduced, tp-to-local-no-grad-placement
+""",  # noqa: E501
     )
 
 

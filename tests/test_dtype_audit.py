@@ -85,7 +85,7 @@ def test_a_precision_without_policy_is_an_error() -> None:
 
 
 def test_a_model_without_policy_is_an_error() -> None:
-    with pytest.raises(ValueError, match="no dtype policy for model.arithmetic integer"):
+    with pytest.raises(ValueError, match=r"no dtype policy for model\.arithmetic integer"):
         expected_dtypes(trainer_config(Cell(model="integer")))
 
 

@@ -291,7 +291,7 @@ def raised_at(file: str) -> RunFailed:
     ("file", "kind"),
     [
         (str(SUITE_PACKAGE / "instruments" / "poison.py"), "suite-error"),
-        (str(SUITE_PACKAGE / "defects" / "faults.py"), "suite-error"),
+        (str(SUITE_PACKAGE / "defects" / "loss_faults.py"), "suite-error"),
         (str(SUITE_PACKAGE.with_name("conformance_of_others") / "x.py"), "raised"),
         (str(PROJECT / "reference_trainer" / "train.py"), "raised"),
         (torch.__file__, "raised"),

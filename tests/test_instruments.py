@@ -201,7 +201,7 @@ def test_who_owns_and_shards_a_parameter(mesh: DeviceMesh) -> None:
 
 def test_tolerances_of_the_tiny_workload() -> None:
     config = trainer_config(Cell())
-    layer = 5 * sqrt(32) + sqrt(8) + sqrt(16) + sqrt(64)
+    layer = 5 * sqrt(32) + sqrt(4) + sqrt(16) + sqrt(64)
     stages = 2 * layer + 2 * sqrt(32) + sqrt(61)
     assert tolerance.forward_stages(config.model, seq_len=16) == pytest.approx(stages)
     assert tolerance.fp32_loss(config) == pytest.approx((stages + sqrt(256)) / 2**24)

@@ -140,7 +140,7 @@ DEFECTS = (
         title="activations are kept although recomputation was asked for",
         source="https://github.com/Lightning-AI/pytorch-lightning/pull/18006",
         mechanism="checkpointing is not applied whatever the configuration says; all numbers are right",
-        laws=("MP-1", "MP-3"),
+        laws=("AXIS-1", "MP-1", "MP-3"),
         inject=partial(checkpointing, "none"),
         inject_twin=partial(recomputation, copied, preserve_rng_state=False),
     ),

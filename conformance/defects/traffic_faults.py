@@ -67,7 +67,7 @@ DEFECTS = (
         title="parameters are all-gathered in fp32 and cast to bf16 afterwards",
         source="https://github.com/pytorch/torchtitan/issues/3123",
         mechanism="the all-gather communicates twice the bytes; every number is right",
-        laws=("MP-4", "MP-1", "RS-1"),
+        laws=("MP-4", "MP-1"),
         inject=partial(all_gather, dtype=torch.float32),
         inject_twin=all_gather,
     ),
