@@ -230,7 +230,7 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
         )
         require(
             self.precision != "bf16-mixed" or self.activation_checkpointing != "selective",
-            "precision bf16-mixed with activation_checkpointing selective: hooks of the norms' own FSDP groups would lie "
+            "precision bf16-mixed with activation_checkpointing selective: hooks of the norms' FSDP groups would lie "
             "inside what is recomputed, which torch 2.13 refuses; use activation_checkpointing full",
         )
         require(

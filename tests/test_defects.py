@@ -36,6 +36,7 @@ HANG_DEADLINE_S = 5.0
 FP32 = "id = dp2-fp32-default-meta"
 ONE_RANK, BF16 = "id = dp1-fp32-default-meta", "id = dp1-bf16mp-default-meta"
 SGD, TIED, ACCUMULATION = (f"id = dp2-fp32-default-meta-{axis}" for axis in ("sgd", "tied", "acc2"))
+UNEVEN_TIED = "id = dp2-fp32-default-meta-uneven-tied"
 BF16_ACCUMULATION, RECOMPUTED = (f"id = dp2-bf16mp-default-meta-{axis}" for axis in ("acc2", "acfull"))
 TP, TP_REPLICATED = "id = tp2-fp32-default-meta-lp", "id = tp2-fp32-default-meta-nosp"
 SCALE = "id in ({0}-fp32-default-meta-sgd, {0}-fp32-default-meta-integer-sgd-noclip-steps1)"
@@ -69,7 +70,8 @@ SHOWN_BY = {
     "tp-to-local-no-grad-placement": TP_REPLICATED,
     "rowwise-bias-summed": TP_REPLICATED,
     "rowwise-bias-grad-divided": TP_REPLICATED,
-    "tied-uneven-last-shard-stale": "id = dp2-fp32-default-meta-uneven-tied",
+    "tied-untied-by-to-empty": UNEVEN_TIED,
+    "tied-uneven-last-shard-stale": UNEVEN_TIED,
     "cast-unseen-by-gather": "id = dp1-bf16init-default-meta",
     "fsdp-tp-strided-layout-lost": "id = dp2-tp2-fp32-default-meta-even",
     "reduce-dtype-dropped": RECOMPUTED,

@@ -1,13 +1,18 @@
 """Faults of where shards lie: in the full tensor, and in memory."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from conformance.defects.injection import Defect, replaced
+from conformance.instruments.sharding import local
+from reference_trainer.config import TrainerConfig
+from reference_trainer.model import Transformer
 
 _FSDP_PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param"
 
@@ -62,7 +67,43 @@ def strided_shard(*, keep: bool) -> AbstractContextManager[None]:
     return replaced(_FSDP_PARAM, "_StridedShard", make)
 
 
+@contextmanager
+def output_weight(*, tie_again: bool) -> Iterator[None]:
+    """Before sharding give the output layer a weight of its own, which starts as the embedding's does."""
+
+    def part(original: Any) -> Any:
+        def parallelize(model: Transformer, mesh: DeviceMesh, config: TrainerConfig) -> None:
+            model.output.weight = nn.Parameter(model.output.weight.clone())
+            if tie_again:
+                model.output.weight = model.tok_embeddings.weight
+            original(model, mesh, config)
+
+        return parallelize
+
+    def start_equal(original: Any) -> Any:
+        def init_weights(model: Transformer, *, seed: int) -> None:
+            original(model, seed=seed)
+            local(model.output.weight).copy_(local(model.tok_embeddings.weight))
+
+        return init_weights
+
+    with (
+        replaced("reference_trainer.train", "parallelize", part),
+        replaced("reference_trainer.train", "init_weights", start_equal),
+    ):
+        yield
+
+
 DEFECTS = (
+    Defect(
+        id="tied-untied-by-to-empty",
+        title="a tied weight becomes two",
+        source="https://github.com/volcengine/verl/issues/7834",
+        mechanism="the output layer gets a new parameter before sharding; it starts with the embedding's values",
+        laws=("PAR-7", "PAR-1"),
+        inject=partial(output_weight, tie_again=False),
+        inject_twin=partial(output_weight, tie_again=True),
+    ),
     Defect(
         id="tied-uneven-last-shard-stale",
         title="the last rank's rows of a tied weight are never refreshed in the all-gather",
