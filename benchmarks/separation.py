@@ -21,6 +21,7 @@ import msgspec
 from tabulate import tabulate
 
 from conformance.defects.catalogue import defects
+from conformance.defects.shown_by import SHOWN_BY
 from conformance.engine.matrix import load_matrix
 from conformance.engine.measurements import Measurement
 from conformance.engine.report import CaseResult, Report
@@ -135,7 +136,7 @@ def measured_rows(seeds: int) -> dict[tuple[str, str], Row]:
         for defect in defects():
             laws = tuple(law for law in defect.laws if law in LAWS)
             if laws:
-                report = session(matrix, directory / defect.id, cells=defect.cells, defect=defect.id)
+                report = session(matrix, directory / defect.id, cells=SHOWN_BY[defect.id], defect=defect.id)
                 add_defect(rows, report, laws)
                 print(f"{defect.id}: {report.verdicts}", file=sys.stderr)
     return dict(sorted(rows.items()))

@@ -23,6 +23,7 @@ import conformance.laws
 import reference_trainer.train  # noqa: F401 - so that all that a defect may replace is loaded
 from conformance.defects.catalogue import TWIN, defects, ids, injected
 from conformance.defects.injection import Defect, NotInjectable, replaced
+from conformance.defects.shown_by import SHOWN_BY
 from conformance.engine.cells import Cell
 from conformance.engine.law import law_of
 from conformance.engine.matrix import load_matrix
@@ -33,71 +34,6 @@ from conformance.engine.verdicts import Verdict, classify
 
 DEADLINE_S = 60.0
 HANG_DEADLINE_S = 5.0
-FP32 = "id = dp2-fp32-default-meta"
-ONE_RANK, BF16 = "id = dp1-fp32-default-meta", "id = dp1-bf16mp-default-meta"
-SGD, TIED, ACCUMULATION = (f"id = dp2-fp32-default-meta-{axis}" for axis in ("sgd", "tied", "acc2"))
-UNEVEN_TIED = "id = dp2-fp32-default-meta-uneven-tied"
-BF16_ACCUMULATION, RECOMPUTED = (f"id = dp2-bf16mp-default-meta-{axis}" for axis in ("acc2", "acfull"))
-TP, TP_REPLICATED = "id = tp2-fp32-default-meta-lp", "id = tp2-fp32-default-meta-nosp"
-SCALE = "id in ({0}-fp32-default-meta-sgd, {0}-fp32-default-meta-integer-sgd-noclip-steps1)"
-# The smallest cells of matrix.yaml that show a defect to all the laws that it names.
-SHOWN_BY = {
-    "rope-buffer-uninit": TIED,
-    "replica-desync": "id in (hsdp2x2-fp32-default-meta-tied, hsdp2x2-fp32-default-meta-sgd)",
-    "init-duplicate-shards": TIED,
-    "wrong-data-per-rank": FP32,
-    "tp-ranks-different-data": "id = dp2-tp2-fp32-default-meta",
-    "loss-local-token-mean": "id in (dp2-fp32-default-meta-sgd, dp2-bf16mp-default-meta-tied)",
-    "loss-micro-batch-mean": ACCUMULATION,
-    "ga-not-divided": ACCUMULATION,
-    "loss-wrong-parallel-factor": SCALE.format("tp2"),
-    "loss-dp-factor-forgotten": SCALE.format("dp2"),
-    "clip-norm-local": SGD,
-    "optimizer-stale-params": ONE_RANK,
-    "opt-drop-params": ONE_RANK,
-    "weight-decay-groups-lost": ONE_RANK,
-    "grads-summed": SCALE.format("dp2"),
-    "hsdp-divide-factor": SCALE.format("hsdp2x2"),
-    "ga-overwrite": ACCUMULATION,
-    "grad-accum-bf16": "id = dp2-bf16mp-default-meta-acc2-synclast",
-    "backward-hooks-not-attached": ACCUMULATION,
-    "ignored-params-unreduced": SGD,
-    "conditional-param-use-hang": SGD,
-    "reshard-skipped": FP32,
-    "stale-unsharded-weights": FP32,
-    "sp-norm-grad-unreduced": TP,
-    "sp-norm-grad-averaged": TP,
-    "tp-to-local-no-grad-placement": TP_REPLICATED,
-    "rowwise-bias-summed": TP_REPLICATED,
-    "rowwise-bias-grad-divided": TP_REPLICATED,
-    "tied-untied-by-to-empty": UNEVEN_TIED,
-    "tied-uneven-last-shard-stale": UNEVEN_TIED,
-    "cast-unseen-by-gather": "id = dp1-bf16init-default-meta",
-    "fsdp-tp-strided-layout-lost": "id = dp2-tp2-fp32-default-meta-even",
-    "reduce-dtype-dropped": RECOMPUTED,
-    "param-dtype-dropped": BF16,
-    "cast-forward-inputs": BF16,
-    "master-weights-bf16": BF16,
-    "rope-table-bf16": BF16,
-    "rope-table-rounded": BF16,
-    "rope-computed-bf16": BF16,
-    "loss-on-bf16-logits": BF16,
-    "grads-rounded": BF16_ACCUMULATION,
-    "masters-rounded": BF16,
-    "moments-rounded": BF16,
-    "load-rounds-weights": "id = dp1-bf16mp-default-checkpoint",
-    "gather-through-fp8": BF16_ACCUMULATION,
-    "backward-gather-rounded": FP32,
-    "ac-recompute-cast-skip": "id = dp1-bf16mp-default-meta-acfull",
-    "ac-recompute-cast-silent": RECOMPUTED,
-    "ac-recompute-input-rounded": "id = dp2-tp2-fp32-default-meta-acfull",
-    "ac-unasked": "id = tp2-fp32-default-meta",
-    "ac-ignored": "id in (dp1-bf16mp-default-meta-acfull, dp2-fp32-default-meta-acfull-tied)",
-    "dropout-unseeded": "id = dp2-bf16mp-default-meta-drop0.1",
-    "gather-before-cast": RECOMPUTED,
-    "gather-twice": ACCUMULATION,
-    "tp-gather-repeated": TP,
-}
 
 
 @cache
