@@ -8,7 +8,7 @@ reduced); arXiv:1909.08053 section 3 (column- and row-wise splits), arXiv:2205.0
 `torch.distributed.tensor.parallel.loss_parallel`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from conformance.oracles.dtype_policy import dtype_policy
 from conformance.oracles.reference import Batch, Tensors, initial_model
-from conformance.oracles.virtual_tp import TensorParallelForward, vocabulary_parallel_loss
+from conformance.oracles.virtual_tp import TensorParallelForward, ring_sum, vocabulary_parallel_loss
 from reference_trainer.config import TrainerConfig
 from reference_trainer.data import IGNORED_LABEL, Batches
 from reference_trainer.model import Transformer
@@ -47,25 +47,28 @@ def emulated_step(config: TrainerConfig, masters: Tensors, *, step: int) -> Emul
     if config.model.dropout:
         raise ValueError("the emulation does not know dropout: use a cell without it")
     policy = dtype_policy(config.precision)
-    compute, on_the_wire = getattr(torch, policy.compute), getattr(torch, policy.reduce)
+    compute = getattr(torch, policy.compute)
     batch = Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed).global_batch(step)
     dp_size = _data_parallel_size(config)
     scale = dp_size / int((batch[1] != IGNORED_LABEL).sum())
     model = initial_model(config)  # for its buffers
     for name, parameter in model.named_parameters():
         parameter.data = masters[name].to(compute)
-    loss_of = _loss_function(config, model)
+    forward = _tensor_parallel(config, model)
+    parameters = {**dict(model.named_parameters()), **(forward.copied if forward else {})}
+    loss_of = _loss_function(config, forward or model)
     loss, gradients = 0.0, []
     with _one_thread():
         for index in range(config.accumulation):
             ranks = []
             for rank in range(dp_size):
-                value, grads = _backward(model, loss_of, _micro_batch(config, batch, rank, index), scale=scale)
+                value, grads = _backward(parameters, loss_of, _micro_batch(config, batch, rank, index), scale=scale)
                 loss += value
-                ranks.append({name: grad.to(on_the_wire) for name, grad in grads.items()})
+                ranks.append(grads)
             gradients.append(ranks)
-    reduced = _reduced(config, gradients, masters)
-    sizes = _reduced(config, [[_absolute(rank) for rank in ranks] for ranks in gradients], masters)
+    rounds = _rounds(config, gradients, copied=forward.copied if forward else {})
+    reduced = _reduced(config, rounds, masters)
+    sizes = _reduced(config, [[_absolute(rank) for rank in ranks] for ranks in rounds], masters)
     conditions = {name: _ratio(sizes[name].norm(), grad.norm()) for name, grad in reduced.items()}
     return Emulation(loss * scale / dp_size, reduced, conditions)
 
@@ -76,10 +79,14 @@ def _data_parallel_size(config: TrainerConfig) -> int:
     return config.mesh.dp_replicate * config.mesh.dp_shard
 
 
-def _loss_function(config: TrainerConfig, model: Transformer) -> Callable[[Batch], Tensor]:
+def _tensor_parallel(config: TrainerConfig, model: Transformer) -> TensorParallelForward | None:
+    tp = config.mesh.tp
+    return TensorParallelForward(model, tp=tp, sequence_parallel=config.sequence_parallel) if tp > 1 else None
+
+
+def _loss_function(config: TrainerConfig, forward: Callable[[Tensor], Tensor]) -> Callable[[Batch], Tensor]:
     """Summed loss of a micro-batch; it is torch's own cross entropy: another formula would round otherwise."""
     tp = config.mesh.tp
-    forward = TensorParallelForward(model, tp=tp, sequence_parallel=config.sequence_parallel) if tp > 1 else model
 
     def loss_of(batch: Batch) -> Tensor:
         logits, labels = forward(batch[0]).float().flatten(0, 1), batch[1].flatten()
@@ -91,13 +98,12 @@ def _loss_function(config: TrainerConfig, model: Transformer) -> Callable[[Batch
 
 
 def _backward(
-    model: Transformer, loss_of: Callable[[Batch], Tensor], batch: Batch, *, scale: float
+    parameters: Tensors, loss_of: Callable[[Batch], Tensor], batch: Batch, *, scale: float
 ) -> tuple[float, Tensors]:
     """Summed loss, and the gradients of `scale` times it in the dtype of computation."""
-    names, parameters = zip(*model.named_parameters(), strict=True)
     loss_sum = loss_of(batch)
-    grads = torch.autograd.grad(loss_sum * scale, parameters)
-    return float(loss_sum.detach()), dict(zip(names, grads, strict=True))
+    grads = torch.autograd.grad(loss_sum * scale, list(parameters.values()))
+    return float(loss_sum.detach()), dict(zip(parameters, grads, strict=True))
 
 
 def _micro_batch(config: TrainerConfig, batch: Batch, rank: int, index: int) -> Batch:
@@ -106,20 +112,32 @@ def _micro_batch(config: TrainerConfig, batch: Batch, rank: int, index: int) -> 
     return inputs, labels
 
 
-def _reduced(config: TrainerConfig, gradients: Sequence[Sequence[Tensors]], masters: Tensors) -> Tensors:
-    """From the gradients of each micro-batch and rank those that the optimizer sees."""
-    match config.gradient_sync:
-        case "each":
-            parts = [_over_replicas(_over_shards(config, ranks)) for ranks in gradients]
-            return _sum([_cast_like(part, masters) for part in parts])
-        case "last":
-            ranks = [_sum(micro_batches) for micro_batches in zip(*gradients, strict=True)]
-            return _cast_like(_over_replicas(_over_shards(config, ranks)), masters)
-        case "all-reduce-last":
-            replicas = [
-                _sum(parts) for parts in zip(*(_over_shards(config, ranks) for ranks in gradients), strict=True)
-            ]
-            return _cast_like(_over_replicas(replicas), masters)
+def _rounds(
+    config: TrainerConfig, gradients: Sequence[Sequence[Tensors]], *, copied: Container[str]
+) -> list[list[Tensors]]:
+    """From the gradients of each micro-batch and rank those that each round of reduce-scatters is given by each rank.
+
+    The gradient of a weight that tensor-parallel ranks have copies of is summed over them when a round begins; what is
+    added up before, is added up by each, in the dtype of the reduce-scatter.
+    """
+    on_the_wire = getattr(torch, dtype_policy(config.precision).reduce)
+    if config.gradient_sync == "last":
+        totals = [_sum([_to(part, on_the_wire) for part in parts]) for parts in zip(*gradients, strict=True)]
+        return [[_over_copies(total, copied) for total in totals]]
+    return [[_to(_over_copies(rank, copied), on_the_wire) for rank in ranks] for ranks in gradients]
+
+
+def _over_copies(gradients: Tensors, copied: Container[str]) -> Tensors:
+    """The all-reduce of tensor-parallel ranks."""
+    return {name: ring_sum(grad.unbind(), dim=None) if name in copied else grad for name, grad in gradients.items()}
+
+
+def _reduced(config: TrainerConfig, rounds: Sequence[Sequence[Tensors]], masters: Tensors) -> Tensors:
+    """From what each rank gives to each round the gradients that the optimizer sees."""
+    shards = [_over_shards(config, ranks) for ranks in rounds]
+    if config.gradient_sync == "all-reduce-last":
+        shards = [[_sum(parts) for parts in zip(*shards, strict=True)]]
+    return _sum([_cast_like(_over_replicas(replicas), masters) for replicas in shards])
 
 
 def _over_shards(config: TrainerConfig, ranks: Sequence[Tensors]) -> list[Tensors]:
@@ -139,6 +157,10 @@ def _average(parts: Sequence[Tensors]) -> Tensors:
 
 def _sum(parts: Sequence[Tensors]) -> Tensors:
     return {name: reduce(add, (part[name] for part in parts)) for name in parts[0]}
+
+
+def _to(tensors: Tensors, dtype: torch.dtype) -> Tensors:
+    return {name: tensor.to(dtype) for name, tensor in tensors.items()}
 
 
 def _absolute(tensors: Tensors) -> Tensors:

@@ -88,14 +88,24 @@ class TensorParallelForward:
         self._model, self._tp, self._sequence_parallel = model, tp, sequence_parallel
         self._dim = 1 if sequence_parallel else None
         """Activations are reduce-scattered along the sequence, or all-reduced."""
+        self.copied: dict[str, Tensor] = {}
+        """By name, weights (tp, dim) of which each rank has a copy and a gradient that is its share of the sum."""
+        if sequence_parallel:
+            self.copied = {
+                f"{name}.weight": norm.weight.detach().expand(tp, -1).clone().requires_grad_()
+                for name, norm in model.named_modules()
+                if isinstance(norm, nn.RMSNorm)
+            }
 
     def __call__(self, tokens: Tensor) -> Tensor:
         model = self._model
         x: Tensor = model.tok_embeddings(tokens)  # only one rank knows a token, the others add zero
-        for block in cast("list[Block]", list(model.layers)):
-            x = x + self._region(block.attention, self._norm(block.attention_norm, x), model.rope_table)
-            x = x + self._region(block.feed_forward, self._norm(block.ffn_norm, x))
-        copies = _copies(self._norm(model.norm, x), self._tp, self._dim)
+        for name, block in cast("list[tuple[str, Block]]", list(model.layers.named_children())):
+            normed = self._norm(f"layers.{name}.attention_norm", x)
+            x = x + self._region(block.attention, normed, model.rope_table)
+            normed = self._norm(f"layers.{name}.ffn_norm", x)
+            x = x + self._region(block.feed_forward, normed)
+        copies = _copies(self._norm("norm", x), self._tp, self._dim)
         weights = self._slices(model.output.weight, 0)
         return torch.cat([F.linear(copy, weight) for copy, weight in zip(copies, weights, strict=True)], -1)
 
@@ -120,14 +130,14 @@ class TensorParallelForward:
     def _slices(self, parameter: Tensor, dim: int) -> list[Tensor]:
         return [part.contiguous() for part in parameter.chunk(self._tp, dim)]
 
-    def _norm(self, norm: nn.RMSNorm, x: Tensor) -> Tensor:
+    def _norm(self, name: str, x: Tensor) -> Tensor:
         """Sequence parallelism gives each rank a part of the sequence, and its own share of the weight's gradient."""
+        norm = self._model.get_submodule(name)
         if not self._sequence_parallel:
             # A view, for autograd to add up the norm's own terms first, as where the module's input is made a DTensor.
             whole: Tensor = norm(x.view_as(x))
             return whole
-        weights = _copies(norm.weight, self._tp, None)
-        parts = zip(weights, x.chunk(self._tp, 1), strict=True)
+        parts = zip(self.copied[f"{name}.weight"].unbind(), x.chunk(self._tp, 1), strict=True)
         return torch.cat([functional_call(norm, {"weight": w}, (part.contiguous(),)) for w, part in parts], 1)
 
 
