@@ -16,7 +16,7 @@ from conformance.engine.store import Clock, RecordStore
 from conformance.engine.workload import trainer_config
 from conformance.instruments.collectives import Collective
 from conformance.laws.test_traffic import test_bytes_on_the_wire_equal_the_traffic_model as mp_4
-from conformance.oracles.tensor_parallel import local_shapes, sharded_dim, tensor_parallel_events
+from conformance.oracles.tp_schedule import local_shapes, sharded_dim, tensor_parallel_events
 from conformance.oracles.traffic import Traffic, add_up, step_events
 from reference_trainer.config import DataConfig, MeshConfig, ModelConfig, TrainerConfig
 from reference_trainer.mesh import resolve_mesh

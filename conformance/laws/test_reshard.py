@@ -6,7 +6,7 @@ from conformance.engine.law import Run, law
 from conformance.engine.workload import trainer_config
 from conformance.instruments.recorder import RankFacts
 from conformance.oracles.schedule import Event, fsdp_events, group_of, kept_after_forward, shard_numels
-from conformance.oracles.tensor_parallel import local_shapes
+from conformance.oracles.tp_schedule import local_shapes
 from reference_trainer.mesh import resolve_mesh
 
 RESHARD_AFTER_FORWARD = (

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from conformance.oracles.schedule import Event, fsdp_events, shard_numels
-from conformance.oracles.tensor_parallel import local_shapes, tensor_parallel_events
+from conformance.oracles.tp_schedule import local_shapes, tensor_parallel_events
 from reference_trainer.config import TrainerConfig
 from reference_trainer.mesh import ParallelDims
 
