@@ -142,20 +142,34 @@ def test_where_gradients_are_added_up_shows_in_bf16() -> None:
     assert not torch.equal(found[0], found[2])
 
 
+@pytest.mark.parametrize("precision", ["bf16-mp", "bf16-reduce"])
+def test_copies_of_a_weight_are_summed_when_it_is_reduced(precision: str) -> None:
+    """After each micro-batch in the dtype of computation, or once, after each rank has added up its own."""
+    base = changed(CONFIG, mesh=MeshConfig(dp_shard=1, tp=2), precision=precision, accumulation=2)
+    each, last = (
+        emulated_step(changed(base, gradient_sync=mode), weights(), step=0).gradients for mode in ("each", "last")
+    )
+    assert not torch.equal(each["norm.weight"], last["norm.weight"])
+    others_are_equal = precision == "bf16-mp"  # reduced in fp32, over one rank, in either mode
+    assert torch.equal(each["output.weight"], last["output.weight"]) == others_are_equal
+
+
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_virtual_ranks_in_fp64_are_the_plain_model(tp: int, sequence_parallel: bool) -> None:
     """Without rounding to speak of, splitting changes nothing: logits, loss and all gradients."""
     model, (inputs, labels) = initial_model(CONFIG).double(), batch()
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    expected = torch.autograd.grad(summed_loss(model, (inputs, labels)), parameters)
+    parameters = dict(model.named_parameters())
+    expected = torch.autograd.grad(summed_loss(model, (inputs, labels)), list(parameters.values()))
     forward = TensorParallelForward(model, tp=tp, sequence_parallel=sequence_parallel)
+    assert forward.copied.keys() == {name for name in parameters if sequence_parallel and "norm" in name}
     logits = forward(inputs)
     torch.testing.assert_close(logits, model(inputs), rtol=1e-12, atol=1e-12)
     loss = vocabulary_parallel_loss(logits.flatten(0, 1), labels.flatten(), tp=tp)
-    found = torch.autograd.grad(loss, parameters)
-    for name, measured, wanted in zip(names, found, expected, strict=True):
-        torch.testing.assert_close(measured, wanted, rtol=1e-10, atol=1e-12, msg=name)
+    found = torch.autograd.grad(loss, list({**parameters, **forward.copied}.values()))
+    for name, measured, wanted in zip(parameters, found, expected, strict=True):
+        total = measured.sum(0) if name in forward.copied else measured
+        torch.testing.assert_close(total, wanted, rtol=1e-10, atol=1e-12, msg=name)
 
 
 def test_ring_sum_adds_in_ring_order() -> None:
