@@ -243,8 +243,10 @@ def _steps(record: Record, neighbour: Record) -> None:
 
 
 def _seed(record: Record, neighbour: Record) -> None:
-    equal = [key for key, found in _parts(record, "initial/parameter/") & _parts(neighbour, "initial/parameter/")]
-    _expect(not equal, f"initial weights are the same with another seed: {sorted(set(equal))}")
+    equal = {key for key, found in _parts(record, "initial/parameter/") & _parts(neighbour, "initial/parameter/")}
+    if record.cell.model == "integer":  # a few whole numbers may be the same by chance; matrices have many
+        equal = {key for key in equal if len(record.ranks[0].parameters[key.split("/")[2]].shape) > 1}
+    _expect(not equal, f"initial weights are the same with another seed: {sorted(equal)}")
     _expect(not _batches(record) & _batches(neighbour), "batches are the same with another seed")
 
 
