@@ -17,11 +17,11 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from reference_trainer.checkpoint import check_checkpoint
 from reference_trainer.config import TrainerConfig, load_config
 from reference_trainer.data import Batches
 from reference_trainer.mesh import check_fits_mesh, choose_device, init_process_group, resolve_mesh
 from reference_trainer.train import StepMetrics, Trainer
+from reference_trainer.weights import check_checkpoint
 
 _GIB = 1024**3
 _PROCESS_GROUP_TIMEOUT_S = 300.0

@@ -166,6 +166,7 @@ class OptimizerConfig(Config, frozen=True, kw_only=True):
 
 
 Precision = Literal["fp32", "bf16-mp", "bf16-init", "bf16-reduce", "bf16-mixed"]
+Init = Literal["meta", "full", "layerwise", "checkpoint"]
 GradientSync = Literal["each", "last", "all-reduce-last"]
 
 
@@ -184,11 +185,18 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     optimizer state, are bf16 throughout. Cannot be compiled."""
     reshard: Literal["always", "never", "default"] = "default"
     """Whether parameters are freed after forward; `default`: all but the last group, which backward needs at once."""
-    init: Literal["meta", "checkpoint"] = "meta"
-    """Both build on the meta device, shard, and `to_empty`; then `meta` draws the weights, `checkpoint` loads them."""
+    init: Init = "meta"
+    """`meta` builds without memory, shards, gives each rank memory for its shards (`to_empty`) and draws the weights.
+    `checkpoint`: the same, but loads them. `layerwise` gives memory to, draws and shards one block after the other.
+    `full` draws the whole model on every rank, then shards."""
     checkpoint: str | None = None
-    """With init=checkpoint: a safetensors file with the full tensor of each parameter, under the parameter's name.
-    A tied output layer has no entry of its own. Values are cast to the parameters' dtype."""
+    """With init=checkpoint, one of: a safetensors file with the full tensor of each parameter under its name (a tied
+    output layer has no entry of its own); a Llama model of the transformers library, as a safetensors file or the
+    directory of several; a directory of torch.distributed.checkpoint, such as a step that was saved by this trainer.
+    Values are cast to the parameters' dtype."""
+    checkpoint_reader: Literal["each-rank", "rank0"] = "each-rank"
+    """`each-rank`: all ranks read, one tensor at a time. `rank0`: only rank 0 does, holds the whole model in memory and
+    broadcasts it; the others read names and shapes alone."""
     sequence_parallel: bool = True
     """With tp > 1: activations between tensor-parallel regions are sharded along the sequence."""
     loss_parallel: bool = False
@@ -227,6 +235,10 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
             (self.init == "checkpoint") == (self.checkpoint is not None),
             f"init is {self.init} and checkpoint is {self.checkpoint}: a file is needed with init checkpoint, and only "
             "with it",
+        )
+        require(
+            self.init == "checkpoint" or self.checkpoint_reader == "each-rank",
+            f"checkpoint_reader {self.checkpoint_reader} has no effect with init {self.init}: set init=checkpoint",
         )
         require(
             self.precision != "bf16-mixed" or self.activation_checkpointing != "selective",

@@ -1,4 +1,4 @@
-"""First weights that do not depend on the layout: drawn, or loaded from a checkpoint.
+"""First weights that do not depend on the layout.
 
 Each full tensor is drawn from its own counter-based generator (Philox, Salmon et al. 2011, doi:10.1145/2063384.2063405)
 keyed by seed and parameter name; each rank then keeps its shard. DTensor's own random init gives every shard of a CPU
@@ -6,39 +6,25 @@ mesh the same numbers (torch 2.13), and a different draw for each mesh on CUDA.
 """
 
 import hashlib
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from reference_trainer.checkpoint import open_checkpoint
 from reference_trainer.model import Transformer, rope_table
 
 
 @torch.no_grad()
-def init_weights(model: Transformer, *, seed: int) -> None:
-    """Fill every parameter and buffer of a materialised model, sharded or not, in place.
+def init_weights(model: Transformer, *, seed: int, part: str = "") -> None:
+    """Fill every parameter and buffer whose name begins with `part`, sharded or not, in place; they must have memory.
 
     Raises ValueError for a parameter or buffer of a module that has no rule here.
     """
     for name, parameter in model.named_parameters():  # a tied weight once, with what its first owner is given
-        _assign(parameter, _initial_value(model, name, tuple(parameter.shape), seed=seed))
-    _fill_buffers(model)
-
-
-@torch.no_grad()
-def load_weights(model: Transformer, *, path: Path | str) -> None:
-    """Fill a materialised model in place: parameters from a checkpoint, cast to their dtypes, buffers by rule.
-
-    Each rank reads one full tensor after the other and keeps its shards. Raises ValueError for a file that cannot be
-    read or does not hold exactly this model's parameters.
-    """
-    with open_checkpoint(path, model) as read:
-        for name, parameter in model.named_parameters():
-            _assign(parameter, read(name))
-    _fill_buffers(model)
+        if name.startswith(part):
+            assign(parameter, _initial_value(model, name, tuple(parameter.shape), seed=seed))
+    init_buffers(model, part=part)
 
 
 def _initial_value(model: Transformer, full_name: str, shape: tuple[int, ...], *, seed: int) -> Tensor:
@@ -62,11 +48,15 @@ def _initial_value(model: Transformer, full_name: str, shape: tuple[int, ...], *
             raise ValueError(_no_rule(full_name, module, "_initial_value"))
 
 
-def _fill_buffers(model: Transformer) -> None:
+@torch.no_grad()
+def init_buffers(model: Transformer, *, part: str = "") -> None:
+    """Fill every buffer whose name begins with `part`. Raises ValueError for one that has no rule here."""
     for full_name, buffer in model.named_buffers():
+        if not full_name.startswith(part):
+            continue
         if full_name != "rope_table":
-            raise ValueError(_no_rule(full_name, model.get_submodule(full_name.rpartition(".")[0]), "_fill_buffers"))
-        _assign(buffer, rope_table(model.config, device="cpu"))
+            raise ValueError(_no_rule(full_name, model.get_submodule(full_name.rpartition(".")[0]), "init_buffers"))
+        assign(buffer, rope_table(model.config, device="cpu"))
 
 
 def _no_rule(full_name: str, module: nn.Module, function: str) -> str:
@@ -91,8 +81,9 @@ def _generator(name: str, seed: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=np.array([seed, name_key], dtype=np.uint64)))
 
 
-def _assign(target: Tensor, value: Tensor) -> None:
+def assign(target: Tensor, value: Tensor) -> None:
+    """Fill a tensor, or a rank's shard of it, from the full value, which every rank must have."""
     if isinstance(target, DTensor):
-        # Every rank has drawn the same full tensor, so each takes its shard without communication.
+        # Each rank takes its shard without communication.
         value = distribute_tensor(value.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
     target.copy_(value)

@@ -7,7 +7,7 @@ arXiv:2305.13245.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's standard name
@@ -139,11 +139,19 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.norm = ARITHMETIC[config.arithmetic].norm(config.dim, eps=config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
-        if config.tied_embeddings:
-            self.output.weight = self.tok_embeddings.weight
+        self.tie_weights()
         # Not persistent: recomputed, never loaded. Whoever materialises the model must fill it (see init_weights).
         empty_table = torch.empty(2, config.max_seq_len, config.head_dim // 2, dtype=torch.float32)
         self.register_buffer("rope_table", empty_table, persistent=False)
+
+    def tie_weights(self) -> None:
+        """To be called when parameters were replaced, as `to_empty` and tensor parallelism do: one weight for both."""
+        if self.config.tied_embeddings:
+            self.output.weight = self.tok_embeddings.weight
+
+    @property
+    def blocks(self) -> list[Block]:
+        return cast("list[Block]", list(self.layers))
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tok_embeddings(tokens)

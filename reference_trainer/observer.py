@@ -16,10 +16,11 @@ class Observer:
         """The given phase of the given step begins (step -1 while building)."""
 
     def sharded(self, model: Transformer) -> None:
-        """The model has its final modules and placements, still on the meta device."""
+        """The model has its final modules and placements: without memory, or already with its first weights."""
 
     def materialized(self, model: Transformer) -> None:
-        """`to_empty` has handed out memory; nothing is initialised yet."""
+        """Parameters and buffers were given memory, and are not initialised yet. With init=layerwise this is called for
+        each part of the model in turn: what was given memory before is initialised, the rest on the meta device."""
 
     def loaded(self, path: str) -> None:
         """Parameters hold what was read from this checkpoint; a cast may follow."""

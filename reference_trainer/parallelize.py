@@ -1,9 +1,10 @@
-"""From a plain model on the meta device to a parallel one: `apply_tp`, `apply_ac`, `apply_compile`, `apply_fsdp`.
+"""From a plain model to a parallel one: `apply_tp`, `apply_ac`, `apply_compile`, `apply_fsdp`.
 
 The order is a contract: tensor parallelism decides the parameters' placements, checkpointing marks what is recomputed,
 compilation replaces what runs in it, and FSDP's hooks stay outermost.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -33,19 +34,32 @@ from reference_trainer.model import Block, Transformer
 
 
 def parallelize(model: Transformer, mesh: DeviceMesh, config: TrainerConfig) -> None:
-    """Apply in place everything that the configuration asks for."""
+    """Apply in place everything that the configuration asks for: block by block, then to what is around them."""
+    for block in model.blocks:
+        parallelize_block(block, mesh, config)
+    parallelize_ends(model, mesh, config)
+
+
+def parallelize_block(block: Block, mesh: DeviceMesh, config: TrainerConfig) -> None:
+    """One block, on the meta device or with its weights, which are then sharded."""
     if "tp" in (mesh.mesh_dim_names or ()):
-        apply_tp(
-            model,
-            mesh["tp"],
-            sequence_parallel=config.sequence_parallel,
-            loss_parallel=config.loss_parallel,
-        )
+        apply_tp_to_block(block, mesh["tp"], sequence_parallel=config.sequence_parallel)
     if config.activation_checkpointing != "none":
-        apply_ac(model, mode=config.activation_checkpointing)
+        apply_ac(block, mode=config.activation_checkpointing)
     if config.compile != "none":
-        apply_compile(model, backend=config.compile)
-    apply_fsdp(model, fsdp_mesh(mesh), precision=config.precision, reshard=config.reshard)
+        apply_compile(block, backend=config.compile)
+    apply_fsdp_to_block(block, fsdp_mesh(mesh), precision=config.precision, reshard=config.reshard)
+
+
+def parallelize_ends(model: Transformer, mesh: DeviceMesh, config: TrainerConfig) -> None:
+    """Embedding, norm and output, and the root; all blocks must be parallel already."""
+    if "tp" in (mesh.mesh_dim_names or ()):
+        apply_tp_to_ends(
+            model, mesh["tp"], sequence_parallel=config.sequence_parallel, loss_parallel=config.loss_parallel
+        )
+    if config.compile != "none":
+        model.tok_embeddings.register_forward_hook(_wait_for_output)
+    apply_fsdp_to_ends(model, fsdp_mesh(mesh), precision=config.precision, reshard=config.reshard)
 
 
 class ReplicateParallel(ParallelStyle):
@@ -70,22 +84,15 @@ class ReplicateParallel(ParallelStyle):
         return distribute_module(module, device_mesh, replicate_parameters, to_dtensor, to_local)
 
 
-def apply_tp(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool, loss_parallel: bool) -> None:
-    """Megatron-style tensor parallelism (arXiv:1909.08053), with sequence parallelism (arXiv:2205.05198) if asked for.
-
-    Between the tensor-parallel regions activations are sharded along the sequence, or replicated.
-    """
-    between: Placement = Shard(1) if sequence_parallel else Replicate()
-
-    def norm() -> ParallelStyle:
-        return SequenceParallel() if sequence_parallel else ReplicateParallel()
-
+def apply_tp_to_ends(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool, loss_parallel: bool) -> None:
+    """Embedding and output split along the vocabulary (arXiv:1909.08053)."""
+    between = _between_regions(sequence_parallel=sequence_parallel)
     parallelize_module(
         model,
         mesh,
         {
             "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
-            "norm": norm(),
+            "norm": _norm_style(sequence_parallel=sequence_parallel),
             "output": ColwiseParallel(
                 input_layouts=between,
                 output_layouts=Shard(-1) if loss_parallel else Replicate(),
@@ -93,24 +100,35 @@ def apply_tp(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool, l
             ),
         },
     )
-    for block in _blocks(model):
-        plan: dict[str, ParallelStyle] = {
-            "attention_norm": norm(),
-            "attention": _gather_input(between, number_of_inputs=2),
-            "attention.wq": ColwiseParallel(),
-            "attention.wk": ColwiseParallel(),
-            "attention.wv": ColwiseParallel(),
-            "attention.wo": RowwiseParallel(output_layouts=between),
-            "ffn_norm": norm(),
-            "feed_forward": _gather_input(between, number_of_inputs=1),
-            "feed_forward.w1": ColwiseParallel(),
-            "feed_forward.w3": ColwiseParallel(),
-            "feed_forward.w2": RowwiseParallel(output_layouts=between),
-        }
-        parallelize_module(block, mesh, plan)
-    if model.config.tied_embeddings:
-        # Each style has made a parameter of its own, with the same placement (rows of the vocabulary): tie them again.
-        model.output.weight = model.tok_embeddings.weight
+    model.tie_weights()  # each style has made a parameter of its own, with the same placement: rows of the vocabulary
+
+
+def apply_tp_to_block(block: Block, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+    """Tensor parallelism (arXiv:1909.08053), with sequence parallelism (arXiv:2205.05198) if asked for."""
+    between = _between_regions(sequence_parallel=sequence_parallel)
+    plan: dict[str, ParallelStyle] = {
+        "attention_norm": _norm_style(sequence_parallel=sequence_parallel),
+        "attention": _gather_input(between, number_of_inputs=2),
+        "attention.wq": ColwiseParallel(),
+        "attention.wk": ColwiseParallel(),
+        "attention.wv": ColwiseParallel(),
+        "attention.wo": RowwiseParallel(output_layouts=between),
+        "ffn_norm": _norm_style(sequence_parallel=sequence_parallel),
+        "feed_forward": _gather_input(between, number_of_inputs=1),
+        "feed_forward.w1": ColwiseParallel(),
+        "feed_forward.w3": ColwiseParallel(),
+        "feed_forward.w2": RowwiseParallel(output_layouts=between),
+    }
+    parallelize_module(block, mesh, plan)
+
+
+def _between_regions(*, sequence_parallel: bool) -> Placement:
+    """Between the tensor-parallel regions activations are sharded along the sequence, or replicated."""
+    return Shard(1) if sequence_parallel else Replicate()
+
+
+def _norm_style(*, sequence_parallel: bool) -> ParallelStyle:
+    return SequenceParallel() if sequence_parallel else ReplicateParallel()
 
 
 def _gather_input(layout: Placement, *, number_of_inputs: int) -> PrepareModuleInput:
@@ -119,13 +137,12 @@ def _gather_input(layout: Placement, *, number_of_inputs: int) -> PrepareModuleI
     return PrepareModuleInput(input_layouts=(layout, *others), desired_input_layouts=(Replicate(), *others))
 
 
-def apply_ac(model: Transformer, *, mode: Literal["full", "selective"]) -> None:
-    """Activation checkpointing: each block keeps its input and, if `selective`, what is expensive to recompute."""
-    recompute = partial(checkpoint, use_reentrant=False)
+def apply_ac(block: Block, *, mode: Literal["full", "selective"]) -> None:
+    """Activation checkpointing: the block keeps its input and, if `selective`, what is expensive to recompute."""
+    block.recompute = partial(checkpoint, use_reentrant=False)
     if mode == "selective":
-        recompute = partial(recompute, context_fn=partial(create_selective_checkpoint_contexts, _keep_expensive))
-    for block in _blocks(model):
-        block.recompute = recompute
+        keep = partial(create_selective_checkpoint_contexts, _keep_expensive)
+        block.recompute = partial(checkpoint, use_reentrant=False, context_fn=keep)
 
 
 def _keep_expensive(
@@ -137,15 +154,13 @@ def _keep_expensive(
     return CheckpointPolicy.MUST_SAVE if expensive else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def apply_compile(model: Transformer, *, backend: Literal["inductor", "aot_eager"]) -> None:
-    """Compile each block's layer by itself, without graph breaks: one graph serves all of them.
+def apply_compile(block: Block, *, backend: Literal["inductor", "aot_eager"]) -> None:
+    """Compile a block's layer by itself, without graph breaks: one graph serves all blocks.
 
     Checkpointing stays outside of what is compiled: inside, with DTensor parameters, AOTAutograd fails an assertion on
     a saved DeviceMesh (torch 2.13).
     """
-    for block in _blocks(model):
-        block.layer = torch.compile(block.layer, backend=backend, fullgraph=True)  # type: ignore[method-assign]
-    model.tok_embeddings.register_forward_hook(_wait_for_output)
+    block.layer = torch.compile(block.layer, backend=backend, fullgraph=True)  # type: ignore[method-assign]
 
 
 def _wait_for_output(_module: nn.Module, _inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
@@ -157,39 +172,41 @@ def _wait_for_output(_module: nn.Module, _inputs: tuple[Any, ...], output: torch
     return output if type(output) is torch.Tensor else output.clone()
 
 
-def apply_fsdp(
-    model: Transformer,
-    mesh: DeviceMesh,
-    *,
-    precision: Precision,
-    reshard: Literal["always", "never", "default"],
-) -> None:
-    """Shard embedding, each block, and (norm, output) as groups of their own, then the root.
+Reshard = Literal["always", "never", "default"]
+
+
+def apply_fsdp_to_block(block: Block, mesh: DeviceMesh, *, precision: Precision, reshard: Reshard) -> None:
+    """A group for each block. `bf16-mixed` takes the norms out of it: the parameters of a group must have one dtype
+    ("FSDP expects uniform original parameter dtype", torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py).
+    """
+    shard = _sharding(mesh, precision=precision, reshard=reshard, last=False)
+    if precision == "bf16-mixed":
+        shard(block.attention_norm)
+        shard(block.ffn_norm)
+    shard(block)
+
+
+def apply_fsdp_to_ends(model: Transformer, mesh: DeviceMesh, *, precision: Precision, reshard: Reshard) -> None:
+    """Shard the embedding and (norm, output) as groups of their own, then the root.
 
     Tied embeddings form one group with norm and output: a parameter can belong to one group only. `bf16-mixed` takes
-    each norm out of the group around it: the parameters of a group must have one dtype ("FSDP expects uniform original
-    parameter dtype", torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py).
+    the norm out of it.
     """
-    policy = mixed_precision_policy(precision)
-
-    def shard(modules: nn.Module | list[nn.Module], *, last: bool = False) -> None:
-        fully_shard(
-            modules, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward(reshard, last=last)
-        )
-
-    tied, norms_apart = model.config.tied_embeddings, precision == "bf16-mixed"
+    shard = _sharding(mesh, precision=precision, reshard=reshard, last=False)
+    shard_last = _sharding(mesh, precision=precision, reshard=reshard, last=True)
+    tied, norm_apart = model.config.tied_embeddings, precision == "bf16-mixed"
     if not tied:
         shard(model.tok_embeddings)
-    for block in _blocks(model):
-        if norms_apart:
-            shard(block.attention_norm)
-            shard(block.ffn_norm)
-        shard(block)
-    if norms_apart:
-        shard(model.norm, last=True)
-    shard([*([model.tok_embeddings] if tied else []), *([] if norms_apart else [model.norm]), model.output], last=True)
+    if norm_apart:
+        shard_last(model.norm)
+    shard_last([*([model.tok_embeddings] if tied else []), *([] if norm_apart else [model.norm]), model.output])
     # The root owns no parameters; it drives the others (streams, end of backward).
-    shard(model, last=True)
+    shard_last(model)
+
+
+def _sharding(mesh: DeviceMesh, *, precision: Precision, reshard: Reshard, last: bool) -> Callable[..., object]:
+    policy, after_forward = mixed_precision_policy(precision), reshard_after_forward(reshard, last=last)
+    return partial(fully_shard, mesh=mesh, mp_policy=policy, reshard_after_forward=after_forward)
 
 
 def set_parameter_dtypes(model: Transformer, precision: Precision) -> None:
@@ -217,7 +234,7 @@ def mixed_precision_policy(precision: Precision) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
 
 
-def reshard_after_forward(reshard: Literal["always", "never", "default"], *, last: bool) -> bool:
+def reshard_after_forward(reshard: Reshard, *, last: bool) -> bool:
     """Whether a group is freed after forward; `last`: backward needs the group at once."""
     match reshard:
         case "always":
@@ -242,7 +259,3 @@ def set_gradient_sync(model: Transformer, gradient_sync: GradientSync, *, last: 
             root.set_requires_gradient_sync(last)
         case "all-reduce-last":
             root.set_requires_all_reduce(last)
-
-
-def _blocks(model: Transformer) -> list[Block]:
-    return cast("list[Block]", list(model.layers))

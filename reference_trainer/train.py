@@ -1,6 +1,7 @@
 """The trainer: build a parallel model, then repeat forward, backward, clip, step.
 
-Reading order: config, model, init_weights, checkpoint, mesh, parallelize, loss, optim, data, this file, __main__.
+Reading order: config, model, init_weights, weights, mesh, parallelize, build, loss, optim, data, this file, checkpoint,
+__main__.
 """
 
 from dataclasses import dataclass
@@ -8,12 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from reference_trainer.build import build_model
 from reference_trainer.config import TrainerConfig
 from reference_trainer.data import Batches
-from reference_trainer.init_weights import init_weights, load_weights
 from reference_trainer.loss import (
     count_valid_tokens,
     loss_context,
@@ -22,10 +22,9 @@ from reference_trainer.loss import (
     summed_loss,
 )
 from reference_trainer.mesh import ParallelDims, build_mesh, check_fits_mesh, dp_rank, resolve_mesh
-from reference_trainer.model import Transformer
 from reference_trainer.observer import Observer
 from reference_trainer.optim import build_optimizer, build_schedule, clip_gradients
-from reference_trainer.parallelize import parallelize, set_gradient_sync, set_parameter_dtypes
+from reference_trainer.parallelize import set_gradient_sync
 
 
 @dataclass(frozen=True)
@@ -39,27 +38,6 @@ class StepMetrics:
     """Total 2-norm before clipping."""
     valid_tokens: int
     lr: float
-
-
-def build_model(config: TrainerConfig, mesh: DeviceMesh, device: torch.device, observer: Observer) -> Transformer:
-    """Meta device, parallelise, `to_empty`, first weights: no rank ever holds the full model."""
-    observer.phase("build", step=-1)
-    with torch.device("meta"):
-        model = Transformer(config.model)
-    set_parameter_dtypes(model, config.precision)
-    parallelize(model, mesh, config)
-    observer.sharded(model)
-    model.to_empty(device=device)
-    observer.materialized(model)
-    if config.checkpoint is None:
-        init_weights(model, seed=config.seed)
-    else:
-        load_weights(model, path=config.checkpoint)
-        observer.loaded(config.checkpoint)
-    if config.precision == "bf16-init":
-        model.to(torch.float32)
-    observer.initialized(model)
-    return model.train()
 
 
 class Trainer:

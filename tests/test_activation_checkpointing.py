@@ -33,7 +33,8 @@ def model_with(mode: Mode) -> Transformer:
     model = Transformer(MODEL)
     init_weights(model, seed=0)
     if mode != "none":
-        apply_ac(model, mode=mode)
+        for block in model.blocks:
+            apply_ac(block, mode=mode)
     return model
 
 

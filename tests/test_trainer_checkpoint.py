@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from reference_trainer.checkpoint import check_checkpoint
 from reference_trainer.config import DataConfig, ModelConfig, TrainerConfig
-from reference_trainer.init_weights import init_weights, load_weights
+from reference_trainer.init_weights import init_weights
 from reference_trainer.model import Transformer, rope_table
+from reference_trainer.weights import check_checkpoint, load_weights
 
 TIED = ModelConfig(
     vocab_size=13, dim=16, n_layers=1, ffn_dim=24, max_seq_len=8, bias=True, bias_std=0.1, norm_std=0.2,

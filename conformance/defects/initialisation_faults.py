@@ -19,25 +19,25 @@ def rope_buffer(*, restore: bool) -> AbstractContextManager[None]:
     """After initialisation put the memory of `to_empty` back into the RoPE buffer, or initialise a second time."""
 
     def make(original: Any) -> Any:
-        def init_weights(model: Transformer, *, seed: int) -> None:
+        def init_weights(model: Transformer, **options: Any) -> None:
             memory = model.rope_table.clone()
-            original(model, seed=seed)
+            original(model, **options)
             if restore:
                 model.rope_table.copy_(memory)
             else:
-                original(model, seed=seed)
+                original(model, **options)
 
         return init_weights
 
-    return replaced("reference_trainer.train", "init_weights", make)
+    return replaced("reference_trainer.build", "init_weights", make)
 
 
 def replica_scale(factor: float) -> AbstractContextManager[None]:
     """After initialisation scale the parameters of the second replica."""
 
     def make(original: Any) -> Any:
-        def init_weights(model: Transformer, *, seed: int) -> None:
-            original(model, seed=seed)
+        def init_weights(model: Transformer, **options: Any) -> None:
+            original(model, **options)
             for parameter in model.parameters():
                 mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
                 if mesh and "dp_replicate" in (mesh.mesh_dim_names or ()) and mesh.get_local_rank("dp_replicate") == 1:
@@ -45,7 +45,7 @@ def replica_scale(factor: float) -> AbstractContextManager[None]:
 
         return init_weights
 
-    return replaced("reference_trainer.train", "init_weights", make)
+    return replaced("reference_trainer.build", "init_weights", make)
 
 
 def shard_draw(elements_of: Callable[[DTensor], Tensor]) -> AbstractContextManager[None]:
@@ -60,7 +60,7 @@ def shard_draw(elements_of: Callable[[DTensor], Tensor]) -> AbstractContextManag
 
         return assign
 
-    return replaced("reference_trainer.init_weights", "_assign", make)
+    return replaced("reference_trainer.init_weights", "assign", make)
 
 
 def first_elements(parameter: DTensor) -> Tensor:

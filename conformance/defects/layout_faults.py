@@ -81,15 +81,15 @@ def output_weight(*, tie_again: bool) -> Iterator[None]:
         return parallelize
 
     def start_equal(original: Any) -> Any:
-        def init_weights(model: Transformer, *, seed: int) -> None:
-            original(model, seed=seed)
+        def init_weights(model: Transformer, **options: Any) -> None:
+            original(model, **options)
             local(model.output.weight).copy_(local(model.tok_embeddings.weight))
 
         return init_weights
 
     with (
-        replaced("reference_trainer.train", "parallelize", part),
-        replaced("reference_trainer.train", "init_weights", start_equal),
+        replaced("reference_trainer.build", "parallelize", part),
+        replaced("reference_trainer.build", "init_weights", start_equal),
     ):
         yield
 

@@ -43,20 +43,20 @@ def sharded_dtypes(*dtypes: torch.dtype) -> AbstractContextManager[None]:
 
         return set_parameter_dtypes
 
-    return replaced("reference_trainer.train", "set_parameter_dtypes", make)
+    return replaced("reference_trainer.build", "set_parameter_dtypes", make)
 
 
 def rope_table(change: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
     """After initialisation put a changed RoPE table into the model."""
 
     def make(original: Any) -> Any:
-        def init_weights(model: Transformer, *, seed: int) -> None:
-            original(model, seed=seed)
+        def init_weights(model: Transformer, **options: Any) -> None:
+            original(model, **options)
             model.rope_table = change(model.rope_table)
 
         return init_weights
 
-    return replaced("reference_trainer.train", "init_weights", make)
+    return replaced("reference_trainer.build", "init_weights", make)
 
 
 def rope_operand(change: Callable[[Tensor, Tensor], Tensor]) -> AbstractContextManager[None]:

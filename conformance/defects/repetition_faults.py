@@ -62,7 +62,7 @@ def checkpointing(mode: Literal["none", "full"]) -> AbstractContextManager[None]
 
         return parallelize
 
-    return replaced("reference_trainer.train", "parallelize", make)
+    return replaced("reference_trainer.build", "parallelize", make)
 
 
 def blocks_called_through() -> AbstractContextManager[None]:
@@ -77,7 +77,7 @@ def blocks_called_through() -> AbstractContextManager[None]:
 
         return parallelize
 
-    return replaced("reference_trainer.train", "parallelize", make)
+    return replaced("reference_trainer.build", "parallelize", make)
 
 
 def dropout_seed(*, of_the_moment: bool) -> AbstractContextManager[None]:

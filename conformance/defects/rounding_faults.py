@@ -35,7 +35,7 @@ def reduced_gradients(dtype: torch.dtype) -> AbstractContextManager[None]:
 
         return parallelize
 
-    return replaced("reference_trainer.train", "parallelize", make)
+    return replaced("reference_trainer.build", "parallelize", make)
 
 
 def after_step(dtype: torch.dtype, *, moments: bool) -> AbstractContextManager[None]:
@@ -61,13 +61,13 @@ def loaded_weights(dtype: torch.dtype) -> AbstractContextManager[None]:
     """Round the weights that a checkpoint has given."""
 
     def make(original: Any) -> Any:
-        def load_weights(model: Transformer, *, path: str) -> None:
-            original(model, path=path)
+        def load_weights(model: Transformer, **options: Any) -> None:
+            original(model, **options)
             _round(model.parameters(), dtype)
 
         return load_weights
 
-    return replaced("reference_trainer.train", "load_weights", make)
+    return replaced("reference_trainer.build", "load_weights", make)
 
 
 def gathered_weights(dtype: torch.dtype, *, in_backward_alone: bool = False) -> AbstractContextManager[None]:

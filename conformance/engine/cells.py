@@ -81,8 +81,11 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     master weights, the others bf16."""
     reshard: Literal["always", "never", "default"] = "default"
     """Whether parameters are resharded after forward; `default`: in all groups but the root."""
-    init: Literal["meta", "checkpoint"] = "meta"
+    init: Literal["meta", "full", "layerwise", "checkpoint"] = "meta"
     """How the sharded model gets its first weights."""
+    weights: Literal["safetensors", "hf", "dcp", "rank0"] = "safetensors"
+    """With init=checkpoint, the format: the trainer's, that of Hugging Face's Llama in several files, or of
+    torch.distributed.checkpoint; `rank0`: the trainer's, read by rank 0 alone and broadcast."""
     model: Literal["tiny", "even", "uneven", "uneven-tp", "integer"] = "tiny"
     """Name of the workload: sizes that divide evenly or not, or a model that computes whole numbers, exactly."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
@@ -155,6 +158,7 @@ _TAGS: dict[str, Callable[[Any], str]] = {
     "precision": lambda precision: precision.replace("-", ""),
     "reshard": str,
     "init": str,
+    "weights": str,
     "model": lambda model: model.replace("-", ""),
     "optimizer": str,
     "clip": lambda norm: f"clip{norm!r}" if norm else "noclip",

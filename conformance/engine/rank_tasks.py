@@ -12,12 +12,11 @@ from safetensors.torch import save_file
 from conformance.defects.catalogue import injected
 from conformance.engine.rank_messages import RankContext
 from conformance.engine.record import tensor_file
+from conformance.engine.weight_files import write_weights
 from conformance.instruments.probe import probe_environment
 from conformance.instruments.recorder import Recorder
 from reference_trainer.config import TrainerConfig
-from reference_trainer.init_weights import init_weights
 from reference_trainer.mesh import init_process_group
-from reference_trainer.model import Transformer
 from reference_trainer.train import Trainer
 
 
@@ -32,7 +31,7 @@ def train_cell(context: RankContext, payload: dict[str, Any]) -> dict[str, Any]:
         path = Path(payload["directory"], config.checkpoint)
         config = msgspec.structs.replace(config, checkpoint=str(path))
         if context.rank == 0:
-            write_checkpoint(path, config)
+            write_weights(path, config, form=payload["weights"])
     recorder = Recorder(rank=context.rank)
     start_s = time.monotonic()
     with injected(payload["defect"]):
@@ -48,14 +47,6 @@ def train_cell(context: RankContext, payload: dict[str, Any]) -> dict[str, Any]:
         torch.compiler.reset()  # else the rank's next task would run this one's graphs
     save_file(tensors, Path(payload["directory"], tensor_file(context.rank)))
     return {"facts": msgspec.to_builtins(facts), "train_s": time.monotonic() - start_s}
-
-
-def write_checkpoint(path: Path, config: TrainerConfig) -> None:
-    """The weights that init=meta would start from, drawn on one process; bf16 where the trainer initialises in bf16."""
-    model = Transformer(config.model)
-    init_weights(model, seed=config.seed)
-    dtype = torch.bfloat16 if config.precision == "bf16-init" else torch.float32
-    save_file({name: parameter.detach().to(dtype) for name, parameter in model.named_parameters()}, path)
 
 
 def probe(context: RankContext, payload: dict[str, Any]) -> dict[str, Any]:

@@ -113,6 +113,7 @@ class RecordStore:
 
         payload = {
             "config": msgspec.to_builtins(trainer_config(header.cell)),
+            "weights": header.cell.weights,
             "defect": header.defect,
             "directory": str(directory),
         }

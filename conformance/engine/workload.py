@@ -40,7 +40,7 @@ _ADAMW_EPS = 0.001
 # The integer model is exact if all that scales is a power of two: learning rate and number of valid tokens.
 _INTEGER_DATA = replace(_DATA, min_valid_fraction=1.0)
 _INTEGER_LEARNING_RATE = 2.0**-4
-CHECKPOINT_FILE = "initial.safetensors"
+CHECKPOINT = "initial"
 """The checkpoint of a run with init=checkpoint, in the run's own directory."""
 
 
@@ -55,7 +55,8 @@ def trainer_config(cell: Cell) -> TrainerConfig:
         precision=cell.precision,
         reshard=cell.reshard,
         init=cell.init,
-        checkpoint=CHECKPOINT_FILE if cell.init == "checkpoint" else None,
+        checkpoint=CHECKPOINT if cell.init == "checkpoint" else None,
+        checkpoint_reader="rank0" if cell.weights == "rank0" else "each-rank",
         sequence_parallel=cell.sequence_parallel,
         loss_parallel=cell.loss_parallel,
         activation_checkpointing=cell.activation_checkpointing,

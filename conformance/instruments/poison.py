@@ -29,7 +29,7 @@ def poisoned_elements(tensor: Tensor) -> int:
 
 
 class Poison(Observer):
-    """Poisons every parameter and buffer after `to_empty` and counts what is left of it after initialisation."""
+    """Poisons every parameter and buffer when it is given memory; counts what is left of it after initialisation."""
 
     def __init__(self) -> None:
         self.poisoned: dict[str, int] = {}
@@ -39,8 +39,9 @@ class Poison(Observer):
 
     def materialized(self, model: Transformer) -> None:
         for name, tensor in _state(model):
-            poison_(tensor)
-            self.poisoned[name] = local(tensor).numel()
+            if name not in self.poisoned and not tensor.is_meta:
+                poison_(tensor)
+                self.poisoned[name] = local(tensor).numel()
 
     def initialized(self, model: Transformer) -> None:
         self.surviving = {name: poisoned_elements(tensor) for name, tensor in _state(model)}

@@ -1,0 +1,86 @@
+"""Build a parallel model with its first weights. Four strategies, which end in the same state:
+
+`meta` and `checkpoint` shard a model without memory, and then give each rank memory for its shards alone; `layerwise`
+gives a block memory, initialises and shards it before it turns to the next; `full` initialises the whole model on every
+rank before it shards.
+"""
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from reference_trainer.config import TrainerConfig
+from reference_trainer.init_weights import init_weights
+from reference_trainer.model import Transformer
+from reference_trainer.observer import Observer
+from reference_trainer.parallelize import parallelize, parallelize_block, parallelize_ends, set_parameter_dtypes
+from reference_trainer.weights import load_weights
+
+
+def build_model(config: TrainerConfig, mesh: DeviceMesh, device: torch.device, observer: Observer) -> Transformer:
+    """The sharded model in training mode, with weights as `config.init` says.
+
+    Raises ValueError for a checkpoint that cannot be loaded.
+    """
+    observer.phase("build", step=-1)
+    match config.init:
+        case "meta" | "checkpoint":
+            model = _shard_first(config, mesh, device, observer)
+        case "layerwise":
+            model = _layer_by_layer(config, mesh, device, observer)
+        case "full":
+            model = _initialise_first(config, mesh, device, observer)
+    if config.precision == "bf16-init":
+        model.to(torch.float32)
+    observer.initialized(model)
+    return model.train()
+
+
+def _shard_first(config: TrainerConfig, mesh: DeviceMesh, device: torch.device, observer: Observer) -> Transformer:
+    model = _without_memory(config)
+    parallelize(model, mesh, config)
+    observer.sharded(model)
+    model.to_empty(device=device)
+    observer.materialized(model)
+    if config.checkpoint is None:
+        init_weights(model, seed=config.seed)
+    else:
+        load_weights(model, path=config.checkpoint, broadcast=config.checkpoint_reader == "rank0")
+        observer.loaded(config.checkpoint)
+    return model
+
+
+def _layer_by_layer(config: TrainerConfig, mesh: DeviceMesh, device: torch.device, observer: Observer) -> Transformer:
+    model = _without_memory(config)
+    for index, block in enumerate(model.blocks):
+        block.to_empty(device=device)
+        observer.materialized(model)
+        init_weights(model, seed=config.seed, part=f"layers.{index}.")
+        parallelize_block(block, mesh, config)
+    for module in (model.tok_embeddings, model.norm, model.output):
+        module.to_empty(device=device)
+    model.tie_weights()
+    model.rope_table = torch.empty_like(model.rope_table, device=device)
+    observer.materialized(model)
+    for part in ("tok_embeddings.", "norm.", "output.", "rope_table"):
+        init_weights(model, seed=config.seed, part=part)
+    parallelize_ends(model, mesh, config)
+    observer.sharded(model)
+    return model
+
+
+def _initialise_first(config: TrainerConfig, mesh: DeviceMesh, device: torch.device, observer: Observer) -> Transformer:
+    with device:
+        model = Transformer(config.model)
+    set_parameter_dtypes(model, config.precision)
+    observer.materialized(model)
+    init_weights(model, seed=config.seed)
+    parallelize(model, mesh, config)
+    observer.sharded(model)
+    return model
+
+
+def _without_memory(config: TrainerConfig) -> Transformer:
+    with torch.device("meta"):
+        model = Transformer(config.model)
+    set_parameter_dtypes(model, config.precision)
+    return model

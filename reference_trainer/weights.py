@@ -1,0 +1,201 @@
+"""Weights that are loaded: which files hold them, under which names, and how they get into shards.
+
+Three formats: a safetensors file with the full tensor of each parameter under its name in `named_parameters` (a tied
+weight once, as the embedding's); the same in the names of Hugging Face's Llama, one file or a directory with an index;
+and a directory of torch.distributed.checkpoint. Buffers are never loaded, but recomputed.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from reference_trainer import hf_llama
+from reference_trainer.config import TrainerConfig, require
+from reference_trainer.init_weights import assign, init_buffers
+from reference_trainer.model import Transformer
+from reference_trainer.progress import LoadPlanner, progress
+
+_FLOATING_POINT = ("F64", "F32", "F16", "BF16")
+_NAMES_SHOWN = 5
+_INDEX = "model.safetensors.index.json"
+_DCP_METADATA = ".metadata"
+DCP_PREFIX = "model."
+"""Before the names of the model's parameters in a training checkpoint, beside the optimizer's."""
+
+
+@torch.no_grad()
+def load_weights(model: Transformer, *, path: Path | str, broadcast: bool = False) -> None:
+    """Fill a materialised model in place: parameters from a checkpoint, cast to their dtypes, buffers by rule.
+
+    No rank holds more than its shards and one full tensor at a time; with `broadcast`, rank 0 alone reads, holds the
+    full model and hands it out. Raises ValueError for what cannot be read or does not hold exactly these parameters.
+    """
+    if is_dcp(path):
+        _load_dcp(model, Path(path))
+    elif broadcast:
+        _broadcast_from_rank0(model, path)
+    else:
+        with open_checkpoint(path, model) as read:
+            for name, parameter in progress(list(model.named_parameters()), title=f"load {path}"):
+                assign(parameter, read(name))
+    init_buffers(model)
+
+
+def check_checkpoint(config: TrainerConfig) -> None:
+    """Raises ValueError, before anything is built, if the configuration names a checkpoint that cannot be loaded."""
+    if config.checkpoint is None:
+        return
+    with torch.device("meta"):
+        model = Transformer(config.model)
+    if is_dcp(config.checkpoint):
+        require(
+            config.checkpoint_reader == "each-rank",
+            "checkpoint_reader rank0 is for safetensors: a directory of torch.distributed.checkpoint is read by all "
+            "ranks, each its shards; use checkpoint_reader each-rank",
+        )
+        stored_in_dcp(config.checkpoint, model)
+        return
+    with open_checkpoint(config.checkpoint, model):
+        pass
+
+
+def is_dcp(path: Path | str) -> bool:
+    return Path(path, _DCP_METADATA).is_file()
+
+
+@contextmanager
+def open_checkpoint(path: Path | str, model: Transformer) -> Iterator[Callable[[str], Tensor]]:
+    """A function that reads a parameter's full tensor. The model may be sharded, or on the meta device.
+
+    Raises ValueError if a file cannot be read, or names and shapes are not those of the model's parameters.
+    """
+    with ExitStack() as stack:
+        stored: dict[str, Any] = {}  # open files, whose methods have no types
+        for file in _safetensors_files(Path(path)):
+            opened = stack.enter_context(_open(file))
+            stored |= dict.fromkeys(opened.keys(), opened)
+        is_hf = hf_llama.EMBEDDING in stored
+        names = hf_llama.to_trainer_names(stored) if is_hf else {name: name for name in stored}
+        if is_hf:
+            hf_llama.check_config(Path(path), model.config)
+        shapes = {
+            name: _shape(stored[stored_name].get_slice(stored_name), path, name) for name, stored_name in names.items()
+        }
+        _require_same_parameters(shapes, model, path)
+        yield lambda name: stored[names[name]].get_tensor(names[name])
+
+
+def _safetensors_files(path: Path) -> list[Path]:
+    """The file itself, or those of a directory: the index's, or the only one."""
+    if not path.is_dir():
+        require(path.is_file(), f"checkpoint {path} is neither a file nor a directory")
+        return [path]
+    index = path / _INDEX
+    if not index.is_file():
+        file = path / "model.safetensors"
+        require(file.is_file(), f"checkpoint {path} holds none of {_DCP_METADATA}, {_INDEX} and model.safetensors")
+        return [file]
+    try:
+        files = sorted({path / name for name in json.loads(index.read_bytes())["weight_map"].values()})
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"checkpoint {index} is not an index of safetensors files: {error!r}") from None
+    for file in files:
+        require(file.is_file(), f"checkpoint {path}: {file.name}, which the index names, is missing")
+    return files
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"checkpoint {file} cannot be read as safetensors: {error}") from None
+
+
+def _shape(entry: Any, path: Path | str, name: str) -> list[int]:
+    dtype, shape = entry.get_dtype(), entry.get_shape()
+    require(dtype in _FLOATING_POINT, f"checkpoint {path}: {name} is {dtype} of shape {shape}, must be floating point")
+    return list(shape)
+
+
+def _require_same_parameters(stored: Mapping[str, list[int]], model: Transformer, path: Path | str) -> None:
+    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    missing, superfluous = sorted(shapes.keys() - stored.keys()), sorted(stored.keys() - shapes.keys())
+    require(
+        not missing and not superfluous,
+        f"checkpoint {path} does not hold this model: missing {_shown(missing)}; superfluous {_shown(superfluous)}; "
+        "each parameter must be there once, a tied weight as tok_embeddings.weight, and nothing else",
+    )
+    for name, shape in stored.items():
+        require(
+            shape == shapes[name], f"checkpoint {path}: {name} has shape {shape}, the model's has shape {shapes[name]}"
+        )
+
+
+def _shown(names: list[str]) -> str:
+    """The first of the names."""
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return ", ".join(names[:_NAMES_SHOWN]) + more or "none"
+
+
+def _broadcast_from_rank0(model: Transformer, path: Path | str) -> None:
+    full: dict[str, Any] = {}
+    with open_checkpoint(path, model) as read:  # by every rank, so that all find the same mistake
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            parameters = progress(list(model.named_parameters()), title=f"load {path}")
+            full = {name: read(name).to(parameter.dtype) for name, parameter in parameters}
+            if model.config.tied_embeddings:
+                full["output.weight"] = full["tok_embeddings.weight"]
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.is_initialized())
+    set_model_state_dict(model, full, options=options)
+
+
+def stored_in_dcp(path: Path | str, model: Transformer) -> str:
+    """The prefix of the names of the model's parameters in a directory of torch.distributed.checkpoint.
+
+    Raises ValueError if its index cannot be read, or does not hold the model.
+    """
+    metadata = read_dcp_metadata(path)
+    tensors = {
+        name: list(entry.size)
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    prefix = DCP_PREFIX if any(name.startswith(f"{DCP_PREFIX}layers.") for name in tensors) else ""
+    stored = {name.removeprefix(prefix): size for name, size in tensors.items() if name.startswith(prefix)}
+    if model.config.tied_embeddings:
+        stored.pop("output.weight", None)
+    _require_same_parameters(stored, model, path)
+    return prefix
+
+
+def read_dcp_metadata(path: Path | str) -> Metadata:
+    """Raises ValueError if the index of a directory of torch.distributed.checkpoint cannot be read."""
+    try:
+        return FileSystemReader(path).read_metadata()
+    except Exception as error:  # it is a pickle: anything can come of a damaged one
+        raise ValueError(f"checkpoint {path}: {_DCP_METADATA} cannot be read: {error!r}") from None
+
+
+def _load_dcp(model: Transformer, path: Path) -> None:
+    prefix = stored_in_dcp(path, model)
+    into = {f"{prefix}{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    try:
+        load(into, checkpoint_id=path, planner=LoadPlanner(title=f"load {path}"), no_dist=not dist.is_initialized())
+    except CheckpointException as error:
+        raise ValueError(f"checkpoint {path} cannot be loaded: {_first_line(error)}") from None
+
+
+def _first_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
