@@ -1,4 +1,4 @@
-"""Loading weights from a safetensors file: what is read, and what is refused."""
+"""Loading weights from files: what is read, and what is refused."""
 
 from pathlib import Path
 
@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from reference_trainer.config import DataConfig, ModelConfig, TrainerConfig
 from reference_trainer.init_weights import init_weights
@@ -59,10 +60,10 @@ def test_weights_are_loaded_and_buffers_recomputed(config: ModelConfig, stored: 
             {f"extra{i}": torch.ones(1) for i in range(7)},
             "superfluous extra0, extra1, extra2, extra3, extra4 and 2 more",
         ),
-        ({"norm.weight": torch.ones(17)}, r"norm.weight is F32 of shape \[17\], .* floating point of shape \[16\]"),
+        ({"norm.weight": torch.ones(17)}, r"norm.weight has shape \[17\], the model's has shape \[16\]"),
         (
             {"norm.weight": torch.ones(16, dtype=torch.int8)},
-            r"norm.weight is I8 of shape \[16\], the model needs floating",
+            r"norm.weight is I8 of shape \[16\], must be floating point",
         ),
     ],
     ids=["missing", "tied twice", "buffer", "many", "shape", "dtype"],
@@ -81,5 +82,33 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no tensors")
     with pytest.raises(ValueError, match="text cannot be read as safetensors: "):
         load_weights(empty_model(TIED), path=tmp_path / "text")
-    with pytest.raises(ValueError, match=r"checkpoint .*none is not a file"):
+    with pytest.raises(ValueError, match=r"checkpoint .*none is neither a file nor a directory"):
         load_weights(empty_model(TIED), path=tmp_path / "none")
+
+
+def test_a_directory_of_torch_distributed_checkpoint_is_loaded(tmp_path: Path) -> None:
+    save(dict(weights(TIED)), checkpoint_id=tmp_path / "dcp", no_dist=True)
+    model = empty_model(TIED)
+    load_weights(model, path=tmp_path / "dcp")
+    for name, expected in weights(TIED).items():
+        assert torch.equal(model.get_parameter(name), expected), name
+    assert torch.equal(model.rope_table, rope_table(TIED))
+
+
+def test_a_directory_of_torch_distributed_checkpoint_must_hold_the_model(tmp_path: Path) -> None:
+    path = tmp_path / "dcp"
+    save(
+        {name: tensor for name, tensor in weights(TIED).items() if name != "norm.weight"},
+        checkpoint_id=path,
+        no_dist=True,
+    )
+    with pytest.raises(ValueError, match=r"does not hold this model: missing norm.weight"):
+        load_weights(empty_model(TIED), path=path)
+    (path / ".metadata").write_bytes(b"damaged")
+    with pytest.raises(ValueError, match=r".metadata cannot be read"):
+        load_weights(empty_model(TIED), path=path)
+
+
+def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"holds none of .metadata, model.safetensors.index.json and model.safetensors"):
+        load_weights(empty_model(TIED), path=tmp_path)
