@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
@@ -17,7 +17,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from reference_trainer.config import TrainerConfig, load_config
+from reference_trainer.checkpoint import Checkpoints, newest_checkpoint, require_no_checkpoints, resume
+from reference_trainer.config import TrainerConfig, load_config, require
 from reference_trainer.data import Batches
 from reference_trainer.mesh import check_fits_mesh, choose_device, init_process_group, resolve_mesh
 from reference_trainer.train import StepMetrics, Trainer
@@ -36,9 +37,9 @@ def main() -> int:
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     _silence_harmless_warnings()
     try:
-        config, device = _prepare(arguments, world_size=world_size)
+        config, device, saving, steps_done = _prepare(arguments, world_size=world_size)
         # Only rank 0 reports: metrics are equal on every rank.
-        metrics_file = (arguments.metrics if rank == 0 else Path(os.devnull)).open("wb")
+        metrics_file = _open_metrics(arguments.metrics if rank == 0 else Path(os.devnull), steps_done=steps_done)
     except (ValueError, OSError) as error:
         _complain(" ".join(str(error).split()))
         return _EXIT_USAGE
@@ -49,7 +50,7 @@ def main() -> int:
                 device, init_method=init_method, rank=rank, world_size=world_size, timeout_s=_PROCESS_GROUP_TIMEOUT_S
             )
             try:
-                train(config, device=device, metrics_file=metrics_file)
+                train(config, device=device, metrics_file=metrics_file, saving=saving)
             finally:
                 dist.destroy_process_group()
     except KeyboardInterrupt:
@@ -57,18 +58,50 @@ def main() -> int:
     return 0
 
 
-def train(config: TrainerConfig, *, device: torch.device, metrics_file: IO[bytes]) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """Which checkpoints a run begins with and writes."""
+
+    resume: Path | None = None
+    """Directory whose newest checkpoint the run goes on from."""
+    save_every: int | None = None
+    """Steps between checkpoints; the last step is saved too. None: no checkpoints are written."""
+    directory: Path = Path("checkpoints")
+    """Where they are written."""
+    asynchronous: bool = False
+    """Training goes on while a checkpoint is written."""
+
+    @property
+    def resumes_there(self) -> bool:
+        return self.resume is not None and self.resume.resolve() == self.directory.resolve()
+
+
+def train(
+    config: TrainerConfig, *, device: torch.device, metrics_file: IO[bytes], saving: Saving | None = None
+) -> None:
     """Run all steps; each appends its metrics to the file, and rank 0 prints progress."""
+    saving = saving or Saving()
     trainer = Trainer(config, device=device, world_size=dist.get_world_size())
-    for step in range(config.steps):
+    first = resume(trainer, saving.resume) if saving.resume else 0
+    checkpoints = None
+    if saving.save_every is not None:
+        checkpoints = Checkpoints(saving.directory, asynchronous=saving.asynchronous, resumed=saving.resumes_there)
+    for step in range(first, config.steps):
         start_s = time.perf_counter()
         metrics = trainer.train_step(step)
         row = _row(metrics, time.perf_counter() - start_s, config=config, device=device)
         # JSON has no NaN or infinity: msgspec writes null for them.
         metrics_file.write(msgspec.json.encode(row) + b"\n")
         metrics_file.flush()
-        if dist.get_rank() == 0 and (step % _PROGRESS_INTERVAL == 0 or step == config.steps - 1):
+        last = step == config.steps - 1
+        if dist.get_rank() == 0 and (step % _PROGRESS_INTERVAL == 0 or last):
             _print_progress(row, steps=config.steps, memory_kind="device" if device.type == "cuda" else "RSS")
+        if checkpoints:
+            checkpoints.poll()
+            if saving.save_every and ((step + 1) % saving.save_every == 0 or last):
+                checkpoints.save(trainer, steps_done=step + 1)
+    if checkpoints:
+        checkpoints.finish()
 
 
 def _row(
@@ -106,6 +139,10 @@ def _parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--data", metavar="FILE", help="token file, the same as --set 'data.path=\"FILE\"'")
     parser.add_argument("--metrics", type=Path, default=Path("metrics.jsonl"), help="where metrics are written")
+    parser.add_argument("--save-every", type=int, metavar="N", help="save a checkpoint every N steps, and at the end")
+    parser.add_argument("--save-dir", type=Path, metavar="DIR", help="where (default: as --resume, or checkpoints)")
+    parser.add_argument("--save-async", action="store_true", help="train on while a checkpoint is written")
+    parser.add_argument("--resume", type=Path, metavar="DIR", help="go on from the newest checkpoint in DIR")
     arguments = parser.parse_args()
     if arguments.data is not None:
         # Quoted, so that a file named `1` or `a: b` is a string.
@@ -113,13 +150,34 @@ def _parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def _prepare(arguments: argparse.Namespace, *, world_size: int) -> tuple[TrainerConfig, torch.device]:
-    """The configuration and this process's device. Raises ValueError or OSError for what cannot be run."""
+def _prepare(arguments: argparse.Namespace, *, world_size: int) -> tuple[TrainerConfig, torch.device, Saving, int]:
+    """The configuration, this process's device, and the steps that a checkpoint to resume from has done.
+
+    Raises ValueError or OSError for what cannot be run.
+    """
     config = load_config(arguments.config, arguments.overrides)
     check_fits_mesh(config, resolve_mesh(config.mesh, world_size=world_size))
     Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
     check_checkpoint(config)
-    return config, choose_device(config)
+    saving = Saving(
+        resume=arguments.resume,
+        save_every=arguments.save_every,
+        directory=arguments.save_dir or arguments.resume or Path("checkpoints"),
+        asynchronous=arguments.save_async,
+    )
+    require(saving.save_every is None or saving.save_every >= 1, f"--save-every {saving.save_every}: at least 1")
+    if saving.save_every is not None and not saving.resumes_there:
+        require_no_checkpoints(saving.directory)
+    steps_done = newest_checkpoint(saving.resume, config)[1].steps_done if saving.resume else 0
+    return config, choose_device(config), saving, steps_done
+
+
+def _open_metrics(path: Path, *, steps_done: int) -> IO[bytes]:
+    """The file with the metrics of the steps that are done: those after the checkpoint are done again."""
+    lines = path.read_bytes().splitlines(keepends=True) if steps_done and path.is_file() else []
+    file = path.open("wb")
+    file.writelines(line for line in lines if msgspec.json.decode(line)["step"] < steps_done)
+    return file
 
 
 def _complain(problem: str) -> None:

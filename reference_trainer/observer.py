@@ -3,6 +3,7 @@
 from typing import Literal
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from reference_trainer.model import Transformer
 
@@ -27,6 +28,9 @@ class Observer:
 
     def initialized(self, model: Transformer) -> None:
         """Parameters and buffers hold their initial values."""
+
+    def resumed(self, model: Transformer, optimizer: Optimizer) -> None:
+        """Parameters and optimizer hold the state of a checkpoint; the steps after it follow."""
 
     def batch(self, micro_batches: list[tuple[Tensor, Tensor]], *, step: int) -> None:
         """The (inputs, labels) that this rank is about to train on."""
