@@ -44,8 +44,8 @@ def _shard_first(config: TrainerConfig, mesh: DeviceMesh, device: torch.device, 
     if config.checkpoint is None:
         init_weights(model, seed=config.seed)
     else:
-        load_weights(model, path=config.checkpoint, broadcast=config.checkpoint_reader == "rank0")
-        observer.loaded(config.checkpoint)
+        form = load_weights(model, path=config.checkpoint, broadcast=config.checkpoint_reader == "rank0")
+        observer.loaded(config.checkpoint, form)
     return model
 
 

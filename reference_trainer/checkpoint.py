@@ -1,8 +1,9 @@
 """Checkpoints of a run: all that its next step depends on, so that a resumed run goes on as if it had never stopped.
 
 `DIRECTORY/step-00000020` is the state after 20 steps: files of torch.distributed.checkpoint, and `manifest.json`, which
-lists them. It is written under another name and renamed when all of it is on disk: a save that is killed changes nothing
-that was there. The data position is the number of steps: batches depend on it alone. All ranks must see the directory.
+lists them. It is written under another name and renamed when all of it is on disk: a save that is killed changes
+nothing that was there. The data position is the number of steps: batches depend on it alone. All ranks must see the
+directory.
 """
 
 import os

@@ -23,8 +23,8 @@ class Observer:
         """Parameters and buffers were given memory, and are not initialised yet. With init=layerwise this is called for
         each part of the model in turn: what was given memory before is initialised, the rest on the meta device."""
 
-    def loaded(self, path: str) -> None:
-        """Parameters hold what was read from this checkpoint; a cast may follow."""
+    def loaded(self, path: str, form: str) -> None:
+        """Parameters hold what was read from this checkpoint, in a format of `weights.Format`; a cast may follow."""
 
     def initialized(self, model: Transformer) -> None:
         """Parameters and buffers hold their initial values."""

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,9 @@ from reference_trainer.init_weights import assign, init_buffers
 from reference_trainer.model import Transformer
 from reference_trainer.progress import LoadPlanner, progress
 
+Format = Literal["safetensors", "hf", "dcp"]
+"""Files of the trainer's own, of the transformers library's Llama, or of torch.distributed.checkpoint."""
+
 _FLOATING_POINT = ("F64", "F32", "F16", "BF16")
 _NAMES_SHOWN = 5
 _INDEX = "model.safetensors.index.json"
@@ -36,21 +39,25 @@ DCP_PREFIX = "model."
 
 
 @torch.no_grad()
-def load_weights(model: Transformer, *, path: Path | str, broadcast: bool = False) -> None:
+def load_weights(model: Transformer, *, path: Path | str, broadcast: bool = False) -> Format:
     """Fill a materialised model in place: parameters from a checkpoint, cast to their dtypes, buffers by rule.
 
     No rank holds more than its shards and one full tensor at a time; with `broadcast`, rank 0 alone reads, holds the
-    full model and hands it out. Raises ValueError for what cannot be read or does not hold exactly these parameters.
+    full model and hands it out. Returns the format that was found. Raises ValueError for what cannot be read or does
+    not hold exactly these parameters.
     """
+    found: Format = "dcp"
     if is_dcp(path):
         _load_dcp(model, Path(path))
-    elif broadcast:
-        _broadcast_from_rank0(model, path)
     else:
-        with open_checkpoint(path, model) as read:
-            for name, parameter in progress(list(model.named_parameters()), title=f"load {path}"):
-                assign(parameter, read(name))
+        with open_checkpoint(path, model) as (found, read):
+            if broadcast:
+                _broadcast_from_rank0(model, read, title=f"load {path}")
+            else:
+                for name, parameter in progress(list(model.named_parameters()), title=f"load {path}"):
+                    assign(parameter, read(name))
     init_buffers(model)
+    return found
 
 
 def check_checkpoint(config: TrainerConfig) -> None:
@@ -76,8 +83,8 @@ def is_dcp(path: Path | str) -> bool:
 
 
 @contextmanager
-def open_checkpoint(path: Path | str, model: Transformer) -> Iterator[Callable[[str], Tensor]]:
-    """A function that reads a parameter's full tensor. The model may be sharded, or on the meta device.
+def open_checkpoint(path: Path | str, model: Transformer) -> Iterator[tuple[Format, Callable[[str], Tensor]]]:
+    """The format, and a function that reads a parameter's full tensor. The model may be sharded, or on the meta device.
 
     Raises ValueError if a file cannot be read, or names and shapes are not those of the model's parameters.
     """
@@ -94,7 +101,7 @@ def open_checkpoint(path: Path | str, model: Transformer) -> Iterator[Callable[[
             name: _shape(stored[stored_name].get_slice(stored_name), path, name) for name, stored_name in names.items()
         }
         _require_same_parameters(shapes, model, path)
-        yield lambda name: stored[names[name]].get_tensor(names[name])
+        yield ("hf" if is_hf else "safetensors"), lambda name: stored[names[name]].get_tensor(names[name])
 
 
 def _safetensors_files(path: Path) -> list[Path]:
@@ -149,15 +156,16 @@ def _shown(names: list[str]) -> str:
     return ", ".join(names[:_NAMES_SHOWN]) + more or "none"
 
 
-def _broadcast_from_rank0(model: Transformer, path: Path | str) -> None:
+def _broadcast_from_rank0(model: Transformer, read: Callable[[str], Tensor], *, title: str) -> None:
     full: dict[str, Any] = {}
-    with open_checkpoint(path, model) as read:  # by every rank, so that all find the same mistake
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            parameters = progress(list(model.named_parameters()), title=f"load {path}")
-            full = {name: read(name).to(parameter.dtype) for name, parameter in parameters}
-            if model.config.tied_embeddings:
-                full["output.weight"] = full["tok_embeddings.weight"]
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.is_initialized())
+    if dist.get_rank() == 0:
+        full = {
+            name: read(name).to(parameter.dtype)
+            for name, parameter in progress(list(model.named_parameters()), title=title)
+        }
+        if model.config.tied_embeddings:
+            full["output.weight"] = full["tok_embeddings.weight"]
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, full, options=options)
 
 

@@ -110,7 +110,5 @@ def test_a_directory_of_torch_distributed_checkpoint_must_hold_the_model(tmp_pat
 
 
 def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"holds none of .metadata, model.safetensors.index.json and model"
-    ):
+    with pytest.raises(ValueError, match=r"holds none of .metadata, model.safetensors.index.json and model"):
         load_weights(empty_model(TIED), path=tmp_path)

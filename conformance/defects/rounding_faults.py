@@ -61,9 +61,10 @@ def loaded_weights(dtype: torch.dtype) -> AbstractContextManager[None]:
     """Round the weights that a checkpoint has given."""
 
     def make(original: Any) -> Any:
-        def load_weights(model: Transformer, **options: Any) -> None:
-            original(model, **options)
+        def load_weights(model: Transformer, **options: Any) -> Any:
+            form = original(model, **options)
             _round(model.parameters(), dtype)
+            return form
 
         return load_weights
 

@@ -108,6 +108,12 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Whether the output layer shares the weight of the embedding."""
     dropout: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.0
     """Probability of dropping an activation."""
+    schedule: Literal["constant", "cosine"] = "constant"
+    """Learning rate: the same in all steps, or warmed up and then falling on a cosine."""
+    saved_on: str = "none"
+    """Mesh of a run that saves its state after half of the steps and stops, or `same`; new processes go on."""
+    saving: Literal["blocking", "async"] = "blocking"
+    """`async`: the run that saves trains on before anything of its state is written."""
     steps: Annotated[int, Meta(ge=1)] = 3
     """Number of optimizer steps."""
     seed: Annotated[int, Meta(ge=0)] = 0
@@ -131,6 +137,16 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def world_size(self) -> int:
         """Number of ranks."""
         return Mesh.parse(self.mesh).world_size
+
+    @property
+    def saver(self) -> "Cell":
+        """The run whose state this one goes on from."""
+        return self if self.saved_on == "same" else self.but(mesh=self.saved_on)
+
+    @property
+    def steps_before_save(self) -> int:
+        """Steps of the run whose state this one goes on from; 0 if it begins anew."""
+        return self.steps // 2 if self.saved_on != "none" else 0
 
     def but(self, **changes: AxisValue) -> "Cell":
         """A copy with other values; raises AxisError for an unknown axis or value."""
@@ -170,6 +186,9 @@ _TAGS: dict[str, Callable[[Any], str]] = {
     "compile": lambda _: "compile",
     "tied_embeddings": lambda _: "tied",
     "dropout": lambda probability: f"drop{probability!r}",
+    "schedule": str,
+    "saved_on": lambda mesh: f"from.{mesh.replace('-', '.')}",
+    "saving": str,
     "steps": lambda count: f"steps{count}",
     "seed": lambda seed: f"seed{seed}",
 }
@@ -198,7 +217,7 @@ def axis_value(name: str, value: object) -> AxisValue:
         checked: AxisValue = msgspec.convert(value, type_, strict=True)
     except msgspec.ValidationError as error:
         raise AxisError(f"axis `{name}` = {value!r}: {explain(error, value, type_)}") from None
-    if name == "mesh":
+    if name == "mesh" or (name == "saved_on" and checked not in ("none", "same")):
         Mesh.parse(str(checked))
     return checked
 

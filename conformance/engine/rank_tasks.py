@@ -13,8 +13,10 @@ from conformance.defects.catalogue import injected
 from conformance.engine.rank_messages import RankContext
 from conformance.engine.record import tensor_file
 from conformance.engine.weight_files import write_weights
+from conformance.instruments.held_checkpoints import HeldCheckpoints
 from conformance.instruments.probe import probe_environment
 from conformance.instruments.recorder import Recorder
+from reference_trainer.checkpoint import Checkpoints, resume
 from reference_trainer.config import TrainerConfig
 from reference_trainer.mesh import init_process_group
 from reference_trainer.train import Trainer
@@ -40,13 +42,38 @@ def train_cell(context: RankContext, payload: dict[str, Any]) -> dict[str, Any]:
             dist.barrier()  # rank 0 has written the file
         with recorder.listening():
             trainer = Trainer(config, device=torch.device("cpu"), world_size=context.world_size, observer=recorder)
-            metrics = [trainer.train_step(step) for step in range(config.steps)]
+            first = resume(trainer, _saved(payload)) if payload["steps_before_save"] else 0
+            metrics = [trainer.train_step(step) for step in range(first, config.steps)]
             facts, tensors = recorder.finish(trainer, metrics)
         dist.destroy_process_group()
     if config.compile != "none":
         torch.compiler.reset()  # else the rank's next task would run this one's graphs
     save_file(tensors, Path(payload["directory"], tensor_file(context.rank)))
     return {"facts": msgspec.to_builtins(facts), "train_s": time.monotonic() - start_s}
+
+
+def train_and_save(context: RankContext, payload: dict[str, Any]) -> None:
+    """Train `payload["steps_before_save"]` steps with the defect injected, and save a checkpoint in the directory."""
+    config = msgspec.convert(payload["config"], TrainerConfig)
+    with injected(payload["defect"]):
+        _init_process_group(context)
+        trainer = Trainer(config, device=torch.device("cpu"), world_size=context.world_size)
+        done = payload["steps_before_save"]
+        for step in range(done):
+            trainer.train_step(step)
+        if payload["saving"] == "async":
+            held = HeldCheckpoints(_saved(payload))
+            held.save(trainer, steps_done=done)
+            trainer.train_step(done)
+            held.release()
+            held.finish()
+        else:
+            Checkpoints(_saved(payload)).save(trainer, steps_done=done)
+        dist.destroy_process_group()
+
+
+def _saved(payload: dict[str, Any]) -> Path:
+    return Path(payload["directory"], "checkpoints")
 
 
 def probe(context: RankContext, payload: dict[str, Any]) -> dict[str, Any]:

@@ -72,6 +72,11 @@ class Record:
         return msgspec.json.decode(self._ranks, type=list[RankFacts])
 
     @property
+    def steps(self) -> list[int]:
+        """Numbers of the steps that were executed: from 0, or those after a checkpoint."""
+        return [step.step for step in self.ranks[0].steps]
+
+    @property
     def losses(self) -> list[float]:
         """Loss of each step in nats; NaN where it was not finite."""
         return [_number(step.loss) for step in self.ranks[0].steps]

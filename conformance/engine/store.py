@@ -111,19 +111,27 @@ class RecordStore:
     def _execute(self, header: Header, directory: Path) -> RecordFile:
         from conformance.engine.workload import trainer_config  # imports torch, which is not needed to find records
 
+        cell = header.cell
         payload = {
-            "config": msgspec.to_builtins(trainer_config(header.cell)),
-            "weights": header.cell.weights,
+            "config": msgspec.to_builtins(trainer_config(cell)),
+            "weights": cell.weights,
+            "steps_before_save": cell.steps_before_save,
+            "saving": cell.saving,
             "defect": header.defect,
             "directory": str(directory),
         }
         # DTensor keeps sharding decisions with the mesh they were made for, and finds them again for any mesh that
         # compares equal: the tp rows of dp4-tp2 and of hsdp2x2-tp2 do, but their process groups have other names
         # ("Could not resolve the process group registered under the name 9", torch 2.13). No public way to clear it.
-        kind = f"{header.cell.mesh} {header.defect or ''}"
-        task = Task("conformance.engine.rank_tasks:train_cell", payload, kind=kind)
+        kind = f"{cell.mesh} {header.defect or ''}"
         try:
-            results = self.pools.run(task, world_size=header.cell.world_size, deadline_s=self._left_s())
+            if cell.steps_before_save:
+                saver = cell.saver
+                saves = payload | {"config": msgspec.to_builtins(trainer_config(saver))}
+                task = Task("conformance.engine.rank_tasks:train_and_save", saves, kind=f"{saver.mesh} saves")
+                self.pools.run(task, world_size=saver.world_size, deadline_s=self._left_s())
+            task = Task("conformance.engine.rank_tasks:train_cell", payload, kind=kind)
+            results = self.pools.run(task, world_size=cell.world_size, deadline_s=self._left_s())
         except RunFailed as failed:
             return RecordFile(header=header, train_s=0.0, failure=to_failure(failed))
         facts = msgspec.Raw(msgspec.json.encode([result["facts"] for result in results]))

@@ -73,6 +73,8 @@ def _optimizer(cell: Cell) -> OptimizerConfig:
     optimizer = OptimizerConfig(
         name=cell.optimizer, lr=_LEARNING_RATE[cell.optimizer], eps=_ADAMW_EPS, max_norm=cell.clip
     )
+    if cell.schedule == "cosine":
+        optimizer = replace(optimizer, warmup_steps=1, final_lr_fraction=0.1)
     return replace(optimizer, lr=_INTEGER_LEARNING_RATE, weight_decay=0.0) if cell.model == "integer" else optimizer
 
 

@@ -36,9 +36,9 @@ def shard_indices(parameter: DTensor) -> Tensor:
 class Capture(Observer):
     """This rank's parts of all tensors by the key `WHEN/KIND/NAME`, and their fingerprints.
 
-    WHEN is `initial`, `stepN` (after backward, before clipping) or `final`; KIND is `parameter`, `buffer`, `gradient`,
-    a key of the optimizer state such as `exp_avg`, or `gathered` for parameters gathered by torch. `layout/NAME` holds
-    a parameter's `shard_indices`.
+    WHEN is `initial`, `resumed`, `stepN` (after backward, before clipping) or `final`; KIND is `parameter`, `buffer`,
+    `gradient`, a key of the optimizer state such as `exp_avg`, or `gathered` for parameters gathered by torch.
+    `layout/NAME` holds a parameter's `shard_indices`.
     """
 
     def __init__(self) -> None:
@@ -67,13 +67,20 @@ class Capture(Observer):
             if parameter.grad is not None:
                 self._add(f"step{step}/gradient/{name}", parameter.grad)
 
+    def resumed(self, model: Transformer, optimizer: torch.optim.Optimizer) -> None:
+        self._state("resumed", model)
+        self._optimizer_state("resumed", model, optimizer)
+
     def final(self, model: Transformer, optimizer: torch.optim.Optimizer) -> None:
         """To be called after the last step."""
         self._state("final", model)
+        self._optimizer_state("final", model, optimizer)
+
+    def _optimizer_state(self, when: str, model: Transformer, optimizer: torch.optim.Optimizer) -> None:
         for name, parameter in model.named_parameters():
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and value.ndim:
-                    self._add(f"final/{key}/{name}", value)
+                    self._add(f"{when}/{key}/{name}", value)
 
     def _state(self, when: str, model: Transformer) -> None:
         for name, parameter in model.named_parameters():

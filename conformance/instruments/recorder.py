@@ -25,9 +25,11 @@ from reference_trainer.train import StepMetrics, Trainer
 class StepFacts(msgspec.Struct, frozen=True):
     """What the trainer reports of one step; JSON writes numbers that are not finite as null."""
 
+    step: int
     loss: float | None
     grad_norm: float | None
     valid_tokens: int
+    lr: float
 
 
 class ParameterFacts(msgspec.Struct, frozen=True):
@@ -48,6 +50,8 @@ class OptimizerGroup(msgspec.Struct, frozen=True):
     lr: float
     parameters: list[str]
     """Names in the model; `?` for a tensor that is none of the model's sharded parameters."""
+    steps: list[float]
+    """Numbers of steps that the optimizer has counted for its parameters, each once; empty if it does not count."""
 
 
 class RankFacts(msgspec.Struct, frozen=True):
@@ -70,7 +74,11 @@ class RankFacts(msgspec.Struct, frozen=True):
     """See `OperatorCount.facts`."""
     blocks: CompilationFacts
     checkpoint: str | None
-    """The file that the weights were loaded from; None if they were drawn."""
+    """The file or directory that the weights were loaded from; None if they were drawn."""
+    checkpoint_format: str | None
+    """What it was recognised as, see `reference_trainer.weights.Format`."""
+    steps_resumed: int
+    """Steps that were done by the run whose checkpoint this one went on from; 0 if it began anew."""
     poisoned: dict[str, int]
     surviving_poison: dict[str, int]
     fingerprints: dict[str, str]
@@ -88,7 +96,7 @@ class Recorder(Observer):
     def __init__(self, *, rank: int) -> None:
         self._rank = rank
         self._parameters: dict[str, ParameterFacts] = {}
-        self._checkpoint: str | None = None
+        self._checkpoint: tuple[str | None, str | None] = (None, None)
         self._collectives, self._dtypes = CollectiveLog(), DtypeAudit()
         self._residency, self._poison = Residency(), Poison()
         self._operators, self._compilation = OperatorCount(), Compilation()
@@ -121,8 +129,11 @@ class Recorder(Observer):
     def materialized(self, model: Transformer) -> None:
         self._notify("materialized", model)
 
-    def loaded(self, path: str) -> None:
-        self._checkpoint = path
+    def loaded(self, path: str, form: str) -> None:
+        self._checkpoint = path, form
+
+    def resumed(self, model: Transformer, optimizer: torch.optim.Optimizer) -> None:
+        self._notify("resumed", model, optimizer)
 
     def initialized(self, model: Transformer) -> None:
         self._notify("initialized", model)
@@ -142,7 +153,7 @@ class Recorder(Observer):
         facts = RankFacts(
             rank=self._rank,
             mesh_coordinate={name: trainer.mesh.get_local_rank(name) for name in trainer.mesh.mesh_dim_names or ()},
-            steps=[StepFacts(step.loss, step.grad_norm, step.valid_tokens) for step in metrics],
+            steps=[StepFacts(step.step, step.loss, step.grad_norm, step.valid_tokens, step.lr) for step in metrics],
             parameters=self._parameters,
             collectives=self._collectives.facts(trainer.mesh),
             unsharded=self._residency.unsharded,
@@ -151,7 +162,9 @@ class Recorder(Observer):
             optimizer_groups=_optimizer_groups(trainer.model, trainer.optimizer),
             operators=self._operators.facts(),
             blocks=self._compilation.facts(),
-            checkpoint=self._checkpoint,
+            checkpoint=self._checkpoint[0],
+            checkpoint_format=self._checkpoint[1],
+            steps_resumed=metrics[0].step,
             poisoned=self._poison.poisoned,
             surviving_poison=self._poison.surviving,
             fingerprints=self._capture.fingerprints,
@@ -180,6 +193,11 @@ def _parameter_facts(parameter: torch.Tensor, group: str) -> ParameterFacts:
 def _optimizer_groups(model: Transformer, optimizer: torch.optim.Optimizer) -> list[OptimizerGroup]:
     names = {id(p): name for name, p in model.named_parameters() if is_sharded_by_fsdp(p)}
     return [
-        OptimizerGroup(group["weight_decay"], float(group["lr"]), [names.get(id(p), "?") for p in group["params"]])
+        OptimizerGroup(
+            weight_decay=group["weight_decay"],
+            lr=float(group["lr"]),
+            parameters=[names.get(id(p), "?") for p in group["params"]],
+            steps=sorted({float(optimizer.state[p]["step"]) for p in group["params"] if "step" in optimizer.state[p]}),
+        )
         for group in optimizer.param_groups
     ]

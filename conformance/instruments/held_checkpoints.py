@@ -1,0 +1,34 @@
+"""Asynchronous checkpoints of which nothing is written until asked for: what training changes meanwhile shows."""
+
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from reference_trainer.checkpoint import Checkpoints
+
+
+class HeldCheckpoints(Checkpoints):
+    """Saves as users do, but the thread that writes waits until `release`."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, asynchronous=True)
+        self._released = Event()
+
+    def release(self) -> None:
+        """Let the writing begin."""
+        self._released.set()
+
+    def storage(self, directory: Path) -> FileSystemWriter:
+        return _HeldWriter(directory, self._released)
+
+
+class _HeldWriter(FileSystemWriter):
+    def __init__(self, directory: Path, released: Event) -> None:
+        super().__init__(directory)
+        self._released = released
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        self._released.wait()
+        return super().write_data(*args, **kwargs)

@@ -1,0 +1,67 @@
+"""CKPT: a run that was saved, stopped and resumed is the run that never stopped."""
+
+from conformance.engine import compare
+from conformance.engine.cells import Cell
+from conformance.engine.law import Run, law
+from conformance.engine.outcomes import ConformanceFailure
+from conformance.engine.record import Record
+from conformance.laws.steps import compare_steps
+
+CHECKPOINT = "https://docs.pytorch.org/docs/stable/distributed.checkpoint.html"
+ASYNC_SAVE = f"{CHECKPOINT}#torch.distributed.checkpoint.state_dict_saver.async_save"
+
+
+@law("CKPT-1", reference=CHECKPOINT)
+def test_a_resumed_run_equals_one_that_never_stopped(run: Run, cell: Cell) -> None:
+    """Saved, stopped and resumed in new processes on the same mesh, a run MUST go on in every bit as if it had not.
+
+    Wrong if moments, step counters, the schedule, random numbers or the data position are lost or off by one.
+    """
+    _require_continuation(run(cell), run(cell.but(saved_on="none", saving="blocking")))
+
+
+@law("CKPT-2", reference=CHECKPOINT)
+def test_a_checkpoint_can_be_resumed_on_another_mesh(run: Run, cell: Cell) -> None:
+    """Loaded on any mesh, a checkpoint MUST give parameters and optimizer state as they were saved, in every bit, and
+    the steps that follow MUST compute what one process computes from them.
+
+    Wrong if shards are put together in another order than they were cut: a round trip on one mesh would not show it.
+    """
+    record = run(cell)
+    saved = run(cell.saver.but(saved_on="none", saving="blocking", steps=cell.steps_before_save))
+    for kind in _kinds(saved, "final"):
+        compare.bits(record.select(f"resumed/{kind}/"), saved.select(f"final/{kind}/"), name=f"resumed {kind}")
+    compare_steps(record)
+
+
+@law("CKPT-3", reference=ASYNC_SAVE)
+def test_an_asynchronous_save_does_not_see_later_steps(run: Run, cell: Cell) -> None:
+    """What is saved while training goes on MUST be the state at the call, in every bit.
+
+    Nothing is written before the next step has changed every parameter. Wrong if the save keeps the run's own tensors.
+    """
+    _require_continuation(run(cell), run(cell.but(saved_on="none", saving="blocking")))
+
+
+def _require_continuation(record: Record, whole: Record) -> None:
+    __tracebackhide__ = True
+    first = record.cell.steps_before_save
+    compare.count(record.steps[0], name="first step after the checkpoint", expected=first, unit="steps")
+    for when in [*(f"step{step}" for step in record.steps), "final"]:
+        for kind in _kinds(record, when):
+            key = f"{when}/{kind}"
+            compare.bits(record.select(f"{key}/"), whole.select(f"{key}/"), name=key)
+    for resumed, never_stopped in zip(record.ranks, whole.ranks, strict=True):
+        for name in ("steps", "batches", "model_inputs"):
+            found, expected = getattr(resumed, name), getattr(never_stopped, name)[-len(record.steps) :]
+            if found != expected:
+                raise ConformanceFailure(f"rank {resumed.rank}: {name} are {found}, expected {expected}")
+        if resumed.optimizer_groups != never_stopped.optimizer_groups:
+            raise ConformanceFailure(
+                f"rank {resumed.rank}: the optimizer ends with {resumed.optimizer_groups}, expected "
+                f"{never_stopped.optimizer_groups}"
+            )
+
+
+def _kinds(record: Record, when: str) -> list[str]:
+    return sorted({key.split("/")[1] for key in record.ranks[0].fingerprints if key.startswith(f"{when}/")})
