@@ -1,8 +1,9 @@
 """First weights that do not depend on the layout.
 
 Each full tensor is drawn from its own counter-based generator (Philox, Salmon et al. 2011, doi:10.1145/2063384.2063405)
-keyed by seed and parameter name; each rank then keeps its shard. DTensor's own random init gives every shard of a CPU
-mesh the same numbers (torch 2.13), and a different draw for each mesh on CUDA.
+keyed by seed and parameter name; each rank then keeps its shard, and never holds more than one full tensor at a time.
+DTensor's own random init gives every shard of a CPU mesh the same numbers (torch 2.13), and a different draw for each
+mesh on CUDA.
 """
 
 import hashlib
@@ -10,7 +11,7 @@ import hashlib
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from reference_trainer.model import Transformer, rope_table
 
@@ -33,11 +34,11 @@ def _initial_value(model: Transformer, full_name: str, shape: tuple[int, ...], *
     module, config = model.get_submodule(owner), model.config
     match module, name, config.arithmetic:
         case nn.Embedding() | nn.Linear(), "weight", "float":
-            return config.init_std * normal(shape, name=full_name, seed=seed)
+            return normal(shape, name=full_name, seed=seed).mul_(config.init_std)
         case nn.Linear(), "bias", "float":
-            return config.bias_std * normal(shape, name=full_name, seed=seed)
+            return normal(shape, name=full_name, seed=seed).mul_(config.bias_std)
         case nn.RMSNorm(), "weight", "float":
-            return 1.0 + config.norm_std * normal(shape, name=full_name, seed=seed)
+            return normal(shape, name=full_name, seed=seed).mul_(config.norm_std).add_(1.0)
         case nn.Embedding() | nn.Linear(), "weight", "integer":
             return signs(shape, name=full_name, seed=seed, nonzeros_per_row=2)
         case nn.Linear(), "bias", "integer":
@@ -65,7 +66,9 @@ def _no_rule(full_name: str, module: nn.Module, function: str) -> str:
 
 def normal(shape: tuple[int, ...], *, name: str, seed: int) -> Tensor:
     """Standard normal numbers, fp32, that depend on (name, seed) alone."""
-    return torch.from_numpy(_generator(name, seed).standard_normal(shape, dtype=np.float32))
+    drawn = torch.empty(shape)
+    _generator(name, seed).standard_normal(out=drawn.numpy(), dtype=np.float32)
+    return drawn
 
 
 def signs(shape: tuple[int, ...], *, name: str, seed: int, nonzeros_per_row: int) -> Tensor:
@@ -84,6 +87,21 @@ def _generator(name: str, seed: int) -> np.random.Generator:
 def assign(target: Tensor, value: Tensor) -> None:
     """Fill a tensor, or a rank's shard of it, from the full value, which every rank must have."""
     if isinstance(target, DTensor):
-        # Each rank takes its shard without communication.
-        value = distribute_tensor(value.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
-    target.copy_(value)
+        target.to_local().copy_(_shard(value, target))
+    else:
+        target.copy_(value)
+
+
+def _shard(value: Tensor, like: DTensor) -> Tensor:
+    """The view of a full tensor that a rank holds of one laid out like the other; nothing is copied or communicated.
+
+    Mesh dimensions cut from the last to the first: tensor parallelism, and then FSDP what that has left. Each cuts as
+    `torch.chunk` does, so the last ranks may get less, or nothing. (`distribute_tensor` copies the tensor up to twice.)
+    """
+    mesh = like.device_mesh
+    for mesh_dim in reversed(range(mesh.ndim)):
+        dim = getattr(like.placements[mesh_dim], "dim", None)
+        if dim is not None:
+            parts, rank = value.chunk(mesh.size(mesh_dim), dim), mesh.get_local_rank(mesh_dim)
+            value = parts[rank] if rank < len(parts) else value.narrow(dim, 0, 0)
+    return value

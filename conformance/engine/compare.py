@@ -100,6 +100,16 @@ def count(measured: int, *, name: str, expected: int, detail: str = "", unit: st
         raise ConformanceFailure(f"{name}: measured {measured}, expected {expected} {unit}; {detail}")
 
 
+def between(measured: float, lower: float, upper: float, *, name: str, detail: str, unit: str) -> None:
+    """A number that has to lie between two bounds. Raises ConformanceFailure otherwise, also for NaN."""
+    __tracebackhide__ = True
+    measure(name, measured, lower=lower, upper=upper, unit=unit)
+    if not lower <= measured <= upper:
+        raise ConformanceFailure(
+            f"{name} of {detail}: measured {measured:.6g}, not from {lower:.6g} to {upper:.6g} {unit}"
+        )
+
+
 def _require_same_names(measured: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, name: str) -> None:
     __tracebackhide__ = True
     if measured.keys() != expected.keys():

@@ -25,6 +25,12 @@ class Probe(Protocol):
     def __call__(self, world_size: int) -> list[dict[str, Any]]: ...
 
 
+class Measure(Protocol):
+    """The fixture `measure`: what a task of `rank_probes` measures on each rank of a cell's world."""
+
+    def __call__(self, task: str, cell: Cell) -> list[dict[str, Any]]: ...
+
+
 _ATTRIBUTE = "conformance_law"
 _Test = TypeVar("_Test", bound=Callable[..., None])
 

@@ -1,4 +1,4 @@
-"""What the ranks of a pool execute: a cell's training run, and the environment probe."""
+"""What the ranks of a pool execute: a cell's training run, and the run that it goes on from."""
 
 import time
 from pathlib import Path
@@ -14,7 +14,6 @@ from conformance.engine.rank_messages import RankContext
 from conformance.engine.record import tensor_file
 from conformance.engine.weight_files import write_weights
 from conformance.instruments.held_checkpoints import HeldCheckpoints
-from conformance.instruments.probe import probe_environment
 from conformance.instruments.recorder import Recorder
 from reference_trainer.checkpoint import Checkpoints, resume
 from reference_trainer.config import TrainerConfig
@@ -28,18 +27,11 @@ def train_cell(context: RankContext, payload: dict[str, Any]) -> dict[str, Any]:
     Each rank writes the tensors that it captured into the directory `payload["directory"]`; a run from a checkpoint
     finds its file there.
     """
-    config = msgspec.convert(payload["config"], TrainerConfig)
-    if config.checkpoint is not None:
-        path = Path(payload["directory"], config.checkpoint)
-        config = msgspec.structs.replace(config, checkpoint=str(path))
-        if context.rank == 0:
-            write_weights(path, config, form=payload["weights"])
+    config = rank_config(context, payload)
     recorder = Recorder(rank=context.rank)
     start_s = time.monotonic()
     with injected(payload["defect"]):
-        _init_process_group(context)
-        if config.checkpoint is not None:
-            dist.barrier()  # rank 0 has written the file
+        start_process_group(context)
         with recorder.listening():
             trainer = Trainer(config, device=torch.device("cpu"), world_size=context.world_size, observer=recorder)
             first = resume(trainer, _saved(payload)) if payload["steps_before_save"] else 0
@@ -56,7 +48,7 @@ def train_and_save(context: RankContext, payload: dict[str, Any]) -> None:
     """Train `payload["steps_before_save"]` steps with the defect injected, and save a checkpoint in the directory."""
     config = msgspec.convert(payload["config"], TrainerConfig)
     with injected(payload["defect"]):
-        _init_process_group(context)
+        start_process_group(context)
         trainer = Trainer(config, device=torch.device("cpu"), world_size=context.world_size)
         done = payload["steps_before_save"]
         for step in range(done):
@@ -64,7 +56,8 @@ def train_and_save(context: RankContext, payload: dict[str, Any]) -> None:
         if payload["saving"] == "async":
             held = HeldCheckpoints(_saved(payload))
             held.save(trainer, steps_done=done)
-            trainer.train_step(done)
+            ahead = trainer.train_step(done)
+            (_saved(payload) / f"trained-{ahead.step}").touch()  # for AXIS-1
             held.release()
             held.finish()
         else:
@@ -76,15 +69,20 @@ def _saved(payload: dict[str, Any]) -> Path:
     return Path(payload["directory"], "checkpoints")
 
 
-def probe(context: RankContext, payload: dict[str, Any]) -> dict[str, Any]:
-    """Facts about a rank's surroundings as builtin types, see `probe_environment`."""
-    _init_process_group(context)
-    facts = probe_environment()
-    dist.destroy_process_group()
-    return facts
+def rank_config(context: RankContext, payload: dict[str, Any]) -> TrainerConfig:
+    """The configuration in the payload; rank 0 writes the checkpoint that it names into the task's directory."""
+    config = msgspec.convert(payload["config"], TrainerConfig)
+    if config.checkpoint is None:
+        return config
+    path = Path(payload["directory"], config.checkpoint)
+    config = msgspec.structs.replace(config, checkpoint=str(path))
+    if context.rank == 0:
+        write_weights(path, config, form=payload["weights"])
+    return config
 
 
-def _init_process_group(context: RankContext) -> None:
+def start_process_group(context: RankContext) -> None:
+    """Ranks leave it together: what rank 0 has written before is there for all."""
     init_process_group(
         torch.device("cpu"),
         init_method=context.rendezvous,
@@ -92,3 +90,4 @@ def _init_process_group(context: RankContext) -> None:
         world_size=context.world_size,
         timeout_s=context.timeout_s,
     )
+    dist.barrier()

@@ -4,6 +4,7 @@ Runs in the xdist workers, or in the only process there is. What is known about 
 the business of `reporter`.
 """
 
+import datetime
 import importlib.metadata
 import shlex
 import uuid
@@ -27,8 +28,9 @@ from conformance.engine.reporter import Reporter
 from conformance.engine.selection import parse
 from conformance.engine.store import Clock, RecordStore
 from conformance.engine.verdicts import Verdict, classify
+from conformance.engine.waivers import load_waivers, the_waiver
 
-SUBSTRATE = "gloo"
+SUBSTRATE, DEVICE = "gloo", "cpu"
 _REPRO_DIRECTORY = "conformance-report-repro"  # repeating a case must not overwrite the report that it is in
 _PROJECT = Path(__file__).resolve().parents[2]
 
@@ -83,7 +85,10 @@ class Session:
         self.defect: str | None = option.defect
         self.report_directory = Path(inherited.get("report_directory", Path(option.report_dir).resolve()))
         try:
-            self.matrix: Matrix = load_matrix(Path(option.matrix) if option.matrix else _PROJECT / "matrix.yaml")
+            file = Path(option.matrix) if option.matrix else _PROJECT / "matrix.yaml"
+            self.matrix: Matrix = load_matrix(file)
+            waivers = file.with_name("waivers.yaml")
+            self.waivers = load_waivers(waivers, self.matrix) if waivers.exists() else []
             selection = parse(option.cells) if option.cells else None
             self.cases = self.matrix.cases(self.profile, only=selection)
             _require_known_defect(self.defect)
@@ -187,10 +192,24 @@ class Session:
         case.duration_s += call.duration
         if call.excinfo is not None:
             case.verdict, case.reason = classify(call.excinfo.value)
+        if call.when == "call":
+            self._waive(case, report)
         if call.when == "teardown":
             # Builtin types only: anything else kills an xdist session (execnet DumpError).
             report.conformance = msgspec.to_builtins(self._result(item, case))  # type: ignore[attr-defined]
         return report
+
+    def _waive(self, case: CaseState, report: pytest.TestReport) -> None:
+        """Make of a known failure what pytest calls xfailed, and of a waived case that passes a failure."""
+        torch, today = _version(self.store.torch_version), datetime.date.today()
+        waiver = the_waiver(self.waivers, case.law.id, case.cell, device=DEVICE, torch=torch, today=today)
+        if waiver is None:
+            return
+        case.verdict, case.reason = waiver.judge(case.verdict, case.reason)
+        if case.verdict == Verdict.WAIVED:
+            report.outcome, report.wasxfail = "skipped", case.reason
+        elif case.verdict == Verdict.UNEXPECTED_PASS:
+            report.outcome, report.longrepr = "failed", case.reason
 
     def pytest_unconfigure(self) -> None:
         self.store.close()
@@ -235,6 +254,11 @@ class Session:
     def probe(self) -> Callable[[int], list[dict[str, Any]]]:
         """`probe(world_size)`: what each rank of a world finds in its surroundings."""
         return self.store.probe
+
+    @pytest.fixture
+    def measure(self) -> Callable[[str, Cell], list[dict[str, Any]]]:
+        """`measure(task, cell)`: what a task measures on each rank of a cell's world."""
+        return self.store.measure
 
 
 def _position(case: CaseState | None, order: dict[str, int]) -> tuple[bool, int, str, int, str]:

@@ -1,6 +1,7 @@
 """The record store: each cell is run once per session, whichever worker needs it first."""
 
 import hashlib
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -73,7 +74,26 @@ class RecordStore:
         """Facts of all ranks of a world about their surroundings. Raises CellFailed."""
         try:
             return self.pools.run(
-                Task("conformance.engine.rank_tasks:probe", {}), world_size=world_size, deadline_s=self.deadline_s
+                Task("conformance.engine.rank_probes:probe", {}), world_size=world_size, deadline_s=self.deadline_s
+            )
+        except RunFailed as failed:
+            raise CellFailed(to_failure(failed)) from None
+
+    def measure(self, task: str, cell: Cell) -> list[dict[str, Any]]:
+        """What a task of `rank_probes` measures on each rank of a cell's world. Raises CellFailed."""
+        from conformance.engine.workload import trainer_config  # imports torch
+
+        payload = {
+            "config": msgspec.to_builtins(trainer_config(cell)),
+            "weights": cell.weights,
+            "defect": self.defect,
+            "directory": tempfile.mkdtemp(dir=self.directory),
+        }
+        try:
+            return self.pools.run(
+                Task(f"conformance.engine.rank_probes:{task}", payload, kind=f"{cell.mesh} {self.defect or ''}"),
+                world_size=cell.world_size,
+                deadline_s=self._left_s(),
             )
         except RunFailed as failed:
             raise CellFailed(to_failure(failed)) from None

@@ -34,14 +34,21 @@ class Poison(Observer):
     def __init__(self) -> None:
         self.poisoned: dict[str, int] = {}
         """Elements filled, by name of parameter or buffer, on this rank."""
+        self.noticed: dict[str, int] = {}
+        """Of these, the elements that were found to be poison before anything was initialised."""
+        self.parts: list[int] = []
+        """How many parameters and buffers were given memory at once, in order."""
         self.surviving: dict[str, int] = {}
         """Elements that initialisation has not overwritten."""
 
     def materialized(self, model: Transformer) -> None:
+        before = len(self.poisoned)
         for name, tensor in _state(model):
             if name not in self.poisoned and not tensor.is_meta:
                 poison_(tensor)
                 self.poisoned[name] = local(tensor).numel()
+                self.noticed[name] = poisoned_elements(tensor)
+        self.parts.append(len(self.poisoned) - before)
 
     def initialized(self, model: Transformer) -> None:
         self.surviving = {name: poisoned_elements(tensor) for name, tensor in _state(model)}

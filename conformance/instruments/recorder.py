@@ -16,7 +16,7 @@ from conformance.instruments.model_inputs import ModelInputs
 from conformance.instruments.operators import OperatorCount
 from conformance.instruments.poison import Poison
 from conformance.instruments.residency import Residency
-from conformance.instruments.sharding import fsdp_group_of, is_sharded_by_fsdp
+from conformance.instruments.sharding import fsdp_group_of, is_sharded_by_fsdp, shared_parameters
 from reference_trainer.model import Transformer
 from reference_trainer.observer import Observer, Phase
 from reference_trainer.train import StepMetrics, Trainer
@@ -80,6 +80,12 @@ class RankFacts(msgspec.Struct, frozen=True):
     steps_resumed: int
     """Steps that were done by the run whose checkpoint this one went on from; 0 if it began anew."""
     poisoned: dict[str, int]
+    materialized: list[int]
+    """See `Poison.parts`."""
+    noticed_poison: dict[str, int]
+    """See `Poison.noticed`."""
+    shared_parameters: dict[str, list[list[str]]]
+    """Names of parameters that are one object, when the model is `initialized` and when training is `final`."""
     surviving_poison: dict[str, int]
     fingerprints: dict[str, str]
     """See `Capture`."""
@@ -96,6 +102,7 @@ class Recorder(Observer):
     def __init__(self, *, rank: int) -> None:
         self._rank = rank
         self._parameters: dict[str, ParameterFacts] = {}
+        self._shared: dict[str, list[list[str]]] = {}
         self._checkpoint: tuple[str | None, str | None] = (None, None)
         self._collectives, self._dtypes = CollectiveLog(), DtypeAudit()
         self._residency, self._poison = Residency(), Poison()
@@ -136,6 +143,7 @@ class Recorder(Observer):
         self._notify("resumed", model, optimizer)
 
     def initialized(self, model: Transformer) -> None:
+        self._shared["initialized"] = shared_parameters(model)
         self._notify("initialized", model)
 
     def batch(self, micro_batches: list[tuple[Tensor, Tensor]], *, step: int) -> None:
@@ -166,6 +174,9 @@ class Recorder(Observer):
             checkpoint_format=self._checkpoint[1],
             steps_resumed=metrics[0].step,
             poisoned=self._poison.poisoned,
+            materialized=self._poison.parts,
+            noticed_poison=self._poison.noticed,
+            shared_parameters=self._shared | {"final": shared_parameters(trainer.model)},
             surviving_poison=self._poison.surviving,
             fingerprints=self._capture.fingerprints,
             layouts=self._capture.layouts,

@@ -20,6 +20,14 @@ def full(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
+def shared_parameters(model: nn.Module) -> list[list[str]]:
+    """Names that belong to one and the same parameter, of those that have several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [found for found in names.values() if len(found) > 1]
+
+
 def fsdp_group_of(model: nn.Module) -> dict[str, str]:
     """For each parameter the name of the innermost module below which `fully_shard` manages it ('' is the root)."""
     owners: dict[str, str] = {}

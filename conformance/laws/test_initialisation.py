@@ -1,10 +1,19 @@
-"""INIT: after `to_empty` every tensor is initialised, and to what the mesh has no say in."""
+"""INIT: however a model is built, every tensor is initialised, and to what the mesh has no say in."""
+
+from itertools import combinations
 
 from conformance.engine import compare
 from conformance.engine.cells import Cell
-from conformance.engine.law import Run, law
+from conformance.engine.law import Measure, Run, law
+from conformance.engine.outcomes import ConformanceFailure
+from conformance.engine.record import Record
 from conformance.engine.workload import trainer_config
+from conformance.oracles.initialisation import building_memory, mean_bound, specified, spread_bounds
 from conformance.oracles.reference import initial_model
+
+RANDOM_DTENSOR = "https://docs.pytorch.org/docs/stable/distributed.tensor.html#random-operations"
+TIED = "https://docs.pytorch.org/docs/stable/notes/serialization.html#preserve-storage-sharing"
+FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
 
 TO_EMPTY = "https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.to_empty"
 
@@ -48,3 +57,117 @@ def test_initial_weights_do_not_depend_on_the_mesh(run: Run, cell: Cell) -> None
     compare.bits(record.select("initial/parameter/"), parameters, name="initial parameters")
     compare.bits(record.select("initial/gathered/"), parameters, name="initial parameters, gathered")
     compare.bits(record.select("initial/buffer/"), dict(model.named_buffers()), name="initial buffers")
+
+
+@law("INIT-3", reference=FULLY_SHARD)
+def test_initial_weights_are_independent_and_as_specified(run: Run, cell: Cell) -> None:
+    """Different parts of a parameter, and different parameters, MUST hold different random numbers, with the mean and
+    the standard deviation that the configuration gives; ranks that hold the same part MUST hold the same bits.
+
+    Wrong if ranks draw from the same state, a layer is a copy of another, or a scale is forgotten.
+    """
+    record = run(cell)
+    _require_distinct_parts(record)
+    tensors = record.select("initial/parameter/")
+    for (name, tensor), (other, value) in combinations(tensors.items(), 2):
+        if tensor.shape == value.shape and bool((tensor == value).all()):
+            raise ConformanceFailure(f"{name} and {other} begin with the same numbers")
+    config = trainer_config(cell)
+    for name, tensor in tensors.items():
+        mean, std = specified(config.model, name)
+        deviations = (tensor.double() - mean) / std
+        average, spread = float(deviations.mean()), float(deviations.square().mean())
+        bound, (least, most) = mean_bound(tensor.numel()), spread_bounds(tensor.numel())
+        compare.between(average, -bound, bound, name="mean of initial weights", detail=name, unit="standard deviations")
+        compare.between(spread, least, most, name="variance of initial weights", detail=name, unit="of that specified")
+
+
+def _require_distinct_parts(record: Record) -> None:
+    __tracebackhide__ = True
+    for name in record.ranks[0].parameters:
+        seen: dict[str, set[str]] = {}
+        for facts, shards in zip(record.ranks, record.shards, strict=True):
+            if shards[f"layout/{name}"].numel():
+                seen.setdefault(facts.layouts[name], set()).add(facts.fingerprints[f"initial/parameter/{name}"])
+        if any(len(found) > 1 for found in seen.values()):
+            raise ConformanceFailure(f"{name}: ranks that hold the same part begin with different numbers")
+        different = {found for parts in seen.values() for found in parts}
+        compare.count(
+            len(different), name="different shards", expected=len(seen), detail=name, unit="shards of a parameter"
+        )
+
+
+@law("INIT-4", reference=FULLY_SHARD)
+def test_all_ways_to_build_end_in_the_same_state(run: Run, cell: Cell) -> None:
+    """Sharded before it is initialised or after, as a whole or layer by layer, drawn or loaded, a model MUST end with
+    the same weights, buffers, groups, shards and dtypes.
+
+    Wrong if a strategy leaves a tensor behind, shards it otherwise, or draws in another order.
+    """
+    record, usual = run(cell), run(cell.but(init="meta", weights="safetensors"))
+    for kind in ("parameter", "buffer"):
+        key = f"initial/{kind}/"
+        compare.bits(record.select(key), usual.select(key), name=f"initial {kind}s")
+    for facts, expected in zip(record.ranks, usual.ranks, strict=True):
+        for what in ("parameters", "layouts", "dtypes", "shared_parameters"):
+            if getattr(facts, what) != getattr(expected, what):
+                raise ConformanceFailure(f"rank {facts.rank}: other {what} than a model that was built on meta")
+
+
+@law("INIT-5", reference=TO_EMPTY)
+def test_a_forgotten_tensor_would_be_seen(run: Run, cell: Cell) -> None:
+    """As a control, before initialisation INIT-1 MUST see every element of every parameter and buffer as forgotten.
+
+    Each rank counts poison once more before anything is initialised: had `init_weights`, or the rule of one buffer,
+    been left out, this is what would be there at the end.
+    """
+    for facts in run(cell).ranks:
+        missed = {name: number for name, number in facts.poisoned.items() if facts.noticed_poison.get(name) != number}
+        compare.count(len(missed), name="tensors in which poison goes unseen", expected=0, detail=f"{missed}", unit="")
+        assert sum(facts.noticed_poison.values()) > 0, f"rank {facts.rank} was given no memory"
+
+
+@law("INIT-6", reference=FULLY_SHARD)
+def test_building_holds_no_more_than_it_promises(measure: Measure, cell: Cell) -> None:
+    """While it is built, a rank MUST hold no more than its shards and one full parameter (`meta`, `checkpoint`), its
+    shards and one layer (`layerwise`), or the full model (`full`), and not less than that takes.
+
+    Measured by torch's allocator reports. Wrong if a full model, or a second copy of it, is there at any moment.
+    """
+    for rank, found in enumerate(measure("build_with_ledger", cell)):
+        least, most = building_memory(trainer_config(cell), found["held_bytes"])
+        compare.between(
+            found["peak_bytes"], least, most, name="peak while building", detail=f"rank {rank}", unit="bytes"
+        )
+
+
+@law("INIT-7", reference=TIED)
+def test_tied_weights_stay_tied(run: Run, cell: Cell) -> None:
+    """A tied weight MUST be one parameter after building and after training, and belong to the optimizer once.
+
+    Values alone do not tell: two parameters with the same numbers part ways in the first step. Without tying, no two
+    names MUST share a parameter.
+    """
+    tied = [["tok_embeddings.weight", "output.weight"]] if cell.tied_embeddings else []
+    for facts in run(cell).ranks:
+        for when, shared in facts.shared_parameters.items():
+            if shared != tied:
+                raise ConformanceFailure(f"rank {facts.rank}, {when}: names of one parameter {shared}, expected {tied}")
+        owned = [name for group in facts.optimizer_groups for name in group.parameters]
+        compare.count(owned.count("tok_embeddings.weight"), name="embedding in the optimizer", expected=1, unit="times")
+
+
+@law("INIT-8", reference=RANDOM_DTENSOR)
+def test_torch_draws_each_shard_by_itself(measure: Measure, cell: Cell) -> None:
+    """`torch.nn.init` on sharded parameters MUST draw different numbers for different parts, and the same for copies.
+
+    The trainer does not rely on it (INIT-2). Wrong if every rank draws from the same state: the full weight is then one
+    block, repeated.
+    """
+    ranks = measure("draw_with_torch", cell)
+    for name in ranks[0]["shards"]:
+        parts = {(facts["layouts"][name], facts["shards"][name]) for facts in ranks}
+        layouts = {layout for layout, _ in parts}
+        compare.count(len(parts), name="different draws", expected=len(layouts), detail=name, unit="parts")
+        drawn = {shard for _, shard in parts}
+        compare.count(len(drawn), name="different shards", expected=len(layouts), detail=name, unit="parts")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from conformance.engine.cells import Cell, Mesh, axis_names
+from conformance.engine.cells import AxisValue, Cell, Mesh, axis_names
 from conformance.engine.outcomes import ConformanceFailure
 from conformance.engine.record import Record
 from conformance.oracles.dtype_policy import dtype_policy
@@ -18,6 +18,11 @@ Proof = Callable[[Record, Record], None]
 """Raises ConformanceFailure unless the first record differs from the second, its neighbour's, as the axis says."""
 
 _BASE = Cell(mesh="dp1")
+_WITHOUT: dict[str, dict[str, AxisValue]] = {
+    "mesh": {"gradient_sync": "each"},
+    "init": {"weights": "safetensors"},
+    "saved_on": {"saving": "blocking"},
+}
 _EXPENSIVE = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_dot_product")
 """What selective activation checkpointing keeps; prefixes of names of operators."""
 
@@ -27,7 +32,8 @@ def neighbours(cell: Cell) -> Iterator[tuple[str, Cell, Cell]]:
     for axis in axis_names():
         if getattr(cell, axis) != getattr(_BASE, axis):
             # Gradients of replicas cannot be postponed where there are none: not an option of one process.
-            shown = cell.but(gradient_sync="each") if axis == "mesh" else cell
+            # Nor do other ways to get weights have a format, or runs that are not resumed one of saving.
+            shown = cell.but(**_WITHOUT.get(axis, {}))
             yield axis, shown, shown.but(**{axis: getattr(_BASE, axis)})
 
 
@@ -108,9 +114,45 @@ def _reshard(record: Record, neighbour: Record) -> None:
 
 
 def _init(record: Record, neighbour: Record) -> None:
-    loaded = [len({facts.checkpoint for facts in one.ranks} - {None}) for one in (record, neighbour)]
-    _expect(loaded == [1, 0], f"weights come from {loaded[0]} checkpoints, the neighbour's from {loaded[1]}")
-    _expect(all(facts.checkpoint for facts in record.ranks), "a rank has not loaded the checkpoint")
+    if record.cell.init == "checkpoint":
+        loaded = [len({facts.checkpoint for facts in one.ranks} - {None}) for one in (record, neighbour)]
+        _expect(loaded == [1, 0], f"weights come from {loaded[0]} checkpoints, the neighbour's from {loaded[1]}")
+        _expect(all(facts.checkpoint for facts in record.ranks), "a rank has not loaded the checkpoint")
+        return
+    given, usual = (sum(one.ranks[0].poisoned.values()) for one in (record, neighbour))
+    _expect(given > usual, f"{given} elements were given memory before they were sharded, {usual} by meta")
+    times = max(len(facts.materialized) for facts in record.ranks)
+    layerwise = record.cell.init == "layerwise"
+    _expect((times > 1) == layerwise, f"memory was given in {times} parts")
+
+
+def _weights(record: Record, neighbour: Record) -> None:
+    for one in (record, neighbour):
+        form = "safetensors" if one.cell.weights == "rank0" else one.cell.weights
+        found = {facts.checkpoint_format for facts in one.ranks}
+        _expect(found == {form}, f"{one.cell.id} loaded {found}, not {form}")
+    sent, usual = (_collectives_of_phase(one, "build") for one in (record, neighbour))
+    communicates = record.cell.weights in ("rank0", "dcp")
+    _expect((sent > usual) == communicates, f"{sent} collectives while building, {usual} with safetensors")
+
+
+def _collectives_of_phase(record: Record, phase: str) -> int:
+    return sum(e.phase == phase for facts in record.ranks for e in facts.collectives)
+
+
+def _schedule(record: Record, neighbour: Record) -> None:
+    rates, usual = ({step.lr for step in one.ranks[0].steps} for one in (record, neighbour))
+    _expect(len(rates) > 1 == len(usual), f"learning rates {sorted(rates)}, and {sorted(usual)} if it is constant")
+
+
+def _saved_on(record: Record, neighbour: Record) -> None:
+    first, usual = record.steps[0], neighbour.steps[0]
+    _expect(first == record.cell.steps_before_save > usual == 0, f"first step {first}, {usual} of a whole run")
+
+
+def _saving(record: Record, neighbour: Record) -> None:
+    ahead = [next(iter((one.directory / "checkpoints").glob("trained-*")), None) for one in (record, neighbour)]
+    _expect(ahead[0] is not None and ahead[1] is None, f"trained on before the checkpoint was written: {ahead}")
 
 
 def _model(record: Record, neighbour: Record) -> None:
@@ -123,6 +165,9 @@ def _model(record: Record, neighbour: Record) -> None:
         case "integer":
             whole, usually = (_whole_numbers(one) for one in (record, neighbour))
             _expect(whole and not usually, f"all gradients are whole numbers: {whole}, of tiny {usually}")
+        case "deep":
+            layers, of_tiny = (_layers(one) for one in (record, neighbour))
+            _expect(layers > of_tiny, f"{layers} layers, tiny has {of_tiny}")
         case name:
             raise ValueError(f"no proof that model `{name}` takes effect: add one here")
 
@@ -131,6 +176,10 @@ def _uneven_parameters(record: Record) -> set[str]:
     """Parameters of which ranks hold parts of different size."""
     names = record.ranks[0].parameters
     return {name for name in names if len({shards[f"layout/{name}"].numel() for shards in record.shards}) > 1}
+
+
+def _layers(record: Record) -> int:
+    return len({name.split(".")[1] for name in record.ranks[0].parameters if name.startswith("layers.")})
 
 
 def _whole_numbers(record: Record) -> bool:
@@ -239,7 +288,8 @@ def _dropout(record: Record, neighbour: Record) -> None:
 def _steps(record: Record, neighbour: Record) -> None:
     for one in (record, neighbour):
         counts = {len(facts.steps) for facts in one.ranks} | {len(facts.batches) for facts in one.ranks}
-        _expect(counts == {one.cell.steps}, f"{one.cell.id}: {sorted(counts)} steps, not {one.cell.steps}")
+        expected = one.cell.steps - one.cell.steps_before_save
+        _expect(counts == {expected}, f"{one.cell.id}: {sorted(counts)} steps, not {expected}")
 
 
 def _seed(record: Record, neighbour: Record) -> None:
@@ -276,6 +326,7 @@ PROOFS: dict[str, Proof] = {
     "precision": _precision,
     "reshard": _reshard,
     "init": _init,
+    "weights": _weights,
     "model": _model,
     "optimizer": _optimizer,
     "clip": _clip,
@@ -287,6 +338,9 @@ PROOFS: dict[str, Proof] = {
     "compile": _compile,
     "tied_embeddings": _tied_embeddings,
     "dropout": _dropout,
+    "schedule": _schedule,
+    "saved_on": _saved_on,
+    "saving": _saving,
     "steps": _steps,
     "seed": _seed,
 }

@@ -1,0 +1,64 @@
+"""What ranks measure outside of a training run: their surroundings, memory while building, torch's own random init."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from conformance.defects.catalogue import injected
+from conformance.engine.rank_messages import RankContext
+from conformance.engine.rank_tasks import rank_config, start_process_group
+from conformance.instruments.capture import WHOLE, fingerprint, shard_indices
+from conformance.instruments.memory import memory_ledger
+from conformance.instruments.probe import probe_environment
+from conformance.instruments.sharding import local
+from reference_trainer.build import build_model
+from reference_trainer.config import TrainerConfig
+from reference_trainer.mesh import build_mesh, resolve_mesh
+from reference_trainer.model import Transformer
+from reference_trainer.observer import Observer
+from reference_trainer.parallelize import parallelize
+
+
+def build_with_ledger(context: RankContext, payload: dict[str, Any]) -> dict[str, int]:
+    """Build the model as `payload["config"]` says, and nothing else; returns bytes, see MemoryLedger."""
+    config = rank_config(context, payload)
+    with injected(payload["defect"]):
+        start_process_group(context)
+        mesh = build_mesh(resolve_mesh(config.mesh, world_size=context.world_size), torch.device("cpu"))
+        mapped_bytes = [Path(config.checkpoint).stat().st_size] if config.checkpoint else []
+        with memory_ledger(mapped_bytes=mapped_bytes) as ledger:
+            model = build_model(config, mesh, torch.device("cpu"), Observer())
+        held = sum(local(tensor).nbytes for tensor in (*model.parameters(), *model.buffers()))
+        dist.destroy_process_group()
+    return {"peak_bytes": ledger.peak_bytes, "kept_bytes": ledger.kept_bytes, "held_bytes": held}
+
+
+def draw_with_torch(context: RankContext, payload: dict[str, Any]) -> dict[str, Any]:
+    """Initialise the sharded model with `torch.nn.init`; returns digests of this rank's shards and of their layouts."""
+    config = msgspec.convert(payload["config"], TrainerConfig)
+    start_process_group(context)
+    mesh = build_mesh(resolve_mesh(config.mesh, world_size=context.world_size), torch.device("cpu"))
+    with torch.device("meta"):
+        model = Transformer(config.model)
+    parallelize(model, mesh, config)
+    model.to_empty(device="cpu")
+    torch.manual_seed(config.seed)
+    shards, layouts = {}, {}
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter)
+        shards[name] = fingerprint(local(parameter).cpu())
+        layouts[name] = fingerprint(shard_indices(parameter)) if isinstance(parameter, DTensor) else WHOLE
+    dist.destroy_process_group()
+    return {"shards": shards, "layouts": layouts}
+
+
+def probe(context: RankContext, payload: dict[str, Any]) -> dict[str, Any]:
+    """Facts about a rank's surroundings as builtin types, see `probe_environment`."""
+    start_process_group(context)
+    facts = probe_environment()
+    dist.destroy_process_group()
+    return facts
