@@ -32,7 +32,9 @@ def build_with_ledger(context: RankContext, payload: dict[str, Any]) -> dict[str
         mapped_bytes = [Path(config.checkpoint).stat().st_size] if config.checkpoint else []
         with memory_ledger(mapped_bytes=mapped_bytes) as ledger:
             model = build_model(config, mesh, torch.device("cpu"), Observer())
-        held = sum(local(tensor).nbytes for tensor in (*model.parameters(), *model.buffers()))
+        # Of storages: FSDP pads the shards of the last ranks.
+        storages = [local(tensor).untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
+        held = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
         dist.destroy_process_group()
     return {"peak_bytes": ledger.peak_bytes, "kept_bytes": ledger.kept_bytes, "held_bytes": held}
 

@@ -83,6 +83,7 @@ class RecordStore:
         """What a task of `rank_probes` measures on each rank of a cell's world. Raises CellFailed."""
         from conformance.engine.workload import trainer_config  # imports torch
 
+        self.directory.mkdir(parents=True, exist_ok=True)
         payload = {
             "config": msgspec.to_builtins(trainer_config(cell)),
             "weights": cell.weights,
