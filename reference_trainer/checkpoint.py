@@ -162,12 +162,7 @@ def resume(trainer: Trainer, directory: Path) -> int:
     except CheckpointException as error:
         reason = "; ".join(sorted({repr(failure[0]) for failure in error.failures.values()}))
         raise ValueError(f"checkpoint {path} cannot be loaded: {reason}") from None
-    set_state_dict(
-        trainer.model, trainer.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-    )
-    trainer.schedule.load_state_dict(state["schedule"])
-    for value in state["rng"].values():
-        _set_random_state(trainer.device, value)
+    _restore(trainer, state)
     trainer.observer.resumed(trainer.model, trainer.optimizer)
     return manifest.steps_done
 
@@ -184,6 +179,16 @@ def _state(trainer: Trainer) -> dict[str, Any]:
         "schedule": trainer.schedule.state_dict(),
         "rng": {place: _random_state(trainer.device)},
     }
+
+
+def _restore(trainer: Trainer, state: dict[str, Any]) -> None:
+    """Parameters hold what was loaded already; the rest is handed over."""
+    set_state_dict(
+        trainer.model, trainer.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    trainer.schedule.load_state_dict(state["schedule"])
+    for value in state["rng"].values():
+        _set_random_state(trainer.device, value)
 
 
 def _random_state(device: torch.device) -> torch.Tensor:

@@ -20,7 +20,7 @@ import torch
 from _pytest.outcomes import OutcomeException
 
 import conformance.laws
-import reference_trainer.train  # noqa: F401 - so that all that a defect may replace is loaded
+import reference_trainer.checkpoint  # noqa: F401 - so that all that a defect may replace is loaded
 from conformance.defects.catalogue import TWIN, defects, ids, injected
 from conformance.defects.injection import Defect, NotInjectable, replaced
 from conformance.defects.shown_by import SHOWN_BY
@@ -72,7 +72,7 @@ class Bench:
         found = {}
         for case in matrix.cases("pr", only=parse(selection)):
             store.clock = Clock()
-            fixtures = {"run": store.run, "probe": store.probe, "cell": case.cell}
+            fixtures = {"run": store.run, "probe": store.probe, "measure": store.measure, "cell": case.cell}
             test = laws()[case.law]
             found[case.id] = judged(test, {name: fixtures[name] for name in inspect.signature(test).parameters})
         return found
@@ -160,7 +160,8 @@ def snapshot() -> dict[str, int]:
             if isinstance(owner, ModuleType) and isinstance(value, type) and value.__module__ == owner.__name__:
                 yield from members(f"{prefix}.{name}", value)
 
-    prefixes = ("reference_trainer.", "torch.distributed.fsdp.", "torch.distributed.tensor.", "torch.nn.utils.")
+    torch_modules = ("fsdp", "tensor", "checkpoint")
+    prefixes = ("reference_trainer.", "torch.nn.utils.", *(f"torch.distributed.{name}." for name in torch_modules))
     modules = {name: module for name, module in sys.modules.items() if name.startswith(prefixes)}
     return {key: number for name, module in modules.items() for key, number in members(name, module)}
 

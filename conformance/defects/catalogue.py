@@ -29,6 +29,7 @@ def defects() -> tuple[Defect, ...]:
     """The catalogue, in the order in which it is listed."""
     # Imported here because they import torch, which the controller does without.
     from conformance.defects import (
+        checkpoint_faults,
         fsdp_faults,
         initialisation_faults,
         layout_faults,
@@ -54,4 +55,5 @@ def defects() -> tuple[Defect, ...]:
         *rounding_faults.DEFECTS,
         *repetition_faults.DEFECTS,
         *traffic_faults.DEFECTS,
+        *checkpoint_faults.DEFECTS,
     )

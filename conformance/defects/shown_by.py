@@ -7,10 +7,27 @@ _UNEVEN_TIED = "id = dp2-fp32-default-meta-uneven-tied"
 _BF16_ACCUMULATION, _RECOMPUTED = (f"id = dp2-bf16mp-default-meta-{axis}" for axis in ("acc2", "acfull"))
 _TP, _TP_REPLICATED = "id = tp2-fp32-default-meta-lp", "id = tp2-fp32-default-meta-nosp"
 _SCALE = "id in ({0}-fp32-default-meta-sgd, {0}-fp32-default-meta-integer-sgd-noclip-steps1)"
+_RESUMED = "id = dp2-fp32-default-meta-from.same-steps4"
 SHOWN_BY = {
     "rope-buffer-uninit": _TIED,
     "replica-desync": "id in (hsdp2x2-fp32-default-meta-tied, hsdp2x2-fp32-default-meta-sgd)",
     "init-duplicate-shards": _TIED,
+    "init-left-out": _TIED,
+    "last-row-uninit": "id = dp4-fp32-default-meta-uneven",
+    "buffer-wrong-off-rank0": "id in (tp2-fp32-default-meta, dp2-fp32-default-meta-tied)",
+    "layers-alike": "id = dp4-fp32-default-meta",
+    "init-std-wrong": "id = dp4-fp32-default-meta",
+    "full-model-held": "id = dp4-fp32-default-meta-deep",
+    "partial-load-strict-false": "id = dp4-fp32-default-checkpoint",
+    "load-rank-local": "id = dp4-fp32-default-checkpoint",
+    "resume-moments-lost": _RESUMED,
+    "resume-one-moment-lost": _RESUMED,
+    "resume-step-off": _RESUMED,
+    "resume-schedule-lost": "id = dp2-fp32-default-meta-cosine-from.same-steps4",
+    "resume-rng-lost": "id = dp2-fp32-default-meta-drop0.1-from.same-steps4",
+    "resume-data-off": _RESUMED,
+    "resharded-rows-permuted": "id = dp2-fp32-default-meta-from.tp2-steps4",
+    "async-save-aliases": "id = dp2-fp32-default-meta-from.same-async-steps4",
     "wrong-data-per-rank": _FP32,
     "tp-ranks-different-data": "id = dp2-tp2-fp32-default-meta",
     "loss-local-token-mean": "id in (dp2-fp32-default-meta-sgd, dp2-bf16mp-default-meta-tied)",

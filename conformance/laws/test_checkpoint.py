@@ -29,6 +29,8 @@ def test_a_checkpoint_can_be_resumed_on_another_mesh(run: Run, cell: Cell) -> No
     """
     record = run(cell)
     saved = run(cell.saver.but(saved_on="none", saving="blocking", steps=cell.steps_before_save))
+    if _kinds(record, "resumed") != _kinds(saved, "final"):
+        raise ConformanceFailure(f"loaded {_kinds(record, 'resumed')}, saved {_kinds(saved, 'final')}")
     for kind in _kinds(saved, "final"):
         compare.bits(record.select(f"resumed/{kind}/"), saved.select(f"final/{kind}/"), name=f"resumed {kind}")
     compare_steps(record)
