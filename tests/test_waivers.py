@@ -1,0 +1,99 @@
+"""waivers.yaml: what a waiver applies to, what it makes of a verdict, and which waivers are mistakes."""
+
+import datetime
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from conformance.engine.cells import Cell
+from conformance.engine.matrix import Matrix, load_matrix
+from conformance.engine.verdicts import Verdict
+from conformance.engine.waivers import Waiver, load_waivers, the_waiver
+
+PROJECT = Path(__file__).resolve().parents[1]
+WAIVER = Waiver(
+    law="INIT-8",
+    cells="world > 1",
+    device="cpu",
+    torch="2.6 - 2.13",
+    issue="https://github.com/pytorch/pytorch/issues/1",
+    reason="it is so",
+    expires="2027-01-31",
+)
+CELL, DAY = Cell(mesh="dp2"), datetime.date(2027, 1, 31)
+
+
+@pytest.fixture(scope="module")
+def matrix() -> Matrix:
+    return load_matrix(PROJECT / "matrix.yaml")
+
+
+def test_it_holds_for_its_law_cells_device_versions_and_days() -> None:
+    def holds(
+        law: str = "INIT-8",
+        cell: Cell = CELL,
+        device: str = "cpu",
+        torch: tuple[int, ...] = (2, 13),
+        today: datetime.date = DAY,
+    ) -> bool:
+        return WAIVER.matches(law, cell, device=device, torch=torch, today=today)
+
+    assert holds()
+    assert holds(torch=(2, 6))
+    assert not holds(law="INIT-7")
+    assert not holds(cell=Cell(mesh="dp1"))
+    assert not holds(device="cuda")
+    assert not holds(torch=(2, 5))
+    assert not holds(torch=(2, 14))
+    assert not holds(today=DAY + datetime.timedelta(days=1))
+
+
+def test_a_failure_is_waived_and_a_pass_is_reported() -> None:
+    verdict, reason = WAIVER.judge(Verdict.FAIL, "measured 2")
+    assert verdict == Verdict.WAIVED
+    assert reason == "https://github.com/pytorch/pytorch/issues/1: it is so; measured 2"
+    assert WAIVER.judge(Verdict.PASS, "")[0] == Verdict.UNEXPECTED_PASS
+
+
+@pytest.mark.parametrize("verdict", [Verdict.TIMEOUT, Verdict.CRASH, Verdict.ERROR, Verdict.UNSUPPORTED])
+def test_nothing_else_is_waived(verdict: Verdict) -> None:
+    assert WAIVER.judge(verdict, "why") == (verdict, "why")
+
+
+def test_two_waivers_of_a_case_are_a_mistake() -> None:
+    facts = {"device": "cpu", "torch": (2, 13), "today": DAY}
+    assert the_waiver([WAIVER], "INIT-8", CELL, **facts) is WAIVER  # type: ignore[arg-type]
+    assert the_waiver([WAIVER], "INIT-7", CELL, **facts) is None  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="has 2 waivers"):
+        the_waiver([WAIVER, WAIVER], "INIT-8", CELL, **facts)  # type: ignore[arg-type]
+
+
+def written(path: Path, **changes: object) -> Path:
+    waiver = {**msgspec.to_builtins(WAIVER), **changes}
+    file = path / "waivers.yaml"
+    file.write_bytes(msgspec.json.encode({"schema": 1, "waivers": [waiver]}))
+    return file
+
+
+def test_the_shipped_file_is_read(matrix: Matrix) -> None:
+    assert load_waivers(PROJECT / "waivers.yaml", matrix)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cells": "msh = dp2"}, "unknown name `msh`"),
+        ({"cells": "mesh = dp4096"}, "no case of the matrix is what the waiver of INIT-8 is for"),
+        ({"law": "INIT-88"}, "no case of the matrix"),
+        ({"expires": "2027-02-30"}, "day is out of range|must be in range"),
+        ({"expires": "soon"}, "expires"),
+        ({"torch": "2.6"}, "torch"),
+        ({"issue": "none"}, "issue"),
+        ({"device": "tpu"}, "device"),
+        ({"until": "2027"}, "until"),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, matrix: Matrix, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_waivers(written(tmp_path, **changes), matrix)
