@@ -78,7 +78,7 @@ substrates   gloo, nccl-shared, nccl
 asserted in  conformance/laws/test_invariance.py:LINE test_replicas_are_equal
 families     parity-fp32
 cases        2 in smoke, 3 in pr
-must catch   replica-desync, tp-ranks-different-data, clip-norm-local, ignored-params-unreduced, conditional-param-use-hang, sp-norm-grad-unreduced, tp-to-local-no-grad-placement
+must catch   replica-desync, buffer-wrong-off-rank0, tp-ranks-different-data, clip-norm-local, ignored-params-unreduced, conditional-param-use-hang, sp-norm-grad-unreduced, tp-to-local-no-grad-placement
 """,  # noqa: E501
     )
 

@@ -263,7 +263,7 @@ def test_tolerance_of_updates() -> None:
 def alternatives() -> list[tuple[str, Any]]:
     """Another value than the default for every axis that has one."""
     default = Cell()
-    numbers = {"clip": 0.5, "dropout": 0.25, "steps": 4, "seed": 1}
+    numbers = {"clip": 0.5, "dropout": 0.25, "saved_on": "dp4", "steps": 4, "seed": 1}
     found: list[tuple[str, Any]] = [("mesh", mesh) for mesh in ("dp1", "dp4", "tp2", "dp2-tp2", "hsdp2x2")]
     for name in axis_names():
         value = getattr(default, name)
@@ -281,12 +281,26 @@ def test_every_axis_with_a_choice_is_varied() -> None:
     assert {name for name, _ in alternatives()} | single == set(axis_names())
 
 
+# What decides which runs there are, and is no part of a run's configuration.
+OF_RUNS = ("saved_on", "saving")
+NEEDED = {"weights": {"init": "checkpoint"}}
+
+
 @pytest.mark.parametrize(("axis", "value"), alternatives(), ids=lambda part: str(part))
 def test_every_axis_reaches_the_trainer(axis: str, value: Any) -> None:
-    assert trainer_config(Cell(**{axis: value})) != trainer_config(Cell())
+    if axis not in OF_RUNS:
+        base = Cell(**NEEDED.get(axis, {}))  # type: ignore[arg-type]
+        assert trainer_config(base.but(**{axis: value})) != trainer_config(base)
+
+
+@pytest.mark.parametrize("axes", [{"weights": "hf"}, {"weights": "rank0", "init": "full"}, {"saving": "async"}])
+def test_an_axis_without_effect_is_refused(axes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"cell dp2-fp32-.*: (weights|saving) .* need"):
+        trainer_config(Cell(**axes))
 
 
 def test_every_cell_has_a_valid_configuration_of_its_own() -> None:
-    cells = [Cell(), *(Cell(**{axis: value}) for axis, value in alternatives())]
+    others = [(axis, value) for axis, value in alternatives() if axis not in OF_RUNS]
+    cells = [Cell(), *(Cell(**{**NEEDED.get(axis, {}), axis: value}) for axis, value in others)]
     assert len({trainer_config(cell) for cell in cells}) == len({cell.id for cell in cells}) == len(cells)
     assert {trainer_config(cell).device for cell in cells} == {"cpu"}

@@ -24,7 +24,7 @@ def test_temporaries_of_operators_count() -> None:
     with memory_ledger() as ledger:
         total = float((numbers * 2 + 1).sum())
     assert total == 3 * KIB
-    assert ledger.peak_bytes == 2 * 8 * KIB
+    assert 0 <= ledger.peak_bytes - 2 * 8 * KIB < 64, "and some scalars"
     assert ledger.kept_bytes == 0
 
 

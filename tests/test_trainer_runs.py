@@ -10,7 +10,7 @@ from torch import Tensor
 from conformance.engine.cells import Cell
 from conformance.engine.record import Record
 from conformance.engine.store import CellFailed, Clock, RecordStore
-from conformance.engine.workload import CHECKPOINT, trainer_config
+from conformance.engine.workload import trainer_config
 from reference_trainer.init_weights import init_weights
 from reference_trainer.model import Transformer
 
@@ -145,7 +145,7 @@ def test_bf16_mixed_keeps_only_norms_in_fp32(run: Run, mesh: str) -> None:
 def test_a_checkpoint_starts_the_same_run_as_its_weights(run: Run, mesh: str, precision: str, tied: bool) -> None:
     meta = ONE_STEP.but(mesh=mesh, precision=precision, tied_embeddings=tied)
     expected, found = run(meta), run(meta.but(init="checkpoint"))
-    assert (found.directory / CHECKPOINT).exists()
+    assert (found.directory / "initial.safetensors").exists()
     for prefix in ("initial/parameter/", "initial/buffer/", "step0/gradient/", "final/parameter/"):
         assert_same_bits(found.select(prefix), expected.select(prefix))
     for rank in found.ranks:

@@ -6,7 +6,7 @@ from typing import Literal
 from msgspec.structs import replace
 
 from conformance.engine.cells import Cell, Mesh
-from reference_trainer.config import DataConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from reference_trainer.config import DataConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig, require
 
 # Chosen so that faults show (see shared findings in docs/architecture.md): a vocabulary that no world divides,
 # non-zero biases, norm weights other than 1, unequal numbers of valid tokens per sample.
@@ -41,13 +41,19 @@ _ADAMW_EPS = 0.001
 # The integer model is exact if all that scales is a power of two: learning rate and number of valid tokens.
 _INTEGER_DATA = replace(_DATA, min_valid_fraction=1.0)
 _INTEGER_LEARNING_RATE = 2.0**-4
-CHECKPOINT = "initial"
-"""The checkpoint of a run with init=checkpoint, in the run's own directory."""
 
 
 def trainer_config(cell: Cell) -> TrainerConfig:
-    """The complete configuration of a cell's run, on the CPU."""
+    """The complete configuration of a cell's run, on the CPU. Raises ValueError for an axis that can have no effect.
+
+    A checkpoint to load is in the run's own directory.
+    """
     mesh = Mesh.parse(cell.mesh)
+    loads = cell.init == "checkpoint"
+    require(loads or cell.weights == "safetensors", f"cell {cell.id}: weights {cell.weights} need init checkpoint")
+    require(
+        cell.saved_on != "none" or cell.saving == "blocking", f"cell {cell.id}: saving {cell.saving} needs saved_on"
+    )
     return TrainerConfig(
         model=replace(_MODELS[cell.model], tied_embeddings=cell.tied_embeddings, dropout=cell.dropout),
         mesh=MeshConfig(dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, tp=mesh.tp),
@@ -56,7 +62,7 @@ def trainer_config(cell: Cell) -> TrainerConfig:
         precision=cell.precision,
         reshard=cell.reshard,
         init=cell.init,
-        checkpoint=CHECKPOINT if cell.init == "checkpoint" else None,
+        checkpoint=f"initial.{cell.weights}" if loads else None,
         checkpoint_reader="rank0" if cell.weights == "rank0" else "each-rank",
         sequence_parallel=cell.sequence_parallel,
         loss_parallel=cell.loss_parallel,

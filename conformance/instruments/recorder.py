@@ -77,8 +77,6 @@ class RankFacts(msgspec.Struct, frozen=True):
     """The file or directory that the weights were loaded from; None if they were drawn."""
     checkpoint_format: str | None
     """What it was recognised as, see `reference_trainer.weights.Format`."""
-    steps_resumed: int
-    """Steps that were done by the run whose checkpoint this one went on from; 0 if it began anew."""
     poisoned: dict[str, int]
     materialized: list[int]
     """See `Poison.parts`."""
@@ -172,7 +170,6 @@ class Recorder(Observer):
             blocks=self._compilation.facts(),
             checkpoint=self._checkpoint[0],
             checkpoint_format=self._checkpoint[1],
-            steps_resumed=metrics[0].step,
             poisoned=self._poison.poisoned,
             materialized=self._poison.parts,
             noticed_poison=self._poison.noticed,

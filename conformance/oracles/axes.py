@@ -7,12 +7,15 @@ from what was measured, never from the configuration: a value that the trainer i
 from collections import Counter
 from collections.abc import Callable, Iterator
 
+import msgspec
 import torch
 
 from conformance.engine.cells import AxisValue, Cell, Mesh, axis_names
 from conformance.engine.outcomes import ConformanceFailure
 from conformance.engine.record import Record
+from conformance.engine.workload import trainer_config
 from conformance.oracles.dtype_policy import dtype_policy
+from reference_trainer.checkpoint import Manifest
 
 Proof = Callable[[Record, Record], None]
 """Raises ConformanceFailure unless the first record differs from the second, its neighbour's, as the axis says."""
@@ -148,6 +151,10 @@ def _schedule(record: Record, neighbour: Record) -> None:
 def _saved_on(record: Record, neighbour: Record) -> None:
     first, usual = record.steps[0], neighbour.steps[0]
     _expect(first == record.cell.steps_before_save > usual == 0, f"first step {first}, {usual} of a whole run")
+    (manifest,) = (record.directory / "checkpoints").glob("step-*/manifest.json")
+    saved = msgspec.json.decode(manifest.read_bytes(), type=Manifest).config.mesh
+    expected = trainer_config(record.cell.saver).mesh
+    _expect(saved == expected, f"the checkpoint was saved on {saved}, not on {expected}")
 
 
 def _saving(record: Record, neighbour: Record) -> None:
@@ -290,6 +297,7 @@ def _steps(record: Record, neighbour: Record) -> None:
         counts = {len(facts.steps) for facts in one.ranks} | {len(facts.batches) for facts in one.ranks}
         expected = one.cell.steps - one.cell.steps_before_save
         _expect(counts == {expected}, f"{one.cell.id}: {sorted(counts)} steps, not {expected}")
+        _expect(one.steps[-1] == one.cell.steps - 1, f"{one.cell.id}: the last step is number {one.steps[-1]}")
 
 
 def _seed(record: Record, neighbour: Record) -> None:
