@@ -1,6 +1,7 @@
 """The record store: each cell is run once per session, whichever worker needs it first."""
 
 import hashlib
+import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -81,21 +82,11 @@ class RecordStore:
 
     def measure(self, task: str, cell: Cell) -> list[dict[str, Any]]:
         """What a task of `rank_probes` measures on each rank of a cell's world. Raises CellFailed."""
-        from conformance.engine.workload import trainer_config  # imports torch
-
         self.directory.mkdir(parents=True, exist_ok=True)
-        payload = {
-            "config": msgspec.to_builtins(trainer_config(cell)),
-            "weights": cell.weights,
-            "defect": self.defect,
-            "directory": tempfile.mkdtemp(dir=self.directory),
-        }
+        payload = self._payload(cell, Path(tempfile.mkdtemp(dir=self.directory)))
+        measuring = Task(f"conformance.engine.rank_probes:{task}", payload, kind=self._kind(cell))
         try:
-            return self.pools.run(
-                Task(f"conformance.engine.rank_probes:{task}", payload, kind=f"{cell.mesh} {self.defect or ''}"),
-                world_size=cell.world_size,
-                deadline_s=self._left_s(),
-            )
+            return self.pools.run(measuring, world_size=cell.world_size, deadline_s=self._left_s())
         except RunFailed as failed:
             raise CellFailed(to_failure(failed)) from None
 
@@ -130,33 +121,46 @@ class RecordStore:
             return content
 
     def _execute(self, header: Header, directory: Path) -> RecordFile:
-        from conformance.engine.workload import trainer_config  # imports torch, which is not needed to find records
-
         cell = header.cell
-        payload = {
-            "config": msgspec.to_builtins(trainer_config(cell)),
-            "weights": cell.weights,
-            "steps_before_save": cell.steps_before_save,
-            "saving": cell.saving,
-            "defect": header.defect,
-            "directory": str(directory),
-        }
-        # DTensor keeps sharding decisions with the mesh they were made for, and finds them again for any mesh that
-        # compares equal: the tp rows of dp4-tp2 and of hsdp2x2-tp2 do, but their process groups have other names
-        # ("Could not resolve the process group registered under the name 9", torch 2.13). No public way to clear it.
-        kind = f"{cell.mesh} {header.defect or ''}"
+        task = Task("conformance.engine.rank_tasks:train_cell", self._payload(cell, directory), kind=self._kind(cell))
+        end_s = time.monotonic() + self._left_s()
         try:
             if cell.steps_before_save:
-                saver = cell.saver
-                saves = payload | {"config": msgspec.to_builtins(trainer_config(saver))}
-                task = Task("conformance.engine.rank_tasks:train_and_save", saves, kind=f"{saver.mesh} saves")
-                self.pools.run(task, world_size=saver.world_size, deadline_s=self._left_s())
-            task = Task("conformance.engine.rank_tasks:train_cell", payload, kind=kind)
-            results = self.pools.run(task, world_size=cell.world_size, deadline_s=self._left_s())
+                self._save(cell.saver, directory, deadline_s=end_s - time.monotonic())
+            results = self.pools.run(task, world_size=cell.world_size, deadline_s=max(1.0, end_s - time.monotonic()))
         except RunFailed as failed:
             return RecordFile(header=header, train_s=0.0, failure=to_failure(failed))
         facts = msgspec.Raw(msgspec.json.encode([result["facts"] for result in results]))
         return RecordFile(header=header, train_s=max(result["train_s"] for result in results), ranks=facts)
+
+    def _save(self, saver: Cell, directory: Path, *, deadline_s: float) -> None:
+        """Run what a resumed cell goes on from, in processes that are not used for what follows."""
+        shutil.rmtree(directory / "checkpoints", ignore_errors=True)  # of an earlier run that died
+        kind = f"{self._kind(saver)} saves"
+        task = Task("conformance.engine.rank_tasks:train_and_save", self._payload(saver, directory), kind=kind)
+        self.pools.run(task, world_size=saver.world_size, deadline_s=deadline_s)
+
+    def _payload(self, cell: Cell, directory: Path) -> dict[str, Any]:
+        """What a task is given."""
+        from conformance.engine.workload import trainer_config  # imports torch, which is not needed to find records
+
+        return {
+            "config": msgspec.to_builtins(trainer_config(cell)),
+            "weights": cell.weights,
+            "steps_before_save": cell.steps_before_save,
+            "saving": cell.saving,
+            "defect": self.defect,
+            "directory": str(directory),
+        }
+
+    def _kind(self, cell: Cell) -> str:
+        """Which tasks may share processes.
+
+        DTensor keeps sharding decisions with the mesh they were made for, and finds them again for any mesh that
+        compares equal: the tp rows of dp4-tp2 and of hsdp2x2-tp2 do, but their process groups have other names
+        ("Could not resolve the process group registered under the name 9", torch 2.13). No public way to clear it.
+        """
+        return f"{cell.mesh} {self.defect or ''}"
 
 
 def to_failure(failed: RunFailed) -> Failure:
