@@ -14,7 +14,7 @@ from conformance.engine.cells import Cell
 from conformance.engine.pool import Pools, Task
 from conformance.engine.rank_messages import RankContext
 from conformance.engine.rank_tasks import train_cell
-from conformance.engine.workload import trainer_config
+from conformance.engine.store import task_payload
 from conformance.instruments.compilation import CompilationFacts
 from conformance.instruments.recorder import RankFacts
 
@@ -23,11 +23,11 @@ LAYERS, STEPS = 2, 3
 
 def payload(cell: Cell, directory: Path) -> dict[str, Any]:
     """Of `train_cell`; compiled cells without a C++ compiler, which takes many seconds."""
-    config = trainer_config(cell)
+    found = task_payload(cell, directory, defect=None)
     if cell.compile:
-        config = msgspec.structs.replace(config, compile="aot_eager")
+        found["config"]["compile"] = "aot_eager"
     directory.mkdir()
-    return {"config": msgspec.to_builtins(config), "defect": None, "directory": str(directory)}
+    return found
 
 
 def facts_of(result: dict[str, Any]) -> RankFacts:

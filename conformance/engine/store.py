@@ -83,7 +83,7 @@ class RecordStore:
     def measure(self, task: str, cell: Cell) -> list[dict[str, Any]]:
         """What a task of `rank_probes` measures on each rank of a cell's world. Raises CellFailed."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        payload = self._payload(cell, Path(tempfile.mkdtemp(dir=self.directory)))
+        payload = task_payload(cell, Path(tempfile.mkdtemp(dir=self.directory)), defect=self.defect)
         measuring = Task(f"conformance.engine.rank_probes:{task}", payload, kind=self._kind(cell))
         try:
             return self.pools.run(measuring, world_size=cell.world_size, deadline_s=self._left_s())
@@ -122,7 +122,11 @@ class RecordStore:
 
     def _execute(self, header: Header, directory: Path) -> RecordFile:
         cell = header.cell
-        task = Task("conformance.engine.rank_tasks:train_cell", self._payload(cell, directory), kind=self._kind(cell))
+        task = Task(
+            "conformance.engine.rank_tasks:train_cell",
+            task_payload(cell, directory, defect=self.defect),
+            kind=self._kind(cell),
+        )
         end_s = time.monotonic() + self._left_s()
         try:
             if cell.steps_before_save:
@@ -137,21 +141,12 @@ class RecordStore:
         """Run what a resumed cell goes on from, in processes that are not used for what follows."""
         shutil.rmtree(directory / "checkpoints", ignore_errors=True)  # of an earlier run that died
         kind = f"{self._kind(saver)} saves"
-        task = Task("conformance.engine.rank_tasks:train_and_save", self._payload(saver, directory), kind=kind)
+        task = Task(
+            "conformance.engine.rank_tasks:train_and_save",
+            task_payload(saver, directory, defect=self.defect),
+            kind=kind,
+        )
         self.pools.run(task, world_size=saver.world_size, deadline_s=deadline_s)
-
-    def _payload(self, cell: Cell, directory: Path) -> dict[str, Any]:
-        """What a task is given."""
-        from conformance.engine.workload import trainer_config  # imports torch, which is not needed to find records
-
-        return {
-            "config": msgspec.to_builtins(trainer_config(cell)),
-            "weights": cell.weights,
-            "steps_before_save": cell.steps_before_save,
-            "saving": cell.saving,
-            "defect": self.defect,
-            "directory": str(directory),
-        }
 
     def _kind(self, cell: Cell) -> str:
         """Which tasks may share processes.
@@ -161,6 +156,20 @@ class RecordStore:
         ("Could not resolve the process group registered under the name 9", torch 2.13). No public way to clear it.
         """
         return f"{cell.mesh} {self.defect or ''}"
+
+
+def task_payload(cell: Cell, directory: Path, *, defect: str | None) -> dict[str, Any]:
+    """What the tasks of `rank_tasks` and `rank_probes` are given."""
+    from conformance.engine.workload import trainer_config  # imports torch, which is not needed to find records
+
+    return {
+        "config": msgspec.to_builtins(trainer_config(cell)),
+        "weights": cell.weights,
+        "steps_before_save": cell.steps_before_save,
+        "saving": cell.saving,
+        "defect": defect,
+        "directory": str(directory),
+    }
 
 
 def to_failure(failed: RunFailed) -> Failure:
