@@ -103,7 +103,10 @@ def test_one_plain_process_trains_on_a_file(tmp_path: Path) -> None:
         (["--set", "mesh.tp=2"], "mesh dp_replicate 1 x dp_shard auto x tp 2 does not fit the number of processes, 1"),
         (["--set", "model.n_kv_heads=3"], "configs/tiny.yaml:2 with --set model.n_kv_heads=3: model.n_heads 4 is not"),
         (["--set", "optimizer.lrr=1"], "--set optimizer.lrr=1: unknown field `lrr`"),
-        (["--set", "init=checkpoint", "--set", "checkpoint=/missing"], "checkpoint /missing is not a file"),
+        (
+            ["--set", "init=checkpoint", "--set", "checkpoint=/missing"],
+            "checkpoint /missing is neither a file nor a directory",
+        ),
         (["--data", "/missing"], "data.path /missing is not a file"),
         (["--metrics", "/missing/metrics.jsonl"], "No such file or directory: '/missing/metrics.jsonl'"),
     ],

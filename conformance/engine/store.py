@@ -127,18 +127,19 @@ class RecordStore:
             task_payload(cell, directory, defect=self.defect),
             kind=self._kind(cell),
         )
-        end_s = time.monotonic() + self._left_s()
+        left_s = self._left_s()
         try:
             if cell.steps_before_save:
-                self._save(cell.saver, directory, deadline_s=end_s - time.monotonic())
-            results = self.pools.run(task, world_size=cell.world_size, deadline_s=max(1.0, end_s - time.monotonic()))
+                left_s -= self._save(cell.saver, directory, deadline_s=left_s)
+            results = self.pools.run(task, world_size=cell.world_size, deadline_s=max(1.0, left_s))
         except RunFailed as failed:
             return RecordFile(header=header, train_s=0.0, failure=to_failure(failed))
         facts = msgspec.Raw(msgspec.json.encode([result["facts"] for result in results]))
         return RecordFile(header=header, train_s=max(result["train_s"] for result in results), ranks=facts)
 
-    def _save(self, saver: Cell, directory: Path, *, deadline_s: float) -> None:
-        """Run what a resumed cell goes on from, in processes that are not used for what follows."""
+    def _save(self, saver: Cell, directory: Path, *, deadline_s: float) -> float:
+        """Run what a resumed cell goes on from, in processes that are not used for what follows; returns its time."""
+        start_s = time.monotonic()
         shutil.rmtree(directory / "checkpoints", ignore_errors=True)  # of an earlier run that died
         kind = f"{self._kind(saver)} saves"
         task = Task(
@@ -147,6 +148,7 @@ class RecordStore:
             kind=kind,
         )
         self.pools.run(task, world_size=saver.world_size, deadline_s=deadline_s)
+        return time.monotonic() - start_s
 
     def _kind(self, cell: Cell) -> str:
         """Which tasks may share processes.
