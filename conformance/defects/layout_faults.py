@@ -100,7 +100,7 @@ DEFECTS = (
         title="a tied weight becomes two",
         source="https://github.com/volcengine/verl/issues/7834",
         mechanism="the output layer gets a new parameter before sharding; it starts with the embedding's values",
-        laws=("PAR-7", "PAR-1"),
+        laws=("INIT-7", "PAR-7", "PAR-1"),
         inject=partial(output_weight, tie_again=False),
         inject_twin=partial(output_weight, tie_again=True),
     ),

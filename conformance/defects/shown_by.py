@@ -53,7 +53,7 @@ SHOWN_BY = {
     "tp-to-local-no-grad-placement": _TP_REPLICATED,
     "rowwise-bias-summed": _TP_REPLICATED,
     "rowwise-bias-grad-divided": _TP_REPLICATED,
-    "tied-untied-by-to-empty": _UNEVEN_TIED,
+    "tied-untied-by-to-empty": "id in (dp2-fp32-default-meta-uneven-tied, dp4-fp32-default-meta-tied)",
     "tied-uneven-last-shard-stale": _UNEVEN_TIED,
     "cast-unseen-by-gather": "id = dp1-bf16init-default-meta",
     "fsdp-tp-strided-layout-lost": "id = dp2-tp2-fp32-default-meta-even",
