@@ -50,6 +50,8 @@ def _require_continuation(record: Record, whole: Record) -> None:
     first = record.cell.steps_before_save
     compare.count(record.steps[0], name="first step after the checkpoint", expected=first, unit="steps")
     for when in [*(f"step{step}" for step in record.steps), "final"]:
+        if _kinds(record, when) != _kinds(whole, when):
+            raise ConformanceFailure(f"{when}: found {_kinds(record, when)}, expected {_kinds(whole, when)}")
         for kind in _kinds(record, when):
             key = f"{when}/{kind}"
             compare.bits(record.select(f"{key}/"), whole.select(f"{key}/"), name=key)
