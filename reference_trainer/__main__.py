@@ -20,7 +20,7 @@ import torch.distributed as dist
 from reference_trainer.checkpoint import Checkpoints, newest_checkpoint, require_no_checkpoints, resume
 from reference_trainer.config import TrainerConfig, load_config, require
 from reference_trainer.data import Batches
-from reference_trainer.mesh import check_fits_mesh, choose_device, init_process_group, resolve_mesh
+from reference_trainer.mesh import backends, check_fits_mesh, choose_device, init_process_group, resolve_mesh
 from reference_trainer.train import StepMetrics, Trainer
 from reference_trainer.weights import check_checkpoint
 
@@ -46,8 +46,10 @@ def main() -> int:
     try:
         with metrics_file, tempfile.TemporaryDirectory() as directory:
             init_method = "env://" if "RANK" in os.environ else f"file://{directory}/rendezvous"
+            # torch.distributed.checkpoint copies to the CPU before it saves asynchronously, and coordinates there.
+            backend = backends(device, cpu_tensors=config.offload == "cpu" or saving.asynchronous)
             init_process_group(
-                device, init_method=init_method, rank=rank, world_size=world_size, timeout_s=_PROCESS_GROUP_TIMEOUT_S
+                backend, init_method=init_method, rank=rank, world_size=world_size, timeout_s=_PROCESS_GROUP_TIMEOUT_S
             )
             try:
                 train(config, device=device, metrics_file=metrics_file, saving=saving)

@@ -5,6 +5,8 @@ gives a block memory, initialises and shards it before it turns to the next; `fu
 rank before it shards.
 """
 
+from typing import Literal
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -39,7 +41,7 @@ def _shard_first(config: TrainerConfig, mesh: DeviceMesh, device: torch.device, 
     model = _without_memory(config)
     parallelize(model, mesh, config)
     observer.sharded(model)
-    model.to_empty(device=device)
+    _give_memory(model, device, offload=config.offload)
     observer.materialized(model)
     if config.checkpoint is None:
         init_weights(model, seed=config.seed)
@@ -47,6 +49,13 @@ def _shard_first(config: TrainerConfig, mesh: DeviceMesh, device: torch.device, 
         form = load_weights(model, path=config.checkpoint, broadcast=config.checkpoint_reader == "rank0")
         observer.loaded(config.checkpoint, form)
     return model
+
+
+def _give_memory(model: Transformer, device: torch.device, *, offload: Literal["none", "cpu"]) -> None:
+    """Memory for this rank's shards, of offloaded parameters on the CPU. Buffers are never offloaded."""
+    model.to_empty(device=device if offload == "none" else torch.device("cpu"))
+    if model.rope_table.device.type != device.type:
+        model.rope_table = torch.empty_like(model.rope_table, device=device)
 
 
 def _layer_by_layer(config: TrainerConfig, mesh: DeviceMesh, device: torch.device, observer: Observer) -> Transformer:

@@ -148,7 +148,13 @@ class OptimizerConfig(Config, frozen=True, kw_only=True):
     momentum: float = 0.0
     """SGD only."""
     max_norm: float = 1.0
-    """Gradients are scaled down to this total 2-norm; 0 turns clipping off."""
+    """Gradients are scaled down to this total norm; 0 turns clipping off."""
+    norm_type: float | Literal["inf"] = 2.0
+    """p of the p-norm by which gradients are measured; "inf" (in quotes) is their largest element."""
+    error_if_nonfinite: bool = False
+    """Every process raises an error if any has a gradient that is not finite; otherwise the norm tells."""
+    foreach_clip: bool = True
+    """Whether clipping works on many tensors at once, or on one after the other."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly to `lr`."""
     final_lr_fraction: float = 1.0
@@ -160,9 +166,18 @@ class OptimizerConfig(Config, frozen=True, kw_only=True):
         not_negative = "eps weight_decay max_norm warmup_steps"
         _require_each(self, "optimizer.", not_negative, _not_negative, "finite and not negative")
         require(
+            self.norm_type == "inf" or _positive(self.norm_type),
+            f'optimizer.norm_type is {self.norm_type}, must be positive and finite, or "inf"',
+        )
+        require(
             0.0 <= self.final_lr_fraction <= 1.0,
             f"optimizer.final_lr_fraction is {self.final_lr_fraction}, must be at least 0 and at most 1",
         )
+
+    @property
+    def norm_order(self) -> float:
+        """`norm_type` as a number."""
+        return float(self.norm_type)
 
 
 Precision = Literal["fp32", "bf16-mp", "bf16-init", "bf16-reduce", "bf16-mixed"]
@@ -197,8 +212,16 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     checkpoint_reader: Literal["each-rank", "rank0"] = "each-rank"
     """`each-rank`: all ranks read, one tensor at a time. `rank0`: only rank 0 does, holds the whole model in memory and
     broadcasts it; the others read names and shapes alone."""
+    offload: Literal["none", "cpu"] = "none"
+    """`cpu`: sharded parameters, gradients and optimizer state are in host memory, where gradients are clipped and the
+    optimizer steps. The process group needs a backend for CPU tensors."""
+    pin_memory: bool = False
+    """With offload=cpu on an accelerator: host memory is page-locked, so that copies overlap with computation."""
     sequence_parallel: bool = True
     """With tp > 1: activations between tensor-parallel regions are sharded along the sequence."""
+    norms_in_tp: bool = True
+    """With tp > 1 and no sequence parallelism: parameters of norms are replicated over the tensor-parallel ranks. False
+    leaves norms out of tensor parallelism; their parameters are on another mesh than all others."""
     loss_parallel: bool = False
     """With tp > 1: logits stay sharded over the vocabulary and the loss is computed on the shards."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
@@ -218,6 +241,15 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         _require_each(self, "", "accumulation steps", _at_least_one, "at least 1")
         require(0 <= self.seed < 2**64, f"seed is {self.seed}, must be at least 0 and below 2**64")
+        require(
+            self.offload == "cpu" or not self.pin_memory,
+            "pin_memory has no effect with offload none: set offload=cpu, or pin_memory=false",
+        )
+        require(
+            self.norms_in_tp or not self.sequence_parallel,
+            "norms_in_tp false leaves norms out of tensor parallelism, but sequence_parallel divides their work: set "
+            "sequence_parallel=false, or norms_in_tp=true",
+        )
         require(
             self.data.seq_len <= self.model.max_seq_len,
             f"data.seq_len {self.data.seq_len} is longer than model.max_seq_len {self.model.max_seq_len}",

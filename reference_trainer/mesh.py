@@ -87,10 +87,44 @@ def choose_device(config: TrainerConfig) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def init_process_group(device: torch.device, *, init_method: str, rank: int, world_size: int, timeout_s: float) -> None:
-    """gloo for CPU tensors, NCCL for CUDA tensors."""
+_BOTH_BACKENDS = "cpu:gloo,cuda:nccl"
+
+
+def backends(device: torch.device, *, cpu_tensors: bool) -> str:
+    """For `init_process_group`: NCCL for tensors on a CUDA device, gloo for those on the CPU.
+
+    `cpu_tensors`: on a CUDA device, tensors on the CPU are communicated as well. That costs a connection between each
+    two processes for every group, so it is not done without need.
+    """
+    if device.type == "cpu":
+        return "gloo"
+    return _BOTH_BACKENDS if cpu_tensors else "nccl"
+
+
+def check_offload(config: TrainerConfig, device: torch.device) -> None:
+    """Raises ValueError for offloading that this device or the default process group does not allow.
+
+    Otherwise the first that fails is the norm of offloaded gradients, after forward and backward of the first step:
+    https://github.com/pytorch/pytorch/issues/148532.
+    """
+    if config.offload == "none":
+        return
+    require(
+        not config.pin_memory or device.type != "cpu",
+        "pin_memory is for copies to an accelerator, but this run is on the CPU: set pin_memory=false",
+    )
+    found = dist.get_backend_config()
+    require(
+        "cpu" in (entry.partition(":")[0] for entry in found.split(",")),
+        f"offload cpu: gradients are in host memory and clipped there, but the process group ({found}) has no backend "
+        f'for CPU tensors: write torch.distributed.init_process_group("{_BOTH_BACKENDS}")',
+    )
+
+
+def init_process_group(backend: str, *, init_method: str, rank: int, world_size: int, timeout_s: float) -> None:
+    """The default process group, with what `backends` says."""
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        backend,
         init_method=init_method,
         rank=rank,
         world_size=world_size,

@@ -37,3 +37,6 @@ class Observer:
 
     def gradients(self, model: Transformer, *, step: int) -> None:
         """All gradients of the step are reduced, none is clipped."""
+
+    def clipped(self, model: Transformer, *, step: int) -> None:
+        """Gradients are what the optimizer is about to step with."""

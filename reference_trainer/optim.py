@@ -1,12 +1,9 @@
-"""Optimizer, learning-rate schedule and clipping."""
+"""Optimizer and learning-rate schedule."""
 
 import math
-from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from reference_trainer.config import OptimizerConfig
@@ -42,18 +39,3 @@ def learning_rate_factor(step: int, *, config: OptimizerConfig, steps: int) -> f
 
 def build_schedule(optimizer: torch.optim.Optimizer, config: OptimizerConfig, *, steps: int) -> LambdaLR:
     return LambdaLR(optimizer, lambda step: learning_rate_factor(step, config=config, steps=steps))
-
-
-def clip_gradients(parameters: Iterable[nn.Parameter], *, max_norm: float) -> Tensor:
-    """Scale all gradients down to a total 2-norm of `max_norm` (0: leave them) and return the norm before.
-
-    The norm is over all meshes, a plain scalar, the same on every rank.
-    """
-    parameters = list(parameters)
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = get_total_norm(gradients)
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()  # until here each rank knows the norm of its own shards only
-    if max_norm > 0:
-        clip_grads_with_norm_(parameters, max_norm, norm)
-    return norm

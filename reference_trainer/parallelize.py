@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -43,29 +43,38 @@ def parallelize(model: Transformer, mesh: DeviceMesh, config: TrainerConfig) -> 
 def parallelize_block(block: Block, mesh: DeviceMesh, config: TrainerConfig) -> None:
     """One block, on the meta device or with its weights, which are then sharded."""
     if "tp" in (mesh.mesh_dim_names or ()):
-        apply_tp_to_block(block, mesh["tp"], sequence_parallel=config.sequence_parallel)
+        apply_tp_to_block(block, mesh["tp"], norms=_norm_style(config), sequence_parallel=config.sequence_parallel)
     if config.activation_checkpointing != "none":
         apply_ac(block, mode=config.activation_checkpointing)
     if config.compile != "none":
         apply_compile(block, backend=config.compile)
-    apply_fsdp_to_block(block, fsdp_mesh(mesh), precision=config.precision, reshard=config.reshard)
+    apply_fsdp_to_block(
+        block, fsdp_mesh(mesh), precision=config.precision, reshard=config.reshard, offload=offload_policy(config)
+    )
 
 
 def parallelize_ends(model: Transformer, mesh: DeviceMesh, config: TrainerConfig) -> None:
     """Embedding, norm and output, and the root; all blocks must be parallel already."""
     if "tp" in (mesh.mesh_dim_names or ()):
         apply_tp_to_ends(
-            model, mesh["tp"], sequence_parallel=config.sequence_parallel, loss_parallel=config.loss_parallel
+            model,
+            mesh["tp"],
+            norms=_norm_style(config),
+            sequence_parallel=config.sequence_parallel,
+            loss_parallel=config.loss_parallel,
         )
     if config.compile != "none":
         model.tok_embeddings.register_forward_hook(_wait_for_output)
-    apply_fsdp_to_ends(model, fsdp_mesh(mesh), precision=config.precision, reshard=config.reshard)
+    apply_fsdp_to_ends(
+        model, fsdp_mesh(mesh), precision=config.precision, reshard=config.reshard, offload=offload_policy(config)
+    )
 
 
 class ReplicateParallel(ParallelStyle):
     """A module computed alike on every tensor-parallel rank; its parameters become replicated DTensors.
 
-    Without it they would stay plain tensors, and the gradient norm would mix parameters of different meshes.
+    Without it they would stay plain tensors, and their gradients be on another mesh than all others, which
+    torch.nn.utils.clip_grad_norm_ refuses.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -84,41 +93,41 @@ class ReplicateParallel(ParallelStyle):
         return distribute_module(module, device_mesh, replicate_parameters, to_dtensor, to_local)
 
 
-def apply_tp_to_ends(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool, loss_parallel: bool) -> None:
+def apply_tp_to_ends(
+    model: Transformer, mesh: DeviceMesh, *, norms: ParallelStyle | None, sequence_parallel: bool, loss_parallel: bool
+) -> None:
     """Embedding and output split along the vocabulary (arXiv:1909.08053)."""
     between = _between_regions(sequence_parallel=sequence_parallel)
-    parallelize_module(
-        model,
-        mesh,
-        {
-            "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
-            "norm": _norm_style(sequence_parallel=sequence_parallel),
-            "output": ColwiseParallel(
-                input_layouts=between,
-                output_layouts=Shard(-1) if loss_parallel else Replicate(),
-                use_local_output=not loss_parallel,
-            ),
-        },
-    )
+    plan: dict[str, ParallelStyle] = {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "output": ColwiseParallel(
+            input_layouts=between,
+            output_layouts=Shard(-1) if loss_parallel else Replicate(),
+            use_local_output=not loss_parallel,
+        ),
+    }
+    if norms:
+        plan["norm"] = norms
+    parallelize_module(model, mesh, plan)
     model.tie_weights()  # each style has made a parameter of its own, with the same placement: rows of the vocabulary
 
 
-def apply_tp_to_block(block: Block, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+def apply_tp_to_block(block: Block, mesh: DeviceMesh, *, norms: ParallelStyle | None, sequence_parallel: bool) -> None:
     """Tensor parallelism (arXiv:1909.08053), with sequence parallelism (arXiv:2205.05198) if asked for."""
     between = _between_regions(sequence_parallel=sequence_parallel)
     plan: dict[str, ParallelStyle] = {
-        "attention_norm": _norm_style(sequence_parallel=sequence_parallel),
         "attention": _gather_input(between, number_of_inputs=2),
         "attention.wq": ColwiseParallel(),
         "attention.wk": ColwiseParallel(),
         "attention.wv": ColwiseParallel(),
         "attention.wo": RowwiseParallel(output_layouts=between),
-        "ffn_norm": _norm_style(sequence_parallel=sequence_parallel),
         "feed_forward": _gather_input(between, number_of_inputs=1),
         "feed_forward.w1": ColwiseParallel(),
         "feed_forward.w3": ColwiseParallel(),
         "feed_forward.w2": RowwiseParallel(output_layouts=between),
     }
+    if norms:
+        plan |= {"attention_norm": norms, "ffn_norm": norms}
     parallelize_module(block, mesh, plan)
 
 
@@ -127,8 +136,11 @@ def _between_regions(*, sequence_parallel: bool) -> Placement:
     return Shard(1) if sequence_parallel else Replicate()
 
 
-def _norm_style(*, sequence_parallel: bool) -> ParallelStyle:
-    return SequenceParallel() if sequence_parallel else ReplicateParallel()
+def _norm_style(config: TrainerConfig) -> ParallelStyle | None:
+    """None leaves norms out of tensor parallelism."""
+    if config.sequence_parallel:
+        return SequenceParallel()
+    return ReplicateParallel() if config.norms_in_tp else None
 
 
 def _gather_input(layout: Placement, *, number_of_inputs: int) -> PrepareModuleInput:
@@ -175,25 +187,29 @@ def _wait_for_output(_module: nn.Module, _inputs: tuple[Any, ...], output: torch
 Reshard = Literal["always", "never", "default"]
 
 
-def apply_fsdp_to_block(block: Block, mesh: DeviceMesh, *, precision: Precision, reshard: Reshard) -> None:
+def apply_fsdp_to_block(
+    block: Block, mesh: DeviceMesh, *, precision: Precision, reshard: Reshard, offload: OffloadPolicy
+) -> None:
     """A group for each block. `bf16-mixed` takes the norms out of it: the parameters of a group must have one dtype
     ("FSDP expects uniform original parameter dtype", torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py).
     """
-    shard = _sharding(mesh, precision=precision, reshard=reshard, last=False)
+    shard = _sharding(mesh, precision=precision, reshard=reshard, offload=offload, last=False)
     if precision == "bf16-mixed":
         shard(block.attention_norm)
         shard(block.ffn_norm)
     shard(block)
 
 
-def apply_fsdp_to_ends(model: Transformer, mesh: DeviceMesh, *, precision: Precision, reshard: Reshard) -> None:
+def apply_fsdp_to_ends(
+    model: Transformer, mesh: DeviceMesh, *, precision: Precision, reshard: Reshard, offload: OffloadPolicy
+) -> None:
     """Shard the embedding and (norm, output) as groups of their own, then the root.
 
     Tied embeddings form one group with norm and output: a parameter can belong to one group only. `bf16-mixed` takes
     the norm out of it.
     """
-    shard = _sharding(mesh, precision=precision, reshard=reshard, last=False)
-    shard_last = _sharding(mesh, precision=precision, reshard=reshard, last=True)
+    shard = _sharding(mesh, precision=precision, reshard=reshard, offload=offload, last=False)
+    shard_last = _sharding(mesh, precision=precision, reshard=reshard, offload=offload, last=True)
     tied, norm_apart = model.config.tied_embeddings, precision == "bf16-mixed"
     if not tied:
         shard(model.tok_embeddings)
@@ -204,9 +220,13 @@ def apply_fsdp_to_ends(model: Transformer, mesh: DeviceMesh, *, precision: Preci
     shard_last(model)
 
 
-def _sharding(mesh: DeviceMesh, *, precision: Precision, reshard: Reshard, last: bool) -> Callable[..., object]:
+def _sharding(
+    mesh: DeviceMesh, *, precision: Precision, reshard: Reshard, offload: OffloadPolicy, last: bool
+) -> Callable[..., object]:
     policy, after_forward = mixed_precision_policy(precision), reshard_after_forward(reshard, last=last)
-    return partial(fully_shard, mesh=mesh, mp_policy=policy, reshard_after_forward=after_forward)
+    return partial(
+        fully_shard, mesh=mesh, mp_policy=policy, reshard_after_forward=after_forward, offload_policy=offload
+    )
 
 
 def set_parameter_dtypes(model: Transformer, precision: Precision) -> None:
@@ -232,6 +252,11 @@ def mixed_precision_policy(precision: Precision) -> MixedPrecisionPolicy:
         case "bf16-reduce":
             reduce_dtype = torch.bfloat16
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+
+
+def offload_policy(config: TrainerConfig) -> OffloadPolicy:
+    """The base class stands for no offloading."""
+    return CPUOffloadPolicy(pin_memory=config.pin_memory) if config.offload == "cpu" else OffloadPolicy()
 
 
 def reshard_after_forward(reshard: Reshard, *, last: bool) -> bool:

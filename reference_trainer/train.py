@@ -1,7 +1,7 @@
 """The trainer: build a parallel model, then repeat forward, backward, clip, step.
 
-Reading order: config, model, init_weights, weights, mesh, parallelize, build, loss, optim, data, this file, checkpoint,
-__main__.
+Reading order: config, model, init_weights, weights, mesh, parallelize, build, loss, clip, optim, data, this file,
+checkpoint, __main__.
 """
 
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from reference_trainer.build import build_model
+from reference_trainer.clip import clip_gradients
 from reference_trainer.config import TrainerConfig
 from reference_trainer.data import Batches
 from reference_trainer.loss import (
@@ -21,9 +22,9 @@ from reference_trainer.loss import (
     sum_over_dp,
     summed_loss,
 )
-from reference_trainer.mesh import ParallelDims, build_mesh, check_fits_mesh, dp_rank, resolve_mesh
+from reference_trainer.mesh import ParallelDims, build_mesh, check_fits_mesh, check_offload, dp_rank, resolve_mesh
 from reference_trainer.observer import Observer
-from reference_trainer.optim import build_optimizer, build_schedule, clip_gradients
+from reference_trainer.optim import build_optimizer, build_schedule
 from reference_trainer.parallelize import set_gradient_sync
 
 
@@ -35,7 +36,7 @@ class StepMetrics:
     loss: float
     """Mean over the valid tokens of the step, in nats."""
     grad_norm: float
-    """Total 2-norm before clipping."""
+    """Total norm before clipping."""
     valid_tokens: int
     lr: float
 
@@ -43,7 +44,7 @@ class StepMetrics:
 class Trainer:
     """One process's part of a run. The default process group must exist.
 
-    Raises ValueError if the configuration does not fit the number of processes.
+    Raises ValueError if the configuration does not fit the number of processes, or the process group's backends.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Trainer:
         self.observer = observer or Observer()
         self.dims: ParallelDims = resolve_mesh(config.mesh, world_size=world_size)
         check_fits_mesh(config, self.dims)
+        check_offload(config, device)
         self.batches = Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
         self.mesh = build_mesh(self.dims, device)
         self.model = build_model(config, self.mesh, device, self.observer)
@@ -78,7 +80,8 @@ class Trainer:
         observer.gradients(self.model, step=step)
 
         observer.phase("clip", step=step)
-        norm = clip_gradients(self.model.parameters(), max_norm=self.config.optimizer.max_norm)
+        norm = self._clip()
+        observer.clipped(self.model, step=step)
         observer.phase("optimizer", step=step)
         lr = float(self.schedule.get_last_lr()[0])
         self.optimizer.step()
@@ -98,6 +101,17 @@ class Trainer:
             torch.autograd.backward(scaled_for_backward(loss_sum, dp_size=self.dims.dp, valid_tokens=valid_tokens))
         loss_sum = loss_sum.detach()
         return loss_sum.full_tensor() if isinstance(loss_sum, DTensor) else loss_sum
+
+    def _clip(self) -> Tensor:
+        """Returns the total norm before clipping: a plain scalar."""
+        options = self.config.optimizer
+        return clip_gradients(
+            self.model.parameters(),
+            max_norm=options.max_norm,
+            norm_type=options.norm_order,
+            error_if_nonfinite=options.error_if_nonfinite,
+            foreach=options.foreach_clip,
+        )
 
     def _seed_dropout(self) -> None:
         """Masks differ between ranks whose activations differ, and agree where activations are replicated."""

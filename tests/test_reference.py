@@ -131,7 +131,7 @@ def test_clip_factor(norm: float, max_norm: float, factor: float) -> None:
 
 
 def test_total_norm_takes_any_iterable() -> None:
-    assert total_norm((torch.full((2, 2), value) for value in (1.0, 2.0, 2.0)), kind=2) == 6.0
+    assert total_norm((torch.full((2, 2), value) for value in (1.0, 2.0, 2.0)), order=2.0) == 6.0
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from reference_trainer.clip import clip_gradients
 from reference_trainer.config import DataConfig, ModelConfig, OptimizerConfig
 from reference_trainer.data import IGNORED_LABEL, Batches, open_tokens
 from reference_trainer.model import Transformer
-from reference_trainer.optim import (
-    build_optimizer,
-    build_schedule,
-    clip_gradients,
-    learning_rate_factor,
-    parameter_groups,
-)
+from reference_trainer.optim import build_optimizer, build_schedule, learning_rate_factor, parameter_groups
 
 SMALL = ModelConfig(vocab_size=13, dim=16, ffn_dim=24, max_seq_len=8, bias=True, tied_embeddings=True)
 

@@ -31,9 +31,7 @@ ROUNDS, RANKS = 20, 2
 def train(rank: int, directory: Path, rendezvous: Path, report: Path) -> None:
     """Go on from the newest checkpoint if there is one, save after each step, and report each step's loss."""
     torch.set_num_threads(1)
-    init_process_group(
-        torch.device("cpu"), init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS, timeout_s=60.0
-    )
+    init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS, timeout_s=60.0)
     trainer = Trainer(CONFIG, device=torch.device("cpu"), world_size=RANKS)
     begun = any(directory.glob("step-*"))
     first = resume(trainer, directory) if begun else 0

@@ -93,12 +93,22 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Name of the optimizer."""
     clip: Annotated[float, Meta(ge=0.0, le=sys.float_info.max)] = 1.0
     """Maximum norm of the gradients; 0.0: no clipping."""
+    norm_type: Literal["2", "1", "3", "inf"] = "2"
+    """Which norm of the gradients is taken."""
+    foreach_clip: bool = True
+    """Whether clipping works on many tensors at once, or on one after the other."""
     accumulation: Literal[1, 2, 4] = 1
     """Number of micro-batches per step."""
     gradient_sync: Literal["each", "last", "all-reduce-last"] = "each"
     """After which micro-batches gradients are reduced; `all-reduce-last` postpones the all-reduce of HSDP alone."""
+    offload: Literal["none", "cpu"] = "none"
+    """`cpu`: sharded parameters, gradients and optimizer state are in host memory."""
+    pin_memory: bool = False
+    """Whether that memory is page-locked."""
     sequence_parallel: bool = True
     """Whether tensor parallelism also splits norms and residuals along the sequence."""
+    norms_in_tp: bool = True
+    """Without sequence parallelism: whether norms take part in tensor parallelism, or are on the data-parallel mesh."""
     loss_parallel: bool = False
     """Whether the loss is computed on logits split along the vocabulary."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
@@ -179,9 +189,14 @@ _TAGS: dict[str, Callable[[Any], str]] = {
     "model": lambda model: model.replace("-", ""),
     "optimizer": str,
     "clip": lambda norm: f"clip{norm!r}" if norm else "noclip",
+    "norm_type": lambda order: f"norm{order}",
+    "foreach_clip": lambda _: "cliploop",
     "accumulation": lambda count: f"acc{count}",
     "gradient_sync": lambda mode: f"sync{mode.replace('-', '')}",
+    "offload": lambda device: f"offload{device}",
+    "pin_memory": lambda _: "pinned",
     "sequence_parallel": lambda _: "nosp",
+    "norms_in_tp": lambda _: "normsdp",
     "loss_parallel": lambda _: "lp",
     "activation_checkpointing": lambda mode: f"ac{mode}",
     "compile": lambda _: "compile",

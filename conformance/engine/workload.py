@@ -61,10 +61,13 @@ def trainer_config(cell: Cell) -> TrainerConfig:
         optimizer=_optimizer(cell),
         precision=cell.precision,
         reshard=cell.reshard,
+        offload=cell.offload,
+        pin_memory=cell.pin_memory,
         init=cell.init,
         checkpoint=f"initial.{cell.weights}" if loads else None,
         checkpoint_reader="rank0" if cell.weights == "rank0" else "each-rank",
         sequence_parallel=cell.sequence_parallel,
+        norms_in_tp=cell.norms_in_tp,
         loss_parallel=cell.loss_parallel,
         activation_checkpointing=cell.activation_checkpointing,
         compile=compile_backend() if cell.compile else "none",
@@ -78,7 +81,12 @@ def trainer_config(cell: Cell) -> TrainerConfig:
 
 def _optimizer(cell: Cell) -> OptimizerConfig:
     optimizer = OptimizerConfig(
-        name=cell.optimizer, lr=_LEARNING_RATE[cell.optimizer], eps=_ADAMW_EPS, max_norm=cell.clip
+        name=cell.optimizer,
+        lr=_LEARNING_RATE[cell.optimizer],
+        eps=_ADAMW_EPS,
+        max_norm=cell.clip,
+        norm_type="inf" if cell.norm_type == "inf" else float(cell.norm_type),
+        foreach_clip=cell.foreach_clip,
     )
     if cell.schedule == "cosine":
         optimizer = replace(optimizer, warmup_steps=1, final_lr_fraction=0.1)

@@ -36,8 +36,9 @@ def shard_indices(parameter: DTensor) -> Tensor:
 class Capture(Observer):
     """This rank's parts of all tensors by the key `WHEN/KIND/NAME`, and their fingerprints.
 
-    WHEN is `initial`, `resumed`, `stepN` (after backward, before clipping) or `final`; KIND is `parameter`, `buffer`,
-    `gradient`, a key of the optimizer state such as `exp_avg`, or `gathered` for parameters gathered by torch.
+    WHEN is `initial`, `resumed`, `stepN` (after backward) or `final`; KIND is `parameter`, `buffer`, `gradient`,
+    `clipped` for gradients after clipping, a key of the optimizer state such as `exp_avg`, or `gathered` for parameters
+    gathered by torch.
     `layout/NAME` holds a parameter's `shard_indices`.
     """
 
@@ -66,6 +67,11 @@ class Capture(Observer):
             self._add(f"step{step}/parameter/{name}", parameter)
             if parameter.grad is not None:
                 self._add(f"step{step}/gradient/{name}", parameter.grad)
+
+    def clipped(self, model: Transformer, *, step: int) -> None:
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                self._add(f"step{step}/clipped/{name}", parameter.grad)
 
     def resumed(self, model: Transformer, optimizer: torch.optim.Optimizer) -> None:
         self._state("resumed", model)

@@ -1,4 +1,4 @@
-"""Dtype audit: the dtypes that a run really uses, read where they are used."""
+"""Dtype audit: the dtypes that a run really uses, and the memory that it uses, read where they are used."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from conformance.instruments.capture import fingerprint
+from conformance.instruments.sharding import local
 from reference_trainer.model import Attention, Block, Transformer
 from reference_trainer.observer import Observer, Phase
 
@@ -37,6 +38,7 @@ class DtypeAudit(Observer):
 
     def __init__(self) -> None:
         self._seen: dict[str, set[str]] = {}
+        self._places: dict[str, set[str]] = {}
         self._tables: dict[str, set[str]] = {}
         self._phase: Phase = "build"
         self._model: Transformer | None = None
@@ -44,6 +46,10 @@ class DtypeAudit(Observer):
     def facts(self) -> dict[str, list[str]]:
         """Sorted names of dtypes."""
         return _sorted(self._seen)
+
+    def places(self) -> dict[str, list[str]]:
+        """Where all of this was: types of devices such as `cuda`, or `cpu pinned` for page-locked host memory."""
+        return _sorted(self._places)
 
     def rope_tables(self) -> dict[str, list[str]]:
         """Fingerprints of the tables that each attention got, by MODULE/PHASE."""
@@ -129,7 +135,14 @@ class DtypeAudit(Observer):
             self._add(f"{when}_buffer/{name}", [buffer])
 
     def _add(self, key: str, tensors: Iterable[Any]) -> None:
-        self._seen.setdefault(key, set()).update(dtype_name(t) for t in tensors if isinstance(t, Tensor))
+        present = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
+        self._seen.setdefault(key, set()).update(map(dtype_name, present))
+        self._places.setdefault(key, set()).update(map(_place, present))
+
+
+def _place(tensor: Tensor) -> str:
+    part = local(tensor)
+    return "cpu pinned" if part.is_cpu and part.is_pinned() else part.device.type
 
 
 def _sorted(sets: dict[str, set[str]]) -> dict[str, list[str]]:

@@ -13,6 +13,7 @@ from conformance.instruments.compilation import Compilation, CompilationFacts
 from conformance.instruments.dispatch_tap import DispatchTap
 from conformance.instruments.dtypes import DtypeAudit
 from conformance.instruments.model_inputs import ModelInputs
+from conformance.instruments.offloading import offloading_of
 from conformance.instruments.operators import OperatorCount
 from conformance.instruments.poison import Poison
 from conformance.instruments.residency import Residency
@@ -68,6 +69,10 @@ class RankFacts(msgspec.Struct, frozen=True):
     """See `DtypeAudit`."""
     rope_tables: dict[str, list[str]]
     """See `DtypeAudit.rope_tables`."""
+    places: dict[str, list[str]]
+    """See `DtypeAudit.places`."""
+    offloading: dict[str, str]
+    """See `offloading_of`."""
     optimizer_groups: list[OptimizerGroup]
     """After the last step."""
     operators: dict[str, dict[str, int]]
@@ -150,6 +155,9 @@ class Recorder(Observer):
     def gradients(self, model: Transformer, *, step: int) -> None:
         self._notify("gradients", model, step=step)
 
+    def clipped(self, model: Transformer, *, step: int) -> None:
+        self._notify("clipped", model, step=step)
+
     def finish(self, trainer: Trainer, metrics: list[StepMetrics]) -> tuple[RankFacts, dict[str, Tensor]]:
         """Capture the final state; returns the facts and the tensors of this rank."""
         # What instruments compute and communicate is not part of the run.
@@ -165,6 +173,8 @@ class Recorder(Observer):
             unsharded=self._residency.unsharded,
             dtypes=self._dtypes.facts(),
             rope_tables=self._dtypes.rope_tables(),
+            places=self._dtypes.places(),
+            offloading=offloading_of(trainer.model),
             optimizer_groups=_optimizer_groups(trainer.model, trainer.optimizer),
             operators=self._operators.facts(),
             blocks=self._compilation.facts(),

@@ -9,7 +9,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -30,7 +29,7 @@ class ReferenceRun:
     initial: Tensors
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
-    """Total 2-norm of each step's gradients, before clipping."""
+    """Total norm of each step's gradients, of the type that the configuration names, before clipping."""
     gradients: list[Tensors] = field(default_factory=list)
     """Of each step, before clipping."""
     parameters: Tensors = field(default_factory=dict)
@@ -106,9 +105,12 @@ def replay_updates(config: OptimizerConfig, initial: Tensors, gradients: Iterabl
     return run
 
 
-def total_norm(gradients: Iterable[Tensor], *, kind: Literal[2]) -> float:
-    """2-norm over all elements of all gradients, summed in fp64."""
-    return math.sqrt(sum(float(grad.double().square().sum()) for grad in gradients))
+def total_norm(gradients: Iterable[Tensor], *, order: float) -> float:
+    """p-norm over all elements of all gradients, each once, in fp64; `order` is p, possibly infinite."""
+    sizes = [grad.double().abs() for grad in gradients]
+    if order == math.inf:
+        return max((float(size.max()) for size in sizes if size.numel()), default=0.0)
+    return float(math.fsum(float(size.pow(order).sum()) for size in sizes) ** (1.0 / order))
 
 
 def clip_factor(norm: float, *, max_norm: float) -> float:
@@ -132,7 +134,7 @@ class _Update(ABC):
     @torch.no_grad()
     def clip_and_step(self, parameters: Tensors, gradients: Tensors) -> float:
         """Change the parameters in place; returns the norm of the gradients before clipping."""
-        norm = total_norm(gradients.values(), kind=2)
+        norm = total_norm(gradients.values(), order=self._config.norm_order)
         factor = clip_factor(norm, max_norm=self._config.max_norm)
         self.step(parameters, {name: grad * factor for name, grad in gradients.items()})
         return norm

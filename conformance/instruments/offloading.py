@@ -1,0 +1,41 @@
+"""What FSDP offloads. The one place that looks into FSDP's private state: no public attribute tells.
+
+Where CPU is also the device of computation, offloading moves nothing: only FSDP itself knows that it was asked to.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+
+def offloading_of(model: nn.Module) -> dict[str, str]:
+    """`none`, `cpu` or `cpu pinned` for each parameter that FSDP manages, under its name in the model.
+
+    Raises RuntimeError for a version of torch whose FSDP keeps this elsewhere.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: dict[str, str] = {}
+    for module in model.modules():
+        for managed in _managed(module) if isinstance(module, FSDPModule) else ():
+            found[names.get(id(managed.sharded_param), "?")] = _policy(managed)
+    return found
+
+
+def _managed(module: FSDPModule) -> list[Any]:
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # several since torch 2.12
+    if groups is None:
+        groups = [state._fsdp_param_group] if getattr(state, "_fsdp_param_group", None) else []
+    return [managed for group in groups for managed in group.fsdp_params]
+
+
+def _policy(managed: Any) -> str:
+    try:
+        offloads, pins = managed.offload_to_cpu, managed.pin_memory
+    except AttributeError as error:
+        raise RuntimeError(
+            f"torch {torch.__version__}: {error}; adapt {__name__}, which reads what FSDP offloads"
+        ) from None
+    return ("cpu pinned" if pins else "cpu") if offloads else "none"
