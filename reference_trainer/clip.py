@@ -68,7 +68,8 @@ def _largest(gradients: list[Tensor], mesh: DeviceMesh | None, *, foreach: bool)
     largest = get_total_norm(held, math.inf, foreach=foreach) if held else parts[0].new_zeros(())
     largest = largest.where(~largest.isnan(), math.inf)
     for dim in range(mesh.ndim if mesh else 0):
-        if mesh and mesh.size(dim) > 1:
+        divided = any(isinstance(grad, DTensor) and grad.placements[dim].is_shard() for grad in gradients)
+        if mesh and mesh.size(dim) > 1 and divided:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group(dim))
     return largest
 

@@ -38,5 +38,5 @@ class Observer:
     def gradients(self, model: Transformer, *, step: int) -> None:
         """All gradients of the step are reduced, none is clipped."""
 
-    def clipped(self, model: Transformer, *, step: int) -> None:
-        """Gradients are what the optimizer is about to step with."""
+    def clipped(self, model: Transformer, *, norm: Tensor, step: int) -> None:
+        """Gradients are what the optimizer is about to step with; `norm`, a scalar, is their total norm before."""

@@ -81,7 +81,7 @@ class Trainer:
 
         observer.phase("clip", step=step)
         norm = self._clip()
-        observer.clipped(self.model, step=step)
+        observer.clipped(self.model, norm=norm, step=step)
         observer.phase("optimizer", step=step)
         lr = float(self.schedule.get_last_lr()[0])
         self.optimizer.step()

@@ -30,10 +30,12 @@ def defects() -> tuple[Defect, ...]:
     # Imported here because they import torch, which the controller does without.
     from conformance.defects import (
         checkpoint_faults,
+        clipping_faults,
         fsdp_faults,
         initialisation_faults,
         layout_faults,
         loss_faults,
+        offload_faults,
         optimizer_faults,
         precision_faults,
         reduction_faults,
@@ -47,6 +49,8 @@ def defects() -> tuple[Defect, ...]:
         *initialisation_faults.DEFECTS,
         *loss_faults.DEFECTS,
         *optimizer_faults.DEFECTS,
+        *clipping_faults.DEFECTS,
+        *offload_faults.DEFECTS,
         *reduction_faults.DEFECTS,
         *fsdp_faults.DEFECTS,
         *tp_faults.DEFECTS,

@@ -1,52 +1,16 @@
-"""Faults of the optimizer: which parameters it holds, which of them decay, and by which norm gradients are clipped."""
+"""Faults of the optimizer: which parameters it holds, and which of them decay."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial
-from torch.nn.utils import clip_grads_with_norm_
+from torch import nn
 
 from conformance.defects.injection import Defect, replaced
-from conformance.instruments.sharding import local
 from reference_trainer.config import OptimizerConfig
 from reference_trainer.model import Transformer
-
-
-def clipping(norm_of: Callable[[list[Tensor]], Tensor]) -> AbstractContextManager[None]:
-    """Clip with a norm that is computed by hand."""
-
-    def make(_original: Any) -> Any:
-        def clip_gradients(parameters: Iterable[nn.Parameter], *, max_norm: float) -> Tensor:
-            parameters = list(parameters)
-            norm = norm_of([p.grad for p in parameters if p.grad is not None])
-            if max_norm > 0:
-                clip_grads_with_norm_(parameters, max_norm, norm, foreach=False)  # may be of several kinds
-            return norm
-
-        return clip_gradients
-
-    return replaced("reference_trainer.train", "clip_gradients", make)
-
-
-def local_norm(gradients: list[Tensor]) -> Tensor:
-    """The norm of this rank's shards alone."""
-    return torch.stack([local(grad).square().sum() for grad in gradients]).sum().sqrt()
-
-
-def reduced_norm(gradients: list[Tensor]) -> Tensor:
-    """The norm of the full gradients: squares of the shards, summed over the ranks that hold different shards."""
-    squares = torch.zeros(())
-    for grad in gradients:
-        square = local(grad).square().sum()
-        if isinstance(grad, DTensor):
-            placements = [p if p.is_replicate() else Partial() for p in grad.placements]
-            square = DTensor.from_local(square, grad.device_mesh, placements).full_tensor()
-        squares += square
-    return squares.sqrt()
 
 
 def optimizer_built(*, unshard: bool) -> AbstractContextManager[None]:
@@ -99,15 +63,6 @@ def one_each(groups: Groups) -> Groups:
 
 
 DEFECTS: tuple[Defect, ...] = (
-    Defect(
-        id="clip-norm-local",
-        title="the gradient norm is that of the local shards",
-        source="https://github.com/pytorch/pytorch/issues/170862",
-        mechanism="clipping by hand takes the norm over this rank's shards and forgets to reduce it",
-        laws=("PAR-1", "PAR-5"),
-        inject=partial(clipping, local_norm),
-        inject_twin=partial(clipping, reduced_norm),
-    ),
     Defect(
         id="optimizer-stale-params",
         title="the optimizer holds tensors that are not trained",

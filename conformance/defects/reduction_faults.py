@@ -1,8 +1,8 @@
 """Faults of accumulation and reduction: what is added up, over which ranks, and whether all ranks take part."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from conformance.defects.injection import Defect, replaced
-from conformance.defects.optimizer_faults import clipping, reduced_norm
 from reference_trainer.model import Block
 
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard"
@@ -82,9 +81,8 @@ def post_backward(*, skip: bool) -> AbstractContextManager[None]:
     return replaced(f"{_FULLY_SHARD}._fsdp_param_group:FSDPParamGroup", "post_backward", make)
 
 
-@contextmanager
-def ignored_parameters(*endings: str) -> Iterator[None]:
-    """Keep the parameters whose names end so out of FSDP; clip by hand, as torch refuses to mix them with DTensors."""
+def ignored_parameters(*endings: str) -> AbstractContextManager[None]:
+    """Keep the parameters whose names end so out of FSDP."""
 
     def make(original: Any) -> Any:
         def fully_shard(modules: nn.Module | list[nn.Module], **options: Any) -> Any:
@@ -95,8 +93,7 @@ def ignored_parameters(*endings: str) -> Iterator[None]:
 
         return fully_shard
 
-    with replaced("reference_trainer.parallelize", "fully_shard", make), clipping(reduced_norm):
-        yield
+    return replaced("reference_trainer.parallelize", "fully_shard", make)
 
 
 def last_rank(*, freezes: bool) -> AbstractContextManager[None]:

@@ -8,6 +8,8 @@ _BF16_ACCUMULATION, _RECOMPUTED = (f"id = dp2-bf16mp-default-meta-{axis}" for ax
 _TP, _TP_REPLICATED = "id = tp2-fp32-default-meta-lp", "id = tp2-fp32-default-meta-nosp"
 _SCALE = "id in ({0}-fp32-default-meta-sgd, {0}-fp32-default-meta-integer-sgd-noclip-steps1)"
 _RESUMED = "id = dp2-fp32-default-meta-from.same-steps4"
+_CLIPPED, _LARGEST = "id = {}-fp32-default-meta-clip0.1", "id = dp2-fp32-default-meta-clip0.1-norminf"
+_OFFLOADED, _MISTAKES = "id = dp2-fp32-default-meta-clip0.1-offloadcpu", "id = dp2-fp32-default-meta-offloadcpu"
 SHOWN_BY = {
     "rope-buffer-uninit": _TIED,
     "replica-desync": "id in (hsdp2x2-fp32-default-meta-tied, hsdp2x2-fp32-default-meta-sgd)",
@@ -35,7 +37,31 @@ SHOWN_BY = {
     "ga-not-divided": _ACCUMULATION,
     "loss-wrong-parallel-factor": _SCALE.format("tp2"),
     "loss-dp-factor-forgotten": _SCALE.format("dp2"),
-    "clip-norm-local": _SGD,
+    "clip-norm-local": "id in (dp2-fp32-default-meta-sgd, dp2-fp32-default-meta-clip0.1)",
+    "clip-norm-over-replicas": _CLIPPED.format("hsdp2x2"),
+    "clip-norm-counts-copies": _CLIPPED.format("tp2"),
+    "clip-norm-logged-local": _CLIPPED.format("dp2"),
+    "clip-norm-type-ignored": _CLIPPED.format("dp2") + "-norm1",
+    "inf-norm-wrong-root": _LARGEST,
+    "inf-norm-summed": _LARGEST,
+    "clip-per-parameter": _CLIPPED.format("dp2"),
+    "clip-mixed-mesh": _CLIPPED.format("tp2") + "-nosp-normsdp",
+    "clip-forgotten": "id in (dp2-fp32-default-meta-sgd, dp2-fp32-default-meta-clip0.1)",
+    "clip-exhausted-generator": _CLIPPED.format("dp2"),
+    "clip-scales-up": "id = dp2-fp32-default-meta-clip1000.0",
+    "clip-reduces-each-parameter": "id in (dp2-fp32-default-meta, dp2-fp32-default-meta-clip0.1)",
+    "clip-skipped-by-a-rank": _CLIPPED.format("dp2"),
+    "inf-norm-loses-nan": "id = dp2-fp32-default-meta-norminf",
+    "clip-error-on-one-replica": "id = hsdp2x2-fp32-default-meta",
+    "torch-clip-norm-local": _CLIPPED.format("dp2"),
+    "offload-norm-local": _OFFLOADED,
+    "offload-clip-forgotten": _OFFLOADED,
+    "offload-accumulation-overwritten": "id = dp2-fp32-default-meta-acc2-offloadcpu",
+    "offload-step-on-copies": _ONE_RANK,
+    "offload-group-forgotten": _OFFLOADED,
+    "clip-offload-no-cpu-backend": _MISTAKES,
+    "clip-without-backend-local": _MISTAKES,
+    "wrong-memory-accepted": _MISTAKES,
     "optimizer-stale-params": _ONE_RANK,
     "opt-drop-params": _ONE_RANK,
     "weight-decay-groups-lost": _ONE_RANK,

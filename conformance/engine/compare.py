@@ -10,21 +10,23 @@ from conformance.engine.measurements import measure
 from conformance.engine.outcomes import ConformanceFailure
 
 
-def scalars(measured: Sequence[float], expected: Sequence[float], *, name: str, within: float) -> None:
-    """Largest relative deviation of a sequence of numbers, one for each step.
+def scalars(
+    measured: Sequence[float], expected: Sequence[float], *, name: str, within: float, each: str = "step"
+) -> None:
+    """Largest relative deviation of a sequence of numbers, one for each step, or whatever `each` names.
 
     Raises ConformanceFailure if it is above `within`, if a number is not finite, or if the lengths differ.
     """
     __tracebackhide__ = True
     if len(measured) != len(expected):
-        raise ConformanceFailure(f"{name}: {len(measured)} steps measured, {len(expected)} expected")
+        raise ConformanceFailure(f"{name}: {len(measured)} {each}s measured, {len(expected)} expected")
     deviations = [_deviation(m, e) for m, e in zip(measured, expected, strict=True)]
-    step = max(range(len(deviations)), key=deviations.__getitem__)
-    measure(name, deviations[step], lower=0.0, upper=within, unit="relative deviation")
-    if not deviations[step] <= within:
+    worst = max(range(len(deviations)), key=deviations.__getitem__)
+    measure(name, deviations[worst], lower=0.0, upper=within, unit="relative deviation")
+    if not deviations[worst] <= within:
         raise ConformanceFailure(
-            f"{name} at step {step}: measured {measured[step]!r}, expected {expected[step]!r}; "
-            f"relative deviation {deviations[step]:.3g} is above {within:.3g}"
+            f"{name} at {each} {worst}: measured {measured[worst]!r}, expected {expected[worst]!r}; "
+            f"relative deviation {deviations[worst]:.3g} is above {within:.3g}"
         )
 
 

@@ -26,7 +26,7 @@ class Probe(Protocol):
 
 
 class Measure(Protocol):
-    """The fixture `measure`: what a task of `rank_probes` measures on each rank of a cell's world."""
+    """The fixture `measure`: what a task, `MODULE:FUNCTION` of the engine, measures on each rank of a cell's world."""
 
     def __call__(self, task: str, cell: Cell) -> list[dict[str, Any]]: ...
 

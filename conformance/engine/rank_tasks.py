@@ -17,7 +17,7 @@ from conformance.instruments.held_checkpoints import HeldCheckpoints
 from conformance.instruments.recorder import Recorder
 from reference_trainer.checkpoint import Checkpoints, resume
 from reference_trainer.config import TrainerConfig
-from reference_trainer.mesh import backends, init_process_group
+from reference_trainer.mesh import init_process_group
 from reference_trainer.train import Trainer
 
 
@@ -84,7 +84,7 @@ def rank_config(context: RankContext, payload: dict[str, Any]) -> TrainerConfig:
 def start_process_group(context: RankContext) -> None:
     """Ranks leave it together: what rank 0 has written before is there for all."""
     init_process_group(
-        backends(torch.device("cpu"), cpu_tensors=True),
+        "gloo",
         init_method=context.rendezvous,
         rank=context.rank,
         world_size=context.world_size,

@@ -220,6 +220,8 @@ class Session:
             raise Unsupported(f"needs substrate {' or '.join(law.substrates)}, this session runs {SUBSTRATE}")
         if _version(self.store.torch_version) < _version(law.since):
             raise Unsupported(f"{law.id} holds from torch {law.since} on, this is {self.store.torch_version}")
+        if cell.pin_memory and DEVICE == "cpu":
+            raise Unsupported(f"needs an accelerator for which memory is pinned, this session runs on {DEVICE} with 0")
         if cell.world_size > MAX_WORLD_SIZE:
             raise Unsupported(f"needs {cell.world_size} ranks, {SUBSTRATE} runs at most {MAX_WORLD_SIZE} here")
 

@@ -81,10 +81,10 @@ class RecordStore:
             raise CellFailed(to_failure(failed)) from None
 
     def measure(self, task: str, cell: Cell) -> list[dict[str, Any]]:
-        """What a task of `rank_probes` measures on each rank of a cell's world. Raises CellFailed."""
+        """What a task, such as `rank_probes:probe`, measures on each rank of a cell's world. Raises CellFailed."""
         self.directory.mkdir(parents=True, exist_ok=True)
         payload = task_payload(cell, Path(tempfile.mkdtemp(dir=self.directory)), defect=self.defect)
-        measuring = Task(f"conformance.engine.rank_probes:{task}", payload, kind=self._kind(cell))
+        measuring = Task(f"conformance.engine.{task}", payload, kind=self._kind(cell))
         try:
             return self.pools.run(measuring, world_size=cell.world_size, deadline_s=self._left_s())
         except RunFailed as failed:

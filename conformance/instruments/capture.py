@@ -68,7 +68,7 @@ class Capture(Observer):
             if parameter.grad is not None:
                 self._add(f"step{step}/gradient/{name}", parameter.grad)
 
-    def clipped(self, model: Transformer, *, step: int) -> None:
+    def clipped(self, model: Transformer, *, norm: Tensor, step: int) -> None:
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 self._add(f"step{step}/clipped/{name}", parameter.grad)

@@ -1,4 +1,4 @@
-"""Operator count: how often each operator ran in forward and in backward, which shows what is computed again."""
+"""Operator count: how often each operator ran in a phase, which shows what is computed again, and how it is."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 from reference_trainer.observer import Observer, Phase
 
-_PHASES: tuple[Phase, ...] = ("forward", "backward")
+_PHASES: tuple[Phase, ...] = ("forward", "backward", "clip")
 
 
 class OperatorCount(Observer):
@@ -17,7 +17,7 @@ class OperatorCount(Observer):
         self._phase: Phase = "build"
 
     def facts(self) -> dict[str, dict[str, int]]:
-        """For `forward` and `backward`, over all steps, the number of calls by name, such as `aten::addmm`."""
+        """For `forward`, `backward` and `clip`, over all steps, the number of calls by name, such as `aten::addmm`."""
         return {phase: dict(sorted(counts.items())) for phase, counts in self._counts.items()}
 
     def phase(self, name: Phase, *, step: int) -> None:

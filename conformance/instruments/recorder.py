@@ -155,8 +155,8 @@ class Recorder(Observer):
     def gradients(self, model: Transformer, *, step: int) -> None:
         self._notify("gradients", model, step=step)
 
-    def clipped(self, model: Transformer, *, step: int) -> None:
-        self._notify("clipped", model, step=step)
+    def clipped(self, model: Transformer, *, norm: Tensor, step: int) -> None:
+        self._notify("clipped", model, norm=norm, step=step)
 
     def finish(self, trainer: Trainer, metrics: list[StepMetrics]) -> tuple[RankFacts, dict[str, Tensor]]:
         """Capture the final state; returns the facts and the tensors of this rank."""

@@ -136,7 +136,7 @@ def test_building_holds_no_more_than_it_promises(measure: Measure, cell: Cell) -
 
     Measured by torch's allocator reports. Wrong if a full model, or a second copy of it, is there at any moment.
     """
-    for rank, found in enumerate(measure("build_with_ledger", cell)):
+    for rank, found in enumerate(measure("rank_probes:build_with_ledger", cell)):
         least, most = building_memory(trainer_config(cell), found["held_bytes"])
         compare.between(
             found["peak_bytes"], least, most, name="peak while building", detail=f"rank {rank}", unit="bytes"
@@ -166,7 +166,7 @@ def test_torch_draws_each_shard_by_itself(measure: Measure, cell: Cell) -> None:
     The trainer does not rely on it (INIT-2). Wrong if every rank draws from the same state: the full weight is then one
     block, repeated.
     """
-    ranks = measure("draw_with_torch", cell)
+    ranks = measure("rank_probes:draw_with_torch", cell)
     for name in ranks[0]["shards"]:
         parts = {(facts["layouts"][name], facts["shards"][name]) for facts in ranks}
         layouts = {layout for layout, _ in parts}

@@ -14,6 +14,7 @@ from conformance.engine.cells import AxisValue, Cell, Mesh, axis_names
 from conformance.engine.outcomes import ConformanceFailure
 from conformance.engine.record import Record
 from conformance.engine.workload import trainer_config
+from conformance.instruments.recorder import RankFacts
 from conformance.oracles.dtype_policy import dtype_policy
 from reference_trainer.checkpoint import Manifest
 
@@ -25,6 +26,8 @@ _WITHOUT: dict[str, dict[str, AxisValue]] = {
     "mesh": {"gradient_sync": "each"},
     "init": {"weights": "safetensors"},
     "saved_on": {"saving": "blocking"},
+    "offload": {"pin_memory": False},
+    "sequence_parallel": {"norms_in_tp": True},
 }
 _EXPENSIVE = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_dot_product")
 """What selective activation checkpointing keeps; prefixes of names of operators."""
@@ -206,11 +209,46 @@ def _kinds(record: Record) -> set[str]:
 
 
 def _clip(record: Record, neighbour: Record) -> None:
-    limit = min(one.cell.clip for one in (record, neighbour) if one.cell.clip)
-    norm = record.grad_norms[0]
-    _expect(norm > limit, f"gradient norm {norm:.4g} is not above {limit}: nothing is clipped")
     _expect(_same(record, neighbour, "step0/gradient/"), "gradients before clipping differ")
+    for one in (record, neighbour):
+        limit, norm = one.cell.clip, one.grad_norms[0]
+        clipped = {(key.replace("clipped", "gradient"), found) for key, found in _parts(one, "step0/clipped/")}
+        changed = clipped != _parts(one, "step0/gradient/")
+        _expect(changed == (0 < limit < norm), f"{one.cell.id} changes gradients of norm {norm:.4g}: {changed}")
     _expect(not _same(record, neighbour, "final/parameter/"), "parameters change alike")
+
+
+def _norm_type(record: Record, neighbour: Record) -> None:
+    _expect(_same(record, neighbour, "step0/gradient/"), "gradients before clipping differ")
+    norm, usual = (one.grad_norms[0] for one in (record, neighbour))
+    _expect((norm > usual) == (record.cell.norm_type == "1"), f"norm {norm:.4g}, 2-norm {usual:.4g}")
+    _expect(norm != usual, f"norm {norm:.4g}, 2-norm {usual:.4g}")
+
+
+def _foreach_clip(record: Record, neighbour: Record) -> None:
+    used, usual = (any("_foreach_" in name for name in _operators(one, "clip")) for one in (record, neighbour))
+    _expect(usual and not used, f"operators on lists of tensors in clipping: {used}, by default {usual}")
+
+
+def _offload(record: Record, neighbour: Record) -> None:
+    for one, expected in ((record, "cpu pinned" if record.cell.pin_memory else "cpu"), (neighbour, "none")):
+        found = {policy for facts in one.ranks for policy in facts.offloading.values()}
+        _expect(found == {expected}, f"{one.cell.id} offloads to {sorted(found)}, not {expected}")
+
+
+def _pin_memory(record: Record, neighbour: Record) -> None:
+    for one, expected in ((record, "cpu pinned"), (neighbour, "cpu")):
+        found = {place for facts in one.ranks for key, place in _places(facts) if key.startswith("final_parameter/")}
+        _expect(found == {expected}, f"{one.cell.id}: parameters are in {sorted(found)}, not {expected}")
+
+
+def _places(facts: RankFacts) -> Iterator[tuple[str, str]]:
+    return ((key, place) for key, places in facts.places.items() for place in places)
+
+
+def _norms_in_tp(record: Record, neighbour: Record) -> None:
+    reductions, usual = (_collectives(one, "clip", "all_reduce", "dp_shard") for one in (record, neighbour))
+    _expect(reductions == 2 * usual > 0, f"{reductions} reductions of norms over dp_shard, {usual} on one mesh")
 
 
 def _accumulation(record: Record, neighbour: Record) -> None:
@@ -338,6 +376,11 @@ PROOFS: dict[str, Proof] = {
     "model": _model,
     "optimizer": _optimizer,
     "clip": _clip,
+    "norm_type": _norm_type,
+    "foreach_clip": _foreach_clip,
+    "offload": _offload,
+    "pin_memory": _pin_memory,
+    "norms_in_tp": _norms_in_tp,
     "accumulation": _accumulation,
     "gradient_sync": _gradient_sync,
     "sequence_parallel": _sequence_parallel,

@@ -26,7 +26,10 @@ def _workload(config: TrainerConfig) -> TrainerConfig:
         mesh=MeshConfig(),
         precision="fp32",
         reshard="default",
+        offload="none",
+        pin_memory=False,
         sequence_parallel=True,
+        norms_in_tp=True,
         loss_parallel=False,
         activation_checkpointing="none",
         compile="none",
@@ -34,4 +37,5 @@ def _workload(config: TrainerConfig) -> TrainerConfig:
         gradient_sync="each",
         init="meta",
         checkpoint=None,
+        optimizer=msgspec.structs.replace(config.optimizer, foreach_clip=True),
     )

@@ -31,6 +31,8 @@ class Event(msgspec.Struct, frozen=True):
     group: str
     numel: int
     dtype: str
+    reduce_op: str | None = None
+    """`SUM`, `MAX`, ... where the model knows it."""
 
     @property
     def nbytes(self) -> int:

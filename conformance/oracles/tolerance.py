@@ -8,12 +8,12 @@ docs/tolerances.md tells how far the bounds are from correct programs and from d
 """
 
 from collections.abc import Mapping
-from math import sqrt
+from math import inf, sqrt
 
 from torch import Tensor
 
 from conformance.oracles.emulation import Emulation
-from conformance.oracles.reference import ReferenceRun, clip_factor
+from conformance.oracles.reference import ReferenceRun, clip_factor, total_norm
 from reference_trainer.config import ModelConfig, OptimizerConfig, TrainerConfig
 
 FP32_ROUNDOFF = 2.0**-24
@@ -38,10 +38,22 @@ def fp32_loss(config: TrainerConfig) -> float:
 def fp32_gradients(config: TrainerConfig) -> float:
     """Relative error of a gradient: backward repeats each forward product twice, then sums over the tokens.
 
-    It bounds the total norm as well: norms differ by at most the norm of the difference.
+    It bounds the total 2-norm as well: norms differ by at most the norm of the difference. For others see
+    `norm_condition`.
     """
     tokens = config.data.global_batch_size * config.data.seq_len
     return FP32_ROUNDOFF * (3 * forward_stages(config.model, seq_len=config.data.seq_len) + sqrt(tokens))
+
+
+def norm_condition(gradients: Mapping[str, Tensor], *, order: float) -> float:
+    """Relative error of the total p-norm over that of the gradients in the 2-norm.
+
+    ||g + d||_p differs from ||g||_p by at most ||d||_p, which is at most ||d||_2 for p >= 2, and n^(1/p - 1/2) ||d||_2
+    below (Hoelder's inequality over n elements).
+    """
+    numel = sum(grad.numel() for grad in gradients.values())
+    growth = float(numel ** max(0.0, 1 / order - 1 / 2))
+    return growth * total_norm(gradients.values(), order=2.0) / total_norm(gradients.values(), order=order)
 
 
 def updates(gradient_error: float, reference: ReferenceRun, config: OptimizerConfig) -> dict[str, float]:
@@ -50,14 +62,18 @@ def updates(gradient_error: float, reference: ReferenceRun, config: OptimizerCon
     An error e g_rms in every element of a gradient changes AdamW's first step g / (|g| + eps) by e g_rms times its
     derivative eps / (|g| + eps)^2; later steps, averages over more gradients, are less sensitive. The steps' errors
     are added: the total change is at most the sum of the steps. SGD is linear, its sensitivity is 1.
-    Clipping scales by the norm, whose error is another e. Each step also rounds the new parameter to fp32, by up to u
-    of its own size, which counts where the change is small beside the parameter (norm weights near 1).
+    Clipping scales by the norm, whose error is another e times `norm_condition`. Each step also rounds the new
+    parameter to fp32, by up to u of its own size, which counts where the change is small beside the parameter (norm
+    weights near 1).
     """
     steps = len(reference.gradients)
     clip = clip_factor(reference.grad_norms[0], max_norm=config.max_norm)
+    condition = norm_condition(reference.gradients[0], order=config.norm_order)
     sensitivity = {name: _sensitivity(clip * grad.double(), config) for name, grad in reference.gradients[0].items()}
     stored = {name: FP32_ROUNDOFF * _size_over_change(reference, name) for name in sensitivity}
-    return {name: steps * (gradient_error * (1.0 + factor) + stored[name]) for name, factor in sensitivity.items()}
+    return {
+        name: steps * (gradient_error * (condition + factor) + stored[name]) for name, factor in sensitivity.items()
+    }
 
 
 def _size_over_change(reference: ReferenceRun, name: str) -> float:
@@ -79,9 +95,15 @@ def _rms(values: Tensor) -> float:
     return float(values.square().mean().sqrt())
 
 
-def moments(gradient_error: float) -> Mapping[str, float]:
+def moments(gradient_error: float, reference: ReferenceRun, config: OptimizerConfig) -> Mapping[str, float]:
     """Relative error of AdamW's state: linear and quadratic in the gradients, with the clip factor's error."""
-    return {"exp_avg": 2 * gradient_error, "exp_avg_sq": 4 * gradient_error}
+    error = clipped_gradients(gradient_error, reference.gradients[0], order=config.norm_order)
+    return {"exp_avg": error, "exp_avg_sq": 2 * error}
+
+
+def clipped_gradients(gradient_error: float, gradients: Mapping[str, Tensor], *, order: float) -> float:
+    """Relative error of gradients that were clipped: their own, and that of the norm in the factor."""
+    return gradient_error * (1.0 + norm_condition(gradients, order=order))
 
 
 def emulated_gradients(config: TrainerConfig, emulated: Emulation) -> dict[str, float]:
@@ -113,9 +135,14 @@ def bf16_error_factor(config: TrainerConfig) -> float:
     return sqrt(1 + 3 * sqrt(4 / tokens))
 
 
-def norm(reference: ReferenceRun) -> float:
-    """Relative error of a total norm in fp32 whose terms are given: a sum over all elements."""
-    return FP32_ROUNDOFF * sqrt(sum(grad.numel() for grad in reference.gradients[0].values()))
+def norm(gradients: Mapping[str, Tensor], *, order: float) -> float:
+    """Relative error of a total norm in fp32 whose terms are given: a sum over all elements, or a maximum, exact."""
+    return 0.0 if order == inf else FP32_ROUNDOFF * sqrt(sum(grad.numel() for grad in gradients.values()))
+
+
+def clipping(gradients: Mapping[str, Tensor], *, order: float) -> float:
+    """Relative error of clipped gradients, given those before: norm, norm + 1e-6, quotient and product are rounded."""
+    return norm(gradients, order=order) + 3 * FP32_ROUNDOFF
 
 
 def replayed_updates(reference: ReferenceRun, config: OptimizerConfig) -> dict[str, float]:
@@ -135,5 +162,5 @@ def replayed_state(reference: ReferenceRun, config: OptimizerConfig) -> float:
     A step rounds some ten times, each relative to what is rounded (products, quotients and roots: no cancellation but
     in the first moment's average), and the gradient norm is a sum over all elements. The steps' errors are added.
     """
-    clip_error = norm(reference) if config.max_norm > 0 else 0.0
+    clip_error = norm(reference.gradients[0], order=config.norm_order) if config.max_norm > 0 else 0.0
     return len(reference.gradients) * (FP32_ROUNDOFF * _ROUNDINGS_PER_STEP + clip_error)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from conformance.oracles.clip_schedule import clip_events
 from conformance.oracles.schedule import Event, fsdp_events, shard_numels
 from conformance.oracles.tp_schedule import local_shapes, tensor_parallel_events
 from reference_trainer.config import TrainerConfig
@@ -53,7 +54,7 @@ def step_events(config: TrainerConfig, dims: ParallelDims, *, tp_rank: int) -> l
         *_sum_over_dp("data", "int64", dims),  # number of valid tokens
         *fsdp_events(config, dims, shard_numels(shapes, config, shards=dims.dp_shard)),
         *tensor_parallel_events(config, dims),
-        *_gradient_norm(len(shapes), dims),
+        *clip_events(shapes, config, dims),
         *_sum_over_dp("idle", "float32", dims),  # loss to report
     ]
 
@@ -72,14 +73,3 @@ def _sum_over_dp(phase: str, dtype: str, dims: ParallelDims) -> list[Event]:
     """One number, summed over one dimension after the other."""
     sizes = {"dp_replicate": dims.dp_replicate, "dp_shard": dims.dp_shard}
     return [Event(phase, "all_reduce", name, 1, dtype) for name, size in sizes.items() if size > 1]
-
-
-def _gradient_norm(parameters: int, dims: ParallelDims) -> list[Event]:
-    """Squares of the norms of a rank's shards, summed over the dimensions that shard; replicas hold the same.
-
-    One number would do. torch reduces the norm of each parameter: the 2-norm of pending 2-norms is not among the
-    reductions that DTensor knows to be linear (`common_reduction_strategy` in torch/distributed/tensor/_ops), so what
-    get_total_norm has stacked is reduced before it is combined. The norm is taken even where nothing is clipped.
-    """
-    sizes = {"dp_shard": dims.dp_shard, "tp": dims.tp}
-    return [Event("clip", "all_reduce", name, parameters, "float32") for name, size in sizes.items() if size > 1]

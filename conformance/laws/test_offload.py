@@ -1,0 +1,79 @@
+"""OFF: what is offloaded to the CPU is trained like what is not."""
+
+from collections.abc import Mapping
+
+from conformance.engine import compare
+from conformance.engine.cells import Cell
+from conformance.engine.law import Measure, Run, law
+from conformance.engine.outcomes import ConformanceFailure
+from conformance.engine.workload import trainer_config
+from conformance.oracles.placement import expected_offloading, expected_places
+
+CPU_OFFLOAD = (
+    "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html#torch.distributed.fsdp.CPUOffloadPolicy"
+)
+NO_CPU_BACKEND = "No backend type associated with device type cpu"
+REMEDY = 'init_process_group("cpu:gloo,cuda:nccl")'
+
+
+@law("OFF-1", reference=CPU_OFFLOAD)
+def test_an_offloaded_run_equals_one_that_is_not(run: Run, cell: Cell) -> None:
+    """Norm, clipped gradients and optimizer steps of an offloaded run MUST equal those of the run without offload; in
+    every bit if both compute on one kind of device.
+
+    One law, since the first of them to fail hides the others. Wrong if gradients are not clipped on the CPU, or by a
+    rank's own norm, if the next micro-batch overwrites them, or if what steps is not what is gathered.
+    """
+    record, other = run(cell), run(cell.but(offload="none", pin_memory=False))
+    kinds = [f"step{step}/{kind}" for step in record.steps for kind in ("gradient", "clipped")]
+    finals = sorted({key.rpartition("/")[0] for key in other.ranks[0].fingerprints if key.startswith("final/")})
+    for kind in [*kinds, *finals]:
+        compare.bits(record.select(f"{kind}/"), other.select(f"{kind}/"), name=kind)
+    logged = {"losses": (record.losses, other.losses), "gradient norms": (record.grad_norms, other.grad_norms)}
+    for name, (found, expected) in logged.items():
+        wrong = sum(a != b for a, b in zip(found, expected, strict=True))
+        detail, unit = f"{found}, without offload {expected}", f"of {len(expected)} steps"
+        compare.count(wrong, name=name, expected=0, detail=detail, unit=unit)
+
+
+@law("OFF-2", reference=CPU_OFFLOAD)
+def test_offloaded_state_is_in_host_memory(run: Run, cell: Cell) -> None:
+    """All sharded parameters, their gradients and the optimizer's state MUST be in host memory if they are offloaded,
+    page-locked if asked; unsharded parameters, activations and buffers on the device, as is all without offload.
+
+    Wrong if a group was sharded without the policy, the optimizer was built on the device, or a buffer was offloaded.
+    """
+    config = trainer_config(cell)
+    for facts in run(cell).ranks:
+        wrong = _differences(facts.offloading, expected_offloading(config))
+        detail = f"rank {facts.rank}: {', '.join(wrong[:4])}"
+        compare.count(len(wrong), name="wrong policies", expected=0, detail=detail, unit="parameters")
+        wrong = _differences(facts.places, expected_places(config, facts.places))
+        detail = f"rank {facts.rank}: {', '.join(wrong[:4])}"
+        compare.count(len(wrong), name="wrong places", expected=0, detail=detail, unit=f"of {len(facts.places)}")
+
+
+def _differences(measured: Mapping[str, object], expected: Mapping[str, object]) -> list[str]:
+    names = dict.fromkeys([*expected, *measured])
+    return [
+        f"{name} is {measured.get(name)}, expected {expected.get(name)}"
+        for name in names
+        if measured.get(name) != expected.get(name)
+    ]
+
+
+@law("OFF-3", reference=CPU_OFFLOAD)
+def test_mistakes_of_offloading_are_reported(measure: Measure, cell: Cell) -> None:
+    """Without a backend for CPU tensors the trainer MUST refuse to offload before it trains, and say what to write;
+    torch MUST raise an error when gradients are clipped. Memory on the wrong device MUST raise torch's error.
+
+    On every rank: none may hang, or go on with a norm of its own.
+    """
+    expected = {"trainer": REMEDY, "clip": NO_CPU_BACKEND, "to_empty": "FSDP parameters should be materialized"}
+    wrong = []
+    for rank, messages in enumerate(measure("rank_clipping:offload_with_mistakes", cell)):
+        if messages.keys() != expected.keys():
+            raise ConformanceFailure(f"rank {rank} reports {sorted(messages)}, expected {sorted(expected)}")
+        wrong += [f"rank {rank}, {name}: {messages[name]}" for name in expected if expected[name] not in messages[name]]
+    unit = f"of {len(expected) * cell.world_size} messages"
+    compare.count(len(wrong), name="mistakes not reported", expected=0, detail="; ".join(wrong[:4]), unit=unit)

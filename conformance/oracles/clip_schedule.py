@@ -1,0 +1,33 @@
+"""What clipping sends: the reductions of the gradient norm, in their order.
+
+The p-norm of what ranks hold different parts of is the root of a sum over these ranks, the inf-norm a maximum;
+replicas hold the same, and nothing is reduced over them. One number would do. torch reduces the norm of each parameter:
+the p-norm of pending p-norms is not among the reductions that DTensor knows to be linear (`common_reduction_strategy`
+in torch/distributed/tensor/_ops), so what get_total_norm has stacked is reduced before it is combined.
+"""
+
+import math
+from collections.abc import Iterable
+
+from conformance.oracles.schedule import Event
+from reference_trainer.config import TrainerConfig
+from reference_trainer.mesh import ParallelDims
+
+
+def clip_events(parameters: Iterable[str], config: TrainerConfig, dims: ParallelDims) -> list[Event]:
+    """All collectives of clipping in one step, on every rank; `parameters` are the names of all of them.
+
+    The norm is taken, and reported, even where nothing is clipped. Norms that take no part in tensor parallelism are
+    on a mesh of their own, and come second: the model begins with its embedding.
+    """
+    names = list(parameters)
+    apart = [name for name in names if "norm" in name] if dims.tp > 1 and not config.norms_in_tp else []
+    whole_mesh = _norm(len(names) - len(apart), ("dp_shard", "tp"), config, dims)
+    return whole_mesh + (_norm(len(apart), ("dp_shard",), config, dims) if apart else [])
+
+
+def _norm(parameters: int, groups: tuple[str, ...], config: TrainerConfig, dims: ParallelDims) -> list[Event]:
+    largest = config.optimizer.norm_order == math.inf
+    numel, op = (1, "MAX") if largest else (parameters, "SUM")
+    sizes = {"dp_shard": dims.dp_shard, "tp": dims.tp}
+    return [Event("clip", "all_reduce", group, numel, "float32", op) for group in groups if sizes[group] > 1]

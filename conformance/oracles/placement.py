@@ -1,0 +1,38 @@
+"""Where things are: on the device of computation, or in host memory. From the configuration alone.
+
+Source: torch.distributed.fsdp.CPUOffloadPolicy. Sharded parameters, gradients and optimizer state are offloaded; what
+is unsharded, activations and buffers are not.
+"""
+
+from collections.abc import Iterable
+
+import torch
+
+from reference_trainer.config import TrainerConfig
+from reference_trainer.model import Transformer
+
+_OFFLOADED = ("initial_parameter", "final_parameter", "gradient", "optimizer_state")
+_PINNED = ("final_parameter", "gradient")
+"""Parameters are page-locked when FSDP is first used, the optimizer's state never is. On a GPU: unverified."""
+
+
+def expected_offloading(config: TrainerConfig) -> dict[str, str]:
+    """What FSDP is told about each parameter: `none`, `cpu` or `cpu pinned`."""
+    with torch.device("meta"):
+        names = [name for name, _ in Transformer(config.model).named_parameters()]
+    return dict.fromkeys(names, "none" if config.offload == "none" else _host(config))
+
+
+def expected_places(config: TrainerConfig, things: Iterable[str]) -> dict[str, list[str]]:
+    """For things that `DtypeAudit` looks at: type of the device, or `cpu pinned`."""
+    return {thing: [_place(thing.partition("/")[0], config)] for thing in things}
+
+
+def _place(kind: str, config: TrainerConfig) -> str:
+    if config.offload == "none" or kind not in _OFFLOADED:
+        return config.device
+    return _host(config) if kind in _PINNED else "cpu"
+
+
+def _host(config: TrainerConfig) -> str:
+    return "cpu pinned" if config.pin_memory else "cpu"
