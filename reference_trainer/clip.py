@@ -2,7 +2,8 @@
 
 torch.nn.utils.clip_grad_norm_ is not enough. In torch 2.13 it refuses gradients of several meshes, and DTensors beside
 plain tensors. Its inf-norm is each rank's own (https://github.com/pytorch/pytorch/issues/166638), raises on ranks that
-have an empty shard, and loses a NaN: the maximum that gloo takes of NaN and a number depends on their order.
+have an empty shard (https://github.com/meta-pytorch/torchrec/pull/3891), and loses a NaN: the maximum that gloo takes
+of NaN and a number depends on their order.
 """
 
 import math

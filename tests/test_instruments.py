@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Iterator
-from math import sqrt
+from math import inf, sqrt
 from typing import Any
 
 import msgspec
@@ -22,7 +22,7 @@ from conformance.instruments.poison import INTEGER_POISON, Poison, poison_, pois
 from conformance.instruments.sharding import fsdp_group_of, full, is_sharded_by_fsdp
 from conformance.oracles import tolerance
 from conformance.oracles.emulation import Emulation
-from conformance.oracles.reference import ReferenceRun
+from conformance.oracles.reference import ReferenceRun, total_norm
 from reference_trainer.config import ModelConfig, OptimizerConfig
 from reference_trainer.model import Transformer
 
@@ -207,7 +207,30 @@ def test_tolerances_of_the_tiny_workload() -> None:
     assert tolerance.fp32_loss(config) == pytest.approx((stages + sqrt(256)) / 2**24)
     assert tolerance.fp32_gradients(config) == pytest.approx((3 * stages + sqrt(256)) / 2**24)
     assert 1e-6 < tolerance.fp32_loss(config) < tolerance.fp32_gradients(config) < 1e-4
-    assert tolerance.moments(1.0) == {"exp_avg": 2.0, "exp_avg_sq": 4.0}
+    run = ReferenceRun(initial={}, gradients=[{"w": torch.ones(3)}])
+    assert tolerance.moments(1.0, run, OptimizerConfig()) == {"exp_avg": 2.0, "exp_avg_sq": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("order", "condition"), [(2.0, 1.0), (1.0, 2.0 * 5.0 / 7.0), (3.0, 5.0 / 91 ** (1 / 3)), (inf, 1.25)]
+)
+def test_condition_of_a_norm(order: float, condition: float) -> None:
+    """Four elements: 3, 4 and two zeros. No error of a given 2-norm changes the norm by more than the condition."""
+    gradients = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([[4.0], [0.0]])}
+    assert tolerance.norm_condition(gradients, order=order) == pytest.approx(condition)
+    norm = total_norm(gradients.values(), order=order)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(100):
+        error = {name: torch.randn(grad.shape, generator=generator) * 1e-3 for name, grad in gradients.items()}
+        size = total_norm(error.values(), order=2.0) / total_norm(gradients.values(), order=2.0)
+        changed = total_norm([grad.double() + error[name] for name, grad in gradients.items()], order=order)
+        assert abs(changed - norm) / norm <= condition * size * (1 + 1e-9)
+
+
+def test_rounding_of_a_norm_whose_terms_are_given() -> None:
+    gradients = {"w": torch.ones(64)}
+    assert tolerance.norm(gradients, order=inf) == 0.0 < tolerance.clipping(gradients, order=inf)
+    assert tolerance.norm(gradients, order=3.0) == tolerance.norm(gradients, order=1.0) == 8 / 2**24
 
 
 @pytest.mark.parametrize("change", [{"n_layers": 3}, {"dim": 64}, {"ffn_dim": 128}, {"vocab_size": 122}])
@@ -283,13 +306,17 @@ def test_every_axis_with_a_choice_is_varied() -> None:
 
 # What decides which runs there are, and is no part of a run's configuration.
 OF_RUNS = ("saved_on", "saving")
-NEEDED = {"weights": {"init": "checkpoint"}}
+NEEDED: dict[str, dict[str, Any]] = {
+    "weights": {"init": "checkpoint"},
+    "pin_memory": {"offload": "cpu"},
+    "norms_in_tp": {"sequence_parallel": False},
+}
 
 
 @pytest.mark.parametrize(("axis", "value"), alternatives(), ids=lambda part: str(part))
 def test_every_axis_reaches_the_trainer(axis: str, value: Any) -> None:
     if axis not in OF_RUNS:
-        base = Cell(**NEEDED.get(axis, {}))  # type: ignore[arg-type]
+        base = Cell(**NEEDED.get(axis, {}))
         assert trainer_config(base.but(**{axis: value})) != trainer_config(base)
 
 

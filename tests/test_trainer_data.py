@@ -1,4 +1,4 @@
-"""What surrounds the model in one process: data, learning-rate schedule, optimizer groups, clipping."""
+"""What surrounds the model in one process: data, learning-rate schedule, optimizer groups."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from reference_trainer.clip import clip_gradients
 from reference_trainer.config import DataConfig, ModelConfig, OptimizerConfig
 from reference_trainer.data import IGNORED_LABEL, Batches, open_tokens
 from reference_trainer.model import Transformer
@@ -144,13 +143,3 @@ def test_groups_hold_tied_weights_once() -> None:
     model = Transformer(SMALL)
     held = [p for group in parameter_groups(model, weight_decay=0.1) for p in group["params"]]  # type: ignore[attr-defined]
     assert len({id(p) for p in held}) == len(held)
-
-
-@pytest.mark.parametrize(("max_norm", "factor"), [(0.0, 1.0), (26.0, 1.0), (6.5, 0.5)])
-@pytest.mark.parametrize("wrap", [list, iter], ids=["list", "generator"])
-def test_clipping(max_norm: float, factor: float, wrap: Callable[[list[nn.Parameter]], list[nn.Parameter]]) -> None:
-    parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))]
-    parameters[0].grad, parameters[1].grad = torch.tensor([3.0, 4.0]), torch.tensor([12.0])
-    assert float(clip_gradients(wrap(parameters), max_norm=max_norm)) == 13.0
-    torch.testing.assert_close(parameters[0].grad, torch.tensor([3.0, 4.0]) * factor, rtol=1e-6, atol=0)
-    torch.testing.assert_close(parameters[1].grad, torch.tensor([12.0]) * factor, rtol=1e-6, atol=0)

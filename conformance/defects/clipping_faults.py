@@ -19,10 +19,12 @@ Norm = Callable[[Sequence[Tensor], float], Tensor]
 """From gradients and the order of the norm to a scalar."""
 Clip = Callable[..., Tensor]
 """Signature of `reference_trainer.clip.clip_gradients`."""
+Clipping = Callable[[Clip, list[nn.Parameter], dict[str, Any]], Tensor]
+"""From the original, the parameters that have gradients, and the options."""
 
 
-def wrapped(clip: Callable[[Clip, list[nn.Parameter], dict[str, Any]], Tensor]) -> AbstractContextManager[None]:
-    """Clip by a function of the original, the parameters that have gradients, and the options."""
+def wrapped(clip: Clipping) -> AbstractContextManager[None]:
+    """Clip by this function."""
 
     def make(original: Clip) -> Clip:
         def clip_gradients(parameters: Iterable[nn.Parameter], **options: Any) -> Tensor:
@@ -55,19 +57,19 @@ def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     return [p.grad for p in parameters if p.grad is not None]
 
 
-def powers(gradients: Iterable[Tensor], order: float) -> Tensor:
-    """Sum of the p-th powers of this rank's parts, or their largest size."""
-    parts = [local(grad).abs().flatten() for grad in gradients]
-    return torch.cat(parts).max() if order == math.inf else torch.cat(parts).pow(order).sum()
+def power(grad: Tensor, order: float) -> Tensor:
+    """Sum of the p-th powers of this rank's part, or its largest size."""
+    sizes = local(grad).abs()
+    return sizes.max() if order == math.inf else sizes.pow(order).sum()
 
 
-def root(total: Tensor, order: float) -> Tensor:
-    return total if order == math.inf else total ** (1.0 / order)
+def root(powers: Tensor, order: float) -> Tensor:
+    return powers.max() if order == math.inf else powers.sum() ** (1.0 / order)
 
 
 def local_norm(gradients: Sequence[Tensor], order: float) -> Tensor:
     """The norm of this rank's parts alone."""
-    return root(powers(gradients, order), order)
+    return root(torch.stack([power(grad, order) for grad in gradients]), order)
 
 
 def norm_over(
@@ -76,40 +78,43 @@ def norm_over(
     root_of: Callable[[Tensor, float], Tensor] = root,
     together: bool = True,
 ) -> Norm:
-    """The norm of the full gradients. Copies of the `counted` mesh dimensions count as if they were different parts.
-
-    `together`: gradients with equal layouts are reduced at once.
-    """
+    """The norm of the full gradients of one mesh. Copies of the `counted` mesh dimensions count as different parts."""
 
     def norm_of(gradients: Sequence[Tensor], order: float) -> Tensor:
-        reduce_op = op or (dist.ReduceOp.MAX if order == math.inf else dist.ReduceOp.SUM)
-        layouts: dict[Any, list[Tensor]] = {}
-        for index, grad in enumerate(gradients):
-            key = _divided_over(grad, counted) if together else index
-            layouts.setdefault(key, []).append(grad)
-        totals = []
-        for group in layouts.values():
-            total = powers(group, order)
-            for mesh, dim in _divided_over(group[0], counted):
-                dist.all_reduce(total, reduce_op, group=mesh.get_group(dim))
-            totals.append(total)
-        whole = torch.stack(totals)
-        return root_of(whole.max() if order == math.inf else whole.sum(), order)
+        largest = order == math.inf
+        divided = [_divided_over(grad, counted) for grad in gradients]
+        dims = dict.fromkeys(dim for dims in divided for dim in dims)
+        powers = torch.stack([power(grad, order) for grad in gradients])
+        if largest:
+            powers = powers.max().view(1)
+        else:
+            copies = [math.prod(mesh.size(dim) for mesh, dim in dims.keys() - own) for own in divided]
+            powers /= torch.tensor(copies)
+        reduce_op = op or (dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+        for mesh, dim in dims:
+            for sent in [powers] if together else powers.unbind():
+                dist.all_reduce(sent, reduce_op, group=mesh.get_group(dim))
+        return root_of(powers, order)
 
     return norm_of
 
 
-def _divided_over(grad: Tensor, counted: tuple[str, ...]) -> tuple[tuple[DeviceMesh, str], ...]:
+def _divided_over(grad: Tensor, counted: tuple[str, ...] = ()) -> dict[tuple[DeviceMesh, int], None]:
+    """Dimensions of the mesh, in its order, on which ranks hold different parts."""
     if not isinstance(grad, DTensor):
-        return ()
+        return {}
     mesh = grad.device_mesh
-    by_dim = zip(mesh.mesh_dim_names or (), grad.placements, strict=True)
-    return tuple((mesh, name) for name, placement in by_dim if not placement.is_replicate() or name in counted)
+    by_dim = enumerate(zip(mesh.mesh_dim_names or (), grad.placements, strict=True))
+    return {
+        (mesh, dim): None
+        for dim, (name, placement) in by_dim
+        if mesh.size(dim) > 1 and (not placement.is_replicate() or name in counted)
+    }
 
 
-def root_as_if_finite(total: Tensor, order: float) -> Tensor:
+def root_as_if_finite(powers: Tensor, order: float) -> Tensor:
     """The p-th root also of a maximum, for which p is infinite: always 1."""
-    return total ** (1.0 / order)
+    return powers.sum() ** (1.0 / order)
 
 
 def each_alone(
@@ -130,7 +135,7 @@ def mesh_of(parameter: nn.Parameter) -> object:
     return parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
 
 
-def with_options(**changes: Any) -> Callable[[Clip, list[nn.Parameter], dict[str, Any]], Tensor]:
+def with_options(**changes: Any) -> Clipping:
     """Clip with other options than the trainer asks for."""
 
     def clip(original: Clip, parameters: list[nn.Parameter], options: dict[str, Any]) -> Tensor:
@@ -149,20 +154,31 @@ def from_generator(original: Clip, parameters: list[nn.Parameter], options: dict
     return original(iter(parameters), **options)
 
 
-def without_last_rank(original: Clip, parameters: list[nn.Parameter], options: dict[str, Any]) -> Tensor:
-    """The last rank returns early, as one without gradients might."""
-    last = dist.get_rank() == dist.get_world_size() - 1
-    return torch.zeros(()) if last else original(parameters, **options)
+def reduced_in_order(*, of_ranks: bool) -> AbstractContextManager[None]:
+    """Take the norm with the mesh dimensions in an order that the rank decides: one that they share, or its own."""
+
+    def clip(_original: Clip, parameters: list[nn.Parameter], options: dict[str, Any]) -> Tensor:
+        gradients = _gradients(parameters)
+        dims = list(dict.fromkeys(dim for grad in gradients for dim in _divided_over(grad)))
+        first, last = dist.get_rank(), dist.get_world_size() - 1
+        if of_ranks and first not in (0, last):
+            dims.reverse()
+        largest = local_norm(gradients, math.inf)
+        for mesh, dim in dims:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+        scale(gradients, (options["max_norm"] / (largest + 1e-6)).clamp(max=1.0))
+        return largest
+
+    return wrapped(clip)
 
 
 def largest_element(*, of_nan: float) -> AbstractContextManager[None]:
     """Take the maximum over the ranks with NaN replaced, or kept."""
 
     def make(_original: Any) -> Any:
-        def largest(gradients: list[Tensor], mesh: DeviceMesh | None, *, foreach: bool) -> Tensor:
-            value = powers(gradients, math.inf).nan_to_num(nan=of_nan, posinf=math.inf)
-            for _, dim in _divided_over(gradients[0], ()):
-                assert mesh is not None
+        def largest(gradients: list[Tensor], _mesh: DeviceMesh | None, *, foreach: bool) -> Tensor:
+            value = local_norm(gradients, math.inf).nan_to_num(nan=of_nan, posinf=math.inf)
+            for mesh, dim in _divided_over(gradients[0]):
                 dist.all_reduce(value, dist.ReduceOp.MAX, group=mesh.get_group(dim))
             return value
 
@@ -296,7 +312,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         id="clip-exhausted-generator",
         title="an exhausted generator of parameters is clipped",
-        source="https://github.com/pytorch/pytorch/issues/134554",
+        source="https://github.com/pytorch/pytorch/issues/148259",
         mechanism="parameters() was looped over before, clipping finds none of them",
         laws=("CLIP-1", "CLIP-2"),
         inject=partial(wrapped, exhausted),
@@ -321,13 +337,13 @@ DEFECTS: tuple[Defect, ...] = (
         inject_twin=partial(wrapped, from_generator),
     ),
     Defect(
-        id="clip-skipped-by-a-rank",
-        title="a rank does not take part in the norm",
-        source="https://github.com/pytorch/pytorch/issues/73405",
-        mechanism="a rank that finds nothing to clip returns before the reduction, the others wait for it",
-        laws=("CLIP-1", "CLIP-2"),
-        inject=partial(wrapped, without_last_rank),
-        inject_twin=partial(wrapped, from_generator),
+        id="clip-order-of-ranks",
+        title="ranks reduce the norm over the dimensions of the mesh in different orders",
+        source="https://github.com/NVIDIA/apex/issues/19",
+        mechanism="groups are taken from a set, whose order each process has of its own: they wait in a circle",
+        laws=("CLIP-1", "CLIP-2", "CLIP-5"),
+        inject=partial(reduced_in_order, of_ranks=True),
+        inject_twin=partial(reduced_in_order, of_ranks=False),
         hangs=True,
     ),
     Defect(

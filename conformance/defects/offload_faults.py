@@ -15,6 +15,7 @@ from conformance.instruments.sharding import local
 from reference_trainer.train import Trainer
 
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard"
+Clip = Callable[[Trainer], Tensor]
 
 
 def clipping_if_offloaded(
@@ -22,13 +23,13 @@ def clipping_if_offloaded(
 ) -> AbstractContextManager[None]:
     """Clip otherwise where parameters are offloaded, and as ever where they are not."""
 
-    def make(original: Callable[[Trainer], Tensor]) -> Any:
+    def make(original: Clip) -> Any:
         return lambda trainer: clip(trainer, original) if trainer.config.offload == "cpu" else original(trainer)
 
     return replaced("reference_trainer.train:Trainer", "_clip", make)
 
 
-def by_local_norm(trainer: Trainer, _original: Callable[[Trainer], Tensor]) -> Tensor:
+def by_local_norm(trainer: Trainer, _original: Clip) -> Tensor:
     options = trainer.config.optimizer
     gradients = [p.grad for p in trainer.model.parameters() if p.grad is not None]
     norm = local_norm(gradients, options.norm_order)
@@ -36,7 +37,7 @@ def by_local_norm(trainer: Trainer, _original: Callable[[Trainer], Tensor]) -> T
     return norm
 
 
-def norm_alone(trainer: Trainer, original: Callable[[Trainer], Tensor]) -> Tensor:
+def norm_alone(trainer: Trainer, original: Clip) -> Tensor:
     """The norm without clipping."""
     kept = [p.grad.clone() for p in trainer.model.parameters() if p.grad is not None]
     norm = original(trainer)
@@ -45,7 +46,7 @@ def norm_alone(trainer: Trainer, original: Callable[[Trainer], Tensor]) -> Tenso
     return norm
 
 
-def clipped_copies(trainer: Trainer, original: Callable[[Trainer], Tensor]) -> Tensor:
+def clipped_copies(trainer: Trainer, original: Clip) -> Tensor:
     """Gradients that are copied, clipped and put back."""
     for parameter in trainer.model.parameters():
         parameter.grad = parameter.grad.clone() if parameter.grad is not None else None

@@ -14,7 +14,6 @@ from conformance.engine.cells import AxisValue, Cell, Mesh, axis_names
 from conformance.engine.outcomes import ConformanceFailure
 from conformance.engine.record import Record
 from conformance.engine.workload import trainer_config
-from conformance.instruments.recorder import RankFacts
 from conformance.oracles.dtype_policy import dtype_policy
 from reference_trainer.checkpoint import Manifest
 
@@ -238,12 +237,9 @@ def _offload(record: Record, neighbour: Record) -> None:
 
 def _pin_memory(record: Record, neighbour: Record) -> None:
     for one, expected in ((record, "cpu pinned"), (neighbour, "cpu")):
-        found = {place for facts in one.ranks for key, place in _places(facts) if key.startswith("final_parameter/")}
+        things = ((thing, places) for facts in one.ranks for thing, places in facts.places.items())
+        found = {place for thing, places in things if thing.startswith("final_parameter/") for place in places}
         _expect(found == {expected}, f"{one.cell.id}: parameters are in {sorted(found)}, not {expected}")
-
-
-def _places(facts: RankFacts) -> Iterator[tuple[str, str]]:
-    return ((key, place) for key, places in facts.places.items() for place in places)
 
 
 def _norms_in_tp(record: Record, neighbour: Record) -> None:
@@ -378,12 +374,12 @@ PROOFS: dict[str, Proof] = {
     "clip": _clip,
     "norm_type": _norm_type,
     "foreach_clip": _foreach_clip,
-    "offload": _offload,
-    "pin_memory": _pin_memory,
-    "norms_in_tp": _norms_in_tp,
     "accumulation": _accumulation,
     "gradient_sync": _gradient_sync,
+    "offload": _offload,
+    "pin_memory": _pin_memory,
     "sequence_parallel": _sequence_parallel,
+    "norms_in_tp": _norms_in_tp,
     "loss_parallel": _loss_parallel,
     "activation_checkpointing": _activation_checkpointing,
     "compile": _compile,
