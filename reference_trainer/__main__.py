@@ -20,7 +20,14 @@ import torch.distributed as dist
 from reference_trainer.checkpoint import Checkpoints, newest_checkpoint, require_no_checkpoints, resume
 from reference_trainer.config import TrainerConfig, load_config, require
 from reference_trainer.data import Batches
-from reference_trainer.mesh import backends, check_fits_mesh, choose_device, init_process_group, resolve_mesh
+from reference_trainer.mesh import (
+    backends,
+    check_fits_mesh,
+    check_pinning,
+    choose_device,
+    init_process_group,
+    resolve_mesh,
+)
 from reference_trainer.train import StepMetrics, Trainer
 from reference_trainer.weights import check_checkpoint
 
@@ -171,7 +178,9 @@ def _prepare(arguments: argparse.Namespace, *, world_size: int) -> tuple[Trainer
     if saving.save_every is not None and not saving.resumes_there:
         require_no_checkpoints(saving.directory)
     steps_done = newest_checkpoint(saving.resume, config)[1].steps_done if saving.resume else 0
-    return config, choose_device(config), saving, steps_done
+    device = choose_device(config)
+    check_pinning(config, device)
+    return config, device, saving, steps_done
 
 
 def _open_metrics(path: Path, *, steps_done: int) -> IO[bytes]:

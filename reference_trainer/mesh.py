@@ -101,18 +101,23 @@ def backends(device: torch.device, *, cpu_tensors: bool) -> str:
     return _BOTH_BACKENDS if cpu_tensors else "nccl"
 
 
+def check_pinning(config: TrainerConfig, device: torch.device) -> None:
+    """Raises ValueError for page-locked memory where there is no device to copy to."""
+    require(
+        not config.pin_memory or device.type != "cpu",
+        "pin_memory is for copies to an accelerator, but this run is on the CPU: set pin_memory=false",
+    )
+
+
 def check_offload(config: TrainerConfig, device: torch.device) -> None:
     """Raises ValueError for offloading that this device or the default process group does not allow.
 
     Otherwise the first that fails is the norm of offloaded gradients, after forward and backward of the first step:
     https://github.com/pytorch/pytorch/issues/148532.
     """
+    check_pinning(config, device)
     if config.offload == "none":
         return
-    require(
-        not config.pin_memory or device.type != "cpu",
-        "pin_memory is for copies to an accelerator, but this run is on the CPU: set pin_memory=false",
-    )
     found = dist.get_backend_config()
     require(
         "cpu" in (entry.partition(":")[0] for entry in found.split(",")),

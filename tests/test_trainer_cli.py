@@ -62,6 +62,27 @@ def numbers(rows: list[dict[str, float | None]], field: str) -> list[float]:
 TP2 = ["--set", "mesh.tp=2", "--set", "optimizer.warmup_steps=0"]
 
 
+OFFLOADED = ["--set", "offload=cpu", "--set", 'optimizer.norm_type="inf"', "--set", "optimizer.max_norm=0.05"]
+
+
+def test_offloaded_parameters_train_and_are_clipped(tmp_path: Path) -> None:
+    rows = []
+    for arguments in (OFFLOADED, OFFLOADED[2:]):
+        result = run(command("--metrics", str(tmp_path / "metrics.jsonl"), *arguments, "--set", "steps=3"))
+        assert (result.returncode, result.stderr) == (0, "")
+        rows.append(rows_of(tmp_path / "metrics.jsonl"))
+    for field in ("loss", "grad_norm"):
+        assert numbers(rows[0], field) == numbers(rows[1], field)
+
+
+def test_memory_cannot_be_pinned_without_an_accelerator(tmp_path: Path) -> None:
+    result = run(
+        command("--metrics", str(tmp_path / "m"), *OFFLOADED, "--set", "pin_memory=true", "--set", "device=cpu")
+    )
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("reference_trainer: pin_memory is for copies to an accelerator, but this run is on")
+
+
 def test_two_processes_train(tmp_path: Path) -> None:
     metrics, compiled_metrics = tmp_path / "metrics.jsonl", tmp_path / "compiled.jsonl"
     result = run(command("--metrics", str(metrics), *TP2, "--set", "steps=4", nproc=2))

@@ -5,7 +5,9 @@ from collections.abc import Mapping
 from conformance.engine import compare
 from conformance.engine.cells import Cell
 from conformance.engine.law import Measure, Run, law
+from conformance.engine.measurements import measure as report
 from conformance.engine.outcomes import ConformanceFailure
+from conformance.engine.record import Record
 from conformance.engine.workload import trainer_config
 from conformance.oracles.placement import expected_offloading, expected_places
 
@@ -43,14 +45,23 @@ def test_offloaded_state_is_in_host_memory(run: Run, cell: Cell) -> None:
 
     Wrong if a group was sharded without the policy, the optimizer was built on the device, or a buffer was offloaded.
     """
-    config = trainer_config(cell)
-    for facts in run(cell).ranks:
+    config, record = trainer_config(cell), run(cell)
+    _report_state(record)
+    for facts in record.ranks:
         wrong = _differences(facts.offloading, expected_offloading(config))
         detail = f"rank {facts.rank}: {', '.join(wrong[:4])}"
         compare.count(len(wrong), name="wrong policies", expected=0, detail=detail, unit="parameters")
         wrong = _differences(facts.places, expected_places(config, facts.places))
         detail = f"rank {facts.rank}: {', '.join(wrong[:4])}"
         compare.count(len(wrong), name="wrong places", expected=0, detail=detail, unit=f"of {len(facts.places)}")
+
+
+def _report_state(record: Record) -> None:
+    """How many bytes of state rank 0 holds. Where is judged; this is a figure."""
+    kinds = {"parameters": "final/parameter/", "gradients": "step0/gradient/", "optimizer state": "final/exp_avg"}
+    for name, prefix in kinds.items():
+        held = sum(tensor.nbytes for key, tensor in record.shards[0].items() if key.startswith(prefix))
+        report(f"{name} of rank 0", held, unit="bytes")
 
 
 def _differences(measured: Mapping[str, object], expected: Mapping[str, object]) -> list[str]:
