@@ -82,13 +82,13 @@ class RecordStore:
 
     def measure(self, task: str, cell: Cell) -> list[dict[str, Any]]:
         """What a task, such as `rank_probes:probe`, measures on each rank of a cell's world. Raises CellFailed."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        payload = task_payload(cell, Path(tempfile.mkdtemp(dir=self.directory)), defect=self.defect)
-        measuring = Task(f"conformance.engine.{task}", payload, kind=self._kind(cell))
-        try:
-            return self.pools.run(measuring, world_size=cell.world_size, deadline_s=self._left_s())
-        except RunFailed as failed:
-            raise CellFailed(to_failure(failed)) from None
+        with tempfile.TemporaryDirectory() as directory:
+            payload = task_payload(cell, Path(directory), defect=self.defect)
+            measuring = Task(f"conformance.engine.{task}", payload, kind=self._kind(cell))
+            try:
+                return self.pools.run(measuring, world_size=cell.world_size, deadline_s=self._left_s())
+            except RunFailed as failed:
+                raise CellFailed(to_failure(failed)) from None
 
     def _left_s(self) -> float:
         """What earlier runs of the same case have left of its deadline. Raises CellFailed if that is nothing."""
