@@ -15,10 +15,13 @@ from reference_trainer.init_weights import init_weights
 from reference_trainer.model import Transformer
 from reference_trainer.observer import Observer
 from reference_trainer.parallelize import parallelize, parallelize_block, parallelize_ends, set_parameter_dtypes
+from reference_trainer.reshard import ReshardPolicy
 from reference_trainer.weights import load_weights
 
 
-def build_model(config: TrainerConfig, mesh: DeviceMesh, device: torch.device, observer: Observer) -> Transformer:
+def build_model(
+    config: TrainerConfig, mesh: DeviceMesh, device: torch.device, policy: ReshardPolicy, observer: Observer
+) -> Transformer:
     """The sharded model in training mode, with weights as `config.init` says.
 
     Raises ValueError for a checkpoint that cannot be loaded.
@@ -26,20 +29,22 @@ def build_model(config: TrainerConfig, mesh: DeviceMesh, device: torch.device, o
     observer.phase("build", step=-1)
     match config.init:
         case "meta" | "checkpoint":
-            model = _shard_first(config, mesh, device, observer)
+            model = _shard_first(config, mesh, device, policy, observer)
         case "layerwise":
-            model = _layer_by_layer(config, mesh, device, observer)
+            model = _layer_by_layer(config, mesh, device, policy, observer)
         case "full":
-            model = _initialise_first(config, mesh, device, observer)
+            model = _initialise_first(config, mesh, device, policy, observer)
     if config.precision == "bf16-init":
         model.to(torch.float32)
     observer.initialized(model)
     return model.train()
 
 
-def _shard_first(config: TrainerConfig, mesh: DeviceMesh, device: torch.device, observer: Observer) -> Transformer:
+def _shard_first(
+    config: TrainerConfig, mesh: DeviceMesh, device: torch.device, policy: ReshardPolicy, observer: Observer
+) -> Transformer:
     model = _without_memory(config)
-    parallelize(model, mesh, config)
+    parallelize(model, mesh, config, policy)
     observer.sharded(model)
     _give_memory(model, device, offload=config.offload)
     observer.materialized(model)
@@ -58,13 +63,15 @@ def _give_memory(model: Transformer, device: torch.device, *, offload: Literal["
         model.rope_table = torch.empty_like(model.rope_table, device=device)
 
 
-def _layer_by_layer(config: TrainerConfig, mesh: DeviceMesh, device: torch.device, observer: Observer) -> Transformer:
+def _layer_by_layer(
+    config: TrainerConfig, mesh: DeviceMesh, device: torch.device, policy: ReshardPolicy, observer: Observer
+) -> Transformer:
     model = _without_memory(config)
     for index, block in enumerate(model.blocks):
         block.to_empty(device=device)
         observer.materialized(model)
         init_weights(model, seed=config.seed, part=f"layers.{index}.")
-        parallelize_block(block, mesh, config)
+        parallelize_block(model, index, mesh, config, policy)
     for module in (model.tok_embeddings, model.norm, model.output):
         module.to_empty(device=device)
     model.tie_weights()
@@ -72,18 +79,20 @@ def _layer_by_layer(config: TrainerConfig, mesh: DeviceMesh, device: torch.devic
     observer.materialized(model)
     for part in ("tok_embeddings.", "norm.", "output.", "rope_table"):
         init_weights(model, seed=config.seed, part=part)
-    parallelize_ends(model, mesh, config)
+    parallelize_ends(model, mesh, config, policy)
     observer.sharded(model)
     return model
 
 
-def _initialise_first(config: TrainerConfig, mesh: DeviceMesh, device: torch.device, observer: Observer) -> Transformer:
+def _initialise_first(
+    config: TrainerConfig, mesh: DeviceMesh, device: torch.device, policy: ReshardPolicy, observer: Observer
+) -> Transformer:
     with device:
         model = Transformer(config.model)
     set_parameter_dtypes(model, config.precision)
     observer.materialized(model)
     init_weights(model, seed=config.seed)
-    parallelize(model, mesh, config)
+    parallelize(model, mesh, config, policy)
     observer.sharded(model)
     return model
 

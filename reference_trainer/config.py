@@ -5,6 +5,7 @@ Fields of a `Struct` are checked when a file is converted (`load_config`); relat
 """
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
@@ -182,6 +183,8 @@ class OptimizerConfig(Config, frozen=True, kw_only=True):
 
 Precision = Literal["fp32", "bf16-mp", "bf16-init", "bf16-reduce", "bf16-mixed"]
 Init = Literal["meta", "full", "layerwise", "checkpoint"]
+AfterForwardName = Literal["always", "never"]
+Reshard = Literal["always", "never", "default", "except-last", "auto"] | int | dict[str, AfterForwardName | int]
 GradientSync = Literal["each", "last", "all-reduce-last"]
 
 
@@ -198,8 +201,14 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     `bf16-reduce`: as bf16-mp, but gradients are reduced in bf16.
     `bf16-mixed`: as bf16-mp, but only the norms have fp32 parameters; all others, and with them their gradients and
     optimizer state, are bf16 throughout. Cannot be compiled."""
-    reshard: Literal["always", "never", "default"] = "default"
-    """Whether parameters are freed after forward; `default`: all but the last group, which backward needs at once."""
+    reshard: Reshard = "default"
+    """Whether parameters are freed after forward. `default`: all but the last group (norm and output), which backward
+    needs at once; `except-last`: also not the last block. A number: they stay sharded over so many ranks. A table of
+    regular expressions over the names of groups (`tok_embeddings`, `layers.0`, ..., `output`): the first that matches
+    the whole name decides, between always, never and a number; what none matches is always resharded. `auto`: never if
+    its estimated peak fits, else default."""
+    memory_bytes: int | None = None
+    """What `auto` may count on, for each process; none: what the device has."""
     init: Init = "meta"
     """`meta` builds without memory, shards, gives each rank memory for its shards (`to_empty`) and draws the weights.
     `checkpoint`: the same, but loads them. `layerwise` gives memory to, draws and shards one block after the other.
@@ -241,6 +250,7 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         _require_each(self, "", "accumulation steps", _at_least_one, "at least 1")
         require(0 <= self.seed < 2**64, f"seed is {self.seed}, must be at least 0 and below 2**64")
+        _check_reshard(self)
         require(
             self.offload == "cpu" or not self.pin_memory,
             "pin_memory has no effect with offload none: set offload=cpu, or pin_memory=false",
@@ -282,6 +292,21 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
             f"precision bf16-mixed with compile {self.compile}: norms are FSDP groups of their own inside the compiled "
             "blocks, whose hooks cannot be compiled; use compile none or another precision",
         )
+
+
+def _check_reshard(config: TrainerConfig) -> None:
+    table = config.reshard if isinstance(config.reshard, dict) else {}
+    for expression in table:
+        try:
+            re.compile(expression)
+        except re.error as error:
+            raise ValueError(f"reshard: {expression!r} is not a regular expression: {error}") from None
+    for ranks in (config.reshard, *table.values()):
+        require(not isinstance(ranks, int) or ranks >= 2, f"reshard to {ranks} ranks: must be at least 2")
+    require(
+        config.memory_bytes is None or (config.reshard == "auto" and config.memory_bytes >= 1),
+        f"memory_bytes is {config.memory_bytes}: at least 1, and only with reshard auto, which is {config.reshard}",
+    )
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainerConfig:

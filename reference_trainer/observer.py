@@ -16,6 +16,9 @@ class Observer:
     def phase(self, name: Phase, *, step: int) -> None:
         """The given phase of the given step begins (step -1 while building)."""
 
+    def reshard_policy(self, after_forward: dict[str, bool | int]) -> None:
+        """What `fully_shard` is told about each group, by its name: whether it is resharded, or to how many ranks."""
+
     def sharded(self, model: Transformer) -> None:
         """The model has its final modules and placements: without memory, or already with its first weights."""
 

@@ -31,29 +31,31 @@ from torch.utils.checkpoint import (
 from reference_trainer.config import GradientSync, Precision, TrainerConfig
 from reference_trainer.mesh import fsdp_mesh
 from reference_trainer.model import Block, Transformer
+from reference_trainer.reshard import ReshardPolicy
 
 
-def parallelize(model: Transformer, mesh: DeviceMesh, config: TrainerConfig) -> None:
+def parallelize(model: Transformer, mesh: DeviceMesh, config: TrainerConfig, policy: ReshardPolicy) -> None:
     """Apply in place everything that the configuration asks for: block by block, then to what is around them."""
-    for block in model.blocks:
-        parallelize_block(block, mesh, config)
-    parallelize_ends(model, mesh, config)
+    for index in range(len(model.blocks)):
+        parallelize_block(model, index, mesh, config, policy)
+    parallelize_ends(model, mesh, config, policy)
 
 
-def parallelize_block(block: Block, mesh: DeviceMesh, config: TrainerConfig) -> None:
+def parallelize_block(
+    model: Transformer, index: int, mesh: DeviceMesh, config: TrainerConfig, policy: ReshardPolicy
+) -> None:
     """One block, on the meta device or with its weights, which are then sharded."""
+    block = model.blocks[index]
     if "tp" in (mesh.mesh_dim_names or ()):
         apply_tp_to_block(block, mesh["tp"], norms=_norm_style(config), sequence_parallel=config.sequence_parallel)
     if config.activation_checkpointing != "none":
         apply_ac(block, mode=config.activation_checkpointing)
     if config.compile != "none":
         apply_compile(block, backend=config.compile)
-    apply_fsdp_to_block(
-        block, fsdp_mesh(mesh), precision=config.precision, reshard=config.reshard, offload=offload_policy(config)
-    )
+    apply_fsdp_to_block(block, f"layers.{index}", sharding(config, mesh, policy), precision=config.precision)
 
 
-def parallelize_ends(model: Transformer, mesh: DeviceMesh, config: TrainerConfig) -> None:
+def parallelize_ends(model: Transformer, mesh: DeviceMesh, config: TrainerConfig, policy: ReshardPolicy) -> None:
     """Embedding, norm and output, and the root; all blocks must be parallel already."""
     if "tp" in (mesh.mesh_dim_names or ()):
         apply_tp_to_ends(
@@ -65,9 +67,7 @@ def parallelize_ends(model: Transformer, mesh: DeviceMesh, config: TrainerConfig
         )
     if config.compile != "none":
         model.tok_embeddings.register_forward_hook(_wait_for_output)
-    apply_fsdp_to_ends(
-        model, fsdp_mesh(mesh), precision=config.precision, reshard=config.reshard, offload=offload_policy(config)
-    )
+    apply_fsdp_to_ends(model, sharding(config, mesh, policy), precision=config.precision)
 
 
 class ReplicateParallel(ParallelStyle):
@@ -184,49 +184,49 @@ def _wait_for_output(_module: nn.Module, _inputs: tuple[Any, ...], output: torch
     return output if type(output) is torch.Tensor else output.clone()
 
 
-Reshard = Literal["always", "never", "default"]
+ShardGroup = Callable[[nn.Module | list[nn.Module], str], None]
+ROOT = ""
 
 
-def apply_fsdp_to_block(
-    block: Block, mesh: DeviceMesh, *, precision: Precision, reshard: Reshard, offload: OffloadPolicy
-) -> None:
+def sharding(config: TrainerConfig, mesh: DeviceMesh, policy: ReshardPolicy) -> ShardGroup:
+    """A function that makes modules one FSDP group, under the name that the reshard policy has for it."""
+    options: dict[str, Any] = {
+        "mesh": fsdp_mesh(mesh),
+        "mp_policy": mixed_precision_policy(config.precision),
+        "offload_policy": offload_policy(config),
+    }
+
+    def shard(modules: nn.Module | list[nn.Module], name: str) -> None:
+        fully_shard(modules, reshard_after_forward=policy.after_forward.get(name, False), **options)
+
+    return shard
+
+
+def apply_fsdp_to_block(block: Block, name: str, shard: ShardGroup, *, precision: Precision) -> None:
     """A group for each block. `bf16-mixed` takes the norms out of it: the parameters of a group must have one dtype
     ("FSDP expects uniform original parameter dtype", torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py).
     """
-    shard = _sharding(mesh, precision=precision, reshard=reshard, offload=offload, last=False)
     if precision == "bf16-mixed":
-        shard(block.attention_norm)
-        shard(block.ffn_norm)
-    shard(block)
+        shard(block.attention_norm, f"{name}.attention_norm")
+        shard(block.ffn_norm, f"{name}.ffn_norm")
+    shard(block, name)
 
 
-def apply_fsdp_to_ends(
-    model: Transformer, mesh: DeviceMesh, *, precision: Precision, reshard: Reshard, offload: OffloadPolicy
-) -> None:
+def apply_fsdp_to_ends(model: Transformer, shard: ShardGroup, *, precision: Precision) -> None:
     """Shard the embedding and (norm, output) as groups of their own, then the root.
 
     Tied embeddings form one group with norm and output: a parameter can belong to one group only. `bf16-mixed` takes
     the norm out of it.
     """
-    shard = _sharding(mesh, precision=precision, reshard=reshard, offload=offload, last=False)
-    shard_last = _sharding(mesh, precision=precision, reshard=reshard, offload=offload, last=True)
     tied, norm_apart = model.config.tied_embeddings, precision == "bf16-mixed"
     if not tied:
-        shard(model.tok_embeddings)
+        shard(model.tok_embeddings, "tok_embeddings")
     if norm_apart:
-        shard_last(model.norm)
-    shard_last([*([model.tok_embeddings] if tied else []), *([] if norm_apart else [model.norm]), model.output])
+        shard(model.norm, "norm")
+    last = [*([model.tok_embeddings] if tied else []), *([] if norm_apart else [model.norm]), model.output]
+    shard(last, "output")
     # The root owns no parameters; it drives the others (streams, end of backward).
-    shard_last(model)
-
-
-def _sharding(
-    mesh: DeviceMesh, *, precision: Precision, reshard: Reshard, offload: OffloadPolicy, last: bool
-) -> Callable[..., object]:
-    policy, after_forward = mixed_precision_policy(precision), reshard_after_forward(reshard, last=last)
-    return partial(
-        fully_shard, mesh=mesh, mp_policy=policy, reshard_after_forward=after_forward, offload_policy=offload
-    )
+    shard(model, ROOT)
 
 
 def set_parameter_dtypes(model: Transformer, precision: Precision) -> None:
@@ -257,17 +257,6 @@ def mixed_precision_policy(precision: Precision) -> MixedPrecisionPolicy:
 def offload_policy(config: TrainerConfig) -> OffloadPolicy:
     """The base class stands for no offloading."""
     return CPUOffloadPolicy(pin_memory=config.pin_memory) if config.offload == "cpu" else OffloadPolicy()
-
-
-def reshard_after_forward(reshard: Reshard, *, last: bool) -> bool:
-    """Whether a group is freed after forward; `last`: backward needs the group at once."""
-    match reshard:
-        case "always":
-            return True
-        case "never":
-            return False
-        case "default":
-            return not last
 
 
 def set_gradient_sync(model: Transformer, gradient_sync: GradientSync, *, last: bool) -> None:

@@ -26,6 +26,7 @@ from reference_trainer.mesh import ParallelDims, build_mesh, check_fits_mesh, ch
 from reference_trainer.observer import Observer
 from reference_trainer.optim import build_optimizer, build_schedule
 from reference_trainer.parallelize import set_gradient_sync
+from reference_trainer.reshard import reshard_policy
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,9 @@ class Trainer:
         check_offload(config, device)
         self.batches = Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
         self.mesh = build_mesh(self.dims, device)
-        self.model = build_model(config, self.mesh, device, self.observer)
+        self.reshard = reshard_policy(config, self.dims, device)
+        self.observer.reshard_policy(self.reshard.after_forward)
+        self.model = build_model(config, self.mesh, device, self.reshard, self.observer)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.schedule = build_schedule(self.optimizer, config.optimizer, steps=config.steps)
         self._seed_dropout()

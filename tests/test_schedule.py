@@ -110,9 +110,30 @@ def test_schedule_dtypes_and_groups(precision: str, reduce: str) -> None:
     assert {(e.kind, e.nbytes) for e in events} >= {("all_gather", 20)}
 
 
-@pytest.mark.parametrize(("mode", "kept"), [("always", []), ("never", ["layers.0", "output"]), ("default", ["output"])])
+@pytest.mark.parametrize(
+    ("mode", "kept"),
+    [
+        ("always", []),
+        ("never", ["tok_embeddings", "layers.0", "layers.1", "output"]),
+        ("default", ["output"]),
+        ("except-last", ["layers.1", "output"]),
+        ("k2", []),
+        ("table", ["layers.0", "output"]),
+        ("auto", ["tok_embeddings", "layers.0", "layers.1", "output"]),
+    ],
+)
 def test_kept_after_forward(mode: str, kept: list[str]) -> None:
-    assert [group for group in ("layers.0", "output") if kept_after_forward(group, mode)] == kept
+    config, _ = of_cell(Cell(mesh="dp4", reshard=mode))  # type: ignore[arg-type]
+    groups = ("tok_embeddings", "layers.0", "layers.1", "output")
+    assert [group for group in groups if kept_after_forward(group, config)] == kept
+
+
+def test_a_group_that_is_left_with_fewer_ranks_is_gathered_from_them() -> None:
+    events = fsdp_events(*of_cell(Cell(mesh="dp4", reshard="k2")), NUMELS)
+    gathers = [(e.phase, e.group, e.numel) for e in events if e.kind == "all_gather"]
+    numels = [NUMELS[group] for group in ("tok_embeddings", "layers.0", "layers.1", "output")]
+    assert gathers[:4] == [("forward", "dp_shard", numel) for numel in numels]
+    assert gathers[4:] == [("backward", "dp_shard/2", 2 * numel) for numel in reversed(numels)]
 
 
 def test_shards_of_uneven_rows() -> None:

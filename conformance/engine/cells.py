@@ -79,8 +79,10 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """`bf16-mp`: fp32 master weights, computation in bf16, gradients reduced in fp32. `bf16-init`: the same, after
     building and initialising in bf16. `bf16-reduce`: gradients reduced in bf16. `bf16-mixed`: only norms have fp32
     master weights, the others bf16."""
-    reshard: Literal["always", "never", "default"] = "default"
-    """Whether parameters are resharded after forward; `default`: in all groups but the root."""
+    reshard: Literal["always", "never", "default", "except-last", "k2", "table", "auto"] = "default"
+    """Whether parameters are resharded after forward. `default`: in all groups but norm and output; `except-last`: nor
+    in the last block; `k2`: to two ranks; `table`: group by group, as regular expressions say; `auto`: as memory allows.
+    """
     init: Literal["meta", "full", "layerwise", "checkpoint"] = "meta"
     """How the sharded model gets its first weights."""
     weights: Literal["safetensors", "hf", "dcp", "rank0"] = "safetensors"
@@ -183,7 +185,7 @@ _ALWAYS_IN_ID = ("mesh", "precision", "reshard", "init")
 _TAGS: dict[str, Callable[[Any], str]] = {
     "mesh": str,
     "precision": lambda precision: precision.replace("-", ""),
-    "reshard": str,
+    "reshard": lambda mode: mode.replace("-", ""),
     "init": str,
     "weights": str,
     "model": lambda model: model.replace("-", ""),

@@ -22,6 +22,7 @@ from reference_trainer.mesh import build_mesh, init_process_group, resolve_mesh
 from reference_trainer.model import Transformer
 from reference_trainer.observer import Observer, Phase
 from reference_trainer.parallelize import parallelize
+from reference_trainer.reshard import ReshardPolicy, reshard_policy
 from reference_trainer.train import Trainer
 
 _CPU = torch.device("cpu")
@@ -157,11 +158,12 @@ def offload_with_mistakes(context: RankContext, payload: dict[str, Any]) -> dict
             world_size=context.world_size,
             timeout_s=context.timeout_s,
         )
-        mesh = build_mesh(resolve_mesh(config.mesh, world_size=context.world_size), _CPU)
+        dims = resolve_mesh(config.mesh, world_size=context.world_size)
+        mesh, policy = build_mesh(dims, _CPU), reshard_policy(config, dims, _CPU)
         messages = {
             "trainer": _message_of(lambda: _trainer(context, config, Observer())),
             "clip": _message_of(_clip_on_cpu),
-            "to_empty": _message_of(lambda: _forward_on("cuda" if cuda else "meta", config, mesh)),
+            "to_empty": _message_of(lambda: _forward_on("cuda" if cuda else "meta", config, mesh, policy)),
         }
         dist.destroy_process_group()
     return messages
@@ -175,10 +177,10 @@ def _clip_on_cpu() -> None:
     clip_grad_norm_([parameter], 1.0)
 
 
-def _forward_on(device: str, config: TrainerConfig, mesh: DeviceMesh) -> None:
+def _forward_on(device: str, config: TrainerConfig, mesh: DeviceMesh, policy: ReshardPolicy) -> None:
     with torch.device("meta"):
         model = Transformer(config.model)
-    parallelize(model, mesh, config)
+    parallelize(model, mesh, config, policy)
     model.to_empty(device=device)
     model(torch.zeros(1, 1, dtype=torch.int64, device=device))
 

@@ -21,6 +21,7 @@ from reference_trainer.mesh import build_mesh, resolve_mesh
 from reference_trainer.model import Transformer
 from reference_trainer.observer import Observer
 from reference_trainer.parallelize import parallelize
+from reference_trainer.reshard import reshard_policy
 
 
 def build_with_ledger(context: RankContext, payload: dict[str, Any]) -> dict[str, int]:
@@ -28,10 +29,12 @@ def build_with_ledger(context: RankContext, payload: dict[str, Any]) -> dict[str
     config = rank_config(context, payload)
     with injected(payload["defect"]):
         start_process_group(context)
-        mesh = build_mesh(resolve_mesh(config.mesh, world_size=context.world_size), torch.device("cpu"))
+        dims = resolve_mesh(config.mesh, world_size=context.world_size)
+        mesh = build_mesh(dims, torch.device("cpu"))
+        policy = reshard_policy(config, dims, torch.device("cpu"))
         mapped_bytes = [Path(config.checkpoint).stat().st_size] if config.checkpoint else []
         with memory_ledger(mapped_bytes=mapped_bytes) as ledger:
-            model = build_model(config, mesh, torch.device("cpu"), Observer())
+            model = build_model(config, mesh, torch.device("cpu"), policy, Observer())
         # Of storages: FSDP pads the shards of the last ranks.
         storages = [local(tensor).untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
         held = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
@@ -43,10 +46,11 @@ def draw_with_torch(context: RankContext, payload: dict[str, Any]) -> dict[str, 
     """Initialise the sharded model with `torch.nn.init`; returns digests of this rank's shards and of their layouts."""
     config = msgspec.convert(payload["config"], TrainerConfig)
     start_process_group(context)
-    mesh = build_mesh(resolve_mesh(config.mesh, world_size=context.world_size), torch.device("cpu"))
+    dims = resolve_mesh(config.mesh, world_size=context.world_size)
+    mesh = build_mesh(dims, torch.device("cpu"))
     with torch.device("meta"):
         model = Transformer(config.model)
-    parallelize(model, mesh, config)
+    parallelize(model, mesh, config, reshard_policy(config, dims, torch.device("cpu")))
     model.to_empty(device="cpu")
     torch.manual_seed(config.seed)
     shards, layouts = {}, {}

@@ -41,6 +41,12 @@ _ADAMW_EPS = 0.001
 # The integer model is exact if all that scales is a power of two: learning rate and number of valid tokens.
 _INTEGER_DATA = replace(_DATA, min_valid_fraction=1.0)
 _INTEGER_LEARNING_RATE = 2.0**-4
+_RESHARD: dict[str, int | dict[str, str | int]] = {
+    "k2": 2,
+    "table": {r"layers\.0": "never", r"layers\..*": "always", "output": "never"},
+}
+_AMPLE_MEMORY_BYTES = 2**40
+"""For which `auto` keeps everything."""
 
 
 def trainer_config(cell: Cell) -> TrainerConfig:
@@ -60,7 +66,8 @@ def trainer_config(cell: Cell) -> TrainerConfig:
         data=_INTEGER_DATA if cell.model == "integer" else _DATA,
         optimizer=_optimizer(cell),
         precision=cell.precision,
-        reshard=cell.reshard,
+        reshard=_RESHARD.get(cell.reshard, cell.reshard),  # type: ignore[arg-type]
+        memory_bytes=_AMPLE_MEMORY_BYTES if cell.reshard == "auto" else None,
         offload=cell.offload,
         pin_memory=cell.pin_memory,
         init=cell.init,

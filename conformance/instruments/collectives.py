@@ -41,7 +41,7 @@ class Collective(msgspec.Struct, frozen=True):
     kind: str
     """`all_gather`, `reduce_scatter`, `all_reduce`, ..."""
     group: str
-    """Mesh dimension whose ranks take part, such as `dp_shard`, else `world` or the ranks."""
+    """Mesh dimension whose ranks take part, such as `dp_shard`; `dp_shard/2` for two of them; else the ranks."""
     numel: int
     """Elements of this rank's input."""
     nbytes: int
@@ -69,9 +69,9 @@ class CollectiveLog(Observer):
             tuple(sorted(dist.get_process_group_ranks(mesh.get_group(name)))): name
             for name in mesh.mesh_dim_names or ()
         }
-        world = tuple(range(dist.get_world_size()))
+        names.setdefault(tuple(range(dist.get_world_size())), "world")
         return [
-            msgspec.structs.replace(entry, group=names.get(ranks, "world" if ranks == world else entry.group))
+            msgspec.structs.replace(entry, group=names.get(ranks) or _part(ranks, names) or entry.group)
             for ranks, entry in self._entries
         ]
 
@@ -95,6 +95,12 @@ class CollectiveLog(Observer):
             reduce_op=_reduce_op(arguments),
         )
         self._entries.append((ranks, entry))
+
+
+def _part(ranks: tuple[int, ...], names: Mapping[tuple[int, ...], str]) -> str | None:
+    """`dp_shard/2` for two of the ranks of `dp_shard`."""
+    whole = next((name for group, name in names.items() if name != "world" and set(ranks) < set(group)), None)
+    return f"{whole}/{len(ranks)}" if whole else None
 
 
 def collective_kind(operator_name: str) -> str | None:

@@ -63,6 +63,8 @@ class RankFacts(msgspec.Struct, frozen=True):
     steps: list[StepFacts]
     parameters: dict[str, ParameterFacts]
     collectives: list[Collective]
+    reshard_after_forward: dict[str, bool | int]
+    """What `fully_shard` was told, by group."""
     unsharded: dict[str, list[str]]
     """See `Residency.unsharded`."""
     dtypes: dict[str, list[str]]
@@ -106,6 +108,7 @@ class Recorder(Observer):
         self._rank = rank
         self._parameters: dict[str, ParameterFacts] = {}
         self._shared: dict[str, list[list[str]]] = {}
+        self._reshard: dict[str, bool | int] = {}
         self._checkpoint: tuple[str | None, str | None] = (None, None)
         self._collectives, self._dtypes = CollectiveLog(), DtypeAudit()
         self._residency, self._poison = Residency(), Poison()
@@ -130,6 +133,9 @@ class Recorder(Observer):
     def phase(self, name: Phase, *, step: int) -> None:
         for instrument in self._instruments:
             instrument.phase(name, step=step)
+
+    def reshard_policy(self, after_forward: dict[str, bool | int]) -> None:
+        self._reshard = after_forward
 
     def sharded(self, model: Transformer) -> None:
         groups = fsdp_group_of(model)
@@ -170,6 +176,7 @@ class Recorder(Observer):
             steps=[StepFacts(step.step, step.loss, step.grad_norm, step.valid_tokens, step.lr) for step in metrics],
             parameters=self._parameters,
             collectives=self._collectives.facts(trainer.mesh),
+            reshard_after_forward=self._reshard,
             unsharded=self._residency.unsharded,
             dtypes=self._dtypes.facts(),
             rope_tables=self._dtypes.rope_tables(),

@@ -6,8 +6,14 @@ from torch.distributed.tensor import DTensor
 
 
 def is_sharded_by_fsdp(parameter: Tensor) -> bool:
-    """While its group is unsharded, FSDP2 registers a plain tensor (or one of the tensor-parallel mesh alone)."""
-    return isinstance(parameter, DTensor) and "dp_shard" in (parameter.device_mesh.mesh_dim_names or ())
+    """While its group is unsharded, FSDP2 registers a plain tensor (or one of the tensor-parallel mesh alone).
+
+    Between forward and backward it may be sharded over fewer ranks, on a mesh without names.
+    """
+    if not isinstance(parameter, DTensor):
+        return False
+    names = parameter.device_mesh.mesh_dim_names
+    return names is None or "dp_shard" in names
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ Proof = Callable[[Record, Record], None]
 
 _BASE = Cell(mesh="dp1")
 _WITHOUT: dict[str, dict[str, AxisValue]] = {
-    "mesh": {"gradient_sync": "each"},
+    "mesh": {"gradient_sync": "each", "reshard": "default"},
     "init": {"weights": "safetensors"},
     "saved_on": {"saving": "blocking"},
     "offload": {"pin_memory": False},
@@ -36,7 +36,7 @@ def neighbours(cell: Cell) -> Iterator[tuple[str, Cell, Cell]]:
     """For each axis that is not at its default: its name, the cell to look at, and that cell's neighbour."""
     for axis in axis_names():
         if getattr(cell, axis) != getattr(_BASE, axis):
-            # Gradients of replicas cannot be postponed where there are none: not an option of one process.
+            # One process has no replicas whose gradients are postponed, and no fewer ranks to reshard to.
             # Nor do other ways to get weights have a format, or runs that are not resumed one of saving.
             shown = cell.but(**_WITHOUT.get(axis, {}))
             yield axis, shown, shown.but(**{axis: getattr(_BASE, axis)})
@@ -109,13 +109,21 @@ def _dtypes(record: Record) -> dict[str, set[str]]:
 def _reshard(record: Record, neighbour: Record) -> None:
     gathers, default = (_collectives(one, "backward", "all_gather", "dp_shard") for one in (record, neighbour))
     unsharded = {name for facts in record.ranks for name in facts.unsharded["0/after_forward"]}
-    if record.cell.reshard == "always":
-        _expect(gathers > default, f"{gathers} all-gathers in backward, {default} by default")
-        _expect(not unsharded, f"unsharded after forward: {sorted(unsharded)}")
-    else:
-        _expect(gathers == 0 < default, f"{gathers} all-gathers in backward, {default} by default")
-        missing = record.ranks[0].parameters.keys() - unsharded
-        _expect(not missing, f"resharded after forward: {sorted(missing)}")
+    blocks = {name.split(".")[1] for name in unsharded if name.startswith("layers.")}
+    everything = record.ranks[0].parameters.keys()
+    match record.cell.reshard:
+        case "always":
+            _expect(gathers > default and not unsharded, f"{gathers} all-gathers, unsharded: {sorted(unsharded)}")
+        case "k2":
+            over = {e.group for facts in record.ranks for e in facts.collectives if e.phase == "backward"}
+            _expect(not unsharded and "dp_shard/2" in over, f"backward communicates over {sorted(over)}")
+        case "except-last" | "table":
+            expected = {str(_layers(record) - 1) if record.cell.reshard == "except-last" else "0"}
+            _expect(0 < gathers < default, f"{gathers} all-gathers in backward, {default} by default")
+            _expect(blocks == expected, f"blocks that stay unsharded: {sorted(blocks)}, not {sorted(expected)}")
+        case "never" | "auto":
+            _expect(gathers == 0 < default, f"{gathers} all-gathers in backward, {default} by default")
+            _expect(unsharded == everything, f"resharded after forward: {sorted(everything - unsharded)}")
 
 
 def _init(record: Record, neighbour: Record) -> None:

@@ -5,6 +5,8 @@ pre-backward, one group prefetched in backward, reduce-scatter in post-backward)
 docstrings of `fully_shard` and `FSDPModule`.
 """
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -16,6 +18,7 @@ import torch
 from conformance.oracles.dtype_policy import dtype_policy
 from reference_trainer.config import TrainerConfig
 from reference_trainer.mesh import ParallelDims
+from reference_trainer.model import Transformer
 
 _EMBEDDING, _NORM, _OUTPUT = "tok_embeddings", "norm", "output"
 
@@ -88,9 +91,48 @@ def shard_numels(shapes: Mapping[str, Sequence[int]], config: TrainerConfig, *, 
     return numels
 
 
-def kept_after_forward(group: str, reshard: str) -> bool:
-    """Whether a group stays unsharded; `default` keeps norm and output, which backward needs at once."""
-    return {"always": False, "never": True, "default": group in (_NORM, _OUTPUT)}[reshard]
+def kept_after_forward(group: str, config: TrainerConfig) -> bool:
+    """Whether a group stays unsharded."""
+    return ranks_after_forward(group, config) == 1
+
+
+def ranks_after_forward(group: str, config: TrainerConfig) -> int:
+    """Over how many ranks a group is sharded between forward and backward: 1 is not at all, 0 as ever.
+
+    `default` keeps norm and output, which backward needs at once, and `except-last` also the last block. Of a table the
+    first expression that matches the whole name decides.
+    """
+    mode, last_block = config.reshard, f"layers.{config.model.n_layers - 1}"
+    match mode:
+        case dict():
+            found = next((value for expression, value in mode.items() if re.fullmatch(expression, group)), "always")
+            return found if isinstance(found, int) else {"always": 0, "never": 1}[found]
+        case int():
+            return mode
+        case "auto":
+            mode = _chosen(config)
+    kept = {
+        "always": False,
+        "never": True,
+        "default": group in (_NORM, _OUTPUT),
+        "except-last": group in (_NORM, _OUTPUT) or group.startswith(last_block),
+    }
+    return int(kept[mode])
+
+
+def _chosen(config: TrainerConfig) -> Literal["never", "default"]:
+    """What `auto` must choose where there is no doubt. Raises ValueError where there is.
+
+    Parameters, gradients, two moments and as much again fit by far, or the parameters alone do not.
+    """
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in Transformer(config.model).parameters())
+    tokens = config.data.global_batch_size * config.data.seq_len
+    if (config.memory_bytes or 0) > 64 * parameters * (1 + tokens):
+        return "never"
+    if (config.memory_bytes or math.inf) < 2 * parameters:
+        return "default"
+    raise ValueError(f"memory_bytes {config.memory_bytes}: what auto chooses is not clear; give it much more, or less")
 
 
 def communicates(config: TrainerConfig, micro_batch: int) -> tuple[bool, bool]:
@@ -122,6 +164,8 @@ class _Schedule:
         self._config, self._dims, self._numels = config, dims, numels
         self._policy = dtype_policy(config.precision)
         self._unsharded: set[str] = set()
+        self._smaller: dict[str, int] = {}
+        """Groups that are sharded over fewer ranks until backward, and over how many."""
         self._left: list[str] = []
         """Groups in the order in which forward left them."""
 
@@ -135,8 +179,11 @@ class _Schedule:
             self._gather("forward", group.name)
             self._forward(group.inner)
             self._left.append(group.name)
-            if not kept_after_forward(group.name, self._config.reshard):
+            ranks = ranks_after_forward(group.name, self._config)
+            if ranks != 1:
                 self._unsharded.discard(group.name)
+            if ranks > 1:
+                self._smaller[group.name] = ranks
 
     def _backward(self, entered: Sequence[Group], reduce_scatter: bool, all_reduce: bool) -> None:
         for group in reversed(entered):
@@ -155,9 +202,9 @@ class _Schedule:
     def _gather(self, phase: str, group: str) -> None:
         if group not in self._unsharded:
             self._unsharded.add(group)
-            self._issue(phase, "all_gather", group)
+            self._issue(phase, "all_gather", group, smaller=self._smaller.pop(group, 0))
 
-    def _issue(self, phase: str, kind: Kind, group: str) -> None:
+    def _issue(self, phase: str, kind: Kind, group: str, *, smaller: int = 0) -> None:
         over = "dp_replicate" if kind == "all_reduce" else "dp_shard"
         ranks: int = getattr(self._dims, over)
         if ranks == 1:
@@ -165,4 +212,6 @@ class _Schedule:
         # The input of a reduce-scatter is a whole group, that of the others a shard.
         numel = self._numels[group] * (ranks if kind == "reduce_scatter" else 1)
         dtype = self._policy.compute if kind == "all_gather" else self._policy.reduce
+        if smaller:
+            over, numel = f"{over}/{smaller}", numel * ranks // smaller
         self.events.append(Event(phase, kind, over, numel, dtype))

@@ -1,0 +1,159 @@
+"""Which groups of parameters FSDP frees after forward, and how far.
+
+The model is sharded in groups: the embedding, each block, and norm and output together. The root owns no parameters, so
+that what torch does with a root (it was never resharded before 2.8) does not matter here.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+
+from reference_trainer.config import TrainerConfig, require
+from reference_trainer.mesh import ParallelDims
+from reference_trainer.model import Transformer
+
+AfterForward = bool | int
+"""Of `fully_shard`: True frees a group, False keeps it, an integer leaves it sharded over so many ranks."""
+_GIB = 1024**3
+_USABLE = 0.9  # of a device's memory: the rest is for fragmentation, workspaces and communication buffers
+_PRECISION_BYTES = {"fp32": 4}
+
+
+def group_names(config: TrainerConfig) -> list[str]:
+    """Modules that the groups are named after, in the order in which forward enters them.
+
+    `bf16-mixed` puts each norm into a group of its own. Tied embeddings are in the group of the output.
+    """
+    apart = config.precision == "bf16-mixed"
+    blocks = [f"layers.{index}" for index in range(config.model.n_layers)]
+    norms = ("attention_norm", "ffn_norm") if apart else ()
+    names = [name for block in blocks for name in (block, *(f"{block}.{norm}" for norm in norms))]
+    first = [] if config.model.tied_embeddings else ["tok_embeddings"]
+    return [*first, *names, *(["norm"] if apart else []), "output"]
+
+
+@dataclass(frozen=True)
+class ReshardPolicy:
+    """What happens to each group after forward."""
+
+    after_forward: dict[str, AfterForward]
+    """By name of the group, in forward order."""
+    reason: str = ""
+    """Why, if it was chosen and not asked for."""
+
+    def describe(self) -> str:
+        """One line: consecutive groups of the same policy together."""
+        runs = [(policy, [name for name, _ in run]) for policy, run in groupby(self.after_forward.items(), _words)]
+        return ", ".join(f"{' to '.join(dict.fromkeys((names[0], names[-1])))}: {policy}" for policy, names in runs)
+
+
+def _words(pair: tuple[str, AfterForward]) -> str:
+    _, policy = pair
+    return {True: "always", False: "never"}[policy] if isinstance(policy, bool) else f"to {policy} ranks"
+
+
+def reshard_policy(config: TrainerConfig, dims: ParallelDims, device: torch.device) -> ReshardPolicy:
+    """The policy that `config.reshard` means on this mesh.
+
+    Raises ValueError for an expression that matches no group, and for a number of ranks that torch cannot reshard to.
+    """
+    mode, names = config.reshard, group_names(config)
+    match mode:
+        case "auto":
+            return _choose(config, dims, device)
+        case dict():
+            policy = _from_table(mode, names)
+        case str():
+            policy = {name: _named(mode, name, config) for name in names}
+        case int():
+            policy = dict.fromkeys(names, mode)
+    for ranks in {after for after in policy.values() if not isinstance(after, bool)}:
+        _check_ranks(ranks, dims)
+    return ReshardPolicy(policy)
+
+
+def _named(mode: str, name: str, config: TrainerConfig) -> bool:
+    """Backward begins with the last group, and then the last block: to free them is to gather them at once again."""
+    last_group = name in ("norm", "output")
+    last_block = name.startswith(f"layers.{config.model.n_layers - 1}")
+    kept = {"always": False, "never": True, "default": last_group, "except-last": last_group or last_block}
+    return not kept[mode]
+
+
+def _from_table(table: Mapping[str, str | int], names: list[str]) -> dict[str, AfterForward]:
+    """The first expression that matches the whole name decides; what none matches is resharded."""
+    policy: dict[str, AfterForward] = {}
+    unused = dict(table)
+    for name in names:
+        expression = next((found for found in table if re.fullmatch(found, name)), None)
+        value = table[expression] if expression is not None else "always"
+        policy[name] = {"always": True, "never": False}[value] if isinstance(value, str) else value
+        unused.pop(expression or "", None)
+    require(
+        not unused,
+        f"reshard: {', '.join(unused)} matches none of the groups that earlier expressions leave: {', '.join(names)}",
+    )
+    return policy
+
+
+def _check_ranks(ranks: int, dims: ParallelDims) -> None:
+    """torch: the smaller world must divide the shard world, and cannot be formed of tensor-parallel parameters."""
+    require(
+        ranks < dims.dp_shard and dims.dp_shard % ranks == 0,
+        f"reshard to {ranks} ranks: must be a divisor of mesh.dp_shard, {dims.dp_shard}, and smaller; "
+        "use always instead of all ranks",
+    )
+    require(
+        dims.tp == 1,
+        f"reshard to {ranks} ranks with mesh.tp {dims.tp}: torch cannot (FSDPParam.to_sharded_post_forward raises "
+        "NotImplementedError for DTensor parameters); use always, never or default",
+    )
+
+
+def _choose(config: TrainerConfig, dims: ParallelDims, device: torch.device) -> ReshardPolicy:
+    """Keep everything if it fits, which saves the all-gathers of backward; else the default."""
+    needed, present = estimated_peak_bytes(config, dims), config.memory_bytes or device_memory_bytes(device)
+    fits = needed <= _USABLE * present
+    mode = "never" if fits else "default"
+    reason = (
+        f"reshard auto: {mode}, since keeping all parameters needs about {needed / _GIB:.3g} GiB for each rank, and "
+        f"{_USABLE:.0%} of {present / _GIB:.3g} GiB may be used"
+    )
+    return ReshardPolicy({name: _named(mode, name, config) for name in group_names(config)}, reason)
+
+
+def device_memory_bytes(device: torch.device) -> int:
+    """Of the device as a whole; ranks on the CPU share it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks
+
+
+def estimated_peak_bytes(config: TrainerConfig, dims: ParallelDims) -> int:
+    """Of one rank that keeps all parameters unsharded, in the middle of backward. An estimate, for `auto` alone."""
+    with torch.device("meta"):
+        model = Transformer(config.model)
+    parameters = sum(p.numel() for p in model.parameters()) // dims.tp
+    largest_group = max(sum(p.numel() for p in block.parameters()) for block in model.blocks) // dims.tp
+    compute = _PRECISION_BYTES.get(config.precision, 2)
+    moments = {"adamw": 2, "sgd": 0}[config.optimizer.name]
+    state = parameters // dims.dp_shard * 4 * (2 + moments)  # with gradients
+    on_device = state if config.offload == "none" else 0
+    communication = largest_group * (compute + 4)  # gradients of a group, and the input of their reduction
+    return on_device + parameters * compute + communication + _activation_bytes(config, dims, compute)
+
+
+def _activation_bytes(config: TrainerConfig, dims: ParallelDims, compute: int) -> int:
+    """What backward needs of each token: inputs of norms and products, and logits in fp32 with their gradient."""
+    model = config.model
+    tokens = config.data.global_batch_size // (dims.dp * config.accumulation) * config.data.seq_len
+    key_value = model.n_kv_heads * model.head_dim
+    whole = 8 * model.dim + 4 * key_value + 4 * model.ffn_dim
+    layer = {"none": whole, "selective": whole // 2, "full": model.dim}[config.activation_checkpointing]
+    logits = model.vocab_size * (compute + 8)
+    return tokens * (model.n_layers * layer * compute + logits) // dims.tp
