@@ -47,7 +47,7 @@ def parallelize_block(
     """One block, on the meta device or with its weights, which are then sharded."""
     block = model.blocks[index]
     if "tp" in (mesh.mesh_dim_names or ()):
-        apply_tp_to_block(block, mesh["tp"], norms=_norm_style(config), sequence_parallel=config.sequence_parallel)
+        apply_tp_to_block(block, mesh["tp"], norms=norm_style(config), sequence_parallel=config.sequence_parallel)
     if config.activation_checkpointing != "none":
         apply_ac(block, mode=config.activation_checkpointing)
     if config.compile != "none":
@@ -61,7 +61,7 @@ def parallelize_ends(model: Transformer, mesh: DeviceMesh, config: TrainerConfig
         apply_tp_to_ends(
             model,
             mesh["tp"],
-            norms=_norm_style(config),
+            norms=norm_style(config),
             sequence_parallel=config.sequence_parallel,
             loss_parallel=config.loss_parallel,
         )
@@ -136,7 +136,7 @@ def _between_regions(*, sequence_parallel: bool) -> Placement:
     return Shard(1) if sequence_parallel else Replicate()
 
 
-def _norm_style(config: TrainerConfig) -> ParallelStyle | None:
+def norm_style(config: TrainerConfig) -> ParallelStyle | None:
     """None leaves norms out of tensor parallelism."""
     if config.sequence_parallel:
         return SequenceParallel()

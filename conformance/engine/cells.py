@@ -81,8 +81,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     master weights, the others bf16."""
     reshard: Literal["always", "never", "default", "except-last", "k2", "table", "auto"] = "default"
     """Whether parameters are resharded after forward. `default`: in all groups but norm and output; `except-last`: nor
-    in the last block; `k2`: to two ranks; `table`: group by group, as regular expressions say; `auto`: as memory allows.
-    """
+    in the last block; `k2`: to two ranks; `table`: group by group, by regular expressions; `auto`: as memory allows."""
     init: Literal["meta", "full", "layerwise", "checkpoint"] = "meta"
     """How the sharded model gets its first weights."""
     weights: Literal["safetensors", "hf", "dcp", "rank0"] = "safetensors"

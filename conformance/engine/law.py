@@ -11,6 +11,8 @@ from conformance.engine.record import Record
 Substrate = Literal["simulated", "gloo", "nccl-shared", "nccl"]
 REAL: tuple[Substrate, ...] = ("gloo", "nccl-shared", "nccl")
 """Substrates with real processes and real collectives."""
+SIMULATED: tuple[Substrate, ...] = ("simulated",)
+"""One process and torch's fake process group: worlds of any size."""
 
 
 class Run(Protocol):
@@ -26,9 +28,10 @@ class Probe(Protocol):
 
 
 class Measure(Protocol):
-    """The fixture `measure`: what a task, `MODULE:FUNCTION` of the engine, measures on each rank of a cell's world."""
+    """The fixture `measure`: what a task, `MODULE:FUNCTION` of the engine, measures on each rank of a cell's world; or
+    in one process, `alone`, which may simulate that world."""
 
-    def __call__(self, task: str, cell: Cell) -> list[dict[str, Any]]: ...
+    def __call__(self, task: str, cell: Cell, *, alone: bool = False) -> list[Any]: ...
 
 
 _ATTRIBUTE = "conformance_law"

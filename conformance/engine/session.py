@@ -216,13 +216,13 @@ class Session:
 
     def _require_supported(self, case: CaseState) -> None:
         law, cell = case.law, case.cell
-        if SUBSTRATE not in law.substrates:
+        if "simulated" not in law.substrates and SUBSTRATE not in law.substrates:
             raise Unsupported(f"needs substrate {' or '.join(law.substrates)}, this session runs {SUBSTRATE}")
         if _version(self.store.torch_version) < _version(law.since):
             raise Unsupported(f"{law.id} holds from torch {law.since} on, this is {self.store.torch_version}")
         if cell.pin_memory and DEVICE == "cpu":
             raise Unsupported(f"needs an accelerator for which memory is pinned, this session runs on {DEVICE} with 0")
-        if cell.world_size > MAX_WORLD_SIZE:
+        if "simulated" not in law.substrates and cell.world_size > MAX_WORLD_SIZE:
             raise Unsupported(f"needs {cell.world_size} ranks, {SUBSTRATE} runs at most {MAX_WORLD_SIZE} here")
 
     def _result(self, item: pytest.Item, case: CaseState) -> CaseResult:
@@ -231,7 +231,7 @@ class Session:
             law=case.law.id,
             must=case.law.must,
             cell=case.cell.id,
-            substrate=SUBSTRATE,
+            substrate="simulated" if "simulated" in case.law.substrates else SUBSTRATE,
             verdict=case.verdict.value,
             reason=case.reason,
             duration_s=round(case.duration_s, 4),
@@ -258,7 +258,7 @@ class Session:
         return self.store.probe
 
     @pytest.fixture
-    def measure(self) -> Callable[[str, Cell], list[dict[str, Any]]]:
+    def measure(self) -> Callable[..., list[Any]]:
         """`measure(task, cell)`: what a task measures on each rank of a cell's world."""
         return self.store.measure
 

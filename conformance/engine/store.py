@@ -49,6 +49,7 @@ class RecordStore:
     pools: Pools = field(default_factory=Pools)
     clock: Clock = field(default_factory=Clock)
     _loaded: dict[str, Record] = field(default_factory=dict)
+    _measured: dict[tuple[str, str, bool], list[Any]] = field(default_factory=dict)
 
     def run(self, cell: Cell, *, repeat: int = 0) -> Record:
         """The record of a cell, from this session's store or from a run now; `repeat` asks for a further run of it.
@@ -80,15 +81,28 @@ class RecordStore:
         except RunFailed as failed:
             raise CellFailed(to_failure(failed)) from None
 
-    def measure(self, task: str, cell: Cell) -> list[dict[str, Any]]:
-        """What a task, such as `rank_probes:probe`, measures on each rank of a cell's world. Raises CellFailed."""
+    def measure(self, task: str, cell: Cell, *, alone: bool = False) -> list[Any]:
+        """What a task, such as `rank_probes:probe`, measures on each rank of a cell's world, or in one process `alone`.
+
+        Measured at most once in this process. Raises CellFailed.
+        """
+        key = task, cell.id, alone
+        if key not in self._measured:
+            self._measured[key] = self._measure(task, cell, alone=alone)
+        return self._measured[key]
+
+    def _measure(self, task: str, cell: Cell, *, alone: bool) -> list[Any]:
+        world_size, kind = (1, f"{self._kind(cell)} alone") if alone else (cell.world_size, self._kind(cell))
+        start_s = time.monotonic()
         with tempfile.TemporaryDirectory() as directory:
             payload = task_payload(cell, Path(directory), defect=self.defect)
-            measuring = Task(f"conformance.engine.{task}", payload, kind=self._kind(cell))
+            measuring = Task(f"conformance.engine.{task}", payload, kind=kind)
             try:
-                return self.pools.run(measuring, world_size=cell.world_size, deadline_s=self._left_s())
+                return self.pools.run(measuring, world_size=world_size, deadline_s=self._left_s())
             except RunFailed as failed:
                 raise CellFailed(to_failure(failed)) from None
+            finally:
+                self.clock.run_s += time.monotonic() - start_s
 
     def _left_s(self) -> float:
         """What earlier runs of the same case have left of its deadline. Raises CellFailed if that is nothing."""
@@ -161,11 +175,12 @@ class RecordStore:
 
 
 def task_payload(cell: Cell, directory: Path, *, defect: str | None) -> dict[str, Any]:
-    """What the tasks of `rank_tasks` and `rank_probes` are given."""
+    """What the tasks of `rank_tasks`, `rank_probes` and their like are given."""
     from conformance.engine.workload import trainer_config  # imports torch, which is not needed to find records
 
     return {
         "config": msgspec.to_builtins(trainer_config(cell)),
+        "world_size": cell.world_size,
         "weights": cell.weights,
         "steps_before_save": cell.steps_before_save,
         "saving": cell.saving,

@@ -60,10 +60,12 @@ def trainer_config(cell: Cell) -> TrainerConfig:
     require(
         cell.saved_on != "none" or cell.saving == "blocking", f"cell {cell.id}: saving {cell.saving} needs saved_on"
     )
+    data = _INTEGER_DATA if cell.model == "integer" else _DATA
+    micro_batches = mesh.dp_replicate * mesh.dp_shard * cell.accumulation
     return TrainerConfig(
         model=replace(_MODELS[cell.model], tied_embeddings=cell.tied_embeddings, dropout=cell.dropout),
         mesh=MeshConfig(dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, tp=mesh.tp),
-        data=_INTEGER_DATA if cell.model == "integer" else _DATA,
+        data=replace(data, global_batch_size=max(data.global_batch_size, micro_batches)),
         optimizer=_optimizer(cell),
         precision=cell.precision,
         reshard=_RESHARD.get(cell.reshard, cell.reshard),  # type: ignore[arg-type]

@@ -1,22 +1,55 @@
 """Memory ledger: every allocation and release of torch's allocators, as the profiler reports them.
 
 Public throughout: `torch.profiler` with `profile_memory`, exported as a trace, whose `[memory]` events hold address,
-bytes and device. What is not torch's own is not seen: NumPy's arrays, gloo's buffers.
+bytes and device, in the order in which they happened, of all threads that work for this one. What is not torch's own is
+not seen: NumPy's arrays, gloo's buffers.
+
+What a process group allocates while it communicates (copies of inputs and outputs) is kept apart. It is allocated
+inside of an operator of c10d, or by another thread, and often released by such a thread out of the profiler's sight.
 """
 
 import gc
 import json
 import tempfile
+import threading
+from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch.profiler import ProfilerActivity, profile
+import msgspec
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from reference_trainer.observer import Observer, Phase
 
 _CPU = 0
 """`Device Type` of an event, as `c10::DeviceType` numbers them."""
+_MARK = "memory mark: "
+_C10D = "c10d::"
+
+
+class Segment(msgspec.Struct):
+    """What was held between two marks, of what was allocated since the ledger was opened."""
+
+    mark: str
+    """Which began it."""
+    start_bytes: int
+    peak_bytes: int
+    end_bytes: int
+
+
+class BackendUse(msgspec.Struct):
+    """What a process group allocated for one operator of c10d."""
+
+    operator: str
+    peak_bytes: int
+    """The most that it held at once, by what was seen of its releases."""
+
+
+Report = tuple[int, int] | tuple[int, int, str] | str
+"""Address and change in bytes of an allocation or release; the same for an operator of c10d; or a mark."""
 
 
 @dataclass
@@ -27,26 +60,106 @@ class MemoryLedger:
     """The most that was held at once."""
     kept_bytes: int = 0
     """What was still held when the ledger was closed."""
+    segments: list[Segment] = field(default_factory=list)
+    """From each mark to the next; the first begins with the ledger, without a name."""
+    backend: list[BackendUse] = field(default_factory=list)
+    """In the order of the operators; those that allocate nothing are left out."""
 
-    def add_up(self, reports: Iterable[tuple[int, int]], *, mapped_bytes: Collection[int]) -> None:
-        """Address and change in bytes of each allocation and release, in the order in which they happened.
+    def add_up(self, reports: Iterable[Report], *, mapped_bytes: Collection[int]) -> None:
+        """What happened, in its order.
 
         torch reports a file that it maps as an allocation of its size, but its pages are the page cache's: what is as
         large as one of `mapped_bytes` is left out.
         """
-        live: dict[int, int] = {}
-        for address, change in reports:
+        live = _Blocks()
+        backend = _Backend(self.backend)
+        segment = Segment("", 0, 0, 0)
+        self.segments = [segment]
+        for report in reports:
+            match report:
+                case str():
+                    segment = Segment(report, self.kept_bytes, self.kept_bytes, self.kept_bytes)
+                    self.segments.append(segment)
+                    continue
+                case (address, change, operator):
+                    backend.add(address, change, operator)
+                    self.kept_bytes -= live.remove(address) if change < 0 else live.overlapped(address, change)
+                    continue
+                case (address, change):
+                    pass
             if change > 0 and change not in mapped_bytes:
-                live[address] = change
-                self.kept_bytes += change
-                self.peak_bytes = max(self.peak_bytes, self.kept_bytes)
+                self.kept_bytes += change - live.add(address, change)
             elif change < 0:
-                self.kept_bytes -= live.pop(address, 0)
+                self.kept_bytes -= live.remove(address)
+            segment.peak_bytes = max(segment.peak_bytes, self.kept_bytes)
+            segment.end_bytes = self.kept_bytes
+        self.peak_bytes = max(segment.peak_bytes for segment in self.segments)
+
+
+class _Blocks:
+    """Blocks of memory that are held. What lies under a new block has been released, by a thread that is not seen."""
+
+    def __init__(self) -> None:
+        self._addresses: list[int] = []
+        self._sizes: dict[int, int] = {}
+
+    def add(self, address: int, size: int) -> int:
+        """Returns the bytes that must have been released before."""
+        released = self.overlapped(address, size)
+        insort(self._addresses, address)
+        self._sizes[address] = size
+        return released
+
+    def remove(self, address: int) -> int:
+        """Returns the size of the block; 0 if it is none of these."""
+        if address not in self._sizes:
+            return 0
+        del self._addresses[bisect_left(self._addresses, address)]
+        return self._sizes.pop(address)
+
+    def overlapped(self, address: int, size: int) -> int:
+        """Remove all blocks that overlap; returns their size."""
+        first = bisect_left(self._addresses, address)
+        while first and self._addresses[first - 1] + self._sizes[self._addresses[first - 1]] > address:
+            first -= 1
+        last = bisect_left(self._addresses, address + size)
+        return sum(self.remove(found) for found in self._addresses[first:last])
+
+
+class _Backend:
+    """Accounts of each operator: what earlier ones have not been seen to release is not counted again."""
+
+    def __init__(self, uses: list[BackendUse]) -> None:
+        self._uses, self._operator = uses, ""
+        self._live: dict[int, int] = {}
+
+    def add(self, address: int, change: int, operator: str) -> None:
+        if operator != self._operator:
+            self._operator, self._live = operator, {}
+            self._uses.append(BackendUse(operator.partition("#")[0], 0))
+        if change > 0:
+            self._live[address] = change
+        else:
+            self._live.pop(address, None)
+        self._uses[-1].peak_bytes = max(self._uses[-1].peak_bytes, sum(self._live.values()))
+
+
+def mark(name: str) -> None:
+    """A new segment begins."""
+    with record_function(_MARK + name):
+        pass
+
+
+class PhaseMarks(Observer):
+    """Begins a segment with each phase of training, under its name."""
+
+    def phase(self, name: Phase, *, step: int) -> None:
+        mark(name)
 
 
 @contextmanager
 def memory_ledger(*, mapped_bytes: Collection[int] = ()) -> Iterator[MemoryLedger]:
-    """Listens to this thread's allocations on the CPU; the figures are there when the context has ended.
+    """Listens to allocations on the CPU; the figures are there when the context has ended.
 
     Raises RuntimeError if torch reports none at all.
     """
@@ -54,17 +167,39 @@ def memory_ledger(*, mapped_bytes: Collection[int] = ()) -> Iterator[MemoryLedge
     gc.collect()  # so that garbage in cycles is not released into the ledger
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         yield ledger
-    reports = [event for event in _trace(profiler) if event["args"]["Device Type"] == _CPU]
-    if not reports:
+    events = sorted(_trace(profiler), key=lambda event: event["ts"])
+    if not any(event["name"] == "[memory]" for event in events):
         raise RuntimeError("the profiler has reported no allocation: this torch cannot be asked for its memory")
-    in_order = sorted(reports, key=lambda event: event["ts"])
-    ledger.add_up(((event["args"]["Addr"], event["args"]["Bytes"]) for event in in_order), mapped_bytes=mapped_bytes)
+    ledger.add_up(_reports(events, thread=threading.get_native_id()), mapped_bytes=mapped_bytes)
+
+
+def _reports(events: list[dict[str, Any]], *, thread: int) -> Iterator[Report]:
+    """What is of another thread, or inside of an operator of c10d, belongs to the last of these."""
+    operator, until = "", 0.0
+    for number, event in enumerate(events):
+        name = str(event["name"])
+        if name == "[memory]":
+            address, change = event["args"]["Addr"], event["args"]["Bytes"]
+            own = event["tid"] == thread and event["ts"] > until
+            yield (address, change) if own else (address, change, operator)
+        elif name.startswith(_MARK):
+            yield name.removeprefix(_MARK)
+        else:
+            operator, until = f"{name}#{number}", event["ts"] + event["dur"]
 
 
 def _trace(profiler: Any) -> list[dict[str, Any]]:
-    """The events of allocators."""
+    """The events of the CPU's allocator, operators of c10d, and marks."""
     with tempfile.TemporaryDirectory() as directory:
         trace = Path(directory, "trace.json")
         profiler.export_chrome_trace(str(trace))
         events = json.loads(trace.read_bytes())["traceEvents"]
-    return [event for event in events if event.get("name") == "[memory]"]
+    return [event for event in events if _is_span(event) or _is_report(event)]
+
+
+def _is_span(event: dict[str, Any]) -> bool:
+    return event.get("ph") == "X" and str(event.get("name", "")).startswith((_MARK, _C10D))
+
+
+def _is_report(event: dict[str, Any]) -> bool:
+    return event.get("name") == "[memory]" and event["args"]["Device Type"] == _CPU

@@ -1,0 +1,24 @@
+"""A world of any size in one process: torch's fake process group, whose collectives do nothing.
+
+What such a run proves is what does not depend on the numbers: which collectives there are, and what is allocated.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+
+@contextmanager
+def simulated_world(size: int) -> Iterator[None]:
+    """This process is rank 0 of a world of this size. Raises RuntimeError for a torch without the fake backend."""
+    try:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+    except ImportError as error:
+        raise RuntimeError(f"torch {torch.__version__} has no fake process group: {error}") from None
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,191 @@
+"""MEM: what is held in each phase is what the cell needs, no more and no less."""
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+
+from conformance.engine import compare
+from conformance.engine.cells import Cell
+from conformance.engine.law import REAL, SIMULATED, Measure, law
+from conformance.engine.outcomes import ConformanceFailure
+from conformance.engine.workload import trainer_config
+from conformance.oracles.memory_model import Segment, Usage, group_bytes, predict, state_bytes
+from conformance.oracles.schedule import kept_after_forward
+from conformance.oracles.tp_schedule import local_shapes
+from reference_trainer.config import TrainerConfig
+from reference_trainer.mesh import ParallelDims, resolve_mesh
+
+RESHARD_AFTER_FORWARD = (
+    "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html#torch.distributed.fsdp.fully_shard"
+)
+PROFILER = "https://docs.pytorch.org/docs/stable/profiler.html#torch.profiler.profile"
+
+_PHASES = ("forward", "backward", "clip", "optimizer")
+_SCALARS_BYTES = 128
+"""Losses, numbers of tokens and the like: each a tensor of a few bytes."""
+_COPIES_OF_A_ROW = 16
+"""Of the vocabulary, where ranks have unequal parts of it: in embedding and output, unsharded, gathered, as gradients."""
+
+
+@law("MEM-1", reference=RESHARD_AFTER_FORWARD, since="2.9", substrates=SIMULATED)
+def test_memory_of_a_simulated_world_is_that_of_the_model(measure: Measure, cell: Cell) -> None:
+    """The most that a rank holds in each phase, and what is left after forward and after the step, MUST be what the
+    cell's groups, activations, gradients and optimizer need: between bounds at most 2 % apart.
+
+    Wrong if a group is not resharded, a buffer is kept too long, gathered too early or never freed.
+    """
+    (measured,) = measure("rank_memory:step_in_simulation", cell, alone=True)
+    _compare_phases(_phases(measured), _bounds(measure, cell, tp_rank=0), where="rank 0", ratio=1.02)
+
+
+@law("MEM-2", reference=PROFILER, since="2.9", substrates=REAL)
+def test_backends_allocate_what_they_are_known_to(measure: Measure, cell: Cell) -> None:
+    """What gloo allocates for itself MUST be a copy of the whole buffer of an all-gather or a reduce-scatter.
+
+    It is a term of its own, and not part of what MEM-3 judges.
+    """
+    config, dims, shapes = _parts(cell, tp_rank=0)
+    largest = max(group_bytes(config, dims, shapes).values())
+    found = {
+        kind: max(u["peak_bytes"] for m in _on_ranks(measure, cell) for u in m["backend"] if u["operator"] == kind)
+        for kind in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_")
+    }
+    gathered, reduced = found.values()
+    compare.between(gathered, largest, largest + _SCALARS_BYTES, name="copy", detail="an all-gather", unit="bytes")
+    reduce = largest // _itemsize(config, "compute") * _itemsize(config, "reduce")
+    compare.between(reduced, reduce, reduce + _SCALARS_BYTES, name="copy", detail="a reduce-scatter", unit="bytes")
+
+
+@law("MEM-3", reference=RESHARD_AFTER_FORWARD, since="2.9", substrates=REAL)
+def test_memory_on_every_rank_is_that_of_the_model(measure: Measure, cell: Cell) -> None:
+    """On each rank of a real world the most that is held in each phase MUST be what the cell needs: between bounds at
+    most 10 % apart.
+
+    Above what the model says only what the backend's threads have not released yet: one buffer of the largest group.
+    """
+    for rank, measured in enumerate(_on_ranks(measure, cell)):
+        _compare_phases(_phases(measured), _bounds(measure, cell, in_flight=True), where=f"rank {rank}", ratio=1.10)
+
+
+@law("MEM-4", reference=RESHARD_AFTER_FORWARD, since="2.9", substrates=SIMULATED)
+def test_what_stays_after_forward_is_what_the_mode_keeps(measure: Measure, cell: Cell) -> None:
+    """Between forward and backward a reshard mode MUST keep, above `always`, the unsharded parameters of the groups
+    that it does not reshard (to k ranks: 1/k of each), and nothing else; `never` keeps all of them.
+    """
+    config, dims, shapes = _parts(cell, tp_rank=0)
+    always = cell.but(reshard="always")
+    found, least = (_after_forward(measure, one) for one in (cell, always))
+    sizes = group_bytes(config, dims, shapes)
+    if config.reshard == 2:
+        expected = sum(size // 2 for size in sizes.values())
+    else:
+        expected = sum(size for group, size in sizes.items() if kept_after_forward(group, config))
+    detail = f"{found} bytes are held after forward, {least} by always"
+    compare.count(found - least, name="kept after forward", expected=expected, detail=detail, unit="bytes")
+
+
+@law("MEM-6", reference=RESHARD_AFTER_FORWARD, substrates=SIMULATED)
+def test_memory_does_not_grow(measure: Measure, cell: Cell) -> None:
+    """A step MUST leave nothing behind, and the 50th step MUST need what the second does, in every phase."""
+    (measured,) = measure("rank_memory:growth_in_simulation", cell, alone=True)
+    first, last = (_phases(measured[name]) for name in ("first", "last"))
+    for name, phases in (("second", first), ("50th", last)):
+        left = phases["idle"].end_bytes
+        compare.count(left, name=f"left by the {name} step", expected=0, detail="after zero_grad", unit="bytes")
+    grown = {phase: last[phase].peak_bytes - first[phase].peak_bytes for phase in _PHASES}
+    compare.count(max(grown.values()), name="growth of a peak", expected=0, detail=str(grown), unit="bytes in 48 steps")
+
+
+@law("MEM-7", reference=RESHARD_AFTER_FORWARD, substrates=SIMULATED)
+def test_modes_are_in_order(measure: Measure, cell: Cell) -> None:
+    """The peak of a step MUST NOT be lower if more is kept: never >= except-last >= default >= always."""
+    modes = ("always", "default", "except-last", "never")
+    peaks = {mode: _peak(measure, cell.but(reshard=mode)) for mode in modes}
+    wrong = [f"{a} {peaks[a]} is above {b} {peaks[b]}" for a, b in pairwise(modes) if peaks[a] > peaks[b]]
+    compare.count(len(wrong), name="modes out of order", expected=0, detail="; ".join(wrong), unit="pairs")
+    if peaks["never"] == peaks["always"]:
+        raise ConformanceFailure(f"never and always have the same peak: {peaks}")
+
+
+def _peak(measure: Measure, cell: Cell) -> int:
+    (measured,) = measure("rank_memory:step_in_simulation", cell, alone=True)
+    return max(usage.peak_bytes for usage in _phases(measured).values())
+
+
+def _after_forward(measure: Measure, cell: Cell) -> int:
+    (measured,) = measure("rank_memory:step_in_simulation", cell, alone=True)
+    return _phases(measured)["forward"].end_bytes
+
+
+def _on_ranks(measure: Measure, cell: Cell) -> list[dict[str, Any]]:
+    return measure("rank_memory:step_on_ranks", cell)
+
+
+def _parts(cell: Cell, *, tp_rank: int) -> tuple[TrainerConfig, ParallelDims, dict[str, tuple[int, ...]]]:
+    config = trainer_config(cell)
+    dims = resolve_mesh(config.mesh, world_size=cell.world_size)
+    return config, dims, local_shapes(config.model, tp=dims.tp, tp_rank=tp_rank)
+
+
+def _itemsize(config: TrainerConfig, what: str) -> int:
+    return 4 if config.precision == "fp32" or (what == "reduce" and config.precision != "bf16-reduce") else 2
+
+
+class Bounds(msgspec.Struct, frozen=True):
+    """Of one figure."""
+
+    lower: int
+    upper: int
+
+
+def _bounds(
+    measure: Measure, cell: Cell, *, tp_rank: int = 0, in_flight: bool = False
+) -> dict[tuple[str, str], Bounds]:
+    """By phase and `peak` or `rest`, with the state that is there in all phases."""
+    config, dims, shapes = _parts(cell, tp_rank=tp_rank)
+    (profile,) = measure("rank_memory:without_fsdp", cell, alone=True)
+    predicted = predict(config, dims, shapes, msgspec.convert(profile, list[Segment]))
+    state, largest = state_bytes(config, dims, shapes), max(group_bytes(config, dims, shapes).values())
+    # Gradients that wait unreduced are added to in place, parameter by parameter: a group's may not be there twice.
+    in_place = config.gradient_sync == "last" and config.precision == "fp32" and config.accumulation > 1
+    less = largest if in_place else 0
+    less += _COPIES_OF_A_ROW * config.model.dim * 4 if in_flight and config.model.vocab_size % dims.tp else 0
+    more = _SCALARS_BYTES
+    more += largest // _itemsize(config, "compute") * 4 if in_flight else 0
+
+    def around(value: int) -> Bounds:
+        return Bounds(state + value - less, state + value + more)
+
+    found = {(phase, "peak"): around(predicted[phase].peak_bytes) for phase in _PHASES}
+    return (
+        found
+        | {(phase, "rest"): around(predicted[phase].end_bytes) for phase in ("forward", "idle")}
+        | {("state", "rest"): Bounds(state, state)}
+    )
+
+
+def _compare_phases(
+    measured: Mapping[str, Usage], bounds: Mapping[tuple[str, str], Bounds], *, where: str, ratio: float
+) -> None:
+    state = bounds["state", "rest"].lower
+    for (phase, kind), bound in bounds.items():
+        if phase == "state":
+            continue
+        assert bound.upper <= ratio * bound.lower, f"bounds of {phase} are too far apart to prove anything: {bound}"
+        usage = measured[phase]
+        value = state + (usage.peak_bytes if kind == "peak" else usage.end_bytes)
+        compare.between(
+            value, bound.lower, bound.upper, name=f"{kind} of {phase}", detail=where, unit="bytes with the state"
+        )
+
+
+def _phases(measured: Mapping[str, Any]) -> dict[str, Usage]:
+    """Over all micro-batches: the largest peak, and what the last of them left."""
+    phases: dict[str, Usage] = {}
+    for segment in msgspec.convert(measured["segments"], list[Segment]):
+        usage = phases.setdefault(segment.mark, Usage())
+        usage.peak_bytes = max(usage.peak_bytes, segment.peak_bytes)
+        usage.end_bytes = segment.end_bytes
+    return phases
