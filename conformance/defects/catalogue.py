@@ -35,6 +35,7 @@ def defects() -> tuple[Defect, ...]:
         initialisation_faults,
         layout_faults,
         loss_faults,
+        memory_faults,
         offload_faults,
         optimizer_faults,
         precision_faults,
@@ -60,4 +61,5 @@ def defects() -> tuple[Defect, ...]:
         *repetition_faults.DEFECTS,
         *traffic_faults.DEFECTS,
         *checkpoint_faults.DEFECTS,
+        *memory_faults.DEFECTS,
     )

@@ -9,6 +9,7 @@ _TP, _TP_REPLICATED = "id = tp2-fp32-default-meta-lp", "id = tp2-fp32-default-me
 _SCALE = "id in ({0}-fp32-default-meta-sgd, {0}-fp32-default-meta-integer-sgd-noclip-steps1)"
 _RESUMED = "id = dp2-fp32-default-meta-from.same-steps4"
 _CLIPPED, _LARGEST = "id = {}-fp32-default-meta-clip0.1", "id = dp2-fp32-default-meta-clip0.1-norminf"
+_DEEP = "id in (dp4-fp32-table-meta-deep, dp4-fp32-table-meta)"
 _OFFLOADED, _MISTAKES = "id = dp2-fp32-default-meta-clip0.1-offloadcpu", "id = dp2-fp32-default-meta-offloadcpu"
 SHOWN_BY = {
     "rope-buffer-uninit": _TIED,
@@ -103,6 +104,15 @@ SHOWN_BY = {
     "ac-unasked": "id = tp2-fp32-default-meta",
     "ac-ignored": "id in (dp1-bf16mp-default-meta-acfull, dp2-fp32-default-meta-acfull-tied)",
     "dropout-unseeded": "id = dp2-bf16mp-default-meta-drop0.1",
+    "reshard-after-backward-skipped": _DEEP,
+    "one-layer-not-resharded": _DEEP,
+    "reduce-buffers-kept": _DEEP,
+    "gather-buffers-kept": _DEEP,
+    "prefetch-of-wrong-group": _DEEP,
+    "wrap-granularity": _DEEP,
+    "grad-accum-unsharded-memory": "id in (dp4-fp32-default-meta-deep-acc2, dp4-fp32-default-meta-acc2)",
+    "memory-leak": "id = dp2-fp32-default-meta-even-sgd",
+    "gradients-not-freed": _DEEP,
     "gather-before-cast": _RECOMPUTED,
     "gather-twice": _ACCUMULATION,
     "tp-gather-repeated": _TP,

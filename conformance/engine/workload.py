@@ -31,6 +31,10 @@ _MODELS = {
     # Divides among two tensor-parallel ranks, but their parts do not divide among data-parallel ranks.
     "uneven-tp": replace(_TINY_MODEL, dim=36, n_heads=6, n_kv_heads=2, ffn_dim=50),
     "integer": replace(_TINY_MODEL, arithmetic="integer"),
+    # Of worlds up to 1024 ranks each has a part of everything.
+    "wide": replace(
+        _TINY_MODEL, vocab_size=1024, dim=1024, n_layers=4, n_heads=8, n_kv_heads=8, ffn_dim=1024, bias=False
+    ),
     "deep": replace(_TINY_MODEL, dim=64, n_layers=8, ffn_dim=256),
 }
 _DATA = DataConfig(seq_len=16, global_batch_size=16, min_valid_fraction=0.25)

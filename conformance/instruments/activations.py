@@ -41,7 +41,7 @@ class _Entry:
             return inputs
         # A view, whose hook runs before those of the tensor: that is the output of the group before.
         own = first.view_as(first)
-        own.register_hook(lambda _grad: _release(self._name, self._modules))  # type: ignore[no-untyped-call]
+        own.register_hook(lambda _grad: _release(self._name, self._modules))
         return own, *others
 
 
@@ -51,7 +51,7 @@ class _Exit:
 
     def __call__(self, _module: nn.Module, _inputs: tuple[Any, ...], output: Tensor) -> None:
         mark(f"after-forward {self._name}")
-        output.register_hook(lambda _grad: mark(f"backward {self._name}"))
+        output.register_hook(lambda _grad: mark(f"backward {self._name}"))  # type: ignore[no-untyped-call]
 
 
 def _release(name: str, modules: Sequence[nn.Module]) -> None:

@@ -1,5 +1,6 @@
 """MEM: what is held in each phase is what the cell needs, no more and no less."""
 
+import math
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
@@ -26,7 +27,7 @@ _PHASES = ("forward", "backward", "clip", "optimizer")
 _SCALARS_BYTES = 128
 """Losses, numbers of tokens and the like: each a tensor of a few bytes."""
 _COPIES_OF_A_ROW = 16
-"""Of the vocabulary, where ranks have unequal parts of it: in embedding and output, unsharded, gathered, as gradients."""
+"""Of the vocabulary, where ranks have unequal parts of it: in embedding and output, unsharded, gathered, reduced."""
 
 
 @law("MEM-1", reference=RESHARD_AFTER_FORWARD, since="2.9", substrates=SIMULATED)
@@ -142,38 +143,40 @@ class Bounds(msgspec.Struct, frozen=True):
 
 def _bounds(
     measure: Measure, cell: Cell, *, tp_rank: int = 0, in_flight: bool = False
-) -> dict[tuple[str, str], Bounds]:
-    """By phase and `peak` or `rest`, with the state that is there in all phases."""
+) -> tuple[int, dict[tuple[str, str], Bounds]]:
+    """Bytes that are there in all phases; and with them, bounds by phase and `peak` or `rest`."""
     config, dims, shapes = _parts(cell, tp_rank=tp_rank)
     (profile,) = measure("rank_memory:without_fsdp", cell, alone=True)
     predicted = predict(config, dims, shapes, msgspec.convert(profile, list[Segment]))
     state, largest = state_bytes(config, dims, shapes), max(group_bytes(config, dims, shapes).values())
-    # Gradients that wait unreduced are added to in place, parameter by parameter: a group's may not be there twice.
-    in_place = config.gradient_sync == "last" and config.precision == "fp32" and config.accumulation > 1
-    less = largest if in_place else 0
-    less += _COPIES_OF_A_ROW * config.model.dim * 4 if in_flight and config.model.vocab_size % dims.tp else 0
-    more = _SCALARS_BYTES
-    more += largest // _itemsize(config, "compute") * 4 if in_flight else 0
+    # What the backend's threads may hold on to: a buffer of the largest group; after backward, of what came last.
+    samples = config.data.global_batch_size // (dims.dp * config.accumulation)
+    activation = samples * config.data.seq_len * config.model.dim
+    during = largest // _itemsize(config, "compute") * 4 if in_flight else 0
+    after = 4 * (math.prod(shapes["tok_embeddings.weight"]) + activation) if in_flight else 0
+    less = _COPIES_OF_A_ROW * config.model.dim * 4 if in_flight and config.model.vocab_size % dims.tp else 0
 
-    def around(value: int) -> Bounds:
-        return Bounds(state + value - less, state + value + more)
+    def around(phase: str, value: int) -> Bounds:
+        held = during if phase in ("forward", "backward") else after
+        return Bounds(state + value - less, state + value + _SCALARS_BYTES + held)
 
-    found = {(phase, "peak"): around(predicted[phase].peak_bytes) for phase in _PHASES}
-    return (
-        found
-        | {(phase, "rest"): around(predicted[phase].end_bytes) for phase in ("forward", "idle")}
-        | {("state", "rest"): Bounds(state, state)}
-    )
+    peaks = {(phase, "peak"): around(phase, predicted[phase].peak_bytes) for phase in _PHASES}
+    rests = {(phase, "rest"): around(phase, predicted[phase].end_bytes) for phase in ("forward", "idle")}
+    return state, peaks | rests
 
 
 def _compare_phases(
-    measured: Mapping[str, Usage], bounds: Mapping[tuple[str, str], Bounds], *, where: str, ratio: float
+    measured: Mapping[str, Usage],
+    expected: tuple[int, Mapping[tuple[str, str], Bounds]],
+    *,
+    where: str,
+    ratio: float,
 ) -> None:
-    state = bounds["state", "rest"].lower
+    """Raises ValueError for bounds that are so far apart that they prove little."""
+    state, bounds = expected
     for (phase, kind), bound in bounds.items():
-        if phase == "state":
-            continue
-        assert bound.upper <= ratio * bound.lower, f"bounds of {phase} are too far apart to prove anything: {bound}"
+        if bound.upper > ratio * bound.lower:
+            raise ValueError(f"bounds of {phase} are over a factor of {ratio} apart: {bound}; use a larger model")
         usage = measured[phase]
         value = state + (usage.peak_bytes if kind == "peak" else usage.end_bytes)
         compare.between(

@@ -182,6 +182,9 @@ def _model(record: Record, neighbour: Record) -> None:
         case "integer":
             whole, usually = (_whole_numbers(one) for one in (record, neighbour))
             _expect(whole and not usually, f"all gradients are whole numbers: {whole}, of tiny {usually}")
+        case "wide":
+            wide, of_tiny = (one.ranks[0].parameters["norm.weight"].shape[0] for one in (record, neighbour))
+            _expect(wide >= 1024 > of_tiny, f"width {wide}, tiny has {of_tiny}")
         case "deep":
             layers, of_tiny = (_layers(one) for one in (record, neighbour))
             _expect(layers > of_tiny, f"{layers} layers, tiny has {of_tiny}")

@@ -30,9 +30,6 @@ from conformance.oracles.schedule import communicates, group_of, ranks_after_for
 from reference_trainer.config import TrainerConfig
 from reference_trainer.mesh import ParallelDims
 
-_SCALARS_OF_A_NORM_BYTES = 20
-"""For each parameter: its norm, that in a stack, and what the stack becomes in its reduction, five numbers in fp32."""
-
 
 class Segment(msgspec.Struct, frozen=True):
     """What a run without FSDP holds between two marks, see `instruments.activations`."""
@@ -178,13 +175,18 @@ class _Walk:
     def after_backward(self) -> None:
         """Clipping works in place. AdamW computes the step of one parameter in three temporaries of its size."""
         self._phase = "clip"
-        self._note(_SCALARS_OF_A_NORM_BYTES * self._parameters)
+        self._note(self._scalars_of_a_norm() * self._parameters)
         self._phase = "optimizer"
         temporaries = 3 if self._config.optimizer.name == "adamw" else 0
         self._note(temporaries * self._largest_shard * self._master)
         self._free_all([name for name in self._held if name.startswith("G ")])
         self._phase = "idle"
         self._note()
+
+    def _scalars_of_a_norm(self) -> int:
+        """Bytes for each parameter: its norm, that in a stack, and what becomes of the stack over the mesh."""
+        reductions = (self._dims.dp_shard > 1) + (self._dims.tp > 1)
+        return 4 * (2 + (2 + reductions if reductions else 0))
 
     # Moments of a group
 
