@@ -1,9 +1,10 @@
-"""What the suite would judge, without running it: `python -m conformance list`, `python -m conformance show ID`."""
+"""What needs no run: `python -m conformance list`, `python -m conformance show ID`, `python -m conformance predict`."""
 
 import argparse
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from conformance.describe import PROJECT, list_cases, list_cells, show
 from conformance.engine.matrix import load_matrix
@@ -29,11 +30,24 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _answer(options: argparse.Namespace) -> str:
+    if options.command == "predict":
+        return _prediction(options)
     matrix = load_matrix(options.matrix)
     if options.command == "show":
         return show(matrix, options.id)
     only = parse(options.cells) if options.cells else None
     return (list_cases if options.cases else list_cells)(matrix, options.profile, only=only)
+
+
+def _prediction(options: argparse.Namespace) -> str:
+    # Imported only now: this needs torch, which takes seconds to load.
+    from conformance.prediction import Request, as_json, as_picture, as_text, prediction
+
+    request = Request(**{name: getattr(options, name) for name in Request.__struct_fields__})
+    found = prediction(request)
+    if options.picture:
+        options.picture.write_text(as_picture(request, found))
+    return as_json(found) if options.json else as_text(request, found)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -47,7 +61,25 @@ def _parser() -> argparse.ArgumentParser:
     listing.add_argument("--cases", action="store_true", help="one case id (LAW/CELL) per line instead of the table")
     showing = commands.add_parser("show", parents=[shared], help="all about one law, cell or defect")
     showing.add_argument("id", metavar="ID", help="such as PAR-1, dp2-tp2-fp32-default-meta or grads-summed")
+    _add_prediction(commands)
     return parser
+
+
+def _add_prediction(commands: Any) -> None:
+    predicting = commands.add_parser("predict", help="memory of each rank and bytes on the wire, for any size")
+    predicting.add_argument("--model", required=True, help="shapes in conformance/models: llama3-8b, ...")
+    predicting.add_argument("--mesh", required=True, help="dp8, dp64-tp8, hsdp16x8, ... up to 4096 in each dimension")
+    predicting.add_argument("--precision", default="bf16-mp", help="fp32, bf16-mp, bf16-reduce (default: %(default)s)")
+    predicting.add_argument(
+        "--reshard", default="default", help='a mode, a number of ranks, or a table: \'{"layers.*": "never"}\''
+    )
+    predicting.add_argument("--seq-len", type=int, default=8192, help="tokens of a sample (default: %(default)s)")
+    predicting.add_argument("--batch", type=int, default=1, help="samples of each rank (default: %(default)s)")
+    predicting.add_argument("--accumulation", type=int, default=1, help="micro-batches (default: %(default)s)")
+    predicting.add_argument("--offload", default="none", help="none or cpu")
+    predicting.add_argument("--activation-checkpointing", default="none", help="none, selective or full")
+    predicting.add_argument("--json", action="store_true", help="all figures as JSON, in bytes")
+    predicting.add_argument("--picture", type=Path, metavar="FILE", help="also draw the memory of each phase, as SVG")
 
 
 if __name__ == "__main__":

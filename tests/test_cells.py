@@ -162,7 +162,7 @@ def test_every_axis_has_a_tag_a_default_and_is_documented_in_order() -> None:
         ("mesh", 2, "Expected `str`, got `int`"),
         ("mesh", "tp1", "write 'dp1'"),
         ("precision", "bf16", "Invalid enum value 'bf16'; allowed: fp32, bf16-mp, bf16-init, bf16-reduce, bf16-mixed"),
-        ("reshard", True, "Expected `str`, got `bool`; allowed: always, never, default"),
+        ("reshard", True, "Expected `str`, got `bool`; allowed: always, never, default, except-last, k2, table, auto"),
         ("clip", -1, "Expected `float` >= 0.0"),
         ("clip", math.nan, "Expected `float` >= 0.0"),
         ("clip", math.inf, "Expected `float` <= "),
@@ -222,7 +222,7 @@ def test_facts() -> None:
 
 
 def test_choices() -> None:
-    assert axis_choices("reshard") == ("always", "never", "default")
+    assert axis_choices("saving") == ("blocking", "async")
     assert axis_choices("accumulation") == (1, 2, 4)
     assert axis_choices("mesh") == axis_choices("clip") == axis_choices("tp") == ()
 

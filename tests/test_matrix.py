@@ -134,8 +134,8 @@ def test_digest_is_that_of_the_content(folder: Path) -> None:
         ("tp: [2, 4]", "tp: 4", "14: matches nothing: remove or correct this exclusion - at `$.exclusions[0].when`"),
         (
             "{reshard: always, tp: [2, 4]}",
-            "{reshard: k2}",
-            "14: axis `reshard` = 'k2': Invalid enum value 'k2'; allowed",
+            "{reshard: k3}",
+            "14: axis `reshard` = 'k3': Invalid enum value 'k3'; allowed",
         ),
         ("{reshard: always, tp: [2, 4]}", "{}", "14: Expected `object` of length >= 1 - at `$.exclusions[0].when`"),
         (

@@ -15,6 +15,7 @@ MAX_LINES = 400
 PRIVATE_NAMES_ALLOWED_IN = {
     "conformance/instruments/dispatch_tap.py": "the dispatch mode has no public name",
     "conformance/instruments/collectives.py": "functional collectives name their group",
+    "conformance/engine/simulation.py": "the fake process group has no public name; an error names it if it is gone",
     "conformance/engine/preload.py": "names a module to load, and does without it where it is missing",
     "reference_trainer/__main__.py": "silences a logger, which is harmless where it does not exist",
     "conformance/defects/": "a fault is put where the real one was",

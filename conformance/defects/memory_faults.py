@@ -206,7 +206,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         id="memory-leak",
         title="each step leaves something behind",
-        source="https://github.com/pytorch/pytorch/issues/13246",
+        source="https://github.com/BatsResearch/labelmodels/issues/4",
         mechanism="losses are collected in a list",
         laws=("MEM-6",),
         inject=partial(losses, kept=True),

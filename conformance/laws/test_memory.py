@@ -6,13 +6,14 @@ from itertools import pairwise
 from typing import Any
 
 import msgspec
+import torch
 
 from conformance.engine import compare
 from conformance.engine.cells import Cell
 from conformance.engine.law import REAL, SIMULATED, Measure, law
 from conformance.engine.outcomes import ConformanceFailure
 from conformance.engine.workload import trainer_config
-from conformance.oracles.memory_model import Segment, Usage, group_bytes, predict, state_bytes
+from conformance.oracles.memory_model import Segment, Usage, group_bytes, lifetimes_of, predict, state_bytes
 from conformance.oracles.schedule import kept_after_forward
 from conformance.oracles.tp_schedule import local_shapes
 from reference_trainer.config import TrainerConfig
@@ -147,7 +148,8 @@ def _bounds(
     """Bytes that are there in all phases; and with them, bounds by phase and `peak` or `rest`."""
     config, dims, shapes = _parts(cell, tp_rank=tp_rank)
     (profile,) = measure("rank_memory:without_fsdp", cell, alone=True)
-    predicted = predict(config, dims, shapes, msgspec.convert(profile, list[Segment]))
+    lifetimes = lifetimes_of(str(torch.__version__))
+    predicted = predict(config, dims, shapes, msgspec.convert(profile, list[Segment]), lifetimes=lifetimes)
     state, largest = state_bytes(config, dims, shapes), max(group_bytes(config, dims, shapes).values())
     # What the backend's threads may hold on to: a buffer of the largest group; after backward, of what came last.
     samples = config.data.global_batch_size // (dims.dp * config.accumulation)

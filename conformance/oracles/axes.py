@@ -4,16 +4,15 @@ A neighbour is the same cell with that one axis at its default, which for the me
 from what was measured, never from the configuration: a value that the trainer ignores leaves equal records behind.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 
 import msgspec
 import torch
 
 from conformance.engine.cells import AxisValue, Cell, Mesh, axis_names
-from conformance.engine.outcomes import ConformanceFailure
 from conformance.engine.record import Record
 from conformance.engine.workload import trainer_config
+from conformance.oracles.differences import batches, collectives, expect, layer_count, operators, parts, same
 from conformance.oracles.dtype_policy import dtype_policy
 from reference_trainer.checkpoint import Manifest
 
@@ -49,25 +48,19 @@ def prove(axis: str, record: Record, neighbour: Record) -> None:
     PROOFS[axis](record, neighbour)
 
 
-def _expect(holds: bool, effect: str) -> None:
-    __tracebackhide__ = True
-    if not holds:
-        raise ConformanceFailure(effect)
-
-
 def _mesh(record: Record, neighbour: Record) -> None:
     mesh = Mesh.parse(record.cell.mesh)
     sizes = {"dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard, "tp": mesh.tp}
     for name, size in sizes.items():
         seen = {facts.mesh_coordinate.get(name, 0) for facts in record.ranks}
-        _expect(seen == set(range(size)), f"coordinates {sorted(seen)} in mesh dimension {name} of size {size}")
+        expect(seen == set(range(size)), f"coordinates {sorted(seen)} in mesh dimension {name} of size {size}")
     wide = {name for name, size in sizes.items() if size > 1}
     for one, expected in ((record, wide), (neighbour, set())):
         groups = {e.group for facts in one.ranks for e in facts.collectives if e.phase in ("forward", "backward")}
-        _expect(groups == expected, f"forward and backward communicate over {sorted(groups)}, not {sorted(expected)}")
+        expect(groups == expected, f"forward and backward communicate over {sorted(groups)}, not {sorted(expected)}")
     for one, expected_parts in ((record, mesh.dp_shard * mesh.tp), (neighbour, 1)):
         parts = _most_parts(one)
-        _expect(parts == expected_parts, f"parameters are in at most {parts} different parts, not {expected_parts}")
+        expect(parts == expected_parts, f"parameters are in at most {parts} different parts, not {expected_parts}")
 
 
 def _most_parts(record: Record) -> int:
@@ -89,7 +82,7 @@ def _precision(record: Record, neighbour: Record) -> None:
         }
         measured = _dtypes(one)
         wrong = {what: sorted(found) for what, found in measured.items() if found != expected[what]}
-        _expect(not wrong, f"{one.cell.id}: {wrong}, expected { ({what: sorted(expected[what]) for what in wrong}) }")
+        expect(not wrong, f"{one.cell.id}: {wrong}, expected { ({what: sorted(expected[what]) for what in wrong}) }")
 
 
 def _dtypes(record: Record) -> dict[str, set[str]]:
@@ -107,46 +100,46 @@ def _dtypes(record: Record) -> dict[str, set[str]]:
 
 
 def _reshard(record: Record, neighbour: Record) -> None:
-    gathers, default = (_collectives(one, "backward", "all_gather", "dp_shard") for one in (record, neighbour))
+    gathers, default = (collectives(one, "backward", "all_gather", "dp_shard") for one in (record, neighbour))
     unsharded = {name for facts in record.ranks for name in facts.unsharded["0/after_forward"]}
     blocks = {name.split(".")[1] for name in unsharded if name.startswith("layers.")}
     everything = record.ranks[0].parameters.keys()
     match record.cell.reshard:
         case "always":
-            _expect(gathers > default and not unsharded, f"{gathers} all-gathers, unsharded: {sorted(unsharded)}")
+            expect(gathers > default and not unsharded, f"{gathers} all-gathers, unsharded: {sorted(unsharded)}")
         case "k2":
             over = {e.group for facts in record.ranks for e in facts.collectives if e.phase == "backward"}
-            _expect(not unsharded and "dp_shard/2" in over, f"backward communicates over {sorted(over)}")
+            expect(not unsharded and "dp_shard/2" in over, f"backward communicates over {sorted(over)}")
         case "except-last" | "table":
-            expected = {str(_layers(record) - 1) if record.cell.reshard == "except-last" else "0"}
-            _expect(0 < gathers < default, f"{gathers} all-gathers in backward, {default} by default")
-            _expect(blocks == expected, f"blocks that stay unsharded: {sorted(blocks)}, not {sorted(expected)}")
+            expected = {str(layer_count(record) - 1) if record.cell.reshard == "except-last" else "0"}
+            expect(0 < gathers < default, f"{gathers} all-gathers in backward, {default} by default")
+            expect(blocks == expected, f"blocks that stay unsharded: {sorted(blocks)}, not {sorted(expected)}")
         case "never" | "auto":
-            _expect(gathers == 0 < default, f"{gathers} all-gathers in backward, {default} by default")
-            _expect(unsharded == everything, f"resharded after forward: {sorted(everything - unsharded)}")
+            expect(gathers == 0 < default, f"{gathers} all-gathers in backward, {default} by default")
+            expect(unsharded == everything, f"resharded after forward: {sorted(everything - unsharded)}")
 
 
 def _init(record: Record, neighbour: Record) -> None:
     if record.cell.init == "checkpoint":
         loaded = [len({facts.checkpoint for facts in one.ranks} - {None}) for one in (record, neighbour)]
-        _expect(loaded == [1, 0], f"weights come from {loaded[0]} checkpoints, the neighbour's from {loaded[1]}")
-        _expect(all(facts.checkpoint for facts in record.ranks), "a rank has not loaded the checkpoint")
+        expect(loaded == [1, 0], f"weights come from {loaded[0]} checkpoints, the neighbour's from {loaded[1]}")
+        expect(all(facts.checkpoint for facts in record.ranks), "a rank has not loaded the checkpoint")
         return
     given, usual = (sum(one.ranks[0].poisoned.values()) for one in (record, neighbour))
-    _expect(given > usual, f"{given} elements were given memory before they were sharded, {usual} by meta")
+    expect(given > usual, f"{given} elements were given memory before they were sharded, {usual} by meta")
     times = max(len(facts.materialized) for facts in record.ranks)
     layerwise = record.cell.init == "layerwise"
-    _expect((times > 1) == layerwise, f"memory was given in {times} parts")
+    expect((times > 1) == layerwise, f"memory was given in {times} parts")
 
 
 def _weights(record: Record, neighbour: Record) -> None:
     for one in (record, neighbour):
         form = "safetensors" if one.cell.weights == "rank0" else one.cell.weights
         found = {facts.checkpoint_format for facts in one.ranks}
-        _expect(found == {form}, f"{one.cell.id} loaded {found}, not {form}")
+        expect(found == {form}, f"{one.cell.id} loaded {found}, not {form}")
     sent, usual = (_collectives_of_phase(one, "build") for one in (record, neighbour))
     communicates = record.cell.weights in ("rank0", "dcp")
-    _expect((sent > usual) == communicates, f"{sent} collectives while building, {usual} with safetensors")
+    expect((sent > usual) == communicates, f"{sent} collectives while building, {usual} with safetensors")
 
 
 def _collectives_of_phase(record: Record, phase: str) -> int:
@@ -155,39 +148,39 @@ def _collectives_of_phase(record: Record, phase: str) -> int:
 
 def _schedule(record: Record, neighbour: Record) -> None:
     rates, usual = ({step.lr for step in one.ranks[0].steps} for one in (record, neighbour))
-    _expect(len(rates) > 1 == len(usual), f"learning rates {sorted(rates)}, and {sorted(usual)} if it is constant")
+    expect(len(rates) > 1 == len(usual), f"learning rates {sorted(rates)}, and {sorted(usual)} if it is constant")
 
 
 def _saved_on(record: Record, neighbour: Record) -> None:
     first, usual = record.steps[0], neighbour.steps[0]
-    _expect(first == record.cell.steps_before_save > usual == 0, f"first step {first}, {usual} of a whole run")
+    expect(first == record.cell.steps_before_save > usual == 0, f"first step {first}, {usual} of a whole run")
     (manifest,) = (record.directory / "checkpoints").glob("step-*/manifest.json")
     saved = msgspec.json.decode(manifest.read_bytes(), type=Manifest).config.mesh
     expected = trainer_config(record.cell.saver).mesh
-    _expect(saved == expected, f"the checkpoint was saved on {saved}, not on {expected}")
+    expect(saved == expected, f"the checkpoint was saved on {saved}, not on {expected}")
 
 
 def _saving(record: Record, neighbour: Record) -> None:
     ahead = [next(iter((one.directory / "checkpoints").glob("trained-*")), None) for one in (record, neighbour)]
-    _expect(ahead[0] is not None and ahead[1] is None, f"trained on before the checkpoint was written: {ahead}")
+    expect(ahead[0] is not None and ahead[1] is None, f"trained on before the checkpoint was written: {ahead}")
 
 
 def _model(record: Record, neighbour: Record) -> None:
     uneven, usual = (_uneven_parameters(one) for one in (record, neighbour))
     match record.cell.model:
         case "even":
-            _expect(not uneven and bool(usual), f"unequal shards: {sorted(uneven)}, of tiny {sorted(usual)}")
+            expect(not uneven and bool(usual), f"unequal shards: {sorted(uneven)}, of tiny {sorted(usual)}")
         case "uneven" | "uneven-tp":
-            _expect(uneven > usual, f"unequal shards: {sorted(uneven)}, of tiny {sorted(usual)}")
+            expect(uneven > usual, f"unequal shards: {sorted(uneven)}, of tiny {sorted(usual)}")
         case "integer":
             whole, usually = (_whole_numbers(one) for one in (record, neighbour))
-            _expect(whole and not usually, f"all gradients are whole numbers: {whole}, of tiny {usually}")
+            expect(whole and not usually, f"all gradients are whole numbers: {whole}, of tiny {usually}")
         case "wide":
             wide, of_tiny = (one.ranks[0].parameters["norm.weight"].shape[0] for one in (record, neighbour))
-            _expect(wide >= 1024 > of_tiny, f"width {wide}, tiny has {of_tiny}")
+            expect(wide >= 1024 > of_tiny, f"width {wide}, tiny has {of_tiny}")
         case "deep":
-            layers, of_tiny = (_layers(one) for one in (record, neighbour))
-            _expect(layers > of_tiny, f"{layers} layers, tiny has {of_tiny}")
+            layers, of_tiny = (layer_count(one) for one in (record, neighbour))
+            expect(layers > of_tiny, f"{layers} layers, tiny has {of_tiny}")
         case name:
             raise ValueError(f"no proof that model `{name}` takes effect: add one here")
 
@@ -198,10 +191,6 @@ def _uneven_parameters(record: Record) -> set[str]:
     return {name for name in names if len({shards[f"layout/{name}"].numel() for shards in record.shards}) > 1}
 
 
-def _layers(record: Record) -> int:
-    return len({name.split(".")[1] for name in record.ranks[0].parameters if name.startswith("layers.")})
-
-
 def _whole_numbers(record: Record) -> bool:
     """Whether each gradient of the first step is a whole number, but for a power of two that all share."""
     gradients = record.select("step0/gradient/").values()
@@ -210,7 +199,7 @@ def _whole_numbers(record: Record) -> bool:
 
 def _optimizer(record: Record, neighbour: Record) -> None:
     state, usual = (_kinds(one) - {"parameter", "buffer"} for one in (record, neighbour))
-    _expect(not state and usual == {"exp_avg", "exp_avg_sq"}, f"state of SGD {sorted(state)}, of AdamW {sorted(usual)}")
+    expect(not state and usual == {"exp_avg", "exp_avg_sq"}, f"state of SGD {sorted(state)}, of AdamW {sorted(usual)}")
 
 
 def _kinds(record: Record) -> set[str]:
@@ -219,49 +208,49 @@ def _kinds(record: Record) -> set[str]:
 
 
 def _clip(record: Record, neighbour: Record) -> None:
-    _expect(_same(record, neighbour, "step0/gradient/"), "gradients before clipping differ")
+    expect(same(record, neighbour, "step0/gradient/"), "gradients before clipping differ")
     for one in (record, neighbour):
         limit, norm = one.cell.clip, one.grad_norms[0]
-        clipped = {(key.replace("clipped", "gradient"), found) for key, found in _parts(one, "step0/clipped/")}
-        changed = clipped != _parts(one, "step0/gradient/")
-        _expect(changed == (0 < limit < norm), f"{one.cell.id} changes gradients of norm {norm:.4g}: {changed}")
-    _expect(not _same(record, neighbour, "final/parameter/"), "parameters change alike")
+        clipped = {(key.replace("clipped", "gradient"), found) for key, found in parts(one, "step0/clipped/")}
+        changed = clipped != parts(one, "step0/gradient/")
+        expect(changed == (0 < limit < norm), f"{one.cell.id} changes gradients of norm {norm:.4g}: {changed}")
+    expect(not same(record, neighbour, "final/parameter/"), "parameters change alike")
 
 
 def _norm_type(record: Record, neighbour: Record) -> None:
-    _expect(_same(record, neighbour, "step0/gradient/"), "gradients before clipping differ")
+    expect(same(record, neighbour, "step0/gradient/"), "gradients before clipping differ")
     norm, usual = (one.grad_norms[0] for one in (record, neighbour))
-    _expect((norm > usual) == (record.cell.norm_type == "1"), f"norm {norm:.4g}, 2-norm {usual:.4g}")
-    _expect(norm != usual, f"norm {norm:.4g}, 2-norm {usual:.4g}")
+    expect((norm > usual) == (record.cell.norm_type == "1"), f"norm {norm:.4g}, 2-norm {usual:.4g}")
+    expect(norm != usual, f"norm {norm:.4g}, 2-norm {usual:.4g}")
 
 
 def _foreach_clip(record: Record, neighbour: Record) -> None:
-    used, usual = (any("_foreach_" in name for name in _operators(one, "clip")) for one in (record, neighbour))
-    _expect(usual and not used, f"operators on lists of tensors in clipping: {used}, by default {usual}")
+    used, usual = (any("_foreach_" in name for name in operators(one, "clip")) for one in (record, neighbour))
+    expect(usual and not used, f"operators on lists of tensors in clipping: {used}, by default {usual}")
 
 
 def _offload(record: Record, neighbour: Record) -> None:
     for one, expected in ((record, "cpu pinned" if record.cell.pin_memory else "cpu"), (neighbour, "none")):
         found = {policy for facts in one.ranks for policy in facts.offloading.values()}
-        _expect(found == {expected}, f"{one.cell.id} offloads to {sorted(found)}, not {expected}")
+        expect(found == {expected}, f"{one.cell.id} offloads to {sorted(found)}, not {expected}")
 
 
 def _pin_memory(record: Record, neighbour: Record) -> None:
     for one, expected in ((record, "cpu pinned"), (neighbour, "cpu")):
         things = ((thing, places) for facts in one.ranks for thing, places in facts.places.items())
         found = {place for thing, places in things if thing.startswith("final_parameter/") for place in places}
-        _expect(found == {expected}, f"{one.cell.id}: parameters are in {sorted(found)}, not {expected}")
+        expect(found == {expected}, f"{one.cell.id}: parameters are in {sorted(found)}, not {expected}")
 
 
 def _norms_in_tp(record: Record, neighbour: Record) -> None:
-    reductions, usual = (_collectives(one, "clip", "all_reduce", "dp_shard") for one in (record, neighbour))
-    _expect(reductions == 2 * usual > 0, f"{reductions} reductions of norms over dp_shard, {usual} on one mesh")
+    reductions, usual = (collectives(one, "clip", "all_reduce", "dp_shard") for one in (record, neighbour))
+    expect(reductions == 2 * usual > 0, f"{reductions} reductions of norms over dp_shard, {usual} on one mesh")
 
 
 def _accumulation(record: Record, neighbour: Record) -> None:
     passes, usual = (_block_passes(one) for one in (record, neighbour))
-    _expect(passes == record.cell.accumulation * usual > 0, f"{passes} forward passes of blocks, {usual} without")
-    _expect(_same(record, neighbour, "initial/parameter/"), "initial weights differ")
+    expect(passes == record.cell.accumulation * usual > 0, f"{passes} forward passes of blocks, {usual} without")
+    expect(same(record, neighbour, "initial/parameter/"), "initial weights differ")
 
 
 def _block_passes(record: Record) -> int:
@@ -270,46 +259,41 @@ def _block_passes(record: Record) -> int:
 
 def _gradient_sync(record: Record, neighbour: Record) -> None:
     micro_batches = record.cell.accumulation
-    _expect(micro_batches > 1, "with one micro-batch, gradients cannot be reduced later than after each")
-    scatters = [_collectives(one, "backward", "reduce_scatter", "dp_shard") for one in (record, neighbour)]
-    sums = [_collectives(one, "backward", "all_reduce", "dp_replicate") for one in (record, neighbour)]
+    expect(micro_batches > 1, "with one micro-batch, gradients cannot be reduced later than after each")
+    scatters = [collectives(one, "backward", "reduce_scatter", "dp_shard") for one in (record, neighbour)]
+    sums = [collectives(one, "backward", "all_reduce", "dp_replicate") for one in (record, neighbour)]
     postponed, kept = (scatters, sums) if record.cell.gradient_sync == "last" else (sums, scatters)
-    _expect(
+    expect(
         postponed[0] * micro_batches == postponed[1] > 0,
         f"{postponed[0]} reductions, {postponed[1]} if each micro-batch is reduced",
     )
     factor = micro_batches if record.cell.gradient_sync == "last" else 1
-    _expect(kept[0] * factor == kept[1], f"{kept[0]} other reductions, {kept[1]} if each micro-batch is reduced")
+    expect(kept[0] * factor == kept[1], f"{kept[0]} other reductions, {kept[1]} if each micro-batch is reduced")
 
 
 def _sequence_parallel(record: Record, neighbour: Record) -> None:
-    scatters, usual = (_collectives(one, "forward", "reduce_scatter", "tp") for one in (record, neighbour))
-    _expect(scatters == 0 < usual, f"{scatters} reduce-scatters over tp in forward, {usual} with sequence parallelism")
-    sums, usual = (_collectives(one, "forward", "all_reduce", "tp") for one in (record, neighbour))
-    _expect(sums > usual, f"{sums} all-reduces over tp in forward, {usual} with sequence parallelism")
+    scatters, usual = (collectives(one, "forward", "reduce_scatter", "tp") for one in (record, neighbour))
+    expect(scatters == 0 < usual, f"{scatters} reduce-scatters over tp in forward, {usual} with sequence parallelism")
+    sums, usual = (collectives(one, "forward", "all_reduce", "tp") for one in (record, neighbour))
+    expect(sums > usual, f"{sums} all-reduces over tp in forward, {usual} with sequence parallelism")
 
 
 def _loss_parallel(record: Record, neighbour: Record) -> None:
-    gathers, usual = (_collectives(one, "forward", "all_gather", "tp") for one in (record, neighbour))
+    gathers, usual = (collectives(one, "forward", "all_gather", "tp") for one in (record, neighbour))
     logits = record.cell.world_size * record.cell.steps * record.cell.accumulation
-    _expect(gathers == usual - logits, f"{gathers} all-gathers over tp in forward, {usual} with {logits} of logits")
-    sums, usual = (_collectives(one, "forward", "all_reduce", "tp") for one in (record, neighbour))
-    _expect(sums > usual, f"{sums} all-reduces over tp in forward, {usual} of whole logits")
+    expect(gathers == usual - logits, f"{gathers} all-gathers over tp in forward, {usual} with {logits} of logits")
+    sums, usual = (collectives(one, "forward", "all_reduce", "tp") for one in (record, neighbour))
+    expect(sums > usual, f"{sums} all-reduces over tp in forward, {usual} of whole logits")
 
 
 def _activation_checkpointing(record: Record, neighbour: Record) -> None:
-    _expect(_same(record, neighbour, "initial/parameter/"), "initial weights differ")
-    counts, usual = (_operators(one, "backward") for one in (record, neighbour))
+    expect(same(record, neighbour, "initial/parameter/"), "initial weights differ")
+    counts, usual = (operators(one, "backward") for one in (record, neighbour))
     repeated = counts - usual
     expensive = sorted(name for name in repeated if name.startswith(_EXPENSIVE))
-    _expect(bool(repeated), "backward computes nothing again")
+    expect(bool(repeated), "backward computes nothing again")
     wanted = record.cell.activation_checkpointing == "full"
-    _expect(bool(expensive) == wanted, f"backward repeats {expensive or 'no'} matrix products or attention")
-
-
-def _operators(record: Record, phase: str) -> Counter[str]:
-    """Number of calls on all ranks by name."""
-    return sum((Counter(facts.operators[phase]) for facts in record.ranks), Counter())
+    expect(bool(expensive) == wanted, f"backward repeats {expensive or 'no'} matrix products or attention")
 
 
 def _compile(record: Record, neighbour: Record) -> None:
@@ -318,7 +302,7 @@ def _compile(record: Record, neighbour: Record) -> None:
             blocks = facts.blocks
             other = blocks.eager if one.cell.compile else blocks.compiled + blocks.graphs
             wanted = min(blocks.compiled, blocks.graphs) if one.cell.compile else blocks.eager
-            _expect(
+            expect(
                 other == 0 < wanted,
                 f"{one.cell.id}, rank {facts.rank}: {blocks.compiled} forward passes of blocks ran in "
                 f"{blocks.graphs} compiled graphs, {blocks.eager} in eager mode",
@@ -327,51 +311,30 @@ def _compile(record: Record, neighbour: Record) -> None:
 
 def _tied_embeddings(record: Record, neighbour: Record) -> None:
     names, usual = (one.ranks[0].parameters.keys() for one in (record, neighbour))
-    _expect(usual - names == {"output.weight"}, f"parameters that tying removes: {sorted(usual - names)}")
-    _expect(names <= usual, f"parameters that tying adds: {sorted(names - usual)}")
+    expect(usual - names == {"output.weight"}, f"parameters that tying removes: {sorted(usual - names)}")
+    expect(names <= usual, f"parameters that tying adds: {sorted(names - usual)}")
 
 
 def _dropout(record: Record, neighbour: Record) -> None:
-    _expect(_same(record, neighbour, "initial/parameter/"), "initial weights differ")
-    _expect(_batches(record) == _batches(neighbour), "batches differ")
-    _expect(record.losses[0] != neighbour.losses[0], f"the first loss is {record.losses[0]!r} with dropout and without")
+    expect(same(record, neighbour, "initial/parameter/"), "initial weights differ")
+    expect(batches(record) == batches(neighbour), "batches differ")
+    expect(record.losses[0] != neighbour.losses[0], f"the first loss is {record.losses[0]!r} with dropout and without")
 
 
 def _steps(record: Record, neighbour: Record) -> None:
     for one in (record, neighbour):
         counts = {len(facts.steps) for facts in one.ranks} | {len(facts.batches) for facts in one.ranks}
         expected = one.cell.steps - one.cell.steps_before_save
-        _expect(counts == {expected}, f"{one.cell.id}: {sorted(counts)} steps, not {expected}")
-        _expect(one.steps[-1] == one.cell.steps - 1, f"{one.cell.id}: the last step is number {one.steps[-1]}")
+        expect(counts == {expected}, f"{one.cell.id}: {sorted(counts)} steps, not {expected}")
+        expect(one.steps[-1] == one.cell.steps - 1, f"{one.cell.id}: the last step is number {one.steps[-1]}")
 
 
 def _seed(record: Record, neighbour: Record) -> None:
-    equal = {key for key, found in _parts(record, "initial/parameter/") & _parts(neighbour, "initial/parameter/")}
+    equal = {key for key, found in parts(record, "initial/parameter/") & parts(neighbour, "initial/parameter/")}
     if record.cell.model == "integer":  # a few whole numbers may be the same by chance; matrices have many
         equal = {key for key in equal if len(record.ranks[0].parameters[key.split("/")[2]].shape) > 1}
-    _expect(not equal, f"initial weights are the same with another seed: {sorted(equal)}")
-    _expect(not _batches(record) & _batches(neighbour), "batches are the same with another seed")
-
-
-def _collectives(record: Record, phase: str, kind: str, group: str) -> int:
-    """Number on all ranks."""
-    found = ((e.phase, e.kind, e.group) for facts in record.ranks for e in facts.collectives)
-    return sum(event == (phase, kind, group) for event in found)
-
-
-def _parts(record: Record, prefix: str) -> set[tuple[str, str]]:
-    """Key and fingerprint of what the ranks hold below a prefix."""
-    pairs = (pair for facts in record.ranks for pair in facts.fingerprints.items())
-    return {(key, found) for key, found in pairs if key.startswith(prefix)}
-
-
-def _same(record: Record, neighbour: Record, prefix: str) -> bool:
-    return _parts(record, prefix) == _parts(neighbour, prefix)
-
-
-def _batches(record: Record) -> set[str]:
-    """Digests of the inputs of all ranks and steps."""
-    return {batch["inputs"] for facts in record.ranks for batch in facts.batches}
+    expect(not equal, f"initial weights are the same with another seed: {sorted(equal)}")
+    expect(not batches(record) & batches(neighbour), "batches are the same with another seed")
 
 
 PROOFS: dict[str, Proof] = {

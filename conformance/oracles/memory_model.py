@@ -47,7 +47,13 @@ class Lifetimes(msgspec.Struct, frozen=True):
     """In forward the output of the previous all-gather is kept until the next one is copied out (up to 2.13)."""
 
 
-UP_TO_2_13 = Lifetimes()
+UP_TO_2_13, FROM_2_15 = Lifetimes(), Lifetimes(previous_gather_until_copied=False)
+
+
+def lifetimes_of(torch_version: str) -> Lifetimes:
+    """Of torch 2.14 nothing is known: it is taken to be like 2.15."""
+    major, minor = (int(part) for part in torch_version.split("+")[0].split(".")[:2])
+    return UP_TO_2_13 if (major, minor) <= (2, 13) else FROM_2_15
 
 
 class Usage(msgspec.Struct):

@@ -1,0 +1,222 @@
+"""Memory and traffic of a model of any size on a mesh of any size, from the models that the laws verify.
+
+Parameters, gradients, buffers of collectives and the optimizer follow the memory model that MEM-1 and MEM-3 compare
+with measurements, collectives the traffic model of MP-4. Activations are an estimate: what each layer saves for
+backward with a fused attention, and what its largest product needs beside it.
+"""
+
+import math
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import msgspec
+from msgspec.structs import replace
+from tabulate import tabulate
+
+from conformance.engine.cells import Mesh
+from conformance.oracles.dtype_policy import dtype_policy
+from conformance.oracles.memory_model import Segment, group_bytes, predict, state_bytes
+from conformance.oracles.schedule import groups
+from conformance.oracles.tp_schedule import local_shapes
+from conformance.oracles.traffic import add_up, step_events
+from reference_trainer.config import DataConfig, MeshConfig, ModelConfig, Precision, TrainerConfig
+from reference_trainer.mesh import ParallelDims, check_fits_mesh, resolve_mesh
+from reference_trainer.strict_yaml import convert, load
+
+MODELS = Path(__file__).parent / "models"
+_MODES = ("always", "never", "default", "except-last")
+_CHOICES = {
+    "precision": get_args(Precision),
+    "offload": ("none", "cpu"),
+    "activation_checkpointing": ("none", "selective", "full"),
+}
+_GIB = 1024**3
+_FP32_BYTES = 4
+_LOGITS_IN_FP32 = 2
+"""Logits raised to fp32, and their logarithms; in backward their gradient takes the place of the first."""
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be predicted."""
+
+    model: str
+    """Name of a file in `conformance/models`, without `.yaml`."""
+    mesh: str
+    """As in matrix.yaml: dp8, dp64-tp8, hsdp2x4."""
+    precision: str = "bf16-mp"
+    reshard: str = "default"
+    """A mode, a number of ranks, or a table of regular expressions as JSON."""
+    seq_len: int = 8192
+    batch: int = 1
+    """Samples of each data-parallel rank and micro-batch."""
+    accumulation: int = 1
+    offload: str = "none"
+    activation_checkpointing: str = "none"
+
+
+class Prediction(msgspec.Struct, frozen=True):
+    """Of each rank."""
+
+    parameters: int
+    """Of the whole model."""
+    ranks: int
+    state_bytes: int
+    """Sharded parameters and optimizer state, in host memory if they are offloaded."""
+    phases: dict[str, dict[str, int]]
+    """By phase `peak_bytes` and `end_bytes`, with the state unless it is offloaded."""
+    activation_bytes: int
+    """Estimate of what is kept for backward."""
+    traffic: list[dict[str, Any]]
+    """What a rank sends in a step: phase, group, kind, dtype, count, nbytes of its inputs."""
+
+
+def model_names() -> list[str]:
+    """The models whose shapes are shipped."""
+    return sorted(file.name.removesuffix(".yaml") for file in MODELS.glob("*.yaml"))
+
+
+def prediction(request: Request) -> Prediction:
+    """Raises ValueError for an unknown model, mesh or option, and for sizes that the mesh cannot divide."""
+    config, dims = _configuration(request)
+    shapes = local_shapes(config.model, tp=dims.tp, tp_rank=0)
+    whole = local_shapes(config.model, tp=1, tp_rank=0)
+    profile = _profile(config, dims)
+    state = state_bytes(config, dims, shapes)
+    resident = state if config.offload == "none" else 0
+    phases = {
+        phase: {"peak_bytes": resident + usage.peak_bytes, "end_bytes": resident + usage.end_bytes}
+        for phase, usage in predict(config, dims, shapes, profile).items()
+    }
+    traffic = [
+        {"phase": phase, "group": group, "kind": kind, "dtype": dtype, "count": sent.count, "nbytes": sent.nbytes}
+        for (phase, group, kind, dtype), sent in sorted(add_up(step_events(config, dims, tp_rank=0)).items())
+    ]
+    kept = max(segment.start_bytes for segment in profile)
+    return Prediction(_numel(whole), dims.world_size, state, phases, kept, traffic)
+
+
+def _configuration(request: Request) -> tuple[TrainerConfig, ParallelDims]:
+    if request.model not in model_names():
+        raise ValueError(f"unknown model {request.model}: choose from {', '.join(model_names())}")
+    model = convert(load(MODELS / f"{request.model}.yaml"), ModelConfig)
+    for name, choices in _CHOICES.items():
+        if getattr(request, name) not in choices:
+            raise ValueError(f"{name} {getattr(request, name)}: choose from {', '.join(choices)}")
+    mesh = Mesh.parse(request.mesh)
+    samples = request.batch * request.accumulation * mesh.dp_replicate * mesh.dp_shard
+    fields = {
+        "mesh": MeshConfig(dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, tp=mesh.tp),
+        "data": DataConfig(seq_len=request.seq_len, global_batch_size=samples),
+        "precision": request.precision,
+        "reshard": _reshard(request.reshard),
+        "accumulation": request.accumulation,
+        "offload": request.offload,
+        "activation_checkpointing": request.activation_checkpointing,
+        "model": replace(model, max_seq_len=max(model.max_seq_len, request.seq_len)),
+    }
+    config = msgspec.convert(msgspec.to_builtins(fields), TrainerConfig)
+    if config.precision == "bf16-mixed" or config.model.tied_embeddings:
+        raise ValueError("the memory model knows one group for each block: no bf16-mixed and no tied embeddings yet")
+    dims = resolve_mesh(config.mesh, world_size=mesh.world_size)
+    check_fits_mesh(config, dims)
+    return config, dims
+
+
+def _reshard(text: str) -> str | int | dict[str, str | int]:
+    """A mode, or as JSON a number of ranks or a table. Raises ValueError for anything else."""
+    if text in _MODES:
+        return text
+    try:
+        return msgspec.json.decode(text, type=int | dict[str, Literal["always", "never"] | int])
+    except msgspec.DecodeError:
+        modes = ", ".join(_MODES)
+        table = '{"layers.*": "never"}'
+        raise ValueError(f"reshard {text}: choose from {modes}, or write a number of ranks or {table}") from None
+
+
+def _numel(shapes: dict[str, tuple[int, ...]]) -> int:
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
+def _profile(config: TrainerConfig, dims: ParallelDims) -> list[Segment]:
+    """Activations and gradients as a run without FSDP would hold them, group by group."""
+    compute = 4 if dtype_policy(config.precision).compute == "float32" else 2
+    model = config.model
+    tokens = config.data.global_batch_size // (dims.dp * config.accumulation) * config.data.seq_len
+    logits = tokens * model.vocab_size * (compute + _LOGITS_IN_FP32 * _FP32_BYTES)
+    names = [group.name for group in groups(config)]
+    saved = {name: _saved_bytes(config, dims, tokens, compute) for name in names}
+    saved |= {"tok_embeddings": tokens * model.dim * compute // dims.tp, "output": logits}
+    working = tokens * max(model.ffn_dim, model.dim) * compute // dims.tp
+    recomputed = _saved_bytes(replace(config, activation_checkpointing="none"), dims, tokens, compute)
+    gradients = _unpadded(config, dims, compute)
+    segments, held = [Segment("forward", 0, 0, 0)], 0
+    for name in names:
+        segments.append(Segment(f"forward {name}", held, held + saved[name] + working, held + saved[name]))
+        held += saved[name]
+        segments.append(Segment(f"after-forward {name}", held, held, held))
+    segments.append(Segment("backward", held, held, held))
+    for name in reversed(names):
+        again = recomputed - saved[name] if name.startswith("layers.") else 0
+        done = held - saved[name] + gradients[name]
+        segments.append(Segment(f"backward {name}", held, held + again + gradients[name] + working, done))
+        segments.append(Segment(f"after-backward {name}", done, done, done))
+        held -= saved[name]
+        segments.append(Segment(f"freed {name}", held, held, held))
+    return [*segments, Segment("end", held, held, held)]
+
+
+def _saved_bytes(config: TrainerConfig, dims: ParallelDims, tokens: int, compute: int) -> int:
+    """Of one block: inputs of norms and products, queries, keys, values, output of attention, and four times the hidden
+    layer of the feed-forward (gate, its activation, up, their product)."""
+    model = config.model
+    whole = 8 * model.dim + 4 * model.n_kv_heads * model.head_dim + 4 * model.ffn_dim
+    width = {"none": whole, "selective": whole // 2, "full": model.dim}[config.activation_checkpointing]
+    return tokens * width * compute // dims.tp
+
+
+def _unpadded(config: TrainerConfig, dims: ParallelDims, compute: int) -> dict[str, int]:
+    one = ParallelDims(dp_replicate=1, dp_shard=1, tp=dims.tp)
+    return group_bytes(config, one, local_shapes(config.model, tp=dims.tp, tp_rank=0))
+
+
+def as_json(found: Prediction) -> str:
+    return msgspec.json.format(msgspec.json.encode(found)).decode()
+
+
+def as_text(request: Request, found: Prediction) -> str:
+    """Two tables: memory by phase in GiB, and what is sent."""
+    memory = [[phase, use["peak_bytes"] / _GIB, use["end_bytes"] / _GIB] for phase, use in found.phases.items()]
+    sent = [[t["phase"], t["kind"], t["group"], t["dtype"], t["count"], t["nbytes"] / _GIB] for t in found.traffic]
+    where = "device" if request.offload == "none" else "host"
+    return "\n\n".join(
+        [
+            f"{request.model}, {found.parameters / 1e9:.2f} billion parameters: {request.mesh} ({found.ranks} ranks), "
+            f"{request.precision}, reshard {request.reshard}, {request.batch} x {request.seq_len} tokens",
+            tabulate(memory, headers=["phase", "peak GiB", "left GiB"], floatfmt=".2f"),
+            f"State on the {where}: {found.state_bytes / _GIB:.2f} GiB. Activations, an estimate: "
+            f"{found.activation_bytes / _GIB:.2f} GiB. Without workspaces, fragmentation and buffers of the backend.",
+            tabulate(sent, headers=["phase", "collective", "group", "dtype", "number", "GiB sent"], floatfmt=".3f"),
+        ]
+    )
+
+
+def as_picture(request: Request, found: Prediction) -> str:
+    """An SVG with one bar for each phase: what was there before, and what the phase adds at its peak."""
+    scale = 520 / max(use["peak_bytes"] for use in found.phases.values())
+    resident = found.state_bytes if request.offload == "none" else 0
+    rows = []
+    for index, (phase, use) in enumerate(found.phases.items()):
+        y, width = 40 + 34 * index, use["peak_bytes"] * scale
+        rows += [
+            f'<text x="8" y="{y + 16}">{phase}</text>',
+            f'<rect x="90" y="{y}" width="{width:.1f}" height="22" fill="#7fb3d5"/>',
+            f'<rect x="90" y="{y}" width="{resident * scale:.1f}" height="22" fill="#1f618d"/>',
+            f'<text x="{96 + width:.1f}" y="{y + 16}">{use["peak_bytes"] / _GIB:.2f} GiB</text>',
+        ]
+    title = f"{request.model} on {request.mesh}: memory of each rank (dark: parameters and optimizer)"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 {60 + 34 * len(found.phases)}" role="img" '
+        f'font-family="sans-serif" font-size="13"><title>{title}</title><text x="8" y="22">{title}</text>'
+        f"{''.join(rows)}</svg>\n"
+    )

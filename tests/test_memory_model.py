@@ -1,0 +1,148 @@
+"""The memory model on a case small enough to follow by hand, and the laws on figures that are wrong."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from conformance.engine.cells import Cell
+from conformance.engine.outcomes import ConformanceFailure
+from conformance.engine.workload import trainer_config
+from conformance.laws import test_memory as laws
+from conformance.oracles.memory_model import Lifetimes, Segment, group_bytes, predict, state_bytes
+from conformance.oracles.tp_schedule import local_shapes
+from reference_trainer.mesh import resolve_mesh
+
+GROUPS = ("tok_embeddings", "layers.0", "layers.1", "output")
+MODES = ("always", "default", "except-last", "never")
+
+
+def nothing() -> list[Segment]:
+    """A model without activations and gradients."""
+    marks = ["forward", *(f"{when} {group}" for group in GROUPS for when in ("forward", "after-forward")), "backward"]
+    for group in reversed(GROUPS[1:]):
+        marks += [f"{when} {group}" for when in ("backward", "after-backward", "freed")]
+    marks += ["backward tok_embeddings", "after-backward tok_embeddings", "freed tok_embeddings", "end"]
+    return [Segment(mark, 0, 0, 0) for mark in marks]
+
+
+def parts(cell: Cell) -> Any:
+    config = trainer_config(cell)
+    dims = resolve_mesh(config.mesh, world_size=cell.world_size)
+    return config, dims, local_shapes(config.model, tp=dims.tp, tp_rank=0)
+
+
+def test_the_state_is_that_of_padded_shards() -> None:
+    config, dims, shapes = parts(Cell(mesh="dp4", model="even"))
+    numel = sum(group_bytes(config, dims, shapes).values()) // 4
+    assert state_bytes(config, dims, shapes) == numel // 4 * 4 * 3
+    uneven = parts(Cell(mesh="dp4"))
+    assert state_bytes(*uneven) > sum(r * c for r, *rest in uneven[2].values() for c in [rest[0] if rest else 1]) * 3
+
+
+def test_a_step_without_activations() -> None:
+    """always: three of the largest group in forward, of which the last two are left to be copied; all freed."""
+    config, dims, shapes = parts(Cell(mesh="dp4", reshard="always"))
+    sizes = group_bytes(config, dims, shapes)
+    block = sizes["layers.1"]
+    phases = predict(config, dims, shapes, nothing())
+    assert phases["forward"].peak_bytes == 3 * block
+    assert phases["forward"].end_bytes == phases["idle"].end_bytes == 0
+    # U and A of the first block, and the input of the reduction of the second; gradients of what was reduced before.
+    assert phases["backward"].peak_bytes == 3 * block + (sizes["output"] + block) // 4
+    assert phases["backward"].end_bytes == sum(sizes.values()) // 4
+    later = predict(config, dims, shapes, nothing(), lifetimes=Lifetimes(previous_gather_until_copied=False))
+    assert later["forward"].peak_bytes == 2 * block
+
+
+@pytest.mark.parametrize("mesh", ["dp4", "hsdp2x2", "dp2-tp2", "dp64"])
+def test_what_is_kept_adds_up(mesh: str) -> None:
+    rests = []
+    for mode in MODES:
+        config, dims, shapes = parts(Cell(mesh=mesh, reshard=mode))  # type: ignore[arg-type]
+        rests.append(predict(config, dims, shapes, nothing())["forward"].end_bytes)
+        sizes = group_bytes(config, dims, shapes)
+    assert rests == [0, sizes["output"], sizes["output"] + sizes["layers.1"], sum(sizes.values())]
+
+
+def test_one_rank_gathers_nothing() -> None:
+    config, dims, shapes = parts(Cell(mesh="dp1", reshard="always"))
+    largest = max(group_bytes(config, dims, shapes).values())
+    assert predict(config, dims, shapes, nothing())["forward"].peak_bytes == largest
+
+
+def measured(change: Mapping[str, tuple[int, int]]) -> Any:
+    """The fixture `measure`, with exactly what the model predicts for no activations, and changes to it by phase."""
+
+    def measure(task: str, cell: Cell, *, alone: bool = False) -> list[Any]:
+        if task.endswith("without_fsdp"):
+            return [[{"mark": s.mark, "start_bytes": 0, "peak_bytes": 0, "end_bytes": 0} for s in nothing()]]
+        segments = []
+        config, dims, shapes = parts(cell)
+        for phase, usage in predict(config, dims, shapes, nothing()).items():
+            peak, rest = change.get(phase, (0, 0))
+            figures = {"peak_bytes": usage.peak_bytes + peak, "end_bytes": usage.end_bytes + rest}
+            segments.append({"mark": phase, "start_bytes": 0, **figures})
+        return [{"segments": segments, "backend": []}] * (1 if alone else cell.world_size)
+
+    return measure
+
+
+CELL = Cell(mesh="dp4", model="deep", reshard="never").but(model="tiny")
+
+
+def test_what_the_model_says_passes() -> None:
+    laws.test_memory_of_a_simulated_world_is_that_of_the_model(measured({}), CELL)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "clip", "optimizer"])
+@pytest.mark.parametrize("off", [-1, 1])
+def test_a_peak_that_is_off_fails(phase: str, off: int) -> None:
+    change = {phase: (1024 * off, 0)}
+    with pytest.raises(ConformanceFailure, match=f"peak of {phase} of rank 0: measured"):
+        laws.test_memory_of_a_simulated_world_is_that_of_the_model(measured(change), CELL)
+
+
+@pytest.mark.parametrize("phase", ["forward", "idle"])
+def test_something_left_over_fails(phase: str) -> None:
+    with pytest.raises(ConformanceFailure, match=f"rest of {phase} of rank 0: measured"):
+        laws.test_memory_of_a_simulated_world_is_that_of_the_model(measured({phase: (0, 1024)}), CELL)
+
+
+def test_bounds_that_prove_nothing_are_the_suites_error() -> None:
+    with pytest.raises(ValueError, match=r"bounds of \w+ are over a factor of 1.1 apart"):
+        laws.test_memory_on_every_rank_is_that_of_the_model(measured({}), CELL)
+
+
+def test_more_kept_than_the_mode_says_fails() -> None:
+    def measure(task: str, cell: Cell, *, alone: bool = False) -> Any:
+        more = {"forward": (0, 8 if cell.reshard == "never" else 0)}
+        return measured(more)(task, cell, alone=alone)
+
+    laws.test_what_stays_after_forward_is_what_the_mode_keeps(measured({}), CELL)
+    with pytest.raises(ConformanceFailure, match="kept after forward: measured"):
+        laws.test_what_stays_after_forward_is_what_the_mode_keeps(measure, CELL)
+
+
+def test_modes_in_another_order_fail() -> None:
+    def measure(task: str, cell: Cell, *, alone: bool = False) -> Any:
+        more = {"forward": (10**6 if cell.reshard == "default" else 0, 0)}
+        return measured(more)(task, cell, alone=alone)
+
+    laws.test_modes_are_in_order(measured({}), CELL)
+    with pytest.raises(ConformanceFailure, match="modes out of order: measured 1"):
+        laws.test_modes_are_in_order(measure, CELL)
+
+
+def test_the_same_peak_in_all_modes_fails() -> None:
+    with pytest.raises(ConformanceFailure, match="never and always have the same peak"):
+        laws.test_modes_are_in_order(lambda task, cell, alone: measured({})(task, CELL, alone=alone), CELL)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("left", "grown", "message"), [(8, 0, "left by the 50th step"), (0, 8, "growth of a peak")])
+def test_growth_fails(left: int, grown: int, message: str) -> None:
+    (first,) = measured({})("rank_memory:step_in_simulation", CELL, alone=True)
+    (last,) = measured({"idle": (0, left), "backward": (grown, 0)})("rank_memory:step_in_simulation", CELL, alone=True)
+    laws.test_memory_does_not_grow(lambda *_args, **_options: [{"first": first, "last": first}], CELL)
+    with pytest.raises(ConformanceFailure, match=message):
+        laws.test_memory_does_not_grow(lambda *_args, **_options: [{"first": first, "last": last}], CELL)
