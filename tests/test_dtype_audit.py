@@ -47,7 +47,7 @@ def _one_rank() -> Iterator[None]:
 
 
 def train(cell: Cell) -> tuple[RankFacts, dict[str, Tensor]]:
-    recorder = Recorder(rank=0)
+    recorder = Recorder(rank=0, variables={})
     with recorder.listening():
         trainer = Trainer(trainer_config(cell), device=torch.device("cpu"), world_size=1, observer=recorder)
         return recorder.finish(trainer, [trainer.train_step(step) for step in range(cell.steps)])

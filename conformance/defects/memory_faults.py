@@ -1,5 +1,6 @@
 """Faults that only memory and the schedule show: what is kept too long, gathered too early, or never freed."""
 
+import os
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -64,6 +65,11 @@ def gather_outputs(*, kept: bool) -> AbstractContextManager[None]:
         return wait_for_unshard
 
     return replaced(_GROUP, "wait_for_unshard", make)
+
+
+def gather_outputs_by_variable(*, kept: bool) -> AbstractContextManager[None]:
+    """As `gather_outputs`, where the variable asks to do without record_stream; or never."""
+    return gather_outputs(kept=kept and os.environ.get("TORCH_NCCL_AVOID_RECORD_STREAMS") == "1")
 
 
 def prefetch(*, groups_ahead: int) -> AbstractContextManager[None]:
@@ -175,6 +181,15 @@ DEFECTS: tuple[Defect, ...] = (
         laws=("MEM-1",),
         inject=partial(gather_outputs, kept=True),
         inject_twin=partial(gather_outputs, kept=False),
+    ),
+    Defect(
+        id="record-streams-replaced-by-references",
+        title="with TORCH_NCCL_AVOID_RECORD_STREAMS=1 buffers are kept until forward is over",
+        source="https://github.com/pytorch/pytorch/issues/147168",
+        mechanism="instead of record_stream, references keep what collectives use, and are dropped late",
+        laws=("STREAM-1",),
+        inject=partial(gather_outputs_by_variable, kept=True),
+        inject_twin=partial(gather_outputs_by_variable, kept=False),
     ),
     Defect(
         id="prefetch-of-wrong-group",

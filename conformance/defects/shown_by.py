@@ -108,6 +108,7 @@ SHOWN_BY = {
     "one-layer-not-resharded": _DEEP,
     "reduce-buffers-kept": _DEEP,
     "gather-buffers-kept": _DEEP,
+    "record-streams-replaced-by-references": "id = dp2-fp32-default-meta-avoidrs1",
     "prefetch-of-wrong-group": _DEEP,
     "wrap-granularity": _DEEP,
     "grad-accum-unsharded-memory": "id in (dp4-fp32-default-meta-deep-acc2, dp4-fp32-default-meta-acc2)",

@@ -10,6 +10,8 @@ from msgspec import Meta
 
 from reference_trainer.strict_yaml import allowed, explain
 
+RECORD_STREAMS = "TORCH_NCCL_AVOID_RECORD_STREAMS"
+"""Variable of torch 2.1 to 2.14 for NCCL; has an effect up to 2.7 (torch/distributed, PR 150398)."""
 AxisValue = str | int | float | bool
 
 _NUMBER = "([1-9][0-9]{0,3})"
@@ -106,6 +108,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """`cpu`: sharded parameters, gradients and optimizer state are in host memory."""
     pin_memory: bool = False
     """Whether that memory is page-locked."""
+    record_streams: Literal["unset", "0", "1"] = "unset"
+    """What the ranks find in TORCH_NCCL_AVOID_RECORD_STREAMS."""
     sequence_parallel: bool = True
     """Whether tensor parallelism also splits norms and residuals along the sequence."""
     norms_in_tp: bool = True
@@ -160,6 +164,11 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Steps of the run whose state this one goes on from; 0 if it begins anew."""
         return self.steps // 2 if self.saved_on != "none" else 0
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables that its ranks have before they make their process group."""
+        return {} if self.record_streams == "unset" else {RECORD_STREAMS: self.record_streams}
+
     def but(self, **changes: AxisValue) -> "Cell":
         """A copy with other values; raises AxisError for an unknown axis or value."""
         return cell_from_axes({**msgspec.structs.asdict(self), **changes})
@@ -196,6 +205,7 @@ _TAGS: dict[str, Callable[[Any], str]] = {
     "gradient_sync": lambda mode: f"sync{mode.replace('-', '')}",
     "offload": lambda device: f"offload{device}",
     "pin_memory": lambda _: "pinned",
+    "record_streams": lambda value: f"avoidrs{value}",
     "sequence_parallel": lambda _: "nosp",
     "norms_in_tp": lambda _: "normsdp",
     "loss_parallel": lambda _: "lp",

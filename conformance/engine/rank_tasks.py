@@ -1,5 +1,6 @@
 """What the ranks of a pool execute: a cell's training run, and the run that it goes on from."""
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from conformance.defects.catalogue import injected
+from conformance.engine.cells import RECORD_STREAMS
 from conformance.engine.rank_messages import RankContext
 from conformance.engine.record import tensor_file
 from conformance.engine.weight_files import write_weights
@@ -28,7 +30,7 @@ def train_cell(context: RankContext, payload: dict[str, Any]) -> dict[str, Any]:
     finds its file there.
     """
     config = rank_config(context, payload)
-    recorder = Recorder(rank=context.rank)
+    recorder = Recorder(rank=context.rank, variables={RECORD_STREAMS: os.environ.get(RECORD_STREAMS)})
     start_s = time.monotonic()
     with injected(payload["defect"]):
         start_process_group(context)

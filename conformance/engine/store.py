@@ -98,7 +98,7 @@ class RecordStore:
             payload = task_payload(cell, Path(directory), defect=self.defect)
             measuring = Task(f"conformance.engine.{task}", payload, kind=kind)
             try:
-                return self.pools.run(measuring, world_size=world_size, deadline_s=self._left_s())
+                return self.pools.run(measuring, world_size=world_size, deadline_s=self._left_s(), env=cell.environment)
             except RunFailed as failed:
                 raise CellFailed(to_failure(failed)) from None
             finally:
@@ -145,7 +145,9 @@ class RecordStore:
         try:
             if cell.steps_before_save:
                 left_s -= self._save(cell.saver, directory, deadline_s=left_s)
-            results = self.pools.run(task, world_size=cell.world_size, deadline_s=max(1.0, left_s))
+            results = self.pools.run(
+                task, world_size=cell.world_size, deadline_s=max(1.0, left_s), env=cell.environment
+            )
         except RunFailed as failed:
             return RecordFile(header=header, train_s=0.0, failure=to_failure(failed))
         facts = msgspec.Raw(msgspec.json.encode([result["facts"] for result in results]))

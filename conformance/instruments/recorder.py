@@ -59,6 +59,8 @@ class RankFacts(msgspec.Struct, frozen=True):
     """What one rank measured in a run; all builtin types."""
 
     rank: int
+    variables: dict[str, str | None]
+    """Of the environment, as they were before the process group was made."""
     mesh_coordinate: dict[str, int]
     steps: list[StepFacts]
     parameters: dict[str, ParameterFacts]
@@ -104,8 +106,8 @@ class RankFacts(msgspec.Struct, frozen=True):
 class Recorder(Observer):
     """Passes the trainer's events to every instrument, and gathers what they saw."""
 
-    def __init__(self, *, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, *, rank: int, variables: dict[str, str | None]) -> None:
+        self._rank, self._variables = rank, variables
         self._parameters: dict[str, ParameterFacts] = {}
         self._shared: dict[str, list[list[str]]] = {}
         self._reshard: dict[str, bool | int] = {}
@@ -172,6 +174,7 @@ class Recorder(Observer):
             self._dtypes.final(trainer.model, trainer.optimizer)
         facts = RankFacts(
             rank=self._rank,
+            variables=self._variables,
             mesh_coordinate={name: trainer.mesh.get_local_rank(name) for name in trainer.mesh.mesh_dim_names or ()},
             steps=[StepFacts(step.step, step.loss, step.grad_norm, step.valid_tokens, step.lr) for step in metrics],
             parameters=self._parameters,

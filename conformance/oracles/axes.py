@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 import torch
 
-from conformance.engine.cells import AxisValue, Cell, Mesh, axis_names
+from conformance.engine.cells import RECORD_STREAMS, AxisValue, Cell, Mesh, axis_names
 from conformance.engine.record import Record
 from conformance.engine.workload import trainer_config
 from conformance.oracles.differences import batches, collectives, expect, layer_count, operators, parts, same
@@ -242,6 +242,12 @@ def _pin_memory(record: Record, neighbour: Record) -> None:
         expect(found == {expected}, f"{one.cell.id}: parameters are in {sorted(found)}, not {expected}")
 
 
+def _record_streams(record: Record, neighbour: Record) -> None:
+    for one, expected in ((record, record.cell.record_streams), (neighbour, None)):
+        found = {facts.variables[RECORD_STREAMS] for facts in one.ranks}
+        expect(found == {expected}, f"{one.cell.id}: {RECORD_STREAMS} is {found} before the process group is made")
+
+
 def _norms_in_tp(record: Record, neighbour: Record) -> None:
     reductions, usual = (collectives(one, "clip", "all_reduce", "dp_shard") for one in (record, neighbour))
     expect(reductions == 2 * usual > 0, f"{reductions} reductions of norms over dp_shard, {usual} on one mesh")
@@ -352,6 +358,7 @@ PROOFS: dict[str, Proof] = {
     "gradient_sync": _gradient_sync,
     "offload": _offload,
     "pin_memory": _pin_memory,
+    "record_streams": _record_streams,
     "sequence_parallel": _sequence_parallel,
     "norms_in_tp": _norms_in_tp,
     "loss_parallel": _loss_parallel,
