@@ -28,6 +28,7 @@ from reference_trainer.mesh import (
     init_process_group,
     resolve_mesh,
 )
+from reference_trainer.reshard import ReshardPolicy
 from reference_trainer.train import StepMetrics, Trainer
 from reference_trainer.weights import check_checkpoint
 
@@ -91,6 +92,7 @@ def train(
     """Run all steps; each appends its metrics to the file, and rank 0 prints progress."""
     saving = saving or Saving()
     trainer = Trainer(config, device=device, world_size=dist.get_world_size())
+    _tell_reshard_policy(trainer.reshard)
     first = resume(trainer, saving.resume) if saving.resume else 0
     checkpoints = None
     if saving.save_every is not None:
@@ -111,6 +113,14 @@ def train(
                 checkpoints.save(trainer, steps_done=step + 1)
     if checkpoints:
         checkpoints.finish()
+
+
+def _tell_reshard_policy(policy: ReshardPolicy) -> None:
+    """Logged always; what was chosen is also printed, with the reason."""
+    if dist.get_rank() == 0:
+        logging.getLogger(__name__).info("reshard after forward: %s", policy.describe())
+        if policy.reason:
+            print(f"{policy.reason}; {policy.describe()}", flush=True)
 
 
 def _row(

@@ -75,6 +75,15 @@ def test_offloaded_parameters_train_and_are_clipped(tmp_path: Path) -> None:
         assert numbers(rows[0], field) == numbers(rows[1], field)
 
 
+def test_auto_says_what_it_chose_and_why(tmp_path: Path) -> None:
+    result = run(command("--metrics", str(tmp_path / "m"), "--set", "reshard=auto", "--set", "steps=1"))
+    assert (result.returncode, result.stderr) == (0, "")
+    reason, progress = result.stdout.splitlines()
+    assert reason.startswith("reshard auto: never, since keeping all parameters needs about ")
+    assert reason.endswith("may be used; tok_embeddings to output: never")
+    assert progress.startswith("step     0/1")
+
+
 def test_memory_cannot_be_pinned_without_an_accelerator(tmp_path: Path) -> None:
     result = run(
         command("--metrics", str(tmp_path / "m"), *OFFLOADED, "--set", "pin_memory=true", "--set", "device=cpu")
