@@ -14,6 +14,7 @@ import torch
 
 from reference_trainer.__main__ import train
 from reference_trainer.config import load_config
+from reference_trainer.reshard import ReshardPolicy
 from reference_trainer.train import StepMetrics, Trainer
 
 ROOT = Path(__file__).parent.parent
@@ -174,6 +175,7 @@ def test_numbers_that_are_not_finite_are_null(tmp_path: Path, monkeypatch: pytes
     class Diverged(Trainer):
         def __init__(self, *_: object, **__: object) -> None:
             """Builds nothing."""
+            self.reshard = ReshardPolicy({})
 
         def train_step(self, step: int) -> StepMetrics:
             return StepMetrics(step=step, loss=math.nan, grad_norm=math.inf, valid_tokens=1, lr=0.1)
