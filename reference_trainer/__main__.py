@@ -28,7 +28,7 @@ from reference_trainer.mesh import (
     init_process_group,
     resolve_mesh,
 )
-from reference_trainer.reshard import ReshardPolicy
+from reference_trainer.reshard import ReshardPolicy, reshard_policy
 from reference_trainer.train import StepMetrics, Trainer
 from reference_trainer.weights import check_checkpoint
 
@@ -175,7 +175,8 @@ def _prepare(arguments: argparse.Namespace, *, world_size: int) -> tuple[Trainer
     Raises ValueError or OSError for what cannot be run.
     """
     config = load_config(arguments.config, arguments.overrides)
-    check_fits_mesh(config, resolve_mesh(config.mesh, world_size=world_size))
+    dims = resolve_mesh(config.mesh, world_size=world_size)
+    check_fits_mesh(config, dims)
     Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
     check_checkpoint(config)
     saving = Saving(
@@ -190,6 +191,7 @@ def _prepare(arguments: argparse.Namespace, *, world_size: int) -> tuple[Trainer
     steps_done = newest_checkpoint(saving.resume, config)[1].steps_done if saving.resume else 0
     device = choose_device(config)
     check_pinning(config, device)
+    reshard_policy(config, dims, device)
     return config, device, saving, steps_done
 
 

@@ -76,6 +76,13 @@ def test_offloaded_parameters_train_and_are_clipped(tmp_path: Path) -> None:
         assert numbers(rows[0], field) == numbers(rows[1], field)
 
 
+def test_a_reshard_policy_that_does_not_fit_is_one_line(tmp_path: Path) -> None:
+    result = run(command("--metrics", str(tmp_path / "m"), "--set", "reshard=3"))
+    assert (result.returncode, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("reference_trainer: reshard to 3 ranks: must be a divisor of mesh.dp_shard, 1, and smaller")
+
+
 def test_auto_says_what_it_chose_and_why(tmp_path: Path) -> None:
     result = run(command("--metrics", str(tmp_path / "m"), "--set", "reshard=auto", "--set", "steps=1"))
     assert (result.returncode, result.stderr) == (0, "")
