@@ -146,3 +146,21 @@ def test_growth_fails(left: int, grown: int, message: str) -> None:
     laws.test_memory_does_not_grow(lambda *_args, **_options: [{"first": first, "last": first}], CELL)
     with pytest.raises(ConformanceFailure, match=message):
         laws.test_memory_does_not_grow(lambda *_args, **_options: [{"first": first, "last": last}], CELL)
+
+
+@pytest.mark.parametrize(
+    ("gathered", "reduced", "wrong"), [(1, 1, ""), (0, 1, "an all-gather"), (1, 2, "a reduce-scatter")]
+)
+def test_a_backend_that_copies_more_or_less_fails(gathered: int, reduced: int, wrong: str) -> None:
+    largest = max(group_bytes(*parts(CELL)).values())
+    uses = {"c10d::_allgather_base_": gathered, "c10d::_reduce_scatter_base_": reduced}
+    backend = [{"operator": name, "peak_bytes": times * largest} for name, times in uses.items()]
+
+    def judge() -> None:
+        laws.test_backends_allocate_what_they_are_known_to(lambda *_args, **_options: [{"backend": backend}], CELL)
+
+    if wrong:
+        with pytest.raises(ConformanceFailure, match=f"copy of {wrong}: measured"):
+            judge()
+    else:
+        judge()

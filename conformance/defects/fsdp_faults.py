@@ -61,7 +61,7 @@ DEFECTS: tuple[Defect, ...] = (
         title="parameters stay unsharded after forward whatever was asked for",
         source="https://github.com/pytorch/pytorch/issues/149029",
         mechanism="FSDPParamGroup.reshard returns early in forward",
-        laws=("RS-1",),
+        laws=("RS-1", "MEM-1", "MEM-4", "MEM-7"),
         inject=partial(reshard, skip_in_forward=True),
         inject_twin=partial(reshard, skip_in_forward=False),
     ),

@@ -89,9 +89,10 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     weights: Literal["safetensors", "hf", "dcp", "rank0"] = "safetensors"
     """With init=checkpoint, the format: the trainer's, that of Hugging Face's Llama in several files, or of
     torch.distributed.checkpoint; `rank0`: the trainer's, read by rank 0 alone and broadcast."""
-    model: Literal["tiny", "even", "uneven", "uneven-tp", "integer", "deep", "wide"] = "tiny"
+    model: Literal["tiny", "even", "uneven", "uneven-tp", "integer", "deep", "half", "wide"] = "tiny"
     """Name of the workload: sizes that divide evenly or not, a model that computes whole numbers, exactly, one with
-    more layers, beside which one layer or one parameter is small, or one that divides among 1024 ranks."""
+    more layers, beside which one layer or one parameter is small, the same with half of them, or one that divides among
+    1024 ranks."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """Name of the optimizer."""
     clip: Annotated[float, Meta(ge=0.0, le=sys.float_info.max)] = 1.0

@@ -36,6 +36,7 @@ _MODELS = {
         _TINY_MODEL, vocab_size=1024, dim=1024, n_layers=4, n_heads=8, n_kv_heads=8, ffn_dim=1024, bias=False
     ),
     "deep": replace(_TINY_MODEL, dim=64, n_layers=8, ffn_dim=256),
+    "half": replace(_TINY_MODEL, dim=64, n_layers=4, ffn_dim=256),
 }
 _DATA = DataConfig(seq_len=16, global_batch_size=16, min_valid_fraction=0.25)
 _LEARNING_RATE = {"adamw": 0.01, "sgd": 0.1}

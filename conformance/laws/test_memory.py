@@ -91,6 +91,33 @@ def test_what_stays_after_forward_is_what_the_mode_keeps(measure: Measure, cell:
     compare.count(found - least, name="kept after forward", expected=expected, detail=detail, unit="bytes")
 
 
+@law("MEM-5", reference=RESHARD_AFTER_FORWARD, since="2.9", substrates=SIMULATED)
+def test_memory_is_linear_in_the_layers(measure: Measure, cell: Cell) -> None:
+    """What is held after forward MUST grow with each layer by its activations, and by its unsharded parameters if they
+    are kept; what is left without layers MUST be that of embedding, norm and output: slope and intercept.
+
+    From a model of eight layers and one of four. Wrong if what belongs to each layer is held once, or the reverse.
+    """
+    deep, half = cell, cell.but(model="half")
+    config, dims, shapes = _parts(deep, tp_rank=0)
+    layers, fewer = (trainer_config(one).model.n_layers for one in (deep, half))
+    found, less = (_after_forward(measure, one) for one in (deep, half))
+    (profile,) = measure("rank_memory:without_fsdp", deep, alone=True)
+    activations = {s.mark: s.start_bytes for s in msgspec.convert(profile, list[Segment])}
+    sizes = group_bytes(config, dims, shapes)
+    kept = {group: size for group, size in sizes.items() if kept_after_forward(group, config)}
+    of_layer = activations["after-forward layers.2"] - activations["after-forward layers.1"] + kept.get("layers.1", 0)
+    slope = (found - less) // (layers - fewer)
+    compare.count(
+        slope, name="slope", expected=of_layer, detail=f"{found} and {less} bytes", unit="bytes for each layer"
+    )
+    ends = sum(size for group, size in kept.items() if not group.startswith("layers."))
+    rest = activations["backward"] - (layers * (of_layer - kept.get("layers.1", 0))) + ends
+    compare.between(
+        found - layers * slope, rest, rest + _SCALARS_BYTES, name="intercept", detail="no layers", unit="bytes"
+    )
+
+
 @law("MEM-6", reference=RESHARD_AFTER_FORWARD, substrates=SIMULATED)
 def test_memory_does_not_grow(measure: Measure, cell: Cell) -> None:
     """A step MUST leave nothing behind, and the 50th step MUST need what the second does, in every phase."""
