@@ -175,10 +175,7 @@ def _model(record: Record, neighbour: Record) -> None:
         case "integer":
             whole, usually = (_whole_numbers(one) for one in (record, neighbour))
             expect(whole and not usually, f"all gradients are whole numbers: {whole}, of tiny {usually}")
-        case "wide":
-            wide, of_tiny = (one.ranks[0].parameters["norm.weight"].shape[0] for one in (record, neighbour))
-            expect(wide >= 1024 > of_tiny, f"width {wide}, tiny has {of_tiny}")
-        case "deep" | "half":
+        case "deep":
             layers, of_tiny = (layer_count(one) for one in (record, neighbour))
             expect(layers > of_tiny, f"{layers} layers, tiny has {of_tiny}")
         case name:
