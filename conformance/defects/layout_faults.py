@@ -72,11 +72,11 @@ def output_weight(*, tie_again: bool) -> Iterator[None]:
     """Before sharding give the output layer a weight of its own, which starts as the embedding's does."""
 
     def part(original: Any) -> Any:
-        def parallelize(model: Transformer, mesh: DeviceMesh, config: TrainerConfig) -> None:
+        def parallelize(model: Transformer, mesh: DeviceMesh, config: TrainerConfig, policy: Any) -> None:
             model.output.weight = nn.Parameter(model.output.weight.clone())
             if tie_again:
                 model.output.weight = model.tok_embeddings.weight
-            original(model, mesh, config)
+            original(model, mesh, config, policy)
 
         return parallelize
 

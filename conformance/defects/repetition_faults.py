@@ -57,8 +57,8 @@ def checkpointing(mode: Literal["none", "full"]) -> AbstractContextManager[None]
     """Checkpoint activations in this mode, whatever the configuration says."""
 
     def make(original: Any) -> Any:
-        def parallelize(model: Transformer, mesh: DeviceMesh, config: TrainerConfig) -> None:
-            original(model, mesh, replace(config, activation_checkpointing=mode))
+        def parallelize(model: Transformer, mesh: DeviceMesh, config: TrainerConfig, policy: Any) -> None:
+            original(model, mesh, replace(config, activation_checkpointing=mode), policy)
 
         return parallelize
 
@@ -69,8 +69,8 @@ def blocks_called_through() -> AbstractContextManager[None]:
     """Call each block's layer by the way that checkpointing takes, without checkpointing it."""
 
     def make(original: Any) -> Any:
-        def parallelize(model: Transformer, mesh: DeviceMesh, config: TrainerConfig) -> None:
-            original(model, mesh, config)
+        def parallelize(model: Transformer, mesh: DeviceMesh, config: TrainerConfig, policy: Any) -> None:
+            original(model, mesh, config, policy)
             for module in model.modules():
                 if isinstance(module, Block):
                     module.recompute = lambda layer, *inputs: layer(*inputs)

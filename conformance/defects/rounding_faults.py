@@ -27,8 +27,8 @@ def reduced_gradients(dtype: torch.dtype) -> AbstractContextManager[None]:
         reduced.copy_(through(reduced, dtype))
 
     def make(original: Any) -> Any:
-        def parallelize(model: Transformer, mesh: DeviceMesh, config: TrainerConfig) -> None:
-            original(model, mesh, config)
+        def parallelize(model: Transformer, mesh: DeviceMesh, config: TrainerConfig, policy: Any) -> None:
+            original(model, mesh, config, policy)
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     module.set_all_reduce_hook(round_output)
