@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import msgspec
+import torch
 from msgspec.structs import replace
 from tabulate import tabulate
 
@@ -21,6 +22,7 @@ from conformance.oracles.tp_schedule import local_shapes
 from conformance.oracles.traffic import add_up, step_events
 from reference_trainer.config import DataConfig, MeshConfig, ModelConfig, Precision, TrainerConfig
 from reference_trainer.mesh import ParallelDims, check_fits_mesh, resolve_mesh
+from reference_trainer.reshard import reshard_policy
 from reference_trainer.strict_yaml import convert, load
 
 MODELS = Path(__file__).parent / "models"
@@ -119,6 +121,7 @@ def _configuration(request: Request) -> tuple[TrainerConfig, ParallelDims]:
         raise ValueError("the memory model knows one group for each block: no bf16-mixed and no tied embeddings yet")
     dims = resolve_mesh(config.mesh, world_size=mesh.world_size)
     check_fits_mesh(config, dims)
+    reshard_policy(config, dims, torch.device("cpu"))  # what the trainer refuses cannot be predicted
     return config, dims
 
 
@@ -149,7 +152,7 @@ def _profile(config: TrainerConfig, dims: ParallelDims) -> list[Segment]:
     saved |= {"tok_embeddings": tokens * model.dim * compute // dims.tp, "output": logits}
     working = tokens * max(model.ffn_dim, model.dim) * compute // dims.tp
     recomputed = _saved_bytes(replace(config, activation_checkpointing="none"), dims, tokens, compute)
-    gradients = _unpadded(config, dims, compute)
+    gradients = _unpadded(config, dims)
     segments, held = [Segment("forward", 0, 0, 0)], 0
     for name in names:
         segments.append(Segment(f"forward {name}", held, held + saved[name] + working, held + saved[name]))
@@ -175,7 +178,7 @@ def _saved_bytes(config: TrainerConfig, dims: ParallelDims, tokens: int, compute
     return tokens * width * compute // dims.tp
 
 
-def _unpadded(config: TrainerConfig, dims: ParallelDims, compute: int) -> dict[str, int]:
+def _unpadded(config: TrainerConfig, dims: ParallelDims) -> dict[str, int]:
     one = ParallelDims(dp_replicate=1, dp_shard=1, tp=dims.tp)
     return group_bytes(config, one, local_shapes(config.model, tp=dims.tp, tp_rank=0))
 
@@ -195,7 +198,8 @@ def as_text(request: Request, found: Prediction) -> str:
             f"{request.precision}, reshard {request.reshard}, {request.batch} x {request.seq_len} tokens",
             tabulate(memory, headers=["phase", "peak GiB", "left GiB"], floatfmt=".2f"),
             f"State on the {where}: {found.state_bytes / _GIB:.2f} GiB. Activations, an estimate: "
-            f"{found.activation_bytes / _GIB:.2f} GiB. Without workspaces, fragmentation and buffers of the backend.",
+            f"{found.activation_bytes / _GIB:.2f} GiB. Without workspaces, fragmentation and buffers of the backend.\n"
+            "Buffers live as in torch up to 2.13, verified on the CPU; on a GPU all of this is unverified.",
             tabulate(sent, headers=["phase", "collective", "group", "dtype", "number", "GiB sent"], floatfmt=".3f"),
         ]
     )

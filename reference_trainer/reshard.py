@@ -20,7 +20,6 @@ AfterForward = bool | int
 """Of `fully_shard`: True frees a group, False keeps it, an integer leaves it sharded over so many ranks."""
 _GIB = 1024**3
 _USABLE = 0.9  # of a device's memory: the rest is for fragmentation, workspaces and communication buffers
-_PRECISION_BYTES = {"fp32": 4}
 
 
 def group_names(config: TrainerConfig) -> list[str]:
@@ -140,7 +139,7 @@ def estimated_peak_bytes(config: TrainerConfig, dims: ParallelDims) -> int:
         model = Transformer(config.model)
     parameters = sum(p.numel() for p in model.parameters()) // dims.tp
     largest_group = max(sum(p.numel() for p in block.parameters()) for block in model.blocks) // dims.tp
-    compute = _PRECISION_BYTES.get(config.precision, 2)
+    compute = 4 if config.precision == "fp32" else 2
     moments = {"adamw": 2, "sgd": 0}[config.optimizer.name]
     state = parameters // dims.dp_shard * 4 * (2 + moments)  # with gradients
     on_device = state if config.offload == "none" else 0

@@ -40,7 +40,7 @@ def test_memory_of_a_simulated_world_is_that_of_the_model(measure: Measure, cell
     Wrong if a group is not resharded, a buffer is kept too long, gathered too early or never freed.
     """
     (measured,) = measure("rank_memory:step_in_simulation", cell, alone=True)
-    _compare_phases(_phases(measured), _bounds(measure, cell, tp_rank=0), where="rank 0", ratio=1.02)
+    _compare_phases(_phases(measured), _bounds(measure, cell), where="rank 0", ratio=1.02)
 
 
 @law("MEM-2", reference=PROFILER, since="2.9", substrates=REAL)
@@ -49,7 +49,7 @@ def test_backends_allocate_what_they_are_known_to(measure: Measure, cell: Cell) 
 
     It is a term of its own, and not part of what MEM-3 judges.
     """
-    config, dims, shapes = _parts(cell, tp_rank=0)
+    config, dims, shapes = _parts(cell)
     largest = max(group_bytes(config, dims, shapes).values())
     found = {
         kind: max(u["peak_bytes"] for m in _on_ranks(measure, cell) for u in m["backend"] if u["operator"] == kind)
@@ -63,8 +63,8 @@ def test_backends_allocate_what_they_are_known_to(measure: Measure, cell: Cell) 
 
 @law("MEM-3", reference=RESHARD_AFTER_FORWARD, since="2.9", substrates=REAL)
 def test_memory_on_every_rank_is_that_of_the_model(measure: Measure, cell: Cell) -> None:
-    """On each rank of a real world the most that is held in each phase MUST be what the cell needs: between bounds at
-    most 10 % apart.
+    """On each rank of a real world the most that is held in forward and in backward MUST be what the cell needs:
+    between bounds at most 10 % apart.
 
     Above what the model says only what the backend's threads have not released yet: one buffer of the largest group.
     What they release out of sight is noticed when the memory is used again: in forward and backward at once, later not,
@@ -79,7 +79,7 @@ def test_what_stays_after_forward_is_what_the_mode_keeps(measure: Measure, cell:
     """Between forward and backward a reshard mode MUST keep, above `always`, the unsharded parameters of the groups
     that it does not reshard (to k ranks: 1/k of each), and nothing else; `never` keeps all of them.
     """
-    config, dims, shapes = _parts(cell, tp_rank=0)
+    config, dims, shapes = _parts(cell)
     always = cell.but(reshard="always")
     found, least = (_after_forward(measure, one) for one in (cell, always))
     sizes = group_bytes(config, dims, shapes)
@@ -99,7 +99,7 @@ def test_memory_is_linear_in_the_layers(measure: Measure, cell: Cell) -> None:
     From a model of eight layers and one of four. Wrong if what belongs to each layer is held once, or the reverse.
     """
     deep, half = cell, cell.but(model="half")
-    config, dims, shapes = _parts(deep, tp_rank=0)
+    config, dims, shapes = _parts(deep)
     layers, fewer = (trainer_config(one).model.n_layers for one in (deep, half))
     found, less = (_after_forward(measure, one) for one in (deep, half))
     (profile,) = measure("rank_memory:without_fsdp", deep, alone=True)
@@ -155,10 +155,10 @@ def _on_ranks(measure: Measure, cell: Cell) -> list[dict[str, Any]]:
     return measure("rank_memory:step_on_ranks", cell)
 
 
-def _parts(cell: Cell, *, tp_rank: int) -> tuple[TrainerConfig, ParallelDims, dict[str, tuple[int, ...]]]:
+def _parts(cell: Cell) -> tuple[TrainerConfig, ParallelDims, dict[str, tuple[int, ...]]]:
     config = trainer_config(cell)
     dims = resolve_mesh(config.mesh, world_size=cell.world_size)
-    return config, dims, local_shapes(config.model, tp=dims.tp, tp_rank=tp_rank)
+    return config, dims, local_shapes(config.model, tp=dims.tp, tp_rank=0)
 
 
 def _itemsize(config: TrainerConfig, what: str) -> int:
@@ -172,11 +172,9 @@ class Bounds(msgspec.Struct, frozen=True):
     upper: int
 
 
-def _bounds(
-    measure: Measure, cell: Cell, *, tp_rank: int = 0, in_flight: bool = False
-) -> tuple[int, dict[tuple[str, str], Bounds]]:
+def _bounds(measure: Measure, cell: Cell, *, in_flight: bool = False) -> tuple[int, dict[tuple[str, str], Bounds]]:
     """Bytes that are there in all phases; and with them, bounds by phase and `peak` or `rest`."""
-    config, dims, shapes = _parts(cell, tp_rank=tp_rank)
+    config, dims, shapes = _parts(cell)
     (profile,) = measure("rank_memory:without_fsdp", cell, alone=True)
     lifetimes = lifetimes_of(str(torch.__version__))
     predicted = predict(config, dims, shapes, msgspec.convert(profile, list[Segment]), lifetimes=lifetimes)

@@ -83,7 +83,7 @@ def predict(
 
 
 def state_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Mapping[str, Sequence[int]]) -> int:
-    """What is there in all phases: shards with padding, and the optimizer's state of the unpadded ones (at least)."""
+    """What is there in all phases: shards with padding, and as much for each moment that the optimizer keeps."""
     moments = {"adamw": 2, "sgd": 0}[config.optimizer.name]
     master = int(getattr(torch, dtype_policy(config.precision).sharded).itemsize)
     shards = sum(-(-rows // dims.dp_shard) * math.prod(rest) for rows, *rest in shapes.values())
