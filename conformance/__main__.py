@@ -1,4 +1,4 @@
-"""What needs no run: `python -m conformance list`, `python -m conformance show ID`, `python -m conformance predict`."""
+"""Beside pytest: what there is (list, show) and would need (predict), what is caught (defects), and verify."""
 
 import argparse
 import os
@@ -15,10 +15,10 @@ _EXIT_USAGE = 2
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print what was asked for; returns 0, or 2 with one line on stderr for what cannot be used."""
+    """Print what was asked for; returns 0, 1 for problems, or 2 with one line on stderr for what cannot be used."""
     options = _parser().parse_args(arguments)
     try:
-        text = _answer(options)
+        status, text = _answer(options)
     except ValueError as error:
         print(f"conformance: {error}", file=sys.stderr)
         return _EXIT_USAGE
@@ -26,17 +26,46 @@ def main(arguments: list[str] | None = None) -> int:
         print(text, flush=True)
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+    return status
 
 
-def _answer(options: argparse.Namespace) -> str:
-    if options.command == "predict":
-        return _prediction(options)
+def _answer(options: argparse.Namespace) -> tuple[int, str]:
+    """Exit status and text."""
+    match options.command:
+        case "predict":
+            return 0, _prediction(options)
+        case "defects":
+            return _defects(options)
+        case "verify":
+            return _verification(options)
+        case _:
+            return 0, _description(options)
+
+
+def _description(options: argparse.Namespace) -> str:
     matrix = load_matrix(options.matrix)
     if options.command == "show":
         return show(matrix, options.id)
     only = parse(options.cells) if options.cells else None
     return (list_cases if options.cases else list_cells)(matrix, options.profile, only=only)
+
+
+def _defects(options: argparse.Namespace) -> tuple[int, str]:
+    from conformance.detection.kill_matrix import kill_matrix
+    from conformance.detection.texts import as_markdown, as_page, as_text
+
+    found = kill_matrix(profile=options.profile, directory=options.report_dir, workers=options.workers, only=options.id)
+    (options.report_dir / "kill_matrix.html").write_text(as_page(found))
+    if options.write_docs:
+        (PROJECT / "docs" / "kill_matrix.md").write_text(as_markdown(found) + "\n")
+    return int(bool(found.problems)), as_text(found)
+
+
+def _verification(options: argparse.Namespace) -> tuple[int, str]:
+    from conformance.verification import verify
+
+    found = verify(options.report_dir, records=options.record_dir)
+    return int(bool(found.problems)), str(found)
 
 
 def _prediction(options: argparse.Namespace) -> str:
@@ -62,7 +91,26 @@ def _parser() -> argparse.ArgumentParser:
     showing = commands.add_parser("show", parents=[shared], help="all about one law, cell or defect")
     showing.add_argument("id", metavar="ID", help="such as PAR-1, dp2-tp2-fp32-default-meta or grads-summed")
     _add_prediction(commands)
+    _add_defects(commands)
+    verifying = commands.add_parser("verify", help="derive the verdicts of a report again from its raw records")
+    verifying.add_argument("report_dir", type=Path, metavar="DIR", help="what --report-dir was")
+    verifying.add_argument("--record-dir", type=Path, metavar="DIR", help="what --record-dir was, if it was given")
     return parser
+
+
+def _add_defects(commands: Any) -> None:
+    trying = commands.add_parser("defects", help="inject every known fault: is each caught by the laws that must?")
+    trying.add_argument("id", nargs="*", help="only these (default: all)")
+    trying.add_argument("--profile", default=DEFAULT_PROFILE, metavar="P", help="whose cells (default: %(default)s)")
+    trying.add_argument("--workers", type=int, default=2, metavar="N", help="processes, each with its own ranks")
+    trying.add_argument("--write-docs", action="store_true", help="also write docs/kill_matrix.md")
+    trying.add_argument(
+        "--report-dir",
+        type=Path,
+        default=Path("conformance-defects"),
+        metavar="DIR",
+        help="kill_matrix.json, reused as long as nothing has changed, and kill_matrix.html (default: %(default)s)",
+    )
 
 
 def _add_prediction(commands: Any) -> None:

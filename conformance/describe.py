@@ -7,6 +7,7 @@ import pkgutil
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -88,18 +89,23 @@ def show(matrix: Matrix, id_: str) -> str:
     raise UnknownId(f"no law, cell or defect has the id {id_}" + (f"; near: {', '.join(near)}" if near else ""))
 
 
-def asserted_laws() -> dict[str, AssertedLaw]:
-    """All laws by id, found by importing every module of `conformance.laws`."""
+@cache
+def law_tests() -> dict[str, Callable[..., None]]:
+    """The test of each law by id, as a plain function, found by importing every module of `conformance.laws`."""
     import conformance.laws
 
+    names = [module.name for module in pkgutil.iter_modules(conformance.laws.__path__)]
+    tests = [test for name in names for test in vars(importlib.import_module(f"conformance.laws.{name}")).values()]
+    return {law.id: test for test in tests if (law := law_of(test))}
+
+
+def asserted_laws() -> dict[str, AssertedLaw]:
+    """All laws by id."""
     found = {}
-    for module_info in pkgutil.iter_modules(conformance.laws.__path__):
-        module = importlib.import_module(f"conformance.laws.{module_info.name}")
-        for test in vars(module).values():
-            law = law_of(test)
-            if law is not None:
-                file = Path(inspect.getfile(test)).relative_to(PROJECT)
-                found[law.id] = AssertedLaw(law, f"{file}:{test.__code__.co_firstlineno} {test.__name__}")
+    for law_id, test in law_tests().items():
+        law, file = law_of(test), Path(inspect.getfile(test)).relative_to(PROJECT)
+        assert law is not None
+        found[law_id] = AssertedLaw(law, f"{file}:{test.__code__.co_firstlineno} {test.__name__}")
     return found
 
 
@@ -126,6 +132,7 @@ def _defect_text(defect: Any) -> str:
         "caught by": ", ".join(defect.laws),
         "inject": f"pytest -n auto conformance/ --defect {defect.id}",
         "benign twin": f"pytest -n auto conformance/ --defect {defect.id}.twin",
+        "shows on": f"{', '.join(defect.substrates)}, from torch {defect.since} on",
     }
     return f"{defect.id}  {defect.title}\n\n{_facts_text(facts)}"
 

@@ -360,6 +360,8 @@ def test_report_round_trip() -> None:
         session="s",
         environment={"torch": "2.13.0"},
         profile="pr",
+        started="2026-11-21T10:00:00",
+        suite_digest="1",
         matrix_digest="0",
         defect=None,
         planned=1,

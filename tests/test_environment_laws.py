@@ -19,7 +19,7 @@ MACHINE = laws.test_machine_has_memory_and_one_clock
 @pytest.fixture(scope="module")
 def healthy() -> Iterator[Facts]:
     with Pools() as pools:
-        yield pools.run(Task("conformance.engine.rank_probes:probe", {}), world_size=2, deadline_s=60)
+        yield pools.run(Task("conformance.engine.rank_probes:probe", {"defect": None}), world_size=2, deadline_s=60)
 
 
 def double(facts: Facts, dtype: str, collective: str) -> None:

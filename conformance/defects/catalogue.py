@@ -1,11 +1,34 @@
-"""All defects by id. `--defect ID` injects one, `--defect ID.twin` its benign twin."""
+"""All defects by id. `--defect ID` injects one, `--defect ID.twin` its benign twin, `--defect FILE.py:NAME` yours."""
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+import importlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import cast
 
-from conformance.defects.injection import Defect
+from conformance.defects.injection import Defect, Injection, NotInjectable, from_file
 
 TWIN = ".twin"
+_FAULTS = (
+    "environment",
+    "initialisation",
+    "loss",
+    "optimizer",
+    "clipping",
+    "offload",
+    "reduction",
+    "fsdp",
+    "tp",
+    "layout",
+    "precision",
+    "rounding",
+    "repetition",
+    "traffic",
+    "checkpoint",
+    "memory",
+)
 
 
 def ids() -> tuple[str, ...]:
@@ -13,53 +36,56 @@ def ids() -> tuple[str, ...]:
     return tuple(name for defect in defects() for name in (defect.id, defect.id + TWIN))
 
 
-def injected(name: str | None) -> AbstractContextManager[Any]:
-    """The context in which the defect (or twin) of that id is in force; None changes nothing.
+def require_known(name: str) -> str:
+    """The name as ranks can find it from any directory. Raises ValueError for what `injected` cannot inject."""
+    if ":" in name:
+        path, _, attribute = name.rpartition(":")
+        name = f"{Path(path).resolve()}:{attribute}"
+        from_file(name.removesuffix(TWIN))
+    elif name not in ids():
+        raise ValueError(
+            f"--defect {name}: not a known defect; choose from {', '.join(ids())}, or write FILE.py:NAME for your own"
+        )
+    return name
 
-    Raises KeyError for an unknown id.
+
+@contextmanager
+def injected(name: str | None) -> Iterator[None]:
+    """The context in which the defect (or twin) of that id is in force, or that of `FILE.py:NAME`, for which see
+    `require_known`; None changes nothing.
+
+    Raises NotInjectable, so that the fault of a fault is not taken for one of the product.
     """
-    if name is None:
-        return nullcontext()
-    by_id = {defect.id: defect for defect in defects()}
-    defect = by_id[name.removesuffix(TWIN)]
-    return defect.inject_twin() if name.endswith(TWIN) else defect.inject()
+    with ExitStack() as stack:
+        if name is not None:
+            try:
+                stack.enter_context(_injection(name)())
+            except Exception as error:
+                raise NotInjectable(f"{name} cannot be injected: {type(error).__name__}: {error}") from error
+        yield
+
+
+def _injection(name: str) -> Injection:
+    base, is_twin = name.removesuffix(TWIN), name.endswith(TWIN)
+    found = from_file(base) if ":" in base else {defect.id: defect for defect in defects()}[base]
+    if isinstance(found, Defect):
+        return found.inject_twin if is_twin else found.inject
+    return cast("Injection", found)
 
 
 def defects() -> tuple[Defect, ...]:
     """The catalogue, in the order in which it is listed."""
-    # Imported here because they import torch, which the controller does without.
-    from conformance.defects import (
-        checkpoint_faults,
-        clipping_faults,
-        fsdp_faults,
-        initialisation_faults,
-        layout_faults,
-        loss_faults,
-        memory_faults,
-        offload_faults,
-        optimizer_faults,
-        precision_faults,
-        reduction_faults,
-        repetition_faults,
-        rounding_faults,
-        tp_faults,
-        traffic_faults,
-    )
+    return tuple(defect for module in _modules() for defect in module.DEFECTS)
 
-    return (
-        *initialisation_faults.DEFECTS,
-        *loss_faults.DEFECTS,
-        *optimizer_faults.DEFECTS,
-        *clipping_faults.DEFECTS,
-        *offload_faults.DEFECTS,
-        *reduction_faults.DEFECTS,
-        *fsdp_faults.DEFECTS,
-        *tp_faults.DEFECTS,
-        *layout_faults.DEFECTS,
-        *precision_faults.DEFECTS,
-        *rounding_faults.DEFECTS,
-        *repetition_faults.DEFECTS,
-        *traffic_faults.DEFECTS,
-        *checkpoint_faults.DEFECTS,
-        *memory_faults.DEFECTS,
-    )
+
+def sources_of(defect: Defect) -> list[Path]:
+    """The files that say what a known defect does: its own, and those of other defects that it borrows from."""
+    module = next(module for module in _modules() if defect in module.DEFECTS)
+    owners = {module.__name__, *(getattr(value, "__module__", None) for value in vars(module).values())}
+    return sorted(Path(str(m.__file__)) for m in _modules() if m.__name__ in owners)
+
+
+@cache
+def _modules() -> tuple[ModuleType, ...]:
+    # Imported only when asked for because they import torch, which the controller does without.
+    return tuple(importlib.import_module(f"conformance.defects.{name}_faults") for name in _FAULTS)

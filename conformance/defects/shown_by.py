@@ -12,6 +12,9 @@ _CLIPPED, _LARGEST = "id = {}-fp32-default-meta-clip0.1", "id = dp2-fp32-default
 _DEEP = "id in (dp4-fp32-table-meta-deep, dp4-fp32-table-meta)"
 _OFFLOADED, _MISTAKES = "id = dp2-fp32-default-meta-clip0.1-offloadcpu", "id = dp2-fp32-default-meta-offloadcpu"
 SHOWN_BY = {
+    "collective-wrong-in-one-dtype": _FP32,
+    "rank-in-another-state": _FP32,
+    "memory-taken": _FP32,
     "rope-buffer-uninit": _TIED,
     "replica-desync": "id in (hsdp2x2-fp32-default-meta-tied, hsdp2x2-fp32-default-meta-sgd)",
     "init-duplicate-shards": _TIED,
@@ -19,6 +22,8 @@ SHOWN_BY = {
     "last-row-uninit": "id = dp4-fp32-default-meta-uneven",
     "buffer-wrong-off-rank0": "id in (tp2-fp32-default-meta, dp2-fp32-default-meta-tied)",
     "layers-alike": "id = dp4-fp32-default-meta",
+    "dtensor-draws-alike": "id = dp4-fp32-default-meta-steps1",
+    "poison-overwritten": "id = dp4-fp32-default-meta",
     "init-std-wrong": "id = dp4-fp32-default-meta",
     "full-model-held": "id = dp4-fp32-default-meta-deep",
     "partial-load-strict-false": "id = dp4-fp32-default-checkpoint",
@@ -112,6 +117,7 @@ SHOWN_BY = {
     "prefetch-of-wrong-group": _DEEP,
     "wrap-granularity": "id in (dp4-fp32-table-meta-deep, dp4-fp32-always-meta-deep, dp4-fp32-table-meta)",
     "grad-accum-unsharded-memory": "id in (dp4-fp32-default-meta-deep-acc2, dp4-fp32-default-meta-acc2)",
+    "backend-copies-twice": "id = dp4-fp32-default-meta-deep",
     "memory-leak": "id = dp2-fp32-default-meta-even-sgd",
     "gradients-not-freed": _DEEP,
     "gather-before-cast": _RECOMPUTED,

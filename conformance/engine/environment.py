@@ -1,14 +1,17 @@
 """Facts about the machine and its software that stand in every report; nothing here imports torch."""
 
+import hashlib
 import importlib.metadata
 import os
 import platform
 import subprocess
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+_SUITE = [Path(__file__).resolve().parents[2] / name for name in ("conformance", "reference_trainer")]
 _PACKAGES = ("torch", "numpy", "pytest", "pytest-xdist", "msgspec", "safetensors")
 _VARIABLE_PREFIXES = ("CUBLAS", "CUDA", "GLOO", "MKL", "NCCL", "OMP", "PYTORCH", "TORCH")
 
@@ -26,6 +29,16 @@ def environment_facts() -> dict[str, Any]:
         "substrate": "gloo",
         "git": _git_commit(),
     }
+
+
+@cache
+def suite_digest() -> str:
+    """Of all code of the suite and of the trainer."""
+    digest = hashlib.sha256()
+    for package in _SUITE:
+        for file in sorted(package.rglob("*.py")):
+            digest.update(file.relative_to(package).as_posix().encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _processor_name() -> str:

@@ -24,7 +24,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--report-dir", metavar="DIR", default="conformance-report", help="where the report goes (default: %(default)s)"
     )
     group.addoption("--record-dir", metavar="DIR", help="where records go (default: DIR/records of the report)")
-    group.addoption("--defect", metavar="ID", help="inject this fault into the product: its laws must fail")
+    group.addoption(
+        "--defect", metavar="ID", help="inject a known fault, or yours, FILE.py:NAME: the laws that it breaks must fail"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest's own junitxml, which reads an option set here

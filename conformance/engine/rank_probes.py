@@ -45,26 +45,28 @@ def build_with_ledger(context: RankContext, payload: dict[str, Any]) -> dict[str
 def draw_with_torch(context: RankContext, payload: dict[str, Any]) -> dict[str, Any]:
     """Initialise the sharded model with `torch.nn.init`; returns digests of this rank's shards and of their layouts."""
     config = msgspec.convert(payload["config"], TrainerConfig)
-    start_process_group(context)
-    dims = resolve_mesh(config.mesh, world_size=context.world_size)
-    mesh = build_mesh(dims, torch.device("cpu"))
-    with torch.device("meta"):
-        model = Transformer(config.model)
-    parallelize(model, mesh, config, reshard_policy(config, dims, torch.device("cpu")))
-    model.to_empty(device="cpu")
-    torch.manual_seed(config.seed)
-    shards, layouts = {}, {}
-    for name, parameter in model.named_parameters():
-        torch.nn.init.normal_(parameter)
-        shards[name] = fingerprint(local(parameter).cpu())
-        layouts[name] = fingerprint(shard_indices(parameter)) if isinstance(parameter, DTensor) else WHOLE
-    dist.destroy_process_group()
+    with injected(payload["defect"]):
+        start_process_group(context)
+        dims = resolve_mesh(config.mesh, world_size=context.world_size)
+        mesh = build_mesh(dims, torch.device("cpu"))
+        with torch.device("meta"):
+            model = Transformer(config.model)
+        parallelize(model, mesh, config, reshard_policy(config, dims, torch.device("cpu")))
+        model.to_empty(device="cpu")
+        torch.manual_seed(config.seed)
+        shards, layouts = {}, {}
+        for name, parameter in model.named_parameters():
+            torch.nn.init.normal_(parameter)
+            shards[name] = fingerprint(local(parameter).cpu())
+            layouts[name] = fingerprint(shard_indices(parameter)) if isinstance(parameter, DTensor) else WHOLE
+        dist.destroy_process_group()
     return {"shards": shards, "layouts": layouts}
 
 
 def probe(context: RankContext, payload: dict[str, Any]) -> dict[str, Any]:
     """Facts about a rank's surroundings as builtin types, see `probe_environment`."""
-    start_process_group(context)
-    facts = probe_environment()
-    dist.destroy_process_group()
+    with injected(payload["defect"]):
+        start_process_group(context)
+        facts = probe_environment()
+        dist.destroy_process_group()
     return facts

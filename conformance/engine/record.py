@@ -3,7 +3,7 @@
 import math
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from conformance.instruments.recorder import RankFacts
 
 RECORD_FILE = "record.json"
+TRAINING = "rank_tasks:train_cell"
+"""What a record is of, if it is not of a measurement."""
+MEASURED_FILE = "measured.msgpack"
+"""What a measurement found on each rank; NaN and infinity survive in it."""
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +43,10 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     torch: str
     substrate: str
     defect: str | None
+    task: str = TRAINING
+    """`MODULE:FUNCTION` of the engine that ran on the ranks."""
+    alone: bool = False
+    """Whether it ran in one process."""
     repeat: int = 0
     """Further runs of the same cell have numbers from 1 on."""
 
@@ -50,6 +58,7 @@ class RecordFile(msgspec.Struct, frozen=True, kw_only=True):
     train_s: float
     """Time of the slowest rank."""
     ranks: msgspec.Raw = msgspec.Raw(b"[]")
+    """Of a training run."""
     failure: Failure | None = None
 
 
@@ -140,6 +149,29 @@ def read_record(directory: Path) -> RecordFile | None:
     """The content of a record directory, or None if no run has finished in it."""
     file = directory / RECORD_FILE
     return msgspec.json.decode(file.read_bytes(), type=RecordFile) if file.exists() else None
+
+
+def read_failures(directory: Path) -> list[Failure]:
+    """Failures that belong to one case each, such as the death of a rank: other laws have run the cell again."""
+    files = sorted(directory.glob("failure*.json"))
+    return [msgspec.json.decode(file.read_bytes(), type=Failure) for file in files]
+
+
+def write_failure(directory: Path, failure: Failure) -> None:
+    """Beside those that are there; under the lock of the directory."""
+    number = len(read_failures(directory)) + 1
+    (directory / f"failure{number:03}.json").write_bytes(msgspec.json.encode(failure))
+
+
+def read_measured(directory: Path) -> list[Any]:
+    """What each rank found."""
+    found: list[Any] = msgspec.msgpack.decode((directory / MEASURED_FILE).read_bytes())
+    return found
+
+
+def write_measured(directory: Path, found: list[Any]) -> None:
+    """To be called before `write_record`, which publishes it."""
+    (directory / MEASURED_FILE).write_bytes(msgspec.msgpack.encode(found))
 
 
 def write_record(directory: Path, content: RecordFile) -> None:

@@ -36,6 +36,10 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header", tag_field=
     schema: Literal[1] = 1
     session: str
     profile: str
+    started: str
+    """Local date and time in ISO 8601: on that day waivers hold or have expired."""
+    suite_digest: str
+    """Of the code that judges: reports of equal digests can be compared case by case."""
     matrix_digest: str
     defect: str | None
     environment: dict[str, Any]
@@ -58,6 +62,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     session: str
     environment: dict[str, Any]
     profile: str
+    started: str
+    suite_digest: str
     matrix_digest: str
     defect: str | None
     planned: int

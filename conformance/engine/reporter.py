@@ -1,5 +1,6 @@
 """The controller's part of a session: collects results, writes the report, decides the exit status."""
 
+import datetime
 import json
 import shutil
 import time
@@ -11,7 +12,7 @@ import msgspec
 import pytest
 from tabulate import tabulate
 
-from conformance.engine.environment import environment_facts
+from conformance.engine.environment import environment_facts, suite_digest
 from conformance.engine.report import CaseResult, Footer, Header, Report
 from conformance.engine.verdicts import CONFORMANT, SUITE_FAILED, Verdict, exit_status
 
@@ -27,6 +28,8 @@ class Reporter:
         self._header = Header(
             session=session,
             profile=profile,
+            started=datetime.datetime.now().isoformat(timespec="seconds"),
+            suite_digest=suite_digest(),
             matrix_digest=matrix_digest,
             defect=defect,
             environment=environment_facts(),
@@ -79,6 +82,8 @@ class Reporter:
             session=self._header.session,
             environment=self._header.environment,
             profile=self._header.profile,
+            started=self._header.started,
+            suite_digest=self._header.suite_digest,
             matrix_digest=self._header.matrix_digest,
             defect=self._header.defect,
             planned=len(self._planned),

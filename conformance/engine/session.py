@@ -21,16 +21,15 @@ from conformance.engine.law import Law, law_of
 from conformance.engine.matrix import Matrix, load_matrix
 from conformance.engine.measurements import Measurement, collecting
 from conformance.engine.outcomes import Unsupported
-from conformance.engine.rank_messages import MAX_WORLD_SIZE
 from conformance.engine.record import Record
 from conformance.engine.report import CaseResult
 from conformance.engine.reporter import Reporter
 from conformance.engine.selection import parse
 from conformance.engine.store import Clock, RecordStore
+from conformance.engine.support import DEVICE, SUBSTRATE, release, unsupported
 from conformance.engine.verdicts import Verdict, classify
 from conformance.engine.waivers import load_waivers, the_waiver
 
-SUBSTRATE, DEVICE = "gloo", "cpu"
 _REPRO_DIRECTORY = "conformance-report-repro"  # repeating a case must not overwrite the report that it is in
 _PROJECT = Path(__file__).resolve().parents[2]
 
@@ -82,16 +81,16 @@ class Session:
         self.is_controller = not hasattr(config, "workerinput")
         self.name: str = inherited.get("session", uuid.uuid4().hex[:12])
         self.profile: str = option.profile
-        self.defect: str | None = option.defect
+        self.defect: str | None
         self.report_directory = Path(inherited.get("report_directory", Path(option.report_dir).resolve()))
         try:
             file = Path(option.matrix) if option.matrix else _PROJECT / "matrix.yaml"
             self.matrix: Matrix = load_matrix(file)
             waivers = file.with_name("waivers.yaml")
-            self.waivers = load_waivers(waivers, self.matrix) if waivers.exists() else []
+            self.waivers = load_waivers(waivers, self.matrix, today=datetime.date.today()) if waivers.exists() else []
             selection = parse(option.cells) if option.cells else None
             self.cases = self.matrix.cases(self.profile, only=selection)
-            _require_known_defect(self.defect)
+            self.defect = _known_defect(option.defect)
         except ValueError as error:
             raise pytest.UsageError(str(error)) from None
         self._cells: dict[str, list[Cell]] = {}
@@ -179,7 +178,9 @@ class Session:
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         case = item.stash.get(_CASE, None)
         if case is not None:
-            self._require_supported(case)
+            missing = unsupported(case.law, case.cell, torch_version=self.store.torch_version)
+            if missing:
+                raise Unsupported(missing)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -201,8 +202,8 @@ class Session:
 
     def _waive(self, case: CaseState, report: pytest.TestReport) -> None:
         """Make of a known failure what pytest calls xfailed, and of a waived case that passes a failure."""
-        torch, today = _version(self.store.torch_version), datetime.date.today()
-        waiver = the_waiver(self.waivers, case.law.id, case.cell, device=DEVICE, torch=torch, today=today)
+        torch = release(self.store.torch_version)
+        waiver = the_waiver(self.waivers, case.law.id, case.cell, device=DEVICE, torch=torch)
         if waiver is None:
             return
         case.verdict, case.reason = waiver.judge(case.verdict, case.reason)
@@ -213,17 +214,6 @@ class Session:
 
     def pytest_unconfigure(self) -> None:
         self.store.close()
-
-    def _require_supported(self, case: CaseState) -> None:
-        law, cell = case.law, case.cell
-        if "simulated" not in law.substrates and SUBSTRATE not in law.substrates:
-            raise Unsupported(f"needs substrate {' or '.join(law.substrates)}, this session runs {SUBSTRATE}")
-        if _version(self.store.torch_version) < _version(law.since):
-            raise Unsupported(f"{law.id} holds from torch {law.since} on, this is {self.store.torch_version}")
-        if cell.pin_memory and DEVICE == "cpu":
-            raise Unsupported(f"needs an accelerator for which memory is pinned, this session runs on {DEVICE} with 0")
-        if "simulated" not in law.substrates and cell.world_size > MAX_WORLD_SIZE:
-            raise Unsupported(f"needs {cell.world_size} ranks, {SUBSTRATE} runs at most {MAX_WORLD_SIZE} here")
 
     def _result(self, item: pytest.Item, case: CaseState) -> CaseResult:
         return CaseResult(
@@ -270,13 +260,7 @@ def _position(case: CaseState | None, order: dict[str, int]) -> tuple[bool, int,
     return not case.law.id.startswith("ENV-"), -cell.world_size, cell.mesh, order[cell.id], case.law.id
 
 
-def _require_known_defect(defect: str | None) -> None:
-    from conformance.defects.catalogue import ids
+def _known_defect(defect: str | None) -> str | None:
+    from conformance.defects.catalogue import require_known
 
-    if defect is not None and defect not in ids():
-        raise ValueError(f"--defect {defect}: not a known defect; choose from {', '.join(ids())}")
-
-
-def _version(text: str) -> tuple[int, ...]:
-    """The release part of a torch version: `2.13.0+cpu` is (2, 13)."""
-    return tuple(int(part) for part in text.split("+")[0].split(".")[:2])
+    return None if defect is None else require_known(defect)

@@ -14,7 +14,18 @@ from filelock import FileLock
 
 from conformance.engine.cells import Cell
 from conformance.engine.pool import Pools, RunFailed, Task
-from conformance.engine.record import Failure, Header, Record, RecordFile, read_record, write_record
+from conformance.engine.record import (
+    Failure,
+    Header,
+    Record,
+    RecordFile,
+    read_failures,
+    read_measured,
+    read_record,
+    write_failure,
+    write_measured,
+    write_record,
+)
 
 SUITE_PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -48,61 +59,42 @@ class RecordStore:
     deadline_s: float
     pools: Pools = field(default_factory=Pools)
     clock: Clock = field(default_factory=Clock)
+    replay: bool = False
+    """Nothing is run: all that laws ask for must be there."""
     _loaded: dict[str, Record] = field(default_factory=dict)
-    _measured: dict[tuple[str, str, bool], list[Any]] = field(default_factory=dict)
+    _measured: dict[str, list[Any]] = field(default_factory=dict)
 
     def run(self, cell: Cell, *, repeat: int = 0) -> Record:
         """The record of a cell, from this session's store or from a run now; `repeat` asks for a further run of it.
 
         Raises CellFailed.
         """
-        header = Header(
-            cell=cell,
-            session=self.session,
-            torch=self.torch_version,
-            substrate="gloo",
-            defect=self.defect,
-            repeat=repeat,
-        )
-        directory = self.directory / f"{cell.id}--{_digest(header)}"
+        directory, header = self._place(cell, repeat=repeat)
         if directory.name in self._loaded:
             return self._loaded[directory.name]
-        content = self._once(directory, lambda: self._execute(header, directory))
-        if content.failure is not None:
-            raise CellFailed(content.failure)
+        content = self._once(directory, lambda: self._train(header, directory))
         return self._loaded.setdefault(directory.name, Record(directory, content))
-
-    def probe(self, world_size: int) -> list[dict[str, Any]]:
-        """Facts of all ranks of a world about their surroundings. Raises CellFailed."""
-        try:
-            return self.pools.run(
-                Task("conformance.engine.rank_probes:probe", {}), world_size=world_size, deadline_s=self.deadline_s
-            )
-        except RunFailed as failed:
-            raise CellFailed(to_failure(failed)) from None
 
     def measure(self, task: str, cell: Cell, *, alone: bool = False) -> list[Any]:
         """What a task, such as `rank_probes:probe`, measures on each rank of a cell's world, or in one process `alone`.
 
-        Measured at most once in this process. Raises CellFailed.
+        Measured at most once per session, as a run is. Raises CellFailed.
         """
-        key = task, cell.id, alone
-        if key not in self._measured:
-            self._measured[key] = self._measure(task, cell, alone=alone)
-        return self._measured[key]
+        directory, header = self._place(cell, task=task, alone=alone)
+        if directory.name not in self._measured:
+            self._once(directory, lambda: self._measure(header, directory))
+            self._measured[directory.name] = read_measured(directory)
+        return self._measured[directory.name]
 
-    def _measure(self, task: str, cell: Cell, *, alone: bool) -> list[Any]:
-        world_size, kind = (1, f"{self._kind(cell)} alone") if alone else (cell.world_size, self._kind(cell))
-        start_s = time.monotonic()
-        with tempfile.TemporaryDirectory() as directory:
-            payload = task_payload(cell, Path(directory), defect=self.defect)
-            measuring = Task(f"conformance.engine.{task}", payload, kind=kind)
-            try:
-                return self.pools.run(measuring, world_size=world_size, deadline_s=self._left_s(), env=cell.environment)
-            except RunFailed as failed:
-                raise CellFailed(to_failure(failed)) from None
-            finally:
-                self.clock.run_s += time.monotonic() - start_s
+    def probe(self, world_size: int) -> list[dict[str, Any]]:
+        """Facts of all ranks of a world about their surroundings. Raises CellFailed."""
+        return self.measure("rank_probes:probe", Cell(mesh=f"dp{world_size}"))
+
+    def _place(self, cell: Cell, **what: Any) -> tuple[Path, Header]:
+        header = Header(
+            cell=cell, session=self.session, torch=self.torch_version, substrate="gloo", defect=self.defect, **what
+        )
+        return self.directory / f"{cell.id}--{_digest(header)}", header
 
     def _left_s(self) -> float:
         """What earlier runs of the same case have left of its deadline. Raises CellFailed if that is nothing."""
@@ -116,6 +108,9 @@ class RecordStore:
         self.pools.close()
 
     def _once(self, directory: Path, execute: Callable[[], RecordFile]) -> RecordFile:
+        """What is in a directory, or comes there now. Raises CellFailed if it is a failure."""
+        if self.replay:
+            return _replayed(directory)
         directory.mkdir(parents=True, exist_ok=True)
         start_s = time.monotonic()
         # A run cannot outlast its deadline by much, so neither can the wait for one.
@@ -123,35 +118,55 @@ class RecordStore:
             self.clock.wait_s += time.monotonic() - start_s
             content = read_record(directory)
             if content is None:
-                start_s = time.monotonic()
-                content = execute()
-                self.clock.run_s += time.monotonic() - start_s
-                if content.failure is not None and content.failure.kind == "crash":
-                    # A death belongs to the case that saw it, and may have come from outside (the OOM killer): the
-                    # cell's other laws get a run of their own. Hangs are kept, or each law would wait for the deadline.
-                    (directory / "crash.txt").write_text(content.failure.details)
-                else:
-                    write_record(directory, content)
-            return content
+                content = self._executed(directory, execute)
+        return _finished(content)
 
-    def _execute(self, header: Header, directory: Path) -> RecordFile:
-        cell = header.cell
-        task = Task(
-            "conformance.engine.rank_tasks:train_cell",
-            task_payload(cell, directory, defect=self.defect),
-            kind=self._kind(cell),
-        )
+    def _executed(self, directory: Path, execute: Callable[[], RecordFile]) -> RecordFile:
+        start_s = time.monotonic()
+        try:
+            content = execute()
+        except CellFailed as failed:
+            write_failure(directory, failed.failure)
+            raise
+        finally:
+            self.clock.run_s += time.monotonic() - start_s
+        if content.failure is not None and content.failure.kind == "crash":
+            # A death belongs to the case that saw it, and may have come from outside (the OOM killer): the cell's other
+            # laws get a run of their own. Hangs are kept, or each law would wait for the deadline.
+            write_failure(directory, content.failure)
+        else:
+            write_record(directory, content)
+        return content
+
+    def _train(self, header: Header, directory: Path) -> RecordFile:
         left_s = self._left_s()
         try:
-            if cell.steps_before_save:
-                left_s -= self._save(cell.saver, directory, deadline_s=left_s)
-            results = self.pools.run(
-                task, world_size=cell.world_size, deadline_s=max(1.0, left_s), env=cell.environment
-            )
+            if header.cell.steps_before_save:
+                left_s -= self._save(header.cell.saver, directory, deadline_s=left_s)
+            results = self._on_ranks(header, directory, deadline_s=max(1.0, left_s))
         except RunFailed as failed:
             return RecordFile(header=header, train_s=0.0, failure=to_failure(failed))
         facts = msgspec.Raw(msgspec.json.encode([result["facts"] for result in results]))
         return RecordFile(header=header, train_s=max(result["train_s"] for result in results), ranks=facts)
+
+    def _measure(self, header: Header, directory: Path) -> RecordFile:
+        left_s = self._left_s()
+        with tempfile.TemporaryDirectory() as scratch:
+            try:
+                write_measured(directory, self._on_ranks(header, Path(scratch), deadline_s=left_s))
+            except RunFailed as failed:
+                return RecordFile(header=header, train_s=0.0, failure=to_failure(failed))
+        return RecordFile(header=header, train_s=0.0)
+
+    def _on_ranks(self, header: Header, directory: Path, *, deadline_s: float) -> list[Any]:
+        cell, kind = header.cell, self._kind(header.cell)
+        task = Task(
+            f"conformance.engine.{header.task}",
+            task_payload(cell, directory, defect=self.defect),
+            kind=f"{kind} alone" if header.alone else kind,
+        )
+        world_size = 1 if header.alone else cell.world_size
+        return self.pools.run(task, world_size=world_size, deadline_s=deadline_s, env=cell.environment)
 
     def _save(self, saver: Cell, directory: Path, *, deadline_s: float) -> float:
         """Run what a resumed cell goes on from, in processes that are not used for what follows; returns its time."""
@@ -174,6 +189,22 @@ class RecordStore:
         ("Could not resolve the process group registered under the name 9", torch 2.13). No public way to clear it.
         """
         return f"{cell.mesh} {self.defect or ''}"
+
+
+def _replayed(directory: Path) -> RecordFile:
+    """Raises CellFailed as the session did, ValueError if the session has left nothing there."""
+    content, failures = read_record(directory), read_failures(directory)
+    if content is None and failures:
+        raise CellFailed(failures[-1])
+    if content is None:
+        raise ValueError(f"no record {directory.name}: the laws of this version ask for a run that was not made")
+    return _finished(content)
+
+
+def _finished(content: RecordFile) -> RecordFile:
+    if content.failure is not None:
+        raise CellFailed(content.failure)
+    return content
 
 
 def task_payload(cell: Cell, directory: Path, *, defect: str | None) -> dict[str, Any]:

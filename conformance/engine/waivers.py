@@ -1,7 +1,8 @@
 """waivers.yaml: known faults of torch. A case that a waiver names is run, and must fail."""
 
 import datetime
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -31,17 +32,25 @@ class Waiver(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     issue: Annotated[str, Meta(pattern="^https://")]
     reason: Text
     expires: Annotated[str, Meta(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}\Z")]
-    """Last day on which it holds: nobody may forget it."""
+    """Last day on which it holds. After it the file is an error: nobody may forget a waiver."""
 
-    def matches(self, law: str, cell: Cell, *, device: str, torch: Release, today: datetime.date) -> bool:
+    @property
+    def versions(self) -> tuple[Release, Release]:
+        """First and last."""
         first, last = (tuple(int(part) for part in version.split(".")) for version in self.torch.split(" - "))
-        return (
-            law == self.law
-            and device == self.device
-            and first <= torch <= last
-            and today <= datetime.date.fromisoformat(self.expires)
-            and parse(self.cells)(cell)
-        )
+        return first, last
+
+    def matches(self, law: str, cell: Cell, *, device: str, torch: Release) -> bool:
+        first, last = self.versions
+        return law == self.law and device == self.device and first <= torch <= last and parse(self.cells)(cell)
+
+    def overlaps(self, other: "Waiver", cells: Iterable[Cell]) -> bool:
+        """Whether a case has both: which of them would have to go if it passed?"""
+        (first, last), (others_first, others_last) = self.versions, other.versions
+        if (self.law, self.device) != (other.law, other.device) or first > others_last or others_first > last:
+            return False
+        mine, theirs = parse(self.cells), parse(other.cells)
+        return any(mine(cell) and theirs(cell) for cell in cells)
 
     def judge(self, verdict: Verdict, reason: str) -> tuple[Verdict, str]:
         """What it makes of a verdict; a hang, a crash or the suite's own error is never waived."""
@@ -59,26 +68,37 @@ class Waivers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     waivers: list[Waiver]
 
 
-def load_waivers(file: Path, matrix: Matrix) -> list[Waiver]:
-    """Read the file. Raises ValueError for one that cannot be read, or a waiver that no case of the matrix needs."""
+def load_waivers(file: Path, matrix: Matrix, *, today: datetime.date) -> list[Waiver]:
+    """Read the file.
+
+    Raises ValueError for one that cannot be read, for a waiver that no case of the matrix needs or that has expired,
+    and for two that apply to the same case.
+    """
     waivers = convert(load(file), Waivers).waivers
+    cells = {w.law: _cells_of(w.law, matrix) for w in waivers}
     for waiver in waivers:
         try:
             selected = parse(waiver.cells)
-            datetime.date.fromisoformat(waiver.expires)
+            expires = datetime.date.fromisoformat(waiver.expires)
         except ValueError as error:
             raise ValueError(f"{file.name}: waiver of {waiver.law}: {error}") from None
-        families = (name for name, family in matrix.families.items() if waiver.law in family.laws)
-        if not any(selected(cell) for name in families for cell in matrix.cells(name)):
+        if not any(selected(cell) for cell in cells[waiver.law]):
             raise ValueError(f"{file.name}: no case of the matrix is what the waiver of {waiver.law} is for: remove it")
+        if expires < today:
+            raise ValueError(
+                f"{file.name}: the waiver of {waiver.law} has expired on {waiver.expires}: remove it, or look at "
+                f"{waiver.issue} and give it a new day"
+            )
+    for waiver, other in itertools.combinations(waivers, 2):
+        if waiver.overlaps(other, cells[waiver.law]):
+            raise ValueError(f"{file.name}: two waivers of {waiver.law} apply to the same case: narrow one of them")
     return waivers
 
 
-def the_waiver(
-    waivers: Sequence[Waiver], law: str, cell: Cell, *, device: str, torch: Release, today: datetime.date
-) -> Waiver | None:
-    """The waiver of a case. Raises ValueError if there are several: which of them would have to go?"""
-    found = [w for w in waivers if w.matches(law, cell, device=device, torch=torch, today=today)]
-    if len(found) > 1:
-        raise ValueError(f"{law}/{cell.id} has {len(found)} waivers: {', '.join(waiver.issue for waiver in found)}")
-    return found[0] if found else None
+def _cells_of(law: str, matrix: Matrix) -> list[Cell]:
+    return [cell for name, family in matrix.families.items() if law in family.laws for cell in matrix.cells(name)]
+
+
+def the_waiver(waivers: Sequence[Waiver], law: str, cell: Cell, *, device: str, torch: Release) -> Waiver | None:
+    """The waiver of a case."""
+    return next((waiver for waiver in waivers if waiver.matches(law, cell, device=device, torch=torch)), None)

@@ -1,0 +1,128 @@
+"""The kill matrix: which law catches which defect, by how much, and what escapes."""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import suppress
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import mkdtemp
+
+import msgspec
+import torch
+from tqdm import tqdm
+
+from conformance.defects.catalogue import defects
+from conformance.defects.injection import Defect
+from conformance.detection.bench import Bench, the_matrix
+from conformance.detection.trials import Trial, key_of, try_defect
+from conformance.engine.pool import Pools
+
+RESULTS_FILE = "kill_matrix.json"
+_HERE = ("gloo", "simulated")
+
+
+class KillMatrix(msgspec.Struct, frozen=True, kw_only=True):
+    """All trials of a profile with one torch."""
+
+    schema: int = 1
+    profile: str
+    torch: str
+    trials: list[Trial]
+    """In the order of the catalogue."""
+    unverified: list[str]
+    """Defects that need a device that this machine lacks: they can be injected, and nobody has seen them caught."""
+    complete: bool
+    """Whether the whole catalogue was tried."""
+    reused: int = 0
+    """Trials that were not made now, since nothing that they depend on has changed."""
+
+    @property
+    def idle_laws(self) -> list[str]:
+        """Laws of the profile that catch nothing, if all was tried."""
+        if not self.complete:
+            return []
+        killing = {law for trial in self.trials for law, found in trial.laws.items() if found.kills}
+        judged = dict.fromkeys(case.law for case in the_matrix().cases(self.profile))
+        return [law for law in judged if law not in killing]
+
+    @property
+    def problems(self) -> list[str]:
+        """One line each; none if every defect is caught, every twin passes and every law catches something."""
+        return [*(line for trial in self.trials for line in _problems_of(trial)), *self._idle_lines()]
+
+    def _idle_lines(self) -> Iterator[str]:
+        for law in self.idle_laws:
+            yield f"{law} catches no defect: nobody knows whether it can fail"
+
+
+def _problems_of(trial: Trial) -> Iterator[str]:
+    for law in trial.escapes:
+        others = f"; caught by {', '.join(trial.caught_by_others)} instead" if trial.caught_by_others else ""
+        yield f"{trial.defect} escapes {law}: {trial.laws[law].reason or 'it passes'}{others}"
+    for law in trial.false_alarms:
+        yield f"{trial.defect}.twin fails {law}: {'; '.join(trial.laws[law].twin_failures)}"
+
+
+def kill_matrix(*, profile: str, directory: Path, workers: int, only: Sequence[str] = ()) -> KillMatrix:
+    """Try every defect that this machine can show, or those that are named; the results stay in the directory.
+
+    Raises ValueError for an unknown profile or defect.
+    """
+    the_matrix().profile(profile)
+    chosen = _chosen(only)
+    shown = [defect for defect in chosen if set(_HERE) & set(defect.substrates)]
+    earlier = {trial.key: trial for trial in _earlier(directory)}
+    missing = [defect for defect in shown if key_of(defect, profile=profile) not in earlier]
+    fresh = {trial.defect: trial for trial in _try_all(missing, profile=profile, workers=workers)}
+    trials = [fresh.get(d.id) or earlier[key_of(d, profile=profile)] for d in shown]
+    found = KillMatrix(
+        profile=profile,
+        torch=str(torch.__version__),
+        trials=trials,
+        complete=not only,
+        unverified=[defect.id for defect in chosen if defect not in shown],
+        reused=len(trials) - len(fresh),
+    )
+    others = [trial for trial in earlier.values() if trial.defect not in {d.id for d in shown}]
+    everything = msgspec.structs.replace(found, trials=[*trials, *others])
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / RESULTS_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(everything), indent=1))
+    return found
+
+
+def _chosen(only: Sequence[str]) -> list[Defect]:
+    by_id = {defect.id: defect for defect in defects()}
+    unknown = [name for name in only if name not in by_id]
+    if unknown:
+        raise ValueError(f"unknown defects {', '.join(unknown)}; allowed: {', '.join(by_id)}")
+    return [by_id[name] for name in only or by_id]
+
+
+def _earlier(directory: Path) -> list[Trial]:
+    """Of a file that cannot be read, nothing is reused."""
+    with suppress(OSError, msgspec.DecodeError):
+        return msgspec.json.decode((directory / RESULTS_FILE).read_bytes(), type=KillMatrix).trials
+    return []
+
+
+def _try_all(missing: Sequence[Defect], *, profile: str, workers: int) -> Iterator[Trial]:
+    if not missing:
+        return
+    number, spawn = min(workers, len(missing)), get_context("spawn")
+    with ProcessPoolExecutor(number, spawn, initializer=_open_bench, initargs=(profile,)) as processes:
+        futures = [processes.submit(_try, defect.id) for defect in missing]
+        for future in tqdm(as_completed(futures), total=len(futures), desc="defects", unit="defect", disable=None):
+            yield future.result()
+
+
+_bench: Bench
+
+
+def _open_bench(profile: str) -> None:
+    """In each process: it keeps its ranks for all its trials; they end with it."""
+    global _bench
+    _bench = Bench(Path(mkdtemp(prefix="kill-matrix-")), Pools(), profile)
+
+
+def _try(defect_id: str) -> Trial:
+    return try_defect(_bench, next(defect for defect in defects() if defect.id == defect_id))

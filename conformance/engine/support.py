@@ -1,0 +1,25 @@
+"""What this machine, with this torch, can judge."""
+
+from conformance.engine.cells import Cell
+from conformance.engine.law import Law
+from conformance.engine.rank_messages import MAX_WORLD_SIZE
+
+SUBSTRATE, DEVICE = "gloo", "cpu"
+
+
+def unsupported(law: Law, cell: Cell, *, torch_version: str) -> str | None:
+    """What is missing for a case, with numbers; None if nothing is."""
+    if "simulated" not in law.substrates and SUBSTRATE not in law.substrates:
+        return f"needs substrate {' or '.join(law.substrates)}, this session runs {SUBSTRATE}"
+    if release(torch_version) < release(law.since):
+        return f"{law.id} holds from torch {law.since} on, this is {torch_version}"
+    if cell.pin_memory and DEVICE == "cpu":
+        return f"needs an accelerator for which memory is pinned, this session runs on {DEVICE} with 0"
+    if "simulated" not in law.substrates and cell.world_size > MAX_WORLD_SIZE:
+        return f"needs {cell.world_size} ranks, {SUBSTRATE} runs at most {MAX_WORLD_SIZE} here"
+    return None
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The release part of a torch version: `2.13.0+cpu` is (2, 13)."""
+    return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
