@@ -55,7 +55,13 @@ def suite(directory: Path, *arguments: str, workers: int = 0, profile: str = "pr
     return [sys.executable, "-m", "pytest", *options, *arguments]
 
 
-def finish(command: list[str], directory: Path, *, act: Callable[[psutil.Process], bool] | None = None) -> Ended:
+def finish(
+    command: list[str],
+    directory: Path,
+    *,
+    act: Callable[[psutil.Process], bool] | None = None,
+    limit_s: float = LIMIT_S,
+) -> Ended:
     """Run a session to its end; `act` is called again and again with its process, until it has done what it wants."""
     output = directory.with_suffix(".out")
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "120"}
@@ -68,17 +74,19 @@ def finish(command: list[str], directory: Path, *, act: Callable[[psutil.Process
             stderr=subprocess.STDOUT,
         )
         try:
-            seen = watch(process, act) if act else frozenset()
-            status = process.wait(LIMIT_S)
+            seen = watch(process, act, limit_s=limit_s) if act else frozenset()
+            status = process.wait(limit_s)
         finally:
             if process.is_running():
                 process.kill()
     return Ended(status, output.read_text(), directory, seen)
 
 
-def watch(process: psutil.Process, act: Callable[[psutil.Process], bool]) -> frozenset[psutil.Process]:
+def watch(
+    process: psutil.Process, act: Callable[[psutil.Process], bool], *, limit_s: float
+) -> frozenset[psutil.Process]:
     """Every process seen below a session until `act` had its chance."""
-    until_s = time.monotonic() + LIMIT_S
+    until_s = time.monotonic() + limit_s
     seen: set[psutil.Process] = set()
     done = False
     while not done:

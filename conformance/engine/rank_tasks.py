@@ -24,7 +24,8 @@ from reference_trainer.train import Trainer
 
 
 def train_cell(context: RankContext, payload: dict[str, Any]) -> dict[str, Any]:
-    """Train as `payload["config"]` says, with the defect injected; returns RankFacts as builtin types.
+    """Train as `payload["config"]` says, with the defect injected; returns RankFacts as builtin types, or what the
+    trainer has not reported, `missing`.
 
     Each rank writes the tensors that it captured into the directory `payload["directory"]`; a run from a checkpoint
     finds its file there.
@@ -37,7 +38,11 @@ def train_cell(context: RankContext, payload: dict[str, Any]) -> dict[str, Any]:
         with recorder.listening():
             trainer = Trainer(config, device=torch.device("cpu"), world_size=context.world_size, observer=recorder)
             first = resume(trainer, _saved(payload)) if payload["steps_before_save"] else 0
-            metrics = [trainer.train_step(step) for step in range(first, config.steps)]
+            steps = range(first, config.steps)
+            metrics = [trainer.train_step(step) for step in steps]
+            missing = recorder.missing(steps, metrics)
+            if missing:
+                return {"missing": missing}
             facts, tensors = recorder.finish(trainer, metrics)
         dist.destroy_process_group()
     if config.compile != "none":

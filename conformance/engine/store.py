@@ -146,6 +146,9 @@ class RecordStore:
             results = self._on_ranks(header, directory, deadline_s=max(1.0, left_s))
         except RunFailed as failed:
             return RecordFile(header=header, train_s=0.0, failure=to_failure(failed))
+        silent = next((rank for rank, result in enumerate(results) if "missing" in result), None)
+        if silent is not None:
+            return RecordFile(header=header, train_s=0.0, failure=_incomplete(silent, results[silent]["missing"]))
         facts = msgspec.Raw(msgspec.json.encode([result["facts"] for result in results]))
         return RecordFile(header=header, train_s=max(result["train_s"] for result in results), ranks=facts)
 
@@ -199,6 +202,11 @@ def _replayed(directory: Path) -> RecordFile:
     if content is None:
         raise ValueError(f"no record {directory.name}: the laws of this version ask for a run that was not made")
     return _finished(content)
+
+
+def _incomplete(rank: int, missing: list[str]) -> Failure:
+    reason = f"rank {rank} finished without {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else "")
+    return Failure(kind="raised", first_rank=rank, reason=reason, details="\n".join(missing))
 
 
 def _finished(content: RecordFile) -> RecordFile:

@@ -1,5 +1,6 @@
 """All instruments of one rank, and the facts that they leave."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from conformance.instruments.collectives import Collective, CollectiveLog
 from conformance.instruments.compilation import Compilation, CompilationFacts
 from conformance.instruments.dispatch_tap import DispatchTap
 from conformance.instruments.dtypes import DtypeAudit
+from conformance.instruments.events import Events
 from conformance.instruments.model_inputs import ModelInputs
 from conformance.instruments.offloading import offloading_of
 from conformance.instruments.operators import OperatorCount
@@ -116,7 +118,9 @@ class Recorder(Observer):
         self._residency, self._poison = Residency(), Poison()
         self._operators, self._compilation = OperatorCount(), Compilation()
         self._capture, self._model_inputs = Capture(), ModelInputs()
+        self._events = Events()
         self._instruments: tuple[Observer, ...] = (
+            self._events,
             self._collectives,
             self._residency,
             self._poison,
@@ -165,6 +169,11 @@ class Recorder(Observer):
 
     def clipped(self, model: Transformer, *, norm: Tensor, step: int) -> None:
         self._notify("clipped", model, norm=norm, step=step)
+
+    def missing(self, steps: Sequence[int], metrics: Sequence[object]) -> list[str]:
+        """What the trainer should have reported of these steps, and has not; `finish` needs all of it."""
+        silent = [step for step, found in zip(steps, metrics, strict=True) if not isinstance(found, StepMetrics)]
+        return [*self._events.missing(steps), *(f"metrics of step {step}" for step in silent)]
 
     def finish(self, trainer: Trainer, metrics: list[StepMetrics]) -> tuple[RankFacts, dict[str, Tensor]]:
         """Capture the final state; returns the facts and the tensors of this rank."""
