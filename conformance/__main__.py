@@ -64,7 +64,7 @@ def _defects(options: argparse.Namespace) -> tuple[int, str]:
 def _verification(options: argparse.Namespace) -> tuple[int, str]:
     from conformance.verification import verify
 
-    found = verify(options.report_dir, records=options.record_dir)
+    found = verify(options.report_dir, matrix_file=options.matrix, records=options.record_dir)
     return int(bool(found.problems)), str(found)
 
 
@@ -92,7 +92,9 @@ def _parser() -> argparse.ArgumentParser:
     showing.add_argument("id", metavar="ID", help="such as PAR-1, dp2-tp2-fp32-default-meta or grads-summed")
     _add_prediction(commands)
     _add_defects(commands)
-    verifying = commands.add_parser("verify", help="derive the verdicts of a report again from its raw records")
+    verifying = commands.add_parser(
+        "verify", parents=[shared], help="derive the verdicts of a report again from its raw records"
+    )
     verifying.add_argument("report_dir", type=Path, metavar="DIR", help="what --report-dir was")
     verifying.add_argument("--record-dir", type=Path, metavar="DIR", help="what --record-dir was, if it was given")
     return parser

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from conformance.describe import PROJECT, law_tests
+from conformance.describe import law_tests
 from conformance.detection.bench import judged
 from conformance.engine.environment import suite_digest
 from conformance.engine.law import law_of
@@ -42,19 +42,21 @@ class Verification(msgspec.Struct, frozen=True):
         )
 
 
-def verify(directory: Path, *, records: Path | None = None) -> Verification:
-    """Check the report in a directory.
+def verify(directory: Path, *, matrix_file: Path, records: Path | None = None) -> Verification:
+    """Check the report in a directory; `records` is where they are if they are not in it.
 
     Raises ValueError if there is no report, if it ends too early or cannot be read, or if it was written by another
     suite, with another matrix or with another torch than are here: then its verdicts cannot be derived again.
     """
     report, lines = _read(directory)
     _require_same_suite(report)
-    matrix = load_matrix(PROJECT / "matrix.yaml")
+    matrix = load_matrix(matrix_file)
+    waivers_file, day = matrix_file.with_name("waivers.yaml"), datetime.date.fromisoformat(report.started[:10])
+    waivers = load_waivers(waivers_file, matrix, today=day) if waivers_file.exists() else []
     problems = [*_wrong_sums(report), *_wrong_lines(report, lines)]
     if report.matrix_digest != matrix.digest:
-        raise ValueError(f"{directory}: judged with another matrix.yaml; verify it with that one")
-    judge = _Judge(report, matrix, records or directory / "records")
+        raise ValueError(f"{directory}: judged with another matrix; name it with --matrix")
+    judge = _Judge(report, matrix, waivers, records or directory / "records")
     for result in report.cases:
         problems += [f"{result.id}: {problem}" for problem in judge.problems(result)]
     return Verification(judge.judged, problems)
@@ -118,7 +120,7 @@ def _wrong_lines(report: Report, lines: list[bytes]) -> Iterator[str]:
 class _Judge:
     """Derives verdicts again."""
 
-    def __init__(self, report: Report, matrix: Matrix, records: Path) -> None:
+    def __init__(self, report: Report, matrix: Matrix, waivers: list[Waiver], records: Path) -> None:
         self.judged = 0
         self._store = RecordStore(
             directory=records,
@@ -128,9 +130,8 @@ class _Judge:
             deadline_s=matrix.profile(report.profile).deadline_s,
             replay=True,
         )
-        today = datetime.date.fromisoformat(report.started[:10])
-        self._waivers: list[Waiver] = load_waivers(PROJECT / "waivers.yaml", matrix, today=today)
-        self._cases = {case.id: case for case in matrix.cases(report.profile)}
+        self._waivers = waivers
+        self._cases = {case.id: case for case in matrix.cases(report.profile, seed=report.seed)}
 
     def problems(self, result: CaseResult) -> Iterator[str]:
         """What is wrong with one case of the report."""

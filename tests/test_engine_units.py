@@ -360,6 +360,7 @@ def test_report_round_trip() -> None:
         session="s",
         environment={"torch": "2.13.0"},
         profile="pr",
+        seed=0,
         started="2026-11-21T10:00:00",
         suite_digest="1",
         matrix_digest="0",

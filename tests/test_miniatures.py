@@ -3,8 +3,9 @@
 import pytest
 
 from conformance.engine.report import CaseResult
+from conformance.verification import verify
 from tests.miniatures import BY_SEED
-from tests.test_session import Ended, alive, finish, suite
+from tests.test_session import PROJECT, Ended, alive, finish, suite
 
 # A law that was not expected to see a fault passes: shards of one rank have no replica that differs.
 DEADLINE_S = 15.0
@@ -86,3 +87,10 @@ def test_the_session_ends_well(session: Ended) -> None:
     assert (session.status, report.exit_code) == (1, 1), session.output
     assert alive(session.descendants) == []
     assert len(session.output) < 1 << 20, "what a rank prints is cut"
+
+
+def test_the_report_can_be_verified(session: Ended) -> None:
+    """Also the verdicts of runs that died."""
+    found = verify(session.directory, matrix_file=PROJECT / "tests" / "miniatures.yaml")
+    assert found.problems == []
+    assert found.cases == session.report.planned

@@ -94,8 +94,7 @@ def _excess(figure: Measurement) -> float:
         return float("inf")
     above = _ratio(figure.value, figure.upper) if figure.upper is not None and figure.value > 0 else 0.0
     below = _ratio(figure.lower, figure.value) if figure.lower is not None and figure.lower > 0 else 0.0
-    exact = figure.lower == figure.upper
-    if exact:
+    if figure.lower is not None and figure.lower == figure.upper:
         return 0.0 if figure.value == figure.lower else float("inf")
     return max(above, below)
 

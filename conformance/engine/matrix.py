@@ -101,13 +101,15 @@ class Matrix(_Entry, frozen=True, kw_only=True):
         pairs = ((cell, self._exclusion_of(cell)) for cell in self.product(family))
         return tuple((cell, exclusion) for cell, exclusion in pairs if exclusion is not None)
 
-    def cases(self, profile: str, *, only: Selection | None = None) -> tuple[Case, ...]:
-        """The cases of a profile, those of one law together, each once; ValueError if there is no such profile."""
+    def cases(self, profile: str, *, only: Selection | None = None, seed: int = 0) -> tuple[Case, ...]:
+        """The cases of a profile, those of one law together, each once; `seed` is added to the seed of each cell after
+        it was selected. Raises ValueError if there is no such profile.
+        """
         chosen = self.profile(profile)
         selections = [] if chosen.cells is None else [parse(chosen.cells)]
         selections += [] if only is None else [only]
         cases = (
-            Case(law, cell)
+            Case(law, cell.but(seed=cell.seed + seed) if seed else cell)
             for name, family in self.families.items()
             if chosen.families == "all" or name in chosen.families
             for cell in self.cells(name)

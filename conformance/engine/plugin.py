@@ -19,6 +19,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("conformance", "FSDP2 + TP conformance suite")
     group.addoption("--profile", default=DEFAULT_PROFILE, help=f"profile of matrix.yaml (default: {DEFAULT_PROFILE})")
     group.addoption("--cells", metavar="EXPR", help="only these cells, such as 'tp=2 and precision=fp32'")
+    group.addoption(
+        "--seed", type=int, default=0, metavar="N", help="add N to the seed of every cell: other weights and data"
+    )
     group.addoption("--matrix", metavar="FILE", help="matrix file (default: matrix.yaml of the project)")
     group.addoption(
         "--report-dir", metavar="DIR", default="conformance-report", help="where the report goes (default: %(default)s)"

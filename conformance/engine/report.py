@@ -36,6 +36,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header", tag_field=
     schema: Literal[1] = 1
     session: str
     profile: str
+    seed: int
+    """What was added to the seed of each cell."""
     started: str
     """Local date and time in ISO 8601: on that day waivers hold or have expired."""
     suite_digest: str
@@ -62,6 +64,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     session: str
     environment: dict[str, Any]
     profile: str
+    seed: int
     started: str
     suite_digest: str
     matrix_digest: str

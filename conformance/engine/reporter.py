@@ -22,12 +22,15 @@ _OWN_FILES = ("report.json", "report.jsonl", "junit.xml", "plan.json")
 class Reporter:
     """The plugin that only the controller (or the only process) has."""
 
-    def __init__(self, *, directory: Path, session: str, matrix_digest: str, profile: str, defect: str | None) -> None:
+    def __init__(
+        self, *, directory: Path, session: str, matrix_digest: str, profile: str, seed: int, defect: str | None
+    ) -> None:
         self._directory = directory
         self._start_s = time.monotonic()
         self._header = Header(
             session=session,
             profile=profile,
+            seed=seed,
             started=datetime.datetime.now().isoformat(timespec="seconds"),
             suite_digest=suite_digest(),
             matrix_digest=matrix_digest,
@@ -82,6 +85,7 @@ class Reporter:
             session=self._header.session,
             environment=self._header.environment,
             profile=self._header.profile,
+            seed=self._header.seed,
             started=self._header.started,
             suite_digest=self._header.suite_digest,
             matrix_digest=self._header.matrix_digest,

@@ -63,6 +63,7 @@ def start_session(config: pytest.Config) -> None:
             session=session.name,
             matrix_digest=session.matrix.digest,
             profile=session.profile,
+            seed=config.option.seed,
             defect=session.defect,
         )
         config.pluginmanager.register(reporter, "conformance-reporter")
@@ -89,7 +90,7 @@ class Session:
             waivers = file.with_name("waivers.yaml")
             self.waivers = load_waivers(waivers, self.matrix, today=datetime.date.today()) if waivers.exists() else []
             selection = parse(option.cells) if option.cells else None
-            self.cases = self.matrix.cases(self.profile, only=selection)
+            self.cases = self.matrix.cases(self.profile, only=selection, seed=option.seed)
             self.defect = _known_defect(option.defect)
         except ValueError as error:
             raise pytest.UsageError(str(error)) from None
@@ -99,6 +100,7 @@ class Session:
         self._asserted: dict[str, str] = {}
         self._options = [f"--profile={self.profile}"]
         self._options += [f"--matrix={option.matrix}"] if option.matrix else []
+        self._options += [f"--seed={option.seed}"] if option.seed else []
         self._options += [f"--defect={self.defect}"] if self.defect else []
         self.store = RecordStore(
             directory=Path(option.record_dir).resolve() if option.record_dir else self.report_directory / "records",
