@@ -125,7 +125,13 @@ def test_digest_is_that_of_the_content(folder: Path) -> None:
         ("[adamw, sgd]", "[adamw, sdg]", "8: axis `optimizer` = 'sdg': Invalid enum value 'sdg'; allowed: adamw, sgd"),
         ("[adamw, sgd]", "[sgd, adamw, sgd]", "8: `sgd` is given twice: keep one of them - at"),
         ("optimizer: [adamw, sgd]", "clip: [1, 1.0]", "8: `1.0` is given twice"),
-        ("note: why", "nota: why", "9: unknown field `nota`; allowed: laws, axes, note (did you mean `note`?)"),
+        ("note: why", "nota: why", "9: unknown field `nota`; allowed: laws, axes, cover, note (did you mean `note`?)"),
+        ("note: why", "cover: 1", "9: Expected `int` >= 2 - at `$.families.parity.cover`"),
+        (
+            "note: why",
+            "cover: 3",
+            "9: 3 axes with several values are needed, there are 2 - at `$.families.parity.cover`",
+        ),
         ("tp: [2, 4]", "tpp: 2", "14: unknown axis `tpp`; allowed: id, mesh, "),
         ("tp: [2, 4]", "tp: [2, '4']", "14: `tp` = '4': write a value of type int - at `$.exclusions[0].when.tp[1]`"),
         ("tp: [2, 4]", "tp: true", "14: `tp` = True: write a value of type int - at `$.exclusions[0].when.tp`"),
@@ -170,6 +176,30 @@ def test_mistakes_have_a_line(folder: Path, old: str, new: str, message: str) ->
     with pytest.raises(ConfigError) as caught:
         read(folder, TEXT.replace(old, new))
     assert str(caught.value).removeprefix(f"{folder}/").startswith(f"matrix.yaml:{message}")
+
+
+def test_a_covered_family(folder: Path) -> None:
+    """All pairs but the excluded, in fewer cells than all combinations; the others' defaults hold."""
+    axes = "reshard: [default, always], accumulation: [1, 2, 4], optimizer: [sgd]"
+    text = TEXT.replace(
+        "axes: {mesh: [dp2, tp2], reshard: [default, always]}", f"cover: 2\n    axes: {{mesh: [dp2, tp2], {axes}}}"
+    )
+    matrix = read(folder, text)
+    cells = matrix.cells("reshard")
+    pairs = {(cell.mesh, cell.reshard) for cell in cells}
+    assert pairs == {("dp2", "default"), ("dp2", "always"), ("tp2", "default")}
+    assert {(cell.mesh, cell.accumulation) for cell in cells} == {(m, a) for m in ("dp2", "tp2") for a in (1, 2, 4)}
+    assert {(cell.optimizer, cell.steps, cell.clip) for cell in cells} == {("sgd", 4, 0.0)}
+    assert len(cells) < 2 * 3 * 2
+    assert cells == read(folder, text).cells("reshard")
+    assert matrix.excluded("reshard") == ()
+
+
+def test_seeds_are_moved_after_cells_are_selected(folder: Path) -> None:
+    matrix = read(folder, TEXT)
+    usual, moved = (matrix.cases("some", only=parse("seed = 0"), seed=seed) for seed in (0, 7))
+    assert [case.cell.seed for case in moved] == [7] * len(usual)
+    assert [case.cell.but(seed=0) for case in moved] == [case.cell for case in usual]
 
 
 AXES: dict[str, list[Any]] = {

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from conformance.engine.cells import Cell
 from conformance.engine.matrix import Matrix, load_matrix
@@ -103,6 +105,23 @@ def test_two_waivers_of_a_case_are_a_mistake(
     expected = pytest.raises(ValueError, match="two waivers of INIT-8 apply to the same case")
     with expected if overlaps else nullcontext():
         load_waivers(file, matrix, today=DAY)
+
+
+VERSIONS = st.tuples(st.integers(6, 20), st.integers(6, 20)).map(lambda two: f"2.{min(two)} - 2.{max(two)}")
+SELECTIONS = st.sampled_from(["world > 1", "mesh = dp2", "mesh in (dp4, tp2)", "tp = 1", "seed = 1"])
+MESHES = st.sampled_from(["dp1", "dp2", "dp4", "tp2", "dp2-tp2"])
+
+
+@given(one=st.tuples(SELECTIONS, VERSIONS), two=st.tuples(SELECTIONS, VERSIONS), meshes=st.sets(MESHES, min_size=1))
+def test_waivers_overlap_if_some_case_has_both(one: tuple[str, str], two: tuple[str, str], meshes: set[str]) -> None:
+    first, second = (msgspec.structs.replace(WAIVER, cells=cells, torch=torch) for cells, torch in (one, two))
+    cells = [Cell(mesh=mesh) for mesh in meshes]
+
+    def both(cell: Cell, version: tuple[int, ...]) -> bool:
+        return all(waiver.matches("INIT-8", cell, device="cpu", torch=version) for waiver in (first, second))
+
+    expected = any(both(cell, (2, minor)) for cell in cells for minor in range(6, 21))
+    assert first.overlaps(second, cells) == second.overlaps(first, cells) == expected
 
 
 @pytest.mark.parametrize(

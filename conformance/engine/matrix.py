@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from conformance.engine.cells import AxisError, AxisValue, Cell, axis_names, axis_value, cell_from_axes
+from conformance.engine.covering import Rule, covering_rows
 from conformance.engine.selection import Selection, SelectionError, parse
 from reference_trainer.strict_yaml import Document, allowed, convert, load
 
@@ -30,7 +31,9 @@ class Family(_Entry, frozen=True, kw_only=True):
     laws: Annotated[list[LawId], Meta(min_length=1)]
     """Ids such as `PAR-1`."""
     axes: dict[str, Annotated[list[AxisValue], Meta(min_length=1)]]
-    """Values of each axis to combine; the other axes have their defaults."""
+    """Values of each axis to combine, or to cover; the other axes have their defaults."""
+    cover: Annotated[int, Meta(ge=2)] | None = None
+    """Instead of all combinations take so few that every so many values of different axes meet in one of them."""
     note: str | None = None
     """Why these axes are combined."""
 
@@ -44,6 +47,13 @@ class Exclusion(_Entry, frozen=True, kw_only=True):
     """Why they cannot exist."""
     reference: Text
     """Where PyTorch says so."""
+
+    @property
+    def axes(self) -> set[str]:
+        """Those that it depends on; derived facts follow from the mesh, and an id from all axes."""
+        if "id" in self.when:
+            return set(axis_names())
+        return {name if name in axis_names() else "mesh" for name in self.when}
 
     def matches(self, cell: Cell) -> bool:
         """Whether the cell is excluded."""
@@ -140,12 +150,48 @@ class Matrix(_Entry, frozen=True, kw_only=True):
         """All combinations of a family, excluded or not; raises ValueError if there is no such family."""
         if family not in self.families:
             raise ValueError(f"unknown family `{family}`{allowed(family, self.families)}")
+        chosen = self.families[family]
+        if chosen.cover is not None:
+            yield from _covering_cells(self, family)
+            return
+        for values in itertools.product(*chosen.axes.values()):
+            yield cell_from_axes({**self.defaults, **dict(zip(chosen.axes, values, strict=True))})
+
+    def covering(self, family: str) -> list[Cell]:
+        """Cells of a family that is covered and not multiplied out: none of them is excluded."""
+        axes, strength = self.families[family].axes, self.families[family].cover or 2
+        fixed = self.defaults | {axis: values[0] for axis, values in axes.items() if len(values) == 1}
+        free = {axis: values for axis, values in axes.items() if len(values) > 1}
+
+        def rule(exclusion: Exclusion) -> Rule:
+            decide = exclusion.axes & free.keys()
+            return Rule(decide, lambda row: exclusion.matches(cell_from_axes({**fixed, **row})))
+
+        rows = covering_rows(free, strength=strength, rules=[rule(exclusion) for exclusion in self.exclusions])
+        return [cell_from_axes({**fixed, **row}) for row in rows]
+
+    def affects(self, exclusion: Exclusion, family: str) -> bool:
+        """Whether a rule forbids any combination of the family's values."""
         axes = self.families[family].axes
-        for values in itertools.product(*axes.values()):
-            yield cell_from_axes({**self.defaults, **dict(zip(axes, values, strict=True))})
+        fixed = self.defaults | {axis: values[0] for axis, values in axes.items()}
+        decide = {axis: values for axis, values in axes.items() if axis in exclusion.axes}
+        rows = (dict(zip(decide, values, strict=True)) for values in itertools.product(*decide.values()))
+        return any(exclusion.matches(cell_from_axes({**fixed, **row})) for row in rows)
 
     def _exclusion_of(self, cell: Cell) -> Exclusion | None:
         return next((exclusion for exclusion in self.exclusions if exclusion.matches(cell)), None)
+
+
+_COVERED: dict[bytes, list[Cell]] = {}
+
+
+def _covering_cells(matrix: Matrix, family: str) -> list[Cell]:
+    """Kept, since finding few combinations takes a second."""
+    chosen = matrix.families[family]
+    key = msgspec.json.encode([matrix.defaults, chosen.axes, chosen.cover, matrix.exclusions])
+    if key not in _COVERED:
+        _COVERED[key] = matrix.covering(family)
+    return _COVERED[key]
 
 
 def load_matrix(path: Path) -> Matrix:
@@ -161,6 +207,10 @@ def load_matrix(path: Path) -> Matrix:
         _check_fact(document, f"$.defaults.{axis}", axis, value, known=axis_names())
     for name, family in matrix.families.items():
         _check_unique(document, f"$.families.{name}.laws", family.laws)
+        several = sum(len(values) > 1 for values in family.axes.values())
+        if family.cover is not None and family.cover > several:
+            message = f"{family.cover} axes with several values are needed, there are {several}"
+            raise document.error(f"$.families.{name}.cover", message)
         for axis, values in family.axes.items():
             _check_fact(document, f"$.families.{name}.axes.{axis}", axis, values, known=axis_names())
     _check_exclusions(document, matrix)
@@ -174,9 +224,8 @@ def _check_exclusions(document: Document, matrix: Matrix) -> None:
     for index, exclusion in enumerate(matrix.exclusions):
         for name, wanted in exclusion.when.items():
             _check_fact(document, f"$.exclusions[{index}].when.{name}", name, wanted, known=tuple(_FACTS))
-    universe = [cell for family in matrix.families for cell in matrix.product(family)]
     for index, exclusion in enumerate(matrix.exclusions):
-        if not any(map(exclusion.matches, universe)):
+        if not any(matrix.affects(exclusion, family) for family in matrix.families):
             raise document.error(f"$.exclusions[{index}].when", "matches nothing: remove or correct this exclusion")
     for family in matrix.families:
         if not matrix.cells(family):
