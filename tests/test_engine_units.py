@@ -14,7 +14,7 @@ from torch import Tensor
 from conformance.engine import compare
 from conformance.engine.cells import Cell
 from conformance.engine.environment import environment_facts
-from conformance.engine.law import REAL, Law, law, law_of
+from conformance.engine.law import Law, law, law_of
 from conformance.engine.measurements import Measurement, collecting, measure
 from conformance.engine.outcomes import ConformanceFailure, Unsupported
 from conformance.engine.rank_failure import RunFailed, waits_for_peers
@@ -24,6 +24,7 @@ from conformance.engine.report import CaseResult, Report
 from conformance.engine.store import SUITE_PACKAGE, CellFailed, to_failure
 from conformance.engine.verdicts import Verdict, classify, exit_status
 from conformance.instruments.dispatch_tap import DispatchTap
+from conformance.substrates import REAL
 
 PROJECT = Path(__file__).resolve().parents[1]
 NAN, INF = math.nan, math.inf

@@ -5,7 +5,7 @@ import pytest
 from conformance.engine.report import CaseResult
 from conformance.verification import verify
 from tests.miniatures import BY_SEED
-from tests.test_session import PROJECT, Ended, alive, finish, suite
+from tests.sessions import PROJECT, Ended, alive, finish, suite
 
 # A law that was not expected to see a fault passes: shards of one rank have no replica that differs.
 DEADLINE_S = 15.0

@@ -5,14 +5,10 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
-import time
 import types
 import xml.etree.ElementTree as ET
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,86 +17,12 @@ import psutil
 import pytest
 
 from conformance.engine import plugin
-from conformance.engine.report import CaseResult, Footer, Header, Report
+from conformance.engine.report import CaseResult, Footer, Header
+from tests.sessions import ONE_CELL, PROJECT, Ended, alive, finish, suite
 
-PROJECT = Path(__file__).resolve().parents[1]
-LIMIT_S = 100.0
 # Two kinds of worlds, with laws that look at one cell or at two, and the environment's own laws.
 HEALTHY = "mesh = tp2 and optimizer = sgd and clip = 0 or id = dp2-fp32-default-meta"
-ONE_CELL = "id = dp2-fp32-default-meta-sgd-noclip"
 THREE_CELLS = "mesh = tp2 and model = tiny and (optimizer = sgd or clip = 0)"
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A session that has ended."""
-
-    status: int
-    output: str
-    directory: Path
-    descendants: frozenset[psutil.Process]
-    """The processes that were seen below it while it was watched."""
-
-    @property
-    def report(self) -> Report:
-        return msgspec.json.decode((self.directory / "report.json").read_bytes(), type=Report)
-
-    @property
-    def verdicts(self) -> dict[str, str]:
-        return {case.id: case.verdict for case in self.report.cases}
-
-
-def suite(directory: Path, *arguments: str, workers: int = 0, profile: str = "pr") -> list[str]:
-    options = [f"-n{workers}", f"--profile={profile}", f"--report-dir={directory}", "-p", "no:cacheprovider"]
-    return [sys.executable, "-m", "pytest", *options, *arguments]
-
-
-def finish(
-    command: list[str],
-    directory: Path,
-    *,
-    act: Callable[[psutil.Process], bool] | None = None,
-    limit_s: float = LIMIT_S,
-) -> Ended:
-    """Run a session to its end; `act` is called again and again with its process, until it has done what it wants."""
-    output = directory.with_suffix(".out")
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "120"}
-    with output.open("wb") as file:
-        process = psutil.Popen(
-            command,
-            cwd=PROJECT,
-            env=environment,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            seen = watch(process, act, limit_s=limit_s) if act else frozenset()
-            status = process.wait(limit_s)
-        finally:
-            if process.is_running():
-                process.kill()
-    return Ended(status, output.read_text(), directory, seen)
-
-
-def watch(
-    process: psutil.Process, act: Callable[[psutil.Process], bool], *, limit_s: float
-) -> frozenset[psutil.Process]:
-    """Every process seen below a session until `act` had its chance."""
-    until_s = time.monotonic() + limit_s
-    seen: set[psutil.Process] = set()
-    done = False
-    while not done:
-        assert time.monotonic() < until_s, "the session never came to the point to act on"
-        assert process.is_running()
-        done = act(process)
-        seen.update(process.children(recursive=True))
-        time.sleep(0.01)
-    return frozenset(seen)
-
-
-def alive(processes: frozenset[psutil.Process]) -> list[psutil.Process]:
-    """Those that still run after a moment's grace."""
-    return psutil.wait_procs(processes, timeout=5)[1]
 
 
 @pytest.fixture(scope="module")

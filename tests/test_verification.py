@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from conformance.__main__ import main
 from conformance.verification import verify
-from tests.test_session import ONE_CELL, PROJECT, Ended, finish, suite
+from tests.sessions import ONE_CELL, PROJECT, Ended, finish, suite
 
 MATRIX = PROJECT / "matrix.yaml"
 Rows = list[dict[str, Any]]

@@ -1,18 +1,13 @@
 """Laws: normative statements, each asserted by one test."""
 
 from collections.abc import Callable
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from conformance.engine.cells import Cell
 from conformance.engine.record import Record
-
-Substrate = Literal["simulated", "gloo", "nccl-shared", "nccl"]
-REAL: tuple[Substrate, ...] = ("gloo", "nccl-shared", "nccl")
-"""Substrates with real processes and real collectives."""
-SIMULATED: tuple[Substrate, ...] = ("simulated",)
-"""One process and torch's fake process group: worlds of any size."""
+from conformance.substrates import REAL, Substrate
 
 
 class Run(Protocol):

@@ -9,12 +9,13 @@ import torch
 
 from conformance.engine import compare
 from conformance.engine.cells import Cell
-from conformance.engine.law import REAL, SIMULATED, Measure, law
+from conformance.engine.law import Measure, law
 from conformance.engine.outcomes import ConformanceFailure
 from conformance.engine.workload import trainer_config
 from conformance.oracles.memory_model import Segment, Usage, group_bytes, lifetimes_of, predict, state_bytes
 from conformance.oracles.schedule import kept_after_forward
 from conformance.oracles.tp_schedule import local_shapes
+from conformance.substrates import REAL, SIMULATED
 from reference_trainer.config import TrainerConfig
 from reference_trainer.mesh import ParallelDims, resolve_mesh
 
