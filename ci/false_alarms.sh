@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# False alarms: the same profile with other weights, data and dropout, again and again. Anything but pass, waived and
+# unsupported is a false alarm, or a fault of torch. Needs the environment that `make environment` makes, or an active one.
+#
+#   ci/false_alarms.sh PROFILE SEEDS [more arguments of pytest]     for example: ci/false_alarms.sh pr 20
+#
+# Leaves a report for each seed in false-alarms/seed-N, prints one line for each and a sum; exit status 1 for any alarm.
+set -uo pipefail
+if [[ $# -lt 2 || ! $2 =~ ^[1-9][0-9]*$ ]]; then
+  echo "usage: ci/false_alarms.sh PROFILE SEEDS [arguments of pytest]" >&2
+  exit 4
+fi
+profile=$1 seeds=$2
+shift 2
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
+python=${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python3)}
+alarms=0
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+for ((seed = 1; seed <= seeds; seed++)); do
+  directory=false-alarms/seed-$seed
+  "$python" -m pytest -n auto conformance/ --profile "$profile" --seed "$seed" --report-dir "$directory" -q "$@" \
+    >"$log" 2>&1
+  status=$?
+  "$python" - "$directory/report.json" "$seed" <<'PYTHON' || cat "$log"
+import json, sys
+report = json.load(open(sys.argv[1]))
+print(f"seed {sys.argv[2]}: {report['verdicts']} in {report['duration_s']:.0f} s", flush=True)
+harmless = ("pass", "waived", "unsupported")
+for case in report["cases"]:
+    if case["verdict"] not in harmless:
+        print(f"  {case['verdict']}: {case['id']}: {case['reason']}", flush=True)
+PYTHON
+  if [[ $status == 0 ]]; then
+    rm -rf "$directory/records" # large, and of no use where nothing is wrong
+  else
+    alarms=$((alarms + 1))
+  fi
+done
+echo "$alarms of $seeds sessions raised an alarm"
+[[ $alarms == 0 ]]
