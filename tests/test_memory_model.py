@@ -32,10 +32,10 @@ GROUPS = ("tok_embeddings", "layers.0", "layers.1", "output")
 MODES = ("always", "default", "except-last", "never")
 
 
-def nothing() -> list[Segment]:
+def nothing(groups: tuple[str, ...] = GROUPS) -> list[Segment]:
     """A model without activations and gradients."""
-    marks = ["forward", *(f"{when} {group}" for group in GROUPS for when in ("forward", "after-forward")), "backward"]
-    for group in reversed(GROUPS[1:]):
+    marks = ["forward", *(f"{when} {group}" for group in groups for when in ("forward", "after-forward")), "backward"]
+    for group in reversed(groups[1:]):
         marks += [f"{when} {group}" for when in ("backward", "after-backward", "freed")]
     marks += ["backward tok_embeddings", "after-backward tok_embeddings", "freed tok_embeddings", "end"]
     return [Segment(mark, 0, 0, 0) for mark in marks]
@@ -153,6 +153,24 @@ def test_gradients_that_are_not_released_stay() -> None:
     marks.releases = True
     assert step() == ["freed 1", "freed 0"]
     assert all(layer.weight.grad is None for layer in layers)
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_groups_that_are_gathered_ahead(ahead: int) -> None:
+    """2 + k of a block: in forward its parameters and what they were copied from, and those ahead."""
+    cell = Cell(mesh="dp4", reshard="always", model="deep").but(forward_prefetch=ahead, backward_prefetch=ahead)
+    config, dims, shapes = parts(cell)
+    sizes = group_bytes(config, dims, shapes)
+    block = sizes["layers.1"]
+    marks = nothing(tuple(sizes))
+    for lifetimes in (Lifetimes(), Lifetimes(previous_gather_until_copied=False)):
+        phases = predict(config, dims, shapes, marks, lifetimes=lifetimes)
+        assert phases["forward"].peak_bytes == (2 + ahead) * block
+        assert phases["forward"].end_bytes == phases["idle"].end_bytes == 0
+        # When the last block that has k - 1 ahead of it copies its own out: U, k times A, and the input of the
+        # reduction of the block behind it; gradients of all behind.
+        reduced = sizes["output"] + (config.model.n_layers - ahead) * block
+        assert phases["backward"].peak_bytes == (2 + ahead) * block + reduced // dims.dp_shard
 
 
 @pytest.mark.parametrize("mesh", ["dp4", "hsdp2x2", "dp2-tp2", "dp64"])

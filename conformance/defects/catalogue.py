@@ -39,6 +39,7 @@ def defects() -> tuple[Defect, ...]:
         offload_faults,
         optimizer_faults,
         precision_faults,
+        prefetch_faults,
         reduction_faults,
         repetition_faults,
         rounding_faults,
@@ -62,4 +63,5 @@ def defects() -> tuple[Defect, ...]:
         *traffic_faults.DEFECTS,
         *checkpoint_faults.DEFECTS,
         *memory_faults.DEFECTS,
+        *prefetch_faults.DEFECTS,
     )

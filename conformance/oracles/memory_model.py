@@ -7,7 +7,7 @@ same moments. Of a group, of n elements with padding and s = n / ranks in each s
 
     A  n of the compute dtype   output of the all-gather, of which the input is a part; in forward until the next group
                                 has copied its own out (up to torch 2.13; from 2.15 on until it begins to), in backward
-                                until it is copied out itself
+                                until it is copied out itself; several of groups that are gathered ahead
     C  s of the compute dtype   a shard in the dtype of computation, while it is gathered
     U  n of the compute dtype   unsharded parameters, until they are resharded
     P  n / k                    what is left of them if they are resharded to k ranks
@@ -27,7 +27,13 @@ import msgspec
 import torch
 
 from conformance.oracles.dtype_policy import dtype_policy
-from conformance.oracles.schedule import communicates, group_of, ranks_after_forward
+from conformance.oracles.schedule import (
+    communicates,
+    gathered_ahead_in_backward,
+    gathered_ahead_in_forward,
+    group_of,
+    ranks_after_forward,
+)
 from reference_trainer.config import TrainerConfig
 from reference_trainer.mesh import ParallelDims
 
@@ -152,6 +158,8 @@ class _Walk:
         self._phase = "forward"
         self._model_bytes = self._gradients_bytes = self._wide_gradients_bytes = 0
         self._left: list[str] = []
+        self._copied_out = ""
+        """The all-gather that the last group in forward has copied out."""
         self._reduces = self._all_reduces = True
 
     # Accounts
@@ -227,11 +235,13 @@ class _Walk:
 
     def _forward(self, group: str) -> None:
         self._unshard(group)
-        previous = [name for name in self._held if name.startswith("A ") and name != f"A {group}"]
+        previous, self._copied_out = self._copied_out, f"A {group}"
         if not self._lifetimes.previous_gather_until_copied:
-            self._free_all(previous)
+            self._free(previous)
         self._copy_out(group)
-        self._free_all(previous)
+        self._free(previous)
+        for other in gathered_ahead_in_forward(group, self._config):
+            self._unshard(other)
 
     def _after_forward(self, group: str) -> None:
         self._left.append(group)
@@ -254,9 +264,8 @@ class _Walk:
         self._unshard(group)
         self._copy_out(group)
         self._free(f"A {group}")
-        ahead = self._left.index(group) - 1
-        if ahead >= 0:
-            self._unshard(self._left[ahead])
+        for other in gathered_ahead_in_backward(group, self._left, self._config):
+            self._unshard(other)
 
     def _after_backward(self, group: str) -> None:
         self._hold("B", self._gradients_bytes + self._wide_gradients_bytes)
