@@ -163,10 +163,10 @@ def _profile(config: TrainerConfig, dims: ParallelDims) -> list[Segment]:
         again = recomputed - saved[name] if name.startswith("layers.") else 0
         done = held - saved[name] + gradients[name]
         segments.append(Segment(f"backward {name}", held, held + again + gradients[name] + working, done))
-        segments.append(Segment(f"after-backward {name}", done, done, done))
         held -= saved[name]
+        segments.append(Segment(f"gradients {name}", done, done, held))
         segments.append(Segment(f"freed {name}", held, held, held))
-    return [*segments, Segment("end", held, held, held)]
+    return [*segments, Segment("end", held, held, held)] * config.accumulation
 
 
 def _saved_bytes(config: TrainerConfig, dims: ParallelDims, tokens: int, compute: int) -> int:

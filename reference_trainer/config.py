@@ -240,6 +240,12 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     """Backend with which each block is compiled."""
     accumulation: int = 1
     """Micro-batches per optimizer step."""
+    forward_prefetch: int = 0
+    """How many groups a group gathers ahead in forward, before it computes. 0, FSDP's default: none; communication
+    overlaps only as far as the CPU runs ahead of the device."""
+    backward_prefetch: int = 0
+    """As many groups as a group gathers ahead in backward, in an explicit list. 0, FSDP's default: the next one, in the
+    reverse of the order in which forward left the groups, as with 1."""
     gradient_sync: GradientSync = "each"
     """After which micro-batches gradients are reduced. `last`: only the last, until then every rank holds the gradients
     of whole parameters. `all-reduce-last` (HSDP): reduce-scattered after each, all-reduced after the last."""
@@ -249,6 +255,7 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _require_each(self, "", "accumulation steps", _at_least_one, "at least 1")
+        _require_each(self, "", "forward_prefetch backward_prefetch", _not_negative, "at least 0")
         require(0 <= self.seed < 2**64, f"seed is {self.seed}, must be at least 0 and below 2**64")
         _check_reshard(self)
         require(
@@ -286,6 +293,12 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
             self.precision != "bf16-mixed" or self.activation_checkpointing != "selective",
             "precision bf16-mixed with activation_checkpointing selective: hooks of the norms' FSDP groups would lie "
             "inside what is recomputed, which torch 2.13 refuses; use activation_checkpointing full",
+        )
+        require(
+            self.precision != "bf16-mixed" or self.activation_checkpointing == "none" or not self.forward_prefetch,
+            f"precision bf16-mixed with activation_checkpointing {self.activation_checkpointing} and forward_prefetch "
+            f"{self.forward_prefetch}: what is recomputed in backward enters the norms' FSDP groups again, which would "
+            "gather groups that nothing needs any more; use forward_prefetch 0, or another of the two",
         )
         require(
             self.precision != "bf16-mixed" or self.compile == "none",

@@ -1,7 +1,8 @@
-"""From a plain model to a parallel one: `apply_tp`, `apply_ac`, `apply_compile`, `apply_fsdp`.
+"""From a plain model to a parallel one: `apply_tp`, `apply_ac`, `apply_compile`, `apply_fsdp`, `apply_prefetch`.
 
 The order is a contract: tensor parallelism decides the parameters' placements, checkpointing marks what is recomputed,
-compilation replaces what runs in it, and FSDP's hooks stay outermost.
+compilation replaces what runs in it, and FSDP's hooks stay outermost; which groups it gathers ahead can be said when
+all of them exist.
 """
 
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from torch.utils.checkpoint import (
 from reference_trainer.config import GradientSync, Precision, TrainerConfig
 from reference_trainer.mesh import fsdp_mesh
 from reference_trainer.model import Block, Transformer
+from reference_trainer.prefetch import apply_prefetch
 from reference_trainer.reshard import ReshardPolicy
 
 
@@ -68,6 +70,7 @@ def parallelize_ends(model: Transformer, mesh: DeviceMesh, config: TrainerConfig
     if config.compile != "none":
         model.tok_embeddings.register_forward_hook(_wait_for_output)
     apply_fsdp_to_ends(model, sharding(config, mesh, policy), precision=config.precision)
+    apply_prefetch(model, config)
 
 
 class ReplicateParallel(ParallelStyle):

@@ -25,7 +25,7 @@ _USABLE = 0.9  # of a device's memory: the rest is for fragmentation, workspaces
 def group_names(config: TrainerConfig) -> list[str]:
     """Modules that the groups are named after, in the order in which forward enters them.
 
-    `bf16-mixed` puts each norm into a group of its own. Tied embeddings are in the group of the output.
+    `bf16-mixed` puts each norm into a group of its own. Tied embeddings are in the group of the output, the last here.
     """
     apart = config.precision == "bf16-mixed"
     blocks = [f"layers.{index}" for index in range(config.model.n_layers)]

@@ -1,7 +1,7 @@
 """The trainer: build a parallel model, then repeat forward, backward, clip, step.
 
-Reading order: config, model, init_weights, weights, mesh, parallelize, build, loss, clip, optim, data, this file,
-checkpoint, __main__.
+Reading order: config, model, init_weights, weights, mesh, parallelize, prefetch, build, loss, clip, optim, data, this
+file, checkpoint, __main__.
 """
 
 from dataclasses import dataclass

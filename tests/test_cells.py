@@ -23,6 +23,8 @@ CELLS = st.builds(
     optimizer=st.sampled_from(axis_choices("optimizer")),
     clip=st.sampled_from([0.0, -0.0, 1.0]) | st.floats(0, 1e300),
     accumulation=st.sampled_from(axis_choices("accumulation")),
+    forward_prefetch=st.sampled_from(axis_choices("forward_prefetch")),
+    backward_prefetch=st.sampled_from(axis_choices("backward_prefetch")),
     gradient_sync=st.sampled_from(axis_choices("gradient_sync")),
     sequence_parallel=st.booleans(),
     loss_parallel=st.booleans(),
@@ -113,6 +115,7 @@ def test_mesh_sizes(size: Any) -> None:
             | {"gradient_sync": "all-reduce-last", "loss_parallel": True},
             "hsdp2x2-bf16init-default-checkpoint-acc2-syncallreducelast-lp",
         ),
+        ({"forward_prefetch": 1, "backward_prefetch": 2}, "dp2-fp32-default-meta-fpre1-bpre2"),
         ({"precision": "bf16-reduce", "gradient_sync": "last"}, "dp2-bf16reduce-default-meta-synclast"),
         ({"precision": "bf16-mixed", "gradient_sync": "each"}, "dp2-bf16mixed-default-meta"),
         (

@@ -3,13 +3,28 @@
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import pytest
+import torch
+from torch import Tensor, nn
 
+from conformance.engine import rank_memory
 from conformance.engine.cells import Cell
 from conformance.engine.outcomes import ConformanceFailure
 from conformance.engine.workload import trainer_config
+from conformance.instruments.activations import GroupMarks
+from conformance.instruments.memory import memory_ledger
 from conformance.laws import test_memory as laws
-from conformance.oracles.memory_model import Lifetimes, Segment, group_bytes, predict, state_bytes
+from conformance.oracles.memory_model import (
+    FROM_2_15,
+    UP_TO_2_13,
+    Lifetimes,
+    Segment,
+    gradients_stay,
+    group_bytes,
+    predict,
+    state_bytes,
+)
 from conformance.oracles.tp_schedule import local_shapes
 from reference_trainer.mesh import resolve_mesh
 
@@ -17,10 +32,10 @@ GROUPS = ("tok_embeddings", "layers.0", "layers.1", "output")
 MODES = ("always", "default", "except-last", "never")
 
 
-def nothing() -> list[Segment]:
+def nothing(groups: tuple[str, ...] = GROUPS) -> list[Segment]:
     """A model without activations and gradients."""
-    marks = ["forward", *(f"{when} {group}" for group in GROUPS for when in ("forward", "after-forward")), "backward"]
-    for group in reversed(GROUPS[1:]):
+    marks = ["forward", *(f"{when} {group}" for group in groups for when in ("forward", "after-forward")), "backward"]
+    for group in reversed(groups[1:]):
         marks += [f"{when} {group}" for when in ("backward", "after-backward", "freed")]
     marks += ["backward tok_embeddings", "after-backward tok_embeddings", "freed tok_embeddings", "end"]
     return [Segment(mark, 0, 0, 0) for mark in marks]
@@ -53,6 +68,109 @@ def test_a_step_without_activations() -> None:
     assert phases["backward"].end_bytes == sum(sizes.values()) // 4
     later = predict(config, dims, shapes, nothing(), lifetimes=Lifetimes(previous_gather_until_copied=False))
     assert later["forward"].peak_bytes == 2 * block
+
+
+def with_gradients(narrow: Mapping[str, int], wide: Mapping[str, int]) -> list[Segment]:
+    """Gradients of each group, in bytes, those that are wider than the parameters apart."""
+    profile = []
+    for segment in nothing():
+        group = segment.mark.removeprefix("freed ")
+        if group != segment.mark:
+            for kind, sizes in (("gradients", narrow), ("wide-gradients", wide)):
+                nbytes = sizes.get(group, 0)
+                profile.append(Segment(f"{kind} {group}", nbytes, nbytes, 0))
+        profile.append(segment)
+    return profile
+
+
+def test_gradients_that_must_be_cast_are_copied_once_more() -> None:
+    """never: what is held while the input of the last block's reduction is filled, on ranks so many that shards do not
+    count."""
+    config, dims, shapes = parts(Cell(mesh="dp64", model="wide", precision="bf16-mp", reshard="never"))
+    sizes = {group: nbytes for group, nbytes in group_bytes(config, dims, shapes).items() if group in GROUPS}
+    block, matrix, norms = sizes["layers.1"], 2 * config.model.dim**2, 2 * 2 * config.model.dim
+    reduced = 2 * sizes["output"] // 64
+    filled = sizes["tok_embeddings"] + sizes["layers.0"] + block + 2 * block + reduced  # U of two groups, B, I, G
+    one_dtype = predict(config, dims, shapes, with_gradients(sizes, {}))
+    assert one_dtype["backward"].peak_bytes == filled + matrix
+    of_norms = with_gradients({**sizes, "layers.1": block - norms}, {"layers.1": 2 * norms})
+    two_dtypes = predict(config, dims, shapes, of_norms)
+    assert two_dtypes["backward"].peak_bytes == filled + norms + 2 * (block - norms)
+
+
+def test_gradients_that_wait_are_held_in_the_reduce_dtype() -> None:
+    cell = Cell(mesh="dp4", model="even", precision="bf16-mp", reshard="always", accumulation=2, gradient_sync="last")
+    config, dims, shapes = parts(cell)
+    sizes = group_bytes(config, dims, shapes)
+    phases = predict(config, dims, shapes, with_gradients(sizes, {}) * 2)
+    assert phases["forward"].peak_bytes == 3 * sizes["layers.1"] + 2 * sum(sizes.values())
+    assert phases["backward"].end_bytes == 2 * sum(sizes.values()) // 4
+
+
+@pytest.mark.parametrize(
+    ("precision", "lifetimes", "stay"),
+    [("fp32", UP_TO_2_13, True), ("bf16-mp", UP_TO_2_13, False), ("bf16-mp", FROM_2_15, True)],
+)
+def test_where_gradients_wait(precision: Any, lifetimes: Lifetimes, stay: bool) -> None:
+    assert gradients_stay(parts(Cell(precision=precision))[0], lifetimes) == stay
+
+
+def released(cell: Cell, lifetimes: Lifetimes, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Bytes of the last block's gradients that a run without FSDP releases in each micro-batch, narrow and wide."""
+    monkeypatch.setattr(rank_memory, "lifetimes_of", lambda _version: lifetimes)
+    payload = {"config": msgspec.to_builtins(trainer_config(cell)), "world_size": cell.world_size}
+    segments: Any = rank_memory.without_fsdp(None, payload)  # type: ignore[arg-type]
+    sizes = [s["start_bytes"] - s["end_bytes"] for s in segments if s["mark"].endswith("gradients layers.1")]
+    return list(zip(sizes[::2], sizes[1::2], strict=True))
+
+
+def test_gradients_of_a_run_without_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bf16 up to torch 2.13; from 2.15 on those of norms, which compute in fp32, are not cast."""
+    cell = Cell(mesh="dp2", precision="bf16-mp")
+    config, _dims, shapes = parts(cell)
+    numel = sum(torch.Size(shape).numel() for name, shape in shapes.items() if name.startswith("layers.1."))
+    norms = 2 * config.model.dim
+    assert released(cell, UP_TO_2_13, monkeypatch) == [(2 * numel, 0)]
+    assert released(cell, FROM_2_15, monkeypatch) == [(2 * (numel - norms), 4 * norms)]
+    waiting = cell.but(accumulation=2, gradient_sync="last")
+    assert released(waiting, UP_TO_2_13, monkeypatch) == [(2 * numel, 0)] * 2
+    assert released(waiting, FROM_2_15, monkeypatch) == [(0, 0), (0, 4 * numel)]
+
+
+def test_gradients_that_are_not_released_stay() -> None:
+    layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2))
+    marks = GroupMarks({str(index): [layer] for index, layer in enumerate(layers)})
+
+    def step() -> list[str]:
+        with memory_ledger() as ledger:
+            layers[1](layers[0](torch.ones(1, 8))).sum().backward()
+            marks.finish_backward()
+        return [segment.mark for segment in ledger.segments if segment.mark.startswith("freed")]
+
+    marks.releases = False
+    assert step() == step() == ["freed 1", "freed 0"]
+    assert all(isinstance(layer.weight.grad, Tensor) for layer in layers)
+    marks.releases = True
+    assert step() == ["freed 1", "freed 0"]
+    assert all(layer.weight.grad is None for layer in layers)
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_groups_that_are_gathered_ahead(ahead: int) -> None:
+    """2 + k of a block: in forward its parameters and what they were copied from, and those ahead."""
+    cell = Cell(mesh="dp4", reshard="always", model="deep").but(forward_prefetch=ahead, backward_prefetch=ahead)
+    config, dims, shapes = parts(cell)
+    sizes = group_bytes(config, dims, shapes)
+    block = sizes["layers.1"]
+    marks = nothing(tuple(sizes))
+    for lifetimes in (Lifetimes(), Lifetimes(previous_gather_until_copied=False)):
+        phases = predict(config, dims, shapes, marks, lifetimes=lifetimes)
+        assert phases["forward"].peak_bytes == (2 + ahead) * block
+        assert phases["forward"].end_bytes == phases["idle"].end_bytes == 0
+        # When the last block that has k - 1 ahead of it copies its own out: U, k times A, and the input of the
+        # reduction of the block behind it; gradients of all behind.
+        reduced = sizes["output"] + (config.model.n_layers - ahead) * block
+        assert phases["backward"].peak_bytes == (2 + ahead) * block + reduced // dims.dp_shard
 
 
 @pytest.mark.parametrize("mesh", ["dp4", "hsdp2x2", "dp2-tp2", "dp64"])

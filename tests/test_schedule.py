@@ -93,6 +93,41 @@ def test_norms_with_masters_of_their_own_are_groups_inside_of_blocks() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("axes", "expected"),
+    [
+        ({"backward_prefetch": 1}, "G2 S3 G1 S2 G0 S1 S0"),
+        ({"backward_prefetch": 2}, "G2 G1 S3 G0 S2 S1 S0"),
+        ({"backward_prefetch": 2, "reshard": "always"}, "G3 G2 G1 S3 G0 S2 S1 S0"),
+        ({"backward_prefetch": 2, "reshard": "never"}, REDUCES),
+        ({"backward_prefetch": 2, "reshard": "table"}, "G2 S3 G0 S2 S1 S0"),
+    ],
+)
+def test_what_is_gathered_ahead_in_backward(axes: dict[str, AxisValue], expected: str) -> None:
+    assert schedule(**axes) == f"{FORWARD} backward: {expected}"
+
+
+@pytest.mark.parametrize(
+    ("axes", "expected"),
+    [
+        ({}, "0:0 1:1 2:2 3:3"),
+        ({"forward_prefetch": 1}, "0:0 0:1 1:2 2:3"),
+        ({"forward_prefetch": 2}, "0:0 0:1 0:2 1:3"),
+        ({"forward_prefetch": 2, "tied_embeddings": True}, "3:3 3:1 3:2"),
+        (
+            {"forward_prefetch": 2, "precision": "bf16-mixed"},
+            "0:0 0:1 0:11 1:12 11:2 12:21 2:22 21:30 22:3",
+        ),
+    ],
+)
+def test_when_a_group_is_gathered_in_forward(axes: dict[str, AxisValue], expected: str) -> None:
+    """Such as `0:1`: the first block is gathered when the embedding is entered. The order is always the same."""
+    events = fsdp_events(*of_cell(cell_from_axes(axes)), NUMELS)
+    found = [f"{NUMBERS[e.during]}:{e.numel - 100}" for e in events if e.phase == "forward"]
+    assert " ".join(found) == expected
+    assert {e.during for e in events if e.phase == "backward"} == {""}
+
+
 def test_schedule_without_peers() -> None:
     assert schedule(mesh="dp1") == ""
     assert schedule(mesh="tp2") == ""

@@ -60,6 +60,13 @@ def test_configurations_are_immutable_and_by_keyword() -> None:
         (TrainerConfig, {"pin_memory": True}, "pin_memory has no effect with offload none: set offload=cpu"),
         (TrainerConfig, {"norms_in_tp": False}, "norms_in_tp false leaves norms out of tensor parallelism, but"),
         (TrainerConfig, {"accumulation": 0}, "accumulation is 0, must be at least 1"),
+        (TrainerConfig, {"forward_prefetch": -1}, "forward_prefetch is -1, must be at least 0"),
+        (TrainerConfig, {"backward_prefetch": -2}, "backward_prefetch is -2, must be at least 0"),
+        (
+            TrainerConfig,
+            {"precision": "bf16-mixed", "activation_checkpointing": "full", "forward_prefetch": 1},
+            "precision bf16-mixed with activation_checkpointing full and forward_prefetch 1: what is recomputed",
+        ),
         (TrainerConfig, {"steps": 0}, "steps is 0, must be at least 1"),
         (TrainerConfig, {"seed": -1}, "seed is -1, must be at least 0 and below 2**64"),
         (TrainerConfig, {"data": DataConfig(seq_len=512)}, "data.seq_len 512 is longer than model.max_seq_len 256"),

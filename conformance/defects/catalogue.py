@@ -28,6 +28,7 @@ _FAULTS = (
     "traffic",
     "checkpoint",
     "memory",
+    "prefetch",
 )
 
 

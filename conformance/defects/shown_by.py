@@ -10,6 +10,8 @@ _SCALE = "id in ({0}-fp32-default-meta-sgd, {0}-fp32-default-meta-integer-sgd-no
 _RESUMED = "id = dp2-fp32-default-meta-from.same-steps4"
 _CLIPPED, _LARGEST = "id = {}-fp32-default-meta-clip0.1", "id = dp2-fp32-default-meta-clip0.1-norminf"
 _DEEP = "id in (dp4-fp32-table-meta-deep, dp4-fp32-table-meta)"
+_PREFETCHED = "mesh = dp4 and precision = fp32 and forward_prefetch = 1 and backward_prefetch < 2"
+_RECOMPUTED_AHEAD = "mesh = dp4 and reshard = default and forward_prefetch = 2 and activation_checkpointing = full"
 _OFFLOADED, _MISTAKES = "id = dp2-fp32-default-meta-clip0.1-offloadcpu", "id = dp2-fp32-default-meta-offloadcpu"
 SHOWN_BY = {
     "collective-wrong-in-one-dtype": _FP32,
@@ -115,6 +117,11 @@ SHOWN_BY = {
     "gather-buffers-kept": _DEEP,
     "record-streams-replaced-by-references": "id = dp2-fp32-default-meta-avoidrs1",
     "prefetch-of-wrong-group": _DEEP,
+    "prefetch-dropped": _PREFETCHED,
+    "prefetch-one-too-many": _PREFETCHED,
+    "prefetch-of-used-group": _PREFETCHED,
+    "prefetch-order-of-nested-groups": "id = dp2-bf16mixed-default-meta-fpre2-bpre2",
+    "prefetch-in-recomputation": _RECOMPUTED_AHEAD,
     "wrap-granularity": "id in (dp4-fp32-table-meta-deep, dp4-fp32-always-meta-deep, dp4-fp32-table-meta)",
     "grad-accum-unsharded-memory": "id in (dp4-fp32-default-meta-deep-acc2, dp4-fp32-default-meta-acc2)",
     "backend-copies-twice": "id = dp4-fp32-default-meta-deep",

@@ -103,6 +103,10 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Whether clipping works on many tensors at once, or on one after the other."""
     accumulation: Literal[1, 2, 4] = 1
     """Number of micro-batches per step."""
+    forward_prefetch: Literal[0, 1, 2] = 0
+    """Number of groups that a group gathers ahead in forward; 0: FSDP's default, which is none."""
+    backward_prefetch: Literal[0, 1, 2] = 0
+    """Number of groups that a group gathers ahead in backward; 0: FSDP's default, which is one."""
     gradient_sync: Literal["each", "last", "all-reduce-last"] = "each"
     """After which micro-batches gradients are reduced; `all-reduce-last` postpones the all-reduce of HSDP alone."""
     offload: Literal["none", "cpu"] = "none"
@@ -203,6 +207,8 @@ _TAGS: dict[str, Callable[[Any], str]] = {
     "norm_type": lambda order: f"norm{order}",
     "foreach_clip": lambda _: "cliploop",
     "accumulation": lambda count: f"acc{count}",
+    "forward_prefetch": lambda count: f"fpre{count}",
+    "backward_prefetch": lambda count: f"bpre{count}",
     "gradient_sync": lambda mode: f"sync{mode.replace('-', '')}",
     "offload": lambda device: f"offload{device}",
     "pin_memory": lambda _: "pinned",

@@ -6,14 +6,17 @@ import msgspec
 import torch
 import torch.distributed as dist
 from msgspec.structs import replace
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from conformance.defects.catalogue import injected
 from conformance.engine.rank_messages import RankContext
 from conformance.engine.rank_tasks import rank_config, start_process_group
 from conformance.engine.simulation import simulated_world
-from conformance.instruments.activations import Groups, finish_backward, mark_groups
+from conformance.instruments.activations import GroupMarks, Groups
 from conformance.instruments.memory import MemoryLedger, PhaseMarks, mark, memory_ledger
+from conformance.oracles.memory_model import gradients_stay, lifetimes_of
+from conformance.oracles.schedule import communicates
 from reference_trainer.config import TrainerConfig
 from reference_trainer.data import Batches
 from reference_trainer.init_weights import init_weights
@@ -85,38 +88,72 @@ def _segments(ledger: MemoryLedger) -> list[dict[str, Any]]:
 
 
 def without_fsdp(_context: RankContext, payload: dict[str, Any]) -> list[dict[str, Any]]:
-    """Segments of forward, loss and backward of one micro-batch, with the parameters in the dtype of computation.
+    """Segments of forward, loss and backward of each micro-batch, with the parameters in the dtype of computation.
 
-    One process; with tensor parallelism it is rank 0 of a simulated world of tensor-parallel ranks.
+    Gradients have the dtypes, and stay for later micro-batches, as they do with FSDP in this version of torch. One
+    process; with tensor parallelism it is rank 0 of a simulated world of tensor-parallel ranks.
     """
     config = msgspec.convert(payload["config"], TrainerConfig)
     dims = resolve_mesh(config.mesh, world_size=payload["world_size"])
+    lifetimes = lifetimes_of(str(torch.__version__))
     with simulated_world(dims.tp):
-        model = Transformer(config.model)
-        init_weights(model, seed=config.seed)
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(mixed_precision_policy(config.precision).param_dtype)
-        if dims.tp > 1:
-            _apply_tp(model, config, tp=dims.tp)
-        for block in model.blocks:
-            if config.activation_checkpointing != "none":
-                apply_ac(block, mode=config.activation_checkpointing)
-        groups = _groups(model)
-        mark_groups(groups)
+        model = _model_without_fsdp(config, tp=dims.tp)
+        marks = GroupMarks(_groups(model))
         batches = Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
-        (inputs, labels), *_ = batches.micro_batches(0, dp_rank=0, dp_size=dims.dp, accumulation=config.accumulation)
-        for step in range(2):
+        micro_batches = batches.micro_batches(0, dp_rank=0, dp_size=dims.dp, accumulation=config.accumulation)
+        for _warm in (True, False):
             with memory_ledger() as ledger:
-                mark("forward")
-                with loss_context(parallel=config.loss_parallel and dims.tp > 1):
-                    logits = model(inputs)
-                    loss = summed_loss(logits, labels, arithmetic=config.model.arithmetic)
-                    mark("backward")
-                    loss.backward()  # type: ignore[no-untyped-call]
-                finish_backward(groups)
-                mark("end")
-            del logits, loss, step
+                for index, (inputs, labels) in enumerate(micro_batches):
+                    reduces, _ = communicates(config, index)
+                    marks.reduces = reduces
+                    marks.releases = reduces or not gradients_stay(config, lifetimes)
+                    if lifetimes.gradients_have_own_dtypes:
+                        _set_grad_dtypes(model, config, reduces=reduces)
+                    _forward_backward(model, marks, config, inputs, labels)
         return _segments(ledger)
+
+
+def _model_without_fsdp(config: TrainerConfig, *, tp: int) -> Transformer:
+    model = Transformer(config.model)
+    init_weights(model, seed=config.seed)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(mixed_precision_policy(config.precision).param_dtype)
+    if tp > 1:
+        _apply_tp(model, config, tp=tp)
+    for block in model.blocks:
+        if config.activation_checkpointing != "none":
+            apply_ac(block, mode=config.activation_checkpointing)
+    return model
+
+
+def _set_grad_dtypes(model: Transformer, config: TrainerConfig, *, reduces: bool) -> None:
+    """As FSDP does before backward if gradients are reduced in a wider dtype: `_set_unsharded_grad_dtypes` of torch
+    2.15, torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py.
+
+    They keep the dtype in which they are computed, and are added to those that are there. Cast at once are the first of
+    several micro-batches, and those that tensor parallelism may have to reduce.
+    """
+    policy = mixed_precision_policy(config.precision)
+    if policy.reduce_dtype == policy.param_dtype:
+        return
+    for parameter in model.parameters():
+        first = parameter.grad is None and not reduces
+        replicated = isinstance(parameter, DTensor) and any(where.is_replicate() for where in parameter.placements)
+        parameter.grad_dtype = policy.reduce_dtype if first or replicated else None
+
+
+def _forward_backward(
+    model: Transformer, marks: GroupMarks, config: TrainerConfig, inputs: Tensor, labels: Tensor
+) -> None:
+    """As the trainer's: logits and loss are there until backward is over."""
+    mark("forward")
+    with loss_context(parallel=config.loss_parallel and config.mesh.tp > 1):
+        logits = model(inputs)
+        loss = summed_loss(logits, labels, arithmetic=config.model.arithmetic)
+        mark("backward")
+        loss.backward()  # type: ignore[no-untyped-call]
+    marks.finish_backward()
+    mark("end")
 
 
 def _apply_tp(model: Transformer, config: TrainerConfig, *, tp: int) -> None:

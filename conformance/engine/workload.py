@@ -86,6 +86,8 @@ def trainer_config(cell: Cell) -> TrainerConfig:
         activation_checkpointing=cell.activation_checkpointing,
         compile=compile_backend() if cell.compile else "none",
         accumulation=cell.accumulation,
+        forward_prefetch=cell.forward_prefetch,
+        backward_prefetch=cell.backward_prefetch,
         gradient_sync=cell.gradient_sync,
         steps=cell.steps,
         seed=cell.seed,

@@ -2,13 +2,15 @@
 
 The model is not sharded by FSDP; tensor parallelism may have been applied. Marks, by name of the group: `forward G` and
 `after-forward G`; `backward G` when the gradient of its output is there; `after-backward G` when that of its input is,
-and with it those of its parameters; `freed G` when these are released.
+and with it those of its parameters, which are then summed over tensor-parallel ranks. These are released, first those
+in the parameters' dtype, after `gradients G`, then the others, after `wide-gradients G`; then comes `freed G`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from conformance.instruments.memory import mark
 
@@ -16,23 +18,52 @@ Groups = Mapping[str, Sequence[nn.Module]]
 """Modules of each group in the order in which forward enters them, by its name."""
 
 
-def mark_groups(groups: Groups) -> None:
-    """Register the hooks that set the marks; a group's first module begins it, its last one ends it."""
-    for name, modules in groups.items():
-        modules[0].register_forward_pre_hook(_Entry(name, modules))
-        modules[-1].register_forward_hook(_Exit(name))
+class GroupMarks:
+    """Registers the hooks that set the marks; a group's first module begins it, its last one ends it."""
+
+    def __init__(self, groups: Groups) -> None:
+        self.reduces = True
+        """Whether gradients are to be reduced, and so first summed over tensor-parallel ranks."""
+        self.releases = True
+        """Whether they are released, or stay with the parameters for a later micro-batch."""
+        self._groups = groups
+        self._waiting = set(groups)
+        """Those whose backward is not over yet."""
+        for name, modules in groups.items():
+            modules[0].register_forward_pre_hook(_Entry(name, self._release))
+            modules[-1].register_forward_hook(_Exit(name))
+
+    def finish_backward(self) -> None:
+        """To be called after backward: groups whose inputs have no gradient, such as the embedding, come last."""
+        for name in self._groups:
+            if name in self._waiting:
+                self._release(name)
+        self._waiting = set(self._groups)
+
+    def _release(self, name: str) -> None:
+        self._waiting.remove(name)
+        parameters = [parameter for module in self._groups[name] for parameter in module.parameters()]
+        mark(f"after-backward {name}")
+        if self.reduces:
+            for parameter in parameters:
+                _sum_as_placed(parameter)
+        for kind, wide in (("gradients", False), ("wide-gradients", True)):
+            mark(f"{kind} {name}")
+            for parameter in parameters if self.releases else ():
+                if parameter.grad is not None and (parameter.grad.dtype != parameter.dtype) == wide:
+                    parameter.grad = None
+        mark(f"freed {name}")
 
 
-def finish_backward(groups: Groups) -> None:
-    """To be called after backward: groups whose inputs have no gradient, such as the embedding, are reduced last."""
-    for name, modules in groups.items():
-        if any(p.grad is not None for module in modules for p in module.parameters()):
-            _release(name, modules)
+def _sum_as_placed(parameter: nn.Parameter) -> None:
+    """Give the gradient the placements of its parameter. Until then a rank may hold a term of its whole sum."""
+    if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
+        parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
 
 
 class _Entry:
-    def __init__(self, name: str, modules: Sequence[nn.Module]) -> None:
-        self._name, self._modules = name, modules
+    def __init__(self, name: str, release: Callable[[str], None]) -> None:
+        self._name, self._release = name, release
 
     def __call__(self, _module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         mark(f"forward {self._name}")
@@ -41,7 +72,7 @@ class _Entry:
             return inputs
         # A view, whose hook runs before those of the tensor: that is the output of the group before.
         own = first.view_as(first)
-        own.register_hook(lambda _grad: _release(self._name, self._modules))
+        own.register_hook(lambda _grad: self._release(self._name))
         return own, *others
 
 
@@ -52,11 +83,3 @@ class _Exit:
     def __call__(self, _module: nn.Module, _inputs: tuple[Any, ...], output: Tensor) -> None:
         mark(f"after-forward {self._name}")
         output.register_hook(lambda _grad: mark(f"backward {self._name}"))  # type: ignore[no-untyped-call]
-
-
-def _release(name: str, modules: Sequence[nn.Module]) -> None:
-    mark(f"after-backward {name}")
-    for module in modules:
-        for parameter in module.parameters():
-            parameter.grad = None
-    mark(f"freed {name}")

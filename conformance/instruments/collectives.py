@@ -1,6 +1,7 @@
 """Collective log: every collective as the dispatcher sees it, whoever issued it (FSDP2, DTensor, clipping, trainer)."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -8,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
+from reference_trainer.model import Transformer
 from reference_trainer.observer import Observer, Phase
 
 # Names of operators differ between torch versions and between the imperative (c10d) and the functional collectives.
@@ -50,6 +53,8 @@ class Collective(msgspec.Struct, frozen=True):
     """As on the wire."""
     reduce_op: str | None
     """`SUM`, `AVG`, `MAX`, ... for reductions."""
+    during: str = ""
+    """In forward: the module sharded by FSDP, other than the root, that was entered last."""
 
 
 class CollectiveLog(Observer):
@@ -59,9 +64,15 @@ class CollectiveLog(Observer):
         self._entries: list[tuple[tuple[int, ...], Collective]] = []
         self._step = -1
         self._phase: Phase = "build"
+        self._during = ""
 
     def phase(self, name: Phase, *, step: int) -> None:
-        self._step, self._phase = step, name
+        self._step, self._phase, self._during = step, name, ""
+
+    def sharded(self, model: Transformer) -> None:
+        for name in [name for name, module in model.named_modules() if name and isinstance(module, FSDPModule)]:
+            # Before FSDP's own hook, in which it gathers.
+            model.get_submodule(name).register_forward_pre_hook(partial(self._enter, name), prepend=True)
 
     def facts(self, mesh: DeviceMesh) -> list[Collective]:
         """All collectives in the order in which this rank issued them, with their groups named after the mesh."""
@@ -93,8 +104,13 @@ class CollectiveLog(Observer):
             nbytes=sum(t.nbytes for t in tensors),
             dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "none",
             reduce_op=_reduce_op(arguments),
+            during=self._during,
         )
         self._entries.append((ranks, entry))
+
+    def _enter(self, name: str, *_unused: Any) -> None:
+        if self._phase == "forward":  # in backward modules are entered to be computed again
+            self._during = name
 
 
 def _part(ranks: tuple[int, ...], names: Mapping[tuple[int, ...], str]) -> str | None:

@@ -1,4 +1,4 @@
-"""What FSDP offloads. The one place that looks into FSDP's private state: no public attribute tells.
+"""What FSDP offloads. Looks into FSDP's private state: no public attribute tells.
 
 Where CPU is also the device of computation, offloading moves nothing: only FSDP itself knows that it was asked to.
 """

@@ -18,6 +18,7 @@ from conformance.instruments.model_inputs import ModelInputs
 from conformance.instruments.offloading import offloading_of
 from conformance.instruments.operators import OperatorCount
 from conformance.instruments.poison import Poison
+from conformance.instruments.prefetching import backward_prefetch_of
 from conformance.instruments.residency import Residency
 from conformance.instruments.sharding import fsdp_group_of, is_sharded_by_fsdp, shared_parameters
 from reference_trainer.model import Transformer
@@ -69,6 +70,8 @@ class RankFacts(msgspec.Struct, frozen=True):
     collectives: list[Collective]
     reshard_after_forward: dict[str, bool | int]
     """What `fully_shard` was told, by group."""
+    backward_prefetch: dict[str, list[str]]
+    """See `backward_prefetch_of`."""
     unsharded: dict[str, list[str]]
     """See `Residency.unsharded`."""
     dtypes: dict[str, list[str]]
@@ -189,6 +192,7 @@ class Recorder(Observer):
             parameters=self._parameters,
             collectives=self._collectives.facts(trainer.mesh),
             reshard_after_forward=self._reshard,
+            backward_prefetch=backward_prefetch_of(trainer.model),
             unsharded=self._residency.unsharded,
             dtypes=self._dtypes.facts(),
             rope_tables=self._dtypes.rope_tables(),

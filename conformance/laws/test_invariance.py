@@ -19,13 +19,15 @@ GRADIENT_SYNC = f"{FULLY_SHARD}#torch.distributed.fsdp.FSDPModule.set_requires_g
 
 @law("PAR-4", reference=FULLY_SHARD)
 def test_moving_data_changes_no_bit(run: Run, cell: Cell) -> None:
-    """What only moves or repeats (reshard mode, checkpointing) MUST NOT change a bit of gradients or final state.
+    """What only moves or repeats (reshard mode, prefetching, checkpointing) MUST NOT change a bit of gradients or final
+    state.
 
     Wrong if a group is used before it is gathered, or after it was freed or became stale, or if what activation
     checkpointing computes again comes out otherwise.
     """
     opposite = "always" if cell.reshard != "always" else "never"
-    _require_same_bits(run(cell), run(cell.but(reshard=opposite, activation_checkpointing="none")))
+    plain = cell.but(reshard=opposite, forward_prefetch=0, backward_prefetch=0, activation_checkpointing="none")
+    _require_same_bits(run(cell), run(plain))
 
 
 @law("PAR-5", reference=FULLY_SHARD)

@@ -67,9 +67,10 @@ def test_memory_on_every_rank_is_that_of_the_model(measure: Measure, cell: Cell)
     """On each rank of a real world the most that is held in forward and in backward MUST be what the cell needs:
     between bounds at most 10 % apart.
 
-    Above what the model says only what the backend's threads have not released yet: one buffer of the largest group.
-    What they release out of sight is noticed when the memory is used again: in forward and backward at once, later not,
-    so that the phases after them are judged in simulation alone (MEM-1).
+    Above what the model says only what the backend's threads have not released yet: one buffer of the largest group, in
+    forward, where nothing is reduced, in the dtype of computation. What they release out of sight is noticed when the
+    memory is used again: in forward and backward at once, later not, so that the phases after them are judged in
+    simulation alone (MEM-1).
     """
     for rank, measured in enumerate(_on_ranks(measure, cell)):
         _compare_phases(_phases(measured), _bounds(measure, cell, in_flight=True), where=f"rank {rank}", ratio=1.10)
@@ -180,15 +181,18 @@ def _bounds(measure: Measure, cell: Cell, *, in_flight: bool = False) -> tuple[i
     lifetimes = lifetimes_of(str(torch.__version__))
     predicted = predict(config, dims, shapes, msgspec.convert(profile, list[Segment]), lifetimes=lifetimes)
     state, largest = state_bytes(config, dims, shapes), max(group_bytes(config, dims, shapes).values())
-    held = largest // _itemsize(config, "compute") * _FP32_BYTES if in_flight else 0
+    reduced = largest // _itemsize(config, "compute") * _FP32_BYTES
+    held = {"forward": largest, "backward": reduced} if in_flight else {}
     less = _COPIES_OF_A_ROW * config.model.dim * _FP32_BYTES if in_flight and config.model.vocab_size % dims.tp else 0
 
-    def around(value: int) -> Bounds:
-        return Bounds(state + value - less, state + value + _SCALARS_BYTES + held)
+    def around(phase: str, value: int) -> Bounds:
+        return Bounds(state + value - less, state + value + _SCALARS_BYTES + held.get(phase, 0))
 
     phases = _BUSY_PHASES if in_flight else _PHASES
-    peaks = {(phase, "peak"): around(predicted[phase].peak_bytes) for phase in phases}
-    rests = {(phase, "rest"): around(predicted[phase].end_bytes) for phase in ("forward", "idle") if not in_flight}
+    peaks = {(phase, "peak"): around(phase, predicted[phase].peak_bytes) for phase in phases}
+    rests = {
+        (phase, "rest"): around(phase, predicted[phase].end_bytes) for phase in ("forward", "idle") if not in_flight
+    }
     return state, peaks | rests
 
 

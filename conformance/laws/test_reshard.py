@@ -7,6 +7,7 @@ from conformance.engine.workload import trainer_config
 from conformance.instruments.recorder import RankFacts
 from conformance.oracles.schedule import Event, fsdp_events, group_of, kept_after_forward, shard_numels
 from conformance.oracles.tp_schedule import local_shapes
+from reference_trainer.config import TrainerConfig
 from reference_trainer.mesh import resolve_mesh
 
 RESHARD_AFTER_FORWARD = (
@@ -16,7 +17,8 @@ RESHARD_AFTER_FORWARD = (
 
 @law("RS-1", reference=RESHARD_AFTER_FORWARD, since="2.9")
 def test_schedule_follows_the_reshard_mode(run: Run, cell: Cell) -> None:
-    """Number, order, phase, size and dtype of FSDP's collectives MUST be those of the reshard mode, in every step.
+    """Number, order, phase, size and dtype of FSDP's collectives MUST be those of the reshard mode and of prefetching,
+    in every step; in forward each MUST be issued when its group is entered, or the one that gathers it ahead.
 
     Also after forward only the groups that the mode keeps are unsharded, and none is when the optimizer steps.
     """
@@ -27,13 +29,13 @@ def test_schedule_follows_the_reshard_mode(run: Run, cell: Cell) -> None:
         expected = fsdp_events(config, dims, shard_numels(shapes, config, shards=dims.dp_shard))
         kept = [name for name in shapes if kept_after_forward(group_of(name, config), config)]
         for step in range(cell.steps):
-            _check_events(facts, expected, step)
+            _check_events(facts, expected, step, config)
             _check_residency(facts, kept, step)
 
 
-def _check_events(facts: RankFacts, expected: list[Event], step: int) -> None:
+def _check_events(facts: RankFacts, expected: list[Event], step: int, config: TrainerConfig) -> None:
     measured = [
-        Event(e.phase, e.kind, e.group, e.numel, e.dtype)  # type: ignore[arg-type]
+        Event(e.phase, e.kind, e.group, e.numel, e.dtype, during=_group(e.during, config))  # type: ignore[arg-type]
         for e in facts.collectives
         if e.step == step and e.phase in ("forward", "backward") and e.group.startswith(("dp_shard", "dp_replicate"))
     ]
@@ -44,6 +46,10 @@ def _check_events(facts: RankFacts, expected: list[Event], step: int) -> None:
     )
     for index, (m, e) in enumerate(zip(measured, expected, strict=True)):
         assert m == e, f"{where}, collective {index}: measured {m}, expected {e}"
+
+
+def _group(module: str, config: TrainerConfig) -> str:
+    return group_of(f"{module}.weight", config) if module else ""
 
 
 def _check_residency(facts: RankFacts, kept: list[str], step: int) -> None:

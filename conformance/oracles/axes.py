@@ -14,6 +14,7 @@ from conformance.engine.record import Record
 from conformance.engine.workload import trainer_config
 from conformance.oracles.differences import batches, collectives, expect, layer_count, operators, parts, same
 from conformance.oracles.dtype_policy import dtype_policy
+from conformance.oracles.prefetch_effects import backward_prefetch_takes_effect, forward_prefetch_takes_effect
 from reference_trainer.checkpoint import Manifest
 
 Proof = Callable[[Record, Record], None]
@@ -352,6 +353,8 @@ PROOFS: dict[str, Proof] = {
     "norm_type": _norm_type,
     "foreach_clip": _foreach_clip,
     "accumulation": _accumulation,
+    "forward_prefetch": forward_prefetch_takes_effect,
+    "backward_prefetch": backward_prefetch_takes_effect,
     "gradient_sync": _gradient_sync,
     "offload": _offload,
     "pin_memory": _pin_memory,

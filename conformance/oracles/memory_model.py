@@ -2,21 +2,22 @@
 
 A walk through the step as FSDP2 takes it (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and
 _fsdp_collectives.py): each buffer is held from a moment to another, and what the model itself needs, activations and
-their gradients, comes from a run without FSDP (`rank_memory.without_fsdp`), which is marked at the same moments. Of a
-group, of n elements with padding and s = n / ranks in each shard:
+gradients of all that is unsharded, comes from a run without FSDP (`rank_memory.without_fsdp`), which is marked at the
+same moments. Of a group, of n elements with padding and s = n / ranks in each shard:
 
     A  n of the compute dtype   output of the all-gather, of which the input is a part; in forward until the next group
                                 has copied its own out (up to torch 2.13; from 2.15 on until it begins to), in backward
-                                until it is copied out itself
+                                until it is copied out itself; several of groups that are gathered ahead
     C  s of the compute dtype   a shard in the dtype of computation, while it is gathered
     U  n of the compute dtype   unsharded parameters, until they are resharded
     P  n / k                    what is left of them if they are resharded to k ranks
     I  n of the reduce dtype    input of the reduce-scatter, until the next group's backward is over
     O  s of the reduce dtype    its output; with HSDP until the end of backward, unless it becomes the gradient
     G  s of the masters' dtype  reduced gradients, until zero_grad
-    L  parameters, unpadded     gradients that wait for the last micro-batch, in the dtype in which they are added up
+    B  parameters, unpadded     gradients as autograd leaves them, from the group's backward until I is filled
+    L  parameters, unpadded     gradients that wait for the last micro-batch, in the reduce dtype, unless they are B's
 
-On the CPU, gradients of parameters that need padding are copied once more while I is filled (`_chunk_cat`).
+On the CPU I is filled with further copies (`_copies_to_fill`), and one parameter's gradient is cast to be added to L.
 """
 
 import math
@@ -26,7 +27,13 @@ import msgspec
 import torch
 
 from conformance.oracles.dtype_policy import dtype_policy
-from conformance.oracles.schedule import communicates, group_of, ranks_after_forward
+from conformance.oracles.schedule import (
+    communicates,
+    gathered_ahead_in_backward,
+    gathered_ahead_in_forward,
+    group_of,
+    ranks_after_forward,
+)
 from reference_trainer.config import TrainerConfig
 from reference_trainer.mesh import ParallelDims
 
@@ -45,15 +52,32 @@ class Lifetimes(msgspec.Struct, frozen=True):
 
     previous_gather_until_copied: bool = True
     """In forward the output of the previous all-gather is kept until the next one is copied out (up to 2.13)."""
+    gradients_have_own_dtypes: bool = False
+    """If gradients are reduced in a wider dtype than the parameters have, B has the parameters' dtype up to 2.13: FSDP
+    casts it after a group's backward, into L, or while I is filled.
+
+    From 2.15 on `Tensor.grad_dtype` of unsharded parameters is None during backward, which leaves gradients in the
+    dtype in which they are computed. Autograd casts to the reduce dtype only those of the first of several
+    micro-batches, and adds the others to them, and those of parameters replicated over tensor-parallel ranks, over
+    which they may have to be summed. So there is no L, and a norm that computes in fp32 has an fp32 gradient in a group
+    of bf16 ones (`_set_unsharded_grad_dtypes`, `may_reduce_grad_outside_dp`, `chunk_cat_mixed_dtype`).
+    """
 
 
-UP_TO_2_13, FROM_2_15 = Lifetimes(), Lifetimes(previous_gather_until_copied=False)
+UP_TO_2_13 = Lifetimes()
+FROM_2_15 = Lifetimes(previous_gather_until_copied=False, gradients_have_own_dtypes=True)
 
 
 def lifetimes_of(torch_version: str) -> Lifetimes:
     """Of torch 2.14 nothing is known: it is taken to be like 2.15."""
     major, minor = (int(part) for part in torch_version.split("+")[0].split(".")[:2])
     return UP_TO_2_13 if (major, minor) <= (2, 13) else FROM_2_15
+
+
+def gradients_stay(config: TrainerConfig, lifetimes: Lifetimes) -> bool:
+    """Whether gradients that wait for the last micro-batch stay with their parameters, for autograd to add to them."""
+    policy = dtype_policy(config.precision)
+    return lifetimes.gradients_have_own_dtypes or policy.compute == policy.reduce
 
 
 class Usage(msgspec.Struct):
@@ -73,11 +97,10 @@ def predict(
 ) -> dict[str, Usage]:
     """Peak and rest of `forward`, `backward`, `clip`, `optimizer` and `idle`, over all micro-batches of a step.
 
-    `shapes` are what FSDP divides, by parameter.
+    `shapes` are what FSDP divides, by parameter; `profile` has the segments of all micro-batches.
     """
     walk = _Walk(config, dims, shapes, lifetimes)
-    for micro_batch in range(config.accumulation):
-        walk.micro_batch(profile, micro_batch)
+    walk.micro_batches(profile)
     walk.after_backward()
     return walk.phases
 
@@ -100,6 +123,16 @@ def group_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Mapping[str, 
     return whole
 
 
+class _Parameter(msgspec.Struct, frozen=True):
+    """Elements of one parameter."""
+
+    numel: int
+    shard: int
+    """On each rank, with padding."""
+    padded: int
+    """Of all ranks."""
+
+
 class _Walk:
     def __init__(
         self,
@@ -112,27 +145,21 @@ class _Walk:
         self._config, self._dims, self._lifetimes = config, dims, lifetimes
         policy = dtype_policy(config.precision)
         self._compute, self._reduce, self._master = (
-            getattr(torch, name).itemsize for name in (policy.compute, policy.reduce, policy.sharded)
+            int(getattr(torch, name).itemsize) for name in (policy.compute, policy.reduce, policy.sharded)
         )
-        self._shard: dict[str, int] = {}
-        self._shards: dict[str, list[int]] = {}
-        """Of each parameter of a group."""
-        self._uneven: dict[str, int] = {}
-        """Elements, with padding, of the parameters of a group that need it."""
-        self._parameters = len(shapes)
-        self._largest_shard = 0
+        self._parameters: dict[str, list[_Parameter]] = {}
+        """Of each group."""
         for name, (rows, *rest) in shapes.items():
-            group, row = group_of(name, config), math.prod(rest)
-            shard = -(-rows // dims.dp_shard) * row
-            self._shard[group] = self._shard.get(group, 0) + shard
-            self._shards.setdefault(group, []).append(shard)
-            if rows % dims.dp_shard:
-                self._uneven[group] = self._uneven.get(group, 0) + shard * dims.dp_shard
-            self._largest_shard = max(self._largest_shard, shard)
+            shard, row = -(-rows // dims.dp_shard), math.prod(rest)
+            parameter = _Parameter(rows * row, shard * row, shard * row * dims.dp_shard)
+            self._parameters.setdefault(group_of(name, config), []).append(parameter)
+        self._shard = {group: sum(p.shard for p in parameters) for group, parameters in self._parameters.items()}
         self._held: dict[str, int] = {}
         self._phase = "forward"
-        self._model_bytes = self._before_freed = 0
+        self._model_bytes = self._gradients_bytes = self._wide_gradients_bytes = 0
         self._left: list[str] = []
+        self._copied_out = ""
+        """The all-gather that the last group in forward has copied out."""
         self._reduces = self._all_reduces = True
 
     # Accounts
@@ -152,39 +179,49 @@ class _Walk:
 
     # Phases
 
-    def micro_batch(self, profile: Sequence[Segment], index: int) -> None:
-        self._left.clear()
-        self._reduces, self._all_reduces = communicates(self._config, index)
+    def micro_batches(self, profile: Sequence[Segment]) -> None:
+        begun = 0
         for segment in profile:
             self._model_bytes = segment.start_bytes
-            what, _, group = segment.mark.partition(" ")
-            if what == "backward" and not group:
-                self._phase = "backward"
-            elif what == "forward" and not group:
-                self._phase = "forward"
-            elif group:
-                {
-                    "forward": self._forward,
-                    "after-forward": self._after_forward,
-                    "backward": self._backward,
-                    "after-backward": self._after_backward,
-                    "freed": self._reduce_gradients,
-                }[what](group)
-            elif what == "end":
-                self._end_of_backward()
+            match segment.mark.split():
+                case ["forward"]:
+                    self._begin_micro_batch(begun)
+                    begun += 1
+                case ["backward"]:
+                    self._phase = "backward"
+                case ["end"]:
+                    self._end_of_backward()
+                case ["forward", group]:
+                    self._forward(group)
+                case ["after-forward", group]:
+                    self._after_forward(group)
+                case ["backward", group]:
+                    self._backward(group)
+                case ["gradients", _]:
+                    self._gradients_bytes = segment.start_bytes - segment.end_bytes
+                case ["wide-gradients", _]:
+                    self._wide_gradients_bytes = segment.start_bytes - segment.end_bytes
+                case ["freed", group]:
+                    self._after_backward(group)
             self._note(segment.peak_bytes - segment.start_bytes)
             self._model_bytes = segment.end_bytes
             self._note()
         self._model_bytes = 0
         self._note()
 
+    def _begin_micro_batch(self, index: int) -> None:
+        self._phase = "forward"
+        self._left.clear()
+        self._reduces, self._all_reduces = communicates(self._config, index)
+
     def after_backward(self) -> None:
         """Clipping works in place. AdamW computes the step of one parameter in three temporaries of its size."""
         self._phase = "clip"
-        self._note(self._scalars_of_a_norm() * self._parameters)
+        parameters = [parameter for group in self._parameters.values() for parameter in group]
+        self._note(self._scalars_of_a_norm() * len(parameters))
         self._phase = "optimizer"
         temporaries = 3 if self._config.optimizer.name == "adamw" else 0
-        self._note(temporaries * self._largest_shard * self._master)
+        self._note(temporaries * max(parameter.shard for parameter in parameters) * self._master)
         self._free_all([name for name in self._held if name.startswith("G ")])
         self._phase = "idle"
         self._note()
@@ -198,11 +235,13 @@ class _Walk:
 
     def _forward(self, group: str) -> None:
         self._unshard(group)
-        previous = [name for name in self._held if name.startswith("A ") and name != f"A {group}"]
+        previous, self._copied_out = self._copied_out, f"A {group}"
         if not self._lifetimes.previous_gather_until_copied:
-            self._free_all(previous)
+            self._free(previous)
         self._copy_out(group)
-        self._free_all(previous)
+        self._free(previous)
+        for other in gathered_ahead_in_forward(group, self._config):
+            self._unshard(other)
 
     def _after_forward(self, group: str) -> None:
         self._left.append(group)
@@ -216,8 +255,8 @@ class _Walk:
 
     def _keep_part(self, group: str, ranks: int) -> None:
         """Parameter by parameter: a part is copied, and the whole freed."""
-        for shard in self._shards[group]:
-            whole = shard * self._dims.dp_shard * self._compute
+        for parameter in self._parameters[group]:
+            whole = parameter.padded * self._compute
             self._hold(f"P {group}", whole // ranks)
             self._held[f"U {group}"] -= whole
 
@@ -225,26 +264,57 @@ class _Walk:
         self._unshard(group)
         self._copy_out(group)
         self._free(f"A {group}")
-        ahead = self._left.index(group) - 1
-        if ahead >= 0:
-            self._unshard(self._left[ahead])
+        for other in gathered_ahead_in_backward(group, self._left, self._config):
+            self._unshard(other)
 
     def _after_backward(self, group: str) -> None:
-        self._before_freed = self._model_bytes
+        self._hold("B", self._gradients_bytes + self._wide_gradients_bytes)
+        if f"L {group}" in self._held:
+            self._add_up(group)
         self._free(f"U {group}")
         if not self._reduces:
+            self._lay_aside(group)
+            self._free("B")
             return
         self._free_all([name for name in self._held if name.startswith("I ")])
         self._hold(f"I {group}", self._whole(group) * self._reduce)
-        self._note(self._uneven.get(group, 0) * self._compute)
+        self._note(self._copies_to_fill(group))
+        self._free("B")
+        self._free(f"L {group}")
+        self._reduce_gradients(group)
+
+    def _add_up(self, group: str) -> None:
+        """Parameter by parameter: cast, added to what waits, and freed."""
+        for gradient in self._gradients(group):
+            self._note(gradient * self._reduce // self._compute)
+            self._held["B"] -= gradient
+
+    def _lay_aside(self, group: str) -> None:
+        """Parameter by parameter: cast and freed. What has been added up already is only kept."""
+        for gradient in self._gradients(group) if self._held["B"] else ():
+            self._hold(f"L {group}", gradient * self._reduce // self._compute)
+            self._held["B"] -= gradient
+
+    def _gradients(self, group: str) -> list[int]:
+        """Bytes of each in B. A term of the embedding's has the whole vocabulary on each tensor-parallel rank."""
+        numel = sum(parameter.numel for parameter in self._parameters[group])
+        return [self._held["B"] * parameter.numel // numel for parameter in self._parameters[group]]
+
+    def _copies_to_fill(self, group: str) -> int:
+        """Bytes that the CPU needs beside gradients and I.
+
+        `_chunk_cat` copies all gradients that need padding, and if it has to cast, each gradient, one after the other.
+        Those of two dtypes are cast before (`chunk_cat_mixed_dtype`), and held together.
+        """
+        sizes = [parameter.padded for parameter in self._parameters[group]]
+        padded = sum(parameter.padded for parameter in self._parameters[group] if parameter.padded != parameter.numel)
+        if self._reduce == self._compute or f"L {group}" in self._held:
+            return padded * self._reduce
+        if self._wide_gradients_bytes:
+            return padded * self._reduce + self._gradients_bytes * self._reduce // self._compute
+        return (padded + max(sizes)) * self._compute
 
     def _reduce_gradients(self, group: str) -> None:
-        gradients = self._before_freed - self._model_bytes
-        if not self._reduces:
-            self._held[f"L {group}"] = gradients * self._reduce // self._compute
-            self._note()
-            return
-        self._free(f"L {group}")
         output = self._shard[group] * self._reduce
         self._hold("O", output)
         if not self._all_reduces:

@@ -1,13 +1,13 @@
 """Schedule model: which collectives FSDP2 issues in one optimizer step, in which order, of which size.
 
 Sources: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_state.py (unshard in pre-forward and
-pre-backward, one group prefetched in backward, reduce-scatter in post-backward); the public contract is in the
-docstrings of `fully_shard` and `FSDPModule`.
+pre-backward, then of the groups that are prefetched, by default none in forward and one in backward; reduce-scatter in
+post-backward); the public contract is in the docstrings of `fully_shard` and `FSDPModule`.
 """
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -36,6 +36,8 @@ class Event(msgspec.Struct, frozen=True):
     dtype: str
     reduce_op: str | None = None
     """`SUM`, `MAX`, ... where the model knows it."""
+    during: str = ""
+    """Of FSDP's in forward: the group that was entered last."""
 
     @property
     def nbytes(self) -> int:
@@ -77,6 +79,24 @@ def group_of(parameter: str, config: TrainerConfig) -> str:
     if (module == _EMBEDDING and not config.model.tied_embeddings) or (module == _NORM and _norms_apart(config)):
         return module
     return _OUTPUT
+
+
+def entered(among: Iterable[Group]) -> list[str]:
+    """Names in the order in which forward enters the groups: an outer one before those inside of it."""
+    return [name for group in among for name in (group.name, *entered(group.inner))]
+
+
+def gathered_ahead_in_forward(group: str, config: TrainerConfig) -> list[str]:
+    """The groups that are gathered, unless they are already, when forward has entered this one."""
+    order = entered(groups(config))
+    following = order.index(group) + 1
+    return order[following : following + config.forward_prefetch]
+
+
+def gathered_ahead_in_backward(group: str, left: Sequence[str], config: TrainerConfig) -> list[str]:
+    """The same for backward, which enters groups in the reverse of the order in which forward has `left` them."""
+    index = left.index(group)
+    return list(reversed(left[max(0, index - (config.backward_prefetch or 1)) : index]))
 
 
 def shard_numels(shapes: Mapping[str, Sequence[int]], config: TrainerConfig, *, shards: int) -> dict[str, int]:
@@ -168,15 +188,20 @@ class _Schedule:
         """Groups that are sharded over fewer ranks until backward, and over how many."""
         self._left: list[str] = []
         """Groups in the order in which forward left them."""
+        self._during = ""
 
     def run(self, micro_batch: int) -> None:
         self._left.clear()
         self._forward(groups(self._config))
+        self._during = ""
         self._backward(groups(self._config), *communicates(self._config, micro_batch))
 
-    def _forward(self, entered: Sequence[Group]) -> None:
-        for group in entered:
+    def _forward(self, among: Sequence[Group]) -> None:
+        for group in among:
+            self._during = group.name
             self._gather("forward", group.name)
+            for name in gathered_ahead_in_forward(group.name, self._config):
+                self._gather("forward", name)
             self._forward(group.inner)
             self._left.append(group.name)
             ranks = ranks_after_forward(group.name, self._config)
@@ -185,12 +210,11 @@ class _Schedule:
             if ranks > 1:
                 self._smaller[group.name] = ranks
 
-    def _backward(self, entered: Sequence[Group], reduce_scatter: bool, all_reduce: bool) -> None:
-        for group in reversed(entered):
+    def _backward(self, among: Sequence[Group], reduce_scatter: bool, all_reduce: bool) -> None:
+        for group in reversed(among):
             self._gather("backward", group.name)
-            ahead = self._left.index(group.name) - 1
-            if ahead >= 0:
-                self._gather("backward", self._left[ahead])
+            for name in gathered_ahead_in_backward(group.name, self._left, self._config):
+                self._gather("backward", name)
             self._backward(group.inner, reduce_scatter, all_reduce)
             # Leaving backward frees a group even where its gradients stay: the next micro-batch gathers it again.
             self._unsharded.discard(group.name)
@@ -214,4 +238,4 @@ class _Schedule:
         dtype = self._policy.compute if kind == "all_gather" else self._policy.reduce
         if smaller:
             over, numel = f"{over}/{smaller}", numel * ranks // smaller
-        self.events.append(Event(phase, kind, over, numel, dtype))
+        self.events.append(Event(phase, kind, over, numel, dtype, during=self._during))
