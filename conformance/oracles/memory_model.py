@@ -215,7 +215,11 @@ class _Walk:
         self._reduces, self._all_reduces = communicates(self._config, index)
 
     def after_backward(self) -> None:
-        """Clipping works in place. AdamW computes the step of one parameter in three temporaries of its size."""
+        """Clipping works in place. AdamW computes the step of one parameter in three temporaries of its size.
+
+        That is torch's own choice on the CPU, and the trainer has no option for it. On a GPU torch chooses `foreach`,
+        with temporaries for all parameters at once, which is not modelled.
+        """
         self._phase = "clip"
         parameters = [parameter for group in self._parameters.values() for parameter in group]
         self._note(self._scalars_of_a_norm() * len(parameters))
