@@ -87,6 +87,8 @@ def trainer_config(cell: Cell) -> TrainerConfig:
         compile=compile_backend() if cell.compile else "none",
         accumulation=cell.accumulation,
         gradient_sync=cell.gradient_sync,
+        implementation=cell.implementation,
+        limit_all_gathers=cell.limit_all_gathers,
         steps=cell.steps,
         seed=cell.seed,
         device="cpu",

@@ -75,7 +75,7 @@ def predict(
 
     `shapes` are what FSDP divides, by parameter.
     """
-    walk = _Walk(config, dims, shapes, lifetimes)
+    walk = Walk(config, dims, shapes, lifetimes)
     for micro_batch in range(config.accumulation):
         walk.micro_batch(profile, micro_batch)
     walk.after_backward()
@@ -100,7 +100,9 @@ def group_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Mapping[str, 
     return whole
 
 
-class _Walk:
+class Walk:
+    """One step of one rank; what is held, by name."""
+
     def __init__(
         self,
         config: TrainerConfig,
