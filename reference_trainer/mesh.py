@@ -62,7 +62,7 @@ def check_fits_mesh(config: TrainerConfig, dims: ParallelDims) -> None:
     )
     require(
         config.implementation == "fsdp2" or dims.dp_shard > 1,
-        "implementation fsdp1 with mesh.dp_shard 1: FSDP1 does not shard for one rank; use more, or implementation fsdp2",
+        "implementation fsdp1 does not shard over mesh.dp_shard 1: use more ranks, or implementation fsdp2",
     )
     require(
         config.gradient_sync != "all-reduce-last" or dims.dp_replicate > 1,

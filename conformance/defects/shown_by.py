@@ -10,6 +10,7 @@ _SCALE = "id in ({0}-fp32-default-meta-sgd, {0}-fp32-default-meta-integer-sgd-no
 _RESUMED = "id = dp2-fp32-default-meta-from.same-steps4"
 _CLIPPED, _LARGEST = "id = {}-fp32-default-meta-clip0.1", "id = dp2-fp32-default-meta-clip0.1-norminf"
 _DEEP = "id in (dp4-fp32-table-meta-deep, dp4-fp32-table-meta)"
+_DEEP_AND_FSDP1 = "id in (dp4-fp32-table-meta-deep, dp4-fp32-table-meta, dp4-fp32-default-full-deep-fsdp1)"
 _OFFLOADED, _MISTAKES = "id = dp2-fp32-default-meta-clip0.1-offloadcpu", "id = dp2-fp32-default-meta-offloadcpu"
 SHOWN_BY = {
     "rope-buffer-uninit": _TIED,
@@ -66,7 +67,7 @@ SHOWN_BY = {
     "optimizer-stale-params": _ONE_RANK,
     "opt-drop-params": _ONE_RANK,
     "weight-decay-groups-lost": _ONE_RANK,
-    "grads-summed": _SCALE.format("dp2"),
+    "grads-summed": _SCALE.format("dp2") + " or id = dp2-fp32-default-full-fsdp1",
     "hsdp-divide-factor": _SCALE.format("hsdp2x2"),
     "ga-overwrite": _ACCUMULATION,
     "grad-accum-bf16": "id = dp2-bf16mp-default-meta-acc2-synclast",
@@ -104,10 +105,10 @@ SHOWN_BY = {
     "ac-unasked": "id = tp2-fp32-default-meta",
     "ac-ignored": "id in (dp1-bf16mp-default-meta-acfull, dp2-fp32-default-meta-acfull-tied)",
     "dropout-unseeded": "id = dp2-bf16mp-default-meta-drop0.1",
-    "reshard-after-backward-skipped": _DEEP,
+    "reshard-after-backward-skipped": _DEEP_AND_FSDP1,
     "one-layer-not-resharded": _DEEP,
     "reduce-buffers-kept": _DEEP,
-    "gather-buffers-kept": _DEEP,
+    "gather-buffers-kept": _DEEP_AND_FSDP1,
     "record-streams-replaced-by-references": "id = dp2-fp32-default-meta-avoidrs1",
     "prefetch-of-wrong-group": _DEEP,
     "wrap-granularity": "id in (dp4-fp32-table-meta-deep, dp4-fp32-always-meta-deep, dp4-fp32-table-meta)",

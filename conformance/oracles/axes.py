@@ -328,10 +328,10 @@ def _dropout(record: Record, neighbour: Record) -> None:
 
 
 def _implementation(record: Record, neighbour: Record) -> None:
-    """FSDP1 adds gradients up and divides them itself; FSDP2 has them averaged while they are communicated."""
-    for one, expected in ((record, "SUM"), (neighbour, "AVG")):
-        found = {e.reduce_op for facts in one.ranks for e in facts.collectives if e.kind == "reduce_scatter"}
-        expect(found == {expected}, f"{one.cell.id} reduces gradients by {sorted(map(str, found))}, not {expected}")
+    """FSDP2 divides each parameter along one of its dimensions, FSDP1 a vector of all that are in a group."""
+    for one, divided in ((record, 0), (neighbour, len(neighbour.ranks[0].parameters))):
+        found = sum("dp_shard" in parameter.shard_dims for parameter in one.ranks[0].parameters.values())
+        expect(found == divided, f"{one.cell.id}: {found} parameters are divided along dimensions, not {divided}")
 
 
 def _limit_all_gathers(record: Record, neighbour: Record) -> None:
