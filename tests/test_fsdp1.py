@@ -47,7 +47,7 @@ def predicted(cell: Cell) -> dict[str, Any]:
     config = trainer_config(cell)
     dims = resolve_mesh(config.mesh, world_size=cell.world_size)
     predicts = predict_fsdp1 if cell.implementation == "fsdp1" else predict
-    return predicts(config, dims, local_shapes(config.model, tp=1, tp_rank=0), segments())  # type: ignore[operator]
+    return predicts(config, dims, local_shapes(config.model, tp=1, tp_rank=0), segments())
 
 
 def test_a_step_without_activations() -> None:
