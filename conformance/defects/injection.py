@@ -28,6 +28,8 @@ class Defect:
     inject: Injection
     inject_twin: Injection
     """The same place changed in a way that is correct."""
+    needs_cuda: bool = False
+    """Shows on a CUDA device alone: nothing that runs on the CPU can see it."""
     hangs: bool = False
     """The run never ends: the verdict of its laws is `timeout` instead of `fail`."""
 

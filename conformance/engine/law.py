@@ -14,6 +14,9 @@ REAL: tuple[Substrate, ...] = ("gloo", "nccl-shared", "nccl")
 SIMULATED: tuple[Substrate, ...] = ("simulated",)
 """One process and torch's fake process group: worlds of any size."""
 
+CUDA: tuple[Substrate, ...] = ("nccl-shared", "nccl")
+"""Substrates with streams, and the allocator of a device."""
+
 
 class Run(Protocol):
     """The fixture `run`: the record of a cell, run at most once per session (`repeat=1`: a second time)."""

@@ -217,7 +217,10 @@ class Session:
     def _require_supported(self, case: CaseState) -> None:
         law, cell = case.law, case.cell
         if "simulated" not in law.substrates and SUBSTRATE not in law.substrates:
-            raise Unsupported(f"needs substrate {' or '.join(law.substrates)}, this session runs {SUBSTRATE}")
+            raise Unsupported(
+                f"needs {cell.world_size} CUDA devices for substrate nccl, 1 for nccl-shared, found {_cuda_devices()}; "
+                f"this session runs {SUBSTRATE}"
+            )
         if _version(self.store.torch_version) < _version(law.since):
             raise Unsupported(f"{law.id} holds from torch {law.since} on, this is {self.store.torch_version}")
         if cell.pin_memory and DEVICE == "cpu":
@@ -275,6 +278,12 @@ def _require_known_defect(defect: str | None) -> None:
 
     if defect is not None and defect not in ids():
         raise ValueError(f"--defect {defect}: not a known defect; choose from {', '.join(ids())}")
+
+
+def _cuda_devices() -> int:
+    import torch  # which the controller does without
+
+    return torch.cuda.device_count()
 
 
 def _version(text: str) -> tuple[int, ...]:

@@ -99,7 +99,7 @@ def predict(
 
     `shapes` are what FSDP divides, by parameter; `profile` has the segments of all micro-batches.
     """
-    walk = _Walk(config, dims, shapes, lifetimes)
+    walk = Walk(config, dims, shapes, lifetimes)
     walk.micro_batches(profile)
     walk.after_backward()
     return walk.phases
@@ -133,7 +133,9 @@ class _Parameter(msgspec.Struct, frozen=True):
     """Of all ranks."""
 
 
-class _Walk:
+class Walk:
+    """One step of one rank; what is held, by name."""
+
     def __init__(
         self,
         config: TrainerConfig,
