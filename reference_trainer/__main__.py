@@ -17,7 +17,13 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from reference_trainer.checkpoint import Checkpoints, newest_checkpoint, require_no_checkpoints, resume
+from reference_trainer.checkpoint import (
+    Checkpoints,
+    check_can_be_saved,
+    newest_checkpoint,
+    require_no_checkpoints,
+    resume,
+)
 from reference_trainer.config import TrainerConfig, load_config, require
 from reference_trainer.data import Batches
 from reference_trainer.mesh import (
@@ -185,6 +191,8 @@ def _prepare(arguments: argparse.Namespace, *, world_size: int) -> tuple[Trainer
         directory=arguments.save_dir or arguments.resume or Path("checkpoints"),
         asynchronous=arguments.save_async,
     )
+    if saving.save_every is not None or saving.resume is not None:
+        check_can_be_saved(config)
     require(saving.save_every is None or saving.save_every >= 1, f"--save-every {saving.save_every}: at least 1")
     if saving.save_every is not None and not saving.resumes_there:
         require_no_checkpoints(saving.directory)

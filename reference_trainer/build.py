@@ -5,16 +5,23 @@ gives a block memory, initialises and shards it before it turns to the next; `fu
 rank before it shards.
 """
 
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from reference_trainer.config import TrainerConfig
+from reference_trainer.fsdp1 import FSDP1Model
 from reference_trainer.init_weights import init_weights
 from reference_trainer.model import Transformer
 from reference_trainer.observer import Observer
-from reference_trainer.parallelize import parallelize, parallelize_block, parallelize_ends, set_parameter_dtypes
+from reference_trainer.parallelize import (
+    apply_tp,
+    parallelize,
+    parallelize_block,
+    parallelize_ends,
+    set_parameter_dtypes,
+)
 from reference_trainer.reshard import ReshardPolicy
 from reference_trainer.weights import load_weights
 
@@ -92,9 +99,19 @@ def _initialise_first(
     set_parameter_dtypes(model, config.precision)
     observer.materialized(model)
     init_weights(model, seed=config.seed)
-    parallelize(model, mesh, config, policy)
+    if config.implementation == "fsdp1":
+        model = _wrap(model, mesh, config, device)
+    else:
+        parallelize(model, mesh, config, policy)
     observer.sharded(model)
     return model
+
+
+def _wrap(model: Transformer, mesh: DeviceMesh, config: TrainerConfig, device: torch.device) -> Transformer:
+    """In FSDP1, which passes on to the model all that it has not itself."""
+    if "tp" in (mesh.mesh_dim_names or ()):
+        apply_tp(model, mesh["tp"], config)
+    return cast("Transformer", FSDP1Model(model, mesh, config, device))
 
 
 def _without_memory(config: TrainerConfig) -> Transformer:

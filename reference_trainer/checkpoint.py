@@ -118,6 +118,15 @@ def _complete(unfinished: Path, manifest: Manifest) -> None:
     _sync(unfinished.parent)
 
 
+def check_can_be_saved(config: TrainerConfig) -> None:
+    """Raises ValueError for a run whose state is not in the form that checkpoints have."""
+    require(
+        config.implementation == "fsdp2",
+        f"implementation {config.implementation} is for comparison alone, and has no checkpoints: leave out saving and "
+        "resuming, or use implementation fsdp2",
+    )
+
+
 def require_no_checkpoints(directory: Path) -> None:
     """Raises ValueError if there are some: a new run must not mix its own with them."""
     require(
@@ -168,7 +177,8 @@ def resume(trainer: Trainer, directory: Path) -> int:
 
 
 def _state(trainer: Trainer) -> dict[str, Any]:
-    """Everything to save, with tensors that are the run's own."""
+    """Everything to save, with tensors that are the run's own. Raises ValueError for what cannot be saved."""
+    check_can_be_saved(trainer.config)
     model, optimizer = get_state_dict(trainer.model, trainer.optimizer)
     names = trainer.mesh.mesh_dim_names or ()
     tp_rank = trainer.mesh.get_local_rank("tp") if "tp" in names else 0

@@ -7,6 +7,7 @@ Fields of a `Struct` are checked when a file is converted (`load_config`); relat
 import math
 import re
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Literal
 
@@ -249,6 +250,10 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     gradient_sync: GradientSync = "each"
     """After which micro-batches gradients are reduced. `last`: only the last, until then every rank holds the gradients
     of whole parameters. `all-reduce-last` (HSDP): reduce-scattered after each, all-reduced after the last."""
+    implementation: Literal["fsdp2", "fsdp1"] = "fsdp2"
+    """`fsdp1`: FullyShardedDataParallel, to compare FSDP2 with; it goes with few of the other options."""
+    limit_all_gathers: bool = True
+    """FSDP1 only: the host waits before it runs more than two all-gathers ahead of the device."""
     steps: int = 300
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -305,6 +310,7 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
             f"precision bf16-mixed with compile {self.compile}: norms are FSDP groups of their own inside the compiled "
             "blocks, whose hooks cannot be compiled; use compile none or another precision",
         )
+        _check_implementation(self)
 
 
 def _check_reshard(config: TrainerConfig) -> None:
@@ -320,6 +326,37 @@ def _check_reshard(config: TrainerConfig) -> None:
         config.memory_bytes is None or (config.reshard == "auto" and config.memory_bytes >= 1),
         f"memory_bytes is {config.memory_bytes}: at least 1, and only with reshard auto, which is {config.reshard}",
     )
+
+
+_FSDP1_GOES_WITH: dict[str, tuple[object, ...]] = {
+    "init": ("full",),
+    "precision": ("fp32", "bf16-mp"),
+    "reshard": ("default", "never"),
+    "offload": ("none",),
+    "accumulation": (1,),
+    "activation_checkpointing": ("none",),
+    "compile": ("none",),
+    "norms_in_tp": (True,),
+    "mesh.dp_replicate": (1,),
+    "model.tied_embeddings": (False,),
+    "optimizer.norm_type": (2.0,),
+    "optimizer.error_if_nonfinite": (False,),
+    "optimizer.foreach_clip": (True,),
+}
+"""What is compared; FSDP1 can do more."""
+
+
+def _check_implementation(config: TrainerConfig) -> None:
+    if config.implementation == "fsdp2":
+        require(config.limit_all_gathers, "limit_all_gathers false has no effect with fsdp2: set implementation=fsdp1")
+        return
+    for name, allowed in _FSDP1_GOES_WITH.items():
+        value = attrgetter(name)(config)
+        require(
+            value in allowed,
+            f"implementation fsdp1 with {name} {value}: it is for comparison alone; use implementation fsdp2, or "
+            f"{name} {' or '.join(map(str, allowed))}",
+        )
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainerConfig:

@@ -61,6 +61,10 @@ def check_fits_mesh(config: TrainerConfig, dims: ParallelDims) -> None:
         f"= {dims.dp} x {config.accumulation}",
     )
     require(
+        config.implementation == "fsdp2" or dims.dp_shard > 1,
+        "implementation fsdp1 does not shard over mesh.dp_shard 1: use more ranks, or implementation fsdp2",
+    )
+    require(
         config.gradient_sync != "all-reduce-last" or dims.dp_replicate > 1,
         "gradient_sync all-reduce-last needs replicas (HSDP), whose all-reduce it postpones, but mesh.dp_replicate is "
         f"{dims.dp_replicate}: set mesh.dp_replicate above 1, or use gradient_sync each or last",

@@ -7,14 +7,19 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from reference_trainer.config import OptimizerConfig
+from reference_trainer.fsdp1 import whole
 
 
 def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, object]]:
     """Matrices decay; norms and biases (one-dimensional) do not."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    with whole(model):
+        are_matrices = [p.ndim >= 2 for p in model.parameters()]
+    parameters = [
+        (p, is_matrix) for p, is_matrix in zip(model.parameters(), are_matrices, strict=True) if p.requires_grad
+    ]
     return [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p, is_matrix in parameters if is_matrix], "weight_decay": weight_decay},
+        {"params": [p for p, is_matrix in parameters if not is_matrix], "weight_decay": 0.0},
     ]
 
 

@@ -43,6 +43,14 @@ def parallelize(model: Transformer, mesh: DeviceMesh, config: TrainerConfig, pol
     parallelize_ends(model, mesh, config, policy)
 
 
+def apply_tp(model: Transformer, mesh: DeviceMesh, config: TrainerConfig) -> None:
+    """Tensor parallelism of the whole model, and nothing else, over a mesh of its own."""
+    norms, sequence_parallel = norm_style(config), config.sequence_parallel
+    for block in model.blocks:
+        apply_tp_to_block(block, mesh, norms=norms, sequence_parallel=sequence_parallel)
+    apply_tp_to_ends(model, mesh, norms=norms, sequence_parallel=sequence_parallel, loss_parallel=config.loss_parallel)
+
+
 def parallelize_block(
     model: Transformer, index: int, mesh: DeviceMesh, config: TrainerConfig, policy: ReshardPolicy
 ) -> None:

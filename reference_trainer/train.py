@@ -1,7 +1,7 @@
 """The trainer: build a parallel model, then repeat forward, backward, clip, step.
 
-Reading order: config, model, init_weights, weights, mesh, parallelize, prefetch, build, loss, clip, optim, data, this
-file, checkpoint, __main__.
+Reading order: config, model, init_weights, weights, mesh, parallelize, prefetch, fsdp1, build, loss, clip, optim, data,
+this file, checkpoint, __main__.
 """
 
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from reference_trainer.build import build_model
 from reference_trainer.clip import clip_gradients
 from reference_trainer.config import TrainerConfig
 from reference_trainer.data import Batches
+from reference_trainer.fsdp1 import FSDP1Model
 from reference_trainer.loss import (
     count_valid_tokens,
     loss_context,
@@ -108,6 +109,8 @@ class Trainer:
     def _clip(self) -> Tensor:
         """Returns the total norm before clipping: a plain scalar."""
         options = self.config.optimizer
+        if isinstance(self.model, FSDP1Model):
+            return self.model.clip(max_norm=options.max_norm)
         return clip_gradients(
             self.model.parameters(),
             max_norm=options.max_norm,

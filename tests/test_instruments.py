@@ -310,6 +310,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     "weights": {"init": "checkpoint"},
     "pin_memory": {"offload": "cpu"},
     "norms_in_tp": {"sequence_parallel": False},
+    "implementation": {"init": "full"},
+    "limit_all_gathers": {"init": "full", "implementation": "fsdp1"},
 }
 
 

@@ -59,6 +59,23 @@ def test_configurations_are_immutable_and_by_keyword() -> None:
         (OptimizerConfig, {"norm_type": float("inf")}, "optimizer.norm_type is inf, must be positive and finite"),
         (TrainerConfig, {"pin_memory": True}, "pin_memory has no effect with offload none: set offload=cpu"),
         (TrainerConfig, {"norms_in_tp": False}, "norms_in_tp false leaves norms out of tensor parallelism, but"),
+        (TrainerConfig, {"limit_all_gathers": False}, "limit_all_gathers false has no effect with fsdp2: set impl"),
+        (
+            TrainerConfig,
+            {"implementation": "fsdp1"},
+            "implementation fsdp1 with init meta: it is for comparison alone; use implementation fsdp2, or init full",
+        ),
+        (
+            TrainerConfig,
+            {"implementation": "fsdp1", "init": "full", "reshard": "always"},
+            "implementation fsdp1 with reshard always: it is for comparison alone; use implementation fsdp2, or "
+            "reshard default or never",
+        ),
+        (
+            TrainerConfig,
+            {"implementation": "fsdp1", "init": "full", "optimizer": OptimizerConfig(norm_type="inf")},
+            "implementation fsdp1 with optimizer.norm_type inf: it is for comparison alone",
+        ),
         (TrainerConfig, {"accumulation": 0}, "accumulation is 0, must be at least 1"),
         (TrainerConfig, {"forward_prefetch": -1}, "forward_prefetch is -1, must be at least 0"),
         (TrainerConfig, {"backward_prefetch": -2}, "backward_prefetch is -2, must be at least 0"),
@@ -132,6 +149,11 @@ def test_meshes_that_do_not_fit(mesh: MeshConfig, world_size: int, message: str)
         ),
         (TrainerConfig(), ParallelDims(1, 3, 1), "data.global_batch_size 8 is not divisible by data-parallel ranks x"),
         (TrainerConfig(accumulation=8), ParallelDims(2, 1, 1), "ranks x accumulation = 2 x 8"),
+        (
+            TrainerConfig(implementation="fsdp1", init="full"),
+            ParallelDims(1, 1, 2),
+            "implementation fsdp1 does not shard over mesh.dp_shard 1: use more ranks",
+        ),
         (
             TrainerConfig(gradient_sync="all-reduce-last"),
             ParallelDims(1, 2, 1),

@@ -1,13 +1,16 @@
 """Faults that only memory and the schedule show: what is kept too long, gathered too early, or never freed."""
 
 import os
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from conformance.defects.injection import Defect, replaced
+from conformance.substrates import CUDA
 from reference_trainer.model import Transformer
 
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard"
@@ -70,6 +73,44 @@ def gather_outputs(*, kept: bool) -> AbstractContextManager[None]:
 def gather_outputs_by_variable(*, kept: bool) -> AbstractContextManager[None]:
     """As `gather_outputs`, where the variable asks to do without record_stream; or never."""
     return gather_outputs(kept=kept and os.environ.get("TORCH_NCCL_AVOID_RECORD_STREAMS") == "1")
+
+
+@contextmanager
+def collectives_on_a_side_stream(*, recorded: bool) -> Iterator[None]:
+    """A stream follows all collectives of FSDP2 and tensor parallelism; their tensors are recorded there, or not."""
+    streams: list[Any] = []
+
+    def follow(*tensors: Tensor) -> None:
+        for tensor in tensors:
+            if tensor.is_cuda:
+                side = streams[0] if streams else torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
+                streams[:] = [side]
+                side.wait_stream(torch.cuda.current_stream(tensor.device))
+                if recorded:
+                    tensor.record_stream(side)
+
+    def make_call(original: Any) -> Any:
+        def call(self: Any, *args: Any, **options: Any) -> Any:
+            work = original(self, *args, **options)
+            follow(*(value for value in (*args, *options.values()) if isinstance(value, Tensor)))
+            return work
+
+        return call
+
+    def make_wrap(original: Any) -> Any:
+        def wrap_tensor(tensor: Tensor) -> Any:
+            follow(tensor)
+            return original(tensor)
+
+        return wrap_tensor
+
+    collectives = f"{_FULLY_SHARD}._fsdp_collectives"
+    with (
+        replaced(f"{collectives}:DefaultAllGather", "__call__", make_call),
+        replaced(f"{collectives}:DefaultReduceScatter", "__call__", make_call),
+        replaced("torch.distributed._functional_collectives", "_maybe_wrap_tensor", make_wrap),
+    ):
+        yield
 
 
 def prefetch(*, groups_ahead: int) -> AbstractContextManager[None]:
@@ -151,7 +192,7 @@ DEFECTS: tuple[Defect, ...] = (
         title="parameters stay unsharded after backward",
         source="https://github.com/pytorch/pytorch/issues/149029",
         mechanism="the reshard of post-backward does nothing",
-        laws=("MEM-1", "RS-1"),
+        laws=("MEM-1", "MEM-8", "RS-1"),
         inject=partial(reshard_unless, "POST_BACKWARD", skip=True),
         inject_twin=partial(reshard_unless, "POST_BACKWARD", skip=False),
     ),
@@ -178,7 +219,7 @@ DEFECTS: tuple[Defect, ...] = (
         title="the output of each all-gather is kept until forward is over",
         source="https://github.com/pytorch/pytorch/issues/147168",
         mechanism="buffers of collectives are freed only when the stream has caught up",
-        laws=("MEM-1",),
+        laws=("MEM-1", "MEM-8"),
         inject=partial(gather_outputs, kept=True),
         inject_twin=partial(gather_outputs, kept=False),
     ),
@@ -190,6 +231,16 @@ DEFECTS: tuple[Defect, ...] = (
         laws=("STREAM-1",),
         inject=partial(gather_outputs_by_variable, kept=True),
         inject_twin=partial(gather_outputs_by_variable, kept=False),
+    ),
+    Defect(
+        id="record-stream-on-collectives",
+        title="what collectives use is held until another stream has caught up",
+        source="https://github.com/pytorch/pytorch/issues/147168",
+        mechanism="record_stream is called for the tensors of every collective",
+        laws=("STREAM-2",),
+        inject=partial(collectives_on_a_side_stream, recorded=True),
+        inject_twin=partial(collectives_on_a_side_stream, recorded=False),
+        substrates=CUDA,
     ),
     Defect(
         id="prefetch-of-wrong-group",

@@ -119,7 +119,7 @@ DEFECTS: tuple[Defect, ...] = (
         title="gradients are summed over the data-parallel ranks instead of averaged",
         source="https://github.com/pytorch/pytorch/issues/155903",
         mechanism="the divide factors of the gradient reduction are SUM without a division",
-        laws=("PAR-1", "PAR-9"),
+        laws=("PAR-1", "PAR-9", "STREAM-3"),
         inject=partial(divided_by, lambda _shards, _replicas: 1),
         inject_twin=partial(divided_by, lambda shards, replicas: shards * replicas),
     ),

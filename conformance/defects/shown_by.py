@@ -12,6 +12,7 @@ _CLIPPED, _LARGEST = "id = {}-fp32-default-meta-clip0.1", "id = dp2-fp32-default
 _DEEP = "id in (dp4-fp32-table-meta-deep, dp4-fp32-table-meta)"
 _PREFETCHED = "mesh = dp4 and precision = fp32 and forward_prefetch = 1 and backward_prefetch < 2"
 _RECOMPUTED_AHEAD = "mesh = dp4 and reshard = default and forward_prefetch = 2 and activation_checkpointing = full"
+_DEEP_AND_FSDP1 = "id in (dp4-fp32-table-meta-deep, dp4-fp32-table-meta, dp4-fp32-default-full-deep-fsdp1)"
 _OFFLOADED, _MISTAKES = "id = dp2-fp32-default-meta-clip0.1-offloadcpu", "id = dp2-fp32-default-meta-offloadcpu"
 SHOWN_BY = {
     "collective-wrong-in-one-dtype": _FP32,
@@ -73,7 +74,7 @@ SHOWN_BY = {
     "optimizer-stale-params": _ONE_RANK,
     "opt-drop-params": _ONE_RANK,
     "weight-decay-groups-lost": _ONE_RANK,
-    "grads-summed": _SCALE.format("dp2"),
+    "grads-summed": _SCALE.format("dp2") + " or id = dp2-fp32-default-full-fsdp1",
     "hsdp-divide-factor": _SCALE.format("hsdp2x2"),
     "ga-overwrite": _ACCUMULATION,
     "grad-accum-bf16": "id = dp2-bf16mp-default-meta-acc2-synclast",
@@ -111,10 +112,10 @@ SHOWN_BY = {
     "ac-unasked": "id = tp2-fp32-default-meta",
     "ac-ignored": "id in (dp1-bf16mp-default-meta-acfull, dp2-fp32-default-meta-acfull-tied)",
     "dropout-unseeded": "id = dp2-bf16mp-default-meta-drop0.1",
-    "reshard-after-backward-skipped": _DEEP,
+    "reshard-after-backward-skipped": _DEEP_AND_FSDP1,
     "one-layer-not-resharded": _DEEP,
     "reduce-buffers-kept": _DEEP,
-    "gather-buffers-kept": _DEEP,
+    "gather-buffers-kept": _DEEP_AND_FSDP1,
     "record-streams-replaced-by-references": "id = dp2-fp32-default-meta-avoidrs1",
     "prefetch-of-wrong-group": _DEEP,
     "prefetch-dropped": _PREFETCHED,

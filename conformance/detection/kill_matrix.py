@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from conformance.defects.catalogue import defects
 from conformance.defects.injection import Defect
+from conformance.describe import asserted_laws
 from conformance.detection.bench import Bench, the_matrix
 from conformance.detection.trials import Trial, key_of, try_defect
 from conformance.engine.pool import Pools
@@ -38,12 +39,13 @@ class KillMatrix(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def idle_laws(self) -> list[str]:
-        """Laws of the profile that catch nothing, if all was tried."""
+        """Laws of the profile that can be judged here and catch nothing, if all was tried."""
         if not self.complete:
             return []
         killing = {law for trial in self.trials for law, found in trial.laws.items() if found.kills}
         judged = dict.fromkeys(case.law for case in the_matrix().cases(self.profile))
-        return [law for law in judged if law not in killing]
+        here = {law for law, asserted in asserted_laws().items() if set(_HERE) & set(asserted.law.substrates)}
+        return [law for law in judged if law in here and law not in killing]
 
     @property
     def problems(self) -> list[str]:

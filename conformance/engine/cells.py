@@ -135,6 +135,10 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Mesh of a run that saves its state after half of the steps and stops, or `same`; new processes go on."""
     saving: Literal["blocking", "async"] = "blocking"
     """`async`: the run that saves trains on before anything of its state is written."""
+    implementation: Literal["fsdp2", "fsdp1"] = "fsdp2"
+    """`fsdp1`: FullyShardedDataParallel, to compare with."""
+    limit_all_gathers: bool = True
+    """With fsdp1, whether the host waits before it gathers far ahead of the device."""
     steps: Annotated[int, Meta(ge=1)] = 3
     """Number of optimizer steps."""
     seed: Annotated[int, Meta(ge=0)] = 0
@@ -223,6 +227,8 @@ _TAGS: dict[str, Callable[[Any], str]] = {
     "schedule": str,
     "saved_on": lambda mesh: f"from.{mesh.replace('-', '.')}",
     "saving": str,
+    "implementation": str,
+    "limit_all_gathers": lambda _: "nolimit",
     "steps": lambda count: f"steps{count}",
     "seed": lambda seed: f"seed{seed}",
 }

@@ -23,13 +23,7 @@ from reference_trainer.init_weights import init_weights
 from reference_trainer.loss import loss_context, summed_loss
 from reference_trainer.mesh import ParallelDims, build_mesh, resolve_mesh
 from reference_trainer.model import Transformer
-from reference_trainer.parallelize import (
-    apply_ac,
-    apply_tp_to_block,
-    apply_tp_to_ends,
-    mixed_precision_policy,
-    norm_style,
-)
+from reference_trainer.parallelize import apply_ac, apply_tp, mixed_precision_policy
 from reference_trainer.train import Trainer
 
 _CPU = torch.device("cpu")
@@ -119,7 +113,7 @@ def _model_without_fsdp(config: TrainerConfig, *, tp: int) -> Transformer:
     for parameter in model.parameters():
         parameter.data = parameter.data.to(mixed_precision_policy(config.precision).param_dtype)
     if tp > 1:
-        _apply_tp(model, config, tp=tp)
+        apply_tp(model, build_mesh(ParallelDims(dp_replicate=1, dp_shard=1, tp=tp), _CPU)["tp"], config)
     for block in model.blocks:
         if config.activation_checkpointing != "none":
             apply_ac(block, mode=config.activation_checkpointing)
@@ -154,14 +148,6 @@ def _forward_backward(
         loss.backward()  # type: ignore[no-untyped-call]
     marks.finish_backward()
     mark("end")
-
-
-def _apply_tp(model: Transformer, config: TrainerConfig, *, tp: int) -> None:
-    mesh = build_mesh(ParallelDims(dp_replicate=1, dp_shard=1, tp=tp), _CPU)["tp"]
-    norms, sequence_parallel = norm_style(config), config.sequence_parallel
-    for block in model.blocks:
-        apply_tp_to_block(block, mesh, norms=norms, sequence_parallel=sequence_parallel)
-    apply_tp_to_ends(model, mesh, norms=norms, sequence_parallel=sequence_parallel, loss_parallel=config.loss_parallel)
 
 
 def _groups(model: Transformer) -> Groups:

@@ -10,7 +10,10 @@ SUBSTRATE, DEVICE = "gloo", "cpu"
 def unsupported(law: Law, cell: Cell, *, torch_version: str) -> str | None:
     """What is missing for a case, with numbers; None if nothing is."""
     if "simulated" not in law.substrates and SUBSTRATE not in law.substrates:
-        return f"needs substrate {' or '.join(law.substrates)}, this session runs {SUBSTRATE}"
+        return (
+            f"needs {cell.world_size} CUDA devices for substrate nccl, 1 for nccl-shared, found {_cuda_devices()}; "
+            f"this session runs {SUBSTRATE}"
+        )
     if release(torch_version) < release(law.since):
         return f"{law.id} holds from torch {law.since} on, this is {torch_version}"
     if cell.pin_memory and DEVICE == "cpu":
@@ -18,6 +21,12 @@ def unsupported(law: Law, cell: Cell, *, torch_version: str) -> str | None:
     if "simulated" not in law.substrates and cell.world_size > MAX_WORLD_SIZE:
         return f"needs {cell.world_size} ranks, {SUBSTRATE} runs at most {MAX_WORLD_SIZE} here"
     return None
+
+
+def _cuda_devices() -> int:
+    import torch  # which the controller does without
+
+    return torch.cuda.device_count()
 
 
 def release(version: str) -> tuple[int, ...]:

@@ -89,6 +89,8 @@ def trainer_config(cell: Cell) -> TrainerConfig:
         forward_prefetch=cell.forward_prefetch,
         backward_prefetch=cell.backward_prefetch,
         gradient_sync=cell.gradient_sync,
+        implementation=cell.implementation,
+        limit_all_gathers=cell.limit_all_gathers,
         steps=cell.steps,
         seed=cell.seed,
         device="cpu",

@@ -85,7 +85,7 @@ class Capture(Observer):
     def _optimizer_state(self, when: str, model: Transformer, optimizer: torch.optim.Optimizer) -> None:
         for name, parameter in model.named_parameters():
             for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor) and value.ndim:
+                if isinstance(value, Tensor) and value.shape == parameter.shape:  # else a counter, or FSDP1's flat part
                     self._add(f"{when}/{key}/{name}", value)
 
     def _state(self, when: str, model: Transformer) -> None:

@@ -20,7 +20,8 @@ from conformance.instruments.operators import OperatorCount
 from conformance.instruments.poison import Poison
 from conformance.instruments.prefetching import backward_prefetch_of
 from conformance.instruments.residency import Residency
-from conformance.instruments.sharding import fsdp_group_of, is_sharded_by_fsdp, shared_parameters
+from conformance.instruments.sharding import fsdp_group_of, sharded_parameters, shared_parameters
+from reference_trainer.fsdp1 import whole
 from reference_trainer.model import Transformer
 from reference_trainer.observer import Observer, Phase
 from reference_trainer.train import StepMetrics, Trainer
@@ -147,8 +148,9 @@ class Recorder(Observer):
         self._reshard = after_forward
 
     def sharded(self, model: Transformer) -> None:
-        groups = fsdp_group_of(model)
-        self._parameters = {name: _parameter_facts(p, groups[name]) for name, p in model.named_parameters()}
+        with self._tap.paused(), whole(model):
+            groups = fsdp_group_of(model)
+            self._parameters = {name: _parameter_facts(p, groups[name]) for name, p in model.named_parameters()}
         self._notify("sharded", model)
 
     def materialized(self, model: Transformer) -> None:
@@ -181,7 +183,7 @@ class Recorder(Observer):
     def finish(self, trainer: Trainer, metrics: list[StepMetrics]) -> tuple[RankFacts, dict[str, Tensor]]:
         """Capture the final state; returns the facts and the tensors of this rank."""
         # What instruments compute and communicate is not part of the run.
-        with self._tap.paused():
+        with self._tap.paused(), whole(trainer.model):
             self._capture.final(trainer.model, trainer.optimizer)
             self._dtypes.final(trainer.model, trainer.optimizer)
         facts = RankFacts(
@@ -216,8 +218,8 @@ class Recorder(Observer):
         return facts, self._capture.tensors
 
     def _notify(self, event: str, *args: Any, **kwargs: Any) -> None:
-        # What instruments compute and communicate is not part of the run.
-        with self._tap.paused():
+        # What instruments compute and communicate is not part of the run. FSDP1's parameters are shown whole.
+        with self._tap.paused(), whole(args[0]):
             for instrument in self._instruments:
                 getattr(instrument, event)(*args, **kwargs)
 
@@ -232,7 +234,7 @@ def _parameter_facts(parameter: torch.Tensor, group: str) -> ParameterFacts:
 
 
 def _optimizer_groups(model: Transformer, optimizer: torch.optim.Optimizer) -> list[OptimizerGroup]:
-    names = {id(p): name for name, p in model.named_parameters() if is_sharded_by_fsdp(p)}
+    names = {id(p): name for name, p in sharded_parameters(model).items()}
     return [
         OptimizerGroup(
             weight_decay=group["weight_decay"],

@@ -1,8 +1,10 @@
 """Facts about the sharded state of a model, from public attributes alone."""
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+
+from reference_trainer.fsdp1 import FSDP1Model, own_name
 
 
 def is_sharded_by_fsdp(parameter: Tensor) -> bool:
@@ -14,6 +16,16 @@ def is_sharded_by_fsdp(parameter: Tensor) -> bool:
         return False
     names = parameter.device_mesh.mesh_dim_names
     return names is None or "dp_shard" in names
+
+
+def sharded_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Those that are sharded at this moment, by name.
+
+    FSDP1 puts plain tensors in their place while they are whole.
+    """
+    if isinstance(model, FSDP1Model):
+        return {name: p for name, p in model.named_parameters() if isinstance(p, nn.Parameter)}
+    return {name: p for name, p in model.named_parameters() if is_sharded_by_fsdp(p)}
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -35,9 +47,10 @@ def shared_parameters(model: nn.Module) -> list[list[str]]:
 
 
 def fsdp_group_of(model: nn.Module) -> dict[str, str]:
-    """For each parameter the name of the innermost module below which `fully_shard` manages it ('' is the root)."""
+    """For each parameter the name of the innermost module below which FSDP manages it ('' is the root)."""
     owners: dict[str, str] = {}
-    group_modules = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    kinds = FSDPModule | FullyShardedDataParallel
+    group_modules = [own_name(name) for name, module in model.named_modules() if isinstance(module, kinds)]
     for name, _ in model.named_parameters():
         owners[name] = max((g for g in group_modules if not g or name.startswith(f"{g}.")), key=len)
     return owners

@@ -8,7 +8,7 @@ from conformance.engine.record import Record
 from conformance.engine.workload import trainer_config
 from conformance.oracles import tolerance
 from conformance.oracles.emulation import emulated_step
-from conformance.oracles.reference import replay_updates
+from conformance.oracles.reference import ReferenceRun, replay_updates
 from conformance.oracles.virtual_tp import sums_in_ring_order
 
 
@@ -29,7 +29,16 @@ def compare_steps(record: Record) -> None:
 
 
 def compare_updates(record: Record) -> None:
-    """Parameters and optimizer state, given the gradients that were computed."""
+    """Norms, parameters and optimizer state, given the gradients that were computed."""
+    __tracebackhide__ = True
+    replayed, optimizer = replayed_parameters(record), trainer_config(record.cell).optimizer
+    for kind, tensors in replayed.optimizer_state.items():
+        within = tolerance.replayed_state(replayed, optimizer)
+        compare.tensors(record.select(f"final/{kind}/"), tensors, name=f"optimizer state {kind}", within=within)
+
+
+def replayed_parameters(record: Record) -> ReferenceRun:
+    """Compare norms and parameters alone; returns what the gradients lead to."""
     __tracebackhide__ = True
     optimizer = trainer_config(record.cell).optimizer
     initial = record.select("initial/parameter/")
@@ -45,9 +54,7 @@ def compare_updates(record: Record) -> None:
         origin=initial,
         within=tolerance.replayed_updates(replayed, optimizer),
     )
-    for kind, tensors in replayed.optimizer_state.items():
-        within = tolerance.replayed_state(replayed, optimizer)
-        compare.tensors(record.select(f"final/{kind}/"), tensors, name=f"optimizer state {kind}", within=within)
+    return replayed
 
 
 def require_known_sum_order(probe: Probe, cell: Cell) -> None:

@@ -1,9 +1,13 @@
 """STREAM: how torch keeps memory alive that another stream still uses."""
 
+import torch
+
 from conformance.engine import compare
-from conformance.engine.cells import Cell
+from conformance.engine.cells import RECORD_STREAMS, Cell
 from conformance.engine.law import Measure, Run, law
-from conformance.engine.outcomes import ConformanceFailure
+from conformance.engine.outcomes import ConformanceFailure, Unsupported
+from conformance.oracles.axes import prove
+from conformance.substrates import CUDA
 
 AVOID_RECORD_STREAMS = "https://github.com/pytorch/pytorch/pull/150398"
 
@@ -13,10 +17,12 @@ def test_the_variable_changes_nothing(run: Run, measure: Measure, cell: Cell) ->
     """Whatever TORCH_NCCL_AVOID_RECORD_STREAMS says, a run MUST be the same as without it: in every bit, in all
     collectives, and in the memory of each phase.
 
-    From torch 2.8 on nothing but a warning depends on it. Memory is that of a simulated world: what the allocator of a
+    From torch 2.8 on nothing but a warning depends on it; that the ranks had it before they made their process group is
+    looked at first. Memory is that of a simulated world: what the allocator of a
     GPU does with blocks in use by several streams is not seen here.
     """
     record, other = run(cell), run(cell.but(record_streams="unset"))
+    prove("record_streams", record, other)
     for kind in sorted({key.rpartition("/")[0] for key in other.ranks[0].fingerprints}):
         compare.bits(record.select(f"{kind}/"), other.select(f"{kind}/"), name=kind)
     for facts, expected in zip(record.ranks, other.ranks, strict=True):
@@ -29,3 +35,24 @@ def test_the_variable_changes_nothing(run: Run, measure: Measure, cell: Cell) ->
     differences = [(a, b) for a, b in zip(with_it, without, strict=True) if a != b]
     detail = f"{differences[:1]}"
     compare.count(len(differences), name="phases with other memory", expected=0, detail=detail, unit="segments")
+
+
+@law("STREAM-2", reference=AVOID_RECORD_STREAMS, substrates=CUDA)
+def test_nothing_is_held_for_a_stream(measure: Measure, cell: Cell) -> None:
+    """What the allocator of a device holds at its peak for streams that have not caught up, `active` above `allocated`,
+    MUST be nothing, although the host runs ahead of the device: whatever the variable says, up to torch 2.7 if it is 1.
+
+    Neither FSDP2 nor, as it says since 2.8, the process group calls record_stream. Before, without the variable, what
+    asynchronous collectives of tensor parallelism use is held: nothing to judge there.
+    """
+    if cell.record_streams != "1" and _torch_version() < (2, 8):
+        raise Unsupported(f"up to torch 2.7 memory is held unless {RECORD_STREAMS} is 1; this is {torch.__version__}")
+    for rank, peaks in enumerate(measure("rank_device:step_on_device", cell)):
+        detail = f"rank {rank}, active {peaks['active']}, allocated {peaks['allocated']}"
+        held = peaks["active"] - peaks["allocated"]
+        compare.count(held, name="held for streams", expected=0, detail=detail, unit="bytes")
+
+
+def _torch_version() -> tuple[int, int]:
+    major, minor = torch.__version__.split("+")[0].split(".")[:2]
+    return int(major), int(minor)

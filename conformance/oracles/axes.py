@@ -21,12 +21,14 @@ Proof = Callable[[Record, Record], None]
 """Raises ConformanceFailure unless the first record differs from the second, its neighbour's, as the axis says."""
 
 _BASE = Cell(mesh="dp1")
+_FSDP2: dict[str, AxisValue] = {"implementation": "fsdp2", "limit_all_gathers": True}
 _WITHOUT: dict[str, dict[str, AxisValue]] = {
-    "mesh": {"gradient_sync": "each", "reshard": "default"},
-    "init": {"weights": "safetensors"},
+    "mesh": {"gradient_sync": "each", "reshard": "default", **_FSDP2},
+    "init": {"weights": "safetensors", **_FSDP2},
     "saved_on": {"saving": "blocking"},
     "offload": {"pin_memory": False},
     "sequence_parallel": {"norms_in_tp": True},
+    "implementation": {"limit_all_gathers": True},
 }
 _EXPENSIVE = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_dot_product")
 """What selective activation checkpointing keeps; prefixes of names of operators."""
@@ -37,7 +39,8 @@ def neighbours(cell: Cell) -> Iterator[tuple[str, Cell, Cell]]:
     for axis in axis_names():
         if getattr(cell, axis) != getattr(_BASE, axis):
             # One process has no replicas whose gradients are postponed, and no fewer ranks to reshard to.
-            # Nor do other ways to get weights have a format, or runs that are not resumed one of saving.
+            # Nor do other ways to get weights have a format, or runs that are not resumed one of saving. FSDP1 has no
+            # use for one process, and knows one way to get weights.
             shown = cell.but(**_WITHOUT.get(axis, {}))
             yield axis, shown, shown.but(**{axis: getattr(_BASE, axis)})
 
@@ -325,6 +328,21 @@ def _dropout(record: Record, neighbour: Record) -> None:
     expect(record.losses[0] != neighbour.losses[0], f"the first loss is {record.losses[0]!r} with dropout and without")
 
 
+def _implementation(record: Record, neighbour: Record) -> None:
+    """FSDP2 divides each parameter along one of its dimensions, FSDP1 a vector of all that are in a group."""
+    for one, divided in ((record, 0), (neighbour, len(neighbour.ranks[0].parameters))):
+        found = sum("dp_shard" in parameter.shard_dims for parameter in one.ranks[0].parameters.values())
+        expect(found == divided, f"{one.cell.id}: {found} parameters are divided along dimensions, not {divided}")
+
+
+def _limit_all_gathers(record: Record, neighbour: Record) -> None:
+    """Each wait of the host before an all-gather is named for profilers (`FullyShardedDataParallel.rate_limiter`)."""
+    expect(same(record, neighbour, "final/parameter/"), "final weights differ")
+    for phase in ("forward", "backward"):
+        named, usual = (operators(one, phase)["profiler::_record_function_enter_new"] for one in (record, neighbour))
+        expect(named < usual, f"{named} named ranges in {phase} without a limit, {usual} with one")
+
+
 def _steps(record: Record, neighbour: Record) -> None:
     for one in (record, neighbour):
         counts = {len(facts.steps) for facts in one.ranks} | {len(facts.batches) for facts in one.ranks}
@@ -369,6 +387,8 @@ PROOFS: dict[str, Proof] = {
     "schedule": _schedule,
     "saved_on": _saved_on,
     "saving": _saving,
+    "implementation": _implementation,
+    "limit_all_gathers": _limit_all_gathers,
     "steps": _steps,
     "seed": _seed,
 }

@@ -99,7 +99,7 @@ def predict(
 
     `shapes` are what FSDP divides, by parameter; `profile` has the segments of all micro-batches.
     """
-    walk = _Walk(config, dims, shapes, lifetimes)
+    walk = Walk(config, dims, shapes, lifetimes)
     walk.micro_batches(profile)
     walk.after_backward()
     return walk.phases
@@ -133,7 +133,9 @@ class _Parameter(msgspec.Struct, frozen=True):
     """Of all ranks."""
 
 
-class _Walk:
+class Walk:
+    """One step of one rank; what is held, by name."""
+
     def __init__(
         self,
         config: TrainerConfig,
@@ -215,7 +217,11 @@ class _Walk:
         self._reduces, self._all_reduces = communicates(self._config, index)
 
     def after_backward(self) -> None:
-        """Clipping works in place. AdamW computes the step of one parameter in three temporaries of its size."""
+        """Clipping works in place. AdamW computes the step of one parameter in three temporaries of its size.
+
+        That is torch's own choice on the CPU, and the trainer has no option for it. On a GPU torch chooses `foreach`,
+        with temporaries for all parameters at once, which is not modelled.
+        """
         self._phase = "clip"
         parameters = [parameter for group in self._parameters.values() for parameter in group]
         self._note(self._scalars_of_a_norm() * len(parameters))

@@ -1,0 +1,66 @@
+"""What a rank measures of the memory of its CUDA device. Not yet run: no machine with such a device was there."""
+
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from conformance.defects.catalogue import injected
+from conformance.engine.rank_messages import RankContext
+from reference_trainer.config import TrainerConfig
+from reference_trainer.mesh import backends, init_process_group
+from reference_trainer.observer import Observer, Phase
+from reference_trainer.train import Trainer
+
+_WIDTH = 4096
+_PRODUCTS = 50
+"""7 TFLOP in all: a good part of a second on today's devices, in which the host can issue a whole small step."""
+
+
+def step_on_device(context: RankContext, payload: dict[str, Any]) -> dict[str, int]:
+    """Peaks of one step after a warm one, while the host runs ahead of the device: bytes above what was there before.
+
+    `allocated` is in use; `active` is that and what was freed, but is held until a stream has caught up; `reserved` is
+    what the caching allocator has taken from the device.
+    """
+    config = msgspec.convert(payload["config"], TrainerConfig)
+    device = torch.device("cuda", context.rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    with injected(payload["defect"]):
+        init_process_group(
+            backends(device, cpu_tensors=False),
+            init_method=context.rendezvous,
+            rank=context.rank,
+            world_size=context.world_size,
+            timeout_s=context.timeout_s,
+        )
+        busy = _HostAhead(device)
+        before = _bytes(device, "current")
+        trainer = Trainer(config, device=device, world_size=context.world_size, observer=busy)
+        trainer.train_step(0)
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        trainer.train_step(1)
+        peaks = _bytes(device, "peak")
+        dist.destroy_process_group()
+    return {kind: peak - before[kind] for kind, peak in peaks.items()}
+
+
+class _HostAhead(Observer):
+    """Gives the device work before forward and before backward, as large models do.
+
+    A device that waits for the host has always caught up: nothing is held then, whatever is done wrong.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._factor, self._product = (torch.zeros(_WIDTH, _WIDTH, device=device) for _ in range(2))
+
+    def phase(self, name: Phase, *, step: int) -> None:
+        for _ in range(_PRODUCTS if name in ("forward", "backward") else 0):
+            torch.mm(self._factor, self._factor, out=self._product)
+
+
+def _bytes(device: torch.device, when: str) -> dict[str, int]:
+    statistics = torch.cuda.memory_stats(device)
+    return {kind: statistics[f"{kind}_bytes.all.{when}"] for kind in ("allocated", "active", "reserved")}

@@ -1,0 +1,99 @@
+"""The model sharded by FSDP1, `FullyShardedDataParallel`: what FSDP2 is compared with, and no more than that needs.
+
+FSDP1 flattens the parameters of a group into one vector, of which each rank holds a stretch; groups are the embedding,
+each block, and at the root norm and output. A stretch has neither the shape of a parameter nor its placements.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_
+
+from reference_trainer.config import Precision, TrainerConfig
+from reference_trainer.model import Block, Transformer
+
+
+class FSDP1Model(FullyShardedDataParallel):
+    """A model in groups of FSDP1; it is given with its weights, and with its tensor parallelism."""
+
+    def __init__(self, model: Transformer, mesh: DeviceMesh, config: TrainerConfig, device: torch.device) -> None:
+        tp = mesh["tp"].size() if "tp" in (mesh.mesh_dim_names or ()) else 1
+        copies = [1 if _is_divided(parameter) else tp for parameter in model.parameters()]
+        super().__init__(
+            model,
+            device_mesh=mesh["dp_shard"],  # FSDP1 finds the tensor-parallel mesh beside it by itself
+            device_id=device,
+            auto_wrap_policy=ModuleWrapPolicy({Block, nn.Embedding}),
+            sharding_strategy=_sharding_strategy(config),
+            mixed_precision=_mixed_precision(config.precision),
+            limit_all_gathers=config.limit_all_gathers,
+            use_orig_params=True,
+        )
+        self.copies = copies
+        """Of each parameter, the number of tensor-parallel ranks that hold the same of it."""
+
+    def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Under the names that they have in the model itself."""
+        for name, parameter in super().named_parameters(*args, **options):
+            yield own_name(name), parameter
+
+    @torch.no_grad()
+    def clip(self, *, max_norm: float) -> Tensor:
+        """Scale gradients down to a 2-norm of `max_norm` (0: leave them), and return the norm before.
+
+        The method `clip_grad_norm_` is not enough: it adds up over data-parallel ranks alone, so that each
+        tensor-parallel rank has a norm of its own (torch 2.13).
+        """
+        parts = zip(self.parameters(), self.copies, strict=True)
+        squares = [p.grad.square().sum() / copies for p, copies in parts if p.grad is not None]
+        total = torch.stack(squares).sum()
+        dist.all_reduce(total)  # each rank of the world has other data-parallel shards, or other parts of them
+        norm = total.sqrt()
+        if max_norm > 0:
+            clip_grads_with_norm_(self.parameters(), max_norm, norm)
+        return norm
+
+
+def own_name(name: str) -> str:
+    """That of a parameter or module in the model itself."""
+    return name.replace("_fsdp_wrapped_module.", "")
+
+
+def whole(model: nn.Module) -> AbstractContextManager[None]:
+    """Inside, parameters and gradients of FSDP1 are whole on every rank, but for what tensor parallelism divides.
+
+    A collective call, not to be made in forward or backward. For any other model it does nothing.
+    """
+    if isinstance(model, FSDP1Model):
+        context: AbstractContextManager[None] = model.summon_full_params(model, writeback=False, with_grads=True)
+        return context
+    return nullcontext()
+
+
+def _is_divided(parameter: nn.Parameter) -> bool:
+    return isinstance(parameter, DTensor) and not all(placement.is_replicate() for placement in parameter.placements)
+
+
+def _sharding_strategy(config: TrainerConfig) -> ShardingStrategy:
+    """The root is never resharded after forward: with FULL_SHARD that is what `reshard: default` says."""
+    return ShardingStrategy.SHARD_GRAD_OP if config.reshard == "never" else ShardingStrategy.FULL_SHARD
+
+
+def _mixed_precision(precision: Precision) -> MixedPrecision | None:
+    """As FSDP2's: inputs are left alone, see `parallelize.mixed_precision_policy`."""
+    if precision == "fp32":
+        return None
+    return MixedPrecision(
+        param_dtype=torch.bfloat16,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
+        cast_root_forward_inputs=False,
+    )
