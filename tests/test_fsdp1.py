@@ -1,13 +1,16 @@
 """FSDP1 beside FSDP2: its memory model on a case small enough to follow by hand, and the laws on figures made up."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from conformance.engine.cells import Cell
+from conformance.engine.law import law_of
 from conformance.engine.outcomes import ConformanceFailure, Unsupported
+from conformance.engine.session import CaseState, Session
 from conformance.engine.simulation import simulated_world
 from conformance.engine.workload import trainer_config
 from conformance.laws import test_fsdp1 as laws
@@ -132,6 +135,18 @@ def test_before_2_8_only_the_variable_promises_it(monkeypatch: pytest.MonkeyPatc
     streams.test_nothing_is_held_for_a_stream(on_device(0, GIB), Cell(record_streams="1"))
     with pytest.raises(Unsupported, match=r"unless TORCH_NCCL_AVOID_RECORD_STREAMS is 1; this is 2.7.1"):
         streams.test_nothing_is_held_for_a_stream(on_device(0, GIB), Cell())
+
+
+@pytest.mark.parametrize(
+    "test", [laws.test_fsdp2_needs_no_more_of_a_device_than_fsdp1, streams.test_nothing_is_held_for_a_stream]
+)
+def test_what_is_missing_is_said_with_numbers(test: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    law, session = law_of(test), SimpleNamespace(store=SimpleNamespace(torch_version="2.13.0+cpu"))
+    assert law is not None
+    reason = "needs 8 CUDA devices for substrate nccl, 1 for nccl-shared, found 3; this session runs gloo"
+    with pytest.raises(Unsupported, match=reason):
+        Session._require_supported(session, CaseState(law, CELL.but(mesh="dp2-tp4")))  # type: ignore[arg-type]
 
 
 def test_a_run_of_fsdp1_has_no_checkpoints(tmp_path: Path) -> None:
