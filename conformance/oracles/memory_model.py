@@ -20,7 +20,8 @@ On the CPU, gradients of parameters that need padding are copied once more while
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 
 import msgspec
 import torch
@@ -45,9 +46,13 @@ class Lifetimes(msgspec.Struct, frozen=True):
 
     previous_gather_until_copied: bool = True
     """In forward the output of the previous all-gather is kept until the next one is copied out (up to 2.13)."""
+    last_gradient_until_reduced: bool = True
+    """The gradient of a group's last parameter is held until the group is reduced, in a variable of a loop over all of
+    them (`foreach_reduce`, up to 2.13)."""
 
 
-UP_TO_2_13, FROM_2_15 = Lifetimes(), Lifetimes(previous_gather_until_copied=False)
+UP_TO_2_13 = Lifetimes()
+FROM_2_15 = Lifetimes(previous_gather_until_copied=False, last_gradient_until_reduced=False)
 
 
 def lifetimes_of(torch_version: str) -> Lifetimes:
@@ -61,6 +66,16 @@ class Usage(msgspec.Struct):
 
     peak_bytes: int = 0
     end_bytes: int = 0
+
+
+def usage_by_phase(segments: Iterable[Segment]) -> dict[str, Usage]:
+    """What was measured between marks that are phases: over all micro-batches the largest peak, and the last rest."""
+    phases: dict[str, Usage] = {}
+    for segment in segments:
+        usage = phases.setdefault(segment.mark, Usage())
+        usage.peak_bytes = max(usage.peak_bytes, segment.peak_bytes)
+        usage.end_bytes = segment.end_bytes
+    return phases
 
 
 def predict(
@@ -117,21 +132,25 @@ class _Walk:
         self._shard: dict[str, int] = {}
         self._shards: dict[str, list[int]] = {}
         """Of each parameter of a group."""
+        self._numel: dict[str, list[int]] = {}
+        """Of each parameter of a group, without padding."""
         self._uneven: dict[str, int] = {}
         """Elements, with padding, of the parameters of a group that need it."""
         self._parameters = len(shapes)
-        self._largest_shard = 0
+        self._optimizer_groups: tuple[list[int], list[int]] = ([], [])
+        """Shards of matrices and of vectors, in the order of the optimizer."""
         for name, (rows, *rest) in shapes.items():
             group, row = group_of(name, config), math.prod(rest)
             shard = -(-rows // dims.dp_shard) * row
             self._shard[group] = self._shard.get(group, 0) + shard
             self._shards.setdefault(group, []).append(shard)
+            self._numel.setdefault(group, []).append(rows * row)
             if rows % dims.dp_shard:
                 self._uneven[group] = self._uneven.get(group, 0) + shard * dims.dp_shard
-            self._largest_shard = max(self._largest_shard, shard)
+            self._optimizer_groups[0 if rest else 1].append(shard)
         self._held: dict[str, int] = {}
         self._phase = "forward"
-        self._model_bytes = self._before_freed = 0
+        self._model_bytes = self._gradients = 0
         self._left: list[str] = []
         self._reduces = self._all_reduces = True
 
@@ -158,6 +177,8 @@ class _Walk:
         for segment in profile:
             self._model_bytes = segment.start_bytes
             what, _, group = segment.mark.partition(" ")
+            if what == "after-backward":
+                self._gradients = segment.start_bytes - segment.end_bytes
             if what == "backward" and not group:
                 self._phase = "backward"
             elif what == "forward" and not group:
@@ -179,15 +200,22 @@ class _Walk:
         self._note()
 
     def after_backward(self) -> None:
-        """Clipping works in place. AdamW computes the step of one parameter in three temporaries of its size."""
+        """Clipping works in place."""
         self._phase = "clip"
         self._note(self._scalars_of_a_norm() * self._parameters)
         self._phase = "optimizer"
-        temporaries = 3 if self._config.optimizer.name == "adamw" else 0
-        self._note(temporaries * self._largest_shard * self._master)
+        if self._config.optimizer.name == "adamw":
+            for shards in self._optimizer_groups:
+                self._adamw(shards)
         self._free_all([name for name in self._held if name.startswith("G ")])
         self._phase = "idle"
         self._note()
+
+    def _adamw(self, shards: Sequence[int]) -> None:
+        """One parameter after the other: a root and its quotient are computed while the last denominator is still held
+        (`_single_tensor_adam` in torch/optim/adam.py)."""
+        for before, shard in pairwise([0, *shards]):
+            self._note((before + 2 * shard) * self._master)
 
     def _scalars_of_a_norm(self) -> int:
         """Bytes for each parameter: its norm, that in a stack, and what becomes of the stack over the mesh."""
@@ -230,7 +258,8 @@ class _Walk:
             self._unshard(self._left[ahead])
 
     def _after_backward(self, group: str) -> None:
-        self._before_freed = self._model_bytes
+        if self._reduces and f"L {group}" not in self._held:
+            self._take_own_part(group)
         self._free(f"U {group}")
         if not self._reduces:
             return
@@ -238,13 +267,26 @@ class _Walk:
         self._hold(f"I {group}", self._whole(group) * self._reduce)
         self._note(self._uneven.get(group, 0) * self._compute)
 
+    def _take_own_part(self, group: str) -> None:
+        """Of the embedding's gradient with tensor parallelism: each rank has computed the whole."""
+        own = sum(self._numel[group]) * self._compute
+        if self._gradients > own:
+            self._note(own)
+            self._model_bytes -= self._gradients - own
+
     def _reduce_gradients(self, group: str) -> None:
-        gradients = self._before_freed - self._model_bytes
         if not self._reduces:
-            self._held[f"L {group}"] = gradients * self._reduce // self._compute
+            self._held[f"L {group}"] = self._gradients * self._reduce // self._compute
             self._note()
             return
+        if self._dims.dp_shard > 1 and self._lifetimes.last_gradient_until_reduced:
+            itemsize = self._reduce if f"L {group}" in self._held else self._compute
+            self._hold("last gradient", self._numel[group][-1] * itemsize)
         self._free(f"L {group}")
+        self._reduce_to_shards(group)
+        self._free("last gradient")
+
+    def _reduce_to_shards(self, group: str) -> None:
         output = self._shard[group] * self._reduce
         self._hold("O", output)
         if not self._all_reduces:
