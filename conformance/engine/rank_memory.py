@@ -13,7 +13,7 @@ from conformance.engine.rank_messages import RankContext
 from conformance.engine.rank_tasks import rank_config, start_process_group
 from conformance.engine.simulation import simulated_world
 from conformance.instruments.activations import Groups, finish_backward, mark_groups
-from conformance.instruments.memory import MemoryLedger, PhaseMarks, mark, memory_ledger
+from conformance.instruments.memory import Ledger, PhaseMarks, Segment, mark, memory_ledger
 from reference_trainer.config import TrainerConfig
 from reference_trainer.data import Batches
 from reference_trainer.init_weights import init_weights
@@ -77,15 +77,11 @@ def _warm_trainer(config: TrainerConfig, *, world_size: int) -> Trainer:
 def _measured_step(trainer: Trainer, step: int) -> dict[str, Any]:
     with memory_ledger() as ledger:
         trainer.train_step(step)
-    return {"segments": _segments(ledger), "backend": [msgspec.to_builtins(use) for use in ledger.backend]}
-
-
-def _segments(ledger: MemoryLedger) -> list[dict[str, Any]]:
-    return [msgspec.to_builtins(segment) for segment in ledger.segments]
+    return {name: [msgspec.to_builtins(one) for one in getattr(ledger, name)] for name in ("segments", "backend")}
 
 
 def without_fsdp(_context: RankContext, payload: dict[str, Any]) -> list[dict[str, Any]]:
-    """Segments of forward, loss and backward of one micro-batch, with the parameters in the dtype of computation.
+    """Segments of a model without FSDP, see `segments_without_fsdp`.
 
     One process; with tensor parallelism it is rank 0 of a simulated world of tensor-parallel ranks.
     """
@@ -94,29 +90,42 @@ def without_fsdp(_context: RankContext, payload: dict[str, Any]) -> list[dict[st
     with simulated_world(dims.tp):
         model = Transformer(config.model)
         init_weights(model, seed=config.seed)
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(mixed_precision_policy(config.precision).param_dtype)
-        if dims.tp > 1:
-            _apply_tp(model, config, tp=dims.tp)
-        for block in model.blocks:
-            if config.activation_checkpointing != "none":
-                apply_ac(block, mode=config.activation_checkpointing)
-        groups = _groups(model)
-        mark_groups(groups)
+        parallelize_without_fsdp(model, config, tp=dims.tp)
         batches = Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
-        (inputs, labels), *_ = batches.micro_batches(0, dp_rank=0, dp_size=dims.dp, accumulation=config.accumulation)
-        for step in range(2):
-            with memory_ledger() as ledger:
-                mark("forward")
-                with loss_context(parallel=config.loss_parallel and dims.tp > 1):
-                    logits = model(inputs)
-                    loss = summed_loss(logits, labels, arithmetic=config.model.arithmetic)
-                    mark("backward")
-                    loss.backward()  # type: ignore[no-untyped-call]
-                finish_backward(groups)
-                mark("end")
-            del logits, loss, step
-        return _segments(ledger)
+        segments = segments_without_fsdp(model, batches, config, dims, ledger=memory_ledger)
+    return [msgspec.to_builtins(segment) for segment in segments]
+
+
+def parallelize_without_fsdp(model: Transformer, config: TrainerConfig, *, tp: int) -> None:
+    """In place: parameters in the dtype of computation, and all that the trainer applies to a model beside FSDP."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(mixed_precision_policy(config.precision).param_dtype)
+    if tp > 1:
+        _apply_tp(model, config, tp=tp)
+    for block in model.blocks:
+        if config.activation_checkpointing != "none":
+            apply_ac(block, mode=config.activation_checkpointing)
+
+
+def segments_without_fsdp(
+    model: Transformer, batches: Batches, config: TrainerConfig, dims: ParallelDims, *, ledger: Ledger
+) -> list[Segment]:
+    """Of forward, loss and backward of one micro-batch, after a warm one, marked as in `instruments.activations`."""
+    groups = _groups(model)
+    mark_groups(groups)
+    (inputs, labels), *_ = batches.micro_batches(0, dp_rank=0, dp_size=dims.dp, accumulation=config.accumulation)
+    for _step in range(2):
+        with ledger() as found:
+            mark("forward")
+            with loss_context(parallel=config.loss_parallel and dims.tp > 1):
+                logits = model(inputs)
+                loss = summed_loss(logits, labels, arithmetic=config.model.arithmetic)
+                mark("backward")
+                loss.backward()  # type: ignore[no-untyped-call]
+            finish_backward(groups)
+            mark("end")
+        del logits, loss
+    return found.segments
 
 
 def _apply_tp(model: Transformer, config: TrainerConfig, *, tp: int) -> None:
