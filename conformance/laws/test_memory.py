@@ -12,7 +12,15 @@ from conformance.engine.cells import Cell
 from conformance.engine.law import REAL, SIMULATED, Measure, law
 from conformance.engine.outcomes import ConformanceFailure
 from conformance.engine.workload import trainer_config
-from conformance.oracles.memory_model import Segment, Usage, group_bytes, lifetimes_of, predict, state_bytes
+from conformance.oracles.memory_model import (
+    Segment,
+    Usage,
+    group_bytes,
+    lifetimes_of,
+    predict,
+    state_bytes,
+    usage_by_phase,
+)
 from conformance.oracles.schedule import kept_after_forward
 from conformance.oracles.tp_schedule import local_shapes
 from reference_trainer.config import TrainerConfig
@@ -215,10 +223,4 @@ def _compare_phases(
 
 
 def _phases(measured: Mapping[str, Any]) -> dict[str, Usage]:
-    """Over all micro-batches: the largest peak, and what the last of them left."""
-    phases: dict[str, Usage] = {}
-    for segment in msgspec.convert(measured["segments"], list[Segment]):
-        usage = phases.setdefault(segment.mark, Usage())
-        usage.peak_bytes = max(usage.peak_bytes, segment.peak_bytes)
-        usage.end_bytes = segment.end_bytes
-    return phases
+    return usage_by_phase(msgspec.convert(measured["segments"], list[Segment]))
