@@ -76,7 +76,14 @@ def _prediction(options: argparse.Namespace) -> str:
     found = prediction(request)
     if options.picture:
         options.picture.write_text(as_picture(request, found))
-    return as_json(found) if options.json else as_text(request, found)
+    if not options.simulate:
+        return as_json(found) if options.json else as_text(request, found)
+    from conformance import simulated_prediction as beside
+
+    simulated = beside.simulation(request)
+    if options.json:
+        return as_json(found, simulation=simulated)
+    return f"{as_text(request, found)}\n\n{beside.as_text(found, simulated)}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -128,6 +135,19 @@ def _add_prediction(commands: Any) -> None:
     predicting.add_argument("--accumulation", type=int, default=1, help="micro-batches (default: %(default)s)")
     predicting.add_argument("--offload", default="none", help="none or cpu")
     predicting.add_argument("--activation-checkpointing", default="none", help="none, selective or full")
+    predicting.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="KEY=VALUE",
+        help="another value in the model's shape, such as n_layers=48; can be repeated",
+    )
+    predicting.add_argument(
+        "--simulate",
+        action="store_true",
+        help="also run two steps of the trainer with FSDP2, in one process and without the memory, and compare",
+    )
     predicting.add_argument("--json", action="store_true", help="all figures as JSON, in bytes")
     predicting.add_argument("--picture", type=Path, metavar="FILE", help="also draw the memory of each phase, as SVG")
 

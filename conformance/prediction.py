@@ -2,10 +2,11 @@
 
 Parameters, gradients, buffers of collectives and the optimizer follow the memory model that MEM-1 and MEM-3 compare
 with measurements, collectives the traffic model of MP-4. Activations are an estimate: what each layer saves for
-backward with a fused attention, and what its largest product needs beside it.
+backward with fused attention and norms, and what its largest product needs beside it.
 """
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -22,6 +23,7 @@ from conformance.oracles.tp_schedule import local_shapes
 from conformance.oracles.traffic import add_up, step_events
 from reference_trainer.config import DataConfig, MeshConfig, ModelConfig, Precision, TrainerConfig
 from reference_trainer.mesh import ParallelDims, check_fits_mesh, resolve_mesh
+from reference_trainer.overrides import override
 from reference_trainer.reshard import reshard_policy
 from reference_trainer.strict_yaml import convert, load
 
@@ -32,10 +34,8 @@ _CHOICES = {
     "offload": ("none", "cpu"),
     "activation_checkpointing": ("none", "selective", "full"),
 }
-_GIB = 1024**3
+GIB = 1024**3
 _FP32_BYTES = 4
-_LOGITS_IN_FP32 = 2
-"""Logits raised to fp32, and their logarithms; in backward their gradient takes the place of the first."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +54,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     accumulation: int = 1
     offload: str = "none"
     activation_checkpointing: str = "none"
+    overrides: Sequence[str] = ()
+    """`field=value` laid over the model's file, such as `n_layers=48`."""
 
 
 class Prediction(msgspec.Struct, frozen=True):
@@ -64,8 +66,10 @@ class Prediction(msgspec.Struct, frozen=True):
     ranks: int
     state_bytes: int
     """Sharded parameters and optimizer state, in host memory if they are offloaded."""
+    buffer_bytes: int
+    """The RoPE table, which is always on the device."""
     phases: dict[str, dict[str, int]]
-    """By phase `peak_bytes` and `end_bytes`, with the state unless it is offloaded."""
+    """By phase `peak_bytes` and `end_bytes`, with the buffers and, unless it is offloaded, the state."""
     activation_bytes: int
     """Estimate of what is kept for backward."""
     traffic: list[dict[str, Any]]
@@ -79,12 +83,12 @@ def model_names() -> list[str]:
 
 def prediction(request: Request) -> Prediction:
     """Raises ValueError for an unknown model, mesh or option, and for sizes that the mesh cannot divide."""
-    config, dims = _configuration(request)
+    config, dims = configuration(request)
     shapes = local_shapes(config.model, tp=dims.tp, tp_rank=0)
     whole = local_shapes(config.model, tp=1, tp_rank=0)
     profile = _profile(config, dims)
-    state = state_bytes(config, dims, shapes)
-    resident = state if config.offload == "none" else 0
+    state, buffers = state_bytes(config, dims, shapes), buffer_bytes(config)
+    resident = buffers + (state if config.offload == "none" else 0)
     phases = {
         phase: {"peak_bytes": resident + usage.peak_bytes, "end_bytes": resident + usage.end_bytes}
         for phase, usage in predict(config, dims, shapes, profile).items()
@@ -93,14 +97,15 @@ def prediction(request: Request) -> Prediction:
         {"phase": phase, "group": group, "kind": kind, "dtype": dtype, "count": sent.count, "nbytes": sent.nbytes}
         for (phase, group, kind, dtype), sent in sorted(add_up(step_events(config, dims, tp_rank=0)).items())
     ]
-    kept = max(segment.start_bytes for segment in profile)
-    return Prediction(_numel(whole), dims.world_size, state, phases, kept, traffic)
+    kept = kept_for_backward(profile)
+    return Prediction(_numel(whole), dims.world_size, state, buffers, phases, kept, traffic)
 
 
-def _configuration(request: Request) -> tuple[TrainerConfig, ParallelDims]:
+def configuration(request: Request) -> tuple[TrainerConfig, ParallelDims]:
+    """What the trainer would be given. Raises ValueError as `prediction` does."""
     if request.model not in model_names():
         raise ValueError(f"unknown model {request.model}: choose from {', '.join(model_names())}")
-    model = convert(load(MODELS / f"{request.model}.yaml"), ModelConfig)
+    model = convert(override(load(MODELS / f"{request.model}.yaml"), request.overrides), ModelConfig)
     for name, choices in _CHOICES.items():
         if getattr(request, name) not in choices:
             raise ValueError(f"{name} {getattr(request, name)}: choose from {', '.join(choices)}")
@@ -137,6 +142,16 @@ def _reshard(text: str) -> str | int | dict[str, str | int]:
         raise ValueError(f"reshard {text}: choose from {modes}, or write a number of ranks or {table}") from None
 
 
+def buffer_bytes(config: TrainerConfig) -> int:
+    """Of the RoPE table: cosines and sines in fp32."""
+    return 2 * config.model.max_seq_len * config.model.head_dim // 2 * _FP32_BYTES
+
+
+def kept_for_backward(profile: Sequence[Segment]) -> int:
+    """Activations between forward and backward, in bytes."""
+    return next(segment.start_bytes for segment in profile if segment.mark == "backward")
+
+
 def _numel(shapes: dict[str, tuple[int, ...]]) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
@@ -146,23 +161,27 @@ def _profile(config: TrainerConfig, dims: ParallelDims) -> list[Segment]:
     compute = 4 if dtype_policy(config.precision).compute == "float32" else 2
     model = config.model
     tokens = config.data.global_batch_size // (dims.dp * config.accumulation) * config.data.seq_len
-    logits = tokens * model.vocab_size * (compute + _LOGITS_IN_FP32 * _FP32_BYTES)
+    logits = tokens * model.vocab_size * _FP32_BYTES
     names = [group.name for group in groups(config)]
     saved = {name: _saved_bytes(config, dims, tokens, compute) for name in names}
-    saved |= {"tok_embeddings": tokens * model.dim * compute // dims.tp, "output": logits}
-    working = tokens * max(model.ffn_dim, model.dim) * compute // dims.tp
+    hidden = tokens * model.dim * compute // dims.tp
+    # The embedding's output counts with the first block. The loss keeps logits as computed, and logarithms in fp32.
+    saved |= {"tok_embeddings": 0, "output": 2 * hidden + logits * compute // _FP32_BYTES + logits}
+    working = dict.fromkeys(names, tokens * max(model.ffn_dim, model.dim) * compute // dims.tp)
+    if compute < _FP32_BYTES:
+        working["output"] = max(working["output"], logits)  # raised to fp32, before the logarithm
     recomputed = _saved_bytes(replace(config, activation_checkpointing="none"), dims, tokens, compute)
     gradients = _unpadded(config, dims)
     segments, held = [Segment("forward", 0, 0, 0)], 0
     for name in names:
-        segments.append(Segment(f"forward {name}", held, held + saved[name] + working, held + saved[name]))
+        segments.append(Segment(f"forward {name}", held, held + saved[name] + working[name], held + saved[name]))
         held += saved[name]
         segments.append(Segment(f"after-forward {name}", held, held, held))
-    segments.append(Segment("backward", held, held, held))
+    segments.append(Segment("backward", held, held + 2 * logits, held))  # gradients of the logarithms and the logits
     for name in reversed(names):
         again = recomputed - saved[name] if name.startswith("layers.") else 0
         done = held - saved[name] + gradients[name]
-        segments.append(Segment(f"backward {name}", held, held + again + gradients[name] + working, done))
+        segments.append(Segment(f"backward {name}", held, held + again + gradients[name] + working[name], done))
         held -= saved[name]
         segments.append(Segment(f"gradients {name}", done, done, held))
         segments.append(Segment(f"freed {name}", held, held, held))
@@ -170,10 +189,10 @@ def _profile(config: TrainerConfig, dims: ParallelDims) -> list[Segment]:
 
 
 def _saved_bytes(config: TrainerConfig, dims: ParallelDims, tokens: int, compute: int) -> int:
-    """Of one block: inputs of norms and products, queries, keys, values, output of attention, and four times the hidden
-    layer of the feed-forward (gate, its activation, up, their product)."""
+    """Of one block: inputs and outputs of both norms, queries, keys and values (repeated for each query head), output
+    of attention, and four times the hidden layer of the feed-forward (gate, its activation, up, their product)."""
     model = config.model
-    whole = 8 * model.dim + 4 * model.n_kv_heads * model.head_dim + 4 * model.ffn_dim
+    whole = 8 * model.dim + 4 * model.ffn_dim
     width = {"none": whole, "selective": whole // 2, "full": model.dim}[config.activation_checkpointing]
     return tokens * width * compute // dims.tp
 
@@ -183,22 +202,25 @@ def _unpadded(config: TrainerConfig, dims: ParallelDims) -> dict[str, int]:
     return group_bytes(config, one, local_shapes(config.model, tp=dims.tp, tp_rank=0))
 
 
-def as_json(found: Prediction) -> str:
-    return msgspec.json.format(msgspec.json.encode(found)).decode()
+def as_json(found: Prediction, **more: msgspec.Struct) -> str:
+    """All figures, and what else is to be added by its name."""
+    return msgspec.json.format(msgspec.json.encode(msgspec.to_builtins(found) | more)).decode()
 
 
 def as_text(request: Request, found: Prediction) -> str:
     """Two tables: memory by phase in GiB, and what is sent."""
-    memory = [[phase, use["peak_bytes"] / _GIB, use["end_bytes"] / _GIB] for phase, use in found.phases.items()]
-    sent = [[t["phase"], t["kind"], t["group"], t["dtype"], t["count"], t["nbytes"] / _GIB] for t in found.traffic]
+    memory = [[phase, use["peak_bytes"] / GIB, use["end_bytes"] / GIB] for phase, use in found.phases.items()]
+    sent = [[t["phase"], t["kind"], t["group"], t["dtype"], t["count"], t["nbytes"] / GIB] for t in found.traffic]
     where = "device" if request.offload == "none" else "host"
+    name = " ".join([request.model, *(["with", *request.overrides] if request.overrides else [])])
     return "\n\n".join(
         [
-            f"{request.model}, {found.parameters / 1e9:.2f} billion parameters: {request.mesh} ({found.ranks} ranks), "
-            f"{request.precision}, reshard {request.reshard}, {request.batch} x {request.seq_len} tokens",
+            f"{name}, {found.parameters / 1e9:.2f} billion parameters: "
+            f"{request.mesh} ({found.ranks} ranks), {request.precision}, reshard {request.reshard}, "
+            f"{request.batch} x {request.seq_len} tokens",
             tabulate(memory, headers=["phase", "peak GiB", "left GiB"], floatfmt=".2f"),
-            f"State on the {where}: {found.state_bytes / _GIB:.2f} GiB. Activations, an estimate: "
-            f"{found.activation_bytes / _GIB:.2f} GiB. Without workspaces, fragmentation and buffers of the backend.\n"
+            f"State on the {where}: {found.state_bytes / GIB:.2f} GiB. Activations, an estimate: "
+            f"{found.activation_bytes / GIB:.2f} GiB. Without workspaces, fragmentation and buffers of the backend.\n"
             "Buffers live as in torch up to 2.13, verified on the CPU; on a GPU all of this is unverified.",
             tabulate(sent, headers=["phase", "collective", "group", "dtype", "number", "GiB sent"], floatfmt=".3f"),
         ]
@@ -216,7 +238,7 @@ def as_picture(request: Request, found: Prediction) -> str:
             f'<text x="8" y="{y + 16}">{phase}</text>',
             f'<rect x="90" y="{y}" width="{width:.1f}" height="22" fill="#7fb3d5"/>',
             f'<rect x="90" y="{y}" width="{resident * scale:.1f}" height="22" fill="#1f618d"/>',
-            f'<text x="{96 + width:.1f}" y="{y + 16}">{use["peak_bytes"] / _GIB:.2f} GiB</text>',
+            f'<text x="{96 + width:.1f}" y="{y + 16}">{use["peak_bytes"] / GIB:.2f} GiB</text>',
         ]
     title = f"{request.model} on {request.mesh}: memory of each rank (dark: parameters and optimizer)"
     return (

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from conformance.engine.cells import Cell
+from conformance.engine.law import law_of
 from conformance.engine.outcomes import ConformanceFailure, Unsupported
 from conformance.engine.simulation import simulated_world
+from conformance.engine.support import unsupported
 from conformance.engine.workload import trainer_config
 from conformance.laws import test_fsdp1 as laws
 from conformance.laws import test_streams as streams
@@ -132,6 +134,17 @@ def test_before_2_8_only_the_variable_promises_it(monkeypatch: pytest.MonkeyPatc
     streams.test_nothing_is_held_for_a_stream(on_device(0, GIB), Cell(record_streams="1"))
     with pytest.raises(Unsupported, match=r"unless TORCH_NCCL_AVOID_RECORD_STREAMS is 1; this is 2.7.1"):
         streams.test_nothing_is_held_for_a_stream(on_device(0, GIB), Cell())
+
+
+@pytest.mark.parametrize(
+    "test", [laws.test_fsdp2_needs_no_more_of_a_device_than_fsdp1, streams.test_nothing_is_held_for_a_stream]
+)
+def test_what_is_missing_is_said_with_numbers(test: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    law = law_of(test)
+    assert law is not None
+    reason = "needs 8 CUDA devices for substrate nccl, 1 for nccl-shared, found 3; this session runs gloo"
+    assert unsupported(law, CELL.but(mesh="dp2-tp4"), torch_version="2.13.0+cpu") == reason
 
 
 def test_a_run_of_fsdp1_has_no_checkpoints(tmp_path: Path) -> None:

@@ -15,16 +15,8 @@ from conformance.engine.workload import trainer_config
 from conformance.instruments.activations import GroupMarks
 from conformance.instruments.memory import memory_ledger
 from conformance.laws import test_memory as laws
-from conformance.oracles.memory_model import (
-    FROM_2_15,
-    UP_TO_2_13,
-    Lifetimes,
-    Segment,
-    gradients_stay,
-    group_bytes,
-    predict,
-    state_bytes,
-)
+from conformance.oracles.lifetimes import FROM_2_15, UP_TO_2_13, Lifetimes, gradients_stay
+from conformance.oracles.memory_model import Segment, group_bytes, predict, state_bytes
 from conformance.oracles.tp_schedule import local_shapes
 from reference_trainer.mesh import resolve_mesh
 

@@ -14,8 +14,8 @@ from conformance.engine.rank_messages import RankContext
 from conformance.engine.rank_tasks import rank_config, start_process_group
 from conformance.engine.simulation import simulated_world
 from conformance.instruments.activations import GroupMarks, Groups
-from conformance.instruments.memory import MemoryLedger, PhaseMarks, mark, memory_ledger
-from conformance.oracles.memory_model import gradients_stay, lifetimes_of
+from conformance.instruments.memory import Ledger, PhaseMarks, Segment, mark, memory_ledger
+from conformance.oracles.lifetimes import gradients_stay, lifetimes_of
 from conformance.oracles.schedule import communicates
 from reference_trainer.config import TrainerConfig
 from reference_trainer.data import Batches
@@ -74,42 +74,28 @@ def _warm_trainer(config: TrainerConfig, *, world_size: int) -> Trainer:
 def _measured_step(trainer: Trainer, step: int) -> dict[str, Any]:
     with memory_ledger() as ledger:
         trainer.train_step(step)
-    return {"segments": _segments(ledger), "backend": [msgspec.to_builtins(use) for use in ledger.backend]}
-
-
-def _segments(ledger: MemoryLedger) -> list[dict[str, Any]]:
-    return [msgspec.to_builtins(segment) for segment in ledger.segments]
+    return {name: [msgspec.to_builtins(one) for one in getattr(ledger, name)] for name in ("segments", "backend")}
 
 
 def without_fsdp(_context: RankContext, payload: dict[str, Any]) -> list[dict[str, Any]]:
-    """Segments of forward, loss and backward of each micro-batch, with the parameters in the dtype of computation.
+    """Segments of a model without FSDP, see `segments_without_fsdp`.
 
     Gradients have the dtypes, and stay for later micro-batches, as they do with FSDP in this version of torch. One
     process; with tensor parallelism it is rank 0 of a simulated world of tensor-parallel ranks.
     """
     config = msgspec.convert(payload["config"], TrainerConfig)
     dims = resolve_mesh(config.mesh, world_size=payload["world_size"])
-    lifetimes = lifetimes_of(str(torch.__version__))
     with simulated_world(dims.tp):
-        model = _model_without_fsdp(config, tp=dims.tp)
-        marks = GroupMarks(_groups(model))
+        model = Transformer(config.model)
+        init_weights(model, seed=config.seed)
+        parallelize_without_fsdp(model, config, tp=dims.tp)
         batches = Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
-        micro_batches = batches.micro_batches(0, dp_rank=0, dp_size=dims.dp, accumulation=config.accumulation)
-        for _warm in (True, False):
-            with memory_ledger() as ledger:
-                for index, (inputs, labels) in enumerate(micro_batches):
-                    reduces, _ = communicates(config, index)
-                    marks.reduces = reduces
-                    marks.releases = reduces or not gradients_stay(config, lifetimes)
-                    if lifetimes.gradients_have_own_dtypes:
-                        _set_grad_dtypes(model, config, reduces=reduces)
-                    _forward_backward(model, marks, config, inputs, labels)
-        return _segments(ledger)
+        segments = segments_without_fsdp(model, batches, config, dims, ledger=memory_ledger)
+    return [msgspec.to_builtins(segment) for segment in segments]
 
 
-def _model_without_fsdp(config: TrainerConfig, *, tp: int) -> Transformer:
-    model = Transformer(config.model)
-    init_weights(model, seed=config.seed)
+def parallelize_without_fsdp(model: Transformer, config: TrainerConfig, *, tp: int) -> None:
+    """In place: parameters in the dtype of computation, and all that the trainer applies to a model beside FSDP."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(mixed_precision_policy(config.precision).param_dtype)
     if tp > 1:
@@ -117,7 +103,28 @@ def _model_without_fsdp(config: TrainerConfig, *, tp: int) -> Transformer:
     for block in model.blocks:
         if config.activation_checkpointing != "none":
             apply_ac(block, mode=config.activation_checkpointing)
-    return model
+
+
+def segments_without_fsdp(
+    model: Transformer, batches: Batches, config: TrainerConfig, dims: ParallelDims, *, ledger: Ledger
+) -> list[Segment]:
+    """Of forward, loss and backward of each micro-batch, after a warm step, marked as in `instruments.activations`.
+
+    Gradients have the dtypes, and stay for later micro-batches, as they do with FSDP in this version of torch.
+    """
+    lifetimes = lifetimes_of(str(torch.__version__))
+    marks = GroupMarks(_groups(model))
+    micro_batches = batches.micro_batches(0, dp_rank=0, dp_size=dims.dp, accumulation=config.accumulation)
+    for _warm in (True, False):
+        with ledger() as found:
+            for index, (inputs, labels) in enumerate(micro_batches):
+                reduces, _ = communicates(config, index)
+                marks.reduces = reduces
+                marks.releases = reduces or not gradients_stay(config, lifetimes)
+                if lifetimes.gradients_have_own_dtypes:
+                    _set_grad_dtypes(model, config, reduces=reduces)
+                _forward_backward(model, marks, config, inputs, labels)
+    return found.segments
 
 
 def _set_grad_dtypes(model: Transformer, config: TrainerConfig, *, reduces: bool) -> None:

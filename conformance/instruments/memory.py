@@ -13,8 +13,8 @@ import json
 import tempfile
 import threading
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from reference_trainer.observer import Observer, Phase
 
 _CPU = 0
 """`Device Type` of an event, as `c10::DeviceType` numbers them."""
-_MARK = "memory mark: "
+MARK = "memory mark: "
 _C10D = "c10d::"
 
 
@@ -146,7 +146,7 @@ class _Backend:
 
 def mark(name: str) -> None:
     """A new segment begins."""
-    with record_function(_MARK + name):
+    with record_function(MARK + name):
         pass
 
 
@@ -155,6 +155,10 @@ class PhaseMarks(Observer):
 
     def phase(self, name: Phase, *, step: int) -> None:
         mark(name)
+
+
+Ledger = Callable[[], AbstractContextManager[MemoryLedger]]
+"""What opens a ledger, whose figures are there when the context has ended."""
 
 
 @contextmanager
@@ -182,8 +186,8 @@ def _reports(events: list[dict[str, Any]], *, thread: int) -> Iterator[Report]:
             address, change = event["args"]["Addr"], event["args"]["Bytes"]
             own = event["tid"] == thread and event["ts"] > until
             yield (address, change) if own else (address, change, operator)
-        elif name.startswith(_MARK):
-            yield name.removeprefix(_MARK)
+        elif name.startswith(MARK):
+            yield name.removeprefix(MARK)
         else:
             operator, until = f"{name}#{number}", event["ts"] + event["dur"]
 
@@ -198,7 +202,7 @@ def _trace(profiler: Any) -> list[dict[str, Any]]:
 
 
 def _is_span(event: dict[str, Any]) -> bool:
-    return event.get("ph") == "X" and str(event.get("name", "")).startswith((_MARK, _C10D))
+    return event.get("ph") == "X" and str(event.get("name", "")).startswith((MARK, _C10D))
 
 
 def _is_report(event: dict[str, Any]) -> bool:

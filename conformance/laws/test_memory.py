@@ -12,7 +12,8 @@ from conformance.engine.cells import Cell
 from conformance.engine.law import Measure, law
 from conformance.engine.outcomes import ConformanceFailure
 from conformance.engine.workload import trainer_config
-from conformance.oracles.memory_model import Segment, Usage, group_bytes, lifetimes_of, predict, state_bytes
+from conformance.oracles.lifetimes import lifetimes_of
+from conformance.oracles.memory_model import Segment, Usage, group_bytes, predict, state_bytes, usage_by_phase
 from conformance.oracles.schedule import kept_after_forward
 from conformance.oracles.tp_schedule import local_shapes
 from conformance.substrates import REAL, SIMULATED
@@ -216,10 +217,4 @@ def _compare_phases(
 
 
 def _phases(measured: Mapping[str, Any]) -> dict[str, Usage]:
-    """Over all micro-batches: the largest peak, and what the last of them left."""
-    phases: dict[str, Usage] = {}
-    for segment in msgspec.convert(measured["segments"], list[Segment]):
-        usage = phases.setdefault(segment.mark, Usage())
-        usage.peak_bytes = max(usage.peak_bytes, segment.peak_bytes)
-        usage.end_bytes = segment.end_bytes
-    return phases
+    return usage_by_phase(msgspec.convert(measured["segments"], list[Segment]))

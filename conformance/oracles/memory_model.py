@@ -21,12 +21,14 @@ On the CPU I is filled with further copies (`_copies_to_fill`), and one paramete
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 
 import msgspec
 import torch
 
 from conformance.oracles.dtype_policy import dtype_policy
+from conformance.oracles.lifetimes import UP_TO_2_13, Lifetimes
 from conformance.oracles.schedule import (
     communicates,
     gathered_ahead_in_backward,
@@ -47,44 +49,21 @@ class Segment(msgspec.Struct, frozen=True):
     end_bytes: int
 
 
-class Lifetimes(msgspec.Struct, frozen=True):
-    """What differs between versions of torch."""
-
-    previous_gather_until_copied: bool = True
-    """In forward the output of the previous all-gather is kept until the next one is copied out (up to 2.13)."""
-    gradients_have_own_dtypes: bool = False
-    """If gradients are reduced in a wider dtype than the parameters have, B has the parameters' dtype up to 2.13: FSDP
-    casts it after a group's backward, into L, or while I is filled.
-
-    From 2.15 on `Tensor.grad_dtype` of unsharded parameters is None during backward, which leaves gradients in the
-    dtype in which they are computed. Autograd casts to the reduce dtype only those of the first of several
-    micro-batches, and adds the others to them, and those of parameters replicated over tensor-parallel ranks, over
-    which they may have to be summed. So there is no L, and a norm that computes in fp32 has an fp32 gradient in a group
-    of bf16 ones (`_set_unsharded_grad_dtypes`, `may_reduce_grad_outside_dp`, `chunk_cat_mixed_dtype`).
-    """
-
-
-UP_TO_2_13 = Lifetimes()
-FROM_2_15 = Lifetimes(previous_gather_until_copied=False, gradients_have_own_dtypes=True)
-
-
-def lifetimes_of(torch_version: str) -> Lifetimes:
-    """Of torch 2.14 nothing is known: it is taken to be like 2.15."""
-    major, minor = (int(part) for part in torch_version.split("+")[0].split(".")[:2])
-    return UP_TO_2_13 if (major, minor) <= (2, 13) else FROM_2_15
-
-
-def gradients_stay(config: TrainerConfig, lifetimes: Lifetimes) -> bool:
-    """Whether gradients that wait for the last micro-batch stay with their parameters, for autograd to add to them."""
-    policy = dtype_policy(config.precision)
-    return lifetimes.gradients_have_own_dtypes or policy.compute == policy.reduce
-
-
 class Usage(msgspec.Struct):
     """Of one phase."""
 
     peak_bytes: int = 0
     end_bytes: int = 0
+
+
+def usage_by_phase(segments: Iterable[Segment]) -> dict[str, Usage]:
+    """What was measured between marks that are phases: over all micro-batches the largest peak, and the last rest."""
+    phases: dict[str, Usage] = {}
+    for segment in segments:
+        usage = phases.setdefault(segment.mark, Usage())
+        usage.peak_bytes = max(usage.peak_bytes, segment.peak_bytes)
+        usage.end_bytes = segment.end_bytes
+    return phases
 
 
 def predict(
@@ -94,12 +73,14 @@ def predict(
     profile: Sequence[Segment],
     *,
     lifetimes: Lifetimes = UP_TO_2_13,
+    kernels: bool = True,
 ) -> dict[str, Usage]:
     """Peak and rest of `forward`, `backward`, `clip`, `optimizer` and `idle`, over all micro-batches of a step.
 
-    `shapes` are what FSDP divides, by parameter; `profile` has the segments of all micro-batches.
+    `shapes` are what FSDP divides, by parameter; `profile` has the segments of all micro-batches; `kernels` says if
+    what operators of the CPU allocate for themselves counts, which tensors without memory do not show.
     """
-    walk = Walk(config, dims, shapes, lifetimes)
+    walk = Walk(config, dims, shapes, lifetimes, kernels=kernels)
     walk.micro_batches(profile)
     walk.after_backward()
     return walk.phases
@@ -142,19 +123,25 @@ class Walk:
         dims: ParallelDims,
         shapes: Mapping[str, Sequence[int]],
         lifetimes: Lifetimes,
+        *,
+        kernels: bool = True,
     ) -> None:
+        self._kernels = int(kernels)
         self.phases: dict[str, Usage] = {}
         self._config, self._dims, self._lifetimes = config, dims, lifetimes
         policy = dtype_policy(config.precision)
         self._compute, self._reduce, self._master = (
             int(getattr(torch, name).itemsize) for name in (policy.compute, policy.reduce, policy.sharded)
         )
+        self._optimizer_groups: tuple[list[int], list[int]] = ([], [])
+        """Shards of matrices and of vectors, in the order of the optimizer."""
         self._parameters: dict[str, list[_Parameter]] = {}
         """Of each group."""
         for name, (rows, *rest) in shapes.items():
             shard, row = -(-rows // dims.dp_shard), math.prod(rest)
             parameter = _Parameter(rows * row, shard * row, shard * row * dims.dp_shard)
             self._parameters.setdefault(group_of(name, config), []).append(parameter)
+            self._optimizer_groups[0 if rest else 1].append(parameter.shard)
         self._shard = {group: sum(p.shard for p in parameters) for group, parameters in self._parameters.items()}
         self._held: dict[str, int] = {}
         self._phase = "forward"
@@ -217,20 +204,27 @@ class Walk:
         self._reduces, self._all_reduces = communicates(self._config, index)
 
     def after_backward(self) -> None:
-        """Clipping works in place. AdamW computes the step of one parameter in three temporaries of its size.
+        """Clipping works in place.
 
-        That is torch's own choice on the CPU, and the trainer has no option for it. On a GPU torch chooses `foreach`,
-        with temporaries for all parameters at once, which is not modelled.
+        The optimizer is torch's choice on the CPU, and the trainer has no option for it. On a GPU torch chooses
+        `foreach`, with temporaries for all parameters at once, which is not modelled.
         """
         self._phase = "clip"
         parameters = [parameter for group in self._parameters.values() for parameter in group]
         self._note(self._scalars_of_a_norm() * len(parameters))
         self._phase = "optimizer"
-        temporaries = 3 if self._config.optimizer.name == "adamw" else 0
-        self._note(temporaries * max(parameter.shard for parameter in parameters) * self._master)
+        if self._config.optimizer.name == "adamw":
+            for shards in self._optimizer_groups:
+                self._adamw(shards)
         self._free_all([name for name in self._held if name.startswith("G ")])
         self._phase = "idle"
         self._note()
+
+    def _adamw(self, shards: Sequence[int]) -> None:
+        """One parameter after the other: a root and its quotient are computed while the last denominator is still held
+        (`_single_tensor_adam` in torch/optim/adam.py)."""
+        for before, shard in pairwise([0, *shards]):
+            self._note((before + 2 * shard) * self._master)
 
     def _scalars_of_a_norm(self) -> int:
         """Bytes for each parameter: its norm, that in a stack, and what becomes of the stack over the mesh."""
@@ -277,6 +271,8 @@ class Walk:
         self._hold("B", self._gradients_bytes + self._wide_gradients_bytes)
         if f"L {group}" in self._held:
             self._add_up(group)
+        elif self._reduces:
+            self._take_own_part(group)
         self._free(f"U {group}")
         if not self._reduces:
             self._lay_aside(group)
@@ -285,14 +281,17 @@ class Walk:
         self._free_all([name for name in self._held if name.startswith("I ")])
         self._hold(f"I {group}", self._whole(group) * self._reduce)
         self._note(self._copies_to_fill(group))
+        if self._dims.dp_shard > 1 and self._lifetimes.last_gradient_until_reduced:
+            self._part_with_last_gradient(group)
         self._free("B")
         self._free(f"L {group}")
         self._reduce_gradients(group)
+        self._free("last gradient")
 
     def _add_up(self, group: str) -> None:
         """Parameter by parameter: cast, added to what waits, and freed."""
         for gradient in self._gradients(group):
-            self._note(gradient * self._reduce // self._compute)
+            self._note(gradient * self._reduce // self._compute * self._kernels)
             self._held["B"] -= gradient
 
     def _lay_aside(self, group: str) -> None:
@@ -315,10 +314,24 @@ class Walk:
         sizes = [parameter.padded for parameter in self._parameters[group]]
         padded = sum(parameter.padded for parameter in self._parameters[group] if parameter.padded != parameter.numel)
         if self._reduce == self._compute or f"L {group}" in self._held:
-            return padded * self._reduce
+            return padded * self._reduce * self._kernels
         if self._wide_gradients_bytes:
-            return padded * self._reduce + self._gradients_bytes * self._reduce // self._compute
-        return (padded + max(sizes)) * self._compute
+            return padded * self._reduce * self._kernels + self._gradients_bytes * self._reduce // self._compute
+        return (padded + max(sizes)) * self._compute * self._kernels
+
+    def _take_own_part(self, group: str) -> None:
+        """Of the embedding's gradient with tensor parallelism: each rank has computed the whole."""
+        own = sum(parameter.numel for parameter in self._parameters[group]) * self._compute
+        if self._held["B"] > own and not self._wide_gradients_bytes:
+            self._note(own)
+            self._held["B"] = own
+
+    def _part_with_last_gradient(self, group: str) -> None:
+        """It is held for longer than the others."""
+        among, itemsize = ("B", self._compute) if self._held["B"] else (f"L {group}", self._reduce)
+        last = min(self._parameters[group][-1].numel * itemsize, self._held.get(among, 0))
+        self._held["last gradient"] = last
+        self._held[among] = self._held.get(among, 0) - last
 
     def _reduce_gradients(self, group: str) -> None:
         output = self._shard[group] * self._reduce

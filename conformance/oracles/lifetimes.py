@@ -1,0 +1,44 @@
+"""What differs between versions of torch in how long FSDP2 keeps a buffer; see `memory_model` for the letters."""
+
+import msgspec
+
+from conformance.oracles.dtype_policy import dtype_policy
+from reference_trainer.config import TrainerConfig
+
+
+class Lifetimes(msgspec.Struct, frozen=True):
+    """What differs between versions of torch."""
+
+    previous_gather_until_copied: bool = True
+    """In forward the output of the previous all-gather is kept until the next one is copied out (up to 2.13)."""
+    last_gradient_until_reduced: bool = True
+    """The gradient of a group's last parameter is held until the group is reduced, in a variable of a loop over all of
+    them (`foreach_reduce`, up to 2.13)."""
+    gradients_have_own_dtypes: bool = False
+    """If gradients are reduced in a wider dtype than the parameters have, B has the parameters' dtype up to 2.13: FSDP
+    casts it after a group's backward, into L, or while I is filled.
+
+    From 2.15 on `Tensor.grad_dtype` of unsharded parameters is None during backward, which leaves gradients in the
+    dtype in which they are computed. Autograd casts to the reduce dtype only those of the first of several
+    micro-batches, and adds the others to them, and those of parameters replicated over tensor-parallel ranks, over
+    which they may have to be summed. So there is no L, and a norm that computes in fp32 has an fp32 gradient in a group
+    of bf16 ones (`_set_unsharded_grad_dtypes`, `may_reduce_grad_outside_dp`, `chunk_cat_mixed_dtype`).
+    """
+
+
+UP_TO_2_13 = Lifetimes()
+FROM_2_15 = Lifetimes(
+    previous_gather_until_copied=False, last_gradient_until_reduced=False, gradients_have_own_dtypes=True
+)
+
+
+def lifetimes_of(torch_version: str) -> Lifetimes:
+    """Of torch 2.14 nothing is known: it is taken to be like 2.15."""
+    major, minor = (int(part) for part in torch_version.split("+")[0].split(".")[:2])
+    return UP_TO_2_13 if (major, minor) <= (2, 13) else FROM_2_15
+
+
+def gradients_stay(config: TrainerConfig, lifetimes: Lifetimes) -> bool:
+    """Whether gradients that wait for the last micro-batch stay with their parameters, for autograd to add to them."""
+    policy = dtype_policy(config.precision)
+    return lifetimes.gradients_have_own_dtypes or policy.compute == policy.reduce
