@@ -6,6 +6,7 @@ from conformance.engine import compare
 from conformance.engine.cells import RECORD_STREAMS, Cell
 from conformance.engine.law import Measure, Run, law
 from conformance.engine.outcomes import ConformanceFailure, Unsupported
+from conformance.engine.support import release
 from conformance.oracles.axes import prove
 from conformance.substrates import CUDA
 
@@ -45,14 +46,9 @@ def test_nothing_is_held_for_a_stream(measure: Measure, cell: Cell) -> None:
     Neither FSDP2 nor, as it says since 2.8, the process group calls record_stream. Before, without the variable, what
     asynchronous collectives of tensor parallelism use is held: nothing to judge there.
     """
-    if cell.record_streams != "1" and _torch_version() < (2, 8):
+    if cell.record_streams != "1" and release(str(torch.__version__)) < (2, 8):
         raise Unsupported(f"up to torch 2.7 memory is held unless {RECORD_STREAMS} is 1; this is {torch.__version__}")
     for rank, peaks in enumerate(measure("rank_device:step_on_device", cell)):
         detail = f"rank {rank}, active {peaks['active']}, allocated {peaks['allocated']}"
         held = peaks["active"] - peaks["allocated"]
         compare.count(held, name="held for streams", expected=0, detail=detail, unit="bytes")
-
-
-def _torch_version() -> tuple[int, int]:
-    major, minor = torch.__version__.split("+")[0].split(".")[:2]
-    return int(major), int(minor)
