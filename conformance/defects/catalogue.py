@@ -20,6 +20,7 @@ _FAULTS = (
     "offload",
     "reduction",
     "fsdp",
+    "hang",
     "tp",
     "layout",
     "precision",
