@@ -99,7 +99,7 @@ def test_injection_is_undone(name: str) -> None:
 
 
 def snapshot() -> dict[str, int]:
-    """Identity of all that lives in the trainer's and FSDP2's modules, and in the latter's classes."""
+    """Identity of all that lives in the modules that defects replace names of, and in their classes."""
 
     def members(prefix: str, owner: ModuleType | type) -> Iterator[tuple[str, int]]:
         for name, value in vars(owner).items():
@@ -109,7 +109,8 @@ def snapshot() -> dict[str, int]:
 
     torch_modules = ("fsdp", "tensor", "checkpoint")
     prefixes = ("reference_trainer.", "torch.nn.utils.", *(f"torch.distributed.{name}." for name in torch_modules))
-    modules = {name: module for name, module in sys.modules.items() if name.startswith(prefixes)}
+    others = ("torch.distributed", "torch.nn.init", "psutil", "conformance.instruments.poison")
+    modules = {name: module for name, module in sys.modules.items() if name.startswith(prefixes) or name in others}
     return {key: number for name, module in modules.items() for key, number in members(name, module)}
 
 
