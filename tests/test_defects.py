@@ -104,7 +104,7 @@ def snapshot() -> dict[str, int]:
     def members(prefix: str, owner: ModuleType | type) -> Iterator[tuple[str, int]]:
         for name, value in vars(owner).items():
             yield f"{prefix}.{name}", id(value)
-            if isinstance(owner, ModuleType) and isinstance(value, type) and value.__module__ == owner.__name__:
+            if isinstance(owner, ModuleType) and issubclass(type(value), type) and value.__module__ == owner.__name__:
                 yield from members(f"{prefix}.{name}", value)
 
     torch_modules = ("fsdp", "tensor", "checkpoint")
