@@ -13,6 +13,7 @@ import psutil
 import pytest
 import torch
 
+import conformance.instruments.poison  # noqa: F401
 import reference_trainer.checkpoint  # noqa: F401 - so that all that a defect may replace is loaded
 from conformance.defects.catalogue import defects, ids, injected, sources_of
 from conformance.defects.injection import Defect, NotInjectable, replaced
