@@ -235,7 +235,10 @@ def test_nothing_selected_is_no_result(tmp_path: Path) -> None:
     [
         (["--profile", "smok"], r"unknown profile `smok`; allowed: .*\(did you mean `smoke`\?\)$"),
         (["--cells", "msh = dp2"], r"unknown name `msh`; allowed: id, mesh, "),
-        (["--defect", "nonsense"], r"--defect nonsense: not a known defect; choose from rope-buffer-uninit, "),
+        (
+            ["--defect", "nonsense"],
+            r"--defect nonsense: not a known defect; choose from collective-wrong-",
+        ),
         (["--matrix", "DIR/broken.yaml"], r"DIR/broken.yaml:\d+: .*`msh`"),
         (["--matrix", "DIR/none.yaml"], r"DIR/none.yaml:.* No such file"),
         (["-n2", "--dist", "loadgroup"], r"--dist loadgroup is broken with this pytest .*: use --dist load$"),

@@ -10,8 +10,11 @@ _SCALE = "id in ({0}-fp32-default-meta-sgd, {0}-fp32-default-meta-integer-sgd-no
 _RESUMED = "id = dp2-fp32-default-meta-from.same-steps4"
 _CLIPPED, _LARGEST = "id = {}-fp32-default-meta-clip0.1", "id = dp2-fp32-default-meta-clip0.1-norminf"
 _DEEP = "id in (dp4-fp32-table-meta-deep, dp4-fp32-table-meta)"
-_PREFETCHED = "mesh = dp4 and precision = fp32 and forward_prefetch = 1 and backward_prefetch < 2"
-_RECOMPUTED_AHEAD = "mesh = dp4 and reshard = default and forward_prefetch = 2 and activation_checkpointing = full"
+_PREFETCHED = (
+    "id in (dp4-fp32-default-meta-fpre1, dp4-fp32-default-meta-fpre1-bpre1, "
+    "dp4-fp32-default-meta-deep-fpre1-bpre1-acfull)"
+)
+_RECOMPUTED_AHEAD = "id in (dp4-fp32-default-meta-fpre2-bpre2-acfull, dp4-fp32-default-meta-deep-fpre2-bpre1-acfull)"
 _DEEP_AND_FSDP1 = "id in (dp4-fp32-table-meta-deep, dp4-fp32-table-meta, dp4-fp32-default-full-deep-fsdp1)"
 _OFFLOADED, _MISTAKES = "id = dp2-fp32-default-meta-clip0.1-offloadcpu", "id = dp2-fp32-default-meta-offloadcpu"
 SHOWN_BY = {

@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -88,7 +89,7 @@ class Case(msgspec.Struct, frozen=True):
         return f"{self.law}/{self.cell.id}"
 
 
-class Matrix(_Entry, frozen=True, kw_only=True):
+class Matrix(_Entry, frozen=True, kw_only=True, dict=True):
     """The whole file; get one from `load_matrix`, which checks it."""
 
     schema: Literal[1]
@@ -104,7 +105,10 @@ class Matrix(_Entry, frozen=True, kw_only=True):
 
     def cells(self, family: str) -> tuple[Cell, ...]:
         """The cells of a family that can exist, in the order of the file; ValueError if there is no such family."""
-        return tuple(cell for cell in self.product(family) if self._exclusion_of(cell) is None)
+        self._require_family(family)
+        if family not in self._kept:
+            self._kept[family] = tuple(cell for cell in self.product(family) if self._exclusion_of(cell) is None)
+        return self._kept[family]
 
     def excluded(self, family: str) -> tuple[tuple[Cell, Exclusion], ...]:
         """The other cells of a family, each with the first rule that excludes it; ValueError as for `cells`."""
@@ -116,6 +120,8 @@ class Matrix(_Entry, frozen=True, kw_only=True):
         it was selected. Raises ValueError if there is no such profile.
         """
         chosen = self.profile(profile)
+        if only is None and not seed and profile in self._cases:
+            return self._cases[profile]
         selections = [] if chosen.cells is None else [parse(chosen.cells)]
         selections += [] if only is None else [only]
         cases = (
@@ -127,7 +133,20 @@ class Matrix(_Entry, frozen=True, kw_only=True):
             for law in family.laws
         )
         rank = {law: index for index, law in enumerate(self.laws())}
-        return tuple(sorted(dict.fromkeys(cases), key=lambda case: rank[case.law]))
+        found = tuple(sorted(dict.fromkeys(cases), key=lambda case: rank[case.law]))
+        if only is None and not seed:
+            self._cases[profile] = found
+        return found
+
+    @cached_property
+    def _kept(self) -> dict[str, tuple[Cell, ...]]:
+        """Cells by family, of those that were asked for: nothing of a matrix changes."""
+        return {}
+
+    @cached_property
+    def _cases(self) -> dict[str, tuple[Case, ...]]:
+        """The same of cases by profile."""
+        return {}
 
     def laws(self) -> tuple[str, ...]:
         """The ids of all laws: groups in the order of their first appearance, then by number."""
@@ -148,8 +167,7 @@ class Matrix(_Entry, frozen=True, kw_only=True):
 
     def product(self, family: str) -> Iterator[Cell]:
         """All combinations of a family, excluded or not; raises ValueError if there is no such family."""
-        if family not in self.families:
-            raise ValueError(f"unknown family `{family}`{allowed(family, self.families)}")
+        self._require_family(family)
         chosen = self.families[family]
         if chosen.cover is not None:
             yield from _covering_cells(self, family)
@@ -177,6 +195,10 @@ class Matrix(_Entry, frozen=True, kw_only=True):
         decide = {axis: values for axis, values in axes.items() if axis in exclusion.axes}
         rows = (dict(zip(decide, values, strict=True)) for values in itertools.product(*decide.values()))
         return any(exclusion.matches(cell_from_axes({**fixed, **row})) for row in rows)
+
+    def _require_family(self, family: str) -> None:
+        if family not in self.families:
+            raise ValueError(f"unknown family `{family}`{allowed(family, self.families)}")
 
     def _exclusion_of(self, cell: Cell) -> Exclusion | None:
         return next((exclusion for exclusion in self.exclusions if exclusion.matches(cell)), None)
