@@ -1,7 +1,22 @@
-"""Set-up of all tests."""
+"""Set-up of all tests, and what several of them begin with."""
 
 import signal
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 # A shell that runs CI as a background job ignores SIGINT in it, and so would every process that the tests start: those
 # that send Ctrl-C would wait for ever. Children inherit the default action once this process has a handler of its own.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    """A world of one rank in this process."""
+    with tempfile.TemporaryDirectory() as directory:
+        dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=0, world_size=1)
+        yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
+        dist.destroy_process_group()

@@ -1,7 +1,5 @@
 """Instruments and oracles without a training run: what they see, and what they say about known cases."""
 
-import tempfile
-from collections.abc import Iterator
 from math import inf, sqrt
 from typing import Any
 
@@ -10,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from conformance.engine.cells import Cell, axis_choices, axis_names
@@ -25,16 +23,6 @@ from conformance.oracles.emulation import Emulation
 from conformance.oracles.reference import ReferenceRun, total_norm
 from reference_trainer.config import ModelConfig, OptimizerConfig
 from reference_trainer.model import Transformer
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[DeviceMesh]:
-    """A world of one rank in this process."""
-    with tempfile.TemporaryDirectory() as directory:
-        dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=0, world_size=1)
-        yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
-        dist.destroy_process_group()
-
 
 # Collectives
 

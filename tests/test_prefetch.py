@@ -1,14 +1,11 @@
 """Which groups the trainer has gathered ahead, and how the suite sees it."""
 
-import tempfile
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from conformance.instruments.prefetching import backward_prefetch_of
@@ -20,15 +17,6 @@ from reference_trainer.prefetch import backward_order, each_with_next, forward_o
 from reference_trainer.reshard import reshard_policy
 
 TIED = ModelConfig(tied_embeddings=True)
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[DeviceMesh]:
-    """A world of one rank in this process."""
-    with tempfile.TemporaryDirectory() as directory:
-        dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=0, world_size=1)
-        yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
-        dist.destroy_process_group()
 
 
 def parallel_model(mesh: DeviceMesh, **fields: Any) -> Transformer:

@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from _pytest.outcomes import OutcomeException
 
 from conformance.describe import PROJECT, law_tests
 from conformance.engine.matrix import Case, Matrix, load_matrix
@@ -78,7 +78,7 @@ def judged(store: RecordStore, case: Case) -> Judged:
     with collecting() as measured:
         try:
             test(**arguments)
-        except (Exception, OutcomeException) as error:
+        except (Exception, pytest.skip.Exception, pytest.fail.Exception) as error:
             verdict, reason = classify(error)
     return Judged(case, verdict, reason, measured)
 

@@ -17,6 +17,7 @@ from conformance.describe import asserted_laws
 from conformance.detection.bench import Bench, the_matrix
 from conformance.detection.trials import Trial, key_of, try_defect
 from conformance.engine.pool import Pools
+from conformance.engine.support import release
 
 RESULTS_FILE = "kill_matrix.json"
 _HERE = ("gloo", "simulated")
@@ -72,6 +73,8 @@ def kill_matrix(*, profile: str, directory: Path, workers: int, only: Sequence[s
     """
     the_matrix().profile(profile)
     chosen = _chosen(only)
+    here = release(str(torch.__version__))
+    chosen = [defect for defect in chosen if release(defect.since) <= here]
     shown = [defect for defect in chosen if set(_HERE) & set(defect.substrates)]
     earlier = {trial.key: trial for trial in _earlier(directory)}
     missing = [defect for defect in shown if key_of(defect, profile=profile) not in earlier]
