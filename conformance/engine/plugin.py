@@ -22,6 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--seed", type=int, default=0, metavar="N", help="add N to the seed of every cell: other weights and data"
     )
+    group.addoption("--shard", metavar="I/N", help="only the I-th of N parts of the cells, for N machines")
     group.addoption("--matrix", metavar="FILE", help="matrix file (default: matrix.yaml of the project)")
     group.addoption(
         "--report-dir", metavar="DIR", default="conformance-report", help="where the report goes (default: %(default)s)"

@@ -3,10 +3,15 @@
 import importlib
 from contextlib import suppress
 
-# Measured with a small FSDP2+TP training step over gloo: with this list the first step imports two more small
+# Measured with a small FSDP2+TP training step over gloo: with this list the first step imports three more small
 # modules. `torch._dynamo` is imported by the first DTensor module in any case (about 0.5 s to 1.4 s, in every rank);
-# it is only named here, never used, and a torch release without it merely starts its ranks more slowly.
+# it is only named here, never used, and a torch release without it merely starts its ranks more slowly. The modules
+# with the tasks of ranks bring along the trainer, the instruments and the defects (0.3 s in every rank).
 PRELOADED_MODULES = (
+    "conformance.engine.rank_clipping",
+    "conformance.engine.rank_device",
+    "conformance.engine.rank_memory",
+    "conformance.engine.rank_probes",
     "numpy.random",
     "torch",
     "torch._dynamo",

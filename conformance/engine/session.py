@@ -25,6 +25,7 @@ from conformance.engine.record import Record
 from conformance.engine.report import CaseResult
 from conformance.engine.reporter import Reporter
 from conformance.engine.selection import parse
+from conformance.engine.shards import parse_shard
 from conformance.engine.store import Clock, RecordStore
 from conformance.engine.support import DEVICE, SUBSTRATE, release, unsupported
 from conformance.engine.verdicts import Verdict, classify
@@ -90,7 +91,8 @@ class Session:
             waivers = file.with_name("waivers.yaml")
             self.waivers = load_waivers(waivers, self.matrix, today=datetime.date.today()) if waivers.exists() else []
             selection = parse(option.cells) if option.cells else None
-            self.cases = self.matrix.cases(self.profile, only=selection, seed=option.seed)
+            cases = self.matrix.cases(self.profile, only=selection, seed=option.seed)
+            self.cases = parse_shard(option.shard).of(cases) if option.shard else cases
             self.defect = _known_defect(option.defect)
         except ValueError as error:
             raise pytest.UsageError(str(error)) from None
