@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 from tabulate import tabulate
 
+from benchmarks.pages import write_between
 from conformance.defects.catalogue import defects
 from conformance.defects.shown_by import SHOWN_BY
 from conformance.engine.matrix import load_matrix
@@ -28,7 +29,6 @@ from conformance.engine.report import CaseResult, Report
 
 PROJECT = Path(__file__).resolve().parents[1]
 PAGE = PROJECT / "docs" / "tolerances.md"
-MARKS = "<!-- separation: begin -->", "<!-- separation: end -->"
 FACTOR = 3.0
 """Distance from a bound that counts as separated, on either side (DESIGN.md section 8)."""
 LAWS = ("PAR-1", "PAR-2", "PAR-3", "PAR-6", "PAR-7", "MP-2", "MP-5")
@@ -157,12 +157,6 @@ def table(rows: dict[tuple[str, str], Row]) -> str:
     return tabulate(lines, headers, tablefmt="github", disable_numparse=True)
 
 
-def write(text: str) -> None:
-    page = PAGE.read_text()
-    begin, end = (page.index(mark) for mark in MARKS)
-    PAGE.write_text(f"{page[: begin + len(MARKS[0])]}\n{text}\n{page[end:]}")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5, help="seeds 0 to N-1 (default: 5)")
@@ -171,7 +165,7 @@ def main() -> int:
     rows = measured_rows(arguments.seeds)
     print(table(rows))
     if arguments.write:
-        write(table(rows))
+        write_between(PAGE, "separation", table(rows))
     close = [" ".join(key) for key, row in rows.items() if not row.separated]
     print("\n".join(["", "not separated:", *close] if close else ["", "all separated"]))
     return 1 if close else 0

@@ -73,7 +73,7 @@ def _excluded(matrix: Matrix, profile: str, *, only: Selection | None) -> list[l
 
 def show(matrix: Matrix, id_: str) -> str:
     """The description of a cell, law or defect. Raises UnknownId."""
-    cells = {cell.id: cell for family in matrix.families for cell in matrix.product(family)}
+    cells = matrix.products
     if id_ in cells:
         return _cell_text(matrix, cells[id_])
     # Imported only now: these need torch, which takes seconds to load.

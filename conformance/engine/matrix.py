@@ -139,6 +139,11 @@ class Matrix(_Entry, frozen=True, kw_only=True, dict=True):
         return found
 
     @cached_property
+    def products(self) -> dict[str, Cell]:
+        """The cells of all families by id, excluded or not."""
+        return {cell.id: cell for family in self.families for cell in self.product(family)}
+
+    @cached_property
     def _kept(self) -> dict[str, tuple[Cell, ...]]:
         """Cells by family, of those that were asked for: nothing of a matrix changes."""
         return {}

@@ -169,7 +169,7 @@ def memory_ledger(*, mapped_bytes: Collection[int] = ()) -> Iterator[MemoryLedge
     """
     ledger = MemoryLedger()
     gc.collect()  # so that garbage in cycles is not released into the ledger
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         yield ledger
     events = sorted(_trace(profiler), key=lambda event: event["ts"])
     if not any(event["name"] == "[memory]" for event in events):

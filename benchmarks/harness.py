@@ -1,0 +1,148 @@
+"""Time per case of the same check under this engine and under torch's own test harnesses:
+
+    python benchmarks/harness.py [--runs 20] [--write]
+
+`MultiProcessTestCase` starts processes for each test; `MultiProcContinuousTest` keeps them, with one process group, for
+a whole class, and is of no more use after the first fault; this engine keeps them too, makes a process group for each
+case, and replaces what has failed. Each harness runs the check (`step_check.py`) `--runs` times in one session of its
+own; the rounds alternate between harnesses, so that whatever else the machine does falls on all alike. Seconds per
+case include the start of processes; "warm" is the median of all cases but the first. `--write` puts the table into
+docs/performance.md.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import time
+import unittest
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from torch.testing._internal.common_distributed import MultiProcContinuousTest, MultiProcessTestCase
+
+PROJECT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(PROJECT))  # also for the processes that torch's harnesses spawn
+
+from benchmarks.pages import write_between  # noqa: E402
+from benchmarks.step_check import check_one_step  # noqa: E402
+from conformance.engine.cells import Cell  # noqa: E402
+from conformance.engine.pool import Pools, Task  # noqa: E402
+
+PAGE = PROJECT / "docs" / "performance.md"
+MESHES = ("dp2", "dp4", "dp2-tp2")
+DEADLINE_S = 120.0
+OURS, SPAWNED, CONTINUOUS = "this engine", "MultiProcessTestCase", "MultiProcContinuousTest"
+
+
+class _Spawned(MultiProcessTestCase):
+    mesh = ""
+
+    @property
+    def world_size(self) -> int:
+        return Cell(mesh=self.mesh).world_size
+
+    def setUp(self) -> None:
+        super().setUp()
+        self._spawn_processes()
+
+    def test_step(self) -> None:
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(self.file_name, self.world_size), rank=self.rank, world_size=self.world_size
+        )
+        torch.set_num_threads(1)
+        check_one_step(self.mesh)
+        dist.destroy_process_group()
+
+
+class _Continuous(MultiProcContinuousTest):
+    mesh = ""
+
+    @classmethod
+    def backend_str(cls) -> str:
+        return "gloo"
+
+    def test_step(self) -> None:
+        torch.set_num_threads(1)
+        check_one_step(self.mesh)
+
+
+def _classes(base: type[unittest.TestCase]) -> dict[str, type[unittest.TestCase]]:
+    """A class for each mesh, at module level, where spawned processes find it."""
+    return {
+        mesh: type(f"{base.__name__}_{mesh.replace('-', '_')}", (base,), {"mesh": mesh, "__module__": __name__})
+        for mesh in MESHES
+    }
+
+
+_SPAWNED, _CONTINUOUS = _classes(_Spawned), _classes(_Continuous)
+for _class in (*_SPAWNED.values(), *_CONTINUOUS.values()):
+    globals()[_class.__name__] = _class
+for _mesh, _class in _CONTINUOUS.items():
+    _class.world_size = Cell(mesh=_mesh).world_size  # type: ignore[attr-defined]
+
+
+def _torchs(case: type[unittest.TestCase], runs: int) -> list[float]:
+    """Seconds of each run of its test in one session; the class's own end counts as part of the last."""
+    seconds: list[float] = []
+    result = unittest.TestResult()
+    case.setUpClass()
+    for run in range(runs):
+        start_s = time.perf_counter()
+        case("test_step").run(result)
+        if run == runs - 1:
+            case.tearDownClass()
+        seconds.append(time.perf_counter() - start_s)
+    for _, text in (*result.failures, *result.errors):
+        raise RuntimeError(f"{case.__name__} failed:\n{text}")
+    return seconds
+
+
+def _ours(mesh: str, runs: int) -> list[float]:
+    seconds: list[float] = []
+    task = Task("benchmarks.step_check:on_ranks", {"mesh": mesh})
+    world_size = Cell(mesh=mesh).world_size
+    start_s = time.perf_counter()
+    with Pools() as pools:
+        for run in range(runs):
+            pools.run(task, world_size=world_size, deadline_s=DEADLINE_S)
+            if run == runs - 1:
+                pools.close()
+            seconds.append(time.perf_counter() - start_s)
+            start_s = time.perf_counter()
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Seconds per case under three harnesses.")
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.relative_to(PROJECT)}")
+    arguments = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as the ranks of this engine have it
+    harnesses = {
+        OURS: lambda mesh: _ours(mesh, arguments.runs),
+        CONTINUOUS: lambda mesh: _torchs(_CONTINUOUS[mesh], arguments.runs),
+        SPAWNED: lambda mesh: _torchs(_SPAWNED[mesh], arguments.runs),
+    }
+    rows = []
+    for mesh in MESHES:
+        seconds = {name: run(mesh) for name, run in harnesses.items()}
+        ours = statistics.mean(seconds[OURS])
+        for name, all_s in seconds.items():
+            mean = statistics.mean(all_s)
+            warm = statistics.median(all_s[1:]) if len(all_s) > 1 else mean
+            rows.append([mesh, name, mean, all_s[0], warm, mean / ours])
+            print(mesh, name, f"{mean:.2f} s per case", flush=True)
+    headers = ["mesh", "harness", "s per case", "first", "warm", "ratio to this engine"]
+    table = tabulate(rows, headers=headers, tablefmt="github", floatfmt=".2f")
+    print(table)
+    if arguments.write:
+        command = f"python benchmarks/harness.py --runs {arguments.runs} --write"
+        facts = f"`{command}`, torch {torch.__version__}, gloo, {len(os.sched_getaffinity(0))} processors:"
+        write_between(PAGE, "harness", f"{facts}\n\n{table}")
+
+
+if __name__ == "__main__":
+    main()
