@@ -1,4 +1,4 @@
-"""Beside pytest: what there is (list, show) and would need (predict), what is caught (defects), and verify."""
+"""Beside pytest: what there is (list, show) and would need (predict), what is caught (defects), verify, and spmd."""
 
 import argparse
 import os
@@ -22,6 +22,8 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"conformance: {error}", file=sys.stderr)
         return _EXIT_USAGE
+    if not text:
+        return status
     try:
         print(text, flush=True)
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
@@ -38,6 +40,10 @@ def _answer(options: argparse.Namespace) -> tuple[int, str]:
             return _defects(options)
         case "verify":
             return _verification(options)
+        case "spmd":
+            from conformance.spmd import run_agent
+
+            return run_agent(options.report_dir, profile=options.profile, more=options.more), ""
         case _:
             return 0, _description(options)
 
@@ -104,6 +110,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     verifying.add_argument("report_dir", type=Path, metavar="DIR", help="what --report-dir was")
     verifying.add_argument("--record-dir", type=Path, metavar="DIR", help="what --record-dir was, if it was given")
+    spanning = commands.add_parser("spmd", help="under torchrun: a session whose worlds span all hosts of the job")
+    spanning.add_argument("--profile", default=DEFAULT_PROFILE, metavar="P", help="default: %(default)s")
+    spanning.add_argument(
+        "--report-dir", type=Path, default=Path("conformance-report"), metavar="DIR", help="one that all hosts share"
+    )
+    spanning.add_argument("more", nargs="*", metavar="...", help="after --: more arguments of pytest, such as --cells")
     return parser
 
 

@@ -130,6 +130,7 @@ class _Judge:
             deadline_s=matrix.profile(report.profile).deadline_s,
             replay=True,
         )
+        self._max_world_size = int(report.environment["max_world_size"])
         self._waivers = waivers
         self._cases = {case.id: case for case in matrix.cases(report.profile, seed=report.seed)}
 
@@ -156,7 +157,7 @@ class _Judge:
         law = law_of(law_tests()[case.law])
         assert law is not None
         torch_version = self._store.torch_version
-        missing = unsupported(law, case.cell, torch_version=torch_version)
+        missing = unsupported(law, case.cell, torch_version=torch_version, max_world_size=self._max_world_size)
         if missing:
             return Verdict.UNSUPPORTED, missing, {}
         found = judged(self._store, case)

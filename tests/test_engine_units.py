@@ -16,11 +16,12 @@ from conformance.engine.cells import Cell
 from conformance.engine.environment import environment_facts
 from conformance.engine.law import Law, law, law_of
 from conformance.engine.measurements import Measurement, collecting, measure
-from conformance.engine.outcomes import ConformanceFailure, Unsupported
+from conformance.engine.outcomes import ConformanceFailure
 from conformance.engine.rank_failure import RunFailed, waits_for_peers
 from conformance.engine.rank_messages import RankReport
 from conformance.engine.record import Failure, Header, Record, RecordFile, read_record, write_record
 from conformance.engine.report import CaseResult, Report
+from conformance.engine.skips import Unsupported
 from conformance.engine.store import SUITE_PACKAGE, CellFailed, to_failure
 from conformance.engine.verdicts import Verdict, classify, exit_status
 from conformance.instruments.dispatch_tap import DispatchTap

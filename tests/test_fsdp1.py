@@ -8,8 +8,9 @@ import torch
 
 from conformance.engine.cells import Cell
 from conformance.engine.law import law_of
-from conformance.engine.outcomes import ConformanceFailure, Unsupported
+from conformance.engine.outcomes import ConformanceFailure
 from conformance.engine.simulation import simulated_world
+from conformance.engine.skips import Unsupported
 from conformance.engine.support import unsupported
 from conformance.engine.workload import trainer_config
 from conformance.laws import test_fsdp1 as laws
@@ -144,7 +145,7 @@ def test_what_is_missing_is_said_with_numbers(test: Any, monkeypatch: pytest.Mon
     law = law_of(test)
     assert law is not None
     reason = "needs 8 CUDA devices for substrate nccl, 1 for nccl-shared, found 3; this session runs gloo"
-    assert unsupported(law, CELL.but(mesh="dp2-tp4"), torch_version="2.13.0+cpu") == reason
+    assert unsupported(law, CELL.but(mesh="dp2-tp4"), torch_version="2.13.0+cpu", max_world_size=8) == reason
 
 
 def test_a_run_of_fsdp1_has_no_checkpoints(tmp_path: Path) -> None:

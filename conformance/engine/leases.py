@@ -39,9 +39,14 @@ class Lease:
     waited_s: float
 
     def release(self) -> None:
-        """Free the slots, also for children that have inherited the locks. Once."""
+        """Free the slots, even if children still have the locks open. Once."""
         for fd in self.fds:
             fcntl.flock(fd, fcntl.LOCK_UN)
+        self.leave_to_heirs()
+
+    def leave_to_heirs(self) -> None:
+        """The slots are free when the last child that has inherited the locks is gone. Instead of `release`."""
+        for fd in self.fds:
             os.close(fd)
 
 

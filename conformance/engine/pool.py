@@ -5,50 +5,63 @@ for task after task, until one fails or leaves something behind. Then its whole 
 starts a new one (forks, less than 0.1 s). The worker itself never imports torch here and never waits without a limit.
 """
 
-import shutil
-import tempfile
-import time
-from collections.abc import Mapping
-from multiprocessing.connection import wait
-from pathlib import Path
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
-import msgspec
-
-from conformance.engine.rank_control import START_LIMIT_S, ServerProcess, dump_stacks
+from conformance.engine.leases import Lease, LeaseError, Leases, processor_slots
+from conformance.engine.rank_control import ServerProcess
 from conformance.engine.rank_failure import FailureKind, PoolError, RunFailed, judge
-from conformance.engine.rank_messages import (
-    MAX_WORLD_SIZE,
-    READY,
-    Assignment,
-    RankContext,
-    RankReport,
-    Task,
-    require_json_like,
-)
+from conformance.engine.rank_messages import MAX_WORLD_SIZE, RankContext, RankReport, Task, require_json_like
+from conformance.engine.world import World
 
 __all__ = ["FailureKind", "PoolError", "Pools", "RankContext", "RankReport", "RunFailed", "Task"]
 
 MAX_WARM_RANKS = 16
-SETTLE_S = 1.0
+IDLE_POLL_S = 0.2
 
 # Libraries read these variables once per process, so ranks that have used other values cannot serve the task.
 LATCHED_PREFIXES = ("CUBLAS", "CUDA", "GLOO_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "PYTORCH_", "TORCH")
 
-PoolKey = tuple[int, str, tuple[tuple[str, str], ...]]
+PoolKey = tuple[int, range, str, tuple[tuple[str, str], ...]]
+
+
+class RunsTasks(Protocol):
+    """What a record store needs of `Pools`, or of a substitute that has ranks elsewhere."""
+
+    waited_s: float
+    max_world_size: int
+
+    def run(
+        self, task: Task, *, world_size: int, deadline_s: float, env: Mapping[str, str] | None = None
+    ) -> list[Any]: ...
+
+    def close(self) -> None: ...
 
 
 class Pools:
-    """All warm ranks of one pytest worker. Not for use by several threads at once.
+    """All warm ranks of one pytest worker. Its methods are for one thread.
 
     Nothing starts before the first task. `sys.path`, the working directory and the environment of that moment are
     those of all ranks to come. At most `MAX_WARM_RANKS` rank processes stay; the least recently used pools end first.
+
+    Each rank has one of `devices` to itself as long as its pool lives, and pools that are idle end as soon as anybody
+    waits for devices. Without devices, ranks share the processors: each task waits until as many are free as its world
+    has ranks, or all of them for a wider world, and idle ranks need none; not so if `share_processors` is false.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, devices: Leases | None = None, share_processors: bool = True) -> None:
         self._server: ServerProcess | None = None
-        self._pools: dict[PoolKey, _Pool] = {}  # the most recently used last
+        self._pools: dict[PoolKey, World] = {}  # the most recently used last
+        self._processors = None if devices or not share_processors else Leases(processor_slots())
+        self._devices = devices
+        self._busy = threading.RLock()
+        self._watch: _Watch | None = None
+        self.max_world_size = MAX_WORLD_SIZE
+        self.waited_s = 0.0
+        """For devices or processors that others had, in all tasks so far."""
 
     def run(self, task: Task, *, world_size: int, deadline_s: float, env: Mapping[str, str] | None = None) -> list[Any]:
         """Run `task` on `world_size` ranks and return the results in the order of the ranks.
@@ -70,21 +83,42 @@ class Pools:
         self, task: Task, *, world_size: int, deadline_s: float, env: Mapping[str, str] | None = None
     ) -> tuple[RankReport, ...]:
         """Like `run`, but return the whole report of each rank: its value, its leaks, the end of its output."""
-        if not 1 <= world_size <= MAX_WORLD_SIZE:
-            raise ValueError(f"world_size is {world_size}, not in 1..{MAX_WORLD_SIZE}")
-        if not deadline_s > 0:
-            raise ValueError(f"deadline_s is {deadline_s}, not positive")
-        require_json_like(task.payload, where="the task's payload")
+        require_runnable(task, world_size=world_size, deadline_s=deadline_s)
+        reports = self.run_part(task, range(world_size), world_size=world_size, deadline_s=deadline_s, env=env)
+        if any(report.state != "finished" for report in reports):
+            raise judge(reports, deadline_s=deadline_s)
+        return reports
+
+    def run_part(
+        self,
+        task: Task,
+        ranks: range,
+        *,
+        world_size: int,
+        deadline_s: float,
+        env: Mapping[str, str] | None = None,
+        rendezvous: str | None = None,
+        stop: Callable[[], bool] | None = None,
+    ) -> tuple[RankReport, ...]:
+        """Run these ranks of a world, whose others other hosts run: see `World.run`. Raises PoolError."""
         env = dict(env or {})
-        return self._pool(world_size, task.kind, env).run(task, deadline_s=deadline_s, env=env)
+        with self._busy, self._processors_for(len(ranks)):
+            world = self._world(ranks, world_size=world_size, kind=task.kind, env=env)
+            reports = world.run(task, deadline_s=deadline_s, env=env, rendezvous=rendezvous, stop=stop)
+            self._hand_back()
+        return reports
 
     def release(self) -> None:
         """End all ranks, so that they hold no device and no memory; the next task starts new ones."""
-        while self._pools:
-            self._pools.popitem()[1].close()
+        with self._busy:
+            while self._pools:
+                self._pools.popitem()[1].close()
 
     def close(self) -> None:
         """End all ranks, their descendants and the rank server. The object may be used again afterwards."""
+        if self._watch is not None:
+            self._watch.end()
+            self._watch = None
         self.release()
         if self._server is not None:
             self._server.close()
@@ -98,19 +132,49 @@ class Pools:
     ) -> None:
         self.close()
 
-    def _pool(self, world_size: int, kind: str, env: Mapping[str, str]) -> "_Pool":
-        key = (world_size, kind, latched(env))
-        pool = self._pools.pop(key, None)
-        if pool is None or not pool.is_usable():
-            if pool is not None:
-                pool.close()
-            self._make_room(world_size)
-            pool = _Pool(self._running_server(), world_size=world_size)
-        self._pools[key] = pool
-        return pool
+    def _world(self, ranks: range, *, world_size: int, kind: str, env: Mapping[str, str]) -> World:
+        key = (world_size, ranks, kind, latched(env))
+        world = self._pools.pop(key, None)
+        if world is None or not world.is_usable:
+            if world is not None:
+                world.close()
+            self._make_room(len(ranks))
+            lease = self._lease_devices(len(ranks))
+            world = World(self._running_server(), world_size=world_size, ranks=ranks, lease=lease)
+        self._pools[key] = world
+        return world
 
-    def _make_room(self, world_size: int) -> None:
-        while self._pools and sum(key[0] for key in self._pools) + world_size > MAX_WARM_RANKS:
+    @contextmanager
+    def _processors_for(self, ranks: int) -> Iterator[None]:
+        if self._processors is None:
+            yield
+            return
+        lease = self._processors.take(min(ranks, len(self._processors.slots)))
+        self.waited_s += lease.waited_s
+        try:
+            yield
+        finally:
+            lease.release()
+
+    def _lease_devices(self, ranks: int) -> Lease | None:
+        """Beside those of warm pools if they are free at once, else with none in hand: nobody waits with devices."""
+        if self._devices is None:
+            return None
+        self._watch = self._watch or _Watch(self._hand_back)
+        with suppress(LeaseError):
+            return self._devices.take(ranks, limit_s=0.0)
+        self.release()
+        lease = self._devices.take(ranks)
+        self.waited_s += lease.waited_s
+        return lease
+
+    def _hand_back(self) -> None:
+        with self._busy:
+            if self._devices is not None and self._pools and self._devices.is_contended():
+                self.release()
+
+    def _make_room(self, ranks: int) -> None:
+        while self._pools and sum(len(key[1]) for key in self._pools) + ranks > MAX_WARM_RANKS:
             oldest = next(iter(self._pools))
             self._pools.pop(oldest).close()
 
@@ -121,112 +185,33 @@ class Pools:
         return self._server
 
 
-class _Pool:
-    """The ranks of one world."""
+class _Watch:
+    """Hands devices back also while a worker has nothing to do, as it may until its session ends."""
 
-    def __init__(self, server: ServerProcess, *, world_size: int) -> None:
-        self._server = server
-        self._directory = Path(tempfile.mkdtemp(prefix=f"world{world_size}-", dir=server.directory))
-        self._tasks = 0
-        self._closed = False
-        self._exit_codes: list[int | None] | None = None
-        self._ranks = server.start(world_size, directory=self._directory)
-        try:
-            self._await_start()
-        except BaseException:
-            self.close()
-            raise
+    def __init__(self, hand_back: Callable[[], None]) -> None:
+        self._hand_back = hand_back
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
 
-    def is_usable(self) -> bool:
-        """Whether all ranks are alive."""
-        return not self._closed and not wait([rank.pidfd for rank in self._ranks], timeout=0)
+    def end(self) -> None:
+        self._over.set()
+        self._thread.join()
 
-    def run(self, task: Task, *, deadline_s: float, env: dict[str, str]) -> tuple[RankReport, ...]:
-        """Run one task; whatever happens but a clean success ends the pool."""
-        try:
-            reports = self._run(task, deadline_s=deadline_s, env=env)
-        except BaseException:
-            self.close()
-            raise
-        if any(report.leaks for report in reports):
-            self.close()
-        return reports
+    def _run(self) -> None:
+        while not self._over.wait(IDLE_POLL_S):
+            self._hand_back()
 
-    def close(self) -> None:
-        """End all ranks with their descendants and remove their files."""
-        if self._closed:
-            return
-        self._closed = True
-        try:
-            self._bury()
-        finally:
-            for rank in self._ranks:
-                rank.close()
-            shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _bury(self) -> list[int | None]:
-        """End all ranks, once; return their exit codes."""
-        if self._exit_codes is None:
-            self._exit_codes = self._server.bury([rank.pid for rank in self._ranks])
-        return self._exit_codes
-
-    def _await_start(self) -> None:
-        reports = self._collect(READY, until_s=time.monotonic() + START_LIMIT_S)
-        if any(report.state != "finished" for report in reports.values()) or len(reports) < len(self._ranks):
-            outputs = "\n".join(rank.output_tail() for rank in self._ranks)
-            raise PoolError(f"ranks did not start: {outputs.strip()}")
-
-    def _run(self, task: Task, *, deadline_s: float, env: dict[str, str]) -> tuple[RankReport, ...]:
-        self._tasks += 1
-        number = f"task {self._tasks}".encode()
-        rendezvous = self._directory / f"rendezvous{self._tasks}"
-        deadline = time.monotonic() + deadline_s
-        self._assign(
-            Assignment(task=task, rendezvous=f"file://{rendezvous}", deadline_s=deadline, env=env), number=number
-        )
-        reports = self._collect(number, until_s=deadline)
-        if len(reports) < len(self._ranks) or any(report.state != "finished" for report in reports.values()):
-            raise judge(self._post_mortem(reports), deadline_s=deadline_s)
-        rendezvous.unlink(missing_ok=True)
-        return tuple(rank.illustrate(reports[rank.rank]) for rank in self._ranks)
-
-    def _assign(self, assignment: Assignment, *, number: bytes) -> None:
-        self._ranks[0].files.assignment.write_bytes(msgspec.msgpack.encode(assignment))
-        for rank in self._ranks:
-            rank.ring(number)
-
-    def _collect(self, number: bytes, *, until_s: float) -> dict[int, RankReport]:
-        """Wait for a report of every rank until the moment `until_s`, or for `SETTLE_S` after the first failure."""
-        reports: dict[int, RankReport] = {}
-        while waiting := [rank for rank in self._ranks if rank.rank not in reports]:
-            watched = [handle for rank in waiting for handle in rank.watched]
-            if not wait(watched, timeout=max(0.0, until_s - time.monotonic())):
-                break
-            for rank in waiting:
-                report = rank.poll(number)
-                if report is not None:
-                    reports[rank.rank] = report
-                    if report.state != "finished":
-                        until_s = min(until_s, time.monotonic() + SETTLE_S)
-        return reports
-
-    def _post_mortem(self, reports: Mapping[int, RankReport]) -> tuple[RankReport, ...]:
-        """End the pool and return one report for every rank, with exit codes, stacks and output."""
-        dump_stacks([rank for rank in self._ranks if rank.rank not in reports])
-        return tuple(
-            rank.illustrate(
-                _with_exit_code(reports[rank.rank], exit_code)
-                if rank.rank in reports
-                else RankReport(rank=rank.rank, state="hung")
-            )
-            for rank, exit_code in zip(self._ranks, self._bury(), strict=True)
-        )
+def require_runnable(task: Task, *, world_size: int, deadline_s: float) -> None:
+    """Raises TypeError or ValueError as `Pools.run` says."""
+    if not 1 <= world_size <= MAX_WORLD_SIZE:
+        raise ValueError(f"world_size is {world_size}, not in 1..{MAX_WORLD_SIZE}")
+    if not deadline_s > 0:
+        raise ValueError(f"deadline_s is {deadline_s}, not positive")
+    require_json_like(task.payload, where="the task's payload")
 
 
 def latched(env: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     """The variables in `env` that only fresh processes are sure to obey."""
     return tuple(sorted(item for item in env.items() if item[0].startswith(LATCHED_PREFIXES)))
-
-
-def _with_exit_code(report: RankReport, exit_code: int | None) -> RankReport:
-    return msgspec.structs.replace(report, exit_code=exit_code) if report.state == "died" else report

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from conformance.engine.leases import Lease
 from conformance.engine.rank_failure import PoolError
 from conformance.engine.rank_messages import (
     DUMP_SIGNAL,
@@ -139,12 +140,14 @@ class ServerProcess:
                 start_new_session=True,  # Ctrl-C reaches the owner only
             )
 
-    def start(self, world_size: int, *, directory: Path) -> list[RankHandle]:
-        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(world_size)]
-        request = StartRanks(world_size=world_size, directory=str(directory))
-        pids = self._ask(request, fds=[theirs.fileno() for _, theirs in pairs])
+    def start(self, ranks: range, *, world_size: int, directory: Path, lease: Lease | None) -> list[RankHandle]:
+        """Fork these ranks of a world; they hold the lease too, each has one of its devices."""
+        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in ranks]
+        devices, locks = (lease.slots, lease.fds) if lease else ((), ())
+        request = StartRanks(list(ranks), world_size=world_size, directory=str(directory), devices=devices)
+        pids = self._ask(request, fds=[*(theirs.fileno() for _, theirs in pairs), *locks])
         handles = []
-        for rank, (pid, (ours, theirs)) in enumerate(zip(pids, pairs, strict=True)):
+        for rank, pid, (ours, theirs) in zip(ranks, pids, pairs, strict=True):
             theirs.close()
             ours.setblocking(False)
             handles.append(RankHandle(rank, pid=pid, bell=ours, directory=directory))

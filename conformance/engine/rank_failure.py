@@ -89,7 +89,7 @@ def outcome(report: RankReport) -> str:
     if report.state == "raised":
         return f"raised {report.exception_type}: {report.message}".rstrip(": ")
     if report.state == "hung":
-        return "hung (waiting for its peers)" if waits_for_peers(report.stack) else "hung"
+        return report.message or ("hung (waiting for its peers)" if waits_for_peers(report.stack) else "hung")
     return report.message or _ending(report.exit_code)
 
 

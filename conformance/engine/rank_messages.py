@@ -36,16 +36,18 @@ class Task(msgspec.Struct, frozen=True):
 class RankContext:
     """What a task's function learns about its place. `rendezvous` is an `init_method` that no other task uses.
 
-    `timeout_s` is the time that was left when the function started; the pool ends the task when it is over.
+    `timeout_s` is the time that was left when the function started; the pool ends the task when it is over. `device` is
+    the slot that this rank has leased, "" where ranks share the processors.
     """
 
     rank: int
     world_size: int
     rendezvous: str
     timeout_s: float
+    device: str = ""
 
 
-class Assignment(msgspec.Struct, frozen=True, kw_only=True):
+class Assignment(msgspec.Struct, frozen=True):
     """One task as all ranks of a pool read it; `deadline_s` is a point on the system-wide `time.monotonic()` clock."""
 
     task: Task
@@ -76,10 +78,14 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StartRanks(msgspec.Struct, frozen=True, tag=True):
-    """Request to the rank server: fork the ranks of one world; a socket for each rank travels with it."""
+    """Request to the rank server: fork ranks of one world. A socket for each travels with it, and then the open locks
+    of the devices."""
 
+    ranks: list[int]
     world_size: int
     directory: str
+    devices: tuple[str, ...] = ()
+    """One for each rank, or none."""
 
 
 class BuryRanks(msgspec.Struct, frozen=True, tag=True):

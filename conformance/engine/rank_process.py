@@ -43,8 +43,9 @@ MESSAGE_CHARACTERS = 500
 class Rank:
     """One rank of a world; created in a fresh fork of the rank server."""
 
-    def __init__(self, *, rank: int, world_size: int, directory: Path) -> None:
+    def __init__(self, *, rank: int, world_size: int, directory: Path, device: str) -> None:
         self._rank = rank
+        self._device = device
         self._world_size = world_size
         self._files = RankFiles(directory, rank)
         self._home = Path.cwd()
@@ -107,6 +108,7 @@ class Rank:
             world_size=self._world_size,
             rendezvous=assignment.rendezvous,
             timeout_s=max(0.0, assignment.deadline_s - time.monotonic()),
+            device=self._device,
         )
         task = assignment.task
         try:

@@ -60,7 +60,7 @@ class RankServer:
         """Answer each request with a list: of process ids, or of exit codes (null for a rank that will not die)."""
         decoder = msgspec.json.Decoder(StartRanks | BuryRanks)
         while True:
-            data, fds, _, _ = socket.recv_fds(self._control, REQUEST_BYTES, MAX_WORLD_SIZE)
+            data, fds, _, _ = socket.recv_fds(self._control, REQUEST_BYTES, 2 * MAX_WORLD_SIZE)
             if not data:
                 return
             request = decoder.decode(data)
@@ -70,26 +70,33 @@ class RankServer:
     def bury_all(self) -> None:
         self._bury(list(self._ranks))
 
-    def _start(self, request: StartRanks, bells: list[int]) -> list[int]:
-        pids = [self._fork(request, rank=rank, bells=bells) for rank in range(request.world_size)]
+    def _start(self, request: StartRanks, fds: list[int]) -> list[int]:
+        """Locks stay open in the ranks alone: they hold the devices as long as they live, whatever becomes of us."""
+        bells = fds[: len(request.ranks)]
+        pids = [self._fork(request, place, bells=bells) for place in range(len(bells))]
         self._ranks.update(pids)
-        for fd in bells:
+        for fd in fds:
             os.close(fd)
         return pids
 
-    def _fork(self, request: StartRanks, *, rank: int, bells: list[int]) -> int:
+    def _fork(self, request: StartRanks, place: int, *, bells: list[int]) -> int:
         pid = os.fork()
         if pid == 0:
-            self._become_rank(request, rank=rank, bells=bells)
+            self._become_rank(request, place, bells=bells)
         return pid
 
-    def _become_rank(self, request: StartRanks, *, rank: int, bells: list[int]) -> NoReturn:
+    def _become_rank(self, request: StartRanks, place: int, *, bells: list[int]) -> NoReturn:
         try:
             self._control.close()
-            for fd in bells[:rank] + bells[rank + 1 :]:
+            for fd in bells[:place] + bells[place + 1 :]:
                 os.close(fd)
-            process = Rank(rank=rank, world_size=request.world_size, directory=Path(request.directory))
-            process.serve(socket.socket(fileno=bells[rank]))
+            process = Rank(
+                rank=request.ranks[place],
+                world_size=request.world_size,
+                directory=Path(request.directory),
+                device=request.devices[place] if request.devices else "",
+            )
+            process.serve(socket.socket(fileno=bells[place]))
         except BaseException:
             traceback.print_exc()
         finally:

@@ -23,7 +23,15 @@ class Reporter:
     """The plugin that only the controller (or the only process) has."""
 
     def __init__(
-        self, *, directory: Path, session: str, matrix_digest: str, profile: str, seed: int, defect: str | None
+        self,
+        *,
+        directory: Path,
+        session: str,
+        matrix_digest: str,
+        profile: str,
+        seed: int,
+        defect: str | None,
+        max_world_size: int,
     ) -> None:
         self._directory = directory
         self._start_s = time.monotonic()
@@ -35,7 +43,7 @@ class Reporter:
             suite_digest=suite_digest(),
             matrix_digest=matrix_digest,
             defect=defect,
-            environment=environment_facts(),
+            environment={**environment_facts(), "max_world_size": max_world_size},
         )
         self._results: dict[str, CaseResult] = {}
         self._crashed: dict[str, str] = {}

@@ -20,12 +20,13 @@ from conformance.engine.cells import Cell
 from conformance.engine.law import Law, law_of
 from conformance.engine.matrix import Matrix, load_matrix
 from conformance.engine.measurements import Measurement, collecting
-from conformance.engine.outcomes import Unsupported
+from conformance.engine.pool import Pools, RunsTasks
 from conformance.engine.record import Record
 from conformance.engine.report import CaseResult
 from conformance.engine.reporter import Reporter
 from conformance.engine.selection import parse
 from conformance.engine.shards import parse_shard
+from conformance.engine.skips import Unsupported
 from conformance.engine.store import Clock, RecordStore
 from conformance.engine.support import DEVICE, SUBSTRATE, release, unsupported
 from conformance.engine.verdicts import Verdict, classify
@@ -48,6 +49,8 @@ class CaseState:
 
 
 _CASE = pytest.StashKey[CaseState]()
+POOLS = pytest.StashKey[RunsTasks]()
+"""Of a session's configuration: what runs its tasks, if not processes of this host."""
 
 
 def start_session(config: pytest.Config) -> None:
@@ -66,6 +69,7 @@ def start_session(config: pytest.Config) -> None:
             profile=session.profile,
             seed=config.option.seed,
             defect=session.defect,
+            max_world_size=session.store.pools.max_world_size,
         )
         config.pluginmanager.register(reporter, "conformance-reporter")
         config.option.xmlpath = config.option.xmlpath or str(session.report_directory / "junit.xml")
@@ -110,6 +114,7 @@ class Session:
             torch_version=importlib.metadata.version("torch"),
             defect=self.defect,
             deadline_s=self.matrix.profile(self.profile).deadline_s,
+            pools=config.stash.get(POOLS, None) or Pools(),
         )
 
     # Collection: law x cell.
@@ -182,7 +187,12 @@ class Session:
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         case = item.stash.get(_CASE, None)
         if case is not None:
-            missing = unsupported(case.law, case.cell, torch_version=self.store.torch_version)
+            missing = unsupported(
+                case.law,
+                case.cell,
+                torch_version=self.store.torch_version,
+                max_world_size=self.store.pools.max_world_size,
+            )
             if missing:
                 raise Unsupported(missing)
 

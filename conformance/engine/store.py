@@ -13,7 +13,8 @@ import msgspec
 from filelock import FileLock
 
 from conformance.engine.cells import Cell
-from conformance.engine.pool import Pools, RunFailed, Task
+from conformance.engine.leases import LIMIT_S as LEASE_LIMIT_S
+from conformance.engine.pool import Pools, RunFailed, RunsTasks, Task
 from conformance.engine.record import (
     Failure,
     Header,
@@ -43,7 +44,7 @@ class Clock:
     """Where the time of one case went."""
 
     wait_s: float = 0.0
-    """Waiting for another worker that was running the same cell."""
+    """Waiting for another worker that was running the same cell, and for devices or processors."""
     run_s: float = 0.0
     """Running cells."""
 
@@ -57,7 +58,7 @@ class RecordStore:
     torch_version: str
     defect: str | None
     deadline_s: float
-    pools: Pools = field(default_factory=Pools)
+    pools: RunsTasks = field(default_factory=Pools)
     clock: Clock = field(default_factory=Clock)
     replay: bool = False
     """Nothing is run: all that laws ask for must be there."""
@@ -113,8 +114,8 @@ class RecordStore:
             return _replayed(directory)
         directory.mkdir(parents=True, exist_ok=True)
         start_s = time.monotonic()
-        # A run cannot outlast its deadline by much, so neither can the wait for one.
-        with FileLock(directory / "lock", timeout=4 * self.deadline_s):
+        # A run cannot outlast its lease and its deadline by much, so neither can the wait for one.
+        with FileLock(directory / "lock", timeout=4 * self.deadline_s + LEASE_LIMIT_S):
             self.clock.wait_s += time.monotonic() - start_s
             content = read_record(directory)
             if content is None:
@@ -122,14 +123,16 @@ class RecordStore:
         return _finished(content)
 
     def _executed(self, directory: Path, execute: Callable[[], RecordFile]) -> RecordFile:
-        start_s = time.monotonic()
+        start_s, waited_before_s = time.monotonic(), self.pools.waited_s
         try:
             content = execute()
         except CellFailed as failed:
             write_failure(directory, failed.failure)
             raise
         finally:
-            self.clock.run_s += time.monotonic() - start_s
+            waited_s = self.pools.waited_s - waited_before_s
+            self.clock.wait_s += waited_s
+            self.clock.run_s += time.monotonic() - start_s - waited_s
         if content.failure is not None and content.failure.kind == "crash":
             # A death belongs to the case that saw it, and may have come from outside (the OOM killer): the cell's other
             # laws get a run of their own. Hangs are kept, or each law would wait for the deadline.
@@ -173,7 +176,7 @@ class RecordStore:
 
     def _save(self, saver: Cell, directory: Path, *, deadline_s: float) -> float:
         """Run what a resumed cell goes on from, in processes that are not used for what follows; returns its time."""
-        start_s = time.monotonic()
+        start_s, waited_before_s = time.monotonic(), self.pools.waited_s
         shutil.rmtree(directory / "checkpoints", ignore_errors=True)  # of an earlier run that died
         kind = f"{self._kind(saver)} saves"
         task = Task(
@@ -182,7 +185,7 @@ class RecordStore:
             kind=kind,
         )
         self.pools.run(task, world_size=saver.world_size, deadline_s=deadline_s)
-        return time.monotonic() - start_s
+        return time.monotonic() - start_s - (self.pools.waited_s - waited_before_s)
 
     def _kind(self, cell: Cell) -> str:
         """Which tasks may share processes.

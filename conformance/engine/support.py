@@ -2,12 +2,11 @@
 
 from conformance.engine.cells import Cell
 from conformance.engine.law import Law
-from conformance.engine.rank_messages import MAX_WORLD_SIZE
 
 SUBSTRATE, DEVICE = "gloo", "cpu"
 
 
-def unsupported(law: Law, cell: Cell, *, torch_version: str) -> str | None:
+def unsupported(law: Law, cell: Cell, *, torch_version: str, max_world_size: int) -> str | None:
     """What is missing for a case, with numbers; None if nothing is."""
     if "simulated" not in law.substrates and SUBSTRATE not in law.substrates:
         return (
@@ -18,8 +17,8 @@ def unsupported(law: Law, cell: Cell, *, torch_version: str) -> str | None:
         return f"{law.id} holds from torch {law.since} on, this is {torch_version}"
     if cell.pin_memory and DEVICE == "cpu":
         return f"needs an accelerator for which memory is pinned, this session runs on {DEVICE} with 0"
-    if "simulated" not in law.substrates and cell.world_size > MAX_WORLD_SIZE:
-        return f"needs {cell.world_size} ranks, {SUBSTRATE} runs at most {MAX_WORLD_SIZE} here"
+    if "simulated" not in law.substrates and cell.world_size > max_world_size:
+        return f"needs {cell.world_size} ranks, {SUBSTRATE} runs at most {max_world_size} here"
     return None
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from enum import StrEnum
 
-from conformance.engine.outcomes import Unsupported
+from conformance.engine.skips import Unsupported
 from conformance.engine.store import CellFailed
 
 

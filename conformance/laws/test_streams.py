@@ -5,7 +5,8 @@ import torch
 from conformance.engine import compare
 from conformance.engine.cells import RECORD_STREAMS, Cell
 from conformance.engine.law import Measure, Run, law
-from conformance.engine.outcomes import ConformanceFailure, Unsupported
+from conformance.engine.outcomes import ConformanceFailure
+from conformance.engine.skips import Unsupported
 from conformance.engine.support import release
 from conformance.oracles.axes import prove
 from conformance.substrates import CUDA
