@@ -73,7 +73,8 @@ def workers(tmp_path: Path) -> Iterator[Workers]:
     yield started
     (tmp_path / "over").touch()
     for process in started._processes:
-        process.kill()
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def test_two_sessions_share_eight_devices(workers: Workers, tmp_path: Path) -> None:
