@@ -1,6 +1,6 @@
 """Time per case of the same check under this engine and under torch's own test harnesses:
 
-    python benchmarks/harness.py [--runs 20] [--write]
+    python -m benchmarks.harness [--runs 20] [--write]
 
 `MultiProcessTestCase` starts processes for each test; `MultiProcContinuousTest` keeps them, with one process group, for
 a whole class, and is of no more use after the first fault; this engine keeps them too, makes a process group for each
@@ -13,23 +13,18 @@ docs/performance.md.
 import argparse
 import os
 import statistics
-import sys
 import time
 import unittest
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from tabulate import tabulate
 from torch.testing._internal.common_distributed import MultiProcContinuousTest, MultiProcessTestCase
 
-PROJECT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(PROJECT))  # also for the processes that torch's harnesses spawn
-
-from benchmarks.pages import write_between  # noqa: E402
-from benchmarks.step_check import check_one_step  # noqa: E402
-from conformance.engine.cells import Cell  # noqa: E402
-from conformance.engine.pool import Pools, Task  # noqa: E402
+from benchmarks.pages import PROJECT, write_between
+from benchmarks.step_check import check_one_step
+from conformance.engine.cells import Cell
+from conformance.engine.pool import Pools, Task
 
 PAGE = PROJECT / "docs" / "performance.md"
 MESHES = ("dp2", "dp4", "dp2-tp2")
@@ -139,7 +134,7 @@ def main() -> None:
     table = tabulate(rows, headers=headers, tablefmt="github", floatfmt=".2f")
     print(table)
     if arguments.write:
-        command = f"python benchmarks/harness.py --runs {arguments.runs} --write"
+        command = f"python -m benchmarks.harness --runs {arguments.runs} --write"
         facts = f"`{command}`, torch {torch.__version__}, gloo, {len(os.sched_getaffinity(0))} processors:"
         write_between(PAGE, "harness", f"{facts}\n\n{table}")
 

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+PROJECT = Path(__file__).resolve().parents[1]
+
 
 def write_between(page: Path, name: str, text: str) -> None:
     """Replace what stands between `<!-- NAME: begin -->` and `<!-- NAME: end -->`. Raises ValueError without them."""

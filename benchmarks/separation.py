@@ -1,4 +1,4 @@
-"""How far correct runs and injected defects are from every tolerance: `python benchmarks/separation.py [--write]`.
+"""How far correct runs and injected defects are from every tolerance: `python -m benchmarks.separation [--write]`.
 
 Runs the laws that have tolerances on the unmodified product with several seeds, then each defect that such a law names
 on the cells that show it, with the same seeds. Prints one row for each law and measure: the largest multiple of the
@@ -20,14 +20,13 @@ from pathlib import Path
 import msgspec
 from tabulate import tabulate
 
-from benchmarks.pages import write_between
+from benchmarks.pages import PROJECT, write_between
 from conformance.defects.catalogue import defects
 from conformance.defects.shown_by import SHOWN_BY
 from conformance.engine.matrix import load_matrix
 from conformance.engine.measurements import Measurement
 from conformance.engine.report import CaseResult, Report
 
-PROJECT = Path(__file__).resolve().parents[1]
 PAGE = PROJECT / "docs" / "tolerances.md"
 FACTOR = 3.0
 """Distance from a bound that counts as separated, on either side (DESIGN.md section 8)."""

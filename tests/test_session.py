@@ -6,6 +6,7 @@ import re
 import shlex
 import signal
 import sys
+import time
 import types
 import xml.etree.ElementTree as ET
 from collections import Counter
@@ -22,6 +23,7 @@ from tests.sessions import ONE_CELL, PROJECT, Ended, alive, finish, suite
 
 # Two kinds of worlds, with laws that look at one cell or at two, and the environment's own laws.
 HEALTHY = "mesh = tp2 and optimizer = sgd and clip = 0 or id = dp2-fp32-default-meta"
+ENDING_LIMIT_S = 5.0
 THREE_CELLS = "mesh = tp2 and model = tiny and (optimizer = sgd or clip = 0)"
 
 
@@ -191,17 +193,24 @@ def test_a_killed_rank_costs_one_case(tmp_path: Path) -> None:
     assert alive(session.descendants) == []
 
 
-def test_an_interrupted_session_is_incomplete(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_session_is_incomplete(tmp_path: Path, number: int, workers: int) -> None:
     directory = tmp_path / "report"
+
+    sent_s: list[float] = []
 
     def interrupt(session: psutil.Process) -> bool:
         """After the first record, while another cell may be running."""
         if not any(directory.glob("records/*/record.json")):
             return False
-        session.send_signal(signal.SIGINT)
+        session.send_signal(number)
+        sent_s.append(time.monotonic())
         return True
 
-    session = finish(suite(directory, "conformance/", "--cells", THREE_CELLS), directory, act=interrupt)
+    command = suite(directory, "conformance/", "--cells", THREE_CELLS, workers=workers)
+    session = finish(command, directory, act=interrupt)
+    assert time.monotonic() - sent_s[0] < ENDING_LIMIT_S, session.output
     report = session.report
     assert session.status == report.exit_code == 5, session.output
     assert report.planned == len(report.cases) == 6 > report.executed

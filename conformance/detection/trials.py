@@ -58,12 +58,16 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def try_defect(bench: Bench, defect: Defect) -> Trial:
-    """Judge the laws that a defect names, on the cells that show it, with the defect and with its twin."""
+    """Judge the laws that a defect names, on the cells that show it, with its twin and then with the defect.
+
+    In this order, since processes that other defects were in may serve both: what passes with the twin is not made to
+    fail by traces of these.
+    """
     start_s = time.monotonic()
     cases = bench.cases(SHOWN_BY[defect.id], only=defect.laws)
     deadline_s = HANG_DEADLINE_S if defect.hangs else DEADLINE_S
-    found = bench.judge(cases, defect=defect.id, deadline_s=deadline_s)
     twins = bench.judge(cases, defect=defect.id + TWIN)
+    found = bench.judge(cases, defect=defect.id, deadline_s=deadline_s)
     laws = {law: _law_trial(law, defect, found, twins) for law in defect.laws}
     others: tuple[str, ...] = ()
     if any(not trial.kills for trial in laws.values()):

@@ -50,13 +50,15 @@ class Pools:
     Each rank has one of `devices` to itself as long as its pool lives, and pools that are idle end as soon as anybody
     waits for devices. Without devices, ranks share the processors: each task waits until as many are free as its world
     has ranks, or all of them for a wider world, and idle ranks need none; not so if `share_processors` is false.
+    With `isolate` no process serves two tasks.
     """
 
-    def __init__(self, *, devices: Leases | None = None, share_processors: bool = True) -> None:
+    def __init__(self, *, devices: Leases | None = None, share_processors: bool = True, isolate: bool = False) -> None:
         self._server: ServerProcess | None = None
         self._pools: dict[PoolKey, World] = {}  # the most recently used last
         self._processors = None if devices or not share_processors else Leases(processor_slots())
         self._devices = devices
+        self._isolate = isolate
         self._busy = threading.RLock()
         self._watch: _Watch | None = None
         self.max_world_size = MAX_WORLD_SIZE
@@ -105,6 +107,8 @@ class Pools:
         with self._busy, self._processors_for(len(ranks)):
             world = self._world(ranks, world_size=world_size, kind=task.kind, env=env)
             reports = world.run(task, deadline_s=deadline_s, env=env, rendezvous=rendezvous, stop=stop)
+            if self._isolate:
+                self.release()
             self._hand_back()
         return reports
 

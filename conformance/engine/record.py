@@ -57,6 +57,8 @@ class RecordFile(msgspec.Struct, frozen=True, kw_only=True):
     header: Header
     train_s: float
     """Time of the slowest rank."""
+    run_s: float = 0.0
+    """Time of all that was done for it, without waiting for others."""
     ranks: msgspec.Raw = msgspec.Raw(b"[]")
     """Of a training run."""
     failure: Failure | None = None

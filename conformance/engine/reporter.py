@@ -50,6 +50,7 @@ class Reporter:
         self._planned: list[str] = []
         self._collection_failed = False
         self._report: Report | None = None
+        self._unwritable = ""
         self._stream = self._open()
 
     # Collecting.
@@ -106,7 +107,7 @@ class Reporter:
             cases=sorted(self._results.values(), key=lambda result: result.id),
         )
         self._publish(self._report)
-        session.exitstatus = status
+        session.exitstatus = SUITE_FAILED if self._unwritable else status
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self._report is None:
@@ -116,15 +117,21 @@ class Reporter:
         if not self._report.planned:
             write("no case is selected: see python -m conformance list for what the profile has, and --cells")
         write(_law_table(self._report))
+        errors = Counter(case.reason for case in self._report.cases if case.verdict == Verdict.ERROR)
         for result in self._report.cases:
-            if result.verdict not in (Verdict.PASS, Verdict.UNSUPPORTED):
+            number = errors.pop(result.reason, 0) if result.verdict == Verdict.ERROR else 1
+            if result.verdict not in (Verdict.PASS, Verdict.UNSUPPORTED) and number:
                 write(f"\n{result.verdict}: {result.id}: {result.reason}\n  {result.must}\n  repeat: {result.repro}")
+                if number > 1:
+                    write(f"  and {number - 1} cases with the same reason")
         for reason, number in Counter(r.reason for r in self._report.cases if r.verdict == Verdict.UNSUPPORTED).items():
             write(f"unsupported, {number} cases: {reason}")
         write(
             f"\nprofile {self._report.profile}: {self._report.executed} of {self._report.planned} cases executed in "
             f"{self._report.duration_s:.1f} s, exit status {self._report.exit_code}; report: {self._directory}"
         )
+        if self._unwritable:
+            write(f"{self._unwritable}: exit status {SUITE_FAILED}")
 
     def _add_missing(self) -> None:
         missing = [nodeid for nodeid in self._planned if nodeid not in self._results]
@@ -174,8 +181,12 @@ class Reporter:
         return stream
 
     def _write_line(self, row: object) -> None:
-        self._stream.write(msgspec.json.encode(row).decode() + "\n")
-        self._stream.flush()
+        """A disk that is full must not hide the verdicts: they are printed at the end."""
+        try:
+            self._stream.write(msgspec.json.encode(row).decode() + "\n")
+            self._stream.flush()
+        except OSError as error:
+            self._unwritable = f"the report cannot be written to {self._directory}: {error.strerror}"
 
     def _publish(self, report: Report) -> None:
         footer = Footer(
@@ -186,11 +197,14 @@ class Reporter:
             duration_s=report.duration_s,
         )
         self._write_line(msgspec.to_builtins(footer))
-        self._stream.close()
         part = self._directory / "report.json.part"
-        part.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
-        part.rename(self._directory / "report.json")
-        (self._directory / "plan.json").unlink(missing_ok=True)
+        try:
+            self._stream.close()
+            part.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+            part.rename(self._directory / "report.json")
+            (self._directory / "plan.json").unlink(missing_ok=True)
+        except OSError as error:
+            self._unwritable = f"the report cannot be written to {self._directory}: {error.strerror}"
 
 
 def _law_table(report: Report) -> str:

@@ -17,6 +17,7 @@ import msgspec
 import pytest
 
 from conformance.engine.cells import Cell
+from conformance.engine.interruption import EndsWorkers, take_sigterm_like_ctrl_c
 from conformance.engine.law import Law, law_of
 from conformance.engine.matrix import Matrix, load_matrix
 from conformance.engine.measurements import Measurement, collecting
@@ -59,8 +60,11 @@ def start_session(config: pytest.Config) -> None:
         # xdist 3.8.0 with pytest 9.2: grouping is silently lost, and a crashed worker hangs the session
         # (pytest-xdist #1386, #1323). Records are shared through the store, so nothing needs grouping.
         raise pytest.UsageError("--dist loadgroup is broken with this pytest (pytest-xdist #1386): use --dist load")
+    take_sigterm_like_ctrl_c()
     session = Session(config)
     config.pluginmanager.register(session, "conformance-session")
+    if session.is_controller and getattr(config.option, "numprocesses", None):
+        config.pluginmanager.register(EndsWorkers(), "conformance-ends-workers")
     if session.is_controller and not config.option.collectonly:
         reporter = Reporter(
             directory=session.report_directory,
@@ -114,7 +118,7 @@ class Session:
             torch_version=importlib.metadata.version("torch"),
             defect=self.defect,
             deadline_s=self.matrix.profile(self.profile).deadline_s,
-            pools=config.stash.get(POOLS, None) or Pools(),
+            pools=config.stash.get(POOLS, None) or Pools(isolate=option.isolate),
         )
 
     # Collection: law x cell.

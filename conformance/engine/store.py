@@ -1,6 +1,7 @@
 """The record store: each cell is run once per session, whichever worker needs it first."""
 
 import hashlib
+import re
 import shutil
 import tempfile
 import time
@@ -29,6 +30,14 @@ from conformance.engine.record import (
 )
 
 SUITE_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+# What a rank, or a library in it, says of a disk: no fault of the product.
+_STORAGE_FAULT = re.compile("No space left on device|Disk quota exceeded|Read-only file system")
+
+
+class Unwritable(RuntimeError):
+    """The records of a session cannot be written."""
 
 
 class CellFailed(Exception):
@@ -60,6 +69,8 @@ class RecordStore:
     deadline_s: float
     pools: RunsTasks = field(default_factory=Pools)
     clock: Clock = field(default_factory=Clock)
+    lasting_defect: bool = False
+    """Whether the defect leaves traces in its processes, which then serve nothing else."""
     replay: bool = False
     """Nothing is run: all that laws ask for must be there."""
     _loaded: dict[str, Record] = field(default_factory=dict)
@@ -109,9 +120,15 @@ class RecordStore:
         self.pools.close()
 
     def _once(self, directory: Path, execute: Callable[[], RecordFile]) -> RecordFile:
-        """What is in a directory, or comes there now. Raises CellFailed if it is a failure."""
+        """What is in a directory, or comes there now. Raises CellFailed if it is a failure, or Unwritable."""
         if self.replay:
             return _replayed(directory)
+        try:
+            return self._locked(directory, execute)
+        except OSError as error:
+            raise Unwritable(f"no record can be written to {self.directory}: {error.strerror or error}") from error
+
+    def _locked(self, directory: Path, execute: Callable[[], RecordFile]) -> RecordFile:
         directory.mkdir(parents=True, exist_ok=True)
         start_s = time.monotonic()
         # A run cannot outlast its lease and its deadline by much, so neither can the wait for one.
@@ -131,14 +148,15 @@ class RecordStore:
             raise
         finally:
             waited_s = self.pools.waited_s - waited_before_s
+            run_s = time.monotonic() - start_s - waited_s
             self.clock.wait_s += waited_s
-            self.clock.run_s += time.monotonic() - start_s - waited_s
+            self.clock.run_s += run_s
         if content.failure is not None and content.failure.kind == "crash":
             # A death belongs to the case that saw it, and may have come from outside (the OOM killer): the cell's other
             # laws get a run of their own. Hangs are kept, or each law would wait for the deadline.
             write_failure(directory, content.failure)
         else:
-            write_record(directory, content)
+            write_record(directory, msgspec.structs.replace(content, run_s=round(run_s, 4)))
         return content
 
     def _train(self, header: Header, directory: Path) -> RecordFile:
@@ -194,7 +212,7 @@ class RecordStore:
         compares equal: the tp rows of dp4-tp2 and of hsdp2x2-tp2 do, but their process groups have other names
         ("Could not resolve the process group registered under the name 9", torch 2.13). No public way to clear it.
         """
-        return f"{cell.mesh} {self.defect or ''}"
+        return f"{cell.mesh} {self.defect}" if self.lasting_defect else cell.mesh
 
 
 def _replayed(directory: Path) -> RecordFile:
@@ -234,9 +252,11 @@ def task_payload(cell: Cell, directory: Path, *, defect: str | None) -> dict[str
 
 
 def to_failure(failed: RunFailed) -> Failure:
-    """Keep what a report needs; an exception raised by the suite's own code is the suite's error."""
+    """Keep what a report needs; an exception of the suite's own code, or of a full disk, is the suite's error."""
     first = next(report for report in failed.ranks if report.rank == failed.first_rank)
-    from_suite = failed.kind == "raised" and Path(first.innermost_file).is_relative_to(SUITE_PACKAGE)
+    from_suite = failed.kind == "raised" and (
+        Path(first.innermost_file).is_relative_to(SUITE_PACKAGE) or _STORAGE_FAULT.search(first.message) is not None
+    )
     kind = "suite-error" if from_suite else failed.kind
     return Failure(kind=kind, first_rank=failed.first_rank, reason=failed.reason, details=failed.details())
 

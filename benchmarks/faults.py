@@ -1,0 +1,58 @@
+"""Sick trainers among healthy cells, at several numbers of workers: `python -m benchmarks.faults [--write]`.
+
+Runs the session of `tests/miniatures.yaml` at `-n 0`, `-n 2` and `-n auto` and prints, for each miniature, the verdicts
+of its cases and the longest time from the start of its run to the verdict.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+import torch
+from tabulate import tabulate
+
+from benchmarks.pages import PROJECT, write_between
+from conformance.engine.report import CaseResult, Report
+from tests.miniatures import BY_SEED
+
+PAGE = PROJECT / "docs" / "performance.md"
+WORKERS = ("0", "2", "auto")
+
+
+def session(workers: str, directory: Path) -> list[CaseResult]:
+    laws = [f"conformance/laws/test_{name}.py" for name in ("parity", "invariance", "memory")]
+    options = ["--matrix=tests/miniatures.yaml", "--profile=miniatures", "--defect=tests/miniatures.py:by_seed"]
+    command = [sys.executable, "-m", "pytest", f"-n{workers}", "-q", *laws, *options, f"--report-dir={directory}"]
+    subprocess.run(command, cwd=PROJECT, stdout=subprocess.DEVNULL, check=False)
+    return msgspec.json.decode((directory / "report.json").read_bytes(), type=Report).cases
+
+
+def name_of(case: CaseResult) -> str:
+    return BY_SEED[int(case.cell.partition("-seed")[2] or 0)].__name__
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Verdicts on sick trainers, and the time that they take.")
+    parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.relative_to(PROJECT)}")
+    arguments = parser.parse_args()
+    rows: dict[str, list[str]] = {function.__name__: [] for function in BY_SEED.values()}
+    for workers in WORKERS:
+        with tempfile.TemporaryDirectory() as directory:
+            cases = session(workers, Path(directory, "report"))
+        for name, row in rows.items():
+            mine = [case for case in cases if name_of(case) == name]
+            verdicts = ", ".join(dict.fromkeys(case.verdict for case in mine))
+            row.append(f"{verdicts} ({max(case.run_s for case in mine):.1f} s)")
+    headers = ["miniature", *(f"-n {workers}" for workers in WORKERS)]
+    table = tabulate([[name, *row] for name, row in rows.items()], headers=headers, tablefmt="github")
+    text = f"`python -m benchmarks.faults --write`, torch {torch.__version__}, deadline 15 s:\n\n{table}"
+    print(text)
+    if arguments.write:
+        write_between(PAGE, "faults", text)
+
+
+if __name__ == "__main__":
+    main()

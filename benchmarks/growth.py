@@ -1,0 +1,67 @@
+"""Sessions of 10, 100 and 1000 cases: time and memory by their number. `python -m benchmarks.growth [--write]`."""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import torch
+from tabulate import tabulate
+
+from benchmarks.pages import PROJECT, write_between
+
+PAGE = PROJECT / "docs" / "performance.md"
+LAWS = ("PAR-1", "PAR-5", "MP-3", "INIT-1", "RS-1")
+SIZES = (10, 100, 1000)
+MEBI = 1 << 20
+
+
+def matrix(cases: int) -> str:
+    seeds = list(range(cases // len(LAWS)))
+    return (
+        "schema: 1\n"
+        f"families:\n  growth: {{laws: [{', '.join(LAWS)}], axes: {{mesh: [dp1], seed: {seeds}}}}}\n"
+        "profiles:\n  growth: {families: all, deadline_s: 60}\n"
+    )
+
+
+def session(cases: int, directory: Path) -> tuple[float, float]:
+    """Seconds, and the most MiB that pytest's own process held."""
+    file = directory / "matrix.yaml"
+    file.write_text(matrix(cases))
+    command = [sys.executable, "-m", "pytest", "-n0", "-q", "conformance/", f"--matrix={file}", "--profile=growth"]
+    start_s = time.perf_counter()
+    process = psutil.Popen([*command, f"--report-dir={directory / 'report'}"], cwd=PROJECT, stdout=subprocess.DEVNULL)
+    largest = 0
+    while process.poll() is None:
+        largest = max(largest, process.memory_info().rss)
+        time.sleep(0.1)
+    if process.returncode != 0:
+        raise RuntimeError(f"the session of {cases} cases ended with {process.returncode}")
+    return time.perf_counter() - start_s, largest / MEBI
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time and memory of sessions by their number of cases.")
+    parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.relative_to(PROJECT)}")
+    arguments = parser.parse_args()
+    rows = []
+    for cases in SIZES:
+        with tempfile.TemporaryDirectory() as directory:
+            seconds, held = session(cases, Path(directory))
+        rows.append([cases, f"{seconds:.1f}", f"{seconds / cases * 1000:.0f}", f"{held:.0f}"])
+        print(*rows[-1], flush=True)
+    headers = ["cases", "seconds", "ms per case", "MiB of pytest's process"]
+    text = f"`python -m benchmarks.growth --write`, torch {torch.__version__}, one worker:\n\n" + tabulate(
+        rows, headers=headers, tablefmt="github"
+    )
+    print(text)
+    if arguments.write:
+        write_between(PAGE, "growth", text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""Ending a session early: SIGTERM, which batch systems and CI send, is taken like Ctrl-C."""
+
+import os
+import signal
+import threading
+from contextlib import suppress
+from typing import NoReturn
+
+import psutil
+
+
+def take_sigterm_like_ctrl_c() -> None:
+    """So that ranks are ended, and a partial report is left. Elsewhere than in the main thread nothing can be done."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _interrupt)
+
+
+def _interrupt(number: int, _frame: object) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)  # once is enough: what is being tidied up must not be interrupted
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+class EndsWorkers:
+    """The controller's plugin that ends xdist's workers at once: by itself xdist waits 10 s for those that are busy."""
+
+    def pytest_keyboard_interrupt(self) -> None:
+        """Only children: a worker's ranks are its own to end."""
+        for worker in psutil.Process(os.getpid()).children():
+            with suppress(psutil.NoSuchProcess):
+                worker.terminate()
