@@ -6,6 +6,8 @@ PROFILE ?= pr
 VENV ?=
 ARGS ?=
 export PYTHON
+# Sessions, and those that tests start, are hundreds of Python processes: compile the suite once, not in each of them.
+unexport PYTHONDONTWRITEBYTECODE
 
 ifeq ($(VENV),none)
   ifneq ($(origin TORCH),file)

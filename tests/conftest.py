@@ -8,9 +8,19 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from conformance.engine.leases import DIRECTORY_VARIABLE
+
 # A shell that runs CI as a background job ignores SIGINT in it, and so would every process that the tests start: those
 # that send Ctrl-C would wait for ever. Children inherit the default action once this process has a handler of its own.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_leases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests let ranks hang: those of another worker, or a session of the developer's, must not wait for them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(DIRECTORY_VARIABLE, str(tmp_path_factory.mktemp("leases")))
+        yield
 
 
 @pytest.fixture(scope="module")

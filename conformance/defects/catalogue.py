@@ -67,13 +67,6 @@ def injected(name: str | None) -> Iterator[None]:
         yield
 
 
-def is_lasting(name: str | None) -> bool:
-    """Whether a known defect, or its twin, leaves traces in a process; of one that is not known it has to be feared."""
-    if name is None:
-        return False
-    return next((defect.lasting for defect in defects() if defect.id == name.removesuffix(TWIN)), True)
-
-
 def _injection(name: str) -> Injection:
     base, is_twin = name.removesuffix(TWIN), name.endswith(TWIN)
     found = from_file(base) if ":" in base else {defect.id: defect for defect in defects()}[base]

@@ -37,8 +37,6 @@ class Defect:
     """The run never ends: the verdict of its laws is `timeout` instead of `fail`."""
     substrates: tuple[Substrate, ...] = REAL
     """Where it shows; laws that hold in simulated worlds are judged there beside any of these."""
-    lasting: bool = False
-    """It leaves traces in a process, such as wrong decisions in DTensor's caches, or must be there before them."""
     since: str = "2.6"
     """First torch version that it can be injected into."""
 

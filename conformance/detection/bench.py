@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.defects.catalogue import is_lasting
+from conformance.defects.catalogue import ids
 from conformance.describe import PROJECT, law_tests
 from conformance.engine.matrix import Case, Matrix, load_matrix
 from conformance.engine.measurements import Measurement, collecting
@@ -49,7 +49,7 @@ class Bench:
     profile: str = "pr"
 
     def store(self, *, defect: str | None = None, deadline_s: float = DEADLINE_S) -> RecordStore:
-        """Ranks are shared between defects, but for those that leave traces; see `trials.try_defect`."""
+        """Ranks are shared between known defects, see `trials.try_defect`; others may leave anything behind."""
         return RecordStore(
             directory=self.directory,
             session="bench",
@@ -57,7 +57,7 @@ class Bench:
             defect=defect,
             deadline_s=deadline_s,
             pools=self.pools,
-            lasting_defect=is_lasting(defect),
+            shares_ranks=defect is None or defect in ids(),
         )
 
     def cases(self, selection: str, *, only: Container[str] | None = None) -> list[Case]:

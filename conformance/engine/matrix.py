@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from conformance.engine.cells import AxisError, AxisValue, Cell, axis_names, axis_value, cell_from_axes
-from conformance.engine.covering import Rule, covering_rows
+from conformance.engine.covering import Row, Rule, covering_rows
 from conformance.engine.selection import Selection, SelectionError, parse
 from reference_trainer.strict_yaml import Document, allowed, convert, load
 
@@ -187,8 +187,17 @@ class Matrix(_Entry, frozen=True, kw_only=True, dict=True):
         free = {axis: values for axis, values in axes.items() if len(values) > 1}
 
         def rule(exclusion: Exclusion) -> Rule:
-            decide = exclusion.axes & free.keys()
-            return Rule(decide, lambda row: exclusion.matches(cell_from_axes({**fixed, **row})))
+            decide = sorted(exclusion.axes & free.keys())
+            known: dict[str, bool] = {}
+
+            def forbids(row: Row) -> bool:
+                """Asked thousands of times about few combinations of the axes that decide."""
+                key = repr([row[axis] for axis in decide])
+                if key not in known:
+                    known[key] = exclusion.matches(cell_from_axes({**fixed, **row}))
+                return known[key]
+
+            return Rule(decide, forbids)
 
         rows = covering_rows(free, strength=strength, rules=[rule(exclusion) for exclusion in self.exclusions])
         return [cell_from_axes({**fixed, **row}) for row in rows]

@@ -34,6 +34,8 @@ class RunsTasks(Protocol):
     waited_s: float
     max_world_size: int
 
+    def prepare(self) -> None: ...
+
     def run(
         self, task: Task, *, world_size: int, deadline_s: float, env: Mapping[str, str] | None = None
     ) -> list[Any]: ...
@@ -64,6 +66,10 @@ class Pools:
         self.max_world_size = MAX_WORLD_SIZE
         self.waited_s = 0.0
         """For devices or processors that others had, in all tasks so far."""
+
+    def prepare(self) -> None:
+        """Let the rank server load torch already, while the worker does something else."""
+        self._running_server()
 
     def run(self, task: Task, *, world_size: int, deadline_s: float, env: Mapping[str, str] | None = None) -> list[Any]:
         """Run `task` on `world_size` ranks and return the results in the order of the ranks.

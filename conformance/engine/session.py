@@ -121,6 +121,13 @@ class Session:
             pools=config.stash.get(POOLS, None) or Pools(isolate=option.isolate),
         )
 
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        """The process that will run cases, which imports torch too, lets its rank server do the same meanwhile."""
+        option = session.config.option
+        runs_cases = not self.is_controller or not getattr(option, "numprocesses", None)
+        if runs_cases and not option.collectonly and self.cases:
+            self.store.pools.prepare()
+
     # Collection: law x cell.
 
     @pytest.hookimpl(optionalhook=True)

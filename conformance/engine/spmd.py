@@ -135,6 +135,7 @@ def follow(store: Store, *, agent: int) -> int:
     """Do what the leader says until it says to end; returns the session's exit status."""
     number = taken = 0
     with Pools(share_processors=False) as pools:
+        pools.prepare()
         while True:
             number += 1
             while not store.check([f"order/{number}"]):
@@ -180,6 +181,10 @@ class SpanningPools:
         self._pools = Pools(share_processors=False)
         self._number = 0
         self._lost: dict[int, str] = {}
+
+    def prepare(self) -> None:
+        """As `Pools.prepare`, for the leader's own ranks."""
+        self._pools.prepare()
 
     def run(self, task: Task, *, world_size: int, deadline_s: float, env: Mapping[str, str] | None = None) -> list[Any]:
         """As `Pools.run`. Raises AgentsLost too."""

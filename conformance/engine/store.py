@@ -69,8 +69,8 @@ class RecordStore:
     deadline_s: float
     pools: RunsTasks = field(default_factory=Pools)
     clock: Clock = field(default_factory=Clock)
-    lasting_defect: bool = False
-    """Whether the defect leaves traces in its processes, which then serve nothing else."""
+    shares_ranks: bool = False
+    """With stores that have other defects: only where traces of these in a process are harmless."""
     replay: bool = False
     """Nothing is run: all that laws ask for must be there."""
     _loaded: dict[str, Record] = field(default_factory=dict)
@@ -212,7 +212,7 @@ class RecordStore:
         compares equal: the tp rows of dp4-tp2 and of hsdp2x2-tp2 do, but their process groups have other names
         ("Could not resolve the process group registered under the name 9", torch 2.13). No public way to clear it.
         """
-        return f"{cell.mesh} {self.defect}" if self.lasting_defect else cell.mesh
+        return cell.mesh if self.shares_ranks else f"{cell.mesh} {self.defect or ''}"
 
 
 def _replayed(directory: Path) -> RecordFile:
