@@ -4,6 +4,8 @@
 #
 #   ci/false_alarms.sh PROFILE SEEDS [more arguments of pytest]     for example: ci/false_alarms.sh pr 20
 #
+# SEED in an argument stands for the seed: with `--shard SEED/20`, each seed judges another twentieth of the cells.
+#
 # Leaves a report for each seed in false-alarms/seed-N, prints one line for each and a sum; exit status 1 for any alarm.
 set -uo pipefail
 if [[ $# -lt 2 || ! $2 =~ ^[1-9][0-9]*$ ]]; then
@@ -19,8 +21,8 @@ log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 for ((seed = 1; seed <= seeds; seed++)); do
   directory=false-alarms/seed-$seed
-  "$python" -m pytest -n auto conformance/ --profile "$profile" --seed "$seed" --report-dir "$directory" -q "$@" \
-    >"$log" 2>&1
+  "$python" -m pytest -n auto conformance/ --profile "$profile" --seed "$seed" --report-dir "$directory" -q \
+    "${@//SEED/$seed}" >"$log" 2>&1
   status=$?
   "$python" - "$directory/report.json" "$seed" <<'PYTHON' || cat "$log"
 import json, sys

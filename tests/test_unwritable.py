@@ -35,14 +35,14 @@ def read_only(tmp_path: Path) -> Iterator[Path]:
     yield from mounted(tmp_path / "read_only", "ro")
 
 
-def session(directory: Path, *options: str) -> Ended:
-    return finish(suite(directory, "conformance/", "--cells", ONE_CELL, *options), directory.parent / "session")
+def session(report: Path, output: Path, *options: str) -> Ended:
+    return finish(suite(report, "conformance/", "--cells", ONE_CELL, *options), output / "session")
 
 
 @pytest.mark.parametrize("records_only", [False, True])
 def test_a_full_disk_is_the_suites_error(small: Path, tmp_path: Path, records_only: bool) -> None:
     report = tmp_path / "report" if records_only else small / "report"
-    ended = session(report, *(["--record-dir", str(small / "records")] if records_only else []))
+    ended = session(report, tmp_path, *(["--record-dir", str(small / "records")] if records_only else []))
     assert ended.status == 3, ended.output
     assert "No space left on device" in ended.output
     assert "Traceback" not in ended.output.partition(" conformance ===")[2]
@@ -50,8 +50,8 @@ def test_a_full_disk_is_the_suites_error(small: Path, tmp_path: Path, records_on
     assert "\nfail: " not in ended.output
 
 
-def test_a_read_only_report_directory_is_a_usage_error(read_only: Path) -> None:
-    ended = session(read_only / "report")
+def test_a_read_only_report_directory_is_a_usage_error(read_only: Path, tmp_path: Path) -> None:
+    ended = session(read_only / "report", tmp_path)
     assert ended.status == 4
     lines = [line for line in ended.output.splitlines() if line.startswith("ERROR: ")]
     assert len(lines) == 1
@@ -59,7 +59,7 @@ def test_a_read_only_report_directory_is_a_usage_error(read_only: Path) -> None:
 
 
 def test_an_unwritable_store_is_one_error(read_only: Path, tmp_path: Path) -> None:
-    ended = session(tmp_path / "report", "--record-dir", str(read_only / "records"))
+    ended = session(tmp_path / "report", tmp_path, "--record-dir", str(read_only / "records"))
     assert ended.status == 3
     assert ended.output.count(f"no record can be written to {read_only / 'records'}: Read-only file system") >= 1
     assert "INTERNALERROR" not in ended.output

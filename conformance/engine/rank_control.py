@@ -37,7 +37,7 @@ from conformance.engine.rank_messages import (
 )
 
 START_LIMIT_S = 120.0
-DUMP_LIMIT_S = 1.0
+DUMP_LIMIT_S = 2.5
 END_LIMIT_S = 10.0
 DATAGRAM_BYTES = 65536
 
