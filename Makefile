@@ -47,9 +47,10 @@ environment:
 conformance: environment
 	$(RUN) -m pytest -n auto conformance/ --profile $(PROFILE) $(ARGS)
 
-# Two workers: these tests start processes of their own and mostly wait for them.
+# Two workers: these tests start processes of their own and mostly wait for them. By file: what the tests of a file share,
+# such as a whole session or warm ranks, is made once.
 test: environment
-	$(RUN) -m pytest -n 2 tests/ $(ARGS)
+	$(RUN) -m pytest -n 2 --dist loadfile tests/ $(ARGS)
 
 check: environment
 	$(RUN) -m ruff check .

@@ -22,6 +22,6 @@ exclude_also =
     \.\.\.
 RC
 export COVERAGE_PROCESS_START="$PWD/.coverage-data/rc" COVERAGE_RCFILE="$PWD/.coverage-data/rc"
-PYTHONPATH="$PWD/ci/coverage${PYTHONPATH:+:$PYTHONPATH}" "$python" -m pytest -n 2 tests/ "$@" || echo "some tests failed"
+PYTHONPATH="$PWD/ci/coverage${PYTHONPATH:+:$PYTHONPATH}" "$python" -m pytest -n 2 --dist loadfile tests/ "$@" || echo "some tests failed"
 "$python" -m coverage combine --quiet
 "$python" -m coverage report --sort=cover
