@@ -38,7 +38,8 @@ class Ended:
 
 
 def suite(directory: Path, *arguments: str, workers: int = 0, profile: str = "pr") -> list[str]:
-    options = [f"-n{workers}", f"--profile={profile}", f"--report-dir={directory}", "-p", "no:cacheprovider"]
+    options = [f"-n{workers}", f"--profile={profile}", f"--report-dir={directory}"]
+    options += ["-p", "no:cacheprovider", "-p", "no:hypothesispytest"]  # the latter loads for a second, for nothing
     return [sys.executable, "-m", "pytest", *options, *arguments]
 
 

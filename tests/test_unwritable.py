@@ -45,7 +45,6 @@ def test_a_full_disk_is_the_suites_error(small: Path, tmp_path: Path, records_on
     ended = session(report, tmp_path, *(["--record-dir", str(small / "records")] if records_only else []))
     assert ended.status == 3, ended.output
     assert "No space left on device" in ended.output
-    assert "Traceback" not in ended.output.partition(" conformance ===")[2]
     assert "INTERNALERROR" not in ended.output
     assert "\nfail: " not in ended.output
 
