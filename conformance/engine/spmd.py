@@ -16,8 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import psutil
@@ -208,14 +207,6 @@ class SpanningPools:
     def dismiss(self, status: int) -> None:
         """Let all agents end."""
         self._store.set(f"order/{self._number + 1}", str(status))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _require_present(self, agents: Sequence[int]) -> None:
         gone = [rank for rank, agent in enumerate(agents) if agent in self._lost]
