@@ -54,6 +54,10 @@ class Workers:
         self._processes[seed].wait()
         self._processes[seed] = self._start(seed)
 
+    def ended(self) -> list[int]:
+        """Exit codes of those that ended by themselves."""
+        return [code for process in self._processes if (code := process.poll()) is not None]
+
     def end(self) -> list[int]:
         return [process.wait(30) for process in self._processes]
 
@@ -82,6 +86,8 @@ def test_two_sessions_share_eight_devices(workers: Workers, tmp_path: Path) -> N
     until_s = time.monotonic() + LIMIT_S
     kills = 0
     while len(list(tmp_path.glob("idle-*"))) < WORKERS:
+        assert not (tmp_path / "double-use").exists(), (tmp_path / "double-use").read_text()
+        assert workers.ended() == [], "a worker found a device that was not its own"
         assert time.monotonic() < until_s, f"starved: {[file.name for file in tmp_path.iterdir()]}"
         if kills < KILLS and sum(len(file.read_text()) for file in tmp_path.glob("done-*")) > 3 * kills:
             workers.kill_one(choose)
@@ -98,4 +104,3 @@ def test_two_sessions_share_eight_devices(workers: Workers, tmp_path: Path) -> N
     leases = Leases(DEVICES, directory=tmp_path / "leases")
     leases.take(len(DEVICES), limit_s=1.0).release()
     assert list((tmp_path / "leases").glob("ticket-*")) == []
-    assert list(tmp_path.glob("busy-*")) == [] or kills

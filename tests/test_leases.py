@@ -154,6 +154,8 @@ def test_the_directory_is_one_for_each_user(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.delenv("CONFORMANCE_LEASE_DIR")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert default_directory().parent == tmp_path
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "gone"))
+    assert default_directory().parent != tmp_path / "gone"
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     assert str(os.getuid()) in default_directory().name
     assert Leases(["a"], directory=tmp_path / "new").slots == ("a",)

@@ -156,12 +156,15 @@ class Leases:
 
 
 def default_directory() -> Path:
-    """The same for all sessions of a user: `$CONFORMANCE_LEASE_DIR`, or in `$XDG_RUNTIME_DIR`, or in /tmp."""
+    """The same for all sessions of a user: `$CONFORMANCE_LEASE_DIR`, or in `$XDG_RUNTIME_DIR`, or in /tmp.
+
+    `su` and containers may hand on the name of a runtime directory that is not there, or is another user's.
+    """
     chosen = os.environ.get(DIRECTORY_VARIABLE)
     if chosen:
         return Path(chosen)
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if runtime:
+    if runtime and os.access(runtime, os.W_OK):
         return Path(runtime, "fsdp2-tp-conformance")
     return Path(tempfile.gettempdir(), f"fsdp2-tp-conformance-{os.getuid()}")
 

@@ -19,6 +19,7 @@ import pytest
 from conformance.engine.cells import Cell
 from conformance.engine.interruption import EndsWorkers, take_sigterm_like_ctrl_c
 from conformance.engine.law import Law, law_of
+from conformance.engine.leases import LeaseError
 from conformance.engine.matrix import Matrix, load_matrix
 from conformance.engine.measurements import Measurement, collecting
 from conformance.engine.pool import Pools, RunsTasks
@@ -61,7 +62,10 @@ def start_session(config: pytest.Config) -> None:
         # (pytest-xdist #1386, #1323). Records are shared through the store, so nothing needs grouping.
         raise pytest.UsageError("--dist loadgroup is broken with this pytest (pytest-xdist #1386): use --dist load")
     take_sigterm_like_ctrl_c()
-    session = Session(config)
+    try:
+        session = Session(config)
+    except LeaseError as error:
+        raise pytest.UsageError(str(error)) from None
     config.pluginmanager.register(session, "conformance-session")
     if session.is_controller and getattr(config.option, "numprocesses", None):
         config.pluginmanager.register(EndsWorkers(), "conformance-ends-workers")
