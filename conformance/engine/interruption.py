@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 import psutil
+import pytest
 
 
 def take_sigterm_like_ctrl_c() -> None:
@@ -23,6 +24,7 @@ def _interrupt(number: int, _frame: object) -> NoReturn:
 class EndsWorkers:
     """The controller's plugin that ends xdist's workers at once: by itself xdist waits 10 s for those that are busy."""
 
+    @pytest.hookimpl(tryfirst=True)  # while pytest renders the traceback, which takes as long, they end
     def pytest_keyboard_interrupt(self) -> None:
         """Only children: a worker's ranks are its own to end."""
         for worker in psutil.Process(os.getpid()).children():

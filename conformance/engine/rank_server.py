@@ -34,7 +34,7 @@ DEATH_LIMIT_S = 2.0
 GENERATIONS = 16
 
 
-def main(control_fd: int, directory: str) -> None:
+def main(control_fd: int, directory: str) -> NoReturn:
     """Serve the owner of the control socket until it closes it; then end all ranks and remove `directory`."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     preload()
@@ -44,9 +44,12 @@ def main(control_fd: int, directory: str) -> None:
     server = RankServer(socket.socket(fileno=control_fd))
     try:
         server.serve()
+    except BaseException:
+        traceback.print_exc()
     finally:
         server.bury_all()
         shutil.rmtree(directory, ignore_errors=True)
+        os._exit(0)  # the owner waits: to take torch down module by module would double what its own end takes
 
 
 class RankServer:

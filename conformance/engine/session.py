@@ -5,6 +5,7 @@ the business of `reporter`.
 """
 
 import datetime
+import gc
 import importlib.metadata
 import shlex
 import uuid
@@ -243,6 +244,9 @@ class Session:
 
     def pytest_unconfigure(self) -> None:
         self.store.close()
+        # The process ends with torch loaded. Without this, pytest and the interpreter each go through all of its
+        # objects in search of garbage, several times, and that takes longer than everything else at the end.
+        gc.freeze()
 
     def _result(self, item: pytest.Item, case: CaseState) -> CaseResult:
         return CaseResult(
