@@ -1,10 +1,11 @@
 """Sick trainers among healthy cells, at several numbers of workers: `python -m benchmarks.faults [--write]`.
 
 Runs the session of `tests/miniatures.yaml` at `-n 0`, `-n 2` and `-n auto` and prints, for each miniature, the verdicts
-of its cases and the longest time from the start of its run to the verdict.
+of its cases and the longest time from the start of its run to the verdict; and the ranks that the reasons blame.
 """
 
 import argparse
+import re
 import subprocess
 import sys
 import tempfile
@@ -34,11 +35,18 @@ def name_of(case: CaseResult) -> str:
     return BY_SEED[int(case.cell.partition("-seed")[2] or 0)].__name__
 
 
+def blamed(case: CaseResult) -> str:
+    """The rank that failed first; of ranks that hang it is the one that did not wait for another."""
+    found = re.search(r"rank (\d+) did not wait", case.reason) or re.match(r"rank (\d+) ", case.reason)
+    return found[1] if found else ""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Verdicts on sick trainers, and the time that they take.")
     parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.relative_to(PROJECT)}")
     arguments = parser.parse_args()
     rows: dict[str, list[str]] = {function.__name__: [] for function in BY_SEED.values()}
+    ranks: dict[str, set[str]] = {name: set() for name in rows}
     for workers in WORKERS:
         with tempfile.TemporaryDirectory() as directory:
             cases = session(workers, Path(directory, "report"))
@@ -46,8 +54,10 @@ def main() -> None:
             mine = [case for case in cases if name_of(case) == name]
             verdicts = ", ".join(dict.fromkeys(case.verdict for case in mine))
             row.append(f"{verdicts} ({max(case.run_s for case in mine):.1f} s)")
-    headers = ["miniature", *(f"-n {workers}" for workers in WORKERS)]
-    table = tabulate([[name, *row] for name, row in rows.items()], headers=headers, tablefmt="github")
+            ranks[name].update(map(blamed, mine))
+    headers = ["miniature", *(f"-n {workers}" for workers in WORKERS), "rank blamed"]
+    full = [[name, *row, " or ".join(sorted(ranks[name] - {""}))] for name, row in rows.items()]
+    table = tabulate(full, headers=headers, tablefmt="github")
     text = f"`python -m benchmarks.faults --write`, torch {torch.__version__}, deadline 15 s:\n\n{table}"
     print(text)
     if arguments.write:

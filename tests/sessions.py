@@ -37,9 +37,13 @@ class Ended:
         return {case.id: case.verdict for case in self.report.cases}
 
 
-def suite(directory: Path, *arguments: str, workers: int = 0, profile: str = "pr") -> list[str]:
+def suite(
+    directory: Path, *arguments: str, workers: int = 0, profile: str = "pr", cache: Path | None = None
+) -> list[str]:
+    """The command of a session; without a directory for pytest's cache it has none, and knows no earlier durations."""
     options = [f"-n{workers}", f"--profile={profile}", f"--report-dir={directory}"]
-    options += ["-p", "no:cacheprovider", "-p", "no:hypothesispytest"]  # the latter loads for a second, for nothing
+    options += ["-p", "no:hypothesispytest"]  # it loads for a second, for nothing
+    options += ["-o", f"cache_dir={cache}"] if cache else ["-p", "no:cacheprovider"]
     return [sys.executable, "-m", "pytest", *options, *arguments]
 
 

@@ -30,7 +30,7 @@ VERDICTS = {
 REASONS = {
     "always_passes": "rank 0 finished without phase data of step 0",
     "writes_nothing": "rank 0 finished without metrics of step 0",
-    "hangs": "no result from ranks 0, 1 within ",
+    "hangs": "no result from ranks 0, 1 within [0-9.]+ s; rank 1 did not wait for a peer",
     "segfaults": "rank 1 was killed by SIGSEGV",
     "exits_with_3": "rank 1 exited with code 3",
     "exits_with_0": "rank 1 exited with code 0",

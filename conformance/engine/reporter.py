@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from tabulate import tabulate
 
+from conformance.engine.durations import remember_durations
 from conformance.engine.environment import environment_facts, suite_digest
 from conformance.engine.report import CaseResult, Footer, Header, Report
 from conformance.engine.verdicts import CONFORMANT, SUITE_FAILED, Verdict, exit_status
@@ -107,6 +108,7 @@ class Reporter:
             cases=sorted(self._results.values(), key=lambda result: result.id),
         )
         self._publish(self._report)
+        remember_durations(session.config, self._results.values())
         session.exitstatus = SUITE_FAILED if self._unwritable else status
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:

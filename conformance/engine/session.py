@@ -18,6 +18,7 @@ import msgspec
 import pytest
 
 from conformance.engine.cells import Cell
+from conformance.engine.durations import remembered_durations_s
 from conformance.engine.interruption import EndsWorkers, take_sigterm_like_ctrl_c
 from conformance.engine.law import Law, law_of
 from conformance.engine.leases import LeaseError
@@ -109,6 +110,7 @@ class Session:
             self.defect = _known_defect(option.defect)
         except ValueError as error:
             raise pytest.UsageError(str(error)) from None
+        self._durations_s: dict[str, float] = inherited.get("durations_s", {})
         self._cells: dict[str, list[Cell]] = {}
         for case in self.cases:
             self._cells.setdefault(case.law, []).append(case.cell)
@@ -129,6 +131,8 @@ class Session:
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         """The process that will run cases, which imports torch too, lets its rank server do the same meanwhile."""
         option = session.config.option
+        if self.is_controller:
+            self._durations_s = remembered_durations_s(session.config)
         runs_cases = not self.is_controller or not getattr(option, "numprocesses", None)
         if runs_cases and not option.collectonly and self.cases:
             self.store.pools.prepare()
@@ -138,7 +142,11 @@ class Session:
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
         """On the controller: what each worker has to know."""
-        node.workerinput["conformance"] = {"session": self.name, "report_directory": str(self.report_directory)}
+        node.workerinput["conformance"] = {
+            "session": self.name,
+            "report_directory": str(self.report_directory),
+            "durations_s": self._durations_s,
+        }
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_pycollect_makeitem(self, name: str, obj: Any) -> list[pytest.Item] | None:
@@ -160,12 +168,17 @@ class Session:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Preconditions first, then the widest worlds; the cases of one mesh, and of one cell, stay together."""
+        """Preconditions first, then the widest worlds; the cases of one mesh, and of one cell, stay together.
+
+        Within a mesh the cells that took longest in the last session come first, so that workers end together.
+        """
         for item in items:
             found = law_of(getattr(item, "function", None))
             if found is not None:
                 item.stash[_CASE] = CaseState(found, item.callspec.params["cell"])  # type: ignore[attr-defined]
-        order = {cell_id: index for index, cell_id in enumerate(dict.fromkeys(case.cell.id for case in self.cases))}
+        cells = dict.fromkeys(case.cell.id for case in self.cases)
+        longest_first = sorted(cells, key=lambda cell: -self._durations_s.get(cell, 0.0))
+        order = {cell: place for place, cell in enumerate(longest_first)}
         items.sort(key=lambda item: _position(item.stash.get(_CASE, None), order))
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:

@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,9 @@ from conformance.engine.record import (
 )
 
 SUITE_PACKAGE = Path(__file__).resolve().parents[1]
-
+KEPT = 16
+"""Records that a process holds in memory: those of the cells at hand, and what many cells are compared with. The others
+are read again when a law needs them, so that memory does not grow with the number of cases."""
 
 # What a rank, or a library in it, says of a disk: no fault of the product.
 _STORAGE_FAULT = re.compile("No space left on device|Disk quota exceeded|Read-only file system")
@@ -73,34 +76,37 @@ class RecordStore:
     """With stores that have other defects: only where traces of these in a process are harmless."""
     replay: bool = False
     """Nothing is run: all that laws ask for must be there."""
-    _loaded: dict[str, Record] = field(default_factory=dict)
-    _measured: dict[str, list[Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._kept_record = lru_cache(maxsize=KEPT)(self._record)
+        self._kept_measurement = lru_cache(maxsize=KEPT)(self._measurement)
 
     def run(self, cell: Cell, *, repeat: int = 0) -> Record:
         """The record of a cell, from this session's store or from a run now; `repeat` asks for a further run of it.
 
         Raises CellFailed.
         """
-        directory, header = self._place(cell, repeat=repeat)
-        if directory.name in self._loaded:
-            return self._loaded[directory.name]
-        content = self._once(directory, lambda: self._train(header, directory))
-        return self._loaded.setdefault(directory.name, Record(directory, content))
+        return self._kept_record(cell, repeat)
 
     def measure(self, task: str, cell: Cell, *, alone: bool = False) -> list[Any]:
         """What a task, such as `rank_probes:probe`, measures on each rank of a cell's world, or in one process `alone`.
 
         Measured at most once per session, as a run is. Raises CellFailed.
         """
-        directory, header = self._place(cell, task=task, alone=alone)
-        if directory.name not in self._measured:
-            self._once(directory, lambda: self._measure(header, directory))
-            self._measured[directory.name] = read_measured(directory)
-        return self._measured[directory.name]
+        return self._kept_measurement(task, cell, alone)
 
     def probe(self, world_size: int) -> list[dict[str, Any]]:
         """Facts of all ranks of a world about their surroundings. Raises CellFailed."""
         return self.measure("rank_probes:probe", Cell(mesh=f"dp{world_size}"))
+
+    def _record(self, cell: Cell, repeat: int) -> Record:
+        directory, header = self._place(cell, repeat=repeat)
+        return Record(directory, self._once(directory, lambda: self._train(header, directory)))
+
+    def _measurement(self, task: str, cell: Cell, alone: bool) -> list[Any]:
+        directory, header = self._place(cell, task=task, alone=alone)
+        self._once(directory, lambda: self._measure(header, directory))
+        return read_measured(directory)
 
     def _place(self, cell: Cell, **what: Any) -> tuple[Path, Header]:
         header = Header(

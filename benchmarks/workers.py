@@ -1,0 +1,58 @@
+"""The same session with other numbers of workers: `python -m benchmarks.workers [--profile smoke] [--write]`.
+
+`-n auto` has to be the fastest on every machine. Run it on yours; `taskset` shows what fewer processors would do.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+import torch
+from tabulate import tabulate
+
+from benchmarks.pages import PROJECT, write_between
+from conformance.engine.report import Report
+
+PAGE = PROJECT / "docs" / "performance.md"
+WORKERS = ("0", "1", "2", "3", "4", "auto")
+
+
+def session(workers: str, profile: str, directory: Path) -> tuple[float, float]:
+    """Seconds from start to end; and those that its cases waited, for processors or for another worker's run."""
+    command = [sys.executable, "-m", "pytest", f"-n{workers}", "-q", "conformance/", f"--profile={profile}"]
+    start_s = time.perf_counter()
+    subprocess.run([*command, f"--report-dir={directory}"], cwd=PROJECT, stdout=subprocess.DEVNULL, check=True)
+    took_s = time.perf_counter() - start_s
+    report = msgspec.json.decode((directory / "report.json").read_bytes(), type=Report)
+    return took_s, sum(case.wait_s for case in report.cases)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Seconds of a session by its number of workers.")
+    parser.add_argument("--profile", default="smoke")
+    parser.add_argument("--workers", nargs="+", default=WORKERS)
+    parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.relative_to(PROJECT)}")
+    arguments = parser.parse_args()
+    rows = []
+    for workers in arguments.workers:
+        with tempfile.TemporaryDirectory() as directory:
+            took_s, waited_s = session(workers, arguments.profile, Path(directory, "report"))
+        rows.append([f"-n {workers}", f"{took_s:.0f}", f"{waited_s:.0f}"])
+        print(*rows[-1], flush=True)
+    table = tabulate(rows, headers=["workers", "seconds", "of which cases waited"], tablefmt="github")
+    text = (
+        f"`python -m benchmarks.workers --profile {arguments.profile} --write`, torch {torch.__version__}, "
+        f"{len(os.sched_getaffinity(0))} processors:\n\n{table}"
+    )
+    print(text)
+    if arguments.write:
+        write_between(PAGE, "workers", text)
+
+
+if __name__ == "__main__":
+    main()
