@@ -20,7 +20,7 @@ LIMIT_S = 150.0
 MATRIX = """
 schema: 1
 families:
-  parity: {laws: [PAR-1, PAR-5], axes: {mesh: [dp4], seed: [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]}}
+  parity: {laws: [PAR-1, PAR-5], axes: {mesh: [dp2], seed: [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]}}
 profiles:
   smoke: {families: all, deadline_s: 10}
 """
@@ -36,11 +36,11 @@ def hosts() -> Iterator[TwoHosts]:
         pytest.skip(f"no two hosts here: {error}")
 
 
-def start(hosts: TwoHosts, directory: Path, *arguments: str) -> list[psutil.Popen]:
-    """torchrun on both hosts, two agents on each."""
+def start(hosts: TwoHosts, directory: Path, *arguments: str, agents: int) -> list[psutil.Popen]:
+    """torchrun on both hosts, so many agents on each."""
     processes = []
     for host in (0, 1):
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--nproc-per-node={agents}"]
         command += [f"--node-rank={host}", f"--master-addr={ADDRESSES[0]}", f"--master-port={PORT}"]
         command += ["-m", "conformance", "spmd", "--profile=smoke", f"--report-dir={directory}", "--", *arguments]
         processes.append(hosts.popen(host, command, output=directory.with_suffix(f".host{host}"), cwd=PROJECT))
@@ -69,7 +69,7 @@ def test_worlds_span_two_hosts(hosts: TwoHosts, tmp_path: Path) -> None:
     ids = ("dp2-tp2-fp32-default-meta", "dp2-fp32-default-meta-sgd", "dp2-fp32-default-meta-clip0.1")
     cells = f"id in ({', '.join(ids)})"
     directory = tmp_path / "report"
-    status, report = finish(start(hosts, directory, "--cells", cells), directory)
+    status, report = finish(start(hosts, directory, "--cells", cells, agents=2), directory)
     wrong = [(case.id, case.verdict, case.reason) for case in report.cases if case.verdict != "pass"]
     assert (status, wrong) == ([0, 0], []), output(directory)
     assert report.executed == report.planned > 10
@@ -83,7 +83,7 @@ def test_a_cut_link_is_a_verdict_in_time(hosts: TwoHosts, tmp_path: Path) -> Non
     directory = tmp_path / "report"
     matrix = tmp_path / "matrix.yaml"
     matrix.write_text(MATRIX)
-    processes = start(hosts, directory, f"--matrix={matrix}")
+    processes = start(hosts, directory, f"--matrix={matrix}", agents=1)
     until_s = time.monotonic() + LIMIT_S
     report = directory / "report.jsonl"
     while not report.exists() or report.read_text().count('"verdict":"pass"') < 2:

@@ -41,6 +41,7 @@ def main(control_fd: int, directory: str) -> NoReturn:
     # Ranks share the pages of what was loaded so far, and their garbage collections skip it.
     gc.collect()
     gc.freeze()
+    gc.enable()
     server = RankServer(socket.socket(fileno=control_fd))
     try:
         server.serve()

@@ -64,6 +64,7 @@ def start_session(config: pytest.Config) -> None:
         # (pytest-xdist #1386, #1323). Records are shared through the store, so nothing needs grouping.
         raise pytest.UsageError("--dist loadgroup is broken with this pytest (pytest-xdist #1386): use --dist load")
     take_sigterm_like_ctrl_c()
+    gc.disable()  # until all is imported, see `Session.pytest_collection_finish`
     try:
         session = Session(config)
     except LeaseError as error:
@@ -183,6 +184,10 @@ class Session:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """The whole suite was collected: no law of the matrix may be without a test. Leave the plan for the report."""
+        # All that was imported stays. Without this every search for garbage goes through torch: while it is imported
+        # (see `start_session`), while laws judge, and several times at the end, which takes longest of all.
+        gc.freeze()
+        gc.enable()
         cases = {item.nodeid: item.stash[_CASE] for item in session.items if _CASE in item.stash}
         whole_suite = all("::" not in argument and Path(argument).suffix != ".py" for argument in session.config.args)
         unasserted = self._cells.keys() - self._asserted.keys()
@@ -257,9 +262,8 @@ class Session:
 
     def pytest_unconfigure(self) -> None:
         self.store.close()
-        # The process ends with torch loaded. Without this, pytest and the interpreter each go through all of its
-        # objects in search of garbage, several times, and that takes longer than everything else at the end.
-        gc.freeze()
+        gc.freeze()  # see `pytest_collection_finish`; of a session that ends before it
+        gc.enable()
 
     def _result(self, item: pytest.Item, case: CaseState) -> CaseResult:
         return CaseResult(
