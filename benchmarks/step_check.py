@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from conformance.engine.cells import Cell
 from conformance.engine.rank_messages import RankContext
-from conformance.engine.rank_tasks import start_process_group
+from conformance.engine.rank_place import start_process_group
 from conformance.engine.workload import trainer_config
 from conformance.oracles.reference import train_reference
 from reference_trainer.model import Transformer

@@ -15,15 +15,16 @@ import torch
 from conformance.describe import law_tests
 from conformance.detection.bench import judged
 from conformance.engine.environment import suite_digest
+from conformance.engine.hardware import Hardware, device_type
 from conformance.engine.law import law_of
-from conformance.engine.matrix import Case, Matrix, load_matrix
+from conformance.engine.matrix import Case, Matrix, Profile, load_matrix
 from conformance.engine.measurements import Measurement
 from conformance.engine.record import read_failures, read_record
 from conformance.engine.report import CaseResult, Footer, Header, Report
 from conformance.engine.store import RecordStore
-from conformance.engine.support import DEVICE, release, unsupported
+from conformance.engine.support import release, unsupported
 from conformance.engine.verdicts import INCOMPLETE, SUITE_FAILED, Verdict, exit_status
-from conformance.engine.waivers import Waiver, load_waivers, the_waiver
+from conformance.engine.waivers import Waiver, profile_waivers, the_waiver
 
 _USAGE = 4
 _NOT_JUDGED = (Verdict.NOT_RUN, Verdict.ERROR)
@@ -51,9 +52,9 @@ def verify(directory: Path, *, matrix_file: Path, records: Path | None = None) -
     report, lines = _read(directory)
     _require_same_suite(report)
     matrix = load_matrix(matrix_file)
-    waivers_file, day = matrix_file.with_name("waivers.yaml"), datetime.date.fromisoformat(report.started[:10])
-    waivers = load_waivers(waivers_file, matrix, today=day) if waivers_file.exists() else []
-    problems = [*_wrong_sums(report), *_wrong_lines(report, lines)]
+    rules, day = matrix.profile(report.profile), datetime.date.fromisoformat(report.started[:10])
+    waivers = profile_waivers(matrix_file, matrix, rules, today=day)
+    problems = [*_wrong_sums(report, rules), *_wrong_lines(report, lines)]
     if report.matrix_digest != matrix.digest:
         raise ValueError(f"{directory}: judged with another matrix; name it with --matrix")
     judge = _Judge(report, matrix, waivers, records or directory / "records")
@@ -83,7 +84,7 @@ def _require_same_suite(report: Report) -> None:
         raise ValueError(f"written with torch {theirs}, this is {torch.__version__}: oracles would differ")
 
 
-def _wrong_sums(report: Report) -> Iterator[str]:
+def _wrong_sums(report: Report, rules: Profile) -> Iterator[str]:
     """Counts, completeness and exit status, from the cases."""
     counts = Counter(Verdict(result.verdict) for result in report.cases)
     if len({result.id for result in report.cases}) != len(report.cases):
@@ -96,7 +97,7 @@ def _wrong_sums(report: Report) -> Iterator[str]:
     if report.verdicts != {verdict.value: counts[verdict] for verdict in Verdict if counts[verdict]}:
         yield f"verdicts said to be {report.verdicts}, they are {dict(counts)}"
     # What fails outside of cases makes the exit status worse, never better.
-    expected = exit_status(counts)
+    expected = exit_status(counts, allows=rules.allows)
     if report.exit_code not in (expected, SUITE_FAILED, _USAGE, INCOMPLETE) or report.exit_code == 0 != expected:
         yield f"exit status said to be {report.exit_code}, the verdicts mean {expected}"
 
@@ -122,13 +123,15 @@ class _Judge:
 
     def __init__(self, report: Report, matrix: Matrix, waivers: list[Waiver], records: Path) -> None:
         self.judged = 0
+        self._rules = matrix.profile(report.profile)
         self._store = RecordStore(
             directory=records,
             session=report.session,
             torch_version=report.environment["packages"]["torch"],
             defect=report.defect,
-            deadline_s=matrix.profile(report.profile).deadline_s,
+            deadline_s=self._rules.deadline_s,
             replay=True,
+            hardware=msgspec.convert(report.environment["hardware"], Hardware),
         )
         self._max_world_size = int(report.environment["max_world_size"])
         self._waivers = waivers
@@ -157,11 +160,20 @@ class _Judge:
         law = law_of(law_tests()[case.law])
         assert law is not None
         torch_version = self._store.torch_version
-        missing = unsupported(law, case.cell, torch_version=torch_version, max_world_size=self._max_world_size)
+        hardware = self._store.hardware
+        missing = unsupported(
+            law,
+            case.cell,
+            torch_version=torch_version,
+            max_world_size=self._max_world_size,
+            hardware=hardware,
+            profile=self._rules,
+        )
         if missing:
             return Verdict.UNSUPPORTED, missing, {}
         found = judged(self._store, case)
-        waiver = the_waiver(self._waivers, case.law, case.cell, device=DEVICE, torch=release(torch_version))
+        device = device_type(hardware.substrate(case.cell.world_size, law.substrates) or "gloo")
+        waiver = the_waiver(self._waivers, case.law, case.cell, device=device, torch=release(torch_version))
         verdict, reason = waiver.judge(found.verdict, found.reason) if waiver else (found.verdict, found.reason)
         return verdict, reason, found.measured
 

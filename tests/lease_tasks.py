@@ -50,8 +50,9 @@ def work(directory: Path, *, seed: int, tasks: int) -> None:
         while not done.exists() or len(done.read_text()) < tasks:
             payload = {"directory": str(directory), "seconds": choose.choice([0.0, 0.05, 0.2])}
             world_size = choose.randint(1, len(DEVICES))
+            task = Task("tests.lease_tasks:use_device", payload, accelerated=True)
             try:
-                devices = pools.run(Task("tests.lease_tasks:use_device", payload), world_size=world_size, deadline_s=60)
+                devices = pools.run(task, world_size=world_size, deadline_s=60)
             except RunFailed as failed:  # a rank was killed: the next task gets new ones
                 if failed.kind != "crash":
                     raise

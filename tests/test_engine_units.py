@@ -14,6 +14,7 @@ from torch import Tensor
 from conformance.engine import compare
 from conformance.engine.cells import Cell
 from conformance.engine.environment import environment_facts
+from conformance.engine.hardware import NO_DEVICES
 from conformance.engine.law import Law, law, law_of
 from conformance.engine.measurements import Measurement, collecting, measure
 from conformance.engine.outcomes import ConformanceFailure
@@ -383,11 +384,11 @@ def test_report_round_trip() -> None:
 def test_environment_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_SOMETHING", "1")
     monkeypatch.setenv("PASSWORD", "secret")
-    facts = environment_facts()
+    facts = environment_facts(NO_DEVICES)
     assert facts["packages"]["torch"] == torch.__version__
     assert facts["memory_bytes"] == psutil.virtual_memory().total
     assert facts["variables"]["TORCH_SOMETHING"] == "1"
     assert "secret" not in str(facts)
-    assert facts["substrate"] == "gloo"
+    assert (facts["substrate"], facts["device"]["type"], facts["cannot_show"]) == ("gloo", "cpu", "")
     assert "git" in facts
     assert msgspec.json.decode(msgspec.json.encode(facts)) == facts

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from conformance.engine.cells import Cell
+from conformance.engine.devices import Device
+from conformance.engine.hardware import Hardware
 from conformance.engine.law import law_of
 from conformance.engine.outcomes import ConformanceFailure
 from conformance.engine.simulation import simulated_world
@@ -78,7 +80,7 @@ def test_gradients_are_reduced_in_another_dtype_beside_themselves() -> None:
 def measured(*, fsdp1: int = 0, fsdp2: int = 0) -> Any:
     """The fixture `measure`, with what the models predict for no activations, and so many bytes more."""
 
-    def measure(task: str, cell: Cell, *, alone: bool = False) -> list[Any]:
+    def measure(task: str, cell: Cell, *, alone: bool = False, on_device: bool = False) -> list[Any]:
         assert alone
         if task.endswith("without_fsdp"):
             return [[{"mark": s.mark, "start_bytes": 0, "peak_bytes": 0, "end_bytes": 0} for s in segments()]]
@@ -140,12 +142,13 @@ def test_before_2_8_only_the_variable_promises_it(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     "test", [laws.test_fsdp2_needs_no_more_of_a_device_than_fsdp1, streams.test_nothing_is_held_for_a_stream]
 )
-def test_what_is_missing_is_said_with_numbers(test: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+def test_what_is_missing_is_said_with_numbers(test: Any) -> None:
     law = law_of(test)
     assert law is not None
-    reason = "needs 8 CUDA devices for substrate nccl, 1 for nccl-shared, found 3; this session runs gloo"
-    assert unsupported(law, CELL.but(mesh="dp2-tp4"), torch_version="2.13.0+cpu", max_world_size=8) == reason
+    three = Hardware(devices=tuple(Device(f"GPU-{number}", "fake", 0) for number in range(3)))
+    reason = "needs 8 CUDA devices for substrate nccl, 1 for nccl-shared, found 3, with one rank on each"
+    cell = CELL.but(mesh="dp2-tp4")
+    assert unsupported(law, cell, torch_version="2.13.0+cpu", max_world_size=8, hardware=three) == reason
 
 
 def test_a_run_of_fsdp1_has_no_checkpoints(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from conformance.engine import rank_memory
 from conformance.engine.cells import Cell
 from conformance.engine.outcomes import ConformanceFailure
+from conformance.engine.rank_messages import RankContext
 from conformance.engine.workload import trainer_config
 from conformance.instruments.activations import GroupMarks
 from conformance.instruments.memory import memory_ledger
@@ -111,7 +112,7 @@ def released(cell: Cell, lifetimes: Lifetimes, monkeypatch: pytest.MonkeyPatch) 
     """Bytes of the last block's gradients that a run without FSDP releases in each micro-batch, narrow and wide."""
     monkeypatch.setattr(rank_memory, "lifetimes_of", lambda _version: lifetimes)
     payload = {"config": msgspec.to_builtins(trainer_config(cell)), "world_size": cell.world_size}
-    segments: Any = rank_memory.without_fsdp(None, payload)  # type: ignore[arg-type]
+    segments: Any = rank_memory.without_fsdp(RankContext(0, 1, "", 1.0), payload)
     sizes = [s["start_bytes"] - s["end_bytes"] for s in segments if s["mark"].endswith("gradients layers.1")]
     return list(zip(sizes[::2], sizes[1::2], strict=True))
 
@@ -184,7 +185,7 @@ def test_one_rank_gathers_nothing() -> None:
 def measured(change: Mapping[str, tuple[int, int]]) -> Any:
     """The fixture `measure`, with exactly what the model predicts for no activations, and changes to it by phase."""
 
-    def measure(task: str, cell: Cell, *, alone: bool = False) -> list[Any]:
+    def measure(task: str, cell: Cell, *, alone: bool = False, on_device: bool = False) -> list[Any]:
         if task.endswith("without_fsdp"):
             return [[{"mark": s.mark, "start_bytes": 0, "peak_bytes": 0, "end_bytes": 0} for s in nothing()]]
         segments = []
@@ -225,7 +226,7 @@ def test_bounds_that_prove_nothing_are_the_suites_error() -> None:
 
 
 def test_more_kept_than_the_mode_says_fails() -> None:
-    def measure(task: str, cell: Cell, *, alone: bool = False) -> Any:
+    def measure(task: str, cell: Cell, *, alone: bool = False, on_device: bool = False) -> Any:
         more = {"forward": (0, 8 if cell.reshard == "never" else 0)}
         return measured(more)(task, cell, alone=alone)
 
@@ -235,7 +236,7 @@ def test_more_kept_than_the_mode_says_fails() -> None:
 
 
 def test_modes_in_another_order_fail() -> None:
-    def measure(task: str, cell: Cell, *, alone: bool = False) -> Any:
+    def measure(task: str, cell: Cell, *, alone: bool = False, on_device: bool = False) -> Any:
         more = {"forward": (10**6 if cell.reshard == "default" else 0, 0)}
         return measured(more)(task, cell, alone=alone)
 

@@ -13,6 +13,7 @@ import torch
 
 from conformance.defects.catalogue import ids
 from conformance.describe import PROJECT, law_tests
+from conformance.engine.law import law_of
 from conformance.engine.matrix import Case, Matrix, load_matrix
 from conformance.engine.measurements import Measurement, collecting
 from conformance.engine.pool import Pools
@@ -74,7 +75,9 @@ class Bench:
 def judged(store: RecordStore, case: Case) -> Judged:
     """The verdict on one case, from what is in the store or is run for it."""
     test = law_tests()[case.law]
-    store.clock = Clock()
+    law = law_of(test)
+    assert law is not None
+    store.clock, store.accepts = Clock(), law.substrates
     fixtures: dict[str, Any] = {"run": store.run, "probe": store.probe, "measure": store.measure, "cell": case.cell}
     arguments = {name: fixtures[name] for name in inspect.signature(test).parameters}
     verdict, reason = Verdict.PASS, ""

@@ -12,8 +12,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
+import psutil
 import pynvml
 
+SESSION_VARIABLE = "CONFORMANCE_CONTROLLER"
+"""The process id of a session's controller, in the environment of all its processes."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"
 
@@ -99,6 +102,25 @@ def machine_devices() -> DeviceInterface:
         return NvmlDevices()
     except pynvml.NVMLError:
         return NoDevices()
+
+
+def foreign_processes(interface: DeviceInterface, uuid: str) -> list[int]:
+    """Ids of processes on a device that do not belong to this process's session.
+
+    Those belong to it that have its controller among their ancestors, see `SESSION_VARIABLE`. A process that cannot be
+    seen from here, such as one of another container, is foreign.
+    """
+    controller = int(os.environ.get(SESSION_VARIABLE, "0"))
+    return [one.pid for one in interface.processes(uuid) if controller not in _lineage(one.pid)]
+
+
+def _lineage(pid: int) -> list[int]:
+    """A process and its ancestors."""
+    try:
+        process = psutil.Process(pid)
+        return [pid, *(parent.pid for parent in process.parents())]
+    except psutil.NoSuchProcess:
+        return [pid]
 
 
 def visible_devices(interface: DeviceInterface) -> tuple[Device, ...]:

@@ -9,26 +9,47 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 
+from conformance.engine.hardware import Hardware
+from conformance.substrates import REAL
+
 _SUITE = [Path(__file__).resolve().parents[2] / name for name in ("conformance", "reference_trainer")]
+_LIMITS = "cases on nccl-shared show nothing of bandwidth, of overlap, or of peer-to-peer copies between devices"
 _PACKAGES = ("torch", "numpy", "pytest", "pytest-xdist", "msgspec", "safetensors")
 _VARIABLE_PREFIXES = ("CUBLAS", "CUDA", "GLOO", "MKL", "NCCL", "OMP", "PYTORCH", "TORCH")
 
 
-def environment_facts() -> dict[str, Any]:
-    """Versions, processor, memory, variables that change torch's behaviour, and the suite's commit."""
+def environment_facts(hardware: Hardware) -> dict[str, Any]:
+    """Versions, devices, memory, variables that change torch's behaviour, and the suite's commit."""
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in _PACKAGES},
-        "device": {"type": "cpu", "name": _processor_name(), "count": len(os.sched_getaffinity(0))},
-        "backends": {"gloo": "as bundled with torch"},
+        "device": _device(hardware),
+        "processor": {"name": _processor_name(), "count": len(os.sched_getaffinity(0))},
+        "backends": _backends(hardware),
+        "hardware": msgspec.to_builtins(hardware),
         "memory_bytes": psutil.virtual_memory().total,
         "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLE_PREFIXES)},
-        "substrate": "gloo",
+        "substrate": hardware.substrate(1, REAL),
+        "cannot_show": _LIMITS if hardware.ranks_per_device > 1 and hardware.devices else "",
         "git": _git_commit(),
     }
+
+
+def _device(hardware: Hardware) -> dict[str, Any]:
+    """What ranks compute on, if the case and the law allow."""
+    if not hardware.devices:
+        return {"type": "cpu", "name": _processor_name(), "count": len(os.sched_getaffinity(0))}
+    names = dict.fromkeys(device.name for device in hardware.devices)
+    return {"type": "cuda", "name": ", ".join(names), "count": len(hardware.devices), "driver": hardware.driver}
+
+
+def _backends(hardware: Hardware) -> dict[str, str]:
+    nccl = {"nccl": ".".join(map(str, hardware.nccl))} if hardware.devices else {}
+    return {"gloo": "as bundled with torch", **nccl}
 
 
 @cache

@@ -61,7 +61,7 @@ def fake_segments_without_fsdp(config: TrainerConfig, dims: ParallelDims) -> lis
     with simulated_world(dims.tp):
         with torch.device("meta"):
             model = Transformer(config.model)
-        parallelize_without_fsdp(model, config, tp=dims.tp)
+        parallelize_without_fsdp(model, config, _CPU, tp=dims.tp)
         with fake_tensors():
             model.to_empty(device=_CPU)
             batches = _UnreadBatches(config.data, vocab_size=config.model.vocab_size, seed=config.seed)

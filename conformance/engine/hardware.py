@@ -8,6 +8,7 @@ from typing import Literal, get_args
 import msgspec
 
 from conformance.engine.devices import Device, DeviceInterface, visible_devices
+from conformance.engine.rank_messages import RANK_IN_VALUE
 from conformance.substrates import Substrate
 
 Accelerator = Literal["auto", "cpu", "cuda"]
@@ -24,9 +25,10 @@ DETERMINISM = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCCL_
 # NVLink multicast does not go with several ranks on a device; each rank takes few of its multiprocessors, or a
 # collective of one rank could keep those that it waits for from starting.
 _MULTI_RANK = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
-# Older versions refuse two ranks of a host on one device. They go by NCCL_HOSTID, which each rank sets to its own
-# (`rank_device.own_host`); ranks of different hosts talk over sockets.
+# Older versions refuse two ranks of a host on one device. They tell hosts apart by the first variable, of which each
+# rank has its own value; ranks on different hosts talk over sockets.
 _SOCKETS = {
+    "NCCL_HOSTID": f"conformance-{RANK_IN_VALUE}",
     "NCCL_NET": "Socket",
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_P2P_DISABLE": "1",
@@ -56,10 +58,6 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
         found: dict[Substrate, bool] = {"nccl": fits, "nccl-shared": shared and not fits, "gloo": True}
         return next((one for one, here in found.items() if here and one in among), None)
 
-    def devices_for(self, world_size: int) -> int:
-        """How many devices a world takes, with as many ranks on each of them, or one less."""
-        return math.ceil(world_size / math.ceil(world_size / len(self.devices)))
-
     def environment(self, substrate: Substrate) -> dict[str, str]:
         """Variables for the ranks of a world."""
         if substrate == "nccl":
@@ -68,10 +66,14 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
             return DETERMINISM | (_MULTI_RANK if self.nccl >= MULTI_RANK_SINCE else _SOCKETS)
         return {}
 
-    @property
-    def gives_hosts(self) -> bool:
-        """Whether ranks that share a device have to pretend that they are on different hosts."""
-        return self.nccl < MULTI_RANK_SINCE
+
+NO_DEVICES = Hardware()
+"""Processors alone."""
+
+
+def devices_for(world_size: int, *, among: int) -> int:
+    """How many of so many devices a world takes: one for each rank, or else each with as many ranks, or one less."""
+    return math.ceil(world_size / math.ceil(world_size / among))
 
 
 def device_type(substrate: Substrate) -> Literal["cpu", "cuda"]:
@@ -91,10 +93,8 @@ def find_hardware(interface: DeviceInterface, *, accelerator: str, share_gpu: st
     if accelerator == "cuda" and not devices:
         raise ValueError("--accelerator cuda: no CUDA device is visible here (driver, CUDA_VISIBLE_DEVICES?)")
     if not devices:
-        return Hardware()
-    return Hardware(
-        devices=devices, ranks_per_device=ranks_per_device, nccl=nccl_version(), driver=interface.driver()
-    )
+        return NO_DEVICES
+    return Hardware(devices=devices, ranks_per_device=ranks_per_device, nccl=nccl_version(), driver=interface.driver())
 
 
 def _ranks_per_device(share_gpu: str) -> int:

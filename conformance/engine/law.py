@@ -24,9 +24,9 @@ class Probe(Protocol):
 
 class Measure(Protocol):
     """The fixture `measure`: what a task, `MODULE:FUNCTION` of the engine, measures on each rank of a cell's world; or
-    in one process, `alone`, which may simulate that world."""
+    in one process, `alone`, which may simulate that world, on the CPU or `on_device`."""
 
-    def __call__(self, task: str, cell: Cell, *, alone: bool = False) -> list[Any]: ...
+    def __call__(self, task: str, cell: Cell, *, alone: bool = False, on_device: bool = False) -> list[Any]: ...
 
 
 _ATTRIBUTE = "conformance_law"

@@ -71,6 +71,11 @@ class Profile(_Entry, frozen=True, kw_only=True):
     """Selection among their cells (see `conformance.engine.selection`)."""
     deadline_s: Annotated[float, Meta(gt=0.0)]
     """Seconds that one case may take."""
+    requires_devices: Annotated[int, Meta(ge=0)] = 0
+    """CUDA devices without which nothing of it is run."""
+    allows: list[Literal["waived", "unsupported"]] = msgspec.field(default_factory=lambda: ["waived", "unsupported"])
+    """Verdicts that do not stand in the way of conformance. Without `waived` a known issue fails like any other;
+    without `unsupported` the session is incomplete if there is such a case."""
     note: str | None = None
     """What the profile is for."""
 

@@ -23,6 +23,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--seed", type=int, default=0, metavar="N", help="add N to the seed of every cell: other weights and data"
     )
     group.addoption("--shard", metavar="I/N", help="only the I-th of N parts of the cells, for N machines")
+    group.addoption(
+        "--accelerator", default="auto", metavar="WHAT", help="auto (CUDA devices, if there are any), cpu or cuda"
+    )
+    group.addoption(
+        "--share-gpu",
+        default="auto",
+        metavar="N",
+        help="how many ranks may share a GPU where a world has more ranks than there are GPUs: auto, never or a number",
+    )
     group.addoption("--isolate", action="store_true", help="fresh processes for every run, instead of warm ones")
     group.addoption("--matrix", metavar="FILE", help="matrix file (default: matrix.yaml of the project)")
     group.addoption(

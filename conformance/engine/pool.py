@@ -9,8 +9,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
+from conformance.engine.hardware import devices_for
 from conformance.engine.leases import Lease, LeaseError, Leases, processor_slots
 from conformance.engine.rank_control import ServerProcess
 from conformance.engine.rank_failure import FailureKind, PoolError, RunFailed, judge
@@ -25,7 +26,15 @@ IDLE_POLL_S = 0.2
 # Libraries read these variables once per process, so ranks that have used other values cannot serve the task.
 LATCHED_PREFIXES = ("CUBLAS", "CUDA", "GLOO_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "PYTORCH_", "TORCH")
 
-PoolKey = tuple[int, range, str, tuple[tuple[str, str], ...]]
+
+class PoolKey(NamedTuple):
+    """What ranks must have in common with a task to serve it."""
+
+    world_size: int
+    ranks: range
+    kind: str
+    accelerated: bool
+    latched: tuple[tuple[str, str], ...]
 
 
 class RunsTasks(Protocol):
@@ -49,16 +58,17 @@ class Pools:
     Nothing starts before the first task. `sys.path`, the working directory and the environment of that moment are
     those of all ranks to come. At most `MAX_WARM_RANKS` rank processes stay; the least recently used pools end first.
 
-    Each rank has one of `devices` to itself as long as its pool lives, and pools that are idle end as soon as anybody
-    waits for devices. Without devices, ranks share the processors: each task waits until as many are free as its world
-    has ranks, or all of them for a wider world, and idle ranks need none; not so if `share_processors` is false.
+    Each rank of an accelerated task has one of `devices` as long as its pool lives, to itself if there are enough; and
+    pools that are idle end as soon as anybody waits for devices. Other ranks share the processors: each task waits
+    until as many are free as its world has ranks, or all of them for a wider world, and idle ranks need none; not so
+    if `share_processors` is false.
     With `isolate` no process serves two tasks.
     """
 
     def __init__(self, *, devices: Leases | None = None, share_processors: bool = True, isolate: bool = False) -> None:
         self._server: ServerProcess | None = None
         self._pools: dict[PoolKey, World] = {}  # the most recently used last
-        self._processors = None if devices or not share_processors else Leases(processor_slots())
+        self._processors = Leases(processor_slots()) if share_processors else None
         self._devices = devices
         self._isolate = isolate
         self._busy = threading.RLock()
@@ -110,8 +120,8 @@ class Pools:
     ) -> tuple[RankReport, ...]:
         """Run these ranks of a world, whose others other hosts run: see `World.run`. Raises PoolError."""
         env = dict(env or {})
-        with self._busy, self._processors_for(len(ranks)):
-            world = self._world(ranks, world_size=world_size, kind=task.kind, env=env)
+        with self._busy, self._processors_for(0 if task.accelerated else len(ranks)):
+            world = self._world(ranks, world_size=world_size, task=task, env=env)
             reports = world.run(task, deadline_s=deadline_s, env=env, rendezvous=rendezvous, stop=stop)
             if self._isolate:
                 self.release()
@@ -142,21 +152,21 @@ class Pools:
     ) -> None:
         self.close()
 
-    def _world(self, ranks: range, *, world_size: int, kind: str, env: Mapping[str, str]) -> World:
-        key = (world_size, ranks, kind, latched(env))
+    def _world(self, ranks: range, *, world_size: int, task: Task, env: Mapping[str, str]) -> World:
+        key = PoolKey(world_size, ranks, task.kind, task.accelerated, latched(env))
         world = self._pools.pop(key, None)
         if world is None or not world.is_usable:
             if world is not None:
                 world.close()
             self._make_room(len(ranks))
-            lease = self._lease_devices(len(ranks))
+            lease = self._lease_devices(len(ranks)) if task.accelerated else None
             world = World(self._running_server(), world_size=world_size, ranks=ranks, lease=lease)
         self._pools[key] = world
         return world
 
     @contextmanager
     def _processors_for(self, ranks: int) -> Iterator[None]:
-        if self._processors is None:
+        if self._processors is None or not ranks:
             yield
             return
         lease = self._processors.take(min(ranks, len(self._processors.slots)))
@@ -166,25 +176,30 @@ class Pools:
         finally:
             lease.release()
 
-    def _lease_devices(self, ranks: int) -> Lease | None:
+    def _lease_devices(self, ranks: int) -> Lease:
         """Beside those of warm pools if they are free at once, else with none in hand: nobody waits with devices."""
         if self._devices is None:
-            return None
+            raise PoolError("the task needs a device for each rank, and these pools have none")
         self._watch = self._watch or _Watch(self._hand_back)
+        count = devices_for(ranks, among=len(self._devices.slots))
         with suppress(LeaseError):
-            return self._devices.take(ranks, limit_s=0.0)
-        self.release()
-        lease = self._devices.take(ranks)
+            return self._devices.take(count, limit_s=0.0)
+        self._release_devices()
+        lease = self._devices.take(count)
         self.waited_s += lease.waited_s
         return lease
 
     def _hand_back(self) -> None:
         with self._busy:
             if self._devices is not None and self._pools and self._devices.is_contended():
-                self.release()
+                self._release_devices()
+
+    def _release_devices(self) -> None:
+        for key in [key for key in self._pools if key.accelerated]:
+            self._pools.pop(key).close()
 
     def _make_room(self, ranks: int) -> None:
-        while self._pools and sum(len(key[1]) for key in self._pools) + ranks > MAX_WARM_RANKS:
+        while self._pools and sum(len(key.ranks) for key in self._pools) + ranks > MAX_WARM_RANKS:
             oldest = next(iter(self._pools))
             self._pools.pop(oldest).close()
 

@@ -15,7 +15,8 @@ from torch.nn.utils import clip_grad_norm_
 
 from conformance.defects.catalogue import injected
 from conformance.engine.rank_messages import RankContext
-from conformance.engine.rank_tasks import rank_config, start_process_group
+from conformance.engine.rank_place import device_of, start_process_group
+from conformance.engine.rank_tasks import rank_config
 from conformance.instruments.sharding import full, local
 from reference_trainer.config import OptimizerConfig, TrainerConfig
 from reference_trainer.mesh import build_mesh, init_process_group, resolve_mesh
@@ -24,8 +25,6 @@ from reference_trainer.observer import Observer, Phase
 from reference_trainer.parallelize import parallelize
 from reference_trainer.reshard import ReshardPolicy, reshard_policy
 from reference_trainer.train import Trainer
-
-_CPU = torch.device("cpu")
 
 
 class _Enough(Exception):
@@ -40,11 +39,11 @@ def clip_what_is_not_finite(context: RankContext, payload: dict[str, Any]) -> di
     config = rank_config(context, payload)
     outcomes: dict[str, dict[str, bool]] = {}
     with injected(payload["defect"]):
-        start_process_group(context)
+        device = start_process_group(context)
         for does in ("raise", "go-on"):
             optimizer = replace(config.optimizer, error_if_nonfinite=does == "raise")
             spoiler = _Spoiler(active=context.rank == context.world_size - 1)
-            trainer = _trainer(context, replace(config, optimizer=optimizer), spoiler)
+            trainer = _trainer(context, device, replace(config, optimizer=optimizer), spoiler)
             for moment in ("backward", "reduced"):
                 for value in (math.nan, math.inf):
                     spoiler.moment, spoiler.value = moment, value
@@ -106,9 +105,9 @@ def clip_with_torch(context: RankContext, payload: dict[str, Any]) -> dict[str, 
     """
     config = rank_config(context, payload)
     with injected(payload["defect"]):
-        start_process_group(context)
+        device = start_process_group(context)
         clipper = _TorchClipper(config.optimizer)
-        trainer = _trainer(context, config, clipper)
+        trainer = _trainer(context, device, config, clipper)
         with suppress(_Enough):
             trainer.train_step(0)
         dist.destroy_process_group()
@@ -145,11 +144,11 @@ def offload_with_mistakes(context: RankContext, payload: dict[str, Any]) -> dict
     """What is raised where the process group has no backend for CPU tensors, or memory is given on the wrong device.
 
     By `trainer` (built on that process group), `clip` (torch's, of gradients in host memory), `to_empty` (FSDP's
-    forward). On a machine without CUDA gloo takes the part of NCCL, registered for CUDA tensors alone, and the wrong
-    device is `meta`.
+    forward). On the CPU gloo takes the part of NCCL, registered for CUDA tensors alone, and the wrong device is `meta`.
     """
     config = rank_config(context, payload)
-    cuda = torch.cuda.is_available()
+    device = device_of(context)
+    cuda = device.type == "cuda"
     with injected(payload["defect"]):
         init_process_group(
             "cuda:nccl" if cuda else "cuda:gloo",
@@ -159,9 +158,9 @@ def offload_with_mistakes(context: RankContext, payload: dict[str, Any]) -> dict
             timeout_s=context.timeout_s,
         )
         dims = resolve_mesh(config.mesh, world_size=context.world_size)
-        mesh, policy = build_mesh(dims, _CPU), reshard_policy(config, dims, _CPU)
+        mesh, policy = build_mesh(dims, device), reshard_policy(config, dims, device)
         messages = {
-            "trainer": _message_of(lambda: _trainer(context, config, Observer())),
+            "trainer": _message_of(lambda: _trainer(context, device, config, Observer())),
             "clip": _message_of(_clip_on_cpu),
             "to_empty": _message_of(lambda: _forward_on("cuda" if cuda else "meta", config, mesh, policy)),
         }
@@ -193,5 +192,5 @@ def _message_of(action: Callable[[], object]) -> str:
     return "nothing was raised"
 
 
-def _trainer(context: RankContext, config: TrainerConfig, observer: Observer) -> Trainer:
-    return Trainer(config, device=_CPU, world_size=context.world_size, observer=observer)
+def _trainer(context: RankContext, device: torch.device, config: TrainerConfig, observer: Observer) -> Trainer:
+    return Trainer(config, device=device, world_size=context.world_size, observer=observer)

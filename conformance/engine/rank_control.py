@@ -143,7 +143,8 @@ class ServerProcess:
     def start(self, ranks: range, *, world_size: int, directory: Path, lease: Lease | None) -> list[RankHandle]:
         """Fork these ranks of a world; they hold the lease too, each has one of its devices."""
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in ranks]
-        devices, locks = (lease.slots, lease.fds) if lease else ((), ())
+        slots, locks = (lease.slots, lease.fds) if lease else ((), ())
+        devices = tuple(slots[place % len(slots)] for place in range(len(ranks))) if slots else ()
         request = StartRanks(list(ranks), world_size=world_size, directory=str(directory), devices=devices)
         pids = self._ask(request, fds=[*(theirs.fileno() for _, theirs in pairs), *locks])
         handles = []

@@ -1,5 +1,6 @@
 """What a rank measures of the memory of its CUDA device. Not yet run: no machine with such a device was there."""
 
+import os
 from typing import Any
 
 import msgspec
@@ -7,9 +8,11 @@ import torch
 import torch.distributed as dist
 
 from conformance.defects.catalogue import injected
+from conformance.engine.devices import foreign_processes, machine_devices
+from conformance.engine.hardware import DETERMINISM
 from conformance.engine.rank_messages import RankContext
+from conformance.engine.rank_place import start_process_group
 from reference_trainer.config import TrainerConfig
-from reference_trainer.mesh import backends, init_process_group
 from reference_trainer.observer import Observer, Phase
 from reference_trainer.train import Trainer
 
@@ -25,16 +28,8 @@ def step_on_device(context: RankContext, payload: dict[str, Any]) -> dict[str, i
     what the caching allocator has taken from the device.
     """
     config = msgspec.convert(payload["config"], TrainerConfig)
-    device = torch.device("cuda", context.rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
     with injected(payload["defect"]):
-        init_process_group(
-            backends(device, cpu_tensors=False),
-            init_method=context.rendezvous,
-            rank=context.rank,
-            world_size=context.world_size,
-            timeout_s=context.timeout_s,
-        )
+        device = start_process_group(context)
         busy = _HostAhead(device)
         before = _bytes(device, "current")
         trainer = Trainer(config, device=device, world_size=context.world_size, observer=busy)
@@ -45,6 +40,41 @@ def step_on_device(context: RankContext, payload: dict[str, Any]) -> dict[str, i
         peaks = _bytes(device, "peak")
         dist.destroy_process_group()
     return {kind: peak - before[kind] for kind, peak in peaks.items()}
+
+
+def surroundings(context: RankContext, payload: dict[str, Any]) -> dict[str, Any]:
+    """Who else is on this rank's device, what is pinned down, and what libraries take of its memory for themselves."""
+    with injected(payload["defect"]):
+        device = start_process_group(context)
+        interface = machine_devices()
+        before = _bytes(device, "current")
+        torch.mm(torch.ones(128, 128, device=device), torch.ones(128, 128, device=device))
+        workspace = _bytes(device, "current")["allocated"] - before["allocated"]
+        torch.cuda.synchronize(device)
+        used = interface.used_bytes(context.device)
+        dist.all_reduce(torch.ones(1 << 20, device=device))
+        torch.cuda.synchronize(device)
+        found = {
+            "foreign_processes": foreign_processes(interface, context.device),
+            "pinned": _pinned(),
+            "cublas_workspace_bytes": workspace,
+            "nccl_buffer_bytes": interface.used_bytes(context.device) - used,
+            "free_bytes": torch.cuda.mem_get_info(device)[0],
+        }
+        dist.destroy_process_group()
+    return found
+
+
+def _pinned() -> dict[str, bool]:
+    """Whether each of the knobs is where bounds and comparisons of bits need it."""
+    matmul = torch.backends.cuda.matmul
+    return {
+        "TF32 off": not (matmul.allow_tf32 or torch.backends.cudnn.allow_tf32),
+        "bf16 sums in fp32": not matmul.allow_bf16_reduced_precision_reduction,
+        "fp16 sums in fp32": not matmul.allow_fp16_reduced_precision_reduction,
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        **{name: os.environ.get(name) == value for name, value in DETERMINISM.items()},
+    }
 
 
 class _HostAhead(Observer):

@@ -10,11 +10,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from conformance.defects.catalogue import injected
+from conformance.engine.devices import machine_devices
 from conformance.engine.rank_messages import RankContext
-from conformance.engine.rank_tasks import rank_config, start_process_group
+from conformance.engine.rank_place import device_of, start_process_group
+from conformance.engine.rank_tasks import rank_config
 from conformance.engine.simulation import simulated_world
 from conformance.instruments.activations import GroupMarks, Groups
-from conformance.instruments.memory import Ledger, PhaseMarks, Segment, mark, memory_ledger
+from conformance.instruments.device_memory import ledger_of
+from conformance.instruments.memory import Ledger, PhaseMarks, Segment, mark
 from conformance.oracles.lifetimes import gradients_stay, lifetimes_of
 from conformance.oracles.schedule import communicates
 from reference_trainer.config import TrainerConfig
@@ -34,8 +37,10 @@ def step_on_ranks(context: RankContext, payload: dict[str, Any]) -> dict[str, An
     """Memory of one step after a warm one, see `_step`, on this rank of a real world."""
     config = rank_config(context, payload)
     with injected(payload["defect"]):
-        start_process_group(context)
-        measured = _step(config, world_size=context.world_size)
+        device = start_process_group(context)
+        measured = _step(config, device, world_size=context.world_size)
+        if context.device:
+            measured["device_level_bytes"] = machine_devices().used_bytes(context.device)
         dist.destroy_process_group()
     return measured
 
@@ -44,7 +49,7 @@ def step_in_simulation(_context: RankContext, payload: dict[str, Any]) -> dict[s
     """The same on rank 0 of a simulated world of `payload["world_size"]` ranks."""
     config = msgspec.convert(payload["config"], TrainerConfig)
     with injected(payload["defect"]), simulated_world(payload["world_size"]):
-        return _step(config, world_size=payload["world_size"])
+        return _step(config, _CPU, world_size=payload["world_size"])
 
 
 def growth_in_simulation(_context: RankContext, payload: dict[str, Any]) -> dict[str, Any]:
@@ -52,54 +57,55 @@ def growth_in_simulation(_context: RankContext, payload: dict[str, Any]) -> dict
     config = msgspec.convert(payload["config"], TrainerConfig)
     config = replace(config, steps=_MANY_STEPS)
     with injected(payload["defect"]), simulated_world(payload["world_size"]):
-        trainer = _warm_trainer(config, world_size=payload["world_size"])
+        trainer = _warm_trainer(config, _CPU, world_size=payload["world_size"])
         first = _measured_step(trainer, 1)
         for step in range(2, _MANY_STEPS - 1):
             trainer.train_step(step)
         return {"first": first, "last": _measured_step(trainer, _MANY_STEPS - 1)}
 
 
-def _step(config: TrainerConfig, *, world_size: int) -> dict[str, Any]:
+def _step(config: TrainerConfig, device: torch.device, *, world_size: int) -> dict[str, Any]:
     """`segments` of the phases of a step, and what the process group allocated for operators of c10d, `backend`."""
-    return _measured_step(_warm_trainer(config, world_size=world_size), 1)
+    return _measured_step(_warm_trainer(config, device, world_size=world_size), 1)
 
 
-def _warm_trainer(config: TrainerConfig, *, world_size: int) -> Trainer:
+def _warm_trainer(config: TrainerConfig, device: torch.device, *, world_size: int) -> Trainer:
     """After one step: the optimizer has its state, FSDP its streams and buffers."""
-    trainer = Trainer(config, device=_CPU, world_size=world_size, observer=PhaseMarks())
+    trainer = Trainer(config, device=device, world_size=world_size, observer=PhaseMarks())
     trainer.train_step(0)
     return trainer
 
 
 def _measured_step(trainer: Trainer, step: int) -> dict[str, Any]:
-    with memory_ledger() as ledger:
+    with ledger_of(trainer.device) as ledger:
         trainer.train_step(step)
     return {name: [msgspec.to_builtins(one) for one in getattr(ledger, name)] for name in ("segments", "backend")}
 
 
-def without_fsdp(_context: RankContext, payload: dict[str, Any]) -> list[dict[str, Any]]:
-    """Segments of a model without FSDP, see `segments_without_fsdp`.
+def without_fsdp(context: RankContext, payload: dict[str, Any]) -> list[dict[str, Any]]:
+    """Segments of a model without FSDP, on this rank's device or on the CPU, see `segments_without_fsdp`.
 
     Gradients have the dtypes, and stay for later micro-batches, as they do with FSDP in this version of torch. One
     process; with tensor parallelism it is rank 0 of a simulated world of tensor-parallel ranks.
     """
     config = msgspec.convert(payload["config"], TrainerConfig)
     dims = resolve_mesh(config.mesh, world_size=payload["world_size"])
+    device = device_of(context)
     with simulated_world(dims.tp):
         model = Transformer(config.model)
         init_weights(model, seed=config.seed)
-        parallelize_without_fsdp(model, config, tp=dims.tp)
+        parallelize_without_fsdp(model.to(device), config, device, tp=dims.tp)
         batches = Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
-        segments = segments_without_fsdp(model, batches, config, dims, ledger=memory_ledger)
+        segments = segments_without_fsdp(model, batches, config, dims, ledger=lambda: ledger_of(device))
     return [msgspec.to_builtins(segment) for segment in segments]
 
 
-def parallelize_without_fsdp(model: Transformer, config: TrainerConfig, *, tp: int) -> None:
+def parallelize_without_fsdp(model: Transformer, config: TrainerConfig, device: torch.device, *, tp: int) -> None:
     """In place: parameters in the dtype of computation, and all that the trainer applies to a model beside FSDP."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(mixed_precision_policy(config.precision).param_dtype)
     if tp > 1:
-        apply_tp(model, build_mesh(ParallelDims(dp_replicate=1, dp_shard=1, tp=tp), _CPU)["tp"], config)
+        apply_tp(model, build_mesh(ParallelDims(dp_replicate=1, dp_shard=1, tp=tp), device)["tp"], config)
     for block in model.blocks:
         if config.activation_checkpointing != "none":
             apply_ac(block, mode=config.activation_checkpointing)
@@ -147,10 +153,11 @@ def _forward_backward(
     model: Transformer, marks: GroupMarks, config: TrainerConfig, inputs: Tensor, labels: Tensor
 ) -> None:
     """As the trainer's: logits and loss are there until backward is over."""
+    device = model.output.weight.device
     mark("forward")
     with loss_context(parallel=config.loss_parallel and config.mesh.tp > 1):
-        logits = model(inputs)
-        loss = summed_loss(logits, labels, arithmetic=config.model.arithmetic)
+        logits = model(inputs.to(device))
+        loss = summed_loss(logits, labels.to(device), arithmetic=config.model.arithmetic)
         mark("backward")
         loss.backward()  # type: ignore[no-untyped-call]
     marks.finish_backward()

@@ -18,6 +18,8 @@ MAX_WORLD_SIZE = 8
 # The kernel delivers this signal to a rank; when its stack dump is complete, the rank sends the number as one byte.
 DUMP_SIGNAL = signal.SIGUSR1
 DUMPED = bytes([DUMP_SIGNAL])
+RANK_IN_VALUE = "{rank}"
+"""In the value of a variable of a task's environment it stands for the rank."""
 JSON_SCALARS = (type(None), bool, int, float, str)
 OUTPUT_TAIL_BYTES = 4096
 STACK_BYTES = 16384
@@ -30,6 +32,8 @@ class Task(msgspec.Struct, frozen=True):
     payload: dict[str, Any]
     kind: str = ""
     """Ranks that have served a task of one kind serve no other: for what a process keeps from task to task."""
+    accelerated: bool = False
+    """Whether each rank needs a device, which it may have to share."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class RankContext:
     """What a task's function learns about its place. `rendezvous` is an `init_method` that no other task uses.
 
     `timeout_s` is the time that was left when the function started; the pool ends the task when it is over. `device` is
-    the slot that this rank has leased, "" where ranks share the processors.
+    the one that this rank has leased, by its UUID, "" where ranks share the processors.
     """
 
     rank: int

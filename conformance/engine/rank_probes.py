@@ -10,9 +10,10 @@ from torch.distributed.tensor import DTensor
 
 from conformance.defects.catalogue import injected
 from conformance.engine.rank_messages import RankContext
-from conformance.engine.rank_tasks import rank_config, start_process_group
+from conformance.engine.rank_place import start_process_group
+from conformance.engine.rank_tasks import rank_config
 from conformance.instruments.capture import WHOLE, fingerprint, shard_indices
-from conformance.instruments.memory import memory_ledger
+from conformance.instruments.device_memory import ledger_of
 from conformance.instruments.probe import probe_environment
 from conformance.instruments.sharding import local
 from reference_trainer.build import build_model
@@ -28,13 +29,12 @@ def build_with_ledger(context: RankContext, payload: dict[str, Any]) -> dict[str
     """Build the model as `payload["config"]` says, and nothing else; returns bytes, see MemoryLedger."""
     config = rank_config(context, payload)
     with injected(payload["defect"]):
-        start_process_group(context)
+        device = start_process_group(context)
         dims = resolve_mesh(config.mesh, world_size=context.world_size)
-        mesh = build_mesh(dims, torch.device("cpu"))
-        policy = reshard_policy(config, dims, torch.device("cpu"))
+        mesh, policy = build_mesh(dims, device), reshard_policy(config, dims, device)
         mapped_bytes = [Path(config.checkpoint).stat().st_size] if config.checkpoint else []
-        with memory_ledger(mapped_bytes=mapped_bytes) as ledger:
-            model = build_model(config, mesh, torch.device("cpu"), policy, Observer())
+        with ledger_of(device, mapped_bytes=mapped_bytes) as ledger:
+            model = build_model(config, mesh, device, policy, Observer())
         # Of storages: FSDP pads the shards of the last ranks.
         storages = [local(tensor).untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
         held = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
@@ -46,13 +46,13 @@ def draw_with_torch(context: RankContext, payload: dict[str, Any]) -> dict[str, 
     """Initialise the sharded model with `torch.nn.init`; returns digests of this rank's shards and of their layouts."""
     config = msgspec.convert(payload["config"], TrainerConfig)
     with injected(payload["defect"]):
-        start_process_group(context)
+        device = start_process_group(context)
         dims = resolve_mesh(config.mesh, world_size=context.world_size)
-        mesh = build_mesh(dims, torch.device("cpu"))
+        mesh = build_mesh(dims, device)
         with torch.device("meta"):
             model = Transformer(config.model)
-        parallelize(model, mesh, config, reshard_policy(config, dims, torch.device("cpu")))
-        model.to_empty(device="cpu")
+        parallelize(model, mesh, config, reshard_policy(config, dims, device))
+        model.to_empty(device=device)
         torch.manual_seed(config.seed)
         shards, layouts = {}, {}
         for name, parameter in model.named_parameters():
@@ -66,7 +66,6 @@ def draw_with_torch(context: RankContext, payload: dict[str, Any]) -> dict[str, 
 def probe(context: RankContext, payload: dict[str, Any]) -> dict[str, Any]:
     """Facts about a rank's surroundings as builtin types, see `probe_environment`."""
     with injected(payload["defect"]):
-        start_process_group(context)
-        facts = probe_environment()
+        facts = probe_environment(start_process_group(context))
         dist.destroy_process_group()
     return facts

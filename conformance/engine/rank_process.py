@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from conformance.engine.rank_messages import (
     DUMP_SIGNAL,
+    RANK_IN_VALUE,
     READY,
     Assignment,
     RankContext,
@@ -91,13 +92,16 @@ class Rank:
             WORLD_SIZE=str(self._world_size),
             LOCAL_WORLD_SIZE=str(self._world_size),
         )
+        if self._device:  # CUDA, which nothing in this process has used yet, shows no other
+            os.environ["CUDA_VISIBLE_DEVICES"] = self._device
 
     def _perform(self, assignment: Assignment) -> RankReport:
         os.truncate(self._files.output, 0)
         os.truncate(self._files.stack, 0)
         os.chdir(self._home)
         reset_process_state()
-        with environment(assignment.env):
+        env = {name: value.replace(RANK_IN_VALUE, str(self._rank)) for name, value in assignment.env.items()}
+        with environment(env):
             report = self._call(assignment)
         gc.collect()
         return report
@@ -150,6 +154,10 @@ def reset_process_state() -> None:
     torch.autograd.set_detect_anomaly(False)
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = False
+    # Sums and products of a device as bounds assume them: https://docs.pytorch.org/docs/stable/notes/cuda.html
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 @contextmanager

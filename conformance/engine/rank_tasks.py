@@ -13,13 +13,13 @@ from safetensors.torch import save_file
 from conformance.defects.catalogue import injected
 from conformance.engine.cells import RECORD_STREAMS
 from conformance.engine.rank_messages import RankContext
+from conformance.engine.rank_place import start_process_group
 from conformance.engine.record import tensor_file
 from conformance.engine.weight_files import write_weights
 from conformance.instruments.held_checkpoints import HeldCheckpoints
 from conformance.instruments.recorder import Recorder
 from reference_trainer.checkpoint import Checkpoints, resume
 from reference_trainer.config import TrainerConfig
-from reference_trainer.mesh import init_process_group
 from reference_trainer.train import Trainer
 
 
@@ -34,9 +34,9 @@ def train_cell(context: RankContext, payload: dict[str, Any]) -> dict[str, Any]:
     recorder = Recorder(rank=context.rank, variables={RECORD_STREAMS: os.environ.get(RECORD_STREAMS)})
     start_s = time.monotonic()
     with injected(payload["defect"]):
-        start_process_group(context)
+        device = start_process_group(context)
         with recorder.listening():
-            trainer = Trainer(config, device=torch.device("cpu"), world_size=context.world_size, observer=recorder)
+            trainer = Trainer(config, device=device, world_size=context.world_size, observer=recorder)
             first = resume(trainer, _saved(payload)) if payload["steps_before_save"] else 0
             steps = range(first, config.steps)
             metrics = [trainer.train_step(step) for step in steps]
@@ -55,8 +55,8 @@ def train_and_save(context: RankContext, payload: dict[str, Any]) -> None:
     """Train `payload["steps_before_save"]` steps with the defect injected, and save a checkpoint in the directory."""
     config = msgspec.convert(payload["config"], TrainerConfig)
     with injected(payload["defect"]):
-        start_process_group(context)
-        trainer = Trainer(config, device=torch.device("cpu"), world_size=context.world_size)
+        device = start_process_group(context)
+        trainer = Trainer(config, device=device, world_size=context.world_size)
         done = payload["steps_before_save"]
         for step in range(done):
             trainer.train_step(step)
@@ -86,15 +86,3 @@ def rank_config(context: RankContext, payload: dict[str, Any]) -> TrainerConfig:
     if context.rank == 0:
         write_weights(path, config, form=payload["weights"])
     return config
-
-
-def start_process_group(context: RankContext) -> None:
-    """Ranks leave it together: what rank 0 has written before is there for all."""
-    init_process_group(
-        "gloo",
-        init_method=context.rendezvous,
-        rank=context.rank,
-        world_size=context.world_size,
-        timeout_s=context.timeout_s,
-    )
-    dist.barrier()

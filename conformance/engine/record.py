@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from conformance.engine.cells import Cell
+from conformance.engine.hardware import device_type
 from conformance.engine.outcomes import ConformanceFailure
+from conformance.substrates import Substrate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +43,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     cell: Cell
     session: str
     torch: str
-    substrate: str
+    substrate: Substrate
     defect: str | None
     task: str = TRAINING
     """`MODULE:FUNCTION` of the engine that ran on the ranks."""
@@ -74,6 +76,11 @@ class Record:
     @property
     def cell(self) -> Cell:
         return self.header.cell
+
+    @property
+    def device_type(self) -> Literal["cpu", "cuda"]:
+        """Where it was computed; its tensors are on the CPU."""
+        return device_type(self.header.substrate)
 
     @cached_property
     def ranks(self) -> "list[RankFacts]":

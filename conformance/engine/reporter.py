@@ -5,6 +5,7 @@ import json
 import shutil
 import time
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import IO, Any
 
@@ -14,6 +15,7 @@ from tabulate import tabulate
 
 from conformance.engine.durations import remember_durations
 from conformance.engine.environment import environment_facts, suite_digest
+from conformance.engine.hardware import Hardware
 from conformance.engine.report import CaseResult, Footer, Header, Report
 from conformance.engine.verdicts import CONFORMANT, SUITE_FAILED, Verdict, exit_status
 
@@ -33,7 +35,10 @@ class Reporter:
         seed: int,
         defect: str | None,
         max_world_size: int,
+        hardware: Hardware,
+        allows: Collection[str],
     ) -> None:
+        self._allows = allows
         self._directory = directory
         self._start_s = time.monotonic()
         self._header = Header(
@@ -44,7 +49,7 @@ class Reporter:
             suite_digest=suite_digest(),
             matrix_digest=matrix_digest,
             defect=defect,
-            environment={**environment_facts(), "max_world_size": max_world_size},
+            environment={**environment_facts(hardware), "max_world_size": max_world_size},
         )
         self._results: dict[str, CaseResult] = {}
         self._crashed: dict[str, str] = {}
@@ -85,7 +90,7 @@ class Reporter:
         """Every planned case gets a verdict; pytest's own usage and internal errors keep their status."""
         self._add_missing()
         counts = Counter(Verdict(result.verdict) for result in self._results.values())
-        status = exit_status(counts)
+        status = exit_status(counts, allows=self._allows)
         if exitstatus in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.INTERNAL_ERROR):
             status = int(exitstatus)
         elif self._collection_failed or (session.testsfailed and status == CONFORMANT):

@@ -7,6 +7,7 @@ the business of `reporter`.
 import datetime
 import gc
 import importlib.metadata
+import os
 import shlex
 import uuid
 from collections.abc import Callable, Generator
@@ -18,10 +19,12 @@ import msgspec
 import pytest
 
 from conformance.engine.cells import Cell
+from conformance.engine.devices import SESSION_VARIABLE, machine_devices
 from conformance.engine.durations import remembered_durations_s
+from conformance.engine.hardware import DETERMINISM, Hardware, device_type, find_hardware
 from conformance.engine.interruption import EndsWorkers, take_sigterm_like_ctrl_c
 from conformance.engine.law import Law, law_of
-from conformance.engine.leases import LeaseError
+from conformance.engine.leases import LeaseError, Leases
 from conformance.engine.matrix import Matrix, load_matrix
 from conformance.engine.measurements import Measurement, collecting
 from conformance.engine.pool import Pools, RunsTasks
@@ -32,9 +35,10 @@ from conformance.engine.selection import parse
 from conformance.engine.shards import parse_shard
 from conformance.engine.skips import Unsupported
 from conformance.engine.store import Clock, RecordStore
-from conformance.engine.support import DEVICE, SUBSTRATE, release, unsupported
+from conformance.engine.support import release, unsupported
 from conformance.engine.verdicts import Verdict, classify
-from conformance.engine.waivers import load_waivers, the_waiver
+from conformance.engine.waivers import profile_waivers, the_waiver
+from conformance.substrates import Substrate
 
 _REPRO_DIRECTORY = "conformance-report-repro"  # repeating a case must not overwrite the report that it is in
 _PROJECT = Path(__file__).resolve().parents[2]
@@ -55,6 +59,8 @@ class CaseState:
 _CASE = pytest.StashKey[CaseState]()
 POOLS = pytest.StashKey[RunsTasks]()
 """Of a session's configuration: what runs its tasks, if not processes of this host."""
+HARDWARE = pytest.StashKey[Hardware]()
+"""With it: what it runs them on."""
 
 
 def start_session(config: pytest.Config) -> None:
@@ -69,6 +75,10 @@ def start_session(config: pytest.Config) -> None:
         session = Session(config)
     except LeaseError as error:
         raise pytest.UsageError(str(error)) from None
+    if session.is_controller:
+        os.environ[SESSION_VARIABLE] = str(os.getpid())
+    if session.hardware.devices:
+        os.environ.update(DETERMINISM)  # oracles compute on a device too, and CUDA reads this once
     config.pluginmanager.register(session, "conformance-session")
     if session.is_controller and getattr(config.option, "numprocesses", None):
         config.pluginmanager.register(EndsWorkers(), "conformance-ends-workers")
@@ -81,6 +91,8 @@ def start_session(config: pytest.Config) -> None:
             seed=config.option.seed,
             defect=session.defect,
             max_world_size=session.store.pools.max_world_size,
+            hardware=session.hardware,
+            allows=session.rules.allows,
         )
         config.pluginmanager.register(reporter, "conformance-reporter")
         config.option.xmlpath = config.option.xmlpath or str(session.report_directory / "junit.xml")
@@ -103,12 +115,13 @@ class Session:
         try:
             file = Path(option.matrix) if option.matrix else _PROJECT / "matrix.yaml"
             self.matrix: Matrix = load_matrix(file)
-            waivers = file.with_name("waivers.yaml")
-            self.waivers = load_waivers(waivers, self.matrix, today=datetime.date.today()) if waivers.exists() else []
+            self.rules = self.matrix.profile(self.profile)
+            self.waivers = profile_waivers(file, self.matrix, self.rules, today=datetime.date.today())
             selection = parse(option.cells) if option.cells else None
             cases = self.matrix.cases(self.profile, only=selection, seed=option.seed)
             self.cases = parse_shard(option.shard).of(cases) if option.shard else cases
             self.defect = _known_defect(option.defect)
+            self.hardware = _hardware(config)
         except ValueError as error:
             raise pytest.UsageError(str(error)) from None
         self._durations_s: dict[str, float] = inherited.get("durations_s", {})
@@ -120,13 +133,16 @@ class Session:
         self._options += [f"--matrix={option.matrix}"] if option.matrix else []
         self._options += [f"--seed={option.seed}"] if option.seed else []
         self._options += [f"--defect={self.defect}"] if self.defect else []
+        self._options += [f"--accelerator={option.accelerator}"] if option.accelerator != "auto" else []
+        self._options += [f"--share-gpu={option.share_gpu}"] if option.share_gpu != "auto" else []
         self.store = RecordStore(
             directory=Path(option.record_dir).resolve() if option.record_dir else self.report_directory / "records",
             session=self.name,
             torch_version=importlib.metadata.version("torch"),
             defect=self.defect,
-            deadline_s=self.matrix.profile(self.profile).deadline_s,
-            pools=config.stash.get(POOLS, None) or Pools(isolate=option.isolate),
+            deadline_s=self.rules.deadline_s,
+            pools=config.stash.get(POOLS, None) or _pools(self.hardware, isolate=option.isolate),
+            hardware=self.hardware,
         )
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
@@ -214,7 +230,7 @@ class Session:
         case = item.stash.get(_CASE, None)
         if case is None:
             return (yield)
-        self.store.clock = Clock()
+        self.store.clock, self.store.accepts = Clock(), case.law.substrates
         with collecting() as case.measured:
             return (yield)
 
@@ -226,6 +242,8 @@ class Session:
                 case.cell,
                 torch_version=self.store.torch_version,
                 max_world_size=self.store.pools.max_world_size,
+                hardware=self.hardware,
+                profile=self.rules,
             )
             if missing:
                 raise Unsupported(missing)
@@ -251,7 +269,8 @@ class Session:
     def _waive(self, case: CaseState, report: pytest.TestReport) -> None:
         """Make of a known failure what pytest calls xfailed, and of a waived case that passes a failure."""
         torch = release(self.store.torch_version)
-        waiver = the_waiver(self.waivers, case.law.id, case.cell, device=DEVICE, torch=torch)
+        device = device_type(self._substrate(case))
+        waiver = the_waiver(self.waivers, case.law.id, case.cell, device=device, torch=torch)
         if waiver is None:
             return
         case.verdict, case.reason = waiver.judge(case.verdict, case.reason)
@@ -271,7 +290,7 @@ class Session:
             law=case.law.id,
             must=case.law.must,
             cell=case.cell.id,
-            substrate="simulated" if "simulated" in case.law.substrates else SUBSTRATE,
+            substrate=self._substrate(case),
             verdict=case.verdict.value,
             reason=case.reason,
             duration_s=round(case.duration_s, 4),
@@ -281,6 +300,10 @@ class Session:
             repro=self._repro(item.nodeid),
             nodeid=item.nodeid,
         )
+
+    def _substrate(self, case: CaseState) -> Substrate:
+        """On which a case runs, or would if it were supported."""
+        return self.hardware.substrate(case.cell.world_size, case.law.substrates) or case.law.substrates[-1]
 
     def _repro(self, nodeid: str) -> str:
         return shlex.join(["pytest", "-n0", *self._options, f"--report-dir={_REPRO_DIRECTORY}", nodeid])
@@ -308,6 +331,19 @@ def _position(case: CaseState | None, order: dict[str, int]) -> tuple[bool, int,
         return True, 0, "", 0, ""
     cell = case.cell
     return not case.law.id.startswith("ENV-"), -cell.world_size, cell.mesh, order[cell.id], case.law.id
+
+
+def _hardware(config: pytest.Config) -> Hardware:
+    """What the options leave of the machine. Raises ValueError for options that cannot be."""
+    option, given = config.option, config.stash.get(HARDWARE, None)
+    if given is not None and option.accelerator != "cpu":
+        return given
+    return find_hardware(machine_devices(), accelerator=option.accelerator, share_gpu=option.share_gpu)
+
+
+def _pools(hardware: Hardware, *, isolate: bool) -> Pools:
+    slots = [device.uuid for device in hardware.devices]
+    return Pools(devices=Leases(slots) if slots else None, isolate=isolate)
 
 
 def _known_defect(defect: str | None) -> str | None:

@@ -15,6 +15,7 @@ import msgspec
 from filelock import FileLock
 
 from conformance.engine.cells import Cell
+from conformance.engine.hardware import NO_DEVICES, Hardware, device_type
 from conformance.engine.leases import LIMIT_S as LEASE_LIMIT_S
 from conformance.engine.pool import Pools, RunFailed, RunsTasks, Task
 from conformance.engine.record import (
@@ -29,6 +30,7 @@ from conformance.engine.record import (
     write_measured,
     write_record,
 )
+from conformance.substrates import REAL, Substrate
 
 SUITE_PACKAGE = Path(__file__).resolve().parents[1]
 KEPT = 16
@@ -76,6 +78,9 @@ class RecordStore:
     """With stores that have other defects: only where traces of these in a process are harmless."""
     replay: bool = False
     """Nothing is run: all that laws ask for must be there."""
+    hardware: Hardware = NO_DEVICES
+    accepts: tuple[Substrate, ...] = REAL
+    """What the law that is judged holds on."""
 
     def __post_init__(self) -> None:
         self._kept_record = lru_cache(maxsize=KEPT)(self._record)
@@ -86,32 +91,40 @@ class RecordStore:
 
         Raises CellFailed.
         """
-        return self._kept_record(cell, repeat)
+        return self._kept_record(cell, repeat, self.substrate(cell))
 
-    def measure(self, task: str, cell: Cell, *, alone: bool = False) -> list[Any]:
-        """What a task, such as `rank_probes:probe`, measures on each rank of a cell's world, or in one process `alone`.
+    def measure(self, task: str, cell: Cell, *, alone: bool = False, on_device: bool = False) -> list[Any]:
+        """What a task, such as `rank_probes:probe`, measures on each rank of a cell's world, or in one process `alone`:
+        on the CPU, or where ranks of the cell's world are.
 
         Measured at most once per session, as a run is. Raises CellFailed.
         """
-        return self._kept_measurement(task, cell, alone)
+        substrate = "simulated" if alone and not on_device else self.substrate(cell)
+        return self._kept_measurement(task, cell, alone, substrate)
+
+    def substrate(self, cell: Cell) -> Substrate:
+        """Where ranks of a cell are run. Raises ValueError if the law at hand holds nowhere here."""
+        real = tuple(one for one in self.accepts if one != "simulated") or REAL
+        found = self.hardware.substrate(cell.world_size, real)
+        if found is None:
+            raise ValueError(f"{cell.world_size} ranks on {' or '.join(real)}: not on this machine")
+        return found
 
     def probe(self, world_size: int) -> list[dict[str, Any]]:
         """Facts of all ranks of a world about their surroundings. Raises CellFailed."""
         return self.measure("rank_probes:probe", Cell(mesh=f"dp{world_size}"))
 
-    def _record(self, cell: Cell, repeat: int) -> Record:
-        directory, header = self._place(cell, repeat=repeat)
+    def _record(self, cell: Cell, repeat: int, substrate: Substrate) -> Record:
+        directory, header = self._place(cell, substrate=self.substrate(cell), repeat=repeat)
         return Record(directory, self._once(directory, lambda: self._train(header, directory)))
 
-    def _measurement(self, task: str, cell: Cell, alone: bool) -> list[Any]:
-        directory, header = self._place(cell, task=task, alone=alone)
+    def _measurement(self, task: str, cell: Cell, alone: bool, substrate: Substrate) -> list[Any]:
+        directory, header = self._place(cell, substrate=substrate, task=task, alone=alone)
         self._once(directory, lambda: self._measure(header, directory))
         return read_measured(directory)
 
     def _place(self, cell: Cell, **what: Any) -> tuple[Path, Header]:
-        header = Header(
-            cell=cell, session=self.session, torch=self.torch_version, substrate="gloo", defect=self.defect, **what
-        )
+        header = Header(cell=cell, session=self.session, torch=self.torch_version, defect=self.defect, **what)
         return self.directory / f"{cell.id}--{_digest(header)}", header
 
     def _left_s(self) -> float:
@@ -169,7 +182,7 @@ class RecordStore:
         left_s = self._left_s()
         try:
             if header.cell.steps_before_save:
-                left_s -= self._save(header.cell.saver, directory, deadline_s=left_s)
+                left_s -= self._save(header, directory, deadline_s=left_s)
             results = self._on_ranks(header, directory, deadline_s=max(1.0, left_s))
         except RunFailed as failed:
             return RecordFile(header=header, train_s=0.0, failure=to_failure(failed))
@@ -194,21 +207,28 @@ class RecordStore:
             f"conformance.engine.{header.task}",
             task_payload(cell, directory, defect=self.defect),
             kind=f"{kind} alone" if header.alone else kind,
+            accelerated=device_type(header.substrate) == "cuda",
         )
         world_size = 1 if header.alone else cell.world_size
-        return self.pools.run(task, world_size=world_size, deadline_s=deadline_s, env=cell.environment)
+        return self.pools.run(task, world_size=world_size, deadline_s=deadline_s, env=self._environment(header))
 
-    def _save(self, saver: Cell, directory: Path, *, deadline_s: float) -> float:
+    def _environment(self, header: Header) -> dict[str, str]:
+        return {**self.hardware.environment(header.substrate), **header.cell.environment}
+
+    def _save(self, header: Header, directory: Path, *, deadline_s: float) -> float:
         """Run what a resumed cell goes on from, in processes that are not used for what follows; returns its time."""
         start_s, waited_before_s = time.monotonic(), self.pools.waited_s
         shutil.rmtree(directory / "checkpoints", ignore_errors=True)  # of an earlier run that died
-        kind = f"{self._kind(saver)} saves"
+        saver = header.cell.saver
+        substrate = self.substrate(saver)
         task = Task(
             "conformance.engine.rank_tasks:train_and_save",
             task_payload(saver, directory, defect=self.defect),
-            kind=kind,
+            kind=f"{self._kind(saver)} saves",
+            accelerated=device_type(substrate) == "cuda",
         )
-        self.pools.run(task, world_size=saver.world_size, deadline_s=deadline_s)
+        environment = self.hardware.environment(substrate)
+        self.pools.run(task, world_size=saver.world_size, deadline_s=deadline_s, env=environment)
         return time.monotonic() - start_s - (self.pools.waited_s - waited_before_s)
 
     def _kind(self, cell: Cell) -> str:

@@ -1,31 +1,41 @@
 """What this machine, with this torch, can judge."""
 
 from conformance.engine.cells import Cell
+from conformance.engine.hardware import Hardware, device_type
 from conformance.engine.law import Law
+from conformance.engine.matrix import Profile
 
-SUBSTRATE, DEVICE = "gloo", "cpu"
 
-
-def unsupported(law: Law, cell: Cell, *, torch_version: str, max_world_size: int) -> str | None:
+def unsupported(
+    law: Law,
+    cell: Cell,
+    *,
+    torch_version: str,
+    max_world_size: int,
+    hardware: Hardware,
+    profile: Profile | None = None,
+) -> str | None:
     """What is missing for a case, with numbers; None if nothing is."""
-    if "simulated" not in law.substrates and SUBSTRATE not in law.substrates:
+    if profile and len(hardware.devices) < profile.requires_devices:
+        return f"the profile requires {profile.requires_devices} CUDA devices, found {len(hardware.devices)}"
+    substrate = hardware.substrate(cell.world_size, law.substrates)
+    if substrate is None:
         return (
-            f"needs {cell.world_size} CUDA devices for substrate nccl, 1 for nccl-shared, found {_cuda_devices()}; "
-            f"this session runs {SUBSTRATE}"
+            f"needs {cell.world_size} CUDA devices for substrate nccl, 1 for nccl-shared, found "
+            f"{len(hardware.devices)}, {_sharing(hardware)}"
         )
     if release(torch_version) < release(law.since):
         return f"{law.id} holds from torch {law.since} on, this is {torch_version}"
-    if cell.pin_memory and DEVICE == "cpu":
-        return f"needs an accelerator for which memory is pinned, this session runs on {DEVICE} with 0"
-    if "simulated" not in law.substrates and cell.world_size > max_world_size:
-        return f"needs {cell.world_size} ranks, {SUBSTRATE} runs at most {max_world_size} here"
+    if cell.pin_memory and device_type(substrate) == "cpu":
+        return "needs an accelerator for which memory is pinned, this case runs on the CPU with 0"
+    if substrate != "simulated" and cell.world_size > max_world_size:
+        return f"needs {cell.world_size} ranks, {substrate} runs at most {max_world_size} here"
     return None
 
 
-def _cuda_devices() -> int:
-    import torch  # which the controller does without
-
-    return torch.cuda.device_count()
+def _sharing(hardware: Hardware) -> str:
+    ranks = hardware.ranks_per_device
+    return "with one rank on each" if ranks == 1 else f"with up to {ranks} ranks on each"
 
 
 def release(version: str) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """Verdicts on cases, and the exit status of a session."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from enum import StrEnum
 
 from conformance.engine.skips import Unsupported
@@ -48,9 +48,14 @@ def classify(error: BaseException) -> tuple[Verdict, str]:
             return Verdict.ERROR, f"{type(error).__name__}: {_first_line(error)}"
 
 
-def exit_status(counts: Mapping[Verdict, int]) -> int:
-    """0 conformant, 1 not, 3 the suite failed, 5 nothing ran or not everything that was planned."""
+def exit_status(counts: Mapping[Verdict, int], *, allows: Container[str] = ("waived", "unsupported")) -> int:
+    """0 conformant, 1 not, 3 the suite failed, 5 nothing ran or not everything that was planned.
+
+    `allows` is what the profile does, see `matrix.Profile`.
+    """
     total = sum(counts.values())
+    if counts.get(Verdict.UNSUPPORTED) and Verdict.UNSUPPORTED not in allows:
+        return INCOMPLETE
     if counts.get(Verdict.NOT_RUN) or total == sum(counts.get(verdict, 0) for verdict in _NOTHING_RAN):
         return INCOMPLETE
     if counts.get(Verdict.ERROR):

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from conformance.engine.cells import Cell
-from conformance.engine.matrix import LawId, Matrix, Text
+from conformance.engine.matrix import LawId, Matrix, Profile, Text
 from conformance.engine.selection import parse
 from conformance.engine.verdicts import Verdict
 from reference_trainer.strict_yaml import convert, load
@@ -102,3 +102,9 @@ def _cells_of(law: str, matrix: Matrix) -> list[Cell]:
 def the_waiver(waivers: Sequence[Waiver], law: str, cell: Cell, *, device: str, torch: Release) -> Waiver | None:
     """The waiver of a case."""
     return next((waiver for waiver in waivers if waiver.matches(law, cell, device=device, torch=torch)), None)
+
+
+def profile_waivers(matrix_file: Path, matrix: Matrix, profile: Profile, *, today: datetime.date) -> list[Waiver]:
+    """Those of the file beside the matrix, if there is one and the profile allows waivers. Raises as `load_waivers`."""
+    file = matrix_file.with_name("waivers.yaml")
+    return load_waivers(file, matrix, today=today) if file.exists() and Verdict.WAIVED in profile.allows else []

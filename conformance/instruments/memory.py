@@ -144,10 +144,25 @@ class _Backend:
         self._uses[-1].peak_bytes = max(self._uses[-1].peak_bytes, sum(self._live.values()))
 
 
+_listeners: list[Callable[[str], None]] = []
+
+
 def mark(name: str) -> None:
     """A new segment begins."""
     with record_function(MARK + name):
         pass
+    for listener in _listeners:
+        listener(name)
+
+
+@contextmanager
+def listening(listener: Callable[[str], None]) -> Iterator[None]:
+    """Tells `listener` the name of each mark."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
 
 
 class PhaseMarks(Observer):

@@ -17,7 +17,7 @@ def compare_steps(record: Record) -> None:
     __tracebackhide__ = True
     config = trainer_config(record.cell)
     for loss, step in zip(record.losses, record.steps, strict=True):
-        expected = emulated_step(config, record.select(f"step{step}/parameter/"), step=step)
+        expected = emulated_step(config, record.select(f"step{step}/parameter/"), step=step, device=record.device_type)
         name = f"of step {step}, emulated"
         compare.tensors(
             record.select(f"step{step}/gradient/"),

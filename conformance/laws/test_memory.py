@@ -1,37 +1,24 @@
 """MEM: what is held in each phase is what the cell needs, no more and no less."""
 
-from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
 import msgspec
-import torch
 
 from conformance.engine import compare
 from conformance.engine.cells import Cell
 from conformance.engine.law import Measure, law
 from conformance.engine.outcomes import ConformanceFailure
 from conformance.engine.workload import trainer_config
-from conformance.oracles.lifetimes import lifetimes_of
-from conformance.oracles.memory_model import Segment, Usage, group_bytes, predict, state_bytes, usage_by_phase
+from conformance.laws.memory_bounds import PHASES, SCALARS_BYTES, compare_phases, itemsize, parts, phase_bounds, phases
+from conformance.oracles.memory_model import Segment, group_bytes
 from conformance.oracles.schedule import kept_after_forward
-from conformance.oracles.tp_schedule import local_shapes
-from conformance.substrates import REAL, SIMULATED
-from reference_trainer.config import TrainerConfig
-from reference_trainer.mesh import ParallelDims, resolve_mesh
+from conformance.substrates import SIMULATED
 
 RESHARD_AFTER_FORWARD = (
     "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html#torch.distributed.fsdp.fully_shard"
 )
 PROFILER = "https://docs.pytorch.org/docs/stable/profiler.html#torch.profiler.profile"
-
-_PHASES = ("forward", "backward", "clip", "optimizer")
-_BUSY_PHASES = ("forward", "backward")
-_FP32_BYTES = 4
-_SCALARS_BYTES = 128
-"""Losses, numbers of tokens and the like: each a tensor of a few bytes."""
-_COPIES_OF_A_ROW = 16
-"""Of the vocabulary, where ranks have unequal parts of it: in embedding and output, unsharded, gathered, reduced."""
 
 
 @law("MEM-1", reference=RESHARD_AFTER_FORWARD, since="2.9", substrates=SIMULATED)
@@ -42,28 +29,28 @@ def test_memory_of_a_simulated_world_is_that_of_the_model(measure: Measure, cell
     Wrong if a group is not resharded, a buffer is kept too long, gathered too early or never freed.
     """
     (measured,) = measure("rank_memory:step_in_simulation", cell, alone=True)
-    _compare_phases(_phases(measured), _bounds(measure, cell), where="rank 0", ratio=1.02)
+    compare_phases(phases(measured), phase_bounds(measure, cell), where="rank 0", ratio=1.02)
 
 
-@law("MEM-2", reference=PROFILER, since="2.9", substrates=REAL)
+@law("MEM-2", reference=PROFILER, since="2.9", substrates=("gloo",))
 def test_backends_allocate_what_they_are_known_to(measure: Measure, cell: Cell) -> None:
     """What gloo allocates for itself MUST be a copy of the whole buffer of an all-gather or a reduce-scatter.
 
     It is a term of its own, and not part of what MEM-3 judges.
     """
-    config, dims, shapes = _parts(cell)
+    config, dims, shapes = parts(cell)
     largest = max(group_bytes(config, dims, shapes).values())
     found = {
         kind: max(u["peak_bytes"] for m in _on_ranks(measure, cell) for u in m["backend"] if u["operator"] == kind)
         for kind in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_")
     }
     gathered, reduced = found.values()
-    compare.between(gathered, largest, largest + _SCALARS_BYTES, name="copy", detail="an all-gather", unit="bytes")
-    reduce = largest // _itemsize(config, "compute") * _itemsize(config, "reduce")
-    compare.between(reduced, reduce, reduce + _SCALARS_BYTES, name="copy", detail="a reduce-scatter", unit="bytes")
+    compare.between(gathered, largest, largest + SCALARS_BYTES, name="copy", detail="an all-gather", unit="bytes")
+    reduce = largest // itemsize(config, "compute") * itemsize(config, "reduce")
+    compare.between(reduced, reduce, reduce + SCALARS_BYTES, name="copy", detail="a reduce-scatter", unit="bytes")
 
 
-@law("MEM-3", reference=RESHARD_AFTER_FORWARD, since="2.9", substrates=REAL)
+@law("MEM-3", reference=RESHARD_AFTER_FORWARD, since="2.9", substrates=("gloo",))
 def test_memory_on_every_rank_is_that_of_the_model(measure: Measure, cell: Cell) -> None:
     """On each rank of a real world the most that is held in forward and in backward MUST be what the cell needs:
     between bounds at most 10 % apart.
@@ -74,7 +61,7 @@ def test_memory_on_every_rank_is_that_of_the_model(measure: Measure, cell: Cell)
     simulation alone (MEM-1).
     """
     for rank, measured in enumerate(_on_ranks(measure, cell)):
-        _compare_phases(_phases(measured), _bounds(measure, cell, in_flight=True), where=f"rank {rank}", ratio=1.10)
+        compare_phases(phases(measured), phase_bounds(measure, cell, in_flight=True), where=f"rank {rank}", ratio=1.10)
 
 
 @law("MEM-4", reference=RESHARD_AFTER_FORWARD, since="2.9", substrates=SIMULATED)
@@ -82,7 +69,7 @@ def test_what_stays_after_forward_is_what_the_mode_keeps(measure: Measure, cell:
     """Between forward and backward a reshard mode MUST keep, above `always`, the unsharded parameters of the groups
     that it does not reshard (to k ranks: 1/k of each), and nothing else; `never` keeps all of them.
     """
-    config, dims, shapes = _parts(cell)
+    config, dims, shapes = parts(cell)
     always = cell.but(reshard="always")
     found, least = (_after_forward(measure, one) for one in (cell, always))
     sizes = group_bytes(config, dims, shapes)
@@ -102,7 +89,7 @@ def test_memory_is_linear_in_the_layers(measure: Measure, cell: Cell) -> None:
     From a model of eight layers and one of four. Wrong if what belongs to each layer is held once, or the reverse.
     """
     deep, half = cell, cell.but(model="half")
-    config, dims, shapes = _parts(deep)
+    config, dims, shapes = parts(deep)
     layers, fewer = (trainer_config(one).model.n_layers for one in (deep, half))
     found, less = (_after_forward(measure, one) for one in (deep, half))
     (profile,) = measure("rank_memory:without_fsdp", deep, alone=True)
@@ -117,7 +104,7 @@ def test_memory_is_linear_in_the_layers(measure: Measure, cell: Cell) -> None:
     ends = sum(size for group, size in kept.items() if not group.startswith("layers."))
     rest = activations["backward"] - (layers * (of_layer - kept.get("layers.1", 0))) + ends
     compare.between(
-        found - layers * slope, rest, rest + _SCALARS_BYTES, name="intercept", detail="no layers", unit="bytes"
+        found - layers * slope, rest, rest + SCALARS_BYTES, name="intercept", detail="no layers", unit="bytes"
     )
 
 
@@ -125,11 +112,11 @@ def test_memory_is_linear_in_the_layers(measure: Measure, cell: Cell) -> None:
 def test_memory_does_not_grow(measure: Measure, cell: Cell) -> None:
     """A step MUST leave nothing behind, and the 50th step MUST need what the second does, in every phase."""
     (measured,) = measure("rank_memory:growth_in_simulation", cell, alone=True)
-    first, last = (_phases(measured[name]) for name in ("first", "last"))
-    for name, phases in (("second", first), ("50th", last)):
-        left = phases["idle"].end_bytes
+    first, last = (phases(measured[name]) for name in ("first", "last"))
+    for name, usage in (("second", first), ("50th", last)):
+        left = usage["idle"].end_bytes
         compare.count(left, name=f"left by the {name} step", expected=0, detail="after zero_grad", unit="bytes")
-    grown = {phase: last[phase].peak_bytes - first[phase].peak_bytes for phase in _PHASES}
+    grown = {phase: last[phase].peak_bytes - first[phase].peak_bytes for phase in PHASES}
     compare.count(max(grown.values()), name="growth of a peak", expected=0, detail=str(grown), unit="bytes in 48 steps")
 
 
@@ -146,75 +133,13 @@ def test_modes_are_in_order(measure: Measure, cell: Cell) -> None:
 
 def _peak(measure: Measure, cell: Cell) -> int:
     (measured,) = measure("rank_memory:step_in_simulation", cell, alone=True)
-    return max(usage.peak_bytes for usage in _phases(measured).values())
+    return max(usage.peak_bytes for usage in phases(measured).values())
 
 
 def _after_forward(measure: Measure, cell: Cell) -> int:
     (measured,) = measure("rank_memory:step_in_simulation", cell, alone=True)
-    return _phases(measured)["forward"].end_bytes
+    return phases(measured)["forward"].end_bytes
 
 
 def _on_ranks(measure: Measure, cell: Cell) -> list[dict[str, Any]]:
     return measure("rank_memory:step_on_ranks", cell)
-
-
-def _parts(cell: Cell) -> tuple[TrainerConfig, ParallelDims, dict[str, tuple[int, ...]]]:
-    config = trainer_config(cell)
-    dims = resolve_mesh(config.mesh, world_size=cell.world_size)
-    return config, dims, local_shapes(config.model, tp=dims.tp, tp_rank=0)
-
-
-def _itemsize(config: TrainerConfig, what: str) -> int:
-    return 4 if config.precision == "fp32" or (what == "reduce" and config.precision != "bf16-reduce") else 2
-
-
-class Bounds(msgspec.Struct, frozen=True):
-    """Of one figure."""
-
-    lower: int
-    upper: int
-
-
-def _bounds(measure: Measure, cell: Cell, *, in_flight: bool = False) -> tuple[int, dict[tuple[str, str], Bounds]]:
-    """Bytes that are there in all phases; and with them, bounds by phase and `peak` or `rest`."""
-    config, dims, shapes = _parts(cell)
-    (profile,) = measure("rank_memory:without_fsdp", cell, alone=True)
-    lifetimes = lifetimes_of(str(torch.__version__))
-    predicted = predict(config, dims, shapes, msgspec.convert(profile, list[Segment]), lifetimes=lifetimes)
-    state, largest = state_bytes(config, dims, shapes), max(group_bytes(config, dims, shapes).values())
-    reduced = largest // _itemsize(config, "compute") * _FP32_BYTES
-    held = {"forward": largest, "backward": reduced} if in_flight else {}
-    less = _COPIES_OF_A_ROW * config.model.dim * _FP32_BYTES if in_flight and config.model.vocab_size % dims.tp else 0
-
-    def around(phase: str, value: int) -> Bounds:
-        return Bounds(state + value - less, state + value + _SCALARS_BYTES + held.get(phase, 0))
-
-    phases = _BUSY_PHASES if in_flight else _PHASES
-    peaks = {(phase, "peak"): around(phase, predicted[phase].peak_bytes) for phase in phases}
-    rests = {
-        (phase, "rest"): around(phase, predicted[phase].end_bytes) for phase in ("forward", "idle") if not in_flight
-    }
-    return state, peaks | rests
-
-
-def _compare_phases(
-    measured: Mapping[str, Usage],
-    expected: tuple[int, Mapping[tuple[str, str], Bounds]],
-    *,
-    where: str,
-    ratio: float,
-) -> None:
-    """Raises ValueError for bounds that are so far apart that they prove little."""
-    state, bounds = expected
-    for (phase, kind), bound in bounds.items():
-        if bound.upper > ratio * bound.lower:
-            raise ValueError(f"bounds of {phase} are over a factor of {ratio} apart: {bound}; use a larger model")
-        usage = measured[phase]
-        value = state + (usage.peak_bytes if kind == "peak" else usage.end_bytes)
-        compare.between(
-            value, bound.lower, bound.upper, name=f"{kind} of {phase}", detail=where, unit="bytes with the state"
-        )
-
-
-def _phases(measured: Mapping[str, Any]) -> dict[str, Usage]:
-    return usage_by_phase(msgspec.convert(measured["segments"], list[Segment]))

@@ -70,7 +70,8 @@ def test_bf16_is_as_far_from_fp32_as_it_has_to_be(run: Run, cell: Cell) -> None:
     """
     config = trainer_config(cell)
     record, exact = run(cell), reference_run(config, dtype=torch.float64).gradients[0]
-    emulated = emulated_step(config, record.select("initial/parameter/"), step=0).gradients
+    initial = record.select("initial/parameter/")
+    emulated = emulated_step(config, initial, step=0, device=record.device_type).gradients
     errors = [compare.distance(found, exact) for found in (record.select("step0/gradient/"), emulated)]
     compare.ratio(*errors, name="error over that of the emulation", factor=tolerance.bf16_error_factor(config))
 

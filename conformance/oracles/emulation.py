@@ -38,20 +38,25 @@ class Emulation:
     """Of each gradient's sum over ranks, the norm of the sum of its terms' sizes over the norm of the sum."""
 
 
-def emulated_step(config: TrainerConfig, masters: Tensors, *, step: int) -> Emulation:
+def emulated_step(
+    config: TrainerConfig, masters: Tensors, *, step: int, device: torch.device | str = "cpu"
+) -> Emulation:
     """One step on the mesh of `config`, which must be resolved, from `masters`, the full weights before it.
 
-    Sums over more than two data-parallel ranks are taken in one order of many, see `tolerance.emulated_gradients`.
-    Raises ValueError for a model with dropout.
+    It computes on `device`, which must be like that of the run: kernels of another round in other places. Tensors that
+    it is given, and those that it returns, are on the CPU. Sums over more than two data-parallel ranks are taken in one
+    order of many, see `tolerance.emulated_gradients`. Raises ValueError for a model with dropout.
     """
     if config.model.dropout:
         raise ValueError("the emulation does not know dropout: use a cell without it")
     policy = dtype_policy(config.precision)
     compute = getattr(torch, policy.compute)
-    batch = Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed).global_batch(step)
+    whole = Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed).global_batch(step)
+    batch = (whole[0].to(device), whole[1].to(device))
+    masters = {name: master.to(device) for name, master in masters.items()}
     dp_size = _data_parallel_size(config)
     scale = dp_size / int((batch[1] != IGNORED_LABEL).sum())
-    model = initial_model(config)  # for its buffers
+    model = initial_model(config).to(device)  # for its buffers
     for name, parameter in model.named_parameters():
         parameter.data = masters[name].to(compute)
     forward = _tensor_parallel(config, model)
@@ -70,7 +75,8 @@ def emulated_step(config: TrainerConfig, masters: Tensors, *, step: int) -> Emul
     reduced = _reduced(config, rounds, masters)
     sizes = _reduced(config, [[_absolute(rank) for rank in ranks] for ranks in rounds], masters)
     conditions = {name: _ratio(sizes[name].norm(), grad.norm()) for name, grad in reduced.items()}
-    return Emulation(loss * scale / dp_size, reduced, conditions)
+    on_host = {name: grad.cpu() for name, grad in reduced.items()}
+    return Emulation(loss * scale / dp_size, on_host, conditions)
 
 
 def _data_parallel_size(config: TrainerConfig) -> int:

@@ -1,0 +1,70 @@
+"""Memory of a CUDA device by segments, from the caching allocator's public statistics.
+
+Not yet run on a device, see docs/gpu/status.md.
+
+What is counted is `requested_bytes`, what torch asked for: the allocator rounds it up to 512 bytes and more, and holds
+whole segments (`reserved`); what the device has given to anybody is NVML's business. The host counts when it allocates
+and frees, so nothing has to be waited for.
+https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.memory_stats.html
+"""
+
+import gc
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+
+from conformance.instruments.memory import MemoryLedger, Segment, listening, memory_ledger
+
+Statistics = Callable[[], Mapping[str, int]]
+_KINDS = ("requested", "allocated", "active", "reserved")
+
+
+class DeviceSegment(Segment):
+    """A segment of bytes that were requested, with the other peaks of the allocator in it, from its first byte on."""
+
+    allocated_bytes: int = 0
+    """In use, with what requests were rounded up by."""
+    active_bytes: int = 0
+    """That, and what was freed but is held until a stream has caught up."""
+    reserved_bytes: int = 0
+    """Taken from the device."""
+
+
+def ledger_of(device: torch.device, *, mapped_bytes: Collection[int] = ()) -> AbstractContextManager[MemoryLedger]:
+    """The ledger for the memory of a device, or of the host."""
+    if device.type == "cpu":
+        return memory_ledger(mapped_bytes=mapped_bytes)
+    return device_ledger(
+        lambda: torch.cuda.memory_stats(device), reset=lambda: torch.cuda.reset_peak_memory_stats(device)
+    )
+
+
+@contextmanager
+def device_ledger(statistics: Statistics, *, reset: Callable[[], None]) -> Iterator[MemoryLedger]:
+    """Figures are there when the context has ended; `reset` makes the present values the peaks."""
+    gc.collect()
+    before = statistics()["requested_bytes.all.current"]
+    ledger = MemoryLedger()
+    reset()
+
+    def end_segment() -> None:
+        now, segment = statistics(), ledger.segments[-1]
+        segment.end_bytes = now["requested_bytes.all.current"] - before
+        peaks = {kind: now[f"{kind}_bytes.all.peak"] for kind in _KINDS}
+        segment.peak_bytes = peaks.pop("requested") - before
+        for kind, value in peaks.items():
+            setattr(segment, f"{kind}_bytes", value)
+
+    def begin_segment(name: str) -> None:
+        end_segment()
+        held = ledger.segments[-1].end_bytes
+        ledger.segments.append(DeviceSegment(name, held, held, held))
+        reset()
+
+    ledger.segments = [DeviceSegment("", 0, 0, 0)]
+    with listening(begin_segment):
+        yield ledger
+    end_segment()
+    ledger.kept_bytes = ledger.segments[-1].end_bytes
+    ledger.peak_bytes = max(segment.peak_bytes for segment in ledger.segments)
