@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 
 from conformance.engine.leases import Leases
-from conformance.engine.pool import Pools, RunFailed, Task
+from conformance.engine.pool import PoolError, Pools, RunFailed, Task
 from conformance.engine.rank_messages import RankContext
 
 DEVICES = tuple(f"GPU-{number}" for number in range(8))
@@ -55,6 +55,9 @@ def work(directory: Path, *, seed: int, tasks: int) -> None:
                 devices = pools.run(task, world_size=world_size, deadline_s=60)
             except RunFailed as failed:  # a rank was killed: the next task gets new ones
                 if failed.kind != "crash":
+                    raise
+            except PoolError as failed:
+                if "ranks did not start" not in str(failed):
                     raise
             else:
                 assert len(set(devices)) == world_size

@@ -1,7 +1,6 @@
 """Two sessions of four workers on eight fake devices, while workers and ranks are killed at random."""
 
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -31,7 +30,8 @@ class Workers:
 
     def _start(self, seed: int) -> psutil.Popen:
         command = [sys.executable, "-m", "tests.lease_tasks", str(self._directory), str(seed), str(TASKS)]
-        return psutil.Popen(command, cwd=PROJECT, stderr=subprocess.DEVNULL)
+        with (self._directory / f"errors-{seed}").open("ab") as errors:
+            return psutil.Popen(command, cwd=PROJECT, stderr=errors)
 
     def look(self) -> list[psutil.Process]:
         """All that run below the workers now."""
@@ -54,9 +54,13 @@ class Workers:
         self._processes[seed].wait()
         self._processes[seed] = self._start(seed)
 
-    def ended(self) -> list[int]:
-        """Exit codes of those that ended by themselves."""
-        return [code for process in self._processes if (code := process.poll()) is not None]
+    def ended(self) -> list[str]:
+        """What those had to say that ended by themselves."""
+        return [
+            (self._directory / f"errors-{seed}").read_text()
+            for seed, process in enumerate(self._processes)
+            if process.poll() is not None
+        ]
 
     def end(self) -> list[int]:
         return [process.wait(30) for process in self._processes]
