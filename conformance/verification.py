@@ -14,6 +14,7 @@ import torch
 
 from conformance.describe import law_tests
 from conformance.detection.bench import judged
+from conformance.engine.cell_facts import cell_facts
 from conformance.engine.environment import suite_digest
 from conformance.engine.hardware import Hardware, device_type
 from conformance.engine.law import law_of
@@ -58,6 +59,8 @@ def verify(directory: Path, *, matrix_file: Path, records: Path | None = None) -
     if report.matrix_digest != matrix.digest:
         raise ValueError(f"{directory}: judged with another matrix; name it with --matrix")
     judge = _Judge(report, matrix, waivers, records or directory / "records")
+    if report.cells != cell_facts(records or directory / "records", session=report.session):
+        problems.append("facts of cells are not those of the records")
     for result in report.cases:
         problems += [f"{result.id}: {problem}" for problem in judge.problems(result)]
     return Verification(judge.judged, problems)

@@ -108,8 +108,8 @@ def snapshot() -> dict[str, int]:
             if isinstance(owner, ModuleType) and issubclass(type(value), type) and value.__module__ == owner.__name__:
                 yield from members(f"{prefix}.{name}", value)
 
-    torch_modules = ("fsdp", "tensor", "checkpoint")
-    prefixes = ("reference_trainer.", "torch.nn.utils.", *(f"torch.distributed.{name}." for name in torch_modules))
+    torch_modules = ("fsdp.", "tensor.", "checkpoint.", "_functional_collectives")
+    prefixes = ("reference_trainer.", "torch.nn.utils.", *(f"torch.distributed.{name}" for name in torch_modules))
     others = ("torch.distributed", "torch.nn.init", "psutil", "conformance.instruments.poison")
     modules = {name: module for name, module in sys.modules.items() if name.startswith(prefixes) or name in others}
     return {key: number for name, module in modules.items() for key, number in members(name, module)}

@@ -30,6 +30,7 @@ _FAULTS = (
     "checkpoint",
     "memory",
     "prefetch",
+    "waiting",
 )
 
 

@@ -18,6 +18,7 @@ _RECOMPUTED_AHEAD = "id in (dp4-fp32-default-meta-fpre2-bpre2-acfull, dp4-fp32-d
 _DEEP_AND_FSDP1 = "id in (dp4-fp32-table-meta-deep, dp4-fp32-table-meta, dp4-fp32-default-full-deep-fsdp1)"
 _OFFLOADED, _MISTAKES = "id = dp2-fp32-default-meta-clip0.1-offloadcpu", "id = dp2-fp32-default-meta-offloadcpu"
 SHOWN_BY = {
+    "result-before-its-time": "id = dp2-tp2-fp32-default-meta",
     "collective-wrong-in-one-dtype": _FP32,
     "rank-in-another-state": _FP32,
     "memory-taken": _FP32,

@@ -16,6 +16,8 @@ from conformance.engine.rank_messages import RankContext
 from conformance.engine.rank_place import start_process_group
 from conformance.engine.record import tensor_file
 from conformance.engine.weight_files import write_weights
+from conformance.instruments.capture import Capture
+from conformance.instruments.delays import KINDS, delays
 from conformance.instruments.held_checkpoints import HeldCheckpoints
 from conformance.instruments.recorder import Recorder
 from reference_trainer.checkpoint import Checkpoints, resume
@@ -49,6 +51,28 @@ def train_cell(context: RankContext, payload: dict[str, Any]) -> dict[str, Any]:
         torch.compiler.reset()  # else the rank's next task would run this one's graphs
     save_file(tensors, Path(payload["directory"], tensor_file(context.rank)))
     return {"facts": msgspec.to_builtins(facts), "train_s": time.monotonic() - start_s}
+
+
+def train_late(context: RankContext, payload: dict[str, Any]) -> dict[str, dict[str, str]]:
+    """Train as `train_cell` does with operators delayed; fingerprints of all that was captured, by what was late.
+
+    That is `all`; and on a device, where streams can overtake each other, also each of `delays.KINDS`.
+    """
+    config = rank_config(context, payload)
+    found = {}
+    with injected(payload["defect"]):
+        device = start_process_group(context)
+        apart = {kind: (kind,) for kind in KINDS} if device.type == "cuda" else {}
+        for late, chosen in {"all": KINDS, **apart}.items():
+            capture = Capture()
+            with delays(chosen, device=device, is_last=context.rank == context.world_size - 1):
+                trainer = Trainer(config, device=device, world_size=context.world_size, observer=capture)
+                for step in range(config.steps):
+                    trainer.train_step(step)
+            capture.final(trainer.model, trainer.optimizer)
+            found[late] = capture.fingerprints
+        dist.destroy_process_group()
+    return found
 
 
 def train_and_save(context: RankContext, payload: dict[str, Any]) -> None:

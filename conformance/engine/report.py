@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from conformance.engine.cell_facts import CellFacts
 from conformance.engine.measurements import Measurement
 
 
@@ -74,4 +75,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     verdicts: dict[str, int]
     exit_code: int
     duration_s: float
+    cells: dict[str, CellFacts]
+    """Facts beside the verdicts, by cell."""
     cases: list[CaseResult]

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from tabulate import tabulate
 
+from conformance.engine.cell_facts import cell_facts
 from conformance.engine.durations import remember_durations
 from conformance.engine.environment import environment_facts, suite_digest
 from conformance.engine.hardware import Hardware
@@ -37,8 +38,9 @@ class Reporter:
         max_world_size: int,
         hardware: Hardware,
         allows: Collection[str],
+        records: Path,
     ) -> None:
-        self._allows = allows
+        self._allows, self._records = allows, records
         self._directory = directory
         self._start_s = time.monotonic()
         self._header = Header(
@@ -110,6 +112,7 @@ class Reporter:
             verdicts=verdicts,
             exit_code=status,
             duration_s=round(time.monotonic() - self._start_s, 3),
+            cells=cell_facts(self._records, session=self._header.session),
             cases=sorted(self._results.values(), key=lambda result: result.id),
         )
         self._publish(self._report)

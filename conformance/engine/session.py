@@ -93,6 +93,7 @@ def start_session(config: pytest.Config) -> None:
             max_world_size=session.store.pools.max_world_size,
             hardware=session.hardware,
             allows=session.rules.allows,
+            records=session.store.directory,
         )
         config.pluginmanager.register(reporter, "conformance-reporter")
         config.option.xmlpath = config.option.xmlpath or str(session.report_directory / "junit.xml")

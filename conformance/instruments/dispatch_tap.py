@@ -25,11 +25,14 @@ Listener = Callable[[Any, Sequence[Any]], None]
 
 
 class DispatchTap(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Calls the listeners for each operator on plain tensors; wrapper tensors (DTensor) are seen by their parts."""
+    """Calls the listeners for each operator on plain tensors, those of `before` before it.
 
-    def __init__(self, listeners: Sequence[Listener]) -> None:
+    Wrapper tensors (DTensor) are seen by their parts.
+    """
+
+    def __init__(self, listeners: Sequence[Listener], *, before: Sequence[Listener] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._listeners = tuple(listeners)
+        self._listeners, self._before = tuple(listeners), tuple(before)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -56,6 +59,8 @@ class DispatchTap(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Let a DTensor unwrap itself first: what it runs inside comes back here on plain tensors.
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
+        for listener in self._before:
+            listener(func, args)
         result = func(*args, **(kwargs or {}))
         # Other subclasses (fake tensors of shape propagation) compute nothing that the run uses.
         if all(t in (torch.Tensor, torch.nn.Parameter) for t in types):

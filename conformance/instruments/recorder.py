@@ -21,6 +21,7 @@ from conformance.instruments.poison import Poison
 from conformance.instruments.prefetching import backward_prefetch_of
 from conformance.instruments.residency import Residency
 from conformance.instruments.sharding import fsdp_group_of, sharded_parameters, shared_parameters
+from conformance.instruments.timing import StepTimes
 from reference_trainer.fsdp1 import whole
 from reference_trainer.model import Transformer
 from reference_trainer.observer import Observer, Phase
@@ -67,6 +68,8 @@ class RankFacts(msgspec.Struct, frozen=True):
     """Of the environment, as they were before the process group was made."""
     mesh_coordinate: dict[str, int]
     steps: list[StepFacts]
+    step_s: list[float]
+    """See `StepTimes`."""
     parameters: dict[str, ParameterFacts]
     collectives: list[Collective]
     reshard_after_forward: dict[str, bool | int]
@@ -122,7 +125,7 @@ class Recorder(Observer):
         self._residency, self._poison = Residency(), Poison()
         self._operators, self._compilation = OperatorCount(), Compilation()
         self._capture, self._model_inputs = Capture(), ModelInputs()
-        self._events = Events()
+        self._events, self._times = Events(), StepTimes()
         self._instruments: tuple[Observer, ...] = (
             self._events,
             self._collectives,
@@ -133,6 +136,7 @@ class Recorder(Observer):
             self._compilation,
             self._capture,
             self._model_inputs,
+            self._times,
         )
         self._tap = DispatchTap([self._collectives.listen, self._dtypes.listen, self._operators.listen])
 
@@ -191,6 +195,7 @@ class Recorder(Observer):
             variables=self._variables,
             mesh_coordinate={name: trainer.mesh.get_local_rank(name) for name in trainer.mesh.mesh_dim_names or ()},
             steps=[StepFacts(step.step, step.loss, step.grad_norm, step.valid_tokens, step.lr) for step in metrics],
+            step_s=self._times.step_s,
             parameters=self._parameters,
             collectives=self._collectives.facts(trainer.mesh),
             reshard_after_forward=self._reshard,
@@ -219,7 +224,7 @@ class Recorder(Observer):
 
     def _notify(self, event: str, *args: Any, **kwargs: Any) -> None:
         # What instruments compute and communicate is not part of the run. FSDP1's parameters are shown whole.
-        with self._tap.paused(), whole(args[0]):
+        with self._tap.paused(), self._times.apart(), whole(args[0]):
             for instrument in self._instruments:
                 getattr(instrument, event)(*args, **kwargs)
 

@@ -39,6 +39,22 @@ def test_the_variable_changes_nothing(run: Run, measure: Measure, cell: Cell) ->
     compare.count(len(differences), name="phases with other memory", expected=0, detail=detail, unit="segments")
 
 
+@law("STREAM-5", reference="https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams")
+def test_delays_change_no_bit(run: Run, measure: Measure, cell: Cell) -> None:
+    """Whatever comes late - all-gathers, reduce-scatters, all-reduces, copies between device and host, or all of them,
+    on the last rank, or on the streams of a device - a run MUST be the same in every bit.
+
+    Wrong if something is used before it is there, or handed out again while it is in use. On a device freed memory is
+    filled with NaN meanwhile.
+    """
+    record = run(cell)
+    for facts, found in zip(record.ranks, measure("rank_tasks:train_late", cell), strict=True):
+        for late, fingerprints in found.items():
+            wrong = [key for key, value in fingerprints.items() if facts.fingerprints[key] != value]
+            detail = f"rank {facts.rank}: {', '.join(wrong[:4])}"
+            compare.count(len(wrong), name=f"changed, {late} late", expected=0, detail=detail, unit="tensors")
+
+
 @law("STREAM-2", reference=AVOID_RECORD_STREAMS, substrates=CUDA)
 def test_nothing_is_held_for_a_stream(measure: Measure, cell: Cell) -> None:
     """What the allocator of a device holds at its peak for streams that have not caught up, `active` above `allocated`,

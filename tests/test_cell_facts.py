@@ -1,0 +1,65 @@
+"""Facts of cells in the report, from records."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from conformance.engine.cell_facts import CellFacts, cell_facts
+from conformance.engine.cells import Cell
+from conformance.engine.record import Failure, Header, RecordFile, write_record
+from conformance.instruments.timing import StepTimes
+
+CELL = Cell(mesh="dp2", steps=3)
+
+
+def rank(*times_s: float) -> dict[str, Any]:
+    collective = {"phase": "forward", "kind": "all_gather", "group": "dp_shard", "dtype": "float32"}
+    return {
+        "steps": [{"step": step, "valid_tokens": 100} for step in range(3)],
+        "step_s": list(times_s),
+        "collectives": [{**collective, "step": step, "nbytes": 10 + step} for step in (0, 2, 2)],
+        "something else": 1,
+    }
+
+
+def write(directory: Path, name: str, *, failed: bool = False, **header: Any) -> None:
+    (directory / name).mkdir(parents=True)
+    about = Header(**{"cell": CELL, "session": "s", "torch": "2", "substrate": "gloo", "defect": None, **header})
+    failure = Failure(kind="raised", first_rank=0, reason="", details="") if failed else None
+    ranks = msgspec.Raw(msgspec.json.encode([] if failed else [rank(9.0, 0.1, 0.3), rank(1.0, 0.2, 0.2)]))
+    write_record(directory / name, RecordFile(header=about, train_s=1.0, ranks=ranks, failure=failure))
+
+
+def test_facts_are_those_of_first_runs_of_the_session(tmp_path: Path) -> None:
+    write(tmp_path, "a")
+    write(tmp_path, "again", repeat=1)
+    write(tmp_path, "other", session="t", cell=CELL.but(seed=1))
+    write(tmp_path, "measured", task="rank_probes:probe", cell=CELL.but(seed=2))
+    write(tmp_path, "failed", failed=True, cell=CELL.but(seed=3))
+    assert cell_facts(tmp_path, session="s") == {
+        CELL.id: CellFacts(
+            substrate="gloo",
+            step_s=[0.2, 0.3],
+            tokens_per_s=500.0,
+            wire_bytes={"all_gather dp_shard float32": 24},
+            collectives={"forward all_gather dp_shard": 2},
+        )
+    }
+
+
+def test_without_records_there_are_no_facts(tmp_path: Path) -> None:
+    assert cell_facts(tmp_path / "none", session="s") == {}
+
+
+def test_what_instruments_do_is_no_time_of_a_step() -> None:
+    now = iter([0.0, 1.0, 4.0, 10.0, 20.0, 25.0])
+    times = StepTimes(clock=lambda: next(now))
+    times.phase("data", step=0)
+    with times.apart():
+        pass
+    times.phase("forward", step=0)
+    times.phase("idle", step=0)
+    times.phase("data", step=1)
+    times.phase("idle", step=1)
+    assert times.step_s == [7.0, 5.0]
