@@ -13,7 +13,7 @@ from conformance.instruments.delays import EVERY, KINDS, delays
 def late(kinds: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, *, is_last: bool = True) -> int:
     """How often a rank on the CPU sleeps while it adds, and copies between two kinds of devices."""
     slept: list[float] = []
-    monkeypatch.setattr(module.time, "sleep", slept.append)
+    monkeypatch.setattr("time.sleep", slept.append)
     with delays(kinds, device=torch.device("cpu"), is_last=is_last):
         for _ in range(EVERY + 1):
             torch.ones(2) + 1

@@ -373,6 +373,7 @@ def test_report_round_trip() -> None:
         verdicts={"pass": 1},
         exit_code=0,
         duration_s=1.0,
+        cells={},
         cases=[case],
     )
     text = msgspec.json.encode(report)

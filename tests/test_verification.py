@@ -113,7 +113,8 @@ def test_other_tensors_in_a_record(copy: Path) -> None:
 
 def test_a_missing_record(copy: Path) -> None:
     shutil.rmtree(copy / "records")
-    problems = verify(copy, matrix_file=MATRIX).problems
+    facts, *problems = verify(copy, matrix_file=MATRIX).problems
+    assert facts == "facts of cells are not those of the records"
     assert len(problems) == 2
     assert all("no record dp2-fp32-default-meta-sgd-noclip-seed3--" in problem for problem in problems)
 

@@ -30,7 +30,7 @@ def environment_facts(hardware: Hardware) -> dict[str, Any]:
         "device": _device(hardware),
         "processor": {"name": _processor_name(), "count": len(os.sched_getaffinity(0))},
         "backends": _backends(hardware),
-        "hardware": msgspec.to_builtins(hardware),
+        "hardware": msgspec.json.decode(msgspec.json.encode(hardware)),
         "memory_bytes": psutil.virtual_memory().total,
         "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLE_PREFIXES)},
         "substrate": hardware.substrate(1, REAL),

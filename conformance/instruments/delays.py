@@ -68,6 +68,6 @@ def _sleep() -> None:
 
 
 def _occupy(device: torch.device) -> None:
-    torch.cuda._sleep(CYCLES)
+    torch.cuda._sleep(CYCLES)  # type: ignore[no-untyped-call]
     for _ in range(_BLOCKS):
         torch.full((_BLOCK_NUMEL,), torch.nan, device=device)

@@ -33,6 +33,6 @@ class StepTimes(Observer):
             self._apart_s += self._clock() - start_s
 
     def _now_s(self) -> float:
-        if torch.cuda.is_initialized():  # in a rank on a device, and nowhere else
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # in a rank on a device, and nowhere else
             torch.cuda.synchronize()
         return self._clock()
