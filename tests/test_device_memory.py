@@ -1,12 +1,15 @@
 """The ledger of a device's memory, and the laws of devices, on figures that no device has given."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from conformance.engine.cells import Cell
 from conformance.engine.outcomes import ConformanceFailure
+from conformance.instruments.allocator_snapshot import allocator_snapshot
 from conformance.instruments.device_memory import DeviceSegment, device_ledger
 from conformance.instruments.memory import mark
 from conformance.laws import test_device_memory as laws
@@ -97,3 +100,33 @@ def test_a_device_that_is_not_ours_alone_fails(change: dict[str, Any], message: 
     laws.test_devices_are_free_and_pinned_down(lambda *_, **__: [SOUND, SOUND], Cell())
     with pytest.raises(ConformanceFailure, match=message):
         laws.test_devices_are_free_and_pinned_down(lambda *_, **__: [SOUND, SOUND | change], Cell())
+
+
+class Recording:
+    """What is used of torch.cuda.memory."""
+
+    def __init__(self) -> None:
+        self.calls: list[object] = []
+
+    def _record_memory_history(self, enabled: str | None = "all", max_entries: int = 0) -> None:
+        self.calls.append(enabled)
+
+    def _dump_snapshot(self, file: str) -> None:
+        self.calls.append(file)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("cuda", ["all", "x/s.pickle", None]), ("cpu", [])])
+def test_a_snapshot_is_left_where_there_is_a_device(
+    kind: str, expected: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = Recording()
+    monkeypatch.setattr(torch.cuda, "memory", memory)
+    with allocator_snapshot(Path("x/s.pickle"), torch.device(kind)):
+        pass
+    assert memory.calls == expected
+
+
+def test_without_the_functions_there_is_no_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "memory", object())
+    with allocator_snapshot(Path("x/s.pickle"), torch.device("cuda")):
+        pass

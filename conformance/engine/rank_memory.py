@@ -1,5 +1,6 @@
 """What a rank measures of memory: a step of training, in a real or a simulated world, and of a model without FSDP."""
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,8 +15,10 @@ from conformance.engine.devices import machine_devices
 from conformance.engine.rank_messages import RankContext
 from conformance.engine.rank_place import device_of, start_process_group
 from conformance.engine.rank_tasks import rank_config
+from conformance.engine.record import snapshot_file
 from conformance.engine.simulation import simulated_world
 from conformance.instruments.activations import GroupMarks, Groups
+from conformance.instruments.allocator_snapshot import allocator_snapshot
 from conformance.instruments.device_memory import ledger_of
 from conformance.instruments.memory import Ledger, PhaseMarks, Segment, mark
 from conformance.oracles.lifetimes import gradients_stay, lifetimes_of
@@ -38,7 +41,8 @@ def step_on_ranks(context: RankContext, payload: dict[str, Any]) -> dict[str, An
     config = rank_config(context, payload)
     with injected(payload["defect"]):
         device = start_process_group(context)
-        measured = _step(config, device, world_size=context.world_size)
+        with allocator_snapshot(Path(payload["kept"], snapshot_file(context.rank)), device):
+            measured = _step(config, device, world_size=context.world_size)
         if context.device:
             measured["device_level_bytes"] = machine_devices().used_bytes(context.device)
         dist.destroy_process_group()

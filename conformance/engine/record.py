@@ -150,6 +150,11 @@ def tensor_file(rank: int) -> str:
     return f"rank{rank}.safetensors"
 
 
+def snapshot_file(rank: int) -> str:
+    """Name of the file with the history of a rank's device memory."""
+    return f"snapshot-rank{rank}.pickle"
+
+
 def _number(value: float | None) -> float:
     return math.nan if value is None else value
 

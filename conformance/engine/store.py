@@ -196,16 +196,17 @@ class RecordStore:
         left_s = self._left_s()
         with tempfile.TemporaryDirectory() as scratch:
             try:
-                write_measured(directory, self._on_ranks(header, Path(scratch), deadline_s=left_s))
+                write_measured(directory, self._on_ranks(header, Path(scratch), kept=directory, deadline_s=left_s))
             except RunFailed as failed:
                 return RecordFile(header=header, train_s=0.0, failure=to_failure(failed))
         return RecordFile(header=header, train_s=0.0)
 
-    def _on_ranks(self, header: Header, directory: Path, *, deadline_s: float) -> list[Any]:
+    def _on_ranks(self, header: Header, directory: Path, *, deadline_s: float, kept: Path | None = None) -> list[Any]:
+        """`directory` is the tasks' for files; what must outlast a measurement goes to `kept`."""
         cell, kind = header.cell, self._kind(header.cell)
         task = Task(
             f"conformance.engine.{header.task}",
-            task_payload(cell, directory, defect=self.defect),
+            task_payload(cell, directory, defect=self.defect) | {"kept": str(kept or directory)},
             kind=f"{kind} alone" if header.alone else kind,
             accelerated=device_type(header.substrate) == "cuda",
         )

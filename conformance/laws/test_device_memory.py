@@ -17,7 +17,8 @@ def test_memory_of_a_device_is_that_of_the_model(measure: Measure, cell: Cell) -
     and after the step, MUST be what the cell needs: between bounds at most 2 % apart.
 
     What the allocator rounds up and holds in reserve, and what others have of the device, are figures without bounds.
-    cuBLAS's workspaces are there since the warm step. Wrong if a group is not resharded, or a buffer is kept too long.
+    cuBLAS's workspaces are there since the warm step. Wrong if a group is not resharded, or a buffer is kept too long:
+    the record of the measurement has the allocator's history, `snapshot-rankN.pickle`.
     """
     bounds = phase_bounds(measure, cell, on_device=True)
     for rank, measured in enumerate(measure("rank_memory:step_on_ranks", cell)):

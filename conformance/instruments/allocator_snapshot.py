@@ -1,0 +1,29 @@
+"""The history of a device's allocator: what to look at, in https://docs.pytorch.org/memory_viz, when a memory law fails.
+
+torch documents these functions, whose names begin with an underscore all the same
+(https://docs.pytorch.org/docs/stable/torch_cuda_memory.html); this is the only module that touches them.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+_MAX_ENTRIES = 100_000
+_NEEDED = ("_record_memory_history", "_dump_snapshot")
+
+
+@contextmanager
+def allocator_snapshot(file: Path, device: torch.device) -> Iterator[None]:
+    """Records what happens inside and leaves it in `file`; on the CPU, and where torch cannot, does nothing."""
+    memory = torch.cuda.memory
+    if device.type == "cpu" or not all(hasattr(memory, name) for name in _NEEDED):
+        yield
+        return
+    memory._record_memory_history(max_entries=_MAX_ENTRIES)
+    try:
+        yield
+        memory._dump_snapshot(str(file))  # type: ignore[no-untyped-call]
+    finally:
+        memory._record_memory_history(enabled=None)
