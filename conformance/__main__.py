@@ -1,4 +1,4 @@
-"""Beside pytest: what there is (list, show) and would need (predict), what is caught (defects), verify, and spmd."""
+"""Beside pytest: what there is (list, show) and would need (predict), what is caught (defects), verify, diff, spmd."""
 
 import argparse
 import os
@@ -40,6 +40,8 @@ def _answer(options: argparse.Namespace) -> tuple[int, str]:
             return _defects(options)
         case "verify":
             return _verification(options)
+        case "diff":
+            return _difference(options)
         case "spmd":
             from conformance.spmd import run_agent
 
@@ -72,6 +74,22 @@ def _verification(options: argparse.Namespace) -> tuple[int, str]:
 
     found = verify(options.report_dir, matrix_file=options.matrix, records=options.record_dir)
     return int(bool(found.problems)), str(found)
+
+
+def _difference(options: argparse.Namespace) -> tuple[int, str]:
+    import msgspec
+
+    from conformance.baseline.diff import diff, read_report
+    from conformance.baseline.texts import as_markdown, as_page, as_text
+
+    found = diff(read_report(options.before), read_report(options.after), any_suite=options.any_suite)
+    if options.html:
+        options.html.write_text(as_page(found))
+    if options.json:
+        text = msgspec.json.format(msgspec.json.encode(found), indent=1).decode()
+    else:
+        text = as_markdown(found) if options.markdown else as_text(found)
+    return found.exit_status, text
 
 
 def _prediction(options: argparse.Namespace) -> str:
@@ -110,6 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     verifying.add_argument("report_dir", type=Path, metavar="DIR", help="what --report-dir was")
     verifying.add_argument("--record-dir", type=Path, metavar="DIR", help="what --record-dir was, if it was given")
+    _add_diff(commands)
     spanning = commands.add_parser("spmd", help="under torchrun: a session whose worlds span all hosts of the job")
     spanning.add_argument("--profile", default=DEFAULT_PROFILE, metavar="P", help="default: %(default)s")
     spanning.add_argument(
@@ -117,6 +136,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     spanning.add_argument("more", nargs="*", metavar="...", help="after --: more arguments of pytest, such as --cells")
     return parser
+
+
+def _add_diff(commands: Any) -> None:
+    comparing = commands.add_parser(
+        "diff", help="what is different between two reports; exit status 1 if there is more than improvements"
+    )
+    comparing.add_argument("before", type=Path, metavar="A", help="the report directory that is the baseline")
+    comparing.add_argument("after", type=Path, metavar="B", help="the one that is looked at")
+    comparing.add_argument("--any-suite", action="store_true", help="also if they were judged by different suites")
+    texts = comparing.add_mutually_exclusive_group()
+    texts.add_argument("--json", action="store_true", help="all changes, one by one")
+    texts.add_argument("--markdown", action="store_true", help="as markdown, such as for a step summary")
+    comparing.add_argument("--html", type=Path, metavar="FILE", help="also as a page")
 
 
 def _add_defects(commands: Any) -> None:

@@ -18,6 +18,7 @@ def rank(*times_s: float) -> dict[str, Any]:
     return {
         "steps": [{"step": step, "valid_tokens": 100} for step in range(3)],
         "step_s": list(times_s),
+        "calibration_s": times_s[0] / 1000,
         "collectives": [{**collective, "step": step, "nbytes": 10 + step} for step in (0, 2, 2)],
         "something else": 1,
     }
@@ -41,6 +42,7 @@ def test_facts_are_those_of_first_runs_of_the_session(tmp_path: Path) -> None:
         CELL.id: CellFacts(
             substrate="gloo",
             step_s=[0.2, 0.3],
+            calibration_s=0.009,
             tokens_per_s=500.0,
             wire_bytes={"all_gather dp_shard float32": 24},
             collectives={"forward all_gather dp_shard": 2},

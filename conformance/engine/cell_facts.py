@@ -19,6 +19,8 @@ class CellFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     substrate: str
     step_s: list[float]
     """Raw: of each step after the first, on the slowest rank, without the time that instruments took."""
+    calibration_s: float
+    """A fixed piece of work at the end of the run, on the slowest rank: times of two reports are compared beside it."""
     tokens_per_s: float | None
     """Valid tokens of all ranks in the fastest of these steps; None for a run of one step."""
     wire_bytes: dict[str, int]
@@ -46,6 +48,7 @@ class _Rank(msgspec.Struct):
 
     steps: list[_Step]
     step_s: list[float]
+    calibration_s: float
     collectives: list[_Collective]
 
 
@@ -84,6 +87,7 @@ def _facts(run: _Run) -> CellFacts:
     return CellFacts(
         substrate=run.header.substrate,
         step_s=[round(time_s, 6) for time_s in slowest[1:]],
+        calibration_s=round(max(rank.calibration_s for rank in run.ranks), 6),
         tokens_per_s=round(max(rates), 1) if rates else None,
         wire_bytes=dict(sorted(wire.items())),
         collectives=dict(sorted(collectives.items())),

@@ -21,7 +21,7 @@ from conformance.instruments.poison import Poison
 from conformance.instruments.prefetching import backward_prefetch_of
 from conformance.instruments.residency import Residency
 from conformance.instruments.sharding import fsdp_group_of, sharded_parameters, shared_parameters
-from conformance.instruments.timing import StepTimes
+from conformance.instruments.timing import StepTimes, calibration_s
 from reference_trainer.fsdp1 import whole
 from reference_trainer.model import Transformer
 from reference_trainer.observer import Observer, Phase
@@ -70,6 +70,8 @@ class RankFacts(msgspec.Struct, frozen=True):
     steps: list[StepFacts]
     step_s: list[float]
     """See `StepTimes`."""
+    calibration_s: float
+    """See `timing.calibration_s`; after the last step."""
     parameters: dict[str, ParameterFacts]
     collectives: list[Collective]
     reshard_after_forward: dict[str, bool | int]
@@ -196,6 +198,7 @@ class Recorder(Observer):
             mesh_coordinate={name: trainer.mesh.get_local_rank(name) for name in trainer.mesh.mesh_dim_names or ()},
             steps=[StepFacts(step.step, step.loss, step.grad_norm, step.valid_tokens, step.lr) for step in metrics],
             step_s=self._times.step_s,
+            calibration_s=calibration_s(trainer.device),
             parameters=self._parameters,
             collectives=self._collectives.facts(trainer.mesh),
             reshard_after_forward=self._reshard,
