@@ -1,4 +1,4 @@
-"""The history of a device's allocator: what to look at, in https://docs.pytorch.org/memory_viz, when a memory law fails.
+"""The history of a device's allocator, for https://docs.pytorch.org/memory_viz: to look at when a memory law fails.
 
 torch documents these functions, whose names begin with an underscore all the same
 (https://docs.pytorch.org/docs/stable/torch_cuda_memory.html); this is the only module that touches them.
