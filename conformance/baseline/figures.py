@@ -2,8 +2,8 @@
 
 A figure moves if it changes by more than what one and the same program shows from run to run:
 
-- what torch decides (bytes, collectives, counts) is the same in every run, but for what a law leaves open by its bounds:
-  a change counts if it is more than 1 % and more than the distance between the bounds;
+- what torch decides (bytes, collectives, counts) is the same in every run, but for what a law leaves open by its
+  bounds: a change counts if it is more than 1 % and more than the distance between the bounds;
 - rounding errors depend on the order of sums, which another version may choose otherwise: they count if they fill their
   bound by a tenth or more, and by another factor than 2;
 - times are compared as ratios to a fixed piece of work that the same ranks did in the same run, over all cells: the
