@@ -79,8 +79,8 @@ def _verification(options: argparse.Namespace) -> tuple[int, str]:
 def _difference(options: argparse.Namespace) -> tuple[int, str]:
     import msgspec
 
-    from conformance.baseline.diff import diff, read_report
-    from conformance.baseline.texts import as_markdown, as_page, as_text
+    from conformance.engine.diff import diff, read_report
+    from conformance.engine.diff_texts import as_markdown, as_page, as_text
 
     found = diff(read_report(options.before), read_report(options.after), any_suite=options.any_suite)
     if options.html:

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.__main__ import main
-from conformance.baseline.diff import Change, Difference, diff
-from conformance.baseline.figures import moved_figures
-from conformance.baseline.texts import as_markdown, as_page, as_text, summary
 from conformance.engine.cell_facts import CellFacts
+from conformance.engine.diff import Change, Difference, diff
+from conformance.engine.diff_texts import as_markdown, as_page, as_text, summary
+from conformance.engine.figures import moved_figures
 from conformance.engine.measurements import Measurement
 from conformance.engine.report import CaseResult, Report
 from conformance.engine.verdicts import Verdict

@@ -39,6 +39,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--record-dir", metavar="DIR", help="where records go (default: DIR/records of the report)")
     group.addoption(
+        "--baseline", metavar="DIR", help="an earlier report: what passes, and has moved since, is a quality-warning"
+    )
+    group.addoption(
         "--defect", metavar="ID", help="inject a known fault, or yours, FILE.py:NAME: the laws that it breaks must fail"
     )
 

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from tabulate import tabulate
 
+from conformance.engine.baseline import Baseline
 from conformance.engine.cell_facts import cell_facts
 from conformance.engine.durations import remember_durations
 from conformance.engine.environment import environment_facts, suite_digest
@@ -39,7 +40,9 @@ class Reporter:
         hardware: Hardware,
         allows: Collection[str],
         records: Path,
+        baseline: Baseline | None,
     ) -> None:
+        self._baseline = baseline
         self._allows, self._records = allows, records
         self._directory = directory
         self._start_s = time.monotonic()
@@ -140,6 +143,8 @@ class Reporter:
             f"\nprofile {self._report.profile}: {self._report.executed} of {self._report.planned} cases executed in "
             f"{self._report.duration_s:.1f} s, exit status {self._report.exit_code}; report: {self._directory}"
         )
+        if self._baseline:
+            write(f"\n{self._baseline.difference(self._report)}")
         if self._unwritable:
             write(f"{self._unwritable}: exit status {SUITE_FAILED}")
 

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from conformance.engine.baseline import Baseline
 from conformance.engine.cells import Cell
 from conformance.engine.devices import SESSION_VARIABLE, machine_devices
 from conformance.engine.durations import remembered_durations_s
@@ -94,6 +95,7 @@ def start_session(config: pytest.Config) -> None:
             hardware=session.hardware,
             allows=session.rules.allows,
             records=session.store.directory,
+            baseline=session.baseline,
         )
         config.pluginmanager.register(reporter, "conformance-reporter")
         config.option.xmlpath = config.option.xmlpath or str(session.report_directory / "junit.xml")
@@ -123,6 +125,7 @@ class Session:
             self.cases = parse_shard(option.shard).of(cases) if option.shard else cases
             self.defect = _known_defect(option.defect)
             self.hardware = _hardware(config)
+            self.baseline = Baseline(Path(option.baseline)) if option.baseline else None
         except ValueError as error:
             raise pytest.UsageError(str(error)) from None
         self._durations_s: dict[str, float] = inherited.get("durations_s", {})
@@ -262,6 +265,8 @@ class Session:
             case.verdict, case.reason = classify(call.excinfo.value)
         if call.when == "call":
             self._waive(case, report)
+            if self.baseline and case.verdict == Verdict.PASS:
+                case.verdict, case.reason = self.baseline.judge(f"{case.law.id}/{case.cell.id}", case.measured)
         if call.when == "teardown":
             # Builtin types only: anything else kills an xdist session (execnet DumpError).
             report.conformance = msgspec.to_builtins(self._result(item, case))  # type: ignore[attr-defined]

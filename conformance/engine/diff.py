@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from conformance.baseline.figures import Moved, moved_facts, moved_figures, moved_times
+from conformance.engine.figures import Moved, moved_facts, moved_figures, moved_times
 from conformance.engine.report import CaseResult, Report
 from conformance.engine.verdicts import Verdict
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from tabulate import tabulate
 
-from conformance.baseline.diff import HARMLESS, Change, Difference
+from conformance.engine.diff import HARMLESS, Change, Difference
 
 _SHOWN = 30
 """Groups of moved figures, and other changes, that the terminal shows; JSON has all."""
