@@ -35,5 +35,5 @@ def start_process_group(context: RankContext) -> torch.device:
         world_size=context.world_size,
         timeout_s=context.timeout_s,
     )
-    dist.all_reduce(torch.zeros(1))  # among hosts: no backend of a device has to work for it
+    dist.all_reduce(torch.zeros(1, dtype=torch.float32))  # among hosts: no backend of a device has to work for it
     return device

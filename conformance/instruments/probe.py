@@ -40,7 +40,7 @@ def probe_environment(device: torch.device) -> dict[str, Any]:
 
 
 def _synchronised_clock() -> float:
-    dist.all_reduce(torch.zeros(1))  # among hosts: all leave it at once
+    dist.all_reduce(torch.zeros(1, dtype=torch.float32))  # among hosts: all leave it at once
     return time.monotonic()
 
 
