@@ -1,4 +1,5 @@
-"""Beside pytest: what there is (list, show) and would need (predict), what is caught (defects), verify, diff, spmd."""
+"""Beside pytest: what there is (list, show, laws) and would need (predict), what is caught (defects); verify, diff and
+waive for reports; spmd."""
 
 import argparse
 import os
@@ -40,6 +41,10 @@ def _answer(options: argparse.Namespace) -> tuple[int, str]:
             return _defects(options)
         case "verify":
             return _verification(options)
+        case "laws":
+            return 0, _laws(options)
+        case "waive":
+            return 0, _drafts(options)
         case "diff":
             return _difference(options)
         case "spmd":
@@ -74,6 +79,24 @@ def _verification(options: argparse.Namespace) -> tuple[int, str]:
 
     found = verify(options.report_dir, matrix_file=options.matrix, records=options.record_dir)
     return int(bool(found.problems)), str(found)
+
+
+def _laws(options: argparse.Namespace) -> str:
+    from conformance.laws_page import PAGE, laws_page
+
+    if options.write_docs:
+        PAGE.write_text(laws_page())
+        return f"written: {PAGE}"
+    return laws_page()
+
+
+def _drafts(options: argparse.Namespace) -> str:
+    import datetime
+
+    from conformance.drafts import draft_waivers
+    from conformance.engine.diff import read_report
+
+    return draft_waivers(read_report(options.report_dir), today=datetime.date.today())
 
 
 def _difference(options: argparse.Namespace) -> tuple[int, str]:
@@ -121,6 +144,8 @@ def _parser() -> argparse.ArgumentParser:
     listing.add_argument("--cases", action="store_true", help="one case id (LAW/CELL) per line instead of the table")
     showing = commands.add_parser("show", parents=[shared], help="all about one law, cell or defect")
     showing.add_argument("id", metavar="ID", help="such as PAR-1, dp2-tp2-fp32-default-meta or grads-summed")
+    stating = commands.add_parser("laws", help="all laws with their references and proofs, as markdown")
+    stating.add_argument("--write-docs", action="store_true", help="into docs/laws.md")
     _add_prediction(commands)
     _add_defects(commands)
     verifying = commands.add_parser(
@@ -129,6 +154,8 @@ def _parser() -> argparse.ArgumentParser:
     verifying.add_argument("report_dir", type=Path, metavar="DIR", help="what --report-dir was")
     verifying.add_argument("--record-dir", type=Path, metavar="DIR", help="what --record-dir was, if it was given")
     _add_diff(commands)
+    drafting = commands.add_parser("waive", help="draft waivers of what has failed, to be completed in waivers.yaml")
+    drafting.add_argument("--from", type=Path, required=True, dest="report_dir", metavar="DIR", help="a report")
     spanning = commands.add_parser("spmd", help="under torchrun: a session whose worlds span all hosts of the job")
     spanning.add_argument("--profile", default=DEFAULT_PROFILE, metavar="P", help="default: %(default)s")
     spanning.add_argument(

@@ -12,6 +12,7 @@ from conformance.describe import PROJECT, asserted_laws, show
 from conformance.engine.cells import Cell
 from conformance.engine.matrix import load_matrix
 from conformance.engine.workload import trainer_config
+from conformance.laws_page import PAGE, laws_page
 from reference_trainer.config import load_config
 
 MATRIX = """\
@@ -129,3 +130,7 @@ def test_mistakes_are_told_on_stderr(
     assert not output.out
     assert output.err.startswith("conformance: ")
     assert problem in output.err
+
+
+def test_the_page_of_laws_is_in_step() -> None:
+    assert PAGE.read_text() == laws_page(), "python -m conformance laws --write-docs"

@@ -76,7 +76,7 @@ def devices_for(world_size: int, *, among: int) -> int:
     return math.ceil(world_size / math.ceil(world_size / among))
 
 
-def device_type(substrate: Substrate) -> Literal["cpu", "cuda"]:
+def device_type(substrate: str) -> Literal["cpu", "cuda"]:
     """Where tensors are."""
     return "cuda" if substrate.startswith("nccl") else "cpu"
 
