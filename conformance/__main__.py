@@ -1,5 +1,5 @@
-"""Beside pytest: what there is (list, show, laws) and would need (predict), what is caught (defects); verify, diff and
-waive for reports; spmd."""
+"""Beside pytest: what there is (list, show, laws) and would need (predict), what is caught (defects); verify, diff,
+versions and waive for reports; spmd."""
 
 import argparse
 import os
@@ -43,6 +43,8 @@ def _answer(options: argparse.Namespace) -> tuple[int, str]:
             return _verification(options)
         case "laws":
             return 0, _laws(options)
+        case "versions":
+            return 0, _versions(options)
         case "waive":
             return 0, _drafts(options)
         case "diff":
@@ -88,6 +90,13 @@ def _laws(options: argparse.Namespace) -> str:
         PAGE.write_text(laws_page())
         return f"written: {PAGE}"
     return laws_page()
+
+
+def _versions(options: argparse.Namespace) -> str:
+    from conformance.engine.diff import read_report
+    from conformance.versions import versions_table
+
+    return versions_table([read_report(directory) for directory in options.report_dir])
 
 
 def _drafts(options: argparse.Namespace) -> str:
@@ -154,6 +163,8 @@ def _parser() -> argparse.ArgumentParser:
     verifying.add_argument("report_dir", type=Path, metavar="DIR", help="what --report-dir was")
     verifying.add_argument("--record-dir", type=Path, metavar="DIR", help="what --record-dir was, if it was given")
     _add_diff(commands)
+    tabulating = commands.add_parser("versions", help="laws by version of torch, from a report of each")
+    tabulating.add_argument("report_dir", type=Path, nargs="+", metavar="DIR", help="reports, in the order of columns")
     drafting = commands.add_parser("waive", help="draft waivers of what has failed, to be completed in waivers.yaml")
     drafting.add_argument("--from", type=Path, required=True, dest="report_dir", metavar="DIR", help="a report")
     spanning = commands.add_parser("spmd", help="under torchrun: a session whose worlds span all hosts of the job")

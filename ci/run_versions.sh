@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# The same profile on several versions of torch, each in an environment of its own, and one table: law x version.
+#
+#   ci/run_versions.sh VERSION...              for example: ci/run_versions.sh 2.6.0 2.13.0 2.15.0
+#
+# PROFILE (default: smoke) and ARGS (more arguments of pytest) are taken from the environment. Reports, with their
+# records, are left in versions/VERSION, the table in versions/table.md. A version whose environment cannot be made, or
+# whose session leaves no report, is named and left out of the table. Exit status 1 if a session was not conformant or a
+# version is left out; 4 for no version at all.
+set -uo pipefail
+if [[ $# -eq 0 ]]; then
+  echo "usage: ci/run_versions.sh VERSION..." >&2
+  exit 4
+fi
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
+profile=${PROFILE:-smoke}
+status=0
+reports=()
+for version in "$@"; do
+  directory=versions/$version
+  make conformance TORCH="$version" PROFILE="$profile" ARGS="--report-dir $directory ${ARGS:-}" || status=1
+  if [[ -f $directory/report.json ]]; then
+    reports+=("$directory")
+  else
+    echo "ci/run_versions.sh: torch $version has left no report" >&2
+    status=1
+  fi
+done
+python=${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo ".venv-torch-$1/bin/python")}
+[[ ${#reports[@]} -gt 0 ]] && "$python" -m conformance versions "${reports[@]}" | tee versions/table.md
+exit "$status"
