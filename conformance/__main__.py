@@ -1,5 +1,5 @@
-"""Beside pytest: what there is (list, show, laws) and would need (predict), what is caught (defects); verify, diff,
-versions and waive for reports; spmd."""
+"""Beside pytest: what there is (list, show, laws) and would need (predict), what is caught (defects); verify, html,
+diff, versions and waive for reports; spmd."""
 
 import argparse
 import os
@@ -43,6 +43,8 @@ def _answer(options: argparse.Namespace) -> tuple[int, str]:
             return _verification(options)
         case "laws":
             return 0, _laws(options)
+        case "html":
+            return 0, _page(options)
         case "versions":
             return 0, _versions(options)
         case "waive":
@@ -90,6 +92,15 @@ def _laws(options: argparse.Namespace) -> str:
         PAGE.write_text(laws_page())
         return f"written: {PAGE}"
     return laws_page()
+
+
+def _page(options: argparse.Namespace) -> str:
+    from conformance.engine.diff import read_report
+    from conformance.engine.page import report_page
+
+    file = options.report_dir / "report.html"
+    file.write_text(report_page(read_report(options.report_dir)))
+    return f"written: {file}"
 
 
 def _versions(options: argparse.Namespace) -> str:
@@ -163,6 +174,8 @@ def _parser() -> argparse.ArgumentParser:
     verifying.add_argument("report_dir", type=Path, metavar="DIR", help="what --report-dir was")
     verifying.add_argument("--record-dir", type=Path, metavar="DIR", help="what --record-dir was, if it was given")
     _add_diff(commands)
+    drawing = commands.add_parser("html", help="write report.html again, from report.json")
+    drawing.add_argument("report_dir", type=Path, metavar="DIR", help="the report's directory")
     tabulating = commands.add_parser("versions", help="laws by version of torch, from a report of each")
     tabulating.add_argument("report_dir", type=Path, nargs="+", metavar="DIR", help="reports, in the order of columns")
     drafting = commands.add_parser("waive", help="draft waivers of what has failed, to be completed in waivers.yaml")

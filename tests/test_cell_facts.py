@@ -16,7 +16,7 @@ CELL = Cell(mesh="dp2", steps=3)
 def rank(*times_s: float) -> dict[str, Any]:
     collective = {"phase": "forward", "kind": "all_gather", "group": "dp_shard", "dtype": "float32"}
     return {
-        "steps": [{"step": step, "valid_tokens": 100} for step in range(3)],
+        "steps": [{"step": step, "loss": 5.0 - step, "valid_tokens": 100} for step in range(3)],
         "step_s": list(times_s),
         "calibration_s": times_s[0] / 1000,
         "collectives": [{**collective, "step": step, "nbytes": 10 + step} for step in (0, 2, 2)],
@@ -41,6 +41,7 @@ def test_facts_are_those_of_first_runs_of_the_session(tmp_path: Path) -> None:
     assert cell_facts(tmp_path, session="s") == {
         CELL.id: CellFacts(
             substrate="gloo",
+            losses=[5.0, 4.0, 3.0],
             step_s=[0.2, 0.3],
             calibration_s=0.009,
             tokens_per_s=500.0,

@@ -19,6 +19,7 @@ from conformance.engine.verdicts import Verdict
 
 FACTS = CellFacts(
     substrate="gloo",
+    losses=[5.0, 4.0, 3.0],
     step_s=[0.1, 0.2],
     calibration_s=0.01,
     tokens_per_s=1.0,

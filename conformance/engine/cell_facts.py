@@ -17,6 +17,8 @@ class CellFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """One training run, the first of its cell."""
 
     substrate: str
+    losses: list[float | None]
+    """Of all steps, in nats; None where it was not finite."""
     step_s: list[float]
     """Raw: of each step after the first, on the slowest rank, without the time that instruments took."""
     calibration_s: float
@@ -31,6 +33,7 @@ class CellFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 class _Step(msgspec.Struct):
     step: int
+    loss: float | None
     valid_tokens: int
 
 
@@ -86,6 +89,7 @@ def _facts(run: _Run) -> CellFacts:
             collectives[f"{one.phase} {one.kind} {one.group}"] += 1
     return CellFacts(
         substrate=run.header.substrate,
+        losses=[step.loss for step in steps],
         step_s=[round(time_s, 6) for time_s in slowest[1:]],
         calibration_s=round(max(rank.calibration_s for rank in run.ranks), 6),
         tokens_per_s=round(max(rates), 1) if rates else None,

@@ -18,10 +18,11 @@ from conformance.engine.cell_facts import cell_facts
 from conformance.engine.durations import remember_durations
 from conformance.engine.environment import environment_facts, suite_digest
 from conformance.engine.hardware import Hardware
+from conformance.engine.page import report_page
 from conformance.engine.report import CaseResult, Footer, Header, Report
 from conformance.engine.verdicts import CONFORMANT, SUITE_FAILED, Verdict, exit_status
 
-_OWN_FILES = ("report.json", "report.jsonl", "junit.xml", "plan.json")
+_OWN_FILES = ("report.json", "report.jsonl", "report.html", "junit.xml", "plan.json")
 
 
 class Reporter:
@@ -217,6 +218,7 @@ class Reporter:
             self._stream.close()
             part.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
             part.rename(self._directory / "report.json")
+            (self._directory / "report.html").write_text(report_page(report))
             (self._directory / "plan.json").unlink(missing_ok=True)
         except OSError as error:
             self._unwritable = f"the report cannot be written to {self._directory}: {error.strerror}"
