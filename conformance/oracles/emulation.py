@@ -8,7 +8,7 @@ reduced); arXiv:1909.08053 section 3 (column- and row-wise splits), arXiv:2205.0
 `torch.distributed.tensor.parallel.loss_parallel`.
 """
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
@@ -19,6 +19,7 @@ import torch.nn.functional as F  # noqa: N812 - the field's standard name
 from torch import Tensor
 
 from conformance.oracles.dtype_policy import dtype_policy
+from conformance.oracles.lifetimes import lifetimes_of
 from conformance.oracles.reference import Batch, Tensors, initial_model
 from conformance.oracles.virtual_tp import TensorParallelForward, ring_sum, vocabulary_parallel_loss
 from reference_trainer.config import TrainerConfig
@@ -60,7 +61,10 @@ def emulated_step(
     for name, parameter in model.named_parameters():
         parameter.data = masters[name].to(compute)
     forward = _tensor_parallel(config, model)
-    parameters = {**dict(model.named_parameters()), **(forward.copied if forward else {})}
+    parameters = _leaves(model, forward)
+    if lifetimes_of(str(torch.__version__)).gradients_have_own_dtypes and policy.reduce != policy.compute:
+        for leaf in parameters.values():
+            leaf.grad_dtype = None  # a norm's gradient stays in fp32, in which it is computed
     loss_of = _loss_function(config, forward or model)
     loss, gradients = 0.0, []
     with _one_thread():
@@ -71,7 +75,7 @@ def emulated_step(
                 loss += value
                 ranks.append(grads)
             gradients.append(ranks)
-    rounds = _rounds(config, gradients, copied=forward.copied if forward else {})
+    rounds = _rounds(config, gradients, copied=forward.copied if forward else ())
     reduced = _reduced(config, rounds, masters)
     sizes = _reduced(config, [[_absolute(rank) for rank in ranks] for ranks in rounds], masters)
     conditions = {name: _ratio(sizes[name].norm(), grad.norm()) for name, grad in reduced.items()}
@@ -88,6 +92,17 @@ def _data_parallel_size(config: TrainerConfig) -> int:
 def _tensor_parallel(config: TrainerConfig, model: Transformer) -> TensorParallelForward | None:
     tp = config.mesh.tp
     return TensorParallelForward(model, tp=tp, sequence_parallel=config.sequence_parallel) if tp > 1 else None
+
+
+def _leaves(model: Transformer, forward: TensorParallelForward | None) -> Tensors:
+    """All tensors with gradients: parameters by name, and copies of a parameter by name and rank."""
+    copied = forward.copied if forward else {}
+    whole = {name: parameter for name, parameter in model.named_parameters() if name not in copied}
+    return whole | {_of_rank(name, rank): copy for name, copies in copied.items() for rank, copy in enumerate(copies)}
+
+
+def _of_rank(name: str, rank: int) -> str:
+    return f"{name}@{rank}"
 
 
 def _loss_function(config: TrainerConfig, forward: Callable[[Tensor], Tensor]) -> Callable[[Batch], Tensor]:
@@ -119,7 +134,7 @@ def _micro_batch(config: TrainerConfig, batch: Batch, rank: int, index: int) -> 
 
 
 def _rounds(
-    config: TrainerConfig, gradients: Sequence[Sequence[Tensors]], *, copied: Container[str]
+    config: TrainerConfig, gradients: Sequence[Sequence[Tensors]], *, copied: Collection[str]
 ) -> list[list[Tensors]]:
     """From the gradients of each micro-batch and rank those that each round of reduce-scatters is given by each rank.
 
@@ -133,9 +148,13 @@ def _rounds(
     return [[_to(_over_copies(rank, copied), on_the_wire) for rank in ranks] for ranks in gradients]
 
 
-def _over_copies(gradients: Tensors, copied: Container[str]) -> Tensors:
+def _over_copies(gradients: Tensors, copied: Collection[str]) -> Tensors:
     """The all-reduce of tensor-parallel ranks."""
-    return {name: ring_sum(grad.unbind(), dim=None) if name in copied else grad for name, grad in gradients.items()}
+    found = {name: grad for name, grad in gradients.items() if name.partition("@")[0] not in copied}
+    for name in copied:
+        copies = [grad for key, grad in gradients.items() if key.partition("@")[0] == name]
+        found[name] = ring_sum(copies, dim=None)
+    return found
 
 
 def _reduced(config: TrainerConfig, rounds: Sequence[Sequence[Tensors]], masters: Tensors) -> Tensors:

@@ -16,6 +16,7 @@ feed-forward do both.
 import torch
 
 from conformance.oracles.dtype_policy import dtype_policy
+from conformance.oracles.lifetimes import lifetimes_of
 from conformance.oracles.schedule import Event, Kind, communicates
 from reference_trainer.config import ModelConfig, TrainerConfig
 from reference_trainer.mesh import ParallelDims
@@ -139,7 +140,8 @@ class _Traffic:
         """With sequence parallelism each rank has a partial sum of the gradient of a norm's weight, over its tokens.
 
         FSDP reduces it over `tp` when it takes the gradient to reduce it itself (FSDPParam._get_grad_inner_tensor), in
-        the gradient's dtype: that of computation, or the one in which micro-batches have been accumulated. Biases of wo
+        the gradient's dtype: that of computation, or the one in which micro-batches have been accumulated, which from
+        2.15 on is that of all such gradients (`lifetimes.Lifetimes.gradients_have_own_dtypes`). Biases of wo
         and w2, unlike Megatron's, cost nothing: DTensor adds a share of them on each rank before the reduction, so
         that their gradient comes from what backward has gathered and is whole on every rank.
         """
@@ -147,7 +149,8 @@ class _Traffic:
         if not self._config.sequence_parallel or not reduces:
             return
         accumulated = self._config.gradient_sync == "last" and micro_batch > 0
-        dtype = self._policy.reduce if accumulated else self._policy.compute
+        wide = accumulated or lifetimes_of(str(torch.__version__)).gradients_have_own_dtypes
+        dtype = self._policy.reduce if wide else self._policy.compute
         for _ in range(norms):
             self._issue("backward", "all_reduce", self._config.model.dim, dtype)
 

@@ -88,11 +88,11 @@ class TensorParallelForward:
         self._model, self._tp, self._sequence_parallel = model, tp, sequence_parallel
         self._dim = 1 if sequence_parallel else None
         """Activations are reduce-scattered along the sequence, or all-reduced."""
-        self.copied: dict[str, Tensor] = {}
-        """By name, weights (tp, dim) of which each rank has a copy and a gradient that is its share of the sum."""
+        self.copied: dict[str, list[Tensor]] = {}
+        """By name, weights (dim) of which each rank has a copy and a gradient that is its share of the sum."""
         if sequence_parallel:
             self.copied = {
-                f"{name}.weight": norm.weight.detach().expand(tp, -1).clone().requires_grad_()
+                f"{name}.weight": [norm.weight.detach().clone().requires_grad_() for _ in range(tp)]
                 for name, norm in model.named_modules()
                 if isinstance(norm, nn.RMSNorm)
             }
@@ -137,7 +137,7 @@ class TensorParallelForward:
             # A view, for autograd to add up the norm's own terms first, as where the module's input is made a DTensor.
             whole: Tensor = norm(x.view_as(x))
             return whole
-        parts = zip(self.copied[f"{name}.weight"].unbind(), x.chunk(self._tp, 1), strict=True)
+        parts = zip(self.copied[f"{name}.weight"], x.chunk(self._tp, 1), strict=True)
         return torch.cat([functional_call(norm, {"weight": w}, (part.contiguous(),)) for w, part in parts], 1)
 
 
