@@ -12,7 +12,7 @@ from conformance.engine.law import Measure
 from conformance.engine.workload import trainer_config
 from conformance.oracles.lifetimes import lifetimes_of
 from conformance.oracles.memory_model import Segment, Usage, group_bytes, predict, state_bytes, usage_by_phase
-from conformance.oracles.tp_schedule import local_shapes
+from conformance.oracles.tp_schedule import local_shapes, tensor_parallel_events
 from reference_trainer.config import TrainerConfig
 from reference_trainer.mesh import ParallelDims, resolve_mesh
 
@@ -47,7 +47,8 @@ def phase_bounds(
 ) -> tuple[int, dict[tuple[str, str], Bounds]]:
     """Bytes that are there in all phases; and with them, bounds by phase and `peak` or `rest`.
 
-    `in_flight`: a backend's threads may hold a buffer. `on_device`: activations are those of the device's operators.
+    `in_flight`: the threads of each process group may hold the buffer of its last operator. `on_device`: activations
+    are those of the device's operators.
     """
     config, dims, shapes = parts(cell)
     (profile,) = measure("rank_memory:without_fsdp", cell, alone=True, on_device=on_device)
@@ -56,6 +57,7 @@ def phase_bounds(
     state, largest = state_bytes(config, dims, shapes), max(group_bytes(config, dims, shapes).values())
     reduced = largest // itemsize(config, "compute") * _FP32_BYTES
     held = {"forward": largest, "backward": reduced} if in_flight else {}
+    held = {phase: size + _tensor_parallel_buffer_bytes(config, dims, phase) for phase, size in held.items()}
     less = _COPIES_OF_A_ROW * config.model.dim * _FP32_BYTES if in_flight and config.model.vocab_size % dims.tp else 0
 
     def around(phase: str, value: int) -> Bounds:
@@ -67,6 +69,13 @@ def phase_bounds(
         (phase, "rest"): around(phase, predicted[phase].end_bytes) for phase in ("forward", "idle") if not in_flight
     }
     return state, peaks | rests
+
+
+def _tensor_parallel_buffer_bytes(config: TrainerConfig, dims: ParallelDims, phase: str) -> int:
+    """The largest copy of a whole buffer that gloo makes for a collective over `tp` (MEM-2 says of which kinds)."""
+    events = [event for event in tensor_parallel_events(config, dims) if event.phase == phase]
+    whole = {"all_gather": dims.tp, "reduce_scatter": 1, "all_reduce": 0}
+    return max((event.nbytes * whole[event.kind] for event in events), default=0)
 
 
 def compare_phases(

@@ -55,10 +55,11 @@ def test_memory_on_every_rank_is_that_of_the_model(measure: Measure, cell: Cell)
     """On each rank of a real world the most that is held in forward and in backward MUST be what the cell needs:
     between bounds at most 10 % apart.
 
-    Above what the model says only what the backend's threads have not released yet: one buffer of the largest group, in
-    forward, where nothing is reduced, in the dtype of computation. What they release out of sight is noticed when the
-    memory is used again: in forward and backward at once, later not, so that the phases after them are judged in
-    simulation alone (MEM-1).
+    Above what the model says only what the backend's threads have not released yet. Each process group has threads of
+    its own, which may hold the buffer of their last operator: one of the largest group of parameters, in forward, where
+    nothing is reduced, in the dtype of computation; and one of tensor parallelism. What they release out of sight is
+    noticed when the memory is used again: in forward and backward at once, later not, so that the phases after them are
+    judged in simulation alone (MEM-1).
     """
     for rank, measured in enumerate(_on_ranks(measure, cell)):
         compare_phases(phases(measured), phase_bounds(measure, cell, in_flight=True), where=f"rank {rank}", ratio=1.10)
