@@ -8,7 +8,7 @@ import torch
 
 from reference_trainer.observer import Observer, Phase
 
-_WIDTH, _PRODUCTS, _REPEATS = 128, 32, 5
+_WIDTH, _PRODUCTS, _REPEATS = 64, 16, 3
 
 
 def calibration_s(device: torch.device) -> float:
