@@ -4,6 +4,7 @@ from tabulate import tabulate
 
 from conformance.defects.catalogue import defects
 from conformance.describe import PROJECT, asserted_laws
+from conformance.engine.law import in_order
 
 PAGE = PROJECT / "docs" / "laws.md"
 _INTRODUCTION = """# Laws
@@ -17,15 +18,10 @@ the law must catch, see [kill_matrix.md](kill_matrix.md)."""
 def laws_page() -> str:
     """All laws: what MUST hold, where torch says so, from which version on, on what, and what proves it."""
     rows = []
-    for law_id, asserted in sorted(asserted_laws().items(), key=lambda item: _place(item[0])):
+    for law_id, asserted in sorted(asserted_laws().items(), key=lambda item: in_order(item[0])):
         law = asserted.law
         proofs = ", ".join(defect.id for defect in defects() if law_id in defect.laws)
         must = law.must.replace("|", "\\|")
         rows.append([law_id, must, f"[source]({law.reference})", law.since, ", ".join(law.substrates), proofs or "-"])
     headers = ["law", "MUST", "reference", "torch", "substrates", "defects"]
     return f"{_INTRODUCTION}\n\n{tabulate(rows, headers=headers, tablefmt='github', disable_numparse=True)}\n"
-
-
-def _place(law_id: str) -> tuple[str, int]:
-    family, _, number = law_id.partition("-")
-    return family, int(number)

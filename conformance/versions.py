@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from tabulate import tabulate
 
+from conformance.engine.law import in_order
 from conformance.engine.report import Report
 from conformance.engine.verdicts import Verdict
 
@@ -20,15 +21,10 @@ def versions_table(reports: Sequence[Report], *, table_format: str = "github") -
     if len(set(versions)) < len(versions):
         raise ValueError(f"reports are of torch {', '.join(versions)}: give one for each version")
     laws = dict.fromkeys(case.law for report in reports for case in report.cases)
-    rows = [[law, *(_verdicts(report, law) for report in reports)] for law in sorted(laws, key=_place)]
+    rows = [[law, *(_verdicts(report, law) for report in reports)] for law in sorted(laws, key=in_order)]
     return tabulate(rows, headers=["law", *versions], tablefmt=table_format, disable_numparse=True)
 
 
 def _verdicts(report: Report, law: str) -> str:
     counts = Counter(case.verdict for case in report.cases if case.law == law)
     return ", ".join(f"{counts[verdict]} {verdict}" for verdict in _ORDER if counts[verdict]) or "-"
-
-
-def _place(law: str) -> tuple[str, int]:
-    family, _, number = law.partition("-")
-    return family, int(number)

@@ -68,3 +68,9 @@ def law_of(test: Any) -> Law | None:
     """The law that a test function asserts."""
     found = getattr(test, _ATTRIBUTE, None)
     return found if isinstance(found, Law) else None
+
+
+def in_order(law_id: str) -> tuple[str, int]:
+    """A key to sort laws by: `PAR-10` comes after `PAR-9`."""
+    family, _, number = law_id.partition("-")
+    return family, int(number)
