@@ -1,4 +1,7 @@
-"""All defects by id. `--defect ID` injects one, `--defect ID.twin` its benign twin, `--defect FILE.py:NAME` yours."""
+"""All defects by id. `--defect ID` injects one, `--defect ID.twin` its benign twin, `--defect FILE.py:NAME` yours.
+
+Known ones can be joined: `--defect A+B` injects both, A first.
+"""
 
 import importlib
 from collections.abc import Iterator
@@ -10,7 +13,7 @@ from typing import cast
 
 from conformance.defects.injection import Defect, Injection, NotInjectable, from_file
 
-TWIN = ".twin"
+TWIN, AND = ".twin", "+"
 _FAULTS = (
     "environment",
     "initialisation",
@@ -39,13 +42,24 @@ def ids() -> tuple[str, ...]:
     return tuple(name for defect in defects() for name in (defect.id, defect.id + TWIN))
 
 
+def is_known(name: str) -> bool:
+    """Whether all that it joins are of this catalogue."""
+    return set(_names(name)) <= set(ids())
+
+
+def _names(name: str | None) -> list[str]:
+    if name is None:
+        return []
+    return [name] if ":" in name else name.split(AND)
+
+
 def require_known(name: str) -> str:
     """The name as ranks can find it from any directory. Raises ValueError for what `injected` cannot inject."""
     if ":" in name:
         path, _, attribute = name.rpartition(":")
         name = f"{Path(path).resolve()}:{attribute}"
         from_file(name.removesuffix(TWIN))
-    elif name not in ids():
+    elif not is_known(name):
         raise ValueError(
             f"--defect {name}: not a known defect; choose from {', '.join(ids())}, or write FILE.py:NAME for your own"
         )
@@ -54,17 +68,17 @@ def require_known(name: str) -> str:
 
 @contextmanager
 def injected(name: str | None) -> Iterator[None]:
-    """The context in which the defect (or twin) of that id is in force, or that of `FILE.py:NAME`, for which see
+    """The context in which the defects (or twins) of these ids are in force, or that of `FILE.py:NAME`, for which see
     `require_known`; None changes nothing.
 
     Raises NotInjectable, so that the fault of a fault is not taken for one of the product.
     """
     with ExitStack() as stack:
-        if name is not None:
+        for one in _names(name):
             try:
-                stack.enter_context(_injection(name)())
+                stack.enter_context(_injection(one)())
             except Exception as error:
-                raise NotInjectable(f"{name} cannot be injected: {type(error).__name__}: {error}") from error
+                raise NotInjectable(f"{one} cannot be injected: {type(error).__name__}: {error}") from error
         yield
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.defects.catalogue import ids
+from conformance.defects.catalogue import is_known
 from conformance.describe import PROJECT, law_tests
 from conformance.engine.law import law_of
 from conformance.engine.matrix import Case, Matrix, load_matrix
@@ -58,7 +58,7 @@ class Bench:
             defect=defect,
             deadline_s=deadline_s,
             pools=self.pools,
-            shares_ranks=defect is None or defect in ids(),
+            shares_ranks=defect is None or is_known(defect),
         )
 
     def cases(self, selection: str, *, only: Container[str] | None = None) -> list[Case]:

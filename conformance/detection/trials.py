@@ -11,7 +11,7 @@ from conformance.defects.catalogue import TWIN, sources_of
 from conformance.defects.injection import Defect
 from conformance.defects.shown_by import SHOWN_BY
 from conformance.describe import PROJECT
-from conformance.detection.bench import DEADLINE_S, Bench, Judged, excess
+from conformance.detection.bench import DEADLINE_S, Bench, Judged, excess, judged
 from conformance.engine.verdicts import Verdict
 
 HANG_DEADLINE_S = 5.0
@@ -65,13 +65,12 @@ def try_defect(bench: Bench, defect: Defect) -> Trial:
     """
     start_s = time.monotonic()
     cases = bench.cases(SHOWN_BY[defect.id], only=defect.laws)
-    deadline_s = HANG_DEADLINE_S if defect.hangs else DEADLINE_S
     twins = bench.judge(cases, defect=defect.id + TWIN)
-    found = bench.judge(cases, defect=defect.id, deadline_s=deadline_s)
+    found = bench.judge(cases, defect=defect.id, deadline_s=_deadline_s(defect))
     laws = {law: _law_trial(law, defect, found, twins) for law in defect.laws}
     others: tuple[str, ...] = ()
     if any(not trial.kills for trial in laws.values()):
-        others = _caught_by_others(bench, defect, deadline_s=deadline_s)
+        others = _caught_by_others(bench, defect)
     return Trial(
         defect=defect.id,
         key=key_of(defect, profile=bench.profile),
@@ -81,35 +80,47 @@ def try_defect(bench: Bench, defect: Defect) -> Trial:
     )
 
 
+def escapes(bench: Bench, defect: Defect) -> list[str]:
+    """Laws that it names and that no cell shows it to; each is tried until its first kill, without twins."""
+    left = list(defect.laws)
+    store = bench.store(defect=defect.id, deadline_s=_deadline_s(defect))
+    for case in bench.cases(SHOWN_BY[defect.id], only=defect.laws):
+        if case.law in left and _is_kill(judged(store, case), defect):
+            left.remove(case.law)
+    return left
+
+
+def _deadline_s(defect: Defect) -> float:
+    return HANG_DEADLINE_S if defect.hangs else DEADLINE_S
+
+
 def _law_trial(law: str, defect: Defect, found: Sequence[Judged], twins: Sequence[Judged]) -> LawTrial:
-    mine = [judged for judged in found if judged.case.law == law]
-    of_twin = [judged for judged in twins if judged.case.law == law]
-    kills = [judged for judged in mine if _is_kill(judged, defect)]
-    margins = [margin for judged in kills if (margin := excess(judged.measured)) > 1.0]
+    mine = [one for one in found if one.case.law == law]
+    of_twin = [one for one in twins if one.case.law == law]
+    kills = [one for one in mine if _is_kill(one, defect)]
+    margins = [margin for one in kills if (margin := excess(one.measured)) > 1.0]
     first = next(iter(kills or mine), None)
     return LawTrial(
         cells=len(mine),
-        kills=tuple(judged.case.cell.id for judged in kills),
+        kills=tuple(one.case.cell.id for one in kills),
         margin=max(margins, default=None),
         reason=first.reason if first else "the profile has no cell that shows it",
         twin_failures=tuple(
-            f"{judged.case.cell.id}: {judged.verdict}: {judged.reason}"
-            for judged in of_twin
-            if judged.verdict != Verdict.PASS
+            f"{one.case.cell.id}: {one.verdict}: {one.reason}" for one in of_twin if one.verdict != Verdict.PASS
         ),
-        twin_margin=max((excess(judged.measured) for judged in of_twin), default=0.0),
+        twin_margin=max((excess(one.measured) for one in of_twin), default=0.0),
     )
 
 
-def _is_kill(judged: Judged, defect: Defect) -> bool:
+def _is_kill(one: Judged, defect: Defect) -> bool:
     """A TypeError means that the injection does not fit what it replaces: nothing was detected."""
     expected = Verdict.TIMEOUT if defect.hangs else Verdict.FAIL
-    return judged.verdict == expected and _MISFIT not in judged.reason
+    return one.verdict == expected and _MISFIT not in one.reason
 
 
-def _caught_by_others(bench: Bench, defect: Defect, *, deadline_s: float) -> tuple[str, ...]:
-    found = bench.judge(bench.cases(SHOWN_BY[defect.id]), defect=defect.id, deadline_s=deadline_s)
-    laws = {judged.case.law for judged in found if _is_kill(judged, defect)}
+def _caught_by_others(bench: Bench, defect: Defect) -> tuple[str, ...]:
+    found = bench.judge(bench.cases(SHOWN_BY[defect.id]), defect=defect.id, deadline_s=_deadline_s(defect))
+    laws = {one.case.law for one in found if _is_kill(one, defect)}
     return tuple(sorted(laws - set(defect.laws)))
 
 

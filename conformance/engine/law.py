@@ -71,6 +71,6 @@ def law_of(test: Any) -> Law | None:
 
 
 def in_order(law_id: str) -> tuple[str, int]:
-    """A key to sort laws by: `PAR-10` comes after `PAR-9`."""
+    """A key to sort laws by: `PAR-10` comes after `PAR-9`. What lost its worker before it was known, has `?`."""
     family, _, number = law_id.partition("-")
-    return family, int(number)
+    return family, int(number or 0)

@@ -11,7 +11,6 @@ from typing import IO, Any
 
 import msgspec
 import pytest
-from tabulate import tabulate
 
 from conformance.engine.baseline import Baseline
 from conformance.engine.cell_facts import cell_facts
@@ -20,9 +19,10 @@ from conformance.engine.environment import environment_facts, suite_digest
 from conformance.engine.hardware import Hardware
 from conformance.engine.page import report_page
 from conformance.engine.report import CaseResult, Footer, Header, Report
+from conformance.engine.summary import markdown, terminal_lines
 from conformance.engine.verdicts import CONFORMANT, SUITE_FAILED, Verdict, exit_status
 
-_OWN_FILES = ("report.json", "report.jsonl", "report.html", "junit.xml", "plan.json")
+_OWN_FILES = ("report.json", "report.jsonl", "report.html", "summary.md", "junit.xml", "plan.json")
 
 
 class Reporter:
@@ -128,22 +128,8 @@ class Reporter:
             return
         write = terminalreporter.write_line
         terminalreporter.section("conformance")
-        if not self._report.planned:
-            write("no case is selected: see python -m conformance list for what the profile has, and --cells")
-        write(_law_table(self._report))
-        errors = Counter(case.reason for case in self._report.cases if case.verdict == Verdict.ERROR)
-        for result in self._report.cases:
-            number = errors.pop(result.reason, 0) if result.verdict == Verdict.ERROR else 1
-            if result.verdict not in (Verdict.PASS, Verdict.UNSUPPORTED) and number:
-                write(f"\n{result.verdict}: {result.id}: {result.reason}\n  {result.must}\n  repeat: {result.repro}")
-                if number > 1:
-                    write(f"  and {number - 1} cases with the same reason")
-        for reason, number in Counter(r.reason for r in self._report.cases if r.verdict == Verdict.UNSUPPORTED).items():
-            write(f"unsupported, {number} cases: {reason}")
-        write(
-            f"\nprofile {self._report.profile}: {self._report.executed} of {self._report.planned} cases executed in "
-            f"{self._report.duration_s:.1f} s, exit status {self._report.exit_code}; report: {self._directory}"
-        )
+        for line in terminal_lines(self._report, self._directory):
+            write(line)
         if self._baseline:
             write(f"\n{self._baseline.difference(self._report)}")
         if self._unwritable:
@@ -219,17 +205,7 @@ class Reporter:
             part.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
             part.rename(self._directory / "report.json")
             (self._directory / "report.html").write_text(report_page(report))
+            (self._directory / "summary.md").write_text(markdown(report))
             (self._directory / "plan.json").unlink(missing_ok=True)
         except OSError as error:
             self._unwritable = f"the report cannot be written to {self._directory}: {error.strerror}"
-
-
-def _law_table(report: Report) -> str:
-    """Laws by verdict, with the time that each law's cases took."""
-    columns = [verdict.value for verdict in Verdict if verdict.value in report.verdicts]
-    rows = []
-    for law in sorted({result.law for result in report.cases}):
-        of_law = [result for result in report.cases if result.law == law]
-        counts = Counter(result.verdict for result in of_law)
-        rows.append([law, *(counts[column] or "" for column in columns), f"{sum(r.duration_s for r in of_law):.1f}"])
-    return tabulate(rows, headers=["law", *columns, "seconds"])
