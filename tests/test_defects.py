@@ -42,11 +42,26 @@ def test_every_defect_has_its_cells_here() -> None:
     assert SHOWN_BY.keys() == {defect.id for defect in SHOWN_HERE}, "name the cells that show it in SHOWN_BY"
 
 
-@pytest.mark.parametrize("selection", sorted(set(SHOWN_BY.values())))
-def test_benign_changes_pass(bench: Bench, selection: str) -> None:
-    """With the laws that must fail on these cells with some defect, and the twins of all these in force at once.
+def laws_shown_by(selection: str) -> set[str]:
+    return {law for defect in SHOWN_HERE if SHOWN_BY[defect.id] == selection for law in defect.laws}
 
-    `conformance defects` judges each twin alone. Those that change one place would hide each other: they take turns.
+
+def enough() -> list[str]:
+    """Cells on which every law is to let benign changes pass: those first that show the most laws that are left."""
+    selections = sorted(set(SHOWN_BY.values()))
+    left = set().union(*(laws_shown_by(selection) for selection in selections))
+    chosen = []
+    while left:
+        chosen.append(max(selections, key=lambda one: len(laws_shown_by(one) & left)))
+        left -= laws_shown_by(chosen[-1])
+    return chosen
+
+
+@pytest.mark.parametrize("selection", enough())
+def test_benign_changes_pass(bench: Bench, selection: str) -> None:
+    """The twins of all defects that these cells show, in force at once, and all laws that these defects must fail.
+
+    `conformance defects` judges each twin, and alone. Those that change one place hide each other: they take turns.
     """
     shown = [defect for defect in SHOWN_HERE if SHOWN_BY[defect.id] == selection]
     for twins in apart([defect.id + TWIN for defect in shown]):

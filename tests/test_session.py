@@ -195,8 +195,7 @@ def test_a_killed_rank_costs_one_case(tmp_path: Path) -> None:
     assert alive(session.descendants) == []
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("number", "workers"), [(signal.SIGINT, 0), (signal.SIGTERM, 0), (signal.SIGTERM, 2)])
 def test_an_interrupted_session_is_incomplete(tmp_path: Path, number: int, workers: int) -> None:
     directory = tmp_path / "report"
 

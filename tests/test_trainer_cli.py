@@ -1,5 +1,6 @@
 """The trainer's command line, in real processes."""
 
+import io
 import json
 import math
 import os
@@ -7,12 +8,14 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from reference_trainer.__main__ import train
+from reference_trainer.__main__ import main, train
 from reference_trainer.config import load_config
 from reference_trainer.reshard import ReshardPolicy
 from reference_trainer.train import StepMetrics, Trainer
@@ -43,6 +46,20 @@ def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         arguments, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120, check=False
     )
+
+
+def refusal(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    """What a plain process says that ends before it trains; in this process, since it takes seconds to start one."""
+    out, err = io.StringIO(), io.StringIO()
+    _interpreter, _option, _module, *of_trainer = [*command(), *arguments]
+    with (
+        patch.object(sys, "argv", ["reference_trainer", *of_trainer]),
+        patch("reference_trainer.__main__.init_process_group", side_effect=AssertionError("it would train")),
+        redirect_stdout(out),
+        redirect_stderr(err),
+    ):
+        status = main()
+    return subprocess.CompletedProcess(of_trainer, status, out.getvalue(), err.getvalue())
 
 
 def rows_of(path: Path) -> list[dict[str, float | None]]:
@@ -77,7 +94,7 @@ def test_offloaded_parameters_train_and_are_clipped(tmp_path: Path) -> None:
 
 
 def test_a_reshard_policy_that_does_not_fit_is_one_line(tmp_path: Path) -> None:
-    result = run(command("--metrics", str(tmp_path / "m"), "--set", "reshard=3"))
+    result = refusal(["--metrics", str(tmp_path / "m"), "--set", "reshard=3"])
     assert (result.returncode, result.stdout) == (2, "")
     (line,) = result.stderr.splitlines()
     assert line.startswith("reference_trainer: reshard to 3 ranks: must be a divisor of mesh.dp_shard, 1, and smaller")
@@ -93,9 +110,7 @@ def test_auto_says_what_it_chose_and_why(tmp_path: Path) -> None:
 
 
 def test_memory_cannot_be_pinned_without_an_accelerator(tmp_path: Path) -> None:
-    result = run(
-        command("--metrics", str(tmp_path / "m"), *OFFLOADED, "--set", "pin_memory=true", "--set", "device=cpu")
-    )
+    result = refusal(["--metrics", str(tmp_path / "m"), *OFFLOADED, "--set", "pin_memory=true", "--set", "device=cpu"])
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith("reference_trainer: pin_memory is for copies to an accelerator, but this run is on")
 
@@ -150,7 +165,7 @@ def test_one_plain_process_trains_on_a_file(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_configuration_ends_with_one_line(arguments: list[str], message: str) -> None:
-    result = run(command(*arguments))
+    result = refusal(arguments)
     assert (result.returncode, result.stdout) == (2, "")
     (line,) = result.stderr.splitlines()
     assert line.startswith("reference_trainer: ")

@@ -17,7 +17,7 @@ from reference_trainer.checkpoint import Checkpoints, newest_checkpoint, resume
 from reference_trainer.config import DataConfig, ModelConfig, TrainerConfig
 from reference_trainer.mesh import init_process_group
 from reference_trainer.train import Trainer
-from tests.test_trainer_cli import command, numbers, rows_of, run
+from tests.test_trainer_cli import command, numbers, refusal, rows_of, run
 
 CONFIG = TrainerConfig(
     model=ModelConfig(vocab_size=31, dim=16, n_layers=1, ffn_dim=24, max_seq_len=8, dropout=0.1),
@@ -183,7 +183,7 @@ def test_a_damaged_checkpoint_is_one_clear_error(saved: Path, tmp_path: Path, da
     before = sorted(path.name for path in directory.rglob("*"))
     metrics = (directory / "metrics.jsonl").read_bytes()
     arguments = ["--resume", str(directory / "checkpoints"), "--metrics", str(directory / "metrics.jsonl")]
-    result = run(command(*arguments, *SHORT))
+    result = refusal([*arguments, *SHORT])
     assert result.returncode == 2
     assert result.stderr.startswith("reference_trainer: ")
     assert message in result.stderr
@@ -195,12 +195,12 @@ def test_a_damaged_checkpoint_is_one_clear_error(saved: Path, tmp_path: Path, da
 @pytest.mark.parametrize("change", ["model.dim=64", "optimizer.lr=0.1", "seed=1", "data.seq_len=16", "steps=5"])
 def test_a_checkpoint_of_another_run_is_refused(saved: Path, change: str) -> None:
     field = change.split(".")[0].split("=")[0]
-    result = run(command("--resume", str(saved / "checkpoints"), *SHORT, "--set", change))
+    result = refusal(["--resume", str(saved / "checkpoints"), *SHORT, "--set", change])
     assert result.returncode == 2
     assert f"is of another run: its {field} is " in result.stderr
 
 
 def test_a_new_run_does_not_mix_its_checkpoints_with_anothers(saved: Path) -> None:
-    result = run(command("--save-every", "1", "--save-dir", str(saved / "checkpoints"), *SHORT))
+    result = refusal(["--save-every", "1", "--save-dir", str(saved / "checkpoints"), *SHORT])
     assert result.returncode == 2
     assert "already holds checkpoints: resume from it, or save in another directory" in result.stderr

@@ -8,6 +8,7 @@ from typing import NoReturn
 
 import psutil
 import pytest
+from _pytest._code import TracebackEntry
 
 
 def take_sigterm_like_ctrl_c() -> None:
@@ -21,10 +22,26 @@ def _interrupt(number: int, _frame: object) -> NoReturn:
     raise KeyboardInterrupt(signal.Signals(number).name)
 
 
+class BriefInterrupt:
+    """Leaves of an interrupt's traceback the place alone: pytest shows no more, and renders it all, for a second."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        """CPython 3.11 may be interrupted where it knows no line; pytest 9.2 fails to render that, and the session."""
+        excinfo.traceback = excinfo.traceback.filter(_has_line)[-1:]
+
+
+def _has_line(entry: TracebackEntry) -> bool:
+    try:
+        return entry.lineno >= 0
+    except TypeError:
+        return False
+
+
 class EndsWorkers:
     """The controller's plugin that ends xdist's workers at once: by itself xdist waits 10 s for those that are busy."""
 
-    @pytest.hookimpl(tryfirst=True)  # while pytest renders the traceback, which takes as long, they end
+    @pytest.hookimpl(tryfirst=True)  # while pytest renders the traceback, they end
     def pytest_keyboard_interrupt(self) -> None:
         """Only children: a worker's ranks are its own to end."""
         for worker in psutil.Process(os.getpid()).children():

@@ -169,6 +169,11 @@ def default_directory() -> Path:
     return Path(tempfile.gettempdir(), f"fsdp2-tp-conformance-{os.getuid()}")
 
 
+def waiting() -> int:
+    """How many worlds wait for slots now, of whatever session."""
+    return len(list(default_directory().glob(f"{_TICKET}*")))
+
+
 def processor_slots() -> tuple[str, ...]:
     """One for each processor that this process may run on."""
     return tuple(f"cpu{number}" for number in sorted(os.sched_getaffinity(0)))

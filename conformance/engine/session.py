@@ -23,12 +23,13 @@ from conformance.engine.cells import Cell
 from conformance.engine.devices import SESSION_VARIABLE, machine_devices
 from conformance.engine.durations import remembered_durations_s
 from conformance.engine.hardware import DETERMINISM, Hardware, device_type, find_hardware
-from conformance.engine.interruption import EndsWorkers, take_sigterm_like_ctrl_c
+from conformance.engine.interruption import BriefInterrupt, EndsWorkers, take_sigterm_like_ctrl_c
 from conformance.engine.law import Law, law_of
 from conformance.engine.leases import LeaseError, Leases
 from conformance.engine.matrix import Matrix, load_matrix
 from conformance.engine.measurements import Measurement, collecting
 from conformance.engine.pool import Pools, RunsTasks
+from conformance.engine.progress_line import ProgressLine
 from conformance.engine.record import Record
 from conformance.engine.report import CaseResult
 from conformance.engine.reporter import Reporter
@@ -81,6 +82,7 @@ def start_session(config: pytest.Config) -> None:
     if session.hardware.devices:
         os.environ.update(DETERMINISM)  # oracles compute on a device too, and CUDA reads this once
     config.pluginmanager.register(session, "conformance-session")
+    config.pluginmanager.register(BriefInterrupt(), "conformance-brief-interrupt")
     if session.is_controller and getattr(config.option, "numprocesses", None):
         config.pluginmanager.register(EndsWorkers(), "conformance-ends-workers")
     if session.is_controller and not config.option.collectonly:
@@ -98,6 +100,7 @@ def start_session(config: pytest.Config) -> None:
             baseline=session.baseline,
         )
         config.pluginmanager.register(reporter, "conformance-reporter")
+        config.pluginmanager.register(ProgressLine(), "conformance-progress")
         config.option.xmlpath = config.option.xmlpath or str(session.report_directory / "junit.xml")
         if getattr(config.option, "maxschedchunk", None) is None:
             # A worker that holds many items would keep the others from helping with them (xdist docs, how-it-works).

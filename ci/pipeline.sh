@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# The jobs of .github/workflows/conformance.yml, for any other CI or a shell: ci/pipeline.sh JOB [i/n]
+#
+#   push           the suite's own tests, and profile smoke
+#   pull-request   profile pr, or the i-th of n shards of it
+#   nightly        profile nightly (or a shard), on TORCH=VERSION where that is set
+#   detection      every defect with its twin: does the suite still catch them?
+#   versions       profile smoke on each of VERSIONS, and a table: law x version
+#   gpu            profile certify on this machine's devices: nothing waived, nothing unsupported
+#
+# Reports are left in conformance-report/. Where GITHUB_STEP_SUMMARY names a file, the summaries are added to it.
+# Exit status 1 if anything is wrong, 4 for an unknown job.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
+job=${1:-} shard=${2:-}
+versions=${VERSIONS:-2.6.0 2.7.1 2.8.0 2.10.0 2.13.0 2.15.0}
+make=(make ${TORCH:+TORCH="$TORCH"})
+status=0
+
+conformance() { # PROFILE
+  "${make[@]}" conformance PROFILE="$1" ARGS="${shard:+--shard $shard}" || status=1
+  summarize conformance-report/summary.md
+}
+
+summarize() { # FILE
+  [[ -n ${GITHUB_STEP_SUMMARY:-} && -f $1 ]] && cat "$1" >>"$GITHUB_STEP_SUMMARY"
+  return 0
+}
+
+case $job in
+  push)
+    "${make[@]}" test || status=1
+    conformance smoke
+    ;;
+  pull-request) conformance pr ;;
+  nightly) conformance nightly ;;
+  detection)
+    "${make[@]}" environment || exit 1
+    .venv/bin/python -m conformance defects || status=1
+    ;;
+  versions)
+    # shellcheck disable=SC2086 - one word for each version
+    ci/run_versions.sh $versions || status=1
+    summarize versions/table.md
+    ;;
+  gpu) conformance certify ;;
+  *)
+    sed -n '2,12s/^# \?//p' "${BASH_SOURCE[0]}" >&2
+    exit 4
+    ;;
+esac
+exit "$status"
