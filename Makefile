@@ -48,9 +48,10 @@ conformance: environment
 	$(RUN) -m pytest -n auto conformance/ --profile $(PROFILE) $(ARGS)
 
 # Two workers: these tests start processes of their own and mostly wait for them. By file: what the tests of a file share,
-# such as a whole session or warm ranks, is made once.
+# such as a whole session or warm ranks, is made once. In the order of
+# tests/conftest.py.
 test: environment
-	$(RUN) -m pytest -n 2 --dist loadfile tests/ $(ARGS)
+	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/ $(ARGS)
 
 check: environment
 	$(RUN) -m ruff check .
