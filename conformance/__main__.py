@@ -99,7 +99,8 @@ def _page(options: argparse.Namespace) -> str:
     from conformance.engine.page import report_page
 
     file = options.report_dir / "report.html"
-    file.write_text(report_page(read_report(options.report_dir)))
+    baseline = read_report(options.baseline) if options.baseline else None
+    file.write_text(report_page(read_report(options.report_dir), baseline=baseline))
     return f"written: {file}"
 
 
@@ -176,6 +177,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_diff(commands)
     drawing = commands.add_parser("html", help="write report.html again, from report.json")
     drawing.add_argument("report_dir", type=Path, metavar="DIR", help="the report's directory")
+    drawing.add_argument("--baseline", type=Path, metavar="DIR", help="a report whose losses to draw beside")
     tabulating = commands.add_parser("versions", help="laws by version of torch, from a report of each")
     tabulating.add_argument("report_dir", type=Path, nargs="+", metavar="DIR", help="reports, in the order of columns")
     drafting = commands.add_parser("waive", help="draft waivers of what has failed, to be completed in waivers.yaml")

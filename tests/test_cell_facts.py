@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from conformance.engine.cell_facts import CellFacts, cell_facts
+from conformance.engine.cell_facts import CellFacts, Collective, cell_facts
 from conformance.engine.cells import Cell
 from conformance.engine.record import Failure, Header, RecordFile, write_record
 from conformance.instruments.timing import StepTimes
@@ -45,10 +45,19 @@ def test_facts_are_those_of_first_runs_of_the_session(tmp_path: Path) -> None:
             step_s=[0.2, 0.3],
             calibration_s=0.009,
             tokens_per_s=500.0,
-            wire_bytes={"all_gather dp_shard float32": 24},
-            collectives={"forward all_gather dp_shard": 2},
+            schedule=[Collective("forward", "all_gather", "dp_shard", "float32", 12)] * 2,
         )
     }
+
+
+def test_traffic_is_summed_up_from_the_schedule() -> None:
+    gather = Collective("forward", "all_gather", "dp_shard", "float32", 12)
+    again = Collective("backward", "all_gather", "dp_shard", "float32", 12)
+    facts = CellFacts(
+        substrate="gloo", losses=[], step_s=[], calibration_s=0.0, tokens_per_s=None, schedule=[gather, again]
+    )
+    assert facts.wire_bytes == {"all_gather dp_shard float32": 24}
+    assert facts.collectives == {"backward all_gather dp_shard": 1, "forward all_gather dp_shard": 1}
 
 
 def test_without_records_there_are_no_facts(tmp_path: Path) -> None:

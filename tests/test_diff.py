@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.__main__ import main
-from conformance.engine.cell_facts import CellFacts
+from conformance.engine.cell_facts import CellFacts, Collective
 from conformance.engine.diff import Change, Difference, diff
 from conformance.engine.diff_texts import as_markdown, as_page, as_text, summary
 from conformance.engine.figures import moved_figures
@@ -17,14 +17,14 @@ from conformance.engine.measurements import Measurement
 from conformance.engine.report import CaseResult, Report
 from conformance.engine.verdicts import Verdict
 
+GATHER = Collective("forward", "all_gather", "dp_shard", "float32", 250)
 FACTS = CellFacts(
     substrate="gloo",
     losses=[5.0, 4.0, 3.0],
     step_s=[0.1, 0.2],
     calibration_s=0.01,
     tokens_per_s=1.0,
-    wire_bytes={"all_gather dp_shard float32": 1000},
-    collectives={"forward all_gather dp_shard": 4},
+    schedule=[GATHER] * 4,
 )
 
 
@@ -157,13 +157,21 @@ def cells(count: int, **change: Any) -> dict[str, CellFacts]:
 
 
 def test_traffic_of_a_cell() -> None:
-    one, other = {"all_gather": 1000}, {"all_gather": 1020, "all_reduce": 4}
-    found = diff(report(cells=cells(1, wire_bytes=one)), report(cells=cells(1, wire_bytes=other)))
-    assert [(change.case, change.reason, change.before) for change in found.changes] == [
-        ("c0", "wire all_gather", "1000 bytes"),
-        ("c0", "wire all_reduce", "0 bytes"),
-    ]
-    fewer = cells(1, collectives={"forward all_gather dp_shard": 3})
+    more = [*FACTS.schedule[1:], msgspec.structs.replace(GATHER, nbytes=270)]
+    other = [*FACTS.schedule[1:], msgspec.structs.replace(GATHER, dtype="bfloat16", nbytes=125)]
+    for schedule, expected in (
+        (more, [("c0", "wire all_gather dp_shard float32", "1000 bytes")]),
+        (
+            other,
+            [
+                ("c0", "wire all_gather dp_shard bfloat16", "0 bytes"),
+                ("c0", "wire all_gather dp_shard float32", "1000 bytes"),
+            ],
+        ),
+    ):
+        found = diff(report(cells=cells(1)), report(cells=cells(1, schedule=schedule)))
+        assert [(change.case, change.reason, change.before) for change in found.changes] == expected
+    fewer = cells(1, schedule=[msgspec.structs.replace(GATHER, nbytes=500), GATHER, GATHER])
     assert [change.reason for change in diff(report(cells=cells(1)), report(cells=fewer)).changes] == [
         "number of forward all_gather dp_shard"
     ]

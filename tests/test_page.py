@@ -8,8 +8,9 @@ import pytest
 
 from conformance.__main__ import main
 from conformance.engine.measurements import Measurement
-from conformance.engine.page import bounds_bar, loss_curve, memory_bar, report_page
-from tests.test_diff import FACTS, bytes_of, case, deviation, report
+from conformance.engine.drawings import bounds_bar, loss_curve, memory_bar, timeline
+from conformance.engine.page import report_page
+from tests.test_diff import FACTS, GATHER, bytes_of, case, deviation, report
 
 REPORT = report(
     case("PAR-1/dp2", loss=deviation(1e-6)),
@@ -95,13 +96,28 @@ def test_curves_and_bars() -> None:
     assert 'points="10,4.0 25,13.0 40,22.0"' in loss_curve([3.0, 2.0, 1.0])
     assert loss_curve([1.0, None]) == loss_curve([]) == ""
     assert "22.0" in loss_curve([2.0])
+    beside = loss_curve([3.0, 1.0], [3.0, 2.0])
+    assert beside.count("<polyline") == 2
+    assert "1.0000, baseline to 2.0000" in beside
+    assert loss_curve([1.0], [None]) == ""
     assert 'width="260.0"' in memory_bar({"forward": bytes_of(8, lower=4, upper=9)}, largest=8)
+
+
+def test_collectives_in_their_order() -> None:
+    reduce = msgspec.structs.replace(GATHER, phase="backward", kind="all_reduce", group="tp")
+    picture = timeline([GATHER, GATHER, reduce])
+    assert picture.count("<title>") == 3
+    assert picture.index(">dp_shard</text>") < picture.index(">tp</text>")
+    assert "<title>backward all_reduce tp, 250 B</title>" in picture
+    assert timeline([]) == ""
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "report.json").write_bytes(msgspec.json.encode(REPORT))
     assert main(["html", str(tmp_path)]) == 0
     assert (tmp_path / "report.html").read_text() == report_page(REPORT)
+    assert main(["html", str(tmp_path), "--baseline", str(tmp_path)]) == 0
+    assert "baseline to 3.0000" in (tmp_path / "report.html").read_text()
     assert main(["html", str(tmp_path / "none")]) == 2
 
 

@@ -19,13 +19,13 @@ class Baseline:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._report = read_report(directory)
-        if self._report.suite_digest != suite_digest():
+        self.report = read_report(directory)
+        if self.report.suite_digest != suite_digest():
             raise ValueError(
-                f"--baseline {directory}: judged by another suite ({self._report.suite_digest}, this is "
+                f"--baseline {directory}: judged by another suite ({self.report.suite_digest}, this is "
                 f"{suite_digest()}): run it again, or compare afterwards with python -m conformance diff --any-suite"
             )
-        self._cases = {case.id: case for case in self._report.cases}
+        self._cases = {case.id: case for case in self.report.cases}
 
     def judge(self, case: str, measured: Mapping[str, Measurement]) -> tuple[Verdict, str]:
         """The verdict on a case, `LAW/CELL`, that passes: whether its figures are those of the baseline."""
@@ -38,7 +38,7 @@ class Baseline:
     def difference(self, report: Report) -> str:
         """As text; of a session that ended early there is none."""
         try:
-            return f"beside the baseline: {as_text(diff(self._report, report))}"
+            return f"beside the baseline: {as_text(diff(self.report, report))}"
         except ValueError as error:
             return f"no comparison with the baseline: {error}"
 

@@ -13,6 +13,17 @@ import msgspec
 from conformance.engine.record import RECORD_FILE, TRAINING, Header
 
 
+class Collective(msgspec.Struct, frozen=True, array_like=True):
+    """One, as a list: a report has many."""
+
+    phase: str
+    kind: str
+    group: str
+    dtype: str
+    nbytes: int
+    """Of rank 0's input."""
+
+
 class CellFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One training run, the first of its cell."""
 
@@ -25,10 +36,21 @@ class CellFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """A fixed piece of work at the end of the run, on the slowest rank: times of two reports are compared beside it."""
     tokens_per_s: float | None
     """Valid tokens of all ranks in the fastest of these steps; None for a run of one step."""
-    wire_bytes: dict[str, int]
-    """In the last step, by `KIND GROUP DTYPE` of the collective: bytes of rank 0's inputs."""
-    collectives: dict[str, int]
-    """In the last step, by `PHASE KIND GROUP`: how many."""
+    schedule: list[Collective]
+    """Those of rank 0 in the last step, in their order."""
+
+    @property
+    def wire_bytes(self) -> dict[str, int]:
+        """In the last step, by `KIND GROUP DTYPE` of the collective: bytes of rank 0's inputs."""
+        found: Counter[str] = Counter()
+        for one in self.schedule:
+            found[f"{one.kind} {one.group} {one.dtype}"] += one.nbytes
+        return dict(sorted(found.items()))
+
+    @property
+    def collectives(self) -> dict[str, int]:
+        """In the last step, by `PHASE KIND GROUP`: how many."""
+        return dict(sorted(Counter(f"{one.phase} {one.kind} {one.group}" for one in self.schedule).items()))
 
 
 class _Step(msgspec.Struct):
@@ -81,18 +103,15 @@ def _facts(run: _Run) -> CellFacts:
     slowest = [max(times) for times in zip(*(rank.step_s for rank in run.ranks), strict=True)]
     steps, last = run.ranks[0].steps, run.ranks[0].steps[-1].step
     rates = [step.valid_tokens / time_s for step, time_s in zip(steps, slowest, strict=True) if time_s > 0][1:]
-    wire: Counter[str] = Counter()
-    collectives: Counter[str] = Counter()
-    for one in run.ranks[0].collectives:
-        if one.step == last:
-            wire[f"{one.kind} {one.group} {one.dtype}"] += one.nbytes
-            collectives[f"{one.phase} {one.kind} {one.group}"] += 1
     return CellFacts(
         substrate=run.header.substrate,
         losses=[step.loss for step in steps],
         step_s=[round(time_s, 6) for time_s in slowest[1:]],
         calibration_s=round(max(rank.calibration_s for rank in run.ranks), 6),
         tokens_per_s=round(max(rates), 1) if rates else None,
-        wire_bytes=dict(sorted(wire.items())),
-        collectives=dict(sorted(collectives.items())),
+        schedule=[
+            Collective(one.phase, one.kind, one.group, one.dtype, one.nbytes)
+            for one in run.ranks[0].collectives
+            if one.step == last
+        ],
     )
