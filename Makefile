@@ -48,8 +48,7 @@ conformance: environment
 	$(RUN) -m pytest -n auto conformance/ --profile $(PROFILE) $(ARGS)
 
 # Two workers: these tests start processes of their own and mostly wait for them. By file: what the tests of a file share,
-# such as a whole session or warm ranks, is made once. In the order of
-# tests/conftest.py.
+# such as a whole session or warm ranks, is made once. The order is that of tests/conftest.py.
 test: environment
 	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/ $(ARGS)
 

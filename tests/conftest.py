@@ -15,7 +15,7 @@ from conformance.engine.leases import DIRECTORY_VARIABLE
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-LONG = ("defects", "session", "spmd", "axes", "miniatures", "trainer_resume", "trainer_cli", "device_leases", "baseline")
+LONG = ("defects", "session", "spmd", "axes", "miniatures", "trainer_resume", "trainer_cli", "device_leases")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

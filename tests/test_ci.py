@@ -36,7 +36,7 @@ def test_a_job_is_what_make_does(tmp_path: Path, arguments: list[str], asked: li
     done = run(tmp_path, *arguments)
     assert (done.returncode, done.stdout.splitlines()) == (0, asked)
     failed = run(tmp_path, *arguments, make="exit 2")
-    assert (failed.returncode, failed.stdout.splitlines()) == (1, asked), "what fails does not keep the rest from running"
+    assert (failed.returncode, failed.stdout.splitlines()) == (1, asked), "the rest runs all the same"
 
 
 def test_another_torch(tmp_path: Path) -> None:

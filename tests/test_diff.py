@@ -164,8 +164,8 @@ def test_traffic_of_a_cell() -> None:
         (
             other,
             [
-                ("c0", "wire all_gather dp_shard bfloat16", "0 bytes"),
                 ("c0", "wire all_gather dp_shard float32", "1000 bytes"),
+                ("c0", "wire all_gather dp_shard bfloat16", "0 bytes"),
             ],
         ),
     ):

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from conformance.__main__ import main
-from conformance.engine.measurements import Measurement
 from conformance.engine.drawings import bounds_bar, loss_curve, memory_bar, timeline
+from conformance.engine.measurements import Measurement
 from conformance.engine.page import report_page
 from tests.test_diff import FACTS, GATHER, bytes_of, case, deviation, report
 

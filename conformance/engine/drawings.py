@@ -12,7 +12,7 @@ from conformance.engine.measurements import Measurement
 _WIDTH, _HEIGHT, _ROW = 120, 10, 13
 _PHASE_COLOURS = {"forward": "#0969da", "backward": "#8250df", "clip": "#bf8700", "optimizer": "#1a7f37"}
 _KIND_COLOURS = {"all_gather": "#0969da", "reduce_scatter": "#8250df", "all_reduce": "#bf8700"}
-_NAMES, _EVENT = 90, 7
+_NAMES, _EVENT = 90, 9
 """Width of the names of groups, and of one collective."""
 
 
@@ -55,7 +55,7 @@ def memory_bar(peaks: Mapping[str, Measurement], *, largest: float) -> Markup:
 
 
 def loss_curve(losses: Sequence[float | None], baseline: Sequence[float | None] = ()) -> Markup:
-    """A line over the steps with its first and last value, and dashed that of a baseline; empty if one is not finite."""
+    """A line over the steps, its first and last value, and dashed that of a baseline; empty if one is not finite."""
     values, others = ([value for value in found if value is not None] for found in (losses, baseline))
     if len(values) < len(losses) or len(others) < len(baseline) or not values:
         return Markup()
@@ -82,15 +82,13 @@ def timeline(collectives: Sequence[Collective]) -> Markup:
     if not collectives:
         return Markup()
     groups = list(dict.fromkeys(one.group for one in collectives))
-    parts = [
-        f'<text x="0" y="{_ROW * (row + 2) - 3}">{escape(group)}</text>' for row, group in enumerate(groups)
-    ]
+    parts = [f'<text x="0" y="{_ROW * (row + 2) - 3}">{escape(group)}</text>' for row, group in enumerate(groups)]
     start = 0
     for phase, run in groupby(one.phase for one in collectives):
         left, length = _NAMES + _EVENT * start, len(list(run))
         parts.append(f'<rect x="{left}" y="0" width="1" height="{_ROW * (len(groups) + 1)}" fill="var(--none)"/>')
-        if _EVENT * length > 7 * len(phase):
-            parts.append(f'<text x="{left + 3}" y="{_ROW - 3}">{escape(phase)}</text>')
+        name = phase if _EVENT * length > 6 * len(phase) else phase[:1]
+        parts.append(f'<text x="{left + 3}" y="{_ROW - 3}">{escape(name)}</text>')
         start += length
     for number, one in enumerate(collectives):
         parts.append(

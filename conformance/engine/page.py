@@ -9,11 +9,18 @@ from markupsafe import Markup
 
 from conformance.engine.cell_facts import CellFacts
 from conformance.engine.drawings import bounds_bar, loss_curve, memory_bar, timeline
+from conformance.engine.law import in_order
 from conformance.engine.measurements import Measurement
 from conformance.engine.report import CaseResult, Report
 from conformance.engine.verdicts import Verdict
 
 _BAD = (Verdict.FAIL, Verdict.TIMEOUT, Verdict.CRASH, Verdict.ERROR, Verdict.UNEXPECTED_PASS)
+_SHORT = {
+    Verdict.UNSUPPORTED.value: "n/a",
+    Verdict.UNEXPECTED_PASS.value: "xpass",
+    Verdict.QUALITY_WARNING.value: "moved",
+}
+"""For the narrow columns of the grid."""
 _OUTCOMES = {0: "conformant", 1: "not conformant", 3: "the suite failed", 4: "usage", 5: "incomplete"}
 _PEAK = "peak of "
 
@@ -23,7 +30,7 @@ def report_page(report: Report, *, baseline: Report | None = None) -> str:
     environment = Environment(
         loader=PackageLoader("conformance.engine"), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    laws = dict.fromkeys(case.law for case in report.cases)
+    laws = sorted({case.law for case in report.cases}, key=in_order)
     packages = report.environment["packages"]
     known = baseline.cells if baseline else {}
     return environment.get_template("report.html.j2").render(
@@ -35,7 +42,8 @@ def report_page(report: Report, *, baseline: Report | None = None) -> str:
         verdicts=[verdict.value for verdict in Verdict if verdict.value in report.verdicts],
         families=list(_families(report.cases)),
         laws=[_law(law, report.cases) for law in laws],
-        grid=_grid(report.cases, list(laws)),
+        grid=_grid(report.cases, laws),
+        short=_SHORT,
         memory=list(_memory(report.cases)),
         cells=[_cell(name, facts, known.get(name)) for name, facts in report.cells.items()],
         environment=list(_facts(report.environment)),

@@ -204,7 +204,8 @@ class Reporter:
             self._stream.close()
             part.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
             part.rename(self._directory / "report.json")
-            (self._directory / "report.html").write_text(report_page(report, baseline=self._baseline.report if self._baseline else None))
+            beside = self._baseline.report if self._baseline else None
+            (self._directory / "report.html").write_text(report_page(report, baseline=beside))
             (self._directory / "summary.md").write_text(markdown(report))
             (self._directory / "plan.json").unlink(missing_ok=True)
         except OSError as error:
