@@ -62,10 +62,12 @@ def test_benign_changes_pass(bench: Bench, selection: str) -> None:
     """The twins of all defects that these cells show, in force at once, and all laws that these defects must fail.
 
     `conformance defects` judges each twin, and alone. Those that change one place hide each other: they take turns.
+    The twin of a hang may issue collectives of its own, which only the laws that it names let pass.
     """
-    shown = [defect for defect in SHOWN_HERE if SHOWN_BY[defect.id] == selection]
-    for twins in apart([defect.id + TWIN for defect in shown]):
-        named = {law for defect in shown if defect.id + TWIN in twins for law in defect.laws}
+    shown = {f"{defect.id}{TWIN}": defect for defect in SHOWN_HERE if SHOWN_BY[defect.id] == selection}
+    alone = [[name] for name, defect in shown.items() if defect.hangs]
+    for twins in apart([name for name, defect in shown.items() if not defect.hangs]) + alone:
+        named = {law for name in twins for law in shown[name].laws}
         found = bench.judge(bench.cases(selection, only=named), defect=AND.join(twins))
         assert found
         assert [judged for judged in found if judged.verdict != Verdict.PASS] == []

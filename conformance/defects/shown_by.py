@@ -85,7 +85,7 @@ SHOWN_BY = {
     "backward-hooks-not-attached": _ACCUMULATION,
     "ignored-params-unreduced": _SGD,
     "conditional-param-use-hang": _SGD,
-    "rank0-evaluates-alone": _SGD,
+    "rank0-evaluates-alone": _FP32,
     "uneven-micro-batches-hang": _ACCUMULATION,
     "reshard-skipped": "id in (dp2-fp32-default-meta, dp4-fp32-table-meta-deep, dp4-fp32-default-meta-deep)",
     "stale-unsharded-weights": _FP32,
