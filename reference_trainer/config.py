@@ -182,7 +182,7 @@ class OptimizerConfig(Config, frozen=True, kw_only=True):
         return float(self.norm_type)
 
 
-Precision = Literal["fp32", "bf16-mp", "bf16-init", "bf16-reduce", "bf16-mixed"]
+Precision = Literal["fp32", "bf16-mp", "bf16-init", "bf16-reduce", "bf16-params", "bf16-mixed"]
 Init = Literal["meta", "full", "layerwise", "checkpoint"]
 AfterForwardName = Literal["always", "never"]
 Reshard = Literal["always", "never", "default", "except-last", "auto"] | int | dict[str, AfterForwardName | int]
@@ -200,6 +200,8 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     """`bf16-mp`: fp32 parameters, computation in bf16, gradients reduced in fp32.
     `bf16-init`: the same, but parameters are built, sharded and initialised in bf16, and then cast to fp32.
     `bf16-reduce`: as bf16-mp, but gradients are reduced in bf16.
+    `bf16-params`: as bf16-mp, but torch chooses in which dtype they are reduced: that of computation up to 2.14, from
+    2.15 on that of the sharded parameters.
     `bf16-mixed`: as bf16-mp, but only the norms have fp32 parameters; all others, and with them their gradients and
     optimizer state, are bf16 throughout. Cannot be compiled."""
     reshard: Reshard = "default"

@@ -259,9 +259,11 @@ def mixed_precision_policy(precision: Precision) -> MixedPrecisionPolicy:
         case "fp32":
             return MixedPrecisionPolicy()
         case "bf16-mp" | "bf16-init" | "bf16-mixed":
-            reduce_dtype = torch.float32
+            reduce_dtype: torch.dtype | None = torch.float32
         case "bf16-reduce":
             reduce_dtype = torch.bfloat16
+        case "bf16-params":
+            reduce_dtype = None
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
 
 

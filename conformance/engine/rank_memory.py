@@ -145,12 +145,13 @@ def _set_grad_dtypes(model: Transformer, config: TrainerConfig, *, reduces: bool
     several micro-batches, and those that tensor parallelism may have to reduce.
     """
     policy = mixed_precision_policy(config.precision)
-    if policy.reduce_dtype == policy.param_dtype:
+    reduce_dtype = policy.reduce_dtype or torch.float32  # what 2.15 takes it for, see `oracles.dtype_policy`
+    if policy.param_dtype in (None, reduce_dtype):
         return
     for parameter in model.parameters():
         first = parameter.grad is None and not reduces
         replicated = isinstance(parameter, DTensor) and any(where.is_replicate() for where in parameter.placements)
-        parameter.grad_dtype = policy.reduce_dtype if first or replicated else None
+        parameter.grad_dtype = reduce_dtype if first or replicated else None
 
 
 def _forward_backward(

@@ -10,6 +10,7 @@ from conformance.engine import compare
 from conformance.engine.cells import Cell
 from conformance.engine.law import Measure
 from conformance.engine.workload import trainer_config
+from conformance.oracles.dtype_policy import dtype_policy
 from conformance.oracles.lifetimes import lifetimes_of
 from conformance.oracles.memory_model import Segment, Usage, group_bytes, predict, state_bytes, usage_by_phase
 from conformance.oracles.tp_schedule import local_shapes, tensor_parallel_events
@@ -32,7 +33,8 @@ def parts(cell: Cell) -> tuple[TrainerConfig, ParallelDims, dict[str, tuple[int,
 
 
 def itemsize(config: TrainerConfig, what: str) -> int:
-    return 4 if config.precision == "fp32" or (what == "reduce" and config.precision != "bf16-reduce") else 2
+    policy = dtype_policy(config.precision)
+    return int(getattr(torch, policy.reduce if what == "reduce" else policy.compute).itemsize)
 
 
 class Bounds(msgspec.Struct, frozen=True):

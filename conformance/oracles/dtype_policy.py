@@ -36,11 +36,19 @@ class DtypePolicy:
     """The same of norms."""
 
 
+def _unset_reduce_dtype(torch_version: str) -> str:
+    """What `reduce_dtype=None` means: `param_dtype`; from 2.15 on the dtype of the sharded parameters, fp32
+    (`versionchanged` in the documentation of `MixedPrecisionPolicy`)."""
+    major, minor = (int(part) for part in torch_version.split("+")[0].split(".")[:2])
+    return BF16 if (major, minor) <= (2, 14) else FP32
+
+
 _POLICIES = {
     "fp32": DtypePolicy(compute=FP32, reduce=FP32),
     "bf16-mp": DtypePolicy(compute=BF16, reduce=FP32),
     "bf16-init": DtypePolicy(compute=BF16, reduce=FP32),
     "bf16-reduce": DtypePolicy(compute=BF16, reduce=BF16),
+    "bf16-params": DtypePolicy(compute=BF16, reduce=_unset_reduce_dtype(str(torch.__version__))),
     "bf16-mixed": DtypePolicy(compute=BF16, reduce=FP32, sharded=BF16),
 }
 
