@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -33,13 +34,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help=f"put the result into {PAGE.relative_to(PROJECT)}")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        reports = []
-        for number in range(arguments.sessions):
-            reports.append(session(arguments.cells, Path(directory, str(number))))
-            if number:
-                changes = diff(reports[-2], reports[-1]).changes
-                print(f"session {number + 1}: {[(one.kind, one.case, one.reason) for one in changes]}", flush=True)
-    found = [diff(before, after).changes for before, after in zip(reports, reports[1:], strict=False)]
+        reports = [session(arguments.cells, Path(directory, str(number))) for number in range(arguments.sessions)]
+    found = [diff(before, after).changes for before, after in pairwise(reports)]
     empty = sum(not changes for changes in found)
     text = (
         f"`python -m benchmarks.noise --sessions {arguments.sessions} --write`, torch {torch.__version__}, "
