@@ -4,7 +4,7 @@
 #   push           the suite's own tests, and profile smoke
 #   pull-request   profile pr, or the i-th of n shards of it
 #   nightly        profile nightly (or a shard), on TORCH=VERSION where that is set
-#   detection      every defect with its twin: does the suite still catch them?
+#   detection      every defect with its twin, on the default torch: does the suite still catch them?
 #   versions       profile smoke on each of VERSIONS, and a table: law x version
 #   gpu            profile certify on this machine's devices: nothing waived, nothing unsupported
 #
@@ -35,7 +35,7 @@ case $job in
   pull-request) conformance pr ;;
   nightly) conformance nightly ;;
   detection)
-    "${make[@]}" environment || exit 1
+    make environment || exit 1
     .venv/bin/python -m conformance defects || status=1
     ;;
   versions)

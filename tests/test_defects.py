@@ -1,5 +1,6 @@
 """Detection power: every defect is caught by the laws that it names, and benign changes pass."""
 
+import dataclasses
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,8 @@ from conformance.engine.cells import Cell
 from conformance.engine.pool import Pools
 from conformance.engine.store import CellFailed
 from conformance.engine.verdicts import Verdict, classify
+from conformance.oracles import dtype_policy as dtype_policies
+from conformance.oracles.dtype_policy import BF16, FP32, dtype_policy
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +96,22 @@ def apart(names: Sequence[str]) -> list[list[str]]:
 @pytest.mark.parametrize("defect", SHOWN_HERE, ids=by_id)
 def test_a_defect_is_caught_by_its_laws(bench: Bench, defect: Defect) -> None:
     assert escapes(bench, defect) == []
+
+
+def test_the_other_meaning_of_an_unset_reduce_dtype_is_seen(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if this torch were on the other side of 2.15, where it has changed."""
+    policy = dtype_policy("bf16-params")
+    other = dataclasses.replace(policy, reduce=BF16 if policy.reduce == FP32 else FP32)
+    monkeypatch.setitem(dtype_policies._POLICIES, "bf16-params", other)
+    found = bench.judge(bench.cases("id = dp2-bf16params-default-meta"), defect=None)
+    assert {judged.case.law for judged in found if judged.verdict == Verdict.FAIL} >= {"PAR-2", "MP-1", "MP-4"}
+
+
+@pytest.mark.parametrize(
+    ("version", "dtype"), [("2.6.0", BF16), ("2.13.0+cpu", BF16), ("2.14.1", BF16), ("2.15.0", FP32)]
+)
+def test_an_unset_reduce_dtype_by_version(version: str, dtype: str) -> None:
+    assert dtype_policies._unset_reduce_dtype(version) == dtype
 
 
 @pytest.mark.parametrize("defect", defects(), ids=by_id)

@@ -27,8 +27,16 @@ def _chain(first: types.TracebackType, second: types.TracebackType, last: object
 @pytest.mark.parametrize("has_line", [True, False])
 def test_only_the_place_is_shown(has_line: bool) -> None:
     excinfo = interrupted(has_line=has_line)
-    BriefInterrupt().pytest_keyboard_interrupt(excinfo)
+    BriefInterrupt(full=False).pytest_keyboard_interrupt(excinfo)
     assert [entry.name for entry in excinfo.traceback] == ["interrupted"]
+    assert "1 / 0" in str(excinfo.getrepr(funcargs=True))
+
+
+def test_a_full_trace_is_left_but_for_what_cannot_be_rendered() -> None:
+    excinfo = interrupted(has_line=False)
+    assert len(excinfo.traceback) == 3
+    BriefInterrupt(full=True).pytest_keyboard_interrupt(excinfo)
+    assert len(excinfo.traceback) == 2
     assert "1 / 0" in str(excinfo.getrepr(funcargs=True))
 
 

@@ -23,12 +23,17 @@ def _interrupt(number: int, _frame: object) -> NoReturn:
 
 
 class BriefInterrupt:
-    """Leaves of an interrupt's traceback the place alone: pytest shows no more, and renders it all, for a second."""
+    """Leaves of an interrupt's traceback the place alone: pytest renders it all, and shows no more without
+    `--full-trace`, with which it is left."""
+
+    def __init__(self, *, full: bool) -> None:
+        self._full = full
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
         """CPython 3.11 may be interrupted where it knows no line; pytest 9.2 fails to render that, and the session."""
-        excinfo.traceback = excinfo.traceback.filter(_has_line)[-1:]
+        known = excinfo.traceback.filter(_has_line)
+        excinfo.traceback = known if self._full else known[-1:]
 
 
 def _has_line(entry: TracebackEntry) -> bool:

@@ -82,7 +82,7 @@ def start_session(config: pytest.Config) -> None:
     if session.hardware.devices:
         os.environ.update(DETERMINISM)  # oracles compute on a device too, and CUDA reads this once
     config.pluginmanager.register(session, "conformance-session")
-    config.pluginmanager.register(BriefInterrupt(), "conformance-brief-interrupt")
+    config.pluginmanager.register(BriefInterrupt(full=config.option.fulltrace), "conformance-brief-interrupt")
     if session.is_controller and getattr(config.option, "numprocesses", None):
         config.pluginmanager.register(EndsWorkers(), "conformance-ends-workers")
     if session.is_controller and not config.option.collectonly:
