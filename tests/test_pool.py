@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from conformance.engine import pool
 from conformance.engine.pool import Pools, RankReport, RunFailed, Task
 
 TASKS = f"{__package__}.pool_tasks".removeprefix(".")
@@ -157,6 +158,16 @@ def test_idle_ranks_are_limited() -> None:
         assert pids(pools, world_size=6) == kept
         pools.release()
         assert not any(psutil.pid_exists(pid) for pid in kept)
+
+
+def test_idle_ranks_hand_their_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while nothing else is asked for; new ones come when they are needed."""
+    with Pools() as pools:
+        idle = pids(pools, world_size=2)
+        monkeypatch.setattr(pool, "IDLE_LIMIT_S", 0.1)
+        wait_until_gone(idle)
+        monkeypatch.undo()
+        assert set(pids(pools, world_size=2)).isdisjoint(idle)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from conformance.engine.world import World
 __all__ = ["FailureKind", "PoolError", "Pools", "RankContext", "RankReport", "RunFailed", "Task"]
 
 MAX_WARM_RANKS = 16
+IDLE_LIMIT_S = 30.0  # ranks are forked again in a tenth of a second; each holds some 50 to 100 MiB of its own
 IDLE_POLL_S = 0.2
 
 # Libraries read these variables once per process, so ranks that have used other values cannot serve the task.
@@ -56,7 +57,8 @@ class Pools:
     """All warm ranks of one pytest worker. Its methods are for one thread.
 
     Nothing starts before the first task. `sys.path`, the working directory and the environment of that moment are
-    those of all ranks to come. At most `MAX_WARM_RANKS` rank processes stay; the least recently used pools end first.
+    those of all ranks to come. At most `MAX_WARM_RANKS` rank processes stay: the least recently used pools end first.
+    A pool that has had nothing to do for `IDLE_LIMIT_S` ends too.
 
     Each rank of an accelerated task has one of `devices` as long as its pool lives, to itself if there are enough; and
     pools that are idle end as soon as anybody waits for devices. Other ranks share the processors: each task waits
@@ -120,6 +122,7 @@ class Pools:
     ) -> tuple[RankReport, ...]:
         """Run these ranks of a world, whose others other hosts run: see `World.run`. Raises PoolError."""
         env = dict(env or {})
+        self._watch = self._watch or _Watch(self._hand_back)
         with self._busy, self._processors_for(0 if task.accelerated else len(ranks)):
             world = self._world(ranks, world_size=world_size, task=task, env=env)
             reports = world.run(task, deadline_s=deadline_s, env=env, rendezvous=rendezvous, stop=stop)
@@ -180,7 +183,6 @@ class Pools:
         """Beside those of warm pools if they are free at once, else with none in hand: nobody waits with devices."""
         if self._devices is None:
             raise PoolError("the task needs a device for each rank, and these pools have none")
-        self._watch = self._watch or _Watch(self._hand_back)
         count = devices_for(ranks, among=len(self._devices.slots))
         with suppress(LeaseError):
             return self._devices.take(count, limit_s=0.0)
@@ -190,9 +192,12 @@ class Pools:
         return lease
 
     def _hand_back(self) -> None:
+        """Devices if anybody waits for them, and the memory of ranks that are idle."""
         with self._busy:
             if self._devices is not None and self._pools and self._devices.is_contended():
                 self._release_devices()
+            for key in [key for key, world in self._pools.items() if world.idle_s > IDLE_LIMIT_S]:
+                self._pools.pop(key).close()
 
     def _release_devices(self) -> None:
         for key in [key for key in self._pools if key.accelerated]:
@@ -211,7 +216,7 @@ class Pools:
 
 
 class _Watch:
-    """Hands devices back also while a worker has nothing to do, as it may until its session ends."""
+    """Hands back also while a worker has nothing to do, as it may until its session ends."""
 
     def __init__(self, hand_back: Callable[[], None]) -> None:
         self._hand_back = hand_back
@@ -225,7 +230,8 @@ class _Watch:
 
     def _run(self) -> None:
         while not self._over.wait(IDLE_POLL_S):
-            self._hand_back()
+            with suppress(PoolError):  # the server is gone, and its ranks with it: the next task starts a new one
+                self._hand_back()
 
 
 def require_runnable(task: Task, *, world_size: int, deadline_s: float) -> None:

@@ -27,6 +27,7 @@ class World:
         self._lease = lease
         self._directory = Path(tempfile.mkdtemp(prefix=f"world{world_size}-", dir=server.directory))
         self._tasks = 0
+        self._ended_s = time.monotonic()
         self._closed = False
         self._exit_codes: list[int | None] | None = None
         self._ranks: list[RankHandle] = []
@@ -41,6 +42,11 @@ class World:
     def is_usable(self) -> bool:
         """Whether all ranks are alive."""
         return not self._closed and not wait([rank.pidfd for rank in self._ranks], timeout=0)
+
+    @property
+    def idle_s(self) -> float:
+        """Since the last task, of a world that is not running one."""
+        return time.monotonic() - self._ended_s
 
     def run(
         self,
@@ -70,6 +76,7 @@ class World:
         except BaseException:
             self.close()
             raise
+        self._ended_s = time.monotonic()
         meeting.unlink(missing_ok=True)
         if any(report.leaks for report in reports.values()):
             self.close()
