@@ -5,10 +5,16 @@ import tempfile
 from collections.abc import Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from conformance.engine.cells import Cell
+from conformance.engine.law import Run
 from conformance.engine.leases import DIRECTORY_VARIABLE
+from conformance.engine.pool import Pools
+from conformance.engine.record import Record
+from conformance.engine.store import Clock, RecordStore
 
 # A shell that runs CI as a background job ignores SIGINT in it, and so would every process that the tests start: those
 # that send Ctrl-C would wait for ever. Children inherit the default action once this process has a handler of its own.
@@ -30,6 +36,30 @@ def own_leases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(DIRECTORY_VARIABLE, str(tmp_path_factory.mktemp("leases")))
         yield
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Pools]:
+    """Warm ranks for all tests of a worker."""
+    with Pools() as pools:
+        yield pools
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory, pools: Pools) -> RecordStore:
+    version = str(torch.__version__)
+    return RecordStore(tmp_path_factory.mktemp("records"), "test", version, defect=None, deadline_s=60.0, pools=pools)
+
+
+@pytest.fixture(scope="module")
+def run(store: RecordStore) -> Run:
+    """Trains a cell once, with a deadline of its own."""
+
+    def run_alone(cell: Cell, *, repeat: int = 0) -> Record:
+        store.clock = Clock()
+        return store.run(cell, repeat=repeat)
+
+    return run_alone
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,12 @@ import msgspec
 import psutil
 
 from conformance.engine.report import Report
+from tests import forked
 
 PROJECT = Path(__file__).resolve().parents[1]
 LIMIT_S = 100.0
+PYTEST = [sys.executable, "-m", "pytest"]
+NOBODY: frozenset[psutil.Process] = frozenset()
 ONE_CELL = "id = dp2-fp32-default-meta-sgd-noclip"
 
 
@@ -44,7 +47,7 @@ def suite(
     options = [f"-n{workers}", f"--profile={profile}", f"--report-dir={directory}"]
     options += ["-p", "no:hypothesispytest"]  # it loads for a second, for nothing
     options += ["-o", f"cache_dir={cache}"] if cache else ["-p", "no:cacheprovider"]
-    return [sys.executable, "-m", "pytest", *options, *arguments]
+    return [*PYTEST, *options, *arguments]
 
 
 def finish(
@@ -54,9 +57,14 @@ def finish(
     act: Callable[[psutil.Process], bool] | None = None,
     limit_s: float = LIMIT_S,
 ) -> Ended:
-    """Run a session to its end; `act` is called again and again with its process, until it has done what it wants."""
+    """Run a session to its end; `act` is called again and again with its process, until it has done what it wants.
+
+    Sessions that are not acted on are forked with torch loaded.
+    """
     output = directory.with_suffix(".out")
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "120"}
+    if act is None and command[:3] == PYTEST:
+        return Ended(_forked(command[3:], environment, output, limit_s=limit_s), output.read_text(), directory, NOBODY)
     with output.open("wb") as file:
         process = psutil.Popen(
             command,
@@ -66,12 +74,22 @@ def finish(
             stderr=subprocess.STDOUT,
         )
         try:
-            seen = watch(process, act, limit_s=limit_s) if act else frozenset()
+            seen = watch(process, act, limit_s=limit_s) if act else NOBODY
             status = process.wait(limit_s)
         finally:
             if process.is_running():
                 process.kill()
     return Ended(status, output.read_text(), directory, seen)
+
+
+def _forked(arguments: list[str], environment: dict[str, str], output: Path, *, limit_s: float) -> int:
+    process = forked.start("pytest", arguments, cwd=PROJECT, environment=environment, out=output, err=output)
+    try:
+        process.join(limit_s)
+        assert process.exitcode is not None, output.read_text()
+        return process.exitcode
+    finally:
+        process.kill()
 
 
 def watch(

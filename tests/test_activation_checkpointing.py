@@ -1,7 +1,7 @@
 """Activation checkpointing: what each mode recomputes, and that no mode changes a bit."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 from conformance.engine import compare
 from conformance.engine.cells import AxisValue, Cell
-from conformance.engine.pool import Pools
 from conformance.engine.store import Clock, RecordStore
 from conformance.instruments.dispatch_tap import DispatchTap
 from reference_trainer.config import ModelConfig, TrainerConfig
@@ -86,14 +85,6 @@ def test_inductor_cannot_be_selective() -> None:
     TrainerConfig(activation_checkpointing="selective", compile="aot_eager")
     with pytest.raises(ValueError, match="cannot be kept; use activation_checkpointing full"):
         TrainerConfig(activation_checkpointing="selective", compile="inductor")
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecordStore]:
-    with Pools() as pools:
-        directory = tmp_path_factory.mktemp("records")
-        version = str(torch.__version__)
-        yield RecordStore(directory, "test", version, defect=None, deadline_s=60.0, pools=pools)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-mp"])

@@ -1,7 +1,5 @@
 """AXIS-1 itself: every axis has a proof, every value of the matrix is looked at, and no proof passes a dead axis."""
 
-import importlib.metadata
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -9,10 +7,10 @@ import pytest
 
 from conformance.describe import asserted_laws
 from conformance.engine.cells import Cell, axis_names
+from conformance.engine.law import Run
 from conformance.engine.matrix import Matrix, load_matrix
 from conformance.engine.outcomes import ConformanceFailure
 from conformance.engine.record import Record, read_record
-from conformance.engine.store import RecordStore
 from conformance.oracles.axes import PROOFS, neighbours, prove
 from conformance.substrates import SIMULATED
 
@@ -29,19 +27,6 @@ MODELLED = {name for name, found in asserted_laws().items() if found.law.substra
 """Laws that compare with a model of the very cell: what a cell ignores makes them fail."""
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecordStore]:
-    store = RecordStore(
-        directory=tmp_path_factory.mktemp("records"),
-        session="axes",
-        torch_version=importlib.metadata.version("torch"),
-        defect=None,
-        deadline_s=600,  # of all tests together
-    )
-    yield store
-    store.close()
-
-
 def relabelled(record: Record, cell: Cell) -> Record:
     """The record as if it were that of another cell."""
     content = read_record(record.directory)
@@ -54,23 +39,23 @@ def test_every_axis_has_a_proof() -> None:
     assert tuple(PROOFS) == axis_names()
 
 
-def test_an_axis_without_a_proof_is_an_error(store: RecordStore) -> None:
-    record = store.run(Cell())
+def test_an_axis_without_a_proof_is_an_error(run: Run) -> None:
+    record = run(Cell())
     with pytest.raises(ValueError, match=r"no proof that axis `colour` takes effect: add one"):
         prove("colour", record, record)
 
 
 def test_every_value_of_the_matrix_is_looked_at() -> None:
     base = Cell(mesh="dp1")
-    run = [name for name, family in MATRIX.families.items() if not set(family.laws) <= MODELLED]
-    used = {(axis, getattr(cell, axis)) for name in run for cell in MATRIX.cells(name) for axis in PROOFS}
+    families = [name for name, family in MATRIX.families.items() if not set(family.laws) <= MODELLED]
+    used = {(axis, getattr(cell, axis)) for name in families for cell in MATRIX.cells(name) for axis in PROOFS}
     assert {(axis, value) for axis, value in used if value != getattr(base, axis)} == DEAD.keys()
 
 
 @pytest.mark.parametrize(("axis", "value"), DEAD, ids=str)
-def test_a_dead_axis_value_is_noticed(store: RecordStore, axis: str, value: object) -> None:
+def test_a_dead_axis_value_is_noticed(run: Run, axis: str, value: object) -> None:
     """The neighbour's own run passed off as the cell's: as if the trainer had ignored the value."""
     cell, neighbour = DEAD[axis, value]
-    record = store.run(neighbour)
+    record = run(neighbour)
     with pytest.raises(ConformanceFailure):
         prove(axis, relabelled(record, cell), record)

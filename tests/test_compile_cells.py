@@ -1,7 +1,6 @@
 """Compiled cells: blocks are compiled although instruments are watching, what these see, and what stays behind."""
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +37,6 @@ def run_alone(directory: Path, **axes: Any) -> RankFacts:
     """A world of one rank in this process."""
     context = RankContext(rank=0, world_size=1, rendezvous=f"file://{directory}.store", timeout_s=60.0)
     return facts_of(train_cell(context, payload(Cell(mesh="dp1", **axes), directory)))
-
-
-@pytest.fixture
-def pools() -> Iterator[Pools]:
-    pools = Pools()
-    yield pools
-    pools.close()
 
 
 def run_in_ranks(pools: Pools, directory: Path, cell: Cell) -> list[RankFacts]:

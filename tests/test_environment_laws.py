@@ -1,7 +1,7 @@
 """The preconditions can fail: each ENV law on facts of a healthy world, and on the same facts with one thing wrong."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,9 +17,8 @@ MACHINE = laws.test_machine_has_memory_and_one_clock
 
 
 @pytest.fixture(scope="module")
-def healthy() -> Iterator[Facts]:
-    with Pools() as pools:
-        yield pools.run(Task("conformance.engine.rank_probes:probe", {"defect": None}), world_size=2, deadline_s=60)
+def healthy(pools: Pools) -> Facts:
+    return pools.run(Task("conformance.engine.rank_probes:probe", {"defect": None}), world_size=2, deadline_s=60)
 
 
 def double(facts: Facts, dtype: str, collective: str) -> None:

@@ -1,6 +1,5 @@
 """The model of whole numbers: it is exact, every parameter counts in it, and it shows a lost partial sum on ranks."""
 
-from collections.abc import Iterator
 from math import frexp
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from conformance.engine.cells import AxisValue, Cell
-from conformance.engine.pool import Pools
 from conformance.engine.store import Clock, RecordStore
 from conformance.engine.workload import trainer_config
 from conformance.oracles.reference import initial_model, summed_loss, train_reference
@@ -137,14 +135,6 @@ def test_the_loss_goes_with_the_arithmetic() -> None:
 
 
 # --- on ranks --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecordStore]:
-    with Pools() as pools:
-        directory = tmp_path_factory.mktemp("records")
-        version = str(torch.__version__)
-        yield RecordStore(directory, "test", version, defect=None, deadline_s=60.0, pools=pools)
 
 
 def unequal(store: RecordStore, cell: Cell) -> list[str]:

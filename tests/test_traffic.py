@@ -1,18 +1,15 @@
 """The traffic model on an example computed by hand, and the law that uses it on real and on falsified runs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import pytest
-import torch
 
 from conformance.engine.cells import AxisValue, Cell, cell_from_axes
 from conformance.engine.law import Run
 from conformance.engine.outcomes import ConformanceFailure
-from conformance.engine.record import Record
-from conformance.engine.store import Clock, RecordStore
 from conformance.engine.workload import trainer_config
 from conformance.instruments.collectives import Collective
 from conformance.laws.test_traffic import test_bytes_on_the_wire_equal_the_traffic_model as mp_4
@@ -138,24 +135,6 @@ def test_one_process_sends_nothing() -> None:
 # --- real runs -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    store = RecordStore(
-        directory=tmp_path_factory.mktemp("records"),
-        session="traffic",
-        torch_version=str(torch.__version__),
-        defect=None,
-        deadline_s=60.0,
-    )
-
-    def run_alone(cell: Cell, *, repeat: int = 0) -> Record:
-        store.clock = Clock()  # the deadline is that of one run
-        return store.run(cell, repeat=repeat)
-
-    yield run_alone
-    store.close()
-
-
 @pytest.mark.parametrize(
     "axes",
     [
@@ -215,6 +194,6 @@ def test_the_law_sees_one_wrong_collective(
         if (e.step, e.phase, e.kind, e.group) == (1, phase, kind, group)
     )
     wrong = msgspec.structs.replace(facts, collectives=fault(facts.collectives, index))
-    falsified = cast("Record", SimpleNamespace(ranks=[*record.ranks[:3], wrong]))
+    falsified: Any = SimpleNamespace(ranks=[*record.ranks[:3], wrong])
     with pytest.raises(ConformanceFailure, match=rf"rank 3, step 1, {phase}: {kind} over {group} .*measured \d+ bytes"):
         mp_4(lambda cell, *, repeat=0: falsified, cell)

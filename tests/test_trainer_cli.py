@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest.mock import patch
@@ -19,9 +20,12 @@ from reference_trainer.__main__ import main, train
 from reference_trainer.config import load_config
 from reference_trainer.reshard import ReshardPolicy
 from reference_trainer.train import StepMetrics, Trainer
+from tests import forked
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "reference_trainer" / "configs" / "tiny.yaml"
+LIMIT_S = 120.0
+PLAIN = [sys.executable, "-m", "reference_trainer"]
 MODULE = ["-m", "reference_trainer", "--config", str(TINY)]
 FIELDS = ["step", "loss", "grad_norm", "valid_tokens", "lr", "step_s", "tokens_per_s", "peak_memory_bytes"]
 
@@ -43,9 +47,18 @@ def environment() -> dict[str, str]:
 
 
 def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        arguments, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120, check=False
-    )
+    if arguments[:3] != PLAIN:
+        return subprocess.run(
+            arguments, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
+    with tempfile.TemporaryDirectory() as directory:
+        out, err = Path(directory, "out"), Path(directory, "err")
+        process = forked.start(
+            "reference_trainer", arguments[3:], cwd=ROOT, environment=environment(), out=out, err=err
+        )
+        process.join(LIMIT_S)
+        assert process.exitcode is not None, err.read_text()
+        return subprocess.CompletedProcess(arguments, process.exitcode, out.read_text(), err.read_text())
 
 
 def refusal(arguments: list[str]) -> subprocess.CompletedProcess[str]:

@@ -1,10 +1,8 @@
 """Checkpoints of a run: atomic under kill -9, refused when damaged, and resumed from the command line."""
 
-import multiprocessing
 import random
 import shutil
 import time
-from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from reference_trainer.checkpoint import Checkpoints, newest_checkpoint, resume
 from reference_trainer.config import DataConfig, ModelConfig, TrainerConfig
 from reference_trainer.mesh import init_process_group
 from reference_trainer.train import Trainer
+from tests import forked
 from tests.test_trainer_cli import command, numbers, refusal, rows_of, run
 
 CONFIG = TrainerConfig(
@@ -45,17 +44,9 @@ def train(rank: int, directory: Path, rendezvous: Path, report: Path) -> None:
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def forkserver() -> ForkServerContext:
-    """Processes that need not import torch first."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    return context
-
-
-def started(context: ForkServerContext, directory: Path, rendezvous: Path, report: Path) -> list[BaseProcess]:
+def started(directory: Path, rendezvous: Path, report: Path) -> list[BaseProcess]:
     processes: list[BaseProcess] = [
-        context.Process(target=train, args=(rank, directory, rendezvous, report)) for rank in range(RANKS)
+        forked.context().Process(target=train, args=(rank, directory, rendezvous, report)) for rank in range(RANKS)
     ]
     for process in processes:
         process.start()
@@ -80,13 +71,13 @@ def losses(report: Path) -> dict[int, float]:
     return found
 
 
-def test_a_kill_during_a_save_loses_nothing(tmp_path: Path, forkserver: ForkServerContext) -> None:
+def test_a_kill_during_a_save_loses_nothing(tmp_path: Path) -> None:
     """Twenty times, at random moments, one rank first: what was complete stays, and training goes on bit by bit."""
     moments = random.Random(0)
     directory, report = tmp_path / "checkpoints", tmp_path / "losses"
     done = 0
     for number in range(ROUNDS):
-        processes = started(forkserver, directory, tmp_path / f"rendezvous{number}", report)
+        processes = started(directory, tmp_path / f"rendezvous{number}", report)
         assert wait_for_save(directory, deadline_s=60.0)
         time.sleep(moments.uniform(0.0, 0.03))
         for process in moments.sample(processes, RANKS):
@@ -98,12 +89,12 @@ def test_a_kill_during_a_save_loses_nothing(tmp_path: Path, forkserver: ForkServ
             _, manifest = newest_checkpoint(directory, CONFIG)
             assert manifest.steps_done >= done, "a complete checkpoint was lost"
             done = manifest.steps_done
-    for process in (last := started(forkserver, directory, tmp_path / "rendezvous", report)):
+    for process in (last := started(directory, tmp_path / "rendezvous", report)):
         process.join()
     assert [process.exitcode for process in last] == [0] * RANKS
     assert not list(directory.glob(".step-*"))
     undisturbed = tmp_path / "undisturbed"
-    for process in started(forkserver, tmp_path / "others", tmp_path / "rendezvous-undisturbed", undisturbed):
+    for process in started(tmp_path / "others", tmp_path / "rendezvous-undisturbed", undisturbed):
         process.join()
     assert losses(report) == losses(undisturbed)
     assert losses(report).keys() == set(range(CONFIG.steps))

@@ -1,39 +1,20 @@
 """The trainer on several ranks: precisions, first weights, and when gradients are reduced. Real runs of cells."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
 from conformance.engine.cells import Cell
+from conformance.engine.law import Run
 from conformance.engine.record import Record
-from conformance.engine.store import CellFailed, Clock, RecordStore
+from conformance.engine.store import CellFailed
 from conformance.engine.workload import trainer_config
 from reference_trainer.init_weights import init_weights
 from reference_trainer.model import Transformer
 
-Run = Callable[[Cell], Record]
 ONE_STEP = Cell(steps=1)
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    store = RecordStore(
-        directory=tmp_path_factory.mktemp("records"),
-        session="runs",
-        torch_version=str(torch.__version__),
-        defect=None,
-        deadline_s=60.0,
-    )
-
-    def run_alone(cell: Cell) -> Record:
-        store.clock = Clock()  # the deadline is that of one run
-        return store.run(cell)
-
-    yield run_alone
-    store.close()
 
 
 def drawn_weights(cell: Cell) -> dict[str, Tensor]:
