@@ -1,13 +1,17 @@
 """One pool for many cells: `python -m benchmarks.soak [--cells 500] [--write]`.
 
-Trains the same cell with another seed each time, on the same two ranks, and looks for what adds up: memory of the ranks
-(unique set size, the pages that no other process shares), time of a run, numerics. Every 50th run is made again in
-fresh processes; its tensors must have the same bits. Exit status 1 if one differs, or if a rank has grown by more than
-a tenth between the first and the last tenth of the runs.
+Trains the same cell with another seed each time, on the same two ranks, and looks for what adds up: memory of ranks,
+time of a run, numerics. Every 50th run is made again in fresh processes; its tensors must have the same bits. Exit
+status 1 if one differs, or if a rank has grown by a page or more for each run between the first and the last tenth.
+
+Memory is the resident set. That part of it which no other process shares, the unique set, grows without a leak: ranks
+are forks of the rank server, and each page of its objects is copied when a rank first counts a reference to one of them
+(600 process groups made and ended: unique set +7 MiB, resident set +2 MiB, all but 0.2 MiB with the first collectives).
 """
 
 import argparse
 import hashlib
+import os
 import statistics
 import sys
 import tempfile
@@ -25,6 +29,7 @@ from conformance.engine.store import Clock, RecordStore
 PAGE = PROJECT / "docs" / "performance.md"
 FRESH_EVERY = 50
 MEBI = 1 << 20
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def digest(store: RecordStore, seed: int) -> tuple[str, float]:
@@ -40,7 +45,7 @@ def digest(store: RecordStore, seed: int) -> tuple[str, float]:
 def ranks_bytes() -> int:
     """Of the largest rank: children of this process's rank server."""
     servers = psutil.Process().children()
-    return max(rank.memory_full_info().uss for server in servers for rank in server.children())
+    return max(rank.memory_info().rss for server in servers for rank in server.children())
 
 
 def open_store(directory: str, pools: Pools) -> RecordStore:
@@ -70,14 +75,15 @@ def main() -> int:
     first_s, last_s = (statistics.median(part) for part in (seconds[1 : tenth + 1], seconds[-tenth:]))
     text = (
         f"`python -m benchmarks.soak --cells {arguments.cells} --write`, torch {torch.__version__}, gloo, two ranks: "
-        f"largest rank {first / MEBI:.1f} MiB in the first tenth of the runs, {last / MEBI:.1f} MiB in the last; "
+        f"resident set of the larger rank {first / MEBI:.1f} MiB in the first tenth of the runs, {last / MEBI:.1f} MiB "
+        f"in the last; "
         f"median run {first_s:.2f} s and {last_s:.2f} s; {len(checked) - len(differ)} of {len(checked)} runs have the "
         f"same bits in fresh processes."
     )
     print(text)
     if arguments.write:
         write_between(PAGE, "soak", text)
-    return int(bool(differ) or last > 1.1 * first)
+    return int(bool(differ) or last - first >= arguments.cells * PAGE_BYTES)
 
 
 if __name__ == "__main__":
