@@ -182,7 +182,22 @@ class OptimizerConfig(Config, frozen=True, kw_only=True):
         return float(self.norm_type)
 
 
-Precision = Literal["fp32", "bf16-mp", "bf16-init", "bf16-reduce", "bf16-params", "bf16-mixed"]
+class LossScaleConfig(Config, frozen=True, kw_only=True):
+    """The number by which precision fp16-mp multiplies losses and divides gradients: halved when a gradient overflows,
+    doubled after some steps in which none did."""
+
+    initial: float = 2.0**16
+    """A power of two, so that scaling rounds nothing."""
+    growth_interval: int = 2000
+    """Steps in a row without overflow after which it is doubled."""
+
+    def __post_init__(self) -> None:
+        fits = _positive(self.initial) and math.frexp(self.initial)[0] == 0.5
+        require(fits, f"loss_scale.initial is {self.initial}, must be a power of two, such as 65536.0")
+        _require_each(self, "loss_scale.", "growth_interval", _at_least_one, "at least 1")
+
+
+Precision = Literal["fp32", "bf16-mp", "bf16-init", "bf16-reduce", "bf16-params", "bf16-mixed", "fp16-mp"]
 Init = Literal["meta", "full", "layerwise", "checkpoint"]
 AfterForwardName = Literal["always", "never"]
 Reshard = Literal["always", "never", "default", "except-last", "auto"] | int | dict[str, AfterForwardName | int]
@@ -203,7 +218,10 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     `bf16-params`: as bf16-mp, but torch chooses in which dtype they are reduced: that of computation up to 2.14, from
     2.15 on that of the sharded parameters.
     `bf16-mixed`: as bf16-mp, but only the norms have fp32 parameters; all others, and with them their gradients and
-    optimizer state, are bf16 throughout. Cannot be compiled."""
+    optimizer state, are bf16 throughout. Cannot be compiled.
+    `fp16-mp`: as bf16-mp, but computation is in fp16, of a scaled loss. Steps whose gradients overflow are skipped."""
+    loss_scale: LossScaleConfig = LossScaleConfig()
+    """With precision fp16-mp, see there."""
     reshard: Reshard = "default"
     """Whether parameters are freed after forward. `default`: all but the last group (norm and output), which backward
     needs at once; `except-last`: also not the last block. A number: they stay sharded over so many ranks. A table of
@@ -312,7 +330,20 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
             f"precision bf16-mixed with compile {self.compile}: norms are FSDP groups of their own inside the compiled "
             "blocks, whose hooks cannot be compiled; use compile none or another precision",
         )
+        _check_loss_scale(self)
         _check_implementation(self)
+
+
+def _check_loss_scale(config: TrainerConfig) -> None:
+    require(
+        config.precision == "fp16-mp" or config.loss_scale == LossScaleConfig(),
+        f"loss_scale has no effect with precision {config.precision}: set precision=fp16-mp, or leave it out",
+    )
+    require(
+        config.precision != "fp16-mp" or not config.optimizer.error_if_nonfinite,
+        "optimizer.error_if_nonfinite with precision fp16-mp: gradients that overflow are how the loss scale is found, "
+        "their step is skipped; set optimizer.error_if_nonfinite=false",
+    )
 
 
 def _check_reshard(config: TrainerConfig) -> None:
