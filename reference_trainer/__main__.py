@@ -232,6 +232,8 @@ def _silence_harmless_warnings() -> None:
     # A view returned by a module matters to who modifies it in place: nothing here does. With tensor parallelism each
     # DTensor.to_local is such a view. Can go with https://github.com/pytorch/pytorch/pull/197154.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
+    # Of a first step that is skipped because gradients overflow; the schedule follows the number of the step.
+    warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before", category=UserWarning)
     # The gradient norm, one number, is reduced over dp and tp one after the other: no time is lost. Can go when DTensor
     # flattens meshes by itself, https://github.com/pytorch/pytorch/issues/171916.
     redistribute_logger = logging.getLogger("torch.distributed.tensor._redistribute")

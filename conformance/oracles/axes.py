@@ -14,6 +14,7 @@ from conformance.engine.record import Record
 from conformance.engine.workload import trainer_config
 from conformance.oracles.differences import batches, collectives, expect, layer_count, operators, parts, same
 from conformance.oracles.dtype_policy import dtype_policy
+from conformance.oracles.loss_scale import loss_scale_takes_effect
 from conformance.oracles.prefetch_effects import backward_prefetch_takes_effect, forward_prefetch_takes_effect
 from reference_trainer.checkpoint import Manifest
 
@@ -24,6 +25,7 @@ _BASE = Cell(mesh="dp1")
 _FSDP2: dict[str, AxisValue] = {"implementation": "fsdp2", "limit_all_gathers": True}
 _WITHOUT: dict[str, dict[str, AxisValue]] = {
     "mesh": {"gradient_sync": "each", "reshard": "default", **_FSDP2},
+    "precision": {"loss_scale": "fits"},
     "init": {"weights": "safetensors", **_FSDP2},
     "saved_on": {"saving": "blocking"},
     "offload": {"pin_memory": False},
@@ -83,6 +85,7 @@ def _precision(record: Record, neighbour: Record) -> None:
             "norms": {policy.sharded_norms},
             "other parameters": {policy.sharded},
             "fp32 weights begin as bf16 numbers": {str(in_bf16)},
+            "the loss is scaled": {str(one.cell.precision == "fp16-mp")},
         }
         measured = _dtypes(one)
         wrong = {what: sorted(found) for what, found in measured.items() if found != expected[what]}
@@ -100,6 +103,7 @@ def _dtypes(record: Record) -> dict[str, set[str]]:
         "norms": set().union(*(dtypes for name, dtypes in initial.items() if "norm" in name)),
         "other parameters": set().union(*(dtypes for name, dtypes in initial.items() if "norm" not in name)),
         "fp32 weights begin as bf16 numbers": {str(all(bool((w.bfloat16() == w).all()) for w in weights))},
+        "the loss is scaled": {str(step.loss_scale != 1.0) for step in facts.steps},
     }
 
 
@@ -362,6 +366,7 @@ def _seed(record: Record, neighbour: Record) -> None:
 PROOFS: dict[str, Proof] = {
     "mesh": _mesh,
     "precision": _precision,
+    "loss_scale": loss_scale_takes_effect,
     "reshard": _reshard,
     "init": _init,
     "weights": _weights,

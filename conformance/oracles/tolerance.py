@@ -17,6 +17,9 @@ from conformance.oracles.reference import ReferenceRun, clip_factor, total_norm
 from reference_trainer.config import ModelConfig, OptimizerConfig, TrainerConfig
 
 FP32_ROUNDOFF = 2.0**-24
+FP16_ROUNDOFF = 2.0**-11
+FP16_SMALLEST = 2.0**-24
+"""Spacing of fp16 numbers below 2^-14: rounding there errs by at most half of it, however small the number."""
 _ROUNDINGS_PER_STEP = 10
 """Of an optimizer's step: see `replayed_state`."""
 
@@ -43,6 +46,29 @@ def fp32_gradients(config: TrainerConfig) -> float:
     """
     tokens = config.data.global_batch_size * config.data.seq_len
     return FP32_ROUNDOFF * (3 * forward_stages(config.model, seq_len=config.data.seq_len) + sqrt(tokens))
+
+
+def fp16_gradients(config: TrainerConfig, expected: Mapping[str, Tensor], *, loss_scale: float) -> dict[str, float]:
+    """Relative deviation of each gradient computed in fp16 from `expected`, that of fp32 or better.
+
+    The first term is that of `fp32_gradients`, with the unit roundoff of fp16. The second is underflow (Higham, as
+    below, section 2.1: `fl(x) = x (1 + delta) + eta`, of which one is zero): each of the stages that a token's gradient
+    passes may err by half of FP16_SMALLEST in each element, independently; a weight adds up those of all tokens, times
+    activations, which norms keep at about 1. In units of the unscaled gradient that is divided by the loss scale.
+    """
+    tokens = config.data.global_batch_size * config.data.seq_len
+    relative = fp32_gradients(config) * FP16_ROUNDOFF / FP32_ROUNDOFF
+    underflow = FP16_SMALLEST / 2 / loss_scale * _backward_stages(config.model) * sqrt(tokens)
+    return {
+        name: relative + underflow * sqrt(grad.numel()) / max(float(grad.double().norm()), FP16_SMALLEST / loss_scale)
+        for name, grad in expected.items()
+    }
+
+
+def _backward_stages(model: ModelConfig) -> int:
+    """Products and norms, each of which is followed by a rounding: per block norm, q/k/v, scores, values, output; norm,
+    gate and up, down; then norm, output. Backward repeats each twice."""
+    return 2 * (8 * model.n_layers + 2)
 
 
 def norm_condition(gradients: Mapping[str, Tensor], *, order: float) -> float:
