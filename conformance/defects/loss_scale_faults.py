@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -27,9 +26,9 @@ def clipped_while_scaled(*, clips: bool) -> AbstractContextManager[None]:
         def clip(trainer: Trainer) -> Tensor:
             scale = trainer.scaler.get_scale()
             _multiply(trainer, scale)
-            norm: Tensor = original(trainer) if clips else None
+            norm: Tensor | None = original(trainer) if clips else None
             _multiply(trainer, 1.0 / scale)
-            return norm if clips else original(trainer)
+            return original(trainer) if norm is None else norm
 
         return clip
 
@@ -47,18 +46,20 @@ def _gradients(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def judged_locally(*, asks: bool) -> AbstractContextManager[None]:
-    """Look for overflow in this rank's parts alone; ask the other ranks or not."""
+    """Look for overflow in this rank's parts, and ask the other ranks as always, or not."""
 
-    def make(_original: Any) -> Any:
+    def make(original: Any) -> Any:
         def unscale(
-            _scaler: LossScaler, optimizer: torch.optim.Optimizer, inverse: Tensor, found: Tensor, _fp16: bool
+            scaler: LossScaler, optimizer: torch.optim.Optimizer, inverse: Tensor, found: Tensor, *args: Any
         ) -> dict[torch.device, Tensor]:
-            for part in (local(grad) for grad in _gradients(optimizer)):
-                found += (~part.isfinite()).any()
-                part.mul_(inverse)
+            parts = [local(grad) for grad in _gradients(optimizer)]
+            bad = any(not part.isfinite().all() for part in parts)
             if asks:
-                dist.all_reduce(found)
-            return {found.device: found}
+                result: dict[torch.device, Tensor] = original(scaler, optimizer, inverse, found, *args)
+                return result
+            for part in parts:
+                part.mul_(inverse)
+            return {found.device: found.fill_(float(bad))}
 
         return unscale
 
