@@ -24,12 +24,13 @@ from reference_trainer.checkpoint import (
     require_no_checkpoints,
     resume,
 )
-from reference_trainer.config import TrainerConfig, load_config, require
+from reference_trainer.checks import require
+from reference_trainer.config import TrainerConfig, load_config
 from reference_trainer.data import Batches
 from reference_trainer.mesh import (
     backends,
+    check_device,
     check_fits_mesh,
-    check_pinning,
     choose_device,
     init_process_group,
     resolve_mesh,
@@ -198,7 +199,7 @@ def _prepare(arguments: argparse.Namespace, *, world_size: int) -> tuple[Trainer
         require_no_checkpoints(saving.directory)
     steps_done = newest_checkpoint(saving.resume, config)[1].steps_done if saving.resume else 0
     device = choose_device(config)
-    check_pinning(config, device)
+    check_device(config, device)
     reshard_policy(config, dims, device)
     return config, device, saving, steps_done
 

@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from reference_trainer.config import TrainerConfig, require
+from reference_trainer.checks import require
+from reference_trainer.config import TrainerConfig
 from reference_trainer.mesh import dp_rank
 from reference_trainer.progress import LoadPlanner, SavePlanner
 from reference_trainer.train import Trainer

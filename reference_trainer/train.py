@@ -1,7 +1,7 @@
 """The trainer: build a parallel model, then repeat forward, backward, clip, step.
 
-Reading order: config, model, init_weights, weights, mesh, parallelize, prefetch, fsdp1, build, loss, loss_scale, clip,
-optim, data, this file, checkpoint, __main__.
+Reading order: checks, config, model, init_weights, weights, mesh, parallelize, prefetch, fsdp1, build, loss,
+loss_scale, clip, optim, data, this file, checkpoint, __main__.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,15 @@ from reference_trainer.loss import (
     summed_loss,
 )
 from reference_trainer.loss_scale import LossScaler
-from reference_trainer.mesh import ParallelDims, build_mesh, check_fits_mesh, check_offload, dp_rank, resolve_mesh
+from reference_trainer.mesh import (
+    ParallelDims,
+    build_mesh,
+    check_fits_mesh,
+    check_offload,
+    dp_rank,
+    resolve_mesh,
+    set_tf32,
+)
 from reference_trainer.observer import Observer
 from reference_trainer.optim import build_optimizer, build_schedule
 from reference_trainer.parallelize import set_gradient_sync
@@ -62,6 +70,7 @@ class Trainer:
         self.dims: ParallelDims = resolve_mesh(config.mesh, world_size=world_size)
         check_fits_mesh(config, self.dims)
         check_offload(config, device)
+        set_tf32(config, device)
         self.batches = Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
         self.mesh = build_mesh(self.dims, device)
         self.reshard = reshard_policy(config, self.dims, device)

@@ -44,7 +44,7 @@ def test_torch_has_the_scales_of_the_oracle() -> None:
     found = []
     for overflows in skipped:
         found.append(scaler.get_scale())
-        scaler.scale(parameter * (float("inf") if overflows else 1.0)).backward()
+        scaler.scale(parameter * (float("inf") if overflows else 1.0)).backward()  # type: ignore[no-untyped-call]
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()

@@ -65,6 +65,11 @@ def test_configurations_are_immutable_and_by_keyword() -> None:
         (OptimizerConfig, {"final_lr_fraction": 1.5}, "optimizer.final_lr_fraction is 1.5, must be at least 0 and at"),
         (OptimizerConfig, {"norm_type": 0.0}, 'optimizer.norm_type is 0.0, must be positive and finite, or "inf"'),
         (OptimizerConfig, {"norm_type": float("inf")}, "optimizer.norm_type is inf, must be positive and finite"),
+        (
+            TrainerConfig,
+            {"precision": "bf16-mp", "tf32": True},
+            "tf32 has no effect with precision bf16-mp, whose products are not of fp32 numbers: set tf32=false",
+        ),
         (LossScaleConfig, {"initial": 3.0}, "loss_scale.initial is 3.0, must be a power of two, such as 65536.0"),
         (LossScaleConfig, {"initial": float("inf")}, "loss_scale.initial is inf, must be a power of two"),
         (LossScaleConfig, {"initial": -2.0}, "loss_scale.initial is -2.0, must be a power of two"),

@@ -84,6 +84,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     bf16-mp, but in fp16, of a scaled loss."""
     loss_scale: Literal["fits", "overflows"] = "fits"
     """By what precision fp16-mp multiplies the loss: at first by little, or by so much that steps are skipped."""
+    tf32: bool = False
+    """Whether a CUDA device rounds the factors of fp32 products to TF32."""
     reshard: Literal["always", "never", "default", "except-last", "k2", "table", "auto"] = "default"
     """Whether parameters are resharded after forward. `default`: in all groups but norm and output; `except-last`: nor
     in the last block; `k2`: to two ranks; `table`: group by group, by regular expressions; `auto`: as memory allows."""
@@ -206,6 +208,7 @@ _TAGS: dict[str, Callable[[Any], str]] = {
     "mesh": str,
     "precision": lambda precision: precision.replace("-", ""),
     "loss_scale": str,
+    "tf32": lambda _: "tf32",
     "reshard": lambda mode: mode.replace("-", ""),
     "init": str,
     "weights": str,

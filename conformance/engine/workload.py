@@ -6,6 +6,7 @@ from typing import Literal
 from msgspec.structs import replace
 
 from conformance.engine.cells import Cell, Mesh
+from reference_trainer.checks import require
 from reference_trainer.config import (
     DataConfig,
     LossScaleConfig,
@@ -13,7 +14,6 @@ from reference_trainer.config import (
     ModelConfig,
     OptimizerConfig,
     TrainerConfig,
-    require,
 )
 
 # Chosen so that faults show (see shared findings in docs/architecture.md): a vocabulary that no world divides,
@@ -88,6 +88,7 @@ def trainer_config(cell: Cell) -> TrainerConfig:
         data=replace(data, global_batch_size=max(data.global_batch_size, micro_batches)),
         optimizer=_optimizer(cell),
         precision=cell.precision,
+        tf32=cell.tf32,
         loss_scale=_LOSS_SCALE[cell.loss_scale] if scales else LossScaleConfig(),
         reshard=_RESHARD.get(cell.reshard, cell.reshard),  # type: ignore[arg-type]
         memory_bytes=_AMPLE_MEMORY_BYTES if cell.reshard == "auto" else None,

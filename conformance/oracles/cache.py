@@ -26,6 +26,7 @@ def _workload(config: TrainerConfig) -> TrainerConfig:
         mesh=MeshConfig(),
         precision="fp32",
         loss_scale=LossScaleConfig(),
+        tf32=False,
         reshard="default",
         offload="none",
         pin_memory=False,
