@@ -23,7 +23,8 @@ from reference_trainer.train import StepMetrics, Trainer
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "reference_trainer" / "configs" / "tiny.yaml"
 MODULE = ["-m", "reference_trainer", "--config", str(TINY)]
-FIELDS = ["step", "loss", "grad_norm", "valid_tokens", "lr", "step_s", "tokens_per_s", "peak_memory_bytes"]
+OF_STEP = ["step", "loss", "grad_norm", "valid_tokens", "lr", "loss_scale", "skipped"]
+FIELDS = [*OF_STEP, "step_s", "tokens_per_s", "peak_memory_bytes"]
 
 
 def command(*arguments: str, nproc: int | None = None) -> list[str]:
