@@ -24,12 +24,13 @@ from reference_trainer.checkpoint import (
     require_no_checkpoints,
     resume,
 )
-from reference_trainer.config import TrainerConfig, load_config, require
+from reference_trainer.checks import require
+from reference_trainer.config import TrainerConfig, load_config
 from reference_trainer.data import Batches
 from reference_trainer.mesh import (
     backends,
+    check_device,
     check_fits_mesh,
-    check_pinning,
     choose_device,
     init_process_group,
     resolve_mesh,
@@ -198,7 +199,7 @@ def _prepare(arguments: argparse.Namespace, *, world_size: int) -> tuple[Trainer
         require_no_checkpoints(saving.directory)
     steps_done = newest_checkpoint(saving.resume, config)[1].steps_done if saving.resume else 0
     device = choose_device(config)
-    check_pinning(config, device)
+    check_device(config, device)
     reshard_policy(config, dims, device)
     return config, device, saving, steps_done
 
@@ -232,6 +233,8 @@ def _silence_harmless_warnings() -> None:
     # A view returned by a module matters to who modifies it in place: nothing here does. With tensor parallelism each
     # DTensor.to_local is such a view. Can go with https://github.com/pytorch/pytorch/pull/197154.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
+    # Of a first step that is skipped because gradients overflow; the schedule follows the number of the step.
+    warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before", category=UserWarning)
     # The gradient norm, one number, is reduced over dp and tp one after the other: no time is lost. Can go when DTensor
     # flattens meshes by itself, https://github.com/pytorch/pytorch/issues/171916.
     redistribute_logger = logging.getLogger("torch.distributed.tensor._redistribute")

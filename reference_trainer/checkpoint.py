@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from reference_trainer.config import TrainerConfig, require
+from reference_trainer.checks import require
+from reference_trainer.config import TrainerConfig
 from reference_trainer.mesh import dp_rank
 from reference_trainer.progress import LoadPlanner, SavePlanner
 from reference_trainer.train import Trainer
@@ -35,6 +36,8 @@ _MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-(\d{8})")
 _MUST_AGREE = ("model", "optimizer", "data", "seed", "steps")
 """Fields without which a resumed run would not be the same run; mesh, precision and the like may change."""
+_SCALE = ("scale", "_growth_tracker")
+"""What changes of the loss scaler's state; the rest is configuration."""
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -165,6 +168,8 @@ def resume(trainer: Trainer, directory: Path) -> int:
     path, manifest = newest_checkpoint(directory, trainer.config)
     stored = read_dcp_metadata(path).state_dict_metadata
     state = _state(trainer)
+    if f"loss_scale.{_SCALE[0]}" not in stored:  # saved with another precision: the scale begins anew
+        state.pop("loss_scale", None)
     state["rng"] = {key: value for key, value in state["rng"].items() if f"rng.{key}" in stored}
     try:
         load(state, checkpoint_id=path, planner=LoadPlanner(title=f"load {path.name}"))
@@ -179,7 +184,7 @@ def resume(trainer: Trainer, directory: Path) -> int:
 def _state(trainer: Trainer) -> dict[str, Any]:
     """Everything to save, with tensors that are the run's own. Raises ValueError for what cannot be saved."""
     check_can_be_saved(trainer.config)
-    model, optimizer = get_state_dict(trainer.model, trainer.optimizer)
+    model, optimizer = _state_dicts(trainer)
     names = trainer.mesh.mesh_dim_names or ()
     tp_rank = trainer.mesh.get_local_rank("tp") if "tp" in names else 0
     place = f"{trainer.dims.dp}x{trainer.dims.tp}.{dp_rank(trainer.mesh)}.{tp_rank}"
@@ -188,7 +193,20 @@ def _state(trainer: Trainer) -> dict[str, Any]:
         "optimizer": optimizer,
         "schedule": trainer.schedule.state_dict(),
         "rng": {place: _random_state(trainer.device)},
+        **({"loss_scale": trainer.scaler.state_dict()} if trainer.scaler.is_enabled() else {}),
     }
+
+
+def _state_dicts(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of model and optimizer. For an optimizer that has not stepped yet, torch lets it step with gradients of zero
+    (`_init_optim_state` in torch/distributed/checkpoint/state_dict.py): moments stay zero, but a step is counted.
+    """
+    before = bool(trainer.optimizer.state)
+    found = get_state_dict(trainer.model, trainer.optimizer)
+    for state in () if before else trainer.optimizer.state.values():
+        if "step" in state:
+            state["step"].zero_()
+    return found
 
 
 def _restore(trainer: Trainer, state: dict[str, Any]) -> None:
@@ -199,6 +217,9 @@ def _restore(trainer: Trainer, state: dict[str, Any]) -> None:
     trainer.schedule.load_state_dict(state["schedule"])
     for value in state["rng"].values():
         _set_random_state(trainer.device, value)
+    if "loss_scale" in state:
+        own = trainer.scaler.state_dict()
+        trainer.scaler.load_state_dict({**own, **{key: state["loss_scale"][key] for key in _SCALE}})
 
 
 def _random_state(device: torch.device) -> torch.Tensor:

@@ -6,48 +6,14 @@ Fields of a `Struct` are checked when a file is converted (`load_config`); relat
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Literal
 
-import msgspec
-
+from reference_trainer.checks import Config, at_least_one, fraction, not_negative, positive, require, require_each
 from reference_trainer.overrides import override
 from reference_trainer.strict_yaml import convert, load
-
-
-class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of all configurations: closed against unknown keys."""
-
-
-def require(condition: bool, message: str) -> None:
-    """Raises ValueError with the message unless the condition holds."""
-    if not condition:
-        raise ValueError(message)
-
-
-def _require_each(config: Config, prefix: str, names: str, fits: Callable[[float], bool], requirement: str) -> None:
-    """Raises ValueError if one of the named fields does not fit; NaN fits nothing."""
-    for name in names.split():
-        value = getattr(config, name)
-        require(fits(value), f"{prefix}{name} is {value}, must be {requirement}")
-
-
-def _at_least_one(value: float) -> bool:
-    return value >= 1
-
-
-def _positive(value: float) -> bool:
-    return 0.0 < value < math.inf
-
-
-def _not_negative(value: float) -> bool:
-    return 0.0 <= value < math.inf
-
-
-def _fraction(value: float) -> bool:
-    return 0.0 <= value < 1.0
 
 
 class ModelConfig(Config, frozen=True, kw_only=True):
@@ -85,10 +51,10 @@ class ModelConfig(Config, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         sizes = "vocab_size dim n_layers n_heads n_kv_heads ffn_dim max_seq_len"
-        _require_each(self, "model.", sizes, _at_least_one, "at least 1")
-        _require_each(self, "model.", "rope_theta norm_eps", _positive, "positive and finite")
-        _require_each(self, "model.", "init_std bias_std norm_std", _not_negative, "finite and not negative")
-        _require_each(self, "model.", "dropout", _fraction, "at least 0 and below 1")
+        require_each(self, "model.", sizes, at_least_one, "at least 1")
+        require_each(self, "model.", "rope_theta norm_eps", positive, "positive and finite")
+        require_each(self, "model.", "init_std bias_std norm_std", not_negative, "finite and not negative")
+        require_each(self, "model.", "dropout", fraction, "at least 0 and below 1")
         require(self.dim % self.n_heads == 0, f"model.dim {self.dim} is not divisible by n_heads {self.n_heads}")
         require(self.head_dim % 2 == 0, f"head dimension {self.head_dim} (dim / n_heads) must be even for RoPE")
         require(
@@ -130,7 +96,7 @@ class DataConfig(Config, frozen=True, kw_only=True):
     """Below 1, each sample keeps a random share of its labels, at least this one; the rest is padding, ignored."""
 
     def __post_init__(self) -> None:
-        _require_each(self, "data.", "seq_len global_batch_size", _at_least_one, "at least 1")
+        require_each(self, "data.", "seq_len global_batch_size", at_least_one, "at least 1")
         require(
             0.0 < self.min_valid_fraction <= 1.0,
             f"data.min_valid_fraction is {self.min_valid_fraction}, must be above 0 and at most 1",
@@ -163,12 +129,12 @@ class OptimizerConfig(Config, frozen=True, kw_only=True):
     """After warm-up the rate falls on a cosine to this fraction of `lr` at the last step; 1 keeps it constant."""
 
     def __post_init__(self) -> None:
-        _require_each(self, "optimizer.", "lr", _positive, "positive and finite")
-        _require_each(self, "optimizer.", "beta1 beta2 momentum", _fraction, "at least 0 and below 1")
-        not_negative = "eps weight_decay max_norm warmup_steps"
-        _require_each(self, "optimizer.", not_negative, _not_negative, "finite and not negative")
+        require_each(self, "optimizer.", "lr", positive, "positive and finite")
+        require_each(self, "optimizer.", "beta1 beta2 momentum", fraction, "at least 0 and below 1")
+        names = "eps weight_decay max_norm warmup_steps"
+        require_each(self, "optimizer.", names, not_negative, "finite and not negative")
         require(
-            self.norm_type == "inf" or _positive(self.norm_type),
+            self.norm_type == "inf" or positive(self.norm_type),
             f'optimizer.norm_type is {self.norm_type}, must be positive and finite, or "inf"',
         )
         require(
@@ -182,7 +148,22 @@ class OptimizerConfig(Config, frozen=True, kw_only=True):
         return float(self.norm_type)
 
 
-Precision = Literal["fp32", "bf16-mp", "bf16-init", "bf16-reduce", "bf16-params", "bf16-mixed"]
+class LossScaleConfig(Config, frozen=True, kw_only=True):
+    """The number by which precision fp16-mp multiplies losses and divides gradients: halved when a gradient overflows,
+    doubled after some steps in which none did."""
+
+    initial: float = 2.0**16
+    """A power of two, so that scaling rounds nothing."""
+    growth_interval: int = 2000
+    """Steps in a row without overflow after which it is doubled."""
+
+    def __post_init__(self) -> None:
+        fits = positive(self.initial) and math.frexp(self.initial)[0] == 0.5
+        require(fits, f"loss_scale.initial is {self.initial}, must be a power of two, such as 65536.0")
+        require_each(self, "loss_scale.", "growth_interval", at_least_one, "at least 1")
+
+
+Precision = Literal["fp32", "bf16-mp", "bf16-init", "bf16-reduce", "bf16-params", "bf16-mixed", "fp16-mp"]
 Init = Literal["meta", "full", "layerwise", "checkpoint"]
 AfterForwardName = Literal["always", "never"]
 Reshard = Literal["always", "never", "default", "except-last", "auto"] | int | dict[str, AfterForwardName | int]
@@ -203,7 +184,12 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     `bf16-params`: as bf16-mp, but torch chooses in which dtype they are reduced: that of computation up to 2.14, from
     2.15 on that of the sharded parameters.
     `bf16-mixed`: as bf16-mp, but only the norms have fp32 parameters; all others, and with them their gradients and
-    optimizer state, are bf16 throughout. Cannot be compiled."""
+    optimizer state, are bf16 throughout. Cannot be compiled.
+    `fp16-mp`: as bf16-mp, but computation is in fp16, of a scaled loss. Steps whose gradients overflow are skipped."""
+    loss_scale: LossScaleConfig = LossScaleConfig()
+    """With precision fp16-mp, see there."""
+    tf32: bool = False
+    """With precision fp32 on a CUDA device: factors of matrix products are rounded to TF32, which has fp16's digits."""
     reshard: Reshard = "default"
     """Whether parameters are freed after forward. `default`: all but the last group (norm and output), which backward
     needs at once; `except-last`: also not the last block. A number: they stay sharded over so many ranks. A table of
@@ -261,8 +247,8 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
     def __post_init__(self) -> None:
-        _require_each(self, "", "accumulation steps", _at_least_one, "at least 1")
-        _require_each(self, "", "forward_prefetch backward_prefetch", _not_negative, "at least 0")
+        require_each(self, "", "accumulation steps", at_least_one, "at least 1")
+        require_each(self, "", "forward_prefetch backward_prefetch", not_negative, "at least 0")
         require(0 <= self.seed < 2**64, f"seed is {self.seed}, must be at least 0 and below 2**64")
         _check_reshard(self)
         require(
@@ -312,7 +298,24 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
             f"precision bf16-mixed with compile {self.compile}: norms are FSDP groups of their own inside the compiled "
             "blocks, whose hooks cannot be compiled; use compile none or another precision",
         )
+        _check_numerics(self)
         _check_implementation(self)
+
+
+def _check_numerics(config: TrainerConfig) -> None:
+    require(
+        config.precision == "fp32" or not config.tf32,
+        f"tf32 has no effect with precision {config.precision}, whose products are not of fp32 numbers: set tf32=false",
+    )
+    require(
+        config.precision == "fp16-mp" or config.loss_scale == LossScaleConfig(),
+        f"loss_scale has no effect with precision {config.precision}: set precision=fp16-mp, or leave it out",
+    )
+    require(
+        config.precision != "fp16-mp" or not config.optimizer.error_if_nonfinite,
+        "optimizer.error_if_nonfinite with precision fp16-mp: gradients that overflow are how the loss scale is found, "
+        "their step is skipped; set optimizer.error_if_nonfinite=false",
+    )
 
 
 def _check_reshard(config: TrainerConfig) -> None:

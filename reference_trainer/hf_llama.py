@@ -9,7 +9,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from reference_trainer.config import ModelConfig, require
+from reference_trainer.checks import require
+from reference_trainer.config import ModelConfig
 
 EMBEDDING = "model.embed_tokens.weight"
 _ENDS = {EMBEDDING: "tok_embeddings.weight", "model.norm.weight": "norm.weight", "lm_head.weight": "output.weight"}

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from reference_trainer.config import MeshConfig, TrainerConfig, require
+from reference_trainer.checks import require
+from reference_trainer.config import MeshConfig, TrainerConfig
 
 
 @dataclass(frozen=True)
@@ -105,12 +106,22 @@ def backends(device: torch.device, *, cpu_tensors: bool) -> str:
     return _BOTH_BACKENDS if cpu_tensors else "nccl"
 
 
-def check_pinning(config: TrainerConfig, device: torch.device) -> None:
-    """Raises ValueError for page-locked memory where there is no device to copy to."""
+def check_device(config: TrainerConfig, device: torch.device) -> None:
+    """Raises ValueError for what takes another device: page-locked memory to copy from, and rounded products."""
     require(
         not config.pin_memory or device.type != "cpu",
         "pin_memory is for copies to an accelerator, but this run is on the CPU: set pin_memory=false",
     )
+    require(
+        not config.tf32 or device.type == "cuda",
+        f"tf32 is what CUDA devices compute products with, but this run is on device {device.type}: set tf32=false",
+    )
+
+
+def set_tf32(config: TrainerConfig, device: torch.device) -> None:
+    """For all matrix products of this process, https://docs.pytorch.org/docs/stable/notes/cuda.html#tf32-on-ampere."""
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = config.tf32
 
 
 def check_offload(config: TrainerConfig, device: torch.device) -> None:
@@ -119,7 +130,7 @@ def check_offload(config: TrainerConfig, device: torch.device) -> None:
     Otherwise the first that fails is the norm of offloaded gradients, after forward and backward of the first step:
     https://github.com/pytorch/pytorch/issues/148532.
     """
-    check_pinning(config, device)
+    check_device(config, device)
     if config.offload == "none":
         return
     found = dist.get_backend_config()

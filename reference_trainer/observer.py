@@ -7,14 +7,14 @@ from torch.optim import Optimizer
 
 from reference_trainer.model import Transformer
 
-Phase = Literal["build", "data", "forward", "backward", "clip", "optimizer", "idle"]
+Phase = Literal["build", "data", "forward", "backward", "unscale", "clip", "optimizer", "idle"]
 
 
 class Observer:
     """Does nothing; override what is of interest. Observers must not change the run."""
 
     def phase(self, name: Phase, *, step: int) -> None:
-        """The given phase of the given step begins (step -1 while building)."""
+        """The given phase of the given step begins (step -1 while building). Only scaled gradients are unscaled."""
 
     def reshard_policy(self, after_forward: dict[str, bool | int]) -> None:
         """What `fully_shard` is told about each group, by its name: whether it is resharded, or to how many ranks."""
@@ -39,7 +39,7 @@ class Observer:
         """The (inputs, labels) that this rank is about to train on."""
 
     def gradients(self, model: Transformer, *, step: int) -> None:
-        """All gradients of the step are reduced, none is clipped."""
+        """All gradients of the step are reduced and unscaled, none is clipped."""
 
     def clipped(self, model: Transformer, *, norm: Tensor, step: int) -> None:
         """Gradients are what the optimizer is about to step with; `norm`, a scalar, is their total norm before."""

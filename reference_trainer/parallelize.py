@@ -255,16 +255,12 @@ def set_parameter_dtypes(model: Transformer, precision: Precision) -> None:
 
 def mixed_precision_policy(precision: Precision) -> MixedPrecisionPolicy:
     """Inputs are left alone: casting them would round the fp32 RoPE table."""
-    match precision:
-        case "fp32":
-            return MixedPrecisionPolicy()
-        case "bf16-mp" | "bf16-init" | "bf16-mixed":
-            reduce_dtype: torch.dtype | None = torch.float32
-        case "bf16-reduce":
-            reduce_dtype = torch.bfloat16
-        case "bf16-params":
-            reduce_dtype = None
-    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    if precision == "fp32":
+        return MixedPrecisionPolicy()
+    compute = torch.float16 if precision == "fp16-mp" else torch.bfloat16
+    reduce_dtypes = {"bf16-reduce": torch.bfloat16, "bf16-params": None}
+    reduce_dtype = reduce_dtypes.get(precision, torch.float32)
+    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
 
 
 def offload_policy(config: TrainerConfig) -> OffloadPolicy:

@@ -12,7 +12,8 @@ from itertools import groupby
 
 import torch
 
-from reference_trainer.config import TrainerConfig, require
+from reference_trainer.checks import require
+from reference_trainer.config import TrainerConfig
 from reference_trainer.mesh import ParallelDims
 from reference_trainer.model import Transformer
 

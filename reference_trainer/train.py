@@ -1,7 +1,7 @@
 """The trainer: build a parallel model, then repeat forward, backward, clip, step.
 
-Reading order: config, model, init_weights, weights, mesh, parallelize, prefetch, fsdp1, build, loss, clip, optim, data,
-this file, checkpoint, __main__.
+Reading order: checks, config, model, init_weights, weights, mesh, parallelize, prefetch, fsdp1, build, loss,
+loss_scale, clip, optim, data, this file, checkpoint, __main__.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,16 @@ from reference_trainer.loss import (
     sum_over_dp,
     summed_loss,
 )
-from reference_trainer.mesh import ParallelDims, build_mesh, check_fits_mesh, check_offload, dp_rank, resolve_mesh
+from reference_trainer.loss_scale import LossScaler
+from reference_trainer.mesh import (
+    ParallelDims,
+    build_mesh,
+    check_fits_mesh,
+    check_offload,
+    dp_rank,
+    resolve_mesh,
+    set_tf32,
+)
 from reference_trainer.observer import Observer
 from reference_trainer.optim import build_optimizer, build_schedule
 from reference_trainer.parallelize import set_gradient_sync
@@ -41,6 +50,10 @@ class StepMetrics:
     """Total norm before clipping."""
     valid_tokens: int
     lr: float
+    loss_scale: float = 1.0
+    """By which the loss was multiplied in backward."""
+    skipped: bool = False
+    """Whether gradients overflowed and nothing was changed but the scale."""
 
 
 class Trainer:
@@ -57,6 +70,7 @@ class Trainer:
         self.dims: ParallelDims = resolve_mesh(config.mesh, world_size=world_size)
         check_fits_mesh(config, self.dims)
         check_offload(config, device)
+        set_tf32(config, device)
         self.batches = Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
         self.mesh = build_mesh(self.dims, device)
         self.reshard = reshard_policy(config, self.dims, device)
@@ -64,10 +78,11 @@ class Trainer:
         self.model = build_model(config, self.mesh, device, self.reshard, self.observer)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.schedule = build_schedule(self.optimizer, config.optimizer, steps=config.steps)
+        self.scaler = LossScaler(config, device)
         self._seed_dropout()
 
     def train_step(self, step: int) -> StepMetrics:
-        """Forward and backward over all micro-batches, clip, step."""
+        """Forward and backward over all micro-batches, unscale, clip, step."""
         observer = self.observer
         observer.phase("data", step=step)
         micro_batches = self.batches.micro_batches(
@@ -81,6 +96,9 @@ class Trainer:
             last = index == len(micro_batches) - 1
             set_gradient_sync(self.model, self.config.gradient_sync, last=last)
             loss_sum += self._forward_backward(inputs, labels, valid_tokens=valid_tokens, step=step)
+        if self.scaler.is_enabled():
+            observer.phase("unscale", step=step)
+            self.scaler.unscale_(self.optimizer)
         observer.gradients(self.model, step=step)
 
         observer.phase("clip", step=step)
@@ -88,12 +106,15 @@ class Trainer:
         observer.clipped(self.model, norm=norm, step=step)
         observer.phase("optimizer", step=step)
         lr = float(self.schedule.get_last_lr()[0])
-        self.optimizer.step()
+        scale = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        skipped = self.scaler.get_scale() < scale
         self.schedule.step()
         self.optimizer.zero_grad()
         observer.phase("idle", step=step)
         loss = sum_over_dp(loss_sum, self.mesh) / valid_tokens
-        return StepMetrics(step, float(loss), float(norm), valid_tokens, lr)
+        return StepMetrics(step, float(loss), float(norm), valid_tokens, lr, scale, skipped)
 
     def _forward_backward(self, inputs: Tensor, labels: Tensor, *, valid_tokens: int, step: int) -> Tensor:
         """Accumulate the gradient of the step's mean loss; returns this micro-batch's summed loss, detached."""
@@ -102,7 +123,8 @@ class Trainer:
             logits = self.model(inputs.to(self.device))
             loss_sum = summed_loss(logits, labels.to(self.device), arithmetic=self.config.model.arithmetic)
             self.observer.phase("backward", step=step)
-            torch.autograd.backward(scaled_for_backward(loss_sum, dp_size=self.dims.dp, valid_tokens=valid_tokens))
+            mean = scaled_for_backward(loss_sum, dp_size=self.dims.dp, valid_tokens=valid_tokens)
+            torch.autograd.backward(self.scaler.scale(mean))
         loss_sum = loss_sum.detach()
         return loss_sum.full_tensor() if isinstance(loss_sum, DTensor) else loss_sum
 

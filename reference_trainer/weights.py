@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from reference_trainer import hf_llama
-from reference_trainer.config import TrainerConfig, require
+from reference_trainer.checks import require
+from reference_trainer.config import TrainerConfig
 from reference_trainer.init_weights import assign, init_buffers
 from reference_trainer.model import Transformer
 from reference_trainer.progress import LoadPlanner, progress

@@ -241,6 +241,14 @@ def test_pinned_memory_needs_an_accelerator() -> None:
     assert missing == "needs an accelerator for which memory is pinned, this case runs on the CPU with 0"
 
 
+def test_tf32_needs_a_cuda_device() -> None:
+    law = Law("PAR-1", "It MUST.", "", "2.6", REAL)
+    ask = {"torch_version": "2.13.0", "max_world_size": 8}
+    assert unsupported(law, Cell(tf32=True), hardware=Hardware(devices=THREE), **ask) is None  # type: ignore[arg-type]
+    missing = unsupported(law, Cell(tf32=True), hardware=NO_DEVICES, **ask)  # type: ignore[arg-type]
+    assert missing == "needs a CUDA device, which rounds products to TF32; this case runs on the CPU"
+
+
 def test_where_nothing_may_be_unsupported_the_session_is_incomplete() -> None:
     counts = {Verdict.PASS: 3, Verdict.UNSUPPORTED: 1}
     assert exit_status(counts) == 0

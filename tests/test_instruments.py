@@ -295,6 +295,7 @@ def test_every_axis_with_a_choice_is_varied() -> None:
 # What decides which runs there are, and is no part of a run's configuration.
 OF_RUNS = ("record_streams", "saved_on", "saving")
 NEEDED: dict[str, dict[str, Any]] = {
+    "loss_scale": {"precision": "fp16-mp"},
     "weights": {"init": "checkpoint"},
     "pin_memory": {"offload": "cpu"},
     "norms_in_tp": {"sequence_parallel": False},
@@ -310,9 +311,12 @@ def test_every_axis_reaches_the_trainer(axis: str, value: Any) -> None:
         assert trainer_config(base.but(**{axis: value})) != trainer_config(base)
 
 
-@pytest.mark.parametrize("axes", [{"weights": "hf"}, {"weights": "rank0", "init": "full"}, {"saving": "async"}])
+@pytest.mark.parametrize(
+    "axes",
+    [{"weights": "hf"}, {"weights": "rank0", "init": "full"}, {"saving": "async"}, {"loss_scale": "overflows"}],
+)
 def test_an_axis_without_effect_is_refused(axes: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"cell dp2-fp32-.*: (weights|saving) .* need"):
+    with pytest.raises(ValueError, match=r"cell dp2-fp32-.*: (weights|saving|loss_scale) .* need"):
         trainer_config(Cell(**axes))
 
 

@@ -8,7 +8,15 @@ import msgspec
 import pytest
 import torch
 
-from reference_trainer.config import DataConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig, load_config
+from reference_trainer.config import (
+    DataConfig,
+    LossScaleConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainerConfig,
+    load_config,
+)
 from reference_trainer.mesh import ParallelDims, check_fits_mesh, choose_device, resolve_mesh
 from reference_trainer.strict_yaml import ConfigError, parse_scalar
 
@@ -57,6 +65,25 @@ def test_configurations_are_immutable_and_by_keyword() -> None:
         (OptimizerConfig, {"final_lr_fraction": 1.5}, "optimizer.final_lr_fraction is 1.5, must be at least 0 and at"),
         (OptimizerConfig, {"norm_type": 0.0}, 'optimizer.norm_type is 0.0, must be positive and finite, or "inf"'),
         (OptimizerConfig, {"norm_type": float("inf")}, "optimizer.norm_type is inf, must be positive and finite"),
+        (
+            TrainerConfig,
+            {"precision": "bf16-mp", "tf32": True},
+            "tf32 has no effect with precision bf16-mp, whose products are not of fp32 numbers: set tf32=false",
+        ),
+        (LossScaleConfig, {"initial": 3.0}, "loss_scale.initial is 3.0, must be a power of two, such as 65536.0"),
+        (LossScaleConfig, {"initial": float("inf")}, "loss_scale.initial is inf, must be a power of two"),
+        (LossScaleConfig, {"initial": -2.0}, "loss_scale.initial is -2.0, must be a power of two"),
+        (LossScaleConfig, {"growth_interval": 0}, "loss_scale.growth_interval is 0, must be at least 1"),
+        (
+            TrainerConfig,
+            {"loss_scale": LossScaleConfig(initial=2.0)},
+            "loss_scale has no effect with precision fp32: set precision=fp16-mp, or leave it out",
+        ),
+        (
+            TrainerConfig,
+            {"precision": "fp16-mp", "optimizer": OptimizerConfig(error_if_nonfinite=True)},
+            "optimizer.error_if_nonfinite with precision fp16-mp: gradients that overflow are how the loss scale is",
+        ),
         (TrainerConfig, {"pin_memory": True}, "pin_memory has no effect with offload none: set offload=cpu"),
         (TrainerConfig, {"norms_in_tp": False}, "norms_in_tp false leaves norms out of tensor parallelism, but"),
         (TrainerConfig, {"limit_all_gathers": False}, "limit_all_gathers false has no effect with fsdp2: set impl"),

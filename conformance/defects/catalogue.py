@@ -28,6 +28,7 @@ _FAULTS = (
     "layout",
     "precision",
     "rounding",
+    "loss_scale",
     "repetition",
     "traffic",
     "checkpoint",

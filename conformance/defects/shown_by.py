@@ -17,6 +17,7 @@ _PREFETCHED = (
 _RECOMPUTED_AHEAD = "id in (dp4-fp32-default-meta-fpre2-bpre2-acfull, dp4-fp32-default-meta-deep-fpre2-bpre1-acfull)"
 _DEEP_AND_FSDP1 = "id in (dp4-fp32-table-meta-deep, dp4-fp32-table-meta, dp4-fp32-default-full-deep-fsdp1)"
 _OFFLOADED, _MISTAKES = "id = dp2-fp32-default-meta-clip0.1-offloadcpu", "id = dp2-fp32-default-meta-offloadcpu"
+_FP16, _FP16_RESUMED = "id = dp2-fp16mp-default-meta", "id = dp2-fp16mp-overflows-default-meta-from.same-steps4"
 SHOWN_BY = {
     "result-before-its-time": "id = dp2-tp2-fp32-default-meta",
     "collective-wrong-in-one-dtype": _FP32,
@@ -109,6 +110,13 @@ SHOWN_BY = {
     "grads-rounded": _BF16_ACCUMULATION,
     "masters-rounded": _BF16,
     "moments-rounded": _BF16,
+    "clip-before-unscale": _FP16,
+    "overflow-judged-locally": _FP16,
+    "overflow-judged-by-replica": "id = hsdp2x2-fp16mp-default-meta",
+    "loss-scaler-left-out": _FP16,
+    "unscaled-by-another-scale": _FP16,
+    "resume-loss-scale-lost": _FP16_RESUMED,
+    "saving-counts-a-step": _FP16_RESUMED,
     "load-rounds-weights": "id = dp1-bf16mp-default-checkpoint",
     "gather-through-fp8": _BF16_ACCUMULATION,
     "backward-gather-rounded": _FP32,

@@ -16,7 +16,8 @@ from conformance.engine.rank_memory import parallelize_without_fsdp, segments_wi
 from conformance.engine.simulation import simulated_world
 from conformance.instruments.fake_tensors import fake_memory_ledger, fake_tensors
 from conformance.instruments.memory import MemoryLedger, PhaseMarks, Segment
-from reference_trainer.config import DataConfig, TrainerConfig, require
+from reference_trainer.checks import require
+from reference_trainer.config import DataConfig, TrainerConfig
 from reference_trainer.data import Batches
 from reference_trainer.mesh import ParallelDims
 from reference_trainer.model import Transformer

@@ -95,6 +95,11 @@ class Record:
         return [step.step for step in self.ranks[0].steps]
 
     @property
+    def steps_taken(self) -> list[int]:
+        """Those of them that were not skipped because a gradient overflowed."""
+        return [step.step for step in self.ranks[0].steps if not step.skipped]
+
+    @property
     def losses(self) -> list[float]:
         """Loss of each step in nats; NaN where it was not finite."""
         return [_number(step.loss) for step in self.ranks[0].steps]

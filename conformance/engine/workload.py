@@ -6,7 +6,15 @@ from typing import Literal
 from msgspec.structs import replace
 
 from conformance.engine.cells import Cell, Mesh
-from reference_trainer.config import DataConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig, require
+from reference_trainer.checks import require
+from reference_trainer.config import (
+    DataConfig,
+    LossScaleConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainerConfig,
+)
 
 # Chosen so that faults show (see shared findings in docs/architecture.md): a vocabulary that no world divides,
 # non-zero biases, norm weights other than 1, unequal numbers of valid tokens per sample.
@@ -50,6 +58,9 @@ _RESHARD: dict[str, int | dict[str, str | int]] = {
     "k2": 2,
     "table": {r"layers\.0": "never", r"layers\..*": "always", "output": "never"},
 }
+# Gradients of the workload overflow between 2^17 and 2^18. The scale grows in the course of a few steps.
+_LOSS_SCALE = {"fits": LossScaleConfig(initial=2.0**14, growth_interval=2)}
+_LOSS_SCALE["overflows"] = replace(_LOSS_SCALE["fits"], initial=2.0**20)
 _AMPLE_MEMORY_BYTES = 2**40
 """For which `auto` keeps everything."""
 
@@ -65,6 +76,10 @@ def trainer_config(cell: Cell) -> TrainerConfig:
     require(
         cell.saved_on != "none" or cell.saving == "blocking", f"cell {cell.id}: saving {cell.saving} needs saved_on"
     )
+    scales = cell.precision == "fp16-mp"
+    require(
+        scales or cell.loss_scale == "fits", f"cell {cell.id}: loss_scale {cell.loss_scale} needs precision fp16-mp"
+    )
     data = _INTEGER_DATA if cell.model == "integer" else _DATA
     micro_batches = mesh.dp_replicate * mesh.dp_shard * cell.accumulation
     return TrainerConfig(
@@ -73,6 +88,8 @@ def trainer_config(cell: Cell) -> TrainerConfig:
         data=replace(data, global_batch_size=max(data.global_batch_size, micro_batches)),
         optimizer=_optimizer(cell),
         precision=cell.precision,
+        tf32=cell.tf32,
+        loss_scale=_LOSS_SCALE[cell.loss_scale] if scales else LossScaleConfig(),
         reshard=_RESHARD.get(cell.reshard, cell.reshard),  # type: ignore[arg-type]
         memory_bytes=_AMPLE_MEMORY_BYTES if cell.reshard == "auto" else None,
         offload=cell.offload,

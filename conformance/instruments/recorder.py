@@ -1,6 +1,7 @@
 """All instruments of one rank, and the facts that they leave."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -36,6 +37,8 @@ class StepFacts(msgspec.Struct, frozen=True):
     grad_norm: float | None
     valid_tokens: int
     lr: float
+    loss_scale: float = 1.0
+    skipped: bool = False
 
 
 class ParameterFacts(msgspec.Struct, frozen=True):
@@ -196,7 +199,7 @@ class Recorder(Observer):
             rank=self._rank,
             variables=self._variables,
             mesh_coordinate={name: trainer.mesh.get_local_rank(name) for name in trainer.mesh.mesh_dim_names or ()},
-            steps=[StepFacts(step.step, step.loss, step.grad_norm, step.valid_tokens, step.lr) for step in metrics],
+            steps=[StepFacts(**asdict(step)) for step in metrics],
             step_s=self._times.step_s,
             calibration_s=calibration_s(trainer.device),
             parameters=self._parameters,

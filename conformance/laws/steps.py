@@ -8,7 +8,7 @@ from conformance.engine.skips import Unsupported
 from conformance.engine.workload import trainer_config
 from conformance.oracles import tolerance
 from conformance.oracles.emulation import emulated_step
-from conformance.oracles.reference import ReferenceRun, replay_updates
+from conformance.oracles.reference import ReferenceRun, Tensors, replay_updates
 from conformance.oracles.virtual_tp import sums_in_ring_order
 
 
@@ -16,20 +16,25 @@ def compare_steps(record: Record) -> None:
     """Each step's loss and gradients, from the weights in which it began: so that rounding of steps does not add up."""
     __tracebackhide__ = True
     config = trainer_config(record.cell)
-    for loss, step in zip(record.losses, record.steps, strict=True):
-        expected = emulated_step(config, record.select(f"step{step}/parameter/"), step=step, device=record.device_type)
-        name = f"of step {step}, emulated"
-        compare.tensors(
-            record.select(f"step{step}/gradient/"),
-            expected.gradients,
-            name=f"gradient {name}",
-            within=tolerance.emulated_gradients(config, expected),
-        )
+    for loss, facts in zip(record.losses, record.ranks[0].steps, strict=True):
+        step, name = facts.step, f"of step {facts.step}, emulated"
+        masters = record.select(f"step{step}/parameter/")
+        expected = emulated_step(config, masters, step=step, loss_scale=facts.loss_scale, device=record.device_type)
+        gradients = record.select(f"step{step}/gradient/")
+        if facts.skipped:  # then there are no numbers to compare
+            compare.count(int(_overflows(expected.gradients)), name=f"overflow {name}", expected=1, unit="step")
+        else:
+            within = tolerance.emulated_gradients(config, expected)
+            compare.tensors(gradients, expected.gradients, name=f"gradient {name}", within=within)
         compare.scalars([loss], [expected.loss], name=f"loss {name}", within=tolerance.fp32_loss(config))
 
 
+def _overflows(gradients: Tensors) -> bool:
+    return not all(bool(grad.isfinite().all()) for grad in gradients.values())
+
+
 def compare_updates(record: Record) -> None:
-    """Norms, parameters and optimizer state, given the gradients that were computed."""
+    """Norms, parameters and optimizer state, given the gradients that were computed, but those that overflowed."""
     __tracebackhide__ = True
     replayed, optimizer = replayed_parameters(record), trainer_config(record.cell).optimizer
     for kind, tensors in replayed.optimizer_state.items():
@@ -43,10 +48,11 @@ def replayed_parameters(record: Record) -> ReferenceRun:
     optimizer = trainer_config(record.cell).optimizer
     initial = record.select("initial/parameter/")
     replayed = replay_updates(
-        optimizer, initial, [record.select(f"step{step}/gradient/") for step in range(record.cell.steps)]
+        optimizer, initial, [record.select(f"step{step}/gradient/") for step in record.steps_taken]
     )
     rounding = tolerance.norm(replayed.gradients[0], order=optimizer.norm_order)
-    compare.scalars(record.grad_norms, replayed.grad_norms, name="gradient norm", within=rounding)
+    norms = [norm for step, norm in zip(record.steps, record.grad_norms, strict=True) if step in record.steps_taken]
+    compare.scalars(norms, replayed.grad_norms, name="gradient norm", within=rounding)
     compare.tensors(
         record.select("final/parameter/"),
         replayed.parameters,

@@ -50,11 +50,12 @@ def test_sharded_fp32_equals_one_process(run: Run, cell: Cell) -> None:
 
 
 @law("PAR-2", reference=MIXED_PRECISION)
-def test_bf16_mixed_precision_equals_its_emulation(run: Run, probe: Probe, cell: Cell) -> None:
-    """A bf16 run MUST round where FSDP2 and tensor parallelism say it does, and nowhere else: as one process does
-    with the same casts and partial sums.
+def test_mixed_precision_equals_its_emulation(run: Run, probe: Probe, cell: Cell) -> None:
+    """A bf16 or fp16 run MUST round where FSDP2 and tensor parallelism say it does, and nowhere else: as one process
+    does with the same casts and partial sums.
 
-    Wrong if gradients are reduced in bf16, master weights are bf16, or a cast is missing or doubled.
+    Wrong if gradients are reduced in bf16, master weights are bf16, or a cast is missing or doubled. In fp16 each step
+    is computed with the loss scale that it reports: what is too small for fp16 is lost where the emulation loses it.
     """
     require_known_sum_order(probe, cell)
     record = run(cell)
@@ -63,15 +64,17 @@ def test_bf16_mixed_precision_equals_its_emulation(run: Run, probe: Probe, cell:
 
 
 @law("PAR-3", reference=MIXED_PRECISION)
-def test_bf16_is_as_far_from_fp32_as_it_has_to_be(run: Run, cell: Cell) -> None:
-    """A bf16 run's gradients MUST be no further from fp32 than those of one process that rounds alike, and no closer.
+def test_mixed_precision_is_as_far_from_fp32_as_it_has_to_be(run: Run, cell: Cell) -> None:
+    """A bf16 or fp16 run's gradients MUST be no further from fp32 than those of one process that rounds alike, and no
+    closer.
 
     Wrong if something is rounded more often than it has to be, or if bf16 did not run at all.
     """
     config = trainer_config(cell)
     record, exact = run(cell), reference_run(config, dtype=torch.float64).gradients[0]
     initial = record.select("initial/parameter/")
-    emulated = emulated_step(config, initial, step=0, device=record.device_type).gradients
+    scale = record.ranks[0].steps[0].loss_scale
+    emulated = emulated_step(config, initial, step=0, loss_scale=scale, device=record.device_type).gradients
     errors = [compare.distance(found, exact) for found in (record.select("step0/gradient/"), emulated)]
     compare.ratio(*errors, name="error over that of the emulation", factor=tolerance.bf16_error_factor(config))
 

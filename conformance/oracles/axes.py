@@ -14,6 +14,7 @@ from conformance.engine.record import Record
 from conformance.engine.workload import trainer_config
 from conformance.oracles.differences import batches, collectives, expect, layer_count, operators, parts, same
 from conformance.oracles.dtype_policy import dtype_policy
+from conformance.oracles.loss_scale import loss_scale_takes_effect, tf32_takes_effect
 from conformance.oracles.prefetch_effects import backward_prefetch_takes_effect, forward_prefetch_takes_effect
 from reference_trainer.checkpoint import Manifest
 
@@ -24,6 +25,7 @@ _BASE = Cell(mesh="dp1")
 _FSDP2: dict[str, AxisValue] = {"implementation": "fsdp2", "limit_all_gathers": True}
 _WITHOUT: dict[str, dict[str, AxisValue]] = {
     "mesh": {"gradient_sync": "each", "reshard": "default", **_FSDP2},
+    "precision": {"loss_scale": "fits"},
     "init": {"weights": "safetensors", **_FSDP2},
     "saved_on": {"saving": "blocking"},
     "offload": {"pin_memory": False},
@@ -39,8 +41,8 @@ def neighbours(cell: Cell) -> Iterator[tuple[str, Cell, Cell]]:
     for axis in axis_names():
         if getattr(cell, axis) != getattr(_BASE, axis):
             # One process has no replicas whose gradients are postponed, and no fewer ranks to reshard to.
-            # Nor do other ways to get weights have a format, or runs that are not resumed one of saving. FSDP1 has no
-            # use for one process, and knows one way to get weights.
+            # Other ways to get weights have no format, runs that are not resumed none of saving, other precisions no
+            # scale. FSDP1 has no use for one process, and knows one way to get weights.
             shown = cell.but(**_WITHOUT.get(axis, {}))
             yield axis, shown, shown.but(**{axis: getattr(_BASE, axis)})
 
@@ -83,6 +85,7 @@ def _precision(record: Record, neighbour: Record) -> None:
             "norms": {policy.sharded_norms},
             "other parameters": {policy.sharded},
             "fp32 weights begin as bf16 numbers": {str(in_bf16)},
+            "the loss is scaled": {str(one.cell.precision == "fp16-mp")},
         }
         measured = _dtypes(one)
         wrong = {what: sorted(found) for what, found in measured.items() if found != expected[what]}
@@ -100,6 +103,7 @@ def _dtypes(record: Record) -> dict[str, set[str]]:
         "norms": set().union(*(dtypes for name, dtypes in initial.items() if "norm" in name)),
         "other parameters": set().union(*(dtypes for name, dtypes in initial.items() if "norm" not in name)),
         "fp32 weights begin as bf16 numbers": {str(all(bool((w.bfloat16() == w).all()) for w in weights))},
+        "the loss is scaled": {str(step.loss_scale != 1.0) for step in facts.steps},
     }
 
 
@@ -165,8 +169,8 @@ def _saved_on(record: Record, neighbour: Record) -> None:
 
 
 def _saving(record: Record, neighbour: Record) -> None:
-    ahead = [next(iter((one.directory / "checkpoints").glob("trained-*")), None) for one in (record, neighbour)]
-    expect(ahead[0] is not None and ahead[1] is None, f"trained on before the checkpoint was written: {ahead}")
+    ahead = [list((one.directory / "checkpoints").glob("trained-*")) for one in (record, neighbour)]
+    expect(bool(ahead[0]) and not ahead[1], f"trained on before the checkpoint was written: {ahead}")
 
 
 def _model(record: Record, neighbour: Record) -> None:
@@ -199,13 +203,9 @@ def _whole_numbers(record: Record) -> bool:
 
 
 def _optimizer(record: Record, neighbour: Record) -> None:
-    state, usual = (_kinds(one) - {"parameter", "buffer"} for one in (record, neighbour))
+    final = ([key.split("/") for facts in one.ranks for key in facts.fingerprints] for one in (record, neighbour))
+    state, usual = ({kind for when, kind, _ in keys if when == "final"} - {"parameter", "buffer"} for keys in final)
     expect(not state and usual == {"exp_avg", "exp_avg_sq"}, f"state of SGD {sorted(state)}, of AdamW {sorted(usual)}")
-
-
-def _kinds(record: Record) -> set[str]:
-    """Of what the ranks hold in the end."""
-    return {key.split("/")[1] for facts in record.ranks for key in facts.fingerprints if key.startswith("final/")}
 
 
 def _clip(record: Record, neighbour: Record) -> None:
@@ -362,6 +362,8 @@ def _seed(record: Record, neighbour: Record) -> None:
 PROOFS: dict[str, Proof] = {
     "mesh": _mesh,
     "precision": _precision,
+    "loss_scale": loss_scale_takes_effect,
+    "tf32": tf32_takes_effect,
     "reshard": _reshard,
     "init": _init,
     "weights": _weights,

@@ -6,7 +6,7 @@ import msgspec
 import torch
 
 from conformance.oracles.reference import ReferenceRun, train_reference
-from reference_trainer.config import MeshConfig, TrainerConfig
+from reference_trainer.config import LossScaleConfig, MeshConfig, TrainerConfig
 
 
 def reference_run(config: TrainerConfig, *, dtype: torch.dtype) -> ReferenceRun:
@@ -25,6 +25,8 @@ def _workload(config: TrainerConfig) -> TrainerConfig:
         config,
         mesh=MeshConfig(),
         precision="fp32",
+        loss_scale=LossScaleConfig(),
+        tf32=False,
         reshard="default",
         offload="none",
         pin_memory=False,

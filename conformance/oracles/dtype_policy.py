@@ -17,7 +17,7 @@ from reference_trainer.model import Attention, Block, Transformer
 Dtypes = dict[str, list[str]]
 """What has a dtype, such as `gradient/norm.weight`, to the sorted names of all dtypes that it has."""
 
-FP32, BF16 = "float32", "bfloat16"
+FP32, BF16, FP16 = "float32", "bfloat16", "float16"
 _STATE = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ()}
 """Of each optimizer, the tensors of a parameter's size that it keeps."""
 
@@ -50,6 +50,7 @@ _POLICIES = {
     "bf16-reduce": DtypePolicy(compute=BF16, reduce=BF16),
     "bf16-params": DtypePolicy(compute=BF16, reduce=_unset_reduce_dtype(str(torch.__version__))),
     "bf16-mixed": DtypePolicy(compute=BF16, reduce=FP32, sharded=BF16),
+    "fp16-mp": DtypePolicy(compute=FP16, reduce=FP32),
 }
 
 

@@ -1,7 +1,7 @@
 """One process that rounds where the ranks of a mesh do: FSDP2's casts and reductions, and tensor-parallel sums.
 
 It takes the master weights in which a step began and computes the step's loss and gradients; it shares the modules of
-the model with the trainer and nothing else. In bf16 a rounding left out or added anywhere shows as a difference.
+the model with the trainer and nothing else. In bf16 or fp16 a rounding left out or added shows as a difference.
 Sources: `torch.distributed.fsdp.MixedPrecisionPolicy` (parameters are cast when they are unsharded, gradients before
 they are reduced), `FSDPModule.set_requires_gradient_sync` and `set_requires_all_reduce` (what is added up before it is
 reduced); arXiv:1909.08053 section 3 (column- and row-wise splits), arXiv:2205.05198 section 4 (sequence parallelism);
@@ -34,15 +34,21 @@ class Emulation:
     loss: float
     """Mean over the step's valid tokens, in nats."""
     gradients: Tensors
-    """Before clipping, in the masters' dtypes."""
+    """Unscaled, before clipping, in the masters' dtypes."""
     conditions: dict[str, float]
     """Of each gradient's sum over ranks, the norm of the sum of its terms' sizes over the norm of the sum."""
 
 
 def emulated_step(
-    config: TrainerConfig, masters: Tensors, *, step: int, device: torch.device | str = "cpu"
+    config: TrainerConfig,
+    masters: Tensors,
+    *,
+    step: int,
+    loss_scale: float = 1.0,
+    device: torch.device | str = "cpu",
 ) -> Emulation:
-    """One step on the mesh of `config`, which must be resolved, from `masters`, the full weights before it.
+    """One step on the mesh of `config`, which must be resolved, from `masters`, the full weights before it. Gradients
+    are computed of the loss times `loss_scale`, a power of two, and divided by it when they are reduced.
 
     It computes on `device`, which must be like that of the run: kernels of another round in other places. Tensors that
     it is given, and those that it returns, are on the CPU. Sums over more than two data-parallel ranks are taken in one
@@ -71,7 +77,8 @@ def emulated_step(
         for index in range(config.accumulation):
             ranks = []
             for rank in range(dp_size):
-                value, grads = _backward(parameters, loss_of, _micro_batch(config, batch, rank, index), scale=scale)
+                own = _micro_batch(config, batch, rank, index)
+                value, grads = _backward(parameters, loss_of, own, scale=scale * loss_scale)
                 loss += value
                 ranks.append(grads)
             gradients.append(ranks)
@@ -79,7 +86,7 @@ def emulated_step(
     reduced = _reduced(config, rounds, masters)
     sizes = _reduced(config, [[_absolute(rank) for rank in ranks] for ranks in rounds], masters)
     conditions = {name: _ratio(sizes[name].norm(), grad.norm()) for name, grad in reduced.items()}
-    on_host = {name: grad.cpu() for name, grad in reduced.items()}
+    on_host = {name: grad.cpu() / loss_scale for name, grad in reduced.items()}
     return Emulation(loss * scale / dp_size, on_host, conditions)
 
 

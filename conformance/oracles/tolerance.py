@@ -17,6 +17,10 @@ from conformance.oracles.reference import ReferenceRun, clip_factor, total_norm
 from reference_trainer.config import ModelConfig, OptimizerConfig, TrainerConfig
 
 FP32_ROUNDOFF = 2.0**-24
+FP16_ROUNDOFF = 2.0**-11
+TF32_ROUNDOFF = 2.0**-11
+FP16_SMALLEST = 2.0**-24
+"""Spacing of fp16 numbers below 2^-14: rounding there errs by at most half of it, however small the number."""
 _ROUNDINGS_PER_STEP = 10
 """Of an optimizer's step: see `replayed_state`."""
 
@@ -32,7 +36,8 @@ def forward_stages(model: ModelConfig, *, seq_len: int) -> float:
 def fp32_loss(config: TrainerConfig) -> float:
     """Relative error of the mean loss: the forward pass and the sum over the tokens of a step."""
     tokens = config.data.global_batch_size * config.data.seq_len
-    return FP32_ROUNDOFF * (forward_stages(config.model, seq_len=config.data.seq_len) + sqrt(tokens))
+    rounding = FP32_ROUNDOFF * (forward_stages(config.model, seq_len=config.data.seq_len) + sqrt(tokens))
+    return rounding + _rounded_factors(config)
 
 
 def fp32_gradients(config: TrainerConfig) -> float:
@@ -42,7 +47,41 @@ def fp32_gradients(config: TrainerConfig) -> float:
     `norm_condition`.
     """
     tokens = config.data.global_batch_size * config.data.seq_len
-    return FP32_ROUNDOFF * (3 * forward_stages(config.model, seq_len=config.data.seq_len) + sqrt(tokens))
+    rounding = FP32_ROUNDOFF * (3 * forward_stages(config.model, seq_len=config.data.seq_len) + sqrt(tokens))
+    return rounding + 3 * _rounded_factors(config)
+
+
+def _rounded_factors(config: TrainerConfig) -> float:
+    """What TF32 adds in forward: both factors of a product are rounded to 10 + 1 bits, so that it errs by at most
+    2 u + u^2 of the sum of its terms' sizes. Sums are in fp32, whose error is in the other term; that tensor cores cut
+    bits off (Fasi et al., https://doi.org/10.7717/peerj-cs.330) makes them n 2^-23 at most, below 1 % of this.
+
+    A token passes in each block q/k/v, scores, values, output, gate and up, down; and the output layer.
+    """
+    return (6 * config.model.n_layers + 1) * (2 * TF32_ROUNDOFF + TF32_ROUNDOFF**2) if config.tf32 else 0.0
+
+
+def fp16_gradients(config: TrainerConfig, expected: Mapping[str, Tensor], *, loss_scale: float) -> dict[str, float]:
+    """Relative deviation of each gradient computed in fp16 from `expected`, that of fp32 or better.
+
+    The first term is that of `fp32_gradients`, with the unit roundoff of fp16. The second is underflow (Higham, as
+    below, section 2.1: `fl(x) = x (1 + delta) + eta`, of which one is zero): each of the stages that a token's gradient
+    passes may err by half of FP16_SMALLEST in each element, independently; a weight adds up those of all tokens, times
+    activations, which norms keep at about 1. In units of the unscaled gradient that is divided by the loss scale.
+    """
+    tokens = config.data.global_batch_size * config.data.seq_len
+    relative = fp32_gradients(config) * FP16_ROUNDOFF / FP32_ROUNDOFF  # TF32 goes with precision fp32 alone
+    underflow = FP16_SMALLEST / 2 / loss_scale * _backward_stages(config.model) * sqrt(tokens)
+    return {
+        name: relative + underflow * sqrt(grad.numel()) / max(float(grad.double().norm()), FP16_SMALLEST / loss_scale)
+        for name, grad in expected.items()
+    }
+
+
+def _backward_stages(model: ModelConfig) -> int:
+    """Products and norms, each of which is followed by a rounding: per block norm, q/k/v, scores, values, output; norm,
+    gate and up, down; then norm, output. Backward repeats each twice."""
+    return 2 * (8 * model.n_layers + 2)
 
 
 def norm_condition(gradients: Mapping[str, Tensor], *, order: float) -> float:
@@ -113,10 +152,10 @@ def emulated_gradients(config: TrainerConfig, emulated: Emulation) -> dict[str, 
     order is known (`virtual_tp.sums_in_ring_order`): no bit may differ, as products of equal shapes are equal in bits
     with one torch on one machine. A sum over n > 2 data-parallel ranks in any order has an error of at most
     (n - 1) u times the sum of its terms' sizes (Higham, "Accuracy and Stability of Numerical Algorithms", 2nd edition,
-    section 4.2), in the run as in the emulation. In fp32 with tensor parallelism, or compiled, the two are computations
-    of their own, each with the error of `fp32_gradients`.
+    section 4.2), in the run as in the emulation. In fp32 with tensor parallelism, compiled, or with TF32, of which the
+    emulation knows nothing, the two are computations of their own, each with the error of `fp32_gradients`.
     """
-    if config.precision == "fp32" and (config.mesh.tp > 1 or config.compile != "none"):
+    if config.precision == "fp32" and (config.mesh.tp > 1 or config.compile != "none" or config.tf32):
         return dict.fromkeys(emulated.gradients, 2 * fp32_gradients(config))
     shards = config.mesh.dp_shard if isinstance(config.mesh.dp_shard, int) else 1
     ranks = max(shards, config.mesh.dp_replicate)

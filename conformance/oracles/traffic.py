@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from conformance.oracles.clip_schedule import clip_events
+from conformance.oracles.loss_scale import unscale_events
 from conformance.oracles.schedule import Event, fsdp_events, shard_numels
 from conformance.oracles.tp_schedule import local_shapes, tensor_parallel_events
 from reference_trainer.config import TrainerConfig
@@ -54,6 +55,7 @@ def step_events(config: TrainerConfig, dims: ParallelDims, *, tp_rank: int) -> l
         *_sum_over_dp("data", "int64", dims),  # number of valid tokens
         *fsdp_events(config, dims, shard_numels(shapes, config, shards=dims.dp_shard)),
         *tensor_parallel_events(config, dims),
+        *unscale_events(config, dims),
         *clip_events(shapes, config, dims),
         *_sum_over_dp("idle", "float32", dims),  # loss to report
     ]

@@ -1,0 +1,52 @@
+"""Loss scaling (arXiv:1710.03740 section 3.2): what the scale is in each step, and what ranks send to agree on it.
+
+Source: torch.amp.GradScaler. A step in which a gradient overflows is skipped and the scale halved; after
+`growth_interval` steps in a row without overflow it is doubled.
+"""
+
+from collections.abc import Sequence
+
+from conformance.engine.record import Record
+from conformance.oracles.differences import expect, same
+from conformance.oracles.schedule import Event
+from reference_trainer.config import LossScaleConfig, TrainerConfig
+from reference_trainer.mesh import ParallelDims
+
+
+def loss_scales(options: LossScaleConfig, skipped: Sequence[bool]) -> list[float]:
+    """The scale of each step of a run, given which of its steps are skipped."""
+    scale, in_a_row, found = options.initial, 0, []
+    for overflowed in skipped:
+        found.append(scale)
+        in_a_row = 0 if overflowed else in_a_row + 1
+        if overflowed:
+            scale /= 2
+        elif in_a_row == options.growth_interval:
+            scale, in_a_row = scale * 2, 0
+    return found
+
+
+def unscale_events(config: TrainerConfig, dims: ParallelDims) -> list[Event]:
+    """What ranks send to agree on whether a gradient has overflowed: each time one number, of which the largest counts.
+
+    torch asks those among which the first gradient, the embedding's, is divided; then the trainer asks all ranks.
+    """
+    if config.precision != "fp16-mp":
+        return []
+    sizes = {"dp_replicate": dims.dp_replicate, "dp_shard": dims.dp_shard, "tp": dims.tp}
+    wide = [name for name, size in sizes.items() if size > 1]
+    divided = [name for name in wide if name != "dp_replicate"]
+    everybody = "world" if len(wide) > 1 else next(iter(wide), "dp_shard")
+    return [Event("unscale", "all_reduce", group, 1, "float32", "MAX") for group in (*divided, everybody)]
+
+
+def loss_scale_takes_effect(record: Record, neighbour: Record) -> None:
+    """Proof of axis `loss_scale`."""
+    skipped, usual = (sum(step.skipped for step in one.ranks[0].steps) for one in (record, neighbour))
+    expect(skipped > usual == 0, f"{skipped} steps are skipped, {usual} with a scale that fits")
+
+
+def tf32_takes_effect(record: Record, neighbour: Record) -> None:
+    """Proof of axis `tf32`."""
+    expect(same(record, neighbour, "initial/parameter/"), "initial weights differ")
+    expect(not same(record, neighbour, "step0/gradient/"), "gradients are the same in every bit with TF32 and without")

@@ -1,0 +1,38 @@
+"""Loss scaling for fp16 (arXiv:1710.03740 section 3.2): gradients too small for its exponents are moved into its range.
+
+The loss is multiplied by a power of two before backward, and reduced gradients are divided by it before anything looks
+at them. A scale that makes a gradient overflow is halved, and that step is skipped.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.amp import GradScaler
+
+from reference_trainer.config import TrainerConfig
+
+
+class LossScaler(GradScaler):
+    """torch's scaler, with which all ranks agree on what has overflowed; does nothing but with precision fp16-mp.
+
+    torch asks the ranks among which the *first* gradient is divided (`found_inf_reduce_handler` in
+    torch/distributed/tensor/_dispatch.py). Were that one replicated over tensor parallelism, or a number bad on one
+    replica alone, some ranks would skip a step that others take, and go on with another scale (torch 2.13).
+    """
+
+    def __init__(self, config: TrainerConfig, device: torch.device) -> None:
+        options = config.loss_scale
+        super().__init__(
+            device.type,
+            init_scale=options.initial,
+            growth_interval=options.growth_interval,
+            enabled=config.precision == "fp16-mp",
+        )
+
+    def _unscale_grads_(self, *args: Any) -> dict[torch.device, torch.Tensor]:
+        """What torch's own scaler for FSDP1 extends in the same way; by device, 1.0 if something has overflowed."""
+        found: dict[torch.device, torch.Tensor] = super()._unscale_grads_(*args)
+        for overflowed in found.values():
+            dist.all_reduce(overflowed, dist.ReduceOp.MAX)
+        return found
