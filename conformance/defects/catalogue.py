@@ -34,6 +34,7 @@ _FAULTS = (
     "memory",
     "prefetch",
     "waiting",
+    "race",
 )
 
 
