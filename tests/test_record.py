@@ -26,6 +26,7 @@ def record_of_two_ranks(directory: Path, shards: list[dict[str, Tensor]]) -> Rec
         "checkpoint_format": None,
         "calibration_s": 0.001,
         "communication": None,
+        "expandable_segments": None,
     }
     facts = {**empty, **single, "parameters": parameters}
     for rank, tensors in enumerate(shards):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from conformance.defects.catalogue import injected
-from conformance.engine.cells import RECORD_STREAMS
+from conformance.engine.cells import ALLOCATOR_VARIABLES, RECORD_STREAMS
 from conformance.engine.rank_messages import RankContext
 from conformance.engine.rank_place import start_process_group
 from conformance.engine.record import tensor_file
@@ -33,7 +33,7 @@ def train_cell(context: RankContext, payload: dict[str, Any]) -> dict[str, Any]:
     finds its file there.
     """
     config = rank_config(context, payload)
-    variables = {RECORD_STREAMS: os.environ.get(RECORD_STREAMS)}
+    variables = {name: os.environ.get(name) for name in (RECORD_STREAMS, *ALLOCATOR_VARIABLES)}
     recorder = Recorder(rank=context.rank, variables=variables, profiled_step=_profiled_step(context, payload, config))
     start_s = time.monotonic()
     with injected(payload["defect"]):

@@ -28,6 +28,8 @@ def unsupported(
         return f"{law.id} holds from torch {law.since} on, this is {torch_version}"
     if cell.pin_memory and device_type(substrate) == "cpu":
         return "needs an accelerator for which memory is pinned, this case runs on the CPU with 0"
+    if cell.expandable_segments != "unset" and device_type(substrate) == "cpu":
+        return "needs a device whose allocator has segments that grow, this case runs on the CPU with 0"
     if substrate != "simulated" and cell.world_size > max_world_size:
         return f"needs {cell.world_size} ranks, {substrate} runs at most {max_world_size} here"
     return None

@@ -12,6 +12,7 @@ from conformance.instruments.capture import Capture
 from conformance.instruments.collectives import Collective, CollectiveLog
 from conformance.instruments.communication import Communication
 from conformance.instruments.compilation import Compilation, CompilationFacts
+from conformance.instruments.device_memory import expandable_segments
 from conformance.instruments.dispatch_tap import DispatchTap
 from conformance.instruments.dtypes import DtypeAudit
 from conformance.instruments.events import Events
@@ -68,6 +69,8 @@ class RankFacts(msgspec.Struct, frozen=True):
     rank: int
     variables: dict[str, str | None]
     """Of the environment, as they were before the process group was made."""
+    expandable_segments: bool | None
+    """See `device_memory.expandable_segments`."""
     mesh_coordinate: dict[str, int]
     steps: list[StepFacts]
     step_s: list[float]
@@ -203,6 +206,7 @@ class Recorder(Observer):
         facts = RankFacts(
             rank=self._rank,
             variables=self._variables,
+            expandable_segments=expandable_segments(trainer.device),
             mesh_coordinate={name: trainer.mesh.get_local_rank(name) for name in trainer.mesh.mesh_dim_names or ()},
             steps=[StepFacts(step.step, step.loss, step.grad_norm, step.valid_tokens, step.lr) for step in metrics],
             step_s=self._times.step_s,
