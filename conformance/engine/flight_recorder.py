@@ -1,9 +1,10 @@
 """NCCL's flight recorder: which collectives a rank of a failed task had issued last, and how far they had come.
 
 torch keeps a ring of them for each process and dumps it as a pickle of builtins when its watchdog runs into a timeout,
-or when somebody writes into a pipe. Read from files alone, since the pool's process has no torch: what
-`torch.distributed.flight_recorder` (the command `torchfrtrace`) prints needs it, and the dumps of all ranks. Not yet run on a device, see docs/gpu/status.md; the format is that of a dump of torch 2.13.
-Gloo's is of no use: it leaves each collective at `scheduled` (seen with torch 2.13), and only private functions dump it.
+or when somebody writes into a pipe. Read from files alone, since the pool's process has no torch: what torch has for it
+(`torch.distributed.flight_recorder`, the command `torchfrtrace`) needs that, and the dumps of all ranks. Not yet run on
+a device, see docs/gpu/status.md; the format is that of a dump of torch 2.13. Gloo's recorder is of no use: it leaves
+each collective at `scheduled` (seen with torch 2.13), and only private functions dump it.
 https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html
 https://docs.pytorch.org/tutorials/intermediate/debug_hangs_with_flight_recorder.html
 """
