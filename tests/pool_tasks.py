@@ -188,3 +188,17 @@ def return_scalar(_context: RankContext, _payload: dict[str, Any]) -> Any:
 
 def return_infinities(_context: RankContext, _payload: dict[str, Any]) -> list[float]:
     return [float("nan"), float("inf"), -0.0]
+
+
+def leave_dump(context: RankContext, payload: dict[str, Any]) -> None:
+    """Write what the flight recorder would, beside the rank's other files."""
+    directory = Path(os.readlink("/proc/self/fd/1")).parent
+    (directory / f"flight{context.rank}").write_bytes(bytes.fromhex(payload["dump"]))
+
+
+def fail_with_dump(context: RankContext, payload: dict[str, Any]) -> None:
+    """Rank 0 leaves one and raises, the others hang."""
+    if context.rank != 0:
+        sleep()
+    leave_dump(context, payload)
+    raise_error()

@@ -8,6 +8,7 @@ import msgspec
 from conformance.engine.cell_facts import CellFacts, Collective, cell_facts
 from conformance.engine.cells import Cell
 from conformance.engine.record import Failure, Header, RecordFile, write_record
+from conformance.instruments.communication import Communication
 from conformance.instruments.timing import StepTimes
 
 CELL = Cell(mesh="dp2", steps=3)
@@ -20,6 +21,7 @@ def rank(*times_s: float) -> dict[str, Any]:
         "step_s": list(times_s),
         "calibration_s": times_s[0] / 1000,
         "collectives": [{**collective, "step": step, "nbytes": 10 + step} for step in (0, 2, 2)],
+        "communication": {"step_s": times_s[-1], "busy_s": 0.02, "exposed_s": 0.01},
         "something else": 1,
     }
 
@@ -46,6 +48,7 @@ def test_facts_are_those_of_first_runs_of_the_session(tmp_path: Path) -> None:
             calibration_s=0.009,
             tokens_per_s=500.0,
             schedule=[Collective("forward", "all_gather", "dp_shard", "float32", 12)] * 2,
+            communication=Communication(step_s=0.3, busy_s=0.02, exposed_s=0.01),
         )
     }
 

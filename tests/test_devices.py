@@ -8,6 +8,7 @@ from pathlib import Path
 import pynvml
 import pytest
 
+from conformance.defects.catalogue import defects
 from conformance.describe import law_tests
 from conformance.engine import devices as module
 from conformance.engine.cells import Cell
@@ -270,3 +271,9 @@ def test_every_law_of_devices_has_its_state_in_the_docs() -> None:
     listed = {tuple(cell.strip() for cell in line.split("|")[1:3]) for line in page.splitlines() if "| nccl" in line}
     laws = [found for test in law_tests().values() if (found := law_of(test))]
     assert listed == {(one.id, substrate) for one in laws for substrate in one.substrates if substrate in CUDA}
+
+
+def test_every_defect_of_devices_has_its_state_in_the_docs() -> None:
+    page = (PROJECT / "docs" / "gpu" / "status.md").read_text()
+    listed = {line.split("`")[1] for line in page.splitlines() if line.startswith("| defect `")}
+    assert listed == {defect.id for defect in defects() if set(defect.substrates) <= set(CUDA)}

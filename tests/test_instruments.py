@@ -293,7 +293,7 @@ def test_every_axis_with_a_choice_is_varied() -> None:
 
 
 # What decides which runs there are, and is no part of a run's configuration.
-OF_RUNS = ("record_streams", "saved_on", "saving")
+OF_RUNS = ("record_streams", "expandable_segments", "saved_on", "saving")
 NEEDED: dict[str, dict[str, Any]] = {
     "loss_scale": {"precision": "fp16-mp"},
     "weights": {"init": "checkpoint"},

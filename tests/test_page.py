@@ -10,6 +10,7 @@ from conformance.__main__ import main
 from conformance.engine.drawings import bounds_bar, loss_curve, memory_bar, timeline
 from conformance.engine.measurements import Measurement
 from conformance.engine.page import report_page
+from conformance.instruments.communication import Communication
 from tests.test_diff import FACTS, GATHER, bytes_of, case, deviation, report
 
 REPORT = report(
@@ -123,3 +124,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_an_empty_report_has_a_page() -> None:
     assert outline(report_page(report())).open == []
+
+
+def test_communication_stands_beside_the_rate_of_tokens() -> None:
+    found = Communication(step_s=0.05, busy_s=0.02, exposed_s=0.01)
+    shown = msgspec.structs.replace(FACTS, communication=found)
+    page = report_page(msgspec.structs.replace(REPORT, cells={"dp2": shown}))
+    assert "<td>1</td><td>10.0 of 50.0 ms, 20%</td>" in page
+    assert "<td>1</td><td></td>" in report_page(REPORT)

@@ -20,7 +20,14 @@ def record_of_two_ranks(directory: Path, shards: list[dict[str, Tensor]]) -> Rec
     kinds = {field.name: get_origin(field.type) for field in msgspec.structs.fields(RankFacts)}
     empty: dict[str, Any] = {name: kind() for name, kind in kinds.items() if kind in (list, dict)}
     blocks = {"graphs": 0, "compiled": 0, "eager": 0}
-    single = {"blocks": blocks, "checkpoint": None, "checkpoint_format": None, "calibration_s": 0.001}
+    single = {
+        "blocks": blocks,
+        "checkpoint": None,
+        "checkpoint_format": None,
+        "calibration_s": 0.001,
+        "communication": None,
+        "expandable_segments": None,
+    }
     facts = {**empty, **single, "parameters": parameters}
     for rank, tensors in enumerate(shards):
         save_file(tensors, directory / tensor_file(rank))

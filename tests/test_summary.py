@@ -16,8 +16,9 @@ from expecttest import assert_expected_inline
 from conformance.engine.progress_line import ProgressLine
 from conformance.engine.report import Report
 from conformance.engine.summary import markdown, terminal_lines
+from conformance.instruments.communication import Communication
 from tests.sessions import ONE_CELL, PROJECT, suite
-from tests.test_diff import case, report
+from tests.test_diff import FACTS, case, report
 
 
 def found() -> Report:
@@ -35,6 +36,21 @@ def test_the_end_of_a_session() -> None:
     assert "unsupported, 1 cases: needs 2 devices" in text
     assert text.index("PAR-2 ") < text.index("PAR-10 "), "laws in their order"
     assert text.endswith("\nprofile pr: 7 of 7 cases executed in 1.0 s, exit status 3; report: here")
+
+
+def test_communication_that_nothing_hides_is_told_as_a_fact() -> None:
+    shares = {"a": 0.01, "b": 0.04, "c": 0.02}
+    cells = {
+        name: msgspec.structs.replace(
+            FACTS, communication=Communication(step_s=0.1, busy_s=exposed_s, exposed_s=exposed_s)
+        )
+        for name, exposed_s in shares.items()
+    }
+    text = "\n".join(terminal_lines(report(cells={**cells, "without": FACTS}), Path("here")))
+    assert (
+        "a step communicates while nothing is computed for 20% of its time in the median of 3 cells, for 40% in b"
+    ) in text
+    assert "communicates" not in "\n".join(terminal_lines(found(), Path("here")))
 
 
 def test_nothing_selected_says_what_to_do() -> None:

@@ -35,6 +35,7 @@ _FAULTS = (
     "memory",
     "prefetch",
     "waiting",
+    "race",
 )
 
 

@@ -145,4 +145,7 @@ SHOWN_BY = {
     "gather-before-cast": _RECOMPUTED,
     "gather-twice": _ACCUMULATION,
     "tp-gather-repeated": _TP,
+    "all-reduce-buffer-reused": "id = hsdp2x2-fp32-default-meta",
+    "offload-source-reused": "id = hsdp2x2-fp32-default-meta-clip0.1-offloadcpu",
+    "offload-copy-unfinished": _OFFLOADED,
 }

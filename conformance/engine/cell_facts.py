@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from conformance.engine.record import RECORD_FILE, TRAINING, Header
+from conformance.instruments.communication import Communication
 
 
 class Collective(msgspec.Struct, frozen=True, array_like=True):
@@ -38,6 +39,8 @@ class CellFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Valid tokens of all ranks in the fastest of these steps; None for a run of one step."""
     schedule: list[Collective]
     """Those of rank 0 in the last step, in their order."""
+    communication: Communication | None = None
+    """Of rank 0 in the last step; None if that is the first, too."""
 
     @property
     def wire_bytes(self) -> dict[str, int]:
@@ -75,6 +78,7 @@ class _Rank(msgspec.Struct):
     step_s: list[float]
     calibration_s: float
     collectives: list[_Collective]
+    communication: Communication | None = None
 
 
 class _Run(msgspec.Struct):
@@ -114,4 +118,5 @@ def _facts(run: _Run) -> CellFacts:
             for one in run.ranks[0].collectives
             if one.step == last
         ],
+        communication=run.ranks[0].communication,
     )

@@ -12,6 +12,9 @@ from reference_trainer.strict_yaml import allowed, explain
 
 RECORD_STREAMS = "TORCH_NCCL_AVOID_RECORD_STREAMS"
 """Variable of torch 2.1 to 2.14 for NCCL; has an effect up to 2.7 (torch/distributed, PR 150398)."""
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""The first is read from torch 2.9 on, the second by all versions; both, so that it does not matter which one wins.
+https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf"""
 AxisValue = str | int | float | bool
 
 _NUMBER = "([1-9][0-9]{0,3})"
@@ -120,6 +123,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Whether that memory is page-locked."""
     record_streams: Literal["unset", "0", "1"] = "unset"
     """What the ranks find in TORCH_NCCL_AVOID_RECORD_STREAMS."""
+    expandable_segments: Literal["unset", "0", "1"] = "unset"
+    """Whether the allocator of a device is told to have segments that grow, or to have none; needs a device."""
     sequence_parallel: bool = True
     """Whether tensor parallelism also splits norms and residuals along the sequence."""
     norms_in_tp: bool = True
@@ -181,7 +186,11 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def environment(self) -> dict[str, str]:
         """Variables that its ranks have before they make their process group."""
-        return {} if self.record_streams == "unset" else {RECORD_STREAMS: self.record_streams}
+        found: dict[str, str] = {} if self.record_streams == "unset" else {RECORD_STREAMS: self.record_streams}
+        if self.expandable_segments != "unset":
+            setting = f"expandable_segments:{self.expandable_segments == '1'}"
+            found |= dict.fromkeys(ALLOCATOR_VARIABLES, setting)
+        return found
 
     def but(self, **changes: AxisValue) -> "Cell":
         """A copy with other values; raises AxisError for an unknown axis or value."""
@@ -224,6 +233,7 @@ _TAGS: dict[str, Callable[[Any], str]] = {
     "offload": lambda device: f"offload{device}",
     "pin_memory": lambda _: "pinned",
     "record_streams": lambda value: f"avoidrs{value}",
+    "expandable_segments": lambda value: f"expseg{value}",
     "sequence_parallel": lambda _: "nosp",
     "norms_in_tp": lambda _: "normsdp",
     "loss_parallel": lambda _: "lp",

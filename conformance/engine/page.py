@@ -13,6 +13,7 @@ from conformance.engine.law import in_order
 from conformance.engine.measurements import Measurement
 from conformance.engine.report import CaseResult, Report
 from conformance.engine.verdicts import Verdict
+from conformance.instruments.communication import Communication
 
 _BAD = (Verdict.FAIL, Verdict.TIMEOUT, Verdict.CRASH, Verdict.ERROR, Verdict.UNEXPECTED_PASS)
 _SHORT = {
@@ -111,10 +112,18 @@ def _cell(name: str, facts: CellFacts, baseline: CellFacts | None) -> dict[str, 
         "id": name,
         "losses": loss_curve(facts.losses, baseline.losses if baseline else ()),
         "tokens_per_s": "" if facts.tokens_per_s is None else f"{facts.tokens_per_s:.0f}",
+        "communication": _communication(facts.communication),
         "wire": list(facts.wire_bytes.items()),
         "timeline": timeline(facts.schedule),
         "schedule": Markup("<br>").join(f"{number} x {what}" for what, number in facts.collectives.items()),
     }
+
+
+def _communication(found: Communication | None) -> str:
+    if found is None:
+        return ""
+    share = f"{found.exposed_share:.0%}"
+    return f"{1e3 * found.exposed_s:.1f} of {1e3 * found.step_s:.1f} ms, {share}"
 
 
 def _facts(environment: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

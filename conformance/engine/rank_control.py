@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from conformance.engine.flight_recorder import summary
 from conformance.engine.leases import Lease
 from conformance.engine.rank_failure import PoolError
 from conformance.engine.rank_messages import (
@@ -82,9 +83,13 @@ class RankHandle:
         return self._receive() == DUMPED or self._has_ended()
 
     def illustrate(self, report: RankReport) -> RankReport:
-        """`report` with the end of the rank's output, and with the stacks of a rank that did not end its task."""
+        """`report` with the end of the rank's output, with the stacks of a rank that did not end its task, and with
+        the last collectives of one that has dumped them."""
         stack = read_head(self.files.stack, size_bytes=STACK_BYTES) if report.state in ("hung", "died") else ""
-        return msgspec.structs.replace(report, stack=ENGINE_FRAMES.sub("", stack), output_tail=self.output_tail())
+        collectives = "" if report.state == "finished" else summary(self.files.flight)
+        return msgspec.structs.replace(
+            report, stack=ENGINE_FRAMES.sub("", stack), collectives=collectives, output_tail=self.output_tail()
+        )
 
     def output_tail(self) -> str:
         return read_tail(self.files.output, size_bytes=OUTPUT_TAIL_BYTES)

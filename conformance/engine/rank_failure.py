@@ -43,7 +43,7 @@ class RunFailed(Exception):
         self.ranks = ranks
 
     def details(self) -> str:
-        """Tracebacks, stacks and ends of the output of all ranks, as text of several lines."""
+        """Tracebacks, stacks, last collectives and ends of the output of all ranks, as text of several lines."""
         return "\n".join([self.reason, *(_describe(report) for report in self.ranks)])
 
 
@@ -125,6 +125,7 @@ def _describe(report: RankReport) -> str:
     for title, text in (
         ("traceback", report.traceback),
         ("stacks of all threads", report.stack),
+        ("last collectives", report.collectives),
         ("end of the output", report.output_tail),
     ):
         if text.strip():

@@ -64,7 +64,8 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     """How one rank ended a task.
 
     `stamp_s` is `time.monotonic()` of the event (of its discovery for a rank that died). `stack` is the dump of all
-    threads of a hung rank, or of one that died of a fault. `leaks` names what a finished rank left behind.
+    threads of a hung rank, or of one that died of a fault. `collectives` is what `flight_recorder.summary` tells.
+    `leaks` names what a finished rank left behind.
     """
 
     rank: int
@@ -77,6 +78,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     traceback: str = ""
     innermost_file: str = ""
     stack: str = ""
+    collectives: str = ""
     output_tail: str = ""
     exit_code: int | None = None
 
@@ -120,6 +122,19 @@ class RankFiles:
     @property
     def stack(self) -> Path:
         return self.directory / f"rank{self.rank}.stack"
+
+    @property
+    def flight_stem(self) -> Path:
+        """What torch adds the rank to, and for the pipe `.pipe`."""
+        return self.directory / "flight"
+
+    @property
+    def flight(self) -> Path:
+        return self.directory / f"flight{self.rank}"
+
+    @property
+    def flight_pipe(self) -> Path:
+        return self.directory / f"flight{self.rank}.pipe"
 
 
 def require_json_like(value: object, *, where: str) -> None:

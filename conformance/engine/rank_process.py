@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from conformance.engine import flight_recorder
 from conformance.engine.rank_messages import (
     DUMP_SIGNAL,
     RANK_IN_VALUE,
@@ -94,10 +95,12 @@ class Rank:
         )
         if self._device:  # CUDA, which nothing in this process has used yet, shows no other
             os.environ["CUDA_VISIBLE_DEVICES"] = self._device
+            os.environ.update(flight_recorder.variables(self._files))
 
     def _perform(self, assignment: Assignment) -> RankReport:
         os.truncate(self._files.output, 0)
         os.truncate(self._files.stack, 0)
+        self._files.flight.unlink(missing_ok=True)
         os.chdir(self._home)
         reset_process_state()
         env = {name: value.replace(RANK_IN_VALUE, str(self._rank)) for name, value in assignment.env.items()}

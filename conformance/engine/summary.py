@@ -1,5 +1,6 @@
 """What a session ends with, in words: for a terminal, and as markdown for the page of a CI job."""
 
+import statistics
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ def terminal_lines(report: Report, directory: Path) -> Iterator[str]:
             yield f"  and {others} cases with the same reason"
     for reason, number in _unsupported(report).items():
         yield f"unsupported, {number} cases: {reason}"
+    yield from _exposed(report)
     yield f"\n{ending(report)}; report: {directory}"
 
 
@@ -66,6 +68,17 @@ def _told(report: Report) -> Iterator[tuple[CaseResult, int]]:
 
 def _unsupported(report: Report) -> Counter[str]:
     return Counter(case.reason for case in report.cases if case.verdict == Verdict.UNSUPPORTED)
+
+
+def _exposed(report: Report) -> Iterator[str]:
+    """One line; a fact."""
+    shares = {name: one.communication.exposed_share for name, one in report.cells.items() if one.communication}
+    if shares:
+        most, middle = max(shares, key=shares.__getitem__), statistics.median(shares.values())
+        yield (
+            f"a step communicates while nothing is computed for {middle:.0%} of its time in the median of "
+            f"{len(shares)} cells, for {shares[most]:.0%} in {most}"
+        )
 
 
 def _plain(text: str) -> str:

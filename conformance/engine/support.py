@@ -30,6 +30,8 @@ def unsupported(
         return "needs an accelerator for which memory is pinned, this case runs on the CPU with 0"
     if cell.tf32 and device_type(substrate) == "cpu":
         return "needs a CUDA device, which rounds products to TF32; this case runs on the CPU"
+    if cell.expandable_segments != "unset" and device_type(substrate) == "cpu":
+        return "needs a device whose allocator has segments that grow, this case runs on the CPU with 0"
     if substrate != "simulated" and cell.world_size > max_world_size:
         return f"needs {cell.world_size} ranks, {substrate} runs at most {max_world_size} here"
     return None

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from conformance.engine.flight_recorder import collect_dumps
 from conformance.engine.leases import Lease
 from conformance.engine.rank_control import START_LIMIT_S, RankHandle, ServerProcess, dump_stacks
 from conformance.engine.rank_failure import PoolError
@@ -140,6 +141,7 @@ class World:
     def _post_mortem(self, reports: Mapping[int, RankReport]) -> tuple[RankReport, ...]:
         """End all ranks and return one report for each, with exit codes, stacks and output."""
         dump_stacks([rank for rank in self._ranks if rank.rank not in reports])
+        collect_dumps([rank.files for rank in self._ranks])
         return tuple(
             rank.illustrate(
                 _with_exit_code(reports[rank.rank], exit_code)

@@ -9,7 +9,7 @@ https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.memory_stats.ht
 """
 
 import gc
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -29,6 +29,18 @@ class DeviceSegment(Segment):
     """That, and what was freed but is held until a stream has caught up."""
     reserved_bytes: int = 0
     """Taken from the device."""
+
+
+def expandable_segments(
+    device: torch.device, *, snapshot: Callable[[], Sequence[Mapping[str, object]]] = torch.cuda.memory_snapshot
+) -> bool | None:
+    """Whether the allocator of a device has segments that grow; None where there is no device.
+
+    https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.memory_snapshot.html
+    """
+    if device.type == "cpu":
+        return None
+    return any(segment["is_expandable"] for segment in snapshot())
 
 
 def ledger_of(device: torch.device, *, mapped_bytes: Collection[int] = ()) -> AbstractContextManager[MemoryLedger]:

@@ -11,7 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from conformance.instruments.capture import Capture
 from conformance.instruments.collectives import Collective, CollectiveLog
+from conformance.instruments.communication import Communication
 from conformance.instruments.compilation import Compilation, CompilationFacts
+from conformance.instruments.device_memory import expandable_segments
 from conformance.instruments.dispatch_tap import DispatchTap
 from conformance.instruments.dtypes import DtypeAudit
 from conformance.instruments.events import Events
@@ -22,6 +24,7 @@ from conformance.instruments.poison import Poison
 from conformance.instruments.prefetching import backward_prefetch_of
 from conformance.instruments.residency import Residency
 from conformance.instruments.sharding import fsdp_group_of, sharded_parameters, shared_parameters
+from conformance.instruments.step_profile import StepProfile
 from conformance.instruments.timing import StepTimes, calibration_s
 from reference_trainer.fsdp1 import whole
 from reference_trainer.model import Transformer
@@ -69,12 +72,16 @@ class RankFacts(msgspec.Struct, frozen=True):
     rank: int
     variables: dict[str, str | None]
     """Of the environment, as they were before the process group was made."""
+    expandable_segments: bool | None
+    """See `device_memory.expandable_segments`."""
     mesh_coordinate: dict[str, int]
     steps: list[StepFacts]
     step_s: list[float]
     """See `StepTimes`."""
     calibration_s: float
     """See `timing.calibration_s`; after the last step."""
+    communication: Communication | None
+    """Of a step that was profiled."""
     parameters: dict[str, ParameterFacts]
     collectives: list[Collective]
     reshard_after_forward: dict[str, bool | int]
@@ -120,7 +127,7 @@ class RankFacts(msgspec.Struct, frozen=True):
 class Recorder(Observer):
     """Passes the trainer's events to every instrument, and gathers what they saw."""
 
-    def __init__(self, *, rank: int, variables: dict[str, str | None]) -> None:
+    def __init__(self, *, rank: int, variables: dict[str, str | None], profiled_step: int | None = None) -> None:
         self._rank, self._variables = rank, variables
         self._parameters: dict[str, ParameterFacts] = {}
         self._shared: dict[str, list[list[str]]] = {}
@@ -130,7 +137,7 @@ class Recorder(Observer):
         self._residency, self._poison = Residency(), Poison()
         self._operators, self._compilation = OperatorCount(), Compilation()
         self._capture, self._model_inputs = Capture(), ModelInputs()
-        self._events, self._times = Events(), StepTimes()
+        self._events, self._times, self._profile = Events(), StepTimes(), StepProfile(profiled_step)
         self._instruments: tuple[Observer, ...] = (
             self._events,
             self._collectives,
@@ -150,8 +157,12 @@ class Recorder(Observer):
         return self._tap
 
     def phase(self, name: Phase, *, step: int) -> None:
+        if name == "data":
+            self._profile.begin(step)
         for instrument in self._instruments:
             instrument.phase(name, step=step)
+        if name == "idle":
+            self._profile.end(step)
 
     def reshard_policy(self, after_forward: dict[str, bool | int]) -> None:
         self._reshard = after_forward
@@ -198,10 +209,12 @@ class Recorder(Observer):
         facts = RankFacts(
             rank=self._rank,
             variables=self._variables,
+            expandable_segments=expandable_segments(trainer.device),
             mesh_coordinate={name: trainer.mesh.get_local_rank(name) for name in trainer.mesh.mesh_dim_names or ()},
             steps=[StepFacts(**asdict(step)) for step in metrics],
             step_s=self._times.step_s,
             calibration_s=calibration_s(trainer.device),
+            communication=self._profile.found,
             parameters=self._parameters,
             collectives=self._collectives.facts(trainer.mesh),
             reshard_after_forward=self._reshard,
@@ -230,7 +243,7 @@ class Recorder(Observer):
 
     def _notify(self, event: str, *args: Any, **kwargs: Any) -> None:
         # What instruments compute and communicate is not part of the run. FSDP1's parameters are shown whole.
-        with self._tap.paused(), self._times.apart(), whole(args[0]):
+        with self._tap.paused(), self._times.apart(), self._profile.apart(), whole(args[0]):
             for instrument in self._instruments:
                 getattr(instrument, event)(*args, **kwargs)
 

@@ -12,6 +12,7 @@ import torch
 from conformance.engine.cells import RECORD_STREAMS, AxisValue, Cell, Mesh, axis_names
 from conformance.engine.record import Record
 from conformance.engine.workload import trainer_config
+from conformance.oracles.allocator_effects import expandable_segments_take_effect
 from conformance.oracles.differences import batches, collectives, expect, layer_count, operators, parts, same
 from conformance.oracles.dtype_policy import dtype_policy
 from conformance.oracles.loss_scale import loss_scale_takes_effect, tf32_takes_effect
@@ -379,6 +380,7 @@ PROOFS: dict[str, Proof] = {
     "offload": _offload,
     "pin_memory": _pin_memory,
     "record_streams": _record_streams,
+    "expandable_segments": expandable_segments_take_effect,
     "sequence_parallel": _sequence_parallel,
     "norms_in_tp": _norms_in_tp,
     "loss_parallel": _loss_parallel,
