@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import torch
 import torch.distributed as dist
@@ -20,8 +21,22 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from conformance.engine.rank_messages import RankContext
+from conformance.engine.rank_place import start_process_group
+from conformance.instruments.step_profile import StepProfile
 
 LONG_S = 60.0
+
+
+def profiled_step(context: RankContext, payload: dict[str, Any]) -> Any:
+    """Something computed and something communicated, in the second of two steps under a profile."""
+    start_process_group(context)
+    profiled, tensor = StepProfile(1), torch.ones(64, 64)
+    for step in range(2):
+        profiled.begin(step)
+        dist.all_reduce(tensor @ tensor)
+        profiled.end(step)
+    dist.destroy_process_group()
+    return msgspec.to_builtins(profiled.found)
 
 
 def identity(context: RankContext, payload: dict[str, Any]) -> dict[str, Any]:

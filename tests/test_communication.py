@@ -4,14 +4,14 @@ import json
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
-from conformance.engine.cells import Cell
-from conformance.engine.pool import Pools
-from conformance.engine.store import RecordStore
+from conformance.engine.pool import Pools, RankContext, Task
+from conformance.engine.rank_tasks import _profiled_step
 from conformance.instruments.communication import (
     APART,
     Communication,
@@ -23,6 +23,7 @@ from conformance.instruments.communication import (
     union,
 )
 from conformance.instruments.step_profile import StepProfile, read_trace
+from reference_trainer.config import TrainerConfig
 
 RANK, BACKEND = 7, 8
 intervals = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=8)
@@ -106,11 +107,27 @@ def test_a_step_that_nobody_asked_for_is_not_profiled() -> None:
     assert profiled.found is None
 
 
-def test_a_run_reports_it_of_its_last_step(tmp_path: Path) -> None:
-    with Pools() as pools:
-        store = RecordStore(directory=tmp_path, session="s", torch_version="2", defect=None, deadline_s=60, pools=pools)
-        found, other = (facts.communication for facts in store.run(Cell(mesh="dp2")).ranks)
-        assert found is not None
+def test_a_step_with_communication(pools: Pools) -> None:
+    """On real ranks."""
+    task = Task("tests.pool_tasks:profiled_step", {})
+    for reported in pools.run(task, world_size=2, deadline_s=60.0):
+        found = msgspec.convert(reported, Communication)
         assert 0 < found.exposed_s <= found.busy_s < found.step_s
-        assert other is None
-        assert {facts.communication for facts in store.run(Cell(mesh="dp2", steps=1)).ranks} == {None}
+
+
+@pytest.mark.parametrize(
+    ("device", "rank", "defect", "steps", "expected"),
+    [
+        ("GPU-1", 0, None, 3, 2),
+        ("", 0, None, 3, None),
+        ("GPU-1", 1, None, 3, None),
+        ("GPU-1", 0, "d", 3, None),
+        ("GPU-1", 0, None, 1, None),
+    ],
+)
+def test_the_last_step_on_a_device_is_profiled(
+    device: str, rank: int, defect: str | None, steps: int, expected: int | None
+) -> None:
+    context = RankContext(rank=rank, world_size=2, rendezvous="", timeout_s=1.0, device=device)
+    payload = {"defect": defect, "steps_before_save": 0}
+    assert _profiled_step(context, payload, TrainerConfig(steps=steps)) == expected
