@@ -31,6 +31,7 @@ from reference_trainer.mesh import (
     check_fits_mesh,
     check_pinning,
     choose_device,
+    destroy_process_group,
     init_process_group,
     resolve_mesh,
 )
@@ -68,7 +69,7 @@ def main() -> int:
             try:
                 train(config, device=device, metrics_file=metrics_file, saving=saving)
             finally:
-                dist.destroy_process_group()
+                destroy_process_group()
     except KeyboardInterrupt:
         return _EXIT_INTERRUPTED
     return 0

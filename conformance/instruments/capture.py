@@ -6,6 +6,8 @@ with `DTensor.full_tensor`, the product's own way, which INIT-2 compares with th
 """
 
 import hashlib
+import inspect
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +16,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from conformance.instruments.sharding import full, local
 from reference_trainer.model import Transformer
 from reference_trainer.observer import Observer
+
+_OWN_COPY: dict[str, Any] = (
+    {"src_data_rank": None} if "src_data_rank" in inspect.signature(distribute_tensor).parameters else {}
+)
+"""Each rank cuts its part out of what it has itself. In torch 2.6, which has no such option, the first rank of each
+mesh dimension sends what all have."""
 
 WHOLE = "whole"
 """Fingerprint of the layout of a tensor that is not sharded."""
@@ -30,7 +38,7 @@ def shard_indices(parameter: DTensor) -> Tensor:
     """Which elements of the flattened full tensor this rank's shard holds: int64, of the shard's shape."""
     indices = torch.arange(parameter.numel(), device=parameter.to_local().device).view(parameter.shape)
     mesh, placements = parameter.device_mesh, parameter.placements
-    return distribute_tensor(indices, mesh, placements, src_data_rank=None).to_local()
+    return distribute_tensor(indices, mesh, placements, **_OWN_COPY).to_local()
 
 
 class Capture(Observer):

@@ -52,7 +52,7 @@ class Collective(msgspec.Struct, frozen=True):
     dtype: str
     """As on the wire."""
     reduce_op: str | None
-    """`SUM`, `AVG`, `MAX`, ... for reductions."""
+    """`SUM`, `AVG`, `MAX`, ... for reductions; `UNKNOWN` where torch does not tell."""
     during: str = ""
     """In forward: the module sharded by FSDP, other than the root, that was entered last."""
 
@@ -161,8 +161,10 @@ def _input_tensors(arguments: Mapping[str, Any]) -> list[Tensor]:
 
 
 def _reduce_op(arguments: Mapping[str, Any]) -> str | None:
-    """Functional collectives name their reduction; the imperative ones carry a TorchScript object with its number."""
+    """Functional collectives name their reduction; the imperative ones carry a TorchScript object with its number, which
+    up to torch 2.8 has no method that tells it: `UNKNOWN`."""
     op = arguments.get("reduce_op")
     if op is None or isinstance(op, str):
         return op.upper() if op else None
-    return _REDUCE_OPS[int(op.op())]
+    number = getattr(op, "op", None)
+    return _REDUCE_OPS[int(number())] if number else "UNKNOWN"

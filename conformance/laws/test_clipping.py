@@ -134,7 +134,7 @@ def test_torch_clips_by_the_full_norm(run: Run, measure: Measure, cell: Cell) ->
     compare.scalars([found["item"] for found in ranks], norms, name="item()", within=within, each="rank")
 
 
-@law("CLIP-5", reference=CLIP_GRAD_NORM, since="2.9")
+@law("CLIP-5", reference=CLIP_GRAD_NORM)
 def test_collectives_of_clipping(run: Run, cell: Cell) -> None:
     """Clipping MUST issue the collectives that the norm needs on this mesh, in one order on every rank, and no others.
 
