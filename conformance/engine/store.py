@@ -256,8 +256,8 @@ class RecordStore:
         """Whether DTensor may take one embedding for another that the process has had before, as up to torch 2.10.
 
         Of another vocabulary: "EmbeddingBackward0 returned an invalid gradient" (fixed by
-        https://github.com/pytorch/pytorch/pull/174727). Of another dtype: "assert self.mask_buffer.data is not None"
-        (https://github.com/pytorch/torchchat/issues/1086; the mask's equality is changed by
+        https://github.com/pytorch/pytorch/pull/174727). Sharded in another dtype: "assert self.mask_buffer.data is not
+        None" (https://github.com/pytorch/torchchat/issues/1086; the mask's equality is changed by
         https://github.com/pytorch/pytorch/pull/169748). A trainer, which has one model, never sees it. 2.13 has both
         changes; 2.11 and 2.12 were not looked at, and are taken to have neither, which costs only time.
         """
@@ -265,8 +265,8 @@ class RecordStore:
 
 
 def _confused_with(cell: Cell) -> str:
-    """Models and dtypes of computation that share ranks where DTensor confuses others."""
-    return f"{cell.model} {'fp32' if cell.precision == 'fp32' else 'bf16'}"
+    """What cells that share ranks have in common where DTensor confuses others: model, and dtype of what is sharded."""
+    return f"{cell.model} {'bf16' if cell.precision in ('bf16-init', 'bf16-mixed') else 'fp32'}"
 
 
 def _replayed(directory: Path) -> RecordFile:

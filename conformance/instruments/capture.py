@@ -6,22 +6,14 @@ with `DTensor.full_tensor`, the product's own way, which INIT-2 compares with th
 """
 
 import hashlib
-import inspect
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from conformance.instruments.sharding import full, local
 from reference_trainer.model import Transformer
 from reference_trainer.observer import Observer
-
-_OWN_COPY: dict[str, Any] = (
-    {"src_data_rank": None} if "src_data_rank" in inspect.signature(distribute_tensor).parameters else {}
-)
-"""Each rank cuts its part out of what it has itself. In torch 2.6, which has no such option, the first rank of each
-mesh dimension sends what all have."""
 
 WHOLE = "whole"
 """Fingerprint of the layout of a tensor that is not sharded."""
@@ -35,10 +27,25 @@ def fingerprint(tensor: Tensor) -> str:
 
 
 def shard_indices(parameter: DTensor) -> Tensor:
-    """Which elements of the flattened full tensor this rank's shard holds: int64, of the shard's shape."""
+    """Which elements of the flattened full tensor this rank's shard holds: int64, of the shard's shape.
+
+    Each mesh dimension cuts what is left as `torch.chunk` does. FSDP2 cuts what tensor parallelism has left, although
+    its mesh dimension comes first, and its placement then has a `split_factor`. (`distribute_tensor` cuts uneven ones
+    elsewhere than `fully_shard` up to torch 2.8: https://github.com/pytorch/pytorch/pull/163843.)
+    """
     indices = torch.arange(parameter.numel(), device=parameter.to_local().device).view(parameter.shape)
     mesh, placements = parameter.device_mesh, parameter.placements
-    return distribute_tensor(indices, mesh, placements, **_OWN_COPY).to_local()
+    for index in sorted(range(mesh.ndim), key=lambda index: hasattr(placements[index], "split_factor")):
+        if not placements[index].is_replicate():
+            indices = _chunk(indices, placements[index].dim, mesh.size(index), mesh.get_local_rank(index))  # type: ignore[attr-defined]
+    return indices.contiguous()
+
+
+def _chunk(tensor: Tensor, dim: int, parts: int, index: int) -> Tensor:
+    """As `torch.chunk`, but there are always as many parts: the last may be empty."""
+    size = -(-tensor.shape[dim] // parts)
+    start = min(index * size, tensor.shape[dim])
+    return tensor.narrow(dim, start, min(size, tensor.shape[dim] - start))
 
 
 class Capture(Observer):

@@ -14,6 +14,7 @@ from conformance.engine.record import Record
 from conformance.engine.workload import trainer_config
 from conformance.oracles.differences import batches, collectives, expect, layer_count, operators, parts, same
 from conformance.oracles.dtype_policy import dtype_policy
+from conformance.oracles.lifetimes import lifetimes_of
 from conformance.oracles.prefetch_effects import backward_prefetch_takes_effect, forward_prefetch_takes_effect
 from reference_trainer.checkpoint import Manifest
 
@@ -59,7 +60,8 @@ def _mesh(record: Record, neighbour: Record) -> None:
         seen = {facts.mesh_coordinate.get(name, 0) for facts in record.ranks}
         expect(seen == set(range(size)), f"coordinates {sorted(seen)} in mesh dimension {name} of size {size}")
     wide = {name for name, size in sizes.items() if size > 1}
-    for one, expected in ((record, wide), (neighbour, set())):
+    alone = {"dp_shard"} if lifetimes_of(record.header.torch).one_rank_communicates else set()
+    for one, expected in ((record, wide | alone), (neighbour, alone)):
         groups = {e.group for facts in one.ranks for e in facts.collectives if e.phase in ("forward", "backward")}
         expect(groups == expected, f"forward and backward communicate over {sorted(groups)}, not {sorted(expected)}")
     for one, expected_parts in ((record, mesh.dp_shard * mesh.tp), (neighbour, 1)):

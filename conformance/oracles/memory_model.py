@@ -228,6 +228,8 @@ class Walk:
 
     def _scalars_of_a_norm(self) -> int:
         """Bytes for each parameter: its norm, that in a stack, and what becomes of the stack over the mesh."""
+        if not self._lifetimes.norms_reduced_one_by_one:
+            return 4 * 2
         reductions = (self._dims.dp_shard > 1) + (self._dims.tp > 1)
         return 4 * (2 + (2 + reductions if reductions else 0))
 

@@ -1,0 +1,80 @@
+"""What older versions of torch cannot do, and what they must not be asked to do in one process."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conformance.engine.cells import Cell
+from conformance.engine.pool import Task
+from conformance.engine.skips import Unsupported
+from conformance.engine.store import RecordStore
+from conformance.engine.torch_features import require_features
+
+TRAINS, BUILDS, PROBES = "rank_tasks:train_cell", "rank_probes:draw_with_torch", "rank_probes:probe"
+
+
+def lacks(task: str, cell: Cell, torch_version: str, *, device: str = "cpu") -> str | None:
+    try:
+        require_features(task, cell, device=device, torch_version=torch_version)
+    except Unsupported as lacking:
+        return str(lacking)
+    return None
+
+
+def test_fsdp2_on_the_cpu_needs_the_event_of_a_stream() -> None:
+    cell = Cell(mesh="dp2")
+    reason = "FSDP2 runs on the CPU from torch 2.7 on, in which torch.cpu.Stream has record_event; this is torch 2.6.0"
+    assert lacks(TRAINS, cell, "2.6.0") == reason
+    assert lacks("rank_memory:step_in_simulation", cell, "2.6.0") == reason
+    for task, version, device in (
+        (TRAINS, "2.6.0", "cuda"),
+        (TRAINS, "2.7.1+cpu", "cpu"),
+        (BUILDS, "2.6.0", "cpu"),
+        (PROBES, "2.6.0", "cpu"),
+        ("rank_memory:without_fsdp", "2.6.0", "cpu"),
+    ):
+        assert lacks(task, cell, version, device=device) is None
+    assert lacks(TRAINS, Cell(mesh="dp2", implementation="fsdp1", init="full"), "2.6.0") is None
+
+
+def test_uneven_parts_of_both_parallelisms() -> None:
+    uneven, even = Cell(mesh="dp2-tp2"), Cell(mesh="dp2-tp2", model="even")
+    assert lacks(TRAINS, uneven, "2.7.1") == (
+        "FSDP2 with tensor parallelism takes uneven parts from torch 2.8 on: vocab_size is 61, which dp_shard 2 x tp 2 "
+        "does not divide; this is torch 2.7.1"
+    )
+    assert lacks(BUILDS, uneven, "2.7.1", device="cuda")
+    for cell, version in ((uneven, "2.8.0"), (even, "2.7.1"), (Cell(mesh="dp4", model="uneven"), "2.7.1")):
+        assert lacks(TRAINS, cell, version) is None
+    assert lacks(PROBES, uneven, "2.7.1") is None
+
+
+class Kinds:
+    """Takes the part of `Pools`: notes which tasks may share ranks."""
+
+    waited_s = 0.0
+    max_world_size = 8
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def prepare(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def run(self, task: Task, *, world_size: int, **_options: Any) -> list[Any]:
+        self.seen.append(task.kind)
+        return [{}] * world_size
+
+
+@pytest.mark.parametrize(("torch_version", "pools"), [("2.10.0", 3), ("2.13.0+cpu", 1)])
+def test_ranks_are_not_shared_by_what_dtensor_confuses(torch_version: str, pools: int, tmp_path: Path) -> None:
+    kinds = Kinds()
+    store = RecordStore(
+        directory=tmp_path, session="s", torch_version=torch_version, defect=None, deadline_s=60, pools=kinds
+    )
+    cells = [Cell(mesh="dp2-tp2"), Cell(mesh="dp2-tp2", model="even"), Cell(mesh="dp2-tp2", precision="bf16-init")]
+    for cell in [*cells, Cell(mesh="dp2-tp2", precision="bf16-mp")]:
+        store.measure(PROBES, cell)
+    assert len(set(kinds.seen)) == pools
