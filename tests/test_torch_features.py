@@ -38,6 +38,20 @@ def test_fsdp2_on_the_cpu_needs_the_event_of_a_stream() -> None:
     assert lacks(TRAINS, Cell(mesh="dp2", implementation="fsdp1", init="full"), "2.6.0") is None
 
 
+def test_replicas_on_the_cpu_need_an_average() -> None:
+    cell = Cell(mesh="hsdp2x2")
+    reason = "HSDP runs on the CPU from torch 2.8 on, in which gloo averages in an all-reduce; this is torch 2.7.1"
+    assert lacks(TRAINS, cell, "2.7.1") == reason
+    assert lacks("rank_memory:step_on_ranks", cell, "2.7.1") == reason
+    for task, version, device in (
+        (TRAINS, "2.7.1", "cuda"),
+        (TRAINS, "2.8.0", "cpu"),
+        (BUILDS, "2.7.1", "cpu"),
+        ("rank_memory:step_in_simulation", "2.7.1", "cpu"),
+    ):
+        assert lacks(task, cell, version, device=device) is None
+
+
 def test_uneven_parts_of_both_parallelisms() -> None:
     uneven, even = Cell(mesh="dp2-tp2"), Cell(mesh="dp2-tp2", model="even")
     assert lacks(TRAINS, uneven, "2.7.1") == (
@@ -48,6 +62,13 @@ def test_uneven_parts_of_both_parallelisms() -> None:
     for cell, version in ((uneven, "2.8.0"), (even, "2.7.1"), (Cell(mesh="dp4", model="uneven"), "2.7.1")):
         assert lacks(TRAINS, cell, version) is None
     assert lacks(PROBES, uneven, "2.7.1") is None
+
+
+def test_what_a_resumed_run_goes_on_from_is_asked_too(tmp_path: Path) -> None:
+    store = RecordStore(directory=tmp_path, session="s", torch_version="2.7.1", defect=None, deadline_s=60)
+    resumed = Cell(mesh="dp2", saved_on="tp2", steps=4)
+    with pytest.raises(Unsupported, match=r"vocab_size is 61, which dp_shard 1 x tp 2 does not divide"):
+        store.run(resumed)
 
 
 class Kinds:

@@ -134,7 +134,8 @@ class RecordStore:
 
     def _require_features(self, task: str, cell: Cell, substrate: Substrate) -> None:
         """Raises Unsupported for what this torch lacks."""
-        require_features(task, cell, device=device_type(substrate), torch_version=self.torch_version)
+        for one in (cell, cell.saver) if cell.steps_before_save else (cell,):
+            require_features(task, one, device=device_type(substrate), torch_version=self.torch_version)
 
     def _left_s(self) -> float:
         """What earlier runs of the same case have left of its deadline. Raises CellFailed if that is nothing."""

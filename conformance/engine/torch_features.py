@@ -7,7 +7,7 @@ exception, is no fault of the version that has it; wrong results are, and belong
 
 from collections.abc import Iterator
 
-from conformance.engine.cells import Cell
+from conformance.engine.cells import Cell, Mesh
 from conformance.engine.skips import Unsupported
 from conformance.engine.support import release
 
@@ -20,7 +20,7 @@ def require_features(task: str, cell: Cell, *, device: str, torch_version: str) 
     if task in _WITHOUT_FSDP or cell.implementation == "fsdp1":
         return
     torch = release(torch_version)
-    for lacking in (*_streams(task, torch, device), *_uneven_parts(cell, torch)):
+    for lacking in (*_streams(task, torch, device), *_averages(task, cell, torch, device), *_uneven_parts(cell, torch)):
         raise Unsupported(f"{lacking}; this is torch {torch_version}")
 
 
@@ -29,6 +29,14 @@ def _streams(task: str, torch: tuple[int, ...], device: str) -> Iterator[str]:
     https://github.com/pytorch/pytorch/pull/145935 ("Now I can use FSDPv2 on CPU")."""
     if torch < (2, 7) and device == "cpu" and not task.startswith(_BUILDS_ONLY):
         yield "FSDP2 runs on the CPU from torch 2.7 on, in which torch.cpu.Stream has record_event"
+
+
+def _averages(task: str, cell: Cell, torch: tuple[int, ...], device: str) -> Iterator[str]:
+    """Replicas average their gradients by an all-reduce: "Cannot use ReduceOp.AVG with Gloo", until
+    https://github.com/pytorch/pytorch/pull/149781. A simulated world communicates nothing."""
+    real = not task.startswith(_BUILDS_ONLY) and not task.endswith("_in_simulation")
+    if torch < (2, 8) and device == "cpu" and real and Mesh.parse(cell.mesh).dp_replicate > 1:
+        yield "HSDP runs on the CPU from torch 2.8 on, in which gloo averages in an all-reduce"
 
 
 def _uneven_parts(cell: Cell, torch: tuple[int, ...]) -> Iterator[str]:
