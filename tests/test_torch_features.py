@@ -1,5 +1,6 @@
-"""What older versions of torch cannot do, and what they must not be asked to do in one process."""
+"""What older versions of torch cannot do, do otherwise, or must not be asked to do in one process."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,11 @@ from conformance.engine.pool import Task
 from conformance.engine.skips import Unsupported
 from conformance.engine.store import RecordStore
 from conformance.engine.torch_features import require_features
+from conformance.engine.workload import trainer_config
+from conformance.instruments.collectives import UNKNOWN, _reduce_op
+from conformance.oracles import clip_schedule, schedule
+from conformance.oracles.lifetimes import lifetimes_of
+from reference_trainer.mesh import resolve_mesh
 
 TRAINS, BUILDS, PROBES = "rank_tasks:train_cell", "rank_probes:draw_with_torch", "rank_probes:probe"
 
@@ -99,3 +105,37 @@ def test_ranks_are_not_shared_by_what_dtensor_confuses(torch_version: str, pools
     for cell in [*cells, Cell(mesh="dp2-tp2", precision="bf16-mp")]:
         store.measure(PROBES, cell)
     assert len(set(kinds.seen)) == pools
+
+
+def of_version(module: Any, torch_version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "lifetimes_of", lambda _installed: lifetimes_of(torch_version))
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "expected"), [("2.8.0", {"all_gather": 8, "reduce_scatter": 4}), ("2.9.1", {})]
+)
+def test_one_rank_communicates_up_to_2_8(
+    torch_version: str, expected: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_version(schedule, torch_version, monkeypatch)
+    config = trainer_config(Cell(mesh="tp2", reshard="always"))
+    dims = resolve_mesh(config.mesh, world_size=2)
+    events = schedule.fsdp_events(config, dims, dict.fromkeys(schedule.entered(schedule.groups(config)), 8))
+    assert all((event.group, event.numel) == ("dp_shard", 8) for event in events)
+    assert Counter(event.kind for event in events) == expected
+
+
+@pytest.mark.parametrize(("torch_version", "numels"), [("2.9.1", [1, 1]), ("2.10.0", [3, 3])])
+def test_norms_are_reduced_together_up_to_2_9(
+    torch_version: str, numels: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_version(clip_schedule, torch_version, monkeypatch)
+    config = trainer_config(Cell(mesh="dp2-tp2"))
+    events = clip_schedule.clip_events(["a", "b", "c"], config, resolve_mesh(config.mesh, world_size=4))
+    assert [event.numel for event in events] == numels
+
+
+def test_a_reduction_that_does_not_tell_its_operation() -> None:
+    assert _reduce_op({"reduce_op": object()}) == UNKNOWN
+    assert _reduce_op({"reduce_op": "sum"}) == "SUM"
+    assert _reduce_op({}) is None
