@@ -32,6 +32,7 @@ from reference_trainer.mesh import (
     check_device,
     check_fits_mesh,
     choose_device,
+    destroy_process_group,
     init_process_group,
     resolve_mesh,
 )
@@ -69,7 +70,7 @@ def main() -> int:
             try:
                 train(config, device=device, metrics_file=metrics_file, saving=saving)
             finally:
-                dist.destroy_process_group()
+                destroy_process_group()
     except KeyboardInterrupt:
         return _EXIT_INTERRUPTED
     return 0

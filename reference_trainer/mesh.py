@@ -1,6 +1,7 @@
 """Process group and device mesh."""
 
 import os
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -10,6 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from reference_trainer.checks import require
 from reference_trainer.config import MeshConfig, TrainerConfig
+
+_RELEASE = tuple(int(part) for part in str(torch.__version__).split("+")[0].split(".")[:2])
+_DROP_LAST_TENSORS_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,11 @@ def choose_device(config: TrainerConfig) -> torch.device:
         config.device != "cuda" or cuda_devices > 0, "device is cuda, but torch finds no CUDA device: use device=cpu"
     )
     if not cuda_devices:
+        require(
+            hasattr(torch.cpu.Stream, "record_event") or config.implementation != "fsdp2",
+            f"device is cpu, but FSDP2 runs on the CPU from torch 2.7 on, and this is {torch.__version__} "
+            "(https://github.com/pytorch/pytorch/pull/145935): use another torch, or a CUDA device",
+        )
         return torch.device("cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     # Of the node, not of this process alone: all of its processes find the same mistake.
@@ -150,6 +159,18 @@ def init_process_group(backend: str, *, init_method: str, rank: int, world_size:
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
     )
+
+
+def destroy_process_group() -> None:
+    """Ends what `init_process_group` has begun.
+
+    Up to torch 2.7 gloo's threads are joined while the interpreter's lock is held. One of them that is about to drop
+    the last reference to a tensor of a finished collective needs that lock, and both wait for ever
+    (https://github.com/pytorch/pytorch/pull/154976): it gets a moment to do so before.
+    """
+    if _RELEASE < (2, 8):
+        time.sleep(_DROP_LAST_TENSORS_S)
+    dist.destroy_process_group()
 
 
 def build_mesh(dims: ParallelDims, device: torch.device) -> DeviceMesh:

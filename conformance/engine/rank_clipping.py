@@ -19,7 +19,7 @@ from conformance.engine.rank_place import device_of, start_process_group
 from conformance.engine.rank_tasks import rank_config
 from conformance.instruments.sharding import full, local
 from reference_trainer.config import OptimizerConfig, TrainerConfig
-from reference_trainer.mesh import build_mesh, init_process_group, resolve_mesh
+from reference_trainer.mesh import build_mesh, destroy_process_group, init_process_group, resolve_mesh
 from reference_trainer.model import Transformer
 from reference_trainer.observer import Observer, Phase
 from reference_trainer.parallelize import parallelize
@@ -52,7 +52,7 @@ def clip_what_is_not_finite(context: RankContext, payload: dict[str, Any]) -> di
                         "norm_is_finite": spoiler.norm_is_finite,
                     }
                     trainer.optimizer.zero_grad()
-        dist.destroy_process_group()
+        destroy_process_group()
     return outcomes
 
 
@@ -110,7 +110,7 @@ def clip_with_torch(context: RankContext, payload: dict[str, Any]) -> dict[str, 
         trainer = _trainer(context, device, config, clipper)
         with suppress(_Enough):
             trainer.train_step(0)
-        dist.destroy_process_group()
+        destroy_process_group()
     return clipper.found
 
 
@@ -164,7 +164,7 @@ def offload_with_mistakes(context: RankContext, payload: dict[str, Any]) -> dict
             "clip": _message_of(_clip_on_cpu),
             "to_empty": _message_of(lambda: _forward_on("cuda" if cuda else "meta", config, mesh, policy)),
         }
-        dist.destroy_process_group()
+        destroy_process_group()
     return messages
 
 

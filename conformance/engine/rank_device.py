@@ -13,6 +13,7 @@ from conformance.engine.hardware import DETERMINISM
 from conformance.engine.rank_messages import RankContext
 from conformance.engine.rank_place import start_process_group
 from reference_trainer.config import TrainerConfig
+from reference_trainer.mesh import destroy_process_group
 from reference_trainer.observer import Observer, Phase
 from reference_trainer.train import Trainer
 
@@ -38,7 +39,7 @@ def step_on_device(context: RankContext, payload: dict[str, Any]) -> dict[str, i
         torch.cuda.reset_peak_memory_stats(device)
         trainer.train_step(1)
         peaks = _bytes(device, "peak")
-        dist.destroy_process_group()
+        destroy_process_group()
     return {kind: peak - before[kind] for kind, peak in peaks.items()}
 
 
@@ -61,7 +62,7 @@ def surroundings(context: RankContext, payload: dict[str, Any]) -> dict[str, Any
             "nccl_buffer_bytes": interface.used_bytes(context.device) - used,
             "free_bytes": torch.cuda.mem_get_info(device)[0],
         }
-        dist.destroy_process_group()
+        destroy_process_group()
     return found
 
 

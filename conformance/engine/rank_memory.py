@@ -5,7 +5,6 @@ from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -27,7 +26,7 @@ from reference_trainer.config import TrainerConfig
 from reference_trainer.data import Batches
 from reference_trainer.init_weights import init_weights
 from reference_trainer.loss import loss_context, summed_loss
-from reference_trainer.mesh import ParallelDims, build_mesh, resolve_mesh
+from reference_trainer.mesh import ParallelDims, build_mesh, destroy_process_group, resolve_mesh
 from reference_trainer.model import Transformer
 from reference_trainer.parallelize import apply_ac, apply_tp, mixed_precision_policy
 from reference_trainer.train import Trainer
@@ -45,7 +44,7 @@ def step_on_ranks(context: RankContext, payload: dict[str, Any]) -> dict[str, An
             measured = _step(config, device, world_size=context.world_size)
         if context.device:
             measured["device_level_bytes"] = machine_devices().used_bytes(context.device)
-        dist.destroy_process_group()
+        destroy_process_group()
     return measured
 
 

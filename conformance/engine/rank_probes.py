@@ -5,7 +5,6 @@ from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from conformance.defects.catalogue import injected
@@ -18,7 +17,7 @@ from conformance.instruments.probe import probe_environment
 from conformance.instruments.sharding import local
 from reference_trainer.build import build_model
 from reference_trainer.config import TrainerConfig
-from reference_trainer.mesh import build_mesh, resolve_mesh
+from reference_trainer.mesh import build_mesh, destroy_process_group, resolve_mesh
 from reference_trainer.model import Transformer
 from reference_trainer.observer import Observer
 from reference_trainer.parallelize import parallelize
@@ -38,7 +37,7 @@ def build_with_ledger(context: RankContext, payload: dict[str, Any]) -> dict[str
         # Of storages: FSDP pads the shards of the last ranks.
         storages = [local(tensor).untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
         held = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-        dist.destroy_process_group()
+        destroy_process_group()
     return {"peak_bytes": ledger.peak_bytes, "kept_bytes": ledger.kept_bytes, "held_bytes": held}
 
 
@@ -59,7 +58,7 @@ def draw_with_torch(context: RankContext, payload: dict[str, Any]) -> dict[str, 
             torch.nn.init.normal_(parameter)
             shards[name] = fingerprint(local(parameter).cpu())
             layouts[name] = fingerprint(shard_indices(parameter)) if isinstance(parameter, DTensor) else WHOLE
-        dist.destroy_process_group()
+        destroy_process_group()
     return {"shards": shards, "layouts": layouts}
 
 
@@ -67,5 +66,5 @@ def probe(context: RankContext, payload: dict[str, Any]) -> dict[str, Any]:
     """Facts about a rank's surroundings as builtin types, see `probe_environment`."""
     with injected(payload["defect"]):
         facts = probe_environment(start_process_group(context))
-        dist.destroy_process_group()
+        destroy_process_group()
     return facts

@@ -4,7 +4,6 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from conformance.defects.catalogue import injected
 from conformance.engine.rank_messages import RankContext
@@ -12,6 +11,7 @@ from conformance.engine.rank_place import start_process_group
 from conformance.engine.rank_tasks import rank_config
 from conformance.instruments.capture import fingerprint
 from conformance.instruments.sharding import local
+from reference_trainer.mesh import destroy_process_group
 from reference_trainer.observer import Observer, Phase
 from reference_trainer.train import Trainer
 
@@ -46,7 +46,7 @@ def overflow_on_one_rank(context: RankContext, payload: dict[str, Any]) -> dict[
                     "changed": _changed(before, between),
                     "changed_next": _changed(between, _state(trainer)),
                 }
-        dist.destroy_process_group()
+        destroy_process_group()
     return found
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 
 from conformance.defects.catalogue import injected
@@ -22,6 +21,7 @@ from conformance.instruments.held_checkpoints import HeldCheckpoints
 from conformance.instruments.recorder import Recorder
 from reference_trainer.checkpoint import Checkpoints, resume
 from reference_trainer.config import TrainerConfig
+from reference_trainer.mesh import destroy_process_group
 from reference_trainer.train import Trainer
 
 
@@ -47,7 +47,7 @@ def train_cell(context: RankContext, payload: dict[str, Any]) -> dict[str, Any]:
             if missing:
                 return {"missing": missing}
             facts, tensors = recorder.finish(trainer, metrics)
-        dist.destroy_process_group()
+        destroy_process_group()
     if config.compile != "none":
         torch.compiler.reset()  # else the rank's next task would run this one's graphs
     save_file(tensors, Path(payload["directory"], tensor_file(context.rank)))
@@ -82,7 +82,7 @@ def train_late(context: RankContext, payload: dict[str, Any]) -> dict[str, dict[
                     trainer.train_step(step)
             capture.final(trainer.model, trainer.optimizer)
             found[late] = capture.fingerprints
-        dist.destroy_process_group()
+        destroy_process_group()
     return found
 
 
@@ -104,7 +104,7 @@ def train_and_save(context: RankContext, payload: dict[str, Any]) -> None:
             held.finish()
         else:
             Checkpoints(_saved(payload)).save(trainer, steps_done=done)
-        dist.destroy_process_group()
+        destroy_process_group()
 
 
 def _saved(payload: dict[str, Any]) -> Path:

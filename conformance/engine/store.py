@@ -19,6 +19,7 @@ from conformance.engine.hardware import NO_DEVICES, Hardware, device_type
 from conformance.engine.leases import LIMIT_S as LEASE_LIMIT_S
 from conformance.engine.pool import Pools, RunFailed, RunsTasks, Task
 from conformance.engine.record import (
+    TRAINING,
     Failure,
     Header,
     Record,
@@ -30,6 +31,8 @@ from conformance.engine.record import (
     write_measured,
     write_record,
 )
+from conformance.engine.support import release
+from conformance.engine.torch_features import require_features
 from conformance.substrates import REAL, Substrate
 
 SUITE_PACKAGE = Path(__file__).resolve().parents[1]
@@ -115,10 +118,12 @@ class RecordStore:
         return self.measure("rank_probes:probe", Cell(mesh=f"dp{world_size}"))
 
     def _record(self, cell: Cell, repeat: int, substrate: Substrate) -> Record:
+        self._require_features(TRAINING, cell, substrate)
         directory, header = self._place(cell, substrate=self.substrate(cell), repeat=repeat)
         return Record(directory, self._once(directory, lambda: self._train(header, directory)))
 
     def _measurement(self, task: str, cell: Cell, alone: bool, substrate: Substrate) -> list[Any]:
+        self._require_features(task, cell, substrate)
         directory, header = self._place(cell, substrate=substrate, task=task, alone=alone)
         self._once(directory, lambda: self._measure(header, directory))
         return read_measured(directory)
@@ -126,6 +131,11 @@ class RecordStore:
     def _place(self, cell: Cell, **what: Any) -> tuple[Path, Header]:
         header = Header(cell=cell, session=self.session, torch=self.torch_version, defect=self.defect, **what)
         return self.directory / f"{cell.id}--{_digest(header)}", header
+
+    def _require_features(self, task: str, cell: Cell, substrate: Substrate) -> None:
+        """Raises Unsupported for what this torch lacks."""
+        for one in (cell, cell.saver) if cell.steps_before_save else (cell,):
+            require_features(task, one, device=device_type(substrate), torch_version=self.torch_version)
 
     def _left_s(self) -> float:
         """What earlier runs of the same case have left of its deadline. Raises CellFailed if that is nothing."""
@@ -239,7 +249,25 @@ class RecordStore:
         compares equal: the tp rows of dp4-tp2 and of hsdp2x2-tp2 do, but their process groups have other names
         ("Could not resolve the process group registered under the name 9", torch 2.13). No public way to clear it.
         """
-        return cell.mesh if self.shares_ranks else f"{cell.mesh} {self.defect or ''}"
+        kind = f"{cell.mesh} {_confused_with(cell)}" if self._confuses_models else cell.mesh
+        return kind if self.shares_ranks else f"{kind} {self.defect or ''}"
+
+    @property
+    def _confuses_models(self) -> bool:
+        """Whether DTensor may take one embedding for another that the process has had before, as up to torch 2.10.
+
+        Of another vocabulary: "EmbeddingBackward0 returned an invalid gradient" (fixed by
+        https://github.com/pytorch/pytorch/pull/174727). Sharded in another dtype: "assert self.mask_buffer.data is not
+        None" (https://github.com/pytorch/torchchat/issues/1086; the mask's equality is changed by
+        https://github.com/pytorch/pytorch/pull/169748). A trainer, which has one model, never sees it. 2.13 has both
+        changes; 2.11 and 2.12 were not looked at, and are taken to have neither, which costs only time.
+        """
+        return release(self.torch_version) <= (2, 12)
+
+
+def _confused_with(cell: Cell) -> str:
+    """What cells that share ranks have in common where DTensor confuses others: model, and dtype of what is sharded."""
+    return f"{cell.model} {'bf16' if cell.precision in ('bf16-init', 'bf16-mixed') else 'fp32'}"
 
 
 def _replayed(directory: Path) -> RecordFile:

@@ -9,7 +9,7 @@ import hashlib
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from conformance.instruments.sharding import full, local
 from reference_trainer.model import Transformer
@@ -27,10 +27,25 @@ def fingerprint(tensor: Tensor) -> str:
 
 
 def shard_indices(parameter: DTensor) -> Tensor:
-    """Which elements of the flattened full tensor this rank's shard holds: int64, of the shard's shape."""
+    """Which elements of the flattened full tensor this rank's shard holds: int64, of the shard's shape.
+
+    Each mesh dimension cuts what is left as `torch.chunk` does. FSDP2 cuts what tensor parallelism has left, although
+    its mesh dimension comes first, and its placement then has a `split_factor`. (`distribute_tensor` cuts uneven ones
+    elsewhere than `fully_shard` up to torch 2.8: https://github.com/pytorch/pytorch/pull/163843.)
+    """
     indices = torch.arange(parameter.numel(), device=parameter.to_local().device).view(parameter.shape)
     mesh, placements = parameter.device_mesh, parameter.placements
-    return distribute_tensor(indices, mesh, placements, src_data_rank=None).to_local()
+    for index in sorted(range(mesh.ndim), key=lambda index: hasattr(placements[index], "split_factor")):
+        if not placements[index].is_replicate():
+            indices = _chunk(indices, placements[index].dim, mesh.size(index), mesh.get_local_rank(index))  # type: ignore[attr-defined]
+    return indices.contiguous()
+
+
+def _chunk(tensor: Tensor, dim: int, parts: int, index: int) -> Tensor:
+    """As `torch.chunk`, but there are always as many parts: the last may be empty."""
+    size = -(-tensor.shape[dim] // parts)
+    start = min(index * size, tensor.shape[dim])
+    return tensor.narrow(dim, start, min(size, tensor.shape[dim] - start))
 
 
 class Capture(Observer):

@@ -33,6 +33,8 @@ _REDUCE_OPS = {
     int(value): name  # type: ignore[call-overload]
     for name, value in dist.ReduceOp.RedOpType.__members__.items()
 }
+UNKNOWN = "UNKNOWN"
+"""The operation of a reduction that torch does not tell."""
 _NOT_COLLECTIVES = ("wait_tensor", "wrap_tensor", "send", "recv", "p2p", "check_for_nan", "monitored_barrier")
 
 
@@ -52,7 +54,7 @@ class Collective(msgspec.Struct, frozen=True):
     dtype: str
     """As on the wire."""
     reduce_op: str | None
-    """`SUM`, `AVG`, `MAX`, ... for reductions."""
+    """`SUM`, `AVG`, `MAX`, ... for reductions; `UNKNOWN` where torch does not tell."""
     during: str = ""
     """In forward: the module sharded by FSDP, other than the root, that was entered last."""
 
@@ -161,8 +163,12 @@ def _input_tensors(arguments: Mapping[str, Any]) -> list[Tensor]:
 
 
 def _reduce_op(arguments: Mapping[str, Any]) -> str | None:
-    """Functional collectives name their reduction; the imperative ones carry a TorchScript object with its number."""
+    """Functional collectives name their reduction; the imperative ones carry a TorchScript object with its number.
+
+    Up to torch 2.8 that has no method to tell it: `UNKNOWN`.
+    """
     op = arguments.get("reduce_op")
     if op is None or isinstance(op, str):
         return op.upper() if op else None
-    return _REDUCE_OPS[int(op.op())]
+    number = getattr(op, "op", None)
+    return _REDUCE_OPS[int(number())] if number else UNKNOWN

@@ -12,7 +12,7 @@ from conformance.engine.measurements import measure as report
 from conformance.engine.outcomes import ConformanceFailure
 from conformance.engine.record import Record
 from conformance.engine.workload import trainer_config
-from conformance.instruments.collectives import Collective
+from conformance.instruments.collectives import UNKNOWN, Collective
 from conformance.oracles import tolerance
 from conformance.oracles.cache import reference_run
 from conformance.oracles.clip_schedule import clip_events
@@ -134,7 +134,7 @@ def test_torch_clips_by_the_full_norm(run: Run, measure: Measure, cell: Cell) ->
     compare.scalars([found["item"] for found in ranks], norms, name="item()", within=within, each="rank")
 
 
-@law("CLIP-5", reference=CLIP_GRAD_NORM, since="2.9")
+@law("CLIP-5", reference=CLIP_GRAD_NORM)
 def test_collectives_of_clipping(run: Run, cell: Cell) -> None:
     """Clipping MUST issue the collectives that the norm needs on this mesh, in one order on every rank, and no others.
 
@@ -143,9 +143,12 @@ def test_collectives_of_clipping(run: Run, cell: Cell) -> None:
     config = trainer_config(cell)
     dims = resolve_mesh(config.mesh, world_size=cell.world_size)
     for facts in run(cell).ranks:
-        expected = [_sent(event) for event in clip_events(facts.parameters, config, dims)]
+        events = clip_events(facts.parameters, config, dims)
         for step in range(cell.steps):
-            measured = [_sent(event) for event in facts.collectives if (event.phase, event.step) == ("clip", step)]
+            found = [event for event in facts.collectives if (event.phase, event.step) == ("clip", step)]
+            untold = {index for index, event in enumerate(found) if event.reduce_op == UNKNOWN}
+            measured = [_sent(event, untold=index in untold) for index, event in enumerate(found)]
+            expected = [_sent(event, untold=index in untold) for index, event in enumerate(events)]
             detail = f"rank {facts.rank}, step {step}: {measured}, expected {expected}"
             compare.count(
                 len(measured), name="collectives per step", expected=len(expected), detail=detail, unit="collectives"
@@ -154,5 +157,6 @@ def test_collectives_of_clipping(run: Run, cell: Cell) -> None:
                 raise ConformanceFailure(f"collectives of clipping on {detail}")
 
 
-def _sent(event: Event | Collective) -> tuple[str, str, int, str, str | None]:
-    return event.kind, event.group, event.numel, event.dtype, event.reduce_op
+def _sent(event: Event | Collective, *, untold: bool) -> tuple[str, str, int, str, str | None]:
+    """Up to torch 2.8 an imperative reduction does not tell its operation: what came out is CLIP-1's to judge."""
+    return event.kind, event.group, event.numel, event.dtype, UNKNOWN if untold else event.reduce_op

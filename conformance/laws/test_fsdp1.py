@@ -59,7 +59,7 @@ def test_fsdp2_needs_no_more_of_a_device_than_fsdp1(measure: Measure, cell: Cell
         compare.between(of_fsdp2["active"], 0, limit, name="active peak", detail=f"FSDP2, rank {rank}", unit="bytes")
 
 
-@law("MEM-8", reference=FSDP1_AND_FSDP2, since="2.9", substrates=SIMULATED)
+@law("MEM-8", reference=FSDP1_AND_FSDP2, substrates=SIMULATED)
 def test_fsdp2_holds_no_more_than_fsdp1_and_its_own_buffers(measure: Measure, cell: Cell) -> None:
     """At its peaks in forward and in backward FSDP2 MUST hold at most what FSDP1 holds, and the buffers that it has of
     its own instead of record_stream: outputs of all-gathers, inputs of reduce-scatters.

@@ -21,7 +21,7 @@ RESHARD_AFTER_FORWARD = (
 PROFILER = "https://docs.pytorch.org/docs/stable/profiler.html#torch.profiler.profile"
 
 
-@law("MEM-1", reference=RESHARD_AFTER_FORWARD, since="2.9", substrates=SIMULATED)
+@law("MEM-1", reference=RESHARD_AFTER_FORWARD, substrates=SIMULATED)
 def test_memory_of_a_simulated_world_is_that_of_the_model(measure: Measure, cell: Cell) -> None:
     """The most that a rank holds in each phase, and what is left after forward and after the step, MUST be what the
     cell's groups, activations, gradients and optimizer need: between bounds at most 2 % apart.
@@ -32,7 +32,7 @@ def test_memory_of_a_simulated_world_is_that_of_the_model(measure: Measure, cell
     compare_phases(phases(measured), phase_bounds(measure, cell), where="rank 0", ratio=1.02)
 
 
-@law("MEM-2", reference=PROFILER, since="2.9", substrates=("gloo",))
+@law("MEM-2", reference=PROFILER, substrates=("gloo",))
 def test_backends_allocate_what_they_are_known_to(measure: Measure, cell: Cell) -> None:
     """What gloo allocates for itself MUST be a copy of the whole buffer of an all-gather or a reduce-scatter.
 
@@ -50,7 +50,7 @@ def test_backends_allocate_what_they_are_known_to(measure: Measure, cell: Cell) 
     compare.between(reduced, reduce, reduce + SCALARS_BYTES, name="copy", detail="a reduce-scatter", unit="bytes")
 
 
-@law("MEM-3", reference=RESHARD_AFTER_FORWARD, since="2.9", substrates=("gloo",))
+@law("MEM-3", reference=RESHARD_AFTER_FORWARD, substrates=("gloo",))
 def test_memory_on_every_rank_is_that_of_the_model(measure: Measure, cell: Cell) -> None:
     """On each rank of a real world the most that is held in forward and in backward MUST be what the cell needs:
     between bounds at most 10 % apart.
@@ -65,7 +65,7 @@ def test_memory_on_every_rank_is_that_of_the_model(measure: Measure, cell: Cell)
         compare_phases(phases(measured), phase_bounds(measure, cell, in_flight=True), where=f"rank {rank}", ratio=1.10)
 
 
-@law("MEM-4", reference=RESHARD_AFTER_FORWARD, since="2.9", substrates=SIMULATED)
+@law("MEM-4", reference=RESHARD_AFTER_FORWARD, substrates=SIMULATED)
 def test_what_stays_after_forward_is_what_the_mode_keeps(measure: Measure, cell: Cell) -> None:
     """Between forward and backward a reshard mode MUST keep, above `always`, the unsharded parameters of the groups
     that it does not reshard (to k ranks: 1/k of each), and nothing else; `never` keeps all of them.
@@ -82,7 +82,7 @@ def test_what_stays_after_forward_is_what_the_mode_keeps(measure: Measure, cell:
     compare.count(found - least, name="kept after forward", expected=expected, detail=detail, unit="bytes")
 
 
-@law("MEM-5", reference=RESHARD_AFTER_FORWARD, since="2.9", substrates=SIMULATED)
+@law("MEM-5", reference=RESHARD_AFTER_FORWARD, substrates=SIMULATED)
 def test_memory_is_linear_in_the_layers(measure: Measure, cell: Cell) -> None:
     """What is held after forward MUST grow with each layer by its activations, and by its unsharded parameters if they
     are kept; what is left without layers MUST be that of embedding, norm and output: slope and intercept.

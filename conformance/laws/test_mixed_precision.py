@@ -25,7 +25,7 @@ _MASTERS = ("initial_parameter/", "final_parameter/", "gradient/", "optimizer_st
 """What the optimizer works on and keeps."""
 
 
-@law("MP-1", reference=MIXED_PRECISION, since="2.9")
+@law("MP-1", reference=MIXED_PRECISION)
 def test_dtypes_are_those_of_the_policy(run: Run, cell: Cell) -> None:
     """Every parameter, gradient, optimizer state, buffer, module and operator MUST have the dtype that the precision
     gives it, and so must every collective on the wire.

@@ -15,7 +15,7 @@ RESHARD_AFTER_FORWARD = (
 )
 
 
-@law("RS-1", reference=RESHARD_AFTER_FORWARD, since="2.9")
+@law("RS-1", reference=RESHARD_AFTER_FORWARD)
 def test_schedule_follows_the_reshard_mode(run: Run, cell: Cell) -> None:
     """Number, order, phase, size and dtype of FSDP's collectives MUST be those of the reshard mode and of prefetching,
     in every step; in forward each MUST be issued when its group is entered, or the one that gathers it ahead.

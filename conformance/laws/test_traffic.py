@@ -12,7 +12,7 @@ from reference_trainer.mesh import resolve_mesh
 TENSOR_PARALLEL = "https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html"
 
 
-@law("MP-4", reference=TENSOR_PARALLEL, since="2.9")
+@law("MP-4", reference=TENSOR_PARALLEL)
 def test_bytes_on_the_wire_equal_the_traffic_model(run: Run, cell: Cell) -> None:
     """Number and bytes of the collectives of each phase, group, kind and dtype MUST be those that the algorithms need.
 

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 import msgspec
 import torch
 
-from conformance.engine.cells import RECORD_STREAMS, AxisValue, Cell, Mesh, axis_names
+from conformance.engine.cells import RECORD_STREAMS, AxisValue, Cell, axis_names
 from conformance.engine.record import Record
 from conformance.engine.workload import trainer_config
 from conformance.oracles.allocator_effects import expandable_segments_take_effect
 from conformance.oracles.differences import batches, collectives, expect, layer_count, operators, parts, same
 from conformance.oracles.dtype_policy import dtype_policy
 from conformance.oracles.loss_scale import loss_scale_takes_effect, tf32_takes_effect
+from conformance.oracles.mesh_effects import mesh_takes_effect
 from conformance.oracles.prefetch_effects import backward_prefetch_takes_effect, forward_prefetch_takes_effect
 from reference_trainer.checkpoint import Manifest
 
@@ -53,26 +54,6 @@ def prove(axis: str, record: Record, neighbour: Record) -> None:
     if axis not in PROOFS:
         raise ValueError(f"no proof that axis `{axis}` takes effect: add one to {__name__}.PROOFS")
     PROOFS[axis](record, neighbour)
-
-
-def _mesh(record: Record, neighbour: Record) -> None:
-    mesh = Mesh.parse(record.cell.mesh)
-    sizes = {"dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard, "tp": mesh.tp}
-    for name, size in sizes.items():
-        seen = {facts.mesh_coordinate.get(name, 0) for facts in record.ranks}
-        expect(seen == set(range(size)), f"coordinates {sorted(seen)} in mesh dimension {name} of size {size}")
-    wide = {name for name, size in sizes.items() if size > 1}
-    for one, expected in ((record, wide), (neighbour, set())):
-        groups = {e.group for facts in one.ranks for e in facts.collectives if e.phase in ("forward", "backward")}
-        expect(groups == expected, f"forward and backward communicate over {sorted(groups)}, not {sorted(expected)}")
-    for one, expected_parts in ((record, mesh.dp_shard * mesh.tp), (neighbour, 1)):
-        parts = _most_parts(one)
-        expect(parts == expected_parts, f"parameters are in at most {parts} different parts, not {expected_parts}")
-
-
-def _most_parts(record: Record) -> int:
-    """Over all parameters, the largest number of different parts that ranks hold."""
-    return max(len({facts.layouts[name] for facts in record.ranks}) for name in record.ranks[0].parameters)
 
 
 def _precision(record: Record, neighbour: Record) -> None:
@@ -361,7 +342,7 @@ def _seed(record: Record, neighbour: Record) -> None:
 
 
 PROOFS: dict[str, Proof] = {
-    "mesh": _mesh,
+    "mesh": mesh_takes_effect,
     "precision": _precision,
     "loss_scale": loss_scale_takes_effect,
     "tf32": tf32_takes_effect,

@@ -3,12 +3,16 @@
 The p-norm of what ranks hold different parts of is the root of a sum over these ranks, the inf-norm a maximum;
 replicas hold the same, and nothing is reduced over them. One number would do. torch reduces the norm of each parameter:
 the p-norm of pending p-norms is not among the reductions that DTensor knows to be linear (`common_reduction_strategy`
-in torch/distributed/tensor/_ops), so what get_total_norm has stacked is reduced before it is combined.
+in torch/distributed/tensor/_ops), so what get_total_norm has stacked is reduced before it is combined; but see
+`Lifetimes.norms_reduced_one_by_one`.
 """
 
 import math
 from collections.abc import Iterable
 
+import torch
+
+from conformance.oracles.lifetimes import lifetimes_of
 from conformance.oracles.schedule import Event
 from reference_trainer.config import TrainerConfig
 from reference_trainer.mesh import ParallelDims
@@ -28,6 +32,7 @@ def clip_events(parameters: Iterable[str], config: TrainerConfig, dims: Parallel
 
 def _norm(parameters: int, groups: tuple[str, ...], config: TrainerConfig, dims: ParallelDims) -> list[Event]:
     largest = config.optimizer.norm_order == math.inf
-    numel, op = (1, "MAX") if largest else (parameters, "SUM")
+    one_by_one = not largest and lifetimes_of(str(torch.__version__)).norms_reduced_one_by_one
+    numel, op = parameters if one_by_one else 1, "MAX" if largest else "SUM"
     sizes = {"dp_shard": dims.dp_shard, "tp": dims.tp}
     return [Event("clip", "all_reduce", group, numel, "float32", op) for group in groups if sizes[group] > 1]

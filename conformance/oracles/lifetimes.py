@@ -1,4 +1,4 @@
-"""What differs between versions of torch in how long FSDP2 keeps a buffer; see `memory_model` for the letters."""
+"""What differs between versions of torch in what the models predict; see `memory_model` for the letters."""
 
 import msgspec
 
@@ -24,8 +24,18 @@ class Lifetimes(msgspec.Struct, frozen=True):
     which they may have to be summed. So there is no L, and a norm that computes in fp32 has an fp32 gradient in a group
     of bf16 ones (`_set_unsharded_grad_dtypes`, `may_reduce_grad_outside_dp`, `chunk_cat_mixed_dtype`).
     """
+    one_rank_communicates: bool = False
+    """A shard group of one rank gathers and reduces like others, up to 2.8
+    (https://github.com/pytorch/pytorch/pull/160135 and https://github.com/pytorch/pytorch/pull/162021)."""
+    norms_reduced_one_by_one: bool = True
+    """The p-norms of parameters, which are pending on the mesh, are reduced before they are combined; up to 2.9 only
+    their combination is, one number. That is right for equal p, but not for other pending reductions, and DTensor gave
+    it up for all (https://github.com/pytorch/pytorch/pull/165962; https://github.com/pytorch/pytorch/issues/170862
+    shows that 2.9.1 still returned a pending norm)."""
 
 
+UP_TO_2_8 = Lifetimes(one_rank_communicates=True, norms_reduced_one_by_one=False)
+UP_TO_2_9 = Lifetimes(norms_reduced_one_by_one=False)
 UP_TO_2_13 = Lifetimes()
 FROM_2_15 = Lifetimes(
     previous_gather_until_copied=False, last_gradient_until_reduced=False, gradients_have_own_dtypes=True
@@ -33,9 +43,10 @@ FROM_2_15 = Lifetimes(
 
 
 def lifetimes_of(torch_version: str) -> Lifetimes:
-    """Of torch 2.14 nothing is known: it is taken to be like 2.15."""
+    """Of torch 2.14 nothing is known: it is taken to be like 2.15. 2.9, 2.11 and 2.12 have not been run."""
     major, minor = (int(part) for part in torch_version.split("+")[0].split(".")[:2])
-    return UP_TO_2_13 if (major, minor) <= (2, 13) else FROM_2_15
+    rows = (((2, 8), UP_TO_2_8), ((2, 9), UP_TO_2_9), ((2, 13), UP_TO_2_13))
+    return next((row for last, row in rows if (major, minor) <= last), FROM_2_15)
 
 
 def gradients_stay(config: TrainerConfig, lifetimes: Lifetimes) -> bool:

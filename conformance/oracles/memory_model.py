@@ -36,6 +36,7 @@ from conformance.oracles.schedule import (
     group_of,
     ranks_after_forward,
 )
+from conformance.oracles.tp_schedule import sharded_dim
 from reference_trainer.config import TrainerConfig
 from reference_trainer.mesh import ParallelDims
 
@@ -133,6 +134,7 @@ class Walk:
         self._compute, self._reduce, self._master = (
             int(getattr(torch, name).itemsize) for name in (policy.compute, policy.reduce, policy.sharded)
         )
+        self._whole_on_tp = sum(sharded_dim(name) is None for name in shapes)
         self._optimizer_groups: tuple[list[int], list[int]] = ([], [])
         """Shards of matrices and of vectors, in the order of the optimizer."""
         self._parameters: dict[str, list[_Parameter]] = {}
@@ -210,8 +212,7 @@ class Walk:
         `foreach`, with temporaries for all parameters at once, which is not modelled.
         """
         self._phase = "clip"
-        parameters = [parameter for group in self._parameters.values() for parameter in group]
-        self._note(self._scalars_of_a_norm() * len(parameters))
+        self._note(self._scalars_of_norms() * torch.float32.itemsize)
         self._phase = "optimizer"
         if self._config.optimizer.name == "adamw":
             for shards in self._optimizer_groups:
@@ -226,10 +227,17 @@ class Walk:
         for before, shard in pairwise([0, *shards]):
             self._note((before + 2 * shard) * self._master)
 
-    def _scalars_of_a_norm(self) -> int:
-        """Bytes for each parameter: its norm, that in a stack, and what becomes of the stack over the mesh."""
-        reductions = (self._dims.dp_shard > 1) + (self._dims.tp > 1)
-        return 4 * (2 + (2 + reductions if reductions else 0))
+    def _scalars_of_norms(self) -> int:
+        """For each parameter: its norm, that in a stack, and what becomes of the stack over the mesh.
+
+        Up to torch 2.9 the stack is left pending. What is not divided by tensor parallelism is then put into it as a
+        pending part of itself.
+        """
+        parameters, tp = sum(len(group) for group in self._parameters.values()), self._dims.tp > 1
+        if not self._lifetimes.norms_reduced_one_by_one:
+            return 2 * parameters + self._whole_on_tp * tp
+        reductions = (self._dims.dp_shard > 1) + tp
+        return parameters * (2 + (2 + reductions if reductions else 0))
 
     # Moments of a group
 
