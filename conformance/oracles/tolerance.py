@@ -53,12 +53,15 @@ def fp32_gradients(config: TrainerConfig) -> float:
 
 def _rounded_factors(config: TrainerConfig) -> float:
     """What TF32 adds in forward: both factors of a product are rounded to 10 + 1 bits, so that it errs by at most
-    2 u + u^2 of the sum of its terms' sizes. Sums are in fp32, whose error is in the other term; that tensor cores cut
-    bits off (Fasi et al., https://doi.org/10.7717/peerj-cs.330) makes them n 2^-23 at most, below 1 % of this.
+    2 u + u^2 of the sum of its terms' sizes. Sums are in fp32, where tensor cores cut bits off: n terms err by n 2^-23
+    at most (Fasi et al., https://doi.org/10.7717/peerj-cs.330). The longest are those over tokens in backward.
 
     A token passes in each block q/k/v, scores, values, output, gate and up, down; and the output layer.
     """
-    return (6 * config.model.n_layers + 1) * (2 * TF32_ROUNDOFF + TF32_ROUNDOFF**2) if config.tf32 else 0.0
+    if not config.tf32:
+        return 0.0
+    cut_off = config.data.global_batch_size * config.data.seq_len * 2 * FP32_ROUNDOFF
+    return (6 * config.model.n_layers + 1) * (2 * TF32_ROUNDOFF + TF32_ROUNDOFF**2 + cut_off)
 
 
 def fp16_gradients(config: TrainerConfig, expected: Mapping[str, Tensor], *, loss_scale: float) -> dict[str, float]:
