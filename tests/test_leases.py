@@ -96,6 +96,11 @@ def test_who_asks_first_is_served_first(leases: Leases) -> None:
     assert order[0] == 8
 
 
+def test_slots_that_nobody_has_had_yet_are_held_by_nobody(leases: Leases) -> None:
+    with leases._ticket(), pytest.raises(LeaseError, match="held by: nobody, but others wait longer"):
+        leases.take(1, limit_s=0.0)
+
+
 def test_others_devices_are_nothing_to_wait_for(tmp_path: Path) -> None:
     """As CUDA_VISIBLE_DEVICES may divide a machine."""
     ours, theirs = Leases(GPUS[:4], directory=tmp_path), Leases(GPUS[4:], directory=tmp_path)

@@ -150,8 +150,8 @@ class Leases:
         return {}
 
     def _holders(self) -> str:
-        held = [slot for slot in self.slots if _is_locked(self._directory / f"slot-{slot}")]
-        texts = [f"{slot}: {(self._directory / f'slot-{slot}').read_text()}" for slot in held]
+        files = {slot: self._directory / f"slot-{slot}" for slot in self.slots}
+        texts = [f"{slot}: {file.read_text()}" for slot, file in files.items() if file.exists() and _is_locked(file)]
         return ", ".join(texts) or "nobody, but others wait longer"
 
 
