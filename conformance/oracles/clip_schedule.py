@@ -32,7 +32,10 @@ def clip_events(parameters: Iterable[str], config: TrainerConfig, dims: Parallel
 
 def _norm(parameters: int, groups: tuple[str, ...], config: TrainerConfig, dims: ParallelDims) -> list[Event]:
     largest = config.optimizer.norm_order == math.inf
-    one_by_one = not largest and lifetimes_of(str(torch.__version__)).norms_reduced_one_by_one
+    lifetimes = lifetimes_of(str(torch.__version__))
+    one_by_one = not largest and lifetimes.norms_reduced_one_by_one
     numel, op = parameters if one_by_one else 1, "MAX" if largest else "SUM"
     sizes = {"dp_shard": dims.dp_shard, "tp": dims.tp}
-    return [Event("clip", "all_reduce", group, numel, "float32", op) for group in groups if sizes[group] > 1]
+    alone = ("dp_shard",) if lifetimes.one_rank_communicates and not largest else ()
+    reduced = (group for group in groups if sizes[group] > 1 or group in alone)
+    return [Event("clip", "all_reduce", group, numel, "float32", op) for group in reduced]

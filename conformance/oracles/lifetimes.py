@@ -25,7 +25,7 @@ class Lifetimes(msgspec.Struct, frozen=True):
     of bf16 ones (`_set_unsharded_grad_dtypes`, `may_reduce_grad_outside_dp`, `chunk_cat_mixed_dtype`).
     """
     one_rank_communicates: bool = False
-    """A shard group of one rank gathers and reduces like others, up to 2.8
+    """A shard group of one rank gathers and reduces like others, also p-norms in clipping, up to 2.8
     (https://github.com/pytorch/pytorch/pull/160135 and https://github.com/pytorch/pytorch/pull/162021)."""
     norms_reduced_one_by_one: bool = True
     """The p-norms of parameters, which are pending on the mesh, are reduced before they are combined; up to 2.9 only
