@@ -46,9 +46,7 @@ def tensors(
     """
     __tracebackhide__ = True
     _require_same_names(measured, expected, name=name)
-    deviations = {
-        key: _tensor_deviation(measured[key], expected[key], origin[key] if origin else None) for key in expected
-    }
+    deviations = {key: deviation(measured[key], expected[key], origin[key] if origin else None) for key in expected}
     bounds = {key: within if isinstance(within, float) else within[key] for key in expected}
     worst = max(deviations, key=lambda key: _excess(deviations[key], bounds[key]))
     measure(name, deviations[worst], lower=0.0, upper=bounds[worst], unit=f"relative Frobenius deviation of {worst}")
@@ -127,7 +125,9 @@ def _deviation(measured: float, expected: float) -> float:
     return abs(measured - expected) / abs(expected) if expected else abs(measured)
 
 
-def _tensor_deviation(measured: Tensor, expected: Tensor, origin: Tensor | None) -> float:
+def deviation(measured: Tensor, expected: Tensor, origin: Tensor | None = None) -> float:
+    """In the Frobenius norm, relative to `expected`, or to its change since `origin`; infinite for another shape, and
+    for numbers that are not finite."""
     if measured.shape != expected.shape or not all(bool(t.isfinite().all()) for t in (measured, expected)):
         return math.inf
     a, b = measured.double(), expected.double()

@@ -68,7 +68,7 @@ def emulated_step(
         parameter.data = masters[name].to(compute)
     forward = _tensor_parallel(config, model)
     parameters = _leaves(model, forward)
-    if lifetimes_of(str(torch.__version__)).gradients_have_own_dtypes and policy.reduce != policy.compute:
+    if _has_gradients_of_own_dtypes(config):
         for leaf in parameters.values():
             leaf.grad_dtype = None  # a norm's gradient stays in fp32, in which it is computed
     loss_of = _loss_function(config, forward or model)
@@ -88,6 +88,13 @@ def emulated_step(
     conditions = {name: _ratio(sizes[name].norm(), grad.norm()) for name, grad in reduced.items()}
     on_host = {name: grad.cpu() / loss_scale for name, grad in reduced.items()}
     return Emulation(loss * scale / dp_size, on_host, conditions)
+
+
+def _has_gradients_of_own_dtypes(config: TrainerConfig) -> bool:
+    """FSDP1 casts parameters for forward, and autograd their gradients back, in every version."""
+    policy = dtype_policy(config.precision)
+    keeps = lifetimes_of(str(torch.__version__)).gradients_have_own_dtypes and config.implementation == "fsdp2"
+    return keeps and policy.reduce != policy.compute
 
 
 def _data_parallel_size(config: TrainerConfig) -> int:
