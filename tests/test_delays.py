@@ -9,26 +9,43 @@ import torch
 from conformance.instruments import delays as module
 from conformance.instruments.delays import EVERY, KINDS, delays
 
+OPERATORS = 100 * EVERY
 
-def late(kinds: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, *, is_last: bool = True) -> int:
-    """How often a rank on the CPU sleeps while it adds, and copies between two kinds of devices."""
-    slept: list[float] = []
-    monkeypatch.setattr("time.sleep", slept.append)
-    with delays(kinds, device=torch.device("cpu"), is_last=is_last):
-        for _ in range(EVERY + 1):
+
+def late(kinds: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, *, is_last: bool = True) -> list[int]:
+    """Before which of many additions a rank on the CPU sleeps."""
+    slept: list[int] = []
+    with monkeypatch.context() as patch, delays(kinds, device=torch.device("cpu"), is_last=is_last):
+        for addition in range(OPERATORS):
+            patch.setattr("time.sleep", lambda _, addition=addition: slept.append(addition))
             torch.ones(2) + 1
-    return len(slept)
+    return slept
 
 
 def test_what_is_not_named_is_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert late(KINDS, monkeypatch) == 0
+    assert late(KINDS, monkeypatch) == []
 
 
-@pytest.mark.parametrize(("is_last", "count"), [(True, 2), (False, 0)])
-def test_one_of_several_is_late_on_the_last_rank(monkeypatch: pytest.MonkeyPatch, is_last: bool, count: int) -> None:
+@pytest.fixture
+def additions_are_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_kind", lambda func, _: "copy" if func._schema.name == "aten::add" else None)
-    assert late(("copy",), monkeypatch, is_last=is_last) == count
-    assert late(("all_gather",), monkeypatch, is_last=is_last) == 0
+
+
+@pytest.mark.usefixtures("additions_are_copies")
+def test_the_first_and_one_of_several_are_late_on_the_last_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = late(("copy",), monkeypatch)
+    assert found[0] == 0
+    assert OPERATORS / EVERY / 2 < len(found) < OPERATORS / EVERY * 2
+    assert late(("copy",), monkeypatch) == found
+    assert late(("copy",), monkeypatch, is_last=False) == []
+    assert late(("all_gather",), monkeypatch) == []
+
+
+@pytest.mark.usefixtures("additions_are_copies")
+@pytest.mark.parametrize("each_step", range(2, 17))
+def test_each_operator_of_a_step_is_late_sometime(monkeypatch: pytest.MonkeyPatch, each_step: int) -> None:
+    """Whatever the number of those in a step is: the same for all steps, it must not be in step with the delays."""
+    assert {addition % each_step for addition in late(("copy",), monkeypatch)} == set(range(each_step))
 
 
 def operator(name: str) -> Any:

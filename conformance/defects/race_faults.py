@@ -2,10 +2,12 @@
 
 On a device nothing but a reference, or an event that is waited for, keeps the allocator from handing out memory that
 another stream uses. The CPU has no streams: there the faults of "gloo" do by hand what the streams would do, an
-all-reduce that runs while backward goes on, and a copy to the host that runs when the next group is reduced.
+all-reduce of which the result is taken out of its buffer late, if it was issued late, and a copy to the host that
+runs when the next group is reduced.
 Those of `CUDA` remove what torch does against it, and have not been seen on a device yet.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 from conformance.defects.injection import Defect, replaced
+from conformance.instruments.delays import DELAY_S
 from conformance.substrates import CUDA
 
 _GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
@@ -32,29 +35,42 @@ class _Blocks:
 
     def filled_with(self, values: Tensor, *, place: int = 0) -> Tensor:
         """A block with these values, beside others of the same moment that have other places."""
-        key = (place, values.shape, values.dtype)
+        key = (place, values.dtype)
         block = self._free.get(key) if self._reused else None
-        self._free[key] = block = torch.empty_like(values) if block is None else block
-        return block.copy_(values)
+        if block is None or block.numel() < values.numel():
+            self._free[key] = block = torch.empty(values.numel(), dtype=values.dtype)
+        return block[: values.numel()].view(values.shape).copy_(values)
 
 
 @contextmanager
-def overlapped_all_reduce(*, reused: bool) -> Iterator[None]:
-    """Reduce over replicas while backward goes on, each group in the block that the last one had, or in its own.
+def late_all_reduce(*, reused: bool) -> Iterator[None]:
+    """Reduce over replicas each group in the block that the last one had, or in its own.
 
-    What comes of it is copied into the gradients as soon as it is there, and waited for at the end of backward. In
-    fp32 and without accumulation, where nothing else looks at gradients before.
+    What comes of it is copied into the gradients at once, as a stream would that keeps up; of an all-reduce that was
+    issued late, only when the next group is in its block, or at the end of backward. Late is what `delays` makes late,
+    not what a peer is waited for, so that the delays of STREAM-5 decide what is wrong, and not the load of the
+    machine. In fp32 and without accumulation, where nothing else looks at gradients before.
     """
-    pending: list[Any] = []
+    under_way: list[tuple[Tensor, Tensor]] = []
     blocks = _Blocks(reused=reused)
+
+    def finish() -> None:
+        while under_way:
+            gradients, block = under_way.pop()
+            gradients.copy_(block)
 
     def make_all_reduce(original: Any) -> Any:
         def all_reduce(tensor: Tensor, **options: Any) -> Any:
             if tensor.dtype != torch.float32:
                 return original(tensor, **options)
             block = blocks.filled_with(tensor)
-            done = original(block, **options, async_op=True).get_future()
-            return pending.append(done.then(lambda _: tensor.copy_(block)))
+            finish()
+            start_s = time.perf_counter()
+            work = original(block, **options, async_op=True)
+            is_late = time.perf_counter() - start_s >= DELAY_S
+            work.wait()
+            under_way.append((tensor, block))
+            return None if is_late else finish()
 
         return all_reduce
 
@@ -67,11 +83,7 @@ def overlapped_all_reduce(*, reused: bool) -> Iterator[None]:
 
         return foreach_reduce
 
-    def wait() -> None:
-        while pending:
-            pending.pop().wait()
-
-    with replaced(_GROUP, "foreach_reduce", make_reduce), before_the_end_of_backward(lambda _: wait()):
+    with replaced(_GROUP, "foreach_reduce", make_reduce), before_the_end_of_backward(lambda _: finish()):
         yield
 
 
@@ -165,10 +177,10 @@ DEFECTS: tuple[Defect, ...] = (
         id="all-reduce-buffer-reused",
         title="groups are reduced over replicas in one buffer, while the last one may be under way",
         source=_ALIASED,
-        mechanism="the buffer is free as soon as the host has issued its all-reduce, by hand",
+        mechanism="the buffer is free as soon as the host has issued its all-reduce, by hand, and read late",
         laws=("STREAM-5",),
-        inject=partial(overlapped_all_reduce, reused=True),
-        inject_twin=partial(overlapped_all_reduce, reused=False),
+        inject=partial(late_all_reduce, reused=True),
+        inject_twin=partial(late_all_reduce, reused=False),
         substrates=("gloo",),
     ),
     Defect(

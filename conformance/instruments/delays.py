@@ -5,8 +5,9 @@ keeps a stream busy without a kernel of one's own), so that all that does not wa
 is handed out again and filled with NaN meanwhile. On the CPU the last rank sleeps, and its peers are ahead.
 """
 
+import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ DELAY_S = 0.02
 CYCLES = 20_000_000
 """Of the device's clock: some 10 ms."""
 EVERY = 8
-"""Of the operators of a kind one in so many is delayed, the first among them."""
+"""Of the operators of a kind one in so many is delayed, the first among them. They are drawn, from the same seed each
+time: every eighth would be the same one in each step that has eight.
+"""
 _BLOCKS, _BLOCK_NUMEL = 32, 1 << 16
 _COPIES = ("aten::_to_copy", "aten::copy_")
 
@@ -39,15 +42,21 @@ def delays(kinds: Sequence[str], *, device: torch.device, is_last: bool) -> Disp
 
 class _Delay:
     def __init__(self, kinds: Sequence[str], delay: Callable[[], None]) -> None:
-        self._seen = dict.fromkeys(kinds, 0)
+        self._draws = {kind: _draws(kind) for kind in kinds}
         self._delay = delay
 
     def listen(self, func: Any, args: Sequence[Any]) -> None:
         kind = _kind(func, args)
-        if kind in self._seen:
-            if self._seen[kind] % EVERY == 0:
-                self._delay()
-            self._seen[kind] += 1
+        if kind in self._draws and next(self._draws[kind]):
+            self._delay()
+
+
+def _draws(kind: str) -> Iterator[bool]:
+    """Whether to delay the next operator of a kind."""
+    yield True
+    draw = random.Random(kind)
+    while True:
+        yield draw.randrange(EVERY) == 0
 
 
 def _kind(func: Any, args: Sequence[Any]) -> str | None:
