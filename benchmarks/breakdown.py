@@ -1,9 +1,10 @@
 """Where the time of a session went: `python -m benchmarks.breakdown REPORT_DIR [--write]`.
 
-Reads report.json and the records of a session of one worker. Training is the time of the slowest rank of each recorded
-run, from its process group to the end of the last step; measuring is that of tasks that train too, but leave figures
-instead of a record; the rest of running is the start of ranks, tensors on their way to disk, and what ranks do after a
-task. Judging is what laws and oracles take.
+Reads report.json and the records of a session of one worker. Training is what the slowest rank of each task spent in
+trainers, from making one to the end of its last step: for runs that are recorded, and in tasks that leave figures, of
+which most train under a ledger or with a fault. The rest of running is the start of ranks and of process groups,
+ledgers that are read, tensors on their way to disk, and what ranks do after a task. Judging is what laws and oracles
+take.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from conformance.engine.record import TRAINING, RecordFile
 from conformance.engine.report import Report
 
 PAGE = PROJECT / "docs" / "performance.md"
+_RECORDED, _MEASURED = "training, recorded", "training, measured"
 
 
 def breakdown(directory: Path) -> dict[str, float]:
@@ -26,13 +28,13 @@ def breakdown(directory: Path) -> dict[str, float]:
         msgspec.json.decode(file.read_bytes(), type=RecordFile) for file in directory.glob("records/*/record.json")
     ]
     trained = sum(record.train_s for record in records if record.header.task == TRAINING)
-    measured = sum(record.run_s for record in records if record.header.task != TRAINING)
+    measured = sum(record.train_s for record in records if record.header.task != TRAINING)
     running = sum(case.run_s for case in report.cases)
     waiting = sum(case.wait_s for case in report.cases)
     cases = sum(case.duration_s for case in report.cases)
     return {
-        "training": trained,
-        "measuring": measured,
+        _RECORDED: trained,
+        _MEASURED: measured,
         "rest of running": running - trained - measured,
         "waiting": waiting,
         "judging": cases - running - waiting,
@@ -52,7 +54,8 @@ def main() -> None:
     table = tabulate(rows, headers=["part", "seconds", "share"], tablefmt="github")
     text = (
         f"Profile {report.profile}, {report.executed} cases, torch {report.environment['packages']['torch']}: "
-        f"{report.duration_s:.0f} s.\n\n{table}"
+        f"{report.duration_s:.0f} s, of "
+        f"which {1 - (parts[_RECORDED] + parts[_MEASURED]) / whole:.0%} are not training.\n\n{table}"
     )
     print(text)
     if arguments.write:

@@ -1,7 +1,7 @@
 """The trainer: build a parallel model, then repeat forward, backward, clip, step.
 
 Reading order: checks, config, model, init_weights, weights, mesh, parallelize, prefetch, fsdp1, build, loss,
-loss_scale, clip, optim, data, this file, checkpoint, __main__.
+loss_scale, clip, optim, data, stopwatch, this file, checkpoint, __main__.
 """
 
 from dataclasses import dataclass
@@ -37,6 +37,7 @@ from reference_trainer.observer import Observer
 from reference_trainer.optim import build_optimizer, build_schedule
 from reference_trainer.parallelize import set_gradient_sync
 from reference_trainer.reshard import reshard_policy
+from reference_trainer.stopwatch import TRAINING
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class Trainer:
     Raises ValueError if the configuration does not fit the number of processes, or the process group's backends.
     """
 
+    @TRAINING
     def __init__(
         self, config: TrainerConfig, *, device: torch.device, world_size: int, observer: Observer | None = None
     ) -> None:
@@ -81,6 +83,7 @@ class Trainer:
         self.scaler = LossScaler(config, device)
         self._seed_dropout()
 
+    @TRAINING
     def train_step(self, step: int) -> StepMetrics:
         """Forward and backward over all micro-batches, unscale, clip, step."""
         observer = self.observer

@@ -31,7 +31,7 @@ def write(directory: Path, name: str, *, failed: bool = False, **header: Any) ->
     about = Header(**{"cell": CELL, "session": "s", "torch": "2", "substrate": "gloo", "defect": None, **header})
     failure = Failure(kind="raised", first_rank=0, reason="", details="") if failed else None
     ranks = msgspec.Raw(msgspec.json.encode([] if failed else [rank(9.0, 0.1, 0.3), rank(1.0, 0.2, 0.2)]))
-    write_record(directory / name, RecordFile(header=about, train_s=1.0, ranks=ranks, failure=failure))
+    write_record(directory / name, RecordFile(header=about, ranks=ranks, failure=failure))
 
 
 def test_facts_are_those_of_first_runs_of_the_session(tmp_path: Path) -> None:

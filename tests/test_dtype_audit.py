@@ -66,7 +66,7 @@ class Bench:
         changed = msgspec.structs.replace(self.facts, **facts)
         save_file({**self.tensors, **tensors}, self.directory / tensor_file(0))
         header = Header(cell=CELL, session="s", torch="2", substrate="gloo", defect=None)
-        content = RecordFile(header=header, train_s=0.0, ranks=msgspec.Raw(msgspec.json.encode([changed])))
+        content = RecordFile(header=header, ranks=msgspec.Raw(msgspec.json.encode([changed])))
         record = Record(self.directory, content)
         LAWS[law](run=lambda _cell: record, cell=CELL)
 

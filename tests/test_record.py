@@ -33,7 +33,7 @@ def record_of_two_ranks(directory: Path, shards: list[dict[str, Tensor]]) -> Rec
         save_file(tensors, directory / tensor_file(rank))
     header = Header(cell=Cell(), session="s", torch="2", substrate="gloo", defect=None)
     ranks = msgspec.Raw(msgspec.json.encode([{"rank": rank, **facts} for rank in range(len(shards))]))
-    return Record(directory, RecordFile(header=header, train_s=0.0, ranks=ranks))
+    return Record(directory, RecordFile(header=header, ranks=ranks))
 
 
 def test_a_record_puts_shards_together(tmp_path: Path) -> None:

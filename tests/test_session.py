@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from conformance.engine import plugin
+from conformance.engine.record import TRAINING, RecordFile
 from conformance.engine.report import CaseResult, Footer, Header
 from tests.sessions import ONE_CELL, PROJECT, Ended, alive, finish, suite
 
@@ -54,6 +55,15 @@ def test_report(healthy: Ended) -> None:
         assert "MUST" in case.must
         assert case.repro.startswith("pytest -n0 --profile=pr ")
     assert {case.law for case in report.cases} >= {"ENV-1", "PAR-1", "PAR-4", "RS-1", "MP-1", "INIT-1"}
+
+
+def test_records_tell_how_long_ranks_were_training(healthy: Ended) -> None:
+    files = list(healthy.directory.glob("records/*/record.json"))
+    records = [msgspec.json.decode(file.read_bytes(), type=RecordFile) for file in files]
+    trained = {record.header.task: record.train_s / record.run_s for record in records}
+    assert trained["rank_probes:probe"] == 0
+    assert 0.2 < trained[TRAINING] < 1
+    assert all(0 < record.train_s < record.run_s for record in records if record.header.task == TRAINING)
 
 
 def test_report_is_plain_json_with_the_promised_fields(healthy: Ended) -> None:

@@ -81,6 +81,7 @@ class Kinds:
     """Takes the part of `Pools`: notes which tasks may share ranks."""
 
     waited_s = 0.0
+    trained_s = 0.0
     max_world_size = 8
 
     def __init__(self) -> None:

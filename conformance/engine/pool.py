@@ -42,6 +42,8 @@ class RunsTasks(Protocol):
     """What a record store needs of `Pools`, or of a substitute that has ranks elsewhere."""
 
     waited_s: float
+    trained_s: float
+    """Of the slowest rank of each task that has ended well."""
     max_world_size: int
 
     def prepare(self) -> None: ...
@@ -77,6 +79,7 @@ class Pools:
         self._watch: _Watch | None = None
         self.max_world_size = MAX_WORLD_SIZE
         self.waited_s = 0.0
+        self.trained_s = 0.0
         """For devices or processors that others had, in all tasks so far."""
 
     def prepare(self) -> None:
@@ -107,6 +110,7 @@ class Pools:
         reports = self.run_part(task, range(world_size), world_size=world_size, deadline_s=deadline_s, env=env)
         if any(report.state != "finished" for report in reports):
             raise judge(reports, deadline_s=deadline_s)
+        self.trained_s += max(report.train_s for report in reports)
         return reports
 
     def run_part(

@@ -65,13 +65,14 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
 
     `stamp_s` is `time.monotonic()` of the event (of its discovery for a rank that died). `stack` is the dump of all
     threads of a hung rank, or of one that died of a fault. `collectives` is what `flight_recorder.summary` tells.
-    `leaks` names what a finished rank left behind.
+    `train_s` is what a finished rank spent in trainers, and `leaks` names what it left behind.
     """
 
     rank: int
     state: Literal["finished", "raised", "died", "hung"]
     stamp_s: float = math.inf
     value: Any = None
+    train_s: float = 0.0
     leaks: tuple[str, ...] = ()
     exception_type: str = ""
     message: str = ""

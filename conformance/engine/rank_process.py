@@ -34,6 +34,7 @@ from conformance.engine.rank_messages import (
     RankReport,
     require_json_like,
 )
+from reference_trainer.stopwatch import TRAINING
 
 SEED = 0
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -118,6 +119,7 @@ class Rank:
             device=self._device,
         )
         task = assignment.task
+        trained_before_s = TRAINING.total_s
         try:
             value = _find_function(task.function)(context, task.payload)
             require_json_like(value, where=f"the result of {task.function}")
@@ -126,7 +128,12 @@ class Rank:
         except BaseException as error:
             return raised(error, rank=self._rank)
         return RankReport(
-            rank=self._rank, state="finished", stamp_s=time.monotonic(), value=value, leaks=tuple(find_leaks())
+            rank=self._rank,
+            state="finished",
+            stamp_s=time.monotonic(),
+            value=value,
+            train_s=TRAINING.total_s - trained_before_s,
+            leaks=tuple(find_leaks()),
         )
 
 

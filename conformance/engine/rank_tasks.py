@@ -1,7 +1,6 @@
 """What the ranks of a pool execute: a cell's training run, and the run that it goes on from."""
 
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,6 @@ def train_cell(context: RankContext, payload: dict[str, Any]) -> dict[str, Any]:
     config = rank_config(context, payload)
     variables = {name: os.environ.get(name) for name in (RECORD_STREAMS, *ALLOCATOR_VARIABLES)}
     recorder = Recorder(rank=context.rank, variables=variables, profiled_step=_profiled_step(context, payload, config))
-    start_s = time.monotonic()
     with injected(payload["defect"]):
         device = start_process_group(context)
         with recorder.listening():
@@ -51,7 +49,7 @@ def train_cell(context: RankContext, payload: dict[str, Any]) -> dict[str, Any]:
     if config.compile != "none":
         torch.compiler.reset()  # else the rank's next task would run this one's graphs
     save_file(tensors, Path(payload["directory"], tensor_file(context.rank)))
-    return {"facts": msgspec.to_builtins(facts), "train_s": time.monotonic() - start_s}
+    return {"facts": msgspec.to_builtins(facts)}
 
 
 def _profiled_step(context: RankContext, payload: dict[str, Any], config: TrainerConfig) -> int | None:

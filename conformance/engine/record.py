@@ -57,10 +57,10 @@ class RecordFile(msgspec.Struct, frozen=True, kw_only=True):
     """Content of record.json; `ranks` holds one RankFacts each and is decoded when a law needs it."""
 
     header: Header
-    train_s: float
-    """Time of the slowest rank."""
     run_s: float = 0.0
     """Time of all that was done for it, without waiting for others."""
+    train_s: float = 0.0
+    """Of it, what the slowest rank spent in trainers."""
     ranks: msgspec.Raw = msgspec.Raw(b"[]")
     """Of a training run."""
     failure: Failure | None = None
@@ -70,7 +70,7 @@ class Record:
     """A finished run: facts of all ranks, and the tensors put together from what each of them captured."""
 
     def __init__(self, directory: Path, content: RecordFile) -> None:
-        self.directory, self.header, self.train_s = directory, content.header, content.train_s
+        self.directory, self.header = directory, content.header
         self._ranks = content.ranks
 
     @property

@@ -173,6 +173,7 @@ class SpanningPools:
 
     def __init__(self, store: Store, places: Sequence[Place], *, address: str) -> None:
         self.waited_s = 0.0
+        self.trained_s = 0.0
         self.max_world_size = len(places)
         self._store = store
         self._places = places
@@ -198,6 +199,7 @@ class SpanningPools:
         reports = self._reports(order)
         if any(report.state != "finished" for report in reports):
             raise judge(reports, deadline_s=deadline_s)
+        self.trained_s += max(report.train_s for report in reports)
         return [report.value for report in reports]
 
     def close(self) -> None:

@@ -169,7 +169,7 @@ class RecordStore:
         return _finished(content)
 
     def _executed(self, directory: Path, execute: Callable[[], RecordFile]) -> RecordFile:
-        start_s, waited_before_s = time.monotonic(), self.pools.waited_s
+        start_s, waited_before_s, trained_before_s = time.monotonic(), self.pools.waited_s, self.pools.trained_s
         try:
             content = execute()
         except CellFailed as failed:
@@ -185,7 +185,8 @@ class RecordStore:
             # laws get a run of their own. Hangs are kept, or each law would wait for the deadline.
             write_failure(directory, content.failure)
         else:
-            write_record(directory, msgspec.structs.replace(content, run_s=round(run_s, 4)))
+            train_s = round(self.pools.trained_s - trained_before_s, 4)
+            write_record(directory, msgspec.structs.replace(content, run_s=round(run_s, 4), train_s=train_s))
         return content
 
     def _train(self, header: Header, directory: Path) -> RecordFile:
@@ -195,12 +196,12 @@ class RecordStore:
                 left_s -= self._save(header, directory, deadline_s=left_s)
             results = self._on_ranks(header, directory, deadline_s=max(1.0, left_s))
         except RunFailed as failed:
-            return RecordFile(header=header, train_s=0.0, failure=to_failure(failed))
+            return RecordFile(header=header, failure=to_failure(failed))
         silent = next((rank for rank, result in enumerate(results) if "missing" in result), None)
         if silent is not None:
-            return RecordFile(header=header, train_s=0.0, failure=_incomplete(silent, results[silent]["missing"]))
+            return RecordFile(header=header, failure=_incomplete(silent, results[silent]["missing"]))
         facts = msgspec.Raw(msgspec.json.encode([result["facts"] for result in results]))
-        return RecordFile(header=header, train_s=max(result["train_s"] for result in results), ranks=facts)
+        return RecordFile(header=header, ranks=facts)
 
     def _measure(self, header: Header, directory: Path) -> RecordFile:
         left_s = self._left_s()
@@ -208,8 +209,8 @@ class RecordStore:
             try:
                 write_measured(directory, self._on_ranks(header, Path(scratch), kept=directory, deadline_s=left_s))
             except RunFailed as failed:
-                return RecordFile(header=header, train_s=0.0, failure=to_failure(failed))
-        return RecordFile(header=header, train_s=0.0)
+                return RecordFile(header=header, failure=to_failure(failed))
+        return RecordFile(header=header)
 
     def _on_ranks(self, header: Header, directory: Path, *, deadline_s: float, kept: Path | None = None) -> list[Any]:
         """`directory` is the tasks' for files; what must outlast a measurement goes to `kept`."""

@@ -1,0 +1,22 @@
+"""The time that a process has spent training."""
+
+import time
+from contextlib import ContextDecorator
+
+
+class Stopwatch(ContextDecorator):
+    """Adds up the seconds between entering and leaving it; as a decorator, those that a function takes."""
+
+    def __init__(self) -> None:
+        self.total_s = 0.0
+        self._start_s = 0.0
+
+    def __enter__(self) -> None:
+        self._start_s = time.monotonic()
+
+    def __exit__(self, *_error: object) -> None:
+        self.total_s += time.monotonic() - self._start_s
+
+
+TRAINING = Stopwatch()
+"""Of all trainers of this process: making them, and their steps."""
