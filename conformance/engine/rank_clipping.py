@@ -26,6 +26,11 @@ from reference_trainer.parallelize import parallelize
 from reference_trainer.reshard import ReshardPolicy, reshard_policy
 from reference_trainer.train import Trainer
 
+AMPLIFIED, AMPLIFICATION = "tok_embeddings.weight", 1024.0
+"""The gradient with the largest element of all, before torch clips by the maximum norm: every mesh shards it, so that
+no rank but one knows the norm by itself. Else it were up to the seed.
+"""
+
 
 class _Enough(Exception):
     """All that is of interest has happened: no collective follows that a rank could wait in for another."""
@@ -98,7 +103,8 @@ def _raises(trainer: Trainer) -> bool:
 
 
 def clip_with_torch(context: RankContext, payload: dict[str, Any]) -> dict[str, float]:
-    """Clip the gradients of the first step with torch.nn.utils.clip_grad_norm_, as a user without this trainer would.
+    """Clip the gradients of the first step with torch.nn.utils.clip_grad_norm_, as a user without this trainer would;
+    by the maximum norm with one of them `AMPLIFIED`.
 
     Returns `full` and `item`, the norm by `full_tensor()` and by `item()`; the `factor` by which this rank's parts were
     scaled, and the `unevenness` of it: the relative deviation from one factor for all.
@@ -120,8 +126,12 @@ class _TorchClipper(Observer):
         self.found: dict[str, float] = {}
 
     def gradients(self, model: Transformer, *, step: int) -> None:
-        before = _flat_gradients(model)
         config = self._config
+        if config.norm_order == math.inf:
+            grad = model.get_parameter(AMPLIFIED).grad
+            assert grad is not None
+            local(grad).mul_(AMPLIFICATION)
+        before = _flat_gradients(model)
         norm = clip_grad_norm_(
             model.parameters(), config.max_norm, norm_type=config.norm_order, foreach=config.foreach_clip
         )

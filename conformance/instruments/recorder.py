@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import zip_longest
 from typing import Any
 
 import msgspec
@@ -252,7 +253,8 @@ def _parameter_facts(parameter: torch.Tensor, group: str) -> ParameterFacts:
     if not isinstance(parameter, DTensor):
         return ParameterFacts(group, list(parameter.shape), {})
     names = parameter.device_mesh.mesh_dim_names or ()
-    by_name = zip(names, parameter.placements, strict=True)
+    # A layout that does not fit its mesh is for laws to judge, not for an instrument to fail on.
+    by_name = zip_longest(names, parameter.placements, fillvalue="?")
     shard_dims = {name: placement.dim for name, placement in by_name if hasattr(placement, "dim")}
     return ParameterFacts(group, list(parameter.shape), shard_dims)
 

@@ -1,5 +1,6 @@
 """CLIP: gradients are clipped by the norm of all of them, on every rank alike."""
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -10,6 +11,7 @@ from conformance.engine.cells import Cell
 from conformance.engine.law import Measure, Run, law
 from conformance.engine.measurements import measure as report
 from conformance.engine.outcomes import ConformanceFailure
+from conformance.engine.rank_clipping import AMPLIFICATION, AMPLIFIED
 from conformance.engine.record import Record
 from conformance.engine.workload import trainer_config
 from conformance.instruments.collectives import UNKNOWN, Collective
@@ -122,6 +124,8 @@ def test_torch_clips_by_the_full_norm(run: Run, measure: Measure, cell: Cell) ->
     """
     config, gradients = trainer_config(cell), run(cell).select("step0/gradient/")
     order = config.optimizer.norm_order
+    if order == math.inf:
+        gradients[AMPLIFIED] = gradients[AMPLIFIED] * AMPLIFICATION
     norm = total_norm(gradients.values(), order=order)
     ranks = measure("rank_clipping:clip_with_torch", cell)
     factors = [clip_factor(norm, max_norm=config.optimizer.max_norm)] * len(ranks)
