@@ -1,0 +1,63 @@
+"""Changes modules of torch as they are imported, in every process that has this directory on PYTHONPATH.
+
+`MUTANT=MODULE:NUMBER` puts in the fault of that number; `MUTANT=MODULE,...:hits` lets statements write their lines into
+the file `MUTANT_HITS` when they are reached first.
+"""
+
+import importlib.machinery
+import os
+import sys
+from collections.abc import Sequence
+from types import CodeType, ModuleType
+
+_NAMES, _, _CHANGE = os.environ.get("MUTANT", "").rpartition(":")
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    def get_code(self, fullname: str) -> CodeType:
+        """Of the changed source, past the cache."""
+        import syntax
+
+        path = self.get_filename(fullname)
+        source = self.get_data(path).decode()
+        tree = syntax.with_hits(source) if _CHANGE == "hits" else syntax.mutated(source, int(_CHANGE))
+        return compile(tree, path, "exec", dont_inherit=True)
+
+    def exec_module(self, module: ModuleType) -> None:
+        import syntax
+
+        if _CHANGE == "hits":
+            setattr(module, syntax.HIT, _writer(module.__name__))
+        super().exec_module(module)
+
+
+def _writer(name: str):  # type: ignore[no-untyped-def]
+    seen = set()
+    file = os.open(os.environ["MUTANT_HITS"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+    def hit(line: int) -> None:
+        if line not in seen:
+            seen.add(line)
+            os.write(file, f"{name}:{line}\n".encode())
+
+    return hit
+
+
+class _Finder:
+    @staticmethod
+    def find_spec(
+        fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in _NAMES.split(","):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        if spec is not None and spec.origin is not None:
+            spec.loader = _Loader(fullname, spec.origin)
+        return spec
+
+
+if _NAMES:
+    sys.path.append(
+        os.path.dirname(__file__)
+    )  # where `syntax` is, also for processes that are forked with another path
+    sys.meta_path.insert(0, _Finder)  # type: ignore[arg-type]
