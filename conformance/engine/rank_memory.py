@@ -130,7 +130,7 @@ def segments_without_fsdp(
                 reduces, _ = communicates(config, index)
                 marks.reduces = reduces
                 marks.releases = reduces or not gradients_stay(config, lifetimes)
-                if lifetimes.gradients_have_own_dtypes:
+                if lifetimes.gradients_have_own_dtypes and config.implementation == "fsdp2":
                     _set_grad_dtypes(model, config, reduces=reduces)
                 _forward_backward(model, marks, config, inputs, labels)
     return found.segments

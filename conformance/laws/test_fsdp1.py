@@ -70,12 +70,14 @@ def test_fsdp2_holds_no_more_than_fsdp1_and_its_own_buffers(measure: Measure, ce
     config = trainer_config(cell)
     dims = resolve_mesh(config.mesh, world_size=cell.world_size)
     shapes = local_shapes(config.model, tp=dims.tp, tp_rank=0)
-    (profile,) = measure("rank_memory:without_fsdp", beside(cell), alone=True)
-    segments = msgspec.convert(profile, list[Segment])
-    expected = predict_fsdp1(config, dims, shapes, segments)
+    for_fsdp1, for_fsdp2 = (
+        msgspec.convert(*measure("rank_memory:without_fsdp", one, alone=True), list[Segment])
+        for one in (cell, beside(cell))
+    )
+    expected = predict_fsdp1(config, dims, shapes, for_fsdp1)
     own = {
         phase: max(0, usage.peak_bytes - expected[phase].peak_bytes)
-        for phase, usage in predict(config, dims, shapes, segments).items()
+        for phase, usage in predict(config, dims, shapes, for_fsdp2).items()
         if phase in _PHASES
     }
     older, newer = (_peaks(*measure("rank_memory:step_in_simulation", one, alone=True)) for one in (cell, beside(cell)))

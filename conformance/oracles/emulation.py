@@ -68,13 +68,13 @@ def emulated_step(
         parameter.data = masters[name].to(compute)
     forward = _tensor_parallel(config, model)
     parameters = _leaves(model, forward)
-    if _has_gradients_of_own_dtypes(config):
-        for leaf in parameters.values():
-            leaf.grad_dtype = None  # a norm's gradient stays in fp32, in which it is computed
     loss_of = _loss_function(config, forward or model)
     loss, gradients = 0.0, []
     with _one_thread():
         for index in range(config.accumulation):
+            if _has_gradients_of_own_dtypes(config):
+                for leaf in parameters.values():
+                    leaf.grad_dtype = _grad_dtype(config, index)
             ranks = []
             for rank in range(dp_size):
                 own = _micro_batch(config, batch, rank, index)
@@ -95,6 +95,16 @@ def _has_gradients_of_own_dtypes(config: TrainerConfig) -> bool:
     policy = dtype_policy(config.precision)
     keeps = lifetimes_of(str(torch.__version__)).gradients_have_own_dtypes and config.implementation == "fsdp2"
     return keeps and policy.reduce != policy.compute
+
+
+def _grad_dtype(config: TrainerConfig, index: int) -> torch.dtype | None:
+    """What autograd casts the gradients of a micro-batch to, one by one, before it adds up those of a tied weight.
+
+    None for as they are computed, so that a norm's stay in fp32; but where a first gradient is only kept for others to
+    be added to it, FSDPParamGroup lets autograd cast it (`_set_unsharded_grad_dtypes`, torch 2.15).
+    """
+    is_only_kept = config.gradient_sync == "last" and index == 0 < config.accumulation - 1
+    return getattr(torch, dtype_policy(config.precision).reduce) if is_only_kept else None
 
 
 def _data_parallel_size(config: TrainerConfig) -> int:
