@@ -3,6 +3,7 @@
 from conformance.engine import compare
 from conformance.engine.cells import Cell
 from conformance.engine.law import Probe
+from conformance.engine.outcomes import ConformanceFailure
 from conformance.engine.record import Record
 from conformance.engine.skips import Unsupported
 from conformance.engine.workload import trainer_config
@@ -45,6 +46,7 @@ def compare_updates(record: Record) -> None:
 def replayed_parameters(record: Record) -> ReferenceRun:
     """Compare norms and parameters alone; returns what the gradients lead to."""
     __tracebackhide__ = True
+    require_steps_taken(record)
     optimizer = trainer_config(record.cell).optimizer
     initial = record.select("initial/parameter/")
     replayed = replay_updates(
@@ -61,6 +63,13 @@ def replayed_parameters(record: Record) -> ReferenceRun:
         within=tolerance.replayed_updates(replayed, optimizer),
     )
     return replayed
+
+
+def require_steps_taken(record: Record) -> None:
+    """Raises ConformanceFailure for a run that has nothing to judge."""
+    __tracebackhide__ = True
+    if not record.steps_taken:
+        raise ConformanceFailure(f"all of {len(record.steps)} steps are skipped: a scale that fits was not found")
 
 
 def require_known_sum_order(probe: Probe, cell: Cell) -> None:

@@ -5,9 +5,9 @@ from msgspec.structs import replace
 from conformance.engine import compare
 from conformance.engine.cells import Cell
 from conformance.engine.law import Measure, Run, law
-from conformance.engine.outcomes import ConformanceFailure
 from conformance.engine.record import Record
 from conformance.engine.workload import trainer_config
+from conformance.laws.steps import require_steps_taken
 from conformance.oracles import tolerance
 from conformance.oracles.emulation import emulated_step
 from conformance.oracles.loss_scale import loss_scales
@@ -50,8 +50,7 @@ def test_the_scale_follows_overflow(run: Run, cell: Cell) -> None:
         wrong = sum(a != b for a, b in zip(found, expected, strict=True))
         detail = f"rank {facts.rank}: (scale, skipped) are {found}, expected {expected}"
         compare.count(wrong, name="wrong scales", expected=0, detail=detail, unit=f"of {len(found)} steps")
-    if not record.steps_taken:
-        raise ConformanceFailure(f"all of {len(record.steps)} steps are skipped: a scale that fits was not found")
+    require_steps_taken(record)
     for step in set(record.steps[:-1]) - set(record.steps_taken):
         before, after = (record.select(f"step{number}/parameter/") for number in (step, step + 1))
         compare.bits(after, before, name=f"parameters after step {step}, which is skipped")
@@ -65,6 +64,7 @@ def test_scaling_does_not_show_in_gradients(run: Run, cell: Cell) -> None:
     multiplied with, or by none.
     """
     config, record = trainer_config(cell), run(cell)
+    require_steps_taken(record)
     exact = replace(config, precision="fp32", loss_scale=type(config.loss_scale)())
     for facts in record.ranks[0].steps:
         if facts.skipped:
