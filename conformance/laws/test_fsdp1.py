@@ -71,7 +71,7 @@ def test_fsdp2_holds_no_more_than_fsdp1_and_its_own_buffers(measure: Measure, ce
     dims = resolve_mesh(config.mesh, world_size=cell.world_size)
     shapes = local_shapes(config.model, tp=dims.tp, tp_rank=0)
     for_fsdp1, for_fsdp2 = (
-        msgspec.convert(*measure("rank_memory:without_fsdp", one, alone=True), list[Segment])
+        msgspec.convert(measure("rank_memory:without_fsdp", one, alone=True)[0], list[Segment])
         for one in (cell, beside(cell))
     )
     expected = predict_fsdp1(config, dims, shapes, for_fsdp1)
