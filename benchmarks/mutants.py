@@ -112,7 +112,7 @@ def main() -> None:
     selection = [f"--profile={arguments.profile}", f"--cells={arguments.cells}"]
     all_mutants = reached(selection)
     print(f"{len(all_mutants)} mutants are reached", flush=True)
-    rows = []
+    rows: list[list[str]] = []
     for mutant in random.Random(arguments.seed).sample(all_mutants, min(arguments.count, len(all_mutants))):
         found = outcome(mutant, selection)
         place = f"`{mutant.module.rpartition('.')[2]}:{mutant.point.line}` {mutant.point.function}"

@@ -5,6 +5,7 @@
 
 import ctypes
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -127,6 +128,22 @@ BY_SEED: dict[int, Callable[[TrainStep, Trainer, int], Any]] = dict(
         )
     )
 )
+
+
+@contextmanager
+def suspended() -> Iterator[None]:
+    """Rank 1 is stopped from outside, as it were, before its second step: it runs no code any more."""
+
+    def make(original: Any) -> Any:
+        def train_step(trainer: Trainer, step: int) -> Any:
+            if step == 1 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return original(trainer, step)
+
+        return train_step
+
+    with replaced("reference_trainer.train:Trainer", "train_step", make):
+        yield
 
 
 @contextmanager

@@ -2,14 +2,9 @@
 
 import dataclasses
 import sys
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from pathlib import Path
-from threading import Thread
 from types import ModuleType
 
-import psutil
 import pytest
 
 import conformance.instruments.poison  # noqa: F401
@@ -26,6 +21,7 @@ from conformance.engine.store import CellFailed
 from conformance.engine.verdicts import Verdict, classify
 from conformance.oracles import dtype_policy as dtype_policies
 from conformance.oracles.dtype_policy import BF16, FP32, dtype_policy
+from tests import miniatures
 
 
 @pytest.fixture(scope="module")
@@ -198,31 +194,14 @@ def test_a_defect_that_cannot_be_injected_is_the_suites_error(bench: Bench) -> N
         assert judged.reason.endswith("NotInjectable: nonsense cannot be injected: KeyError: 'nonsense'")
 
 
-def suspend_rank(number: int, *, until_s: float) -> None:
-    """Stop that rank as soon as it trains: its output is `rankN.out`, beside the rendezvous of the running task."""
-    while time.monotonic() < until_s:
-        for process in psutil.Process().children(recursive=True):
-            with suppress(OSError, psutil.Error):
-                output = Path(f"/proc/{process.pid}/fd/1").readlink()
-                if output.name == f"rank{number}.out" and any(output.parent.glob("rendezvous*")):
-                    process.suspend()
-                    return
-        time.sleep(0.01)
-
-
 def test_a_rank_that_hangs_is_told_from_its_waiting_peers(bench: Bench) -> None:
     limit_s = 6.0
-    cell = Cell(mesh="dp2", seed=1)
-    stopper = Thread(target=suspend_rank, args=(1,), kwargs={"until_s": time.monotonic() + limit_s})
-    stopper.start()
-    try:
-        with pytest.raises(CellFailed) as caught:
-            bench.store(deadline_s=limit_s).run(cell)
-    finally:
-        stopper.join()
+    cell, defect = Cell(mesh="dp2", seed=1), f"{miniatures.__file__}:suspended"
+    with pytest.raises(CellFailed) as caught:
+        bench.store(defect=defect, deadline_s=limit_s).run(cell)
     failure = caught.value.failure
     assert (failure.kind, failure.first_rank) == ("timeout", 1)
     assert failure.reason == f"no result from ranks 0, 1 within {limit_s:g} s; rank 1 did not wait for a peer"
     assert classify(caught.value)[0] == Verdict.TIMEOUT
     with pytest.raises(CellFailed, match="no result"):
-        bench.store().run(cell)  # a hang is not repeated for the next law
+        bench.store(defect=defect).run(cell)  # a hang is not repeated for the next law
