@@ -119,13 +119,14 @@ def main() -> None:
         rows.append([place, f"`{mutant.point.change}`", found.verdict, found.case.partition("/")[0]])
         print(*rows[-1], found.reason[:160], flush=True)
     counts = Counter(row[2] for row in rows)
+    rows.sort(key=lambda row: (row[2], row[0]))
     headers = ["place", "change", "verdict", "first law"]
     options = f"--count {arguments.count} --seed {arguments.seed} --profile {arguments.profile}"
     text = (
         f"`python -m benchmarks.mutants {options} --write`, torch {torch.__version__}, "
         f"{len(all_mutants)} mutants to draw from: "
         f"{', '.join(f'{count} {verdict}' for verdict, count in counts.most_common())}.\n\n"
-        + tabulate(sorted(rows, key=lambda row: (row[2], row[0])), headers=headers, tablefmt="github")
+        + tabulate(rows, headers=headers, tablefmt="github")
     )
     print(text)
     if arguments.write:
