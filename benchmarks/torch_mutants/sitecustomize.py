@@ -7,7 +7,7 @@ the file `MUTANT_HITS` when they are reached first.
 import importlib.machinery
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import CodeType, ModuleType
 
 _NAMES, _, _CHANGE = os.environ.get("MUTANT", "").rpartition(":")
@@ -31,8 +31,8 @@ class _Loader(importlib.machinery.SourceFileLoader):
         super().exec_module(module)
 
 
-def _writer(name: str):  # type: ignore[no-untyped-def]
-    seen = set()
+def _writer(name: str) -> Callable[[int], None]:
+    seen: set[int] = set()
     file = os.open(os.environ["MUTANT_HITS"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     def hit(line: int) -> None:
