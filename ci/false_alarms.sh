@@ -4,25 +4,27 @@
 #
 #   ci/false_alarms.sh PROFILE SEEDS [more arguments of pytest]     for example: ci/false_alarms.sh pr 20
 #
-# SEED in an argument stands for the seed: with `--shard SEED/20`, each seed judges another twentieth of the cells.
+# SEEDS is how many, from 1 on, or FIRST-LAST. TURN in an argument stands for 1, 2, 3 ...: with `--shard TURN/20`, each of
+# twenty seeds judges another twentieth of the cells.
 #
 # Leaves a report for each seed in false-alarms/seed-N, prints one line for each and a sum; exit status 1 for any alarm.
 set -uo pipefail
-if [[ $# -lt 2 || ! $2 =~ ^[1-9][0-9]*$ ]]; then
+if [[ $# -lt 2 || ! $2 =~ ^([0-9]+-)?[1-9][0-9]*$ ]]; then
   echo "usage: ci/false_alarms.sh PROFILE SEEDS [arguments of pytest]" >&2
   exit 4
 fi
-profile=$1 seeds=$2
+profile=$1 last=${2#*-} first=1
+[[ $2 == *-* ]] && first=${2%-*}
 shift 2
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 python=${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python3)}
 alarms=0
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
-for ((seed = 1; seed <= seeds; seed++)); do
+for ((seed = first; seed <= last; seed++)); do
   directory=false-alarms/seed-$seed
   "$python" -m pytest -n auto conformance/ --profile "$profile" --seed "$seed" --report-dir "$directory" -q \
-    "${@//SEED/$seed}" >"$log" 2>&1
+    "${@//TURN/$((seed - first + 1))}" >"$log" 2>&1
   status=$?
   "$python" - "$directory/report.json" "$seed" <<'PYTHON' || cat "$log"
 import json, sys
@@ -39,5 +41,5 @@ PYTHON
     alarms=$((alarms + 1))
   fi
 done
-echo "$alarms of $seeds sessions raised an alarm"
+echo "$alarms of $((last - first + 1)) sessions raised an alarm"
 [[ $alarms == 0 ]]
