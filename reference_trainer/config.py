@@ -149,7 +149,7 @@ class OptimizerConfig(Config, frozen=True, kw_only=True):
 
 
 class LossScaleConfig(Config, frozen=True, kw_only=True):
-    """The number by which precision fp16-mp multiplies losses and divides gradients: halved when a gradient overflows,
+    """The number by which a precision of fp16 multiplies losses and divides gradients: halved when a gradient overflows,
     doubled after some steps in which none did."""
 
     initial: float = 2.0**16
@@ -163,7 +163,7 @@ class LossScaleConfig(Config, frozen=True, kw_only=True):
         require_each(self, "loss_scale.", "growth_interval", at_least_one, "at least 1")
 
 
-Precision = Literal["fp32", "bf16-mp", "bf16-init", "bf16-reduce", "bf16-params", "bf16-mixed", "fp16-mp"]
+Precision = Literal["fp32", "bf16-mp", "bf16-init", "bf16-reduce", "bf16-params", "bf16-mixed", "fp16-mp", "fp16-reduce"]
 Init = Literal["meta", "full", "layerwise", "checkpoint"]
 AfterForwardName = Literal["always", "never"]
 Reshard = Literal["always", "never", "default", "except-last", "auto"] | int | dict[str, AfterForwardName | int]
@@ -185,9 +185,10 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     2.15 on that of the sharded parameters.
     `bf16-mixed`: as bf16-mp, but only the norms have fp32 parameters; all others, and with them their gradients and
     optimizer state, are bf16 throughout. Cannot be compiled.
-    `fp16-mp`: as bf16-mp, but computation is in fp16, of a scaled loss. Steps whose gradients overflow are skipped."""
+    `fp16-mp`: as bf16-mp, but computation is in fp16, of a scaled loss. Steps whose gradients overflow are skipped.
+    `fp16-reduce`: as fp16-mp, but gradients are reduced in fp16, too: FSDP divides them in part before, in part after."""
     loss_scale: LossScaleConfig = LossScaleConfig()
-    """With precision fp16-mp, see there."""
+    """With a precision of fp16, see there."""
     tf32: bool = False
     """With precision fp32 on a CUDA device: factors of matrix products are rounded to TF32, which has fp16's digits."""
     reshard: Reshard = "default"
@@ -302,18 +303,23 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
         _check_implementation(self)
 
 
+def scales_loss(precision: str) -> bool:
+    """Whether computation is in fp16."""
+    return precision in ("fp16-mp", "fp16-reduce")
+
+
 def _check_numerics(config: TrainerConfig) -> None:
     require(
         config.precision == "fp32" or not config.tf32,
         f"tf32 has no effect with precision {config.precision}, whose products are not of fp32 numbers: set tf32=false",
     )
     require(
-        config.precision == "fp16-mp" or config.loss_scale == LossScaleConfig(),
+        scales_loss(config.precision) or config.loss_scale == LossScaleConfig(),
         f"loss_scale has no effect with precision {config.precision}: set precision=fp16-mp, or leave it out",
     )
     require(
-        config.precision != "fp16-mp" or not config.optimizer.error_if_nonfinite,
-        "optimizer.error_if_nonfinite with precision fp16-mp: gradients that overflow are how the loss scale is found, "
+        not (scales_loss(config.precision) and config.optimizer.error_if_nonfinite),
+        f"optimizer.error_if_nonfinite with precision {config.precision}: gradients that overflow are how the loss scale is found, "
         "their step is skipped; set optimizer.error_if_nonfinite=false",
     )
 

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.amp import GradScaler
 
-from reference_trainer.config import TrainerConfig
+from reference_trainer.config import TrainerConfig, scales_loss
 
 
 class LossScaler(GradScaler):
-    """torch's scaler, with which all ranks agree on what has overflowed; does nothing but with precision fp16-mp.
+    """torch's scaler, with which all ranks agree on what has overflowed; does nothing but with a precision of fp16.
 
     torch asks the ranks among which the *first* gradient is divided (`found_inf_reduce_handler` in
     torch/distributed/tensor/_dispatch.py). Were that one replicated over tensor parallelism, or a number bad on one
@@ -27,7 +27,7 @@ class LossScaler(GradScaler):
             device.type,
             init_scale=options.initial,
             growth_interval=options.growth_interval,
-            enabled=config.precision == "fp16-mp",
+            enabled=scales_loss(config.precision),
         )
 
     def _unscale_grads_(self, *args: Any) -> dict[torch.device, torch.Tensor]:

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from reference_trainer.config import GradientSync, Precision, TrainerConfig
+from reference_trainer.config import GradientSync, Precision, TrainerConfig, scales_loss
 from reference_trainer.mesh import fsdp_mesh
 from reference_trainer.model import Block, Transformer
 from reference_trainer.prefetch import apply_prefetch
@@ -257,8 +257,8 @@ def mixed_precision_policy(precision: Precision) -> MixedPrecisionPolicy:
     """Inputs are left alone: casting them would round the fp32 RoPE table."""
     if precision == "fp32":
         return MixedPrecisionPolicy()
-    compute = torch.float16 if precision == "fp16-mp" else torch.bfloat16
-    reduce_dtypes = {"bf16-reduce": torch.bfloat16, "bf16-params": None}
+    compute = torch.float16 if scales_loss(precision) else torch.bfloat16
+    reduce_dtypes = {"bf16-reduce": torch.bfloat16, "bf16-params": None, "fp16-reduce": torch.float16}
     reduce_dtype = reduce_dtypes.get(precision, torch.float32)
     return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
 

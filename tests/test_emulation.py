@@ -1,6 +1,7 @@
 """The emulation of a mesh on one process, against plain formulas, and against one process where nothing rounds."""
 
 import random
+from math import floor, log2
 
 import msgspec
 import pytest
@@ -115,7 +116,7 @@ def test_every_mesh_rounds_in_its_own_way(mesh: MeshConfig) -> None:
 
 
 @pytest.mark.parametrize("gradient_sync", ["each", "last", "all-reduce-last"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16-mp", "bf16-reduce"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16-mp", "bf16-reduce", "fp16-reduce"])
 def test_micro_batches_use_every_sample_once(gradient_sync: str, precision: str) -> None:
     mesh = MeshConfig(dp_replicate=2, dp_shard=2)
     config = changed(CONFIG, mesh=mesh, precision=precision, accumulation=2, gradient_sync=gradient_sync)
@@ -130,6 +131,16 @@ def test_conditions_tell_how_much_cancels() -> None:
     found = emulated_step(changed(CONFIG, mesh=MeshConfig(dp_shard=4)), weights(), step=0).conditions
     assert min(found.values()) > 1.0
     assert max(found.values()) < 4.0
+
+
+def test_what_fp16_divides_before_it_sums_keeps_sums_in_range() -> None:
+    """Of four ranks, scaled so much that fp16 holds half of their largest sum, and not the whole."""
+    exact = emulated_step(CONFIG, weights(), step=0).gradients
+    half_of_sum = 2 * max(float(grad.abs().max()) for grad in exact.values())
+    scale = 2.0 ** floor(log2(torch.finfo(torch.float16).max / half_of_sum))
+    config = changed(CONFIG, mesh=MeshConfig(dp_shard=4), precision="fp16-reduce")
+    found = emulated_step(config, weights(), step=0, loss_scale=scale).gradients
+    assert deviation(found, exact) < 2.0**-3
 
 
 def test_where_gradients_are_added_up_shows_in_bf16() -> None:

@@ -20,6 +20,7 @@ from reference_trainer.mesh import init_process_group, resolve_mesh
 from reference_trainer.train import Trainer
 
 FP16 = trainer_config(Cell(mesh="dp2", precision="fp16-mp"))
+FP16_REDUCED = trainer_config(Cell(mesh="hsdp2x2", precision="fp16-reduce", accumulation=2, gradient_sync="last"))
 FP32 = trainer_config(Cell(mesh="dp2"))
 
 
@@ -75,10 +76,11 @@ def gradients(config: TrainerConfig, *, scale: float = 1.0) -> Tensors:
 
 
 @pytest.mark.parametrize("exponent", [-16, -8, 0, 8, 16])
-def test_fp16_gradients_are_within_their_bound(exponent: int) -> None:
+@pytest.mark.parametrize("config", [FP16, FP16_REDUCED], ids=lambda config: config.precision)
+def test_fp16_gradients_are_within_their_bound(config: TrainerConfig, exponent: int) -> None:
     """Also at scales so small that most of a gradient is lost."""
-    expected, found = gradients(FP32), gradients(FP16, scale=2.0**exponent)
-    bounds = tolerance.fp16_gradients(FP16, expected, loss_scale=2.0**exponent)
+    expected, found = gradients(FP32), gradients(config, scale=2.0**exponent)
+    bounds = tolerance.fp16_gradients(config, expected, loss_scale=2.0**exponent)
     for name, bound in bounds.items():
         assert distance({name: found[name]}, {name: expected[name]}) <= bound * float(expected[name].norm()), name
 

@@ -30,6 +30,19 @@ def divided_by(ranks: Callable[[int, int], int]) -> AbstractContextManager[None]
     return replaced(f"{_FULLY_SHARD}._fsdp_collectives", "_get_gradient_divide_factors", make)
 
 
+def divided_in_parts(*, afterwards: bool) -> AbstractContextManager[None]:
+    """Divide gradients of fp16 by the part that comes before their reduction, and by the rest of it, or not."""
+
+    def make(original: Any) -> Any:
+        def factors(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+            before, after, *operators = original(*args, **kwargs)
+            return (before, after if before is None or afterwards else 1.0, *operators)
+
+        return factors
+
+    return replaced(f"{_FULLY_SHARD}._fsdp_collectives", "_get_gradient_divide_factors", make)
+
+
 def accumulation(*, overwrite: bool) -> AbstractContextManager[None]:
     """Forget reduced gradients before the next ones are reduced, or add them up by hand."""
 
@@ -131,6 +144,15 @@ DEFECTS: tuple[Defect, ...] = (
         laws=("PAR-1", "PAR-9"),
         inject=partial(divided_by, lambda shards, _replicas: shards),
         inject_twin=partial(divided_by, lambda shards, replicas: shards * replicas),
+    ),
+    Defect(
+        id="fp16-divided-before-alone",
+        title="gradients reduced in fp16 are too large by the root of the number of ranks",
+        source="https://github.com/pytorch/pytorch/pull/125484",
+        mechanism="the factor that is left for after the reduction is forgotten, once it is two",
+        laws=("AMP-3", "PAR-2"),
+        inject=partial(divided_in_parts, afterwards=False),
+        inject_twin=partial(divided_in_parts, afterwards=True),
     ),
     Defect(
         id="ga-overwrite",

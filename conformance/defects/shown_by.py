@@ -114,6 +114,7 @@ SHOWN_BY = {
     "overflow-judged-locally": _FP16,
     "overflow-judged-by-replica": "id = hsdp2x2-fp16mp-default-meta",
     "loss-scaler-left-out": _FP16,
+    "fp16-divided-before-alone": "id = hsdp2x2-fp16reduce-default-meta",
     "unscaled-by-another-scale": _FP16,
     "resume-loss-scale-lost": _FP16_RESUMED,
     "saving-counts-a-step": _FP16_RESUMED,

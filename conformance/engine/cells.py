@@ -80,13 +80,15 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     mesh: str = "dp2"
     """Canonical name of the device mesh."""
-    precision: Literal["fp32", "bf16-mp", "bf16-init", "bf16-reduce", "bf16-params", "bf16-mixed", "fp16-mp"] = "fp32"
+    precision: Literal[
+        "fp32", "bf16-mp", "bf16-init", "bf16-reduce", "bf16-params", "bf16-mixed", "fp16-mp", "fp16-reduce"
+    ] = "fp32"
     """`bf16-mp`: fp32 master weights, computation in bf16, gradients reduced in fp32. `bf16-init`: the same, after
     building and initialising in bf16. `bf16-reduce`: gradients reduced in bf16. `bf16-params`: in what torch chooses,
     see `oracles.dtype_policy`. `bf16-mixed`: only norms have fp32 master weights, the others bf16. `fp16-mp`: as
-    bf16-mp, but in fp16, of a scaled loss."""
+    bf16-mp, but in fp16, of a scaled loss. `fp16-reduce`: gradients reduced in fp16, too."""
     loss_scale: Literal["fits", "overflows"] = "fits"
-    """By what precision fp16-mp multiplies the loss: at first by little, or by so much that steps are skipped."""
+    """By what a precision of fp16 multiplies the loss: at first by little, or by so much that steps are skipped."""
     tf32: bool = False
     """Whether a CUDA device rounds the factors of fp32 products to TF32."""
     reshard: Literal["always", "never", "default", "except-last", "k2", "table", "auto"] = "default"

@@ -14,6 +14,7 @@ from reference_trainer.config import (
     ModelConfig,
     OptimizerConfig,
     TrainerConfig,
+    scales_loss,
 )
 
 # Chosen so that faults show (see shared findings in docs/architecture.md): a vocabulary that no world divides,
@@ -76,9 +77,9 @@ def trainer_config(cell: Cell) -> TrainerConfig:
     require(
         cell.saved_on != "none" or cell.saving == "blocking", f"cell {cell.id}: saving {cell.saving} needs saved_on"
     )
-    scales = cell.precision == "fp16-mp"
+    scales = scales_loss(cell.precision)
     require(
-        scales or cell.loss_scale == "fits", f"cell {cell.id}: loss_scale {cell.loss_scale} needs precision fp16-mp"
+        scales or cell.loss_scale == "fits", f"cell {cell.id}: loss_scale {cell.loss_scale} needs a precision of fp16"
     )
     data = _INTEGER_DATA if cell.model == "integer" else _DATA
     micro_batches = mesh.dp_replicate * mesh.dp_shard * cell.accumulation

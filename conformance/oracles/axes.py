@@ -19,6 +19,7 @@ from conformance.oracles.loss_scale import loss_scale_takes_effect, tf32_takes_e
 from conformance.oracles.mesh_effects import mesh_takes_effect
 from conformance.oracles.prefetch_effects import backward_prefetch_takes_effect, forward_prefetch_takes_effect
 from reference_trainer.checkpoint import Manifest
+from reference_trainer.config import scales_loss
 
 Proof = Callable[[Record, Record], None]
 """Raises ConformanceFailure unless the first record differs from the second, its neighbour's, as the axis says."""
@@ -67,7 +68,7 @@ def _precision(record: Record, neighbour: Record) -> None:
             "norms": {policy.sharded_norms},
             "other parameters": {policy.sharded},
             "fp32 weights begin as bf16 numbers": {str(in_bf16)},
-            "the loss is scaled": {str(one.cell.precision == "fp16-mp")},
+            "the loss is scaled": {str(scales_loss(one.cell.precision))},
         }
         measured = _dtypes(one)
         wrong = {what: sorted(found) for what, found in measured.items() if found != expected[what]}

@@ -51,6 +51,7 @@ _POLICIES = {
     "bf16-params": DtypePolicy(compute=BF16, reduce=_unset_reduce_dtype(str(torch.__version__))),
     "bf16-mixed": DtypePolicy(compute=BF16, reduce=FP32, sharded=BF16),
     "fp16-mp": DtypePolicy(compute=FP16, reduce=FP32),
+    "fp16-reduce": DtypePolicy(compute=FP16, reduce=FP16),
 }
 
 

@@ -12,13 +12,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
+from math import ceil, log2
 from operator import add
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's standard name
 from torch import Tensor
 
-from conformance.oracles.dtype_policy import dtype_policy
+from conformance.oracles.dtype_policy import FP16, dtype_policy
 from conformance.oracles.lifetimes import lifetimes_of
 from conformance.oracles.reference import Batch, Tensors, initial_model
 from conformance.oracles.virtual_tp import TensorParallelForward, ring_sum, vocabulary_parallel_loss
@@ -183,25 +184,36 @@ def _over_copies(gradients: Tensors, copied: Collection[str]) -> Tensors:
 
 def _reduced(config: TrainerConfig, rounds: Sequence[Sequence[Tensors]], masters: Tensors) -> Tensors:
     """From what each rank gives to each round the gradients that the optimizer sees."""
-    shards = [_over_shards(config, ranks) for ranks in rounds]
+    before, between, after = _divisors(config)
+    shards = [_over_shards(config, [_divided(rank, before) for rank in ranks]) for ranks in rounds]
+    shards = [[_divided(shard, between) for shard in replicas] for replicas in shards]
     if config.gradient_sync == "all-reduce-last":
         shards = [[_sum(parts) for parts in zip(*shards, strict=True)]]
-    return _sum([_cast_like(_over_replicas(replicas), masters) for replicas in shards])
+    return _sum([_cast_like(_divided(_sum(replicas), after), masters) for replicas in shards])
+
+
+def _divisors(config: TrainerConfig) -> tuple[float, float, float]:
+    """By what FSDP2 divides a gradient before the reduce-scatter, after it, and after the all-reduce.
+
+    A mean of each, but in fp16 neither sums shall overflow nor gradients vanish: there it is about the root of the
+    number of ranks before, a power of two, and the rest in the end (`_get_gradient_divide_factors` in
+    torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py). The suite's meshes have powers of two of ranks.
+    """
+    size, replicas = _data_parallel_size(config), config.mesh.dp_replicate
+    if dtype_policy(config.precision).reduce != FP16:
+        return 1.0, size / replicas, float(replicas)
+    before = 2.0 ** ceil(log2(size) / 2)
+    return before, 1.0, size / before
 
 
 def _over_shards(config: TrainerConfig, ranks: Sequence[Tensors]) -> list[Tensors]:
-    """The reduce-scatter's averages, one for each replica."""
+    """The reduce-scatter's sums, one for each replica."""
     size = len(ranks) // config.mesh.dp_replicate
-    return [_average(ranks[start : start + size]) for start in range(0, len(ranks), size)]
+    return [_sum(ranks[start : start + size]) for start in range(0, len(ranks), size)]
 
 
-def _over_replicas(replicas: Sequence[Tensors]) -> Tensors:
-    """The all-reduce's average."""
-    return _average(replicas)
-
-
-def _average(parts: Sequence[Tensors]) -> Tensors:
-    return {name: total / len(parts) for name, total in _sum(parts).items()}
+def _divided(tensors: Tensors, divisor: float) -> Tensors:
+    return {name: tensor / divisor for name, tensor in tensors.items()}
 
 
 def _sum(parts: Sequence[Tensors]) -> Tensors:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from conformance.engine.record import Record
 from conformance.oracles.differences import expect, same
 from conformance.oracles.schedule import Event
-from reference_trainer.config import LossScaleConfig, TrainerConfig
+from reference_trainer.config import LossScaleConfig, TrainerConfig, scales_loss
 from reference_trainer.mesh import ParallelDims
 
 
@@ -31,7 +31,7 @@ def unscale_events(config: TrainerConfig, dims: ParallelDims) -> list[Event]:
 
     torch asks those among which the first gradient, the embedding's, is divided; then the trainer asks all ranks.
     """
-    if config.precision != "fp16-mp":
+    if not scales_loss(config.precision):
         return []
     sizes = {"dp_replicate": dims.dp_replicate, "dp_shard": dims.dp_shard, "tp": dims.tp}
     wide = [name for name, size in sizes.items() if size > 1]

@@ -12,6 +12,7 @@ from math import inf, sqrt
 
 from torch import Tensor
 
+from conformance.oracles.dtype_policy import FP16, dtype_policy
 from conformance.oracles.emulation import Emulation
 from conformance.oracles.reference import ReferenceRun, clip_factor, total_norm
 from reference_trainer.config import ModelConfig, OptimizerConfig, TrainerConfig
@@ -71,10 +72,16 @@ def fp16_gradients(config: TrainerConfig, expected: Mapping[str, Tensor], *, los
     below, section 2.1: `fl(x) = x (1 + delta) + eta`, of which one is zero): each of the stages that a token's gradient
     passes may err by half of FP16_SMALLEST in each element, independently; a weight adds up those of all tokens, times
     activations, which norms keep at about 1. In units of the unscaled gradient that is divided by the loss scale.
+    Where gradients are also added up and reduced in fp16, that is a sum over micro-batches and ranks, and one more
+    stage: what is divided by about the root of the number of ranks before, is divided by the rest of it afterwards.
     """
     tokens = config.data.global_batch_size * config.data.seq_len
     relative = fp32_gradients(config) * FP16_ROUNDOFF / FP32_ROUNDOFF  # TF32 goes with precision fp32 alone
-    underflow = FP16_SMALLEST / 2 / loss_scale * _backward_stages(config.model) * sqrt(tokens)
+    stages = _backward_stages(config.model)
+    if dtype_policy(config.precision).reduce == FP16:
+        relative += FP16_ROUNDOFF * sqrt(config.mesh.dp_replicate * _shards(config) * config.accumulation)
+        stages += 1
+    underflow = FP16_SMALLEST / 2 / loss_scale * stages * sqrt(tokens)
     return {
         name: relative + underflow * sqrt(grad.numel()) / max(float(grad.double().norm()), FP16_SMALLEST / loss_scale)
         for name, grad in expected.items()
@@ -160,10 +167,13 @@ def emulated_gradients(config: TrainerConfig, emulated: Emulation) -> dict[str, 
     """
     if config.precision == "fp32" and (config.mesh.tp > 1 or config.compile != "none" or config.tf32):
         return dict.fromkeys(emulated.gradients, 2 * fp32_gradients(config))
-    shards = config.mesh.dp_shard if isinstance(config.mesh.dp_shard, int) else 1
-    ranks = max(shards, config.mesh.dp_replicate)
+    ranks = max(_shards(config), config.mesh.dp_replicate)
     error = 2 * (ranks - 1) * FP32_ROUNDOFF if ranks > 2 else 0.0
     return {name: error * condition for name, condition in emulated.conditions.items()}
+
+
+def _shards(config: TrainerConfig) -> int:
+    return config.mesh.dp_shard if isinstance(config.mesh.dp_shard, int) else 1
 
 
 def bf16_error_factor(config: TrainerConfig) -> float:
