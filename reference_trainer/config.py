@@ -149,7 +149,7 @@ class OptimizerConfig(Config, frozen=True, kw_only=True):
 
 
 class LossScaleConfig(Config, frozen=True, kw_only=True):
-    """The number by which a precision of fp16 multiplies losses and divides gradients: halved when a gradient overflows,
+    """The number by which a precision of fp16 multiplies losses and divides gradients: halved when one overflows,
     doubled after some steps in which none did."""
 
     initial: float = 2.0**16
@@ -163,7 +163,9 @@ class LossScaleConfig(Config, frozen=True, kw_only=True):
         require_each(self, "loss_scale.", "growth_interval", at_least_one, "at least 1")
 
 
-Precision = Literal["fp32", "bf16-mp", "bf16-init", "bf16-reduce", "bf16-params", "bf16-mixed", "fp16-mp", "fp16-reduce"]
+Precision = Literal[
+    "fp32", "bf16-mp", "bf16-init", "bf16-reduce", "bf16-params", "bf16-mixed", "fp16-mp", "fp16-reduce"
+]
 Init = Literal["meta", "full", "layerwise", "checkpoint"]
 AfterForwardName = Literal["always", "never"]
 Reshard = Literal["always", "never", "default", "except-last", "auto"] | int | dict[str, AfterForwardName | int]
@@ -186,7 +188,7 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     `bf16-mixed`: as bf16-mp, but only the norms have fp32 parameters; all others, and with them their gradients and
     optimizer state, are bf16 throughout. Cannot be compiled.
     `fp16-mp`: as bf16-mp, but computation is in fp16, of a scaled loss. Steps whose gradients overflow are skipped.
-    `fp16-reduce`: as fp16-mp, but gradients are reduced in fp16, too: FSDP divides them in part before, in part after."""
+    `fp16-reduce`: as fp16-mp, but gradients are reduced in fp16, too, divided in part before that, in part after."""
     loss_scale: LossScaleConfig = LossScaleConfig()
     """With a precision of fp16, see there."""
     tf32: bool = False
@@ -319,8 +321,8 @@ def _check_numerics(config: TrainerConfig) -> None:
     )
     require(
         not (scales_loss(config.precision) and config.optimizer.error_if_nonfinite),
-        f"optimizer.error_if_nonfinite with precision {config.precision}: gradients that overflow are how the loss scale is found, "
-        "their step is skipped; set optimizer.error_if_nonfinite=false",
+        f"optimizer.error_if_nonfinite with precision {config.precision}: gradients that overflow are how the loss "
+        "scale is found, their step is skipped; set optimizer.error_if_nonfinite=false",
     )
 
 

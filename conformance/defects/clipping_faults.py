@@ -203,19 +203,6 @@ def finite_check(*, agreed: bool) -> AbstractContextManager[None]:
     return replaced("reference_trainer.clip", "_require_finite", make)
 
 
-def torch_norm(*, is_local: bool) -> AbstractContextManager[None]:
-    """What torch.nn.utils.clip_grad_norm_ takes for the norm: of this rank's parts, or as it is."""
-
-    def make(original: Any) -> Any:
-        def get_total_norm(tensors: Iterable[Tensor], *options: Any) -> Tensor:
-            parts = [local(tensor) for tensor in tensors] if is_local else list(tensors)
-            return original(parts, *options)  # type: ignore[no-any-return]
-
-        return get_total_norm
-
-    return replaced("torch.nn.utils.clip_grad", "_get_total_norm", make)
-
-
 _FULL = partial(by_hand, norm_over())
 
 DEFECTS: tuple[Defect, ...] = (
@@ -363,14 +350,5 @@ DEFECTS: tuple[Defect, ...] = (
         laws=("CLIP-3",),
         inject=partial(finite_check, agreed=False),
         inject_twin=partial(finite_check, agreed=True),
-    ),
-    Defect(
-        id="torch-clip-norm-local",
-        title="torch clips by the norm of the local shards",
-        source="https://github.com/pytorch/pytorch/issues/170862",
-        mechanism="the norms of the parameters are combined as if they were complete",
-        laws=("CLIP-4",),
-        inject=partial(torch_norm, is_local=True),
-        inject_twin=partial(torch_norm, is_local=False),
     ),
 )

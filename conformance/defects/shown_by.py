@@ -68,6 +68,8 @@ SHOWN_BY = {
     "inf-norm-loses-nan": "id = dp2-fp32-default-meta-norminf",
     "clip-error-on-one-replica": "id = hsdp2x2-fp32-default-meta",
     "torch-clip-norm-local": "id = dp2-fp32-default-meta-clip0.05",
+    "torch-clip-takes-infinity": "id = dp2-fp32-default-meta-clip0.05",
+    "torch-clip-values-from-above": "id = dp2-fp32-default-meta-clip0.05",
     "offload-norm-local": _OFFLOADED,
     "offload-clip-forgotten": _OFFLOADED,
     "offload-accumulation-overwritten": "id = dp2-fp32-default-meta-acc2-offloadcpu",

@@ -1,8 +1,7 @@
-"""What ranks measure of clipping outside of a training run: bad numbers, mistakes, and torch's own clipping."""
+"""What ranks measure of clipping outside of a training run: bad numbers, and mistakes."""
 
 import math
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -17,22 +16,17 @@ from conformance.defects.catalogue import injected
 from conformance.engine.rank_messages import RankContext
 from conformance.engine.rank_place import device_of, start_process_group
 from conformance.engine.rank_tasks import rank_config
-from conformance.instruments.sharding import full, local
-from reference_trainer.config import OptimizerConfig, TrainerConfig
+from conformance.instruments.sharding import local
+from reference_trainer.config import TrainerConfig
 from reference_trainer.mesh import build_mesh, destroy_process_group, init_process_group, resolve_mesh
 from reference_trainer.model import Transformer
-from reference_trainer.observer import Observer, Phase
+from reference_trainer.observer import Observer
 from reference_trainer.parallelize import parallelize
 from reference_trainer.reshard import ReshardPolicy, reshard_policy
 from reference_trainer.train import Trainer
 
-AMPLIFIED, AMPLIFICATION = "tok_embeddings.weight", 1024.0
-"""The gradient with the largest element of all, before torch clips by the maximum norm: every mesh shards it, so that
-no rank but one knows the norm by itself. Else it were up to the seed.
-"""
 
-
-class _Enough(Exception):
+class Enough(Exception):
     """All that is of interest has happened: no collective follows that a rank could wait in for another."""
 
 
@@ -48,7 +42,7 @@ def clip_what_is_not_finite(context: RankContext, payload: dict[str, Any]) -> di
         for does in ("raise", "go-on"):
             optimizer = replace(config.optimizer, error_if_nonfinite=does == "raise")
             spoiler = _Spoiler(active=context.rank == context.world_size - 1)
-            trainer = _trainer(context, device, replace(config, optimizer=optimizer), spoiler)
+            trainer = trainer_with(context, device, replace(config, optimizer=optimizer), spoiler)
             for moment in ("backward", "reduced"):
                 for value in (math.nan, math.inf):
                     spoiler.moment, spoiler.value = moment, value
@@ -79,7 +73,7 @@ class _Spoiler(Observer):
 
     def clipped(self, model: Transformer, *, norm: Tensor, step: int) -> None:
         self.norm_is_finite = bool(norm.isfinite())
-        raise _Enough
+        raise Enough
 
     def _spoil_backward(self, _module: nn.Module, _inputs: Any, output: Tensor) -> None:
         if self._active and self.moment == "backward":
@@ -93,61 +87,13 @@ def _raises(trainer: Trainer) -> bool:
     """Whether clipping in the first step raises because of a number that is not finite."""
     try:
         trainer.train_step(0)
-    except _Enough:
+    except Enough:
         return False
     except RuntimeError as error:
         if "finite" not in str(error):
             raise
         return True
     raise RuntimeError("a step has ended without clipping")
-
-
-def clip_with_torch(context: RankContext, payload: dict[str, Any]) -> dict[str, float]:
-    """Clip the gradients of the first step with torch.nn.utils.clip_grad_norm_, as a user without this trainer would;
-    by the maximum norm with one of them `AMPLIFIED`.
-
-    Returns `full` and `item`, the norm by `full_tensor()` and by `item()`; the `factor` by which this rank's parts were
-    scaled, and the `unevenness` of it: the relative deviation from one factor for all.
-    """
-    config = rank_config(context, payload)
-    with injected(payload["defect"]):
-        device = start_process_group(context)
-        clipper = _TorchClipper(config.optimizer)
-        trainer = _trainer(context, device, config, clipper)
-        with suppress(_Enough):
-            trainer.train_step(0)
-        destroy_process_group()
-    return clipper.found
-
-
-class _TorchClipper(Observer):
-    def __init__(self, config: OptimizerConfig) -> None:
-        self._config = config
-        self.found: dict[str, float] = {}
-
-    def gradients(self, model: Transformer, *, step: int) -> None:
-        config = self._config
-        if config.norm_order == math.inf:
-            grad = model.get_parameter(AMPLIFIED).grad
-            assert grad is not None
-            local(grad).mul_(AMPLIFICATION)
-        before = _flat_gradients(model)
-        norm = clip_grad_norm_(
-            model.parameters(), config.max_norm, norm_type=config.norm_order, foreach=config.foreach_clip
-        )
-        after = _flat_gradients(model)
-        factor = float(before @ after / (before @ before))
-        unevenness = float((after - factor * before).norm() / after.norm())
-        self.found = {"full": float(full(norm)), "item": norm.item(), "factor": factor, "unevenness": unevenness}
-
-    def phase(self, name: Phase, *, step: int) -> None:
-        if name == "clip":
-            raise _Enough
-
-
-def _flat_gradients(model: nn.Module) -> Tensor:
-    """This rank's parts of all gradients in one fp64 vector."""
-    return torch.cat([local(p.grad).double().flatten() for p in model.parameters() if p.grad is not None])
 
 
 def offload_with_mistakes(context: RankContext, payload: dict[str, Any]) -> dict[str, str]:
@@ -170,7 +116,7 @@ def offload_with_mistakes(context: RankContext, payload: dict[str, Any]) -> dict
         dims = resolve_mesh(config.mesh, world_size=context.world_size)
         mesh, policy = build_mesh(dims, device), reshard_policy(config, dims, device)
         messages = {
-            "trainer": _message_of(lambda: _trainer(context, device, config, Observer())),
+            "trainer": _message_of(lambda: trainer_with(context, device, config, Observer())),
             "clip": _message_of(_clip_on_cpu),
             "to_empty": _message_of(lambda: _forward_on("cuda" if cuda else "meta", config, mesh, policy)),
         }
@@ -202,5 +148,5 @@ def _message_of(action: Callable[[], object]) -> str:
     return "nothing was raised"
 
 
-def _trainer(context: RankContext, device: torch.device, config: TrainerConfig, observer: Observer) -> Trainer:
+def trainer_with(context: RankContext, device: torch.device, config: TrainerConfig, observer: Observer) -> Trainer:
     return Trainer(config, device=device, world_size=context.world_size, observer=observer)

@@ -1,6 +1,5 @@
 """CLIP: gradients are clipped by the norm of all of them, on every rank alike."""
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -11,7 +10,6 @@ from conformance.engine.cells import Cell
 from conformance.engine.law import Measure, Run, law
 from conformance.engine.measurements import measure as report
 from conformance.engine.outcomes import ConformanceFailure
-from conformance.engine.rank_clipping import AMPLIFICATION, AMPLIFIED
 from conformance.engine.record import Record
 from conformance.engine.workload import trainer_config
 from conformance.instruments.collectives import UNKNOWN, Collective
@@ -113,29 +111,6 @@ def test_a_gradient_that_is_not_finite_stops_every_rank(measure: Measure, cell: 
         detail="; ".join(wrong[:4]),
         unit=f"of {len(ranks[0])} situations",
     )
-
-
-@law("CLIP-4", reference=CLIP_GRAD_NORM)
-def test_torch_clips_by_the_full_norm(run: Run, measure: Measure, cell: Cell) -> None:
-    """torch.nn.utils.clip_grad_norm_ MUST scale sharded gradients by their full norm and return it: as `full_tensor()`,
-    and on every rank as the number that `item()` gives.
-
-    Wrong on every rank but one if the norm that is returned was never reduced.
-    """
-    config, gradients = trainer_config(cell), run(cell).select("step0/gradient/")
-    order = config.optimizer.norm_order
-    if order == math.inf:
-        gradients[AMPLIFIED] = gradients[AMPLIFIED] * AMPLIFICATION
-    norm = total_norm(gradients.values(), order=order)
-    ranks = measure("rank_clipping:clip_with_torch", cell)
-    factors = [clip_factor(norm, max_norm=config.optimizer.max_norm)] * len(ranks)
-    rounding = tolerance.clipping(gradients, order=order)
-    compare.scalars([found["factor"] for found in ranks], factors, name="factor", within=rounding, each="rank")
-    unevenness = max(found["unevenness"] for found in ranks)
-    compare.between(unevenness, 0.0, rounding, name="unevenness", detail="scaled gradients", unit="relative deviation")
-    norms, within = [norm] * len(ranks), tolerance.norm(gradients, order=order)
-    compare.scalars([found["full"] for found in ranks], norms, name="full_tensor()", within=within, each="rank")
-    compare.scalars([found["item"] for found in ranks], norms, name="item()", within=within, each="rank")
 
 
 @law("CLIP-5", reference=CLIP_GRAD_NORM)
