@@ -217,8 +217,13 @@ def test_condition_of_a_norm(order: float, condition: float) -> None:
 
 def test_rounding_of_a_norm_whose_terms_are_given() -> None:
     gradients = {"w": torch.ones(64)}
-    assert tolerance.norm(gradients, order=inf) == 0.0 < tolerance.clipping(gradients, order=inf)
+    assert tolerance.norm(gradients, order=inf) == 0.0
     assert tolerance.norm(gradients, order=3.0) == tolerance.norm(gradients, order=1.0) == 8 / 2**24
+    assert tolerance.clipping(gradients, order=inf) == {"w": 3 / 2**24}
+    mixed = gradients | {"v": torch.ones(36, dtype=torch.bfloat16)}
+    assert tolerance.norm(mixed, order=inf) == 0.0
+    assert tolerance.norm(mixed, order=2.0) == 1 / 2**8 + 10 / 2**24
+    assert tolerance.clipping(mixed, order=inf) == {"w": 3 / 2**24, "v": 1 / 2**24 + 2 / 2**8}
 
 
 @pytest.mark.parametrize("change", [{"n_layers": 3}, {"dim": 64}, {"ffn_dim": 128}, {"vocab_size": 122}])

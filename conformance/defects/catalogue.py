@@ -20,6 +20,7 @@ _FAULTS = (
     "loss",
     "optimizer",
     "clipping",
+    "torch_clipping",
     "offload",
     "reduction",
     "fsdp",

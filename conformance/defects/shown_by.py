@@ -68,6 +68,7 @@ SHOWN_BY = {
     "inf-norm-loses-nan": "id = dp2-fp32-default-meta-norminf",
     "clip-error-on-one-replica": "id = hsdp2x2-fp32-default-meta",
     "torch-clip-norm-local": "id = dp2-fp32-default-meta-clip0.05",
+    "torch-clip-one-dtype": "id = dp2-bf16mixed-default-meta-clip0.1",
     "torch-clip-takes-infinity": "id = dp2-fp32-default-meta-clip0.05",
     "torch-clip-values-from-above": "id = dp2-fp32-default-meta-clip0.05",
     "offload-norm-local": _OFFLOADED,

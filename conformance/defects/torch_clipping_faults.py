@@ -5,7 +5,8 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from conformance.defects.injection import Defect, replaced
 from conformance.instruments.sharding import local
@@ -54,6 +55,22 @@ def torch_minimum(*, left_out: bool) -> AbstractContextManager[None]:
     return replaced("torch", "_foreach_clamp_min_", make)
 
 
+def dtype_by_dtype(*, all_of_them: bool) -> AbstractContextManager[None]:
+    """Scale the gradients of the first dtype, and then those of the others, or not."""
+
+    def make(original: Any) -> Any:
+        def clip(parameters: Iterable[nn.Parameter], *arguments: Any, **options: Any) -> None:
+            by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+            for parameter in parameters:
+                by_dtype.setdefault(parameter.dtype, []).append(parameter)
+            for same_dtype in list(by_dtype.values())[: None if all_of_them else 1]:
+                original(same_dtype, *arguments, **options)
+
+        return clip
+
+    return replaced("reference_trainer.clip", "clip_grads_with_norm_", make)
+
+
 DEFECTS: tuple[Defect, ...] = (
     Defect(
         id="torch-clip-norm-local",
@@ -63,6 +80,15 @@ DEFECTS: tuple[Defect, ...] = (
         laws=("CLIP-4",),
         inject=partial(torch_norm, is_local=True),
         inject_twin=partial(torch_norm, is_local=False),
+    ),
+    Defect(
+        id="torch-clip-one-dtype",
+        title="torch scales the gradients of one dtype alone",
+        source="https://github.com/NVIDIA/Megatron-LM/pull/7279",
+        mechanism="gradients are grouped by dtype, and the loop over the groups ends too early",
+        laws=("CLIP-2",),
+        inject=partial(dtype_by_dtype, all_of_them=False),
+        inject_twin=partial(dtype_by_dtype, all_of_them=True),
     ),
     Defect(
         id="torch-clip-takes-infinity",

@@ -28,7 +28,7 @@ def test_the_norm_is_that_of_the_full_gradients(run: Run, cell: Cell) -> None:
     """The norm that is logged MUST be that of the full gradients of one process, and the same number on every rank.
 
     Wrong if it is a rank's own, if replicas or replicated parameters count more than once, if a maximum is summed, or
-    if the type is ignored. Compared with the run's own gradients, each element once, and with the reference.
+    if the type is ignored. Compared with the run's own gradients, each element once, and in fp32 with the reference.
     """
     config, record = trainer_config(cell), run(cell)
     order = config.optimizer.norm_order
@@ -42,6 +42,8 @@ def test_the_norm_is_that_of_the_full_gradients(run: Run, cell: Cell) -> None:
     logged = {tuple(step.grad_norm for step in facts.steps) for facts in record.ranks}
     detail = f"ranks log {sorted(logged, key=str)}"
     compare.count(len(logged), name="different norms", expected=1, detail=detail, unit="lists of norms")
+    if config.precision != "fp32":
+        return
     expected = reference_run(config, dtype=torch.float64)
     condition = tolerance.norm_condition(expected.gradients[0], order=order)
     compare.scalars(
@@ -54,7 +56,8 @@ def test_gradients_are_scaled_to_the_norm(run: Run, cell: Cell) -> None:
     """Clipping MUST scale all gradients by the one factor that brings their norm down to the limit, and change no bit
     of gradients whose norm is below it.
 
-    Wrong if it is left out, reaches some gradients only, scales each by a norm of its own, or scales up.
+    Wrong if it is left out, reaches some gradients only, scales each by a norm of its own, or scales up. Compared with
+    the run's own gradients, and in fp32 with those of the reference.
     """
     config, record = trainer_config(cell), run(cell)
     order, limit = config.optimizer.norm_order, config.optimizer.max_norm
@@ -67,7 +70,8 @@ def test_gradients_are_scaled_to_the_norm(run: Run, cell: Cell) -> None:
         else:
             within = tolerance.clipping(before, order=order)
             compare.tensors(after, _scaled(before, factor), name="clipped gradients, beside their own", within=within)
-    _compare_clipped_with_reference(record)
+    if config.precision == "fp32":
+        _compare_clipped_with_reference(record)
 
 
 def _compare_clipped_with_reference(record: Record) -> None:

@@ -10,6 +10,7 @@ docs/tolerances.md tells how far the bounds are from correct programs and from d
 from collections.abc import Mapping
 from math import inf, sqrt
 
+import torch
 from torch import Tensor
 
 from conformance.oracles.dtype_policy import FP16, dtype_policy
@@ -188,13 +189,28 @@ def bf16_error_factor(config: TrainerConfig) -> float:
 
 
 def norm(gradients: Mapping[str, Tensor], *, order: float) -> float:
-    """Relative error of a total norm in fp32 whose terms are given: a sum over all elements, or a maximum, exact."""
-    return 0.0 if order == inf else FP32_ROUNDOFF * sqrt(sum(grad.numel() for grad in gradients.values()))
+    """Relative error of a total norm whose terms are given: a maximum, exact, or a sum over all elements, in fp32.
+
+    torch gives the norm of each gradient in its dtype, so that one of bf16 is rounded before norms are combined
+    (https://docs.pytorch.org/docs/stable/generated/torch.linalg.vector_norm.html, `dtype`).
+    """
+    if order == inf:
+        return 0.0
+    coarsest = max(_roundoff(grad) for grad in gradients.values())
+    stored = coarsest if coarsest > FP32_ROUNDOFF else 0.0
+    return stored + FP32_ROUNDOFF * sqrt(sum(grad.numel() for grad in gradients.values()))
 
 
-def clipping(gradients: Mapping[str, Tensor], *, order: float) -> float:
-    """Relative error of clipped gradients, given those before: norm, norm + 1e-6, quotient and product are rounded."""
-    return norm(gradients, order=order) + 3 * FP32_ROUNDOFF
+def clipping(gradients: Mapping[str, Tensor], *, order: float) -> dict[str, float]:
+    """Relative error of each clipped gradient, given those before: norm, norm + 1e-6, quotient and product are rounded,
+    the last two in the gradient's dtype (a scalar tensor takes the dtype of what it is multiplied with).
+    """
+    error = norm(gradients, order=order)
+    return {name: error + FP32_ROUNDOFF + 2 * _roundoff(grad) for name, grad in gradients.items()}
+
+
+def _roundoff(tensor: Tensor) -> float:
+    return torch.finfo(tensor.dtype).eps / 2
 
 
 def replayed_updates(reference: ReferenceRun, config: OptimizerConfig) -> dict[str, float]:
