@@ -58,10 +58,10 @@ def source_of(module: str) -> str:
     return Path(found.origin).read_text()
 
 
-def session(mutant: str, selection: list[str], directory: Path, *options: str) -> None:
+def session(change: str, selection: list[str], directory: Path, *options: str) -> None:
     command = [sys.executable, "-m", "pytest", "-n0", "-q", "conformance/", f"--report-dir={directory / 'report'}"]
     search = os.pathsep.join([str(HOOK), str(PROJECT)])
-    environment = os.environ | {"PYTHONPATH": search, "MUTANT": mutant, "MUTANT_HITS": str(directory / "hits")}
+    environment = os.environ | {"PYTHONPATH": search, "MUTANT": change, "MUTANT_HITS": str(directory / "hits")}
     with subprocess.Popen(
         [*command, *selection, *options], cwd=PROJECT, env=environment, stdout=subprocess.DEVNULL
     ) as process:
@@ -85,9 +85,10 @@ def reached(selection: list[str]) -> list[Mutant]:
     ]
 
 
-def outcome(mutant: Mutant, selection: list[str]) -> Outcome:
+def outcome(change: str, selection: list[str]) -> Outcome:
+    """What a session says up to its first failure, with a change as `torch_mutants/sitecustomize.py` takes it."""
     with tempfile.TemporaryDirectory() as directory:
-        session(f"{mutant.module}:{mutant.point.number}", selection, Path(directory), "-x")
+        session(change, selection, Path(directory), "-x")
         file = Path(directory, "report", "report.json")
         if not file.exists():
             return Outcome("no report")
@@ -114,7 +115,7 @@ def main() -> None:
     print(f"{len(all_mutants)} mutants are reached", flush=True)
     rows: list[list[str]] = []
     for mutant in random.Random(arguments.seed).sample(all_mutants, min(arguments.count, len(all_mutants))):
-        found = outcome(mutant, selection)
+        found = outcome(f"{mutant.module}:{mutant.point.number}", selection)
         place = f"`{mutant.module.rpartition('.')[2]}:{mutant.point.line}` {mutant.point.function}"
         rows.append([place, f"`{mutant.point.change}`", found.verdict, found.case.partition("/")[0]])
         print(*rows[-1], found.reason[:160], flush=True)

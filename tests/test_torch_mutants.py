@@ -6,10 +6,16 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.mutants import HOOK, MODULES, source_of
 from benchmarks.pages import PROJECT
+from benchmarks.torch_faults import Fault, changed_source, faults
 from benchmarks.torch_mutants.syntax import HIT, mutated, points, statement_at, with_hits
+from conformance.engine.matrix import load_matrix
+from conformance.engine.selection import parse
+
+CASES = load_matrix(PROJECT / "matrix.yaml").cases("pr")
 
 SOURCE = """
 def told(values, *, notes):
@@ -67,6 +73,22 @@ def test_modules_of_torch_have_places() -> None:
     assert all(len(points(source_of(module))) > 10 for module in MODULES)
     with pytest.raises(ValueError, match=r"has no module torch.nowhere: see MODULES"):
         source_of("torch.nowhere")
+
+
+@pytest.mark.parametrize("name", faults())
+def test_faults_by_hand_fit_the_pinned_torch(name: str) -> None:
+    if not torch.__version__.startswith("2.13."):
+        pytest.skip(f"written against torch 2.13, this is {torch.__version__}")
+    fault = faults()[name]
+    compile(changed_source(name, fault), name, "exec")
+    selection = parse(fault.cells)
+    assert any(selection(case.cell) for case in CASES), f"no cell of profile pr: {fault.cells}"
+
+
+def test_a_fault_that_does_not_fit_is_refused() -> None:
+    fault = Fault(module="torch.nn.utils.clip_grad", cells="mesh = dp2", old="nothing like that", new="")
+    with pytest.raises(ValueError, match=r"fault lost: what it replaces stands 0 times .* must be once"):
+        changed_source("lost", fault)
 
 
 def test_the_hook_changes_a_module_of_torch_as_it_is_imported() -> None:

@@ -1,13 +1,15 @@
 """Changes modules of torch as they are imported, in every process that has this directory on PYTHONPATH.
 
-`MUTANT=MODULE:NUMBER` puts in the fault of that number; `MUTANT=MODULE,...:hits` lets statements write their lines into
-the file `MUTANT_HITS` when they are reached first.
+`MUTANT=MODULE:NUMBER` puts in the fault of that number, `MUTANT=MODULE:FILE` another source; `MUTANT=MODULE,...:hits`
+lets statements write their lines into the file `MUTANT_HITS` when they are reached first.
 """
 
+import ast
 import importlib.machinery
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import CodeType, ModuleType
 
 _NAMES, _, _CHANGE = os.environ.get("MUTANT", "").rpartition(":")
@@ -16,12 +18,8 @@ _NAMES, _, _CHANGE = os.environ.get("MUTANT", "").rpartition(":")
 class _Loader(importlib.machinery.SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType:
         """Of the changed source, past the cache."""
-        import syntax
-
         path = self.get_filename(fullname)
-        source = self.get_data(path).decode()
-        tree = syntax.with_hits(source) if _CHANGE == "hits" else syntax.mutated(source, int(_CHANGE))
-        return compile(tree, path, "exec", dont_inherit=True)
+        return compile(_changed(self.get_data(path).decode()), path, "exec", dont_inherit=True)
 
     def exec_module(self, module: ModuleType) -> None:
         import syntax
@@ -29,6 +27,14 @@ class _Loader(importlib.machinery.SourceFileLoader):
         if _CHANGE == "hits":
             setattr(module, syntax.HIT, _writer(module.__name__))
         super().exec_module(module)
+
+
+def _changed(source: str) -> ast.Module:
+    import syntax
+
+    if _CHANGE == "hits":
+        return syntax.with_hits(source)
+    return syntax.mutated(source, int(_CHANGE)) if _CHANGE.isdigit() else ast.parse(Path(_CHANGE).read_text())
 
 
 def _writer(name: str) -> Callable[[int], None]:
