@@ -1,6 +1,9 @@
 """Loss scaling: the oracle of scales, the bound on fp16 gradients, and a scaler that begins anew."""
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +12,9 @@ from msgspec.structs import replace
 
 from conformance.engine.cells import Cell
 from conformance.engine.compare import distance
+from conformance.engine.outcomes import ConformanceFailure
 from conformance.engine.workload import trainer_config
+from conformance.laws.steps import require_steps_taken
 from conformance.oracles import tolerance
 from conformance.oracles.emulation import emulated_step
 from conformance.oracles.loss_scale import loss_scales, unscale_events
@@ -89,6 +94,14 @@ def test_without_its_term_for_underflow_the_bound_would_not_hold() -> None:
     expected, found = gradients(FP32), gradients(FP16, scale=2.0**-16)
     relative = min(tolerance.fp16_gradients(FP16, expected, loss_scale=2.0**100).values())
     assert distance(found, expected) > relative * distance(expected, {n: 0 * g for n, g in expected.items()})
+
+
+@pytest.mark.parametrize("taken", [[], [1]])
+def test_a_run_of_skipped_steps_is_a_failure(taken: list[int]) -> None:
+    """Laws on steps that are taken would pass it with nothing judged."""
+    record: Any = SimpleNamespace(steps=[0, 1], steps_taken=taken)
+    with nullcontext() if taken else pytest.raises(ConformanceFailure, match="all of 2 steps are skipped"):
+        require_steps_taken(record)
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")

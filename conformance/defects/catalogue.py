@@ -24,6 +24,7 @@ _FAULTS = (
     "offload",
     "reduction",
     "fsdp",
+    "interface",
     "hang",
     "tp",
     "layout",

@@ -149,4 +149,5 @@ def _message_of(action: Callable[[], object]) -> str:
 
 
 def trainer_with(context: RankContext, device: torch.device, config: TrainerConfig, observer: Observer) -> Trainer:
+    """A trainer of this rank, in the process group that it has started."""
     return Trainer(config, device=device, world_size=context.world_size, observer=observer)
