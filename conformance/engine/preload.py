@@ -10,8 +10,10 @@ from contextlib import suppress
 PRELOADED_MODULES = (
     "conformance.engine.rank_clipping",
     "conformance.engine.rank_device",
+    "conformance.engine.rank_interface",
     "conformance.engine.rank_memory",
     "conformance.engine.rank_probes",
+    "conformance.engine.rank_torch_clipping",
     "numpy.random",
     "torch",
     "torch._dynamo",
