@@ -25,6 +25,7 @@ _FAULTS = (
     "reduction",
     "fsdp",
     "interface",
+    "dtensor",
     "hang",
     "tp",
     "layout",

@@ -118,6 +118,8 @@ SHOWN_BY = {
     "overflow-judged-by-replica": "id = hsdp2x2-fp16mp-default-meta",
     "loss-scaler-left-out": _FP16,
     "ignored-parameter-managed": _FP32,
+    "partial-sum-averaged": _FP32,
+    "exchange-loses-a-row": _FP32,
     "divide-factor-halved": _FP32,
     "inputs-inside-not-cast": _FP32,
     "fp16-divided-before-alone": "id = hsdp2x2-fp16reduce-default-meta",

@@ -10,6 +10,7 @@ from contextlib import suppress
 PRELOADED_MODULES = (
     "conformance.engine.rank_clipping",
     "conformance.engine.rank_device",
+    "conformance.engine.rank_dtensor",
     "conformance.engine.rank_interface",
     "conformance.engine.rank_memory",
     "conformance.engine.rank_probes",
