@@ -37,7 +37,7 @@ def test_torch_clips_by_the_full_norm(run: Run, measure: Measure, cell: Cell) ->
     compare.scalars([found["item"] for found in ranks], norms, name="item()", within=within, each="rank")
 
 
-@law("CLIP-6", reference=CLIP_GRAD_NORM)
+@law("CLIP-6", reference=CLIP_GRAD_NORM, since="2.13")
 def test_torch_raises_on_every_rank(measure: Measure, cell: Cell) -> None:
     """torch.nn.utils.clip_grad_norm_ with `error_if_nonfinite` MUST raise an error on every rank if a gradient has a
     NaN or an infinity anywhere, and change nothing then; without, it MUST raise none, and return a norm that tells.
@@ -55,7 +55,7 @@ def test_torch_raises_on_every_rank(measure: Measure, cell: Cell) -> None:
     compare.count(len(wrong), name="wrong outcomes", expected=0, detail="; ".join(wrong[:4]), unit=f"of {situations}")
 
 
-@law("CLIP-7", reference=CLIP_GRAD_VALUE)
+@law("CLIP-7", reference=CLIP_GRAD_VALUE, since="2.13")
 def test_torch_clips_values(measure: Measure, cell: Cell) -> None:
     """torch.nn.utils.clip_grad_value_ MUST bring each element of sharded gradients into [-value, value], and change no
     bit of an element that is there.
