@@ -146,12 +146,13 @@ def snapshot() -> dict[str, int]:
     def members(prefix: str, owner: ModuleType | type) -> Iterator[tuple[str, int]]:
         for name, value in vars(owner).items():
             yield f"{prefix}.{name}", id(value)
-            if isinstance(owner, ModuleType) and issubclass(type(value), type) and value.__module__ == owner.__name__:
+            of_it = issubclass(type(value), type) and owner.__name__.startswith(value.__module__)  # or of its package
+            if isinstance(owner, ModuleType) and of_it:
                 yield from members(f"{prefix}.{name}", value)
 
     torch_modules = ("fsdp.", "tensor.", "checkpoint.", "_functional_collectives")
     prefixes = ("reference_trainer.", "torch.nn.utils.", *(f"torch.distributed.{name}" for name in torch_modules))
-    others = ("torch.distributed", "torch.nn.init", "psutil", "conformance.instruments.poison")
+    others = ("torch", "torch.distributed", "torch.nn.init", "psutil", "conformance.instruments.poison")
     modules = {name: module for name, module in sys.modules.items() if name.startswith(prefixes) or name in others}
     return {key: number for name, module in modules.items() for key, number in members(name, module)}
 
