@@ -14,7 +14,9 @@ from conformance.engine.cells import Cell
 from conformance.engine.compare import distance
 from conformance.engine.outcomes import ConformanceFailure
 from conformance.engine.workload import trainer_config
+from conformance.instruments.recorder import OptimizerGroup
 from conformance.laws.steps import require_steps_taken
+from conformance.laws.test_checkpoint import _not_counted, _state_of_no_step
 from conformance.oracles import tolerance
 from conformance.oracles.emulation import emulated_step
 from conformance.oracles.loss_scale import loss_scales, unscale_events
@@ -102,6 +104,23 @@ def test_a_run_of_skipped_steps_is_a_failure(taken: list[int]) -> None:
     record: Any = SimpleNamespace(steps=[0, 1], steps_taken=taken)
     with nullcontext() if taken else pytest.raises(ConformanceFailure, match="all of 2 steps are skipped"):
         require_steps_taken(record)
+
+
+@pytest.mark.parametrize("moment", [0.0, 1e-30])
+def test_a_resumed_run_of_skipped_steps_may_have_zeros_alone(moment: float) -> None:
+    """torch saves them for an optimizer that has not stepped; the run that never stopped has no moments."""
+    tensors = {"w": torch.tensor([0.0, moment])}
+    resumed: Any = SimpleNamespace(
+        ranks=[SimpleNamespace(fingerprints=["final/exp_avg/w", "final/parameter/w"])], select=lambda _prefix: tensors
+    )
+    whole: Any = SimpleNamespace(ranks=[SimpleNamespace(fingerprints=["final/parameter/w"])])
+    with pytest.raises(ConformanceFailure, match="final/exp_avg of no step") if moment else nullcontext():
+        assert _state_of_no_step(resumed, whole, "final") == ["exp_avg"]
+
+
+@pytest.mark.parametrize(("counted", "left"), [([0.0], []), ([], []), ([1.0], [1.0])])
+def test_a_counter_at_zero_is_that_of_no_step(counted: list[float], left: list[float]) -> None:
+    assert _not_counted(OptimizerGroup(0.0, 0.01, ["w"], counted)) == OptimizerGroup(0.0, 0.01, ["w"], left)
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
