@@ -183,7 +183,7 @@ def _unsharded_ahead(world: _World) -> Found:
     whole = dict(net.first.named_parameters())
     found = {"sharded": _sharded(net.first)}
     one = Net().to(world.device)
-    found |= {name: int((whole[name] != value).sum()) for name, value in one.first.named_parameters()}
+    found |= {name: int((full(whole[name]) != value).sum()) for name, value in one.first.named_parameters()}
     found |= world.wrong(world.backward(net))
     cast("FSDPModule", net.first).unshard()
     cast("FSDPModule", net.first).reshard()
@@ -210,7 +210,9 @@ def _kept_after_backward(world: _World) -> Found:
 
 
 def _by_another_method(world: _World) -> Found:
-    net = world.net()
+    """All parameters are the root's: hooks of the layers' own would unshard them whatever the method."""
+    net = Net().to(world.device)
+    fully_shard(net, mesh=world.mesh)
     register_fsdp_forward_method(net, "doubled")
     torch.autograd.backward(net.doubled(world.own).sum())
     return world.wrong(net, factor=2.0)
