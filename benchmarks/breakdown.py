@@ -14,8 +14,8 @@ import msgspec
 from tabulate import tabulate
 
 from benchmarks.pages import PROJECT, write_between
-from conformance.engine.record import TRAINING, RecordFile
-from conformance.engine.report import Report
+from conformance.report.schema import Report
+from conformance.run.record import TRAINING, RecordFile
 
 PAGE = PROJECT / "docs" / "performance.md"
 _RECORDED, _MEASURED = "training, recorded", "training, measured"

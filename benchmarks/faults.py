@@ -1,7 +1,8 @@
 """Sick trainers among healthy cells, at several numbers of workers: `python -m benchmarks.faults [--write]`.
 
-Runs the session of `tests/miniatures.yaml` at `-n 0`, `-n 2` and `-n auto` and prints, for each miniature, the verdicts
-of its cases and the longest time from the start of its run to the verdict; and the ranks that the reasons blame.
+Runs the session of `tests/pytest_plugin/miniatures.yaml` at `-n 0`, `-n 2` and `-n auto` and prints, for each
+miniature, the verdicts of its cases and the longest time from the start of its run to the verdict; and the ranks that
+the reasons blame.
 """
 
 import argparse
@@ -16,16 +17,21 @@ import torch
 from tabulate import tabulate
 
 from benchmarks.pages import PROJECT, write_between
-from conformance.engine.report import CaseResult, Report
-from tests.miniatures import BY_SEED
+from conformance.report.schema import CaseResult, Report
+from tests.pytest_plugin.miniatures import BY_SEED
 
 PAGE = PROJECT / "docs" / "performance.md"
+MINIATURES = "tests/pytest_plugin/miniatures"
 WORKERS = ("0", "2", "auto")
 
 
 def session(workers: str, directory: Path) -> list[CaseResult]:
     laws = [f"conformance/laws/test_{name}.py" for name in ("parity", "invariance", "memory")]
-    options = ["--matrix=tests/miniatures.yaml", "--profile=miniatures", "--defect=tests/miniatures.py:by_seed"]
+    options = [
+        f"--matrix={MINIATURES}.yaml",
+        "--profile=miniatures",
+        f"--defect={MINIATURES}.py:by_seed",
+    ]
     command = [sys.executable, "-m", "pytest", f"-n{workers}", "-q", *laws, *options, f"--report-dir={directory}"]
     subprocess.run(command, cwd=PROJECT, stdout=subprocess.DEVNULL, check=False)
     return msgspec.json.decode((directory / "report.json").read_bytes(), type=Report).cases

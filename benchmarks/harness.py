@@ -23,8 +23,8 @@ from torch.testing._internal.common_distributed import MultiProcContinuousTest, 
 
 from benchmarks.pages import PROJECT, write_between
 from benchmarks.step_check import check_one_step
-from conformance.engine.cells import Cell
-from conformance.engine.pool import Pools, Task
+from conformance.plan.cells import Cell
+from conformance.run.pool import Pools, Task
 
 PAGE = PROJECT / "docs" / "performance.md"
 MESHES = ("dp2", "dp4", "dp2-tp2")

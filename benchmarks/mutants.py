@@ -23,7 +23,7 @@ from tabulate import tabulate
 
 from benchmarks.pages import PROJECT, write_between
 from benchmarks.torch_mutants.syntax import Point, points, statement_at
-from conformance.engine.report import CaseResult, Report
+from conformance.report.schema import CaseResult, Report
 
 PAGE = PROJECT / "docs" / "detection.md"
 HOOK = Path(__file__).parent / "torch_mutants"

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.pages import PROJECT, write_between
-from conformance.engine.diff import diff, read_report
-from conformance.engine.report import Report
+from conformance.report.diff import diff, read_report
+from conformance.report.schema import Report
 
 PAGE = PROJECT / "docs" / "versions.md"
 CELLS = "mesh in (dp2, dp2-tp2) and precision = bf16-mp or mesh = dp2-tp2 and model = deep"

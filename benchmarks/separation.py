@@ -23,9 +23,9 @@ from tabulate import tabulate
 from benchmarks.pages import PROJECT, write_between
 from conformance.defects.catalogue import defects
 from conformance.defects.shown_by import SHOWN_BY
-from conformance.engine.matrix import load_matrix
-from conformance.engine.measurements import Measurement
-from conformance.engine.report import CaseResult, Report
+from conformance.judge.measurements import Measurement
+from conformance.plan.matrix import load_matrix
+from conformance.report.schema import CaseResult, Report
 
 PAGE = PROJECT / "docs" / "tolerances.md"
 FACTOR = 3.0

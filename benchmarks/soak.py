@@ -22,9 +22,9 @@ import psutil
 import torch
 
 from benchmarks.pages import PROJECT, write_between
-from conformance.engine.cells import Cell
-from conformance.engine.pool import Pools
-from conformance.engine.store import Clock, RecordStore
+from conformance.plan.cells import Cell
+from conformance.run.pool import Pools
+from conformance.run.store import Clock, RecordStore
 
 PAGE = PROJECT / "docs" / "performance.md"
 FRESH_EVERY = 50

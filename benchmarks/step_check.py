@@ -7,11 +7,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from conformance.engine.cells import Cell
-from conformance.engine.rank_messages import RankContext
-from conformance.engine.rank_place import start_process_group
-from conformance.engine.workload import trainer_config
+from conformance.experiments.context import start_process_group
 from conformance.oracles.reference import train_reference
+from conformance.plan.cells import Cell
+from conformance.plan.workload import trainer_config
+from conformance.run.ranks.messages import RankContext
 from reference_trainer.model import Transformer
 from reference_trainer.observer import Observer
 from reference_trainer.train import Trainer

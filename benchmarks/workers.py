@@ -16,7 +16,7 @@ import torch
 from tabulate import tabulate
 
 from benchmarks.pages import PROJECT, write_between
-from conformance.engine.report import Report
+from conformance.report.schema import Report
 
 PAGE = PROJECT / "docs" / "performance.md"
 WORKERS = ("0", "1", "2", "3", "4", "auto")

@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from conformance.describe import PROJECT, list_cases, list_cells, show
-from conformance.engine.matrix import load_matrix
-from conformance.engine.plugin import DEFAULT_PROFILE
-from conformance.engine.selection import parse
+from conformance.cli.describe import list_cases, list_cells, show
+from conformance.plan.matrix import load_matrix
+from conformance.plan.selection import parse
+from conformance.project import PROJECT
+from conformance.pytest_plugin.plugin import DEFAULT_PROFILE
 
 _EXIT_USAGE = 2
 
@@ -52,7 +53,7 @@ def _answer(options: argparse.Namespace) -> tuple[int, str]:
         case "diff":
             return _difference(options)
         case "spmd":
-            from conformance.spmd import run_agent
+            from conformance.cli.spmd import run_agent
 
             return run_agent(options.report_dir, profile=options.profile, more=options.more), ""
         case _:
@@ -69,7 +70,7 @@ def _description(options: argparse.Namespace) -> str:
 
 def _defects(options: argparse.Namespace) -> tuple[int, str]:
     from conformance.detection.kill_matrix import kill_matrix
-    from conformance.detection.texts import as_markdown, as_page, as_text
+    from conformance.detection.rendering import as_markdown, as_page, as_text
 
     found = kill_matrix(profile=options.profile, directory=options.report_dir, workers=options.workers, only=options.id)
     (options.report_dir / "kill_matrix.html").write_text(as_page(found))
@@ -79,14 +80,14 @@ def _defects(options: argparse.Namespace) -> tuple[int, str]:
 
 
 def _verification(options: argparse.Namespace) -> tuple[int, str]:
-    from conformance.verification import verify
+    from conformance.cli.verify import verify
 
     found = verify(options.report_dir, matrix_file=options.matrix, records=options.record_dir)
     return int(bool(found.problems)), str(found)
 
 
 def _laws(options: argparse.Namespace) -> str:
-    from conformance.laws_page import PAGE, laws_page
+    from conformance.cli.laws_page import PAGE, laws_page
 
     if options.write_docs:
         PAGE.write_text(laws_page())
@@ -95,8 +96,8 @@ def _laws(options: argparse.Namespace) -> str:
 
 
 def _page(options: argparse.Namespace) -> str:
-    from conformance.engine.diff import read_report
-    from conformance.engine.page import report_page
+    from conformance.report.diff import read_report
+    from conformance.report.html import report_page
 
     file = options.report_dir / "report.html"
     baseline = read_report(options.baseline) if options.baseline else None
@@ -105,8 +106,8 @@ def _page(options: argparse.Namespace) -> str:
 
 
 def _versions(options: argparse.Namespace) -> str:
-    from conformance.engine.diff import read_report
-    from conformance.versions import versions_table
+    from conformance.cli.versions import versions_table
+    from conformance.report.diff import read_report
 
     return versions_table([read_report(directory) for directory in options.report_dir])
 
@@ -114,8 +115,8 @@ def _versions(options: argparse.Namespace) -> str:
 def _drafts(options: argparse.Namespace) -> str:
     import datetime
 
-    from conformance.drafts import draft_waivers
-    from conformance.engine.diff import read_report
+    from conformance.cli.waiver_drafts import draft_waivers
+    from conformance.report.diff import read_report
 
     return draft_waivers(read_report(options.report_dir), today=datetime.date.today())
 
@@ -123,8 +124,8 @@ def _drafts(options: argparse.Namespace) -> str:
 def _difference(options: argparse.Namespace) -> tuple[int, str]:
     import msgspec
 
-    from conformance.engine.diff import diff, read_report
-    from conformance.engine.diff_texts import as_markdown, as_page, as_text
+    from conformance.report.diff import diff, read_report
+    from conformance.report.diff_text import as_markdown, as_page, as_text
 
     found = diff(read_report(options.before), read_report(options.after), any_suite=options.any_suite)
     if options.html:
@@ -138,7 +139,7 @@ def _difference(options: argparse.Namespace) -> tuple[int, str]:
 
 def _prediction(options: argparse.Namespace) -> str:
     # Imported only now: this needs torch, which takes seconds to load.
-    from conformance.prediction import Request, as_json, as_picture, as_text, prediction
+    from conformance.cli.predict import Request, as_json, as_picture, as_text, prediction
 
     request = Request(**{name: getattr(options, name) for name in Request.__struct_fields__})
     found = prediction(request)
@@ -146,7 +147,7 @@ def _prediction(options: argparse.Namespace) -> str:
         options.picture.write_text(as_picture(request, found))
     if not options.simulate:
         return as_json(found) if options.json else as_text(request, found)
-    from conformance import simulated_prediction as beside
+    from conformance.cli import simulate as beside
 
     simulated = beside.simulation(request)
     if options.json:

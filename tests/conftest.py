@@ -9,25 +9,35 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from conformance.engine.cells import Cell
-from conformance.engine.law import Run
-from conformance.engine.leases import DIRECTORY_VARIABLE
-from conformance.engine.pool import Pools
-from conformance.engine.record import Record
-from conformance.engine.store import Clock, RecordStore
+from conformance.judge.law import Run
+from conformance.plan.cells import Cell
+from conformance.project import PROJECT
+from conformance.run.devices.leases import DIRECTORY_VARIABLE
+from conformance.run.pool import Pools
+from conformance.run.record import Record
+from conformance.run.store import Clock, RecordStore
 
 # A shell that runs CI as a background job ignores SIGINT in it, and so would every process that the tests start: those
 # that send Ctrl-C would wait for ever. Children inherit the default action once this process has a handler of its own.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-LONG = ("defects", "session", "spmd", "axes", "miniatures", "trainer_resume", "trainer_cli", "device_leases")
+LONG = (
+    "defects/test_defects",
+    "pytest_plugin/test_session",
+    "run/test_multihost",
+    "laws/test_axes",
+    "pytest_plugin/test_miniatures",
+    "reference_trainer/test_resume",
+    "reference_trainer/test_cli",
+    "run/devices/test_device_leases",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first: with `--no-loadscope-reorder` no worker is left with one of them at the end."""
-    first = {f"test_{name}": place for place, name in enumerate(LONG)}
-    items.sort(key=lambda item: first.get(item.path.stem, len(LONG)))
+    first = {PROJECT / "tests" / f"{name}.py": place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: first.get(item.path, len(LONG)))
 
 
 @pytest.fixture(scope="session", autouse=True)

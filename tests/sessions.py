@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from conformance.engine.report import Report
+from conformance.project import PROJECT
+from conformance.report.schema import Report
 from tests import forked
 
-PROJECT = Path(__file__).resolve().parents[1]
 LIMIT_S = 100.0
 PYTEST = [sys.executable, "-m", "pytest"]
 NOBODY: frozenset[psutil.Process] = frozenset()

@@ -6,11 +6,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-PROJECT = Path(__file__).resolve().parents[1]
+from conformance.project import PROJECT
+
 MAX_LINES = 400
 PRIVATE_NAMES_ALLOWED_IN = {
     "conformance/instruments/dispatch_tap.py": "the dispatch mode has no public name",
@@ -18,8 +18,8 @@ PRIVATE_NAMES_ALLOWED_IN = {
     "conformance/instruments/collectives.py": "functional collectives name their group",
     "conformance/instruments/allocator_snapshot.py": "documented under these names; without them there is no snapshot",
     "conformance/instruments/delays.py": "nothing public keeps a stream busy; an error names it if it is gone",
-    "conformance/engine/simulation.py": "the fake process group has no public name; an error names it if it is gone",
-    "conformance/engine/preload.py": "names a module to load, and does without it where it is missing",
+    "conformance/experiments/simulation.py": "the fake process group is private; an error names it if it is gone",
+    "conformance/run/ranks/preload.py": "names a module to load, and does without it where it is missing",
     "reference_trainer/__main__.py": "silences a logger, which is harmless where it does not exist",
     "conformance/defects/": "a fault is put where the real one was",
 }
@@ -27,8 +27,7 @@ MUST_NOT_IMPORT = {
     "reference_trainer/": ("conformance", "pytest"),
     "conformance/oracles/": ("conformance.laws", "conformance.defects", "conformance.instruments", "pytest"),
     "conformance/instruments/": ("conformance.laws", "conformance.defects", "conformance.oracles", "pytest"),
-    "conformance/defects/": ("conformance.laws", "conformance.engine", "pytest"),
-    "conformance/engine/": ("conformance.laws",),
+    "conformance/defects/": ("conformance.laws", "conformance.run", "pytest"),
 }
 
 
@@ -142,6 +141,6 @@ def test_places_that_may_use_private_names_do(place: str) -> None:
 
 def test_the_controller_does_without_torch() -> None:
     """Listing, options and reports are the work of processes that never train: they must not pay for the import."""
-    program = "import sys, conformance.engine.session; sys.exit('torch' in sys.modules)"
+    program = "import sys, conformance.pytest_plugin.session; sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=PROJECT, timeout=60, check=False)
     assert done.returncode == 0

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
-from conformance.substrates import REAL, Substrate
+from conformance.plan.substrates import REAL, Substrate
 
 Injection = Callable[[], AbstractContextManager[Any]]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from conformance.defects.injection import Defect, replaced
-from conformance.substrates import CUDA
+from conformance.plan.substrates import CUDA
 from reference_trainer.model import Transformer
 
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from conformance.defects.injection import Defect, replaced
 from conformance.instruments.delays import DELAY_S
-from conformance.substrates import CUDA
+from conformance.plan.substrates import CUDA
 
 _GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 _ALIASED = "https://github.com/pytorch/pytorch/pull/180889"

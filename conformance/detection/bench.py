@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 import torch
 
+from conformance.cli.describe import law_tests
 from conformance.defects.catalogue import is_known
-from conformance.describe import PROJECT, law_tests
-from conformance.engine.law import law_of
-from conformance.engine.matrix import Case, Matrix, load_matrix
-from conformance.engine.measurements import Measurement, collecting
-from conformance.engine.pool import Pools
-from conformance.engine.selection import parse
-from conformance.engine.store import Clock, RecordStore
-from conformance.engine.verdicts import Verdict, classify
+from conformance.judge.law import law_of
+from conformance.judge.measurements import Measurement, collecting
+from conformance.judge.verdicts import Verdict, classify
+from conformance.plan.matrix import Case, Matrix, load_matrix
+from conformance.plan.selection import parse
+from conformance.project import PROJECT
+from conformance.run.pool import Pools
+from conformance.run.store import Clock, RecordStore
 
 DEADLINE_S = 60.0
 

@@ -11,13 +11,13 @@ import msgspec
 import torch
 from tqdm import tqdm
 
+from conformance.cli.describe import asserted_laws
 from conformance.defects.catalogue import defects
 from conformance.defects.injection import Defect
-from conformance.describe import asserted_laws
 from conformance.detection.bench import Bench, the_matrix
 from conformance.detection.trials import Trial, key_of, try_defect
-from conformance.engine.pool import Pools
-from conformance.engine.support import release
+from conformance.judge.support import release
+from conformance.run.pool import Pools
 
 RESULTS_FILE = "kill_matrix.json"
 _HERE = ("gloo", "simulated")

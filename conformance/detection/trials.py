@@ -10,9 +10,9 @@ import torch
 from conformance.defects.catalogue import TWIN, sources_of
 from conformance.defects.injection import Defect
 from conformance.defects.shown_by import SHOWN_BY
-from conformance.describe import PROJECT
 from conformance.detection.bench import DEADLINE_S, Bench, Judged, excess, judged
-from conformance.engine.verdicts import Verdict
+from conformance.judge.verdicts import Verdict
+from conformance.project import PROJECT
 
 HANG_DEADLINE_S = 5.0
 _MISFIT = "TypeError"

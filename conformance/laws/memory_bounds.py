@@ -6,14 +6,14 @@ from typing import Any
 import msgspec
 import torch
 
-from conformance.engine import compare
-from conformance.engine.cells import Cell
-from conformance.engine.law import Measure
-from conformance.engine.workload import trainer_config
+from conformance.judge.law import Measure
+from conformance.laws import compare
 from conformance.oracles.dtype_policy import dtype_policy
-from conformance.oracles.lifetimes import lifetimes_of
 from conformance.oracles.memory_model import Segment, Usage, group_bytes, predict, state_bytes, usage_by_phase
+from conformance.oracles.torch_versions import lifetimes_of
 from conformance.oracles.tp_schedule import local_shapes, tensor_parallel_events
+from conformance.plan.cells import Cell
+from conformance.plan.workload import trainer_config
 from reference_trainer.config import TrainerConfig
 from reference_trainer.mesh import ParallelDims, resolve_mesh
 
@@ -53,7 +53,7 @@ def phase_bounds(
     are those of the device's operators.
     """
     config, dims, shapes = parts(cell)
-    (profile,) = measure("rank_memory:without_fsdp", cell, alone=True, on_device=on_device)
+    (profile,) = measure("memory:without_fsdp", cell, alone=True, on_device=on_device)
     lifetimes = lifetimes_of(str(torch.__version__))
     predicted = predict(config, dims, shapes, msgspec.convert(profile, list[Segment]), lifetimes=lifetimes)
     state, largest = state_bytes(config, dims, shapes), max(group_bytes(config, dims, shapes).values())

@@ -1,16 +1,16 @@
 """Comparisons that several laws make: each step of a run, with what one process computes from the same state."""
 
-from conformance.engine import compare
-from conformance.engine.cells import Cell
-from conformance.engine.law import Probe
-from conformance.engine.outcomes import ConformanceFailure
-from conformance.engine.record import Record
-from conformance.engine.skips import Unsupported
-from conformance.engine.workload import trainer_config
+from conformance.judge.law import Probe
+from conformance.judge.skips import Unsupported
+from conformance.laws import compare
 from conformance.oracles import tolerance
 from conformance.oracles.emulation import emulated_step
 from conformance.oracles.reference import ReferenceRun, Tensors, replay_updates
 from conformance.oracles.virtual_tp import sums_in_ring_order
+from conformance.outcomes import ConformanceFailure
+from conformance.plan.cells import Cell
+from conformance.plan.workload import trainer_config
+from conformance.run.record import Record
 
 
 def compare_steps(record: Record) -> None:

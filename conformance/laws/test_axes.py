@@ -1,9 +1,9 @@
 """AXIS: no axis of the matrix is dead."""
 
-from conformance.engine import compare
-from conformance.engine.cells import Cell
-from conformance.engine.law import Run, law
-from conformance.oracles.axes import neighbours, prove
+from conformance.judge.law import Run, law
+from conformance.laws import compare
+from conformance.laws.axes.proofs import neighbours, prove
+from conformance.plan.cells import Cell
 
 FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
 

@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from conformance.engine import compare
-from conformance.engine.cells import Cell
-from conformance.engine.law import Probe, Run, law
-from conformance.engine.outcomes import ConformanceFailure
-from conformance.engine.workload import trainer_config
+from conformance.judge.law import Probe, Run, law
+from conformance.laws import compare
 from conformance.laws.steps import compare_steps, compare_updates, require_known_sum_order
 from conformance.oracles.reference import initial_model
+from conformance.outcomes import ConformanceFailure
+from conformance.plan.cells import Cell
+from conformance.plan.workload import trainer_config
 
 FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
 

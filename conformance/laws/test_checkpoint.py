@@ -2,13 +2,13 @@
 
 from msgspec.structs import replace
 
-from conformance.engine import compare
-from conformance.engine.cells import Cell
-from conformance.engine.law import Run, law
-from conformance.engine.outcomes import ConformanceFailure
-from conformance.engine.record import Record
 from conformance.instruments.recorder import OptimizerGroup
+from conformance.judge.law import Run, law
+from conformance.laws import compare
 from conformance.laws.steps import compare_steps
+from conformance.outcomes import ConformanceFailure
+from conformance.plan.cells import Cell
+from conformance.run.record import Record
 
 CHECKPOINT = "https://docs.pytorch.org/docs/stable/distributed.checkpoint.html"
 ASYNC_SAVE = f"{CHECKPOINT}#torch.distributed.checkpoint.state_dict_saver.async_save"

@@ -5,19 +5,19 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from conformance.engine import compare
-from conformance.engine.cells import Cell
-from conformance.engine.law import Measure, Run, law
-from conformance.engine.measurements import measure as report
-from conformance.engine.outcomes import ConformanceFailure
-from conformance.engine.record import Record
-from conformance.engine.workload import trainer_config
 from conformance.instruments.collectives import UNKNOWN, Collective
+from conformance.judge.law import Measure, Run, law
+from conformance.judge.measurements import measure as report
+from conformance.laws import compare
 from conformance.oracles import tolerance
 from conformance.oracles.cache import reference_run
 from conformance.oracles.clip_schedule import clip_events
 from conformance.oracles.reference import clip_factor, total_norm
 from conformance.oracles.schedule import Event
+from conformance.outcomes import ConformanceFailure
+from conformance.plan.cells import Cell
+from conformance.plan.workload import trainer_config
+from conformance.run.record import Record
 from reference_trainer.mesh import resolve_mesh
 
 CLIP_GRAD_NORM = "https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html"
@@ -98,7 +98,7 @@ def test_a_gradient_that_is_not_finite_stops_every_rank(measure: Measure, cell: 
     A rank that raises alone leaves the others waiting in their next collective. NaN and infinity, in what a rank
     computes before gradients are reduced, and in a shard afterwards, where replicas do not have it.
     """
-    ranks = measure("rank_clipping:clip_what_is_not_finite", cell)
+    ranks = measure("clipping:clip_what_is_not_finite", cell)
     wrong = []
     for case in ranks[0]:
         outcomes = [outcome[case] for outcome in ranks]

@@ -1,11 +1,11 @@
 """MEM-10: of a device's memory a run asks for what the cell needs."""
 
-from conformance.engine import compare
-from conformance.engine.cells import Cell
-from conformance.engine.law import Measure, law
-from conformance.engine.measurements import measure as report
+from conformance.judge.law import Measure, law
+from conformance.judge.measurements import measure as report
+from conformance.laws import compare
 from conformance.laws.memory_bounds import compare_phases, phase_bounds, phases
-from conformance.substrates import CUDA
+from conformance.plan.cells import Cell
+from conformance.plan.substrates import CUDA
 
 MEMORY_STATS = "https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.memory_stats.html"
 _KINDS = ("allocated_bytes", "active_bytes", "reserved_bytes")
@@ -21,7 +21,7 @@ def test_memory_of_a_device_is_that_of_the_model(measure: Measure, cell: Cell) -
     the record of the measurement has the allocator's history, `snapshot-rankN.pickle`.
     """
     bounds = phase_bounds(measure, cell, on_device=True)
-    for rank, measured in enumerate(measure("rank_memory:step_on_ranks", cell)):
+    for rank, measured in enumerate(measure("memory:step_on_ranks", cell)):
         compare_phases(phases(measured), bounds, where=f"rank {rank}", ratio=1.02)
         for kind in _KINDS:
             report(f"{kind} of rank {rank}", max(segment[kind] for segment in measured["segments"]), unit="bytes")
@@ -35,7 +35,7 @@ def test_devices_are_free_and_pinned_down(measure: Measure, cell: Cell) -> None:
 
     Also how much memory cuBLAS and NCCL take for themselves, as figures.
     """
-    for rank, found in enumerate(measure("rank_device:surroundings", cell)):
+    for rank, found in enumerate(measure("device_memory:surroundings", cell)):
         foreign = found["foreign_processes"]
         compare.count(len(foreign), name="foreign processes", expected=0, detail=f"{foreign}", unit="processes")
         wrong = [name for name, pinned in found["pinned"].items() if not pinned]

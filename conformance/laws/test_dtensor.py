@@ -1,8 +1,8 @@
 """DT: a DTensor is the tensor that its parts make up, wherever they are."""
 
-from conformance.engine import compare
-from conformance.engine.cells import Cell
-from conformance.engine.law import Measure, law
+from conformance.judge.law import Measure, law
+from conformance.laws import compare
+from conformance.plan.cells import Cell
 
 DTENSOR = "https://docs.pytorch.org/docs/stable/distributed.tensor.html"
 
@@ -12,7 +12,7 @@ def test_redistribution_keeps_the_tensor(measure: Measure, cell: Cell) -> None:
     """Redistributed from any layout to any other, a DTensor MUST have on each rank the part that the layout says, in
     every bit, be the same tensor as a whole, and pass gradients on likewise; also where ranks have unequal parts.
     """
-    for rank, found in enumerate(measure("rank_dtensor:redistribute", cell)):
+    for rank, found in enumerate(measure("dtensor:redistribute", cell)):
         if not found["tried"]:
             raise RuntimeError(f"cell {cell.id}: nothing was redistributed")
         for what in ("local", "full", "gradient"):
@@ -27,7 +27,7 @@ def test_operators_compute_on_the_whole(measure: Measure, cell: Cell) -> None:
 
     Wrong also if it refuses all layouts.
     """
-    ranks = measure("rank_dtensor:operate", cell)
+    ranks = measure("dtensor:operate", cell)
     for name in ranks[0]:
         for rank, found in enumerate(outcome[name] for outcome in ranks):
             detail = f"rank {rank}, {found['computed']} layouts, {found['refused']} refused"

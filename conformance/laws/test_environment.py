@@ -1,9 +1,9 @@
 """ENV: the suite's own preconditions. They are judged first; if one fails, no other verdict means anything."""
 
-from conformance.engine import compare
-from conformance.engine.cells import Cell
-from conformance.engine.law import Probe, law
-from conformance.engine.measurements import measure
+from conformance.judge.law import Probe, law
+from conformance.judge.measurements import measure
+from conformance.laws import compare
+from conformance.plan.cells import Cell
 
 _MIN_AVAILABLE_BYTES = 1 << 30
 """A floor for the smallest worlds, chosen, not derived: pytest and the oracles need memory besides the ranks."""

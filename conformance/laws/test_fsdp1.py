@@ -5,19 +5,19 @@ from typing import Any
 
 import msgspec
 
-from conformance.engine import compare
-from conformance.engine.cells import Cell
-from conformance.engine.law import Measure, Run, law
-from conformance.engine.measurements import measure as report
-from conformance.engine.record import Record
-from conformance.engine.workload import trainer_config
+from conformance.judge.law import Measure, Run, law
+from conformance.judge.measurements import measure as report
+from conformance.laws import compare
 from conformance.laws.steps import compare_steps, replayed_parameters
 from conformance.oracles import tolerance
 from conformance.oracles.emulation import emulated_step
 from conformance.oracles.fsdp1_memory import predict_fsdp1
 from conformance.oracles.memory_model import Segment, predict
 from conformance.oracles.tp_schedule import local_shapes
-from conformance.substrates import CUDA, SIMULATED
+from conformance.plan.cells import Cell
+from conformance.plan.substrates import CUDA, SIMULATED
+from conformance.plan.workload import trainer_config
+from conformance.run.record import Record
 from reference_trainer.mesh import resolve_mesh
 
 FSDP1 = "https://docs.pytorch.org/docs/stable/fsdp.html#torch.distributed.fsdp.FullyShardedDataParallel"
@@ -49,7 +49,7 @@ def test_fsdp2_needs_no_more_of_a_device_than_fsdp1(measure: Measure, cell: Cell
     """While the host runs ahead of the device, the peak of what FSDP2 holds of it (`active`: in use, or freed but held
     for a stream) MUST be at most FSDP1's, with limit_all_gathers and without.
     """
-    older, newer = (measure("rank_device:step_on_device", one) for one in (cell, beside(cell)))
+    older, newer = (measure("device_memory:step_on_device", one) for one in (cell, beside(cell)))
     for rank, (of_fsdp1, of_fsdp2) in enumerate(zip(older, newer, strict=True)):
         for kind in ("allocated", "reserved"):
             report(f"{kind}, FSDP1, rank {rank}", of_fsdp1[kind], unit="bytes")
@@ -71,7 +71,7 @@ def test_fsdp2_holds_no_more_than_fsdp1_and_its_own_buffers(measure: Measure, ce
     dims = resolve_mesh(config.mesh, world_size=cell.world_size)
     shapes = local_shapes(config.model, tp=dims.tp, tp_rank=0)
     for_fsdp1, for_fsdp2 = (
-        msgspec.convert(measure("rank_memory:without_fsdp", one, alone=True)[0], list[Segment])
+        msgspec.convert(measure("memory:without_fsdp", one, alone=True)[0], list[Segment])
         for one in (cell, beside(cell))
     )
     expected = predict_fsdp1(config, dims, shapes, for_fsdp1)
@@ -80,7 +80,7 @@ def test_fsdp2_holds_no_more_than_fsdp1_and_its_own_buffers(measure: Measure, ce
         for phase, usage in predict(config, dims, shapes, for_fsdp2).items()
         if phase in _PHASES
     }
-    older, newer = (_peaks(*measure("rank_memory:step_in_simulation", one, alone=True)) for one in (cell, beside(cell)))
+    older, newer = (_peaks(*measure("memory:step_in_simulation", one, alone=True)) for one in (cell, beside(cell)))
     for phase in _PHASES:
         least, limit = expected[phase].peak_bytes, older[phase] + own[phase] + _SCALARS_BYTES
         of_fsdp1, of_fsdp2 = (f"{implementation}'s peak of {phase}" for implementation in ("FSDP1", "FSDP2"))

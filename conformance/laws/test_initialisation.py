@@ -2,14 +2,14 @@
 
 from itertools import combinations
 
-from conformance.engine import compare
-from conformance.engine.cells import Cell
-from conformance.engine.law import Measure, Run, law
-from conformance.engine.outcomes import ConformanceFailure
-from conformance.engine.record import Record
-from conformance.engine.workload import trainer_config
+from conformance.judge.law import Measure, Run, law
+from conformance.laws import compare
 from conformance.oracles.initialisation import building_memory, mean_bound, specified, spread_bounds
 from conformance.oracles.reference import initial_model
+from conformance.outcomes import ConformanceFailure
+from conformance.plan.cells import Cell
+from conformance.plan.workload import trainer_config
+from conformance.run.record import Record
 
 RANDOM_DTENSOR = "https://docs.pytorch.org/docs/stable/distributed.tensor.html#random-operations"
 TIED = "https://docs.pytorch.org/docs/stable/notes/serialization.html#preserve-storage-sharing"
@@ -136,7 +136,7 @@ def test_building_holds_no_more_than_it_promises(measure: Measure, cell: Cell) -
 
     Measured by torch's allocator reports. Wrong if a full model, or a second copy of it, is there at any moment.
     """
-    for rank, found in enumerate(measure("rank_probes:build_with_ledger", cell)):
+    for rank, found in enumerate(measure("build:build_with_ledger", cell)):
         least, most = building_memory(trainer_config(cell), found["held_bytes"])
         compare.between(
             found["peak_bytes"], least, most, name="peak while building", detail=f"rank {rank}", unit="bytes"
@@ -166,7 +166,7 @@ def test_torch_draws_each_shard_by_itself(measure: Measure, cell: Cell) -> None:
     The trainer does not rely on it (INIT-2). Wrong if every rank draws from the same state: the full weight is then one
     block, repeated.
     """
-    ranks = measure("rank_probes:draw_with_torch", cell)
+    ranks = measure("build:draw_with_torch", cell)
     for name in ranks[0]["shards"]:
         parts = {(facts["layouts"][name], facts["shards"][name]) for facts in ranks}
         layouts = {layout for layout, _ in parts}

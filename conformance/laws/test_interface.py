@@ -1,8 +1,8 @@
 """API, MP: FSDP2's interface where the reference trainer does not use it."""
 
-from conformance.engine import compare
-from conformance.engine.cells import Cell
-from conformance.engine.law import Measure, law
+from conformance.judge.law import Measure, law
+from conformance.laws import compare
+from conformance.plan.cells import Cell
 
 FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
 
@@ -12,7 +12,7 @@ def test_options_change_no_gradient(measure: Measure, cell: Cell) -> None:
     """However parameters are sharded (`shard_placement_fn`), whichever are frozen, ignored or not used, after an
     evaluation and after a change through the state dict, gradients MUST be those of one process, in every bit.
     """
-    _require_nothing_wrong(measure("rank_interface:use_options", cell))
+    _require_nothing_wrong(measure("fsdp_api:use_options", cell))
 
 
 @law("API-2", reference=FULLY_SHARD, since="2.13")
@@ -21,7 +21,7 @@ def test_methods_do_what_they_are_for(measure: Measure, cell: Cell) -> None:
     that is set, hooks see what is reduced, parameters are whole when they were asked for and as long, and another
     method than forward can compute with them.
     """
-    _require_nothing_wrong(measure("rank_interface:use_methods", cell))
+    _require_nothing_wrong(measure("fsdp_api:use_methods", cell))
 
 
 @law("MP-6", reference=FULLY_SHARD, since="2.13")
@@ -30,7 +30,7 @@ def test_inputs_and_outputs_are_cast(measure: Measure, cell: Cell) -> None:
     inside of its arguments, and with `output_dtype` its outputs to that; integers and, without, all else MUST be left
     alone, and gradients have the dtypes of what they are gradients of.
     """
-    for rank, found in enumerate(measure("rank_interface:cast_what_is_given", cell)):
+    for rank, found in enumerate(measure("fsdp_api:cast_what_is_given", cell)):
         for policy, dtypes in found.items():
             expected = _expected_dtypes(*policy.split("/"))
             wrong = {what: dtype for what, dtype in dtypes.items() if dtype != expected.pop(what)}

@@ -2,15 +2,15 @@
 
 import torch
 
-from conformance.engine import compare
-from conformance.engine.cells import Cell
-from conformance.engine.law import Run, law
-from conformance.engine.outcomes import ConformanceFailure
-from conformance.engine.record import Record
-from conformance.engine.workload import trainer_config
 from conformance.instruments.capture import WHOLE
+from conformance.judge.law import Run, law
+from conformance.laws import compare
 from conformance.oracles import tolerance
 from conformance.oracles.cache import reference_run
+from conformance.outcomes import ConformanceFailure
+from conformance.plan.cells import Cell
+from conformance.plan.workload import trainer_config
+from conformance.run.record import Record
 
 FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
 RANDOMNESS = "https://docs.pytorch.org/docs/stable/notes/randomness.html"

@@ -2,15 +2,15 @@
 
 from msgspec.structs import replace
 
-from conformance.engine import compare
-from conformance.engine.cells import Cell
-from conformance.engine.law import Measure, Run, law
-from conformance.engine.record import Record
-from conformance.engine.workload import trainer_config
+from conformance.judge.law import Measure, Run, law
+from conformance.laws import compare
 from conformance.laws.steps import require_steps_taken
 from conformance.oracles import tolerance
 from conformance.oracles.emulation import emulated_step
 from conformance.oracles.loss_scale import loss_scales
+from conformance.plan.cells import Cell
+from conformance.plan.workload import trainer_config
+from conformance.run.record import Record
 
 GRAD_SCALER = "https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler"
 
@@ -23,7 +23,7 @@ def test_overflow_on_one_rank_skips_the_step_on_every_rank(measure: Measure, cel
     Ranks that decide each by themselves drift apart, without an error and without a hang. Infinity and NaN, in a shard
     of the last rank that no other has: of the embedding, and of a norm, of which tensor-parallel ranks have copies.
     """
-    ranks = measure("rank_scaling:overflow_on_one_rank", cell)
+    ranks = measure("loss_scaling:overflow_on_one_rank", cell)
     for situation in ranks[0]:
         for rank, found in enumerate(outcome[situation] for outcome in ranks):
             expected = {"skipped": True, "scale": found["scale_before"] / 2, "changed": []}

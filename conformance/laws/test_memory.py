@@ -5,15 +5,15 @@ from typing import Any
 
 import msgspec
 
-from conformance.engine import compare
-from conformance.engine.cells import Cell
-from conformance.engine.law import Measure, law
-from conformance.engine.outcomes import ConformanceFailure
-from conformance.engine.workload import trainer_config
+from conformance.judge.law import Measure, law
+from conformance.laws import compare
 from conformance.laws.memory_bounds import PHASES, SCALARS_BYTES, compare_phases, itemsize, parts, phase_bounds, phases
 from conformance.oracles.memory_model import Segment, group_bytes
 from conformance.oracles.schedule import kept_after_forward
-from conformance.substrates import SIMULATED
+from conformance.outcomes import ConformanceFailure
+from conformance.plan.cells import Cell
+from conformance.plan.substrates import SIMULATED
+from conformance.plan.workload import trainer_config
 
 RESHARD_AFTER_FORWARD = (
     "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html#torch.distributed.fsdp.fully_shard"
@@ -28,7 +28,7 @@ def test_memory_of_a_simulated_world_is_that_of_the_model(measure: Measure, cell
 
     Wrong if a group is not resharded, a buffer is kept too long, gathered too early or never freed.
     """
-    (measured,) = measure("rank_memory:step_in_simulation", cell, alone=True)
+    (measured,) = measure("memory:step_in_simulation", cell, alone=True)
     compare_phases(phases(measured), phase_bounds(measure, cell), where="rank 0", ratio=1.02)
 
 
@@ -93,7 +93,7 @@ def test_memory_is_linear_in_the_layers(measure: Measure, cell: Cell) -> None:
     config, dims, shapes = parts(deep)
     layers, fewer = (trainer_config(one).model.n_layers for one in (deep, half))
     found, less = (_after_forward(measure, one) for one in (deep, half))
-    (profile,) = measure("rank_memory:without_fsdp", deep, alone=True)
+    (profile,) = measure("memory:without_fsdp", deep, alone=True)
     activations = {s.mark: s.start_bytes for s in msgspec.convert(profile, list[Segment])}
     sizes = group_bytes(config, dims, shapes)
     kept = {group: size for group, size in sizes.items() if kept_after_forward(group, config)}
@@ -112,7 +112,7 @@ def test_memory_is_linear_in_the_layers(measure: Measure, cell: Cell) -> None:
 @law("MEM-6", reference=RESHARD_AFTER_FORWARD, substrates=SIMULATED)
 def test_memory_does_not_grow(measure: Measure, cell: Cell) -> None:
     """A step MUST leave nothing behind, and the 50th step MUST need what the second does, in every phase."""
-    (measured,) = measure("rank_memory:growth_in_simulation", cell, alone=True)
+    (measured,) = measure("memory:growth_in_simulation", cell, alone=True)
     first, last = (phases(measured[name]) for name in ("first", "last"))
     for name, usage in (("second", first), ("50th", last)):
         left = usage["idle"].end_bytes
@@ -133,14 +133,14 @@ def test_modes_are_in_order(measure: Measure, cell: Cell) -> None:
 
 
 def _peak(measure: Measure, cell: Cell) -> int:
-    (measured,) = measure("rank_memory:step_in_simulation", cell, alone=True)
+    (measured,) = measure("memory:step_in_simulation", cell, alone=True)
     return max(usage.peak_bytes for usage in phases(measured).values())
 
 
 def _after_forward(measure: Measure, cell: Cell) -> int:
-    (measured,) = measure("rank_memory:step_in_simulation", cell, alone=True)
+    (measured,) = measure("memory:step_in_simulation", cell, alone=True)
     return phases(measured)["forward"].end_bytes
 
 
 def _on_ranks(measure: Measure, cell: Cell) -> list[dict[str, Any]]:
-    return measure("rank_memory:step_on_ranks", cell)
+    return measure("memory:step_on_ranks", cell)

@@ -2,17 +2,17 @@
 
 from collections.abc import Iterable, Mapping
 
-from conformance.engine import compare
-from conformance.engine.cells import Cell
-from conformance.engine.law import Run, law
-from conformance.engine.workload import trainer_config
 from conformance.instruments.capture import fingerprint
 from conformance.instruments.collectives import Collective
+from conformance.judge.law import Run, law
+from conformance.laws import compare
 from conformance.laws.steps import compare_updates
 from conformance.oracles.dtype_policy import FP32, expected_dtypes
 from conformance.oracles.reference import initial_model
 from conformance.oracles.schedule import Event
 from conformance.oracles.traffic import step_events
+from conformance.plan.cells import Cell
+from conformance.plan.workload import trainer_config
 from reference_trainer.mesh import resolve_mesh
 
 MIXED_PRECISION = (

@@ -2,15 +2,15 @@
 
 from collections.abc import Mapping
 
-from conformance.engine import compare
-from conformance.engine.cells import Cell
-from conformance.engine.law import Measure, Run, law
-from conformance.engine.measurements import measure as report
-from conformance.engine.outcomes import ConformanceFailure
-from conformance.engine.record import Record
-from conformance.engine.workload import trainer_config
+from conformance.judge.law import Measure, Run, law
+from conformance.judge.measurements import measure as report
+from conformance.laws import compare
 from conformance.laws.steps import compare_steps, compare_updates
 from conformance.oracles.placement import expected_offloading, expected_places
+from conformance.outcomes import ConformanceFailure
+from conformance.plan.cells import Cell
+from conformance.plan.workload import trainer_config
+from conformance.run.record import Record
 
 CPU_OFFLOAD = (
     "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html#torch.distributed.fsdp.CPUOffloadPolicy"
@@ -91,7 +91,7 @@ def test_mistakes_of_offloading_are_reported(measure: Measure, cell: Cell) -> No
     """
     expected = {"trainer": REMEDY, "clip": NO_CPU_BACKEND, "to_empty": "FSDP parameters should be materialized"}
     wrong = []
-    for rank, messages in enumerate(measure("rank_clipping:offload_with_mistakes", cell)):
+    for rank, messages in enumerate(measure("clipping:offload_with_mistakes", cell)):
         if messages.keys() != expected.keys():
             raise ConformanceFailure(f"rank {rank} reports {sorted(messages)}, expected {sorted(expected)}")
         wrong += [f"rank {rank}, {name}: {messages[name]}" for name in expected if expected[name] not in messages[name]]

@@ -2,17 +2,17 @@
 
 import torch
 
-from conformance.engine import compare
-from conformance.engine.cells import Cell
-from conformance.engine.law import Probe, Run, law
-from conformance.engine.measurements import measure
-from conformance.engine.outcomes import ConformanceFailure
-from conformance.engine.workload import trainer_config
+from conformance.judge.law import Probe, Run, law
+from conformance.judge.measurements import measure
+from conformance.laws import compare
 from conformance.laws.steps import compare_steps, compare_updates, require_known_sum_order
 from conformance.oracles import tolerance
 from conformance.oracles.cache import reference_run
 from conformance.oracles.emulation import emulated_step
 from conformance.oracles.reference import initial_model
+from conformance.outcomes import ConformanceFailure
+from conformance.plan.cells import Cell
+from conformance.plan.workload import trainer_config
 from reference_trainer.data import Batches
 from reference_trainer.integer_model import EXACT_BELOW, largest_partial_sum
 

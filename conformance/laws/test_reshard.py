@@ -1,12 +1,12 @@
 """RS: what is gathered, reduced and freed, and when."""
 
-from conformance.engine import compare
-from conformance.engine.cells import Cell
-from conformance.engine.law import Run, law
-from conformance.engine.workload import trainer_config
 from conformance.instruments.recorder import RankFacts
+from conformance.judge.law import Run, law
+from conformance.laws import compare
 from conformance.oracles.schedule import Event, fsdp_events, group_of, kept_after_forward, shard_numels
 from conformance.oracles.tp_schedule import local_shapes
+from conformance.plan.cells import Cell
+from conformance.plan.workload import trainer_config
 from reference_trainer.config import TrainerConfig
 from reference_trainer.mesh import resolve_mesh
 

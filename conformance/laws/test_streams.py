@@ -2,14 +2,14 @@
 
 import torch
 
-from conformance.engine import compare
-from conformance.engine.cells import RECORD_STREAMS, Cell
-from conformance.engine.law import Measure, Run, law
-from conformance.engine.outcomes import ConformanceFailure
-from conformance.engine.skips import Unsupported
-from conformance.engine.support import release
-from conformance.oracles.axes import prove
-from conformance.substrates import CUDA
+from conformance.judge.law import Measure, Run, law
+from conformance.judge.skips import Unsupported
+from conformance.judge.support import release
+from conformance.laws import compare
+from conformance.laws.axes.proofs import prove
+from conformance.outcomes import ConformanceFailure
+from conformance.plan.cells import RECORD_STREAMS, Cell
+from conformance.plan.substrates import CUDA
 
 AVOID_RECORD_STREAMS = "https://github.com/pytorch/pytorch/pull/150398"
 
@@ -31,7 +31,7 @@ def test_the_variable_changes_nothing(run: Run, measure: Measure, cell: Cell) ->
         if facts.collectives != expected.collectives:
             raise ConformanceFailure(f"rank {facts.rank} issued other collectives")
     with_it, without = (
-        measure("rank_memory:step_in_simulation", one, alone=True)[0]["segments"]
+        measure("memory:step_in_simulation", one, alone=True)[0]["segments"]
         for one in (cell, cell.but(record_streams="unset"))
     )
     differences = [(a, b) for a, b in zip(with_it, without, strict=True) if a != b]
@@ -48,7 +48,7 @@ def test_delays_change_no_bit(run: Run, measure: Measure, cell: Cell) -> None:
     filled with NaN meanwhile.
     """
     record = run(cell)
-    for facts, found in zip(record.ranks, measure("rank_tasks:train_late", cell), strict=True):
+    for facts, found in zip(record.ranks, measure("training:train_late", cell), strict=True):
         for late, fingerprints in found.items():
             wrong = [key for key, value in fingerprints.items() if facts.fingerprints[key] != value]
             detail = f"rank {facts.rank}: {', '.join(wrong[:4])}"
@@ -65,7 +65,7 @@ def test_nothing_is_held_for_a_stream(measure: Measure, cell: Cell) -> None:
     """
     if cell.record_streams != "1" and release(str(torch.__version__)) < (2, 8):
         raise Unsupported(f"up to torch 2.7 memory is held unless {RECORD_STREAMS} is 1; this is {torch.__version__}")
-    for rank, peaks in enumerate(measure("rank_device:step_on_device", cell)):
+    for rank, peaks in enumerate(measure("device_memory:step_on_device", cell)):
         detail = f"rank {rank}, active {peaks['active']}, allocated {peaks['allocated']}"
         held = peaks["active"] - peaks["allocated"]
         compare.count(held, name="held for streams", expected=0, detail=detail, unit="bytes")

@@ -2,14 +2,14 @@
 
 import math
 
-from conformance.engine import compare
-from conformance.engine.cells import Cell
-from conformance.engine.law import Measure, Run, law
-from conformance.engine.outcomes import ConformanceFailure
-from conformance.engine.rank_torch_clipping import AMPLIFICATION, AMPLIFIED
-from conformance.engine.workload import trainer_config
+from conformance.experiments.torch_clipping import AMPLIFICATION, AMPLIFIED
+from conformance.judge.law import Measure, Run, law
+from conformance.laws import compare
 from conformance.oracles import tolerance
 from conformance.oracles.reference import clip_factor, total_norm
+from conformance.outcomes import ConformanceFailure
+from conformance.plan.cells import Cell
+from conformance.plan.workload import trainer_config
 
 CLIP_GRAD_NORM = "https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html"
 CLIP_GRAD_VALUE = "https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_value_.html"
@@ -27,7 +27,7 @@ def test_torch_clips_by_the_full_norm(run: Run, measure: Measure, cell: Cell) ->
     if order == math.inf:
         gradients[AMPLIFIED] = gradients[AMPLIFIED] * AMPLIFICATION
     norm = total_norm(gradients.values(), order=order)
-    ranks = measure("rank_torch_clipping:clip_with_torch", cell)
+    ranks = measure("torch_clipping:clip_with_torch", cell)
     factors = [clip_factor(norm, max_norm=config.optimizer.max_norm)] * len(ranks)
     rounding = max(tolerance.clipping(gradients, order=order).values())
     compare.scalars([found["factor"] for found in ranks], factors, name="factor", within=rounding, each="rank")
@@ -45,7 +45,7 @@ def test_torch_raises_on_every_rank(measure: Measure, cell: Cell) -> None:
 
     Wrong if only the rank that holds the number raises: the others wait for it in their next collective.
     """
-    ranks = measure("rank_torch_clipping:clip_what_is_not_finite_with_torch", cell)
+    ranks = measure("torch_clipping:clip_what_is_not_finite_with_torch", cell)
     wrong = []
     for situation in ranks[0]:
         asked = situation.startswith("raise/")
@@ -61,7 +61,7 @@ def test_torch_clips_values(measure: Measure, cell: Cell) -> None:
     """torch.nn.utils.clip_grad_value_ MUST bring each element of sharded gradients into [-value, value], and change no
     bit of an element that is there.
     """
-    ranks = measure("rank_torch_clipping:clip_values_with_torch", cell)
+    ranks = measure("torch_clipping:clip_values_with_torch", cell)
     for kind in ("outside", "inside"):
         if not sum(found[kind] for found in ranks):
             raise ConformanceFailure(f"no rank has an element of a gradient {kind} the limit: nothing to judge")

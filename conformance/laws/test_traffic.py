@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-from conformance.engine import compare
-from conformance.engine.cells import Cell
-from conformance.engine.law import Run, law
-from conformance.engine.workload import trainer_config
+from conformance.judge.law import Run, law
+from conformance.laws import compare
 from conformance.oracles.traffic import Traffic, TrafficByKey, add_up, step_events
+from conformance.plan.cells import Cell
+from conformance.plan.workload import trainer_config
 from reference_trainer.mesh import resolve_mesh
 
 TENSOR_PARALLEL = "https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html"

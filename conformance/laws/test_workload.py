@@ -2,13 +2,13 @@
 
 from collections import Counter
 
-from conformance.engine import compare
-from conformance.engine.cells import Cell, Mesh
-from conformance.engine.law import Run, law
-from conformance.engine.workload import trainer_config
 from conformance.instruments.capture import fingerprint
 from conformance.instruments.recorder import RankFacts
+from conformance.judge.law import Run, law
+from conformance.laws import compare
 from conformance.oracles.reference import Batch, initial_model
+from conformance.plan.cells import Cell, Mesh
+from conformance.plan.workload import trainer_config
 from reference_trainer.data import Batches
 
 FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"

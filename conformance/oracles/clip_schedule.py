@@ -12,8 +12,8 @@ from collections.abc import Iterable
 
 import torch
 
-from conformance.oracles.lifetimes import lifetimes_of
 from conformance.oracles.schedule import Event
+from conformance.oracles.torch_versions import lifetimes_of
 from reference_trainer.config import TrainerConfig
 from reference_trainer.mesh import ParallelDims
 

@@ -20,8 +20,8 @@ import torch.nn.functional as F  # noqa: N812 - the field's standard name
 from torch import Tensor
 
 from conformance.oracles.dtype_policy import FP16, dtype_policy
-from conformance.oracles.lifetimes import lifetimes_of
 from conformance.oracles.reference import Batch, Tensors, initial_model
+from conformance.oracles.torch_versions import lifetimes_of
 from conformance.oracles.virtual_tp import TensorParallelForward, ring_sum, vocabulary_parallel_loss
 from reference_trainer.config import TrainerConfig
 from reference_trainer.data import IGNORED_LABEL, Batches

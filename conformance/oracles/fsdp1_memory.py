@@ -17,9 +17,9 @@ streams to wait for. Of a group, of n elements and s = n / ranks in each shard:
 import math
 from collections.abc import Mapping, Sequence
 
-from conformance.oracles.lifetimes import UP_TO_2_13
 from conformance.oracles.memory_model import Segment, Usage, Walk
 from conformance.oracles.schedule import group_of
+from conformance.oracles.torch_versions import UP_TO_2_13
 from reference_trainer.config import TrainerConfig
 from reference_trainer.mesh import ParallelDims
 

@@ -6,8 +6,6 @@ Source: torch.amp.GradScaler. A step in which a gradient overflows is skipped an
 
 from collections.abc import Sequence
 
-from conformance.engine.record import Record
-from conformance.oracles.differences import expect, same
 from conformance.oracles.schedule import Event
 from reference_trainer.config import LossScaleConfig, TrainerConfig, scales_loss
 from reference_trainer.mesh import ParallelDims
@@ -38,15 +36,3 @@ def unscale_events(config: TrainerConfig, dims: ParallelDims) -> list[Event]:
     divided = [name for name in wide if name != "dp_replicate"]
     everybody = "world" if len(wide) > 1 else next(iter(wide), "dp_shard")
     return [Event("unscale", "all_reduce", group, 1, "float32", "MAX") for group in (*divided, everybody)]
-
-
-def loss_scale_takes_effect(record: Record, neighbour: Record) -> None:
-    """Proof of axis `loss_scale`."""
-    skipped, usual = (sum(step.skipped for step in one.ranks[0].steps) for one in (record, neighbour))
-    expect(skipped > usual == 0, f"{skipped} steps are skipped, {usual} with a scale that fits")
-
-
-def tf32_takes_effect(record: Record, neighbour: Record) -> None:
-    """Proof of axis `tf32`."""
-    expect(same(record, neighbour, "initial/parameter/"), "initial weights differ")
-    expect(not same(record, neighbour, "step0/gradient/"), "gradients are the same in every bit with TF32 and without")

@@ -2,8 +2,8 @@
 
 A walk through the step as FSDP2 takes it (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and
 _fsdp_collectives.py): each buffer is held from a moment to another, and what the model itself needs, activations and
-gradients of all that is unsharded, comes from a run without FSDP (`rank_memory.without_fsdp`), which is marked at the
-same moments. Of a group, of n elements with padding and s = n / ranks in each shard:
+gradients of all that is unsharded, comes from a run without FSDP (`experiments.memory.without_fsdp`), which is marked
+at the same moments. Of a group, of n elements with padding and s = n / ranks in each shard:
 
     A  n of the compute dtype   output of the all-gather, of which the input is a part; in forward until the next group
                                 has copied its own out (up to torch 2.13; from 2.15 on until it begins to), in backward
@@ -28,7 +28,6 @@ import msgspec
 import torch
 
 from conformance.oracles.dtype_policy import dtype_policy
-from conformance.oracles.lifetimes import UP_TO_2_13, Lifetimes
 from conformance.oracles.schedule import (
     communicates,
     gathered_ahead_in_backward,
@@ -36,6 +35,7 @@ from conformance.oracles.schedule import (
     group_of,
     ranks_after_forward,
 )
+from conformance.oracles.torch_versions import UP_TO_2_13, Lifetimes
 from conformance.oracles.tp_schedule import sharded_dim
 from reference_trainer.config import TrainerConfig
 from reference_trainer.mesh import ParallelDims

@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from conformance.oracles.dtype_policy import dtype_policy
-from conformance.oracles.lifetimes import lifetimes_of
+from conformance.oracles.torch_versions import lifetimes_of
 from reference_trainer.config import TrainerConfig
 from reference_trainer.mesh import ParallelDims
 from reference_trainer.model import Transformer

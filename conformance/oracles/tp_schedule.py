@@ -16,8 +16,8 @@ feed-forward do both.
 import torch
 
 from conformance.oracles.dtype_policy import dtype_policy
-from conformance.oracles.lifetimes import lifetimes_of
 from conformance.oracles.schedule import Event, Kind, communicates
+from conformance.oracles.torch_versions import lifetimes_of
 from reference_trainer.config import ModelConfig, TrainerConfig
 from reference_trainer.mesh import ParallelDims
 from reference_trainer.model import Transformer

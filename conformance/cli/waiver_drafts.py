@@ -1,0 +1,56 @@
+"""`python -m conformance waive --from DIR`: drafts of waivers for what has failed in a session."""
+
+import datetime
+import textwrap
+
+from conformance.judge.support import release
+from conformance.judge.verdicts import Verdict
+from conformance.report.schema import CaseResult, Report
+from conformance.run.devices.hardware import device_type
+
+LASTS_DAYS = 90
+NO_ISSUE = "WRITE THE ADDRESS OF AN ISSUE"
+"""No address, so that waivers.yaml is refused until there is one."""
+_NOT_TO_BE_WAIVED = (Verdict.TIMEOUT, Verdict.CRASH, Verdict.ERROR)
+_WIDTH = 116
+
+
+def draft_waivers(report: Report, *, today: datetime.date) -> str:
+    """Entries for waivers.yaml, one for each law and kind of device that has failed; with what cannot be waived as
+    comments. Empty if nothing has failed."""
+    failed: dict[tuple[str, str], list[CaseResult]] = {}
+    for case in report.cases:
+        if case.verdict == Verdict.FAIL:
+            failed.setdefault((case.law, device_type(case.substrate)), []).append(case)
+    torch = str(report.environment["packages"]["torch"])
+    expires = today + datetime.timedelta(days=LASTS_DAYS)
+    entries = [_entry(law, device, cases, torch=torch, expires=expires) for (law, device), cases in failed.items()]
+    others = [
+        f"  # {case.verdict}, which no waiver covers: {case.id}"
+        for case in report.cases
+        if case.verdict in _NOT_TO_BE_WAIVED
+    ]
+    return "\n".join([*entries, *others])
+
+
+def _entry(law: str, device: str, cases: list[CaseResult], *, torch: str, expires: datetime.date) -> str:
+    version = ".".join(map(str, release(torch)))
+    cells = ", ".join(case.cell for case in cases)
+    selection = f"id = {cells}" if len(cases) == 1 else f"id in ({cells})"
+    return "\n".join(
+        [
+            f"  - law: {law}",
+            *_folded("cells", selection),
+            f"    device: {device}",
+            f'    torch: "{version} - {version}"',
+            f"    issue: {NO_ISSUE}",
+            *_folded("reason", cases[0].reason),
+            f"    expires: {expires.isoformat()}",
+        ]
+    )
+
+
+def _folded(name: str, text: str) -> list[str]:
+    """A value of any characters, over as many lines as it needs."""
+    lines = textwrap.wrap(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
+    return [f"    {name}: >-", *(f"      {line}" for line in lines)]

@@ -1,0 +1,100 @@
+"""A training step of a model of any size in a world of any size, in one process and without the memory it would take.
+
+It is the trainer that runs: its build, FSDP2 with its hooks, clipping, optimizer. Weights are not drawn and data is not
+read, since NumPy would need real memory for them.
+"""
+
+from contextlib import ExitStack
+from functools import cached_property
+from unittest.mock import patch
+
+import msgspec
+import torch
+from torch import Tensor
+
+from conformance.experiments.memory import parallelize_without_fsdp, segments_without_fsdp
+from conformance.experiments.simulation import simulated_world
+from conformance.instruments.fake_tensors import fake_memory_ledger, fake_tensors
+from conformance.instruments.memory import MemoryLedger, PhaseMarks, Segment
+from reference_trainer.checks import require
+from reference_trainer.config import DataConfig, TrainerConfig
+from reference_trainer.data import Batches
+from reference_trainer.mesh import ParallelDims
+from reference_trainer.model import Transformer
+from reference_trainer.train import Trainer
+
+_CPU = torch.device("cpu")
+
+
+class FakeStep(msgspec.Struct, frozen=True):
+    """Of rank 0, which has the largest shards."""
+
+    state_bytes: int
+    """What is held between steps: shards, optimizer state and buffers."""
+    segments: list[Segment]
+    """From phase to phase of a step, of what was allocated in it."""
+
+
+def fake_step(config: TrainerConfig, dims: ParallelDims) -> FakeStep:
+    """A step after a warm one.
+
+    To be called in a process that has not simulated another mesh of as many ranks: DTensor may remember the groups of
+    that. Raises ValueError unless the model is sharded before it is given memory.
+    """
+    require(config.init == "meta", f"init {config.init}: a step without memory begins with a model without, init meta")
+    with (
+        simulated_world(dims.world_size),
+        patch("reference_trainer.train.Batches", _UnreadBatches),
+        patch("reference_trainer.build.init_weights", lambda _model, *, seed: None),
+        ExitStack() as fake,
+    ):
+        observer = _FakeOnceSharded(fake)
+        with observer.warm_up:
+            trainer = Trainer(config, device=_CPU, world_size=dims.world_size, observer=observer)
+            trainer.train_step(0)
+        with fake_memory_ledger() as ledger:
+            trainer.train_step(1)
+        return FakeStep(observer.state.kept_bytes, ledger.segments)
+
+
+def fake_segments_without_fsdp(config: TrainerConfig, dims: ParallelDims) -> list[Segment]:
+    """What the model needs beside FSDP, see `experiments.memory.segments_without_fsdp`."""
+    with simulated_world(dims.tp):
+        with torch.device("meta"):
+            model = Transformer(config.model)
+        parallelize_without_fsdp(model, config, _CPU, tp=dims.tp)
+        with fake_tensors():
+            model.to_empty(device=_CPU)
+            batches = _UnreadBatches(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
+            return segments_without_fsdp(model, batches, config, dims, ledger=fake_memory_ledger)
+
+
+class _FakeOnceSharded(PhaseMarks):
+    """Tensors are fake from when the model is sharded and has no memory yet. Not before: FSDP cuts each parameter into
+    as many parts as there are ranks, which takes a minute with fake tensors and a second on the meta device.
+    """
+
+    def __init__(self, fake: ExitStack) -> None:
+        self._fake = fake
+        self.warm_up = ExitStack()
+        """To be closed after the first step."""
+        self.state = MemoryLedger()
+
+    def sharded(self, model: Transformer) -> None:
+        self._fake.enter_context(fake_tensors())
+        self.state = self.warm_up.enter_context(fake_memory_ledger())
+
+
+class _UnreadBatches(Batches):
+    """Batches of the right shape."""
+
+    def __init__(self, config: DataConfig, *, vocab_size: int, seed: int) -> None:
+        self.config, self.vocab_size, self.seed = config, vocab_size, seed
+
+    def global_batch(self, step: int) -> tuple[Tensor, Tensor]:
+        return self._tokens, self._tokens
+
+    @cached_property
+    def _tokens(self) -> Tensor:
+        """Like tokens that were read, they are not counted as memory of torch."""
+        return torch.zeros((), dtype=torch.int64).expand(self.config.global_batch_size, self.config.seq_len)

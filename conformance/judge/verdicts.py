@@ -1,0 +1,69 @@
+"""Verdicts on cases, and the exit status of a session."""
+
+from collections.abc import Container, Mapping
+from enum import StrEnum
+
+from conformance.judge.skips import Unsupported
+from conformance.run.store import CellFailed
+
+
+class Verdict(StrEnum):
+    """How a case ended; the order is that of the terminal table."""
+
+    PASS = "pass"
+    QUALITY_WARNING = "quality-warning"
+    UNSUPPORTED = "unsupported"
+    WAIVED = "waived"
+    FAIL = "fail"
+    UNEXPECTED_PASS = "unexpected-pass"
+    TIMEOUT = "timeout"
+    CRASH = "crash"
+    ERROR = "error"
+    NOT_RUN = "not-run"
+
+
+# Exit status of a session; 4 (usage) comes from pytest itself.
+CONFORMANT, NOT_CONFORMANT, SUITE_FAILED, INCOMPLETE = 0, 1, 3, 5
+
+_AGAINST_THE_PRODUCT = (Verdict.FAIL, Verdict.UNEXPECTED_PASS, Verdict.TIMEOUT, Verdict.CRASH)
+_NOTHING_RAN = (Verdict.UNSUPPORTED, Verdict.NOT_RUN)
+_OF_FAILURE = {
+    "raised": Verdict.FAIL,
+    "crash": Verdict.CRASH,
+    "timeout": Verdict.TIMEOUT,
+    "suite-error": Verdict.ERROR,
+}
+
+
+def classify(error: BaseException) -> tuple[Verdict, str]:
+    """The verdict that an exception out of a law means, and one line of reason."""
+    match error:
+        case CellFailed():
+            return _OF_FAILURE[error.failure.kind], error.failure.reason
+        case Unsupported():
+            return Verdict.UNSUPPORTED, str(error)
+        case AssertionError():
+            return Verdict.FAIL, _first_line(error)
+        case _:
+            return Verdict.ERROR, f"{type(error).__name__}: {_first_line(error)}"
+
+
+def exit_status(counts: Mapping[Verdict, int], *, allows: Container[str] = ("waived", "unsupported")) -> int:
+    """0 conformant, 1 not, 3 the suite failed, 5 nothing ran or not everything that was planned.
+
+    `allows` is what the profile does, see `matrix.Profile`.
+    """
+    total = sum(counts.values())
+    if counts.get(Verdict.UNSUPPORTED) and Verdict.UNSUPPORTED not in allows:
+        return INCOMPLETE
+    if counts.get(Verdict.NOT_RUN) or total == sum(counts.get(verdict, 0) for verdict in _NOTHING_RAN):
+        return INCOMPLETE
+    if counts.get(Verdict.ERROR):
+        return SUITE_FAILED
+    if any(counts.get(verdict) for verdict in _AGAINST_THE_PRODUCT):
+        return NOT_CONFORMANT
+    return CONFORMANT
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,381 @@
+"""Axes: what each value of an axis must change in a record, beside the record of a neighbour.
+
+A neighbour is the same cell with that one axis at its default, which for the mesh is one process. Differences are read
+from what was measured, never from the configuration: a value that the trainer ignores leaves equal records behind.
+"""
+
+from collections.abc import Callable, Iterator
+
+import msgspec
+import torch
+
+from conformance.laws.axes.allocator import expandable_segments_take_effect
+from conformance.laws.axes.differences import batches, collectives, expect, layer_count, operators, parts, same
+from conformance.laws.axes.mesh import mesh_takes_effect
+from conformance.laws.axes.numerics import loss_scale_takes_effect, tf32_takes_effect
+from conformance.laws.axes.prefetch import backward_prefetch_takes_effect, forward_prefetch_takes_effect
+from conformance.oracles.dtype_policy import dtype_policy
+from conformance.plan.cells import RECORD_STREAMS, AxisValue, Cell, axis_names
+from conformance.plan.workload import trainer_config
+from conformance.run.record import Record
+from reference_trainer.checkpoint import Manifest
+from reference_trainer.config import scales_loss
+
+Proof = Callable[[Record, Record], None]
+"""Raises ConformanceFailure unless the first record differs from the second, its neighbour's, as the axis says."""
+
+_BASE = Cell(mesh="dp1")
+_FSDP2: dict[str, AxisValue] = {"implementation": "fsdp2", "limit_all_gathers": True}
+_WITHOUT: dict[str, dict[str, AxisValue]] = {
+    "mesh": {"gradient_sync": "each", "reshard": "default", **_FSDP2},
+    "precision": {"loss_scale": "fits"},
+    "init": {"weights": "safetensors", **_FSDP2},
+    "saved_on": {"saving": "blocking"},
+    "offload": {"pin_memory": False},
+    "sequence_parallel": {"norms_in_tp": True},
+    "implementation": {"limit_all_gathers": True},
+}
+_EXPENSIVE = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_dot_product")
+"""What selective activation checkpointing keeps; prefixes of names of operators."""
+
+
+def neighbours(cell: Cell) -> Iterator[tuple[str, Cell, Cell]]:
+    """For each axis that is not at its default: its name, the cell to look at, and that cell's neighbour."""
+    for axis in axis_names():
+        if getattr(cell, axis) != getattr(_BASE, axis):
+            # One process has no replicas whose gradients are postponed, and no fewer ranks to reshard to.
+            # Other ways to get weights have no format, runs that are not resumed none of saving, other precisions no
+            # scale. FSDP1 has no use for one process, and knows one way to get weights.
+            shown = cell.but(**_WITHOUT.get(axis, {}))
+            yield axis, shown, shown.but(**{axis: getattr(_BASE, axis)})
+
+
+def prove(axis: str, record: Record, neighbour: Record) -> None:
+    """Raises ConformanceFailure unless the axis shows its effect, ValueError for an axis that has no proof."""
+    if axis not in PROOFS:
+        raise ValueError(f"no proof that axis `{axis}` takes effect: add one to {__name__}.PROOFS")
+    PROOFS[axis](record, neighbour)
+
+
+def _precision(record: Record, neighbour: Record) -> None:
+    for one in (record, neighbour):
+        policy = dtype_policy(one.cell.precision)
+        in_bf16 = one.cell.precision == "bf16-init"
+        expected = {
+            "matrix products": {policy.compute},
+            "all-gathers": {policy.compute},
+            "reduce-scatters": {policy.reduce},
+            "norms": {policy.sharded_norms},
+            "other parameters": {policy.sharded},
+            "fp32 weights begin as bf16 numbers": {str(in_bf16)},
+            "the loss is scaled": {str(scales_loss(one.cell.precision))},
+        }
+        measured = _dtypes(one)
+        wrong = {what: sorted(found) for what, found in measured.items() if found != expected[what]}
+        expect(not wrong, f"{one.cell.id}: {wrong}, expected { ({what: sorted(expected[what]) for what in wrong}) }")
+
+
+def _dtypes(record: Record) -> dict[str, set[str]]:
+    facts = record.ranks[0]
+    initial = {key.partition("/")[2]: set(names) for key, names in facts.dtypes.items() if key.startswith("initial_p")}
+    weights = [weight for weight in record.select("initial/parameter/").values() if weight.dtype == torch.float32]
+    return {
+        "matrix products": set(facts.dtypes.get("matmul/forward", [])),
+        "all-gathers": {e.dtype for e in facts.collectives if (e.kind, e.group) == ("all_gather", "dp_shard")},
+        "reduce-scatters": {e.dtype for e in facts.collectives if (e.kind, e.group) == ("reduce_scatter", "dp_shard")},
+        "norms": set().union(*(dtypes for name, dtypes in initial.items() if "norm" in name)),
+        "other parameters": set().union(*(dtypes for name, dtypes in initial.items() if "norm" not in name)),
+        "fp32 weights begin as bf16 numbers": {str(all(bool((w.bfloat16() == w).all()) for w in weights))},
+        "the loss is scaled": {str(step.loss_scale != 1.0) for step in facts.steps},
+    }
+
+
+def _reshard(record: Record, neighbour: Record) -> None:
+    gathers, default = (collectives(one, "backward", "all_gather", "dp_shard") for one in (record, neighbour))
+    unsharded = {name for facts in record.ranks for name in facts.unsharded["0/after_forward"]}
+    blocks = {name.split(".")[1] for name in unsharded if name.startswith("layers.")}
+    everything = record.ranks[0].parameters.keys()
+    match record.cell.reshard:
+        case "always":
+            expect(gathers > default and not unsharded, f"{gathers} all-gathers, unsharded: {sorted(unsharded)}")
+        case "k2":
+            over = {e.group for facts in record.ranks for e in facts.collectives if e.phase == "backward"}
+            expect(not unsharded and "dp_shard/2" in over, f"backward communicates over {sorted(over)}")
+        case "except-last" | "table":
+            expected = {str(layer_count(record) - 1) if record.cell.reshard == "except-last" else "0"}
+            expect(0 < gathers < default, f"{gathers} all-gathers in backward, {default} by default")
+            expect(blocks == expected, f"blocks that stay unsharded: {sorted(blocks)}, not {sorted(expected)}")
+        case "never" | "auto":
+            expect(gathers == 0 < default, f"{gathers} all-gathers in backward, {default} by default")
+            expect(unsharded == everything, f"resharded after forward: {sorted(everything - unsharded)}")
+
+
+def _init(record: Record, neighbour: Record) -> None:
+    if record.cell.init == "checkpoint":
+        loaded = [len({facts.checkpoint for facts in one.ranks} - {None}) for one in (record, neighbour)]
+        expect(loaded == [1, 0], f"weights come from {loaded[0]} checkpoints, the neighbour's from {loaded[1]}")
+        expect(all(facts.checkpoint for facts in record.ranks), "a rank has not loaded the checkpoint")
+        return
+    given, usual = (sum(one.ranks[0].poisoned.values()) for one in (record, neighbour))
+    expect(given > usual, f"{given} elements were given memory before they were sharded, {usual} by meta")
+    times = max(len(facts.materialized) for facts in record.ranks)
+    layerwise = record.cell.init == "layerwise"
+    expect((times > 1) == layerwise, f"memory was given in {times} parts")
+
+
+def _weights(record: Record, neighbour: Record) -> None:
+    for one in (record, neighbour):
+        form = "safetensors" if one.cell.weights == "rank0" else one.cell.weights
+        found = {facts.checkpoint_format for facts in one.ranks}
+        expect(found == {form}, f"{one.cell.id} loaded {found}, not {form}")
+    sent, usual = (_collectives_of_phase(one, "build") for one in (record, neighbour))
+    communicates = record.cell.weights in ("rank0", "dcp")
+    expect((sent > usual) == communicates, f"{sent} collectives while building, {usual} with safetensors")
+
+
+def _collectives_of_phase(record: Record, phase: str) -> int:
+    return sum(e.phase == phase for facts in record.ranks for e in facts.collectives)
+
+
+def _schedule(record: Record, neighbour: Record) -> None:
+    rates, usual = ({step.lr for step in one.ranks[0].steps} for one in (record, neighbour))
+    expect(len(rates) > 1 == len(usual), f"learning rates {sorted(rates)}, and {sorted(usual)} if it is constant")
+
+
+def _saved_on(record: Record, neighbour: Record) -> None:
+    first, usual = record.steps[0], neighbour.steps[0]
+    expect(first == record.cell.steps_before_save > usual == 0, f"first step {first}, {usual} of a whole run")
+    (manifest,) = (record.directory / "checkpoints").glob("step-*/manifest.json")
+    saved = msgspec.json.decode(manifest.read_bytes(), type=Manifest).config.mesh
+    expected = trainer_config(record.cell.saver).mesh
+    expect(saved == expected, f"the checkpoint was saved on {saved}, not on {expected}")
+
+
+def _saving(record: Record, neighbour: Record) -> None:
+    ahead = [list((one.directory / "checkpoints").glob("trained-*")) for one in (record, neighbour)]
+    expect(bool(ahead[0]) and not ahead[1], f"trained on before the checkpoint was written: {ahead}")
+
+
+def _model(record: Record, neighbour: Record) -> None:
+    uneven, usual = (_uneven_parameters(one) for one in (record, neighbour))
+    match record.cell.model:
+        case "even":
+            expect(not uneven and bool(usual), f"unequal shards: {sorted(uneven)}, of tiny {sorted(usual)}")
+        case "uneven" | "uneven-tp":
+            expect(uneven > usual, f"unequal shards: {sorted(uneven)}, of tiny {sorted(usual)}")
+        case "integer":
+            whole, usually = (_whole_numbers(one) for one in (record, neighbour))
+            expect(whole and not usually, f"all gradients are whole numbers: {whole}, of tiny {usually}")
+        case "deep":
+            layers, of_tiny = (layer_count(one) for one in (record, neighbour))
+            expect(layers > of_tiny, f"{layers} layers, tiny has {of_tiny}")
+        case name:
+            raise ValueError(f"no proof that model `{name}` takes effect: add one here")
+
+
+def _uneven_parameters(record: Record) -> set[str]:
+    """Parameters of which ranks hold parts of different size."""
+    names = record.ranks[0].parameters
+    return {name for name in names if len({shards[f"layout/{name}"].numel() for shards in record.shards}) > 1}
+
+
+def _whole_numbers(record: Record) -> bool:
+    """Whether each gradient of the first step is a whole number, but for a power of two that all share."""
+    gradients = record.select("step0/gradient/").values()
+    return all(bool((scaled == scaled.round()).all()) for scaled in (grad.double() * 2**20 for grad in gradients))
+
+
+def _optimizer(record: Record, neighbour: Record) -> None:
+    final = ([key.split("/") for facts in one.ranks for key in facts.fingerprints] for one in (record, neighbour))
+    state, usual = ({kind for when, kind, _ in keys if when == "final"} - {"parameter", "buffer"} for keys in final)
+    expect(not state and usual == {"exp_avg", "exp_avg_sq"}, f"state of SGD {sorted(state)}, of AdamW {sorted(usual)}")
+
+
+def _clip(record: Record, neighbour: Record) -> None:
+    expect(same(record, neighbour, "step0/gradient/"), "gradients before clipping differ")
+    for one in (record, neighbour):
+        limit, norm = one.cell.clip, one.grad_norms[0]
+        clipped = {(key.replace("clipped", "gradient"), found) for key, found in parts(one, "step0/clipped/")}
+        changed = clipped != parts(one, "step0/gradient/")
+        expect(changed == (0 < limit < norm), f"{one.cell.id} changes gradients of norm {norm:.4g}: {changed}")
+    expect(not same(record, neighbour, "final/parameter/"), "parameters change alike")
+
+
+def _norm_type(record: Record, neighbour: Record) -> None:
+    expect(same(record, neighbour, "step0/gradient/"), "gradients before clipping differ")
+    norm, usual = (one.grad_norms[0] for one in (record, neighbour))
+    expect((norm > usual) == (record.cell.norm_type == "1"), f"norm {norm:.4g}, 2-norm {usual:.4g}")
+    expect(norm != usual, f"norm {norm:.4g}, 2-norm {usual:.4g}")
+
+
+def _foreach_clip(record: Record, neighbour: Record) -> None:
+    used, usual = (any("_foreach_" in name for name in operators(one, "clip")) for one in (record, neighbour))
+    expect(usual and not used, f"operators on lists of tensors in clipping: {used}, by default {usual}")
+
+
+def _offload(record: Record, neighbour: Record) -> None:
+    for one, expected in ((record, "cpu pinned" if record.cell.pin_memory else "cpu"), (neighbour, "none")):
+        found = {policy for facts in one.ranks for policy in facts.offloading.values()}
+        expect(found == {expected}, f"{one.cell.id} offloads to {sorted(found)}, not {expected}")
+
+
+def _pin_memory(record: Record, neighbour: Record) -> None:
+    for one, expected in ((record, "cpu pinned"), (neighbour, "cpu")):
+        things = ((thing, places) for facts in one.ranks for thing, places in facts.places.items())
+        found = {place for thing, places in things if thing.startswith("final_parameter/") for place in places}
+        expect(found == {expected}, f"{one.cell.id}: parameters are in {sorted(found)}, not {expected}")
+
+
+def _record_streams(record: Record, neighbour: Record) -> None:
+    for one, expected in ((record, record.cell.record_streams), (neighbour, None)):
+        found = {facts.variables[RECORD_STREAMS] for facts in one.ranks}
+        expect(found == {expected}, f"{one.cell.id}: {RECORD_STREAMS} is {found} before the process group is made")
+
+
+def _norms_in_tp(record: Record, neighbour: Record) -> None:
+    reductions, usual = (collectives(one, "clip", "all_reduce", "dp_shard") for one in (record, neighbour))
+    expect(reductions == 2 * usual > 0, f"{reductions} reductions of norms over dp_shard, {usual} on one mesh")
+
+
+def _accumulation(record: Record, neighbour: Record) -> None:
+    passes, usual = (_block_passes(one) for one in (record, neighbour))
+    expect(passes == record.cell.accumulation * usual > 0, f"{passes} forward passes of blocks, {usual} without")
+    expect(same(record, neighbour, "initial/parameter/"), "initial weights differ")
+
+
+def _block_passes(record: Record) -> int:
+    return sum(facts.blocks.compiled + facts.blocks.eager for facts in record.ranks)
+
+
+def _gradient_sync(record: Record, neighbour: Record) -> None:
+    micro_batches = record.cell.accumulation
+    expect(micro_batches > 1, "with one micro-batch, gradients cannot be reduced later than after each")
+    scatters = [collectives(one, "backward", "reduce_scatter", "dp_shard") for one in (record, neighbour)]
+    sums = [collectives(one, "backward", "all_reduce", "dp_replicate") for one in (record, neighbour)]
+    postponed, kept = (scatters, sums) if record.cell.gradient_sync == "last" else (sums, scatters)
+    expect(
+        postponed[0] * micro_batches == postponed[1] > 0,
+        f"{postponed[0]} reductions, {postponed[1]} if each micro-batch is reduced",
+    )
+    factor = micro_batches if record.cell.gradient_sync == "last" else 1
+    expect(kept[0] * factor == kept[1], f"{kept[0]} other reductions, {kept[1]} if each micro-batch is reduced")
+
+
+def _sequence_parallel(record: Record, neighbour: Record) -> None:
+    scatters, usual = (collectives(one, "forward", "reduce_scatter", "tp") for one in (record, neighbour))
+    expect(scatters == 0 < usual, f"{scatters} reduce-scatters over tp in forward, {usual} with sequence parallelism")
+    sums, usual = (collectives(one, "forward", "all_reduce", "tp") for one in (record, neighbour))
+    expect(sums > usual, f"{sums} all-reduces over tp in forward, {usual} with sequence parallelism")
+
+
+def _loss_parallel(record: Record, neighbour: Record) -> None:
+    gathers, usual = (collectives(one, "forward", "all_gather", "tp") for one in (record, neighbour))
+    logits = record.cell.world_size * record.cell.steps * record.cell.accumulation
+    expect(gathers == usual - logits, f"{gathers} all-gathers over tp in forward, {usual} with {logits} of logits")
+    sums, usual = (collectives(one, "forward", "all_reduce", "tp") for one in (record, neighbour))
+    expect(sums > usual, f"{sums} all-reduces over tp in forward, {usual} of whole logits")
+
+
+def _activation_checkpointing(record: Record, neighbour: Record) -> None:
+    expect(same(record, neighbour, "initial/parameter/"), "initial weights differ")
+    counts, usual = (operators(one, "backward") for one in (record, neighbour))
+    repeated = counts - usual
+    expensive = sorted(name for name in repeated if name.startswith(_EXPENSIVE))
+    expect(bool(repeated), "backward computes nothing again")
+    wanted = record.cell.activation_checkpointing == "full"
+    expect(bool(expensive) == wanted, f"backward repeats {expensive or 'no'} matrix products or attention")
+
+
+def _compile(record: Record, neighbour: Record) -> None:
+    for one in (record, neighbour):
+        for facts in one.ranks:
+            blocks = facts.blocks
+            other = blocks.eager if one.cell.compile else blocks.compiled + blocks.graphs
+            wanted = min(blocks.compiled, blocks.graphs) if one.cell.compile else blocks.eager
+            expect(
+                other == 0 < wanted,
+                f"{one.cell.id}, rank {facts.rank}: {blocks.compiled} forward passes of blocks ran in "
+                f"{blocks.graphs} compiled graphs, {blocks.eager} in eager mode",
+            )
+
+
+def _tied_embeddings(record: Record, neighbour: Record) -> None:
+    names, usual = (one.ranks[0].parameters.keys() for one in (record, neighbour))
+    expect(usual - names == {"output.weight"}, f"parameters that tying removes: {sorted(usual - names)}")
+    expect(names <= usual, f"parameters that tying adds: {sorted(names - usual)}")
+
+
+def _dropout(record: Record, neighbour: Record) -> None:
+    expect(same(record, neighbour, "initial/parameter/"), "initial weights differ")
+    expect(batches(record) == batches(neighbour), "batches differ")
+    expect(record.losses[0] != neighbour.losses[0], f"the first loss is {record.losses[0]!r} with dropout and without")
+
+
+def _implementation(record: Record, neighbour: Record) -> None:
+    """FSDP2 divides each parameter along one of its dimensions, FSDP1 a vector of all that are in a group."""
+    for one, divided in ((record, 0), (neighbour, len(neighbour.ranks[0].parameters))):
+        found = sum("dp_shard" in parameter.shard_dims for parameter in one.ranks[0].parameters.values())
+        expect(found == divided, f"{one.cell.id}: {found} parameters are divided along dimensions, not {divided}")
+
+
+def _limit_all_gathers(record: Record, neighbour: Record) -> None:
+    """Each wait of the host before an all-gather is named for profilers (`FullyShardedDataParallel.rate_limiter`)."""
+    expect(same(record, neighbour, "final/parameter/"), "final weights differ")
+    for phase in ("forward", "backward"):
+        named, usual = (operators(one, phase)["profiler::_record_function_enter_new"] for one in (record, neighbour))
+        expect(named < usual, f"{named} named ranges in {phase} without a limit, {usual} with one")
+
+
+def _steps(record: Record, neighbour: Record) -> None:
+    for one in (record, neighbour):
+        counts = {len(facts.steps) for facts in one.ranks} | {len(facts.batches) for facts in one.ranks}
+        expected = one.cell.steps - one.cell.steps_before_save
+        expect(counts == {expected}, f"{one.cell.id}: {sorted(counts)} steps, not {expected}")
+        expect(one.steps[-1] == one.cell.steps - 1, f"{one.cell.id}: the last step is number {one.steps[-1]}")
+
+
+def _seed(record: Record, neighbour: Record) -> None:
+    equal = {key for key, found in parts(record, "initial/parameter/") & parts(neighbour, "initial/parameter/")}
+    if record.cell.model == "integer":  # a few whole numbers may be the same by chance; matrices have many
+        equal = {key for key in equal if len(record.ranks[0].parameters[key.split("/")[2]].shape) > 1}
+    expect(not equal, f"initial weights are the same with another seed: {sorted(equal)}")
+    expect(not batches(record) & batches(neighbour), "batches are the same with another seed")
+
+
+PROOFS: dict[str, Proof] = {
+    "mesh": mesh_takes_effect,
+    "precision": _precision,
+    "loss_scale": loss_scale_takes_effect,
+    "tf32": tf32_takes_effect,
+    "reshard": _reshard,
+    "init": _init,
+    "weights": _weights,
+    "model": _model,
+    "optimizer": _optimizer,
+    "clip": _clip,
+    "norm_type": _norm_type,
+    "foreach_clip": _foreach_clip,
+    "accumulation": _accumulation,
+    "forward_prefetch": forward_prefetch_takes_effect,
+    "backward_prefetch": backward_prefetch_takes_effect,
+    "gradient_sync": _gradient_sync,
+    "offload": _offload,
+    "pin_memory": _pin_memory,
+    "record_streams": _record_streams,
+    "expandable_segments": expandable_segments_take_effect,
+    "sequence_parallel": _sequence_parallel,
+    "norms_in_tp": _norms_in_tp,
+    "loss_parallel": _loss_parallel,
+    "activation_checkpointing": _activation_checkpointing,
+    "compile": _compile,
+    "tied_embeddings": _tied_embeddings,
+    "dropout": _dropout,
+    "schedule": _schedule,
+    "saved_on": _saved_on,
+    "saving": _saving,
+    "implementation": _implementation,
+    "limit_all_gathers": _limit_all_gathers,
+    "steps": _steps,
+    "seed": _seed,
+}
+"""By axis."""

@@ -1,0 +1,174 @@
+"""The language that selects cells: `--cells EXPR` on the command line and `cells:` of a profile in matrix.yaml.
+
+Examples: `mesh in (dp2, dp2-tp2) and not compile = true`, `tp > 1`, `id = dp2-*`.
+"""
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, cast
+
+import lark
+import msgspec
+
+from conformance.plan.cells import AxisError, AxisValue, Cell, axis_choices, axis_names, axis_value
+from reference_trainer.strict_yaml import allowed
+
+Facts = dict[str, AxisValue]
+Predicate = Callable[[Facts], bool]
+
+_GRAMMAR = r"""
+    ?either: both ("or" both)*
+    ?both: negated ("and" negated)*
+    ?negated: "not" negated -> negate
+            | "(" either ")"
+            | WORD OPERATOR WORD -> compare
+            | WORD "in" words -> is_in
+            | WORD "not" "in" words -> is_not_in
+    words: "(" WORD ("," WORD)* ")"
+    OPERATOR: "=" | "!=" | "<=" | "<" | ">=" | ">"
+    WORD: /[A-Za-z0-9_.+*-]+/
+    %ignore /\s+/
+"""
+_HELP = "write comparisons such as `mesh = dp2`, `tp > 1`, `clip in (0, 1)`, joined by and, or, not and parentheses"
+_EQUALITIES: dict[str, Callable[[Any, Any], bool]] = {"=": operator.eq, "!=": operator.ne}
+_ORDERS: dict[str, Callable[[Any, Any], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+_TYPES = {name: type(value) for name, value in Cell().facts().items()}
+
+
+class SelectionError(ValueError):
+    """An expression that does not select cells; the message points at the place with a caret."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A selection of cells; call it with a cell to ask whether it is selected."""
+
+    text: str
+    """The expression as it was written."""
+    predicate: Predicate = field(repr=False, compare=False)
+    """What the expression says about the facts of a cell."""
+
+    def __call__(self, cell: Cell) -> bool:
+        return self.predicate(cell.facts())
+
+
+def parse(text: str) -> Selection:
+    """Compiles an expression.
+
+    Raises SelectionError for a syntax error, an unknown name, a value that the fact cannot have, an order of what is
+    not a number, and a pattern with `*` anywhere but after `=`.
+    """
+    try:
+        # The parser applies _Compiler as it goes, and so returns a predicate instead of a tree.
+        predicate: Any = _PARSER.parse(text)
+    except _Mistake as mistake:
+        raise _error(text, mistake.position, str(mistake)) from None
+    except lark.UnexpectedToken as error:
+        if error.token.type == "$END":
+            raise _error(text, len(text), f"the expression ends too early; {_HELP}") from None
+        raise _error(text, error.token.start_pos or 0, f"`{error.token}` cannot stand here; {_HELP}") from None
+    except lark.UnexpectedCharacters as error:
+        raise _error(text, cast("int", error.pos_in_stream), f"`{error.char}` cannot stand here; {_HELP}") from None
+    return Selection(text=text, predicate=predicate)
+
+
+def _error(text: str, position: int, problem: str) -> SelectionError:
+    line = "".join(" " if letter.isspace() else letter for letter in text)
+    return SelectionError(f"{problem}\n  {line}\n  {' ' * position}^")
+
+
+class _Mistake(Exception):
+    """What is wrong with the meaning of a token."""
+
+    def __init__(self, token: lark.Token, message: str) -> None:
+        super().__init__(message)
+        self.position = token.start_pos or 0
+
+
+@lark.v_args(inline=True)
+class _Compiler(lark.Transformer[lark.Token, Predicate]):
+    """Turns each rule of the grammar into a predicate."""
+
+    def either(self, *parts: Predicate) -> Predicate:
+        return lambda facts: any(part(facts) for part in parts)
+
+    def both(self, *parts: Predicate) -> Predicate:
+        return lambda facts: all(part(facts) for part in parts)
+
+    def negate(self, part: Predicate) -> Predicate:
+        return lambda facts: not part(facts)
+
+    def compare(self, name: lark.Token, sign: lark.Token, word: lark.Token) -> Predicate:
+        if sign in _ORDERS:
+            return _ordered(name, sign, word)
+        if sign == "=" and "*" in word:
+            return _matching(name, word)
+        holds, expected = _EQUALITIES[sign], _value(name, word)
+        return lambda facts: holds(facts[name], expected)
+
+    def words(self, *words: lark.Token) -> tuple[lark.Token, ...]:
+        return words
+
+    def is_in(self, name: lark.Token, words: tuple[lark.Token, ...]) -> Predicate:
+        values = tuple(_value(name, word) for word in words)
+        return lambda facts: facts[name] in values
+
+    def is_not_in(self, name: lark.Token, words: tuple[lark.Token, ...]) -> Predicate:
+        return self.negate(self.is_in(name, words))
+
+
+def _ordered(name: lark.Token, sign: lark.Token, word: lark.Token) -> Predicate:
+    if _type(name) not in (int, float):
+        raise _Mistake(sign, f"`{name}` is not a number and has no order; use =, != or in (...)")
+    holds, bound = _ORDERS[sign], _literal(name, word)
+    return lambda facts: holds(facts[name], bound)
+
+
+def _matching(name: lark.Token, pattern: lark.Token) -> Predicate:
+    if _type(name) is not str:
+        raise _Mistake(pattern, f"`{name}` is not a string and cannot match a pattern with `*`; write a value")
+    choices = [str(choice) for choice in axis_choices(name)]
+    if choices and not any(fnmatchcase(choice, pattern) for choice in choices):
+        raise _Mistake(pattern, f"`{pattern}` matches no value of `{name}`{allowed(pattern, choices)}")
+    return lambda facts: fnmatchcase(str(facts[name]), pattern)
+
+
+def _value(name: lark.Token, word: lark.Token) -> AxisValue:
+    """The value to look for; a mistake if the fact can never have it, so that a typo does not select nothing."""
+    value = _literal(name, word)
+    if name not in axis_names():
+        return value
+    try:
+        return axis_value(name, value)
+    except AxisError as error:
+        raise _Mistake(word, str(error)) from None
+
+
+def _literal(name: lark.Token, word: lark.Token) -> AxisValue:
+    """The word as a value of the fact's type; numbers and booleans are spelled as in JSON."""
+    type_ = _type(name)
+    if "*" in word:
+        raise _Mistake(word, f"`{word}`: a pattern with `*` can only follow `=`; write a value")
+    if type_ is str:
+        return str(word)
+    try:
+        return msgspec.json.decode(str(word), type=type_)
+    except msgspec.DecodeError:
+        kind = {bool: "true or false", int: "an integer", float: "a number"}[type_]
+        raise _Mistake(word, f"`{word}` is no value of `{name}`; write {kind}") from None
+
+
+def _type(name: lark.Token) -> type[AxisValue]:
+    if name not in _TYPES:
+        raise _Mistake(name, f"unknown name `{name}`{allowed(name, _TYPES)}")
+    return _TYPES[name]
+
+
+_PARSER = lark.Lark(_GRAMMAR, parser="lalr", lexer="basic", start="either", transformer=_Compiler())

@@ -1,0 +1,134 @@
+"""From a cell to the trainer's configuration: the workload on which the laws are judged."""
+
+import shutil
+from typing import Literal
+
+from msgspec.structs import replace
+
+from conformance.plan.cells import Cell, Mesh
+from reference_trainer.checks import require
+from reference_trainer.config import (
+    DataConfig,
+    LossScaleConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainerConfig,
+    scales_loss,
+)
+
+# Chosen so that faults show (see shared findings in docs/architecture.md): a vocabulary that no world divides,
+# non-zero biases, norm weights other than 1, unequal numbers of valid tokens per sample.
+_TINY_MODEL = ModelConfig(
+    vocab_size=61,
+    dim=32,
+    n_layers=2,
+    n_heads=8,
+    n_kv_heads=4,
+    ffn_dim=64,
+    max_seq_len=32,
+    bias=True,
+    init_std=0.1,
+    bias_std=0.1,
+    norm_std=0.2,
+)
+_MODELS = {
+    "tiny": _TINY_MODEL,
+    "even": replace(_TINY_MODEL, vocab_size=64),
+    # On 4 and 8 data-parallel ranks some shards are smaller than others, or empty.
+    "uneven": replace(_TINY_MODEL, dim=30, n_heads=5, n_kv_heads=1, ffn_dim=45),
+    # Divides among two tensor-parallel ranks, but their parts do not divide among data-parallel ranks.
+    "uneven-tp": replace(_TINY_MODEL, dim=36, n_heads=6, n_kv_heads=2, ffn_dim=50),
+    "integer": replace(_TINY_MODEL, arithmetic="integer"),
+    # Of worlds up to 1024 ranks each has a part of everything.
+    "wide": replace(
+        _TINY_MODEL, vocab_size=1024, dim=1024, n_layers=4, n_heads=8, n_kv_heads=8, ffn_dim=1024, bias=False
+    ),
+    "deep": replace(_TINY_MODEL, dim=64, n_layers=8, ffn_dim=256),
+    "half": replace(_TINY_MODEL, dim=64, n_layers=4, ffn_dim=256),
+}
+_DATA = DataConfig(seq_len=16, global_batch_size=16, min_valid_fraction=0.25)
+_LEARNING_RATE = {"adamw": 0.01, "sgd": 0.1}
+# AdamW's epsilon is of the order of the gradients: with the usual 1e-8 the update is insensitive to the gradients'
+# scale (a constant factor passes unseen) and infinitely sensitive to rounding where a gradient is nearly zero.
+_ADAMW_EPS = 0.001
+# The integer model is exact if all that scales is a power of two: learning rate and number of valid tokens.
+_INTEGER_DATA = replace(_DATA, min_valid_fraction=1.0)
+_INTEGER_LEARNING_RATE = 2.0**-4
+_RESHARD: dict[str, int | dict[str, str | int]] = {
+    "k2": 2,
+    "table": {r"layers\.0": "never", r"layers\..*": "always", "output": "never"},
+}
+# Gradients of the workload overflow between 2^17 and 2^18. The scale grows in the course of a few steps.
+_LOSS_SCALE = {"fits": LossScaleConfig(initial=2.0**14, growth_interval=2)}
+_LOSS_SCALE["overflows"] = replace(_LOSS_SCALE["fits"], initial=2.0**20)
+_AMPLE_MEMORY_BYTES = 2**40
+"""For which `auto` keeps everything."""
+
+
+def trainer_config(cell: Cell) -> TrainerConfig:
+    """The complete configuration of a cell's run, on the CPU. Raises ValueError for an axis that can have no effect.
+
+    A checkpoint to load is in the run's own directory.
+    """
+    mesh = Mesh.parse(cell.mesh)
+    loads = cell.init == "checkpoint"
+    require(loads or cell.weights == "safetensors", f"cell {cell.id}: weights {cell.weights} need init checkpoint")
+    require(
+        cell.saved_on != "none" or cell.saving == "blocking", f"cell {cell.id}: saving {cell.saving} needs saved_on"
+    )
+    scales = scales_loss(cell.precision)
+    require(
+        scales or cell.loss_scale == "fits", f"cell {cell.id}: loss_scale {cell.loss_scale} needs a precision of fp16"
+    )
+    data = _INTEGER_DATA if cell.model == "integer" else _DATA
+    micro_batches = mesh.dp_replicate * mesh.dp_shard * cell.accumulation
+    return TrainerConfig(
+        model=replace(_MODELS[cell.model], tied_embeddings=cell.tied_embeddings, dropout=cell.dropout),
+        mesh=MeshConfig(dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, tp=mesh.tp),
+        data=replace(data, global_batch_size=max(data.global_batch_size, micro_batches)),
+        optimizer=_optimizer(cell),
+        precision=cell.precision,
+        tf32=cell.tf32,
+        loss_scale=_LOSS_SCALE[cell.loss_scale] if scales else LossScaleConfig(),
+        reshard=_RESHARD.get(cell.reshard, cell.reshard),  # type: ignore[arg-type]
+        memory_bytes=_AMPLE_MEMORY_BYTES if cell.reshard == "auto" else None,
+        offload=cell.offload,
+        pin_memory=cell.pin_memory,
+        init=cell.init,
+        checkpoint=f"initial.{cell.weights}" if loads else None,
+        checkpoint_reader="rank0" if cell.weights == "rank0" else "each-rank",
+        sequence_parallel=cell.sequence_parallel,
+        norms_in_tp=cell.norms_in_tp,
+        loss_parallel=cell.loss_parallel,
+        activation_checkpointing=cell.activation_checkpointing,
+        compile=compile_backend() if cell.compile else "none",
+        accumulation=cell.accumulation,
+        forward_prefetch=cell.forward_prefetch,
+        backward_prefetch=cell.backward_prefetch,
+        gradient_sync=cell.gradient_sync,
+        implementation=cell.implementation,
+        limit_all_gathers=cell.limit_all_gathers,
+        steps=cell.steps,
+        seed=cell.seed,
+        device="cpu",
+    )
+
+
+def _optimizer(cell: Cell) -> OptimizerConfig:
+    optimizer = OptimizerConfig(
+        name=cell.optimizer,
+        lr=_LEARNING_RATE[cell.optimizer],
+        eps=_ADAMW_EPS,
+        max_norm=cell.clip,
+        norm_type="inf" if cell.norm_type == "inf" else float(cell.norm_type),
+        foreach_clip=cell.foreach_clip,
+    )
+    if cell.schedule == "cosine":
+        optimizer = replace(optimizer, warmup_steps=1, final_lr_fraction=0.1)
+    return replace(optimizer, lr=_INTEGER_LEARNING_RATE, weight_decay=0.0) if cell.model == "integer" else optimizer
+
+
+def compile_backend() -> Literal["inductor", "aot_eager"]:
+    """Inductor needs a C++ compiler on the CPU."""
+    return "inductor" if shutil.which("c++") or shutil.which("g++") or shutil.which("clang++") else "aot_eager"

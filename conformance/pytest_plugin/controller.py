@@ -1,0 +1,212 @@
+"""The controller's part of a session: collects results, writes the report, decides the exit status."""
+
+import datetime
+import json
+import shutil
+import time
+from collections import Counter
+from collections.abc import Collection
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+import pytest
+
+from conformance.judge.verdicts import CONFORMANT, SUITE_FAILED, Verdict, exit_status
+from conformance.pytest_plugin.durations import remember_durations
+from conformance.report.baseline import Baseline
+from conformance.report.cell_facts import cell_facts
+from conformance.report.environment import environment_facts, suite_digest
+from conformance.report.html import report_page
+from conformance.report.schema import CaseResult, Footer, Header, Report
+from conformance.report.text import markdown, terminal_lines
+from conformance.run.devices.hardware import Hardware
+
+_OWN_FILES = ("report.json", "report.jsonl", "report.html", "summary.md", "junit.xml", "plan.json")
+
+
+class Reporter:
+    """The plugin that only the controller (or the only process) has."""
+
+    def __init__(
+        self,
+        *,
+        directory: Path,
+        session: str,
+        matrix_digest: str,
+        profile: str,
+        seed: int,
+        defect: str | None,
+        max_world_size: int,
+        hardware: Hardware,
+        allows: Collection[str],
+        records: Path,
+        baseline: Baseline | None,
+    ) -> None:
+        self._baseline = baseline
+        self._allows, self._records = allows, records
+        self._directory = directory
+        self._start_s = time.monotonic()
+        self._header = Header(
+            session=session,
+            profile=profile,
+            seed=seed,
+            started=datetime.datetime.now().isoformat(timespec="seconds"),
+            suite_digest=suite_digest(),
+            matrix_digest=matrix_digest,
+            defect=defect,
+            environment={**environment_facts(hardware), "max_world_size": max_world_size},
+        )
+        self._results: dict[str, CaseResult] = {}
+        self._crashed: dict[str, str] = {}
+        self._planned: list[str] = []
+        self._collection_failed = False
+        self._report: Report | None = None
+        self._unwritable = ""
+        self._stream = self._open()
+
+    # Collecting.
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._planned = self._planned or [item.nodeid for item in session.items]
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node: object, ids: list[str]) -> None:
+        self._planned = list(ids)
+        problem = self._read_plan().get("problem")
+        if problem:
+            raise pytest.UsageError(problem)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._collection_failed |= report.failed
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        found = getattr(report, "conformance", None)
+        if found is not None:
+            result = msgspec.convert(found, CaseResult)
+            self._results[result.nodeid] = result
+            self._write_line({"type": "case", **msgspec.to_builtins(result)})
+        elif report.when not in ("setup", "call", "teardown"):  # xdist writes "???" for an item whose worker died
+            self._crashed[report.nodeid] = str(report.longrepr).splitlines()[0]
+
+    # Ending.
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """Every planned case gets a verdict; pytest's own usage and internal errors keep their status."""
+        self._add_missing()
+        counts = Counter(Verdict(result.verdict) for result in self._results.values())
+        status = exit_status(counts, allows=self._allows)
+        if exitstatus in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.INTERNAL_ERROR):
+            status = int(exitstatus)
+        elif self._collection_failed or (session.testsfailed and status == CONFORMANT):
+            status = SUITE_FAILED  # something failed that is no case
+        verdicts = {verdict.value: counts[verdict] for verdict in Verdict if counts[verdict]}
+        self._report = Report(
+            session=self._header.session,
+            environment=self._header.environment,
+            profile=self._header.profile,
+            seed=self._header.seed,
+            started=self._header.started,
+            suite_digest=self._header.suite_digest,
+            matrix_digest=self._header.matrix_digest,
+            defect=self._header.defect,
+            planned=len(self._planned),
+            executed=sum(count for verdict, count in counts.items() if verdict != Verdict.NOT_RUN),
+            verdicts=verdicts,
+            exit_code=status,
+            duration_s=round(time.monotonic() - self._start_s, 3),
+            cells=cell_facts(self._records, session=self._header.session),
+            cases=sorted(self._results.values(), key=lambda result: result.id),
+        )
+        self._publish(self._report)
+        remember_durations(session.config, self._results.values())
+        session.exitstatus = SUITE_FAILED if self._unwritable else status
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self._report is None:
+            return
+        write = terminalreporter.write_line
+        terminalreporter.section("conformance")
+        for line in terminal_lines(self._report, self._directory):
+            write(line)
+        if self._baseline:
+            write(f"\n{self._baseline.difference(self._report)}")
+        if self._unwritable:
+            write(f"{self._unwritable}: exit status {SUITE_FAILED}")
+
+    def _add_missing(self) -> None:
+        missing = [nodeid for nodeid in self._planned if nodeid not in self._results]
+        plan = self._read_plan().get("cases", {}) if missing else {}
+        for nodeid in missing:
+            known = plan.get(nodeid, {"law": "?", "must": "", "cell": "?", "repro": "?"})
+            law, cell = known["law"], known["cell"]
+            crash = self._crashed.get(nodeid)
+            self._results[nodeid] = CaseResult(
+                id=f"{law}/{cell}" if law != "?" else nodeid,
+                law=law,
+                must=known["must"],
+                cell=cell,
+                substrate="",
+                verdict=(Verdict.ERROR if crash else Verdict.NOT_RUN).value,
+                reason=crash or "the session ended before this case",
+                duration_s=0.0,
+                wait_s=0.0,
+                run_s=0.0,
+                measured={},
+                repro=known["repro"],
+                nodeid=nodeid,
+            )
+
+    def _read_plan(self) -> dict[str, Any]:
+        """What the processes that collect have written for this session: `cases` by node id, and a `problem`."""
+        file = self._directory / "plan.json"
+        if not file.exists():
+            return {}
+        plan: dict[str, Any] = json.loads(file.read_text())
+        return plan if plan["session"] == self._header.session else {}
+
+    # Files.
+
+    def _open(self) -> IO[str]:
+        """Start afresh: an older report must not be mistaken for this session's. Raises pytest.UsageError."""
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            for name in _OWN_FILES:
+                (self._directory / name).unlink(missing_ok=True)
+            shutil.rmtree(self._directory / "records", ignore_errors=True)
+            stream = (self._directory / "report.jsonl").open("w")
+        except OSError as error:
+            raise pytest.UsageError(f"--report-dir {self._directory} cannot be written: {error}") from None
+        self._stream = stream
+        self._write_line(msgspec.to_builtins(self._header))
+        return stream
+
+    def _write_line(self, row: object) -> None:
+        """A disk that is full must not hide the verdicts: they are printed at the end."""
+        try:
+            self._stream.write(msgspec.json.encode(row).decode() + "\n")
+            self._stream.flush()
+        except OSError as error:
+            self._unwritable = f"the report cannot be written to {self._directory}: {error.strerror}"
+
+    def _publish(self, report: Report) -> None:
+        footer = Footer(
+            planned=report.planned,
+            executed=report.executed,
+            verdicts=report.verdicts,
+            exit_code=report.exit_code,
+            duration_s=report.duration_s,
+        )
+        self._write_line(msgspec.to_builtins(footer))
+        part = self._directory / "report.json.part"
+        try:
+            self._stream.close()
+            part.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+            part.rename(self._directory / "report.json")
+            beside = self._baseline.report if self._baseline else None
+            (self._directory / "report.html").write_text(report_page(report, baseline=beside))
+            (self._directory / "summary.md").write_text(markdown(report))
+            (self._directory / "plan.json").unlink(missing_ok=True)
+        except OSError as error:
+            self._unwritable = f"the report cannot be written to {self._directory}: {error.strerror}"

@@ -1,0 +1,122 @@
+"""Facts about cells that stand in the report beside the verdicts: time of steps, and what went over the wire.
+
+They are derived from the records of a session; torch, which the controller never imports, is not needed. No verdict
+rests on them.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from conformance.instruments.communication import Communication
+from conformance.run.record import RECORD_FILE, TRAINING, Header
+
+
+class Collective(msgspec.Struct, frozen=True, array_like=True):
+    """One, as a list: a report has many."""
+
+    phase: str
+    kind: str
+    group: str
+    dtype: str
+    nbytes: int
+    """Of rank 0's input."""
+
+
+class CellFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One training run, the first of its cell."""
+
+    substrate: str
+    losses: list[float | None]
+    """Of all steps, in nats; None where it was not finite."""
+    step_s: list[float]
+    """Raw: of each step after the first, on the slowest rank, without the time that instruments took."""
+    calibration_s: float
+    """A fixed piece of work at the end of the run, on the slowest rank: times of two reports are compared beside it."""
+    tokens_per_s: float | None
+    """Valid tokens of all ranks in the fastest of these steps; None for a run of one step."""
+    schedule: list[Collective]
+    """Those of rank 0 in the last step, in their order."""
+    communication: Communication | None = None
+    """Of rank 0 in the last step; None if that is the first, too."""
+
+    @property
+    def wire_bytes(self) -> dict[str, int]:
+        """In the last step, by `KIND GROUP DTYPE` of the collective: bytes of rank 0's inputs."""
+        found: Counter[str] = Counter()
+        for one in self.schedule:
+            found[f"{one.kind} {one.group} {one.dtype}"] += one.nbytes
+        return dict(sorted(found.items()))
+
+    @property
+    def collectives(self) -> dict[str, int]:
+        """In the last step, by `PHASE KIND GROUP`: how many."""
+        return dict(sorted(Counter(f"{one.phase} {one.kind} {one.group}" for one in self.schedule).items()))
+
+
+class _Step(msgspec.Struct):
+    step: int
+    loss: float | None
+    valid_tokens: int
+
+
+class _Collective(msgspec.Struct):
+    step: int
+    phase: str
+    kind: str
+    group: str
+    nbytes: int
+    dtype: str
+
+
+class _Rank(msgspec.Struct):
+    """What is read of `recorder.RankFacts`."""
+
+    steps: list[_Step]
+    step_s: list[float]
+    calibration_s: float
+    collectives: list[_Collective]
+    communication: Communication | None = None
+
+
+class _Run(msgspec.Struct):
+    """What is read of `record.RecordFile`."""
+
+    header: Header
+    ranks: list[_Rank]
+    failure: object = None
+
+
+def cell_facts(records: Path, *, session: str) -> dict[str, CellFacts]:
+    """Of all cells that a session has trained, by their ids; `records` is where its records are."""
+    runs = sorted(_runs(records, session=session), key=lambda run: run.header.cell.id)
+    return {run.header.cell.id: _facts(run) for run in runs}
+
+
+def _runs(records: Path, *, session: str) -> Iterator[_Run]:
+    for file in records.glob(f"*/{RECORD_FILE}"):
+        run = msgspec.json.decode(file.read_bytes(), type=_Run)
+        wanted = run.header.session == session and run.header.task == TRAINING and run.header.repeat == 0
+        if wanted and run.failure is None and run.ranks:
+            yield run
+
+
+def _facts(run: _Run) -> CellFacts:
+    slowest = [max(times) for times in zip(*(rank.step_s for rank in run.ranks), strict=True)]
+    steps, last = run.ranks[0].steps, run.ranks[0].steps[-1].step
+    rates = [step.valid_tokens / time_s for step, time_s in zip(steps, slowest, strict=True) if time_s > 0][1:]
+    return CellFacts(
+        substrate=run.header.substrate,
+        losses=[step.loss for step in steps],
+        step_s=[round(time_s, 6) for time_s in slowest[1:]],
+        calibration_s=round(max(rank.calibration_s for rank in run.ranks), 6),
+        tokens_per_s=round(max(rates), 1) if rates else None,
+        schedule=[
+            Collective(one.phase, one.kind, one.group, one.dtype, one.nbytes)
+            for one in run.ranks[0].collectives
+            if one.step == last
+        ],
+        communication=run.ranks[0].communication,
+    )

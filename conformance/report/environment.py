@@ -1,0 +1,89 @@
+"""Facts about the machine and its software that stand in every report; nothing here imports torch."""
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from conformance.plan.substrates import REAL
+from conformance.project import PROJECT
+from conformance.run.devices.hardware import Hardware
+
+_SUITE = [PROJECT / name for name in ("conformance", "reference_trainer")]
+_LIMITS = "cases on nccl-shared show nothing of bandwidth, of overlap, or of peer-to-peer copies between devices"
+_PACKAGES = ("torch", "numpy", "pytest", "pytest-xdist", "msgspec", "safetensors")
+_VARIABLE_PREFIXES = ("CUBLAS", "CUDA", "GLOO", "MKL", "NCCL", "OMP", "PYTORCH", "TORCH")
+
+
+def environment_facts(hardware: Hardware) -> dict[str, Any]:
+    """Versions, devices, memory, variables that change torch's behaviour, and the suite's commit."""
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "device": _device(hardware),
+        "processor": {"name": _processor_name(), "count": len(os.sched_getaffinity(0))},
+        "backends": _backends(hardware),
+        "hardware": msgspec.json.decode(msgspec.json.encode(hardware)),
+        "memory_bytes": psutil.virtual_memory().total,
+        "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLE_PREFIXES)},
+        "substrate": hardware.substrate(1, REAL),
+        "cannot_show": _LIMITS if hardware.ranks_per_device > 1 and hardware.devices else "",
+        "git": _git_commit(),
+    }
+
+
+def _device(hardware: Hardware) -> dict[str, Any]:
+    """What ranks compute on, if the case and the law allow."""
+    if not hardware.devices:
+        return {"type": "cpu", "name": _processor_name(), "count": len(os.sched_getaffinity(0))}
+    names = dict.fromkeys(device.name for device in hardware.devices)
+    return {"type": "cuda", "name": ", ".join(names), "count": len(hardware.devices), "driver": hardware.driver}
+
+
+def _backends(hardware: Hardware) -> dict[str, str]:
+    nccl = {"nccl": ".".join(map(str, hardware.nccl))} if hardware.devices else {}
+    return {"gloo": "as bundled with torch", **nccl}
+
+
+@cache
+def suite_digest() -> str:
+    """Of all code of the suite and of the trainer."""
+    digest = hashlib.sha256()
+    for package in _SUITE:
+        for file in sorted(package.rglob("*.py")):
+            digest.update(file.relative_to(package).as_posix().encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _processor_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()  # not every architecture has a model name there
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git_commit() -> str | None:
+    """The suite's commit, with `-dirty` if files differ from it; None outside of a checkout."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        done = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,120 @@
+"""What worlds of ranks run on: one CUDA device for each rank, several ranks on a device, or the processors."""
+
+import math
+import re
+from importlib.metadata import PackageNotFoundError, version
+from typing import Literal, get_args
+
+import msgspec
+
+from conformance.plan.substrates import Substrate
+from conformance.run.devices.nvml import Device, DeviceInterface, visible_devices
+from conformance.run.ranks.messages import RANK_IN_VALUE
+
+Accelerator = Literal["auto", "cpu", "cuda"]
+SHARED_RANKS = 4
+"""With `--share-gpu auto`, the most ranks on one device. They take turns, and collectives wait for all of them: each
+more makes every collective slower. Unverified beyond 4: https://github.com/NVIDIA/nccl/issues/418 has failures."""
+MULTI_RANK_SINCE = (2, 30)
+_NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
+
+# The same sums in every run: cuBLAS with a workspace that streams do not share, NCCL adding in the order of one ring.
+# https://docs.nvidia.com/cuda/cublas/#results-reproducibility,
+# https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
+DETERMINISM = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
+# NVLink multicast does not go with several ranks on a device; each rank takes few of its multiprocessors, or a
+# collective of one rank could keep those that it waits for from starting.
+_MULTI_RANK = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
+# Older versions refuse two ranks of a host on one device. They tell hosts apart by the first variable, of which each
+# rank has its own value; ranks on different hosts talk over sockets.
+_SOCKETS = {
+    "NCCL_HOSTID": f"conformance-{RANK_IN_VALUE}",
+    "NCCL_NET": "Socket",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+}
+
+
+class Hardware(msgspec.Struct, frozen=True, kw_only=True):
+    """CUDA devices that a session may use, and how many ranks may share one."""
+
+    devices: tuple[Device, ...] = ()
+    ranks_per_device: int = 1
+    nccl: tuple[int, ...] = ()
+    """Version of the library, such as (2, 29, 7)."""
+    driver: str | None = None
+
+    def substrate(self, world_size: int, among: tuple[Substrate, ...]) -> Substrate | None:
+        """The strongest of these on which this machine can run such a world; `simulated` comes before all others.
+
+        A law that holds in simulated worlds is about the model of memory or of collectives, and needs no devices.
+        """
+        if "simulated" in among:
+            return "simulated"
+        fits = world_size <= len(self.devices)
+        shared = world_size <= len(self.devices) * self.ranks_per_device
+        found: dict[Substrate, bool] = {"nccl": fits, "nccl-shared": shared and not fits, "gloo": True}
+        return next((one for one, here in found.items() if here and one in among), None)
+
+    def environment(self, substrate: Substrate) -> dict[str, str]:
+        """Variables for the ranks of a world."""
+        if substrate == "nccl":
+            return DETERMINISM
+        if substrate == "nccl-shared":
+            return DETERMINISM | (_MULTI_RANK if self.nccl >= MULTI_RANK_SINCE else _SOCKETS)
+        return {}
+
+
+NO_DEVICES = Hardware()
+"""Processors alone."""
+
+
+def devices_for(world_size: int, *, among: int) -> int:
+    """How many of so many devices a world takes: one for each rank, or else each with as many ranks, or one less."""
+    return math.ceil(world_size / math.ceil(world_size / among))
+
+
+def device_type(substrate: str) -> Literal["cpu", "cuda"]:
+    """Where tensors are."""
+    return "cuda" if substrate.startswith("nccl") else "cpu"
+
+
+def find_hardware(interface: DeviceInterface, *, accelerator: str, share_gpu: str) -> Hardware:
+    """Of this machine, as far as the options allow.
+
+    Raises ValueError for options that are unknown, for `cuda` where there is no device, or as `visible_devices` does.
+    """
+    if accelerator not in get_args(Accelerator):
+        raise ValueError(f"--accelerator {accelerator}: allowed are {', '.join(get_args(Accelerator))}")
+    ranks_per_device = _ranks_per_device(share_gpu)
+    devices = () if accelerator == "cpu" else visible_devices(interface)
+    if accelerator == "cuda" and not devices:
+        raise ValueError("--accelerator cuda: no CUDA device is visible here (driver, CUDA_VISIBLE_DEVICES?)")
+    if not devices:
+        return NO_DEVICES
+    return Hardware(devices=devices, ranks_per_device=ranks_per_device, nccl=nccl_version(), driver=interface.driver())
+
+
+def _ranks_per_device(share_gpu: str) -> int:
+    if share_gpu == "auto":
+        return SHARED_RANKS
+    if share_gpu == "never":
+        return 1
+    if not re.fullmatch("[1-9]", share_gpu):
+        raise ValueError(f"--share-gpu {share_gpu}: write auto, never, or how many ranks may share a GPU, 1 to 9")
+    return int(share_gpu)
+
+
+def nccl_version() -> tuple[int, ...]:
+    """Of the package that torch's wheels bring along, or else as torch says, which takes seconds."""
+    for package in _NCCL_PACKAGES:
+        try:
+            return tuple(int(part) for part in version(package).split("."))
+        except PackageNotFoundError:
+            continue
+    import torch.cuda.nccl
+
+    found: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return tuple(found[:3])

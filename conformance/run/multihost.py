@@ -1,0 +1,276 @@
+"""Worlds across hosts: `torchrun ... -m conformance spmd` starts an agent for each rank, here is what they do.
+
+Torch elastic is the launcher and brings the agents together. That of rank 0 leads: it runs the pytest session, whose
+`Pools` are replaced by `SpanningPools`. For each task it writes down in torchrun's store what to do; every agent runs
+its rank in a child process (`Pools.run_part`), so that it survives whatever becomes of the rank, and reports in the
+store. Collectives of the ranks use connections of their own. An agent that does not answer within `ANSWER_S` of the
+task's end is lost, with its host, and so is every later task that needs it; nothing waits for it again.
+
+All hosts must see the report's directory under the same path, as torch's own distributed checkpoints require.
+"""
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+import psutil
+
+from conformance.run.failures import RunFailed, judge
+from conformance.run.pool import Pools, require_runnable
+from conformance.run.ranks.messages import RankReport, Task
+
+ANSWER_S = 15.0
+"""For taking up a task, and for reporting after its end: a start of ranks takes some seconds on a busy host."""
+LINK_LIMIT_S = 30.0
+"""For one word with torchrun's store."""
+_POLL_S = 0.01
+_OWN_RENDEZVOUS = {"TORCHELASTIC_USE_AGENT_STORE": "False"}
+"""Else torch.distributed would expect torchrun's store at any address, torch/distributed/rendezvous.py."""
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+class Store(Protocol):
+    """What is used of `torch.distributed.Store`."""
+
+    def set(self, key: str, value: str | bytes) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
+    def add(self, key: str, amount: int) -> int: ...
+
+
+_T = TypeVar("_T")
+
+
+class WatchedStore:
+    """Ends this process, with exit code 3, if the store does not answer: its client would wait for many minutes."""
+
+    def __init__(self, store: Store, *, prefix: str) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._since_s: float | None = None
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._timed(lambda: self._store.set(self._prefix + key, value))
+
+    def get(self, key: str) -> bytes:
+        return self._timed(lambda: self._store.get(self._prefix + key))
+
+    def check(self, keys: list[str]) -> bool:
+        return self._timed(lambda: self._store.check([self._prefix + key for key in keys]))
+
+    def add(self, key: str, amount: int) -> int:
+        return self._timed(lambda: self._store.add(self._prefix + key, amount))
+
+    def _timed(self, ask: Callable[[], _T]) -> _T:
+        self._since_s = time.monotonic()
+        try:
+            return ask()
+        finally:
+            self._since_s = None
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(1.0)
+            since_s = self._since_s
+            if since_s is not None and time.monotonic() - since_s > LINK_LIMIT_S:
+                print(f"conformance spmd: no answer from the leader's host for {LINK_LIMIT_S:g} s", file=sys.stderr)
+                os._exit(3)  # the ranks end with their server, which ends with us
+
+
+class Order(msgspec.Struct, frozen=True):
+    """One task for some agents: the place in `agents` is the rank."""
+
+    task: Task
+    agents: list[int]
+    rendezvous: str
+    deadline_s: float
+    env: dict[str, str]
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where an agent is."""
+
+    agent: int
+    node: int
+    host: str
+
+
+class AgentsLost(RunFailed):
+    """A task was not started: hosts that it needs have not answered before."""
+
+
+def meet(store: Store, *, agents: int, agent: int, node: int, directory: Path, limit_s: float = 60.0) -> list[Place]:
+    """Tell the others where this agent is; returns all places when all are there.
+
+    Raises ValueError if a host does not see the leader's directory, TimeoutError if an agent is missing.
+    """
+    mark = directory / ".spmd"
+    if agent == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+        mark.write_text(str(os.getpid()))
+        store.set("mark", mark.read_bytes())
+    _wait(store, "mark", limit_s=limit_s, who="the leader")
+    seen = mark.exists() and mark.read_bytes() == store.get("mark")
+    here = Place(agent, node, socket.gethostname() if seen else "")
+    store.set(f"place/{agent}", msgspec.json.encode(here))
+    places = []
+    for other in range(agents):
+        _wait(store, f"place/{other}", limit_s=limit_s, who=f"agent {other}")
+        places.append(msgspec.json.decode(store.get(f"place/{other}"), type=Place))
+    blind = [place.agent for place in places if not place.host]
+    if blind:
+        raise ValueError(f"agents {blind} do not see {directory}: name a --report-dir that all hosts share")
+    return places
+
+
+def follow(store: Store, *, agent: int) -> int:
+    """Do what the leader says until it says to end; returns the session's exit status."""
+    number = taken = 0
+    with Pools(share_processors=False) as pools:
+        pools.prepare()
+        while True:
+            number += 1
+            while not store.check([f"order/{number}"]):
+                time.sleep(_POLL_S)
+            content = store.get(f"order/{number}")
+            if content.isdigit():
+                print(f"agent {agent} on {socket.gethostname()} took part in {taken} of {number - 1} tasks", flush=True)
+                return int(content)
+            order = msgspec.json.decode(content, type=Order)
+            if agent in order.agents:
+                taken += 1
+                _take_part(store, pools, order, number=number, agent=agent)
+
+
+def _take_part(store: Store, pools: Pools, order: Order, *, number: int, agent: int) -> None:
+    """Run this agent's rank and put its report into the store."""
+    store.set(f"taken/{number}/{agent}", "")
+    rank = order.agents.index(agent)
+    (report,) = pools.run_part(
+        order.task,
+        range(rank, rank + 1),
+        world_size=len(order.agents),
+        deadline_s=order.deadline_s,
+        env=order.env,
+        rendezvous=order.rendezvous,
+        stop=lambda: store.check([f"failed/{number}"]),
+    )
+    if report.state in ("raised", "died"):
+        # Clocks of hosts differ; what came to the store first, failed first.
+        report = msgspec.structs.replace(report, stamp_s=float(store.add(f"failed/{number}", 1)))
+    store.set(f"report/{number}/{rank}", msgspec.msgpack.encode(report))
+
+
+class SpanningPools:
+    """The leader's `Pools`: worlds of agents on several hosts."""
+
+    def __init__(self, store: Store, places: Sequence[Place], *, address: str) -> None:
+        self.waited_s = 0.0
+        self.trained_s = 0.0
+        self.max_world_size = len(places)
+        self._store = store
+        self._places = places
+        self._address = address
+        self._pools = Pools(share_processors=False)
+        self._number = 0
+        self._lost: dict[int, str] = {}
+
+    def prepare(self) -> None:
+        """As `Pools.prepare`, for the leader's own ranks."""
+        self._pools.prepare()
+
+    def run(self, task: Task, *, world_size: int, deadline_s: float, env: Mapping[str, str] | None = None) -> list[Any]:
+        """As `Pools.run`. Raises AgentsLost too."""
+        require_runnable(task, world_size=world_size, deadline_s=deadline_s)
+        agents = _spread(self._places)[:world_size]
+        self._require_present(agents)
+        self._number += 1
+        rendezvous = f"tcp://{self._address}:{_free_port(self._address)}"
+        order = Order(task, agents, rendezvous, deadline_s, {**(env or {}), **_OWN_RENDEZVOUS})
+        self._store.set(f"order/{self._number}", msgspec.json.encode(order))
+        _take_part(self._store, self._pools, order, number=self._number, agent=0)
+        reports = self._reports(order)
+        if any(report.state != "finished" for report in reports):
+            raise judge(reports, deadline_s=deadline_s)
+        self.trained_s += max(report.train_s for report in reports)
+        return [report.value for report in reports]
+
+    def close(self) -> None:
+        """End the leader's own ranks; the agents end by `dismiss`."""
+        self._pools.close()
+
+    def dismiss(self, status: int) -> None:
+        """Let all agents end."""
+        self._store.set(f"order/{self._number + 1}", str(status))
+
+    def _require_present(self, agents: Sequence[int]) -> None:
+        gone = [rank for rank, agent in enumerate(agents) if agent in self._lost]
+        if gone:
+            reports = tuple(
+                RankReport(rank=rank, state="died" if rank in gone else "finished") for rank in range(len(agents))
+            )
+            raise AgentsLost(kind="crash", first_rank=gone[0], reason=self._lost[agents[gone[0]]], ranks=reports)
+
+    def _reports(self, order: Order) -> list[RankReport]:
+        """Of all ranks; this agent's own is there, so all others are due."""
+        until_s = time.monotonic() + ANSWER_S
+        found = []
+        for rank, agent in enumerate(order.agents):
+            key = f"report/{self._number}/{rank}"
+            while not self._store.check([key]) and time.monotonic() < until_s:
+                time.sleep(_POLL_S)
+            if self._store.check([key]):
+                found.append(msgspec.msgpack.decode(self._store.get(key), type=RankReport))
+                continue
+            host = self._places[agent].host
+            taken = self._store.check([f"taken/{self._number}/{agent}"])
+            state = "since a task that it had taken up" if taken else "when it was given a task"
+            self._lost[agent] = f"the agent of rank {rank} on {host} has not answered {state}: host or link is lost"
+            found.append(RankReport(rank=rank, state="hung", message=self._lost[agent]))
+        return found
+
+
+def interface_towards(address: str) -> str | None:
+    """The network interface of this host that has the address, or leads to it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))  # sends nothing
+        own = probe.getsockname()[0]
+    names = [name for name, found in psutil.net_if_addrs().items() if own in {entry.address for entry in found}]
+    return names[0] if names else None
+
+
+def prepare_environment(address: str) -> None:
+    """Let gloo use the interface on which the hosts reach each other, unless the user has named one."""
+    interface = interface_towards(address)
+    if interface:
+        os.environ.setdefault(_GLOO_INTERFACE, interface)
+
+
+def _spread(places: Sequence[Place]) -> list[int]:
+    """Agents in an order in which any first few are on as many nodes as possible, the leader first."""
+    nodes: dict[int, list[int]] = {}
+    for place in places:
+        nodes.setdefault(place.node, []).append(place.agent)
+    turns = max(map(len, nodes.values()))
+    return [agents[turn] for turn in range(turns) for agents in nodes.values() if turn < len(agents)]
+
+
+def _free_port(address: str) -> int:
+    with socket.create_server((address, 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def _wait(store: Store, key: str, *, limit_s: float, who: str) -> None:
+    until_s = time.monotonic() + limit_s
+    while not store.check([key]):
+        if time.monotonic() > until_s:
+            raise TimeoutError(f"{who} did not come within {limit_s:g} s")
+        time.sleep(_POLL_S)

@@ -1,0 +1,252 @@
+"""Warm pools of rank processes: run a function in every rank of a world, again and again.
+
+A pytest worker owns one `Pools` object. Its ranks are forks of a rank server that has torch loaded; a rank is re-used
+for task after task, until one fails or leaves something behind. Then its whole pool is ended, and the next task
+starts a new one (forks, less than 0.1 s). The worker itself never imports torch here and never waits without a limit.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol, Self
+
+from conformance.run.devices.hardware import devices_for
+from conformance.run.devices.leases import Lease, LeaseError, Leases, processor_slots
+from conformance.run.failures import FailureKind, PoolError, RunFailed, judge
+from conformance.run.ranks.client import ServerProcess
+from conformance.run.ranks.messages import MAX_WORLD_SIZE, RankContext, RankReport, Task, require_json_like
+from conformance.run.world import World
+
+__all__ = ["FailureKind", "PoolError", "Pools", "RankContext", "RankReport", "RunFailed", "Task"]
+
+MAX_WARM_RANKS = 16
+IDLE_LIMIT_S = 30.0  # ranks are forked again in a tenth of a second; each holds some 50 to 100 MiB of its own
+IDLE_POLL_S = 0.2
+
+# Libraries read these variables once per process, so ranks that have used other values cannot serve the task.
+LATCHED_PREFIXES = ("CUBLAS", "CUDA", "GLOO_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "PYTORCH_", "TORCH")
+
+
+class PoolKey(NamedTuple):
+    """What ranks must have in common with a task to serve it."""
+
+    world_size: int
+    ranks: range
+    kind: str
+    accelerated: bool
+    latched: tuple[tuple[str, str], ...]
+
+
+class RunsTasks(Protocol):
+    """What a record store needs of `Pools`, or of a substitute that has ranks elsewhere."""
+
+    waited_s: float
+    trained_s: float
+    """Of the slowest rank of each task that has ended well."""
+    max_world_size: int
+
+    def prepare(self) -> None: ...
+
+    def run(
+        self, task: Task, *, world_size: int, deadline_s: float, env: Mapping[str, str] | None = None
+    ) -> list[Any]: ...
+
+    def close(self) -> None: ...
+
+
+class Pools:
+    """All warm ranks of one pytest worker. Its methods are for one thread.
+
+    Nothing starts before the first task. `sys.path`, the working directory and the environment of that moment are
+    those of all ranks to come. At most `MAX_WARM_RANKS` rank processes stay: the least recently used pools end first.
+    A pool that has had nothing to do for `IDLE_LIMIT_S` ends too.
+
+    Each rank of an accelerated task has one of `devices` as long as its pool lives, to itself if there are enough; and
+    pools that are idle end as soon as anybody waits for devices. Other ranks share the processors: each task waits
+    until as many are free as its world has ranks, or all of them for a wider world, and idle ranks need none; not so
+    if `share_processors` is false.
+    With `isolate` no process serves two tasks.
+    """
+
+    def __init__(self, *, devices: Leases | None = None, share_processors: bool = True, isolate: bool = False) -> None:
+        self._server: ServerProcess | None = None
+        self._pools: dict[PoolKey, World] = {}  # the most recently used last
+        self._processors = Leases(processor_slots()) if share_processors else None
+        self._devices = devices
+        self._isolate = isolate
+        self._busy = threading.RLock()
+        self._watch: _Watch | None = None
+        self.max_world_size = MAX_WORLD_SIZE
+        self.waited_s = 0.0
+        self.trained_s = 0.0
+        """For devices or processors that others had, in all tasks so far."""
+
+    def prepare(self) -> None:
+        """Let the rank server load torch already, while the worker does something else."""
+        self._running_server()
+
+    def run(self, task: Task, *, world_size: int, deadline_s: float, env: Mapping[str, str] | None = None) -> list[Any]:
+        """Run `task` on `world_size` ranks and return the results in the order of the ranks.
+
+        `deadline_s` is one limit for all ranks together; it starts when the pool is warm. `env` is added to the
+        environment of the ranks for this task.
+
+        Raises:
+            RunFailed: a rank raised, died, or had no result at the deadline. Its pool is gone by then.
+            PoolError: the ranks could not be started, or the rank server died.
+            TypeError: the task's payload is not JSON-like.
+            ValueError: `world_size` is not in 1..8, or `deadline_s` is not positive.
+        """
+        return [
+            report.value for report in self.run_reports(task, world_size=world_size, deadline_s=deadline_s, env=env)
+        ]
+
+    def run_reports(
+        self, task: Task, *, world_size: int, deadline_s: float, env: Mapping[str, str] | None = None
+    ) -> tuple[RankReport, ...]:
+        """Like `run`, but return the whole report of each rank: its value, its leaks, the end of its output."""
+        require_runnable(task, world_size=world_size, deadline_s=deadline_s)
+        reports = self.run_part(task, range(world_size), world_size=world_size, deadline_s=deadline_s, env=env)
+        if any(report.state != "finished" for report in reports):
+            raise judge(reports, deadline_s=deadline_s)
+        self.trained_s += max(report.train_s for report in reports)
+        return reports
+
+    def run_part(
+        self,
+        task: Task,
+        ranks: range,
+        *,
+        world_size: int,
+        deadline_s: float,
+        env: Mapping[str, str] | None = None,
+        rendezvous: str | None = None,
+        stop: Callable[[], bool] | None = None,
+    ) -> tuple[RankReport, ...]:
+        """Run these ranks of a world, whose others other hosts run: see `World.run`. Raises PoolError."""
+        env = dict(env or {})
+        self._watch = self._watch or _Watch(self._hand_back)
+        with self._busy, self._processors_for(0 if task.accelerated else len(ranks)):
+            world = self._world(ranks, world_size=world_size, task=task, env=env)
+            reports = world.run(task, deadline_s=deadline_s, env=env, rendezvous=rendezvous, stop=stop)
+            if self._isolate:
+                self.release()
+            self._hand_back()
+        return reports
+
+    def release(self) -> None:
+        """End all ranks, so that they hold no device and no memory; the next task starts new ones."""
+        with self._busy:
+            while self._pools:
+                self._pools.popitem()[1].close()
+
+    def close(self) -> None:
+        """End all ranks, their descendants and the rank server. The object may be used again afterwards."""
+        if self._watch is not None:
+            self._watch.end()
+            self._watch = None
+        self.release()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _world(self, ranks: range, *, world_size: int, task: Task, env: Mapping[str, str]) -> World:
+        key = PoolKey(world_size, ranks, task.kind, task.accelerated, latched(env))
+        world = self._pools.pop(key, None)
+        if world is None or not world.is_usable:
+            if world is not None:
+                world.close()
+            self._make_room(len(ranks))
+            lease = self._lease_devices(len(ranks)) if task.accelerated else None
+            world = World(self._running_server(), world_size=world_size, ranks=ranks, lease=lease)
+        self._pools[key] = world
+        return world
+
+    @contextmanager
+    def _processors_for(self, ranks: int) -> Iterator[None]:
+        if self._processors is None or not ranks:
+            yield
+            return
+        lease = self._processors.take(min(ranks, len(self._processors.slots)))
+        self.waited_s += lease.waited_s
+        try:
+            yield
+        finally:
+            lease.release()
+
+    def _lease_devices(self, ranks: int) -> Lease:
+        """Beside those of warm pools if they are free at once, else with none in hand: nobody waits with devices."""
+        if self._devices is None:
+            raise PoolError("the task needs a device for each rank, and these pools have none")
+        count = devices_for(ranks, among=len(self._devices.slots))
+        with suppress(LeaseError):
+            return self._devices.take(count, limit_s=0.0)
+        self._release_devices()
+        lease = self._devices.take(count)
+        self.waited_s += lease.waited_s
+        return lease
+
+    def _hand_back(self) -> None:
+        """Devices if anybody waits for them, and the memory of ranks that are idle."""
+        with self._busy:
+            if self._devices is not None and self._pools and self._devices.is_contended():
+                self._release_devices()
+            for key in [key for key, world in self._pools.items() if world.idle_s > IDLE_LIMIT_S]:
+                self._pools.pop(key).close()
+
+    def _release_devices(self) -> None:
+        for key in [key for key in self._pools if key.accelerated]:
+            self._pools.pop(key).close()
+
+    def _make_room(self, ranks: int) -> None:
+        while self._pools and sum(len(key.ranks) for key in self._pools) + ranks > MAX_WARM_RANKS:
+            oldest = next(iter(self._pools))
+            self._pools.pop(oldest).close()
+
+    def _running_server(self) -> ServerProcess:
+        if self._server is None or self._server.closed:
+            self.release()
+            self._server = ServerProcess()
+        return self._server
+
+
+class _Watch:
+    """Hands back also while a worker has nothing to do, as it may until its session ends."""
+
+    def __init__(self, hand_back: Callable[[], None]) -> None:
+        self._hand_back = hand_back
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._over.wait(IDLE_POLL_S):
+            with suppress(PoolError):  # the server is gone, and its ranks with it: the next task starts a new one
+                self._hand_back()
+
+
+def require_runnable(task: Task, *, world_size: int, deadline_s: float) -> None:
+    """Raises TypeError or ValueError as `Pools.run` says."""
+    if not 1 <= world_size <= MAX_WORLD_SIZE:
+        raise ValueError(f"world_size is {world_size}, not in 1..{MAX_WORLD_SIZE}")
+    if not deadline_s > 0:
+        raise ValueError(f"deadline_s is {deadline_s}, not positive")
+    require_json_like(task.payload, where="the task's payload")
+
+
+def latched(env: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """The variables in `env` that only fresh processes are sure to obey."""
+    return tuple(sorted(item for item in env.items() if item[0].startswith(LATCHED_PREFIXES)))

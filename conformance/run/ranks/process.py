@@ -1,0 +1,250 @@
+"""A rank: one process that performs the tasks of its pool, one after another."""
+
+import ctypes
+import faulthandler
+import gc
+import importlib
+import os
+import random
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from conformance.run.ranks import flight_recorder
+from conformance.run.ranks.messages import (
+    DUMP_SIGNAL,
+    RANK_IN_VALUE,
+    READY,
+    Assignment,
+    RankContext,
+    RankFiles,
+    RankReport,
+    require_json_like,
+)
+from reference_trainer.stopwatch import TRAINING
+
+SEED = 0
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+DATAGRAM_BYTES = 64
+TRACEBACK_CHARACTERS = 16384
+MESSAGE_CHARACTERS = 500
+
+
+class Rank:
+    """One rank of a world; created in a fresh fork of the rank server."""
+
+    def __init__(self, *, rank: int, world_size: int, directory: Path, device: str) -> None:
+        self._rank = rank
+        self._device = device
+        self._world_size = world_size
+        self._files = RankFiles(directory, rank)
+        self._home = Path.cwd()
+
+    def serve(self, bell: socket.socket) -> NoReturn:
+        """Perform tasks until the pool closes `bell`. Never returns."""
+        end_with_parent()
+        self._redirect_output()
+        self._dump_stacks_on_signal(bell)
+        self._set_environment()
+        bell.send(READY)
+        while number := _next_message(bell):
+            report = self._perform(msgspec.msgpack.decode(self._files.assignment.read_bytes(), type=Assignment))
+            self._files.report.write_bytes(msgspec.msgpack.encode(report))
+            bell.send(number)
+        os._exit(0)
+
+    def _redirect_output(self) -> None:
+        """Send fds 1 and 2 to a file, so that output of C++ and of child processes arrives there too."""
+        fd = os.open(self._files.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(fd, 1)
+        os.dup2(fd, 2)
+        os.close(fd)
+
+    def _dump_stacks_on_signal(self, bell: socket.socket) -> None:
+        """Dump the stacks of all threads on a fault and on `DUMP_SIGNAL`; after the latter, send `DUMPED`.
+
+        All of this happens in C handlers, which need neither the interpreter nor its lock: that of `faulthandler`
+        chains to the interpreter's own one, which writes the signal's number to the wakeup fd. The rank must not end
+        by itself: its peers would notice, and their stacks would show that instead of what they were waiting for.
+        """
+        stack = self._files.stack.open("a")
+        faulthandler.enable(stack)
+        bell.setblocking(False)  # as a wakeup fd must be
+        signal.set_wakeup_fd(bell.fileno(), warn_on_full_buffer=False)
+        signal.signal(DUMP_SIGNAL, lambda _number, _frame: None)
+        faulthandler.register(DUMP_SIGNAL, file=stack, all_threads=True, chain=True)
+
+    def _set_environment(self) -> None:
+        os.environ.update(
+            RANK=str(self._rank),
+            LOCAL_RANK=str(self._rank),
+            WORLD_SIZE=str(self._world_size),
+            LOCAL_WORLD_SIZE=str(self._world_size),
+        )
+        if self._device:  # CUDA, which nothing in this process has used yet, shows no other
+            os.environ["CUDA_VISIBLE_DEVICES"] = self._device
+            os.environ.update(flight_recorder.variables(self._files))
+
+    def _perform(self, assignment: Assignment) -> RankReport:
+        os.truncate(self._files.output, 0)
+        os.truncate(self._files.stack, 0)
+        self._files.flight.unlink(missing_ok=True)
+        os.chdir(self._home)
+        reset_process_state()
+        env = {name: value.replace(RANK_IN_VALUE, str(self._rank)) for name, value in assignment.env.items()}
+        with environment(env):
+            report = self._call(assignment)
+        gc.collect()
+        return report
+
+    def _call(self, assignment: Assignment) -> RankReport:
+        context = RankContext(
+            rank=self._rank,
+            world_size=self._world_size,
+            rendezvous=assignment.rendezvous,
+            timeout_s=max(0.0, assignment.deadline_s - time.monotonic()),
+            device=self._device,
+        )
+        task = assignment.task
+        trained_before_s = TRAINING.total_s
+        try:
+            value = _find_function(task.function)(context, task.payload)
+            require_json_like(value, where=f"the result of {task.function}")
+        except SystemExit as request:
+            _exit_early(request)
+        except BaseException as error:
+            return raised(error, rank=self._rank)
+        return RankReport(
+            rank=self._rank,
+            state="finished",
+            stamp_s=time.monotonic(),
+            value=value,
+            train_s=TRAINING.total_s - trained_before_s,
+            leaks=tuple(find_leaks()),
+        )
+
+
+def end_with_parent() -> None:
+    """Lead a process group of one's own, and let the kernel kill this process when the rank server ends.
+
+    The kernel's signal works even in a rank that blocks with the interpreter lock held, where no thread could.
+    """
+    server = os.getppid()
+    os.setsid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != server:  # it ended before the kernel knew of our wish
+        os._exit(1)
+
+
+def reset_process_state() -> None:
+    """Set what a task may have changed in this process back to the same known state before each task."""
+    random.seed(SEED)
+    np.random.seed(SEED)
+    torch.manual_seed(SEED)
+    # One thread on every machine: how a kernel splits its sums, and so their last bits, depends on the number.
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    torch.set_float32_matmul_precision("highest")
+    torch.use_deterministic_algorithms(False)
+    torch.autograd.set_detect_anomaly(False)
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = False
+    # Sums and products of a device as bounds assume them: https://docs.pytorch.org/docs/stable/notes/cuda.html
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
+@contextmanager
+def environment(env: Mapping[str, str]) -> Iterator[None]:
+    """Add `env` to the environment; afterwards undo this and every other change of it."""
+    before = dict(os.environ)
+    os.environ.update(env)
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update(before)
+
+
+def find_leaks() -> Iterator[str]:
+    """Name what a task left behind in this process and should have ended."""
+    if dist.is_available() and dist.is_initialized():
+        yield "process group"
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and not thread.daemon:
+            yield f"thread {thread.name}"
+    if _has_children():
+        yield "child process"
+
+
+def raised(error: BaseException, *, rank: int) -> RankReport:
+    """The report of a rank whose task ended with `error`; all texts are bounded."""
+    text = "".join(traceback.format_exception(error))
+    frames = traceback.extract_tb(error.__traceback__)
+    return RankReport(
+        rank=rank,
+        state="raised",
+        stamp_s=time.monotonic(),
+        exception_type=type(error).__name__,
+        message=_plain(_first_line(error))[:MESSAGE_CHARACTERS],
+        traceback=_plain(text)[-TRACEBACK_CHARACTERS:],
+        innermost_file=frames[-1].filename if frames else "",
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception:
+        return "<no message: its __str__ fails>"
+    return lines[0] if lines else ""
+
+
+def _plain(text: str) -> str:
+    """`text` without lone surrogates, which no encoder accepts."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _next_message(bell: socket.socket) -> bytes:
+    """Wait for the pool's next message; b"" when the pool has closed."""
+    select.select([bell], [], [])
+    return bell.recv(DATAGRAM_BYTES)
+
+
+def _has_children() -> bool:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _find_function(name: str) -> Any:
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def _exit_early(request: SystemExit) -> NoReturn:
+    """Do what the task asked for; the pool calls it a crash, whatever the code."""
+    traceback.print_exception(request)
+    sys.stdout.flush()
+    if request.code is None:
+        os._exit(0)
+    os._exit(request.code & 0xFF if isinstance(request.code, int) else 1)

@@ -1,0 +1,137 @@
+"""`python -m conformance`: what it prints, and that mistakes are one line and exit status 2."""
+
+import re
+from pathlib import Path
+
+import pytest
+from expecttest import assert_expected_inline
+
+from conformance.__main__ import main
+from conformance.cli.describe import asserted_laws, show
+from conformance.cli.laws_page import PAGE, laws_page
+from conformance.defects.catalogue import defects
+from conformance.plan.cells import Cell
+from conformance.plan.matrix import load_matrix
+from conformance.plan.workload import trainer_config
+from conformance.project import PROJECT
+from reference_trainer.config import load_config
+
+MATRIX = """\
+schema: 1
+families:
+  parity-fp32:
+    laws: [PAR-1, PAR-5]
+    axes: {mesh: [dp2, tp2], reshard: [default, never]}
+exclusions:
+  - {when: {mesh: tp2, reshard: never}, reason: one rank holds all, reference: nowhere}
+profiles:
+  smoke: {families: all, cells: mesh = dp2, deadline_s: 60}
+  pr: {families: all, deadline_s: 60}
+"""
+
+
+@pytest.fixture
+def matrix(tmp_path: Path) -> str:
+    file = tmp_path / "matrix.yaml"
+    file.write_text(MATRIX)
+    return f"--matrix={file}"
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main([*arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_list_shows_cells_with_their_laws_and_what_is_excluded(capsys: pytest.CaptureFixture[str], matrix: str) -> None:
+    assert_expected_inline(
+        printed(capsys, "list", matrix),
+        """\
+cell                     ranks    laws
+---------------------  -------  ------  ------------
+dp2-fp32-default-meta        2       2  PAR-1, PAR-5
+dp2-fp32-never-meta          2       2  PAR-1, PAR-5
+tp2-fp32-default-meta        2       2  PAR-1, PAR-5
+
+profile pr: 6 cases on 3 cells
+
+excluded cell        family       reason
+-------------------  -----------  ------------------
+tp2-fp32-never-meta  parity-fp32  one rank holds all
+""",
+    )
+
+
+def test_profile_and_cells_select_cases(capsys: pytest.CaptureFixture[str], matrix: str) -> None:
+    assert "excluded" not in printed(capsys, "list", matrix, "--profile=smoke")
+    cases = printed(capsys, "list", matrix, "--profile=smoke", "--cells=reshard = never", "--cases")
+    assert cases.splitlines() == ["PAR-1/dp2-fp32-never-meta", "PAR-5/dp2-fp32-never-meta"]
+
+
+def test_show_law(capsys: pytest.CaptureFixture[str], matrix: str) -> None:
+    text = printed(capsys, "show", matrix, "PAR-5")
+    assert_expected_inline(
+        re.sub(r"\.py:\d+", ".py:LINE", text),
+        """\
+PAR-5  Ranks that hold the same elements of a parameter, gradient, buffer or moment MUST hold the same bits, and all ranks must report the same loss and norm.
+
+reference    https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+since        torch 2.6
+substrates   gloo, nccl-shared, nccl
+asserted in  conformance/laws/test_invariance.py:LINE test_replicas_are_equal
+families     parity-fp32
+cases        2 in smoke, 3 in pr
+must catch   replica-desync, buffer-wrong-off-rank0, tp-ranks-different-data, clip-norm-local, ignored-params-unreduced, conditional-param-use-hang, sp-norm-grad-unreduced, tp-to-local-no-grad-placement
+""",  # noqa: E501
+    )
+
+
+def test_show_cell_is_a_configuration_of_the_trainer(
+    capsys: pytest.CaptureFixture[str], matrix: str, tmp_path: Path
+) -> None:
+    text = printed(capsys, "show", matrix, "dp2-fp32-never-meta")
+    file = tmp_path / "cell.yaml"
+    file.write_text(text)
+    assert load_config(file) == trainer_config(Cell(mesh="dp2", reshard="never"))
+    assert "# laws in smoke  PAR-1, PAR-5\n" in text
+    assert "excluded" not in text
+    assert "# excluded       one rank holds all\n" in printed(capsys, "show", matrix, "tp2-fp32-never-meta")
+
+
+@pytest.mark.parametrize("name", ["grads-summed", "grads-summed.twin"])
+def test_show_defect(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    text = printed(capsys, "show", name)
+    assert text.startswith("grads-summed  gradients are summed over the data-parallel ranks")
+    assert "caught by    PAR-1" in text
+
+
+def test_all_ids_of_the_project_can_be_shown() -> None:
+    matrix = load_matrix(PROJECT / "matrix.yaml")
+    cells = {case.cell.id for profile in matrix.profiles for case in matrix.cases(profile)}
+    assert asserted_laws().keys() >= set(matrix.laws())
+    for name in [*matrix.laws(), *(defect.id for defect in defects()), min(cells)]:
+        assert name in show(matrix, name).splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["show", "PAR1"], "no law, cell or defect has the id PAR1; near: PAR-1"),
+        (["show", "dp2-fp32-never"], "near: dp2-fp32-never-meta"),
+        (["show", "grads-sumed"], "near: grads-summed"),
+        (["list", "--profile", "smok"], "did you mean `smoke`?"),
+        (["list", "--cells", "mesh = dp3-"], "not a mesh"),
+        (["list", "--matrix", "absent.yaml"], "absent.yaml:1: cannot be read"),
+    ],
+)
+def test_mistakes_are_told_on_stderr(
+    capsys: pytest.CaptureFixture[str], matrix: str, arguments: list[str], problem: str
+) -> None:
+    assert main([arguments[0], matrix, *arguments[1:]]) == 2
+    output = capsys.readouterr()
+    assert not output.out
+    assert output.err.startswith("conformance: ")
+    assert problem in output.err
+
+
+def test_the_page_of_laws_is_in_step() -> None:
+    assert PAGE.read_text() == laws_page(), "python -m conformance laws --write-docs"

@@ -1,0 +1,138 @@
+"""`python -m conformance predict --simulate`: the trainer with FSDP2, run without memory, needs what is predicted."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import msgspec
+import pytest
+
+from conformance.__main__ import main
+from conformance.cli.predict import Request, prediction
+from conformance.cli.simulate import Simulation, simulation
+from conformance.defects.catalogue import injected
+from conformance.experiments.fake_step import fake_step
+from conformance.experiments.memory import step_in_simulation
+from conformance.oracles.memory_model import Segment, usage_by_phase
+from conformance.plan.cells import Cell
+from conformance.plan.workload import trainer_config
+from reference_trainer.mesh import resolve_mesh
+
+SMALL = ["n_layers=3", "dim=1024", "n_heads=8", "n_kv_heads=4", "ffn_dim=2048", "vocab_size=32768", "max_seq_len=256"]
+
+
+def of(mesh: str = "dp64", **options: Any) -> Simulation:
+    defaults = {"model": "llama3-8b", "overrides": SMALL, "seq_len": 128}
+    return simulation(msgspec.convert(defaults | options | {"mesh": mesh}, Request))
+
+
+def largest_deviation(found: Simulation) -> float:
+    figures = [found.state, *(one for kinds in found.phases.values() for one in kinds.values())]
+    return max(abs(one.ratio - 1) for one in figures)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ("dp64", {}),
+        ("dp64", {"precision": "fp32"}),
+        ("dp64", {"reshard": "always"}),
+        ("dp64", {"reshard": "never", "precision": "bf16-reduce"}),
+        ("dp64", {"reshard": "8", "activation_checkpointing": "full"}),
+        ("hsdp4x16", {"accumulation": 2}),
+    ],
+)
+def test_simulated_is_predicted(mesh: str, options: dict[str, Any]) -> None:
+    found = of(mesh, **options)
+    assert list(found.phases) == ["forward", "backward", "clip", "optimizer", "idle"]
+    assert largest_deviation(found) < 0.0001
+
+
+def test_a_slice_of_a_large_model_on_1024_ranks() -> None:
+    """Of 70 billion parameters, four layers in full width: what belongs to one layer or one parameter shows."""
+    found = of("dp1024", model="llama3-70b", overrides=["n_layers=4"], seq_len=8192)
+    assert found.phases["backward"]["peak"].simulated_bytes > 30 * 1024**3
+    assert largest_deviation(found) < 0.0001
+    assert found.cpu_s < 30
+
+
+def test_with_tensor_parallelism_as_json() -> None:
+    """In a process of its own, see `fake_step`."""
+    shape = [part for one in SMALL for part in ("--set", one)]
+    options = ["--model=llama3-8b", "--mesh=hsdp2x8-tp4", "--seq-len=128", *shape, "--simulate", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "conformance", "predict", *options],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    found = json.loads(done.stdout)
+    assert found["ranks"] == 64
+    assert largest_deviation(msgspec.convert(found["simulation"], Simulation)) < 0.0001
+
+
+@pytest.mark.parametrize(("precision", "bytes_of_norms"), [("fp32", 4), ("bf16-mp", 6)])
+def test_the_estimate_is_what_the_operators_keep_but_for_norms(precision: str, bytes_of_norms: int) -> None:
+    """Norms that are not fused keep the normalised input too, and both in fp32: so many bytes more of an element."""
+    overrides = [*SMALL[1:], "n_layers=8"]
+    request = Request(model="llama3-8b", mesh="dp64", overrides=overrides, seq_len=256, precision=precision)
+    not_fused = bytes_of_norms * 256 * 1024 * (2 * 8 + 1)
+    estimated, simulated = prediction(request).activation_bytes, simulation(request).activation_bytes
+    assert simulated == pytest.approx(estimated + not_fused, rel=0.002)
+
+
+@pytest.mark.parametrize(
+    ("defect", "phase", "kind"),
+    [("one-layer-not-resharded", "forward", "end"), ("reduce-buffers-kept", "backward", "peak")],
+)
+def test_a_fault_is_seen(defect: str, phase: str, kind: str) -> None:
+    with injected(defect):
+        found = of(reshard="always", precision="fp32")
+    assert found.phases[phase][kind].ratio > 1.02
+
+
+def test_the_ledger_of_fake_tensors_agrees_with_that_of_real_ones() -> None:
+    """To the byte in forward, backward and clipping; optimizers allocate some scalars otherwise."""
+    cell = Cell(mesh="dp4")
+    config = trainer_config(cell)
+    payload = {"config": msgspec.to_builtins(config), "world_size": cell.world_size, "defect": None}
+    measured: Any = step_in_simulation(None, payload)["segments"]  # type: ignore[arg-type]
+    real = usage_by_phase(msgspec.convert(measured, list[Segment]))
+    step = fake_step(config, resolve_mesh(config.mesh, world_size=cell.world_size))
+    fake = usage_by_phase(msgspec.convert(step.segments, list[Segment], from_attributes=True))
+    for phase in ("forward", "backward", "clip"):
+        assert fake[phase] == real[phase], phase
+    assert abs(fake["optimizer"].peak_bytes - real["optimizer"].peak_bytes) <= 16
+
+
+def test_text(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = [part for one in SMALL for part in ("--set", one)]
+    assert main(["predict", "--model=llama3-8b", "--mesh=dp64", "--seq-len=128", *shape, "--simulate"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("llama3-8b with n_layers=3 dim=1024 ")
+    (row,) = [line.split() for line in text.splitlines() if line.startswith("backward peak")]
+    assert row[2] == row[3]
+    assert row[4] == "1.0000"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--offload=cpu"], "offload cpu cannot be simulated: the simulated device is the CPU"),
+        (["--mesh=dp3-tp3"], "model.n_heads 8 is not divisible by mesh.tp 3"),
+        (["--set=n_layers=0"], "model.n_layers is 0, must be at least 1"),
+        (["--set=depth=3"], "--set depth=3"),
+    ],
+)
+def test_what_cannot_be_simulated(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = [part for one in SMALL for part in ("--set", one)]
+    assert main(["predict", "--model=llama3-8b", "--mesh=dp64", "--seq-len=128", *shape, "--simulate", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_torch_that_cannot_simulate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch._subclasses.fake_tensor", None)
+    with pytest.raises(ValueError, match=r"--simulate: torch \S+ has no FakeTensorMode"):
+        of()

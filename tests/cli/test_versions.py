@@ -1,0 +1,64 @@
+"""Laws by version of torch."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from expecttest import assert_expected_inline
+
+from conformance.__main__ import main
+from conformance.cli.versions import versions_table
+from conformance.project import PROJECT
+from tests.report.test_diff import case, report
+
+OLD = report(case("PAR-10/a"), case("PAR-2/a", "unsupported"), case("PAR-2/b"), torch="2.6.0")
+NEW = report(case("PAR-2/a"), case("PAR-2/b", "fail"), case("MP-1/a"), torch="2.15.0")
+
+
+def test_a_table_of_versions() -> None:
+    assert_expected_inline(
+        versions_table([OLD, NEW], table_format="simple"),
+        """\
+law     2.6.0                  2.15.0
+------  ---------------------  --------------
+MP-1    -                      1 pass
+PAR-2   1 pass, 1 unsupported  1 pass, 1 fail
+PAR-10  1 pass                 -""",
+    )
+    with pytest.raises(ValueError, match=r"reports are of torch 2.6.0, 2.6.0: give one for each version"):
+        versions_table([OLD, OLD])
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, found in (("old", OLD), ("new", NEW)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "report.json").write_bytes(msgspec.json.encode(found))
+    assert main(["versions", str(tmp_path / "old"), str(tmp_path / "new")]) == 0
+    assert "| PAR-10 | 1 pass" in capsys.readouterr().out
+    assert main(["versions", str(tmp_path / "none")]) == 2
+
+
+def test_the_script_goes_on_after_a_version_that_fails(tmp_path: Path) -> None:
+    """With a `make` that leaves a report for one of the versions alone."""
+    (tmp_path / "make").write_text(
+        "#!/bin/sh\n"
+        'case "$*" in *TORCH=1.0*) exit 2 ;; esac\n'
+        f"mkdir -p versions/2.15.0-test && cp {tmp_path}/report.json versions/2.15.0-test\n"
+    )
+    (tmp_path / "make").chmod(0o755)
+    (tmp_path / "report.json").write_bytes(msgspec.json.encode(NEW))
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable}
+    script = [str(PROJECT / "ci" / "run_versions.sh")]
+    run = {"env": environment, "capture_output": True, "text": True, "check": False}
+    try:
+        done = subprocess.run([*script, "1.0-test", "2.15.0-test"], **run)  # type: ignore[call-overload]
+        assert done.returncode == 1
+        assert "torch 1.0-test has left no report" in done.stderr
+        assert "| PAR-2 | 1 pass, 1 fail |" in done.stdout, done.stderr
+    finally:
+        for file in ("versions/2.15.0-test/report.json", "versions/table.md"):
+            (PROJECT / file).unlink(missing_ok=True)
+    assert subprocess.run(script, **run).returncode == 4  # type: ignore[call-overload]

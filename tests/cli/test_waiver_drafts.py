@@ -1,0 +1,72 @@
+"""Drafts of waivers, which become waivers when somebody has written an issue's address into them."""
+
+import datetime
+from pathlib import Path
+
+import msgspec
+import pytest
+from expecttest import assert_expected_inline
+
+from conformance.__main__ import main
+from conformance.cli.waiver_drafts import NO_ISSUE, draft_waivers
+from conformance.judge.waivers import Waivers
+from conformance.plan.cells import Cell
+from reference_trainer.strict_yaml import convert, load
+from tests.report.test_diff import case, report
+
+TODAY = datetime.date(2026, 11, 22)
+FAILED = report(
+    case("PAR-1/dp2-fp32-default-meta", "fail"),
+    case("PAR-1/dp4-fp32-default-meta", "fail"),
+    case("MP-1/dp2-bf16mp-default-meta", "fail"),
+    case("MP-3/dp2-bf16mp-default-meta", "timeout"),
+    case("MP-5/dp2-bf16mp-default-meta"),
+    torch="2.15.0+cpu",
+)
+
+
+def test_a_draft_for_each_law() -> None:
+    assert_expected_inline(
+        draft_waivers(FAILED, today=TODAY),
+        """\
+  - law: PAR-1
+    cells: >-
+      id in (dp2-fp32-default-meta, dp4-fp32-default-meta)
+    device: cpu
+    torch: "2.15 - 2.15"
+    issue: WRITE THE ADDRESS OF AN ISSUE
+    reason: >-
+      why fail
+    expires: 2027-02-20
+  - law: MP-1
+    cells: >-
+      id = dp2-bf16mp-default-meta
+    device: cpu
+    torch: "2.15 - 2.15"
+    issue: WRITE THE ADDRESS OF AN ISSUE
+    reason: >-
+      why fail
+    expires: 2027-02-20
+  # timeout, which no waiver covers: MP-3/dp2-bf16mp-default-meta""",
+    )
+
+
+def test_a_draft_is_refused_until_there_is_an_issue(tmp_path: Path) -> None:
+    odd = msgspec.structs.replace(FAILED.cases[0], reason="loss: measured 'x' # 50% [off], " * 12)
+    text = "schema: 1\nwaivers:\n" + draft_waivers(msgspec.structs.replace(FAILED, cases=[odd]), today=TODAY)
+    file = tmp_path / "waivers.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match="issue"):
+        convert(load(file), Waivers)
+    file.write_text(text.replace(NO_ISSUE, "https://github.com/pytorch/pytorch/issues/1"))
+    (waiver,) = convert(load(file), Waivers).waivers
+    assert waiver.reason == odd.reason.strip()
+    assert waiver.matches("PAR-1", Cell(mesh="dp2"), device="cpu", torch=(2, 15))
+    assert not waiver.matches("PAR-1", Cell(mesh="dp4"), device="cpu", torch=(2, 15))
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "report.json").write_bytes(msgspec.json.encode(FAILED))
+    assert main(["waive", "--from", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("  - law: PAR-1")
+    assert main(["waive", "--from", str(tmp_path / "none")]) == 2

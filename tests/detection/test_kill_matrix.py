@@ -1,0 +1,224 @@
+"""The kill matrix itself: what it calls an escape, a false alarm and an idle law, and what it reuses."""
+
+import importlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from conformance.__main__ import main
+from conformance.defects import catalogue
+from conformance.defects.catalogue import defects, injected, require_known
+from conformance.defects.injection import NotInjectable
+from conformance.detection import kill_matrix as module
+from conformance.detection.bench import Bench, excess
+from conformance.detection.kill_matrix import KillMatrix, kill_matrix
+from conformance.detection.rendering import as_markdown, as_page, as_text
+from conformance.detection.trials import LawTrial, Trial, key_of, try_defect
+from conformance.judge.measurements import Measurement
+from conformance.run.pool import Pools
+
+KILLED = LawTrial(cells=2, kills=("dp2",), margin=40.0, reason="too far", twin_failures=(), twin_margin=0.25)
+ESCAPED = msgspec.structs.replace(KILLED, kills=(), margin=None, reason="")
+ALARMED = msgspec.structs.replace(KILLED, twin_failures=("dp2: fail: too far",))
+BY_ID = {defect.id: defect for defect in defects()}
+
+
+def matrix_of(*trials: Trial, complete: bool = False) -> KillMatrix:
+    return KillMatrix(profile="pr", torch="2.13.0", trials=list(trials), unverified=["x"], complete=complete)
+
+
+def trial(law: LawTrial, *, others: tuple[str, ...] = ()) -> Trial:
+    return Trial(defect="grads-summed", key="k", seconds=1.0, laws={"PAR-1": law}, caught_by_others=others)
+
+
+def test_problems() -> None:
+    assert matrix_of(trial(KILLED)).problems == []
+    assert matrix_of(trial(ESCAPED, others=("PAR-9",))).problems == [
+        "grads-summed escapes PAR-1: it passes; caught by PAR-9 instead"
+    ]
+    assert matrix_of(trial(ALARMED)).problems == ["grads-summed.twin fails PAR-1: dp2: fail: too far"]
+
+
+def test_a_law_that_catches_nothing_is_a_problem_of_the_whole_catalogue() -> None:
+    problems = matrix_of(trial(KILLED), complete=True).problems
+    assert "PAR-2 catches no defect: nobody knows whether it can fail" in problems
+    assert not any(problem.startswith("PAR-1 ") for problem in problems)
+
+
+def test_texts() -> None:
+    found = matrix_of(trial(KILLED), trial(ESCAPED))
+    text, page, markdown = as_text(found), as_page(found), as_markdown(found)
+    assert "1 of 2 defects caught by all laws that they name, 2 of 2 twins pass" in text
+    for output in (text, page, markdown):
+        assert "grads-summed" in output
+        assert "40" in output
+        assert "25%" in output
+        assert "grads-summed escapes PAR-1: it passes" in output
+    assert "<td>grads-summed<td>PAR-1<td>1 of 2 cells<td>40<td>passes, 25%<td>too far" in page
+    assert BY_ID["grads-summed"].source in markdown
+
+
+@pytest.mark.parametrize(
+    ("value", "lower", "upper", "expected"),
+    [
+        (2.0, 0.0, 4.0, 0.5),
+        (8.0, 0.0, 4.0, 2.0),
+        (None, 0.0, 4.0, float("inf")),
+        (3.0, 3.0, 3.0, 0.0),
+        (4.0, 3.0, 3.0, float("inf")),
+        (1.0, 2.0, 4.0, 2.0),
+        (0.0, 2.0, 4.0, float("inf")),
+        (1.0, 0.0, 0.0, float("inf")),
+        (1.0, None, None, 0.0),
+        (-1.0, None, 4.0, 0.0),
+    ],
+)
+def test_excess(value: float | None, lower: float | None, upper: float | None, expected: float) -> None:
+    assert excess({"figure": Measurement(value, lower, upper, "one")}) == expected
+    assert excess({}) == 0.0
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    with Pools() as pools:
+        yield Bench(tmp_path_factory.mktemp("records"), pools)
+
+
+@pytest.mark.parametrize(("inject", "twin"), [("grads-summed.twin", "grads-summed"), ("grads-summed.twin",) * 2])
+def test_a_defect_that_does_nothing_escapes_and_a_wrong_twin_fails(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, inject: str, twin: str
+) -> None:
+    """Names of the real catalogue, which the ranks inject, in wrong places."""
+    real, judge = BY_ID["grads-summed"], bench.judge
+    names = {"grads-summed": inject, "grads-summed.twin": twin}
+    monkeypatch.setattr(
+        bench, "judge", lambda cases, *, defect, **options: judge(cases, defect=names[defect], **options)
+    )
+    found = try_defect(bench, real)
+    assert found.escapes == real.laws
+    assert found.false_alarms == (real.laws if twin == "grads-summed" else ())
+
+
+def test_results_are_reused_until_something_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    def fake(missing: Any, *, profile: str, workers: int) -> Iterator[Trial]:
+        for defect in missing:
+            tried.append(defect.id)
+            yield Trial(defect=defect.id, key=key_of(defect, profile=profile), seconds=0.0, laws={"PAR-1": KILLED})
+
+    monkeypatch.setattr(module, "_try_all", fake)
+    both = ("grads-summed", "rope-buffer-uninit")
+    assert kill_matrix(profile="pr", directory=tmp_path, workers=1, only=both[:1]).reused == 0
+    assert kill_matrix(profile="pr", directory=tmp_path, workers=1, only=both).reused == 1
+    assert kill_matrix(profile="pr", directory=tmp_path, workers=1, only=both).reused == 2
+    assert kill_matrix(profile="smoke", directory=tmp_path, workers=1, only=both[:1]).reused == 0
+    assert tried == ["grads-summed", "rope-buffer-uninit", "grads-summed"]
+    assert {row["defect"] for row in json.loads((tmp_path / "kill_matrix.json").read_text())["trials"]} == set(both)
+    (tmp_path / "kill_matrix.json").write_text("{")
+    assert kill_matrix(profile="pr", directory=tmp_path, workers=1, only=both[:1]).reused == 0
+
+
+def test_the_key_depends_on_the_defect_and_the_profile() -> None:
+    first, second = BY_ID["grads-summed"], BY_ID["rope-buffer-uninit"]
+    keys = {key_of(first, profile="pr"), key_of(first, profile="smoke"), key_of(second, profile="pr")}
+    assert len(keys) == 3
+    assert key_of(first, profile="pr") in keys
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["defects", "optimizer-stale-params", "--workers", "1", "--report-dir", str(tmp_path)]
+    assert main(command) == 0
+    assert "1 of 1 defects caught by all laws that they name, 1 of 1 twins pass" in capsys.readouterr().out
+    assert (tmp_path / "kill_matrix.html").read_text().startswith("<!doctype html>")
+    assert main(command) == 0
+    assert "1 trials reused" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], ["--profile", "nonsense"]])
+def test_mistakes_of_the_command(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["defects", *arguments, "--report-dir", str(tmp_path)]) == 2
+    assert "nonsense" in capsys.readouterr().err
+
+
+# Defects of users
+
+FILE = """
+from contextlib import contextmanager
+from conformance.defects.injection import Defect, replaced
+def only_first(original):
+    return lambda parameters, **options: original(list(parameters)[:1], **options)
+@contextmanager
+def clips_one():
+    with replaced("reference_trainer.train", "clip_gradients", only_first):
+        yield
+def broken():
+    raise AttributeError("gone")
+MINE = Defect(id="mine", title="", source="", mechanism="", laws=(), inject=clips_one, inject_twin=clips_one)
+NUMBER = 3
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    file = tmp_path / "my_faults.py"
+    file.write_text(FILE)
+    return file
+
+
+@pytest.mark.parametrize("name", ["clips_one", "MINE", "MINE.twin"])
+def test_a_users_defect_is_injected(file: Path, name: str) -> None:
+    functions = vars(importlib.import_module("reference_trainer.train"))
+    before = functions["clip_gradients"]
+    with injected(require_known(f"{file}:{name}")):
+        assert functions["clip_gradients"] is not before
+    assert functions["clip_gradients"] is before
+
+
+def test_a_users_defect_is_caught(file: Path, bench: Bench) -> None:
+    cases = bench.cases("id = dp2-fp32-default-meta-clip0.1", only=("CLIP-1",))
+    (judged,) = bench.judge(cases, defect=f"{file}:clips_one")
+    assert judged.verdict == "fail"
+
+
+def test_what_a_users_defect_breaks_while_it_is_injected_is_no_catch(file: Path, bench: Bench) -> None:
+    cases = bench.cases("id = dp2-fp32-default-meta-clip0.1", only=("CLIP-1",))
+    (judged,) = bench.judge(cases, defect=f"{file}:broken")
+    assert judged.verdict == "error"
+    assert "NotInjectable" in judged.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("my_faults.py:nothing", "my_faults.py has no Defect, and no function without arguments, named nothing"),
+        ("my_faults.py:NUMBER", "has no Defect"),
+        ("none.py:x", "no file"),
+        ("my_faults.txt:x", "no file"),
+        ("broken.py:x", "broken.py cannot be imported: ZeroDivisionError"),
+    ],
+)
+def test_mistakes_in_users_defects(file: Path, name: str, message: str) -> None:
+    (file.parent / "broken.py").write_text("1 / 0\n")
+    with pytest.raises(ValueError, match=message):
+        require_known(f"{file.parent}/{name}")
+
+
+@contextmanager
+def failing() -> Iterator[None]:
+    raise ZeroDivisionError
+    yield
+
+
+def test_a_fault_of_a_fault_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalogue, "_injection", lambda _name: failing)
+    with pytest.raises(NotInjectable, match="x cannot be injected: ZeroDivisionError"), injected("x"):
+        pytest.fail("never reached")
+    monkeypatch.setattr(catalogue, "_injection", lambda _name: nullcontext)
+    with pytest.raises(KeyError), injected("x"):
+        raise KeyError  # not of the injection, but of what runs inside

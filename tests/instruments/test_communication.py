@@ -1,0 +1,133 @@
+"""Time that communication takes and hides: arithmetic of intervals, and traces that no profiler has written."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
+
+from conformance.experiments.training import _profiled_step
+from conformance.instruments.communication import (
+    APART,
+    Communication,
+    Interval,
+    Span,
+    communication,
+    length,
+    uncovered,
+    union,
+)
+from conformance.instruments.step_profile import StepProfile, read_trace
+from conformance.run.pool import Pools, RankContext, Task
+from reference_trainer.config import TrainerConfig
+
+RANK, BACKEND = 7, 8
+intervals = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=8)
+
+
+def moments(some: list[tuple[int, int]]) -> set[int]:
+    """Intervals between whole numbers, as the numbers at which their parts of length one begin."""
+    return {moment for start, end in some for moment in range(start, end)}
+
+
+@given(intervals)
+def test_a_union_has_the_same_moments(some: list[tuple[int, int]]) -> None:
+    found = union(some)
+    assert length(found) == len(moments(some))
+    assert all(before[1] < after[0] for before, after in pairwise(found))
+    assert all(start < end for start, end in found)
+
+
+@given(intervals, intervals)
+def test_what_is_uncovered_is_the_difference_of_the_moments(
+    some: list[tuple[int, int]], others: list[tuple[int, int]]
+) -> None:
+    assert uncovered(some, by=others) == len(moments(some) - moments(others))
+
+
+def span(name: str, start: float, end: float, *, cat: str = "cpu_op", tid: int = RANK, ph: str = "X") -> Span:
+    return Span(name=name, cat=cat, ph=ph, ts=start, dur=end - start, tid=tid)
+
+
+def measured(*spans: Span, on_device: bool, step_us: float = 100.0) -> Interval:
+    found = communication(spans, step_s=step_us * 1e-6, thread=RANK, on_device=on_device)
+    assert 0.0 <= found.exposed_s <= found.busy_s
+    return pytest.approx(found.busy_s * 1e6), pytest.approx(found.exposed_s * 1e6)  # type: ignore[return-value]
+
+
+def kernel(name: str, start: float, end: float, *, stream: int = 0) -> Span:
+    return span(name, start, end, cat="kernel", tid=stream)
+
+
+def test_kernels_hide_collectives_on_a_device() -> None:
+    gather = kernel("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 10, 30, stream=1)
+    reduce = kernel("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", 25, 45, stream=2)
+    product = kernel("ampere_sgemm_128x64_tn", 20, 40)
+    assert measured(gather, reduce, product, on_device=True) == (35.0, 15.0)
+    assert measured(gather, on_device=True) == (20.0, 20.0)
+    assert measured(gather, span("aten::mm", 0, 100), on_device=True) == (20.0, 20.0)  # issued, not computed
+    assert measured(product, on_device=True) == (0.0, 0.0)
+
+
+def test_operators_of_the_rank_hide_collectives_on_the_cpu() -> None:
+    gather = span("gloo:all_gather", 10, 30, cat="user_annotation", tid=BACKEND)
+    assert measured(gather, span("aten::mm", 25, 50), on_device=False) == (20.0, 15.0)
+    assert measured(gather, span("aten::copy_", 0, 90, tid=BACKEND), on_device=False) == (20.0, 20.0)  # gloo's own
+    assert measured(gather, span("autograd::engine::evaluate_function", 0, 90), on_device=False) == (20.0, 20.0)
+    assert measured(gather, span("aten::mm", 25, 50, ph="s"), on_device=False) == (20.0, 20.0)  # an arrow
+
+
+def test_what_instruments_do_is_no_part_of_a_step() -> None:
+    gather, other = (span("gloo:all_gather", start, start + 20, tid=BACKEND) for start in (10, 60))
+    apart = span(APART, 50, 90, cat="user_annotation")
+    found = communication([gather, other, apart], step_s=100e-6, thread=RANK, on_device=False)
+    assert found == Communication(step_s=60e-6, busy_s=20e-6, exposed_s=20e-6)
+    assert found.exposed_share == pytest.approx(1 / 3)
+
+
+def test_a_trace_is_read_from_what_a_profiler_writes(tmp_path: Path) -> None:
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        json.loads("1")
+    assert read_trace(profiler.export_chrome_trace)
+    rows = [{"ph": "M", "name": "process_name", "pid": 1, "tid": "", "args": {"name": "python"}}, {"ph": "i", "s": "g"}]
+    spans = read_trace(lambda file: Path(file).write_text(json.dumps({"schemaVersion": 1, "traceEvents": rows})))
+    assert spans == [Span(name="process_name", ph="M", tid=""), Span(ph="i")]
+
+
+def test_a_step_that_nobody_asked_for_is_not_profiled() -> None:
+    profiled = StepProfile(None)
+    profiled.begin(0)
+    with profiled.apart():
+        pass
+    profiled.end(0)
+    assert profiled.found is None
+
+
+def test_a_step_with_communication(pools: Pools) -> None:
+    """On real ranks."""
+    task = Task("tests.run.pool_tasks:profiled_step", {})
+    for reported in pools.run(task, world_size=2, deadline_s=60.0):
+        found = msgspec.convert(reported, Communication)
+        assert 0 < found.exposed_s <= found.busy_s < found.step_s
+
+
+@pytest.mark.parametrize(
+    ("device", "rank", "defect", "steps", "expected"),
+    [
+        ("GPU-1", 0, None, 3, 2),
+        ("", 0, None, 3, None),
+        ("GPU-1", 1, None, 3, None),
+        ("GPU-1", 0, "d", 3, None),
+        ("GPU-1", 0, None, 1, None),
+    ],
+)
+def test_the_last_step_on_a_device_is_profiled(
+    device: str, rank: int, defect: str | None, steps: int, expected: int | None
+) -> None:
+    context = RankContext(rank=rank, world_size=2, rendezvous="", timeout_s=1.0, device=device)
+    payload = {"defect": defect, "steps_before_save": 0}
+    assert _profiled_step(context, payload, TrainerConfig(steps=steps)) == expected

@@ -1,0 +1,132 @@
+"""The ledger of a device's memory, and the laws of devices, on figures that no device has given."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.instruments.allocator_snapshot import allocator_snapshot
+from conformance.instruments.device_memory import DeviceSegment, device_ledger
+from conformance.instruments.memory import mark
+from conformance.laws import test_device_memory as laws
+from conformance.outcomes import ConformanceFailure
+from conformance.plan.cells import Cell
+from tests.oracles.test_memory_model import CELL, measured
+
+MEBI = 1 << 20
+
+
+class Allocator:
+    """Counts as torch's does: present values, and peaks since the last reset."""
+
+    def __init__(self) -> None:
+        self.requested = self.peak = 0
+
+    def change(self, size: int) -> None:
+        self.requested += size
+        self.peak = max(self.peak, self.requested)
+
+    def reset(self) -> None:
+        self.peak = self.requested
+
+    def statistics(self) -> dict[str, int]:
+        now = {"requested_bytes.all.current": self.requested, "requested_bytes.all.peak": self.peak}
+        factors = {"allocated": 2, "active": 3, "reserved": 4}
+        return now | {f"{kind}_bytes.all.peak": factor * self.peak for kind, factor in factors.items()}
+
+
+def test_segments_of_a_device() -> None:
+    allocator = Allocator()
+    allocator.change(100)
+    with device_ledger(allocator.statistics, reset=allocator.reset) as ledger:
+        allocator.change(10)
+        mark("forward")
+        allocator.change(50)
+        allocator.change(-40)
+        mark("backward")
+        allocator.change(-20)
+    assert ledger.segments == [
+        DeviceSegment("", 0, 10, 10, 220, 330, 440),
+        DeviceSegment("forward", 10, 60, 20, 320, 480, 640),
+        DeviceSegment("backward", 20, 20, 0, 240, 360, 480),
+    ]
+    assert (ledger.peak_bytes, ledger.kept_bytes) == (60, 0)
+    mark("nobody listens any more")
+    assert len(ledger.segments) == 3
+
+
+def on_device(change: dict[str, tuple[int, int]]) -> Callable[..., Any]:
+    """As `measured`, with the figures that only devices give."""
+
+    def measure(task: str, cell: Cell, *, alone: bool = False, on_device: bool = False) -> Any:
+        assert on_device == alone, "activations must be those of the device"
+        found = measured(change)(task, cell, alone=alone)
+        if not alone:
+            for rank in found:
+                rank["device_level_bytes"] = 1
+                for segment in rank["segments"]:
+                    segment.update(allocated_bytes=1, active_bytes=1, reserved_bytes=1)
+        return found
+
+    return measure
+
+
+@pytest.mark.parametrize("change", [{"forward": (MEBI, 0)}, {"backward": (-MEBI, 0)}, {"forward": (0, MEBI)}])
+def test_a_phase_that_needs_something_else_fails(change: dict[str, tuple[int, int]]) -> None:
+    laws.test_memory_of_a_device_is_that_of_the_model(on_device({}), CELL)
+    with pytest.raises(ConformanceFailure, match=r"^(peak|rest) of (forward|backward)"):
+        laws.test_memory_of_a_device_is_that_of_the_model(on_device(change), CELL)
+
+
+SOUND = {
+    "foreign_processes": [],
+    "pinned": {"TF32 off": True, "deterministic algorithms": True},
+    "cublas_workspace_bytes": 1,
+    "nccl_buffer_bytes": 1,
+    "free_bytes": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"foreign_processes": [17]}, "foreign processes: measured 1, expected 0 processes; .17."),
+        ({"pinned": {"TF32 off": False}}, "knobs not pinned: measured 1, expected 0 knobs; TF32 off"),
+    ],
+)
+def test_a_device_that_is_not_ours_alone_fails(change: dict[str, Any], message: str) -> None:
+    laws.test_devices_are_free_and_pinned_down(lambda *_, **__: [SOUND, SOUND], Cell())
+    with pytest.raises(ConformanceFailure, match=message):
+        laws.test_devices_are_free_and_pinned_down(lambda *_, **__: [SOUND, SOUND | change], Cell())
+
+
+class Recording:
+    """What is used of torch.cuda.memory."""
+
+    def __init__(self) -> None:
+        self.calls: list[object] = []
+
+    def _record_memory_history(self, enabled: str | None = "all", max_entries: int = 0) -> None:
+        self.calls.append(enabled)
+
+    def _dump_snapshot(self, file: str) -> None:
+        self.calls.append(file)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("cuda", ["all", "x/s.pickle", None]), ("cpu", [])])
+def test_a_snapshot_is_left_where_there_is_a_device(
+    kind: str, expected: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = Recording()
+    monkeypatch.setattr(torch.cuda, "memory", memory)
+    with allocator_snapshot(Path("x/s.pickle"), torch.device(kind)):
+        pass
+    assert memory.calls == expected
+
+
+def test_without_the_functions_there_is_no_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "memory", object())
+    with allocator_snapshot(Path("x/s.pickle"), torch.device("cuda")):
+        pass

@@ -1,0 +1,230 @@
+"""What the dtype audit sees in a run of one rank, and what the laws over it say about records with a fault."""
+
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from conformance.instruments.collectives import Collective
+from conformance.instruments.dtypes import DtypeAudit
+from conformance.instruments.recorder import RankFacts, Recorder
+from conformance.laws import test_mixed_precision as mixed_precision
+from conformance.laws import test_workload as workload
+from conformance.oracles.dtype_policy import dtype_policy, expected_dtypes
+from conformance.oracles.reference import initial_model
+from conformance.outcomes import ConformanceFailure
+from conformance.plan.cells import Cell, axis_choices
+from conformance.plan.workload import trainer_config
+from conformance.run.record import Header, Record, RecordFile, tensor_file
+from reference_trainer.train import Trainer
+
+LAWS: dict[str, Callable[..., None]] = {
+    "MP-1": mixed_precision.test_dtypes_are_those_of_the_policy,
+    "MP-3": mixed_precision.test_rope_tables_and_buffers_keep_every_bit,
+    "MP-5": mixed_precision.test_masters_are_fp32,
+    "OPT-1": workload.test_optimizer_holds_the_sharded_parameters,
+    "DATA-1": workload.test_each_data_parallel_coordinate_sees_its_share,
+}
+CELL = Cell(mesh="dp1", precision="bf16-mp", activation_checkpointing="full", accumulation=2, steps=2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_rank() -> Iterator[None]:
+    """This process is a world of its own."""
+    with tempfile.TemporaryDirectory() as directory:
+        dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=0, world_size=1)
+        yield
+        dist.destroy_process_group()
+
+
+def train(cell: Cell) -> tuple[RankFacts, dict[str, Tensor]]:
+    recorder = Recorder(rank=0, variables={})
+    with recorder.listening():
+        trainer = Trainer(trainer_config(cell), device=torch.device("cpu"), world_size=1, observer=recorder)
+        return recorder.finish(trainer, [trainer.train_step(step) for step in range(cell.steps)])
+
+
+@dataclass
+class Bench:
+    """A finished run, and records of it with a fault."""
+
+    directory: Path
+    facts: RankFacts
+    tensors: dict[str, Tensor]
+
+    def judge(self, law: str, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Apply a law to the record with other facts and tensors."""
+        changed = msgspec.structs.replace(self.facts, **facts)
+        save_file({**self.tensors, **tensors}, self.directory / tensor_file(0))
+        header = Header(cell=CELL, session="s", torch="2", substrate="gloo", defect=None)
+        content = RecordFile(header=header, ranks=msgspec.Raw(msgspec.json.encode([changed])))
+        record = Record(self.directory, content)
+        LAWS[law](run=lambda _cell: record, cell=CELL)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("record"), *train(CELL))
+
+
+# Policy and audit
+
+
+def test_a_precision_without_policy_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no dtype policy for precision 'fp8', only for fp32, bf16-mp"):
+        dtype_policy("fp8")
+
+
+def test_a_model_without_policy_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"no dtype policy for model\.arithmetic integer"):
+        expected_dtypes(trainer_config(Cell(model="integer")))
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        *({"precision": precision} for precision in axis_choices("precision")),
+        {"precision": "bf16-mp", "activation_checkpointing": "selective"},
+        {"precision": "bf16-mixed", "optimizer": "sgd"},
+        {"precision": "bf16-mp", "tied_embeddings": True},
+    ],
+    ids=lambda axes: "-".join(map(str, axes.values())),
+)
+def test_the_audit_sees_what_the_policy_expects(axes: dict[str, Any]) -> None:
+    cell = Cell(mesh="dp1", steps=1, **axes)
+    facts, _ = train(cell)
+    assert facts.dtypes == expected_dtypes(trainer_config(cell))
+
+
+def test_what_runs_twice_is_seen_in_both_phases(bench: Bench) -> None:
+    assert bench.facts.rope_tables.keys() == {
+        f"layers.{layer}.attention/{phase}" for layer in range(2) for phase in ("forward", "backward")
+    }
+    assert bench.facts.dtypes.keys() >= {f"rope_table/{where}" for where in bench.facts.rope_tables}
+
+
+def test_tied_weights_are_looked_at_under_both_names() -> None:
+    expected = expected_dtypes(trainer_config(Cell(tied_embeddings=True)))
+    assert "unsharded_parameter/output.weight" in expected
+    assert "unsharded_parameter/tok_embeddings.weight" in expected
+    assert "gradient/output.weight" not in expected
+
+
+def test_only_what_is_called_in_forward_or_backward_is_seen() -> None:
+    model = initial_model(trainer_config(CELL))
+    audit = DtypeAudit()
+    audit.initialized(model)
+    audit.phase("data", step=0)
+    model(torch.zeros(1, 4, dtype=torch.int64))
+    assert {thing.split("/")[0] for thing in audit.facts()} == {"initial_parameter", "initial_buffer"}
+    audit.phase("forward", step=0)
+    model.layers[0](torch.zeros(1, 4, model.config.dim), model.rope_table)
+    seen = audit.facts()
+    assert seen["block_input/layers.0"] == seen["module_output/layers.0.attention.wq"] == ["float32"]
+    assert not [thing for thing in seen if "layers.1" in thing and "initial" not in thing]
+
+
+# Laws
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_the_run_itself_passes(bench: Bench, law: str) -> None:
+    bench.judge(law, {}, {})
+
+
+def test_a_second_dtype_of_anything_fails(bench: Bench) -> None:
+    one_of_each_kind = {thing.split("/")[0]: thing for thing in bench.facts.dtypes}
+    for thing in one_of_each_kind.values():
+        dtypes = [*bench.facts.dtypes[thing], "float16"]
+        with pytest.raises(ConformanceFailure, match=re.escape(f"rank 0: {thing}: measured {' and '.join(dtypes)}")):
+            bench.judge("MP-1", {"dtypes": {**bench.facts.dtypes, thing: dtypes}}, {})
+
+
+@pytest.mark.parametrize(
+    ("law", "thing"),
+    [
+        ("MP-1", "block_input/layers.1"),
+        ("MP-1", "unsharded_parameter/layers.0.attention.wq.weight"),
+        ("MP-1", "matmul/backward"),
+        ("MP-3", "rope_table/layers.1.attention/backward"),
+        ("MP-3", "final_buffer/rope_table"),
+        ("MP-5", "optimizer_state/exp_avg/norm.weight"),
+        ("MP-5", "gradient/norm.weight"),
+    ],
+)
+def test_what_was_never_seen_fails(bench: Bench, law: str, thing: str) -> None:
+    seen = {key: dtypes for key, dtypes in bench.facts.dtypes.items() if key != thing}
+    assert len(seen) == len(bench.facts.dtypes) - 1
+    with pytest.raises(ConformanceFailure, match=re.escape(f"{thing}: measured nothing, expected ")):
+        bench.judge(law, {"dtypes": seen}, {})
+
+
+@pytest.mark.parametrize("kind", ["initial_parameter", "final_parameter", "gradient", "optimizer_state/exp_avg"])
+def test_bf16_masters_fail(bench: Bench, kind: str) -> None:
+    thing = f"{kind}/norm.weight"
+    with pytest.raises(ConformanceFailure, match=f"{thing}: measured bfloat16, expected float32"):
+        bench.judge("MP-5", {"dtypes": {**bench.facts.dtypes, thing: ["bfloat16"]}}, {})
+
+
+def test_a_collective_too_many_fails(bench: Bench) -> None:
+    sent = Collective(0, "forward", "all_gather", "dp_shard", 8, 32, "float32", None)
+    with pytest.raises(ConformanceFailure, match="all_gather of 8 over dp_shard: measured float32, expected nothing"):
+        bench.judge("MP-1", {"collectives": [sent]}, {})
+
+
+def test_a_rounded_table_fails(bench: Bench) -> None:
+    tables = {**bench.facts.rope_tables, "layers.0.attention/backward": ["0123456789abcdef"]}
+    with pytest.raises(ConformanceFailure, match=r"layers\.0\.attention/backward: measured 0123456789abcdef"):
+        bench.judge("MP-3", {"rope_tables": tables}, {})
+    rounded = bench.tensors["final/buffer/rope_table"].bfloat16().float()
+    with pytest.raises(ConformanceFailure, match="buffers of rank 0 after training: 1 of 1 tensors differ in bits"):
+        bench.judge("MP-3", {}, {"final/buffer/rope_table": rounded})
+
+
+def test_lost_updates_fail(bench: Bench) -> None:
+    """As if the master were bf16 and only its copies fp32."""
+    name = "final/parameter/layers.0.ffn_norm.weight"
+    with pytest.raises(ConformanceFailure, match=r"change of parameters of layers\.0\.ffn_norm\.weight"):
+        bench.judge("MP-5", {}, {name: bench.tensors[name].bfloat16().float()})
+
+
+@pytest.mark.parametrize("group", [0, 1])
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda names: {"parameters": ["?", *names[1:]]}, r"holds \[\('\?', .*\)\] and misses \[\('"),
+        (lambda names: {"parameters": names[1:]}, r"holds \[\] and misses \[\('"),
+        (lambda names: {"parameters": [*names, names[0]]}, r"holds \[\('.*\)\] and misses \[\]"),
+        (lambda _: {"weight_decay": 0.5}, r"holds \[\('.*', 0\.5, 0\.01\).* and misses"),
+        (lambda _: {"lr": 0.5}, r"holds \[\('.*, 0\.5\).* and misses"),
+    ],
+    ids=["stranger", "left-out", "twice", "weight-decay", "learning-rate"],
+)
+def test_wrong_optimizer_groups_fail(bench: Bench, change: Any, reason: str, group: int) -> None:
+    groups = list(bench.facts.optimizer_groups)
+    groups[group] = msgspec.structs.replace(groups[group], **change(groups[group].parameters))
+    with pytest.raises(ConformanceFailure, match=reason):
+        bench.judge("OPT-1", {"optimizer_groups": groups}, {})
+
+
+def test_wrong_batches_fail(bench: Bench) -> None:
+    first, second = bench.facts.batches
+    others: list[dict[str, Any]] = [
+        {"batches": [second, first]},
+        {"batches": [first]},
+        {"batches": [first, {**second, "labels": first["labels"]}]},
+        {"model_inputs": bench.facts.model_inputs[::-1]},
+        {"model_inputs": []},
+    ]
+    for facts in others:
+        with pytest.raises(ConformanceFailure, match="rank 0 at data-parallel coordinate 0: step "):
+            bench.judge("DATA-1", facts, {})

@@ -1,0 +1,143 @@
+"""waivers.yaml: what a waiver applies to, what it makes of a verdict, and which waivers are mistakes."""
+
+import datetime
+from contextlib import nullcontext
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.judge.verdicts import Verdict
+from conformance.judge.waivers import Waiver, load_waivers, the_waiver
+from conformance.plan.cells import Cell
+from conformance.plan.matrix import Matrix, load_matrix
+from conformance.project import PROJECT
+
+WAIVER = Waiver(
+    law="INIT-8",
+    cells="world > 1",
+    device="cpu",
+    torch="2.6 - 2.13",
+    issue="https://github.com/pytorch/pytorch/issues/1",
+    reason="it is so",
+    expires="2027-01-31",
+)
+CELL, DAY = Cell(mesh="dp2"), datetime.date(2027, 1, 31)
+
+
+@pytest.fixture(scope="module")
+def matrix() -> Matrix:
+    return load_matrix(PROJECT / "matrix.yaml")
+
+
+def test_it_holds_for_its_law_cells_device_and_versions() -> None:
+    def holds(
+        law: str = "INIT-8",
+        cell: Cell = CELL,
+        device: str = "cpu",
+        torch: tuple[int, ...] = (2, 13),
+    ) -> bool:
+        return WAIVER.matches(law, cell, device=device, torch=torch)
+
+    assert holds()
+    assert holds(torch=(2, 6))
+    assert not holds(law="INIT-7")
+    assert not holds(cell=Cell(mesh="dp1"))
+    assert not holds(device="cuda")
+    assert not holds(torch=(2, 5))
+    assert not holds(torch=(2, 14))
+
+
+def test_a_failure_is_waived_and_a_pass_is_reported() -> None:
+    verdict, reason = WAIVER.judge(Verdict.FAIL, "measured 2")
+    assert verdict == Verdict.WAIVED
+    assert reason == "https://github.com/pytorch/pytorch/issues/1: it is so; measured 2"
+    assert WAIVER.judge(Verdict.PASS, "")[0] == Verdict.UNEXPECTED_PASS
+
+
+@pytest.mark.parametrize("verdict", [Verdict.TIMEOUT, Verdict.CRASH, Verdict.ERROR, Verdict.UNSUPPORTED])
+def test_nothing_else_is_waived(verdict: Verdict) -> None:
+    assert WAIVER.judge(verdict, "why") == (verdict, "why")
+
+
+def test_the_waiver_of_a_case() -> None:
+    assert the_waiver([WAIVER], "INIT-8", CELL, device="cpu", torch=(2, 13)) is WAIVER
+    assert the_waiver([WAIVER], "INIT-7", CELL, device="cpu", torch=(2, 13)) is None
+
+
+def written(path: Path, *changes: dict[str, object]) -> Path:
+    """A file with a waiver for each set of changes."""
+    waivers = [{**msgspec.to_builtins(WAIVER), **change} for change in changes]
+    file = path / "waivers.yaml"
+    file.write_bytes(msgspec.json.encode({"schema": 1, "waivers": waivers}))
+    return file
+
+
+def test_the_shipped_file_is_read(matrix: Matrix) -> None:
+    assert load_waivers(PROJECT / "waivers.yaml", matrix, today=datetime.date.today())
+
+
+def test_an_expired_waiver_is_a_mistake(tmp_path: Path, matrix: Matrix) -> None:
+    file = written(tmp_path, {})
+    assert load_waivers(file, matrix, today=DAY)
+    with pytest.raises(ValueError, match="INIT-8 has expired on 2027-01-31: remove it, or look at https://"):
+        load_waivers(file, matrix, today=DAY + datetime.timedelta(days=1))
+
+
+@pytest.mark.parametrize(
+    ("other", "overlaps"),
+    [
+        ({}, True),
+        ({"cells": "mesh = dp4"}, True),
+        ({"torch": "2.13 - 2.14"}, True),
+        ({"torch": "2.14 - 2.15"}, False),
+        ({"cells": "world = 1"}, False),
+        ({"device": "cuda"}, False),
+        ({"law": "INIT-7"}, False),
+    ],
+)
+def test_two_waivers_of_a_case_are_a_mistake(
+    tmp_path: Path, matrix: Matrix, other: dict[str, object], overlaps: bool
+) -> None:
+    file = written(tmp_path, {}, other)
+    expected = pytest.raises(ValueError, match="two waivers of INIT-8 apply to the same case")
+    with expected if overlaps else nullcontext():
+        load_waivers(file, matrix, today=DAY)
+
+
+VERSIONS = st.tuples(st.integers(6, 20), st.integers(6, 20)).map(lambda two: f"2.{min(two)} - 2.{max(two)}")
+SELECTIONS = st.sampled_from(["world > 1", "mesh = dp2", "mesh in (dp4, tp2)", "tp = 1", "seed = 1"])
+MESHES = st.sampled_from(["dp1", "dp2", "dp4", "tp2", "dp2-tp2"])
+
+
+@given(one=st.tuples(SELECTIONS, VERSIONS), two=st.tuples(SELECTIONS, VERSIONS), meshes=st.sets(MESHES, min_size=1))
+def test_waivers_overlap_if_some_case_has_both(one: tuple[str, str], two: tuple[str, str], meshes: set[str]) -> None:
+    first, second = (msgspec.structs.replace(WAIVER, cells=cells, torch=torch) for cells, torch in (one, two))
+    cells = [Cell(mesh=mesh) for mesh in meshes]
+
+    def both(cell: Cell, version: tuple[int, ...]) -> bool:
+        return all(waiver.matches("INIT-8", cell, device="cpu", torch=version) for waiver in (first, second))
+
+    expected = any(both(cell, (2, minor)) for cell in cells for minor in range(6, 21))
+    assert first.overlaps(second, cells) == second.overlaps(first, cells) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cells": "msh = dp2"}, "unknown name `msh`"),
+        ({"cells": "mesh = dp4096"}, "no case of the matrix is what the waiver of INIT-8 is for"),
+        ({"law": "INIT-88"}, "no case of the matrix"),
+        ({"expires": "2027-02-30"}, "day is out of range|must be in range"),
+        ({"expires": "soon"}, "expires"),
+        ({"torch": "2.6"}, "torch"),
+        ({"issue": "none"}, "issue"),
+        ({"device": "tpu"}, "device"),
+        ({"until": "2027"}, "until"),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, matrix: Matrix, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_waivers(written(tmp_path, changes), matrix, today=DAY)

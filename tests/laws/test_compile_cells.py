@@ -1,0 +1,97 @@
+"""Compiled cells: blocks are compiled although instruments are watching, what these see, and what stays behind."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from conformance.experiments.training import train_cell
+from conformance.instruments.compilation import CompilationFacts
+from conformance.instruments.recorder import RankFacts
+from conformance.plan.cells import Cell
+from conformance.run.pool import Pools, Task
+from conformance.run.ranks.messages import RankContext
+from conformance.run.store import task_payload
+
+LAYERS, STEPS = 2, 3
+
+
+def payload(cell: Cell, directory: Path) -> dict[str, Any]:
+    """Of `train_cell`; compiled cells without a C++ compiler, which takes many seconds."""
+    found = task_payload(cell, directory, defect=None)
+    if cell.compile:
+        found["config"]["compile"] = "aot_eager"
+    directory.mkdir()
+    return found
+
+
+def facts_of(result: dict[str, Any]) -> RankFacts:
+    return msgspec.convert(result["facts"], RankFacts)
+
+
+def run_alone(directory: Path, **axes: Any) -> RankFacts:
+    """A world of one rank in this process."""
+    context = RankContext(rank=0, world_size=1, rendezvous=f"file://{directory}.store", timeout_s=60.0)
+    return facts_of(train_cell(context, payload(Cell(mesh="dp1", **axes), directory)))
+
+
+def run_in_ranks(pools: Pools, directory: Path, cell: Cell) -> list[RankFacts]:
+    task = Task("conformance.experiments.training:train_cell", payload(cell, directory))
+    return [facts_of(result) for result in pools.run(task, world_size=cell.world_size, deadline_s=120)]
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [{}, {"activation_checkpointing": "full"}, {"precision": "bf16-mp"}, {"accumulation": 2}],
+    ids=lambda axes: "-".join(map(str, axes.values())),
+)
+def test_all_blocks_run_compiled(tmp_path: Path, axes: dict[str, Any]) -> None:
+    compiled = run_alone(tmp_path / "compiled", compile=True, **axes)
+    plain = run_alone(tmp_path / "plain", **axes)
+    passes = LAYERS * STEPS * axes.get("accumulation", 1)
+    assert compiled.blocks == CompilationFacts(graphs=1, compiled=passes, eager=0)
+    assert plain.blocks == CompilationFacts(graphs=0, compiled=0, eager=passes)
+    losses = [[step.loss for step in facts.steps] for facts in (compiled, plain)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2 if "precision" in axes else 1e-5)
+
+
+def test_a_silent_fallback_shows(tmp_path: Path) -> None:
+    with torch.compiler.set_stance("force_eager"):
+        facts = run_alone(tmp_path / "run", compile=True)
+    assert facts.blocks == CompilationFacts(graphs=0, compiled=0, eager=LAYERS * STEPS)
+
+
+def test_dropout_is_random_in_compiled_blocks_too(tmp_path: Path) -> None:
+    dropped = run_alone(tmp_path / "dropped", compile=True, dropout=0.5)
+    kept = run_alone(tmp_path / "kept", compile=True)
+    assert dropped.blocks.compiled == kept.blocks.compiled == LAYERS * STEPS
+    assert dropped.steps[0].loss != kept.steps[0].loss
+
+
+def test_graphs_do_not_outlive_their_run(tmp_path: Path) -> None:
+    """Each run compiles its own."""
+    for number in (1, 2):
+        counters.clear()
+        run_alone(tmp_path / f"run{number}", compile=True)
+        run_alone(tmp_path / f"plain{number}")
+        assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_what_instruments_see_of_compiled_cells(tmp_path: Path, pools: Pools) -> None:
+    """All collectives, also those of compiled blocks, and all matrix products; and the next run is as ever."""
+    cell = Cell(mesh="tp2")
+    plain = run_in_ranks(pools, tmp_path / "before", cell)
+    compiled = run_in_ranks(pools, tmp_path / "compiled", cell.but(compile=True))
+    after = run_in_ranks(pools, tmp_path / "after", cell)
+    assert [facts.fingerprints for facts in after] == [facts.fingerprints for facts in plain]
+    for ours, theirs in zip(compiled, plain, strict=True):
+        assert ours.blocks == CompilationFacts(graphs=1, compiled=LAYERS * STEPS, eager=0)
+        assert Counter(ours.collectives) == Counter(theirs.collectives)
+        assert {"matmul/forward", "matmul/backward", "attention/forward"} <= ours.dtypes.keys()
+        assert {name for name in theirs.dtypes if name not in ours.dtypes} == {
+            name for name in theirs.dtypes if name.startswith(("unsharded_p", "module_", "rope_")) and "layers." in name
+        }

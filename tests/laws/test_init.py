@@ -1,0 +1,49 @@
+"""INIT-5 and INIT-8, which no fault of the product can show: a control that sees less, draws as they should be."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from conformance.laws.test_initialisation import test_a_forgotten_tensor_would_be_seen as init_5
+from conformance.laws.test_initialisation import test_torch_draws_each_shard_by_itself as init_8
+from conformance.outcomes import ConformanceFailure
+from conformance.plan.cells import Cell
+
+CELL = Cell(mesh="dp2")
+
+
+def run(noticed: dict[str, int]) -> Any:
+    facts = SimpleNamespace(rank=0, poisoned={"w": 4, "rope_table": 2}, noticed_poison=noticed)
+    return lambda _cell: SimpleNamespace(ranks=[facts])
+
+
+def test_a_control_that_sees_everything_passes() -> None:
+    init_5(run({"w": 4, "rope_table": 2}), CELL)
+
+
+@pytest.mark.parametrize("noticed", [{"w": 4}, {"w": 4, "rope_table": 0}, {"w": 3, "rope_table": 2}, {}])
+def test_a_control_that_overlooks_something_fails(noticed: dict[str, int]) -> None:
+    with pytest.raises(ConformanceFailure, match="poison goes unseen"):
+        init_5(run(noticed), CELL)
+
+
+def measure(*parts: tuple[str, str]) -> Any:
+    return lambda _task, _cell: [{"shards": {"w": shard}, "layouts": {"w": layout}} for layout, shard in parts]
+
+
+def test_different_parts_and_equal_copies_pass() -> None:
+    init_8(measure(("first", "a"), ("second", "b"), ("first", "a"), ("second", "b")), CELL)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([("first", "a"), ("second", "a")], "different shards: measured 1, expected 2"),
+        ([("whole", "a"), ("whole", "b")], "different draws: measured 2, expected 1"),
+    ],
+    ids=["shards alike", "replicas differ"],
+)
+def test_draws_from_one_state_or_from_many_fail(parts: list[tuple[str, str]], message: str) -> None:
+    with pytest.raises(ConformanceFailure, match=message):
+        init_8(measure(*parts), CELL)

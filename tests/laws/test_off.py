@@ -1,0 +1,98 @@
+"""OFF-2 on facts as a machine with a GPU would report them, which the CPU cannot show; and what tells these facts."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from conformance.instruments.offloading import offloading_of
+from conformance.laws import test_offload
+from conformance.oracles.placement import expected_offloading, expected_places
+from conformance.outcomes import ConformanceFailure
+from conformance.plan.cells import Cell
+from conformance.plan.workload import trainer_config
+
+HOST = {"initial_parameter/w": "cpu", "optimizer_state/exp_avg/w": "cpu"}
+PINNED = {"final_parameter/w": "cpu pinned", "gradient/w": "cpu pinned"}
+DEVICE = {"unsharded_parameter/w": "cuda", "initial_buffer/t": "cuda", "logits": "cuda", "matmul/forward": "cuda"}
+
+
+@pytest.fixture(autouse=True)
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def config(cell: Cell) -> Any:
+        found = trainer_config(cell)
+        return SimpleNamespace(device="cuda", offload=found.offload, pin_memory=found.pin_memory, model=found.model)
+
+    monkeypatch.setattr(test_offload, "trainer_config", config)
+
+
+def judge(cell: Cell, **changes: str) -> None:
+    """OFF-2 on a rank of which everything is where it should be, with changes."""
+    if cell.offload == "cpu":
+        places = HOST | (PINNED if cell.pin_memory else dict.fromkeys(PINNED, "cpu")) | DEVICE
+    else:
+        places = dict.fromkeys([*HOST, *PINNED, *DEVICE], "cuda")
+    offloading = expected_offloading(trainer_config(cell))
+    offloading |= {name: value for name, value in changes.items() if name in offloading}
+    places |= {name: value for name, value in changes.items() if name not in offloading}
+    facts = SimpleNamespace(rank=0, offloading=offloading, places={thing: [place] for thing, place in places.items()})
+    record = SimpleNamespace(ranks=[facts], shards=[{}])
+    test_offload.test_offloaded_state_is_in_host_memory(lambda _cell: record, cell)  # type: ignore[arg-type]
+
+
+CELLS = [Cell(), Cell(offload="cpu"), Cell(offload="cpu", pin_memory=True)]
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.id)
+def test_everything_in_its_place_passes(cell: Cell) -> None:
+    judge(cell)
+
+
+@pytest.mark.parametrize("thing", [*HOST, *PINNED])
+def test_state_left_on_the_device_fails(thing: str) -> None:
+    with pytest.raises(ConformanceFailure, match=rf"{thing} is \['cuda'\], expected \['cpu'\]"):
+        judge(CELLS[1], **{thing: "cuda"})
+
+
+@pytest.mark.parametrize("thing", DEVICE)
+def test_what_is_used_on_the_device_must_not_be_on_the_host(thing: str) -> None:
+    for cell in CELLS:
+        with pytest.raises(ConformanceFailure, match=rf"{thing} is \['cpu'\], expected \['cuda'\]"):
+            judge(cell, **{thing: "cpu"})
+
+
+@pytest.mark.parametrize("thing", PINNED)
+def test_memory_that_is_not_pinned_fails(thing: str) -> None:
+    with pytest.raises(ConformanceFailure, match=rf"{thing} is \['cpu'\], expected \['cpu pinned'\]"):
+        judge(CELLS[2], **{thing: "cpu"})
+
+
+@pytest.mark.parametrize(("cell", "found"), [(CELLS[0], "cpu"), (CELLS[1], "none"), (CELLS[2], "cpu")])
+def test_a_group_with_another_policy_fails(cell: Cell, found: str) -> None:
+    with pytest.raises(ConformanceFailure, match=f"norm.weight is {found}, expected "):
+        judge(cell, **{"norm.weight": found})
+
+
+def test_places_are_of_the_kinds_that_are_recorded() -> None:
+    config = trainer_config(CELLS[1])
+    assert expected_places(config, ["gradient/w", "rope_table/x/forward"]) == {
+        "gradient/w": ["cpu"],
+        "rope_table/x/forward": ["cpu"],
+    }
+
+
+def test_a_torch_that_keeps_the_policy_elsewhere_is_named() -> None:
+    class Managed(FSDPModule, nn.Linear):
+        def __new__(cls, *_args: Any) -> Any:
+            return object.__new__(cls)
+
+        def _get_fsdp_state(self) -> Any:
+            group = SimpleNamespace(fsdp_params=[SimpleNamespace(sharded_param=self.weight)])
+            return SimpleNamespace(_fsdp_param_groups=[group])
+
+    with pytest.raises(
+        RuntimeError, match=r"^torch .* no attribute 'offload_to_cpu'; adapt conformance\.instruments\.offloading"
+    ):
+        offloading_of(Managed(1, 1))

@@ -1,0 +1,199 @@
+"""The traffic model on an example computed by hand, and the law that uses it on real and on falsified runs."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from conformance.instruments.collectives import Collective
+from conformance.judge.law import Run
+from conformance.laws.test_traffic import test_bytes_on_the_wire_equal_the_traffic_model as mp_4
+from conformance.oracles.tp_schedule import local_shapes, sharded_dim, tensor_parallel_events
+from conformance.oracles.traffic import Traffic, add_up, step_events
+from conformance.outcomes import ConformanceFailure
+from conformance.plan.cells import AxisValue, Cell, cell_from_axes
+from conformance.plan.workload import trainer_config
+from reference_trainer.config import DataConfig, MeshConfig, ModelConfig, TrainerConfig
+from reference_trainer.mesh import resolve_mesh
+
+# 2 samples of 4 tokens a rank: activations of 8 x 4 = 32 elements.
+CONFIG = TrainerConfig(
+    model=ModelConfig(vocab_size=3, dim=4, n_layers=1, n_heads=2, n_kv_heads=2, ffn_dim=6, max_seq_len=4),
+    mesh=MeshConfig(dp_shard=2, tp=2),
+    data=DataConfig(seq_len=4, global_batch_size=4),
+)
+LETTERS = {"all_gather": "G", "reduce_scatter": "S", "all_reduce": "R"}
+
+
+def tensor_parallel(config: TrainerConfig) -> str:
+    """Such as `forward: S32 G16`: a reduce-scatter of 32 elements, an all-gather of 16."""
+    words, phase = [], ""
+    for event in tensor_parallel_events(config, resolve_mesh(config.mesh, world_size=4)):
+        assert event.group == "tp"
+        if event.phase != phase:
+            phase = event.phase
+            words.append(f"{phase}:")
+        words.append(f"{LETTERS[event.kind]}{event.numel}")
+    return " ".join(words)
+
+
+def but(**changes: Any) -> TrainerConfig:
+    return msgspec.structs.replace(CONFIG, **changes)
+
+
+# Forward: embedding, attention, feed-forward, output, and logits padded to 2 of 3 tokens a rank.
+FORWARD = "forward: S32 G16 S32 G16 S32 G16 G16"
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        # Backward: output and its norm's weight, feed-forward, attention and their norms' weights, embedding.
+        (CONFIG, f"{FORWARD} backward: S32 R4 G16 S32 G16 S32 R4 R4 G16"),
+        (but(sequence_parallel=False), "forward: R32 R32 R32 G16 backward: R32 R32 R32"),
+        (
+            but(loss_parallel=True),
+            "forward: S32 G16 S32 G16 S32 G16 R8 R8 R8 backward: S32 R4 G16 S32 G16 S32 R4 R4 G16",
+        ),
+        (
+            but(activation_checkpointing="full"),
+            f"{FORWARD} backward: S32 R4 G16 G16 S32 G16 S32 G16 S32 R4 R4 G16",
+        ),
+        (
+            but(activation_checkpointing="full", compile="inductor"),
+            f"{FORWARD} backward: S32 R4 G16 S32 G16 S32 G16 S32 G16 S32 R4 R4 G16",
+        ),
+        (
+            but(sequence_parallel=False, activation_checkpointing="selective"),
+            "forward: R32 R32 R32 G16 backward: R32 R32 R32 R32",
+        ),
+        (
+            but(accumulation=2, gradient_sync="last"),
+            "forward: S16 G8 S16 G8 S16 G8 G8 backward: S16 G8 S16 G8 S16 G8 "
+            "forward: S16 G8 S16 G8 S16 G8 G8 backward: S16 R4 G8 S16 G8 S16 R4 R4 G8",
+        ),
+    ],
+)
+def test_tensor_parallel_collectives(config: TrainerConfig, expected: str) -> None:
+    assert tensor_parallel(config) == expected
+
+
+@pytest.mark.parametrize(
+    ("sync", "dtypes"), [("each", {"bfloat16"}), ("last", {"float32"})], ids=["each", "accumulated in fp32"]
+)
+def test_gradients_of_norms_are_reduced_in_the_dtype_that_they_have(sync: str, dtypes: set[str]) -> None:
+    config = but(precision="bf16-mp", accumulation=2, gradient_sync=sync)
+    events = tensor_parallel_events(config, resolve_mesh(config.mesh, world_size=4))
+    assert {event.dtype for event in events if event.numel == 4} == dtypes
+
+
+def test_shapes_of_uneven_parts() -> None:
+    first, last = (local_shapes(CONFIG.model, tp=2, tp_rank=rank) for rank in (0, 1))
+    assert first["tok_embeddings.weight"] == (2, 4)
+    assert last["tok_embeddings.weight"] == last["output.weight"] == (1, 4)
+    assert first["layers.0.attention.wq.weight"] == (2, 4)
+    assert first["layers.0.feed_forward.w2.weight"] == (4, 3)
+    assert first["norm.weight"] == (4,)
+
+
+def test_biases_are_divided_like_the_output_that_they_are_added_to() -> None:
+    assert sharded_dim("layers.0.attention.wq.bias") == 0
+    assert sharded_dim("layers.0.attention.wo.bias") is None
+    with pytest.raises(ValueError, match=r"layers.0.router.weight.*plan"):
+        sharded_dim("layers.0.router.weight")
+
+
+def test_a_whole_step_computed_by_hand() -> None:
+    # Shards of rows: embedding 1 x 4; block: norms 2 + 2, wq wk wv wo 4 each, w1 w3 of 3 rows 2 x 4, w2 2 x 3;
+    # norm and output 2 + 4. tp rank 1 has one row of embedding and output, padded to the same.
+    block = 4 + 4 * 4 + 2 * 8 + 6
+    for tp_rank in (0, 1):
+        found = add_up(step_events(CONFIG, resolve_mesh(CONFIG.mesh, world_size=4), tp_rank=tp_rank))
+        assert found == {
+            ("data", "dp_shard", "all_reduce", "int64"): Traffic(1, 8),
+            ("forward", "dp_shard", "all_gather", "float32"): Traffic(3, 4 * (4 + block + 6)),
+            ("forward", "tp", "all_gather", "float32"): Traffic(4, 4 * (3 * 16 + 16)),
+            ("forward", "tp", "reduce_scatter", "float32"): Traffic(3, 4 * 3 * 32),
+            ("backward", "dp_shard", "all_gather", "float32"): Traffic(2, 4 * (4 + block)),
+            ("backward", "dp_shard", "reduce_scatter", "float32"): Traffic(3, 4 * 2 * (4 + block + 6)),
+            ("backward", "tp", "all_gather", "float32"): Traffic(3, 4 * 3 * 16),
+            ("backward", "tp", "reduce_scatter", "float32"): Traffic(3, 4 * 3 * 32),
+            ("backward", "tp", "all_reduce", "float32"): Traffic(3, 4 * 3 * 4),
+            ("clip", "dp_shard", "all_reduce", "float32"): Traffic(1, 4 * 12),
+            ("clip", "tp", "all_reduce", "float32"): Traffic(1, 4 * 12),
+            ("idle", "dp_shard", "all_reduce", "float32"): Traffic(1, 4),
+        }
+
+
+def test_one_process_sends_nothing() -> None:
+    config = but(mesh=MeshConfig(dp_shard=1))
+    assert step_events(config, resolve_mesh(config.mesh, world_size=1), tp_rank=0) == []
+
+
+# --- real runs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"mesh": "dp2-tp2", "precision": "bf16-mp", "accumulation": 2, "gradient_sync": "last"},
+        {"mesh": "tp4", "activation_checkpointing": "full"},
+        {"mesh": "tp2", "tied_embeddings": True, "sequence_parallel": False, "loss_parallel": True, "clip": 0.0},
+    ],
+)
+def test_real_runs_hold_the_law_in_the_order_of_the_model(run: Run, axes: dict[str, AxisValue]) -> None:
+    cell = cell_from_axes({**axes, "steps": 2})
+    mp_4(run, cell)
+    config = trainer_config(cell)
+    expected = tensor_parallel_events(config, resolve_mesh(config.mesh, world_size=cell.world_size))
+    for facts in run(cell).ranks:
+        sent = [e for e in facts.collectives if e.step == 1 and e.group == "tp" and e.phase in ("forward", "backward")]
+        assert [(e.phase, e.kind, e.numel, e.dtype) for e in sent] == [
+            (e.phase, e.kind, e.numel, e.dtype) for e in expected
+        ]
+
+
+def without(entries: list[Collective], index: int) -> list[Collective]:
+    return entries[:index] + entries[index + 1 :]
+
+
+def twice(entries: list[Collective], index: int) -> list[Collective]:
+    return [*entries, entries[index]]
+
+
+def in_bf16(entries: list[Collective], index: int) -> list[Collective]:
+    changed = msgspec.structs.replace(entries[index], dtype="bfloat16", nbytes=entries[index].nbytes // 2)
+    return [*without(entries, index), changed]
+
+
+def over_the_world(entries: list[Collective], index: int) -> list[Collective]:
+    return [*without(entries, index), msgspec.structs.replace(entries[index], group="world")]
+
+
+@pytest.mark.parametrize("fault", [without, twice, in_bf16, over_the_world])
+@pytest.mark.parametrize(
+    ("phase", "kind", "group"),
+    [
+        ("data", "all_reduce", "dp_shard"),
+        ("backward", "reduce_scatter", "dp_shard"),
+        ("backward", "all_reduce", "tp"),
+        ("clip", "all_reduce", "tp"),
+    ],
+)
+def test_the_law_sees_one_wrong_collective(
+    run: Run, fault: Callable[[list[Collective], int], list[Collective]], phase: str, kind: str, group: str
+) -> None:
+    cell = Cell(mesh="dp2-tp2", steps=2)
+    record = run(cell)
+    facts = record.ranks[3]
+    index = next(
+        index
+        for index, e in enumerate(facts.collectives)
+        if (e.step, e.phase, e.kind, e.group) == (1, phase, kind, group)
+    )
+    wrong = msgspec.structs.replace(facts, collectives=fault(facts.collectives, index))
+    falsified: Any = SimpleNamespace(ranks=[*record.ranks[:3], wrong])
+    with pytest.raises(ConformanceFailure, match=rf"rank 3, step 1, {phase}: {kind} over {group} .*measured \d+ bytes"):
+        mp_4(lambda cell, *, repeat=0: falsified, cell)

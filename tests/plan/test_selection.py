@@ -1,0 +1,97 @@
+"""The language that selects cells."""
+
+import pytest
+
+from conformance.plan.cells import Cell
+from conformance.plan.selection import SelectionError, parse
+
+CELL = Cell(mesh="dp2-tp2", clip=0, accumulation=2, compile=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "selected"),
+    [
+        ("mesh = dp2-tp2", True),
+        ("mesh=dp2", False),
+        ("mesh != dp2", True),
+        ("mesh in (dp2, dp2-tp2)", True),
+        ("mesh not in (dp2,dp2-tp2)", False),
+        ("compile = true", True),
+        ("compile != true", False),
+        ("loss_parallel in (true)", False),
+        ("clip = 0", True),
+        ("clip = 0.0", True),
+        ("clip < 1e-3", True),
+        ("clip in (0.5, 1)", False),
+        ("steps = 3", True),
+        ("steps < 3", False),
+        ("steps <= 3", True),
+        ("steps > 2", True),
+        ("steps >= 4", False),
+        ("accumulation > 3", False),
+        ("tp > 1 and world = 4", True),
+        ("dp = 2 and dp_shard = 2 and dp_replicate = 1", True),
+        ("mesh = tp2 or tp = 2 and dp = 3", False),
+        ("tp = 2 or tp = 3 and dp = 3", True),
+        ("(tp = 2 or tp = 3) and dp = 3", False),
+        ("not tp = 1 and dp = 2", True),
+        ("not (tp = 1 or dp = 2)", False),
+        ("not not tp = 2", True),
+        ("id = dp2-tp2-fp32-default-meta-noclip-acc2-compile", True),
+        ("id = dp2-*-acc2-*", True),
+        ("id = dp2-*-acc2", False),
+        ("mesh = *tp*", True),
+        ("optimizer = adam*", True),
+        ("mesh =\n  dp2-tp2\n", True),
+    ],
+)
+def test_selects(text: str, selected: bool) -> None:
+    selection = parse(text)
+    assert selection(CELL) is selected
+    assert selection == parse(text)
+    assert selection.text == text
+
+
+@pytest.mark.parametrize(
+    ("text", "column", "message"),
+    [
+        ("", 0, "the expression ends too early; write comparisons such as `mesh = dp2`"),
+        ("mesh =", 6, "the expression ends too early"),
+        ("mesh = dp2 and", 14, "the expression ends too early"),
+        ("(mesh = dp2", 11, "the expression ends too early"),
+        ("mesh = dp2 tp", 11, "`tp` cannot stand here; write comparisons"),
+        ("mesh = dp2)", 10, "`)` cannot stand here"),
+        ("mesh in ()", 9, "`)` cannot stand here"),
+        ("mesh == dp2", 6, "`=` cannot stand here"),
+        ("tp @ 1", 3, "`@` cannot stand here"),
+        ("mesh notin (dp2)", 5, "`notin` cannot stand here"),
+        ("tp = 1 AND dp = 1", 7, "`AND` cannot stand here"),
+        ("all", 3, "the expression ends too early"),
+        ("tp = 1 and\nmsh = dp2", 11, "unknown name `msh`; allowed: id, mesh,"),
+        ("optimiser = sgd", 0, "(did you mean `optimizer`?)"),
+        ("mesh = dp1-tp2", 7, "not the canonical name of this mesh; write 'tp2'"),
+        ("mesh in (dp2, dq2)", 14, "axis `mesh` = 'dq2': not a mesh"),
+        ("optimizer != adam", 13, "Invalid enum value 'adam'; allowed: adamw, sgd (did you mean `adamw`?)"),
+        ("optimizer = a*x", 12, "`a*x` matches no value of `optimizer`; allowed: adamw, sgd"),
+        ("accumulation = 3", 15, "Invalid enum value 3; allowed: 1, 2, 4"),
+        ("steps = 0", 8, "Expected `int` >= 1"),
+        ("steps = 1.5", 8, "`1.5` is no value of `steps`; write an integer"),
+        ("steps = 010", 8, "`010` is no value of `steps`; write an integer"),
+        ("tp = two", 5, "`two` is no value of `tp`; write an integer"),
+        ("clip < nan", 7, "`nan` is no value of `clip`; write a number"),
+        ("compile = yes", 10, "`yes` is no value of `compile`; write true or false"),
+        ("mesh < dp2", 5, "`mesh` is not a number and has no order; use =, != or in (...)"),
+        ("compile >= true", 8, "`compile` is not a number and has no order"),
+        ("mesh != dp*", 8, "`dp*`: a pattern with `*` can only follow `=`"),
+        ("mesh in (dp*)", 9, "`dp*`: a pattern with `*` can only follow `=`"),
+        ("tp > 1*", 5, "`1*`: a pattern with `*` can only follow `=`"),
+        ("tp = 1*", 5, "`tp` is not a string and cannot match a pattern"),
+    ],
+)
+def test_mistakes_are_pointed_at(text: str, column: int, message: str) -> None:
+    with pytest.raises(SelectionError) as caught:
+        parse(text)
+    problem, shown, caret = str(caught.value).split("\n")
+    assert message in problem
+    assert shown == "  " + text.replace("\n", " ")
+    assert caret == "  " + " " * column + "^"

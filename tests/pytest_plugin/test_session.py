@@ -1,0 +1,348 @@
+"""Whole sessions of the suite in processes of their own: what they leave, how they end, and what ends them."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+import time
+import types
+import xml.etree.ElementTree as ET
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+from conformance.project import PROJECT
+from conformance.pytest_plugin import plugin
+from conformance.report.schema import CaseResult, Footer, Header
+from conformance.run.record import TRAINING, RecordFile
+from tests.sessions import ONE_CELL, Ended, alive, finish, suite
+
+# Two kinds of worlds, with laws that look at one cell or at two, and the environment's own laws.
+HEALTHY = "mesh = tp2 and optimizer = sgd and clip = 0 or id = dp2-fp32-default-meta"
+ENDING_LIMIT_S = 5.0
+THREE_CELLS = "mesh = tp2 and model = tiny and (optimizer = sgd or clip = 0)"
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    directory = tmp_path_factory.mktemp("healthy") / "report"
+    return finish(suite(directory, "conformance/", "--cells", HEALTHY), directory)
+
+
+# A healthy session
+
+
+def test_report(healthy: Ended) -> None:
+    report = healthy.report
+    assert healthy.status == report.exit_code == 0, healthy.output
+    assert report.planned == report.executed == len(report.cases) > 10
+    assert report.verdicts == {"pass": report.planned - 1, "unsupported": 1}
+    assert (report.schema, report.profile, report.defect) == (1, "pr", None)
+    assert {"packages", "device", "backends", "variables", "git", "substrate"} <= report.environment.keys()
+    assert report.environment["packages"]["torch"].startswith("2.")
+    assert [case.id for case in report.cases] == sorted({case.id for case in report.cases})
+    (on_devices,) = (case for case in report.cases if case.law == "ENV-4")
+    assert on_devices.reason.startswith("needs 2 CUDA devices for substrate nccl, 1 for nccl-shared, found 0")
+    for case in report.cases:
+        assert case.id == f"{case.law}/{case.cell}"
+        assert case is on_devices or (case.verdict, case.reason, case.substrate) == ("pass", "", "gloo")
+        assert case.duration_s >= case.run_s + case.wait_s >= 0
+        assert "MUST" in case.must
+        assert case.repro.startswith("pytest -n0 --profile=pr ")
+    assert {case.law for case in report.cases} >= {"ENV-1", "PAR-1", "PAR-4", "RS-1", "MP-1", "INIT-1"}
+
+
+def test_records_tell_how_long_ranks_were_training(healthy: Ended) -> None:
+    files = list(healthy.directory.glob("records/*/record.json"))
+    records = [msgspec.json.decode(file.read_bytes(), type=RecordFile) for file in files]
+    trained = {record.header.task: record.train_s / record.run_s for record in records}
+    assert trained["build:probe"] == 0
+    assert 0.2 < trained[TRAINING] < 1
+    assert all(0 < record.train_s < record.run_s for record in records if record.header.task == TRAINING)
+
+
+def test_report_is_plain_json_with_the_promised_fields(healthy: Ended) -> None:
+    report = json.loads((healthy.directory / "report.json").read_text())
+    promised = {"schema", "environment", "profile", "planned", "executed", "verdicts", "exit_code", "cases"}
+    assert promised <= report.keys()
+    of_case = {"id", "law", "cell", "verdict", "reason", "duration_s", "wait_s", "measured", "repro"}
+    for case in report["cases"]:
+        assert of_case <= case.keys()
+        for figure in case["measured"].values():
+            assert figure.keys() == {"value", "lower", "upper", "unit"}
+    measured = next(case["measured"] for case in report["cases"] if case["law"] == "PAR-1")
+    assert 0 <= measured["loss"]["value"] <= measured["loss"]["upper"] < 1e-4
+    silent = {case["law"] for case in report["cases"] if not case["measured"]}
+    assert silent <= {"ENV-1", "ENV-4"}, "laws that put no figure into the report"
+
+
+def test_lines_of_the_stream(healthy: Ended) -> None:
+    first, *lines, last = (healthy.directory / "report.jsonl").read_text().splitlines()
+    header, footer = msgspec.json.decode(first, type=Header), msgspec.json.decode(last, type=Footer)
+    report = healthy.report
+    assert (header.session, header.environment) == (report.session, report.environment)
+    assert (footer.planned, footer.executed, footer.exit_code) == (report.planned, report.executed, 0)
+    cases = [json.loads(line) for line in lines]
+    assert {case.pop("type") for case in cases} == {"case"}
+    decoded = [msgspec.convert(case, CaseResult) for case in cases]
+    assert sorted(decoded, key=lambda case: case.id) == report.cases
+    assert decoded[0].law.startswith("ENV-"), "preconditions come first"
+
+
+def test_junit(healthy: Ended) -> None:
+    root = ET.parse(healthy.directory / "junit.xml").getroot()
+    assert len(list(root.iter("testcase"))) == healthy.report.planned
+    assert [next(root.iter("testsuite")).get(key) for key in ("failures", "errors", "skipped")] == ["0", "0", "1"]
+
+
+def test_output(healthy: Ended) -> None:
+    report = healthy.report
+    for law, number in Counter(case.law for case in report.cases).items():
+        assert re.search(rf"^{law} +{number} +[\d.]+$", healthy.output, re.MULTILINE), healthy.output
+    assert f"{report.planned} of {report.planned} cases executed" in healthy.output
+    assert f"exit status 0; report: {healthy.directory}" in healthy.output
+
+
+def test_a_cell_runs_once(healthy: Ended) -> None:
+    require_single_runs(healthy)
+
+
+def require_single_runs(session: Ended) -> None:
+    """One record for each run of a cell, and each measurement, that a law asks for; no more cases ran than these."""
+    records = list((session.directory / "records").iterdir())
+    headers = [json.loads((record / "record.json").read_bytes())["header"] for record in records]
+    cells = [record.name.partition("--")[0] for record in records]
+    runs = {(cell, header["task"], header["repeat"]) for cell, header in zip(cells, headers, strict=True)}
+    assert len(runs) == len(records)
+    assert set(cells) >= {case.cell for case in session.report.cases}
+    ran = [case.id for case in session.report.cases if case.run_s > 0]
+    assert 0 < len(ran) <= len(records)
+
+
+def test_workers_share_the_records_and_agree(healthy: Ended, tmp_path: Path) -> None:
+    directory = tmp_path / "report"
+    shared = finish(suite(directory, "conformance/", "--cells", HEALTHY, workers=2), directory)
+    assert shared.status == 0, shared.output
+    assert shared.verdicts == healthy.verdicts
+    require_single_runs(shared)
+
+
+# Failures
+
+
+@pytest.fixture(scope="module")
+def defective(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    directory = tmp_path_factory.mktemp("defective") / "report"
+    options = ["--cells", ONE_CELL, "--defect", "grads-summed"]
+    return finish(suite(directory, "conformance/", *options), directory)
+
+
+def test_a_defective_product(defective: Ended) -> None:
+    report = defective.report
+    assert (defective.status, report.exit_code, report.defect) == (1, 1, "grads-summed")
+    (failed,) = [case for case in report.cases if case.verdict != "pass"]
+    assert (failed.law, failed.verdict) == ("PAR-1", "fail")
+    expected = r"gradient at step 0 of \S+: relative Frobenius deviation \S+ is above \S+e-05 \(norm .*\)$"
+    assert re.match(expected, failed.reason)
+    assert any(f.value and f.upper and f.value > 100 * f.upper for f in failed.measured.values())
+    assert f"fail: {failed.id}: {failed.reason}" in defective.output
+    assert f"repeat: {failed.repro}" in defective.output
+
+
+def test_a_case_can_be_repeated(defective: Ended, tmp_path: Path) -> None:
+    """With its profile and defect, and alone."""
+    (failed,) = [case for case in defective.report.cases if case.verdict == "fail"]
+    directory = tmp_path / "repeated"
+    command = [*shlex.split(failed.repro), f"--report-dir={directory}"]
+    assert command[0] == "pytest"
+    repeated = finish([str(Path(sys.executable).with_name("pytest")), *command[1:]], directory)
+    assert repeated.report.planned == 1
+    (case,) = repeated.report.cases
+    assert (case.id, case.verdict, case.reason, case.repro) == (failed.id, "fail", failed.reason, failed.repro)
+    assert repeated.status == 1
+
+
+def busy_rank(session: psutil.Process) -> tuple[psutil.Process, int] | None:
+    """The last rank of a world that is at work, and its number: it writes to `rankN.out`, beside the rendezvous."""
+    for process in session.children(recursive=True):
+        try:
+            output = Path(f"/proc/{process.pid}/fd/1").readlink()
+        except OSError:  # it has ended, or is not ours to look at
+            continue
+        match = re.fullmatch(r"rank(\d+)\.out", output.name)
+        if match and any(output.parent.glob("rendezvous*")) and int(match[1]) == 1:
+            return process, int(match[1])
+    return None
+
+
+def test_a_killed_rank_costs_one_case(tmp_path: Path) -> None:
+    killed: list[int] = []
+
+    def kill(session: psutil.Process) -> bool:
+        found = busy_rank(session)
+        if found is None:
+            return False
+        found[0].kill()
+        killed.append(found[1])
+        return True
+
+    directory = tmp_path / "report"
+    session = finish(suite(directory, "conformance/", "--cells", THREE_CELLS), directory, act=kill)
+    assert killed == [1]
+    report = session.report
+    crashed = [case for case in report.cases if case.verdict == "crash"]
+    assert report.executed == report.planned == 6
+    assert report.verdicts == {"pass": 5, "crash": 1}, session.output
+    assert crashed[0].reason == "rank 1 was killed by SIGKILL"
+    assert "--- rank 0 " in session.output
+    assert session.status == report.exit_code == 1
+    assert session.descendants
+    assert alive(session.descendants) == []
+
+
+@pytest.mark.parametrize(("number", "workers"), [(signal.SIGINT, 0), (signal.SIGTERM, 0), (signal.SIGTERM, 2)])
+def test_an_interrupted_session_is_incomplete(tmp_path: Path, number: int, workers: int) -> None:
+    directory = tmp_path / "report"
+
+    sent_s: list[float] = []
+
+    def interrupt(session: psutil.Process) -> bool:
+        """After the first record, while another cell may be running."""
+        if not any(directory.glob("records/*/record.json")):
+            return False
+        session.send_signal(number)
+        sent_s.append(time.monotonic())
+        return True
+
+    command = suite(directory, "conformance/", "--cells", THREE_CELLS, workers=workers)
+    session = finish(command, directory, act=interrupt)
+    assert time.monotonic() - sent_s[0] < ENDING_LIMIT_S, session.output
+    report = session.report
+    assert session.status == report.exit_code == 5, session.output
+    assert report.planned == len(report.cases) == 6 > report.executed
+    unfinished = [case for case in report.cases if case.verdict == "not-run"]
+    assert len(unfinished) == 6 - report.executed
+    for case in unfinished:
+        assert case.reason == "the session ended before this case"
+        assert "MUST" in case.must
+        assert case.nodeid in shlex.split(case.repro)
+    stream = (directory / "report.jsonl").read_text().splitlines()
+    assert len(stream) == 2 + report.executed
+    assert msgspec.json.decode(stream[-1], type=Footer).exit_code == 5
+    assert session.descendants
+    assert alive(session.descendants) == []
+    assert not list(directory.glob("plan*"))
+
+
+def test_nothing_selected_is_no_result(tmp_path: Path) -> None:
+    directory = tmp_path / "report"
+    session = finish(suite(directory, "conformance/", "--cells", "mesh = tp2", profile="smoke"), directory)
+    report = session.report
+    assert (session.status, report.exit_code, report.planned, report.executed) == (5, 5, 0, 0)
+    assert report.cases == []
+
+
+# Mistakes of the user, and of who writes laws
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--profile", "smok"], r"unknown profile `smok`; allowed: .*\(did you mean `smoke`\?\)$"),
+        (["--cells", "msh = dp2"], r"unknown name `msh`; allowed: id, mesh, "),
+        (
+            ["--defect", "nonsense"],
+            r"--defect nonsense: not a known defect; choose from collective-wrong-",
+        ),
+        (["--matrix", "DIR/broken.yaml"], r"DIR/broken.yaml:\d+: .*`msh`"),
+        (["--matrix", "DIR/none.yaml"], r"DIR/none.yaml:.* No such file"),
+        (["-n2", "--dist", "loadgroup"], r"--dist loadgroup is broken with this pytest .*: use --dist load$"),
+    ],
+)
+def test_usage_errors(tmp_path: Path, options: list[str], message: str) -> None:
+    text = (PROJECT / "matrix.yaml").read_text()
+    (tmp_path / "broken.yaml").write_text(text.replace("mesh:", "msh:", 1))
+    directory = tmp_path / "report"
+    options = [option.replace("DIR", str(tmp_path)) for option in options]
+    session = finish(suite(directory, "conformance/", *options), directory)
+    assert session.status == 4
+    line, *others = [line for line in session.output.splitlines() if line.strip()]
+    assert re.match("ERROR: " + message.replace("DIR", re.escape(str(tmp_path))), line), session.output
+    assert len(others) <= 2, "no more than the place of the mistake"
+    assert not directory.exists()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_law_without_a_test_is_a_usage_error(tmp_path: Path, workers: int) -> None:
+    matrix = tmp_path / "matrix.yaml"
+    matrix.write_text((PROJECT / "matrix.yaml").read_text().replace("laws: [ENV-1,", "laws: [ENV-1, ENV-99,"))
+    directory = tmp_path / "report"
+    options = ["--cells", "mesh = dp2", "--matrix", str(matrix)]
+    session = finish(suite(directory, "conformance/", *options, workers=workers), directory)
+    assert session.status == 4
+    assert "ERROR: matrix.yaml names laws that no test asserts: ENV-99" in session.output
+    assert "INTERNALERROR" not in session.output
+    report = session.report
+    assert (report.exit_code, report.executed) == (4, 0)
+
+
+def test_broken_law_modules_are_the_suites_failure(tmp_path: Path) -> None:
+    """One that cannot be imported, and one that asserts a law a second time."""
+    program = "@law('PAR-5', reference='')\ndef test_twice(run, cell):\n    'It MUST.'\n"
+    (tmp_path / "test_more.py").write_text(f"from conformance.judge.law import law\n{program}")
+    (tmp_path / "test_broken.py").write_text("import nonsense\n")
+    directory = tmp_path / "report"
+    arguments = ["conformance/", str(tmp_path / "test_more.py"), str(tmp_path / "test_broken.py")]
+    session = finish(suite(directory, *arguments, f"--rootdir={PROJECT}", "--cells", ONE_CELL), directory)
+    assert session.status == session.report.exit_code == 3, session.output
+    assert session.report.executed == 0
+    assert "No module named 'nonsense'" in session.output
+    assert re.search(r"law PAR-5 is asserted by \S+test_replicas_are_equal and by \S+test_twice", session.output)
+
+
+# Activation
+
+
+def test_other_sessions_are_left_alone(tmp_path: Path) -> None:
+    directory = tmp_path / "report"
+    session = finish(suite(directory, "tests/run/test_failures.py"), directory)
+    assert session.status == 0, session.output
+    assert "exit status" not in session.output
+    assert not directory.exists()
+
+
+def fake_config(directory: Path, *arguments: str) -> Any:
+    return types.SimpleNamespace(args=list(arguments), invocation_params=types.SimpleNamespace(dir=directory))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "active"),
+    [
+        (["conformance/"], True),
+        (["."], True),
+        (["conformance/laws/test_parity.py::test_replicas_are_equal[dp2-fp32]"], True),
+        (["tests", "conformance/laws"], True),
+        ([str(PROJECT / "conformance")], True),
+        (["tests/plan/test_cells.py"], False),
+        (["tests"], False),
+        (["conformance/run"], False),
+        (["../elsewhere/conformance"], False),
+        ([], False),
+    ],
+)
+def test_the_plugin_is_active_only_where_laws_are_collected(arguments: list[str], active: bool) -> None:
+    config = fake_config(PROJECT, *arguments)
+    assert plugin._collects_laws(config) is active
+    assert (plugin.pytest_xdist_auto_num_workers(config) is not None) is active
+
+
+@pytest.mark.parametrize(("cpus", "workers"), [(1, 1), (2, 1), (7, 1), (8, 2), (16, 4), (512, 8)])
+def test_automatic_number_of_workers(monkeypatch: pytest.MonkeyPatch, cpus: int, workers: int) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(cpus)))
+    assert plugin.pytest_xdist_auto_num_workers(fake_config(PROJECT, "conformance")) == workers

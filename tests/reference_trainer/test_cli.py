@@ -1,0 +1,226 @@
+"""The trainer's command line, in real processes."""
+
+import io
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from conformance.project import PROJECT
+from reference_trainer.__main__ import main, train
+from reference_trainer.config import load_config
+from reference_trainer.reshard import ReshardPolicy
+from reference_trainer.train import StepMetrics, Trainer
+from tests import forked
+
+TINY = PROJECT / "reference_trainer" / "configs" / "tiny.yaml"
+LIMIT_S = 120.0
+PLAIN = [sys.executable, "-m", "reference_trainer"]
+MODULE = ["-m", "reference_trainer", "--config", str(TINY)]
+OF_STEP = ["step", "loss", "grad_norm", "valid_tokens", "lr", "loss_scale", "skipped"]
+FIELDS = [*OF_STEP, "step_s", "tokens_per_s", "peak_memory_bytes"]
+
+
+def command(*arguments: str, nproc: int | None = None) -> list[str]:
+    """The trainer as one plain process, or under torchrun as `nproc` of them."""
+    launcher = [] if nproc is None else ["-m", "torch.distributed.run", f"--nproc-per-node={nproc}", *free_port()]
+    return [sys.executable, *launcher, *MODULE, *arguments]
+
+
+def free_port() -> list[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return [f"--master-port={probe.getsockname()[1]}"]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}  # set, so that torchrun need not say that it sets it
+
+
+def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    if arguments[:3] != PLAIN:
+        return subprocess.run(
+            arguments, cwd=PROJECT, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
+    with tempfile.TemporaryDirectory() as directory:
+        out, err = Path(directory, "out"), Path(directory, "err")
+        process = forked.start(
+            "reference_trainer", arguments[3:], cwd=PROJECT, environment=environment(), out=out, err=err
+        )
+        process.join(LIMIT_S)
+        assert process.exitcode is not None, err.read_text()
+        return subprocess.CompletedProcess(arguments, process.exitcode, out.read_text(), err.read_text())
+
+
+def refusal(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    """What a plain process says that ends before it trains; in this process, since it takes seconds to start one."""
+    out, err = io.StringIO(), io.StringIO()
+    _interpreter, _option, _module, *of_trainer = [*command(), *arguments]
+    with (
+        patch.object(sys, "argv", ["reference_trainer", *of_trainer]),
+        patch("reference_trainer.__main__.init_process_group", side_effect=AssertionError("it would train")),
+        redirect_stdout(out),
+        redirect_stderr(err),
+    ):
+        status = main()
+    return subprocess.CompletedProcess(of_trainer, status, out.getvalue(), err.getvalue())
+
+
+def rows_of(path: Path) -> list[dict[str, float | None]]:
+    """JSON lines, read by the letter: NaN and Infinity are no JSON."""
+
+    def refuse(constant: str) -> float:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def numbers(rows: list[dict[str, float | None]], field: str) -> list[float]:
+    values = [row[field] for row in rows]
+    assert all(isinstance(value, (int, float)) for value in values)
+    return [value for value in values if value is not None]
+
+
+TP2 = ["--set", "mesh.tp=2", "--set", "optimizer.warmup_steps=0"]
+
+
+OFFLOADED = ["--set", "offload=cpu", "--set", 'optimizer.norm_type="inf"', "--set", "optimizer.max_norm=0.05"]
+
+
+def test_offloaded_parameters_train_and_are_clipped(tmp_path: Path) -> None:
+    rows = []
+    for arguments in (OFFLOADED, OFFLOADED[2:]):
+        result = run(command("--metrics", str(tmp_path / "metrics.jsonl"), *arguments, "--set", "steps=3"))
+        assert (result.returncode, result.stderr) == (0, "")
+        rows.append(rows_of(tmp_path / "metrics.jsonl"))
+    for field in ("loss", "grad_norm"):
+        assert numbers(rows[0], field) == numbers(rows[1], field)
+
+
+def test_a_reshard_policy_that_does_not_fit_is_one_line(tmp_path: Path) -> None:
+    result = refusal(["--metrics", str(tmp_path / "m"), "--set", "reshard=3"])
+    assert (result.returncode, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("reference_trainer: reshard to 3 ranks: must be a divisor of mesh.dp_shard, 1, and smaller")
+
+
+def test_auto_says_what_it_chose_and_why(tmp_path: Path) -> None:
+    result = run(command("--metrics", str(tmp_path / "m"), "--set", "reshard=auto", "--set", "steps=1"))
+    assert (result.returncode, result.stderr) == (0, "")
+    reason, progress = result.stdout.splitlines()
+    assert reason.startswith("reshard auto: never, since keeping all parameters needs about ")
+    assert reason.endswith("may be used; tok_embeddings to output: never")
+    assert progress.startswith("step     0/1")
+
+
+def test_memory_cannot_be_pinned_without_an_accelerator(tmp_path: Path) -> None:
+    result = refusal(["--metrics", str(tmp_path / "m"), *OFFLOADED, "--set", "pin_memory=true", "--set", "device=cpu"])
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("reference_trainer: pin_memory is for copies to an accelerator, but this run is on")
+
+
+def test_two_processes_train(tmp_path: Path) -> None:
+    metrics, compiled_metrics = tmp_path / "metrics.jsonl", tmp_path / "compiled.jsonl"
+    result = run(command("--metrics", str(metrics), *TP2, "--set", "steps=4", nproc=2))
+    assert (result.returncode, result.stderr) == (0, "")
+    first, last = result.stdout.splitlines()
+    assert first.startswith("step     0/4  loss 5.5700  grad norm ")
+    assert last.startswith("step     3/4  loss ")
+    assert "tokens/s  peak" in last
+    rows = rows_of(metrics)
+    assert [list(row) for row in rows] == [FIELDS] * 4
+    assert numbers(rows, "step") == [0, 1, 2, 3]
+    assert numbers(rows, "valid_tokens") == [8 * 128] * 4
+    losses = numbers(rows, "loss")
+    assert math.isclose(losses[0], math.log(256), rel_tol=0.01), "an untrained model knows nothing"
+    assert losses == sorted(losses, reverse=True)
+    assert not any(numbers(rows, "skipped"))
+    assert all(rate > 0 for field in FIELDS[2:] if field != "skipped" for rate in numbers(rows, field))
+
+    # The embedding's gradient is lost if what tensor parallelism has in flight enters a compiled block.
+    options = ["--set", "steps=1", "--set", "compile=aot_eager", "--set", "activation_checkpointing=full"]
+    result = run(command("--metrics", str(compiled_metrics), *TP2, *options, nproc=2))
+    assert (result.returncode, result.stderr) == (0, "")
+    assert numbers(rows_of(compiled_metrics), "grad_norm") == pytest.approx(numbers(rows, "grad_norm")[:1], rel=1e-5)
+
+
+def test_one_plain_process_trains_on_a_file(tmp_path: Path) -> None:
+    tokens, metrics = tmp_path / "1", tmp_path / "metrics.jsonl"
+    tokens.write_bytes(bytes(range(256)))
+    result = subprocess.run(
+        [*command("--metrics", str(metrics), "--set", "steps=1"), "--data", "1"],
+        cwd=tmp_path, env={**environment(), "PYTHONPATH": str(PROJECT)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (result.returncode, result.stderr) == (0, "")
+    assert len(rows_of(metrics)) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "mesh.tp=2"], "mesh dp_replicate 1 x dp_shard auto x tp 2 does not fit the number of processes, 1"),
+        (["--set", "model.n_kv_heads=3"], "configs/tiny.yaml:2 with --set model.n_kv_heads=3: model.n_heads 4 is not"),
+        (["--set", "optimizer.lrr=1"], "--set optimizer.lrr=1: unknown field `lrr`"),
+        (
+            ["--set", "init=checkpoint", "--set", "checkpoint=/missing"],
+            "checkpoint /missing is neither a file nor a directory",
+        ),
+        (["--data", "/missing"], "data.path /missing is not a file"),
+        (["--metrics", "/missing/metrics.jsonl"], "No such file or directory: '/missing/metrics.jsonl'"),
+    ],
+)
+def test_a_wrong_configuration_ends_with_one_line(arguments: list[str], message: str) -> None:
+    result = refusal(arguments)
+    assert (result.returncode, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("reference_trainer: ")
+    assert message in line
+
+
+def test_under_torchrun_the_line_is_printed_once_and_quoted_in_the_summary() -> None:
+    result = run(command("--set", "mesh.tp=3", nproc=2))
+    line = "reference_trainer: mesh dp_replicate 1 x dp_shard auto x tp 3 does not fit the number of processes, 2"
+    assert result.returncode == 1
+    assert sum(printed.startswith(line) for printed in result.stderr.splitlines()) == 1
+    assert f"traceback : {line}" in result.stderr.partition("Root Cause")[2]
+    assert result.stderr.count("Traceback (most recent call last)") <= 1, "torchrun's own, none of ours"
+
+
+def test_ctrl_c_ends_quietly(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        command("--metrics", str(tmp_path / "metrics.jsonl")),
+        cwd=PROJECT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("step     0/300")
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=30)
+    assert (process.returncode, stderr) == (130, "")
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Diverged(Trainer):
+        def __init__(self, *_: object, **__: object) -> None:
+            """Builds nothing."""
+            self.reshard = ReshardPolicy({})
+
+        def train_step(self, step: int) -> StepMetrics:
+            return StepMetrics(step=step, loss=math.nan, grad_norm=math.inf, valid_tokens=1, lr=0.1)
+
+    monkeypatch.setattr("reference_trainer.__main__.Trainer", Diverged)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
+    path = tmp_path / "metrics.jsonl"
+    with path.open("wb") as file:
+        train(load_config(TINY, ["steps=2"]), device=torch.device("cpu"), metrics_file=file)
+    assert [(row["loss"], row["grad_norm"], row["lr"]) for row in rows_of(path)] == [(None, None, 0.1)] * 2

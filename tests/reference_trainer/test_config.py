@@ -1,0 +1,304 @@
+"""The trainer's configuration: defaults, what is refused and with which words, and `--set`."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from conformance.project import PROJECT
+from reference_trainer.config import (
+    DataConfig,
+    LossScaleConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainerConfig,
+    load_config,
+)
+from reference_trainer.mesh import ParallelDims, check_fits_mesh, choose_device, resolve_mesh
+from reference_trainer.strict_yaml import ConfigError, parse_scalar
+
+TINY = PROJECT / "reference_trainer" / "configs" / "tiny.yaml"
+
+
+def refusal(call: Callable[[], object]) -> str:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - each caller looks at the message
+        call()
+    return str(caught.value)
+
+
+def test_defaults_are_a_valid_configuration() -> None:
+    assert TrainerConfig() == msgspec.convert({}, TrainerConfig)
+    assert ModelConfig(dim=96, n_heads=3, n_kv_heads=1).head_dim == 32
+
+
+def test_configurations_are_immutable_and_by_keyword() -> None:
+    with pytest.raises(AttributeError):
+        TrainerConfig().steps = 1  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        ModelConfig(256)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("type_", "fields", "message"),
+    [
+        (ModelConfig, {"vocab_size": 0}, "model.vocab_size is 0, must be at least 1"),
+        (ModelConfig, {"n_layers": -1}, "model.n_layers is -1, must be at least 1"),
+        (ModelConfig, {"rope_theta": 0.0}, "model.rope_theta is 0.0, must be positive and finite"),
+        (ModelConfig, {"norm_eps": float("nan")}, "model.norm_eps is nan, must be positive and finite"),
+        (ModelConfig, {"init_std": -0.1}, "model.init_std is -0.1, must be finite and not negative"),
+        (ModelConfig, {"dropout": 1.0}, "model.dropout is 1.0, must be at least 0 and below 1"),
+        (ModelConfig, {"dim": 130}, "model.dim 130 is not divisible by n_heads 4"),
+        (ModelConfig, {"dim": 132}, "head dimension 33 (dim / n_heads) must be even for RoPE"),
+        (ModelConfig, {"n_kv_heads": 3}, "model.n_heads 4 is not divisible by n_kv_heads 3"),
+        (MeshConfig, {"dp_shard": 0}, "mesh.dp_shard is 0, must be at least 1"),
+        (MeshConfig, {"tp": -2}, "mesh.tp is -2, must be at least 1"),
+        (DataConfig, {"seq_len": 0}, "data.seq_len is 0, must be at least 1"),
+        (DataConfig, {"global_batch_size": 0}, "data.global_batch_size is 0, must be at least 1"),
+        (DataConfig, {"min_valid_fraction": 0.0}, "data.min_valid_fraction is 0.0, must be above 0 and at most 1"),
+        (OptimizerConfig, {"lr": float("inf")}, "optimizer.lr is inf, must be positive and finite"),
+        (OptimizerConfig, {"beta2": 1.0}, "optimizer.beta2 is 1.0, must be at least 0 and below 1"),
+        (OptimizerConfig, {"max_norm": -1.0}, "optimizer.max_norm is -1.0, must be finite and not negative"),
+        (OptimizerConfig, {"warmup_steps": -1}, "optimizer.warmup_steps is -1, must be finite and not negative"),
+        (OptimizerConfig, {"final_lr_fraction": 1.5}, "optimizer.final_lr_fraction is 1.5, must be at least 0 and at"),
+        (OptimizerConfig, {"norm_type": 0.0}, 'optimizer.norm_type is 0.0, must be positive and finite, or "inf"'),
+        (OptimizerConfig, {"norm_type": float("inf")}, "optimizer.norm_type is inf, must be positive and finite"),
+        (
+            TrainerConfig,
+            {"precision": "bf16-mp", "tf32": True},
+            "tf32 has no effect with precision bf16-mp, whose products are not of fp32 numbers: set tf32=false",
+        ),
+        (LossScaleConfig, {"initial": 3.0}, "loss_scale.initial is 3.0, must be a power of two, such as 65536.0"),
+        (LossScaleConfig, {"initial": float("inf")}, "loss_scale.initial is inf, must be a power of two"),
+        (LossScaleConfig, {"initial": -2.0}, "loss_scale.initial is -2.0, must be a power of two"),
+        (LossScaleConfig, {"growth_interval": 0}, "loss_scale.growth_interval is 0, must be at least 1"),
+        (
+            TrainerConfig,
+            {"loss_scale": LossScaleConfig(initial=2.0)},
+            "loss_scale has no effect with precision fp32: set precision=fp16-mp, or leave it out",
+        ),
+        (
+            TrainerConfig,
+            {"precision": "fp16-mp", "optimizer": OptimizerConfig(error_if_nonfinite=True)},
+            "optimizer.error_if_nonfinite with precision fp16-mp: gradients that overflow are how the loss scale is",
+        ),
+        (TrainerConfig, {"pin_memory": True}, "pin_memory has no effect with offload none: set offload=cpu"),
+        (TrainerConfig, {"norms_in_tp": False}, "norms_in_tp false leaves norms out of tensor parallelism, but"),
+        (TrainerConfig, {"limit_all_gathers": False}, "limit_all_gathers false has no effect with fsdp2: set impl"),
+        (
+            TrainerConfig,
+            {"implementation": "fsdp1"},
+            "implementation fsdp1 with init meta: it is for comparison alone; use implementation fsdp2, or init full",
+        ),
+        (
+            TrainerConfig,
+            {"implementation": "fsdp1", "init": "full", "reshard": "always"},
+            "implementation fsdp1 with reshard always: it is for comparison alone; use implementation fsdp2, or "
+            "reshard default or never",
+        ),
+        (
+            TrainerConfig,
+            {"implementation": "fsdp1", "init": "full", "optimizer": OptimizerConfig(norm_type="inf")},
+            "implementation fsdp1 with optimizer.norm_type inf: it is for comparison alone",
+        ),
+        (TrainerConfig, {"accumulation": 0}, "accumulation is 0, must be at least 1"),
+        (TrainerConfig, {"forward_prefetch": -1}, "forward_prefetch is -1, must be at least 0"),
+        (TrainerConfig, {"backward_prefetch": -2}, "backward_prefetch is -2, must be at least 0"),
+        (
+            TrainerConfig,
+            {"precision": "bf16-mixed", "activation_checkpointing": "full", "forward_prefetch": 1},
+            "precision bf16-mixed with activation_checkpointing full and forward_prefetch 1: what is recomputed",
+        ),
+        (TrainerConfig, {"steps": 0}, "steps is 0, must be at least 1"),
+        (TrainerConfig, {"seed": -1}, "seed is -1, must be at least 0 and below 2**64"),
+        (TrainerConfig, {"data": DataConfig(seq_len=512)}, "data.seq_len 512 is longer than model.max_seq_len 256"),
+        (
+            TrainerConfig,
+            {"init": "checkpoint"},
+            "init is checkpoint and checkpoint is None: a file is needed with init",
+        ),
+        (
+            TrainerConfig,
+            {"checkpoint": "weights"},
+            "init is meta and checkpoint is weights: a file is needed with init",
+        ),
+        (
+            TrainerConfig,
+            {"precision": "bf16-mixed", "compile": "aot_eager"},
+            "precision bf16-mixed with compile aot_eager: norms are FSDP groups of their own inside",
+        ),
+    ],
+)
+def test_values_that_are_refused(type_: Callable[..., object], fields: dict[str, Any], message: str) -> None:
+    assert refusal(lambda: type_(**fields)).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "world_size", "shape"),
+    [
+        (MeshConfig(), 1, {"dp_shard": 1}),
+        (MeshConfig(), 4, {"dp_shard": 4}),
+        (MeshConfig(tp=2), 4, {"dp_shard": 2, "tp": 2}),
+        (MeshConfig(dp_replicate=2), 4, {"dp_replicate": 2, "dp_shard": 2}),
+        (MeshConfig(dp_replicate=2, dp_shard=2, tp=2), 8, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}),
+    ],
+)
+def test_meshes_that_fit(mesh: MeshConfig, world_size: int, shape: dict[str, int]) -> None:
+    dims = resolve_mesh(mesh, world_size=world_size)
+    assert dims.mesh_shape() == shape
+    assert dims.world_size == world_size
+
+
+@pytest.mark.parametrize(
+    ("mesh", "world_size", "message"),
+    [
+        (MeshConfig(tp=3), 4, "tp 3 does not fit the number of processes, 4: start 3 processes, or change mesh"),
+        (MeshConfig(tp=2), 1, "dp_shard auto x tp 2 does not fit the number of processes, 1: start 2 processes"),
+        (MeshConfig(dp_shard=2), 4, "dp_shard 2 x tp 1 does not fit the number of processes, 4: start 2 processes"),
+    ],
+)
+def test_meshes_that_do_not_fit(mesh: MeshConfig, world_size: int, message: str) -> None:
+    assert message in refusal(lambda: resolve_mesh(mesh, world_size=world_size))
+
+
+@pytest.mark.parametrize(
+    ("config", "dims", "message"),
+    [
+        (TrainerConfig(), ParallelDims(1, 1, 8), "model.n_heads 4 is not divisible by mesh.tp 8"),
+        (TrainerConfig(), ParallelDims(1, 1, 4), "model.n_kv_heads 2 is not divisible by mesh.tp 4"),
+        (TrainerConfig(model=ModelConfig(ffn_dim=7)), ParallelDims(1, 1, 2), "model.ffn_dim 7 is not divisible by"),
+        (
+            TrainerConfig(data=DataConfig(seq_len=7)),
+            ParallelDims(1, 1, 2),
+            "data.seq_len 7 is not divisible by mesh.tp",
+        ),
+        (TrainerConfig(), ParallelDims(1, 3, 1), "data.global_batch_size 8 is not divisible by data-parallel ranks x"),
+        (TrainerConfig(accumulation=8), ParallelDims(2, 1, 1), "ranks x accumulation = 2 x 8"),
+        (
+            TrainerConfig(implementation="fsdp1", init="full"),
+            ParallelDims(1, 1, 2),
+            "implementation fsdp1 does not shard over mesh.dp_shard 1: use more ranks",
+        ),
+        (
+            TrainerConfig(gradient_sync="all-reduce-last"),
+            ParallelDims(1, 2, 1),
+            "gradient_sync all-reduce-last needs replicas (HSDP), whose all-reduce it postpones, but mesh.dp_replicate "
+            "is 1: set mesh.dp_replicate above 1, or use gradient_sync each or last",
+        ),
+    ],
+)
+def test_what_does_not_go_with_the_mesh(config: TrainerConfig, dims: ParallelDims, message: str) -> None:
+    assert message in refusal(lambda: check_fits_mesh(config, dims))
+
+
+def test_an_odd_sequence_length_is_fine_without_sequence_parallelism() -> None:
+    check_fits_mesh(TrainerConfig(data=DataConfig(seq_len=7), sequence_parallel=False), ParallelDims(1, 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("device", "devices", "environment", "message"),
+    [
+        ("cuda", 0, {}, "device is cuda, but torch finds no CUDA device: use device=cpu"),
+        ("auto", 2, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}, "4 processes on this node, but torch finds 2 CUDA"),
+        ("cuda", 1, {"LOCAL_RANK": "1"}, "2 processes on this node, but torch finds 1 CUDA devices: start one process"),
+    ],
+)
+def test_too_few_cuda_devices(
+    device: Any, devices: int, environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert message in refusal(lambda: choose_device(TrainerConfig(device=device)))
+
+
+def test_without_a_cuda_device_auto_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert choose_device(TrainerConfig()) == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("2", 2),
+        (" 3 ", 3),
+        ("0.001", 0.001),
+        ("true", True),
+        ("null", None),
+        ("", None),
+        ("a b", "a b"),
+        ("'010'", "010"),
+        ('"# b: [1]"', "# b: [1]"),
+        ("/data/tokens.npy", "/data/tokens.npy"),
+    ],
+)
+def test_one_scalar(text: str, value: object) -> None:
+    assert (type(parse_scalar(text)), parse_scalar(text)) == (type(value), value)
+
+
+@pytest.mark.parametrize(
+    "text", ["[1]", "a: b", "- a", "a #b", "#b", "&a 1", "*a", "!!str 1", "---\na", "{", "@a", "\0"]
+)
+def test_what_is_not_one_scalar(text: str) -> None:
+    expected = f"`{text}` is not one plain value: write a single value, or quote it if it is a string"
+    assert refusal(lambda: parse_scalar(text)) == expected
+
+
+@pytest.mark.parametrize(("text", "advice"), [("on", "write true"), ("1e-3", "write 0.001"), ("010", "write 10 or 8")])
+def test_scalars_that_are_not_canonical(text: str, advice: str) -> None:
+    assert advice in refusal(lambda: parse_scalar(text))
+
+
+def test_overrides_change_the_fields_they_name() -> None:
+    plain = load_config(TINY)
+    changed = load_config(TINY, ["mesh.tp=2", "optimizer.lr=0.1", "data.path='1'", "steps=3", "steps=4"])
+    assert (plain.mesh.tp, plain.steps) == (1, 300)
+    assert (changed.mesh.tp, changed.optimizer.lr, changed.data.path, changed.steps) == (2, 0.1, "1", 4)
+    assert changed.model == plain.model
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["mesh"], "--set mesh: write KEY=VALUE, for example mesh.tp=2"),
+        (["mesh..tp=2"], "--set mesh..tp=2: write KEY=VALUE"),
+        (["=2"], "--set =2: write KEY=VALUE"),
+        (["steps=on"], "--set steps=on: `on` is not the same to every YAML reader: write true"),
+        (["steps.x=1"], "--set steps.x=1: steps is a value, not a section: set it as a whole"),
+        (["mesh.tp=two"], "--set mesh.tp=two: Expected `int`, got `str` - at `$.mesh.tp`"),
+        (["mesh=2"], "--set mesh=2: Expected `object`, got `int` - at `$.mesh`"),
+        (["optimizer.lrr=1"], "--set optimizer.lrr=1: unknown field `lrr`; allowed: name, lr, "),
+        (["optimiser.lr=1"], "--set optimiser.lr=1: unknown field `optimiser`; allowed: model, "),
+        (["precision=fp16"], "--set precision=fp16: Invalid enum value 'fp16'; allowed: fp32, bf16-mp"),
+        (["mesh.tp=0"], "--set mesh.tp=0: mesh.tp is 0, must be at least 1 - at `$.mesh`"),
+        (
+            ["mesh.tp=2", "mesh.dp_shard=0"],
+            "--set mesh.tp=2 with --set mesh.dp_shard=0: mesh.dp_shard is 0, must be at",
+        ),
+        (["steps=2", "model.dim=130"], f"{TINY}:2 with --set model.dim=130: model.dim 130 is not divisible by"),
+    ],
+)
+def test_errors_of_overrides_name_the_option(overrides: list[str], message: str) -> None:
+    assert refusal(lambda: load_config(TINY, overrides)).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("steps: 3\nmodel:\n  dimm: 8\n", ":3: unknown field `dimm`; allowed: vocab_size, dim, "),
+        ("steps: 3\nmodel:\n  dim: wide\n", ":3: Expected `int`, got `str` - at `$.model.dim`"),
+        ("steps: 3\nmodel:\n  dim: 130\n", ":2: model.dim 130 is not divisible by n_heads 4 - at `$.model`"),
+        ("steps: 3\nsteps: 4\n", ":2: duplicate key `steps`: keep one of them"),
+        ("mesh:\n  dp_shard: all\n", ":2: Invalid enum value 'all'; allowed: int, auto"),
+        ("device: gpu\n", ":1: Invalid enum value 'gpu'; allowed: auto, cpu, cuda"),
+    ],
+)
+def test_errors_of_a_file_name_its_line(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, ["seed=1"])
+    assert str(caught.value).startswith(f"{path}{message}")

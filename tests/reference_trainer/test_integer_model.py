@@ -1,0 +1,169 @@
+"""The model of whole numbers: it is exact, every parameter counts in it, and it shows a lost partial sum on ranks."""
+
+from math import frexp
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from conformance.oracles.reference import initial_model, summed_loss, train_reference
+from conformance.plan.cells import AxisValue, Cell
+from conformance.plan.workload import trainer_config
+from conformance.run.store import Clock, RecordStore
+from reference_trainer.config import ModelConfig, TrainerConfig
+from reference_trainer.data import Batches
+from reference_trainer.init_weights import signs
+from reference_trainer.integer_model import EXACT_BELOW, largest_partial_sum, linear_attention
+from reference_trainer.loss import summed_cross_entropy
+from reference_trainer.loss import summed_loss as trainers_summed_loss
+
+CELL = Cell(model="integer", optimizer="sgd", clip=0.0, steps=1)
+CONFIG = trainer_config(CELL)
+
+
+def first_batch(config: TrainerConfig) -> tuple[Tensor, Tensor]:
+    return Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed).global_batch(0)
+
+
+def is_power_of_two(value: float) -> bool:
+    return frexp(value)[0] == 0.5
+
+
+# --- exactness -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_every_sum_of_the_workload_is_exact(seed: int, tied: bool) -> None:
+    """In units of lr / tokens the new weight is a sum of whole numbers as well: the old one's, and the gradient's."""
+    config = trainer_config(CELL.but(seed=seed, tied_embeddings=tied))
+    largest = largest_partial_sum(initial_model(config), *first_batch(config))
+    tokens, lr = config.data.global_batch_size * config.data.seq_len, config.optimizer.lr
+    assert is_power_of_two(tokens)
+    assert is_power_of_two(lr)
+    assert config.data.min_valid_fraction == 1.0
+    assert config.optimizer.weight_decay == config.optimizer.momentum == 0.0
+    assert largest + tokens / lr < EXACT_BELOW
+
+
+def test_the_bound_holds_and_is_reached_where_nothing_cancels() -> None:
+    model, (inputs, labels) = initial_model(CONFIG).double(), first_batch(CONFIG)
+    bound = largest_partial_sum(model, inputs, labels)
+    assert largest_entry(model, (inputs, labels)) < bound
+    for parameter in model.parameters():
+        parameter.data.abs_()
+    assert largest_entry(model, (inputs, labels)) == bound == largest_partial_sum(model, inputs, labels)
+
+
+def largest_entry(model: nn.Module, batch: tuple[Tensor, Tensor]) -> float:
+    """Of loss, logits and gradients."""
+    logits = model(batch[0])
+    loss = -logits.gather(-1, batch[1].unsqueeze(-1)).sum()
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    return max(float(tensor.detach().abs().max()) for tensor in (loss, logits, *gradients))
+
+
+def test_the_bound_sees_weights_that_are_too_large() -> None:
+    model = initial_model(CONFIG)
+    assert largest_partial_sum(model, *first_batch(CONFIG)) < EXACT_BELOW
+    with torch.no_grad():
+        model.get_parameter("layers.0.attention.wv.weight").mul_(16)
+    assert largest_partial_sum(model, *first_batch(CONFIG)) > EXACT_BELOW
+
+
+def test_fp32_equals_fp64_in_every_bit() -> None:
+    fp32, fp64 = (train_reference(CONFIG, dtype=dtype) for dtype in (torch.float32, torch.float64))
+    assert fp32.losses == fp64.losses
+    for name, expected in fp64.gradients[0].items():
+        assert torch.equal(fp32.gradients[0][name].double(), expected), name
+        assert torch.equal(fp32.parameters[name].double(), fp64.parameters[name]), name
+    float_model = trainer_config(CELL.but(model="tiny"))
+    rounded, exact = (train_reference(float_model, dtype=dtype) for dtype in (torch.float32, torch.float64))
+    equal = [torch.equal(rounded.gradients[0][name].double(), grad) for name, grad in exact.gradients[0].items()]
+    assert not any(equal), "the usual model must not pass for an exact one"
+
+
+# --- what it computes ------------------------------------------------------------------------------------------------
+
+
+def test_attention_adds_query_key_and_earlier_values() -> None:
+    batch, seq, heads, kv_heads, head_dim = 2, 5, 4, 2, 3
+    q, k, v = (
+        signs((batch, seq, n, head_dim), name=name, seed=0, nonzeros_per_row=2)
+        for name, n in (("q", heads), ("k", kv_heads), ("v", kv_heads))
+    )
+    out = linear_attention(q, k, v, torch.empty(0))
+    assert out.shape == q.shape
+    for head in range(heads):
+        shared = head // (heads // kv_heads)
+        for t in range(seq):
+            expected = q[:, t, head] + k[:, t, shared] + v[:, : t + 1, shared].sum(1)
+            assert torch.equal(out[:, t, head], expected)
+
+
+@pytest.mark.parametrize("name", [name for name, _ in initial_model(CONFIG).named_parameters()])
+def test_loss_is_linear_in_each_parameter(name: str) -> None:
+    """So the slope along any direction is exact: gradients are right, and a parameter of which none counts is found."""
+    model, batch = initial_model(CONFIG).double(), first_batch(CONFIG)
+    parameter = model.get_parameter(name)
+    direction = signs(tuple(parameter.shape), name=name, seed=1, nonzeros_per_row=3).double()
+    loss = summed_loss(model, batch)
+    (gradient,) = torch.autograd.grad(loss, parameter)
+    with torch.no_grad():
+        parameter.add_(direction)
+    assert float(summed_loss(model, batch).detach() - loss.detach()) == float((gradient * direction).sum())
+    assert gradient.count_nonzero() >= gradient.numel() / 2
+
+
+def test_initial_weights_are_sparse_signs() -> None:
+    for name, parameter in initial_model(CONFIG).named_parameters():
+        values, width = parameter.detach(), parameter.shape[-1]
+        nonzeros = width if name.endswith("norm.weight") else width // 4 if parameter.ndim == 1 else 2
+        assert (values.count_nonzero(-1) == nonzeros).all(), name
+        assert {-1.0, 1.0} <= set(values.flatten().tolist()) <= {-1.0, 0.0, 1.0}, name
+
+
+def test_the_loss_goes_with_the_arithmetic() -> None:
+    logits = signs((2, 3, 5), name="logits", seed=0, nonzeros_per_row=5)
+    labels = torch.tensor([[0, 4, -100], [-100, 2, 1]])
+    chosen = sum(logits[b, t, labels[b, t]] for b, t in ((0, 0), (0, 1), (1, 1), (1, 2)))
+    assert trainers_summed_loss(logits, labels, arithmetic="integer") == -chosen
+    cross_entropy = summed_cross_entropy(logits, labels)
+    assert trainers_summed_loss(logits, labels, arithmetic="float") == cross_entropy != -chosen
+    with pytest.raises(ValueError, match="loss_parallel computes a cross entropy"):
+        TrainerConfig(model=ModelConfig(arithmetic="integer"), loss_parallel=True)
+
+
+# --- on ranks --------------------------------------------------------------------------------------------------------
+
+
+def unequal(store: RecordStore, cell: Cell) -> list[str]:
+    """Gradients and new parameters that differ from those of one fp64 process in any bit."""
+    store.clock = Clock()
+    record, expected = store.run(cell), train_reference(trainer_config(cell), dtype=torch.float64)
+    pairs = {
+        "step0/gradient/": expected.gradients[0],
+        "final/parameter/": expected.parameters,
+    }
+    found = {kind + name: tensor for kind in pairs for name, tensor in record.select(kind).items()}
+    wanted = {kind + name: tensor.float() for kind, tensors in pairs.items() for name, tensor in tensors.items()}
+    assert found.keys() == wanted.keys()
+    return [name for name in found if not torch.equal(found[name].view(torch.int32), wanted[name].view(torch.int32))]
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [{"mesh": "dp2"}, {"mesh": "tp2"}, {"mesh": "tp2", "sequence_parallel": False, "tied_embeddings": True}],
+    ids=["dp", "tp-sequence-parallel", "tp-tied"],
+)
+def test_ranks_give_the_bits_of_one_process(store: RecordStore, axes: dict[str, AxisValue]) -> None:
+    assert unequal(store, CELL.but(**axes)) == []
+
+
+def test_a_lost_partial_sum_shows(store: RecordStore) -> None:
+    broken = RecordStore(
+        store.directory, store.session, store.torch_version, "sp-norm-grad-unreduced", store.deadline_s, store.pools
+    )
+    wrong = unequal(broken, CELL.but(mesh="tp2"))
+    assert "step0/gradient/norm.weight" in wrong
+    assert not any("feed_forward" in name for name in wrong)

@@ -1,0 +1,80 @@
+"""Facts of cells in the report, from records."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from conformance.instruments.communication import Communication
+from conformance.instruments.timing import StepTimes
+from conformance.plan.cells import Cell
+from conformance.report.cell_facts import CellFacts, Collective, cell_facts
+from conformance.run.record import Failure, Header, RecordFile, write_record
+
+CELL = Cell(mesh="dp2", steps=3)
+
+
+def rank(*times_s: float) -> dict[str, Any]:
+    collective = {"phase": "forward", "kind": "all_gather", "group": "dp_shard", "dtype": "float32"}
+    return {
+        "steps": [{"step": step, "loss": 5.0 - step, "valid_tokens": 100} for step in range(3)],
+        "step_s": list(times_s),
+        "calibration_s": times_s[0] / 1000,
+        "collectives": [{**collective, "step": step, "nbytes": 10 + step} for step in (0, 2, 2)],
+        "communication": {"step_s": times_s[-1], "busy_s": 0.02, "exposed_s": 0.01},
+        "something else": 1,
+    }
+
+
+def write(directory: Path, name: str, *, failed: bool = False, **header: Any) -> None:
+    (directory / name).mkdir(parents=True)
+    about = Header(**{"cell": CELL, "session": "s", "torch": "2", "substrate": "gloo", "defect": None, **header})
+    failure = Failure(kind="raised", first_rank=0, reason="", details="") if failed else None
+    ranks = msgspec.Raw(msgspec.json.encode([] if failed else [rank(9.0, 0.1, 0.3), rank(1.0, 0.2, 0.2)]))
+    write_record(directory / name, RecordFile(header=about, ranks=ranks, failure=failure))
+
+
+def test_facts_are_those_of_first_runs_of_the_session(tmp_path: Path) -> None:
+    write(tmp_path, "a")
+    write(tmp_path, "again", repeat=1)
+    write(tmp_path, "other", session="t", cell=CELL.but(seed=1))
+    write(tmp_path, "measured", task="build:probe", cell=CELL.but(seed=2))
+    write(tmp_path, "failed", failed=True, cell=CELL.but(seed=3))
+    assert cell_facts(tmp_path, session="s") == {
+        CELL.id: CellFacts(
+            substrate="gloo",
+            losses=[5.0, 4.0, 3.0],
+            step_s=[0.2, 0.3],
+            calibration_s=0.009,
+            tokens_per_s=500.0,
+            schedule=[Collective("forward", "all_gather", "dp_shard", "float32", 12)] * 2,
+            communication=Communication(step_s=0.3, busy_s=0.02, exposed_s=0.01),
+        )
+    }
+
+
+def test_traffic_is_summed_up_from_the_schedule() -> None:
+    gather = Collective("forward", "all_gather", "dp_shard", "float32", 12)
+    again = Collective("backward", "all_gather", "dp_shard", "float32", 12)
+    facts = CellFacts(
+        substrate="gloo", losses=[], step_s=[], calibration_s=0.0, tokens_per_s=None, schedule=[gather, again]
+    )
+    assert facts.wire_bytes == {"all_gather dp_shard float32": 24}
+    assert facts.collectives == {"backward all_gather dp_shard": 1, "forward all_gather dp_shard": 1}
+
+
+def test_without_records_there_are_no_facts(tmp_path: Path) -> None:
+    assert cell_facts(tmp_path / "none", session="s") == {}
+
+
+def test_what_instruments_do_is_no_time_of_a_step() -> None:
+    now = iter([0.0, 1.0, 4.0, 10.0, 20.0, 25.0])
+    times = StepTimes(clock=lambda: next(now))
+    times.phase("data", step=0)
+    with times.apart():
+        pass
+    times.phase("forward", step=0)
+    times.phase("idle", step=0)
+    times.phase("data", step=1)
+    times.phase("idle", step=1)
+    assert times.step_s == [7.0, 5.0]

@@ -1,0 +1,243 @@
+"""Two reports beside each other: what is a difference, and what is noise."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.__main__ import main
+from conformance.judge.measurements import Measurement
+from conformance.judge.verdicts import Verdict
+from conformance.report.cell_facts import CellFacts, Collective
+from conformance.report.diff import Change, Difference, diff
+from conformance.report.diff_text import as_markdown, as_page, as_text, summary
+from conformance.report.drift import moved_figures
+from conformance.report.schema import CaseResult, Report
+
+GATHER = Collective("forward", "all_gather", "dp_shard", "float32", 250)
+FACTS = CellFacts(
+    substrate="gloo",
+    losses=[5.0, 4.0, 3.0],
+    step_s=[0.1, 0.2],
+    calibration_s=0.01,
+    tokens_per_s=1.0,
+    schedule=[GATHER] * 4,
+)
+
+
+def case(name: str, verdict: str = "pass", **measured: Measurement) -> CaseResult:
+    law, cell = name.split("/")
+    nothing: dict[str, Any] = {"duration_s": 1.0, "wait_s": 0.0, "run_s": 0.0, "repro": "", "nodeid": name}
+    return CaseResult(
+        id=name,
+        law=law,
+        must="It MUST.",
+        cell=cell,
+        substrate="gloo",
+        verdict=verdict,
+        reason=f"why {verdict}",
+        measured=measured,
+        **nothing,
+    )
+
+
+def report(
+    *cases: CaseResult, cells: dict[str, CellFacts] | None = None, torch: str = "2.13.0", **other: Any
+) -> Report:
+    environment = {"packages": {"torch": torch}, "device": {"name": "Fake", "count": 2}}
+    fixed: dict[str, Any] = {"session": "s", "profile": "pr", "seed": 0, "started": "2026-11-22T10:00:00"}
+    fixed |= {"matrix_digest": "m", "defect": None, "exit_code": 0, "duration_s": 1.0, "verdicts": {}}
+    fixed |= {"suite_digest": "d", "planned": len(cases), "executed": len(cases)}
+    return Report(environment=environment, cases=list(cases), cells=cells or {}, **{**fixed, **other})
+
+
+def bytes_of(value: float, *, lower: float | None = None, upper: float | None = None) -> Measurement:
+    return Measurement(value, lower, upper, "bytes")
+
+
+def deviation(value: float | None) -> Measurement:
+    return Measurement(value, 0.0, 1e-5, "relative Frobenius deviation of w")
+
+
+def changes(before: Report, after: Report) -> list[tuple[str, str]]:
+    return [(change.kind, change.case) for change in diff(before, after).changes]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kind"),
+    [
+        ("pass", "fail", "new-fail"),
+        ("waived", "fail", "new-fail"),
+        ("unsupported", "crash", "new-fail"),
+        ("fail", "pass", "fixed"),
+        ("timeout", "quality-warning", "fixed"),
+        ("fail", "timeout", "verdict-changed"),
+        ("pass", "waived", "verdict-changed"),
+        ("unsupported", "pass", "support-gained"),
+        ("pass", "unsupported", "support-lost"),
+        ("fail", "unsupported", "support-lost"),
+        ("pass", "pass", None),
+        ("pass", "quality-warning", None),
+        ("fail", "fail", None),
+    ],
+)
+def test_verdicts(before: str, after: str, kind: str | None) -> None:
+    found = diff(report(case("PAR-1/a", before)), report(case("PAR-1/a", after)))
+    assert [change.kind for change in found.changes] == ([kind] if kind else [])
+    assert found.exit_status == (kind in ("new-fail", "verdict-changed", "support-lost"))
+
+
+def test_cases_that_one_side_has() -> None:
+    before, after = report(case("PAR-1/a"), case("PAR-1/b")), report(case("PAR-1/b"), case("PAR-1/c"))
+    assert changes(before, after) == [("removed", "PAR-1/a"), ("new-case", "PAR-1/c")]
+    assert diff(before, after).exit_status == 1
+    assert diff(report(case("PAR-1/b")), after).exit_status == 0
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from([verdict.value for verdict in Verdict]))))
+def test_a_report_does_not_differ_from_itself(cases: list[tuple[str, str]]) -> None:
+    same = report(*(case(f"PAR-1/{cell}", verdict) for cell, verdict in dict(cases).items()), cells={"a": FACTS})
+    assert diff(same, same).changes == []
+
+
+@given(st.data())
+def test_turned_around_what_was_new_is_removed(data: st.DataObject) -> None:
+    verdicts = st.dictionaries(st.sampled_from("abcd"), st.sampled_from([verdict.value for verdict in Verdict]))
+    one, other = (
+        report(*(case(f"PAR-1/{cell}", verdict) for cell, verdict in data.draw(verdicts).items())) for _ in range(2)
+    )
+    turned = {"new-case": "removed", "removed": "new-case"}
+    there = {(turned[kind], name) for kind, name in changes(one, other) if kind in turned}
+    assert there == {(kind, name) for kind, name in changes(other, one) if kind in turned}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "moves"),
+    [
+        (bytes_of(1000), bytes_of(1020), True),
+        (bytes_of(1000), bytes_of(980), True),
+        (bytes_of(1000), bytes_of(1009), False),
+        (bytes_of(0), bytes_of(1), True),
+        (bytes_of(1000, lower=900, upper=1100), bytes_of(1150, lower=900, upper=1100), False),
+        (bytes_of(1000, lower=900, upper=1100), bytes_of(1250, lower=900, upper=1100), True),
+        (deviation(1e-7), deviation(9e-7), False),  # far from the bound
+        (deviation(1e-6), deviation(1.9e-6), False),
+        (deviation(1e-6), deviation(3e-6), True),
+        (deviation(3e-6), deviation(1e-6), True),
+        (deviation(1e-6), deviation(None), True),
+        (deviation(None), deviation(None), False),
+        (Measurement(1.0, 0.5, 2.0, "ratio"), Measurement(1.05, 0.5, 2.0, "ratio"), False),
+        (Measurement(1.05, 0.5, 2.0, "ratio"), Measurement(1.4, 0.5, 2.0, "ratio"), True),
+        (Measurement(1.0, 0.0, 5.0, "s"), Measurement(4.0, 0.0, 5.0, "s"), False),
+    ],
+)
+def test_figures(before: Measurement, after: Measurement, moves: bool) -> None:
+    assert bool(moved_figures({"x": before}, {"x": after})) == moves
+
+
+def test_figures_that_come_and_go() -> None:
+    (found,) = moved_figures({"x": bytes_of(1)}, {})
+    assert (found.before, found.after, found.ratio) == (1.0, None, None)
+
+
+def test_figures_of_the_machine_and_of_failures_are_left_out() -> None:
+    def changed(name: str, verdict: str) -> list[tuple[str, str]]:
+        one, other = (report(case(name, verdict, x=bytes_of(value))) for value in (1000, 2000))
+        return changes(one, other)
+
+    assert changed("ENV-3/a", "pass") == changed("MEM-1/a", "fail") == []
+    assert changed("MEM-1/a", "pass") == [("metric-moved", "MEM-1/a")]
+
+
+def cells(count: int, **change: Any) -> dict[str, CellFacts]:
+    return {f"c{number}": msgspec.structs.replace(FACTS, **change) for number in range(count)}
+
+
+def test_traffic_of_a_cell() -> None:
+    more = [*FACTS.schedule[1:], msgspec.structs.replace(GATHER, nbytes=270)]
+    other = [*FACTS.schedule[1:], msgspec.structs.replace(GATHER, dtype="bfloat16", nbytes=125)]
+    for schedule, expected in (
+        (more, [("c0", "wire all_gather dp_shard float32", "1000 bytes")]),
+        (
+            other,
+            [
+                ("c0", "wire all_gather dp_shard float32", "1000 bytes"),
+                ("c0", "wire all_gather dp_shard bfloat16", "0 bytes"),
+            ],
+        ),
+    ):
+        found = diff(report(cells=cells(1)), report(cells=cells(1, schedule=schedule)))
+        assert [(change.case, change.reason, change.before) for change in found.changes] == expected
+    fewer = cells(1, schedule=[msgspec.structs.replace(GATHER, nbytes=500), GATHER, GATHER])
+    assert [change.reason for change in diff(report(cells=cells(1)), report(cells=fewer)).changes] == [
+        "number of forward all_gather dp_shard"
+    ]
+
+
+def test_times_are_compared_beside_fixed_work_and_over_many_cells() -> None:
+    usual = report(cells=cells(8))
+    slower = {"step_s": [0.15, 0.3]}
+    (change,) = diff(usual, report(cells=cells(8, **slower))).changes
+    assert (change.case, change.reason) == ("", "time of a step, median of 8 cells")
+    assert change.ratio == pytest.approx(1.5)
+    assert changes(usual, report(cells=cells(8, step_s=[0.12]))) == []
+    assert changes(usual, report(cells=cells(8, **slower, calibration_s=0.015))) == []  # the machine was slower
+    assert changes(report(cells=cells(7)), report(cells=cells(7, **slower))) == []
+    assert changes(usual, report(cells=cells(8, **slower, substrate="nccl"))) == []
+
+
+def test_what_cannot_be_compared() -> None:
+    one, other = report(case("PAR-1/a")), report(case("PAR-1/a", "fail"), suite_digest="e")
+    with pytest.raises(ValueError, match=r"judged by different suites \(d, e\).*--any-suite"):
+        diff(one, other)
+    assert [change.kind for change in diff(one, other, any_suite=True).changes] == ["new-fail"]
+    with pytest.raises(ValueError, match="the second session ended early: 0 of 1 cases executed"):
+        diff(one, report(case("PAR-1/a", "not-run"), executed=0))
+
+
+def example() -> Difference:
+    moved = {f"MEM-1/c{number}": (case(f"MEM-1/c{number}", peak=bytes_of(1000))) for number in range(3)}
+    after = [case(name, peak=bytes_of(1500 + number)) for number, name in enumerate(moved)]
+    before = report(case("PAR-1/<a>"), *moved.values())
+    return diff(before, report(case("PAR-1/<a>", "fail"), *after, torch="2.15.0"))
+
+
+def test_texts_tell_the_same() -> None:
+    found = example()
+    assert summary(found) == "3 metric-moved, 1 new-fail"
+    for text in (as_text(found), as_markdown(found), as_page(found)):
+        for part in ("2.13.0", "2.15.0", "new-fail", "why fail", "1.5", "1000 bytes", summary(found)):
+            assert part in text, text
+    assert "<a>" not in as_page(found)
+    nothing = diff(report(), report())
+    assert all("no difference" in text for text in (as_text(nothing), as_markdown(nothing), as_page(nothing)))
+    many = Difference(
+        before=found.before,
+        after=found.after,
+        changes=[Change(kind="removed", case=f"PAR-1/{number}", before="pass", after="") for number in range(40)],
+    )
+    assert "... and 10 more: see --json" in as_text(many)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sides = {"a": report(case("PAR-1/a")), "b": report(case("PAR-1/a", "fail"))}
+    for name, side in sides.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "report.json").write_bytes(msgspec.json.encode(side))
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    assert main(["diff", a, a]) == 0
+    assert "no difference" in capsys.readouterr().out
+    assert main(["diff", a, b, "--json", "--html", str(tmp_path / "page.html")]) == 1
+    read = msgspec.json.decode(capsys.readouterr().out, type=Difference)
+    assert [change.kind for change in read.changes] == ["new-fail"]
+    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+    assert main(["diff", a, b, "--markdown"]) == 1
+    assert capsys.readouterr().out.startswith("# Conformance, compared with the baseline")
+    assert main(["diff", a, str(tmp_path / "none")]) == 2
+    assert "none: no report: No such file or directory" in capsys.readouterr().err
+    (tmp_path / "b" / "report.json").write_text("{}")
+    assert main(["diff", a, b]) == 2
+    assert "the report is cut off, or of another version of the suite" in capsys.readouterr().err

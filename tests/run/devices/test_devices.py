@@ -1,0 +1,280 @@
+"""CUDA devices, and what worlds run on, without a device."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pynvml
+import pytest
+
+from conformance.cli.describe import law_tests
+from conformance.defects.catalogue import defects
+from conformance.judge.law import Law, law_of
+from conformance.judge.support import unsupported
+from conformance.judge.verdicts import Verdict, exit_status
+from conformance.plan.cells import Cell
+from conformance.plan.substrates import CUDA, REAL, SIMULATED, Substrate
+from conformance.project import PROJECT
+from conformance.run.devices import nvml as module
+from conformance.run.devices.hardware import (
+    DETERMINISM,
+    NO_DEVICES,
+    Hardware,
+    device_type,
+    devices_for,
+    find_hardware,
+    nccl_version,
+)
+from conformance.run.devices.nvml import (
+    SESSION_VARIABLE,
+    Device,
+    NoDevices,
+    foreign_processes,
+    machine_devices,
+    select,
+    visible_devices,
+)
+from conformance.run.ranks.messages import RANK_IN_VALUE
+from tests.run.devices.fake_devices import FakeDevices, some_devices
+from tests.sessions import finish, suite
+
+THREE = some_devices(3)
+
+
+# CUDA_VISIBLE_DEVICES
+
+
+@pytest.mark.parametrize(
+    ("visible", "places"),
+    [
+        (None, [0, 1, 2]),
+        ("", []),
+        ("2,0", [2, 0]),
+        (" 1 ", [1]),
+        ("0,-1,2", [0]),
+        ("0,7,2", [0]),
+        ("GPU-1,GPU-0abc", [1, 0]),
+        ("GPU-", []),  # names all, so none
+        ("NoDevFiles", []),
+    ],
+)
+def test_visible_devices_are_selected_by_index_and_name(visible: str | None, places: list[int]) -> None:
+    assert select(THREE, visible, in_pci_order=False) == tuple(THREE[place] for place in places)
+
+
+@pytest.mark.parametrize(
+    ("visible", "message"),
+    [
+        ("0,0", "CUDA_VISIBLE_DEVICES is 0,0: 0 names a device a second time"),
+        ("1,GPU-1", "GPU-1 names a device a second time"),
+        ("MIG-123", "parts of a device .MIG. are not supported, name whole devices"),
+    ],
+)
+def test_unclear_selections_are_refused(visible: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        select(THREE, visible, in_pci_order=False)
+
+
+def test_an_index_among_different_devices_needs_an_order() -> None:
+    mixed = (*THREE, Device("GPU-9", "Fake 2000", 1))
+    with pytest.raises(ValueError, match="but devices differ: set CUDA_DEVICE_ORDER=PCI_BUS_ID, or name UUIDs"):
+        select(mixed, "3", in_pci_order=False)
+    assert select(mixed, "3", in_pci_order=True) == (mixed[3],)
+    assert select(mixed, "GPU-9", in_pci_order=False) == (mixed[3],)
+
+
+def test_the_environment_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
+    assert visible_devices(FakeDevices(THREE)) == (THREE[2],)
+
+
+# NVML
+
+
+def test_without_a_driver_there_are_no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", fails)
+    found = machine_devices()
+    assert isinstance(found, NoDevices)
+    assert (found.devices(), found.driver()) == ((), None)
+    for ask in (found.used_bytes, found.processes):
+        with pytest.raises(ValueError, match="there is no device GPU-1: this machine has no NVIDIA driver"):
+            ask("GPU-1")
+
+
+class FakeNvml:
+    """What is used of pynvml, with two devices."""
+
+    class Memory:
+        total, used = 80, 7
+
+    class Process:
+        pid, usedGpuMemory = 42, None  # noqa: N815 - NVML's name
+
+    nvmlInit = staticmethod(lambda: None)  # noqa: N815
+    nvmlDeviceGetCount = staticmethod(lambda: 2)  # noqa: N815
+    nvmlDeviceGetHandleByIndex = staticmethod(lambda index: f"GPU-{index}")  # noqa: N815
+    nvmlDeviceGetHandleByUUID = staticmethod(lambda uuid: uuid)  # noqa: N815
+    nvmlDeviceGetUUID = staticmethod(lambda handle: handle)  # noqa: N815
+    nvmlDeviceGetName = staticmethod(lambda handle: f"name of {handle}")  # noqa: N815
+    nvmlDeviceGetMemoryInfo = staticmethod(lambda _: FakeNvml.Memory)  # noqa: N815
+    nvmlDeviceGetComputeRunningProcesses = staticmethod(lambda _: [FakeNvml.Process])  # noqa: N815
+    nvmlSystemGetDriverVersion = staticmethod(lambda: "999.1")  # noqa: N815
+    NVMLError = pynvml.NVMLError
+
+
+def test_devices_as_nvml_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "pynvml", FakeNvml)
+    found = machine_devices()
+    assert found.devices() == tuple(Device(f"GPU-{i}", f"name of GPU-{i}", 80) for i in (0, 1))
+    assert (found.used_bytes("GPU-1"), found.driver()) == (7, "999.1")
+    assert [(one.pid, one.used_bytes) for one in found.processes("GPU-1")] == [(42, None)]
+
+
+def test_processes_of_other_sessions_are_foreign(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SESSION_VARIABLE, str(os.getpid()))
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        gone = subprocess.Popen(["true"])
+        gone.wait()
+        present = FakeDevices(THREE, running={"GPU-0abc": [os.getpid(), child.pid, os.getppid(), gone.pid]})
+        assert foreign_processes(present, "GPU-0abc") == [os.getppid(), gone.pid]
+        assert foreign_processes(present, "GPU-1abc") == []
+        child.communicate(b"\n")
+
+
+# What worlds run on
+
+
+@pytest.mark.parametrize(
+    ("devices", "per_device", "world_size", "substrate"),
+    [
+        (0, 4, 1, "gloo"),
+        (1, 4, 1, "nccl"),
+        (1, 4, 2, "nccl-shared"),
+        (1, 4, 4, "nccl-shared"),
+        (1, 4, 8, "gloo"),
+        (1, 1, 2, "gloo"),
+        (2, 2, 4, "nccl-shared"),
+        (8, 1, 8, "nccl"),
+        (3, 4, 8, "nccl-shared"),
+    ],
+)
+def test_the_strongest_substrate_is_used(devices: int, per_device: int, world_size: int, substrate: Substrate) -> None:
+    hardware = Hardware(devices=some_devices(devices), ranks_per_device=per_device)
+    assert hardware.substrate(world_size, REAL) == substrate
+    assert hardware.substrate(world_size, SIMULATED) == "simulated"
+    assert hardware.substrate(world_size, ("gloo",)) == "gloo"
+    on_cuda = None if substrate == "gloo" else substrate
+    assert hardware.substrate(world_size, CUDA) == on_cuda
+    assert device_type(substrate) == ("cpu" if substrate == "gloo" else "cuda")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "among", "count"), [(1, 1, 1), (4, 1, 1), (2, 8, 2), (8, 8, 8), (4, 3, 2), (8, 3, 3), (5, 2, 2)]
+)
+def test_a_world_takes_as_few_devices_as_it_needs(world_size: int, among: int, count: int) -> None:
+    assert devices_for(world_size, among=among) == count
+
+
+def test_environment_of_ranks() -> None:
+    old, new = (Hardware(devices=THREE, nccl=version) for version in ((2, 29, 7), (2, 30, 3)))
+    assert old.environment("gloo") == {}
+    assert old.environment("nccl") == DETERMINISM
+    assert old.environment("nccl-shared")["NCCL_HOSTID"] == f"conformance-{RANK_IN_VALUE}"
+    assert "NCCL_MULTI_RANK_GPU_ENABLE" not in old.environment("nccl-shared")
+    assert new.environment("nccl-shared")["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
+    assert "NCCL_HOSTID" not in new.environment("nccl-shared")
+
+
+def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("conformance.run.devices.hardware.nccl_version", lambda: (2, 29, 7))
+    here = FakeDevices(THREE)
+    found = find_hardware(here, accelerator="auto", share_gpu="auto")
+    assert (found.devices, found.ranks_per_device, found.nccl, found.driver) == (THREE, 4, (2, 29, 7), "999.1")
+    assert find_hardware(here, accelerator="cuda", share_gpu="never").ranks_per_device == 1
+    assert find_hardware(here, accelerator="auto", share_gpu="2").ranks_per_device == 2
+    assert find_hardware(here, accelerator="cpu", share_gpu="auto") == NO_DEVICES
+    assert find_hardware(FakeDevices(), accelerator="auto", share_gpu="auto") == NO_DEVICES
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "share_gpu", "message"),
+    [
+        ("gpu", "auto", "--accelerator gpu: allowed are auto, cpu, cuda"),
+        ("cuda", "auto", "--accelerator cuda: no CUDA device is visible here"),
+        ("auto", "0", "--share-gpu 0: write auto, never, or how many ranks may share a GPU"),
+        ("auto", "many", "--share-gpu many"),
+    ],
+)
+def test_options_that_cannot_be(accelerator: str, share_gpu: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        find_hardware(FakeDevices(), accelerator=accelerator, share_gpu=share_gpu)
+
+
+def test_nccl_of_the_package_or_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("conformance.run.devices.hardware.version", lambda name: {"nvidia-nccl-cu13": "2.30.7"}[name])
+    assert nccl_version() == (2, 30, 7)
+
+
+# Cases and profiles
+
+
+def test_what_is_missing_is_said_with_numbers() -> None:
+    law = Law("MEM-10", "It MUST.", "", "2.6", CUDA)
+    shared = Hardware(devices=some_devices(1), ranks_per_device=2)
+    ask = {"torch_version": "2.13.0", "max_world_size": 8}
+    assert unsupported(law, Cell(mesh="dp2"), hardware=shared, **ask) is None  # type: ignore[arg-type]
+    missing = unsupported(law, Cell(mesh="dp4"), hardware=shared, **ask)  # type: ignore[arg-type]
+    assert missing == (
+        "needs 4 CUDA devices for substrate nccl, 1 for nccl-shared, found 1, with up to 2 ranks on each"
+    )
+
+
+def test_pinned_memory_needs_an_accelerator() -> None:
+    law = Law("OFF-1", "It MUST.", "", "2.6", REAL)
+    cell = Cell(mesh="dp2", offload="cpu", pin_memory=True)
+    ask = {"torch_version": "2.13.0", "max_world_size": 8}
+    assert unsupported(law, cell, hardware=Hardware(devices=THREE), **ask) is None  # type: ignore[arg-type]
+    missing = unsupported(law, cell, hardware=NO_DEVICES, **ask)  # type: ignore[arg-type]
+    assert missing == "needs an accelerator for which memory is pinned, this case runs on the CPU with 0"
+
+
+def test_tf32_needs_a_cuda_device() -> None:
+    law = Law("PAR-1", "It MUST.", "", "2.6", REAL)
+    ask = {"torch_version": "2.13.0", "max_world_size": 8}
+    assert unsupported(law, Cell(tf32=True), hardware=Hardware(devices=THREE), **ask) is None  # type: ignore[arg-type]
+    missing = unsupported(law, Cell(tf32=True), hardware=NO_DEVICES, **ask)  # type: ignore[arg-type]
+    assert missing == "needs a CUDA device, which rounds products to TF32; this case runs on the CPU"
+
+
+def test_where_nothing_may_be_unsupported_the_session_is_incomplete() -> None:
+    counts = {Verdict.PASS: 3, Verdict.UNSUPPORTED: 1}
+    assert exit_status(counts) == 0
+    assert exit_status(counts, allows=["waived"]) == 5
+
+
+def test_certifying_without_devices_is_no_result(tmp_path: Path) -> None:
+    directory = tmp_path / "report"
+    cells = "mesh = dp4 and model = tiny and (optimizer = sgd or clip = 0)"
+    session = finish(suite(directory, "conformance/", "--cells", cells, profile="certify"), directory)
+    report = session.report
+    assert (session.status, report.exit_code) == (5, 5), session.output
+    assert report.planned == report.verdicts["unsupported"] > 0
+    assert {case.reason for case in report.cases} == {"the profile requires 8 CUDA devices, found 0"}
+
+
+def test_every_law_of_devices_has_its_state_in_the_docs() -> None:
+    page = (PROJECT / "docs" / "gpu" / "status.md").read_text()
+    listed = {tuple(cell.strip() for cell in line.split("|")[1:3]) for line in page.splitlines() if "| nccl" in line}
+    laws = [found for test in law_tests().values() if (found := law_of(test))]
+    assert listed == {(one.id, substrate) for one in laws for substrate in one.substrates if substrate in CUDA}
+
+
+def test_every_defect_of_devices_has_its_state_in_the_docs() -> None:
+    page = (PROJECT / "docs" / "gpu" / "status.md").read_text()
+    listed = {line.split("`")[1] for line in page.splitlines() if line.startswith("| defect `")}
+    assert listed == {defect.id for defect in defects() if set(defect.substrates) <= set(CUDA)}

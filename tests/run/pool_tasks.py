@@ -1,0 +1,219 @@
+"""Functions that `test_pool.py` runs in the ranks of a pool. Misbehaviour is limited to the rank `payload["rank"]`."""
+
+import ctypes
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from conformance.experiments.context import start_process_group
+from conformance.instruments.step_profile import StepProfile
+from conformance.run.ranks.messages import RankContext
+
+LONG_S = 60.0
+
+
+def profiled_step(context: RankContext, payload: dict[str, Any]) -> Any:
+    """Something computed and something communicated, in the second of two steps under a profile."""
+    start_process_group(context)
+    profiled, tensor = StepProfile(1), torch.ones(64, 64)
+    for step in range(2):
+        profiled.begin(step)
+        dist.all_reduce(tensor @ tensor)
+        profiled.end(step)
+    dist.destroy_process_group()
+    return msgspec.to_builtins(profiled.found)
+
+
+def identity(context: RankContext, payload: dict[str, Any]) -> dict[str, Any]:
+    return {"rank": context.rank, "world_size": context.world_size, "pid": os.getpid(), "payload": payload}
+
+
+def surroundings(context: RankContext, payload: dict[str, Any]) -> dict[str, Any]:
+    server = os.getppid()
+    return {
+        "env": {name: os.environ.get(name) for name in payload["names"]},
+        "server": server,
+        "server_threads": len(os.listdir(f"/proc/{server}/task")),
+        "torch_threads": torch.get_num_threads(),
+        "has_pytest": "pytest" in sys.modules,
+        "has_cuda_context": torch.cuda.is_initialized(),  # type: ignore[no-untyped-call]
+        "timeout_s": context.timeout_s,
+    }
+
+
+def change_process_state(_context: RankContext, _payload: dict[str, Any]) -> list[Any]:
+    """Return what the task found, then change it."""
+    found: list[Any] = [random.random(), torch.rand(()).item(), str(torch.get_default_dtype()), torch.is_grad_enabled()]
+    found += [torch.are_deterministic_algorithms_enabled(), os.environ.get("LEFT_BEHIND"), os.getcwd()]
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    torch.use_deterministic_algorithms(True)
+    os.environ["LEFT_BEHIND"] = "1"
+    os.chdir("/")
+    return found
+
+
+def train(context: RankContext, _payload: dict[str, Any]) -> list[float]:
+    """Three steps of a small model under FSDP2 and tensor parallelism."""
+    join(context)
+    mesh = init_device_mesh("cpu", (context.world_size // 2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    losses = _train_sharded(model, mesh["dp"])
+    dist.destroy_process_group()
+    return losses
+
+
+def _train_sharded(model: nn.Module, mesh: DeviceMesh) -> list[float]:
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    losses = []
+    for _ in range(3):
+        loss = model(torch.ones(4, 16)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def join(context: RankContext) -> None:
+    dist.init_process_group("gloo", init_method=context.rendezvous, rank=context.rank, world_size=context.world_size)
+
+
+def misbehave_in_collective(context: RankContext, payload: dict[str, Any]) -> None:
+    """All ranks meet in a barrier, except the one that misbehaves instead."""
+    join(context)
+    dist.barrier()
+    if context.rank == payload["rank"]:
+        MISBEHAVIOURS[payload["how"]]()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def misbehave(context: RankContext, payload: dict[str, Any]) -> str:
+    if context.rank == payload["rank"]:
+        MISBEHAVIOURS[payload["how"]]()
+    return "done"
+
+
+def raise_error() -> None:
+    raise ValueError("bad weights")
+
+
+def raise_huge_error() -> None:
+    raise ValueError("\udc80" + "x" * 10_000_000)
+
+
+def sleep() -> None:
+    time.sleep(LONG_S)
+
+
+def sleep_with_interpreter_lock() -> None:
+    ctypes.PyDLL(None).sleep(int(LONG_S))
+
+
+def segfault() -> None:
+    ctypes.string_at(0)
+
+
+def leave_children() -> None:
+    """One child in our process group, and one that left it and lost its parent."""
+    subprocess.Popen(["sleep", str(LONG_S)])
+    subprocess.Popen(["setsid", "--fork", "sleep", str(LONG_S)]).wait()
+
+
+def die_with_children() -> None:
+    leave_children()
+    os._exit(3)
+
+
+def leave_thread() -> None:
+    threading.Thread(target=time.sleep, args=(LONG_S,), name="forgotten").start()
+
+
+def leave_process_group() -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=0, world_size=1)
+
+
+def print_much() -> None:
+    line = "y" * 99
+    for _ in range(200_000):
+        print(line)
+    os.write(2, b"the very end\n")
+
+
+def write_garbage() -> None:
+    """Write to every socket, thus to the one that belongs to the pool."""
+    for fd in os.listdir("/proc/self/fd"):
+        path = Path("/proc/self/fd") / fd
+        if path.is_symlink() and os.readlink(path).startswith("socket:"):
+            os.write(int(fd), b"garbage")
+    time.sleep(LONG_S)
+
+
+def close_everything() -> None:
+    os.closerange(3, 1000)
+
+
+def stop() -> None:
+    psutil.Process().suspend()
+
+
+MISBEHAVIOURS = {
+    "raise": raise_error,
+    "raise_huge": raise_huge_error,
+    "sleep": sleep,
+    "sleep_with_interpreter_lock": sleep_with_interpreter_lock,
+    "segfault": segfault,
+    "exit_0": lambda: os._exit(0),
+    "exit_3": lambda: os._exit(3),
+    "sys_exit": lambda: sys.exit(0),
+    "interrupt": lambda: (_ for _ in ()).throw(KeyboardInterrupt),
+    "leave_children": leave_children,
+    "die_with_children": die_with_children,
+    "leave_thread": leave_thread,
+    "leave_process_group": leave_process_group,
+    "print_much": print_much,
+    "write_garbage": write_garbage,
+    "close_everything": close_everything,
+    "stop": stop,
+}
+
+
+def return_scalar(_context: RankContext, _payload: dict[str, Any]) -> Any:
+    return {"losses": [1.0, torch.ones(()).numpy()[()]]}
+
+
+def return_infinities(_context: RankContext, _payload: dict[str, Any]) -> list[float]:
+    return [float("nan"), float("inf"), -0.0]
+
+
+def leave_dump(context: RankContext, payload: dict[str, Any]) -> None:
+    """Write what the flight recorder would, beside the rank's other files."""
+    directory = Path(os.readlink("/proc/self/fd/1")).parent
+    (directory / f"flight{context.rank}").write_bytes(bytes.fromhex(payload["dump"]))
+
+
+def fail_with_dump(context: RankContext, payload: dict[str, Any]) -> None:
+    """Rank 0 leaves one and raises, the others hang."""
+    if context.rank != 0:
+        sleep()
+    leave_dump(context, payload)
+    raise_error()

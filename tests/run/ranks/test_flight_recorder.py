@@ -1,0 +1,169 @@
+"""NCCL's flight recorder, from dumps that no device has made."""
+
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.run.pool import Pools, RunFailed, Task
+from conformance.run.ranks.flight_recorder import collect_dumps, summary, variables
+from conformance.run.ranks.messages import RankFiles
+from conformance.run.ranks.process import Rank, environment
+
+
+def entry(number: int, state: str, **other: Any) -> dict[str, Any]:
+    """As torch 2.13 has them."""
+    return {
+        "record_id": number - 1,
+        "collective_seq_id": number,
+        "p2p_seq_id": 0,
+        "is_p2p": False,
+        "process_group": ("1", "dp_shard"),
+        "profiling_name": "nccl:_all_gather_base",
+        "input_sizes": [[4, 2]],
+        "input_dtypes": ["Float"],
+        "output_sizes": [[8, 2]],
+        "output_dtypes": ["Float"],
+        "state": state,
+        "frames": [],
+        **other,
+    }
+
+
+def dump(*entries: object) -> bytes:
+    return pickle.dumps({"version": "2.10", "pg_config": {}, "entries": list(entries)})
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> RankFiles:
+    return RankFiles(tmp_path, 3)
+
+
+def test_the_last_collectives_are_told(files: RankFiles) -> None:
+    rest = [entry(number, "completed") for number in range(1, 30)]
+    files.flight.write_bytes(dump(*rest, entry(30, "started"), entry(31, "scheduled", is_p2p=True, p2p_seq_id=5)))
+    lines = summary(files.flight).splitlines()
+    assert len(lines) == 8
+    assert lines[0].startswith("#24 ")
+    assert lines[-2] == "#30 nccl:_all_gather_base of dp_shard: started; Float [4, 2] -> Float [8, 2]"
+    assert lines[-1].startswith("#5 nccl:_all_gather_base of dp_shard: scheduled; ")
+
+
+def test_fields_that_an_older_torch_does_not_have(files: RankFiles) -> None:
+    old = {"profiling_name": "nccl:all_reduce", "state": "started", "input_sizes": [[2]], "collective_seq_id": 7}
+    files.flight.write_bytes(dump(old))
+    assert summary(files.flight) == "#7 nccl:all_reduce of None: started; ? [2] -> nothing"
+
+
+class Harmful:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("harm",)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", dump(entry(1, "started"))[:-9], b"text", pickle.dumps([1]), pickle.dumps({"entries": 3}), dump("no entry")],
+)
+def test_what_is_no_dump_tells_nothing(files: RankFiles, content: bytes) -> None:
+    assert summary(files.flight) == ""
+    files.flight.write_bytes(content)
+    assert summary(files.flight) == ""
+
+
+def test_a_pickle_of_anything_but_builtins_is_refused(
+    files: RankFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    files.flight.write_bytes(pickle.dumps({"entries": [entry(1, "started")], "other": Harmful()}))
+    assert summary(files.flight) == ""
+    assert not (tmp_path / "harm").exists()
+
+
+def test_torch_finds_the_files_under_the_names_of_all_versions(files: RankFiles) -> None:
+    found = variables(files)
+    stems = {name: value for name, value in found.items() if name.endswith("_FILE")}
+    assert set(stems) == {
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+        "TORCH_FR_DUMP_TEMP_FILE",
+        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE",
+    }
+    assert {f"{stem}3" for stem in stems.values()} == {str(files.flight)}
+    assert {f"{stem}3.pipe" for stem in stems.values()} == {str(files.flight_pipe)}
+    assert found["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    assert found["TORCH_NCCL_TRACE_BUFFER_SIZE"] == found["TORCH_FR_BUFFER_SIZE"] == "2000"
+
+
+def test_ranks_on_devices_have_them(files: RankFiles) -> None:
+    for device, expected in (("", dict.fromkeys(variables(files))), ("GPU-1", variables(files))):
+        with environment({}):
+            rank = Rank(rank=3, world_size=4, directory=files.directory, device=device)
+            rank._set_environment()
+            assert {name: os.environ.get(name) for name in expected} == expected
+
+
+DUMPING = """
+import sys, torch, torch.distributed as dist, torch._C._distributed_c10d as c10d
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+dist.all_reduce(torch.ones(4))
+sys.stdout.buffer.write(c10d._dump_fr_trace())
+"""
+
+
+def test_a_dump_of_this_torch_can_be_read(files: RankFiles) -> None:
+    """Gloo's, which no task relies on."""
+    command = [sys.executable, "-c", DUMPING, str(files.directory / "meeting")]
+    done = subprocess.run(command, env={**os.environ, **variables(files)}, capture_output=True, timeout=60, check=False)
+    if b"has no attribute '_dump_fr_trace'" in done.stderr:
+        pytest.skip(f"torch {torch.__version__} dumps no gloo")
+    files.flight.write_bytes(done.stdout)
+    assert summary(files.flight) == "#1 gloo:all_reduce of default_pg: scheduled; Float [4] -> Float [4]"
+
+
+def listen(fd: int, files: RankFiles) -> None:
+    """Stands in for the thread of torch that looks at the pipe."""
+    os.read(fd, 64)
+    files.flight.write_bytes(dump(entry(1, "started"))[:-9])  # half of it
+    time.sleep(0.1)
+    files.flight.write_bytes(dump(entry(1, "started")))
+
+
+def test_a_rank_that_hangs_is_asked_for_its_dump(files: RankFiles) -> None:
+    os.mkfifo(files.flight_pipe)
+    holder = os.open(files.flight_pipe, os.O_RDWR)  # does not wait for somebody who writes
+    thread = threading.Thread(target=listen, args=(holder, files), daemon=True)
+    thread.start()
+    collect_dumps([files, RankFiles(files.directory, 4)])
+    thread.join(timeout=5)
+    os.close(holder)
+    assert summary(files.flight).startswith("#1 nccl:_all_gather_base of dp_shard: started")
+
+
+def test_nobody_is_waited_for_who_does_not_listen_or_dump(files: RankFiles) -> None:
+    start_s = time.monotonic()
+    collect_dumps([files])
+    assert time.monotonic() - start_s < 0.5
+    os.mkfifo(files.flight_pipe)
+    holder = os.open(files.flight_pipe, os.O_RDWR)
+    collect_dumps([files], limit_s=0.2)
+    os.close(holder)
+    assert 0.2 <= time.monotonic() - start_s < 2.0
+
+
+def test_the_failure_of_a_task_has_them_beside_the_stacks() -> None:
+    """Of a rank that raises after its watchdog has dumped; not what an earlier task left, of its peer that hangs."""
+    payload = {"dump": dump(entry(1, "completed"), entry(2, "started")).hex()}
+    with Pools() as pools:
+        pools.run(Task("tests.run.pool_tasks:leave_dump", payload), world_size=2, deadline_s=30)
+        with pytest.raises(RunFailed) as caught:
+            pools.run(Task("tests.run.pool_tasks:fail_with_dump", payload), world_size=2, deadline_s=30)
+    told = caught.value.details()
+    assert "last collectives of rank 0:\n#1 nccl:_all_gather_base of dp_shard: completed;" in told
+    assert "#2 nccl:_all_gather_base of dp_shard: started; Float [4, 2] -> Float [8, 2]" in told
+    assert "last collectives of rank 1" not in told

@@ -1,0 +1,60 @@
+"""Which rank failed first, judged from reports alone."""
+
+import math
+from typing import Any
+
+import pytest
+
+from conformance.run.failures import judge, waits_for_peers
+from conformance.run.ranks.messages import RankReport
+
+
+def report(rank: int, state: Any, stamp_s: float = math.inf, **details: Any) -> RankReport:
+    return RankReport(rank=rank, state=state, stamp_s=stamp_s, **details)
+
+
+def lost(rank: int, stamp_s: float) -> RankReport:
+    return report(rank, "raised", stamp_s, exception_type="RuntimeError", message="Connection closed by peer [::1]:5")
+
+
+WAITING = 'Current thread 0x1 (most recent call first):\n  File "/x/torch/distributed/distributed_c10d.py", line 1 in f'
+BUSY = 'Current thread 0x1 (most recent call first):\n  File "/x/model.py", line 1 in f'
+
+
+@pytest.mark.parametrize(
+    ("ranks", "first_rank", "kind"),
+    [
+        pytest.param([lost(0, 1.0), report(1, "died", 2.0)], 1, "crash", id="a-death-beats-complaints"),
+        pytest.param(
+            [report(0, "raised", 1.0, exception_type="ValueError"), report(1, "died", 2.0)],
+            0,
+            "raised",
+            id="an-earlier-error-beats-a-death",
+        ),
+        pytest.param(
+            [report(0, "raised", 3.0, exception_type="ValueError"), report(1, "died", 2.0)],
+            1,
+            "crash",
+            id="a-death-beats-a-later-error",
+        ),
+        pytest.param(
+            [lost(0, 1.0), report(1, "raised", 2.0, exception_type="ValueError")],
+            1,
+            "raised",
+            id="an-error-beats-complaints",
+        ),
+        pytest.param([lost(0, 2.0), lost(1, 1.0)], 1, "raised", id="only-complaints"),
+        pytest.param([lost(0, 2.0), report(1, "hung", stack=WAITING)], 0, "raised", id="a-waiting-peer-is-no-cause"),
+        pytest.param([lost(0, 2.0), report(1, "hung", stack=BUSY)], 1, "timeout", id="a-peer-that-never-answered"),
+        pytest.param([report(0, "hung", stack=WAITING), report(1, "hung", stack=BUSY)], 1, "timeout", id="all-hung"),
+    ],
+)
+def test_who_failed_first(ranks: list[RankReport], first_rank: int, kind: str) -> None:
+    failure = judge(ranks, deadline_s=5)
+    assert (failure.first_rank, failure.kind) == (first_rank, kind)
+
+
+def test_only_innermost_frames_count_as_waiting() -> None:
+    frames = [f'  File "/x/model.py", line {line} in f' for line in range(3)]
+    assert not waits_for_peers("\n".join(["Thread 0x1 (most recent call first):", *frames, WAITING.split("\n")[1]]))
+    assert waits_for_peers("\n".join(["Thread 0x1 (most recent call first):", *frames, WAITING]))

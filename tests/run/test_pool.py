@@ -1,0 +1,356 @@
+"""The pool of warm ranks, with real processes: what it returns, and what it says when ranks misbehave."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from conformance.run import pool
+from conformance.run.pool import Pools, RankReport, RunFailed, Task
+
+TASKS = f"{__package__}.pool_tasks".removeprefix(".")
+DEADLINE_S = 20.0
+VERDICT_LIMIT_S = 5.0
+
+OWNER = """
+import sys, threading, time
+sys.path[:0] = {path!r}
+from conformance.run.pool import Pools, Task
+pools = Pools()
+processes = [found for world_size in (1, 2) for found in
+             pools.run(Task(function="{tasks}:identity", payload={{}}), world_size=world_size, deadline_s=20)]
+server = pools.run(Task(function="{tasks}:surroundings", payload={{"names": []}}), world_size=1, deadline_s=20)
+print(*[found["pid"] for found in processes], server[0]["server"], flush=True)
+payload = {{"rank": 1, "how": "sleep_with_interpreter_lock"}}
+pools.run(Task(function="{tasks}:misbehave", payload=payload), world_size=2, deadline_s=60)
+"""
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    before = psutil.Process().children(recursive=True)
+    with Pools() as pools:
+        yield pools
+    assert set(psutil.Process().children(recursive=True)) <= set(before)
+
+
+def run(pools: Pools, function: str, *, world_size: int = 2, **payload: Any) -> list[Any]:
+    return pools.run(_task(function, **payload), world_size=world_size, deadline_s=DEADLINE_S)
+
+
+def run_reports(pools: Pools, how: str) -> tuple[RankReport, ...]:
+    return pools.run_reports(_task("misbehave", rank=1, how=how), world_size=2, deadline_s=DEADLINE_S)
+
+
+def fail(
+    pools: Pools, function: str, *, world_size: int = 2, deadline_s: float = DEADLINE_S, **payload: Any
+) -> RunFailed:
+    """Run a task that must fail; the verdict must come in time, leave no process, and a new pool must work."""
+    before = pids(pools, world_size=world_size)
+    start_s = time.monotonic()
+    with pytest.raises(RunFailed) as caught:
+        pools.run(_task(function, **payload), world_size=world_size, deadline_s=deadline_s)
+    assert time.monotonic() - start_s < min(deadline_s + 3, VERDICT_LIMIT_S)
+    assert not any(psutil.pid_exists(pid) for pid in before)
+    assert set(pids(pools, world_size=world_size)).isdisjoint(before)
+    assert sleepers() == []
+    return caught.value
+
+
+def pids(pools: Pools, *, world_size: int) -> list[int]:
+    return [found["pid"] for found in run(pools, "identity", world_size=world_size)]
+
+
+def sleepers() -> list[psutil.Process]:
+    """What the tasks leave behind, wherever it is attached to."""
+    mine = psutil.Process().children(recursive=True)
+    return [process for process in mine if process.name() == "sleep"]
+
+
+def _task(function: str, **payload: Any) -> Task:
+    return Task(function=f"{TASKS}:{function}", payload=payload)
+
+
+# Tasks that end well
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_all_ranks_return(pools: Pools, world_size: int) -> None:
+    results = run(pools, "identity", world_size=world_size, text="a", numbers=[1, 2.5, None])
+    assert [(found["rank"], found["world_size"]) for found in results] == [(r, world_size) for r in range(world_size)]
+    assert all(found["payload"] == {"text": "a", "numbers": [1, 2.5, None]} for found in results)
+
+
+def test_ranks_are_reused(pools: Pools) -> None:
+    assert pids(pools, world_size=2) == pids(pools, world_size=2)
+
+
+def test_surroundings_of_a_rank(pools: Pools) -> None:
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS"]
+    found = run(pools, "surroundings", names=names)[1]
+    assert list(found["env"].values()) == ["1", "1", "2", "2", os.environ.get("GLOO_SOCKET_IFNAME", "lo"), "1"]
+    assert found["torch_threads"] == 1, "numerics must not depend on the number of processors"
+    assert found["server_threads"] == 1, "forking a process with several threads is not safe"
+    assert not found["has_pytest"]
+    assert not found["has_cuda_context"]
+    assert DEADLINE_S - 5 < found["timeout_s"] <= DEADLINE_S
+
+
+def test_env_is_applied_and_restored(pools: Pools) -> None:
+    before = pids(pools, world_size=2)
+    task = _task("surroundings", names=["SOME_SWITCH", "HOME"])
+    env = {"SOME_SWITCH": "on", "HOME": "/nowhere"}
+    with_env = pools.run(task, world_size=2, deadline_s=DEADLINE_S, env=env)
+    without = pools.run(task, world_size=2, deadline_s=DEADLINE_S)
+    assert [found["env"] for found in with_env] == [env, env]
+    assert [found["env"] for found in without] == [{"SOME_SWITCH": None, "HOME": os.environ.get("HOME")}] * 2
+    assert pids(pools, world_size=2) == before
+
+
+def test_variables_that_libraries_read_once_get_ranks_of_their_own(pools: Pools) -> None:
+    def pid(device: str) -> int:
+        env = {"CUDA_VISIBLE_DEVICES": device}
+        found: int = pools.run(_task("identity"), world_size=1, deadline_s=DEADLINE_S, env=env)[0]["pid"]
+        return found
+
+    assert pid("0") == pid("0") != pid("1")
+
+
+def test_process_state_is_reset_between_tasks(pools: Pools) -> None:
+    assert run(pools, "change_process_state") == run(pools, "change_process_state")
+
+
+def test_training_step(pools: Pools) -> None:
+    first = run(pools, "train", world_size=4)
+    assert first == run(pools, "train", world_size=4)
+    assert len(first[0]) == 3
+
+
+def test_infinities_survive(pools: Pools) -> None:
+    not_a_number, infinite, negative_zero = run(pools, "return_infinities")[0]
+    assert math.isnan(not_a_number)
+    assert infinite == math.inf
+    assert math.copysign(1, negative_zero) == -1
+
+
+def test_report_bounds_the_output(pools: Pools) -> None:
+    quiet, noisy = run_reports(pools, "print_much")
+    assert quiet.output_tail == ""
+    assert noisy.output_tail.endswith("the very end\n")
+    assert len(noisy.output_tail) <= 4096
+    assert run_reports(pools, "print_much")[0].output_tail == ""
+
+
+def test_idle_ranks_are_limited() -> None:
+    with Pools() as pools:
+        oldest, kept = pids(pools, world_size=8), pids(pools, world_size=6)
+        run(pools, "identity", world_size=3)
+        assert not any(psutil.pid_exists(pid) for pid in oldest)
+        assert pids(pools, world_size=6) == kept
+        pools.release()
+        assert not any(psutil.pid_exists(pid) for pid in kept)
+
+
+def test_idle_ranks_hand_their_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while nothing else is asked for; new ones come when they are needed."""
+    with Pools() as pools:
+        idle = pids(pools, world_size=2)
+        monkeypatch.setattr(pool, "IDLE_LIMIT_S", 0.1)
+        wait_until_gone(idle)
+        monkeypatch.undo()
+        assert set(pids(pools, world_size=2)).isdisjoint(idle)
+
+
+@pytest.mark.parametrize(
+    ("how", "leaks"),
+    [
+        ("leave_children", ("child process",)),
+        ("leave_thread", ("thread forgotten",)),
+        ("leave_process_group", ("process group",)),
+    ],
+)
+def test_a_leaking_pool_is_replaced(pools: Pools, how: str, leaks: tuple[str, ...]) -> None:
+    before = pids(pools, world_size=2)
+    reports = run_reports(pools, how)
+    assert [report.value for report in reports] == ["done", "done"]
+    assert [report.leaks for report in reports] == [(), leaks]
+    assert sleepers() == []
+    assert set(pids(pools, world_size=2)).isdisjoint(before)
+
+
+def test_a_rank_killed_while_idle_is_replaced(pools: Pools) -> None:
+    before = pids(pools, world_size=2)
+    os.kill(before[0], signal.SIGKILL)
+    wait_until_gone(before[:1])
+    assert set(pids(pools, world_size=2)).isdisjoint(before)
+
+
+# Tasks that fail
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "reason"),
+    [
+        ("raise", "raised", "rank 1 raised ValueError: bad weights"),
+        ("interrupt", "raised", "rank 1 raised KeyboardInterrupt"),
+        ("segfault", "crash", "rank 1 was killed by SIGSEGV"),
+        ("exit_0", "crash", "rank 1 exited with code 0 before finishing"),
+        ("sys_exit", "crash", "rank 1 exited with code 0 before finishing"),
+        ("exit_3", "crash", "rank 1 exited with code 3 before finishing"),
+        ("die_with_children", "crash", "rank 1 exited with code 3 before finishing"),
+        ("close_everything", "crash", "rank 1 exited with code 1 before finishing"),
+        ("write_garbage", "crash", "rank 1 sent garbage instead of a report"),
+    ],
+)
+def test_one_rank_fails(pools: Pools, how: str, kind: str, reason: str) -> None:
+    failure = fail(pools, "misbehave", rank=1, how=how)
+    assert (failure.kind, failure.first_rank, failure.reason) == (kind, 1, reason)
+    assert [report.state for report in failure.ranks] == ["finished", "raised" if kind == "raised" else "died"]
+    assert reason in failure.details()
+
+
+def test_a_huge_error_is_bounded(pools: Pools) -> None:
+    failure = fail(pools, "misbehave", rank=1, how="raise_huge")
+    assert failure.reason.startswith("rank 1 raised ValueError: \\udc80xxx")
+    assert len(failure.details()) < 50_000
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "reason"),
+    [
+        ("raise", "raised", "rank 1 raised ValueError: bad weights"),
+        ("segfault", "crash", "rank 1 was killed by SIGSEGV"),
+        ("exit_0", "crash", "rank 1 exited with code 0 before finishing"),
+    ],
+)
+def test_a_rank_fails_while_others_wait_for_it(pools: Pools, how: str, kind: str, reason: str) -> None:
+    failure = fail(pools, "misbehave_in_collective", world_size=4, rank=1, how=how)
+    assert (failure.kind, failure.reason) == (kind, reason)
+    details = failure.details()
+    for report in failure.ranks:
+        assert f"--- rank {report.rank} " in details
+        assert "barrier" in report.traceback + report.stack or report.rank == 1
+
+
+def test_segfault_shows_its_stack(pools: Pools) -> None:
+    failure = fail(pools, "misbehave", rank=1, how="segfault")
+    assert "in segfault" in failure.ranks[1].stack
+
+
+def test_exception_shows_where(pools: Pools) -> None:
+    report = fail(pools, "misbehave", rank=1, how="raise").ranks[1]
+    assert report.exception_type == "ValueError"
+    assert Path(report.innermost_file).name == "pool_tasks.py"
+    assert "in raise_error" in report.traceback
+
+
+def test_a_rank_killed_from_outside(pools: Pools) -> None:
+    victim = pids(pools, world_size=4)[2]
+    killer = threading.Timer(0.5, os.kill, (victim, signal.SIGKILL))
+    killer.start()
+    failure = fail(pools, "misbehave_in_collective", world_size=4, rank=0, how="sleep")
+    assert (failure.kind, failure.reason) == ("crash", "rank 2 was killed by SIGKILL")
+    assert failure.ranks[2].exit_code == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("how", ["sleep", "sleep_with_interpreter_lock"])
+def test_a_hung_rank_is_told_from_those_that_wait_for_it(pools: Pools, how: str) -> None:
+    failure = fail(pools, "misbehave_in_collective", world_size=4, deadline_s=2.5, rank=2, how=how)
+    assert (failure.kind, failure.first_rank) == ("timeout", 2)
+    assert failure.reason == "no result from ranks 0, 1, 2, 3 within 2.5 s; rank 2 did not wait for a peer"
+    assert "in sleep" in failure.ranks[2].stack
+    assert all("barrier" in report.stack for report in failure.ranks if report.rank != 2)
+
+
+def test_a_hung_rank_when_others_have_finished(pools: Pools) -> None:
+    failure = fail(pools, "misbehave", deadline_s=0.5, rank=0, how="sleep")
+    assert failure.reason == "no result from rank 0 within 0.5 s; rank 1 finished"
+
+
+def test_a_stopped_rank_cannot_hold_up_the_verdict(pools: Pools) -> None:
+    failure = fail(pools, "misbehave", deadline_s=0.5, rank=1, how="stop")
+    assert (failure.kind, failure.first_rank) == ("timeout", 1)
+
+
+def test_results_must_be_json_like(pools: Pools) -> None:
+    failure = fail(pools, "return_scalar")
+    assert failure.kind == "raised"
+    assert "TypeError: the result of" in failure.reason
+    assert "['losses'][1] is a numpy.float32, not a JSON-like builtin" in failure.reason
+
+
+def test_misuse_is_refused(pools: Pools) -> None:
+    with pytest.raises(TypeError, match="payload"):
+        run(pools, "identity", value=(1, 2))
+    with pytest.raises(ValueError, match="world_size"):
+        run(pools, "identity", world_size=9)
+    with pytest.raises(ValueError, match="deadline_s"):
+        pools.run(_task("identity"), world_size=1, deadline_s=0)
+
+
+# Ends of the owner
+
+
+def test_interrupt_of_the_owner_ends_the_ranks(pools: Pools) -> None:
+    before = pids(pools, world_size=2)
+    main_thread = threading.main_thread().ident
+    assert main_thread is not None
+    threading.Timer(0.5, signal.pthread_kill, (main_thread, signal.SIGINT)).start()
+    start_s = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run(pools, "misbehave", rank=0, how="sleep")
+    assert time.monotonic() - start_s < 3
+    assert not any(psutil.pid_exists(pid) for pid in before)
+    assert len(pids(pools, world_size=2)) == 2
+
+
+def test_death_of_the_owner_ends_ranks_and_server() -> None:
+    program = OWNER.format(path=sys.path, tasks=TASKS)
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        processes = [int(pid) for pid in owner.stdout.readline().split()]
+        assert len(processes) == 4
+        time.sleep(0.5)
+        owner.kill()
+    wait_until_gone(processes)
+
+
+def test_close_ends_everything() -> None:
+    with Pools() as pools:
+        found = run(pools, "surroundings", names=[])[0]
+        processes = [found["server"], *pids(pools, world_size=2)]
+    assert not any(psutil.pid_exists(pid) for pid in processes)
+
+
+def test_death_of_the_server_is_a_fault_of_the_pool_and_not_for_ever() -> None:
+    with Pools() as pools:
+        server = run(pools, "surroundings", names=[])[0]["server"]
+        ranks = pids(pools, world_size=2)
+        os.kill(server, signal.SIGKILL)
+        wait_until_gone(ranks)
+        with pytest.raises(RuntimeError, match="rank server failed"):
+            run(pools, "identity")
+        assert len(run(pools, "identity")) == 2
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until_gone(processes: list[int], *, limit_s: float = 5.0) -> None:
+    until_s = time.monotonic() + limit_s
+    while alive := [pid for pid in processes if is_alive(pid)]:
+        assert time.monotonic() < until_s, f"still alive: {alive}"
+        time.sleep(0.02)

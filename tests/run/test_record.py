@@ -1,0 +1,62 @@
+"""Records: full tensors are put together from the shards of all ranks."""
+
+from pathlib import Path
+from typing import Any, get_origin
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from conformance.instruments.recorder import RankFacts
+from conformance.outcomes import ConformanceFailure
+from conformance.plan.cells import Cell
+from conformance.run.record import Header, Record, RecordFile, tensor_file
+
+
+def record_of_two_ranks(directory: Path, shards: list[dict[str, Tensor]]) -> Record:
+    parameters = {"w": {"group": "", "shape": [3, 2], "shard_dims": {"dp_shard": 0}}}
+    kinds = {field.name: get_origin(field.type) for field in msgspec.structs.fields(RankFacts)}
+    empty: dict[str, Any] = {name: kind() for name, kind in kinds.items() if kind in (list, dict)}
+    blocks = {"graphs": 0, "compiled": 0, "eager": 0}
+    single = {
+        "blocks": blocks,
+        "checkpoint": None,
+        "checkpoint_format": None,
+        "calibration_s": 0.001,
+        "communication": None,
+        "expandable_segments": None,
+    }
+    facts = {**empty, **single, "parameters": parameters}
+    for rank, tensors in enumerate(shards):
+        save_file(tensors, directory / tensor_file(rank))
+    header = Header(cell=Cell(), session="s", torch="2", substrate="gloo", defect=None)
+    ranks = msgspec.Raw(msgspec.json.encode([{"rank": rank, **facts} for rank in range(len(shards))]))
+    return Record(directory, RecordFile(header=header, ranks=ranks))
+
+
+def test_a_record_puts_shards_together(tmp_path: Path) -> None:
+    layouts = [torch.tensor([[0, 1], [2, 3]]), torch.tensor([[4, 5]])]
+    shards = [
+        {"layout/w": layout, "final/parameter/w": layout + 0.5, "final/buffer/b": torch.ones(1)} for layout in layouts
+    ]
+    record = record_of_two_ranks(tmp_path, shards)
+    assert record.select("final/parameter/")["w"].tolist() == [[0.5, 1.5], [2.5, 3.5], [4.5, 5.5]]
+    assert record.select("final/buffer/")["b"].tolist() == [1.0]
+    with pytest.raises(KeyError, match="holds no tensor below step0/"):
+        record.select("step0/")
+
+
+def test_a_hole_in_the_shards_is_nan_and_a_wrong_part_fails(tmp_path: Path) -> None:
+    part = {"layout/w": torch.tensor([[0, 1], [2, 3]]), "final/parameter/w": torch.ones(2, 2)}
+    record = record_of_two_ranks(tmp_path, [part, part])
+    assert record.select("final/parameter/")["w"].isnan().tolist() == [[False] * 2, [False] * 2, [True] * 2]
+    wrong = {**part, "final/parameter/w": torch.ones(3, 2)}
+    with pytest.raises(
+        ConformanceFailure, match=r"rank 1 holds a tensor of shape \(3, 2\), its shard has shape \(2, 2\)"
+    ):
+        record_of_two_ranks(tmp_path, [part, wrong]).select("final/parameter/")
+    del wrong["final/parameter/w"]
+    with pytest.raises(ConformanceFailure, match="rank 1 holds nothing"):
+        record_of_two_ranks(tmp_path, [part, wrong]).select("final/parameter/")

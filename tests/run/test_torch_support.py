@@ -1,0 +1,142 @@
+"""What older versions of torch cannot do, do otherwise, or must not be asked to do in one process."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conformance.instruments.collectives import UNKNOWN, _reduce_op
+from conformance.judge.skips import Unsupported
+from conformance.oracles import clip_schedule, schedule
+from conformance.oracles.torch_versions import lifetimes_of
+from conformance.plan.cells import Cell
+from conformance.plan.workload import trainer_config
+from conformance.run.pool import Task
+from conformance.run.store import RecordStore
+from conformance.run.torch_support import require_features
+from reference_trainer.mesh import resolve_mesh
+
+TRAINS, BUILDS, PROBES = "training:train_cell", "build:draw_with_torch", "build:probe"
+
+
+def lacks(task: str, cell: Cell, torch_version: str, *, device: str = "cpu") -> str | None:
+    try:
+        require_features(task, cell, device=device, torch_version=torch_version)
+    except Unsupported as lacking:
+        return str(lacking)
+    return None
+
+
+def test_fsdp2_on_the_cpu_needs_the_event_of_a_stream() -> None:
+    cell = Cell(mesh="dp2")
+    reason = "FSDP2 runs on the CPU from torch 2.7 on, in which torch.cpu.Stream has record_event; this is torch 2.6.0"
+    assert lacks(TRAINS, cell, "2.6.0") == reason
+    assert lacks("memory:step_in_simulation", cell, "2.6.0") == reason
+    for task, version, device in (
+        (TRAINS, "2.6.0", "cuda"),
+        (TRAINS, "2.7.1+cpu", "cpu"),
+        (BUILDS, "2.6.0", "cpu"),
+        (PROBES, "2.6.0", "cpu"),
+        ("memory:without_fsdp", "2.6.0", "cpu"),
+    ):
+        assert lacks(task, cell, version, device=device) is None
+    assert lacks(TRAINS, Cell(mesh="dp2", implementation="fsdp1", init="full"), "2.6.0") is None
+
+
+def test_replicas_on_the_cpu_need_an_average() -> None:
+    cell = Cell(mesh="hsdp2x2")
+    reason = "HSDP runs on the CPU from torch 2.8 on, in which gloo averages in an all-reduce; this is torch 2.7.1"
+    assert lacks(TRAINS, cell, "2.7.1") == reason
+    assert lacks("memory:step_on_ranks", cell, "2.7.1") == reason
+    for task, version, device in (
+        (TRAINS, "2.7.1", "cuda"),
+        (TRAINS, "2.8.0", "cpu"),
+        (BUILDS, "2.7.1", "cpu"),
+        ("memory:step_in_simulation", "2.7.1", "cpu"),
+    ):
+        assert lacks(task, cell, version, device=device) is None
+
+
+def test_uneven_parts_of_both_parallelisms() -> None:
+    uneven, even = Cell(mesh="dp2-tp2"), Cell(mesh="dp2-tp2", model="even")
+    assert lacks(TRAINS, uneven, "2.7.1") == (
+        "FSDP2 with tensor parallelism takes uneven parts from torch 2.8 on: vocab_size is 61, which dp_shard 2 x tp 2 "
+        "does not divide; this is torch 2.7.1"
+    )
+    assert lacks(BUILDS, uneven, "2.7.1", device="cuda")
+    for cell, version in ((uneven, "2.8.0"), (even, "2.7.1"), (Cell(mesh="dp4", model="uneven"), "2.7.1")):
+        assert lacks(TRAINS, cell, version) is None
+    assert lacks(PROBES, uneven, "2.7.1") is None
+
+
+def test_what_a_resumed_run_goes_on_from_is_asked_too(tmp_path: Path) -> None:
+    store = RecordStore(directory=tmp_path, session="s", torch_version="2.7.1", defect=None, deadline_s=60)
+    resumed = Cell(mesh="dp2", saved_on="tp2", steps=4)
+    with pytest.raises(Unsupported, match=r"vocab_size is 61, which dp_shard 1 x tp 2 does not divide"):
+        store.run(resumed)
+
+
+class Kinds:
+    """Takes the part of `Pools`: notes which tasks may share ranks."""
+
+    waited_s = 0.0
+    trained_s = 0.0
+    max_world_size = 8
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def prepare(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def run(self, task: Task, *, world_size: int, **_options: Any) -> list[Any]:
+        self.seen.append(task.kind)
+        return [{}] * world_size
+
+
+@pytest.mark.parametrize(("torch_version", "pools"), [("2.10.0", 3), ("2.13.0+cpu", 1)])
+def test_ranks_are_not_shared_by_what_dtensor_confuses(torch_version: str, pools: int, tmp_path: Path) -> None:
+    kinds = Kinds()
+    store = RecordStore(
+        directory=tmp_path, session="s", torch_version=torch_version, defect=None, deadline_s=60, pools=kinds
+    )
+    cells = [Cell(mesh="dp2-tp2"), Cell(mesh="dp2-tp2", model="even"), Cell(mesh="dp2-tp2", precision="bf16-init")]
+    for cell in [*cells, Cell(mesh="dp2-tp2", precision="bf16-mp")]:
+        store.measure(PROBES, cell)
+    assert len(set(kinds.seen)) == pools
+
+
+def of_version(module: Any, torch_version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "lifetimes_of", lambda _installed: lifetimes_of(torch_version))
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "expected"), [("2.8.0", {"all_gather": 8, "reduce_scatter": 4}), ("2.9.1", {})]
+)
+def test_one_rank_communicates_up_to_2_8(
+    torch_version: str, expected: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_version(schedule, torch_version, monkeypatch)
+    config = trainer_config(Cell(mesh="tp2", reshard="always"))
+    dims = resolve_mesh(config.mesh, world_size=2)
+    events = schedule.fsdp_events(config, dims, dict.fromkeys(schedule.entered(schedule.groups(config)), 8))
+    assert all((event.group, event.numel) == ("dp_shard", 8) for event in events)
+    assert Counter(event.kind for event in events) == expected
+
+
+@pytest.mark.parametrize(("torch_version", "numels"), [("2.9.1", [1, 1]), ("2.10.0", [3, 3])])
+def test_norms_are_reduced_together_up_to_2_9(
+    torch_version: str, numels: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_version(clip_schedule, torch_version, monkeypatch)
+    config = trainer_config(Cell(mesh="dp2-tp2"))
+    events = clip_schedule.clip_events(["a", "b", "c"], config, resolve_mesh(config.mesh, world_size=4))
+    assert [event.numel for event in events] == numels
+
+
+def test_a_reduction_that_does_not_tell_its_operation() -> None:
+    assert _reduce_op({"reduce_op": object()}) == UNKNOWN
+    assert _reduce_op({"reduce_op": "sum"}) == "SUM"
+    assert _reduce_op({}) is None
