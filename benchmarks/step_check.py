@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor
 from conformance.experiments.context import start_process_group
 from conformance.oracles.reference import train_reference
 from conformance.plan.cells import Cell
-from conformance.plan.workload import trainer_config
 from conformance.run.ranks.messages import RankContext
 from reference_trainer.model import Transformer
 from reference_trainer.observer import Observer
@@ -37,7 +36,7 @@ def check_one_step(mesh: str) -> None:
     Raises AssertionError if one differs.
     """
     cell = Cell(mesh=mesh, steps=1)
-    config = trainer_config(cell)
+    config = cell.config
     found = _Gradients()
     Trainer(config, device=torch.device("cpu"), world_size=cell.world_size, observer=found).train_step(0)
     expected = train_reference(config, dtype=torch.float32).gradients[0]

@@ -1,8 +1,38 @@
-"""What the test of a law may raise, besides plain assertions, to end with a verdict; see also `judge.skips`.
+"""Exceptions that end a case, and what is left of a run that did not finish.
 
-Ranks import this with the oracles: nothing of pytest belongs here.
+Laws, oracles and ranks raise them; `judge.verdicts` says which verdict each of them means. Nothing of pytest or torch
+belongs here.
 """
+
+from typing import Literal
+
+import msgspec
 
 
 class ConformanceFailure(AssertionError):
-    """A comparison that a law demands did not hold."""
+    """A comparison that a law demands does not hold."""
+
+
+class Unsupported(Exception):
+    """The machine or its torch cannot run the case; the message says with numbers what is missing."""
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """A run that did not finish."""
+
+    kind: Literal["raised", "crash", "timeout", "suite-error"]
+    """`suite-error`: the exception came from the suite's own code, not from the product."""
+    first_rank: int
+    """Rank that failed first."""
+    reason: str
+    """One line about the first failure."""
+    details: str
+    """Tracebacks, stacks and the end of the output of all ranks."""
+
+
+class CellFailed(Exception):
+    """The run of a cell did not finish. Unless a rank died, every law on that cell gets the same verdict."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(f"{failure.reason}\n{failure.details}")
+        self.failure = failure

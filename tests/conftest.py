@@ -9,13 +9,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from conformance.judge.law import Run
+from conformance.laws.fixtures import Run
 from conformance.plan.cells import Cell
 from conformance.project import PROJECT
+from conformance.run.case_runs import CaseRuns
 from conformance.run.devices.leases import DIRECTORY_VARIABLE
 from conformance.run.pool import Pools
 from conformance.run.record import Record
-from conformance.run.store import Clock, RecordStore
+from conformance.run.store import RecordStore
 
 # A shell that runs CI as a background job ignores SIGINT in it, and so would every process that the tests start: those
 # that send Ctrl-C would wait for ever. Children inherit the default action once this process has a handler of its own.
@@ -57,6 +58,7 @@ def pools() -> Iterator[Pools]:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory, pools: Pools) -> RecordStore:
+    """Records of the tests of a file."""
     version = str(torch.__version__)
     return RecordStore(tmp_path_factory.mktemp("records"), "test", version, defect=None, deadline_s=60.0, pools=pools)
 
@@ -66,8 +68,7 @@ def run(store: RecordStore) -> Run:
     """Trains a cell once, with a deadline of its own."""
 
     def run_alone(cell: Cell, *, repeat: int = 0) -> Record:
-        store.clock = Clock()
-        return store.run(cell, repeat=repeat)
+        return CaseRuns(store).run(cell, repeat=repeat)
 
     return run_alone
 

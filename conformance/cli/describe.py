@@ -19,7 +19,6 @@ from conformance.judge.law import Law, law_of
 from conformance.plan.cells import Cell
 from conformance.plan.matrix import Matrix
 from conformance.plan.selection import Selection, parse
-from conformance.plan.workload import trainer_config
 from conformance.project import PROJECT
 
 _WIDTH = 100
@@ -154,7 +153,7 @@ def _cell_text(matrix: Matrix, cell: Cell) -> str:
         "excluded": exclusion.reason if exclusion else "",
     }
     comments = "".join(f"# {line}\n" for line in [cell.id, "", *_facts_text(facts).splitlines()]).replace("# \n", "#\n")
-    config = msgspec.to_builtins(trainer_config(cell))
+    config = msgspec.to_builtins(cell.config)
     return comments + yaml.dump(config, Dumper=_CanonicalDumper, sort_keys=False).rstrip()
 
 

@@ -15,12 +15,13 @@ import torch
 from msgspec.structs import replace
 from tabulate import tabulate
 
+from conformance.memory_segment import MemorySegment
 from conformance.oracles.dtype_policy import dtype_policy
-from conformance.oracles.memory_model import Segment, group_bytes, predict, state_bytes
+from conformance.oracles.memory_model import group_bytes, predict, state_bytes
 from conformance.oracles.schedule import groups
 from conformance.oracles.tp_schedule import local_shapes
 from conformance.oracles.traffic import add_up, step_events
-from conformance.plan.cells import Mesh
+from conformance.plan.mesh import Mesh
 from reference_trainer.config import DataConfig, MeshConfig, ModelConfig, Precision, TrainerConfig
 from reference_trainer.mesh import ParallelDims, check_fits_mesh, resolve_mesh
 from reference_trainer.overrides import override
@@ -147,7 +148,7 @@ def buffer_bytes(config: TrainerConfig) -> int:
     return 2 * config.model.max_seq_len * config.model.head_dim // 2 * _FP32_BYTES
 
 
-def kept_for_backward(profile: Sequence[Segment]) -> int:
+def kept_for_backward(profile: Sequence[MemorySegment]) -> int:
     """Activations between forward and backward, in bytes."""
     return next(segment.start_bytes for segment in profile if segment.mark == "backward")
 
@@ -156,7 +157,7 @@ def _numel(shapes: dict[str, tuple[int, ...]]) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
-def _profile(config: TrainerConfig, dims: ParallelDims) -> list[Segment]:
+def _profile(config: TrainerConfig, dims: ParallelDims) -> list[MemorySegment]:
     """Activations and gradients as a run without FSDP would hold them, group by group."""
     compute = 4 if dtype_policy(config.precision).compute == "float32" else 2
     model = config.model
@@ -172,20 +173,22 @@ def _profile(config: TrainerConfig, dims: ParallelDims) -> list[Segment]:
         working["output"] = max(working["output"], logits)  # raised to fp32, before the logarithm
     recomputed = _saved_bytes(replace(config, activation_checkpointing="none"), dims, tokens, compute)
     gradients = _unpadded(config, dims)
-    segments, held = [Segment("forward", 0, 0, 0)], 0
+    segments, held = [MemorySegment("forward", 0, 0, 0)], 0
     for name in names:
-        segments.append(Segment(f"forward {name}", held, held + saved[name] + working[name], held + saved[name]))
+        segments.append(MemorySegment(f"forward {name}", held, held + saved[name] + working[name], held + saved[name]))
         held += saved[name]
-        segments.append(Segment(f"after-forward {name}", held, held, held))
-    segments.append(Segment("backward", held, held + 2 * logits, held))  # gradients of the logarithms and the logits
+        segments.append(MemorySegment(f"after-forward {name}", held, held, held))
+    segments.append(
+        MemorySegment("backward", held, held + 2 * logits, held)
+    )  # gradients of the logarithms and the logits
     for name in reversed(names):
         again = recomputed - saved[name] if name.startswith("layers.") else 0
         done = held - saved[name] + gradients[name]
-        segments.append(Segment(f"backward {name}", held, held + again + gradients[name] + working[name], done))
+        segments.append(MemorySegment(f"backward {name}", held, held + again + gradients[name] + working[name], done))
         held -= saved[name]
-        segments.append(Segment(f"gradients {name}", done, done, held))
-        segments.append(Segment(f"freed {name}", held, held, held))
-    return [*segments, Segment("end", held, held, held)] * config.accumulation
+        segments.append(MemorySegment(f"gradients {name}", done, done, held))
+        segments.append(MemorySegment(f"freed {name}", held, held, held))
+    return [*segments, MemorySegment("end", held, held, held)] * config.accumulation
 
 
 def _saved_bytes(config: TrainerConfig, dims: ParallelDims, tokens: int, compute: int) -> int:

@@ -7,7 +7,6 @@ optimizer allocate, keep and free; as MEM-1 does on small models with real memor
 """
 
 import time
-from collections.abc import Sequence
 
 import msgspec
 import torch
@@ -16,10 +15,9 @@ from tabulate import tabulate
 from conformance.cli.predict import GIB, Prediction, Request, buffer_bytes, configuration, kept_for_backward
 from conformance.experiments.fake_step import fake_segments_without_fsdp, fake_step
 from conformance.experiments.simulation import simulated_world
-from conformance.instruments import memory as instruments
 from conformance.instruments.fake_tensors import fake_tensors
-from conformance.oracles.memory_model import Segment, predict, state_bytes, usage_by_phase
-from conformance.oracles.torch_versions import lifetimes_of
+from conformance.oracles.memory_model import predict, state_bytes, usage_by_phase
+from conformance.oracles.torch_versions import traits_of
 from conformance.oracles.tp_schedule import local_shapes
 
 
@@ -58,13 +56,13 @@ def simulation(request: Request) -> Simulation:
     _require_fakes()
     wall, cpu = time.perf_counter(), time.process_time()
     step = fake_step(config, dims)
-    profile = _for_model(fake_segments_without_fsdp(config, dims))
+    profile = fake_segments_without_fsdp(config, dims)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
 
     shapes = local_shapes(config.model, tp=dims.tp, tp_rank=0)
     state = _compared(step.state_bytes, state_bytes(config, dims, shapes) + buffer_bytes(config))
-    simulated = usage_by_phase(_for_model(step.segments))
-    predicted = predict(config, dims, shapes, profile, lifetimes=lifetimes_of(str(torch.__version__)), kernels=False)
+    simulated = usage_by_phase(step.segments)
+    predicted = predict(config, dims, shapes, profile, traits=traits_of(str(torch.__version__)), kernels=False)
     phases = {
         phase: {
             "peak": _compared(simulated[phase].peak_bytes, usage.peak_bytes, beside=state),
@@ -73,10 +71,6 @@ def simulation(request: Request) -> Simulation:
         for phase, usage in predicted.items()
     }
     return Simulation(str(torch.__version__), state, phases, kept_for_backward(profile), wall, cpu)
-
-
-def _for_model(segments: Sequence[instruments.Segment]) -> list[Segment]:
-    return msgspec.convert(segments, list[Segment], from_attributes=True)
 
 
 def _require_fakes() -> None:

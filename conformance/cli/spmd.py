@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 
 from conformance.pytest_plugin.plugin import LAWS_DIRECTORY
-from conformance.pytest_plugin.session import POOLS
+from conformance.pytest_plugin.setup import POOLS
 from conformance.run.multihost import (
     SpanningPools,
     Store,

@@ -13,17 +13,17 @@ import msgspec
 import torch
 
 from conformance.cli.describe import law_tests
-from conformance.detection.bench import judged
+from conformance.judge.judge import Judged, judge
 from conformance.judge.law import law_of
 from conformance.judge.measurements import Measurement
-from conformance.judge.support import release, unsupported
-from conformance.judge.verdicts import INCOMPLETE, SUITE_FAILED, Verdict, exit_status
-from conformance.judge.waivers import Waiver, profile_waivers, the_waiver
+from conformance.judge.support import Machine
+from conformance.judge.verdicts import CONFORMANT, INCOMPLETE, SUITE_FAILED, Verdict, exit_status
+from conformance.judge.waivers import Waiver, profile_waivers
 from conformance.plan.matrix import Case, Matrix, Profile, load_matrix
 from conformance.report.cell_facts import cell_facts
 from conformance.report.environment import suite_digest
 from conformance.report.schema import CaseResult, Footer, Header, Report
-from conformance.run.devices.hardware import Hardware, device_type
+from conformance.run.devices.hardware import Hardware
 from conformance.run.record import read_failures, read_record
 from conformance.run.store import RecordStore
 
@@ -58,12 +58,12 @@ def verify(directory: Path, *, matrix_file: Path, records: Path | None = None) -
     problems = [*_wrong_sums(report, rules), *_wrong_lines(report, lines)]
     if report.matrix_digest != matrix.digest:
         raise ValueError(f"{directory}: judged with another matrix; name it with --matrix")
-    judge = _Judge(report, matrix, waivers, records or directory / "records")
+    verifier = _Verifier(report, matrix, waivers, records or directory / "records")
     if report.cells != cell_facts(records or directory / "records", session=report.session):
         problems.append("facts of cells are not those of the records")
     for result in report.cases:
-        problems += [f"{result.id}: {problem}" for problem in judge.problems(result)]
-    return Verification(judge.judged, problems)
+        problems += [f"{result.id}: {problem}" for problem in verifier.problems(result)]
+    return Verification(verifier.cases, problems)
 
 
 def _read(directory: Path) -> tuple[Report, list[bytes]]:
@@ -96,13 +96,14 @@ def _wrong_sums(report: Report, rules: Profile) -> Iterator[str]:
         yield f"{report.planned} cases planned, {len(report.cases)} listed"
     executed = len(report.cases) - counts[Verdict.NOT_RUN]
     if report.executed != executed:
-        yield f"{report.executed} cases said to be executed, {executed} are"
+        yield f"the report says that {report.executed} cases were executed, its cases say {executed}"
     if report.verdicts != {verdict.value: counts[verdict] for verdict in Verdict if counts[verdict]}:
-        yield f"verdicts said to be {report.verdicts}, they are {dict(counts)}"
+        yield f"the report counts the verdicts {report.verdicts}, its cases have {dict(counts)}"
     # What fails outside of cases makes the exit status worse, never better.
     expected = exit_status(counts, allows=rules.allows)
-    if report.exit_code not in (expected, SUITE_FAILED, _USAGE, INCOMPLETE) or report.exit_code == 0 != expected:
-        yield f"exit status said to be {report.exit_code}, the verdicts mean {expected}"
+    better = report.exit_code == CONFORMANT and expected != CONFORMANT
+    if better or report.exit_code not in (expected, SUITE_FAILED, _USAGE, INCOMPLETE):
+        yield f"the report says exit status {report.exit_code}, the verdicts give {expected}"
 
 
 def _wrong_lines(report: Report, lines: list[bytes]) -> Iterator[str]:
@@ -121,76 +122,67 @@ def _wrong_lines(report: Report, lines: list[bytes]) -> Iterator[str]:
         yield "the last line of report.jsonl says otherwise than report.json"
 
 
-class _Judge:
-    """Derives verdicts again."""
+class _Verifier:
+    """Judges the cases of a report again from its records."""
 
     def __init__(self, report: Report, matrix: Matrix, waivers: list[Waiver], records: Path) -> None:
-        self.judged = 0
-        self._rules = matrix.profile(report.profile)
+        self.cases = 0
+        """Cases that were judged again."""
+        self._profile = matrix.profile(report.profile)
+        self._waivers = waivers
+        self._machine = Machine(
+            hardware=msgspec.convert(report.environment["hardware"], Hardware),
+            torch_version=report.environment["packages"]["torch"],
+            max_world_size=int(report.environment["max_world_size"]),
+        )
         self._store = RecordStore(
             directory=records,
             session=report.session,
-            torch_version=report.environment["packages"]["torch"],
+            torch_version=self._machine.torch_version,
             defect=report.defect,
-            deadline_s=self._rules.deadline_s,
+            deadline_s=self._profile.deadline_s,
             replay=True,
-            hardware=msgspec.convert(report.environment["hardware"], Hardware),
+            hardware=self._machine.hardware,
         )
-        self._max_world_size = int(report.environment["max_world_size"])
-        self._waivers = waivers
-        self._cases = {case.id: case for case in matrix.cases(report.profile, seed=report.seed)}
+        self._by_id = {case.id: case for case in matrix.cases(report.profile, seed=report.seed)}
 
     def problems(self, result: CaseResult) -> Iterator[str]:
-        """What is wrong with one case of the report."""
-        case, said = self._cases.get(result.id), Verdict(result.verdict)
-        if said in _NOT_JUDGED:
+        """Yield what is wrong with one case of the report."""
+        case, reported = self._by_id.get(result.id), Verdict(result.verdict)
+        if reported in _NOT_JUDGED:
             return
         if case is None:
             yield "no case of this profile"
             return
-        self.judged += 1
-        if said in _DIED:
-            if result.reason not in self._failures(case):
-                yield f"{said} because of {result.reason!r}, of which no record tells"
+        self.cases += 1
+        if reported in _DIED:
+            if result.reason not in self._failures():
+                yield f"the report says {reported} because of {result.reason!r}, of which no record tells"
             return
-        verdict, reason, measured = self._derived(case)
-        if verdict == Verdict.PASS and said == Verdict.QUALITY_WARNING:
-            verdict = said  # beside a baseline that is not at hand
-        if verdict != said:
-            yield f"said to be {said}, the records mean {verdict}: {reason}"
-        elif not _same(measured, result.measured):
-            yield f"figures said to be {result.measured}, the records give {measured}"
+        judged = self._judged(case)
+        verdict = judged.verdict
+        if verdict == Verdict.PASS and reported == Verdict.QUALITY_WARNING:
+            verdict = reported  # compared with a baseline that is not at hand
+        if verdict != reported:
+            yield f"the report says {reported}, the records give {verdict}: {judged.reason}"
+        elif not _same(judged.measured, result.measured):
+            yield f"the report has the metrics {result.measured}, the records give {judged.measured}"
 
-    def _derived(self, case: Case) -> tuple[Verdict, str, dict[str, Measurement]]:
-        law = law_of(law_tests()[case.law])
+    def _judged(self, case: Case) -> Judged:
+        test = law_tests()[case.law]
+        law = law_of(test)
         assert law is not None
-        torch_version = self._store.torch_version
-        hardware = self._store.hardware
-        missing = unsupported(
-            law,
-            case.cell,
-            torch_version=torch_version,
-            max_world_size=self._max_world_size,
-            hardware=hardware,
-            profile=self._rules,
-        )
-        if missing:
-            return Verdict.UNSUPPORTED, missing, {}
-        found = judged(self._store, case)
-        device = device_type(hardware.substrate(case.cell.world_size, law.substrates) or "gloo")
-        waiver = the_waiver(self._waivers, case.law, case.cell, device=device, torch=release(torch_version))
-        verdict, reason = waiver.judge(found.verdict, found.reason) if waiver else (found.verdict, found.reason)
-        return verdict, reason, found.measured
+        return judge(case, law, test, self._store, machine=self._machine, profile=self._profile, waivers=self._waivers)
 
-    def _failures(self, case: Case) -> set[str]:
-        """Reasons of all runs of any cell that did not end: a law may look at several cells."""
-        found: set[str] = set()
+    def _failures(self) -> set[str]:
+        """Reasons of all runs of any cell that did not finish: a law may look at several cells."""
+        reasons: set[str] = set()
         for directory in self._store.directory.iterdir():
             record = read_record(directory)
             failures = [*read_failures(directory), *([record.failure] if record and record.failure else [])]
-            found.update(failure.reason for failure in failures)
-        return found
+            reasons.update(failure.reason for failure in failures)
+        return reasons
 
 
-def _same(measured: dict[str, Measurement], said: dict[str, Measurement]) -> bool:
-    return bool(msgspec.to_builtins(measured) == msgspec.to_builtins(said))
+def _same(measured: dict[str, Measurement], reported: dict[str, Measurement]) -> bool:
+    return bool(msgspec.to_builtins(measured) == msgspec.to_builtins(reported))

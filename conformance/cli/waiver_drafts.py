@@ -3,10 +3,10 @@
 import datetime
 import textwrap
 
-from conformance.judge.support import release
 from conformance.judge.verdicts import Verdict
 from conformance.report.schema import CaseResult, Report
 from conformance.run.devices.hardware import device_type
+from conformance.torch_release import release
 
 LASTS_DAYS = 90
 NO_ISSUE = "WRITE THE ADDRESS OF AN ISSUE"

@@ -16,8 +16,8 @@ from conformance.defects.catalogue import defects
 from conformance.defects.injection import Defect
 from conformance.detection.bench import Bench, the_matrix
 from conformance.detection.trials import Trial, key_of, try_defect
-from conformance.judge.support import release
 from conformance.run.pool import Pools
+from conformance.torch_release import release
 
 RESULTS_FILE = "kill_matrix.json"
 _HERE = ("gloo", "simulated")

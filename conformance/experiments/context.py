@@ -1,16 +1,133 @@
-"""Where a rank computes: its device, and the process group of its world."""
+"""Set-up that all experiments share: configuration, device, process group, and a defect if one is asked for."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, get_type_hints
+
+import msgspec
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
+from conformance.defects.catalogue import injected
+from conformance.experiments.simulation import simulated_world
+from conformance.experiments.weight_files import write_weights
+from conformance.run.experiment import Experiment, Job, Needs, Result
 from conformance.run.ranks.messages import RankContext
-from reference_trainer.mesh import backends, init_process_group
+from reference_trainer.config import TrainerConfig
+from reference_trainer.mesh import (
+    ParallelDims,
+    backends,
+    build_mesh,
+    destroy_process_group,
+    init_process_group,
+    resolve_mesh,
+)
+from reference_trainer.observer import Observer
+from reference_trainer.train import Trainer
+
+World = Literal["ranks", "simulated", "none"]
+"""World in which an experiment takes place.
+
+`ranks`: every rank of the cell, in one process group. `simulated`: one process, which is rank 0 of torch's fake process
+group of the cell's size. `none`: one process without a process group, and without the defect of the session: for what
+laws compare with."""
+
+
+@dataclass(frozen=True)
+class RankWorld:
+    """One rank of an experiment, and the world that it is in."""
+
+    context: RankContext
+    job: Job
+    config: TrainerConfig
+    device: torch.device
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank."""
+        return self.context.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the cell's world, simulated or not."""
+        return self.job.world_size
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the highest number."""
+        return self.rank == self.size - 1
+
+    @property
+    def directory(self) -> Path:
+        """Directory for files of the ranks."""
+        return Path(self.job.directory)
+
+    @property
+    def dims(self) -> ParallelDims:
+        """Degrees of parallelism."""
+        return resolve_mesh(self.config.mesh, world_size=self.size)
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """Device mesh of the configuration."""
+        return build_mesh(self.dims, self.device)
+
+    def trainer(self, observer: Observer | None = None, *, config: TrainerConfig | None = None) -> Trainer:
+        """Return a trainer of this rank, with another configuration if one is given."""
+        return Trainer(config or self.config, device=self.device, world_size=self.size, observer=observer)
+
+
+def experiment(
+    *, needs: Needs, world: World = "ranks", process_group: bool = True
+) -> Callable[[Callable[[RankWorld], Result]], Experiment[Result]]:
+    """Make an experiment of a function; its result consists of builtin types and msgspec structs.
+
+    With `process_group=False` the function makes the process group itself.
+    """
+
+    def declare(function: Callable[[RankWorld], Result]) -> Experiment[Result]:
+        def perform(context: RankContext, job: Job) -> Result:
+            with rank_world(context, job, world=world, process_group=process_group) as rank:
+                return function(rank)
+
+        return Experiment(
+            name=f"{function.__module__}:{function.__name__}",
+            needs=needs,
+            alone=world != "ranks",
+            result=get_type_hints(function)["return"],
+            perform=perform,
+        )
+
+    return declare
+
+
+@contextmanager
+def rank_world(context: RankContext, job: Job, *, world: World, process_group: bool = True) -> Iterator[RankWorld]:
+    """Set up what a rank needs, inject the job's defect, and destroy the process group of a world that ended well.
+
+    After an error nothing is destroyed: other ranks may be in a collective, and the process serves no further task.
+    """
+    config = _with_weights(context, job)
+    if world == "none":
+        yield RankWorld(context, job, config, device_of(context))
+        return
+    with injected(job.defect):
+        if world == "simulated":
+            with simulated_world(job.world_size):
+                yield RankWorld(context, job, config, torch.device("cpu"))
+            return
+        yield RankWorld(context, job, config, start_process_group(context) if process_group else device_of(context))
+        destroy_process_group()
 
 
 def device_of(context: RankContext) -> torch.device:
-    """The device that the rank has leased, which is the only one that CUDA shows to it, or else the processor.
+    """Return the device that the rank has leased, which is the only one that CUDA shows to it, or else the CPU.
 
-    On a device all is pinned that may make two runs differ in their last bits; what cuBLAS and NCCL read is in
+    On a device everything is pinned on which bitwise determinism depends; what cuBLAS and NCCL read is in
     `hardware.DETERMINISM`.
     """
     if not context.device:
@@ -22,18 +139,30 @@ def device_of(context: RankContext) -> torch.device:
     return device
 
 
-def start_process_group(context: RankContext) -> torch.device:
-    """Make the default process group, with backends for host and device; returns the device of this rank.
+def start_process_group(context: RankContext, *, backend: str | None = None) -> torch.device:
+    """Make the default process group, by default with backends for host and device; returns the device of this rank.
 
-    Ranks leave it together: what rank 0 has written before is there for all.
+    Ranks leave the set-up together: files that rank 0 has written before are there for all ranks.
     """
     device = device_of(context)
     init_process_group(
-        backends(device, cpu_tensors=True),
+        backend or backends(device, cpu_tensors=True),
         init_method=context.rendezvous,
         rank=context.rank,
         world_size=context.world_size,
         timeout_s=context.timeout_s,
     )
-    dist.all_reduce(torch.zeros(1, dtype=torch.float32))  # among hosts: no backend of a device has to work for it
+    if backend is None:
+        dist.all_reduce(torch.zeros(1, dtype=torch.float32))  # among hosts: no backend of a device has to work for it
     return device
+
+
+def _with_weights(context: RankContext, job: Job) -> TrainerConfig:
+    """The job's configuration; rank 0 writes the checkpoint that it names into the job's directory."""
+    if job.config.checkpoint is None:
+        return job.config
+    path = Path(job.directory, job.config.checkpoint)
+    config = msgspec.structs.replace(job.config, checkpoint=str(path))
+    if context.rank == 0:
+        write_weights(path, config, form=job.weights)
+    return config

@@ -12,10 +12,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-from conformance.experiments.memory import parallelize_without_fsdp, segments_without_fsdp
 from conformance.experiments.simulation import simulated_world
+from conformance.experiments.without_fsdp import parallelize_without_fsdp, segments_without_fsdp
 from conformance.instruments.fake_tensors import fake_memory_ledger, fake_tensors
-from conformance.instruments.memory import MemoryLedger, PhaseMarks, Segment
+from conformance.instruments.memory import MemoryLedger, PhaseMarks
+from conformance.memory_segment import MemorySegment
 from reference_trainer.checks import require
 from reference_trainer.config import DataConfig, TrainerConfig
 from reference_trainer.data import Batches
@@ -31,7 +32,7 @@ class FakeStep(msgspec.Struct, frozen=True):
 
     state_bytes: int
     """What is held between steps: shards, optimizer state and buffers."""
-    segments: list[Segment]
+    segments: list[MemorySegment]
     """From phase to phase of a step, of what was allocated in it."""
 
 
@@ -57,8 +58,8 @@ def fake_step(config: TrainerConfig, dims: ParallelDims) -> FakeStep:
         return FakeStep(observer.state.kept_bytes, ledger.segments)
 
 
-def fake_segments_without_fsdp(config: TrainerConfig, dims: ParallelDims) -> list[Segment]:
-    """What the model needs beside FSDP, see `experiments.memory.segments_without_fsdp`."""
+def fake_segments_without_fsdp(config: TrainerConfig, dims: ParallelDims) -> list[MemorySegment]:
+    """Return what the model needs without FSDP, see `experiments.without_fsdp.segments_without_fsdp`."""
     with simulated_world(dims.tp):
         with torch.device("meta"):
             model = Transformer(config.model)

@@ -1,4 +1,4 @@
-"""What ranks measure of FSDP2's interface where the reference trainer does not use it, with a small net.
+"""FSDP2's interface where the reference trainer does not use it, tried with a small net.
 
 Weights and inputs are small whole numbers and worlds have a power of two of ranks, so that sums and means are exact in
 fp32 whatever their order: a gradient is that of one process in every bit, or it is wrong.
@@ -14,21 +14,48 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 
-from conformance.defects.catalogue import injected
-from conformance.experiments.context import start_process_group
-from conformance.experiments.training import rank_config
+from conformance.experiments.context import RankWorld, experiment
 from conformance.instruments.sharding import full
-from conformance.run.ranks.messages import RankContext
-from reference_trainer.mesh import build_mesh, destroy_process_group, dp_rank, fsdp_mesh, resolve_mesh
+from conformance.run.experiment import Needs
+from reference_trainer.mesh import dp_rank, fsdp_mesh
 
 _SAMPLES, _WIDTH, _INNER = 4, 8, 16
 
-Found = dict[str, int]
-"""Elements or parameters that are not as they should be, by what is wrong with them."""
+Wrong = dict[str, int]
+"""Number of elements or parameters that are not as they should be, by what is wrong with them."""
 
 
-class Net(nn.Module):
-    """Two layers, and one that forward does not use."""
+@experiment(needs=Needs.TRAINING)
+def use_options(rank: RankWorld) -> dict[str, Wrong]:
+    """Try options of `fully_shard`, and ways to train."""
+    return _try_all(rank, _OPTIONS)
+
+
+@experiment(needs=Needs.TRAINING)
+def use_methods(rank: RankWorld) -> dict[str, Wrong]:
+    """Try methods of `FSDPModule`."""
+    return _try_all(rank, _METHODS)
+
+
+@experiment(needs=Needs.TRAINING)
+def cast_inputs_and_outputs(rank: RankWorld) -> dict[str, dict[str, str]]:
+    """Collect dtypes of what a module of `param_dtype` bf16 is given, returns and has gradients of; by policy.
+
+    The name of a policy is `CAST/OUTPUT`: whether inputs are cast, and the output's dtype (`None`: as computed).
+    Without a cast the module is given bf16 as argument, which its layer needs; all else is fp32.
+    """
+    dtypes = {}
+    for casts, output in product((True, False), (None, torch.float32, torch.bfloat16)):
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output, cast_forward_inputs=casts)
+        net = _Casting().to(rank.device)
+        fully_shard(net, mesh=fsdp_mesh(rank.mesh), mp_policy=policy)
+        given = torch.float32 if casts else torch.bfloat16
+        dtypes[f"{casts}/{_name(output)}"] = _dtypes(net, rank.device, given)
+    return dtypes
+
+
+class _Net(nn.Module):
+    """Two layers, and a third that forward does not use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,13 +70,13 @@ class Net(nn.Module):
         return out
 
     def doubled(self, x: Tensor) -> Tensor:
-        """Another method that computes with the parameters."""
+        """Compute with the parameters in a method that is not `forward`."""
         out: Tensor = 2 * self.second(self.first(x).relu())
         return out
 
 
-class _World:
-    """A rank's place in it, and what one process computes on the samples of all."""
+class _DataParallel:
+    """A rank's coordinate and samples, and what one process computes on the samples of all ranks."""
 
     def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
         self.mesh, self.device = fsdp_mesh(mesh), device
@@ -62,81 +89,64 @@ class _World:
     def own(self) -> Tensor:
         return self.samples[self.rank]
 
-    def net(self, **options: Any) -> "Net":
-        return self.shard(Net().to(self.device), **options)
+    def net(self, **options: Any) -> _Net:
+        return self.shard(_Net().to(self.device), **options)
 
-    def shard(self, net: Net, **options: Any) -> Net:
-        """Both layers, and the root with the spare one."""
+    def shard(self, net: _Net, **options: Any) -> _Net:
+        """Shard both layers, and the root with the spare layer."""
         for module in (net.first, net.second, net):
             fully_shard(module, mesh=self.mesh, **options)
         return net
 
-    def expected(self, one: Net | None = None) -> dict[str, Tensor | None]:
-        """Gradients of the mean over ranks of the summed outputs."""
-        one = (one or Net()).to(self.device)
-        one(self.samples.flatten(0, 1)).sum().backward()
-        return {name: None if p.grad is None else p.grad / self.size for name, p in one.named_parameters()}
+    def expected(self, single: _Net | None = None) -> dict[str, Tensor | None]:
+        """Gradients of the mean over ranks of the summed outputs, computed by one process."""
+        single = (single or _Net()).to(self.device)
+        single(self.samples.flatten(0, 1)).sum().backward()
+        return {name: None if p.grad is None else p.grad / self.size for name, p in single.named_parameters()}
 
-    def wrong(self, net: Net, expected: dict[str, Tensor | None] | None = None, *, factor: float = 1.0) -> Found:
-        """Gradients of the sharded net beside `factor` times what is expected."""
-        found = {}
+    def wrong(self, net: _Net, expected: dict[str, Tensor | None] | None = None, *, factor: float = 1.0) -> Wrong:
+        """Elements of the sharded net's gradients that are not `factor` times the expected ones."""
+        wrong = {}
         for name, wanted in (expected or self.expected()).items():
             grad = net.get_parameter(name).grad
             if grad is None or wanted is None:
-                found[f"gradient of {name}"] = 0 if grad is wanted else 1
+                wrong[f"gradient of {name}"] = 0 if grad is wanted else 1
             else:
-                found[f"gradient of {name}"] = int((full(grad) != factor * wanted).sum())
-        return found
+                wrong[f"gradient of {name}"] = int((full(grad) != factor * wanted).sum())
+        return wrong
 
-    def backward(self, net: Net) -> Net:
+    def backward(self, net: _Net) -> _Net:
         net(self.own).sum().backward()
         return net
 
 
-def use_options(context: RankContext, payload: dict[str, Any]) -> dict[str, Found]:
-    """What is wrong, for each option of `fully_shard` and way to train."""
-    return _of_world(context, payload, _OPTIONS)
+def _try_all(rank: RankWorld, uses: Mapping[str, Callable[[_DataParallel], Wrong]]) -> dict[str, Wrong]:
+    world = _DataParallel(rank.mesh, rank.device)
+    return {name: use(world) for name, use in uses.items()}
 
 
-def use_methods(context: RankContext, payload: dict[str, Any]) -> dict[str, Found]:
-    """What is wrong, for each method of `FSDPModule`."""
-    return _of_world(context, payload, _METHODS)
-
-
-def _of_world(
-    context: RankContext, payload: dict[str, Any], uses: Mapping[str, Callable[[_World], Found]]
-) -> dict[str, Found]:
-    config = rank_config(context, payload)
-    with injected(payload["defect"]):
-        device = start_process_group(context)
-        world = _World(build_mesh(resolve_mesh(config.mesh, world_size=context.world_size), device), device)
-        found = {name: use(world) for name, use in uses.items()}
-        destroy_process_group()
-    return found
-
-
-def _sharded_along_the_last_dimension(world: _World) -> Found:
+def _sharded_along_the_last_dimension(world: _DataParallel) -> Wrong:
     net = world.net(shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1))
     return world.wrong(world.backward(net))
 
 
-def _with_a_frozen_parameter(world: _World) -> Found:
-    nets = Net().to(world.device), Net()
+def _with_a_frozen_parameter(world: _DataParallel) -> Wrong:
+    nets = _Net().to(world.device), _Net()
     for net in nets:
         net.first.weight.requires_grad_(False)
     return world.wrong(world.backward(world.shard(nets[0])), world.expected(nets[1]))
 
 
-def _with_an_ignored_parameter(world: _World) -> Found:
-    """It is neither sharded nor reduced: its gradient is that of the rank's own samples."""
-    net = Net().to(world.device)
+def _with_an_ignored_parameter(world: _DataParallel) -> Wrong:
+    """The ignored parameter is neither sharded nor reduced: its gradient is that of the rank's own samples."""
+    net = _Net().to(world.device)
     world.shard(net, ignored_params={net.second.bias})
     expected = world.expected()
     expected["second.bias"] = torch.full((_WIDTH,), float(_SAMPLES), device=world.device)
     return world.wrong(world.backward(net), expected) | {"sharded": int(isinstance(net.second.bias, DTensor))}
 
 
-def _evaluated_between_steps(world: _World) -> Found:
+def _evaluated_between_steps(world: _DataParallel) -> Wrong:
     net = world.backward(world.net())
     net.zero_grad()
     with torch.no_grad():
@@ -144,18 +154,18 @@ def _evaluated_between_steps(world: _World) -> Found:
     return world.wrong(world.backward(net))
 
 
-def _changed_through_its_state_dict(world: _World) -> Found:
-    net, one = world.net(), Net().to(world.device)
+def _changed_through_its_state_dict(world: _DataParallel) -> Wrong:
+    net, single = world.net(), _Net().to(world.device)
     net(world.own)
     state = net.state_dict()
-    found = {f"state of {name}": int((full(state[name]) != value).sum()) for name, value in one.state_dict().items()}
+    wrong = {f"state of {name}": int((full(state[name]) != value).sum()) for name, value in single.state_dict().items()}
     with torch.no_grad():
         net.load_state_dict({name: value * 2 for name, value in state.items()})
-        one.load_state_dict({name: value * 2 for name, value in one.state_dict().items()})
-    return found | world.wrong(world.backward(net), world.expected(one))
+        single.load_state_dict({name: value * 2 for name, value in single.state_dict().items()})
+    return wrong | world.wrong(world.backward(net), world.expected(single))
 
 
-def _divided_by_a_factor(world: _World) -> Found:
+def _divided_by_a_factor(world: _DataParallel) -> Wrong:
     """Twice the number of ranks. The sum is asked for as gloo has none with a factor of its own."""
     net = world.net()
     for module in _fsdp_modules(net):
@@ -164,7 +174,7 @@ def _divided_by_a_factor(world: _World) -> Found:
     return world.wrong(world.backward(net), factor=0.5)
 
 
-def _with_a_hook_on_reduced_gradients(world: _World) -> Found:
+def _with_a_hook_on_reduced_gradients(world: _DataParallel) -> Wrong:
     net = world.net()
     for module in _fsdp_modules(net):
         module.set_all_reduce_hook(_triple)
@@ -175,43 +185,44 @@ def _triple(reduced: Tensor) -> None:
     reduced.mul_(3)
 
 
-def _unsharded_ahead(world: _World) -> Found:
+def _unsharded_ahead(world: _DataParallel) -> Wrong:
     net = world.net()
     handle = cast("FSDPModule", net.first).unshard(async_op=True)
     assert handle is not None
     handle.wait()
-    whole = dict(net.first.named_parameters())
-    found = {"sharded": _sharded(net.first)}
-    one = Net().to(world.device)
-    found |= {name: int((full(whole[name]) != value).sum()) for name, value in one.first.named_parameters()}
-    found |= world.wrong(world.backward(net))
+    unsharded = dict(net.first.named_parameters())
+    wrong = {"sharded": _sharded(net.first)}
+    single = _Net().to(world.device)
+    for name, value in single.first.named_parameters():
+        wrong[name] = int((full(unsharded[name]) != value).sum())
+    wrong |= world.wrong(world.backward(net))
     cast("FSDPModule", net.first).unshard()
     cast("FSDPModule", net.first).reshard()
-    return found | {"unsharded": len(whole) - _sharded(net.first)}
+    return wrong | {"unsharded": len(unsharded) - _sharded(net.first)}
 
 
-def _kept_after_forward(world: _World) -> Found:
+def _kept_after_forward(world: _DataParallel) -> Wrong:
     net = world.net()
     cast("FSDPModule", net).set_reshard_after_forward(False)
     out = net(world.own)
-    found = {"sharded": _sharded(net.first)}
+    wrong = {"sharded": _sharded(net.first)}
     out.sum().backward()
-    return found | world.wrong(net) | {"unsharded": 2 - _sharded(net.first)}
+    return wrong | world.wrong(net) | {"unsharded": 2 - _sharded(net.first)}
 
 
-def _kept_after_backward(world: _World) -> Found:
+def _kept_after_backward(world: _DataParallel) -> Wrong:
     net = world.net()
     cast("FSDPModule", net).set_reshard_after_backward(False)
     world.backward(net)
-    found = {"sharded": _sharded(net.first)}
+    wrong = {"sharded": _sharded(net.first)}
     for module in _fsdp_modules(net):
         module.reshard()
-    return found | world.wrong(net)
+    return wrong | world.wrong(net)
 
 
-def _by_another_method(world: _World) -> Found:
+def _by_another_method(world: _DataParallel) -> Wrong:
     """All parameters are the root's: hooks of the layers' own would unshard them whatever the method."""
-    net = Net().to(world.device)
+    net = _Net().to(world.device)
     fully_shard(net, mesh=world.mesh)
     register_fsdp_forward_method(net, "doubled")
     torch.autograd.backward(net.doubled(world.own).sum())
@@ -244,7 +255,7 @@ _METHODS = {
 
 
 class _Casting(nn.Module):
-    """Tells the dtypes of what it is given, alone and inside of other things, and returns some of it."""
+    """Remembers the dtypes of its inputs, direct and nested, and returns some of the inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,26 +266,6 @@ class _Casting(nn.Module):
         given = {"argument": x, "keyword": table, "inside": others["float"], "integer": others["integer"]}
         self.seen = {name: _name(tensor.dtype) for name, tensor in given.items()}
         return self.layer(x), {"table": table, "integer": others["integer"]}
-
-
-def cast_what_is_given(context: RankContext, payload: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """Dtypes of what a module of `param_dtype` bf16 sees, returns and gives gradients of; for each policy.
-
-    A policy is `CAST/OUTPUT`: whether inputs are cast, and the output's dtype (`None`: as computed). Without a cast the
-    module is given bf16 as argument, which its layer needs; all else is fp32.
-    """
-    config = rank_config(context, payload)
-    found = {}
-    with injected(payload["defect"]):
-        device = start_process_group(context)
-        mesh = build_mesh(resolve_mesh(config.mesh, world_size=context.world_size), device)
-        for casts, output in product((True, False), (None, torch.float32, torch.bfloat16)):
-            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output, cast_forward_inputs=casts)
-            net = _Casting().to(device)
-            fully_shard(net, mesh=fsdp_mesh(mesh), mp_policy=policy)
-            found[f"{casts}/{_name(output)}"] = _dtypes(net, device, torch.float32 if casts else torch.bfloat16)
-        destroy_process_group()
-    return found
 
 
 def _dtypes(net: _Casting, device: torch.device, dtype: torch.dtype) -> dict[str, str]:

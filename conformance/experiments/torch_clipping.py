@@ -1,87 +1,112 @@
-"""What ranks measure of torch's own clipping: `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_`."""
+"""torch's own clipping of sharded gradients: `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_`."""
 
 import math
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from conformance.defects.catalogue import injected
-from conformance.experiments.clipping import Enough, trainer_with
-from conformance.experiments.context import start_process_group
-from conformance.experiments.training import rank_config
+from conformance.experiments.context import RankWorld, experiment
+from conformance.experiments.non_finite import ClippingReached
 from conformance.instruments.sharding import full, local
-from conformance.run.ranks.messages import RankContext
+from conformance.run.experiment import Needs, Result
 from reference_trainer.config import OptimizerConfig
-from reference_trainer.mesh import destroy_process_group
 from reference_trainer.model import Transformer
 from reference_trainer.observer import Observer, Phase
 
 AMPLIFIED, AMPLIFICATION = "tok_embeddings.weight", 1024.0
-"""The gradient with the largest element of all, before torch clips by the maximum norm: every mesh shards it, so that
-no rank but one knows the norm by itself. Else it were up to the seed.
+"""Parameter whose gradient is multiplied before torch clips by the maximum norm, and the factor.
+
+The largest element of all gradients is then in a gradient that every mesh shards, so that no rank but one knows the
+norm by itself. Otherwise that would be up to the seed.
 """
 
-Measurement = Callable[[Transformer, OptimizerConfig], dict[str, Any]]
-"""Of a model that has the reduced gradients of its first step."""
+
+class NormClipping(msgspec.Struct):
+    """Clipping by the norm on one rank."""
+
+    full: float
+    """Returned norm by `full_tensor()`."""
+    item: float
+    """Returned norm by `item()`."""
+    factor: float
+    """Factor by which this rank's shards were scaled."""
+    unevenness: float
+    """Relative deviation of the scaled shards from one factor for all."""
 
 
-def clip_with_torch(context: RankContext, payload: dict[str, Any]) -> dict[str, float]:
-    """Clip the gradients of the first step with torch.nn.utils.clip_grad_norm_, as a user without this trainer would;
-    by the maximum norm with one of them `AMPLIFIED`.
+class NonFiniteClipping(msgspec.Struct):
+    """Clipping by the norm of gradients that are not finite, on one rank."""
 
-    Returns `full` and `item`, the norm by `full_tensor()` and by `item()`; the `factor` by which this rank's parts were
-    scaled, and the `unevenness` of it: the relative deviation from one factor for all.
+    raised: bool
+    changed: int
+    """Elements of this rank's shards that clipping has changed."""
+    norm_is_finite: bool
+
+
+class ValueClipping(msgspec.Struct):
+    """Elements of one rank's shards in clipping by value."""
+
+    outside: int
+    """Elements that were outside the limit."""
+    inside: int
+    wrong: int
+    """Elements that are not the expected ones afterwards."""
+
+
+@experiment(needs=Needs.TRAINING)
+def clip_grad_norm(rank: RankWorld) -> NormClipping:
+    """Clip the gradients of the first step with clip_grad_norm_, as a user without this trainer would.
+
+    By the maximum norm with one gradient multiplied, see `AMPLIFIED`.
     """
-    return _of_first_gradients(context, payload, _clipped_by_norm)
+    return _with_first_gradients(rank, _clipped_by_norm)
 
 
-def clip_what_is_not_finite_with_torch(context: RankContext, payload: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Put a bad number into the last element of a gradient that every mesh shards, and let torch clip by the norm.
+@experiment(needs=Needs.TRAINING)
+def clip_grad_norm_of_non_finite(rank: RankWorld) -> dict[str, NonFiniteClipping]:
+    """Put a non-finite number into the last element of a gradient that every mesh shards; clip_grad_norm_ clips it.
 
-    A situation is `raise` or `go-on` (what torch is told to do) and the number: `raise/nan`. Returned for each: whether
-    that `raised`, how many elements of this rank's parts it has `changed`, and whether the norm `is_finite`.
+    The name of a situation is what torch is told to do (`raise` or `go-on`) and the number, such as `raise/nan`.
     """
-    return _of_first_gradients(context, payload, _clipped_with_bad_numbers)
+    return _with_first_gradients(rank, _clipped_non_finite)
 
 
-def clip_values_with_torch(context: RankContext, payload: dict[str, Any]) -> dict[str, int]:
-    """Clip each element of the gradients of the first step to at most `max_norm` / 5 with clip_grad_value_.
-
-    Returns of this rank's parts how many elements were `outside`, how many `inside`, and how many are `wrong` now.
-    """
-    return _of_first_gradients(context, payload, _clipped_by_value)
+@experiment(needs=Needs.TRAINING)
+def clip_grad_value(rank: RankWorld) -> ValueClipping:
+    """Clip each element of the gradients of the first step to at most `max_norm` / 5 with clip_grad_value_."""
+    return _with_first_gradients(rank, _clipped_by_value)
 
 
-def _of_first_gradients(context: RankContext, payload: dict[str, Any], measurement: Measurement) -> dict[str, Any]:
-    config = rank_config(context, payload)
-    with injected(payload["defect"]):
-        observer = _AtGradients(measurement, config.optimizer)
-        trainer = trainer_with(context, start_process_group(context), config, observer)
-        with suppress(Enough):
-            trainer.train_step(0)
-        destroy_process_group()
-    return observer.found
+def _with_first_gradients(rank: RankWorld, measure: Callable[[Transformer, OptimizerConfig], Result]) -> Result:
+    """Result of `measure` on a model with the reduced gradients of its first step."""
+    observer = _AtGradients(measure, rank.config.optimizer)
+    trainer = rank.trainer(observer)
+    with suppress(ClippingReached):
+        trainer.train_step(0)
+    result: Result = observer.result
+    return result
 
 
 class _AtGradients(Observer):
-    def __init__(self, measurement: Measurement, config: OptimizerConfig) -> None:
-        self._measurement, self._config = measurement, config
-        self.found: dict[str, Any] = {}
+    def __init__(self, measure: Callable[[Transformer, OptimizerConfig], Any], config: OptimizerConfig) -> None:
+        self._measure, self._config = measure, config
+        self.result: Any = None
 
     def gradients(self, model: Transformer, *, step: int) -> None:
-        self.found = self._measurement(model, self._config)
+        self.result = self._measure(model, self._config)
 
     def phase(self, name: Phase, *, step: int) -> None:
         if name == "clip":
-            raise Enough
+            raise ClippingReached
 
 
-def _clipped_by_norm(model: Transformer, config: OptimizerConfig) -> dict[str, Any]:
+def _clipped_by_norm(model: Transformer, config: OptimizerConfig) -> NormClipping:
     if config.norm_order == math.inf:
         local(_gradient(model, AMPLIFIED)).mul_(AMPLIFICATION)
     before = _flat_gradients(model)
@@ -91,27 +116,27 @@ def _clipped_by_norm(model: Transformer, config: OptimizerConfig) -> dict[str, A
     after = _flat_gradients(model)
     factor = float(before @ after / (before @ before))
     unevenness = float((after - factor * before).norm() / after.norm())
-    return {"full": float(full(norm)), "item": norm.item(), "factor": factor, "unevenness": unevenness}
+    return NormClipping(full=float(full(norm)), item=norm.item(), factor=factor, unevenness=unevenness)
 
 
-def _clipped_with_bad_numbers(model: Transformer, config: OptimizerConfig) -> dict[str, Any]:
+def _clipped_non_finite(model: Transformer, config: OptimizerConfig) -> dict[str, NonFiniteClipping]:
     untouched = [local(grad).clone() for grad in _gradients(model)]
-    found = {}
+    outcomes = {}
     for does in ("raise", "go-on"):
         for number in (math.nan, math.inf, -math.inf):
-            _spoil(_gradient(model, AMPLIFIED), number)
+            _set_last_element(_gradient(model, AMPLIFIED), number)
             before = _flat_gradients(model)
             raised, norm = _norm_or_error(model, config, error_if_nonfinite=does == "raise")
             after = _flat_gradients(model)
             changed = int((~(before == after) & ~(before.isnan() & after.isnan())).sum())
-            found[f"{does}/{number}"] = {"raised": raised, "changed": changed, "is_finite": math.isfinite(norm)}
+            outcomes[f"{does}/{number}"] = NonFiniteClipping(raised, changed, math.isfinite(norm))
             for grad, values in zip(_gradients(model), untouched, strict=True):
                 local(grad).copy_(values)
-    return found
+    return outcomes
 
 
-def _spoil(grad: Tensor, number: float) -> None:
-    """The last element of the whole; all ranks that hold copies of it hold the number."""
+def _set_last_element(grad: Tensor, number: float) -> None:
+    """Set the last element of the full gradient, on all ranks that hold a copy."""
     assert isinstance(grad, DTensor)
     coordinate = grad.device_mesh.get_coordinate()
     assert coordinate is not None
@@ -133,7 +158,7 @@ def _norm_or_error(model: Transformer, config: OptimizerConfig, *, error_if_nonf
     return False, norm.item()
 
 
-def _clipped_by_value(model: Transformer, config: OptimizerConfig) -> dict[str, Any]:
+def _clipped_by_value(model: Transformer, config: OptimizerConfig) -> ValueClipping:
     limit = config.max_norm / 5
     before = _flat_gradients(model)
     clip_grad_value_(model.parameters(), limit, foreach=config.foreach_clip)
@@ -141,7 +166,7 @@ def _clipped_by_value(model: Transformer, config: OptimizerConfig) -> dict[str, 
     expected = before.clamp(-limit_in_fp32, limit_in_fp32)
     outside = int((before.abs() > limit_in_fp32).sum())
     wrong = int((_flat_gradients(model) != expected).sum())
-    return {"outside": outside, "inside": before.numel() - outside, "wrong": wrong}
+    return ValueClipping(outside=outside, inside=before.numel() - outside, wrong=wrong)
 
 
 def _gradients(model: nn.Module) -> list[Tensor]:
@@ -155,5 +180,5 @@ def _gradient(model: nn.Module, name: str) -> Tensor:
 
 
 def _flat_gradients(model: nn.Module) -> Tensor:
-    """This rank's parts of all gradients in one fp64 vector."""
+    """This rank's shards of all gradients in one fp64 vector."""
     return torch.cat([local(grad).double().flatten() for grad in _gradients(model)])

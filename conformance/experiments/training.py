@@ -1,4 +1,4 @@
-"""What the ranks of a pool execute: a cell's training run, and the run that it goes on from."""
+"""Training runs: the run that leaves a cell's record, the run that it resumes from, and runs with delayed operators."""
 
 import os
 from pathlib import Path
@@ -8,114 +8,89 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 
-from conformance.defects.catalogue import injected
-from conformance.experiments.context import start_process_group
-from conformance.experiments.weight_files import write_weights
+from conformance.experiments.context import RankWorld, experiment
 from conformance.instruments.capture import Capture
 from conformance.instruments.delays import KINDS, delays
 from conformance.instruments.held_checkpoints import HeldCheckpoints
 from conformance.instruments.recorder import Recorder
 from conformance.plan.cells import ALLOCATOR_VARIABLES, RECORD_STREAMS
-from conformance.run.ranks.messages import RankContext
+from conformance.run.experiment import Needs
 from conformance.run.record import tensor_file
 from reference_trainer.checkpoint import Checkpoints, resume
-from reference_trainer.config import TrainerConfig
-from reference_trainer.mesh import destroy_process_group
-from reference_trainer.train import Trainer
 
 
-def train_cell(context: RankContext, payload: dict[str, Any]) -> dict[str, Any]:
-    """Train as `payload["config"]` says, with the defect injected; returns RankFacts as builtin types, or what the
-    trainer has not reported, `missing`.
+@experiment(needs=Needs.TRAINING)
+def train_cell(rank: RankWorld) -> dict[str, Any]:
+    """Train as the configuration says; returns `facts`, a RankFacts in builtin types.
 
-    Each rank writes the tensors that it captured into the directory `payload["directory"]`; a run from a checkpoint
-    finds its file there.
+    Or instead `missing`, the events that the trainer has not reported. Each rank writes the tensors that it captured
+    into the job's directory; a resumed run finds its checkpoint there.
     """
-    config = rank_config(context, payload)
+    config = rank.config
     variables = {name: os.environ.get(name) for name in (RECORD_STREAMS, *ALLOCATOR_VARIABLES)}
-    recorder = Recorder(rank=context.rank, variables=variables, profiled_step=_profiled_step(context, payload, config))
-    with injected(payload["defect"]):
-        device = start_process_group(context)
-        with recorder.listening():
-            trainer = Trainer(config, device=device, world_size=context.world_size, observer=recorder)
-            first = resume(trainer, _saved(payload)) if payload["steps_before_save"] else 0
-            steps = range(first, config.steps)
-            metrics = [trainer.train_step(step) for step in steps]
-            missing = recorder.missing(steps, metrics)
-            if missing:
-                return {"missing": missing}
-            facts, tensors = recorder.finish(trainer, metrics)
-        destroy_process_group()
+    recorder = Recorder(rank=rank.rank, variables=variables, profiled_step=_profiled_step(rank))
+    with recorder.listening():
+        trainer = rank.trainer(recorder)
+        first = resume(trainer, _checkpoints(rank)) if rank.job.steps_before_save else 0
+        steps = range(first, config.steps)
+        metrics = [trainer.train_step(step) for step in steps]
+        missing = recorder.missing(steps, metrics)
+        if missing:
+            return {"missing": missing}
+        facts, tensors = recorder.finish(trainer, metrics)
     if config.compile != "none":
         torch.compiler.reset()  # else the rank's next task would run this one's graphs
-    save_file(tensors, Path(payload["directory"], tensor_file(context.rank)))
+    save_file(tensors, rank.directory / tensor_file(rank.rank))
     return {"facts": msgspec.to_builtins(facts)}
 
 
-def _profiled_step(context: RankContext, payload: dict[str, Any], config: TrainerConfig) -> int | None:
-    """The last, if it is not the first as well, on rank 0 of a run on devices without a defect.
+def _profiled_step(rank: RankWorld) -> int | None:
+    """The last step, if it is not the first as well, on rank 0 of a run on devices without a defect.
 
-    On the CPU it would cost a sixth of a run, and what communication is exposed there is that of no device.
+    On the CPU the profiler would cost a sixth of a run, and exposed communication there is that of no device.
     """
-    steps = config.steps - payload["steps_before_save"]
-    wanted = context.device and context.rank == 0 and payload["defect"] is None
-    return config.steps - 1 if wanted and steps > 1 else None
+    steps = rank.config.steps - rank.job.steps_before_save
+    wanted = rank.context.device and rank.rank == 0 and rank.job.defect is None
+    return rank.config.steps - 1 if wanted and steps > 1 else None
 
 
-def train_late(context: RankContext, payload: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """Train as `train_cell` does with operators delayed; fingerprints of all that was captured, by what was late.
+@experiment(needs=Needs.TRAINING)
+def train_with_delays(rank: RankWorld) -> dict[str, dict[str, str]]:
+    """Train as `train_cell` does with operators delayed; returns fingerprints of all captured tensors.
 
-    That is `all`; and on a device, where streams can overtake each other, also each of `delays.KINDS`.
+    The outer key names the delayed operators: `all`, and on a device, where streams can overtake each other, also each
+    of `delays.KINDS` alone. The inner key is that of `Capture`.
     """
-    config = rank_config(context, payload)
-    found = {}
-    with injected(payload["defect"]):
-        device = start_process_group(context)
-        apart = {kind: (kind,) for kind in KINDS} if device.type == "cuda" else {}
-        for late, chosen in {"all": KINDS, **apart}.items():
-            capture = Capture()
-            with delays(chosen, device=device, is_last=context.rank == context.world_size - 1):
-                trainer = Trainer(config, device=device, world_size=context.world_size, observer=capture)
-                for step in range(config.steps):
-                    trainer.train_step(step)
-            capture.final(trainer.model, trainer.optimizer)
-            found[late] = capture.fingerprints
-        destroy_process_group()
-    return found
+    fingerprints = {}
+    alone = {kind: (kind,) for kind in KINDS} if rank.device.type == "cuda" else {}
+    for name, kinds in {"all": KINDS, **alone}.items():
+        capture = Capture()
+        with delays(kinds, device=rank.device, is_last=rank.is_last):
+            trainer = rank.trainer(capture)
+            for step in range(rank.config.steps):
+                trainer.train_step(step)
+        capture.final(trainer.model, trainer.optimizer)
+        fingerprints[name] = capture.fingerprints
+    return fingerprints
 
 
-def train_and_save(context: RankContext, payload: dict[str, Any]) -> None:
-    """Train `payload["steps_before_save"]` steps with the defect injected, and save a checkpoint in the directory."""
-    config = msgspec.convert(payload["config"], TrainerConfig)
-    with injected(payload["defect"]):
-        device = start_process_group(context)
-        trainer = Trainer(config, device=device, world_size=context.world_size)
-        done = payload["steps_before_save"]
-        for step in range(done):
-            trainer.train_step(step)
-        if payload["saving"] == "async":
-            held = HeldCheckpoints(_saved(payload))
-            held.save(trainer, steps_done=done)
-            ahead = trainer.train_step(done)
-            (_saved(payload) / f"trained-{ahead.step}").touch()  # for AXIS-1
-            held.release()
-            held.finish()
-        else:
-            Checkpoints(_saved(payload)).save(trainer, steps_done=done)
-        destroy_process_group()
+@experiment(needs=Needs.TRAINING)
+def train_and_save(rank: RankWorld) -> None:
+    """Train the first steps of a cell, and save a checkpoint in the job's directory."""
+    trainer = rank.trainer()
+    steps = rank.job.steps_before_save
+    for step in range(steps):
+        trainer.train_step(step)
+    if rank.job.saving == "async":
+        held = HeldCheckpoints(_checkpoints(rank))
+        held.save(trainer, steps_done=steps)
+        ahead = trainer.train_step(steps)
+        (_checkpoints(rank) / f"trained-{ahead.step}").touch()  # for AXIS-1
+        held.release()
+        held.finish()
+    else:
+        Checkpoints(_checkpoints(rank)).save(trainer, steps_done=steps)
 
 
-def _saved(payload: dict[str, Any]) -> Path:
-    return Path(payload["directory"], "checkpoints")
-
-
-def rank_config(context: RankContext, payload: dict[str, Any]) -> TrainerConfig:
-    """The configuration in the payload; rank 0 writes the checkpoint that it names into the task's directory."""
-    config = msgspec.convert(payload["config"], TrainerConfig)
-    if config.checkpoint is None:
-        return config
-    path = Path(payload["directory"], config.checkpoint)
-    config = msgspec.structs.replace(config, checkpoint=str(path))
-    if context.rank == 0:
-        write_weights(path, config, form=payload["weights"])
-    return config
+def _checkpoints(rank: RankWorld) -> Path:
+    return rank.directory / "checkpoints"

@@ -15,9 +15,6 @@ from conformance.instruments.sharding import full, local
 from reference_trainer.model import Transformer
 from reference_trainer.observer import Observer
 
-WHOLE = "whole"
-"""Fingerprint of the layout of a tensor that is not sharded."""
-
 
 def fingerprint(tensor: Tensor) -> str:
     """Digest of shape, dtype and every bit of a tensor."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from conformance.instruments.facts import UNKNOWN, Collective
 from reference_trainer.model import Transformer
 from reference_trainer.observer import Observer, Phase
 
@@ -33,30 +34,7 @@ _REDUCE_OPS = {
     int(value): name  # type: ignore[call-overload]
     for name, value in dist.ReduceOp.RedOpType.__members__.items()
 }
-UNKNOWN = "UNKNOWN"
-"""The operation of a reduction that torch does not tell."""
 _NOT_COLLECTIVES = ("wait_tensor", "wrap_tensor", "send", "recv", "p2p", "check_for_nan", "monitored_barrier")
-
-
-class Collective(msgspec.Struct, frozen=True):
-    """One collective of one rank."""
-
-    step: int
-    phase: Phase
-    kind: str
-    """`all_gather`, `reduce_scatter`, `all_reduce`, ..."""
-    group: str
-    """Mesh dimension whose ranks take part, such as `dp_shard`; `dp_shard/2` for two of them; else the ranks."""
-    numel: int
-    """Elements of this rank's input."""
-    nbytes: int
-    """Bytes of this rank's input."""
-    dtype: str
-    """As on the wire."""
-    reduce_op: str | None
-    """`SUM`, `AVG`, `MAX`, ... for reductions; `UNKNOWN` where torch does not tell."""
-    during: str = ""
-    """In forward: the module sharded by FSDP, other than the root, that was entered last."""
 
 
 class CollectiveLog(Observer):

@@ -2,26 +2,15 @@
 
 from typing import Any
 
-import msgspec
 from torch import Tensor, nn
 
+from conformance.instruments.facts import CompilationFacts
 from reference_trainer.model import Block, Transformer
 from reference_trainer.observer import Observer
 
 COMPILED = "CompiledFunctionBackward"
 """Name of the autograd node that AOTAutograd, with whatever backend, puts behind the outputs of each graph
 (torch/_functorch/_aot_autograd/runtime_wrappers.py, `CompiledFunction`)."""
-
-
-class CompilationFacts(msgspec.Struct, frozen=True):
-    """How the forward passes of all blocks ran, in all steps and micro-batches; recomputation is not counted."""
-
-    graphs: int
-    """Different compiled graphs among those that ran."""
-    compiled: int
-    """Forward passes of a block that ended in a compiled graph."""
-    eager: int
-    """Forward passes of a block that did not."""
 
 
 class Compilation(Observer):

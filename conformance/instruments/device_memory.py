@@ -14,21 +14,11 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from conformance.instruments.memory import MemoryLedger, Segment, listening, memory_ledger
+from conformance.instruments.memory import MemoryLedger, listening, memory_ledger
+from conformance.memory_segment import MemorySegment
 
 Statistics = Callable[[], Mapping[str, int]]
 _KINDS = ("requested", "allocated", "active", "reserved")
-
-
-class DeviceSegment(Segment):
-    """A segment of bytes that were requested, with the other peaks of the allocator in it, from its first byte on."""
-
-    allocated_bytes: int = 0
-    """In use, with what requests were rounded up by."""
-    active_bytes: int = 0
-    """That, and what was freed but is held until a stream has caught up."""
-    reserved_bytes: int = 0
-    """Taken from the device."""
 
 
 def expandable_segments(
@@ -71,10 +61,10 @@ def device_ledger(statistics: Statistics, *, reset: Callable[[], None]) -> Itera
     def begin_segment(name: str) -> None:
         end_segment()
         held = ledger.segments[-1].end_bytes
-        ledger.segments.append(DeviceSegment(name, held, held, held))
+        ledger.segments.append(MemorySegment(name, held, held, held))
         reset()
 
-    ledger.segments = [DeviceSegment("", 0, 0, 0)]
+    ledger.segments = [MemorySegment("", 0, 0, 0)]
     with listening(begin_segment):
         yield ledger
     end_segment()

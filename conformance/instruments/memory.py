@@ -22,22 +22,13 @@ from typing import Any
 import msgspec
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from conformance.memory_segment import MemorySegment
 from reference_trainer.observer import Observer, Phase
 
 _CPU = 0
 """`Device Type` of an event, as `c10::DeviceType` numbers them."""
 MARK = "memory mark: "
 _C10D = "c10d::"
-
-
-class Segment(msgspec.Struct):
-    """What was held between two marks, of what was allocated since the ledger was opened."""
-
-    mark: str
-    """Which began it."""
-    start_bytes: int
-    peak_bytes: int
-    end_bytes: int
 
 
 class BackendUse(msgspec.Struct):
@@ -60,7 +51,7 @@ class MemoryLedger:
     """The most that was held at once."""
     kept_bytes: int = 0
     """What was still held when the ledger was closed."""
-    segments: list[Segment] = field(default_factory=list)
+    segments: list[MemorySegment] = field(default_factory=list)
     """From each mark to the next; the first begins with the ledger, without a name."""
     backend: list[BackendUse] = field(default_factory=list)
     """In the order of the operators; those that allocate nothing are left out."""
@@ -73,12 +64,12 @@ class MemoryLedger:
         """
         live = _Blocks()
         backend = _Backend(self.backend)
-        segment = Segment("", 0, 0, 0)
+        segment = MemorySegment("", 0, 0, 0)
         self.segments = [segment]
         for report in reports:
             match report:
                 case str():
-                    segment = Segment(report, self.kept_bytes, self.kept_bytes, self.kept_bytes)
+                    segment = MemorySegment(report, self.kept_bytes, self.kept_bytes, self.kept_bytes)
                     self.segments.append(segment)
                     continue
                 case (address, change, operator):

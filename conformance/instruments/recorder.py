@@ -5,19 +5,18 @@ from dataclasses import asdict
 from itertools import zip_longest
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from conformance.instruments.capture import Capture
-from conformance.instruments.collectives import Collective, CollectiveLog
-from conformance.instruments.communication import Communication
-from conformance.instruments.compilation import Compilation, CompilationFacts
+from conformance.instruments.collectives import CollectiveLog
+from conformance.instruments.compilation import Compilation
 from conformance.instruments.device_memory import expandable_segments
 from conformance.instruments.dispatch_tap import DispatchTap
 from conformance.instruments.dtypes import DtypeAudit
 from conformance.instruments.events import Events
+from conformance.instruments.facts import OptimizerGroup, ParameterFacts, RankFacts, StepFacts
 from conformance.instruments.model_inputs import ModelInputs
 from conformance.instruments.offloading import offloading_of
 from conformance.instruments.operators import OperatorCount
@@ -31,98 +30,6 @@ from reference_trainer.fsdp1 import whole
 from reference_trainer.model import Transformer
 from reference_trainer.observer import Observer, Phase
 from reference_trainer.train import StepMetrics, Trainer
-
-
-class StepFacts(msgspec.Struct, frozen=True):
-    """What the trainer reports of one step; JSON writes numbers that are not finite as null."""
-
-    step: int
-    loss: float | None
-    grad_norm: float | None
-    valid_tokens: int
-    lr: float
-    loss_scale: float = 1.0
-    skipped: bool = False
-
-
-class ParameterFacts(msgspec.Struct, frozen=True):
-    """One sharded parameter of one rank."""
-
-    group: str
-    """Module below which FSDP manages it."""
-    shape: list[int]
-    """Global shape."""
-    shard_dims: dict[str, int]
-    """Mesh dimension to the tensor dimension that it shards; mesh dimensions that replicate are left out."""
-
-
-class OptimizerGroup(msgspec.Struct, frozen=True):
-    """One parameter group of the optimizer."""
-
-    weight_decay: float
-    lr: float
-    parameters: list[str]
-    """Names in the model; `?` for a tensor that is none of the model's sharded parameters."""
-    steps: list[float]
-    """Numbers of steps that the optimizer has counted for its parameters, each once; empty if it does not count."""
-
-
-class RankFacts(msgspec.Struct, frozen=True):
-    """What one rank measured in a run; all builtin types."""
-
-    rank: int
-    variables: dict[str, str | None]
-    """Of the environment, as they were before the process group was made."""
-    expandable_segments: bool | None
-    """See `device_memory.expandable_segments`."""
-    mesh_coordinate: dict[str, int]
-    steps: list[StepFacts]
-    step_s: list[float]
-    """See `StepTimes`."""
-    calibration_s: float
-    """See `timing.calibration_s`; after the last step."""
-    communication: Communication | None
-    """Of a step that was profiled."""
-    parameters: dict[str, ParameterFacts]
-    collectives: list[Collective]
-    reshard_after_forward: dict[str, bool | int]
-    """What `fully_shard` was told, by group."""
-    backward_prefetch: dict[str, list[str]]
-    """See `backward_prefetch_of`."""
-    unsharded: dict[str, list[str]]
-    """See `Residency.unsharded`."""
-    dtypes: dict[str, list[str]]
-    """See `DtypeAudit`."""
-    rope_tables: dict[str, list[str]]
-    """See `DtypeAudit.rope_tables`."""
-    places: dict[str, list[str]]
-    """See `DtypeAudit.places`."""
-    offloading: dict[str, str]
-    """See `offloading_of`."""
-    optimizer_groups: list[OptimizerGroup]
-    """After the last step."""
-    operators: dict[str, dict[str, int]]
-    """See `OperatorCount.facts`."""
-    blocks: CompilationFacts
-    checkpoint: str | None
-    """The file or directory that the weights were loaded from; None if they were drawn."""
-    checkpoint_format: str | None
-    """What it was recognised as, see `reference_trainer.weights.Format`."""
-    poisoned: dict[str, int]
-    materialized: list[int]
-    """See `Poison.parts`."""
-    noticed_poison: dict[str, int]
-    """See `Poison.noticed`."""
-    shared_parameters: dict[str, list[list[str]]]
-    """Names of parameters that are one object, when the model is `initialized` and when training is `final`."""
-    surviving_poison: dict[str, int]
-    fingerprints: dict[str, str]
-    """See `Capture`."""
-    layouts: dict[str, str]
-    """See `Capture.layouts`."""
-    batches: list[dict[str, str]]
-    model_inputs: list[str]
-    """See `ModelInputs.digests`."""
 
 
 class Recorder(Observer):

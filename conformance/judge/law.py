@@ -1,33 +1,11 @@
 """Laws: normative statements, each asserted by one test."""
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
-from conformance.plan.cells import Cell
 from conformance.plan.substrates import REAL, Substrate
-from conformance.run.record import Record
-
-
-class Run(Protocol):
-    """The fixture `run`: the record of a cell, run at most once per session (`repeat=1`: a second time)."""
-
-    def __call__(self, cell: Cell, *, repeat: int = 0) -> Record: ...
-
-
-class Probe(Protocol):
-    """The fixture `probe`: what each rank of a world finds in its surroundings."""
-
-    def __call__(self, world_size: int) -> list[dict[str, Any]]: ...
-
-
-class Measure(Protocol):
-    """The fixture `measure`: what a task, `MODULE:FUNCTION` of the experiments, measures on each rank of a cell's
-    world; or in one process, `alone`, which may simulate that world, on the CPU or `on_device`."""
-
-    def __call__(self, task: str, cell: Cell, *, alone: bool = False, on_device: bool = False) -> list[Any]: ...
-
 
 _ATTRIBUTE = "conformance_law"
 _Test = TypeVar("_Test", bound=Callable[..., None])
@@ -37,13 +15,13 @@ class Law(msgspec.Struct, frozen=True):
     """One normative statement about FSDP2 and tensor parallelism."""
 
     id: str
-    """Such as `PAR-1`; families are listed in DESIGN section 5."""
+    """Family and number, such as `PAR-1`; docs/laws.md lists all."""
     must: str
-    """The statement: first paragraph of the test's docstring."""
+    """Statement that MUST hold: first paragraph of the test's docstring."""
     reference: str
-    """Where torch promises it."""
+    """Address of torch's documentation, source or issue that promises it."""
     since: str
-    """First torch version for which it holds."""
+    """First torch version for which the law holds."""
     substrates: tuple[Substrate, ...]
 
 
@@ -65,12 +43,15 @@ def law(
 
 
 def law_of(test: Any) -> Law | None:
-    """The law that a test function asserts."""
-    found = getattr(test, _ATTRIBUTE, None)
-    return found if isinstance(found, Law) else None
+    """Return the law that a test function asserts, if any."""
+    declared = getattr(test, _ATTRIBUTE, None)
+    return declared if isinstance(declared, Law) else None
 
 
 def in_order(law_id: str) -> tuple[str, int]:
-    """A key to sort laws by: `PAR-10` comes after `PAR-9`. What lost its worker before it was known, has `?`."""
+    """Return a key to sort laws by: `PAR-10` comes after `PAR-9`.
+
+    A case whose worker died before its law was known has the law `?`.
+    """
     family, _, number = law_id.partition("-")
     return family, int(number or 0)

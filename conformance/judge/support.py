@@ -1,47 +1,68 @@
 """What this machine, with this torch, can judge."""
 
+import msgspec
+
 from conformance.judge.law import Law
 from conformance.plan.cells import Cell
 from conformance.plan.matrix import Profile
+from conformance.plan.substrates import Substrate
 from conformance.run.devices.hardware import Hardware, device_type
+from conformance.torch_release import release
 
 
-def unsupported(
-    law: Law,
-    cell: Cell,
-    *,
-    torch_version: str,
-    max_world_size: int,
-    hardware: Hardware,
-    profile: Profile | None = None,
-) -> str | None:
-    """What is missing for a case, with numbers; None if nothing is."""
-    if profile and len(hardware.devices) < profile.requires_devices:
-        return f"the profile requires {profile.requires_devices} CUDA devices, found {len(hardware.devices)}"
-    substrate = hardware.substrate(cell.world_size, law.substrates)
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """Hardware and software on which cases are judged."""
+
+    hardware: Hardware
+    torch_version: str
+    max_world_size: int
+    """Largest number of ranks that can be started."""
+
+
+def unsupported(law: Law, cell: Cell, machine: Machine, *, profile: Profile | None = None) -> str | None:
+    """Return what is missing for a case, with numbers; None if nothing is."""
+    devices = len(machine.hardware.devices)
+    if profile and devices < profile.requires_devices:
+        return f"the profile needs {_gpus(profile.requires_devices)}; {_count(devices)} found"
+    substrate = machine.hardware.substrate(cell.world_size, law.substrates)
     if substrate is None:
-        return (
-            f"needs {cell.world_size} CUDA devices for substrate nccl, 1 for nccl-shared, found "
-            f"{len(hardware.devices)}, {_sharing(hardware)}"
-        )
-    if release(torch_version) < release(law.since):
-        return f"{law.id} holds from torch {law.since} on, this is {torch_version}"
-    if cell.pin_memory and device_type(substrate) == "cpu":
-        return "needs an accelerator for which memory is pinned, this case runs on the CPU with 0"
-    if cell.tf32 and device_type(substrate) == "cpu":
-        return "needs a CUDA device, which rounds products to TF32; this case runs on the CPU"
-    if cell.expandable_segments != "unset" and device_type(substrate) == "cpu":
-        return "needs a device whose allocator has segments that grow, this case runs on the CPU with 0"
-    if substrate != "simulated" and cell.world_size > max_world_size:
-        return f"needs {cell.world_size} ranks, {substrate} runs at most {max_world_size} here"
+        return _no_devices(cell, machine.hardware)
+    if release(machine.torch_version) < release(law.since):
+        return f"{law.id} holds from torch {law.since} on; this is {machine.torch_version}"
+    on_cpu = _needs_device(cell) if device_type(substrate) == "cpu" else None
+    if on_cpu:
+        return f"needs {on_cpu}; this run is on the CPU"
+    if substrate != "simulated" and cell.world_size > machine.max_world_size:
+        return f"needs {cell.world_size} ranks; {substrate} runs at most {machine.max_world_size} here"
     return None
 
 
-def _sharing(hardware: Hardware) -> str:
-    ranks = hardware.ranks_per_device
-    return "with one rank on each" if ranks == 1 else f"with up to {ranks} ranks on each"
+def judging_substrate(law: Law, cell: Cell, hardware: Hardware) -> Substrate:
+    """Return the substrate on which a case runs, or would run if the machine had what its law needs."""
+    return hardware.substrate(cell.world_size, law.substrates) or law.substrates[-1]
 
 
-def release(version: str) -> tuple[int, ...]:
-    """The release part of a torch version: `2.13.0+cpu` is (2, 13)."""
-    return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+def _no_devices(cell: Cell, hardware: Hardware) -> str:
+    """Why no substrate of a law that needs devices is here."""
+    shared = -(-cell.world_size // max(hardware.ranks_per_device, 1))
+    sharing = f" or {_gpus(shared, 'shared ')} (nccl-shared)" if hardware.ranks_per_device > 1 else ""
+    return f"needs {_gpus(cell.world_size)} (nccl){sharing}; {_count(len(hardware.devices))} found"
+
+
+def _needs_device(cell: Cell) -> str | None:
+    """What a cell needs of a device that the CPU has not."""
+    if cell.pin_memory:
+        return "an accelerator for which host memory is pinned"
+    if cell.tf32:
+        return "a CUDA device, which rounds products to TF32"
+    if cell.expandable_segments != "unset":
+        return "CUDA expandable segments"
+    return None
+
+
+def _gpus(count: int, kind: str = "") -> str:
+    return f"{count} {kind}GPU{'' if count == 1 else 's'}"
+
+
+def _count(devices: int) -> str:
+    return str(devices) if devices else "none"

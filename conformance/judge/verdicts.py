@@ -3,12 +3,11 @@
 from collections.abc import Container, Mapping
 from enum import StrEnum
 
-from conformance.judge.skips import Unsupported
-from conformance.run.store import CellFailed
+from conformance.outcomes import CellFailed, Unsupported
 
 
 class Verdict(StrEnum):
-    """How a case ended; the order is that of the terminal table."""
+    """Outcome of a case; the order is that of the terminal table."""
 
     PASS = "pass"
     QUALITY_WARNING = "quality-warning"
@@ -27,7 +26,7 @@ CONFORMANT, NOT_CONFORMANT, SUITE_FAILED, INCOMPLETE = 0, 1, 3, 5
 
 _AGAINST_THE_PRODUCT = (Verdict.FAIL, Verdict.UNEXPECTED_PASS, Verdict.TIMEOUT, Verdict.CRASH)
 _NOTHING_RAN = (Verdict.UNSUPPORTED, Verdict.NOT_RUN)
-_OF_FAILURE = {
+_BY_FAILURE = {
     "raised": Verdict.FAIL,
     "crash": Verdict.CRASH,
     "timeout": Verdict.TIMEOUT,
@@ -36,10 +35,10 @@ _OF_FAILURE = {
 
 
 def classify(error: BaseException) -> tuple[Verdict, str]:
-    """The verdict that an exception out of a law means, and one line of reason."""
+    """Return the verdict that an exception out of a law means, and one line of reason."""
     match error:
         case CellFailed():
-            return _OF_FAILURE[error.failure.kind], error.failure.reason
+            return _BY_FAILURE[error.failure.kind], error.failure.reason
         case Unsupported():
             return Verdict.UNSUPPORTED, str(error)
         case AssertionError():
@@ -49,9 +48,9 @@ def classify(error: BaseException) -> tuple[Verdict, str]:
 
 
 def exit_status(counts: Mapping[Verdict, int], *, allows: Container[str] = ("waived", "unsupported")) -> int:
-    """0 conformant, 1 not, 3 the suite failed, 5 nothing ran or not everything that was planned.
+    """Return 0 for conformant, 1 for not conformant, 3 if the suite failed, 5 if nothing ran or not all of the plan.
 
-    `allows` is what the profile does, see `matrix.Profile`.
+    `allows` has the verdicts that the profile allows, see `matrix.Profile`.
     """
     total = sum(counts.values())
     if counts.get(Verdict.UNSUPPORTED) and Verdict.UNSUPPORTED not in allows:

@@ -13,39 +13,42 @@ from conformance.judge.verdicts import Verdict
 from conformance.plan.cells import Cell
 from conformance.plan.matrix import LawId, Matrix, Profile, Text
 from conformance.plan.selection import parse
+from conformance.torch_release import Release, release
 from reference_trainer.strict_yaml import convert, load
 
-Release = tuple[int, ...]
 _VERSIONS = r"^[0-9]+\.[0-9]+ - [0-9]+\.[0-9]+\Z"
 
 
 class Waiver(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One known fault."""
+    """Known fault of torch: a law that it breaks on some cells."""
 
     law: LawId
     cells: Text
     """Selection of cells, see `conformance.plan.selection`."""
     device: Literal["cpu", "cuda"]
-    """Where it was seen."""
+    """Type of device on which the fault was seen."""
     torch: Annotated[str, Meta(pattern=_VERSIONS)]
-    """First and last release that has it, both included: `2.6 - 2.15`."""
+    """First and last release that has the fault, both included: `2.6 - 2.15`."""
     issue: Annotated[str, Meta(pattern="^https://")]
+    """Address of the issue."""
     reason: Text
+    """What is wrong in torch."""
     expires: Annotated[str, Meta(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}\Z")]
-    """Last day on which it holds. After it the file is an error: nobody may forget a waiver."""
+    """Last day of the waiver. From the next day on the file is an error: nobody may forget a waiver."""
 
     @property
     def versions(self) -> tuple[Release, Release]:
-        """First and last."""
-        first, last = (tuple(int(part) for part in version.split(".")) for version in self.torch.split(" - "))
+        """First and last release of torch that has the fault."""
+        first, last = map(release, self.torch.split(" - "))
         return first, last
 
     def matches(self, law: str, cell: Cell, *, device: str, torch: Release) -> bool:
+        """Return whether the waiver is for this case, on this type of device with this release of torch."""
         first, last = self.versions
         return law == self.law and device == self.device and first <= torch <= last and parse(self.cells)(cell)
 
     def overlaps(self, other: "Waiver", cells: Iterable[Cell]) -> bool:
-        """Whether a case has both: which of them would have to go if it passed?"""
+        """Return whether both waivers are for one of these cells: which would have to go if the case passed?"""
         (first, last), (others_first, others_last) = self.versions, other.versions
         if (self.law, self.device) != (other.law, other.device) or first > others_last or others_first > last:
             return False
@@ -53,26 +56,26 @@ class Waiver(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return any(mine(cell) and theirs(cell) for cell in cells)
 
     def judge(self, verdict: Verdict, reason: str) -> tuple[Verdict, str]:
-        """What it makes of a verdict; a hang, a crash or the suite's own error is never waived."""
+        """Return the verdict of a waived case; a hang, a crash or the suite's own error is never waived."""
         if verdict == Verdict.FAIL:
             return Verdict.WAIVED, f"{self.issue}: {self.reason}; {reason}"
         if verdict == Verdict.PASS:
-            return Verdict.UNEXPECTED_PASS, f"passes, though waived because of {self.issue}: remove the waiver"
+            return Verdict.UNEXPECTED_PASS, f"passes, although {self.issue} is waived: remove the waiver"
         return verdict, reason
 
 
 class Waivers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Content of the file."""
+    """Content of waivers.yaml."""
 
     schema: Literal[1]
     waivers: list[Waiver]
 
 
 def load_waivers(file: Path, matrix: Matrix, *, today: datetime.date) -> list[Waiver]:
-    """Read the file.
+    """Read waivers.yaml.
 
-    Raises ValueError for one that cannot be read, for a waiver that no case of the matrix needs or that has expired,
-    and for two that apply to the same case.
+    Raises ValueError for a file that cannot be read, for a waiver that no case of the matrix needs or that has expired,
+    and for two waivers that apply to the same case.
     """
     waivers = convert(load(file), Waivers).waivers
     cells = {w.law: _cells_of(w.law, matrix) for w in waivers}
@@ -99,12 +102,15 @@ def _cells_of(law: str, matrix: Matrix) -> list[Cell]:
     return [cell for name, family in matrix.families.items() if law in family.laws for cell in matrix.cells(name)]
 
 
-def the_waiver(waivers: Sequence[Waiver], law: str, cell: Cell, *, device: str, torch: Release) -> Waiver | None:
-    """The waiver of a case."""
+def waiver_of(waivers: Sequence[Waiver], law: str, cell: Cell, *, device: str, torch: Release) -> Waiver | None:
+    """Return the waiver of a case, if any."""
     return next((waiver for waiver in waivers if waiver.matches(law, cell, device=device, torch=torch)), None)
 
 
 def profile_waivers(matrix_file: Path, matrix: Matrix, profile: Profile, *, today: datetime.date) -> list[Waiver]:
-    """Those of the file beside the matrix, if there is one and the profile allows waivers. Raises as `load_waivers`."""
+    """Return the waivers that a profile allows, from waivers.yaml in the directory of the matrix, if the file is there.
+
+    Raises ValueError as `load_waivers` does.
+    """
     file = matrix_file.with_name("waivers.yaml")
     return load_waivers(file, matrix, today=today) if file.exists() and Verdict.WAIVED in profile.allows else []

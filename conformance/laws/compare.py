@@ -1,4 +1,4 @@
-"""Comparisons by name: each puts its figure into the report, and says what was expected and measured if it fails."""
+"""Comparisons by name: each puts its metric into the report, and says what was expected and measured if it fails."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,27 +6,29 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from conformance.judge.measurements import measure
+from conformance.bound import Bound
+from conformance.judge.measurements import Kind, measure
 from conformance.outcomes import ConformanceFailure
 
 
 def scalars(
-    measured: Sequence[float], expected: Sequence[float], *, name: str, within: float, each: str = "step"
+    measured: Sequence[float], expected: Sequence[float], *, name: str, within: Bound, each: str = "step"
 ) -> None:
-    """Largest relative deviation of a sequence of numbers, one for each step, or whatever `each` names.
+    """Compare sequences of numbers by their largest relative deviation; there is a number for each step, or `each`.
 
-    Raises ConformanceFailure if it is above `within`, if a number is not finite, or if the lengths differ.
+    Raises ConformanceFailure if the deviation is above the bound, if a number is not finite, or if the lengths differ.
     """
     __tracebackhide__ = True
     if len(measured) != len(expected):
-        raise ConformanceFailure(f"{name}: {len(measured)} {each}s measured, {len(expected)} expected")
+        raise ConformanceFailure(f"{name}: {len(measured)} measured, {len(expected)} expected, one for each {each}")
     deviations = [_deviation(m, e) for m, e in zip(measured, expected, strict=True)]
     worst = max(range(len(deviations)), key=deviations.__getitem__)
-    measure(name, deviations[worst], lower=0.0, upper=within, unit="relative deviation")
-    if not deviations[worst] <= within:
+    at = f"{each} {worst}"
+    measure(name, deviations[worst], kind="rounding", lower=0.0, upper=within, unit="relative deviation", at=at)
+    if not deviations[worst] <= within.value:
         raise ConformanceFailure(
-            f"{name} at {each} {worst}: measured {measured[worst]!r}, expected {expected[worst]!r}; "
-            f"relative deviation {deviations[worst]:.3g} is above {within:.3g}"
+            f"{name} at {at}: relative deviation {deviations[worst]:.3g}, bound {within}; "
+            f"measured {measured[worst]!r}, expected {expected[worst]!r}"
         )
 
 
@@ -35,10 +37,10 @@ def tensors(
     expected: Mapping[str, Tensor],
     *,
     name: str,
-    within: float | Mapping[str, float],
+    within: Bound | Mapping[str, Bound],
     origin: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Largest deviation of a tensor in the Frobenius norm, relative to the expected one, over all tensors.
+    """Compare tensors of any shape and dtype by their largest relative deviation in the Frobenius norm.
 
     `within` is one bound or one for each tensor. With `origin` the change since then is compared, so that an update
     is not judged by the size of what it updates. Raises ConformanceFailure if a deviation is above its bound or a
@@ -47,31 +49,39 @@ def tensors(
     __tracebackhide__ = True
     _require_same_names(measured, expected, name=name)
     deviations = {key: deviation(measured[key], expected[key], origin[key] if origin else None) for key in expected}
-    bounds = {key: within if isinstance(within, float) else within[key] for key in expected}
-    worst = max(deviations, key=lambda key: _excess(deviations[key], bounds[key]))
-    measure(name, deviations[worst], lower=0.0, upper=bounds[worst], unit=f"relative Frobenius deviation of {worst}")
-    if not deviations[worst] <= bounds[worst]:
+    bounds = {key: within if isinstance(within, Bound) else within[key] for key in expected}
+    worst = max(deviations, key=lambda key: _excess(deviations[key], bounds[key].value))
+    unit = "relative Frobenius deviation"
+    measure(name, deviations[worst], kind="rounding", lower=0.0, upper=bounds[worst], unit=unit, at=worst)
+    if not deviations[worst] <= bounds[worst].value:
+        norms = [float(tensor[worst].double().norm()) for tensor in (measured, expected)]
+        ratio = f", ratio {norms[0] / norms[1]:.3g}" if norms[1] else ""
         raise ConformanceFailure(
-            f"{name} of {worst}: relative Frobenius deviation {deviations[worst]:.3g} is above {bounds[worst]:.3g} "
-            f"(norm measured {float(measured[worst].double().norm()):.6g}, "
-            f"expected {float(expected[worst].double().norm()):.6g})"
+            f"{name} of {worst}: {unit} {deviations[worst]:.3g}, bound {bounds[worst]}; "
+            f"norm {norms[0]:.6g}, expected {norms[1]:.6g}{ratio}"
         )
 
 
-def ratio(measured: float, expected: float, *, name: str, factor: float) -> None:
-    """Two positive numbers that are at most a factor apart, either way. Raises ConformanceFailure otherwise."""
+def ratio(measured: float, expected: float, *, name: str, factor: Bound) -> None:
+    """Compare two positive numbers that may be at most a factor apart, either way.
+
+    Raises ConformanceFailure if they are further apart.
+    """
     __tracebackhide__ = True
     quotient = measured / expected if expected else math.inf
-    measure(name, quotient, lower=1.0 / factor, upper=factor, unit="ratio")
-    if not 1.0 / factor <= quotient <= factor:
+    measure(name, quotient, kind="rounding", lower=1.0 / factor.value, upper=factor, unit="ratio")
+    if not 1.0 / factor.value <= quotient <= factor.value:
         raise ConformanceFailure(
-            f"{name}: measured {measured:.4g}, expected {expected:.4g}; ratio {quotient:.4g} is not between "
-            f"{1.0 / factor:.4g} and {factor:.4g}"
+            f"{name}: ratio {quotient:.4g}, not from {1.0 / factor.value:.4g} to {factor}; "
+            f"measured {measured:.4g}, expected {expected:.4g}"
         )
 
 
 def distance(measured: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Norm of the difference over all elements of all tensors. Raises ConformanceFailure if names differ."""
+    """Return the Frobenius norm of the difference over all elements of all tensors.
+
+    Raises ConformanceFailure if names differ.
+    """
     __tracebackhide__ = True
     _require_same_names(measured, expected, name="distance")
     squares = (float((measured[key].double() - expected[key].double()).square().sum()) for key in expected)
@@ -79,35 +89,52 @@ def distance(measured: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
 
 
 def bits(measured: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, name: str) -> None:
-    """Bitwise equality of all tensors. Raises ConformanceFailure that names those that differ."""
+    """Compare shape, dtype and every bit of all tensors. Raises ConformanceFailure that names those that differ."""
     __tracebackhide__ = True
     _require_same_names(measured, expected, name=name)
     unequal = [key for key in expected if not _same_bits(measured[key], expected[key])]
-    measure(name, len(unequal), lower=0, upper=0, unit=f"tensors that differ, of {len(expected)}")
+    at = unequal[0] if unequal else ""
+    unit = f"tensors that differ, of {len(expected)}"
+    measure(name, len(unequal), kind="exact", lower=0, upper=0, unit=unit, at=at)
     if unequal:
-        worst = unequal[0]
         raise ConformanceFailure(
             f"{name}: {len(unequal)} of {len(expected)} tensors differ in bits; "
-            f"{worst} {_difference(measured[worst], expected[worst])}"
+            f"{at} {_difference(measured[at], expected[at])}"
         )
 
 
-def count(measured: int, *, name: str, expected: int, detail: str = "", unit: str) -> None:
-    """A number that has to be exact. Raises ConformanceFailure with `detail` otherwise."""
+def count(measured: int, *, name: str, expected: int, detail: str = "", unit: str, kind: Kind = "exact") -> None:
+    """Compare a number that has to be exact. Raises ConformanceFailure with `detail` if it differs."""
     __tracebackhide__ = True
-    measure(name, measured, lower=expected, upper=expected, unit=unit)
+    measure(name, measured, kind=kind, lower=expected, upper=expected, unit=unit)
     if measured != expected:
         raise ConformanceFailure(f"{name}: measured {measured}, expected {expected} {unit}; {detail}")
 
 
-def between(measured: float, lower: float, upper: float, *, name: str, detail: str, unit: str) -> None:
-    """A number that has to lie between two bounds. Raises ConformanceFailure otherwise, also for NaN."""
+def between(
+    measured: float, lower: float, upper: float, *, name: str, detail: str, unit: str, kind: Kind = "memory"
+) -> None:
+    """Compare a number with two bounds. Raises ConformanceFailure if it is outside, also for NaN."""
     __tracebackhide__ = True
-    measure(name, measured, lower=lower, upper=upper, unit=unit)
+    measure(name, measured, kind=kind, lower=lower, upper=upper, unit=unit, at=detail)
     if not lower <= measured <= upper:
         raise ConformanceFailure(
             f"{name} of {detail}: measured {measured:.6g}, not from {lower:.6g} to {upper:.6g} {unit}"
         )
+
+
+def deviation(measured: Tensor, expected: Tensor, origin: Tensor | None = None) -> float:
+    """Return the deviation of two tensors in the Frobenius norm, relative to `expected`.
+
+    Or relative to the change of `expected` since `origin`. Infinite for another shape, and for numbers that are not
+    finite. The tensors have any shape and dtype; sums are in fp64.
+    """
+    if measured.shape != expected.shape or not all(bool(t.isfinite().all()) for t in (measured, expected)):
+        return math.inf
+    a, b = measured.double(), expected.double()
+    scale = float((b - origin.double() if origin is not None else b).norm())
+    difference = float((a - b).norm())
+    return difference / scale if scale else difference
 
 
 def _require_same_names(measured: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, name: str) -> None:
@@ -123,17 +150,6 @@ def _deviation(measured: float, expected: float) -> float:
     if not (math.isfinite(measured) and math.isfinite(expected)):
         return math.inf
     return abs(measured - expected) / abs(expected) if expected else abs(measured)
-
-
-def deviation(measured: Tensor, expected: Tensor, origin: Tensor | None = None) -> float:
-    """In the Frobenius norm, relative to `expected`, or to its change since `origin`; infinite for another shape, and
-    for numbers that are not finite."""
-    if measured.shape != expected.shape or not all(bool(t.isfinite().all()) for t in (measured, expected)):
-        return math.inf
-    a, b = measured.double(), expected.double()
-    scale = float((b - origin.double() if origin is not None else b).norm())
-    difference = float((a - b).norm())
-    return difference / scale if scale else difference
 
 
 def _excess(deviation: float, bound: float) -> float:

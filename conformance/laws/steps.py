@@ -1,22 +1,24 @@
 """Comparisons that several laws make: each step of a run, with what one process computes from the same state."""
 
-from conformance.judge.law import Probe
-from conformance.judge.skips import Unsupported
+from conformance.experiments.environment import probe
 from conformance.laws import compare
+from conformance.laws.fixtures import Measure
 from conformance.oracles import tolerance
 from conformance.oracles.emulation import emulated_step
 from conformance.oracles.reference import ReferenceRun, Tensors, replay_updates
 from conformance.oracles.virtual_tp import sums_in_ring_order
-from conformance.outcomes import ConformanceFailure
+from conformance.outcomes import ConformanceFailure, Unsupported
 from conformance.plan.cells import Cell
-from conformance.plan.workload import trainer_config
 from conformance.run.record import Record
 
 
 def compare_steps(record: Record) -> None:
-    """Each step's loss and gradients, from the weights in which it began: so that rounding of steps does not add up."""
+    """Compare each step's loss and gradients with the emulation, from the weights in which the step began.
+
+    So rounding of steps does not add up.
+    """
     __tracebackhide__ = True
-    config = trainer_config(record.cell)
+    config = record.cell.config
     for loss, facts in zip(record.losses, record.ranks[0].steps, strict=True):
         step, name = facts.step, f"of step {facts.step}, emulated"
         masters = record.select(f"step{step}/parameter/")
@@ -35,19 +37,19 @@ def _overflows(gradients: Tensors) -> bool:
 
 
 def compare_updates(record: Record) -> None:
-    """Norms, parameters and optimizer state, given the gradients that were computed, but those that overflowed."""
+    """Compare norms, parameters and optimizer state with what the recorded gradients lead to, but those skipped."""
     __tracebackhide__ = True
-    replayed, optimizer = replayed_parameters(record), trainer_config(record.cell).optimizer
+    replayed, optimizer = replayed_parameters(record), record.cell.config.optimizer
     for kind, tensors in replayed.optimizer_state.items():
         within = tolerance.replayed_state(replayed, optimizer)
         compare.tensors(record.select(f"final/{kind}/"), tensors, name=f"optimizer state {kind}", within=within)
 
 
 def replayed_parameters(record: Record) -> ReferenceRun:
-    """Compare norms and parameters alone; returns what the gradients lead to."""
+    """Compare norms and parameters alone; returns what the recorded gradients lead to."""
     __tracebackhide__ = True
     require_steps_taken(record)
-    optimizer = trainer_config(record.cell).optimizer
+    optimizer = record.cell.config.optimizer
     initial = record.select("initial/parameter/")
     replayed = replay_updates(
         optimizer, initial, [record.select(f"step{step}/gradient/") for step in record.steps_taken]
@@ -66,14 +68,17 @@ def replayed_parameters(record: Record) -> ReferenceRun:
 
 
 def require_steps_taken(record: Record) -> None:
-    """Raises ConformanceFailure for a run that has nothing to judge."""
+    """Raise ConformanceFailure for a run all of whose steps are skipped: nothing can be judged."""
     __tracebackhide__ = True
     if not record.steps_taken:
         raise ConformanceFailure(f"all of {len(record.steps)} steps are skipped: a scale that fits was not found")
 
 
-def require_known_sum_order(probe: Probe, cell: Cell) -> None:
-    """Sums of more than two bf16 numbers depend on their order: it must be the one that the emulation knows."""
-    tp = trainer_config(cell).mesh.tp
-    if tp > 2 and not sums_in_ring_order(probe(tp)):
+def require_known_sum_order(measure: Measure, cell: Cell) -> None:
+    """Raise Unsupported if the backend adds more than two bf16 numbers in an order that the emulation does not know."""
+    tp = cell.config.mesh.tp
+    if tp <= 2:
+        return
+    sums = [facts.bf16_sum for facts in measure(probe, Cell(mesh=f"dp{tp}"))]
+    if not sums_in_ring_order([each.terms for each in sums], [each.total for each in sums]):
         raise Unsupported(f"sums over {tp} ranks are not taken in ring order by this backend: nothing to compare with")

@@ -4,7 +4,7 @@ The p-norm of what ranks hold different parts of is the root of a sum over these
 replicas hold the same, and nothing is reduced over them. One number would do. torch reduces the norm of each parameter:
 the p-norm of pending p-norms is not among the reductions that DTensor knows to be linear (`common_reduction_strategy`
 in torch/distributed/tensor/_ops), so what get_total_norm has stacked is reduced before it is combined; but see
-`Lifetimes.norms_reduced_one_by_one`.
+`VersionTraits.norms_reduced_one_by_one`.
 """
 
 import math
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 
 from conformance.oracles.schedule import Event
-from conformance.oracles.torch_versions import lifetimes_of
+from conformance.oracles.torch_versions import traits_of
 from reference_trainer.config import TrainerConfig
 from reference_trainer.mesh import ParallelDims
 
@@ -32,10 +32,10 @@ def clip_events(parameters: Iterable[str], config: TrainerConfig, dims: Parallel
 
 def _norm(parameters: int, groups: tuple[str, ...], config: TrainerConfig, dims: ParallelDims) -> list[Event]:
     largest = config.optimizer.norm_order == math.inf
-    lifetimes = lifetimes_of(str(torch.__version__))
-    one_by_one = not largest and lifetimes.norms_reduced_one_by_one
+    traits = traits_of(str(torch.__version__))
+    one_by_one = not largest and traits.norms_reduced_one_by_one
     numel, op = parameters if one_by_one else 1, "MAX" if largest else "SUM"
     sizes = {"dp_shard": dims.dp_shard, "tp": dims.tp}
-    alone = ("dp_shard",) if lifetimes.one_rank_communicates and not largest else ()
+    alone = ("dp_shard",) if traits.one_rank_communicates and not largest else ()
     reduced = (group for group in groups if sizes[group] > 1 or group in alone)
     return [Event("clip", "all_reduce", group, numel, "float32", op) for group in reduced]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from conformance.oracles.dtype_policy import FP16, dtype_policy
 from conformance.oracles.reference import Batch, Tensors, initial_model
-from conformance.oracles.torch_versions import lifetimes_of
+from conformance.oracles.torch_versions import traits_of
 from conformance.oracles.virtual_tp import TensorParallelForward, ring_sum, vocabulary_parallel_loss
 from reference_trainer.config import TrainerConfig
 from reference_trainer.data import IGNORED_LABEL, Batches
@@ -94,7 +94,7 @@ def emulated_step(
 def _has_gradients_of_own_dtypes(config: TrainerConfig) -> bool:
     """FSDP1 casts parameters for forward, and autograd their gradients back, in every version."""
     policy = dtype_policy(config.precision)
-    keeps = lifetimes_of(str(torch.__version__)).gradients_have_own_dtypes and config.implementation == "fsdp2"
+    keeps = traits_of(str(torch.__version__)).gradients_have_own_dtypes and config.implementation == "fsdp2"
     return keeps and policy.reduce != policy.compute
 
 
@@ -104,7 +104,7 @@ def _grad_dtype(config: TrainerConfig, index: int) -> torch.dtype | None:
     None for as they are computed, so that a norm's stay in fp32; but where a first gradient is only kept for others to
     be added to it, FSDPParamGroup lets autograd cast it (`_set_unsharded_grad_dtypes`, torch 2.15).
     """
-    is_only_kept = config.gradient_sync == "last" and index == 0 < config.accumulation - 1
+    is_only_kept = config.gradient_sync == "last" and index == 0 and config.accumulation > 1
     return getattr(torch, dtype_policy(config.precision).reduce) if is_only_kept else None
 
 

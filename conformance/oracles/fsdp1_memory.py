@@ -17,7 +17,8 @@ streams to wait for. Of a group, of n elements and s = n / ranks in each shard:
 import math
 from collections.abc import Mapping, Sequence
 
-from conformance.oracles.memory_model import Segment, Usage, Walk
+from conformance.memory_segment import MemorySegment
+from conformance.oracles.memory_model import Usage, Walk
 from conformance.oracles.schedule import group_of
 from conformance.oracles.torch_versions import UP_TO_2_13
 from reference_trainer.config import TrainerConfig
@@ -29,7 +30,7 @@ _ALIGNMENT_BYTES = 16
 
 
 def predict_fsdp1(
-    config: TrainerConfig, dims: ParallelDims, shapes: Mapping[str, Sequence[int]], profile: Sequence[Segment]
+    config: TrainerConfig, dims: ParallelDims, shapes: Mapping[str, Sequence[int]], profile: Sequence[MemorySegment]
 ) -> dict[str, Usage]:
     """Of `forward` and `backward`, as `memory_model.predict`."""
     walk = _Fsdp1Walk(config, dims, shapes)

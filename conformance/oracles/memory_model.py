@@ -27,6 +27,7 @@ from itertools import pairwise
 import msgspec
 import torch
 
+from conformance.memory_segment import MemorySegment
 from conformance.oracles.dtype_policy import dtype_policy
 from conformance.oracles.schedule import (
     communicates,
@@ -35,19 +36,10 @@ from conformance.oracles.schedule import (
     group_of,
     ranks_after_forward,
 )
-from conformance.oracles.torch_versions import UP_TO_2_13, Lifetimes
+from conformance.oracles.torch_versions import UP_TO_2_13, VersionTraits
 from conformance.oracles.tp_schedule import sharded_dim
 from reference_trainer.config import TrainerConfig
 from reference_trainer.mesh import ParallelDims
-
-
-class Segment(msgspec.Struct, frozen=True):
-    """What a run without FSDP holds between two marks, see `instruments.activations`."""
-
-    mark: str
-    start_bytes: int
-    peak_bytes: int
-    end_bytes: int
 
 
 class Usage(msgspec.Struct):
@@ -57,7 +49,7 @@ class Usage(msgspec.Struct):
     end_bytes: int = 0
 
 
-def usage_by_phase(segments: Iterable[Segment]) -> dict[str, Usage]:
+def usage_by_phase(segments: Iterable[MemorySegment]) -> dict[str, Usage]:
     """What was measured between marks that are phases: over all micro-batches the largest peak, and the last rest."""
     phases: dict[str, Usage] = {}
     for segment in segments:
@@ -71,9 +63,9 @@ def predict(
     config: TrainerConfig,
     dims: ParallelDims,
     shapes: Mapping[str, Sequence[int]],
-    profile: Sequence[Segment],
+    profile: Sequence[MemorySegment],
     *,
-    lifetimes: Lifetimes = UP_TO_2_13,
+    traits: VersionTraits = UP_TO_2_13,
     kernels: bool = True,
 ) -> dict[str, Usage]:
     """Peak and rest of `forward`, `backward`, `clip`, `optimizer` and `idle`, over all micro-batches of a step.
@@ -81,7 +73,7 @@ def predict(
     `shapes` are what FSDP divides, by parameter; `profile` has the segments of all micro-batches; `kernels` says if
     what operators of the CPU allocate for themselves counts, which tensors without memory do not show.
     """
-    walk = Walk(config, dims, shapes, lifetimes, kernels=kernels)
+    walk = Walk(config, dims, shapes, traits, kernels=kernels)
     walk.micro_batches(profile)
     walk.after_backward()
     return walk.phases
@@ -123,13 +115,13 @@ class Walk:
         config: TrainerConfig,
         dims: ParallelDims,
         shapes: Mapping[str, Sequence[int]],
-        lifetimes: Lifetimes,
+        traits: VersionTraits,
         *,
         kernels: bool = True,
     ) -> None:
         self._kernels = int(kernels)
         self.phases: dict[str, Usage] = {}
-        self._config, self._dims, self._lifetimes = config, dims, lifetimes
+        self._config, self._dims, self._traits = config, dims, traits
         policy = dtype_policy(config.precision)
         self._compute, self._reduce, self._master = (
             int(getattr(torch, name).itemsize) for name in (policy.compute, policy.reduce, policy.sharded)
@@ -170,7 +162,7 @@ class Walk:
 
     # Phases
 
-    def micro_batches(self, profile: Sequence[Segment]) -> None:
+    def micro_batches(self, profile: Sequence[MemorySegment]) -> None:
         begun = 0
         for segment in profile:
             self._model_bytes = segment.start_bytes
@@ -234,7 +226,7 @@ class Walk:
         pending part of itself.
         """
         parameters, tp = sum(len(group) for group in self._parameters.values()), self._dims.tp > 1
-        if not self._lifetimes.norms_reduced_one_by_one:
+        if not self._traits.norms_reduced_one_by_one:
             return 2 * parameters + self._whole_on_tp * tp
         reductions = (self._dims.dp_shard > 1) + tp
         return parameters * (2 + (2 + reductions if reductions else 0))
@@ -244,7 +236,7 @@ class Walk:
     def _forward(self, group: str) -> None:
         self._unshard(group)
         previous, self._copied_out = self._copied_out, f"A {group}"
-        if not self._lifetimes.previous_gather_until_copied:
+        if not self._traits.previous_gather_until_copied:
             self._free(previous)
         self._copy_out(group)
         self._free(previous)
@@ -289,7 +281,7 @@ class Walk:
         self._free_all([name for name in self._held if name.startswith("I ")])
         self._hold(f"I {group}", self._whole(group) * self._reduce)
         self._note(self._copies_to_fill(group))
-        if self._dims.dp_shard > 1 and self._lifetimes.last_gradient_until_reduced:
+        if self._dims.dp_shard > 1 and self._traits.last_gradient_until_reduced:
             self._part_with_last_gradient(group)
         self._free("B")
         self._free(f"L {group}")

@@ -23,14 +23,17 @@ def expected_offloading(config: TrainerConfig) -> dict[str, str]:
     return dict.fromkeys(names, "none" if config.offload == "none" else _host(config))
 
 
-def expected_places(config: TrainerConfig, things: Iterable[str]) -> dict[str, list[str]]:
-    """For things that `DtypeAudit` looks at: type of the device, or `cpu pinned`."""
-    return {thing: [_place(thing.partition("/")[0], config)] for thing in things}
+def expected_places(config: TrainerConfig, things: Iterable[str], *, device: str) -> dict[str, list[str]]:
+    """Return for things that `DtypeAudit` looks at the type of their device, or `cpu pinned`.
+
+    `device` is the type of the device that computes.
+    """
+    return {thing: [_place(thing.partition("/")[0], config, device)] for thing in things}
 
 
-def _place(kind: str, config: TrainerConfig) -> str:
+def _place(kind: str, config: TrainerConfig, device: str) -> str:
     if config.offload == "none" or kind not in _OFFLOADED:
-        return config.device
+        return device
     return _host(config) if kind in _PINNED else "cpu"
 
 

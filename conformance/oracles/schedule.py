@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from conformance.oracles.dtype_policy import dtype_policy
-from conformance.oracles.torch_versions import lifetimes_of
+from conformance.oracles.torch_versions import traits_of
 from reference_trainer.config import TrainerConfig
 from reference_trainer.mesh import ParallelDims
 from reference_trainer.model import Transformer
@@ -166,7 +166,7 @@ def fsdp_events(config: TrainerConfig, dims: ParallelDims, numels: Mapping[str, 
     """All collectives over `dp_shard` and `dp_replicate` of one optimizer step, which are in forward and backward.
 
     `numels` are those of `shard_numels`. A dimension of one rank communicates nothing, but see
-    `Lifetimes.one_rank_communicates`.
+    `VersionTraits.one_rank_communicates`.
     """
     schedule = _Schedule(config, dims, numels)
     for micro_batch in range(config.accumulation):
@@ -233,7 +233,7 @@ class _Schedule:
     def _issue(self, phase: str, kind: Kind, group: str, *, smaller: int = 0) -> None:
         over = "dp_replicate" if kind == "all_reduce" else "dp_shard"
         ranks: int = getattr(self._dims, over)
-        if ranks == 1 and not (over == "dp_shard" and lifetimes_of(str(torch.__version__)).one_rank_communicates):
+        if ranks == 1 and not (over == "dp_shard" and traits_of(str(torch.__version__)).one_rank_communicates):
             return
         # The input of a reduce-scatter is a whole group, that of the others a shard.
         numel = self._numels[group] * (ranks if kind == "reduce_scatter" else 1)

@@ -3,8 +3,9 @@
 Model (N. J. Higham, T. Mary, "A new approach to probabilistic rounding error analysis", SIAM J. Sci. Comput. 41(5),
 2019, theorem 3.1): an inner product of length n in arithmetic of unit roundoff u has, with high probability, an error
 of at most about sqrt(n) u relative to its terms. Errors of successive stages are added, as if all pointed the same way.
-A deviation is a Frobenius norm relative to that of the whole tensor, so single nearly cancelled elements do not count.
-docs/tolerances.md tells how far the bounds are from correct programs and from defects.
+A deviation is a Frobenius norm relative to that of the full tensor, so single nearly cancelled elements do not count.
+Each bound is a formula over terms (`conformance.bound.Bound`), which reports show. docs/tolerances.md tells how far the
+bounds are from correct programs and from defects.
 """
 
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from math import inf, sqrt
 import torch
 from torch import Tensor
 
+from conformance.bound import EXACT, Bound, bound
 from conformance.oracles.dtype_policy import FP16, dtype_policy
 from conformance.oracles.emulation import Emulation
 from conformance.oracles.reference import ReferenceRun, clip_factor, total_norm
@@ -24,50 +26,64 @@ TF32_ROUNDOFF = 2.0**-11
 FP16_SMALLEST = 2.0**-24
 """Spacing of fp16 numbers below 2^-14: rounding there errs by at most half of it, however small the number."""
 _ROUNDINGS_PER_STEP = 10
-"""Of an optimizer's step: see `replayed_state`."""
+"""Roundings of an optimizer's step, see `replayed_state`."""
 
 
 def forward_stages(model: ModelConfig, *, seq_len: int) -> float:
-    """Sum of sqrt(n) over the reductions that a token passes on its way to the loss."""
+    """Return the sum of sqrt(n) over the reductions of length n that a token passes on its way to the loss."""
     attention = 3 * sqrt(model.dim) + sqrt(model.head_dim) + sqrt(seq_len)  # norm, q/k/v, output; scores; values
     feed_forward = 2 * sqrt(model.dim) + sqrt(model.ffn_dim)  # norm, up and gate; down
     head = 2 * sqrt(model.dim) + sqrt(model.vocab_size)  # norm, output; softmax
     return model.n_layers * (attention + feed_forward) + head
 
 
-def fp32_loss(config: TrainerConfig) -> float:
-    """Relative error of the mean loss: the forward pass and the sum over the tokens of a step."""
-    tokens = config.data.global_batch_size * config.data.seq_len
-    rounding = FP32_ROUNDOFF * (forward_stages(config.model, seq_len=config.data.seq_len) + sqrt(tokens))
-    return rounding + _rounded_factors(config)
+def fp32_loss(config: TrainerConfig) -> Bound:
+    """Return the relative error of the mean loss: the forward pass and the sum over the tokens of a step."""
+    return _fp32("u * (F + sqrt(tokens))", config)
 
 
-def fp32_gradients(config: TrainerConfig) -> float:
-    """Relative error of a gradient: backward repeats each forward product twice, then sums over the tokens.
+def fp32_gradients(config: TrainerConfig) -> Bound:
+    """Return the relative error of a gradient: backward repeats each forward product twice, then sums over the tokens.
 
-    It bounds the total 2-norm as well: norms differ by at most the norm of the difference. For others see
-    `norm_condition`.
+    The bound holds for the total 2-norm as well: norms differ by at most the norm of the difference. For other norms
+    see `norm_condition`.
     """
-    tokens = config.data.global_batch_size * config.data.seq_len
-    rounding = FP32_ROUNDOFF * (3 * forward_stages(config.model, seq_len=config.data.seq_len) + sqrt(tokens))
-    return rounding + 3 * _rounded_factors(config)
+    return _fp32("u * (3 * F + sqrt(tokens))", config, tf32="3 * T")
 
 
-def _rounded_factors(config: TrainerConfig) -> float:
-    """What TF32 adds in forward: both factors of a product are rounded to 10 + 1 bits, so that it errs by at most
-    2 u + u^2 of the sum of its terms' sizes. Sums are in fp32, where tensor cores cut bits off: n terms err by n 2^-23
-    at most (Fasi et al., https://doi.org/10.7717/peerj-cs.330). The longest are those over tokens in backward.
+def _fp32(formula: str, config: TrainerConfig, *, tf32: str = "T") -> Bound:
+    terms: dict[str, float | Bound] = {
+        "u": FP32_ROUNDOFF,
+        "F": forward_stages(config.model, seq_len=config.data.seq_len),
+        "tokens": _tokens(config),
+    }
+    return Bound(f"{formula} + {tf32}", terms | {"T": _tf32_forward(config)}) if config.tf32 else Bound(formula, terms)
+
+
+def _tokens(config: TrainerConfig) -> int:
+    return config.data.global_batch_size * config.data.seq_len
+
+
+def _tf32_forward(config: TrainerConfig) -> Bound:
+    """Relative error that TF32 adds in forward.
+
+    Both factors of a product are rounded to 10 + 1 bits, so that the product errs by at most 2 u + u^2 of the sum of
+    its terms' sizes. Sums are in fp32, where tensor cores cut bits off: n terms err by n 2^-23 at most (Fasi et al.,
+    https://doi.org/10.7717/peerj-cs.330). The longest sums are those over tokens in backward.
 
     A token passes in each block q/k/v, scores, values, output, gate and up, down; and the output layer.
     """
-    if not config.tf32:
-        return 0.0
-    cut_off = config.data.global_batch_size * config.data.seq_len * 2 * FP32_ROUNDOFF
-    return (6 * config.model.n_layers + 1) * (2 * TF32_ROUNDOFF + TF32_ROUNDOFF**2 + cut_off)
+    return bound(
+        "products * (2 * t + t**2 + tokens * cut)",
+        products=6 * config.model.n_layers + 1,
+        t=TF32_ROUNDOFF,
+        tokens=_tokens(config),
+        cut=2 * FP32_ROUNDOFF,
+    )
 
 
-def fp16_gradients(config: TrainerConfig, expected: Mapping[str, Tensor], *, loss_scale: float) -> dict[str, float]:
-    """Relative deviation of each gradient computed in fp16 from `expected`, that of fp32 or better.
+def fp16_gradients(config: TrainerConfig, expected: Mapping[str, Tensor], *, loss_scale: float) -> dict[str, Bound]:
+    """Return the relative deviation of each gradient computed in fp16 from `expected`, that of fp32 or better.
 
     The first term is that of `fp32_gradients`, with the unit roundoff of fp16. The second is underflow (Higham, as
     below, section 2.1: `fl(x) = x (1 + delta) + eta`, of which one is zero): each of the stages that a token's gradient
@@ -76,15 +92,22 @@ def fp16_gradients(config: TrainerConfig, expected: Mapping[str, Tensor], *, los
     Where gradients are also added up and reduced in fp16, that is a sum over micro-batches and ranks, and one more
     stage: what is divided by about the root of the number of ranks before, is divided by the rest of it afterwards.
     """
-    tokens = config.data.global_batch_size * config.data.seq_len
-    relative = fp32_gradients(config) * FP16_ROUNDOFF / FP32_ROUNDOFF  # TF32 goes with precision fp32 alone
-    stages = _backward_stages(config.model)
+    formula = "u * (3 * F + sqrt(tokens))"
+    terms: dict[str, float | Bound] = {
+        "u": FP16_ROUNDOFF,
+        "F": forward_stages(config.model, seq_len=config.data.seq_len),
+        "tokens": _tokens(config),
+        "eta": FP16_SMALLEST,
+        "scale": loss_scale,
+        "stages": _backward_stages(config.model),
+    }
     if dtype_policy(config.precision).reduce == FP16:
-        relative += FP16_ROUNDOFF * sqrt(config.mesh.dp_replicate * _shards(config) * config.accumulation)
-        stages += 1
-    underflow = FP16_SMALLEST / 2 / loss_scale * stages * sqrt(tokens)
+        formula += " + u * sqrt(summands)"
+        terms["summands"] = config.mesh.dp_replicate * _shards(config) * config.accumulation
+        terms["stages"] = _backward_stages(config.model) + 1
+    formula += " + eta / 2 / scale * stages * sqrt(tokens) * sqrt(numel) / max(norm, eta / scale)"
     return {
-        name: relative + underflow * sqrt(grad.numel()) / max(float(grad.double().norm()), FP16_SMALLEST / loss_scale)
+        name: Bound(formula, terms | {"numel": grad.numel(), "norm": float(grad.double().norm())})
         for name, grad in expected.items()
     }
 
@@ -96,7 +119,7 @@ def _backward_stages(model: ModelConfig) -> int:
 
 
 def norm_condition(gradients: Mapping[str, Tensor], *, order: float) -> float:
-    """Relative error of the total p-norm over that of the gradients in the 2-norm.
+    """Return the relative error of the total p-norm over that of the gradients in the 2-norm.
 
     ||g + d||_p differs from ||g||_p by at most ||d||_p, which is at most ||d||_2 for p >= 2, and n^(1/p - 1/2) ||d||_2
     below (Hoelder's inequality over n elements).
@@ -106,23 +129,34 @@ def norm_condition(gradients: Mapping[str, Tensor], *, order: float) -> float:
     return growth * total_norm(gradients.values(), order=2.0) / total_norm(gradients.values(), order=order)
 
 
-def updates(gradient_error: float, reference: ReferenceRun, config: OptimizerConfig) -> dict[str, float]:
-    """Relative error of each parameter's total change, from that of the gradients and the optimizer's sensitivity.
+def gradient_norm(gradient_error: Bound, gradients: Mapping[str, Tensor], *, order: float) -> Bound:
+    """Return the relative error of the total norm of gradients that have the given error."""
+    return bound("e * c", e=gradient_error, c=norm_condition(gradients, order=order))
+
+
+def updates(gradient_error: Bound, reference: ReferenceRun, config: OptimizerConfig) -> dict[str, Bound]:
+    """Return the relative error of each parameter's total change, from that of the gradients.
 
     An error e g_rms in every element of a gradient changes AdamW's first step g / (|g| + eps) by e g_rms times its
     derivative eps / (|g| + eps)^2; later steps, averages over more gradients, are less sensitive. The steps' errors
     are added: the total change is at most the sum of the steps. SGD is linear, its sensitivity is 1.
     Clipping scales by the norm, whose error is another e times `norm_condition`. Each step also rounds the new
-    parameter to fp32, by up to u of its own size, which counts where the change is small beside the parameter (norm
-    weights near 1).
+    parameter to fp32, by up to u of its own size, which counts where the change is small compared with the parameter
+    (norm weights near 1).
     """
-    steps = len(reference.gradients)
     clip = clip_factor(reference.grad_norms[0], max_norm=config.max_norm)
-    condition = norm_condition(reference.gradients[0], order=config.norm_order)
-    sensitivity = {name: _sensitivity(clip * grad.double(), config) for name, grad in reference.gradients[0].items()}
-    stored = {name: FP32_ROUNDOFF * _size_over_change(reference, name) for name in sensitivity}
+    terms: dict[str, float | Bound] = {
+        "steps": len(reference.gradients),
+        "e": gradient_error,
+        "c": norm_condition(reference.gradients[0], order=config.norm_order),
+        "u": FP32_ROUNDOFF,
+    }
     return {
-        name: steps * (gradient_error * (condition + factor) + stored[name]) for name, factor in sensitivity.items()
+        name: Bound(
+            "steps * (e * (c + s) + u * q)",
+            terms | {"s": _sensitivity(clip * grad.double(), config), "q": _size_over_change(reference, name)},
+        )
+        for name, grad in reference.gradients[0].items()
     }
 
 
@@ -145,19 +179,19 @@ def _rms(values: Tensor) -> float:
     return float(values.square().mean().sqrt())
 
 
-def moments(gradient_error: float, reference: ReferenceRun, config: OptimizerConfig) -> Mapping[str, float]:
-    """Relative error of AdamW's state: linear and quadratic in the gradients, with the clip factor's error."""
+def moments(gradient_error: Bound, reference: ReferenceRun, config: OptimizerConfig) -> Mapping[str, Bound]:
+    """Return the relative error of AdamW's state: linear and quadratic in the clipped gradients."""
     error = clipped_gradients(gradient_error, reference.gradients[0], order=config.norm_order)
-    return {"exp_avg": error, "exp_avg_sq": 2 * error}
+    return {"exp_avg": error, "exp_avg_sq": bound("2 * m", m=error)}
 
 
-def clipped_gradients(gradient_error: float, gradients: Mapping[str, Tensor], *, order: float) -> float:
-    """Relative error of gradients that were clipped: their own, and that of the norm in the factor."""
-    return gradient_error * (1.0 + norm_condition(gradients, order=order))
+def clipped_gradients(gradient_error: Bound, gradients: Mapping[str, Tensor], *, order: float) -> Bound:
+    """Return the relative error of clipped gradients: their own, and that of the norm in the factor."""
+    return bound("e * (1 + c)", e=gradient_error, c=norm_condition(gradients, order=order))
 
 
-def emulated_gradients(config: TrainerConfig, emulated: Emulation) -> dict[str, float]:
-    """Relative deviation of each gradient of a run from the emulation, which rounds where the run does.
+def emulated_gradients(config: TrainerConfig, emulated: Emulation) -> dict[str, Bound]:
+    """Return the relative deviation of each gradient of a run from the emulation, which rounds where the run does.
 
     What is left open is the order of sums. Over two ranks a sum has one order, and of tensor-parallel sums in bf16 the
     order is known (`virtual_tp.sums_in_ring_order`): no bit may differ, as products of equal shapes are equal in bits
@@ -167,68 +201,95 @@ def emulated_gradients(config: TrainerConfig, emulated: Emulation) -> dict[str, 
     emulation knows nothing, the two are computations of their own, each with the error of `fp32_gradients`.
     """
     if config.precision == "fp32" and (config.mesh.tp > 1 or config.compile != "none" or config.tf32):
-        return dict.fromkeys(emulated.gradients, 2 * fp32_gradients(config))
+        return dict.fromkeys(emulated.gradients, both(fp32_gradients(config)))
     ranks = max(_shards(config), config.mesh.dp_replicate)
-    error = 2 * (ranks - 1) * FP32_ROUNDOFF if ranks > 2 else 0.0
-    return {name: error * condition for name, condition in emulated.conditions.items()}
+    if ranks <= 2:
+        return dict.fromkeys(emulated.conditions, EXACT)
+    return {
+        name: bound("2 * (ranks - 1) * u * k", ranks=ranks, u=FP32_ROUNDOFF, k=condition)
+        for name, condition in emulated.conditions.items()
+    }
+
+
+def both(error: Bound) -> Bound:
+    """Return the deviation of two computations that both have the given error."""
+    return bound("2 * e", e=error)
 
 
 def _shards(config: TrainerConfig) -> int:
     return config.mesh.dp_shard if isinstance(config.mesh.dp_shard, int) else 1
 
 
-def bf16_error_factor(config: TrainerConfig) -> float:
-    """Ratio c of a bf16 run's error to that of its emulation, if both really compute in bf16: in [1/c, c].
+def bf16_error_factor(config: TrainerConfig) -> Bound:
+    """Return the ratio c of a bf16 run's error to that of its emulation, if both really compute in bf16: in [1/c, c].
 
     With the same roundings in another order of sums the two errors are realisations of one distribution. Errors of
-    different tokens are independent, so their squared sums over T tokens have a relative variance of 2 / T each, and
-    differ by at most 3 sigma = 3 sqrt(4 / T) of their size.
+    different tokens are independent, so their squared sums over n tokens have a relative variance of 2 / n each, and
+    differ by at most 3 sigma = 3 sqrt(4 / n) of their size.
     """
     tokens = config.data.min_valid_fraction * config.data.global_batch_size * config.data.seq_len
-    return sqrt(1 + 3 * sqrt(4 / tokens))
+    return bound("sqrt(1 + 3 * sqrt(4 / tokens))", tokens=tokens)
 
 
-def norm(gradients: Mapping[str, Tensor], *, order: float) -> float:
-    """Relative error of a total norm whose terms are given: a maximum, exact, or a sum over all elements, in fp32.
+def norm(gradients: Mapping[str, Tensor], *, order: float) -> Bound:
+    """Return the relative error of a total norm whose terms are given.
 
-    torch gives the norm of each gradient in its dtype, so that one of bf16 is rounded before norms are combined
+    A maximum is exact; other norms are a sum over all elements, in fp32. torch gives the norm of each gradient in its
+    dtype, so that one of bf16 is rounded before norms are combined
     (https://docs.pytorch.org/docs/stable/generated/torch.linalg.vector_norm.html, `dtype`).
     """
     if order == inf:
-        return 0.0
+        return EXACT
     coarsest = max(_roundoff(grad) for grad in gradients.values())
-    stored = coarsest if coarsest > FP32_ROUNDOFF else 0.0
-    return stored + FP32_ROUNDOFF * sqrt(sum(grad.numel() for grad in gradients.values()))
+    terms: dict[str, float | Bound] = {"u": FP32_ROUNDOFF, "numel": sum(grad.numel() for grad in gradients.values())}
+    if coarsest <= FP32_ROUNDOFF:
+        return Bound("u * sqrt(numel)", terms)
+    return Bound("coarsest + u * sqrt(numel)", {**terms, "coarsest": coarsest})
 
 
-def clipping(gradients: Mapping[str, Tensor], *, order: float) -> dict[str, float]:
-    """Relative error of each clipped gradient, given those before: norm, norm + 1e-6, quotient and product are rounded,
-    the last two in the gradient's dtype (a scalar tensor takes the dtype of what it is multiplied with).
+def clipping(gradients: Mapping[str, Tensor], *, order: float) -> dict[str, Bound]:
+    """Return the relative error of each clipped gradient, given those before.
+
+    The norm, norm + 1e-6, quotient and product are rounded, the last two in the gradient's dtype (a scalar tensor takes
+    the dtype of what it is multiplied with).
     """
     error = norm(gradients, order=order)
-    return {name: error + FP32_ROUNDOFF + 2 * _roundoff(grad) for name, grad in gradients.items()}
+    return {
+        name: bound("n + u + 2 * v", n=error, u=FP32_ROUNDOFF, v=_roundoff(grad)) for name, grad in gradients.items()
+    }
 
 
 def _roundoff(tensor: Tensor) -> float:
     return torch.finfo(tensor.dtype).eps / 2
 
 
-def replayed_updates(reference: ReferenceRun, config: OptimizerConfig) -> dict[str, float]:
-    """Relative error of each parameter's total change, given the gradients that were applied.
+def replayed_updates(reference: ReferenceRun, config: OptimizerConfig) -> dict[str, Bound]:
+    """Return the relative error of each parameter's total change, given the gradients that were applied.
 
     Each step adds its error (see `replayed_state`) and rounds the new parameter to fp32.
     """
-    steps, state_error = len(reference.gradients), replayed_state(reference, config)
+    terms: dict[str, float | Bound] = {
+        "r": replayed_state(reference, config),
+        "steps": len(reference.gradients),
+        "u": FP32_ROUNDOFF,
+    }
     return {
-        name: state_error + steps * FP32_ROUNDOFF * _size_over_change(reference, name) for name in reference.parameters
+        name: Bound("r + steps * u * q", {**terms, "q": _size_over_change(reference, name)})
+        for name in reference.parameters
     }
 
 
-def replayed_state(reference: ReferenceRun, config: OptimizerConfig) -> float:
-    """Relative error of the optimizer's state and steps, given the gradients that were applied.
+def replayed_state(reference: ReferenceRun, config: OptimizerConfig) -> Bound:
+    """Return the relative error of the optimizer's state and steps, given the gradients that were applied.
 
     A step rounds some ten times, each relative to what is rounded (products, quotients and roots: no cancellation but
     in the first moment's average), and the gradient norm is a sum over all elements. The steps' errors are added.
     """
-    clip_error = norm(reference.gradients[0], order=config.norm_order) if config.max_norm > 0 else 0.0
-    return len(reference.gradients) * (FP32_ROUNDOFF * _ROUNDINGS_PER_STEP + clip_error)
+    clip_error = norm(reference.gradients[0], order=config.norm_order) if config.max_norm > 0 else EXACT
+    return bound(
+        "steps * (u * roundings + n)",
+        steps=len(reference.gradients),
+        u=FP32_ROUNDOFF,
+        roundings=_ROUNDINGS_PER_STEP,
+        n=clip_error,
+    )

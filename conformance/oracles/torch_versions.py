@@ -6,7 +6,7 @@ from conformance.oracles.dtype_policy import dtype_policy
 from reference_trainer.config import TrainerConfig
 
 
-class Lifetimes(msgspec.Struct, frozen=True):
+class VersionTraits(msgspec.Struct, frozen=True):
     """What differs between versions of torch."""
 
     previous_gather_until_copied: bool = True
@@ -34,22 +34,22 @@ class Lifetimes(msgspec.Struct, frozen=True):
     shows that 2.9.1 still returned a pending norm)."""
 
 
-UP_TO_2_8 = Lifetimes(one_rank_communicates=True, norms_reduced_one_by_one=False)
-UP_TO_2_9 = Lifetimes(norms_reduced_one_by_one=False)
-UP_TO_2_13 = Lifetimes()
-FROM_2_15 = Lifetimes(
+UP_TO_2_8 = VersionTraits(one_rank_communicates=True, norms_reduced_one_by_one=False)
+UP_TO_2_9 = VersionTraits(norms_reduced_one_by_one=False)
+UP_TO_2_13 = VersionTraits()
+FROM_2_15 = VersionTraits(
     previous_gather_until_copied=False, last_gradient_until_reduced=False, gradients_have_own_dtypes=True
 )
 
 
-def lifetimes_of(torch_version: str) -> Lifetimes:
+def traits_of(torch_version: str) -> VersionTraits:
     """Of torch 2.14 nothing is known: it is taken to be like 2.15. 2.9, 2.11 and 2.12 have not been run."""
     major, minor = (int(part) for part in torch_version.split("+")[0].split(".")[:2])
     rows = (((2, 8), UP_TO_2_8), ((2, 9), UP_TO_2_9), ((2, 13), UP_TO_2_13))
     return next((row for last, row in rows if (major, minor) <= last), FROM_2_15)
 
 
-def gradients_stay(config: TrainerConfig, lifetimes: Lifetimes) -> bool:
+def gradients_stay(config: TrainerConfig, traits: VersionTraits) -> bool:
     """Whether gradients that wait for the last micro-batch stay with their parameters, for autograd to add to them."""
     policy = dtype_policy(config.precision)
-    return lifetimes.gradients_have_own_dtypes or policy.compute == policy.reduce
+    return traits.gradients_have_own_dtypes or policy.compute == policy.reduce

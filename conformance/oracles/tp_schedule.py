@@ -17,7 +17,7 @@ import torch
 
 from conformance.oracles.dtype_policy import dtype_policy
 from conformance.oracles.schedule import Event, Kind, communicates
-from conformance.oracles.torch_versions import lifetimes_of
+from conformance.oracles.torch_versions import traits_of
 from reference_trainer.config import ModelConfig, TrainerConfig
 from reference_trainer.mesh import ParallelDims
 from reference_trainer.model import Transformer
@@ -141,7 +141,7 @@ class _Traffic:
 
         FSDP reduces it over `tp` when it takes the gradient to reduce it itself (FSDPParam._get_grad_inner_tensor), in
         the gradient's dtype: that of computation, or the one in which micro-batches have been accumulated, which from
-        2.15 on is that of all such gradients (`lifetimes.Lifetimes.gradients_have_own_dtypes`). Biases of wo
+        2.15 on is that of all such gradients (`traits.VersionTraits.gradients_have_own_dtypes`). Biases of wo
         and w2, unlike Megatron's, cost nothing: DTensor adds a share of them on each rank before the reduction, so
         that their gradient comes from what backward has gathered and is whole on every rank.
         """
@@ -149,7 +149,7 @@ class _Traffic:
         if not self._config.sequence_parallel or not reduces:
             return
         accumulated = self._config.gradient_sync == "last" and micro_batch > 0
-        wide = accumulated or lifetimes_of(str(torch.__version__)).gradients_have_own_dtypes
+        wide = accumulated or traits_of(str(torch.__version__)).gradients_have_own_dtypes
         dtype = self._policy.reduce if wide else self._policy.compute
         for _ in range(norms):
             self._issue("backward", "all_reduce", self._config.model.dim, dtype)

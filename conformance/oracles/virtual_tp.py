@@ -5,7 +5,7 @@ rows of the embedding. What the ranks exchange is a copy whose gradients are sum
 (the operators f and g of arXiv:1909.08053, and their sequence-parallel forms of arXiv:2205.05198).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from operator import add
 from typing import Any, cast
@@ -38,13 +38,13 @@ def ring_sum(parts: Sequence[Tensor], *, dim: int | None) -> Tensor:
     return torch.cat([reduce(add, [cut[(c - k) % count][c] for k in range(1, count + 1)]) for c in chunks], dim)
 
 
-def sums_in_ring_order(ranks: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the environment probe's sum of random bf16 numbers over its ranks is, in every bit, a `ring_sum`."""
-    terms, totals = (
-        [torch.tensor(facts["bf16_sum"][key], dtype=torch.bfloat16) for facts in ranks] for key in ("terms", "total")
-    )
-    expected = ring_sum(terms, dim=None)
-    return all(torch.equal(total, expected) for total in totals)
+def sums_in_ring_order(terms: Sequence[Sequence[float]], totals: Sequence[Sequence[float]]) -> bool:
+    """Return whether sums of bf16 numbers over ranks are, in every bit, a `ring_sum`.
+
+    `terms` has the numbers of each rank, `totals` their sums as each rank has them.
+    """
+    expected = ring_sum([torch.tensor(numbers, dtype=torch.bfloat16) for numbers in terms], dim=None)
+    return all(torch.equal(torch.tensor(total, dtype=torch.bfloat16), expected) for total in totals)
 
 
 class _Copies(torch.autograd.Function):

@@ -1,13 +1,16 @@
 """Cells: the points of the matrix, each a complete trainer configuration with a stable, readable id."""
 
-import re
 import sys
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, Self, get_args, get_origin
+from functools import cached_property
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 from msgspec import Meta
 
+from conformance.plan.mesh import AxisError, Mesh
+from conformance.plan.workload import trainer_config
+from reference_trainer.config import TrainerConfig
 from reference_trainer.strict_yaml import allowed, explain
 
 RECORD_STREAMS = "TORCH_NCCL_AVOID_RECORD_STREAMS"
@@ -17,61 +20,8 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf"""
 AxisValue = str | int | float | bool
 
-_NUMBER = "([1-9][0-9]{0,3})"
-_MESH = re.compile(f"(?=.)(?:dp{_NUMBER}|hsdp{_NUMBER}x{_NUMBER})?(?:(?:^|-)tp{_NUMBER})?")
-_MESH_HELP = "write dp2, tp4, dp2-tp2, hsdp2x2 (replicate x shard), hsdp2x2-tp2 or dp1, with numbers from 1 to 4096"
 
-
-class AxisError(ValueError):
-    """An axis that does not exist, or a value that it does not have."""
-
-
-class Mesh(msgspec.Struct, frozen=True):
-    """A device mesh: replicas of shards of tensor-parallel groups."""
-
-    dp_replicate: int = 1
-    """Number of replicas of the sharded model (HSDP)."""
-    dp_shard: int = 1
-    """Number of ranks that the parameters are sharded over."""
-    tp: int = 1
-    """Number of tensor-parallel ranks."""
-
-    def __post_init__(self) -> None:
-        for name, size in msgspec.structs.asdict(self).items():
-            if type(size) is not int or not 1 <= size <= 4096:
-                raise AxisError(f"mesh dimension `{name}` = {size!r}: give an int from 1 to 4096")
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """Reads a name such as `hsdp2x2-tp2`; raises AxisError for any but the canonical name of a mesh."""
-        match = _MESH.fullmatch(text)
-        if match is None:
-            raise AxisError(f"axis `mesh` = {text!r}: not a mesh; {_MESH_HELP}")
-        shard, replicate, hybrid_shard, tp = (int(group or 1) for group in match.groups())
-        if max(shard, replicate, hybrid_shard, tp) > 4096:
-            raise AxisError(f"axis `mesh` = {text!r}: too large; {_MESH_HELP}")
-        mesh = cls(dp_replicate=replicate, dp_shard=shard * hybrid_shard, tp=tp)
-        if mesh.name != text:
-            raise AxisError(f"axis `mesh` = {text!r}: not the canonical name of this mesh; write {mesh.name!r}")
-        return mesh
-
-    @property
-    def name(self) -> str:
-        """The one spelling of this mesh."""
-        if self.dp_replicate > 1:
-            data = f"hsdp{self.dp_replicate}x{self.dp_shard}"
-        else:
-            data = f"dp{self.dp_shard}" if self.dp_shard > 1 else ""
-        tensor = f"tp{self.tp}" if self.tp > 1 else ""
-        return "-".join(filter(None, (data, tensor))) or "dp1"
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.dp_replicate * self.dp_shard * self.tp
-
-
-class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
     """One point of the matrix.
 
     The defaults are part of the ids, and so must never change; `defaults` of matrix.yaml are another matter.
@@ -174,6 +124,11 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def world_size(self) -> int:
         """Number of ranks."""
         return Mesh.parse(self.mesh).world_size
+
+    @cached_property
+    def config(self) -> TrainerConfig:
+        """Complete configuration of the trainer, see `workload.trainer_config`."""
+        return trainer_config(self)
 
     @property
     def saver(self) -> "Cell":

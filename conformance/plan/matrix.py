@@ -10,8 +10,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from conformance.plan.cells import AxisError, AxisValue, Cell, axis_names, axis_value, cell_from_axes
+from conformance.plan.cells import AxisValue, Cell, axis_names, axis_value, cell_from_axes
 from conformance.plan.covering import Row, Rule, covering_rows
+from conformance.plan.mesh import AxisError
 from conformance.plan.selection import Selection, SelectionError, parse
 from reference_trainer.strict_yaml import Document, allowed, convert, load
 

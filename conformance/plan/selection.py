@@ -12,7 +12,8 @@ from typing import Any, cast
 import lark
 import msgspec
 
-from conformance.plan.cells import AxisError, AxisValue, Cell, axis_choices, axis_names, axis_value
+from conformance.plan.cells import AxisValue, Cell, axis_choices, axis_names, axis_value
+from conformance.plan.mesh import AxisError
 from reference_trainer.strict_yaml import allowed
 
 Facts = dict[str, AxisValue]

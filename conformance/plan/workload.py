@@ -1,11 +1,11 @@
 """From a cell to the trainer's configuration: the workload on which the laws are judged."""
 
 import shutil
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from msgspec.structs import replace
 
-from conformance.plan.cells import Cell, Mesh
+from conformance.plan.mesh import Mesh
 from reference_trainer.checks import require
 from reference_trainer.config import (
     DataConfig,
@@ -16,6 +16,9 @@ from reference_trainer.config import (
     TrainerConfig,
     scales_loss,
 )
+
+if TYPE_CHECKING:
+    from conformance.plan.cells import Cell
 
 # Chosen so that faults show (see shared findings in docs/architecture.md): a vocabulary that no world divides,
 # non-zero biases, norm weights other than 1, unequal numbers of valid tokens per sample.
@@ -66,7 +69,7 @@ _AMPLE_MEMORY_BYTES = 2**40
 """For which `auto` keeps everything."""
 
 
-def trainer_config(cell: Cell) -> TrainerConfig:
+def trainer_config(cell: "Cell") -> TrainerConfig:
     """The complete configuration of a cell's run, on the CPU. Raises ValueError for an axis that can have no effect.
 
     A checkpoint to load is in the run's own directory.
@@ -115,7 +118,7 @@ def trainer_config(cell: Cell) -> TrainerConfig:
     )
 
 
-def _optimizer(cell: Cell) -> OptimizerConfig:
+def _optimizer(cell: "Cell") -> OptimizerConfig:
     optimizer = OptimizerConfig(
         name=cell.optimizer,
         lr=_LEARNING_RATE[cell.optimizer],

@@ -5,58 +5,31 @@ import json
 import shutil
 import time
 from collections import Counter
-from collections.abc import Collection
-from pathlib import Path
 from typing import IO, Any
 
 import msgspec
 import pytest
 
 from conformance.judge.verdicts import CONFORMANT, SUITE_FAILED, Verdict, exit_status
-from conformance.pytest_plugin.durations import remember_durations
-from conformance.report.baseline import Baseline
+from conformance.pytest_plugin.order import remember_durations
+from conformance.pytest_plugin.setup import SessionSetup
 from conformance.report.cell_facts import cell_facts
 from conformance.report.environment import environment_facts, suite_digest
 from conformance.report.html import report_page
 from conformance.report.schema import CaseResult, Footer, Header, Report
 from conformance.report.text import markdown, terminal_lines
-from conformance.run.devices.hardware import Hardware
 
 _OWN_FILES = ("report.json", "report.jsonl", "report.html", "summary.md", "junit.xml", "plan.json")
 
 
-class Reporter:
-    """The plugin that only the controller (or the only process) has."""
+class Controller:
+    """Plugin that only the controller (or the only process) has."""
 
-    def __init__(
-        self,
-        *,
-        directory: Path,
-        session: str,
-        matrix_digest: str,
-        profile: str,
-        seed: int,
-        defect: str | None,
-        max_world_size: int,
-        hardware: Hardware,
-        allows: Collection[str],
-        records: Path,
-        baseline: Baseline | None,
-    ) -> None:
-        self._baseline = baseline
-        self._allows, self._records = allows, records
-        self._directory = directory
+    def __init__(self, setup: SessionSetup) -> None:
+        self._setup = setup
+        self._directory, self._baseline = setup.report_directory, setup.baseline
         self._start_s = time.monotonic()
-        self._header = Header(
-            session=session,
-            profile=profile,
-            seed=seed,
-            started=datetime.datetime.now().isoformat(timespec="seconds"),
-            suite_digest=suite_digest(),
-            matrix_digest=matrix_digest,
-            defect=defect,
-            environment={**environment_facts(hardware), "max_world_size": max_world_size},
-        )
+        self._header = _header(setup)
         self._results: dict[str, CaseResult] = {}
         self._crashed: dict[str, str] = {}
         self._planned: list[str] = []
@@ -68,22 +41,26 @@ class Reporter:
     # Collecting.
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Remember what is planned, if this process has collected it."""
         self._planned = self._planned or [item.nodeid for item in session.items]
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node: object, ids: list[str]) -> None:
+        """Remember what a worker has collected. Raises pytest.UsageError for a problem that it found."""
         self._planned = list(ids)
         problem = self._read_plan().get("problem")
         if problem:
             raise pytest.UsageError(problem)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Remember that a file could not be collected."""
         self._collection_failed |= report.failed
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        found = getattr(report, "conformance", None)
-        if found is not None:
-            result = msgspec.convert(found, CaseResult)
+        """Take the result of a case, or the news that its worker died."""
+        attached = getattr(report, "conformance", None)
+        if attached is not None:
+            result = msgspec.convert(attached, CaseResult)
             self._results[result.nodeid] = result
             self._write_line({"type": "case", **msgspec.to_builtins(result)})
         elif report.when not in ("setup", "call", "teardown"):  # xdist writes "???" for an item whose worker died
@@ -93,10 +70,10 @@ class Reporter:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Every planned case gets a verdict; pytest's own usage and internal errors keep their status."""
+        """Give every planned case a verdict, and write the report; pytest's own usage and internal errors stay."""
         self._add_missing()
         counts = Counter(Verdict(result.verdict) for result in self._results.values())
-        status = exit_status(counts, allows=self._allows)
+        status = exit_status(counts, allows=self._setup.profile.allows)
         if exitstatus in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.INTERNAL_ERROR):
             status = int(exitstatus)
         elif self._collection_failed or (session.testsfailed and status == CONFORMANT):
@@ -116,7 +93,7 @@ class Reporter:
             verdicts=verdicts,
             exit_code=status,
             duration_s=round(time.monotonic() - self._start_s, 3),
-            cells=cell_facts(self._records, session=self._header.session),
+            cells=cell_facts(self._setup.store.directory, session=self._header.session),
             cases=sorted(self._results.values(), key=lambda result: result.id),
         )
         self._publish(self._report)
@@ -124,6 +101,7 @@ class Reporter:
         session.exitstatus = SUITE_FAILED if self._unwritable else status
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Print the summary."""
         if self._report is None:
             return
         write = terminalreporter.write_line
@@ -204,9 +182,23 @@ class Reporter:
             self._stream.close()
             part.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
             part.rename(self._directory / "report.json")
-            beside = self._baseline.report if self._baseline else None
-            (self._directory / "report.html").write_text(report_page(report, baseline=beside))
+            baseline = self._baseline.report if self._baseline else None
+            (self._directory / "report.html").write_text(report_page(report, baseline=baseline))
             (self._directory / "summary.md").write_text(markdown(report))
             (self._directory / "plan.json").unlink(missing_ok=True)
         except OSError as error:
             self._unwritable = f"the report cannot be written to {self._directory}: {error.strerror}"
+
+
+def _header(setup: SessionSetup) -> Header:
+    machine = setup.machine
+    return Header(
+        session=setup.name,
+        profile=setup.profile_name,
+        seed=setup.seed,
+        started=datetime.datetime.now().isoformat(timespec="seconds"),
+        suite_digest=suite_digest(),
+        matrix_digest=setup.matrix.digest,
+        defect=setup.defect,
+        environment={**environment_facts(machine.hardware), "max_world_size": machine.max_world_size},
+    )

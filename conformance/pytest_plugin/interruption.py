@@ -4,15 +4,17 @@ import os
 import signal
 import threading
 from contextlib import suppress
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
 import pytest
-from _pytest._code import TracebackEntry
 
 
 def take_sigterm_like_ctrl_c() -> None:
-    """So that ranks are ended, and a partial report is left. Elsewhere than in the main thread nothing can be done."""
+    """Let SIGTERM end the session as Ctrl-C does, so that ranks are ended and a partial report is left.
+
+    Elsewhere than in the main thread nothing can be done.
+    """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _interrupt)
 
@@ -23,32 +25,34 @@ def _interrupt(number: int, _frame: object) -> NoReturn:
 
 
 class BriefInterrupt:
-    """Leaves of an interrupt's traceback the place alone: pytest renders it all, and shows no more without
-    `--full-trace`, with which it is left."""
+    """Cuts an interrupt's traceback to its last place.
+
+    pytest renders all of the traceback, and shows no more than that place without `--full-trace`, which keeps it.
+    """
 
     def __init__(self, *, full: bool) -> None:
         self._full = full
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-        """CPython 3.11 may be interrupted where it knows no line; pytest 9.2 fails to render that, and the session."""
+        """Drop places without a line: CPython 3.11 may be interrupted there, and pytest 9.2 fails to render them."""
         known = excinfo.traceback.filter(_has_line)
         excinfo.traceback = known if self._full else known[-1:]
 
 
-def _has_line(entry: TracebackEntry) -> bool:
+def _has_line(entry: Any) -> bool:
     try:
-        return entry.lineno >= 0
+        return bool(entry.lineno >= 0)
     except TypeError:
         return False
 
 
 class EndsWorkers:
-    """The controller's plugin that ends xdist's workers at once: by itself xdist waits 10 s for those that are busy."""
+    """Plugin of the controller that ends xdist's workers at once: xdist itself waits 10 s for those that are busy."""
 
     @pytest.hookimpl(tryfirst=True)  # while pytest renders the traceback, they end
     def pytest_keyboard_interrupt(self) -> None:
-        """Only children: a worker's ranks are its own to end."""
+        """Terminate the children only: a worker's ranks are its own to end."""
         for worker in psutil.Process(os.getpid()).children():
             with suppress(psutil.NoSuchProcess):
                 worker.terminate()

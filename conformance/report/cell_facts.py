@@ -11,7 +11,8 @@ from pathlib import Path
 import msgspec
 
 from conformance.instruments.communication import Communication
-from conformance.run.record import RECORD_FILE, TRAINING, Header
+from conformance.run.experiment import TRAINING
+from conformance.run.record import RECORD_FILE, Header
 
 
 class Collective(msgspec.Struct, frozen=True, array_like=True):
@@ -98,7 +99,7 @@ def cell_facts(records: Path, *, session: str) -> dict[str, CellFacts]:
 def _runs(records: Path, *, session: str) -> Iterator[_Run]:
     for file in records.glob(f"*/{RECORD_FILE}"):
         run = msgspec.json.decode(file.read_bytes(), type=_Run)
-        wanted = run.header.session == session and run.header.task == TRAINING and run.header.repeat == 0
+        wanted = run.header.session == session and run.header.experiment == TRAINING and run.header.repeat == 0
         if wanted and run.failure is None and run.ranks:
             yield run
 

@@ -24,7 +24,6 @@ ROUNDING_FACTOR = 2.0
 ROUNDING_SHARE = 0.1
 TIME_FACTOR = 4 / 3
 MIN_CELLS_FOR_TIME = 8
-_ROUNDING_UNITS = ("relative", "ratio", "standard deviations")
 
 
 class Moved(msgspec.Struct, frozen=True):
@@ -47,16 +46,16 @@ def moved_figures(before: Mapping[str, Measurement], after: Mapping[str, Measure
     found = []
     for name in dict.fromkeys([*before, *after]):
         one, other = before.get(name), after.get(name)
-        unit = (other or one or Measurement(None, None, None, "")).unit
-        if unit != "s" and _has_moved(one, other, unit=unit):
-            found.append(Moved(name, one.value if one else None, other.value if other else None, unit))
+        known = other or one
+        if known and known.kind != "time" and _has_moved(one, other):
+            found.append(Moved(name, one.value if one else None, other.value if other else None, known.unit))
     return found
 
 
-def _has_moved(before: Measurement | None, after: Measurement | None, *, unit: str) -> bool:
+def _has_moved(before: Measurement | None, after: Measurement | None) -> bool:
     if before is None or after is None or before.value is None or after.value is None:
         return (before.value if before else None) != (after.value if after else None)
-    if unit.startswith(_ROUNDING_UNITS):
+    if after.kind == "rounding":
         return _rounding_moved(before, after)
     return _exact_moved(before.value, after.value, open_by=max(_open(before), _open(after)))
 

@@ -1,69 +1,80 @@
-"""What a run needs of torch that not every supported version has: the one place for it.
+"""What runs need of torch that not every supported version has, and what must not be asked of some: the one place.
 
-A case that asks for such a run is `unsupported`, before a rank starts. What a task needs goes by its name: one that
-only probes needs nothing of FSDP2, one that only builds needs no forward. A limit that torch itself announces, by an
-exception, is no fault of the version that has it; wrong results are, and belong into waivers.yaml.
+A case that asks for such a run is `unsupported`, before a rank starts. A limit that torch itself announces by an
+exception is no fault of the version that has it; wrong results are, and belong into waivers.yaml.
 """
 
 from collections.abc import Iterator
 
-from conformance.judge.skips import Unsupported
-from conformance.judge.support import release
-from conformance.plan.cells import Cell, Mesh
+from conformance.outcomes import Unsupported
+from conformance.plan.cells import Cell
+from conformance.plan.mesh import Mesh
+from conformance.run.experiment import Needs
+from conformance.torch_release import Release, release
 
-_WITHOUT_FSDP = ("build:probe", "memory:without_fsdp", "device_memory:surroundings")
-_BUILDS_ONLY = "build:"
 
+def require_features(needs: Needs, cell: Cell, *, device: str, torch_version: str) -> None:
+    """Raise Unsupported if an experiment with these needs cannot be done for a cell with this torch.
 
-def require_features(task: str, cell: Cell, *, device: str, torch_version: str) -> None:
-    """Raises Unsupported if a task, such as `training:train_cell`, cannot be done for this cell with this torch."""
-    if task in _WITHOUT_FSDP or cell.implementation == "fsdp1":
+    `device` is the type of the device on which the ranks compute.
+    """
+    if cell.implementation == "fsdp1":
         return
     torch = release(torch_version)
-    for lacking in (*_streams(task, torch, device), *_averages(task, cell, torch, device), *_uneven_parts(cell, torch)):
+    for lacking in (
+        *_streams(needs, torch, device),
+        *_averages(needs, cell, torch, device),
+        *_uneven(needs, cell, torch),
+    ):
         raise Unsupported(f"{lacking}; this is torch {torch_version}")
 
 
-def _streams(task: str, torch: tuple[int, ...], device: str) -> Iterator[str]:
+def _streams(needs: Needs, torch: Release, device: str) -> Iterator[str]:
     """FSDP2 records an event on a stream in its first all-gather, and `torch.cpu.Stream` of 2.6 has no such method:
     https://github.com/pytorch/pytorch/pull/145935 ("Now I can use FSDPv2 on CPU")."""
-    if torch < (2, 7) and device == "cpu" and not task.startswith(_BUILDS_ONLY):
+    if torch < (2, 7) and device == "cpu" and Needs.FORWARD in needs:
         yield "FSDP2 runs on the CPU from torch 2.7 on, in which torch.cpu.Stream has record_event"
 
 
-def _averages(task: str, cell: Cell, torch: tuple[int, ...], device: str) -> Iterator[str]:
+def _averages(needs: Needs, cell: Cell, torch: Release, device: str) -> Iterator[str]:
     """Replicas average their gradients by an all-reduce: "Cannot use ReduceOp.AVG with Gloo", until
     https://github.com/pytorch/pytorch/pull/149781. A simulated world communicates nothing."""
-    real = not task.startswith(_BUILDS_ONLY) and not task.endswith("_in_simulation")
-    if torch < (2, 8) and device == "cpu" and real and Mesh.parse(cell.mesh).dp_replicate > 1:
+    averages = Needs.AVERAGING in needs and Mesh.parse(cell.mesh).dp_replicate > 1
+    if torch < (2, 8) and device == "cpu" and averages:
         yield "HSDP runs on the CPU from torch 2.8 on, in which gloo averages in an all-reduce"
 
 
-def _uneven_parts(cell: Cell, torch: tuple[int, ...]) -> Iterator[str]:
-    """`fully_shard` of a parameter that tensor parallelism splits by rows needs rows that the ranks of both divide.
+def _uneven(needs: Needs, cell: Cell, torch: Release) -> Iterator[str]:
+    """`fully_shard` of a parameter that tensor parallelism shards by rows needs rows that the ranks of both divide.
 
     NotImplementedError "FSDP+TP sharding does not support uneven sharding for now", in `_fsdp_param.py`; not since
     https://github.com/pytorch/pytorch/pull/150490.
     """
-    if torch >= (2, 8):
+    mesh = Mesh.parse(cell.mesh)
+    if torch >= (2, 8) or mesh.tp == 1 or Needs.SHARDING not in needs:
         return
-    from conformance.plan.workload import trainer_config  # imports torch
-    from reference_trainer.mesh import resolve_mesh
-
-    config = trainer_config(cell)
-    dims, model = resolve_mesh(config.mesh, world_size=cell.world_size), config.model
-    if dims.tp == 1:
-        return
-    split_by_rows = {
+    model = cell.config.model
+    sharded_by_rows = {
         "vocab_size": model.vocab_size,
         "dim": model.dim,
         "ffn_dim": model.ffn_dim,
         "n_kv_heads * head_dim": model.n_kv_heads * model.head_dim,
     }
-    parts = dims.dp_shard * dims.tp
-    for name, rows in split_by_rows.items():
-        if rows % parts:
+    for name, rows in sharded_by_rows.items():
+        if rows % (mesh.dp_shard * mesh.tp):
             yield (
-                f"FSDP2 with tensor parallelism takes uneven parts from torch 2.8 on: {name} is {rows}, which "
-                f"dp_shard {dims.dp_shard} x tp {dims.tp} does not divide"
+                f"FSDP2 with tensor parallelism takes uneven shards from torch 2.8 on: {name} is {rows}, which "
+                f"dp_shard {mesh.dp_shard} x tp {mesh.tp} does not divide"
             )
+
+
+def confuses_embeddings(torch_version: str) -> bool:
+    """Return whether DTensor may take one embedding for another that the process has had before, as up to torch 2.10.
+
+    For one of another vocabulary: "EmbeddingBackward0 returned an invalid gradient" (fixed by
+    https://github.com/pytorch/pytorch/pull/174727). For one sharded in another dtype: "assert self.mask_buffer.data is
+    not None" (https://github.com/pytorch/torchchat/issues/1086; the mask's equality is changed by
+    https://github.com/pytorch/pytorch/pull/169748). A trainer, which has one model, never sees it. 2.13 has both
+    changes; 2.11 and 2.12 were not looked at, and are taken to have neither, which costs only time.
+    """
+    return release(torch_version) <= (2, 12)

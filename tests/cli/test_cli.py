@@ -12,7 +12,6 @@ from conformance.cli.laws_page import PAGE, laws_page
 from conformance.defects.catalogue import defects
 from conformance.plan.cells import Cell
 from conformance.plan.matrix import load_matrix
-from conformance.plan.workload import trainer_config
 from conformance.project import PROJECT
 from reference_trainer.config import load_config
 
@@ -91,7 +90,7 @@ def test_show_cell_is_a_configuration_of_the_trainer(
     text = printed(capsys, "show", matrix, "dp2-fp32-never-meta")
     file = tmp_path / "cell.yaml"
     file.write_text(text)
-    assert load_config(file) == trainer_config(Cell(mesh="dp2", reshard="never"))
+    assert load_config(file) == Cell(mesh="dp2", reshard="never").config
     assert "# laws in smoke  PAR-1, PAR-5\n" in text
     assert "excluded" not in text
     assert "# excluded       one rank holds all\n" in printed(capsys, "show", matrix, "tp2-fp32-never-meta")

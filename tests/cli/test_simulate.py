@@ -14,9 +14,9 @@ from conformance.cli.simulate import Simulation, simulation
 from conformance.defects.catalogue import injected
 from conformance.experiments.fake_step import fake_step
 from conformance.experiments.memory import step_in_simulation
-from conformance.oracles.memory_model import Segment, usage_by_phase
+from conformance.memory_segment import MemorySegment
+from conformance.oracles.memory_model import usage_by_phase
 from conformance.plan.cells import Cell
-from conformance.plan.workload import trainer_config
 from reference_trainer.mesh import resolve_mesh
 
 SMALL = ["n_layers=3", "dim=1024", "n_heads=8", "n_kv_heads=4", "ffn_dim=2048", "vocab_size=32768", "max_seq_len=256"]
@@ -96,12 +96,12 @@ def test_a_fault_is_seen(defect: str, phase: str, kind: str) -> None:
 def test_the_ledger_of_fake_tensors_agrees_with_that_of_real_ones() -> None:
     """To the byte in forward, backward and clipping; optimizers allocate some scalars otherwise."""
     cell = Cell(mesh="dp4")
-    config = trainer_config(cell)
+    config = cell.config
     payload = {"config": msgspec.to_builtins(config), "world_size": cell.world_size, "defect": None}
     measured: Any = step_in_simulation(None, payload)["segments"]  # type: ignore[arg-type]
-    real = usage_by_phase(msgspec.convert(measured, list[Segment]))
+    real = usage_by_phase(msgspec.convert(measured, list[MemorySegment]))
     step = fake_step(config, resolve_mesh(config.mesh, world_size=cell.world_size))
-    fake = usage_by_phase(msgspec.convert(step.segments, list[Segment], from_attributes=True))
+    fake = usage_by_phase(msgspec.convert(step.segments, list[MemorySegment], from_attributes=True))
     for phase in ("forward", "backward", "clip"):
         assert fake[phase] == real[phase], phase
     assert abs(fake["optimizer"].peak_bytes - real["optimizer"].peak_bytes) <= 16

@@ -18,9 +18,10 @@ from conformance.detection.trials import escapes
 from conformance.judge.verdicts import Verdict, classify
 from conformance.oracles import dtype_policy as dtype_policies
 from conformance.oracles.dtype_policy import BF16, FP32, dtype_policy
+from conformance.outcomes import CellFailed
 from conformance.plan.cells import Cell
+from conformance.run.case_runs import CaseRuns
 from conformance.run.pool import Pools
-from conformance.run.store import CellFailed
 from tests.pytest_plugin import miniatures
 
 
@@ -199,10 +200,10 @@ def test_a_rank_that_hangs_is_told_from_its_waiting_peers(bench: Bench) -> None:
     limit_s = 6.0
     cell, defect = Cell(mesh="dp2", seed=1), f"{miniatures.__file__}:suspended"
     with pytest.raises(CellFailed) as caught:
-        bench.store(defect=defect, deadline_s=limit_s).run(cell)
+        CaseRuns(bench.store(defect=defect, deadline_s=limit_s)).run(cell)
     failure = caught.value.failure
     assert (failure.kind, failure.first_rank) == ("timeout", 1)
     assert failure.reason == f"no result from ranks 0, 1 within {limit_s:g} s; rank 1 did not wait for a peer"
     assert classify(caught.value)[0] == Verdict.TIMEOUT
     with pytest.raises(CellFailed, match="no result"):
-        bench.store(defect=defect).run(cell)  # a hang is not repeated for the next law
+        CaseRuns(bench.store(defect=defect)).run(cell)  # a hang is not repeated for the next law

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from conformance.instruments.allocator_snapshot import allocator_snapshot
-from conformance.instruments.device_memory import DeviceSegment, device_ledger
+from conformance.instruments.device_memory import device_ledger
 from conformance.instruments.memory import mark
 from conformance.laws import test_device_memory as laws
+from conformance.memory_segment import MemorySegment
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell
 from tests.oracles.test_memory_model import CELL, measured
@@ -48,9 +49,9 @@ def test_segments_of_a_device() -> None:
         mark("backward")
         allocator.change(-20)
     assert ledger.segments == [
-        DeviceSegment("", 0, 10, 10, 220, 330, 440),
-        DeviceSegment("forward", 10, 60, 20, 320, 480, 640),
-        DeviceSegment("backward", 20, 20, 0, 240, 360, 480),
+        MemorySegment("", 0, 10, 10, 220, 330, 440),
+        MemorySegment("forward", 10, 60, 20, 320, 480, 640),
+        MemorySegment("backward", 20, 20, 0, 240, 360, 480),
     ]
     assert (ledger.peak_bytes, ledger.kept_bytes) == (60, 0)
     mark("nobody listens any more")

@@ -14,16 +14,15 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from conformance.instruments.collectives import Collective
 from conformance.instruments.dtypes import DtypeAudit
-from conformance.instruments.recorder import RankFacts, Recorder
+from conformance.instruments.facts import Collective, RankFacts
+from conformance.instruments.recorder import Recorder
 from conformance.laws import test_mixed_precision as mixed_precision
 from conformance.laws import test_workload as workload
 from conformance.oracles.dtype_policy import dtype_policy, expected_dtypes
 from conformance.oracles.reference import initial_model
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell, axis_choices
-from conformance.plan.workload import trainer_config
 from conformance.run.record import Header, Record, RecordFile, tensor_file
 from reference_trainer.train import Trainer
 
@@ -49,7 +48,7 @@ def _one_rank() -> Iterator[None]:
 def train(cell: Cell) -> tuple[RankFacts, dict[str, Tensor]]:
     recorder = Recorder(rank=0, variables={})
     with recorder.listening():
-        trainer = Trainer(trainer_config(cell), device=torch.device("cpu"), world_size=1, observer=recorder)
+        trainer = Trainer(cell.config, device=torch.device("cpu"), world_size=1, observer=recorder)
         return recorder.finish(trainer, [trainer.train_step(step) for step in range(cell.steps)])
 
 
@@ -86,7 +85,7 @@ def test_a_precision_without_policy_is_an_error() -> None:
 
 def test_a_model_without_policy_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"no dtype policy for model\.arithmetic integer"):
-        expected_dtypes(trainer_config(Cell(model="integer")))
+        expected_dtypes(Cell(model="integer").config)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +101,7 @@ def test_a_model_without_policy_is_an_error() -> None:
 def test_the_audit_sees_what_the_policy_expects(axes: dict[str, Any]) -> None:
     cell = Cell(mesh="dp1", steps=1, **axes)
     facts, _ = train(cell)
-    assert facts.dtypes == expected_dtypes(trainer_config(cell))
+    assert facts.dtypes == expected_dtypes(cell.config)
 
 
 def test_what_runs_twice_is_seen_in_both_phases(bench: Bench) -> None:
@@ -113,14 +112,14 @@ def test_what_runs_twice_is_seen_in_both_phases(bench: Bench) -> None:
 
 
 def test_tied_weights_are_looked_at_under_both_names() -> None:
-    expected = expected_dtypes(trainer_config(Cell(tied_embeddings=True)))
+    expected = expected_dtypes(Cell(tied_embeddings=True).config)
     assert "unsharded_parameter/output.weight" in expected
     assert "unsharded_parameter/tok_embeddings.weight" in expected
     assert "gradient/output.weight" not in expected
 
 
 def test_only_what_is_called_in_forward_or_backward_is_seen() -> None:
-    model = initial_model(trainer_config(CELL))
+    model = initial_model(CELL.config)
     audit = DtypeAudit()
     audit.initialized(model)
     audit.phase("data", step=0)

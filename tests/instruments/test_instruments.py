@@ -20,7 +20,6 @@ from conformance.oracles import tolerance
 from conformance.oracles.emulation import Emulation
 from conformance.oracles.reference import ReferenceRun, total_norm
 from conformance.plan.cells import Cell, axis_choices, axis_names
-from conformance.plan.workload import trainer_config
 from reference_trainer.config import ModelConfig, OptimizerConfig
 from reference_trainer.model import Transformer
 
@@ -188,7 +187,7 @@ def test_who_owns_and_shards_a_parameter(mesh: DeviceMesh) -> None:
 
 
 def test_tolerances_of_the_tiny_workload() -> None:
-    config = trainer_config(Cell())
+    config = Cell().config
     layer = 5 * sqrt(32) + sqrt(4) + sqrt(16) + sqrt(64)
     stages = 2 * layer + 2 * sqrt(32) + sqrt(61)
     assert tolerance.forward_stages(config.model, seq_len=16) == pytest.approx(stages)
@@ -228,7 +227,7 @@ def test_rounding_of_a_norm_whose_terms_are_given() -> None:
 
 @pytest.mark.parametrize("change", [{"n_layers": 3}, {"dim": 64}, {"ffn_dim": 128}, {"vocab_size": 122}])
 def test_tolerances_grow_with_the_model(change: dict[str, Any]) -> None:
-    config = trainer_config(Cell())
+    config = Cell().config
     larger = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, **change))
     for bound in (tolerance.fp32_loss, tolerance.fp32_gradients):
         assert 0 < bound(config) < bound(larger)
@@ -237,7 +236,7 @@ def test_tolerances_grow_with_the_model(change: dict[str, Any]) -> None:
 def test_no_bit_may_differ_from_the_emulation_where_sums_have_one_order() -> None:
     def bound(mesh: str, **axes: Any) -> float:
         emulated = Emulation(1.0, {"w": torch.ones(2)}, {"w": 1.5})
-        return tolerance.emulated_gradients(trainer_config(Cell(mesh=mesh, **axes)), emulated)["w"]
+        return tolerance.emulated_gradients(Cell(mesh=mesh, **axes).config, emulated)["w"]
 
     for mesh in ("dp1", "dp2", "hsdp2x2", "tp2", "dp2-tp4"):
         assert bound(mesh, precision="bf16-mp") == 0.0
@@ -247,7 +246,7 @@ def test_no_bit_may_differ_from_the_emulation_where_sums_have_one_order() -> Non
 
 
 def test_the_factor_of_bf16_errors_shrinks_with_the_number_of_tokens() -> None:
-    config = trainer_config(Cell(precision="bf16-mp"))
+    config = Cell(precision="bf16-mp").config
     longer = msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, global_batch_size=1024))
     assert 1.0 < tolerance.bf16_error_factor(longer) < tolerance.bf16_error_factor(config) < 1.5
 
@@ -313,7 +312,7 @@ NEEDED: dict[str, dict[str, Any]] = {
 def test_every_axis_reaches_the_trainer(axis: str, value: Any) -> None:
     if axis not in OF_RUNS:
         base = Cell(**NEEDED.get(axis, {}))
-        assert trainer_config(base.but(**{axis: value})) != trainer_config(base)
+        assert base.but(**{axis: value}).config != base.config
 
 
 @pytest.mark.parametrize(
@@ -322,12 +321,12 @@ def test_every_axis_reaches_the_trainer(axis: str, value: Any) -> None:
 )
 def test_an_axis_without_effect_is_refused(axes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"cell dp2-fp32-.*: (weights|saving|loss_scale) .* need"):
-        trainer_config(Cell(**axes))
+        Cell(**axes).config
 
 
 def test_every_cell_has_a_valid_configuration_of_its_own() -> None:
     others = [(axis, value) for axis, value in alternatives() if axis not in OF_RUNS]
     cells = [Cell(), *(Cell(**{**NEEDED.get(axis, {}), axis: value}) for axis, value in others)]
-    configurations = {msgspec.json.encode(trainer_config(cell)) for cell in cells}
+    configurations = {msgspec.json.encode(cell.config) for cell in cells}
     assert len(configurations) == len({cell.id for cell in cells}) == len(cells)
-    assert {trainer_config(cell).device for cell in cells} == {"cpu"}
+    assert {cell.config.device for cell in cells} == {"cpu"}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.judge.verdicts import Verdict
-from conformance.judge.waivers import Waiver, load_waivers, the_waiver
+from conformance.judge.waivers import Waiver, load_waivers, waiver_of
 from conformance.plan.cells import Cell
 from conformance.plan.matrix import Matrix, load_matrix
 from conformance.project import PROJECT
@@ -63,8 +63,8 @@ def test_nothing_else_is_waived(verdict: Verdict) -> None:
 
 
 def test_the_waiver_of_a_case() -> None:
-    assert the_waiver([WAIVER], "INIT-8", CELL, device="cpu", torch=(2, 13)) is WAIVER
-    assert the_waiver([WAIVER], "INIT-7", CELL, device="cpu", torch=(2, 13)) is None
+    assert waiver_of([WAIVER], "INIT-8", CELL, device="cpu", torch=(2, 13)) is WAIVER
+    assert waiver_of([WAIVER], "INIT-7", CELL, device="cpu", torch=(2, 13)) is None
 
 
 def written(path: Path, *changes: dict[str, object]) -> Path:

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from conformance.instruments.dispatch_tap import DispatchTap
 from conformance.laws import compare
 from conformance.plan.cells import AxisValue, Cell
-from conformance.run.store import Clock, RecordStore
+from conformance.run.case_runs import CaseRuns
+from conformance.run.store import RecordStore
 from reference_trainer.config import ModelConfig, TrainerConfig
 from reference_trainer.init_weights import init_weights
 from reference_trainer.loss import summed_cross_entropy
@@ -97,8 +98,8 @@ def test_selective_recomputation_on_ranks_changes_no_bit(
     store: RecordStore, axes: dict[str, AxisValue], precision: str
 ) -> None:
     """Under the instruments, whose dispatch mode must not come between checkpointing and the operators."""
-    store.clock = Clock()
     cell = Cell(steps=2, dropout=0.1).but(**axes, precision=precision)
-    expected, recomputed = (store.run(cell.but(activation_checkpointing=mode)) for mode in ("none", "selective"))
+    runs = CaseRuns(store)
+    expected, recomputed = (runs.run(cell.but(activation_checkpointing=mode)) for mode in ("none", "selective"))
     for kind in ("step0/gradient/", "final/parameter/"):
         compare.bits(recomputed.select(kind), expected.select(kind), name=kind)

@@ -3,12 +3,13 @@
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from conformance.instruments.device_memory import expandable_segments
 from conformance.judge.law import Law
-from conformance.judge.support import unsupported
+from conformance.judge.support import Machine, unsupported
 from conformance.laws.axes.proofs import prove
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import ALLOCATOR_VARIABLES, Cell
@@ -21,9 +22,9 @@ ON, OFF, UNSET = (Cell(expandable_segments=value) for value in ("1", "0", "unset
 
 
 def record(cell: Cell, *, segments: bool | None, **variables: str | None) -> Any:
-    """Of two ranks that obeyed, but for `variables`."""
-    found = {name: cell.environment.get(name) for name in ALLOCATOR_VARIABLES} | variables
-    ranks = [SimpleNamespace(rank=rank, variables=found, expandable_segments=segments) for rank in range(2)]
+    """A record of two ranks that obeyed, but for `variables`."""
+    values = {name: cell.environment.get(name) for name in ALLOCATOR_VARIABLES} | variables
+    ranks = [SimpleNamespace(rank=rank, variables=values, expandable_segments=segments) for rank in range(2)]
     return SimpleNamespace(cell=cell, ranks=ranks)
 
 
@@ -38,15 +39,16 @@ def test_the_variables_of_both_names_are_set() -> None:
 
 
 def test_ranks_that_have_run_without_them_cannot_serve() -> None:
-    assert latched(ON.environment) != latched(OFF.environment) != latched(UNSET.environment) == ()
+    assert latched(UNSET.environment) == ()
+    assert len({latched(cell.environment) for cell in (ON, OFF, UNSET)}) == 3
 
 
 def test_ranks_have_them() -> None:
     task = Task("tests.run.pool_tasks:surroundings", {"names": list(ALLOCATOR_VARIABLES)})
     with Pools() as pools:
         for cell in (UNSET, ON, OFF, UNSET):
-            (found,) = pools.run(task, world_size=1, deadline_s=60, env=cell.environment)
-            assert found["env"] == {name: cell.environment.get(name) for name in ALLOCATOR_VARIABLES}
+            (surroundings,) = pools.run(task, world_size=1, deadline_s=60, env=cell.environment)
+            assert surroundings["env"] == {name: cell.environment.get(name) for name in ALLOCATOR_VARIABLES}
 
 
 @pytest.mark.parametrize(("cell", "segments"), [(ON, True), (OFF, False)], ids=["on", "off"])
@@ -75,16 +77,15 @@ def test_it_is_read_from_the_allocators_snapshot() -> None:
     device = torch.device("cuda")
     assert expandable_segments(torch.device("cpu")) is None
     for grows, expected in (([True, False], True), ([False], False), ([], False)):
-        found = expandable_segments(device, snapshot=lambda grows=grows: [{"is_expandable": one} for one in grows])  # type: ignore[misc]
-        assert found is expected
+        segments = [{"is_expandable": growing} for growing in grows]
+        assert expandable_segments(device, snapshot=lambda segments=segments: segments) is expected  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("cell", [ON, OFF], ids=["on", "off"])
 def test_without_a_device_it_is_unsupported(cell: Cell) -> None:
     law = Law("AXIS-1", "It MUST.", "", "2.6", REAL)
-    ask = {"torch_version": "2.13.0", "max_world_size": 8}
-    missing = unsupported(law, cell, hardware=NO_DEVICES, **ask)  # type: ignore[arg-type]
-    assert missing == "needs a device whose allocator has segments that grow, this case runs on the CPU with 0"
-    here = Hardware(devices=some_devices(2))
-    for one in (law, Law("MEM-10", "It MUST.", "", "2.6", CUDA)):
-        assert unsupported(one, cell, hardware=here, **ask) is None  # type: ignore[arg-type]
+    cpu = Machine(hardware=NO_DEVICES, torch_version="2.13.0", max_world_size=8)
+    assert unsupported(law, cell, cpu) == "needs CUDA expandable segments; this run is on the CPU"
+    gpus = msgspec.structs.replace(cpu, hardware=Hardware(devices=some_devices(2)))
+    for on_gpus in (law, Law("MEM-10", "It MUST.", "", "2.6", CUDA)):
+        assert unsupported(on_gpus, cell, gpus) is None

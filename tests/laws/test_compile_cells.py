@@ -10,23 +10,22 @@ import torch
 from torch._dynamo.utils import counters
 
 from conformance.experiments.training import train_cell
-from conformance.instruments.compilation import CompilationFacts
-from conformance.instruments.recorder import RankFacts
+from conformance.instruments.facts import CompilationFacts, RankFacts
 from conformance.plan.cells import Cell
+from conformance.run.experiment import TRAINING, job_of
 from conformance.run.pool import Pools, Task
 from conformance.run.ranks.messages import RankContext
-from conformance.run.store import task_payload
 
 LAYERS, STEPS = 2, 3
 
 
 def payload(cell: Cell, directory: Path) -> dict[str, Any]:
-    """Of `train_cell`; compiled cells without a C++ compiler, which takes many seconds."""
-    found = task_payload(cell, directory, defect=None)
+    """The job of `train_cell`; compiled cells without a C++ compiler, which takes many seconds."""
+    job: dict[str, Any] = msgspec.to_builtins(job_of(cell, directory, defect=None))
     if cell.compile:
-        found["config"]["compile"] = "aot_eager"
+        job["config"]["compile"] = "aot_eager"
     directory.mkdir()
-    return found
+    return job
 
 
 def facts_of(result: dict[str, Any]) -> RankFacts:
@@ -40,7 +39,7 @@ def run_alone(directory: Path, **axes: Any) -> RankFacts:
 
 
 def run_in_ranks(pools: Pools, directory: Path, cell: Cell) -> list[RankFacts]:
-    task = Task("conformance.experiments.training:train_cell", payload(cell, directory))
+    task = Task(TRAINING, payload(cell, directory))
     return [facts_of(result) for result in pools.run(task, world_size=cell.world_size, deadline_s=120)]
 
 

@@ -2,32 +2,38 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from conformance.laws import test_environment as laws
+from conformance.experiments.environment import RankEnvironment, probe
+from conformance.laws import test_env as laws
 from conformance.plan.cells import Cell
-from conformance.run.pool import Pools, Task
+from conformance.run.case_runs import CaseRuns
+from conformance.run.store import RecordStore
 
-Facts = list[dict[str, Any]]
-COLLECTIVES = laws.test_collectives_are_correct_for_every_dtype
+Facts = list[RankEnvironment]
+COLLECTIVES = laws.test_collectives_are_exact_in_every_dtype
 SOFTWARE = laws.test_ranks_run_the_same_software_in_the_same_state
 MACHINE = laws.test_machine_has_memory_and_one_clock
 
 
 @pytest.fixture(scope="module")
-def healthy(pools: Pools) -> Facts:
-    return pools.run(Task("conformance.experiments.build:probe", {"defect": None}), world_size=2, deadline_s=60)
+def healthy(store: RecordStore) -> Facts:
+    return CaseRuns(store).measure(probe, Cell(mesh="dp2"))
 
 
 def double(facts: Facts, dtype: str, collective: str) -> None:
-    facts[1]["collectives"][dtype][collective] = [2 * x for x in facts[1]["collectives"][dtype][collective]]
+    facts[1].collectives[dtype][collective] = [2 * x for x in facts[1].collectives[dtype][collective]]
+
+
+def change(facts: Facts, **values: object) -> None:
+    for name, value in values.items():
+        setattr(facts[1], name, value)
 
 
 @pytest.mark.parametrize("law", [COLLECTIVES, SOFTWARE, MACHINE])
 def test_a_healthy_world_passes(healthy: Facts, law: Callable[..., None]) -> None:
-    law(lambda _world: healthy, Cell())
+    law(lambda _experiment, _cell: healthy, Cell())
 
 
 @pytest.mark.parametrize(
@@ -35,11 +41,11 @@ def test_a_healthy_world_passes(healthy: Facts, law: Callable[..., None]) -> Non
     [
         (COLLECTIVES, lambda facts: double(facts, "bfloat16", "all_reduce"), "rank 1, bfloat16"),
         (COLLECTIVES, lambda facts: double(facts, "int64", "broadcast"), "rank 1, int64"),
-        (SOFTWARE, lambda facts: facts[1].update(torch="2.0"), "torch differs between ranks"),
-        (SOFTWARE, lambda facts: facts[1].update(threads=7), "threads differs between ranks"),
-        (SOFTWARE, lambda facts: facts[1].update(pid=facts[0]["pid"]), "processes: measured 1, expected 2"),
-        (MACHINE, lambda facts: facts[1].update(available_memory_bytes=5), "5 bytes of memory available"),
-        (MACHINE, lambda facts: facts[1].update(monotonic_s=facts[0]["monotonic_s"] + 60), "60.0 s apart"),
+        (SOFTWARE, lambda facts: change(facts, torch="2.0"), "torch differs between ranks"),
+        (SOFTWARE, lambda facts: change(facts, threads=7), "threads differs between ranks"),
+        (SOFTWARE, lambda facts: change(facts, pid=facts[0].pid), "processes: measured 1, expected 2"),
+        (MACHINE, lambda facts: change(facts, available_memory_bytes=5), "5 bytes of memory available"),
+        (MACHINE, lambda facts: change(facts, monotonic_s=facts[0].monotonic_s + 60), "60.0 s apart"),
     ],
 )
 def test_a_precondition_fails(
@@ -48,4 +54,4 @@ def test_a_precondition_fails(
     facts = copy.deepcopy(healthy)
     harm(facts)
     with pytest.raises(AssertionError, match=message):
-        law(lambda _world: facts, Cell())
+        law(lambda _experiment, _cell: facts, Cell())

@@ -1,12 +1,13 @@
-"""INIT-5 and INIT-8, which no fault of the product can show: a control that sees less, draws as they should be."""
+"""INIT-5 and INIT-8, which no fault of the product can show: a control that sees less, samples as they should be."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from conformance.laws.test_initialisation import test_a_forgotten_tensor_would_be_seen as init_5
-from conformance.laws.test_initialisation import test_torch_draws_each_shard_by_itself as init_8
+from conformance.experiments.build import SampledShards
+from conformance.laws.test_init import test_poison_is_seen_in_every_tensor as init_5
+from conformance.laws.test_init import test_torch_nn_init_samples_each_shard_independently as init_8
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell
 
@@ -28,22 +29,23 @@ def test_a_control_that_overlooks_something_fails(noticed: dict[str, int]) -> No
         init_5(run(noticed), CELL)
 
 
-def measure(*parts: tuple[str, str]) -> Any:
-    return lambda _task, _cell: [{"shards": {"w": shard}, "layouts": {"w": layout}} for layout, shard in parts]
+def measure(*ranks: tuple[str, str]) -> Any:
+    """The fixture `measure` for ranks with this layout and digest of a shard."""
+    return lambda _experiment, _cell: [SampledShards({"w": shard}, {"w": layout}) for layout, shard in ranks]
 
 
-def test_different_parts_and_equal_copies_pass() -> None:
+def test_different_shards_and_equal_copies_pass() -> None:
     init_8(measure(("first", "a"), ("second", "b"), ("first", "a"), ("second", "b")), CELL)
 
 
 @pytest.mark.parametrize(
-    ("parts", "message"),
+    ("ranks", "message"),
     [
         ([("first", "a"), ("second", "a")], "different shards: measured 1, expected 2"),
-        ([("whole", "a"), ("whole", "b")], "different draws: measured 2, expected 1"),
+        ([("full", "a"), ("full", "b")], "different samples: measured 2, expected 1"),
     ],
     ids=["shards alike", "replicas differ"],
 )
-def test_draws_from_one_state_or_from_many_fail(parts: list[tuple[str, str]], message: str) -> None:
+def test_samples_from_one_state_or_from_many_fail(ranks: list[tuple[str, str]], message: str) -> None:
     with pytest.raises(ConformanceFailure, match=message):
-        init_8(measure(*parts), CELL)
+        init_8(measure(*ranks), CELL)

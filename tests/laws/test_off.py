@@ -8,24 +8,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from conformance.instruments.offloading import offloading_of
-from conformance.laws import test_offload
+from conformance.laws import test_off as laws
 from conformance.oracles.placement import expected_offloading, expected_places
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell
-from conformance.plan.workload import trainer_config
 
 HOST = {"initial_parameter/w": "cpu", "optimizer_state/exp_avg/w": "cpu"}
 PINNED = {"final_parameter/w": "cpu pinned", "gradient/w": "cpu pinned"}
 DEVICE = {"unsharded_parameter/w": "cuda", "initial_buffer/t": "cuda", "logits": "cuda", "matmul/forward": "cuda"}
-
-
-@pytest.fixture(autouse=True)
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def config(cell: Cell) -> Any:
-        found = trainer_config(cell)
-        return SimpleNamespace(device="cuda", offload=found.offload, pin_memory=found.pin_memory, model=found.model)
-
-    monkeypatch.setattr(test_offload, "trainer_config", config)
 
 
 def judge(cell: Cell, **changes: str) -> None:
@@ -34,12 +24,13 @@ def judge(cell: Cell, **changes: str) -> None:
         places = HOST | (PINNED if cell.pin_memory else dict.fromkeys(PINNED, "cpu")) | DEVICE
     else:
         places = dict.fromkeys([*HOST, *PINNED, *DEVICE], "cuda")
-    offloading = expected_offloading(trainer_config(cell))
+    offloading = expected_offloading(cell.config)
     offloading |= {name: value for name, value in changes.items() if name in offloading}
     places |= {name: value for name, value in changes.items() if name not in offloading}
     facts = SimpleNamespace(rank=0, offloading=offloading, places={thing: [place] for thing, place in places.items()})
-    record = SimpleNamespace(ranks=[facts], shards=[{}])
-    test_offload.test_offloaded_state_is_in_host_memory(lambda _cell: record, cell)  # type: ignore[arg-type]
+    record: Any = SimpleNamespace(ranks=[facts], shards=[{}], device_type="cuda")
+    run: Any = lambda _cell: record  # noqa: E731
+    laws.test_cpu_offload_state_is_in_host_memory(run, cell)
 
 
 CELLS = [Cell(), Cell(offload="cpu"), Cell(offload="cpu", pin_memory=True)]
@@ -69,17 +60,17 @@ def test_memory_that_is_not_pinned_fails(thing: str) -> None:
         judge(CELLS[2], **{thing: "cpu"})
 
 
-@pytest.mark.parametrize(("cell", "found"), [(CELLS[0], "cpu"), (CELLS[1], "none"), (CELLS[2], "cpu")])
-def test_a_group_with_another_policy_fails(cell: Cell, found: str) -> None:
-    with pytest.raises(ConformanceFailure, match=f"norm.weight is {found}, expected "):
-        judge(cell, **{"norm.weight": found})
+@pytest.mark.parametrize(("cell", "policy"), [(CELLS[0], "cpu"), (CELLS[1], "none"), (CELLS[2], "cpu")])
+def test_a_group_with_another_policy_fails(cell: Cell, policy: str) -> None:
+    with pytest.raises(ConformanceFailure, match=f"norm.weight is {policy}, expected "):
+        judge(cell, **{"norm.weight": policy})
 
 
 def test_places_are_of_the_kinds_that_are_recorded() -> None:
-    config = trainer_config(CELLS[1])
-    assert expected_places(config, ["gradient/w", "rope_table/x/forward"]) == {
+    config = CELLS[1].config
+    assert expected_places(config, ["gradient/w", "rope_table/x/forward"], device="cuda") == {
         "gradient/w": ["cpu"],
-        "rope_table/x/forward": ["cpu"],
+        "rope_table/x/forward": ["cuda"],
     }
 
 

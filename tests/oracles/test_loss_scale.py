@@ -8,27 +8,26 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from conformance.laws.test_checkpoint import _not_counted, _state_of_no_step
 from msgspec.structs import replace
 
-from conformance.instruments.recorder import OptimizerGroup
+from conformance.instruments.facts import OptimizerGroup
 from conformance.laws.compare import distance
 from conformance.laws.steps import require_steps_taken
-from conformance.laws.test_checkpoint import _not_counted, _state_of_no_step
 from conformance.oracles import tolerance
 from conformance.oracles.emulation import emulated_step
 from conformance.oracles.loss_scale import loss_scales, unscale_events
 from conformance.oracles.reference import Tensors, initial_model
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell
-from conformance.plan.workload import trainer_config
 from reference_trainer.checkpoint import Checkpoints, resume
 from reference_trainer.config import LossScaleConfig, TrainerConfig
 from reference_trainer.mesh import init_process_group, resolve_mesh
 from reference_trainer.train import Trainer
 
-FP16 = trainer_config(Cell(mesh="dp2", precision="fp16-mp"))
-FP16_REDUCED = trainer_config(Cell(mesh="hsdp2x2", precision="fp16-reduce", accumulation=2, gradient_sync="last"))
-FP32 = trainer_config(Cell(mesh="dp2"))
+FP16 = Cell(mesh="dp2", precision="fp16-mp").config
+FP16_REDUCED = Cell(mesh="hsdp2x2", precision="fp16-reduce", accumulation=2, gradient_sync="last").config
+FP32 = Cell(mesh="dp2").config
 
 
 @pytest.mark.parametrize(
@@ -71,10 +70,10 @@ def test_torch_has_the_scales_of_the_oracle() -> None:
 )
 def test_who_is_asked_for_overflow(mesh: str, groups: list[str]) -> None:
     cell = Cell(mesh=mesh, precision="fp16-mp")
-    config = trainer_config(cell)
+    config = cell.config
     dims = resolve_mesh(config.mesh, world_size=cell.world_size)
     assert [event.group for event in unscale_events(config, dims)] == groups
-    assert unscale_events(trainer_config(cell.but(precision="bf16-mp")), dims) == []
+    assert unscale_events(cell.but(precision="bf16-mp").config, dims) == []
 
 
 def gradients(config: TrainerConfig, *, scale: float = 1.0) -> Tensors:
@@ -127,7 +126,7 @@ def test_a_counter_at_zero_is_that_of_no_step(counted: list[float], left: list[f
 def test_a_scale_that_was_not_saved_begins_anew(tmp_path: Path) -> None:
     """From a checkpoint of another precision; and one that was saved goes on."""
     cpu = torch.device("cpu")
-    bf16 = trainer_config(Cell(mesh="dp1", precision="bf16-mp"))
+    bf16 = Cell(mesh="dp1", precision="bf16-mp").config
     fp16 = replace(bf16, precision="fp16-mp", loss_scale=LossScaleConfig(initial=2.0**20, growth_interval=2))
     init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1, timeout_s=60.0)
     try:

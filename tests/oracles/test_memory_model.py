@@ -12,12 +12,12 @@ from conformance.experiments import memory
 from conformance.instruments.activations import GroupMarks
 from conformance.instruments.memory import memory_ledger
 from conformance.laws import test_memory as laws
-from conformance.oracles.memory_model import Segment, group_bytes, predict, state_bytes
-from conformance.oracles.torch_versions import FROM_2_15, UP_TO_2_13, Lifetimes, gradients_stay
+from conformance.memory_segment import MemorySegment
+from conformance.oracles.memory_model import group_bytes, predict, state_bytes
+from conformance.oracles.torch_versions import FROM_2_15, UP_TO_2_13, VersionTraits, gradients_stay
 from conformance.oracles.tp_schedule import local_shapes
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell
-from conformance.plan.workload import trainer_config
 from conformance.run.ranks.messages import RankContext
 from reference_trainer.mesh import resolve_mesh
 
@@ -25,17 +25,17 @@ GROUPS = ("tok_embeddings", "layers.0", "layers.1", "output")
 MODES = ("always", "default", "except-last", "never")
 
 
-def nothing(groups: tuple[str, ...] = GROUPS) -> list[Segment]:
+def nothing(groups: tuple[str, ...] = GROUPS) -> list[MemorySegment]:
     """A model without activations and gradients."""
     marks = ["forward", *(f"{when} {group}" for group in groups for when in ("forward", "after-forward")), "backward"]
     for group in reversed(groups[1:]):
         marks += [f"{when} {group}" for when in ("backward", "after-backward", "freed")]
     marks += ["backward tok_embeddings", "after-backward tok_embeddings", "freed tok_embeddings", "end"]
-    return [Segment(mark, 0, 0, 0) for mark in marks]
+    return [MemorySegment(mark, 0, 0, 0) for mark in marks]
 
 
 def parts(cell: Cell) -> Any:
-    config = trainer_config(cell)
+    config = cell.config
     dims = resolve_mesh(config.mesh, world_size=cell.world_size)
     return config, dims, local_shapes(config.model, tp=dims.tp, tp_rank=0)
 
@@ -59,11 +59,11 @@ def test_a_step_without_activations() -> None:
     # U and A of the first block, and the input of the reduction of the second; gradients of what was reduced before.
     assert phases["backward"].peak_bytes == 3 * block + (sizes["output"] + block) // 4
     assert phases["backward"].end_bytes == sum(sizes.values()) // 4
-    later = predict(config, dims, shapes, nothing(), lifetimes=Lifetimes(previous_gather_until_copied=False))
+    later = predict(config, dims, shapes, nothing(), traits=VersionTraits(previous_gather_until_copied=False))
     assert later["forward"].peak_bytes == 2 * block
 
 
-def with_gradients(narrow: Mapping[str, int], wide: Mapping[str, int]) -> list[Segment]:
+def with_gradients(narrow: Mapping[str, int], wide: Mapping[str, int]) -> list[MemorySegment]:
     """Gradients of each group, in bytes, those that are wider than the parameters apart."""
     profile = []
     for segment in nothing():
@@ -71,7 +71,7 @@ def with_gradients(narrow: Mapping[str, int], wide: Mapping[str, int]) -> list[S
         if group != segment.mark:
             for kind, sizes in (("gradients", narrow), ("wide-gradients", wide)):
                 nbytes = sizes.get(group, 0)
-                profile.append(Segment(f"{kind} {group}", nbytes, nbytes, 0))
+                profile.append(MemorySegment(f"{kind} {group}", nbytes, nbytes, 0))
         profile.append(segment)
     return profile
 
@@ -101,17 +101,17 @@ def test_gradients_that_wait_are_held_in_the_reduce_dtype() -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "lifetimes", "stay"),
+    ("precision", "traits", "stay"),
     [("fp32", UP_TO_2_13, True), ("bf16-mp", UP_TO_2_13, False), ("bf16-mp", FROM_2_15, True)],
 )
-def test_where_gradients_wait(precision: Any, lifetimes: Lifetimes, stay: bool) -> None:
-    assert gradients_stay(parts(Cell(precision=precision))[0], lifetimes) == stay
+def test_where_gradients_wait(precision: Any, traits: VersionTraits, stay: bool) -> None:
+    assert gradients_stay(parts(Cell(precision=precision))[0], traits) == stay
 
 
-def released(cell: Cell, lifetimes: Lifetimes, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+def released(cell: Cell, traits: VersionTraits, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Bytes of the last block's gradients that a run without FSDP releases in each micro-batch, narrow and wide."""
-    monkeypatch.setattr(memory, "lifetimes_of", lambda _version: lifetimes)
-    payload = {"config": msgspec.to_builtins(trainer_config(cell)), "world_size": cell.world_size}
+    monkeypatch.setattr(memory, "traits_of", lambda _version: traits)
+    payload = {"config": msgspec.to_builtins(cell.config), "world_size": cell.world_size}
     segments: Any = memory.without_fsdp(RankContext(0, 1, "", 1.0), payload)
     sizes = [s["start_bytes"] - s["end_bytes"] for s in segments if s["mark"].endswith("gradients layers.1")]
     return list(zip(sizes[::2], sizes[1::2], strict=True))
@@ -156,8 +156,8 @@ def test_groups_that_are_gathered_ahead(ahead: int) -> None:
     sizes = group_bytes(config, dims, shapes)
     block = sizes["layers.1"]
     marks = nothing(tuple(sizes))
-    for lifetimes in (Lifetimes(), Lifetimes(previous_gather_until_copied=False)):
-        phases = predict(config, dims, shapes, marks, lifetimes=lifetimes)
+    for traits in (VersionTraits(), VersionTraits(previous_gather_until_copied=False)):
+        phases = predict(config, dims, shapes, marks, traits=traits)
         assert phases["forward"].peak_bytes == (2 + ahead) * block
         assert phases["forward"].end_bytes == phases["idle"].end_bytes == 0
         # When the last block that has k - 1 ahead of it copies its own out: U, k times A, and the input of the

@@ -5,7 +5,6 @@ import pytest
 
 from conformance.oracles.schedule import fsdp_events, group_of, groups, kept_after_forward, shard_numels
 from conformance.plan.cells import AxisValue, Cell, cell_from_axes
-from conformance.plan.workload import trainer_config
 from reference_trainer.config import TrainerConfig
 from reference_trainer.mesh import ParallelDims, resolve_mesh
 
@@ -25,7 +24,7 @@ NUMELS = {group: 100 + number for group, number in NUMBERS.items()}
 
 
 def of_cell(cell: Cell) -> tuple[TrainerConfig, ParallelDims]:
-    config = trainer_config(cell)
+    config = cell.config
     return config, resolve_mesh(config.mesh, world_size=cell.world_size)
 
 

@@ -12,13 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from conformance.oracles import tolerance
 from conformance.oracles.reference import Batch, Tensors, initial_model
 from conformance.plan.cells import Cell
-from conformance.plan.workload import trainer_config
 from conformance.run.ranks.process import reset_process_state
 from reference_trainer.config import TrainerConfig
 from reference_trainer.data import IGNORED_LABEL, Batches
 from reference_trainer.mesh import check_device, set_tf32
 
-CONFIG = trainer_config(Cell(mesh="dp1", tf32=True))
+CONFIG = Cell(mesh="dp1", tf32=True).config
 CUDA = torch.device("cuda", 0)
 
 
@@ -66,12 +65,12 @@ def gradients(config: TrainerConfig, batch: Batch, context: Callable[[], Any]) -
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_rounded_products_are_within_the_bound_and_outside_that_of_fp32(seed: int) -> None:
-    config = trainer_config(Cell(mesh="dp1", tf32=True, seed=seed))
+    config = Cell(mesh="dp1", tf32=True, seed=seed).config
     batch = Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed).global_batch(0)
     exact, rounded = gradients(config, batch, torch.enable_grad), gradients(config, batch, RoundedProducts)
     deviations = {name: float((rounded[name] - grad).norm() / grad.norm()) for name, grad in exact.items()}
     bound = tolerance.fp32_gradients(config)
     assert max(deviations.values()) <= bound
-    without = tolerance.fp32_gradients(trainer_config(Cell(mesh="dp1", seed=seed)))
+    without = tolerance.fp32_gradients(Cell(mesh="dp1", seed=seed).config)
     assert min(deviations.values()) > without
     print(f"{max(deviations.values()):.3g} of {bound:.3g}")

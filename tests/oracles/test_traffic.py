@@ -6,15 +6,14 @@ from typing import Any
 
 import msgspec
 import pytest
-
-from conformance.instruments.collectives import Collective
-from conformance.judge.law import Run
 from conformance.laws.test_traffic import test_bytes_on_the_wire_equal_the_traffic_model as mp_4
+
+from conformance.instruments.facts import Collective
+from conformance.judge.law import Run
 from conformance.oracles.tp_schedule import local_shapes, sharded_dim, tensor_parallel_events
 from conformance.oracles.traffic import Traffic, add_up, step_events
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import AxisValue, Cell, cell_from_axes
-from conformance.plan.workload import trainer_config
 from reference_trainer.config import DataConfig, MeshConfig, ModelConfig, TrainerConfig
 from reference_trainer.mesh import resolve_mesh
 
@@ -146,7 +145,7 @@ def test_one_process_sends_nothing() -> None:
 def test_real_runs_hold_the_law_in_the_order_of_the_model(run: Run, axes: dict[str, AxisValue]) -> None:
     cell = cell_from_axes({**axes, "steps": 2})
     mp_4(run, cell)
-    config = trainer_config(cell)
+    config = cell.config
     expected = tensor_parallel_events(config, resolve_mesh(config.mesh, world_size=cell.world_size))
     for facts in run(cell).ranks:
         sent = [e for e in facts.collectives if e.step == 1 and e.group == "tp" and e.phase in ("forward", "backward")]

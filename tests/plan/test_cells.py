@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conformance.plan import cells
-from conformance.plan.cells import AxisError, Cell, Mesh, axis_choices, axis_names, axis_value, cell_from_axes
+from conformance.plan.cells import Cell, axis_choices, axis_names, axis_value, cell_from_axes
+from conformance.plan.mesh import AxisError, Mesh
 
 SIZES = st.integers(1, 4096)
 MESHES = st.builds(Mesh, dp_replicate=SIZES, dp_shard=SIZES, tp=SIZES)

@@ -55,7 +55,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Ended:
         "--defect",
         "tests/pytest_plugin/miniatures.py:by_seed",
     ]
-    laws = [f"conformance/laws/test_{name}.py" for name in ("parity", "invariance", "memory")]
+    laws = [f"conformance/laws/test_{name}.py" for name in ("par", "mem")]
     return finish(suite(directory, *laws, *options, profile="miniatures"), directory, act=to_the_end, limit_s=300)
 
 
@@ -100,6 +100,6 @@ def test_the_session_ends_well(session: Ended) -> None:
 
 def test_the_report_can_be_verified(session: Ended) -> None:
     """Also the verdicts of runs that died."""
-    found = verify(session.directory, matrix_file=PROJECT / "tests" / "miniatures.yaml")
+    found = verify(session.directory, matrix_file=PROJECT / "tests" / "pytest_plugin" / "miniatures.yaml")
     assert found.problems == []
     assert found.cases == session.report.planned

@@ -20,7 +20,8 @@ import pytest
 from conformance.project import PROJECT
 from conformance.pytest_plugin import plugin
 from conformance.report.schema import CaseResult, Footer, Header
-from conformance.run.record import TRAINING, RecordFile
+from conformance.run.experiment import TRAINING
+from conformance.run.record import RecordFile
 from tests.sessions import ONE_CELL, Ended, alive, finish, suite
 
 # Two kinds of worlds, with laws that look at one cell or at two, and the environment's own laws.
@@ -48,7 +49,7 @@ def test_report(healthy: Ended) -> None:
     assert report.environment["packages"]["torch"].startswith("2.")
     assert [case.id for case in report.cases] == sorted({case.id for case in report.cases})
     (on_devices,) = (case for case in report.cases if case.law == "ENV-4")
-    assert on_devices.reason.startswith("needs 2 CUDA devices for substrate nccl, 1 for nccl-shared, found 0")
+    assert on_devices.reason.startswith("needs 2 GPUs (nccl) or 1 shared GPU (nccl-shared); none found")
     for case in report.cases:
         assert case.id == f"{case.law}/{case.cell}"
         assert case is on_devices or (case.verdict, case.reason, case.substrate) == ("pass", "", "gloo")
@@ -61,10 +62,10 @@ def test_report(healthy: Ended) -> None:
 def test_records_tell_how_long_ranks_were_training(healthy: Ended) -> None:
     files = list(healthy.directory.glob("records/*/record.json"))
     records = [msgspec.json.decode(file.read_bytes(), type=RecordFile) for file in files]
-    trained = {record.header.task: record.train_s / record.run_s for record in records}
-    assert trained["build:probe"] == 0
+    trained = {record.header.experiment: record.train_s / record.run_s for record in records}
+    assert trained["conformance.experiments.environment:probe"] == 0
     assert 0.2 < trained[TRAINING] < 1
-    assert all(0 < record.train_s < record.run_s for record in records if record.header.task == TRAINING)
+    assert all(0 < record.train_s < record.run_s for record in records if record.header.experiment == TRAINING)
 
 
 def test_report_is_plain_json_with_the_promised_fields(healthy: Ended) -> None:
@@ -74,12 +75,14 @@ def test_report_is_plain_json_with_the_promised_fields(healthy: Ended) -> None:
     of_case = {"id", "law", "cell", "verdict", "reason", "duration_s", "wait_s", "measured", "repro"}
     for case in report["cases"]:
         assert of_case <= case.keys()
-        for figure in case["measured"].values():
-            assert figure.keys() == {"value", "lower", "upper", "unit"}
+        for metric in case["measured"].values():
+            assert {"kind", "value", "lower", "upper", "unit"} <= metric.keys()
     measured = next(case["measured"] for case in report["cases"] if case["law"] == "PAR-1")
     assert 0 <= measured["loss"]["value"] <= measured["loss"]["upper"] < 1e-4
+    assert measured["loss"]["formula"] == "u (3 F + sqrt(tokens))"
+    assert measured["loss"]["terms"].keys() == {"u", "F", "tokens"}
     silent = {case["law"] for case in report["cases"] if not case["measured"]}
-    assert silent <= {"ENV-1", "ENV-4"}, "laws that put no figure into the report"
+    assert silent <= {"ENV-1", "ENV-4"}, "laws that put no metric into the report"
 
 
 def test_lines_of_the_stream(healthy: Ended) -> None:
@@ -118,7 +121,7 @@ def require_single_runs(session: Ended) -> None:
     records = list((session.directory / "records").iterdir())
     headers = [json.loads((record / "record.json").read_bytes())["header"] for record in records]
     cells = [record.name.partition("--")[0] for record in records]
-    runs = {(cell, header["task"], header["repeat"]) for cell, header in zip(cells, headers, strict=True)}
+    runs = {(cell, header["experiment"], header["repeat"]) for cell, header in zip(cells, headers, strict=True)}
     assert len(runs) == len(records)
     assert set(cells) >= {case.cell for case in session.report.cases}
     ran = [case.id for case in session.report.cases if case.run_s > 0]
@@ -148,7 +151,7 @@ def test_a_defective_product(defective: Ended) -> None:
     assert (defective.status, report.exit_code, report.defect) == (1, 1, "grads-summed")
     (failed,) = [case for case in report.cases if case.verdict != "pass"]
     assert (failed.law, failed.verdict) == ("PAR-1", "fail")
-    expected = r"gradient at step 0 of \S+: relative Frobenius deviation \S+ is above \S+e-05 \(norm .*\)$"
+    expected = r"gradient at step 0 of \S+: relative Frobenius deviation \S+, bound \S+e-05 = u \(3 F \+ sqrt\(tokens\)\); norm "
     assert re.match(expected, failed.reason)
     assert any(f.value and f.upper and f.value > 100 * f.upper for f in failed.measured.values())
     assert f"fail: {failed.id}: {failed.reason}" in defective.output
@@ -326,7 +329,7 @@ def fake_config(directory: Path, *arguments: str) -> Any:
     [
         (["conformance/"], True),
         (["."], True),
-        (["conformance/laws/test_parity.py::test_replicas_are_equal[dp2-fp32]"], True),
+        (["conformance/laws/test_par.py::test_replicas_are_equal[dp2-fp32]"], True),
         (["tests", "conformance/laws"], True),
         ([str(PROJECT / "conformance")], True),
         (["tests/plan/test_cells.py"], False),

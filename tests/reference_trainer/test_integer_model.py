@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from conformance.oracles.reference import initial_model, summed_loss, train_reference
 from conformance.plan.cells import AxisValue, Cell
-from conformance.plan.workload import trainer_config
-from conformance.run.store import Clock, RecordStore
+from conformance.run.case_runs import CaseRuns
+from conformance.run.store import RecordStore
 from reference_trainer.config import ModelConfig, TrainerConfig
 from reference_trainer.data import Batches
 from reference_trainer.init_weights import signs
@@ -18,7 +18,7 @@ from reference_trainer.loss import summed_cross_entropy
 from reference_trainer.loss import summed_loss as trainers_summed_loss
 
 CELL = Cell(model="integer", optimizer="sgd", clip=0.0, steps=1)
-CONFIG = trainer_config(CELL)
+CONFIG = CELL.config
 
 
 def first_batch(config: TrainerConfig) -> tuple[Tensor, Tensor]:
@@ -36,7 +36,7 @@ def is_power_of_two(value: float) -> bool:
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_every_sum_of_the_workload_is_exact(seed: int, tied: bool) -> None:
     """In units of lr / tokens the new weight is a sum of whole numbers as well: the old one's, and the gradient's."""
-    config = trainer_config(CELL.but(seed=seed, tied_embeddings=tied))
+    config = CELL.but(seed=seed, tied_embeddings=tied).config
     largest = largest_partial_sum(initial_model(config), *first_batch(config))
     tokens, lr = config.data.global_batch_size * config.data.seq_len, config.optimizer.lr
     assert is_power_of_two(tokens)
@@ -77,7 +77,7 @@ def test_fp32_equals_fp64_in_every_bit() -> None:
     for name, expected in fp64.gradients[0].items():
         assert torch.equal(fp32.gradients[0][name].double(), expected), name
         assert torch.equal(fp32.parameters[name].double(), fp64.parameters[name]), name
-    float_model = trainer_config(CELL.but(model="tiny"))
+    float_model = CELL.but(model="tiny").config
     rounded, exact = (train_reference(float_model, dtype=dtype) for dtype in (torch.float32, torch.float64))
     equal = [torch.equal(rounded.gradients[0][name].double(), grad) for name, grad in exact.gradients[0].items()]
     assert not any(equal), "the usual model must not pass for an exact one"
@@ -139,8 +139,7 @@ def test_the_loss_goes_with_the_arithmetic() -> None:
 
 def unequal(store: RecordStore, cell: Cell) -> list[str]:
     """Gradients and new parameters that differ from those of one fp64 process in any bit."""
-    store.clock = Clock()
-    record, expected = store.run(cell), train_reference(trainer_config(cell), dtype=torch.float64)
+    record, expected = CaseRuns(store).run(cell), train_reference(cell.config, dtype=torch.float64)
     pairs = {
         "step0/gradient/": expected.gradients[0],
         "final/parameter/": expected.parameters,

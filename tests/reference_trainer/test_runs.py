@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from conformance.judge.law import Run
+from conformance.laws.fixtures import Run
+from conformance.outcomes import CellFailed
 from conformance.plan.cells import Cell
-from conformance.plan.workload import trainer_config
 from conformance.run.record import Record
-from conformance.run.store import CellFailed
 from reference_trainer.init_weights import init_weights
 from reference_trainer.model import Transformer
 
@@ -19,7 +18,7 @@ ONE_STEP = Cell(steps=1)
 
 def drawn_weights(cell: Cell) -> dict[str, Tensor]:
     """What `init: meta` draws, fp32 on one process."""
-    config = trainer_config(cell)
+    config = cell.config
     model = Transformer(config.model)
     init_weights(model, seed=config.seed)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}

@@ -7,9 +7,10 @@ import msgspec
 
 from conformance.instruments.communication import Communication
 from conformance.instruments.timing import StepTimes
+from conformance.outcomes import Failure
 from conformance.plan.cells import Cell
 from conformance.report.cell_facts import CellFacts, Collective, cell_facts
-from conformance.run.record import Failure, Header, RecordFile, write_record
+from conformance.run.record import Header, RecordFile, write_record
 
 CELL = Cell(mesh="dp2", steps=3)
 

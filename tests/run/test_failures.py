@@ -58,3 +58,15 @@ def test_only_innermost_frames_count_as_waiting() -> None:
     frames = [f'  File "/x/model.py", line {line} in f' for line in range(3)]
     assert not waits_for_peers("\n".join(["Thread 0x1 (most recent call first):", *frames, WAITING.split("\n")[1]]))
     assert waits_for_peers("\n".join(["Thread 0x1 (most recent call first):", *frames, WAITING]))
+
+
+def test_a_rank_that_waits_under_the_tap_waits_for_its_peers() -> None:
+    """Otherwise it would be blamed for a hang of another rank."""
+
+    def stack(*files: str) -> str:
+        return "\n".join(["Thread 0x1 (most recent call first):", *(f'  File "{f}", line 1 in f' for f in files)])
+
+    tap = ["/x/torch/_ops.py", "/y/conformance/instruments/dispatch_tap.py", "/x/torch/_dynamo/eval_frame.py"]
+    tap += ["/x/torch/_compile.py", "/x/torch/_library/autograd.py", "/x/torch/_ops.py"]
+    assert waits_for_peers(stack(*tap, "/x/torch/distributed/_functional_collectives.py"))
+    assert not waits_for_peers(stack(*tap, *["/x/model.py"] * 3, "/x/torch/distributed/fsdp/_fsdp_state.py"))

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from conformance.instruments.recorder import RankFacts
-from conformance.outcomes import ConformanceFailure
+from conformance.instruments.facts import RankFacts
+from conformance.outcomes import ConformanceFailure, Failure
 from conformance.plan.cells import Cell
-from conformance.run.record import Header, Record, RecordFile, tensor_file
+from conformance.run.record import Header, Record, RecordFile, read_record, tensor_file, write_record
 
 
 def record_of_two_ranks(directory: Path, shards: list[dict[str, Tensor]]) -> Record:
@@ -60,3 +60,20 @@ def test_a_hole_in_the_shards_is_nan_and_a_wrong_part_fails(tmp_path: Path) -> N
     del wrong["final/parameter/w"]
     with pytest.raises(ConformanceFailure, match="rank 1 holds nothing"):
         record_of_two_ranks(tmp_path, [part, wrong]).select("final/parameter/")
+
+
+@pytest.mark.parametrize(
+    "failure", [None, Failure(kind="timeout", first_rank=1, reason="rank 1 hung", details="stacks")]
+)
+def test_record_round_trip(tmp_path: Path, failure: Failure | None) -> None:
+    cell = Cell(mesh="dp2-tp2", clip=0.0)
+    header = Header(cell=cell, session="s", torch="2.13.0", substrate="gloo", defect=None)
+    content = RecordFile(header=header, train_s=0.5, ranks=msgspec.Raw(b'[{"rank":0}]'), failure=failure)
+    assert read_record(tmp_path) is None
+    write_record(tmp_path, content)
+    found = read_record(tmp_path)
+    assert found is not None
+    assert (found.header, found.train_s, found.failure) == (header, 0.5, failure)
+    assert msgspec.json.decode(found.ranks) == [{"rank": 0}]
+    assert [file.name for file in tmp_path.iterdir()] == ["record.json"]
+    assert Record(tmp_path, found).cell == cell

@@ -6,23 +6,30 @@ from typing import Any
 
 import pytest
 
-from conformance.instruments.collectives import UNKNOWN, _reduce_op
-from conformance.judge.skips import Unsupported
+from conformance.experiments.build import sample_with_torch
+from conformance.experiments.dtensor import redistribute
+from conformance.experiments.environment import probe
+from conformance.experiments.memory import step_in_simulation, step_on_ranks
+from conformance.experiments.without_fsdp import profile_without_fsdp
+from conformance.instruments.collectives import _reduce_op
+from conformance.instruments.facts import UNKNOWN
 from conformance.oracles import clip_schedule, schedule
-from conformance.oracles.torch_versions import lifetimes_of
+from conformance.oracles.torch_versions import traits_of
+from conformance.outcomes import Unsupported
 from conformance.plan.cells import Cell
-from conformance.plan.workload import trainer_config
+from conformance.run.case_runs import CaseRuns
+from conformance.run.experiment import Needs
 from conformance.run.pool import Task
 from conformance.run.store import RecordStore
 from conformance.run.torch_support import require_features
 from reference_trainer.mesh import resolve_mesh
 
-TRAINS, BUILDS, PROBES = "training:train_cell", "build:draw_with_torch", "build:probe"
+TRAINS, BUILDS, PROBES, SIMULATES = Needs.TRAINING, sample_with_torch.needs, probe.needs, step_in_simulation.needs
 
 
-def lacks(task: str, cell: Cell, torch_version: str, *, device: str = "cpu") -> str | None:
+def lacks(needs: Needs, cell: Cell, torch_version: str, *, device: str = "cpu") -> str | None:
     try:
-        require_features(task, cell, device=device, torch_version=torch_version)
+        require_features(needs, cell, device=device, torch_version=torch_version)
     except Unsupported as lacking:
         return str(lacking)
     return None
@@ -32,15 +39,15 @@ def test_fsdp2_on_the_cpu_needs_the_event_of_a_stream() -> None:
     cell = Cell(mesh="dp2")
     reason = "FSDP2 runs on the CPU from torch 2.7 on, in which torch.cpu.Stream has record_event; this is torch 2.6.0"
     assert lacks(TRAINS, cell, "2.6.0") == reason
-    assert lacks("memory:step_in_simulation", cell, "2.6.0") == reason
-    for task, version, device in (
+    assert lacks(SIMULATES, cell, "2.6.0") == reason
+    for needs, version, device in (
         (TRAINS, "2.6.0", "cuda"),
         (TRAINS, "2.7.1+cpu", "cpu"),
         (BUILDS, "2.6.0", "cpu"),
         (PROBES, "2.6.0", "cpu"),
-        ("memory:without_fsdp", "2.6.0", "cpu"),
+        (profile_without_fsdp.needs, "2.6.0", "cpu"),
     ):
-        assert lacks(task, cell, version, device=device) is None
+        assert lacks(needs, cell, version, device=device) is None
     assert lacks(TRAINS, Cell(mesh="dp2", implementation="fsdp1", init="full"), "2.6.0") is None
 
 
@@ -48,21 +55,21 @@ def test_replicas_on_the_cpu_need_an_average() -> None:
     cell = Cell(mesh="hsdp2x2")
     reason = "HSDP runs on the CPU from torch 2.8 on, in which gloo averages in an all-reduce; this is torch 2.7.1"
     assert lacks(TRAINS, cell, "2.7.1") == reason
-    assert lacks("memory:step_on_ranks", cell, "2.7.1") == reason
-    for task, version, device in (
+    assert lacks(step_on_ranks.needs, cell, "2.7.1") == reason
+    for needs, version, device in (
         (TRAINS, "2.7.1", "cuda"),
         (TRAINS, "2.8.0", "cpu"),
         (BUILDS, "2.7.1", "cpu"),
-        ("memory:step_in_simulation", "2.7.1", "cpu"),
+        (SIMULATES, "2.7.1", "cpu"),
     ):
-        assert lacks(task, cell, version, device=device) is None
+        assert lacks(needs, cell, version, device=device) is None
 
 
-def test_uneven_parts_of_both_parallelisms() -> None:
+def test_uneven_shards_of_both_parallelisms() -> None:
     uneven, even = Cell(mesh="dp2-tp2"), Cell(mesh="dp2-tp2", model="even")
     assert lacks(TRAINS, uneven, "2.7.1") == (
-        "FSDP2 with tensor parallelism takes uneven parts from torch 2.8 on: vocab_size is 61, which dp_shard 2 x tp 2 "
-        "does not divide; this is torch 2.7.1"
+        "FSDP2 with tensor parallelism takes uneven shards from torch 2.8 on: vocab_size is 61, which dp_shard 2 x "
+        "tp 2 does not divide; this is torch 2.7.1"
     )
     assert lacks(BUILDS, uneven, "2.7.1", device="cuda")
     for cell, version in ((uneven, "2.8.0"), (even, "2.7.1"), (Cell(mesh="dp4", model="uneven"), "2.7.1")):
@@ -74,7 +81,7 @@ def test_what_a_resumed_run_goes_on_from_is_asked_too(tmp_path: Path) -> None:
     store = RecordStore(directory=tmp_path, session="s", torch_version="2.7.1", defect=None, deadline_s=60)
     resumed = Cell(mesh="dp2", saved_on="tp2", steps=4)
     with pytest.raises(Unsupported, match=r"vocab_size is 61, which dp_shard 1 x tp 2 does not divide"):
-        store.run(resumed)
+        CaseRuns(store).run(resumed)
 
 
 class Kinds:
@@ -93,7 +100,7 @@ class Kinds:
 
     def run(self, task: Task, *, world_size: int, **_options: Any) -> list[Any]:
         self.seen.append(task.kind)
-        return [{}] * world_size
+        return [{"tried": 1}] * world_size
 
 
 @pytest.mark.parametrize(("torch_version", "pools"), [("2.10.0", 3), ("2.13.0+cpu", 1)])
@@ -104,12 +111,12 @@ def test_ranks_are_not_shared_by_what_dtensor_confuses(torch_version: str, pools
     )
     cells = [Cell(mesh="dp2-tp2"), Cell(mesh="dp2-tp2", model="even"), Cell(mesh="dp2-tp2", precision="bf16-init")]
     for cell in [*cells, Cell(mesh="dp2-tp2", precision="bf16-mp")]:
-        store.measure(PROBES, cell)
+        CaseRuns(store).measure(redistribute, cell)
     assert len(set(kinds.seen)) == pools
 
 
 def of_version(module: Any, torch_version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "lifetimes_of", lambda _installed: lifetimes_of(torch_version))
+    monkeypatch.setattr(module, "traits_of", lambda _installed: traits_of(torch_version))
 
 
 @pytest.mark.parametrize(
@@ -119,7 +126,7 @@ def test_one_rank_communicates_up_to_2_8(
     torch_version: str, expected: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of_version(schedule, torch_version, monkeypatch)
-    config = trainer_config(Cell(mesh="tp2", reshard="always"))
+    config = Cell(mesh="tp2", reshard="always").config
     dims = resolve_mesh(config.mesh, world_size=2)
     events = schedule.fsdp_events(config, dims, dict.fromkeys(schedule.entered(schedule.groups(config)), 8))
     assert all((event.group, event.numel) == ("dp_shard", 8) for event in events)
@@ -131,7 +138,7 @@ def test_norms_are_reduced_together_up_to_2_9(
     torch_version: str, numels: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of_version(clip_schedule, torch_version, monkeypatch)
-    config = trainer_config(Cell(mesh="dp2-tp2"))
+    config = Cell(mesh="dp2-tp2").config
     events = clip_schedule.clip_events(["a", "b", "c"], config, resolve_mesh(config.mesh, world_size=4))
     assert [event.numel for event in events] == numels
 

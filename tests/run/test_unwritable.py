@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from conformance.run.case_runs import to_failure
 from conformance.run.failures import RunFailed
 from conformance.run.ranks.messages import RankReport
-from conformance.run.store import to_failure
 from tests.sessions import ONE_CELL, Ended, finish, suite
 
 

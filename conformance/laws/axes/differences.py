@@ -1,4 +1,4 @@
-"""What records can differ in, as the proofs of axes compare it."""
+"""Facts in which records can differ, as the proofs of axes compare them."""
 
 from collections import Counter
 
@@ -7,36 +7,39 @@ from conformance.run.record import Record
 
 
 def expect(holds: bool, effect: str) -> None:
+    """Raise ConformanceFailure with what was seen of an effect, unless it holds."""
     __tracebackhide__ = True
     if not holds:
         raise ConformanceFailure(effect)
 
 
 def operators(record: Record, phase: str) -> Counter[str]:
-    """Number of calls on all ranks by name."""
+    """Return the number of calls of each operator in a phase, on all ranks together, by name."""
     return sum((Counter(facts.operators[phase]) for facts in record.ranks), Counter())
 
 
 def layer_count(record: Record) -> int:
+    """Return the number of transformer blocks."""
     return len({name.split(".")[1] for name in record.ranks[0].parameters if name.startswith("layers.")})
 
 
 def collectives(record: Record, phase: str, kind: str, group: str) -> int:
-    """Number on all ranks."""
-    found = ((e.phase, e.kind, e.group) for facts in record.ranks for e in facts.collectives)
-    return sum(event == (phase, kind, group) for event in found)
+    """Return the number of collectives of one kind in a phase over a group, on all ranks together."""
+    issued = ((e.phase, e.kind, e.group) for facts in record.ranks for e in facts.collectives)
+    return sum(event == (phase, kind, group) for event in issued)
 
 
-def parts(record: Record, prefix: str) -> set[tuple[str, str]]:
-    """Key and fingerprint of what the ranks hold below a prefix."""
+def held(record: Record, prefix: str) -> set[tuple[str, str]]:
+    """Return key and fingerprint of all tensors that ranks hold whose key begins with the prefix."""
     pairs = (pair for facts in record.ranks for pair in facts.fingerprints.items())
-    return {(key, found) for key, found in pairs if key.startswith(prefix)}
+    return {(key, fingerprint) for key, fingerprint in pairs if key.startswith(prefix)}
 
 
 def same(record: Record, neighbour: Record, prefix: str) -> bool:
-    return parts(record, prefix) == parts(neighbour, prefix)
+    """Return whether ranks of both runs hold the same bits in all tensors whose key begins with the prefix."""
+    return held(record, prefix) == held(neighbour, prefix)
 
 
 def batches(record: Record) -> set[str]:
-    """Digests of the inputs of all ranks and steps."""
+    """Return the digests of the inputs of all ranks and steps."""
     return {batch["inputs"] for facts in record.ranks for batch in facts.batches}

@@ -1,4 +1,4 @@
-"""What prefetching must change in a record, beside the record of a neighbour: proofs of `axes.py`."""
+"""Proofs that prefetching takes effect: what it must change in a record, compared with that of a neighbour."""
 
 from collections import Counter
 
@@ -7,20 +7,20 @@ from conformance.run.record import Record
 
 
 def forward_prefetch_takes_effect(record: Record, neighbour: Record) -> None:
-    """Raises ConformanceFailure unless groups are gathered so far ahead, and none in the neighbour."""
+    """Raise ConformanceFailure unless as many groups are prefetched as the axis says, and none in the neighbour."""
     for one in (record, neighbour):
-        found, expected = _most_gathered_at_once(one), 1 + one.cell.forward_prefetch
-        expect(found == expected, f"{one.cell.id}: a group gathers {found} groups with its own, not {expected}")
+        gathers, expected = _most_gathered_at_once(one), 1 + one.cell.forward_prefetch
+        expect(gathers == expected, f"{one.cell.id}: a group all-gathers {gathers} groups with its own, not {expected}")
 
 
 def backward_prefetch_takes_effect(record: Record, neighbour: Record) -> None:
-    """Raises ConformanceFailure unless FSDP was told to gather so far ahead, and does, and not in the neighbour."""
+    """Raise ConformanceFailure unless FSDP was told to prefetch as many groups, and does, and not in the neighbour."""
     for one in (record, neighbour):
-        told = max((len(ahead) for facts in one.ranks for ahead in facts.backward_prefetch.values()), default=0)
-        expect(told == one.cell.backward_prefetch, f"{one.cell.id}: FSDP is told to gather {told} groups ahead")
-    ahead, usual = (_gathered_before_reducing(one) for one in (record, neighbour))
+        told = max((len(groups) for facts in one.ranks for groups in facts.backward_prefetch.values()), default=0)
+        expect(told == one.cell.backward_prefetch, f"{one.cell.id}: FSDP is told to prefetch {told} groups")
+    gathers, usual = (_gathered_before_reducing(one) for one in (record, neighbour))
     more = record.cell.backward_prefetch - 1
-    expect(ahead - usual == more, f"{ahead} all-gathers before the first reduction, {usual} by default")
+    expect(gathers - usual == more, f"{gathers} all-gathers before the first reduction, {usual} by default")
 
 
 def _most_gathered_at_once(record: Record) -> int:

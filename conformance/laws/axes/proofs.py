@@ -1,4 +1,4 @@
-"""Axes: what each value of an axis must change in a record, beside the record of a neighbour.
+"""Proofs of axes: what each value of an axis must change in a record, compared with the record of a neighbour.
 
 A neighbour is the same cell with that one axis at its default, which for the mesh is one process. Differences are read
 from what was measured, never from the configuration: a value that the trainer ignores leaves equal records behind.
@@ -10,19 +10,18 @@ import msgspec
 import torch
 
 from conformance.laws.axes.allocator import expandable_segments_take_effect
-from conformance.laws.axes.differences import batches, collectives, expect, layer_count, operators, parts, same
+from conformance.laws.axes.differences import batches, collectives, expect, held, layer_count, operators, same
 from conformance.laws.axes.mesh import mesh_takes_effect
 from conformance.laws.axes.numerics import loss_scale_takes_effect, tf32_takes_effect
 from conformance.laws.axes.prefetch import backward_prefetch_takes_effect, forward_prefetch_takes_effect
 from conformance.oracles.dtype_policy import dtype_policy
 from conformance.plan.cells import RECORD_STREAMS, AxisValue, Cell, axis_names
-from conformance.plan.workload import trainer_config
 from conformance.run.record import Record
 from reference_trainer.checkpoint import Manifest
 from reference_trainer.config import scales_loss
 
 Proof = Callable[[Record, Record], None]
-"""Raises ConformanceFailure unless the first record differs from the second, its neighbour's, as the axis says."""
+"""Function that raises ConformanceFailure unless the first record differs from its neighbour's as the axis says."""
 
 _BASE = Cell(mesh="dp1")
 _FSDP2: dict[str, AxisValue] = {"implementation": "fsdp2", "limit_all_gathers": True}
@@ -36,11 +35,11 @@ _WITHOUT: dict[str, dict[str, AxisValue]] = {
     "implementation": {"limit_all_gathers": True},
 }
 _EXPENSIVE = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_dot_product")
-"""What selective activation checkpointing keeps; prefixes of names of operators."""
+"""Prefixes of the operators whose results selective activation checkpointing keeps."""
 
 
 def neighbours(cell: Cell) -> Iterator[tuple[str, Cell, Cell]]:
-    """For each axis that is not at its default: its name, the cell to look at, and that cell's neighbour."""
+    """Yield, for each axis that is not at its default, its name, the cell to look at, and that cell's neighbour."""
     for axis in axis_names():
         if getattr(cell, axis) != getattr(_BASE, axis):
             # One process has no replicas whose gradients are postponed, and no fewer ranks to reshard to.
@@ -51,7 +50,7 @@ def neighbours(cell: Cell) -> Iterator[tuple[str, Cell, Cell]]:
 
 
 def prove(axis: str, record: Record, neighbour: Record) -> None:
-    """Raises ConformanceFailure unless the axis shows its effect, ValueError for an axis that has no proof."""
+    """Raise ConformanceFailure unless the axis shows its effect, ValueError for an axis that has no proof."""
     if axis not in PROOFS:
         raise ValueError(f"no proof that axis `{axis}` takes effect: add one to {__name__}.PROOFS")
     PROOFS[axis](record, neighbour)
@@ -71,7 +70,7 @@ def _precision(record: Record, neighbour: Record) -> None:
             "the loss is scaled": {str(scales_loss(one.cell.precision))},
         }
         measured = _dtypes(one)
-        wrong = {what: sorted(found) for what, found in measured.items() if found != expected[what]}
+        wrong = {what: sorted(dtypes) for what, dtypes in measured.items() if dtypes != expected[what]}
         expect(not wrong, f"{one.cell.id}: {wrong}, expected { ({what: sorted(expected[what]) for what in wrong}) }")
 
 
@@ -106,7 +105,7 @@ def _reshard(record: Record, neighbour: Record) -> None:
             expect(0 < gathers < default, f"{gathers} all-gathers in backward, {default} by default")
             expect(blocks == expected, f"blocks that stay unsharded: {sorted(blocks)}, not {sorted(expected)}")
         case "never" | "auto":
-            expect(gathers == 0 < default, f"{gathers} all-gathers in backward, {default} by default")
+            expect(gathers == 0 and default > 0, f"{gathers} all-gathers in backward, {default} by default")
             expect(unsharded == everything, f"resharded after forward: {sorted(everything - unsharded)}")
 
 
@@ -116,18 +115,18 @@ def _init(record: Record, neighbour: Record) -> None:
         expect(loaded == [1, 0], f"weights come from {loaded[0]} checkpoints, the neighbour's from {loaded[1]}")
         expect(all(facts.checkpoint for facts in record.ranks), "a rank has not loaded the checkpoint")
         return
-    given, usual = (sum(one.ranks[0].poisoned.values()) for one in (record, neighbour))
-    expect(given > usual, f"{given} elements were given memory before they were sharded, {usual} by meta")
+    elements, usual = (sum(one.ranks[0].poisoned.values()) for one in (record, neighbour))
+    expect(elements > usual, f"{elements} elements were materialised before they were sharded, {usual} by meta")
     times = max(len(facts.materialized) for facts in record.ranks)
     layerwise = record.cell.init == "layerwise"
-    expect((times > 1) == layerwise, f"memory was given in {times} parts")
+    expect((times > 1) == layerwise, f"the model was materialised in {times} steps")
 
 
 def _weights(record: Record, neighbour: Record) -> None:
     for one in (record, neighbour):
         form = "safetensors" if one.cell.weights == "rank0" else one.cell.weights
-        found = {facts.checkpoint_format for facts in one.ranks}
-        expect(found == {form}, f"{one.cell.id} loaded {found}, not {form}")
+        formats = {facts.checkpoint_format for facts in one.ranks}
+        expect(formats == {form}, f"{one.cell.id} loaded {formats}, not {form}")
     sent, usual = (_collectives_of_phase(one, "build") for one in (record, neighbour))
     communicates = record.cell.weights in ("rank0", "dcp")
     expect((sent > usual) == communicates, f"{sent} collectives while building, {usual} with safetensors")
@@ -139,15 +138,16 @@ def _collectives_of_phase(record: Record, phase: str) -> int:
 
 def _schedule(record: Record, neighbour: Record) -> None:
     rates, usual = ({step.lr for step in one.ranks[0].steps} for one in (record, neighbour))
-    expect(len(rates) > 1 == len(usual), f"learning rates {sorted(rates)}, and {sorted(usual)} if it is constant")
+    expect(len(rates) > 1 and len(usual) == 1, f"learning rates {sorted(rates)}, and {sorted(usual)} if it is constant")
 
 
 def _saved_on(record: Record, neighbour: Record) -> None:
     first, usual = record.steps[0], neighbour.steps[0]
-    expect(first == record.cell.steps_before_save > usual == 0, f"first step {first}, {usual} of a whole run")
+    resumed = first == record.cell.steps_before_save and first > 0
+    expect(resumed and usual == 0, f"first step {first}, {usual} of an uninterrupted run")
     (manifest,) = (record.directory / "checkpoints").glob("step-*/manifest.json")
     saved = msgspec.json.decode(manifest.read_bytes(), type=Manifest).config.mesh
-    expected = trainer_config(record.cell.saver).mesh
+    expected = record.cell.saver.config.mesh
     expect(saved == expected, f"the checkpoint was saved on {saved}, not on {expected}")
 
 
@@ -174,7 +174,7 @@ def _model(record: Record, neighbour: Record) -> None:
 
 
 def _uneven_parameters(record: Record) -> set[str]:
-    """Parameters of which ranks hold parts of different size."""
+    """Parameters of which ranks hold shards of different size."""
     names = record.ranks[0].parameters
     return {name for name in names if len({shards[f"layout/{name}"].numel() for shards in record.shards}) > 1}
 
@@ -195,8 +195,8 @@ def _clip(record: Record, neighbour: Record) -> None:
     expect(same(record, neighbour, "step0/gradient/"), "gradients before clipping differ")
     for one in (record, neighbour):
         limit, norm = one.cell.clip, one.grad_norms[0]
-        clipped = {(key.replace("clipped", "gradient"), found) for key, found in parts(one, "step0/clipped/")}
-        changed = clipped != parts(one, "step0/gradient/")
+        clipped = {(key.replace("clipped", "gradient"), digest) for key, digest in held(one, "step0/clipped/")}
+        changed = clipped != held(one, "step0/gradient/")
         expect(changed == (0 < limit < norm), f"{one.cell.id} changes gradients of norm {norm:.4g}: {changed}")
     expect(not same(record, neighbour, "final/parameter/"), "parameters change alike")
 
@@ -215,31 +215,35 @@ def _foreach_clip(record: Record, neighbour: Record) -> None:
 
 def _offload(record: Record, neighbour: Record) -> None:
     for one, expected in ((record, "cpu pinned" if record.cell.pin_memory else "cpu"), (neighbour, "none")):
-        found = {policy for facts in one.ranks for policy in facts.offloading.values()}
-        expect(found == {expected}, f"{one.cell.id} offloads to {sorted(found)}, not {expected}")
+        policies = {policy for facts in one.ranks for policy in facts.offloading.values()}
+        expect(policies == {expected}, f"{one.cell.id} offloads to {sorted(policies)}, not {expected}")
 
 
 def _pin_memory(record: Record, neighbour: Record) -> None:
     for one, expected in ((record, "cpu pinned"), (neighbour, "cpu")):
         things = ((thing, places) for facts in one.ranks for thing, places in facts.places.items())
-        found = {place for thing, places in things if thing.startswith("final_parameter/") for place in places}
-        expect(found == {expected}, f"{one.cell.id}: parameters are in {sorted(found)}, not {expected}")
+        memories = {place for thing, places in things if thing.startswith("final_parameter/") for place in places}
+        expect(memories == {expected}, f"{one.cell.id}: parameters are in {sorted(memories)}, not {expected}")
 
 
 def _record_streams(record: Record, neighbour: Record) -> None:
     for one, expected in ((record, record.cell.record_streams), (neighbour, None)):
-        found = {facts.variables[RECORD_STREAMS] for facts in one.ranks}
-        expect(found == {expected}, f"{one.cell.id}: {RECORD_STREAMS} is {found} before the process group is made")
+        values = {facts.variables[RECORD_STREAMS] for facts in one.ranks}
+        expect(values == {expected}, f"{one.cell.id}: {RECORD_STREAMS} is {values} before the process group is made")
 
 
 def _norms_in_tp(record: Record, neighbour: Record) -> None:
     reductions, usual = (collectives(one, "clip", "all_reduce", "dp_shard") for one in (record, neighbour))
-    expect(reductions == 2 * usual > 0, f"{reductions} reductions of norms over dp_shard, {usual} on one mesh")
+    expect(
+        reductions == 2 * usual and usual > 0, f"{reductions} reductions of norms over dp_shard, {usual} on one mesh"
+    )
 
 
 def _accumulation(record: Record, neighbour: Record) -> None:
     passes, usual = (_block_passes(one) for one in (record, neighbour))
-    expect(passes == record.cell.accumulation * usual > 0, f"{passes} forward passes of blocks, {usual} without")
+    expect(
+        passes == record.cell.accumulation * usual and usual > 0, f"{passes} forward passes of blocks, {usual} without"
+    )
     expect(same(record, neighbour, "initial/parameter/"), "initial weights differ")
 
 
@@ -254,7 +258,7 @@ def _gradient_sync(record: Record, neighbour: Record) -> None:
     sums = [collectives(one, "backward", "all_reduce", "dp_replicate") for one in (record, neighbour)]
     postponed, kept = (scatters, sums) if record.cell.gradient_sync == "last" else (sums, scatters)
     expect(
-        postponed[0] * micro_batches == postponed[1] > 0,
+        postponed[0] * micro_batches == postponed[1] and postponed[1] > 0,
         f"{postponed[0]} reductions, {postponed[1]} if each micro-batch is reduced",
     )
     factor = micro_batches if record.cell.gradient_sync == "last" else 1
@@ -263,7 +267,9 @@ def _gradient_sync(record: Record, neighbour: Record) -> None:
 
 def _sequence_parallel(record: Record, neighbour: Record) -> None:
     scatters, usual = (collectives(one, "forward", "reduce_scatter", "tp") for one in (record, neighbour))
-    expect(scatters == 0 < usual, f"{scatters} reduce-scatters over tp in forward, {usual} with sequence parallelism")
+    expect(
+        scatters == 0 and usual > 0, f"{scatters} reduce-scatters over tp in forward, {usual} with sequence parallelism"
+    )
     sums, usual = (collectives(one, "forward", "all_reduce", "tp") for one in (record, neighbour))
     expect(sums > usual, f"{sums} all-reduces over tp in forward, {usual} with sequence parallelism")
 
@@ -273,7 +279,7 @@ def _loss_parallel(record: Record, neighbour: Record) -> None:
     logits = record.cell.world_size * record.cell.steps * record.cell.accumulation
     expect(gathers == usual - logits, f"{gathers} all-gathers over tp in forward, {usual} with {logits} of logits")
     sums, usual = (collectives(one, "forward", "all_reduce", "tp") for one in (record, neighbour))
-    expect(sums > usual, f"{sums} all-reduces over tp in forward, {usual} of whole logits")
+    expect(sums > usual, f"{sums} all-reduces over tp in forward, {usual} of full logits")
 
 
 def _activation_checkpointing(record: Record, neighbour: Record) -> None:
@@ -281,7 +287,7 @@ def _activation_checkpointing(record: Record, neighbour: Record) -> None:
     counts, usual = (operators(one, "backward") for one in (record, neighbour))
     repeated = counts - usual
     expensive = sorted(name for name in repeated if name.startswith(_EXPENSIVE))
-    expect(bool(repeated), "backward computes nothing again")
+    expect(bool(repeated), "backward recomputes nothing")
     wanted = record.cell.activation_checkpointing == "full"
     expect(bool(expensive) == wanted, f"backward repeats {expensive or 'no'} matrix products or attention")
 
@@ -293,7 +299,7 @@ def _compile(record: Record, neighbour: Record) -> None:
             other = blocks.eager if one.cell.compile else blocks.compiled + blocks.graphs
             wanted = min(blocks.compiled, blocks.graphs) if one.cell.compile else blocks.eager
             expect(
-                other == 0 < wanted,
+                other == 0 and wanted > 0,
                 f"{one.cell.id}, rank {facts.rank}: {blocks.compiled} forward passes of blocks ran in "
                 f"{blocks.graphs} compiled graphs, {blocks.eager} in eager mode",
             )
@@ -312,10 +318,10 @@ def _dropout(record: Record, neighbour: Record) -> None:
 
 
 def _implementation(record: Record, neighbour: Record) -> None:
-    """FSDP2 divides each parameter along one of its dimensions, FSDP1 a vector of all that are in a group."""
-    for one, divided in ((record, 0), (neighbour, len(neighbour.ranks[0].parameters))):
-        found = sum("dp_shard" in parameter.shard_dims for parameter in one.ranks[0].parameters.values())
-        expect(found == divided, f"{one.cell.id}: {found} parameters are divided along dimensions, not {divided}")
+    """FSDP2 shards each parameter along one of its dimensions, FSDP1 a vector of all that are in a group."""
+    for one, expected in ((record, 0), (neighbour, len(neighbour.ranks[0].parameters))):
+        sharded = sum("dp_shard" in parameter.shard_dims for parameter in one.ranks[0].parameters.values())
+        expect(sharded == expected, f"{one.cell.id}: {sharded} parameters are sharded along dimensions, not {expected}")
 
 
 def _limit_all_gathers(record: Record, neighbour: Record) -> None:
@@ -335,7 +341,7 @@ def _steps(record: Record, neighbour: Record) -> None:
 
 
 def _seed(record: Record, neighbour: Record) -> None:
-    equal = {key for key, found in parts(record, "initial/parameter/") & parts(neighbour, "initial/parameter/")}
+    equal = {key for key, _ in held(record, "initial/parameter/") & held(neighbour, "initial/parameter/")}
     if record.cell.model == "integer":  # a few whole numbers may be the same by chance; matrices have many
         equal = {key for key in equal if len(record.ranks[0].parameters[key.split("/")[2]].shape) > 1}
     expect(not equal, f"initial weights are the same with another seed: {sorted(equal)}")
@@ -378,4 +384,4 @@ PROOFS: dict[str, Proof] = {
     "steps": _steps,
     "seed": _seed,
 }
-"""By axis."""
+"""Proof by axis."""

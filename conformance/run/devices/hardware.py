@@ -1,7 +1,10 @@
 """What worlds of ranks run on: one CUDA device for each rank, several ranks on a device, or the processors."""
 
+import json
 import math
 import re
+import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal, get_args
 
@@ -43,11 +46,11 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     devices: tuple[Device, ...] = ()
     ranks_per_device: int = 1
     nccl: tuple[int, ...] = ()
-    """Version of the library, such as (2, 29, 7)."""
+    """Version of NCCL, such as (2, 29, 7)."""
     driver: str | None = None
 
     def substrate(self, world_size: int, among: tuple[Substrate, ...]) -> Substrate | None:
-        """The strongest of these on which this machine can run such a world; `simulated` comes before all others.
+        """Return the strongest of these on which this machine can run a world; `simulated` comes before all others.
 
         A law that holds in simulated worlds is about the model of memory or of collectives, and needs no devices.
         """
@@ -55,11 +58,11 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
             return "simulated"
         fits = world_size <= len(self.devices)
         shared = world_size <= len(self.devices) * self.ranks_per_device
-        found: dict[Substrate, bool] = {"nccl": fits, "nccl-shared": shared and not fits, "gloo": True}
-        return next((one for one, here in found.items() if here and one in among), None)
+        available: dict[Substrate, bool] = {"nccl": fits, "nccl-shared": shared and not fits, "gloo": True}
+        return next((substrate for substrate, here in available.items() if here and substrate in among), None)
 
     def environment(self, substrate: Substrate) -> dict[str, str]:
-        """Variables for the ranks of a world."""
+        """Return the environment variables for the ranks of a world."""
         if substrate == "nccl":
             return DETERMINISM
         if substrate == "nccl-shared":
@@ -68,21 +71,21 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
 
 
 NO_DEVICES = Hardware()
-"""Processors alone."""
+"""A machine on which ranks compute on the processors alone."""
 
 
 def devices_for(world_size: int, *, among: int) -> int:
-    """How many of so many devices a world takes: one for each rank, or else each with as many ranks, or one less."""
+    """Return how many devices out of `among` to lease for `world_size` ranks, spread as evenly as possible."""
     return math.ceil(world_size / math.ceil(world_size / among))
 
 
 def device_type(substrate: str) -> Literal["cpu", "cuda"]:
-    """Where tensors are."""
+    """Return the type of the device on which ranks of a substrate compute."""
     return "cuda" if substrate.startswith("nccl") else "cpu"
 
 
 def find_hardware(interface: DeviceInterface, *, accelerator: str, share_gpu: str) -> Hardware:
-    """Of this machine, as far as the options allow.
+    """Return the hardware of this machine, as far as the options allow.
 
     Raises ValueError for options that are unknown, for `cuda` where there is no device, or as `visible_devices` does.
     """
@@ -93,7 +96,7 @@ def find_hardware(interface: DeviceInterface, *, accelerator: str, share_gpu: st
     if accelerator == "cuda" and not devices:
         raise ValueError("--accelerator cuda: no CUDA device is visible here (driver, CUDA_VISIBLE_DEVICES?)")
     if not devices:
-        return NO_DEVICES
+        return Hardware(ranks_per_device=ranks_per_device)
     return Hardware(devices=devices, ranks_per_device=ranks_per_device, nccl=nccl_version(), driver=interface.driver())
 
 
@@ -108,13 +111,15 @@ def _ranks_per_device(share_gpu: str) -> int:
 
 
 def nccl_version() -> tuple[int, ...]:
-    """Of the package that torch's wheels bring along, or else as torch says, which takes seconds."""
+    """Return the version of NCCL: that of the package which torch's wheels bring along, or else as torch says.
+
+    torch is asked in a process of its own, which takes seconds: the controller does without torch.
+    """
     for package in _NCCL_PACKAGES:
         try:
             return tuple(int(part) for part in version(package).split("."))
         except PackageNotFoundError:
             continue
-    import torch.cuda.nccl
-
-    found: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    return tuple(found[:3])
+    program = "import json, torch; print(json.dumps(torch.cuda.nccl.version()))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    return tuple(json.loads(done.stdout)[:3])

@@ -11,7 +11,7 @@ import pytest
 from conformance.cli.describe import law_tests
 from conformance.defects.catalogue import defects
 from conformance.judge.law import Law, law_of
-from conformance.judge.support import unsupported
+from conformance.judge.support import Machine, unsupported
 from conformance.judge.verdicts import Verdict, exit_status
 from conformance.plan.cells import Cell
 from conformance.plan.substrates import CUDA, REAL, SIMULATED, Substrate
@@ -197,8 +197,8 @@ def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.devices, found.ranks_per_device, found.nccl, found.driver) == (THREE, 4, (2, 29, 7), "999.1")
     assert find_hardware(here, accelerator="cuda", share_gpu="never").ranks_per_device == 1
     assert find_hardware(here, accelerator="auto", share_gpu="2").ranks_per_device == 2
-    assert find_hardware(here, accelerator="cpu", share_gpu="auto") == NO_DEVICES
-    assert find_hardware(FakeDevices(), accelerator="auto", share_gpu="auto") == NO_DEVICES
+    assert find_hardware(here, accelerator="cpu", share_gpu="never") == NO_DEVICES
+    assert find_hardware(FakeDevices(), accelerator="auto", share_gpu="auto") == Hardware(ranks_per_device=4)
 
 
 @pytest.mark.parametrize(
@@ -223,32 +223,35 @@ def test_nccl_of_the_package_or_of_torch(monkeypatch: pytest.MonkeyPatch) -> Non
 # Cases and profiles
 
 
+def machine(hardware: Hardware) -> Machine:
+    return Machine(hardware=hardware, torch_version="2.13.0", max_world_size=8)
+
+
 def test_what_is_missing_is_said_with_numbers() -> None:
     law = Law("MEM-10", "It MUST.", "", "2.6", CUDA)
     shared = Hardware(devices=some_devices(1), ranks_per_device=2)
-    ask = {"torch_version": "2.13.0", "max_world_size": 8}
-    assert unsupported(law, Cell(mesh="dp2"), hardware=shared, **ask) is None  # type: ignore[arg-type]
-    missing = unsupported(law, Cell(mesh="dp4"), hardware=shared, **ask)  # type: ignore[arg-type]
-    assert missing == (
-        "needs 4 CUDA devices for substrate nccl, 1 for nccl-shared, found 1, with up to 2 ranks on each"
-    )
+    assert unsupported(law, Cell(mesh="dp2"), machine(shared)) is None
+    missing = unsupported(law, Cell(mesh="dp4"), machine(shared))
+    assert missing == "needs 4 GPUs (nccl) or 2 shared GPUs (nccl-shared); 1 found"
+    never_shared = Hardware(devices=some_devices(1))
+    assert unsupported(law, Cell(mesh="dp2"), machine(never_shared)) == "needs 2 GPUs (nccl); 1 found"
+    missing = unsupported(law, Cell(mesh="dp2"), machine(Hardware(ranks_per_device=4)))
+    assert missing == "needs 2 GPUs (nccl) or 1 shared GPU (nccl-shared); none found"
 
 
 def test_pinned_memory_needs_an_accelerator() -> None:
     law = Law("OFF-1", "It MUST.", "", "2.6", REAL)
     cell = Cell(mesh="dp2", offload="cpu", pin_memory=True)
-    ask = {"torch_version": "2.13.0", "max_world_size": 8}
-    assert unsupported(law, cell, hardware=Hardware(devices=THREE), **ask) is None  # type: ignore[arg-type]
-    missing = unsupported(law, cell, hardware=NO_DEVICES, **ask)  # type: ignore[arg-type]
-    assert missing == "needs an accelerator for which memory is pinned, this case runs on the CPU with 0"
+    assert unsupported(law, cell, machine(Hardware(devices=THREE))) is None
+    missing = unsupported(law, cell, machine(NO_DEVICES))
+    assert missing == "needs an accelerator for which host memory is pinned; this run is on the CPU"
 
 
 def test_tf32_needs_a_cuda_device() -> None:
     law = Law("PAR-1", "It MUST.", "", "2.6", REAL)
-    ask = {"torch_version": "2.13.0", "max_world_size": 8}
-    assert unsupported(law, Cell(tf32=True), hardware=Hardware(devices=THREE), **ask) is None  # type: ignore[arg-type]
-    missing = unsupported(law, Cell(tf32=True), hardware=NO_DEVICES, **ask)  # type: ignore[arg-type]
-    assert missing == "needs a CUDA device, which rounds products to TF32; this case runs on the CPU"
+    assert unsupported(law, Cell(tf32=True), machine(Hardware(devices=THREE))) is None
+    missing = unsupported(law, Cell(tf32=True), machine(NO_DEVICES))
+    assert missing == "needs a CUDA device, which rounds products to TF32; this run is on the CPU"
 
 
 def test_where_nothing_may_be_unsupported_the_session_is_incomplete() -> None:
@@ -264,7 +267,7 @@ def test_certifying_without_devices_is_no_result(tmp_path: Path) -> None:
     report = session.report
     assert (session.status, report.exit_code) == (5, 5), session.output
     assert report.planned == report.verdicts["unsupported"] > 0
-    assert {case.reason for case in report.cases} == {"the profile requires 8 CUDA devices, found 0"}
+    assert {case.reason for case in report.cases} == {"the profile needs 8 GPUs; none found"}
 
 
 def test_every_law_of_devices_has_its_state_in_the_docs() -> None:

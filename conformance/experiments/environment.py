@@ -1,0 +1,141 @@
+"""Facts about the machine, the backend and the device of each rank: are the suite's own preconditions met?"""
+
+import os
+import platform
+import time
+
+import msgspec
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+
+from conformance.experiments.context import RankWorld, experiment
+from conformance.experiments.device_memory import allocator_bytes
+from conformance.run.devices.hardware import DETERMINISM
+from conformance.run.devices.nvml import foreign_processes, machine_devices
+from conformance.run.experiment import Needs
+
+# Renamed in torch 2.12; the old names warn since.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
+
+
+class SampledSum(msgspec.Struct):
+    """Sum over ranks that shows the order in which the backend adds."""
+
+    terms: list[float]
+    """Numbers of this rank, each exact in bf16."""
+    total: list[float]
+    """Their sums over all ranks, computed in bf16."""
+
+
+class RankEnvironment(msgspec.Struct):
+    """Software, state, memory and clock of one rank, and what collectives give there."""
+
+    torch: str
+    python: str
+    numpy: str
+    threads: int
+    default_dtype: str
+    grad_enabled: bool
+    available_memory_bytes: int
+    backend: str
+    """Configuration of the process group's backends."""
+    pid: int
+    monotonic_s: float
+    """Monotonic clock after a collective that all ranks leave at once."""
+    collectives: dict[str, dict[str, list[float]]]
+    """By dtype and kind of collective, the results on `rank + 1`, `rank + 2`, ...: small integers, exact in every
+    dtype."""
+    bf16_sum: SampledSum
+
+
+class DeviceSurroundings(msgspec.Struct):
+    """State of one rank's CUDA device, and memory that libraries take there for themselves."""
+
+    foreign_processes: list[int]
+    """Ids of processes of other sessions on the device."""
+    pinned: dict[str, bool]
+    """Whether each knob is set as bitwise determinism needs it."""
+    cublas_workspace_bytes: int
+    nccl_buffer_bytes: int
+    free_bytes: int
+
+
+@experiment(needs=Needs.NOTHING)
+def probe(rank: RankWorld) -> RankEnvironment:
+    """Collect facts about a rank's surroundings, and try collectives on its device."""
+    return RankEnvironment(
+        torch=str(torch.__version__),
+        python=platform.python_version(),
+        numpy=np.__version__,
+        threads=torch.get_num_threads(),
+        default_dtype=str(torch.get_default_dtype()),
+        grad_enabled=torch.is_grad_enabled(),
+        available_memory_bytes=psutil.virtual_memory().available,
+        backend=dist.get_backend_config(),
+        pid=os.getpid(),
+        monotonic_s=_synchronised_clock_s(),
+        collectives={str(dtype).removeprefix("torch."): _collectives(dtype, rank.device) for dtype in DTYPES},
+        bf16_sum=_bf16_sum(rank.device),
+    )
+
+
+def _synchronised_clock_s() -> float:
+    dist.all_reduce(torch.zeros(1, dtype=torch.float32))  # among hosts: all leave it at once
+    return time.monotonic()
+
+
+def _collectives(dtype: torch.dtype, device: torch.device) -> dict[str, list[float]]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    numbers = (torch.arange(world, device=device) + rank + 1).to(dtype)
+    reduced, gathered, scattered = numbers.clone(), numbers.new_empty(world * world), numbers.new_empty(1)
+    dist.all_reduce(reduced)
+    _all_gather(gathered, numbers)
+    _reduce_scatter(scattered, numbers.clone())
+    copied = numbers.clone()
+    dist.broadcast(copied, src=world - 1)
+    results = {"all_reduce": reduced, "all_gather": gathered, "reduce_scatter": scattered, "broadcast": copied}
+    return {kind: tensor.double().tolist() for kind, tensor in results.items()}
+
+
+def _bf16_sum(device: torch.device) -> SampledSum:
+    numel = 64 * dist.get_world_size()
+    terms = torch.randn(numel, generator=torch.Generator().manual_seed(dist.get_rank())).to(torch.bfloat16)
+    total = terms.to(device, copy=True)
+    dist.all_reduce(total)
+    return SampledSum(terms=terms.tolist(), total=total.tolist())
+
+
+@experiment(needs=Needs.NOTHING)
+def surroundings(rank: RankWorld) -> DeviceSurroundings:
+    """Look at a rank's CUDA device: other processes, knobs, memory of cuBLAS and NCCL."""
+    device, uuid, devices = rank.device, rank.context.device, machine_devices()
+    before = allocator_bytes(device, "current")["allocated"]
+    torch.mm(torch.ones(128, 128, device=device), torch.ones(128, 128, device=device))
+    workspace_bytes = allocator_bytes(device, "current")["allocated"] - before
+    torch.cuda.synchronize(device)
+    used_bytes = devices.used_bytes(uuid)
+    dist.all_reduce(torch.ones(1 << 20, device=device))
+    torch.cuda.synchronize(device)
+    return DeviceSurroundings(
+        foreign_processes=foreign_processes(devices, uuid),
+        pinned=_pinned(),
+        cublas_workspace_bytes=workspace_bytes,
+        nccl_buffer_bytes=devices.used_bytes(uuid) - used_bytes,
+        free_bytes=torch.cuda.mem_get_info(device)[0],
+    )
+
+
+def _pinned() -> dict[str, bool]:
+    matmul = torch.backends.cuda.matmul
+    return {
+        "TF32 off": not (matmul.allow_tf32 or torch.backends.cudnn.allow_tf32),
+        "bf16 sums in fp32": not matmul.allow_bf16_reduced_precision_reduction,
+        "fp16 sums in fp32": not matmul.allow_fp16_reduced_precision_reduction,
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        **{name: os.environ.get(name) == value for name, value in DETERMINISM.items()},
+    }

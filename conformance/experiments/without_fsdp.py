@@ -1,0 +1,111 @@
+"""Memory that a model needs without FSDP: activations, and gradients of all that FSDP would unshard.
+
+The memory models of `conformance.oracles` add what FSDP allocates.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from conformance.experiments.context import RankWorld, experiment
+from conformance.experiments.simulation import simulated_world
+from conformance.instruments.activations import GroupMarks, Groups
+from conformance.instruments.device_memory import ledger_of
+from conformance.instruments.memory import Ledger, mark
+from conformance.memory_segment import MemorySegment
+from conformance.oracles.schedule import communicates
+from conformance.oracles.torch_versions import gradients_stay, traits_of
+from conformance.run.experiment import Needs
+from reference_trainer.config import TrainerConfig
+from reference_trainer.data import Batches
+from reference_trainer.init_weights import init_weights
+from reference_trainer.loss import loss_context, summed_loss
+from reference_trainer.mesh import ParallelDims, build_mesh
+from reference_trainer.model import Transformer
+from reference_trainer.parallelize import apply_ac, apply_tp, mixed_precision_policy
+
+
+@experiment(needs=Needs.NOTHING, world="none")
+def profile_without_fsdp(rank: RankWorld) -> list[MemorySegment]:
+    """Profile the model of a cell without FSDP, in one process; returns what `segments_without_fsdp` does.
+
+    With tensor parallelism the process is rank 0 of a simulated world of tensor-parallel ranks.
+    """
+    config = rank.config
+    with simulated_world(rank.dims.tp):
+        model = Transformer(config.model)
+        init_weights(model, seed=config.seed)
+        parallelize_without_fsdp(model.to(rank.device), config, rank.device, tp=rank.dims.tp)
+        batches = Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
+        return segments_without_fsdp(model, batches, config, rank.dims, ledger=lambda: ledger_of(rank.device))
+
+
+def parallelize_without_fsdp(model: Transformer, config: TrainerConfig, device: torch.device, *, tp: int) -> None:
+    """Cast parameters to the compute dtype, and apply in place all that the trainer applies to a model but FSDP."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(mixed_precision_policy(config.precision).param_dtype)
+    if tp > 1:
+        apply_tp(model, build_mesh(ParallelDims(dp_replicate=1, dp_shard=1, tp=tp), device)["tp"], config)
+    for block in model.blocks:
+        if config.activation_checkpointing != "none":
+            apply_ac(block, mode=config.activation_checkpointing)
+
+
+def segments_without_fsdp(
+    model: Transformer, batches: Batches, config: TrainerConfig, dims: ParallelDims, *, ledger: Ledger
+) -> list[MemorySegment]:
+    """Measure forward, loss and backward of each micro-batch after a warm step; marks as in `instruments.activations`.
+
+    Gradients have the dtypes, and stay for later micro-batches, as they do with FSDP in this version of torch.
+    """
+    traits = traits_of(str(torch.__version__))
+    marks = GroupMarks(_groups(model))
+    micro_batches = batches.micro_batches(0, dp_rank=0, dp_size=dims.dp, accumulation=config.accumulation)
+    for _warm in (True, False):
+        with ledger() as measured:
+            for index, (inputs, labels) in enumerate(micro_batches):
+                reduces, _ = communicates(config, index)
+                marks.reduces = reduces
+                marks.releases = reduces or not gradients_stay(config, traits)
+                if traits.gradients_have_own_dtypes and config.implementation == "fsdp2":
+                    _set_grad_dtypes(model, config, reduces=reduces)
+                _forward_backward(model, marks, config, inputs, labels)
+    return measured.segments
+
+
+def _set_grad_dtypes(model: Transformer, config: TrainerConfig, *, reduces: bool) -> None:
+    """As FSDP does before backward if gradients are reduced in a wider dtype: `_set_unsharded_grad_dtypes` of torch
+    2.15, torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py.
+
+    Gradients keep the dtype in which they are computed, and are added to those that are there. Cast at once are the
+    first of several micro-batches, and those that tensor parallelism may have to reduce.
+    """
+    policy = mixed_precision_policy(config.precision)
+    reduce_dtype = policy.reduce_dtype or torch.float32  # what 2.15 takes it for, see `oracles.dtype_policy`
+    if policy.param_dtype in (None, reduce_dtype):
+        return
+    for parameter in model.parameters():
+        first = parameter.grad is None and not reduces
+        replicated = isinstance(parameter, DTensor) and any(where.is_replicate() for where in parameter.placements)
+        parameter.grad_dtype = reduce_dtype if first or replicated else None
+
+
+def _forward_backward(
+    model: Transformer, marks: GroupMarks, config: TrainerConfig, inputs: Tensor, labels: Tensor
+) -> None:
+    """As the trainer's: logits and loss are there until backward is over."""
+    device = model.output.weight.device
+    mark("forward")
+    with loss_context(parallel=config.loss_parallel and config.mesh.tp > 1):
+        logits = model(inputs.to(device))
+        loss = summed_loss(logits, labels.to(device), arithmetic=config.model.arithmetic)
+        mark("backward")
+        loss.backward()  # type: ignore[no-untyped-call]
+    marks.finish_backward()
+    mark("end")
+
+
+def _groups(model: Transformer) -> Groups:
+    """As FSDP shards them, see `oracles.schedule.groups`."""
+    blocks: dict[str, list[nn.Module]] = {f"layers.{index}": [block] for index, block in enumerate(model.blocks)}
+    return {"tok_embeddings": [model.tok_embeddings], **blocks, "output": [model.norm, model.output]}

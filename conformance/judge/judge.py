@@ -1,0 +1,84 @@
+"""From a case to its verdict: the one place for sessions, the kill matrix and `verify`."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from conformance.judge.law import Law
+from conformance.judge.measurements import Measurement, collecting
+from conformance.judge.support import Machine, judging_substrate, unsupported
+from conformance.judge.verdicts import Verdict, classify
+from conformance.judge.waivers import Waiver, waiver_of
+from conformance.plan.matrix import Case, Profile
+from conformance.plan.substrates import Substrate
+from conformance.run.case_runs import CaseRuns
+from conformance.run.devices.hardware import device_type
+from conformance.run.store import RecordStore
+from conformance.torch_release import release
+
+Drift = Callable[[str, Mapping[str, Measurement]], tuple[Verdict, str]]
+"""Verdict and reason for a case that passes, from its id and metrics: whether they have drifted from a baseline."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Verdict on a case, and what it rests on."""
+
+    case: Case
+    substrate: Substrate
+    verdict: Verdict
+    reason: str = ""
+    measured: dict[str, Measurement] = field(default_factory=dict)
+    wait_s: float = 0.0
+    """Time spent waiting for runs of other workers, devices and processors."""
+    run_s: float = 0.0
+    """Time spent running cells."""
+    error: BaseException | None = None
+    """Exception that ended the test."""
+
+
+def judge(
+    case: Case,
+    law: Law,
+    test: Callable[..., None],
+    store: RecordStore,
+    *,
+    machine: Machine,
+    profile: Profile | None = None,
+    waivers: Sequence[Waiver] = (),
+    drift: Drift | None = None,
+) -> Judged:
+    """Run the test of a law on a cell, and say what its outcome means.
+
+    Nothing is run if the machine cannot judge the case. A waiver turns a failure into `waived`, and a pass into
+    `unexpected-pass`; `drift` is asked about a case that passes. Raises KeyboardInterrupt alone.
+    """
+    __tracebackhide__ = True
+    substrate = judging_substrate(law, case.cell, machine.hardware)
+    missing = unsupported(law, case.cell, machine, profile=profile)
+    if missing:
+        return Judged(case, substrate, Verdict.UNSUPPORTED, missing)
+    runs = CaseRuns(store, law.substrates)
+    verdict, reason, error = Verdict.PASS, "", None
+    with collecting() as measured:
+        try:
+            test(**_arguments(test, case, runs))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as raised:  # outcomes of pytest are no Exceptions
+            (verdict, reason), error = classify(raised), raised
+    torch = release(machine.torch_version)
+    waiver = waiver_of(waivers, case.law, case.cell, device=device_type(substrate), torch=torch)
+    if waiver is not None:
+        verdict, reason = waiver.judge(verdict, reason)
+    if drift is not None and verdict == Verdict.PASS:
+        verdict, reason = drift(case.id, measured)
+    clock = runs.clock
+    return Judged(case, substrate, verdict, reason, measured, clock.wait_s, clock.run_s, error)
+
+
+def _arguments(test: Callable[..., None], case: Case, runs: CaseRuns) -> dict[str, Any]:
+    """What the test of a law may ask for by the names of its parameters, see `conformance.laws.fixtures`."""
+    known = {"cell": case.cell, "run": runs.run, "measure": runs.measure}
+    return {name: known[name] for name in inspect.signature(test).parameters}

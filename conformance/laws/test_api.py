@@ -1,0 +1,32 @@
+"""API: FSDP2's interface where the reference trainer does not use it."""
+
+from conformance.experiments.fsdp_api import Wrong, use_methods, use_options
+from conformance.judge.law import law
+from conformance.laws import compare
+from conformance.laws.fixtures import Measure
+from conformance.plan.cells import Cell
+
+FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
+
+
+@law("API-1", reference=FULLY_SHARD, since="2.13")
+def test_fully_shard_options_change_no_gradient(measure: Measure, cell: Cell) -> None:
+    """However parameters are sharded (`shard_placement_fn`), whichever are frozen, ignored or not used, after an
+    evaluation and after a change through the state dict, gradients MUST be those of one process, in every bit.
+    """
+    _require_nothing_wrong(measure(use_options, cell))
+
+
+@law("API-2", reference=FULLY_SHARD, since="2.13")
+def test_fsdp_module_methods_do_what_they_are_for(measure: Measure, cell: Cell) -> None:
+    """Methods of FSDPModule MUST do what they are documented to, and nothing else: gradients are divided by the factor
+    that is set, hooks see what is reduced, parameters are unsharded when and as long as they were asked for, and
+    another method than forward can compute with them.
+    """
+    _require_nothing_wrong(measure(use_methods, cell))
+
+
+def _require_nothing_wrong(ranks: list[dict[str, Wrong]]) -> None:
+    for use in ranks[0]:
+        wrong = {f"rank {rank}: {what}": n for rank, uses in enumerate(ranks) for what, n in uses[use].items() if n}
+        compare.count(sum(wrong.values()), name=use, expected=0, detail=str(wrong), unit="wrong elements")

@@ -1,0 +1,24 @@
+"""AXIS: no axis of the matrix is dead."""
+
+from conformance.judge.law import law
+from conformance.laws import compare
+from conformance.laws.axes.proofs import neighbours, prove
+from conformance.laws.fixtures import Run
+from conformance.plan.cells import Cell
+
+FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
+
+
+@law("AXIS-1", reference=FULLY_SHARD)
+def test_axis_value_takes_effect(run: Run, cell: Cell) -> None:
+    """Every axis value MUST take effect: the record of a cell differs from its neighbour's, with the axis at its
+    default and all else equal, in the way the axis says.
+
+    Wrong if the trainer, or torch, silently ignores an option: then every other law passes on it without having
+    judged anything. What must differ for each axis is in `conformance/laws/axes/`.
+    """
+    pairs = list(neighbours(cell))
+    for axis, shown, neighbour in pairs:
+        prove(axis, run(shown), run(neighbour))
+    axes = ", ".join(axis for axis, _, _ in pairs)
+    compare.count(len(pairs), name="axes that take effect", expected=max(1, len(pairs)), unit=f"axes ({axes})")

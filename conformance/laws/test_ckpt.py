@@ -1,0 +1,99 @@
+"""CKPT: a run that was saved, stopped and resumed is the run that never stopped."""
+
+from msgspec.structs import replace
+
+from conformance.instruments.facts import OptimizerGroup
+from conformance.judge.law import law
+from conformance.laws import compare
+from conformance.laws.fixtures import Run
+from conformance.laws.steps import compare_steps
+from conformance.outcomes import ConformanceFailure
+from conformance.plan.cells import Cell
+from conformance.run.record import Record
+
+CHECKPOINT = "https://docs.pytorch.org/docs/stable/distributed.checkpoint.html"
+ASYNC_SAVE = f"{CHECKPOINT}#torch.distributed.checkpoint.state_dict_saver.async_save"
+
+
+@law("CKPT-1", reference=CHECKPOINT)
+def test_resumed_run_equals_one_that_never_stopped(run: Run, cell: Cell) -> None:
+    """Saved, stopped and resumed in new processes on the same mesh, a run MUST go on in every bit as if it had not.
+
+    Wrong if moments, step counters, the schedule, random numbers or the data position are lost or off by one.
+    """
+    _require_continuation(run(cell), run(cell.but(saved_on="none", saving="blocking")))
+
+
+@law("CKPT-2", reference=CHECKPOINT)
+def test_checkpoint_is_resumed_on_another_mesh(run: Run, cell: Cell) -> None:
+    """Loaded on any mesh, a checkpoint MUST give parameters and optimizer state as they were saved, in every bit, and
+    the steps that follow MUST compute what one process computes from them.
+
+    Wrong if shards are put together in another order than they were cut: a round trip on one mesh would not show it.
+    """
+    record = run(cell)
+    saved = run(cell.saver.but(saved_on="none", saving="blocking", steps=cell.steps_before_save))
+    if _kinds(record, "resumed") != _kinds(saved, "final"):
+        raise ConformanceFailure(f"loaded {_kinds(record, 'resumed')}, saved {_kinds(saved, 'final')}")
+    for kind in _kinds(saved, "final"):
+        compare.bits(record.select(f"resumed/{kind}/"), saved.select(f"final/{kind}/"), name=f"resumed {kind}")
+    compare_steps(record)
+
+
+@law("CKPT-3", reference=ASYNC_SAVE)
+def test_async_save_does_not_see_later_steps(run: Run, cell: Cell) -> None:
+    """What is saved while training goes on MUST be the state at the call, in every bit.
+
+    Nothing is written before the next step has changed every parameter. Wrong if the save keeps the run's own tensors.
+    """
+    _require_continuation(run(cell), run(cell.but(saved_on="none", saving="blocking")))
+
+
+def _require_continuation(record: Record, uninterrupted: Record) -> None:
+    __tracebackhide__ = True
+    first = record.cell.steps_before_save
+    compare.count(record.steps[0], name="first step after the checkpoint", expected=first, unit="steps")
+    for when in [*(f"step{step}" for step in record.steps), "final"]:
+        _require_same_tensors(record, uninterrupted, when)
+    for resumed, never_stopped in zip(record.ranks, uninterrupted.ranks, strict=True):
+        for name in ("steps", "batches", "model_inputs"):
+            measured, expected = getattr(resumed, name), getattr(never_stopped, name)[-len(record.steps) :]
+            if measured != expected:
+                raise ConformanceFailure(f"rank {resumed.rank}: {name} are {measured}, expected {expected}")
+        groups = resumed.optimizer_groups
+        if not uninterrupted.steps_taken:
+            groups = [_without_zero_counters(group) for group in groups]
+        if groups != never_stopped.optimizer_groups:
+            raise ConformanceFailure(
+                f"rank {resumed.rank}: the optimizer ends with {groups}, expected {never_stopped.optimizer_groups}"
+            )
+
+
+def _require_same_tensors(record: Record, uninterrupted: Record, when: str) -> None:
+    __tracebackhide__ = True
+    kinds = _kinds(uninterrupted, when)
+    begun = [] if uninterrupted.steps_taken else _state_of_no_step(record, uninterrupted, when)
+    if _kinds(record, when) != sorted([*kinds, *begun]):
+        raise ConformanceFailure(f"{when}: the resumed run has {_kinds(record, when)}, expected {kinds}")
+    for kind in kinds:
+        key = f"{when}/{kind}"
+        compare.bits(record.select(f"{key}/"), uninterrupted.select(f"{key}/"), name=key)
+
+
+def _state_of_no_step(record: Record, uninterrupted: Record, when: str) -> list[str]:
+    """Kinds of optimizer state that a run of skipped steps alone has only if it was resumed: torch saves zeros for it
+    (https://github.com/pytorch/pytorch/issues/164929)."""
+    begun = [kind for kind in _kinds(record, when) if kind not in _kinds(uninterrupted, when)]
+    for kind in begun:
+        nonzero = sum(int(tensor.count_nonzero()) for tensor in record.select(f"{when}/{kind}/").values())
+        compare.count(nonzero, name=f"{when}/{kind} of no step", expected=0, unit="elements that are not zero")
+    return begun
+
+
+def _without_zero_counters(group: OptimizerGroup) -> OptimizerGroup:
+    """A group without step counters at zero, which come with the state of no step."""
+    return replace(group, steps=[count for count in group.steps if count])
+
+
+def _kinds(record: Record, when: str) -> list[str]:
+    return sorted({key.split("/")[1] for key in record.ranks[0].fingerprints if key.startswith(f"{when}/")})

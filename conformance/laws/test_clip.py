@@ -1,0 +1,211 @@
+"""CLIP: gradients are clipped by the norm of all of them, on every rank alike; by the trainer, and by torch itself."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from conformance.experiments.clipping import ClipOutcome, clip_non_finite
+from conformance.experiments.torch_clipping import (
+    AMPLIFICATION,
+    AMPLIFIED,
+    clip_grad_norm,
+    clip_grad_norm_of_non_finite,
+    clip_grad_value,
+)
+from conformance.instruments.facts import UNKNOWN, Collective
+from conformance.judge.law import law
+from conformance.judge.measurements import measure as report
+from conformance.laws import compare
+from conformance.laws.fixtures import Measure, Run
+from conformance.oracles import tolerance
+from conformance.oracles.cache import reference_run
+from conformance.oracles.clip_schedule import clip_events
+from conformance.oracles.reference import clip_factor, total_norm
+from conformance.oracles.schedule import Event
+from conformance.outcomes import ConformanceFailure
+from conformance.plan.cells import Cell
+from conformance.run.record import Record
+from reference_trainer.mesh import resolve_mesh
+
+CLIP_GRAD_NORM = "https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html"
+CLIP_GRAD_VALUE = "https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_value_.html"
+
+
+@law("CLIP-1", reference=CLIP_GRAD_NORM)
+def test_gradient_norm_is_that_of_the_full_gradients(run: Run, cell: Cell) -> None:
+    """The norm that is logged MUST be that of the full gradients of one process, and the same number on every rank.
+
+    Wrong if it is a rank's own, if replicas or replicated parameters count more than once, if a maximum is summed, or
+    if the type is ignored. Compared with the run's own gradients, each element once, and in fp32 with the reference.
+    """
+    config, record = cell.config, run(cell)
+    order = config.optimizer.norm_order
+    own = [record.select(f"step{step}/gradient/") for step in record.steps]
+    compare.scalars(
+        record.grad_norms,
+        [total_norm(gradients.values(), order=order) for gradients in own],
+        name="norm, compared with that of the run's own gradients",
+        within=tolerance.norm(own[0], order=order),
+    )
+    logged = {tuple(step.grad_norm for step in facts.steps) for facts in record.ranks}
+    detail = f"ranks log {sorted(logged, key=str)}"
+    compare.count(len(logged), name="different norms", expected=1, detail=detail, unit="lists of norms")
+    if config.precision != "fp32":
+        return
+    expected = reference_run(config, dtype=torch.float64)
+    within = tolerance.gradient_norm(tolerance.fp32_gradients(config), expected.gradients[0], order=order)
+    compare.scalars(record.grad_norms, expected.grad_norms, name="norm", within=within)
+
+
+@law("CLIP-2", reference=CLIP_GRAD_NORM)
+def test_gradients_are_scaled_to_the_norm(run: Run, cell: Cell) -> None:
+    """Clipping MUST scale all gradients by the one factor that brings their norm down to the limit, and change no bit
+    of gradients whose norm is below it.
+
+    Wrong if it is left out, reaches some gradients only, scales each by a norm of its own, or scales up. Compared with
+    the run's own gradients, and in fp32 with those of the reference.
+    """
+    config, record = cell.config, run(cell)
+    order, limit = config.optimizer.norm_order, config.optimizer.max_norm
+    for step in record.steps:
+        before, after = (record.select(f"step{step}/{kind}/") for kind in ("gradient", "clipped"))
+        factor = clip_factor(total_norm(before.values(), order=order), max_norm=limit)
+        report(f"factor of step {step}", factor, kind="rounding", lower=0.0, upper=1.0, unit="one")
+        if factor == 1.0:
+            compare.bits(after, before, name="gradients that are within the limit")
+        else:
+            within = tolerance.clipping(before, order=order)
+            name = "clipped gradients, compared with the run's own"
+            compare.tensors(after, _scaled(before, factor), name=name, within=within)
+    if config.precision == "fp32":
+        _compare_clipped_with_reference(record)
+
+
+def _compare_clipped_with_reference(record: Record) -> None:
+    config = record.cell.config
+    order, limit = config.optimizer.norm_order, config.optimizer.max_norm
+    reference = reference_run(config, dtype=torch.float64)
+    factor = clip_factor(reference.grad_norms[0], max_norm=limit)
+    compare.tensors(
+        record.select("step0/clipped/"),
+        _scaled(reference.gradients[0], factor),
+        name="clipped gradients at step 0",
+        within=tolerance.clipped_gradients(tolerance.fp32_gradients(config), reference.gradients[0], order=order),
+    )
+
+
+def _scaled(gradients: Mapping[str, Tensor], factor: float) -> dict[str, Tensor]:
+    return {name: grad.double() * factor for name, grad in gradients.items()}
+
+
+@law("CLIP-3", reference=CLIP_GRAD_NORM)
+def test_error_if_nonfinite_stops_every_rank(measure: Measure, cell: Cell) -> None:
+    """A gradient that is not finite on one rank MUST raise an error on every rank if asked to, and otherwise on none.
+
+    A rank that raises alone leaves the others waiting in their next collective. NaN and infinity, in what a rank
+    computes before gradients are reduced, and in a shard afterwards, where replicas do not have it.
+    """
+    ranks = measure(clip_non_finite, cell)
+    wrong = []
+    for situation in ranks[0]:
+        outcomes = [of_rank[situation] for of_rank in ranks]
+        wrong += [] if _agree(situation, outcomes) else [f"{situation}: {outcomes}"]
+    unit = f"of {len(ranks[0])} situations"
+    compare.count(len(wrong), name="wrong outcomes", expected=0, detail="; ".join(wrong[:4]), unit=unit)
+
+
+def _agree(situation: str, outcomes: list[ClipOutcome]) -> bool:
+    if situation.startswith("raise/"):
+        return all(outcome.raised for outcome in outcomes)
+    spread = "/backward/" in situation  # then the norm of every rank must tell
+    return not any(outcome.raised or (spread and outcome.norm_is_finite) for outcome in outcomes)
+
+
+@law("CLIP-4", reference=CLIP_GRAD_NORM)
+def test_clip_grad_norm_returns_and_scales_by_the_full_norm(run: Run, measure: Measure, cell: Cell) -> None:
+    """torch.nn.utils.clip_grad_norm_ MUST scale sharded gradients by their full norm and return it: as `full_tensor()`,
+    and on every rank as the number that `item()` gives.
+
+    Wrong on every rank but one if the norm that is returned was never reduced.
+    """
+    config, gradients = cell.config, run(cell).select("step0/gradient/")
+    order = config.optimizer.norm_order
+    if order == math.inf:
+        gradients[AMPLIFIED] = gradients[AMPLIFIED] * AMPLIFICATION
+    norm = total_norm(gradients.values(), order=order)
+    ranks = measure(clip_grad_norm, cell)
+    factors = [clip_factor(norm, max_norm=config.optimizer.max_norm)] * len(ranks)
+    rounding = max(tolerance.clipping(gradients, order=order).values(), key=lambda bound: bound.value)
+    compare.scalars([rank.factor for rank in ranks], factors, name="factor", within=rounding, each="rank")
+    unevenness = max(rank.unevenness for rank in ranks)
+    compare.between(
+        unevenness,
+        0.0,
+        rounding.value,
+        name="unevenness",
+        detail="scaled gradients",
+        unit="relative deviation",
+        kind="rounding",
+    )
+    norms, within = [norm] * len(ranks), tolerance.norm(gradients, order=order)
+    compare.scalars([rank.full for rank in ranks], norms, name="full_tensor()", within=within, each="rank")
+    compare.scalars([rank.item for rank in ranks], norms, name="item()", within=within, each="rank")
+
+
+@law("CLIP-5", reference=CLIP_GRAD_NORM)
+def test_collectives_of_clipping(run: Run, cell: Cell) -> None:
+    """Clipping MUST issue the collectives that the norm needs on this mesh, in one order on every rank, and no others.
+
+    Wrong if replicas are counted, a reduction is left out, or each parameter costs a collective of its own.
+    """
+    config = cell.config
+    dims = resolve_mesh(config.mesh, world_size=cell.world_size)
+    for facts in run(cell).ranks:
+        events = clip_events(facts.parameters, config, dims)
+        for step in range(cell.steps):
+            issued = [event for event in facts.collectives if (event.phase, event.step) == ("clip", step)]
+            untold = {index for index, event in enumerate(issued) if event.reduce_op == UNKNOWN}
+            measured = [_sent(event, untold=index in untold) for index, event in enumerate(issued)]
+            expected = [_sent(event, untold=index in untold) for index, event in enumerate(events)]
+            detail, unit = f"rank {facts.rank}, step {step}: {measured}, expected {expected}", "collectives"
+            compare.count(len(measured), name="collectives per step", expected=len(expected), detail=detail, unit=unit)
+            if measured != expected:
+                raise ConformanceFailure(f"collectives of clipping on {detail}")
+
+
+def _sent(event: Event | Collective, *, untold: bool) -> tuple[str, str, int, str, str | None]:
+    """Up to torch 2.8 an imperative reduction does not tell its operation: what came out is CLIP-1's to judge."""
+    return event.kind, event.group, event.numel, event.dtype, UNKNOWN if untold else event.reduce_op
+
+
+@law("CLIP-6", reference=CLIP_GRAD_NORM, since="2.13")
+def test_clip_grad_norm_error_if_nonfinite_raises_on_every_rank(measure: Measure, cell: Cell) -> None:
+    """torch.nn.utils.clip_grad_norm_ with `error_if_nonfinite` MUST raise an error on every rank if a gradient has a
+    NaN or an infinity anywhere, and change nothing then; without, it MUST raise none, and return a norm that tells.
+
+    Wrong if only the rank that holds the number raises: the others wait for it in their next collective.
+    """
+    ranks = measure(clip_grad_norm_of_non_finite, cell)
+    wrong = []
+    for situation in ranks[0]:
+        asked = situation.startswith("raise/")
+        for rank, outcome in enumerate(of_rank[situation] for of_rank in ranks):
+            if outcome.raised != asked or outcome.norm_is_finite or (asked and outcome.changed):
+                wrong.append(f"{situation} on rank {rank}: {outcome}")
+    unit = f"of {len(ranks) * len(ranks[0])}"
+    compare.count(len(wrong), name="wrong outcomes", expected=0, detail="; ".join(wrong[:4]), unit=unit)
+
+
+@law("CLIP-7", reference=CLIP_GRAD_VALUE, since="2.13")
+def test_clip_grad_value_limits_each_element(measure: Measure, cell: Cell) -> None:
+    """torch.nn.utils.clip_grad_value_ MUST bring each element of sharded gradients into [-value, value], and change no
+    bit of an element that is there.
+    """
+    ranks = measure(clip_grad_value, cell)
+    for kind in ("outside", "inside"):
+        if not sum(getattr(rank, kind) for rank in ranks):
+            raise ConformanceFailure(f"no rank has an element of a gradient {kind} the limit: nothing to judge")
+    for number, rank in enumerate(ranks):
+        compare.count(rank.wrong, name="wrong elements", expected=0, detail=f"rank {number}", unit="elements")

@@ -1,0 +1,38 @@
+"""DT: a DTensor is the full tensor that its shards make up."""
+
+from conformance.experiments.dtensor import operate, redistribute
+from conformance.judge.law import law
+from conformance.laws import compare
+from conformance.laws.fixtures import Measure
+from conformance.plan.cells import Cell
+
+DTENSOR = "https://docs.pytorch.org/docs/stable/distributed.tensor.html"
+
+
+@law("DT-1", reference=DTENSOR, since="2.13")
+def test_dtensor_redistribute_keeps_the_tensor(measure: Measure, cell: Cell) -> None:
+    """Redistributed from any layout to any other, a DTensor MUST have on each rank the shard that the layout says, in
+    every bit, be the same full tensor, and pass gradients on likewise; also where ranks have unequal shards.
+    """
+    for rank, outcome in enumerate(measure(redistribute, cell)):
+        if not outcome.tried:
+            raise RuntimeError(f"cell {cell.id}: nothing was redistributed")
+        for what in ("local", "full", "gradient"):
+            name, detail = f"{what}: wrong elements", f"rank {rank}, {outcome.tried} pairs of layouts"
+            compare.count(getattr(outcome, what), name=name, expected=0, detail=detail, unit="elements")
+
+
+@law("DT-2", reference=DTENSOR, since="2.13")
+def test_dtensor_operators_equal_those_on_full_tensors(measure: Measure, cell: Cell) -> None:
+    """An operator on DTensors MUST give the result and the gradients that it gives on full tensors, however they are
+    laid out, or refuse to compute.
+
+    Wrong also if it refuses all layouts.
+    """
+    ranks = measure(operate, cell)
+    for name in ranks[0]:
+        for rank, outcome in enumerate(of_rank[name] for of_rank in ranks):
+            detail = f"rank {rank}, {outcome.computed} layouts, {outcome.refused} refused"
+            compare.count(outcome.wrong, name=f"{name}: wrong elements", expected=0, detail=detail, unit="elements")
+            refused = int(outcome.computed == 0)
+            compare.count(refused, name=f"{name}: refused everywhere", expected=0, detail=detail, unit="ranks")

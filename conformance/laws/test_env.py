@@ -1,0 +1,87 @@
+"""ENV: the suite's own preconditions. They are judged first; if one fails, no other verdict means anything."""
+
+from conformance.experiments.environment import RankEnvironment, probe, surroundings
+from conformance.judge.law import law
+from conformance.judge.measurements import measure as report
+from conformance.laws import compare
+from conformance.laws.fixtures import Measure
+from conformance.plan.cells import Cell
+from conformance.plan.substrates import CUDA
+
+_MIN_AVAILABLE_BYTES = 1 << 30
+"""A floor for the smallest worlds, chosen, not derived: pytest and the oracles need memory besides the ranks."""
+_RANK_BYTES = 300 << 20
+"""A rank's peak resident set in a run of the matrix's model: 284 to 289 MiB measured on dp4 and dp2-tp2 (torch 2.13.0,
+CPU), of which 55 MiB are its own; libraries are counted for each rank although they are shared."""
+_MAX_CLOCK_SPREAD_S = 5.0
+"""Ranks leave a barrier at once; seconds apart means that their clocks, by which failures are ordered, are not one."""
+
+
+@law("ENV-1", reference="https://docs.pytorch.org/docs/stable/distributed.html")
+def test_collectives_are_exact_in_every_dtype(measure: Measure, cell: Cell) -> None:
+    """all_reduce, all_gather, reduce_scatter and broadcast MUST be exact on small integers in every dtype.
+
+    Wrong if the backend is broken, an interface is misconfigured, or ranks are not who they think they are.
+    """
+    world = cell.world_size
+    numbers = [[rank + 1 + i for i in range(world)] for rank in range(world)]
+    sums = [sum(column) for column in zip(*numbers, strict=True)]
+    ranks = _environments(measure, cell)
+    for rank, facts in enumerate(ranks):
+        expected = {
+            "all_reduce": sums,
+            "all_gather": [number for of_rank in numbers for number in of_rank],
+            "reduce_scatter": [sums[rank]],
+            "broadcast": numbers[world - 1],
+        }
+        for dtype, results in facts.collectives.items():
+            assert results == expected, f"rank {rank}, {dtype}: measured {results}, expected {expected}"
+    dtypes = len(ranks[0].collectives)
+    report("dtypes", dtypes, kind="exact", lower=dtypes, unit="dtypes with exact collectives")
+
+
+@law("ENV-2", reference="https://docs.pytorch.org/docs/stable/notes/randomness.html")
+def test_ranks_run_the_same_software_in_the_same_state(measure: Measure, cell: Cell) -> None:
+    """All ranks MUST run the same torch with the same backend, number of threads and global state."""
+    ranks = _environments(measure, cell)
+    for fact in ("torch", "python", "numpy", "threads", "default_dtype", "grad_enabled", "backend"):
+        values = {str(getattr(facts, fact)) for facts in ranks}
+        assert len(values) == 1, f"{fact} differs between ranks: {sorted(values)}"
+    assert ranks[0].default_dtype == "torch.float32"
+    assert ranks[0].grad_enabled
+    compare.count(len({facts.pid for facts in ranks}), name="processes", expected=len(ranks), unit="processes")
+
+
+@law("ENV-3", reference="https://docs.python.org/3/library/time.html#time.monotonic")
+def test_machine_has_memory_and_one_clock(measure: Measure, cell: Cell) -> None:
+    """The machine MUST have memory for a run, and one monotonic clock for all ranks."""
+    ranks = _environments(measure, cell)
+    needed = max(_MIN_AVAILABLE_BYTES, cell.world_size * _RANK_BYTES)
+    available = min(facts.available_memory_bytes for facts in ranks)
+    report("available memory", available, kind="memory", lower=needed, unit="bytes")
+    assert available >= needed, f"{available} bytes of memory available, need {needed}"
+    clocks = [facts.monotonic_s for facts in ranks]
+    spread = max(clocks) - min(clocks)
+    report("clock spread", spread, kind="time", lower=0.0, upper=_MAX_CLOCK_SPREAD_S, unit="s")
+    assert spread <= _MAX_CLOCK_SPREAD_S, f"clocks after a barrier are {spread:.1f} s apart: {clocks}"
+
+
+def _environments(measure: Measure, cell: Cell) -> list[RankEnvironment]:
+    """Facts of each rank of as many as the cell has."""
+    return measure(probe, Cell(mesh=f"dp{cell.world_size}"))
+
+
+@law("ENV-4", reference="https://docs.nvidia.com/deploy/nvml-api/", substrates=CUDA)
+def test_cuda_devices_are_free_and_pinned(measure: Measure, cell: Cell) -> None:
+    """A rank's device MUST have no process of another session on it, and every knob of bitwise determinism MUST be
+    pinned: TF32 off, sums of products in fp32, deterministic algorithms, cuBLAS's workspace.
+
+    The memory that cuBLAS and NCCL take for themselves is reported without bounds.
+    """
+    for rank, facts in enumerate(measure(surroundings, cell)):
+        foreign = facts.foreign_processes
+        compare.count(len(foreign), name="foreign processes", expected=0, detail=f"{foreign}", unit="processes")
+        wrong = [name for name, pinned in facts.pinned.items() if not pinned]
+        compare.count(len(wrong), name="knobs not pinned", expected=0, detail=", ".join(wrong), unit="knobs")
+        for name in ("cublas_workspace_bytes", "nccl_buffer_bytes", "free_bytes"):
+            report(f"{name} of rank {rank}", getattr(facts, name), kind="memory", unit="bytes")

@@ -1,0 +1,174 @@
+"""INIT: however a model is built, every tensor is initialised, and to what the mesh has no say in."""
+
+from itertools import combinations
+
+from conformance.experiments.build import build_with_ledger, sample_with_torch
+from conformance.judge.law import law
+from conformance.laws import compare
+from conformance.laws.fixtures import Measure, Run
+from conformance.oracles.initialisation import building_memory, mean_bound, specified, spread_bounds
+from conformance.oracles.reference import initial_model
+from conformance.outcomes import ConformanceFailure
+from conformance.plan.cells import Cell
+from conformance.run.record import Record
+
+RANDOM_DTENSOR = "https://docs.pytorch.org/docs/stable/distributed.tensor.html#random-operations"
+TIED = "https://docs.pytorch.org/docs/stable/notes/serialization.html#preserve-storage-sharing"
+FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
+TO_EMPTY = "https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.to_empty"
+
+
+@law("INIT-1", reference=TO_EMPTY)
+def test_to_empty_leaves_no_poison_after_initialisation(run: Run, cell: Cell) -> None:
+    """Every element of every parameter and buffer, persistent or not, MUST be initialised after `to_empty`.
+
+    The memory was filled with NaN first, so a forgotten tensor cannot pass for a clean page.
+    """
+    model = initial_model(cell.config)
+    names = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
+    for facts in run(cell).ranks:
+        assert facts.poisoned.keys() == names, f"rank {facts.rank} poisoned other tensors than the model has"
+        survivors = {name: number for name, number in facts.surviving_poison.items() if number}
+        compare.count(
+            sum(survivors.values()),
+            name="elements left uninitialised",
+            expected=0,
+            detail=f"rank {facts.rank}: {survivors}",
+            unit=f"of {sum(facts.poisoned.values())} elements",
+        )
+    poisoned = sum(sum(facts.poisoned.values()) > 0 for facts in run(cell).ranks)
+    compare.count(poisoned, name="ranks with poison", expected=cell.world_size, unit="ranks")
+
+
+@law("INIT-2", reference=TO_EMPTY)
+def test_initial_weights_do_not_depend_on_the_mesh(run: Run, cell: Cell) -> None:
+    """Every initial tensor MUST equal the one-process initialisation in every bit, on every mesh.
+
+    Both put together from the ranks' shards and as `DTensor.full_tensor` gathers it.
+
+    Wrong if shards sample the same numbers, a layout is permuted, or a padded row is lost.
+    """
+    record, model = run(cell), initial_model(cell.config)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    compare.bits(record.select("initial/parameter/"), parameters, name="initial parameters")
+    compare.bits(record.select("initial/gathered/"), parameters, name="initial parameters, gathered")
+    for rank, shards in enumerate(record.shards):
+        buffers = {key.removeprefix("initial/buffer/"): t for key, t in shards.items() if "initial/buffer/" in key}
+        compare.bits(buffers, dict(model.named_buffers()), name=f"initial buffers of rank {rank}")
+
+
+@law("INIT-3", reference=FULLY_SHARD)
+def test_initial_weights_are_independent_and_as_specified(run: Run, cell: Cell) -> None:
+    """Different shards of a parameter, and different parameters, MUST hold different random numbers, with the mean and
+    the standard deviation that the configuration gives; ranks that hold the same shard MUST hold the same bits.
+
+    Wrong if ranks sample from the same state, a layer is a copy of another, or a scale is forgotten.
+    """
+    record = run(cell)
+    _require_distinct_shards(record)
+    tensors = record.select("initial/parameter/")
+    for (name, tensor), (other, value) in combinations(tensors.items(), 2):
+        if tensor.shape == value.shape and bool((tensor == value).all()):
+            raise ConformanceFailure(f"{name} and {other} begin with the same numbers")
+    for name, tensor in tensors.items():
+        mean, std = specified(cell.config.model, name)
+        deviations = (tensor.double() - mean) / std
+        average, spread = float(deviations.mean()), float(deviations.square().mean())
+        bound, (least, most) = mean_bound(tensor.numel()), spread_bounds(tensor.numel())
+        unit = "standard deviations"
+        compare.between(average, -bound, bound, name="mean of initial weights", detail=name, unit=unit, kind="rounding")
+        unit = "of that specified"
+        compare.between(
+            spread, least, most, name="variance of initial weights", detail=name, unit=unit, kind="rounding"
+        )
+
+
+def _require_distinct_shards(record: Record) -> None:
+    __tracebackhide__ = True
+    for name in record.ranks[0].parameters:
+        by_layout: dict[str, set[str]] = {}
+        for facts, shards in zip(record.ranks, record.shards, strict=True):
+            if shards[f"layout/{name}"].numel():
+                fingerprint = facts.fingerprints[f"initial/parameter/{name}"]
+                by_layout.setdefault(facts.layouts[name], set()).add(fingerprint)
+        if any(len(fingerprints) > 1 for fingerprints in by_layout.values()):
+            raise ConformanceFailure(f"{name}: ranks that hold the same shard begin with different numbers")
+        different = set().union(*by_layout.values())
+        unit = "shards of a parameter"
+        compare.count(len(different), name="different shards", expected=len(by_layout), detail=name, unit=unit)
+
+
+@law("INIT-4", reference=FULLY_SHARD)
+def test_init_strategies_end_in_the_same_state(run: Run, cell: Cell) -> None:
+    """Sharded before it is initialised or after, as a whole or layer by layer, sampled or loaded, a model MUST end with
+    the same weights, buffers, groups, shards and dtypes.
+
+    Wrong if a strategy leaves a tensor behind, shards it otherwise, or samples in another order.
+    """
+    record, usual = run(cell), run(cell.but(init="meta", weights="safetensors"))
+    for kind in ("parameter", "buffer"):
+        key = f"initial/{kind}/"
+        compare.bits(record.select(key), usual.select(key), name=f"initial {kind}s")
+    for facts, expected in zip(record.ranks, usual.ranks, strict=True):
+        for what in ("parameters", "layouts", "dtypes", "shared_parameters"):
+            if getattr(facts, what) != getattr(expected, what):
+                raise ConformanceFailure(f"rank {facts.rank}: other {what} than a model that was built on meta")
+
+
+@law("INIT-5", reference=TO_EMPTY)
+def test_poison_is_seen_in_every_tensor(run: Run, cell: Cell) -> None:
+    """As a control, before initialisation INIT-1 MUST see every element of every parameter and buffer as forgotten.
+
+    Each rank counts poison once more before anything is initialised: had `init_weights`, or the rule of one buffer,
+    been left out, this is what would be there at the end.
+    """
+    for facts in run(cell).ranks:
+        missed = {name: number for name, number in facts.poisoned.items() if facts.noticed_poison.get(name) != number}
+        compare.count(len(missed), name="tensors in which poison goes unseen", expected=0, detail=f"{missed}", unit="")
+        assert sum(facts.noticed_poison.values()) > 0, f"rank {facts.rank} materialised nothing"
+
+
+@law("INIT-6", reference=FULLY_SHARD)
+def test_peak_memory_of_building(measure: Measure, cell: Cell) -> None:
+    """While it is built, a rank MUST hold no more than its shards and one full parameter (`meta`, `checkpoint`), its
+    shards and one layer (`layerwise`), or the full model (`full`), and not less than that takes.
+
+    Measured by torch's allocator reports. Wrong if a full model, or a second copy of it, is there at any time.
+    """
+    for rank, memory in enumerate(measure(build_with_ledger, cell)):
+        least, most = building_memory(cell.config, memory.held_bytes)
+        name, detail = "peak while building", f"rank {rank}"
+        compare.between(memory.peak_bytes, least, most, name=name, detail=detail, unit="bytes")
+
+
+@law("INIT-7", reference=TIED)
+def test_tied_weights_stay_tied(run: Run, cell: Cell) -> None:
+    """A tied weight MUST be one parameter after building and after training, and belong to the optimizer once.
+
+    Values alone do not tell: two parameters with the same numbers differ after the first step. Without tying, no two
+    names MUST share a parameter.
+    """
+    tied = [["tok_embeddings.weight", "output.weight"]] if cell.tied_embeddings else []
+    for facts in run(cell).ranks:
+        for when, shared in facts.shared_parameters.items():
+            if shared != tied:
+                raise ConformanceFailure(f"rank {facts.rank}, {when}: names of one parameter {shared}, expected {tied}")
+        owned = [name for group in facts.optimizer_groups for name in group.parameters]
+        compare.count(owned.count("tok_embeddings.weight"), name="embedding in the optimizer", expected=1, unit="times")
+
+
+@law("INIT-8", reference=RANDOM_DTENSOR)
+def test_torch_nn_init_samples_each_shard_independently(measure: Measure, cell: Cell) -> None:
+    """`torch.nn.init` on sharded parameters MUST sample different numbers for different shards, and the same for
+    copies.
+
+    The trainer does not rely on it (INIT-2). Wrong if every rank samples from the same state: the full weight is then
+    one block, repeated.
+    """
+    ranks = measure(sample_with_torch, cell)
+    for name in ranks[0].shards:
+        pairs = {(facts.layouts[name], facts.shards[name]) for facts in ranks}
+        layouts = {layout for layout, _ in pairs}
+        compare.count(len(pairs), name="different samples", expected=len(layouts), detail=name, unit="shards")
+        shards = {shard for _, shard in pairs}
+        compare.count(len(shards), name="different shards", expected=len(layouts), detail=name, unit="shards")

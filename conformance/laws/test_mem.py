@@ -1,0 +1,174 @@
+"""MEM: what is held in each phase is what the cell needs, no more and no less."""
+
+from itertools import pairwise
+
+from conformance.experiments.memory import StepMemory, growth_in_simulation, step_in_simulation, step_on_ranks
+from conformance.experiments.without_fsdp import profile_without_fsdp
+from conformance.judge.law import law
+from conformance.judge.measurements import measure as report
+from conformance.laws import compare
+from conformance.laws.fixtures import Measure
+from conformance.laws.memory_bounds import (
+    PHASES,
+    SCALARS_BYTES,
+    compare_phases,
+    itemsize_bytes,
+    phase_bounds,
+    simulated_usage,
+    sizes_of,
+    usage_of,
+)
+from conformance.oracles.memory_model import group_bytes
+from conformance.oracles.schedule import kept_after_forward
+from conformance.outcomes import ConformanceFailure
+from conformance.plan.cells import Cell
+from conformance.plan.substrates import CUDA, SIMULATED
+
+RESHARD_AFTER_FORWARD = (
+    "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html#torch.distributed.fsdp.fully_shard"
+)
+PROFILER = "https://docs.pytorch.org/docs/stable/profiler.html#torch.profiler.profile"
+MEMORY_STATS = "https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.memory_stats.html"
+
+
+@law("MEM-1", reference=RESHARD_AFTER_FORWARD, substrates=SIMULATED)
+def test_memory_of_a_simulated_world_matches_the_model(measure: Measure, cell: Cell) -> None:
+    """The most that a rank holds in each phase, and what is left after forward and after the step, MUST be what the
+    cell's groups, activations, gradients and optimizer need: between bounds at most 2 % apart.
+
+    Wrong if a group is not resharded, a buffer is kept too long, all-gathered too early or never freed.
+    """
+    measured = simulated_usage(measure(step_in_simulation, cell))
+    compare_phases(measured, phase_bounds(measure, cell), where="rank 0", ratio=1.02)
+
+
+@law("MEM-2", reference=PROFILER, substrates=("gloo",))
+def test_gloo_allocates_copies_of_full_buffers(measure: Measure, cell: Cell) -> None:
+    """What gloo allocates for itself MUST be a copy of the full buffer of an all-gather or a reduce-scatter.
+
+    The copy is a term of its own, and not part of what MEM-3 judges.
+    """
+    config, dims, shapes = sizes_of(cell)
+    largest = max(group_bytes(config, dims, shapes).values())
+    ranks = measure(step_on_ranks, cell)
+    gathered, reduced = (
+        max(use.peak_bytes for memory in ranks for use in memory.backend if use.operator == operator)
+        for operator in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_")
+    )
+    compare.between(gathered, largest, largest + SCALARS_BYTES, name="copy", detail="an all-gather", unit="bytes")
+    reduce = largest // itemsize_bytes(config, "compute") * itemsize_bytes(config, "reduce")
+    compare.between(reduced, reduce, reduce + SCALARS_BYTES, name="copy", detail="a reduce-scatter", unit="bytes")
+
+
+@law("MEM-3", reference=RESHARD_AFTER_FORWARD, substrates=("gloo",))
+def test_memory_on_every_rank_matches_the_model(measure: Measure, cell: Cell) -> None:
+    """On each rank of a real world the most that is held in forward and in backward MUST be what the cell needs:
+    between bounds at most 10 % apart.
+
+    Above what the model says only what the backend's threads have not released yet. Each process group has threads of
+    its own, which may hold the buffer of their last operator: one of the largest group of parameters, in forward, where
+    nothing is reduced, in the dtype of computation; and one of tensor parallelism. What they release out of sight is
+    noticed when the memory is used again: in forward and backward at once, later not, so that the phases after them are
+    judged in simulation alone (MEM-1).
+    """
+    for rank, memory in enumerate(measure(step_on_ranks, cell)):
+        bounds = phase_bounds(measure, cell, in_flight=True)
+        compare_phases(usage_of(memory), bounds, where=f"rank {rank}", ratio=1.10)
+
+
+@law("MEM-4", reference=RESHARD_AFTER_FORWARD, substrates=SIMULATED)
+def test_reshard_after_forward_keeps_the_groups_of_its_mode(measure: Measure, cell: Cell) -> None:
+    """Between forward and backward a reshard mode MUST keep, above `always`, the unsharded parameters of the groups
+    that it does not reshard (to k ranks: 1/k of each), and nothing else; `never` keeps all of them.
+    """
+    config, dims, shapes = sizes_of(cell)
+    always = cell.but(reshard="always")
+    held, least = (_after_forward_bytes(measure, of) for of in (cell, always))
+    sizes = group_bytes(config, dims, shapes)
+    if config.reshard == 2:
+        expected = sum(size // 2 for size in sizes.values())
+    else:
+        expected = sum(size for group, size in sizes.items() if kept_after_forward(group, config))
+    detail = f"{held} bytes are held after forward, {least} by always"
+    name = "kept after forward"
+    compare.count(held - least, name=name, expected=expected, detail=detail, unit="bytes", kind="memory")
+
+
+@law("MEM-5", reference=RESHARD_AFTER_FORWARD, substrates=SIMULATED)
+def test_memory_is_linear_in_the_layers(measure: Measure, cell: Cell) -> None:
+    """What is held after forward MUST grow with each layer by its activations, and by its unsharded parameters if they
+    are kept; what is left without layers MUST be that of embedding, norm and output: slope and intercept.
+
+    From a model of eight layers and one of four. Wrong if what belongs to each layer is held once, or the reverse.
+    """
+    deep, half = cell, cell.but(model="half")
+    config, dims, shapes = sizes_of(deep)
+    layers, fewer = (of.config.model.n_layers for of in (deep, half))
+    held, less = (_after_forward_bytes(measure, of) for of in (deep, half))
+    (profile,) = measure(profile_without_fsdp, deep)
+    activations = {segment.mark: segment.start_bytes for segment in profile}
+    sizes = group_bytes(config, dims, shapes)
+    kept = {group: size for group, size in sizes.items() if kept_after_forward(group, config)}
+    of_layer = activations["after-forward layers.2"] - activations["after-forward layers.1"] + kept.get("layers.1", 0)
+    slope = (held - less) // (layers - fewer)
+    detail, unit = f"{held} and {less} bytes", "bytes for each layer"
+    compare.count(slope, name="slope", expected=of_layer, detail=detail, unit=unit, kind="memory")
+    ends = sum(size for group, size in kept.items() if not group.startswith("layers."))
+    rest = activations["backward"] - (layers * (of_layer - kept.get("layers.1", 0))) + ends
+    intercept = held - layers * slope
+    compare.between(intercept, rest, rest + SCALARS_BYTES, name="intercept", detail="no layers", unit="bytes")
+
+
+@law("MEM-6", reference=RESHARD_AFTER_FORWARD, substrates=SIMULATED)
+def test_memory_does_not_grow_over_steps(measure: Measure, cell: Cell) -> None:
+    """A step MUST leave nothing behind, and the 50th step MUST need what the second does, in every phase."""
+    (growth,) = measure(growth_in_simulation, cell)
+    second, fiftieth = usage_of(growth.second), usage_of(growth.fiftieth)
+    for name, usage in (("second", second), ("50th", fiftieth)):
+        left = usage["idle"].end_bytes
+        name = f"left by the {name} step"
+        compare.count(left, name=name, expected=0, detail="after zero_grad", unit="bytes", kind="memory")
+    grown = {phase: fiftieth[phase].peak_bytes - second[phase].peak_bytes for phase in PHASES}
+    name, unit = "growth of a peak", "bytes in 48 steps"
+    compare.count(max(grown.values()), name=name, expected=0, detail=str(grown), unit=unit, kind="memory")
+
+
+@law("MEM-7", reference=RESHARD_AFTER_FORWARD, substrates=SIMULATED)
+def test_reshard_modes_are_ordered_by_peak(measure: Measure, cell: Cell) -> None:
+    """The peak of a step MUST NOT be lower if more is kept: never >= except-last >= default >= always."""
+    modes = ("always", "default", "except-last", "never")
+    peaks = {mode: _peak_bytes(measure, cell.but(reshard=mode)) for mode in modes}
+    wrong = [f"{a} {peaks[a]} is above {b} {peaks[b]}" for a, b in pairwise(modes) if peaks[a] > peaks[b]]
+    compare.count(len(wrong), name="modes out of order", expected=0, detail="; ".join(wrong), unit="pairs")
+    if peaks["never"] == peaks["always"]:
+        raise ConformanceFailure(f"never and always have the same peak: {peaks}")
+
+
+@law("MEM-10", reference=MEMORY_STATS, since="2.9", substrates=CUDA)
+def test_memory_requested_of_cuda_matches_the_model(measure: Measure, cell: Cell) -> None:
+    """Peak bytes requested from the CUDA caching allocator in each phase, and what is left after forward and after the
+    step, MUST match the memory model on each rank: between bounds at most 2 % apart.
+
+    What the allocator rounds up and holds in reserve, and what others have of the device, are reported without bounds.
+    cuBLAS's workspaces are there since the warm step. Wrong if a group is not resharded, or a buffer is kept too long:
+    the record of the measurement has the allocator's history, `snapshot-rankN.pickle`.
+    """
+    bounds = phase_bounds(measure, cell, on_device=True)
+    for rank, memory in enumerate(measure(step_on_ranks, cell)):
+        compare_phases(usage_of(memory), bounds, where=f"rank {rank}", ratio=1.02)
+        for kind, peak in _allocator_peaks(memory).items():
+            report(f"{kind} of rank {rank}", peak, kind="memory", unit="bytes")
+        report(f"device level of rank {rank}", memory.device_level_bytes, kind="memory", unit="bytes")
+
+
+def _allocator_peaks(memory: StepMemory) -> dict[str, int]:
+    kinds = ("allocated_bytes", "active_bytes", "reserved_bytes")
+    return {kind: max(getattr(segment, kind) for segment in memory.segments) for kind in kinds}
+
+
+def _peak_bytes(measure: Measure, cell: Cell) -> int:
+    return max(usage.peak_bytes for usage in simulated_usage(measure(step_in_simulation, cell)).values())
+
+
+def _after_forward_bytes(measure: Measure, cell: Cell) -> int:
+    return simulated_usage(measure(step_in_simulation, cell))["forward"].end_bytes

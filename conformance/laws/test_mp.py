@@ -1,0 +1,200 @@
+"""MP: dtypes are what was asked for, read where they are used, and so are the bytes on the wire."""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from conformance.experiments.fsdp_api import cast_inputs_and_outputs
+from conformance.instruments.capture import fingerprint
+from conformance.instruments.facts import Collective
+from conformance.judge.law import law
+from conformance.laws import compare
+from conformance.laws.fixtures import Measure, Run
+from conformance.laws.steps import compare_steps, compare_updates, require_known_sum_order
+from conformance.oracles.dtype_policy import FP32, expected_dtypes
+from conformance.oracles.reference import initial_model
+from conformance.oracles.schedule import Event
+from conformance.oracles.traffic import Traffic, TrafficByKey, add_up, step_events
+from conformance.outcomes import ConformanceFailure
+from conformance.plan.cells import Cell
+from reference_trainer.mesh import resolve_mesh
+
+FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
+MIXED_PRECISION = f"{FULLY_SHARD}#torch.distributed.fsdp.MixedPrecisionPolicy"
+BUFFERS = "https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.register_buffer"
+TENSOR_PARALLEL = "https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html"
+
+_BUFFERS = ("rope_table/", "initial_buffer/", "final_buffer/")
+_MASTERS = ("initial_parameter/", "final_parameter/", "gradient/", "optimizer_state/")
+"""Things that the optimizer works on and keeps."""
+
+
+@law("MP-1", reference=MIXED_PRECISION)
+def test_dtypes_are_those_of_the_mixed_precision_policy(run: Run, cell: Cell) -> None:
+    """Every parameter, gradient, optimizer state, buffer, module and operator MUST have the dtype that the precision
+    gives it, and so must every collective on the wire.
+
+    Wrong if bf16 did not run somewhere, if the reduce dtype was dropped, or if a cast reaches a buffer or the masters.
+    """
+    config = cell.config
+    dims = resolve_mesh(config.mesh, world_size=cell.world_size)
+    expected = expected_dtypes(config)
+    for facts in run(cell).ranks:
+        _compare(facts.dtypes, expected, name="dtypes", rank=facts.rank)
+        sent = step_events(config, dims, tp_rank=facts.mesh_coordinate.get("tp", 0))
+        seen = (collective for collective in facts.collectives if collective.phase != "build")  # as MP-4, only steps
+        _compare(_wire_dtypes(seen), _wire_dtypes(sent), name="dtypes on the wire", rank=facts.rank)
+
+
+@law("MP-2", reference=FULLY_SHARD)
+def test_mixed_precision_builds_differ_in_starting_weights_alone(run: Run, measure: Measure, cell: Cell) -> None:
+    """Built in fp32, or in bf16 and cast to fp32 after `fully_shard`, sampled or loaded, a model MUST start from the
+    weights that its way implies, train in the same dtypes, and compute what follows from those weights.
+
+    Wrong if the cast leaves bf16 behind, the optimizer holds the tensors from before it, a load skips or rounds a
+    tensor, or all-gathers still serve what was there before.
+    """
+    require_known_sum_order(measure, cell)
+    record, plain = run(cell), run(cell.but(precision="bf16-mp", init="meta"))
+    parameters = initial_model(cell.config).named_parameters()
+    start = {name: _stored(parameter.detach(), cell) for name, parameter in parameters}
+    compare.bits(record.select("initial/parameter/"), start, name="starting weights")
+    for facts, expected in zip(record.ranks, plain.ranks, strict=True):
+        if facts.dtypes != expected.dtypes:
+            differing = sorted(key for key in expected.dtypes if facts.dtypes.get(key) != expected.dtypes[key])
+            raise ConformanceFailure(f"rank {facts.rank}: other dtypes than built in fp32: {differing[:5]}")
+    compare_steps(record)
+    compare_updates(record)
+
+
+def _stored(sampled: Tensor, cell: Cell) -> Tensor:
+    """A weight as the way to build leaves it: through bf16, or as it was sampled."""
+    return sampled.to(torch.bfloat16).float() if cell.precision == "bf16-init" else sampled
+
+
+@law("MP-3", reference=BUFFERS)
+def test_rope_tables_and_buffers_keep_every_bit(run: Run, cell: Cell) -> None:
+    """RoPE tables and other fp32 buffers MUST stay fp32 and keep every bit, in each attention, when it is recomputed,
+    and after training.
+
+    Wrong if FSDP casts what blocks are given, a cast of the model reaches its buffers, or recomputation sees another
+    table than forward did. A table that was rounded and raised to fp32 again has other bits.
+    """
+    config, record = cell.config, run(cell)
+    buffers = dict(initial_model(config).named_buffers())
+    expected = _only(_BUFFERS, expected_dtypes(config))
+    table = fingerprint(buffers["rope_table"])
+    tables = {thing.removeprefix("rope_table/"): [table] for thing in expected if thing.startswith("rope_table/")}
+    for facts, shards in zip(record.ranks, record.shards, strict=True):
+        _compare(_only(_BUFFERS, facts.dtypes), expected, name="dtypes of buffers", rank=facts.rank)
+        _compare(facts.rope_tables, tables, name="bits of the RoPE table", rank=facts.rank)
+        final = {key.removeprefix("final/buffer/"): t for key, t in shards.items() if key.startswith("final/buffer/")}
+        compare.bits(final, buffers, name=f"buffers of rank {facts.rank} after training")
+
+
+@law("MP-4", reference=TENSOR_PARALLEL)
+def test_collective_bytes_equal_the_traffic_model(run: Run, cell: Cell) -> None:
+    """Number and bytes of the collectives of each phase, group, kind and dtype MUST be those that the algorithms need.
+
+    In every step on every rank. A collective too many costs bandwidth; one too few is most often a sum left out.
+    """
+    config = cell.config
+    dims = resolve_mesh(config.mesh, world_size=cell.world_size)
+    measured_bytes = expected_bytes = 0
+    misfits: list[str] = []
+    for facts in run(cell).ranks:
+        expected = add_up(step_events(config, dims, tp_rank=facts.mesh_coordinate.get("tp", 0)))
+        for step in range(cell.steps):
+            measured = add_up(event for event in facts.collectives if event.step == step)
+            misfits += (f"rank {facts.rank}, step {step}, {misfit}" for misfit in _misfits(measured, expected))
+            measured_bytes += sum(traffic.nbytes for traffic in measured.values())
+            expected_bytes += sum(traffic.nbytes for traffic in expected.values())
+    detail, unit = "; ".join(misfits[:4]), "bytes that ranks contribute"
+    compare.count(measured_bytes, name="traffic", expected=expected_bytes, detail=detail, unit=unit)
+    compare.count(len(misfits), name="traffic that differs", expected=0, detail=detail, unit="entries of the model")
+
+
+def _misfits(measured: TrafficByKey, expected: TrafficByKey) -> Iterator[str]:
+    for key in sorted(measured.keys() | expected.keys()):
+        sent, wanted = measured.get(key, Traffic()), expected.get(key, Traffic())
+        if sent != wanted:
+            phase, group, kind, dtype = key
+            yield (
+                f"{phase}: {kind} over {group} in {dtype}: measured {sent.nbytes} bytes in {sent.count} collectives, "
+                f"expected {wanted.nbytes} bytes in {wanted.count}"
+            )
+
+
+@law("MP-5", reference=MIXED_PRECISION)
+def test_master_weights_are_fp32(run: Run, cell: Cell) -> None:
+    """Master weights, gradients as the optimizer sees them and optimizer state MUST be fp32, and lose no update.
+
+    Wrong if the model was bf16 when it was sharded: updates below half a unit in the last place of bf16 then vanish.
+    Dtypes alone could be those of copies: therefore the recorded gradients are applied again in fp64. If masters or
+    moments are rounded to bf16 in any step, the parameters that come out are further away than fp32 explains.
+    """
+    config, record = cell.config, run(cell)
+    expected = {thing: [FP32] for thing in _only(_MASTERS, expected_dtypes(config))}
+    for facts in record.ranks:
+        _compare(_only(_MASTERS, facts.dtypes), expected, name="dtypes of masters", rank=facts.rank)
+    compare_updates(record)
+
+
+@law("MP-6", reference=FULLY_SHARD, since="2.13")
+def test_mixed_precision_policy_casts_inputs_and_outputs(measure: Measure, cell: Cell) -> None:
+    """With `cast_forward_inputs`, floating-point inputs of a module MUST be cast to `param_dtype`, wherever they are
+    inside of its arguments, and with `output_dtype` its outputs to that; integers and, without, all else MUST be left
+    alone, and gradients have the dtypes of what they are gradients of.
+    """
+    for rank, by_policy in enumerate(measure(cast_inputs_and_outputs, cell)):
+        for policy, dtypes in by_policy.items():
+            expected = _cast_dtypes(*policy.split("/"))
+            wrong = {what: dtype for what, dtype in dtypes.items() if dtype != expected.pop(what)}
+            wrong |= dict.fromkeys(expected, "missing")
+            detail = f"rank {rank}, cast_forward_inputs/output_dtype {policy}: {wrong}"
+            compare.count(len(wrong), name="wrong dtypes", expected=0, detail=detail, unit=f"of {len(dtypes)}")
+
+
+def _cast_dtypes(casts: str, output: str) -> dict[str, str]:
+    given = "float32" if casts == "True" else "bfloat16"
+    inside = "bfloat16" if casts == "True" else "float32"
+    return {
+        "argument": "bfloat16",
+        "keyword": inside,
+        "inside": inside,
+        "integer": "int64",
+        "output": "bfloat16" if output == "None" else output,
+        "output inside": inside if output == "None" else output,
+        "output integer": "int64",
+        "gradient of argument": given,
+        "gradient of weight": "float32",
+    }
+
+
+def _compare(measured: Mapping[str, list[str]], expected: Mapping[str, list[str]], *, name: str, rank: int) -> None:
+    """Require that every expected thing was seen, nothing else, and each with what is expected of it."""
+    __tracebackhide__ = True
+    wrong = [
+        f"{thing}: measured {_listed(measured, thing)}, expected {_listed(expected, thing)}"
+        for thing in dict.fromkeys([*expected, *measured])
+        if measured.get(thing) != expected.get(thing)
+    ]
+    detail = f"rank {rank}: {'; '.join(wrong[:4])}"
+    compare.count(len(wrong), name=f"wrong {name}", expected=0, detail=detail, unit=f"of {len(expected)}")
+
+
+def _listed(dtypes: Mapping[str, list[str]], thing: str) -> str:
+    return " and ".join(dtypes.get(thing, [])) or "nothing"
+
+
+def _only(kinds: tuple[str, ...], dtypes: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    return {thing: values for thing, values in dtypes.items() if thing.startswith(kinds)}
+
+
+def _wire_dtypes(collectives: Iterable[Event | Collective]) -> dict[str, list[str]]:
+    """Dtypes by what is sent; sizes tell apart what else is alike, as a loss parallel's sums and activations are."""
+    seen: dict[str, set[str]] = {}
+    for sent in collectives:
+        seen.setdefault(f"{sent.phase}: {sent.kind} of {sent.numel} over {sent.group}", set()).add(sent.dtype)
+    return {thing: sorted(dtypes) for thing, dtypes in seen.items()}

@@ -1,0 +1,61 @@
+"""RS: what is all-gathered, reduced and freed, and when."""
+
+from conformance.instruments.facts import RankFacts
+from conformance.judge.law import law
+from conformance.laws import compare
+from conformance.laws.fixtures import Run
+from conformance.oracles.schedule import Event, fsdp_events, group_of, kept_after_forward, shard_numels
+from conformance.oracles.tp_schedule import local_shapes
+from conformance.plan.cells import Cell
+from reference_trainer.config import TrainerConfig
+from reference_trainer.mesh import resolve_mesh
+
+RESHARD_AFTER_FORWARD = (
+    "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html#torch.distributed.fsdp.fully_shard"
+)
+
+
+@law("RS-1", reference=RESHARD_AFTER_FORWARD)
+def test_collectives_follow_reshard_after_forward_and_prefetch(run: Run, cell: Cell) -> None:
+    """Number, order, phase, size and dtype of FSDP's collectives MUST be those of the reshard mode and of prefetching,
+    in every step; in forward each MUST be issued when its group is entered, or the group that prefetches it.
+
+    Also after forward only the groups that the mode keeps are unsharded, and none is when the optimizer steps.
+    """
+    config = cell.config
+    dims = resolve_mesh(config.mesh, world_size=cell.world_size)
+    for facts in run(cell).ranks:
+        shapes = local_shapes(config.model, tp=dims.tp, tp_rank=facts.mesh_coordinate.get("tp", 0))
+        expected = fsdp_events(config, dims, shard_numels(shapes, config, shards=dims.dp_shard))
+        kept = [name for name in shapes if kept_after_forward(group_of(name, config), config)]
+        for step in range(cell.steps):
+            _check_events(facts, expected, step, config)
+            _check_residency(facts, kept, step)
+
+
+def _check_events(facts: RankFacts, expected: list[Event], step: int, config: TrainerConfig) -> None:
+    measured = [
+        Event(e.phase, e.kind, e.group, e.numel, e.dtype, during=_group(e.during, config))  # type: ignore[arg-type]
+        for e in facts.collectives
+        if e.step == step and e.phase in ("forward", "backward") and e.group.startswith(("dp_shard", "dp_replicate"))
+    ]
+    where = f"rank {facts.rank}, step {step}"
+    detail = f"{where}: {measured}"
+    compare.count(
+        len(measured), name="collectives per step", expected=len(expected), detail=detail, unit="collectives of FSDP"
+    )
+    for index, (issued, event) in enumerate(zip(measured, expected, strict=True)):
+        assert issued == event, f"{where}, collective {index}: measured {issued}, expected {event}"
+
+
+def _group(module: str, config: TrainerConfig) -> str:
+    return group_of(f"{module}.weight", config) if module else ""
+
+
+def _check_residency(facts: RankFacts, kept: list[str], step: int) -> None:
+    where = f"rank {facts.rank}, step {step}"
+    after_forward = facts.unsharded[f"{step}/after_forward"]
+    assert after_forward == kept, f"{where}: {after_forward} are unsharded after forward, must be {kept}"
+    for when in ("at_optimizer", "after_step"):
+        unsharded = facts.unsharded[f"{step}/{when}"]
+        assert not unsharded, f"{where}, {when}: {unsharded} are unsharded"

@@ -1,0 +1,73 @@
+"""STREAM: how torch keeps memory alive that another stream still uses."""
+
+import torch
+
+from conformance.experiments.device_memory import step_on_device
+from conformance.experiments.memory import step_in_simulation
+from conformance.experiments.training import train_with_delays
+from conformance.judge.law import law
+from conformance.laws import compare
+from conformance.laws.axes.proofs import prove
+from conformance.laws.fixtures import Measure, Run
+from conformance.outcomes import ConformanceFailure, Unsupported
+from conformance.plan.cells import RECORD_STREAMS, Cell
+from conformance.plan.substrates import CUDA
+from conformance.torch_release import release
+
+AVOID_RECORD_STREAMS = "https://github.com/pytorch/pytorch/pull/150398"
+
+
+@law("STREAM-1", reference=AVOID_RECORD_STREAMS, since="2.8")
+def test_avoid_record_streams_variable_changes_nothing(run: Run, measure: Measure, cell: Cell) -> None:
+    """Whatever TORCH_NCCL_AVOID_RECORD_STREAMS says, a run MUST be the same as without it: in every bit, in all
+    collectives, and in the memory of each phase.
+
+    From torch 2.8 on nothing but a warning depends on the variable; that the ranks had it before they made their
+    process group is looked at first. Memory is that of a simulated world: what the allocator of a GPU does with blocks
+    in use by several streams is not seen here.
+    """
+    unset = cell.but(record_streams="unset")
+    record, other = run(cell), run(unset)
+    prove("record_streams", record, other)
+    for kind in sorted({key.rpartition("/")[0] for key in other.ranks[0].fingerprints}):
+        compare.bits(record.select(f"{kind}/"), other.select(f"{kind}/"), name=kind)
+    for facts, expected in zip(record.ranks, other.ranks, strict=True):
+        if facts.collectives != expected.collectives:
+            raise ConformanceFailure(f"rank {facts.rank} issued other collectives")
+    with_it, without = (measure(step_in_simulation, of)[0].segments for of in (cell, unset))
+    differences = [(a, b) for a, b in zip(with_it, without, strict=True) if a != b]
+    detail = f"{differences[:1]}"
+    compare.count(len(differences), name="phases with other memory", expected=0, detail=detail, unit="segments")
+
+
+@law("STREAM-2", reference=AVOID_RECORD_STREAMS, substrates=CUDA)
+def test_record_stream_holds_nothing(measure: Measure, cell: Cell) -> None:
+    """What the allocator of a device holds at its peak for streams that have not caught up, `active` above `allocated`,
+    MUST be nothing, although the host runs ahead of the device: whatever TORCH_NCCL_AVOID_RECORD_STREAMS says, up to
+    torch 2.7 if it is 1.
+
+    Neither FSDP2 nor, as it says since 2.8, the process group calls record_stream. Before, without the variable, what
+    asynchronous collectives of tensor parallelism use is held: nothing to judge there.
+    """
+    if cell.record_streams != "1" and release(str(torch.__version__)) < (2, 8):
+        raise Unsupported(f"up to torch 2.7 memory is held unless {RECORD_STREAMS} is 1; this is {torch.__version__}")
+    for rank, peaks in enumerate(measure(step_on_device, cell)):
+        detail = f"rank {rank}, active {peaks.active}, allocated {peaks.allocated}"
+        held, name = peaks.active - peaks.allocated, "held for streams"
+        compare.count(held, name=name, expected=0, detail=detail, unit="bytes", kind="memory")
+
+
+@law("STREAM-5", reference="https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams")
+def test_delayed_collectives_and_copies_change_no_bit(run: Run, measure: Measure, cell: Cell) -> None:
+    """Whatever is delayed - all-gathers, reduce-scatters, all-reduces, copies between device and host, or all of them,
+    on the last rank, or on the streams of a device - a run MUST be the same in every bit.
+
+    Wrong if something is used before it is there, or handed out again while it is in use. On a device freed memory is
+    filled with NaN meanwhile.
+    """
+    record = run(cell)
+    for facts, delayed in zip(record.ranks, measure(train_with_delays, cell), strict=True):
+        for operators, fingerprints in delayed.items():
+            wrong = [key for key, value in fingerprints.items() if facts.fingerprints[key] != value]
+            name, detail = f"changed with {operators} delayed", f"rank {facts.rank}: {', '.join(wrong[:4])}"
+            compare.count(len(wrong), name=name, expected=0, detail=detail, unit="tensors")

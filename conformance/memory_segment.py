@@ -1,0 +1,20 @@
+"""Memory between two marks: the value that instruments measure, memory models predict and laws compare."""
+
+import msgspec
+
+
+class MemorySegment(msgspec.Struct):
+    """Bytes held between two marks of a step, of what was allocated since the ledger was opened."""
+
+    mark: str
+    """Name of the mark that began the segment."""
+    start_bytes: int
+    peak_bytes: int
+    end_bytes: int
+    allocated_bytes: int = 0
+    """Peak of the bytes in use on a CUDA device, from the device's first byte on, with what requests were rounded up
+    by; 0 on the CPU, like the next two."""
+    active_bytes: int = 0
+    """Peak of the bytes in use, or freed but held until a stream has caught up."""
+    reserved_bytes: int = 0
+    """Peak of the bytes that the caching allocator has taken from the device."""

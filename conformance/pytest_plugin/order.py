@@ -1,0 +1,81 @@
+"""Which cases a session has, and in which order they run."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from conformance.plan.matrix import Case
+from conformance.report.schema import CaseResult
+
+_CACHE_KEY = "conformance/durations_s"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One of `count` parts of a profile, for as many machines, counted from 1: `--shard I/N`."""
+
+    index: int
+    count: int
+
+    def of(self, cases: Sequence[Case]) -> tuple[Case, ...]:
+        """Return the cases of each `count`-th cell.
+
+        All cases of a cell share its run, so they stay together, and cells that are alike, neighbours in the matrix,
+        are spread. Raises ValueError if there are fewer cells than shards.
+        """
+        cells = dict.fromkeys(case.cell.id for case in cases)
+        if cells and self.count > len(cells):
+            selected = "1 cell is" if len(cells) == 1 else f"{len(cells)} cells are"
+            raise ValueError(f"--shard {self.index}/{self.count}: {selected} selected, ask for fewer shards")
+        mine = {cell for place, cell in enumerate(cells) if place % self.count == self.index - 1}
+        return tuple(case for case in cases if case.cell.id in mine)
+
+
+def parse_shard(text: str) -> Shard:
+    """Return the second of five shards for `2/5`. Raises ValueError for any other form."""
+    match = re.fullmatch(r"([1-9][0-9]{0,5})/([1-9][0-9]{0,5})", text)
+    if match is None or int(match[1]) > int(match[2]):
+        raise ValueError(f"--shard {text}: write I/N with 1 <= I <= N, such as 2/5")
+    return Shard(int(match[1]), int(match[2]))
+
+
+class RunOrder:
+    """Order of cases: preconditions first, then the widest worlds; cases of one mesh, and of one cell, stay together.
+
+    Within a mesh the cells that took longest in the last session come first, so that workers end together.
+    """
+
+    def __init__(self, cases: Iterable[Case], durations_s: dict[str, float]) -> None:
+        cells = dict.fromkeys(case.cell.id for case in cases)
+        longest_first = sorted(cells, key=lambda cell: -durations_s.get(cell, 0.0))
+        self._rank = {cell: rank for rank, cell in enumerate(longest_first)}
+
+    def key(self, case: Case | None) -> tuple[bool, int, str, int, str]:
+        """Return the key to sort by; None, for what is no case, comes last."""
+        if case is None:
+            return True, 0, "", 0, ""
+        cell = case.cell
+        return not case.law.startswith("ENV-"), -cell.world_size, cell.mesh, self._rank[cell.id], case.law
+
+
+def remembered_durations_s(config: pytest.Config) -> dict[str, float]:
+    """Return how long all cases of a cell took together in earlier sessions, by id of the cell.
+
+    Kept in pytest's cache; without one (`-p no:cacheprovider`) cells come in the order of the matrix.
+    """
+    cache = getattr(config, "cache", None)
+    durations_s = cache.get(_CACHE_KEY, {}) if cache is not None else {}
+    return durations_s if isinstance(durations_s, dict) else {}
+
+
+def remember_durations(config: pytest.Config, results: Iterable[CaseResult]) -> None:
+    """Add the durations of a session to what is remembered."""
+    cache = getattr(config, "cache", None)
+    durations_s: dict[str, float] = {}
+    for result in results:
+        durations_s[result.cell] = durations_s.get(result.cell, 0.0) + result.duration_s
+    if cache is not None:
+        ran = {cell: round(duration_s, 3) for cell, duration_s in durations_s.items() if duration_s > 0.0}
+        cache.set(_CACHE_KEY, remembered_durations_s(config) | ran)

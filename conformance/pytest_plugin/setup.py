@@ -1,0 +1,130 @@
+"""What a session is about: its options, read once, and checked."""
+
+import datetime
+import importlib.metadata
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conformance.defects.catalogue import require_known
+from conformance.judge.support import Machine
+from conformance.judge.waivers import Waiver, profile_waivers
+from conformance.plan.matrix import Case, Matrix, Profile, load_matrix
+from conformance.plan.selection import parse
+from conformance.project import PROJECT
+from conformance.pytest_plugin.order import parse_shard
+from conformance.report.baseline import Baseline
+from conformance.run.devices.hardware import Hardware, find_hardware
+from conformance.run.devices.leases import Leases
+from conformance.run.devices.nvml import machine_devices
+from conformance.run.pool import Pools, RunsTasks
+from conformance.run.store import RecordStore
+
+POOLS = pytest.StashKey[RunsTasks]()
+"""Of a session's configuration: what runs its tasks, if not processes of this host."""
+HARDWARE = pytest.StashKey[Hardware]()
+"""Of a session's configuration: the hardware of these pools."""
+
+
+@dataclass(frozen=True)
+class SessionSetup:
+    """Options of a session, and what follows from them."""
+
+    name: str
+    """Random name, the same in all processes of the session."""
+    is_controller: bool
+    """Whether this is the process that was started; without workers it is the only one."""
+    report_directory: Path
+    matrix: Matrix
+    profile_name: str
+    profile: Profile
+    cases: tuple[Case, ...]
+    waivers: list[Waiver]
+    seed: int
+    """Number that is added to the seed of every cell."""
+    defect: str | None
+    baseline: Baseline | None
+    store: RecordStore
+    durations_s: dict[str, float]
+    """Durations of cells in earlier sessions, as a worker was told them."""
+    repro_options: tuple[str, ...]
+    """Options that the repetition of a case needs."""
+
+    @property
+    def machine(self) -> Machine:
+        """What cases are judged on."""
+        return Machine(
+            hardware=self.store.hardware,
+            torch_version=self.store.torch_version,
+            max_world_size=self.store.pools.max_world_size,
+        )
+
+
+def read_options(config: pytest.Config) -> SessionSetup:
+    """Read the options of a session. Raises pytest.UsageError for what cannot be used."""
+    inherited: dict[str, Any] = getattr(config, "workerinput", {}).get("conformance", {})
+    option = config.option
+    report_directory = Path(inherited.get("report_directory", Path(option.report_dir).resolve()))
+    name = inherited.get("session", uuid.uuid4().hex[:12])
+    try:
+        file = Path(option.matrix) if option.matrix else PROJECT / "matrix.yaml"
+        matrix = load_matrix(file)
+        profile = matrix.profile(option.profile)
+        selection = parse(option.cells) if option.cells else None
+        cases = matrix.cases(option.profile, only=selection, seed=option.seed)
+        defect = require_known(option.defect) if option.defect else None
+        hardware = _hardware(config)
+        return SessionSetup(
+            name=name,
+            is_controller=not hasattr(config, "workerinput"),
+            report_directory=report_directory,
+            matrix=matrix,
+            profile_name=option.profile,
+            profile=profile,
+            cases=parse_shard(option.shard).of(cases) if option.shard else cases,
+            waivers=profile_waivers(file, matrix, profile, today=datetime.date.today()),
+            seed=option.seed,
+            defect=defect,
+            baseline=Baseline(Path(option.baseline)) if option.baseline else None,
+            store=RecordStore(
+                directory=Path(option.record_dir).resolve() if option.record_dir else report_directory / "records",
+                session=name,
+                torch_version=importlib.metadata.version("torch"),
+                defect=defect,
+                deadline_s=profile.deadline_s,
+                pools=config.stash.get(POOLS, None) or _pools(hardware, isolate=option.isolate),
+                hardware=hardware,
+            ),
+            durations_s=inherited.get("durations_s", {}),
+            repro_options=tuple(_repro_options(option, defect)),
+        )
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+def _repro_options(option: Any, defect: str | None) -> list[str]:
+    given = {
+        "matrix": option.matrix,
+        "seed": option.seed or None,
+        "defect": defect,
+        "accelerator": option.accelerator if option.accelerator != "auto" else None,
+        "share-gpu": option.share_gpu if option.share_gpu != "auto" else None,
+    }
+    chosen = [f"--{name}={value}" for name, value in given.items() if value]
+    return [f"--profile={option.profile}", *chosen]
+
+
+def _hardware(config: pytest.Config) -> Hardware:
+    """What the options leave of the machine. Raises ValueError for options that cannot be."""
+    option, given = config.option, config.stash.get(HARDWARE, None)
+    if given is not None and option.accelerator != "cpu":
+        return given
+    return find_hardware(machine_devices(), accelerator=option.accelerator, share_gpu=option.share_gpu)
+
+
+def _pools(hardware: Hardware, *, isolate: bool) -> Pools:
+    slots = [device.uuid for device in hardware.devices]
+    return Pools(devices=Leases(slots) if slots else None, isolate=isolate)

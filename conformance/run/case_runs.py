@@ -1,0 +1,172 @@
+"""Runs of cells, and experiments on them, for one case: with a clock and a deadline of its own."""
+
+import re
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from conformance.outcomes import CellFailed, Failure
+from conformance.plan.cells import Cell
+from conformance.plan.substrates import REAL, Substrate
+from conformance.project import PACKAGE
+from conformance.run.devices.hardware import device_type
+from conformance.run.experiment import SAVING, Experiment, Needs, Result, job_of
+from conformance.run.failures import RunFailed
+from conformance.run.ranks.messages import Task
+from conformance.run.record import Header, Record, RecordFile, write_results
+from conformance.run.store import Clock, RecordStore
+from conformance.run.torch_support import confuses_embeddings, require_features
+
+# Error messages of ranks, and of libraries in them, about a disk: no fault of the product.
+_STORAGE_FAULT = re.compile("No space left on device|Disk quota exceeded|Read-only file system")
+
+
+class CaseRuns:
+    """What the law of one case may run, on the substrates on which the law holds."""
+
+    def __init__(self, store: RecordStore, accepts: tuple[Substrate, ...] = REAL) -> None:
+        self.store = store
+        self.clock = Clock()
+        self._real = tuple(substrate for substrate in accepts if substrate != "simulated") or REAL
+
+    def run(self, cell: Cell, *, repeat: int = 0) -> Record:
+        """Return the record of a cell, from this session's store or from a run now.
+
+        `repeat` asks for a further run of the same cell. Raises CellFailed if a run does not finish, Unsupported for
+        what this torch lacks.
+        """
+        substrate = self._substrate(cell)
+        self._require_features(Needs.TRAINING, cell, substrate)
+        header = self._header(cell, substrate, repeat=repeat)
+        return self.store.record(header, lambda directory: self._train(header, directory), self.clock)
+
+    def measure(self, experiment: Experiment[Result], cell: Cell, *, on_device: bool = False) -> list[Result]:
+        """Return what an experiment gives on each rank of a cell's world, or on the one process that does it alone.
+
+        An experiment that is done alone runs on the CPU, or with `on_device` where ranks of the cell's world are. It
+        runs at most once per session, as a cell does. Raises as `run` does.
+        """
+        simulated = experiment.alone and not on_device
+        substrate: Substrate = "simulated" if simulated else self._substrate(cell)
+        self._require_features(experiment.needs, cell, substrate)
+        header = self._header(cell, substrate, experiment=experiment.name, alone=experiment.alone)
+        results = self.store.results(header, lambda directory: self._measure(header, directory), self.clock)
+        return [msgspec.convert(result, experiment.result) for result in results]
+
+    def _header(self, cell: Cell, substrate: Substrate, **what: Any) -> Header:
+        store = self.store
+        return Header(
+            cell=cell,
+            session=store.session,
+            torch=store.torch_version,
+            defect=store.defect,
+            substrate=substrate,
+            **what,
+        )
+
+    def _substrate(self, cell: Cell) -> Substrate:
+        """Substrate of a cell's ranks. Raises ValueError if the law at hand holds on none that is here."""
+        substrate = self.store.hardware.substrate(cell.world_size, self._real)
+        if substrate is None:
+            raise ValueError(f"{cell.world_size} ranks on {' or '.join(self._real)}: not on this machine")
+        return substrate
+
+    def _require_features(self, needs: Needs, cell: Cell, substrate: Substrate) -> None:
+        for trained in (cell, cell.saver) if cell.steps_before_save else (cell,):
+            require_features(needs, trained, device=device_type(substrate), torch_version=self.store.torch_version)
+
+    def _left_s(self) -> float:
+        """Time that earlier runs of the case have left of its deadline. Raises CellFailed if there is none."""
+        left_s = self.store.deadline_s - self.clock.run_s
+        if left_s <= 0:
+            reason = f"earlier runs of this case used up its deadline of {self.store.deadline_s:g} s"
+            raise CellFailed(Failure(kind="timeout", first_rank=0, reason=reason, details=""))
+        return left_s
+
+    def _train(self, header: Header, directory: Path) -> RecordFile:
+        left_s = self._left_s()
+        try:
+            if header.cell.steps_before_save:
+                left_s -= self._save(header, directory, deadline_s=left_s)
+            results = self._on_ranks(header, directory, kept=directory, deadline_s=max(1.0, left_s))
+        except RunFailed as failed:
+            return RecordFile(header=header, failure=to_failure(failed))
+        silent = next((rank for rank, result in enumerate(results) if "missing" in result), None)
+        if silent is not None:
+            return RecordFile(header=header, failure=_incomplete(silent, results[silent]["missing"]))
+        facts = msgspec.Raw(msgspec.json.encode([result["facts"] for result in results]))
+        return RecordFile(header=header, ranks=facts)
+
+    def _measure(self, header: Header, directory: Path) -> RecordFile:
+        left_s = self._left_s()
+        with tempfile.TemporaryDirectory() as scratch:
+            try:
+                write_results(directory, self._on_ranks(header, Path(scratch), kept=directory, deadline_s=left_s))
+            except RunFailed as failed:
+                return RecordFile(header=header, failure=to_failure(failed))
+        return RecordFile(header=header)
+
+    def _on_ranks(self, header: Header, directory: Path, *, kept: Path, deadline_s: float) -> list[Any]:
+        """Results of a header's experiment; `directory` is for files of the ranks, `kept` for those that stay."""
+        cell, store = header.cell, self.store
+        task = Task(
+            header.experiment,
+            msgspec.to_builtins(job_of(cell, directory, kept=kept, defect=store.defect)),
+            kind=f"{self._kind(cell)} alone" if header.alone else self._kind(cell),
+            accelerated=device_type(header.substrate) == "cuda",
+        )
+        environment = {**store.hardware.environment(header.substrate), **cell.environment}
+        world_size = 1 if header.alone else cell.world_size
+        return store.pools.run(task, world_size=world_size, deadline_s=deadline_s, env=environment)
+
+    def _save(self, header: Header, directory: Path, *, deadline_s: float) -> float:
+        """Run what a resumed cell starts from, in processes that serve nothing else; returns the time in seconds."""
+        store, pools = self.store, self.store.pools
+        start_s, waited_before_s = time.monotonic(), pools.waited_s
+        shutil.rmtree(directory / "checkpoints", ignore_errors=True)  # of an earlier run that died
+        saver = header.cell.saver
+        substrate = self._substrate(saver)
+        task = Task(
+            SAVING,
+            msgspec.to_builtins(job_of(saver, directory, defect=store.defect)),
+            kind=f"{self._kind(saver)} saves",
+            accelerated=device_type(substrate) == "cuda",
+        )
+        environment = store.hardware.environment(substrate)
+        pools.run(task, world_size=saver.world_size, deadline_s=deadline_s, env=environment)
+        return time.monotonic() - start_s - (pools.waited_s - waited_before_s)
+
+    def _kind(self, cell: Cell) -> str:
+        """Name of the tasks that may share processes with this cell's.
+
+        DTensor keeps sharding decisions with the mesh they were made for, and finds them again for any mesh that
+        compares equal: the tp rows of dp4-tp2 and of hsdp2x2-tp2 do, but their process groups have other names
+        ("Could not resolve the process group registered under the name 9", torch 2.13). No public way to clear them.
+        """
+        kind = cell.mesh
+        if confuses_embeddings(self.store.torch_version):
+            shards = "bf16" if cell.precision in ("bf16-init", "bf16-mixed") else "fp32"
+            kind = f"{kind} {cell.model} {shards}"
+        return kind if self.store.shares_ranks else f"{kind} {self.store.defect or ''}"
+
+
+def _incomplete(rank: int, missing: list[str]) -> Failure:
+    reason = f"rank {rank} finished without {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else "")
+    return Failure(kind="raised", first_rank=rank, reason=reason, details="\n".join(missing))
+
+
+def to_failure(failed: RunFailed) -> Failure:
+    """Return what a report needs of a failed run.
+
+    An exception of the suite's own code, or of a full disk, is the suite's error.
+    """
+    first = next(report for report in failed.ranks if report.rank == failed.first_rank)
+    from_suite = failed.kind == "raised" and (
+        Path(first.innermost_file).is_relative_to(PACKAGE) or _STORAGE_FAULT.search(first.message) is not None
+    )
+    kind = "suite-error" if from_suite else failed.kind
+    return Failure(kind=kind, first_rank=failed.first_rank, reason=failed.reason, details=failed.details())

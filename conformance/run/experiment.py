@@ -1,0 +1,88 @@
+"""Experiments: what ranks do for laws, as the processes see them that only ask for it.
+
+An experiment is a function of `conformance.experiments` (`experiments.context.experiment` makes it one) that says what
+it needs of torch. A process without torch knows it by its name.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Flag, auto
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from conformance.plan.cells import Cell
+from conformance.run.ranks.messages import RankContext
+from reference_trainer.config import TrainerConfig
+
+Result = TypeVar("Result")
+
+
+class Needs(Flag):
+    """Abilities of torch that an experiment uses and that not every supported version has."""
+
+    NOTHING = 0
+    """Process groups and tensors."""
+    SHARDING = auto()
+    """`fully_shard`."""
+    FORWARD = auto()
+    """Forward passes of modules sharded by FSDP2, which record events on streams."""
+    AVERAGING = auto()
+    """All-reduces that average, on a real backend."""
+    TRAINING = SHARDING | FORWARD | AVERAGING
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """Task of a rank: the configuration of a cell, and where files go."""
+
+    config: TrainerConfig
+    world_size: int
+    weights: str
+    """Format of the checkpoint to load, a value of the axis `weights`."""
+    steps_before_save: int
+    """Steps of the run that saves the state which this one resumes from; 0 if it starts from step 0."""
+    saving: str
+    defect: str | None
+    directory: str
+    """Directory for files of the ranks."""
+    kept: str
+    """Directory for files that outlast an experiment; that of the record."""
+
+
+def job_of(cell: Cell, directory: Path, *, defect: str | None, kept: Path | None = None) -> Job:
+    """Return the task of each rank of a cell; `kept` is `directory` if it is not given."""
+    return Job(
+        config=cell.config,
+        world_size=cell.world_size,
+        weights=cell.weights,
+        steps_before_save=cell.steps_before_save,
+        saving=cell.saving,
+        defect=defect,
+        directory=str(directory),
+        kept=str(kept or directory),
+    )
+
+
+@dataclass(frozen=True)
+class Experiment(Generic[Result]):
+    """Function that ranks execute, and what it needs."""
+
+    name: str
+    """`MODULE:FUNCTION`, as ranks import it."""
+    needs: Needs
+    alone: bool
+    """Whether one process does it, which may simulate the cell's world."""
+    result: Any
+    """Type of what each rank returns, of builtin types and msgspec structs."""
+    perform: Callable[[RankContext, Job], Result]
+
+    def __call__(self, context: RankContext, payload: dict[str, Any]) -> Any:
+        """Perform the experiment on this rank; returns its result in builtin types."""
+        return msgspec.to_builtins(self.perform(context, msgspec.convert(payload, Job)))
+
+
+TRAINING = "conformance.experiments.training:train_cell"
+"""Experiment whose result is a record; processes without torch know it by this name alone."""
+SAVING = "conformance.experiments.training:train_and_save"
+"""Experiment that leaves the checkpoint which a resumed run starts from."""

@@ -1,0 +1,14 @@
+"""Releases of torch, as laws, waivers and version traits compare them."""
+
+from packaging.version import Version
+
+Release = tuple[int, ...]
+"""Major and minor number, such as (2, 13)."""
+
+
+def release(version: str) -> Release:
+    """Return major and minor number of a version of torch: (2, 13) for `2.13.0+cpu`.
+
+    Raises `packaging.version.InvalidVersion`, a ValueError, for a text that is no version.
+    """
+    return Version(version).release[:2]

@@ -1,0 +1,172 @@
+"""Comparisons: which numbers differ, what is measured, and what a failure says."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from conformance.bound import Bound, bound
+from conformance.judge.measurements import Measurement, collecting
+from conformance.laws import compare
+from conformance.outcomes import ConformanceFailure
+
+NAN, INF = math.nan, math.inf
+
+
+def bound_of(within: float) -> Bound:
+    """A bound of this value; a formula has no name for NaN."""
+    return Bound("b", {"b": within}) if math.isnan(within) else bound(repr(within))
+
+
+def tensor(*values: float, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+def bit_pattern(*patterns: int) -> Tensor:
+    return torch.tensor(patterns, dtype=torch.int32).view(torch.float32)
+
+
+def run_comparison(compared: Callable[[], None]) -> tuple[dict[str, Measurement], str]:
+    """What it measured, and its message if it failed."""
+    with collecting() as measured:
+        try:
+            compared()
+        except ConformanceFailure as failure:
+            return measured, str(failure)
+    return measured, ""
+
+
+@pytest.mark.parametrize(
+    ("measured", "expected", "within", "value", "message"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], 0.0, 0.0, ""),
+        ([1.0, 2.1], [1.0, 2.0], 0.06, 0.05, ""),
+        (
+            [1.0, 2.1],
+            [1.0, 2.0],
+            0.04,
+            0.05,
+            "x at step 1: relative deviation 0.05, bound 0.04; measured 2.1, expected 2.0",
+        ),
+        ([0.5], [0.0], 0.6, 0.5, ""),
+        ([1.0, NAN], [1.0, 1.0], 9.0, None, "bound 9; measured nan, expected 1.0"),
+        ([INF], [1.0], 9.0, None, "x at step 0: relative deviation inf, bound 9; measured inf"),
+        ([1.0, 1.0], [1.0, NAN], 9.0, None, "measured 1.0, expected nan"),
+        ([1.0, 1.0], [1.0, INF], 9.0, None, "measured 1.0, expected inf"),
+        ([NAN], [NAN], 9.0, None, "x at step 0: relative deviation inf, bound 9; measured nan"),
+        ([1.0], [1.0], NAN, 0.0, "bound nan"),
+    ],
+)
+def test_scalars(
+    measured: list[float], expected: list[float], within: float, value: float | None, message: str
+) -> None:
+    found, said = run_comparison(lambda: compare.scalars(measured, expected, name="x", within=bound_of(within)))
+    assert message in said
+    assert bool(said) is bool(message)
+    assert found["x"].value == (value if value is None else pytest.approx(value))
+    assert (found["x"].lower, found["x"].unit) == (0.0, "relative deviation")
+
+
+def test_scalars_of_other_lengths_differ() -> None:
+    _, said = run_comparison(lambda: compare.scalars([1.0], [1.0, 2.0], name="x", within=bound("9")))
+    assert said == "x: 1 measured, 2 expected, one for each step"
+
+
+@pytest.mark.parametrize(
+    ("measured", "expected", "within", "message"),
+    [
+        ({"a": tensor(3, 4)}, {"a": tensor(3, 4)}, 0.0, ""),
+        ({"a": tensor(3, 5)}, {"a": tensor(3, 4)}, 0.21, ""),
+        (
+            {"a": tensor(3, 5)},
+            {"a": tensor(3, 4)},
+            0.19,
+            "x of a: relative Frobenius deviation 0.2, bound 0.19; norm 5.83095, expected 5, ratio 1.17",
+        ),
+        # The worst is the one that exceeds its own bound the most.
+        ({"a": tensor(1.5), "b": tensor(1.2)}, {"a": tensor(1), "b": tensor(1)}, {"a": 1.0, "b": 0.1}, "x of b:"),
+        ({"a": tensor(1), "b": tensor(1.5)}, {"a": tensor(1), "b": tensor(1)}, {"a": 1.0, "b": 0.0}, "x of b:"),
+        ({"a": tensor(1), "b": tensor(1)}, {"a": tensor(1), "b": tensor(1)}, {"a": 1.0, "b": NAN}, "bound nan"),
+        ({"a": tensor(0)}, {"a": tensor(0)}, 0.0, ""),
+        ({"a": tensor(0.5)}, {"a": tensor(0)}, 0.4, "deviation 0.5, bound 0.4"),
+        ({"a": tensor(0)}, {"a": tensor(1)}, 0.9, "deviation 1, bound 0.9"),
+        ({"a": tensor(1), "b": tensor(NAN)}, {"a": tensor(1), "b": tensor(1)}, 9.0, "x of b: relative"),
+        ({"a": tensor(1), "b": tensor(INF)}, {"a": tensor(1), "b": tensor(INF)}, 9.0, "x of b: relative"),
+        ({"a": tensor(1), "b": tensor(1)}, {"a": tensor(1), "b": tensor(NAN)}, 9.0, "x of b: relative"),
+        ({"a": torch.ones(2, 3)}, {"a": torch.ones(3, 2)}, 9.0, "deviation inf, bound 9"),
+        ({"a": tensor(1, dtype=torch.bfloat16)}, {"a": tensor(1, dtype=torch.float64)}, 0.0, ""),
+        ({"a": tensor(1)}, {"b": tensor(1)}, 9.0, "x: missing ['b'], superfluous ['a']"),
+        ({}, {"b": tensor(1)}, 9.0, "x: missing ['b'], superfluous []"),
+    ],
+)
+def test_tensors(
+    measured: dict[str, Tensor], expected: dict[str, Tensor], within: float | dict[str, float], message: str
+) -> None:
+    bounds = {k: bound_of(v) for k, v in within.items()} if isinstance(within, dict) else bound_of(within)
+    _, said = run_comparison(lambda: compare.tensors(measured, expected, name="x", within=bounds))
+    assert message in said
+    assert bool(said) is bool(message)
+
+
+def test_tensors_are_judged_by_their_change() -> None:
+    origin, expected, measured = {"a": tensor(1000)}, {"a": tensor(1001)}, {"a": tensor(1001.5)}
+    assert run_comparison(lambda: compare.tensors(measured, expected, name="x", within=bound("0.1")))[1] == ""
+    found, said = run_comparison(
+        lambda: compare.tensors(measured, expected, name="x", within=bound("0.1"), origin=origin)
+    )
+    assert "deviation 0.5, bound 0.1" in said
+    assert found["x"] == Measurement(
+        kind="rounding", value=0.5, lower=0.0, upper=0.1, unit="relative Frobenius deviation", at="a", formula="0.1"
+    )
+    bad_origin = {"a": tensor(NAN)}
+    assert run_comparison(lambda: compare.tensors(measured, expected, name="x", within=bound("9"), origin=bad_origin))[
+        1
+    ]
+
+
+@pytest.mark.parametrize(
+    ("measured", "expected", "message"),
+    [
+        (tensor(1, -0.0), tensor(1, -0.0), ""),
+        (tensor(1, -0.0), tensor(1, 0.0), "1 of 1 tensors differ in bits; a in 1 of 2 elements, by up to 0"),
+        (bit_pattern(0x7FC00000), bit_pattern(0x7FC00000), ""),
+        (bit_pattern(0x7FC00001), bit_pattern(0x7FC00000), "a in 1 of 1 elements, by up to nan"),
+        (tensor(1, 2, 3), tensor(1, 2.5, 4), "a in 2 of 3 elements, by up to 1"),
+        (torch.ones(2, 3), torch.ones(3, 2), "a is float32 of shape (2, 3), expected float32 of shape (3, 2)"),
+        (torch.ones(1), torch.ones(1, dtype=torch.bfloat16), "a is float32 of shape (1,), expected bfloat16 of shape"),
+        (torch.ones(2, 3).t(), torch.ones(3, 2), ""),
+        (torch.tensor(1.0), torch.tensor(1.0), ""),
+        (torch.empty(0, 4), torch.empty(0, 4), ""),
+        (torch.tensor([True]), torch.tensor([False]), "a in 1 of 1 elements"),
+    ],
+)
+def test_bits(measured: Tensor, expected: Tensor, message: str) -> None:
+    found, said = run_comparison(lambda: compare.bits({"a": measured}, {"a": expected}, name="x"))
+    assert message in said
+    assert bool(said) is bool(message)
+    assert found["x"] == Measurement(
+        kind="exact",
+        value=float(bool(message)),
+        lower=0,
+        upper=0,
+        unit="tensors that differ, of 1",
+        at="a" if message else "",
+    )
+
+
+def test_nothing_is_never_equal_to_nothing() -> None:
+    with pytest.raises(ValueError, match="no tensors to compare"):
+        compare.bits({}, {}, name="x")
+    with pytest.raises(ValueError, match="no tensors to compare"):
+        compare.tensors({}, {}, name="x", within=bound("1"))
+    with pytest.raises(ValueError, match="empty"):
+        compare.scalars([], [], name="x", within=bound("1"))
+
+
+def test_count() -> None:
+    found, said = run_comparison(lambda: compare.count(3, name="x", expected=4, detail="rank 1", unit="ranks"))
+    assert said == "x: measured 3, expected 4 ranks; rank 1"
+    assert found == {"x": Measurement(kind="exact", value=3.0, lower=4, upper=4, unit="ranks")}
+    assert run_comparison(lambda: compare.count(4, name="x", expected=4, unit="ranks"))[1] == ""
