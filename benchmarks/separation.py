@@ -22,7 +22,6 @@ from tabulate import tabulate
 
 from benchmarks.pages import PROJECT, write_between
 from conformance.defects.catalogue import defects
-from conformance.defects.shown_by import SHOWN_BY
 from conformance.judge.measurements import Measurement
 from conformance.plan.matrix import load_matrix
 from conformance.report.schema import CaseResult, Report
@@ -135,7 +134,7 @@ def measured_rows(seeds: int) -> dict[tuple[str, str], Row]:
         for defect in defects():
             laws = tuple(law for law in defect.laws if law in LAWS)
             if laws:
-                report = session(matrix, directory / defect.id, cells=SHOWN_BY[defect.id], defect=defect.id)
+                report = session(matrix, directory / defect.id, cells=defect.cells, defect=defect.id)
                 add_defect(rows, report, laws)
                 print(f"{defect.id}: {report.verdicts}", file=sys.stderr)
     return dict(sorted(rows.items()))

@@ -33,7 +33,12 @@ class Defect:
     """URL of a public thread in which such a fault was reported, or of the documentation that it contradicts."""
     mechanism: str
     laws: tuple[str, ...]
-    """Ids of the laws that must fail on some cells; `hangs` asks for another verdict."""
+    """Ids of the laws that must fail on some of the `cells`; `hangs` asks for another verdict."""
+    cells: str
+    """Selection expression: the smallest cells of matrix.yaml that show the defect to all of its `laws`.
+
+    Empty if only a device shows the defect (`substrates=CUDA`): its cells are chosen when a device first shows it.
+    """
     inject: Injection
     inject_twin: Injection
     """Context of the benign twin, a correct change of the same code."""

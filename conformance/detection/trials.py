@@ -9,7 +9,6 @@ import torch
 
 from conformance.defects.catalogue import TWIN, sources_of
 from conformance.defects.injection import Defect
-from conformance.defects.shown_by import SHOWN_BY
 from conformance.detection.bench import DEADLINE_S, Bench, Judged, excess, judged
 from conformance.judge.verdicts import Verdict
 from conformance.project import PROJECT
@@ -64,7 +63,7 @@ def try_defect(bench: Bench, defect: Defect) -> Trial:
     fail by traces of these.
     """
     start_s = time.monotonic()
-    cases = bench.cases(SHOWN_BY[defect.id], only=defect.laws)
+    cases = bench.cases(defect.cells, only=defect.laws)
     twins = bench.judge(cases, defect=defect.id + TWIN)
     found = bench.judge(cases, defect=defect.id, deadline_s=_deadline_s(defect))
     laws = {law: _law_trial(law, defect, found, twins) for law in defect.laws}
@@ -84,7 +83,7 @@ def escapes(bench: Bench, defect: Defect) -> list[str]:
     """Laws that it names and that no cell shows it to; each is tried until its first kill, without twins."""
     left = list(defect.laws)
     store = bench.store(defect=defect.id, deadline_s=_deadline_s(defect))
-    for case in bench.cases(SHOWN_BY[defect.id], only=defect.laws):
+    for case in bench.cases(defect.cells, only=defect.laws):
         if case.law in left and _is_kill(judged(store, case), defect):
             left.remove(case.law)
     return left
@@ -119,7 +118,7 @@ def _is_kill(one: Judged, defect: Defect) -> bool:
 
 
 def _caught_by_others(bench: Bench, defect: Defect) -> tuple[str, ...]:
-    found = bench.judge(bench.cases(SHOWN_BY[defect.id]), defect=defect.id, deadline_s=_deadline_s(defect))
+    found = bench.judge(bench.cases(defect.cells), defect=defect.id, deadline_s=_deadline_s(defect))
     laws = {one.case.law for one in found if _is_kill(one, defect)}
     return tuple(sorted(laws - set(defect.laws)))
 
@@ -130,10 +129,10 @@ def key_of(defect: Defect, *, profile: str) -> str:
         file
         for package in ("conformance", "reference_trainer")
         for file in sorted((PROJECT / package).rglob("*.py"))
-        if not file.stem.endswith("_faults") and file.stem != "shown_by"
+        if not file.stem.endswith("_faults")
     ]
     digest = hashlib.sha256()
     for file in (*shared, *sources_of(defect), PROJECT / "matrix.yaml"):
         digest.update(file.read_bytes())
-    digest.update(f"{torch.__version__} {profile} {defect.id} {SHOWN_BY[defect.id]}".encode())
+    digest.update(f"{torch.__version__} {profile} {defect.id} {defect.cells}".encode())
     return digest.hexdigest()[:16]

@@ -159,7 +159,8 @@ def clips_one():
         yield
 def broken():
     raise AttributeError("gone")
-MINE = Defect(id="mine", title="", source="", mechanism="", laws=(), inject=clips_one, inject_twin=clips_one)
+MINE = Defect(id="mine", title="", source="", mechanism="", laws=(), cells="",
+              inject=clips_one, inject_twin=clips_one)
 NUMBER = 3
 """
 
