@@ -13,6 +13,7 @@ from typing import Literal
 
 from reference_trainer.checks import Config, at_least_one, fraction, not_negative, positive, require, require_each
 from reference_trainer.overrides import override
+from reference_trainer.precision import PrecisionName
 from reference_trainer.strict_yaml import convert, load
 
 
@@ -163,9 +164,6 @@ class LossScaleConfig(Config, frozen=True, kw_only=True):
         require_each(self, "loss_scale.", "growth_interval", at_least_one, "at least 1")
 
 
-Precision = Literal[
-    "fp32", "bf16-mp", "bf16-init", "bf16-reduce", "bf16-params", "bf16-mixed", "fp16-mp", "fp16-reduce"
-]
 Init = Literal["meta", "full", "layerwise", "checkpoint"]
 AfterForwardName = Literal["always", "never"]
 Reshard = Literal["always", "never", "default", "except-last", "auto"] | int | dict[str, AfterForwardName | int]
@@ -179,7 +177,7 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     mesh: MeshConfig = MeshConfig()
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
-    precision: Precision = "fp32"
+    precision: PrecisionName = "fp32"
     """`bf16-mp`: fp32 parameters, computation in bf16, gradients reduced in fp32.
     `bf16-init`: the same, but parameters are built, sharded and initialised in bf16, and then cast to fp32.
     `bf16-reduce`: as bf16-mp, but gradients are reduced in bf16.

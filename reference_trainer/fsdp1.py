@@ -17,8 +17,9 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_
 
-from reference_trainer.config import Precision, TrainerConfig
+from reference_trainer.config import TrainerConfig
 from reference_trainer.model import Block, Transformer
+from reference_trainer.precision import PrecisionName
 
 
 class FSDP1Model(FullyShardedDataParallel):
@@ -87,7 +88,7 @@ def _sharding_strategy(config: TrainerConfig) -> ShardingStrategy:
     return ShardingStrategy.SHARD_GRAD_OP if config.reshard == "never" else ShardingStrategy.FULL_SHARD
 
 
-def _mixed_precision(precision: Precision) -> MixedPrecision | None:
+def _mixed_precision(precision: PrecisionName) -> MixedPrecision | None:
     """As FSDP2's: inputs are left alone, see `parallelize.mixed_precision_policy`."""
     if precision == "fp32":
         return None

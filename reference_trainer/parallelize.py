@@ -29,9 +29,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from reference_trainer.config import GradientSync, Precision, TrainerConfig, scales_loss
+from reference_trainer.config import GradientSync, TrainerConfig, scales_loss
 from reference_trainer.mesh import fsdp_mesh
 from reference_trainer.model import Block, Transformer
+from reference_trainer.precision import PrecisionName
 from reference_trainer.prefetch import apply_prefetch
 from reference_trainer.reshard import ReshardPolicy
 
@@ -213,7 +214,7 @@ def sharding(config: TrainerConfig, mesh: DeviceMesh, policy: ReshardPolicy) -> 
     return shard
 
 
-def apply_fsdp_to_block(block: Block, name: str, shard: ShardGroup, *, precision: Precision) -> None:
+def apply_fsdp_to_block(block: Block, name: str, shard: ShardGroup, *, precision: PrecisionName) -> None:
     """A group for each block. `bf16-mixed` takes the norms out of it: the parameters of a group must have one dtype
     ("FSDP expects uniform original parameter dtype", torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py).
     """
@@ -223,7 +224,7 @@ def apply_fsdp_to_block(block: Block, name: str, shard: ShardGroup, *, precision
     shard(block, name)
 
 
-def apply_fsdp_to_ends(model: Transformer, shard: ShardGroup, *, precision: Precision) -> None:
+def apply_fsdp_to_ends(model: Transformer, shard: ShardGroup, *, precision: PrecisionName) -> None:
     """Shard the embedding and (norm, output) as groups of their own, then the root.
 
     Tied embeddings form one group with norm and output: a parameter can belong to one group only. `bf16-mixed` takes
@@ -240,7 +241,7 @@ def apply_fsdp_to_ends(model: Transformer, shard: ShardGroup, *, precision: Prec
     shard(model, ROOT)
 
 
-def set_parameter_dtypes(model: Transformer, precision: Precision) -> None:
+def set_parameter_dtypes(model: Transformer, precision: PrecisionName) -> None:
     """Give parameters, on the meta device, the dtype in which they are sharded and get their first values.
 
     Buffers are left alone: the RoPE table is fp32 throughout.
@@ -253,7 +254,7 @@ def set_parameter_dtypes(model: Transformer, precision: Precision) -> None:
                 parameter.data = parameter.data.to(torch.bfloat16)
 
 
-def mixed_precision_policy(precision: Precision) -> MixedPrecisionPolicy:
+def mixed_precision_policy(precision: PrecisionName) -> MixedPrecisionPolicy:
     """Inputs are left alone: casting them would round the fp32 RoPE table."""
     if precision == "fp32":
         return MixedPrecisionPolicy()
