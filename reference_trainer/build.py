@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from reference_trainer.config import TrainerConfig
 from reference_trainer.fsdp1 import FSDP1Model
 from reference_trainer.init_weights import init_weights
+from reference_trainer.mixed_precision import set_parameter_dtypes
 from reference_trainer.model import Transformer
 from reference_trainer.observer import Observer
 from reference_trainer.parallelize import (
@@ -20,7 +21,6 @@ from reference_trainer.parallelize import (
     parallelize,
     parallelize_block,
     parallelize_ends,
-    set_parameter_dtypes,
 )
 from reference_trainer.reshard import ReshardPolicy
 from reference_trainer.weights import load_weights

@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -29,8 +29,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from reference_trainer.config import GradientSync, TrainerConfig, scales_loss
+from reference_trainer.config import GradientSync, TrainerConfig
 from reference_trainer.mesh import fsdp_mesh
+from reference_trainer.mixed_precision import mixed_precision_policy
 from reference_trainer.model import Block, Transformer
 from reference_trainer.precision import PrecisionName
 from reference_trainer.prefetch import apply_prefetch
@@ -239,29 +240,6 @@ def apply_fsdp_to_ends(model: Transformer, shard: ShardGroup, *, precision: Prec
     shard(last, "output")
     # The root owns no parameters; it drives the others (streams, end of backward).
     shard(model, ROOT)
-
-
-def set_parameter_dtypes(model: Transformer, precision: PrecisionName) -> None:
-    """Give parameters, on the meta device, the dtype in which they are sharded and get their first values.
-
-    Buffers are left alone: the RoPE table is fp32 throughout.
-    """
-    if precision not in ("bf16-init", "bf16-mixed"):
-        return
-    for module in model.modules():
-        if precision == "bf16-init" or not isinstance(module, nn.RMSNorm):
-            for parameter in module.parameters(recurse=False):
-                parameter.data = parameter.data.to(torch.bfloat16)
-
-
-def mixed_precision_policy(precision: PrecisionName) -> MixedPrecisionPolicy:
-    """Inputs are left alone: casting them would round the fp32 RoPE table."""
-    if precision == "fp32":
-        return MixedPrecisionPolicy()
-    compute = torch.float16 if scales_loss(precision) else torch.bfloat16
-    reduce_dtypes = {"bf16-reduce": torch.bfloat16, "bf16-params": None, "fp16-reduce": torch.float16}
-    reduce_dtype = reduce_dtypes.get(precision, torch.float32)
-    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
 
 
 def offload_policy(config: TrainerConfig) -> OffloadPolicy:
