@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from reference_trainer.config import TrainerConfig
 from reference_trainer.fsdp1 import FSDP1Model
 from reference_trainer.init_weights import init_weights
-from reference_trainer.mixed_precision import set_parameter_dtypes
+from reference_trainer.mixed_precision import set_parameter_dtypes, torch_dtype
 from reference_trainer.model import Transformer
 from reference_trainer.observer import Observer
 from reference_trainer.parallelize import (
@@ -22,6 +22,7 @@ from reference_trainer.parallelize import (
     parallelize_block,
     parallelize_ends,
 )
+from reference_trainer.precision import PRECISIONS
 from reference_trainer.reshard import ReshardPolicy
 from reference_trainer.weights import load_weights
 
@@ -41,8 +42,9 @@ def build_model(
             model = _layer_by_layer(config, mesh, device, policy, observer)
         case "full":
             model = _initialise_first(config, mesh, device, policy, observer)
-    if config.precision == "bf16-init":
-        model.to(torch.float32)
+    precision = PRECISIONS[config.precision]
+    if precision.build:
+        model.to(torch_dtype(precision.shard))
     observer.initialized(model)
     return model.train()
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 from reference_trainer.checks import Config, at_least_one, fraction, not_negative, positive, require, require_each
 from reference_trainer.overrides import override
-from reference_trainer.precision import PrecisionName
+from reference_trainer.precision import PRECISIONS, PrecisionName
 from reference_trainer.strict_yaml import convert, load
 
 
@@ -283,42 +283,50 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
             self.init == "checkpoint" or self.checkpoint_reader == "each-rank",
             f"checkpoint_reader {self.checkpoint_reader} has no effect with init {self.init}: set init=checkpoint",
         )
-        require(
-            self.precision != "bf16-mixed" or self.activation_checkpointing != "selective",
-            "precision bf16-mixed with activation_checkpointing selective: hooks of the norms' FSDP groups would lie "
-            "inside what is recomputed, which torch 2.13 refuses; use activation_checkpointing full",
-        )
-        require(
-            self.precision != "bf16-mixed" or self.activation_checkpointing == "none" or not self.forward_prefetch,
-            f"precision bf16-mixed with activation_checkpointing {self.activation_checkpointing} and forward_prefetch "
-            f"{self.forward_prefetch}: what is recomputed in backward enters the norms' FSDP groups again, which would "
-            "gather groups that nothing needs any more; use forward_prefetch 0, or another of the two",
-        )
-        require(
-            self.precision != "bf16-mixed" or self.compile == "none",
-            f"precision bf16-mixed with compile {self.compile}: norms are FSDP groups of their own inside the compiled "
-            "blocks, whose hooks cannot be compiled; use compile none or another precision",
-        )
+        _check_norms_apart(self)
         _check_numerics(self)
         _check_implementation(self)
 
 
-def scales_loss(precision: str) -> bool:
+def _check_norms_apart(config: TrainerConfig) -> None:
+    if not PRECISIONS[config.precision].norms_apart:
+        return
+    checkpointing = f"precision {config.precision} with activation_checkpointing {config.activation_checkpointing}"
+    require(
+        config.activation_checkpointing != "selective",
+        f"{checkpointing}: hooks of the norms' FSDP groups would lie inside what is recomputed, which torch 2.13 "
+        "refuses; use activation_checkpointing full",
+    )
+    require(
+        config.activation_checkpointing == "none" or not config.forward_prefetch,
+        f"{checkpointing} and forward_prefetch {config.forward_prefetch}: what is recomputed in backward enters the "
+        "norms' FSDP groups again, which would gather groups that nothing needs any more; use forward_prefetch 0, or "
+        "another of the two",
+    )
+    require(
+        config.compile == "none",
+        f"precision {config.precision} with compile {config.compile}: norms are FSDP groups of their own inside the "
+        "compiled blocks, whose hooks cannot be compiled; use compile none or another precision",
+    )
+
+
+def scales_loss(precision: PrecisionName) -> bool:
     """Whether computation is in fp16."""
-    return precision in ("fp16-mp", "fp16-reduce")
+    return PRECISIONS[precision].scales_loss
 
 
 def _check_numerics(config: TrainerConfig) -> None:
+    precision = PRECISIONS[config.precision]
     require(
-        config.precision == "fp32" or not config.tf32,
+        precision.compute == "float32" or not config.tf32,
         f"tf32 has no effect with precision {config.precision}, whose products are not of fp32 numbers: set tf32=false",
     )
     require(
-        scales_loss(config.precision) or config.loss_scale == LossScaleConfig(),
+        precision.scales_loss or config.loss_scale == LossScaleConfig(),
         f"loss_scale has no effect with precision {config.precision}: set precision=fp16-mp, or leave it out",
     )
     require(
-        not (scales_loss(config.precision) and config.optimizer.error_if_nonfinite),
+        not (precision.scales_loss and config.optimizer.error_if_nonfinite),
         f"optimizer.error_if_nonfinite with precision {config.precision}: gradients that overflow are how the loss "
         "scale is found, their step is skipped; set optimizer.error_if_nonfinite=false",
     )

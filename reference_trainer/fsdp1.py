@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_
 
 from reference_trainer.config import TrainerConfig
+from reference_trainer.mixed_precision import torch_dtype
 from reference_trainer.model import Block, Transformer
-from reference_trainer.precision import PrecisionName
+from reference_trainer.precision import PRECISIONS, PrecisionName
 
 
 class FSDP1Model(FullyShardedDataParallel):
@@ -90,11 +91,12 @@ def _sharding_strategy(config: TrainerConfig) -> ShardingStrategy:
 
 def _mixed_precision(precision: PrecisionName) -> MixedPrecision | None:
     """As FSDP2's: inputs are left alone, see `parallelize.mixed_precision_policy`."""
-    if precision == "fp32":
+    dtypes = PRECISIONS[precision]
+    if not dtypes.is_mixed:
         return None
     return MixedPrecision(
-        param_dtype=torch.bfloat16,
-        reduce_dtype=torch.float32,
+        param_dtype=torch_dtype(dtypes.compute),
+        reduce_dtype=torch_dtype(dtypes.reduce) if dtypes.reduce else None,
         cast_forward_inputs=False,
         cast_root_forward_inputs=False,
     )

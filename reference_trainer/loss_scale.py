@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.amp import GradScaler
 
-from reference_trainer.config import TrainerConfig, scales_loss
+from reference_trainer.config import TrainerConfig
+from reference_trainer.precision import PRECISIONS
 
 
 class LossScaler(GradScaler):
@@ -27,7 +28,7 @@ class LossScaler(GradScaler):
             device.type,
             init_scale=options.initial,
             growth_interval=options.growth_interval,
-            enabled=scales_loss(config.precision),
+            enabled=PRECISIONS[config.precision].scales_loss,
         )
 
     def _unscale_grads_(self, *args: Any) -> dict[torch.device, torch.Tensor]:

@@ -4,29 +4,35 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from reference_trainer.config import scales_loss
 from reference_trainer.model import Transformer
-from reference_trainer.precision import PrecisionName
+from reference_trainer.precision import PRECISIONS, Dtype, PrecisionName
+
+
+def torch_dtype(name: Dtype) -> torch.dtype:
+    """Return torch's dtype of this name."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def set_parameter_dtypes(model: Transformer, precision: PrecisionName) -> None:
-    """Give parameters, on the meta device, the dtype in which they are sharded and get their first values.
+    """Cast parameters, on the meta device or before they are initialised, to the dtype in which they are sharded.
 
     Buffers are left alone: the RoPE table is fp32 throughout.
     """
-    if precision not in ("bf16-init", "bf16-mixed"):
-        return
+    dtypes = PRECISIONS[precision]
     for module in model.modules():
-        if precision == "bf16-init" or not isinstance(module, nn.RMSNorm):
-            for parameter in module.parameters(recurse=False):
-                parameter.data = parameter.data.to(torch.bfloat16)
+        own = dtypes.norm_shard if isinstance(module, nn.RMSNorm) else dtypes.shard
+        for parameter in module.parameters(recurse=False):
+            parameter.data = parameter.data.to(torch_dtype(dtypes.build or own))
 
 
 def mixed_precision_policy(precision: PrecisionName) -> MixedPrecisionPolicy:
-    """Inputs are left alone: casting them would round the fp32 RoPE table."""
-    if precision == "fp32":
+    """Return what `fully_shard` is told. Inputs are left alone: casting them would round the fp32 RoPE table."""
+    dtypes = PRECISIONS[precision]
+    if not dtypes.is_mixed:
         return MixedPrecisionPolicy()
-    compute = torch.float16 if scales_loss(precision) else torch.bfloat16
-    reduce_dtypes = {"bf16-reduce": torch.bfloat16, "bf16-params": None, "fp16-reduce": torch.float16}
-    reduce_dtype = reduce_dtypes.get(precision, torch.float32)
-    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    return MixedPrecisionPolicy(
+        param_dtype=torch_dtype(dtypes.compute),
+        reduce_dtype=torch_dtype(dtypes.reduce) if dtypes.reduce else None,
+        cast_forward_inputs=False,
+    )

@@ -33,7 +33,7 @@ from reference_trainer.config import GradientSync, TrainerConfig
 from reference_trainer.mesh import fsdp_mesh
 from reference_trainer.mixed_precision import mixed_precision_policy
 from reference_trainer.model import Block, Transformer
-from reference_trainer.precision import PrecisionName
+from reference_trainer.precision import PRECISIONS, PrecisionName
 from reference_trainer.prefetch import apply_prefetch
 from reference_trainer.reshard import ReshardPolicy
 
@@ -219,7 +219,7 @@ def apply_fsdp_to_block(block: Block, name: str, shard: ShardGroup, *, precision
     """A group for each block. `bf16-mixed` takes the norms out of it: the parameters of a group must have one dtype
     ("FSDP expects uniform original parameter dtype", torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py).
     """
-    if precision == "bf16-mixed":
+    if PRECISIONS[precision].norms_apart:
         shard(block.attention_norm, f"{name}.attention_norm")
         shard(block.ffn_norm, f"{name}.ffn_norm")
     shard(block, name)
@@ -231,7 +231,7 @@ def apply_fsdp_to_ends(model: Transformer, shard: ShardGroup, *, precision: Prec
     Tied embeddings form one group with norm and output: a parameter can belong to one group only. `bf16-mixed` takes
     the norm out of it.
     """
-    tied, norm_apart = model.config.tied_embeddings, precision == "bf16-mixed"
+    tied, norm_apart = model.config.tied_embeddings, PRECISIONS[precision].norms_apart
     if not tied:
         shard(model.tok_embeddings, "tok_embeddings")
     if norm_apart:

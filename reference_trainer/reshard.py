@@ -15,7 +15,9 @@ import torch
 from reference_trainer.checks import require
 from reference_trainer.config import TrainerConfig
 from reference_trainer.mesh import ParallelDims
+from reference_trainer.mixed_precision import torch_dtype
 from reference_trainer.model import Transformer
+from reference_trainer.precision import PRECISIONS
 
 AfterForward = bool | int
 """Of `fully_shard`: True frees a group, False keeps it, an integer leaves it sharded over so many ranks."""
@@ -28,7 +30,7 @@ def group_names(config: TrainerConfig) -> list[str]:
 
     `bf16-mixed` puts each norm into a group of its own. Tied embeddings are in the group of the output, the last here.
     """
-    apart = config.precision == "bf16-mixed"
+    apart = PRECISIONS[config.precision].norms_apart
     blocks = [f"layers.{index}" for index in range(config.model.n_layers)]
     norms = ("attention_norm", "ffn_norm") if apart else ()
     names = [name for block in blocks for name in (block, *(f"{block}.{norm}" for norm in norms))]
@@ -140,7 +142,7 @@ def estimated_peak_bytes(config: TrainerConfig, dims: ParallelDims) -> int:
         model = Transformer(config.model)
     parameters = sum(p.numel() for p in model.parameters()) // dims.tp
     largest_group = max(sum(p.numel() for p in block.parameters()) for block in model.blocks) // dims.tp
-    compute = 4 if config.precision == "fp32" else 2
+    compute = torch_dtype(PRECISIONS[config.precision].compute).itemsize
     moments = {"adamw": 2, "sgd": 0}[config.optimizer.name]
     state = parameters // dims.dp_shard * 4 * (2 + moments)  # with gradients
     on_device = state if config.offload == "none" else 0
