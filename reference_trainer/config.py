@@ -310,11 +310,6 @@ def _check_norms_apart(config: TrainerConfig) -> None:
     )
 
 
-def scales_loss(precision: PrecisionName) -> bool:
-    """Whether computation is in fp16."""
-    return PRECISIONS[precision].scales_loss
-
-
 def _check_numerics(config: TrainerConfig) -> None:
     precision = PRECISIONS[config.precision]
     require(

@@ -19,7 +19,7 @@ from conformance.plan.cells import RECORD_STREAMS, AxisValue, Cell, axis_names
 from conformance.plan.workload import trainer_config
 from conformance.run.record import Record
 from reference_trainer.checkpoint import Manifest
-from reference_trainer.config import scales_loss
+from reference_trainer.precision import PRECISIONS
 
 Proof = Callable[[Record, Record], None]
 """Raises ConformanceFailure unless the first record differs from the second, its neighbour's, as the axis says."""
@@ -68,7 +68,7 @@ def _precision(record: Record, neighbour: Record) -> None:
             "norms": {policy.sharded_norms},
             "other parameters": {policy.sharded},
             "fp32 weights begin as bf16 numbers": {str(in_bf16)},
-            "the loss is scaled": {str(scales_loss(one.cell.precision))},
+            "the loss is scaled": {str(PRECISIONS[one.cell.precision].scales_loss)},
         }
         measured = _dtypes(one)
         wrong = {what: sorted(found) for what, found in measured.items() if found != expected[what]}
