@@ -1,11 +1,6 @@
-"""From a plain model to a parallel one: `apply_tp`, `apply_ac`, `apply_compile`, `apply_fsdp`, `apply_prefetch`.
+"""From a plain model to a parallel one, in five steps: see `parallelize`."""
 
-The order is a contract: tensor parallelism decides the parameters' placements, checkpointing marks what is recomputed,
-compilation replaces what runs in it, and FSDP's hooks stay outermost; which groups it gathers ahead can be said when
-all of them exist.
-"""
-
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -33,54 +28,78 @@ from reference_trainer.config import GradientSync, TrainerConfig
 from reference_trainer.mesh import fsdp_mesh
 from reference_trainer.mixed_precision import mixed_precision_policy
 from reference_trainer.model import Block, Transformer
-from reference_trainer.precision import PRECISIONS, PrecisionName
+from reference_trainer.precision import PRECISIONS
 from reference_trainer.prefetch import apply_prefetch
 from reference_trainer.reshard import ReshardPolicy
 
 
-def parallelize(model: Transformer, mesh: DeviceMesh, config: TrainerConfig, policy: ReshardPolicy) -> None:
-    """Apply in place everything that the configuration asks for: block by block, then to what is around them."""
-    for index in range(len(model.blocks)):
-        parallelize_block(model, index, mesh, config, policy)
-    parallelize_ends(model, mesh, config, policy)
+def parallelize(
+    model: Transformer,
+    mesh: DeviceMesh,
+    config: TrainerConfig,
+    policy: ReshardPolicy,
+    *,
+    blocks: Sequence[int] | None = None,
+    ends: bool = True,
+) -> None:
+    """Parallelise a model in place, on the meta device or with its weights, which are then sharded.
 
+    `blocks` are the indices of the blocks to parallelise (default: all); `ends` says whether what surrounds them is
+    parallelised, too: embedding, norm, output and the root. The ends come after all blocks. The order of the five steps
+    is a contract.
+    """
+    indices = range(len(model.blocks)) if blocks is None else blocks
+    chosen = {f"layers.{index}": model.blocks[index] for index in indices}
 
-def apply_tp(model: Transformer, mesh: DeviceMesh, config: TrainerConfig) -> None:
-    """Tensor parallelism of the whole model, and nothing else, over a mesh of its own."""
-    norms, sequence_parallel = norm_style(config), config.sequence_parallel
-    for block in model.blocks:
-        apply_tp_to_block(block, mesh, norms=norms, sequence_parallel=sequence_parallel)
-    apply_tp_to_ends(model, mesh, norms=norms, sequence_parallel=sequence_parallel, loss_parallel=config.loss_parallel)
+    # 1. Tensor parallelism decides the placements of parameters.
+    if "tp" in (mesh.mesh_dim_names or ()):
+        for block in chosen.values():
+            apply_tp_to_block(block, mesh["tp"], config)
+        if ends:
+            apply_tp_to_ends(model, mesh["tp"], config)
+
+    # 2. Activation checkpointing marks what is recomputed in backward.
+    if config.activation_checkpointing != "none":
+        for block in chosen.values():
+            apply_ac(block, mode=config.activation_checkpointing)
+
+    # 3. Compilation replaces what runs inside of the recomputation.
+    if config.compile != "none":
+        for block in chosen.values():
+            apply_compile(block, backend=config.compile)
+        if ends:
+            model.tok_embeddings.register_forward_hook(_wait_for_output)
+
+    # 4. FSDP comes last, so that its hooks are outermost.
+    fsdp = _fsdp_options(config, mesh)
+    norms_apart = PRECISIONS[config.precision].norms_apart
+    for name, block in chosen.items():
+        apply_fsdp_to_block(block, name, policy, fsdp, norms_apart=norms_apart)
+    if ends:
+        apply_fsdp_to_ends(model, policy, fsdp, norms_apart=norms_apart)
+
+    # 5. Prefetching names groups: all of them must exist.
+    if ends:
+        apply_prefetch(model, config)
 
 
 def parallelize_block(
     model: Transformer, index: int, mesh: DeviceMesh, config: TrainerConfig, policy: ReshardPolicy
 ) -> None:
-    """One block, on the meta device or with its weights, which are then sharded."""
-    block = model.blocks[index]
-    if "tp" in (mesh.mesh_dim_names or ()):
-        apply_tp_to_block(block, mesh["tp"], norms=norm_style(config), sequence_parallel=config.sequence_parallel)
-    if config.activation_checkpointing != "none":
-        apply_ac(block, mode=config.activation_checkpointing)
-    if config.compile != "none":
-        apply_compile(block, backend=config.compile)
-    apply_fsdp_to_block(block, f"layers.{index}", sharding(config, mesh, policy), precision=config.precision)
+    """Parallelise one block alone."""
+    parallelize(model, mesh, config, policy, blocks=[index], ends=False)
 
 
 def parallelize_ends(model: Transformer, mesh: DeviceMesh, config: TrainerConfig, policy: ReshardPolicy) -> None:
-    """Embedding, norm and output, and the root; all blocks must be parallel already."""
-    if "tp" in (mesh.mesh_dim_names or ()):
-        apply_tp_to_ends(
-            model,
-            mesh["tp"],
-            norms=norm_style(config),
-            sequence_parallel=config.sequence_parallel,
-            loss_parallel=config.loss_parallel,
-        )
-    if config.compile != "none":
-        model.tok_embeddings.register_forward_hook(_wait_for_output)
-    apply_fsdp_to_ends(model, sharding(config, mesh, policy), precision=config.precision)
-    apply_prefetch(model, config)
+    """Parallelise embedding, norm, output and the root of a model whose blocks are parallel already."""
+    parallelize(model, mesh, config, policy, blocks=[])
+
+
+def apply_tp(model: Transformer, mesh: DeviceMesh, config: TrainerConfig) -> None:
+    """Apply tensor parallelism to the full model, and nothing else; `mesh` has one dimension."""
+    for block in model.blocks:
+        apply_tp_to_block(block, mesh, config)
+    apply_tp_to_ends(model, mesh, config)
 
 
 class ReplicateParallel(ParallelStyle):
@@ -106,28 +125,9 @@ class ReplicateParallel(ParallelStyle):
         return distribute_module(module, device_mesh, replicate_parameters, to_dtensor, to_local)
 
 
-def apply_tp_to_ends(
-    model: Transformer, mesh: DeviceMesh, *, norms: ParallelStyle | None, sequence_parallel: bool, loss_parallel: bool
-) -> None:
-    """Embedding and output split along the vocabulary (arXiv:1909.08053)."""
-    between = _between_regions(sequence_parallel=sequence_parallel)
-    plan: dict[str, ParallelStyle] = {
-        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
-        "output": ColwiseParallel(
-            input_layouts=between,
-            output_layouts=Shard(-1) if loss_parallel else Replicate(),
-            use_local_output=not loss_parallel,
-        ),
-    }
-    if norms:
-        plan["norm"] = norms
-    parallelize_module(model, mesh, plan)
-    model.tie_weights()  # each style has made a parameter of its own, with the same placement: rows of the vocabulary
-
-
-def apply_tp_to_block(block: Block, mesh: DeviceMesh, *, norms: ParallelStyle | None, sequence_parallel: bool) -> None:
-    """Tensor parallelism (arXiv:1909.08053), with sequence parallelism (arXiv:2205.05198) if asked for."""
-    between = _between_regions(sequence_parallel=sequence_parallel)
+def apply_tp_to_block(block: Block, mesh: DeviceMesh, config: TrainerConfig) -> None:
+    """Apply tensor parallelism (arXiv:1909.08053), with sequence parallelism (arXiv:2205.05198) if asked for."""
+    between = _between_regions(config)
     plan: dict[str, ParallelStyle] = {
         "attention": _gather_input(between, number_of_inputs=2),
         "attention.wq": ColwiseParallel(),
@@ -139,17 +139,34 @@ def apply_tp_to_block(block: Block, mesh: DeviceMesh, *, norms: ParallelStyle | 
         "feed_forward.w3": ColwiseParallel(),
         "feed_forward.w2": RowwiseParallel(output_layouts=between),
     }
-    if norms:
+    if norms := _norm_style(config):
         plan |= {"attention_norm": norms, "ffn_norm": norms}
     parallelize_module(block, mesh, plan)
 
 
-def _between_regions(*, sequence_parallel: bool) -> Placement:
-    """Between the tensor-parallel regions activations are sharded along the sequence, or replicated."""
-    return Shard(1) if sequence_parallel else Replicate()
+def apply_tp_to_ends(model: Transformer, mesh: DeviceMesh, config: TrainerConfig) -> None:
+    """Shard embedding and output along the vocabulary (arXiv:1909.08053)."""
+    between = _between_regions(config)
+    plan: dict[str, ParallelStyle] = {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "output": ColwiseParallel(
+            input_layouts=between,
+            output_layouts=Shard(-1) if config.loss_parallel else Replicate(),
+            use_local_output=not config.loss_parallel,
+        ),
+    }
+    if norms := _norm_style(config):
+        plan["norm"] = norms
+    parallelize_module(model, mesh, plan)
+    model.tie_weights()  # each style has made a parameter of its own, with the same placement: rows of the vocabulary
 
 
-def norm_style(config: TrainerConfig) -> ParallelStyle | None:
+def _between_regions(config: TrainerConfig) -> Placement:
+    """Activations between the tensor-parallel regions are sharded along the sequence, or replicated."""
+    return Shard(1) if config.sequence_parallel else Replicate()
+
+
+def _norm_style(config: TrainerConfig) -> ParallelStyle | None:
     """None leaves norms out of tensor parallelism."""
     if config.sequence_parallel:
         return SequenceParallel()
@@ -197,54 +214,49 @@ def _wait_for_output(_module: nn.Module, _inputs: tuple[Any, ...], output: torch
     return output if type(output) is torch.Tensor else output.clone()
 
 
-ShardGroup = Callable[[nn.Module | list[nn.Module], str], None]
-ROOT = ""
+def apply_fsdp_to_block(
+    block: Block, name: str, policy: ReshardPolicy, options: dict[str, Any], *, norms_apart: bool
+) -> None:
+    """Shard a block as one FSDP group, or as three, with each norm as a group of its own.
 
-
-def sharding(config: TrainerConfig, mesh: DeviceMesh, policy: ReshardPolicy) -> ShardGroup:
-    """A function that makes modules one FSDP group, under the name that the reshard policy has for it."""
-    options: dict[str, Any] = {
-        "mesh": fsdp_mesh(mesh),
-        "mp_policy": mixed_precision_policy(config.precision),
-        "offload_policy": offload_policy(config),
-    }
-
-    def shard(modules: nn.Module | list[nn.Module], name: str) -> None:
-        fully_shard(modules, reshard_after_forward=policy.after_forward.get(name, False), **options)
-
-    return shard
-
-
-def apply_fsdp_to_block(block: Block, name: str, shard: ShardGroup, *, precision: PrecisionName) -> None:
-    """A group for each block. `bf16-mixed` takes the norms out of it: the parameters of a group must have one dtype
-    ("FSDP expects uniform original parameter dtype", torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py).
+    The parameters of a group must have one dtype: "FSDP expects uniform original parameter dtype",
+    torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py.
     """
-    if PRECISIONS[precision].norms_apart:
-        shard(block.attention_norm, f"{name}.attention_norm")
-        shard(block.ffn_norm, f"{name}.ffn_norm")
-    shard(block, name)
+    if norms_apart:
+        for norm in ("attention_norm", "ffn_norm"):
+            module, group = block.get_submodule(norm), f"{name}.{norm}"
+            fully_shard(module, reshard_after_forward=policy.of(group), **options)
+    fully_shard(block, reshard_after_forward=policy.of(name), **options)
 
 
-def apply_fsdp_to_ends(model: Transformer, shard: ShardGroup, *, precision: PrecisionName) -> None:
+def apply_fsdp_to_ends(
+    model: Transformer, policy: ReshardPolicy, options: dict[str, Any], *, norms_apart: bool
+) -> None:
     """Shard the embedding and (norm, output) as groups of their own, then the root.
 
-    Tied embeddings form one group with norm and output: a parameter can belong to one group only. `bf16-mixed` takes
-    the norm out of it.
+    Tied embeddings form one group with norm and output: a parameter can belong to one group only.
     """
-    tied, norm_apart = model.config.tied_embeddings, PRECISIONS[precision].norms_apart
+    tied = model.config.tied_embeddings
     if not tied:
-        shard(model.tok_embeddings, "tok_embeddings")
-    if norm_apart:
-        shard(model.norm, "norm")
-    last = [*([model.tok_embeddings] if tied else []), *([] if norm_apart else [model.norm]), model.output]
-    shard(last, "output")
-    # The root owns no parameters; it drives the others (streams, end of backward).
-    shard(model, ROOT)
+        fully_shard(model.tok_embeddings, reshard_after_forward=policy.of("tok_embeddings"), **options)
+    if norms_apart:
+        fully_shard(model.norm, reshard_after_forward=policy.of("norm"), **options)
+    last = [*([model.tok_embeddings] if tied else []), *([] if norms_apart else [model.norm]), model.output]
+    fully_shard(last, reshard_after_forward=policy.of("output"), **options)
+    # The root owns no parameters, so it has nothing to reshard; it drives the others (streams, end of backward).
+    fully_shard(model, reshard_after_forward=False, **options)
 
 
-def offload_policy(config: TrainerConfig) -> OffloadPolicy:
-    """The base class stands for no offloading."""
-    return CPUOffloadPolicy(pin_memory=config.pin_memory) if config.offload == "cpu" else OffloadPolicy()
+def _fsdp_options(config: TrainerConfig, mesh: DeviceMesh) -> dict[str, Any]:
+    """Options of `fully_shard` that all groups have in common."""
+    return {
+        "mesh": fsdp_mesh(mesh),
+        "mp_policy": mixed_precision_policy(config.precision),
+        # The base class stands for no offloading.
+        "offload_policy": CPUOffloadPolicy(pin_memory=config.pin_memory)
+        if config.offload == "cpu"
+        else OffloadPolicy(),
+    }
 
 
 def set_gradient_sync(model: Transformer, gradient_sync: GradientSync, *, last: bool) -> None:

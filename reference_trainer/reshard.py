@@ -47,6 +47,12 @@ class ReshardPolicy:
     reason: str = ""
     """Why, if it was chosen and not asked for."""
 
+    def of(self, group: str) -> AfterForward:
+        """Return what happens to a group after forward. Raises ValueError for a name that no group has."""
+        groups = ", ".join(self.after_forward)
+        require(group in self.after_forward, f"no FSDP group is named {group!r}: the groups are {groups}")
+        return self.after_forward[group]
+
     def describe(self) -> str:
         """One line: consecutive groups of the same policy together."""
         runs = [(policy, [name for name, _ in run]) for policy, run in groupby(self.after_forward.items(), _words)]
