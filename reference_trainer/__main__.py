@@ -27,15 +27,8 @@ from reference_trainer.checkpoint import (
 from reference_trainer.checks import require
 from reference_trainer.config import TrainerConfig, load_config
 from reference_trainer.data import Batches
-from reference_trainer.mesh import (
-    backends,
-    check_device,
-    check_fits_mesh,
-    choose_device,
-    destroy_process_group,
-    init_process_group,
-    resolve_mesh,
-)
+from reference_trainer.mesh import backends, check_device, choose_device, destroy_process_group, init_process_group
+from reference_trainer.parallel_dims import check_fits_mesh, resolve_mesh
 from reference_trainer.reshard import ReshardPolicy, reshard_policy
 from reference_trainer.train import StepMetrics, Trainer
 from reference_trainer.weights import check_checkpoint

@@ -14,9 +14,9 @@ import torch
 
 from reference_trainer.checks import require
 from reference_trainer.config import TrainerConfig
-from reference_trainer.mesh import ParallelDims
 from reference_trainer.mixed_precision import torch_dtype
 from reference_trainer.model import Transformer
+from reference_trainer.parallel_dims import ParallelDims
 from reference_trainer.precision import PRECISIONS
 
 AfterForward = bool | int

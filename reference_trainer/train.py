@@ -24,17 +24,10 @@ from reference_trainer.loss import (
     summed_loss,
 )
 from reference_trainer.loss_scale import LossScaler
-from reference_trainer.mesh import (
-    ParallelDims,
-    build_mesh,
-    check_fits_mesh,
-    check_offload,
-    dp_rank,
-    resolve_mesh,
-    set_tf32,
-)
+from reference_trainer.mesh import build_mesh, check_offload, dp_rank, set_tf32
 from reference_trainer.observer import Observer
 from reference_trainer.optim import build_optimizer, build_schedule
+from reference_trainer.parallel_dims import ParallelDims, check_fits_mesh, resolve_mesh
 from reference_trainer.parallelize import set_gradient_sync
 from reference_trainer.reshard import reshard_policy
 from reference_trainer.stopwatch import TRAINING

@@ -17,9 +17,10 @@ from conformance.instruments.sharding import local
 from conformance.run.ranks.messages import RankContext
 from reference_trainer.build import build_model
 from reference_trainer.config import TrainerConfig
-from reference_trainer.mesh import build_mesh, destroy_process_group, resolve_mesh
+from reference_trainer.mesh import build_mesh, destroy_process_group
 from reference_trainer.model import Transformer
 from reference_trainer.observer import Observer
+from reference_trainer.parallel_dims import resolve_mesh
 from reference_trainer.parallelize import parallelize
 from reference_trainer.reshard import reshard_policy
 

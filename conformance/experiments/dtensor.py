@@ -17,7 +17,8 @@ from conformance.defects.catalogue import injected
 from conformance.experiments.context import start_process_group
 from conformance.experiments.training import rank_config
 from conformance.run.ranks.messages import RankContext
-from reference_trainer.mesh import build_mesh, destroy_process_group, resolve_mesh
+from reference_trainer.mesh import build_mesh, destroy_process_group
+from reference_trainer.parallel_dims import resolve_mesh
 
 _SHAPES = ((8, 4), (5, 3), (1, 7))
 _LAYOUTS: tuple[Placement, ...] = (Replicate(), Shard(0), Shard(1))

@@ -19,8 +19,8 @@ from conformance.instruments.memory import MemoryLedger, PhaseMarks, Segment
 from reference_trainer.checks import require
 from reference_trainer.config import DataConfig, TrainerConfig
 from reference_trainer.data import Batches
-from reference_trainer.mesh import ParallelDims
 from reference_trainer.model import Transformer
+from reference_trainer.parallel_dims import ParallelDims
 from reference_trainer.train import Trainer
 
 _CPU = torch.device("cpu")

@@ -19,7 +19,8 @@ from conformance.experiments.context import start_process_group
 from conformance.experiments.training import rank_config
 from conformance.instruments.sharding import full
 from conformance.run.ranks.messages import RankContext
-from reference_trainer.mesh import build_mesh, destroy_process_group, dp_rank, fsdp_mesh, resolve_mesh
+from reference_trainer.mesh import build_mesh, destroy_process_group, dp_rank, fsdp_mesh
+from reference_trainer.parallel_dims import resolve_mesh
 
 _SAMPLES, _WIDTH, _INNER = 4, 8, 16
 

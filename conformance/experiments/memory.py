@@ -26,9 +26,10 @@ from reference_trainer.config import TrainerConfig
 from reference_trainer.data import Batches
 from reference_trainer.init_weights import init_weights
 from reference_trainer.loss import loss_context, summed_loss
-from reference_trainer.mesh import ParallelDims, build_mesh, destroy_process_group, resolve_mesh
+from reference_trainer.mesh import build_mesh, destroy_process_group
 from reference_trainer.mixed_precision import mixed_precision_policy
 from reference_trainer.model import Transformer
+from reference_trainer.parallel_dims import ParallelDims, resolve_mesh
 from reference_trainer.parallelize import apply_ac, apply_tp
 from reference_trainer.train import Trainer
 

@@ -18,7 +18,7 @@ from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell
 from conformance.plan.workload import trainer_config
 from conformance.run.record import Record
-from reference_trainer.mesh import resolve_mesh
+from reference_trainer.parallel_dims import resolve_mesh
 
 CLIP_GRAD_NORM = "https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html"
 

@@ -18,7 +18,7 @@ from conformance.plan.cells import Cell
 from conformance.plan.substrates import CUDA, SIMULATED
 from conformance.plan.workload import trainer_config
 from conformance.run.record import Record
-from reference_trainer.mesh import resolve_mesh
+from reference_trainer.parallel_dims import resolve_mesh
 
 FSDP1 = "https://docs.pytorch.org/docs/stable/fsdp.html#torch.distributed.fsdp.FullyShardedDataParallel"
 FSDP1_AND_FSDP2 = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"

@@ -13,7 +13,7 @@ from conformance.oracles.schedule import Event
 from conformance.oracles.traffic import step_events
 from conformance.plan.cells import Cell
 from conformance.plan.workload import trainer_config
-from reference_trainer.mesh import resolve_mesh
+from reference_trainer.parallel_dims import resolve_mesh
 
 MIXED_PRECISION = (
     "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html#torch.distributed.fsdp.MixedPrecisionPolicy"

@@ -7,7 +7,7 @@ from conformance.laws import compare
 from conformance.oracles.traffic import Traffic, TrafficByKey, add_up, step_events
 from conformance.plan.cells import Cell
 from conformance.plan.workload import trainer_config
-from reference_trainer.mesh import resolve_mesh
+from reference_trainer.parallel_dims import resolve_mesh
 
 TENSOR_PARALLEL = "https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html"
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from conformance.oracles.schedule import Event
 from reference_trainer.config import LossScaleConfig, TrainerConfig
-from reference_trainer.mesh import ParallelDims
+from reference_trainer.parallel_dims import ParallelDims
 from reference_trainer.precision import PRECISIONS
 
 

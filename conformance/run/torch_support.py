@@ -48,7 +48,7 @@ def _uneven_parts(cell: Cell, torch: tuple[int, ...]) -> Iterator[str]:
     if torch >= (2, 8):
         return
     from conformance.plan.workload import trainer_config  # imports torch
-    from reference_trainer.mesh import resolve_mesh
+    from reference_trainer.parallel_dims import resolve_mesh
 
     config = trainer_config(cell)
     dims, model = resolve_mesh(config.mesh, world_size=cell.world_size), config.model

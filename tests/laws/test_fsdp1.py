@@ -22,7 +22,7 @@ from conformance.run.devices.hardware import Hardware
 from conformance.run.devices.nvml import Device
 from reference_trainer.checkpoint import Checkpoints
 from reference_trainer.fsdp1 import whole
-from reference_trainer.mesh import resolve_mesh
+from reference_trainer.parallel_dims import resolve_mesh
 from reference_trainer.train import Trainer
 
 GROUPS = ("tok_embeddings", "layers.0", "layers.1", "output")

@@ -23,7 +23,8 @@ from conformance.plan.cells import Cell
 from conformance.plan.workload import trainer_config
 from reference_trainer.checkpoint import Checkpoints, resume
 from reference_trainer.config import LossScaleConfig, TrainerConfig
-from reference_trainer.mesh import init_process_group, resolve_mesh
+from reference_trainer.mesh import init_process_group
+from reference_trainer.parallel_dims import resolve_mesh
 from reference_trainer.train import Trainer
 
 FP16 = trainer_config(Cell(mesh="dp2", precision="fp16-mp"))

@@ -7,7 +7,7 @@ from conformance.oracles.schedule import fsdp_events, group_of, groups, kept_aft
 from conformance.plan.cells import AxisValue, Cell, cell_from_axes
 from conformance.plan.workload import trainer_config
 from reference_trainer.config import TrainerConfig
-from reference_trainer.mesh import ParallelDims, resolve_mesh
+from reference_trainer.parallel_dims import ParallelDims, resolve_mesh
 
 NUMBERS = {
     "tok_embeddings": 0,

@@ -18,7 +18,8 @@ from reference_trainer.config import (
     TrainerConfig,
     load_config,
 )
-from reference_trainer.mesh import ParallelDims, check_fits_mesh, choose_device, resolve_mesh
+from reference_trainer.mesh import choose_device
+from reference_trainer.parallel_dims import ParallelDims, check_fits_mesh, resolve_mesh
 from reference_trainer.strict_yaml import ConfigError, parse_scalar
 
 TINY = PROJECT / "reference_trainer" / "configs" / "tiny.yaml"

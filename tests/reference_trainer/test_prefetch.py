@@ -10,8 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from conformance.instruments.prefetching import backward_prefetch_of
 from reference_trainer.config import ModelConfig, TrainerConfig
-from reference_trainer.mesh import ParallelDims
 from reference_trainer.model import Transformer
+from reference_trainer.parallel_dims import ParallelDims
 from reference_trainer.parallelize import parallelize
 from reference_trainer.prefetch import backward_order, each_with_next, forward_order
 from reference_trainer.reshard import reshard_policy

@@ -7,8 +7,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from reference_trainer.config import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
-from reference_trainer.mesh import ParallelDims
 from reference_trainer.model import Transformer
+from reference_trainer.parallel_dims import ParallelDims
 from reference_trainer.parallelize import parallelize
 from reference_trainer.reshard import device_memory_bytes, estimated_peak_bytes, group_names, reshard_policy
 

@@ -15,7 +15,7 @@ from conformance.plan.workload import trainer_config
 from conformance.run.pool import Task
 from conformance.run.store import RecordStore
 from conformance.run.torch_support import require_features
-from reference_trainer.mesh import resolve_mesh
+from reference_trainer.parallel_dims import resolve_mesh
 
 TRAINS, BUILDS, PROBES = "training:train_cell", "build:draw_with_torch", "build:probe"
 
