@@ -1,5 +1,7 @@
 """The trainer's configuration: defaults, what is refused and with which words, and `--set`."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,12 @@ def refusal(call: Callable[[], object]) -> str:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - each caller looks at the message
         call()
     return str(caught.value)
+
+
+@pytest.mark.parametrize("module", ["config", "parallel_dims", "precision"])
+def test_configurations_are_read_without_torch(module: str) -> None:
+    program = f"import sys, reference_trainer.{module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=PROJECT, timeout=60, check=False).returncode == 0
 
 
 def test_defaults_are_a_valid_configuration() -> None:
