@@ -6,13 +6,14 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from reference_trainer.checks import require
 from reference_trainer.config import TrainerConfig
 from reference_trainer.parallel_dims import ParallelDims
 
-_RELEASE = tuple(int(part) for part in str(torch.__version__).split("+")[0].split(".")[:2])
+_RELEASE = Version(str(torch.__version__)).release[:2]
 _DROP_LAST_TENSORS_S = 0.2
 
 
