@@ -15,11 +15,11 @@ class _Overridden(Document):
     origins: dict[str, str]
     """The option, such as `--set mesh.tp=2`, that gave each path such as `$.mesh.tp`."""
 
-    def place(self, where: str) -> str:
-        """The option that gave the value, else file and line; then the options that gave parts of the value."""
-        whole = self.origins.get(where) or super().place(where)
-        parts = [option for path, option in self.origins.items() if path.startswith(f"{where}.")]
-        return " with ".join(dict.fromkeys([whole, *parts]))
+    def location(self, where: str) -> str:
+        """Return the option that gave the value, else FILE:LINE; then the options that gave values below it."""
+        own = self.origins.get(where) or super().location(where)
+        below = [option for path, option in self.origins.items() if path.startswith(f"{where}.")]
+        return " with ".join(dict.fromkeys([own, *below]))
 
 
 def override(document: Document, assignments: Iterable[str]) -> Document:
