@@ -69,7 +69,7 @@ def own_name(name: str) -> str:
     return name.replace("_fsdp_wrapped_module.", "")
 
 
-def whole(model: nn.Module) -> AbstractContextManager[None]:
+def summon_full_params(model: nn.Module) -> AbstractContextManager[None]:
     """Inside, parameters and gradients of FSDP1 are whole on every rank, but for what tensor parallelism divides.
 
     A collective call, not to be made in forward or backward. For any other model it does nothing.

@@ -7,12 +7,12 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from reference_trainer.config import OptimizerConfig
-from reference_trainer.fsdp1 import whole
+from reference_trainer.fsdp1 import summon_full_params
 
 
 def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, object]]:
     """Matrices decay; norms and biases (one-dimensional) do not."""
-    with whole(model):
+    with summon_full_params(model):
         are_matrices = [p.ndim >= 2 for p in model.parameters()]
     parameters = [
         (p, is_matrix) for p, is_matrix in zip(model.parameters(), are_matrices, strict=True) if p.requires_grad
