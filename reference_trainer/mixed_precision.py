@@ -1,4 +1,4 @@
-"""What a precision means to torch and FSDP2: dtypes of parameters, of computation and of reductions."""
+"""Precisions in terms of torch and FSDP2: dtypes of parameters, of computation and of reductions."""
 
 import torch
 from torch import nn
@@ -9,13 +9,13 @@ from reference_trainer.precision import PRECISIONS, Dtype, PrecisionName
 
 
 def torch_dtype(name: Dtype) -> torch.dtype:
-    """Return torch's dtype of this name."""
+    """Return the dtype of torch that has this name."""
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
 
 def set_parameter_dtypes(model: Transformer, precision: PrecisionName) -> None:
-    """Cast parameters, on the meta device or before they are initialised, to the dtype in which they are sharded.
+    """Cast parameters, before they are materialised or initialised, to the dtypes in which they are to be sharded.
 
     Buffers are left alone: the RoPE table is fp32 throughout.
     """
@@ -27,7 +27,7 @@ def set_parameter_dtypes(model: Transformer, precision: PrecisionName) -> None:
 
 
 def mixed_precision_policy(precision: PrecisionName) -> MixedPrecisionPolicy:
-    """Return what `fully_shard` is told. Inputs are left alone: casting them would round the fp32 RoPE table."""
+    """Return the policy for `fully_shard`. Inputs are left alone: casting them would round the fp32 RoPE table."""
     dtypes = PRECISIONS[precision]
     if not dtypes.is_mixed:
         return MixedPrecisionPolicy()

@@ -16,6 +16,7 @@ class ParallelDims:
 
     @property
     def world_size(self) -> int:
+        """Number of ranks."""
         return self.dp_replicate * self.dp_shard * self.tp
 
     @property
@@ -24,6 +25,7 @@ class ParallelDims:
         return self.dp_replicate * self.dp_shard
 
     def mesh_shape(self) -> dict[str, int]:
+        """Return name and size of each dimension of the mesh, outermost first."""
         degrees = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
         return {name: degree for name, degree in degrees.items() if degree > 1 or name == "dp_shard"}
 
@@ -42,16 +44,15 @@ def resolve_mesh(mesh: MeshConfig, *, world_size: int) -> ParallelDims:
 
 
 def check_fits_mesh(config: TrainerConfig, dims: ParallelDims) -> None:
-    """Raises ValueError for what does not go with this mesh: sizes that it cannot divide, options without effect."""
+    """Raise ValueError for what does not go with this mesh: sizes that it cannot divide, options without effect."""
     model, data = config.model, config.data
     for name, heads in (("n_heads", model.n_heads), ("n_kv_heads", model.n_kv_heads)):
         require(heads % dims.tp == 0, f"model.{name} {heads} is not divisible by mesh.tp {dims.tp}")
     require(model.ffn_dim % dims.tp == 0, f"model.ffn_dim {model.ffn_dim} is not divisible by mesh.tp {dims.tp}")
     if config.sequence_parallel:
         require(data.seq_len % dims.tp == 0, f"data.seq_len {data.seq_len} is not divisible by mesh.tp {dims.tp}")
-    parts = dims.dp * config.accumulation
     require(
-        data.global_batch_size % parts == 0,
+        data.global_batch_size % (dims.dp * config.accumulation) == 0,
         f"data.global_batch_size {data.global_batch_size} is not divisible by data-parallel ranks x accumulation "
         f"= {dims.dp} x {config.accumulation}",
     )

@@ -103,10 +103,10 @@ def apply_tp(model: Transformer, mesh: DeviceMesh, config: TrainerConfig) -> Non
 
 
 class ReplicateParallel(ParallelStyle):
-    """A module computed alike on every tensor-parallel rank; its parameters become replicated DTensors.
+    """Style of a module that every tensor-parallel rank computes alike, with replicated DTensors as parameters.
 
-    Without it they would stay plain tensors, and their gradients be on another mesh than all others, which
-    torch.nn.utils.clip_grad_norm_ refuses.
+    Without this style the parameters would stay plain tensors, and their gradients would be on another mesh than all
+    others, which torch.nn.utils.clip_grad_norm_ refuses.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -114,7 +114,7 @@ class ReplicateParallel(ParallelStyle):
             for name, parameter in module.named_parameters(recurse=False):
                 module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh, [Replicate()])))
 
-        # What these two return replaces inputs and output, but torch annotates None: hence Any.
+        # The values that these two return replace inputs and output, but torch annotates None: hence Any.
         def to_dtensor(_module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
             x, *rest = inputs
             return (DTensor.from_local(x, mesh, [Replicate()]), *rest)
@@ -167,20 +167,20 @@ def _between_regions(config: TrainerConfig) -> Placement:
 
 
 def _norm_style(config: TrainerConfig) -> ParallelStyle | None:
-    """None leaves norms out of tensor parallelism."""
+    """Style of norms; None leaves them out of tensor parallelism."""
     if config.sequence_parallel:
         return SequenceParallel()
     return ReplicateParallel() if config.norms_in_tp else None
 
 
 def _gather_input(layout: Placement, *, number_of_inputs: int) -> PrepareModuleInput:
-    """The first input becomes a replicated DTensor, gathered once for all its users; the RoPE table is left alone."""
+    """Gather the first input once for all its users, as a replicated DTensor; the RoPE table is left alone."""
     others = (None,) * (number_of_inputs - 1)
     return PrepareModuleInput(input_layouts=(layout, *others), desired_input_layouts=(Replicate(), *others))
 
 
 def apply_ac(block: Block, *, mode: Literal["full", "selective"]) -> None:
-    """Activation checkpointing: the block keeps its input and, if `selective`, what is expensive to recompute."""
+    """Let a block keep only its input for backward and, if `selective`, activations that are expensive to recompute."""
     block.recompute = partial(checkpoint, use_reentrant=False)
     if mode == "selective":
         keep = partial(create_selective_checkpoint_contexts, _keep_expensive)
@@ -190,7 +190,7 @@ def apply_ac(block: Block, *, mode: Literal["full", "selective"]) -> None:
 def _keep_expensive(
     _context: SelectiveCheckpointContext, operator: Any, *_args: Any, **_kwargs: Any
 ) -> CheckpointPolicy:
-    """Keep matrix products and attention, whose operator has another name for each kernel of a device."""
+    """Keep matrix products and attention; the operator of attention has another name for each kernel of a device."""
     name = operator.name()
     expensive = name in ("aten::mm", "aten::addmm", "aten::bmm") or "scaled_dot_product" in name
     return CheckpointPolicy.MUST_SAVE if expensive else CheckpointPolicy.PREFER_RECOMPUTE
@@ -199,17 +199,18 @@ def _keep_expensive(
 def apply_compile(block: Block, *, backend: Literal["inductor", "aot_eager"]) -> None:
     """Compile a block's layer by itself, without graph breaks: one graph serves all blocks.
 
-    Checkpointing stays outside of what is compiled: inside, with DTensor parameters, AOTAutograd fails an assertion on
-    a saved DeviceMesh (torch 2.13).
+    Checkpointing stays outside of the compiled function: inside of it, with DTensor parameters, AOTAutograd fails an
+    assertion on a saved DeviceMesh (torch 2.13).
     """
     block.layer = torch.compile(block.layer, backend=backend, fullgraph=True)  # type: ignore[method-assign]
 
 
 def _wait_for_output(_module: nn.Module, _inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-    """A tensor still in flight (AsyncCollectiveTensor, of tensor parallelism) becomes a plain one, by a copy.
+    """Copy an output that is still in flight (AsyncCollectiveTensor, of tensor parallelism) to a plain tensor.
 
-    As input of a compiled function its gradient would silently be zero, and the embedding not be trained. Can go with
-    torch 2.13, when all supported versions have https://github.com/pytorch/pytorch/pull/191113.
+    As input of a compiled function the gradient of such a tensor would silently be zero, and the embedding would not be
+    trained. The hook can go with torch 2.13, when all supported versions have
+    https://github.com/pytorch/pytorch/pull/191113.
     """
     return output if type(output) is torch.Tensor else output.clone()
 
@@ -260,10 +261,11 @@ def _fsdp_options(config: TrainerConfig, mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def set_gradient_sync(model: Transformer, gradient_sync: GradientSync, *, last: bool) -> None:
-    """To be called before each micro-batch's forward: whether its backward communicates gradients.
+    """Say, before a micro-batch's forward, whether its backward communicates gradients; `last`: it is the step's last.
 
-    `set_is_last_backward` stays True. It is meant for several forwards before their backwards (pipelines): left False,
-    FSDP keeps the order of an earlier forward, and a later backward prefetches parameters that it does not need.
+    `set_is_last_backward` stays True. That switch is meant for several forwards before their backwards (pipelines):
+    left False, FSDP keeps the order of an earlier forward, and a later backward prefetches parameters that it does not
+    need.
     """
     root = cast("FSDPModule", model)  # `fully_shard` has added the methods of FSDPModule
     match gradient_sync:

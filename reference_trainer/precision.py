@@ -1,6 +1,6 @@
 """Precisions as data: the dtypes that each name means. Without torch, so that any process can read the table.
 
-`mixed_precision` tells torch what the table says.
+The functions of `mixed_precision` tell torch what the table says.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ PrecisionName = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """The dtypes of a training run."""
+    """Dtypes of a training run."""
 
     compute: Dtype
     """Dtype of unsharded parameters, all-gathers and activations."""

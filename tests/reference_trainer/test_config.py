@@ -1,4 +1,4 @@
-"""The trainer's configuration: defaults, what is refused and with which words, and `--set`."""
+"""Configuration of the trainer: defaults, values that are refused and the messages, and `--set`."""
 
 import subprocess
 import sys
@@ -277,7 +277,7 @@ def test_overrides_change_the_fields_they_name() -> None:
         (["mesh..tp=2"], "--set mesh..tp=2: write KEY=VALUE"),
         (["=2"], "--set =2: write KEY=VALUE"),
         (["steps=on"], "--set steps=on: `on` is true in YAML 1.1 and a word in YAML 1.2: write true"),
-        (["steps.x=1"], "--set steps.x=1: steps is a value, not a section: set it as a whole"),
+        (["steps.x=1"], "--set steps.x=1: steps is a value, not a section: write steps=VALUE"),
         (["mesh.tp=two"], "--set mesh.tp=two: Expected `int`, got `str` - at `$.mesh.tp`"),
         (["mesh=2"], "--set mesh=2: Expected `object`, got `int` - at `$.mesh`"),
         (["optimizer.lrr=1"], "--set optimizer.lrr=1: unknown field `lrr`; allowed: name, lr, "),

@@ -1,4 +1,4 @@
-"""The table of precisions, and what torch is told of it."""
+"""Table of precisions, and what torch is told of it."""
 
 from dataclasses import FrozenInstanceError
 from typing import get_args
@@ -48,7 +48,7 @@ def test_dtypes_are_those_of_torch(name: str) -> None:
 def test_what_fully_shard_is_told(
     precision: PrecisionName, compute: torch.dtype | None, reduce: torch.dtype | None
 ) -> None:
-    """Inputs are cast only where nothing is, as by default."""
+    """`cast_forward_inputs` has its default, True, only with the default policy, which casts nothing."""
     expected = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=compute is None)
     assert mixed_precision_policy(precision) == expected
 

@@ -1,4 +1,4 @@
-"""Which groups the trainer reshards, and how far."""
+"""Resharding: the groups that the trainer reshards, and to how many ranks."""
 
 from typing import Any
 
@@ -48,8 +48,8 @@ def test_names_of_groups() -> None:
     ],
 )
 def test_policies(mode: Any, expected: list[bool | int]) -> None:
-    found = policy(mode)
-    assert (found, list(map(type, found))) == (expected, list(map(type, expected)))
+    chosen = policy(mode)
+    assert (chosen, list(map(type, chosen))) == (expected, list(map(type, expected)))
 
 
 def test_the_last_of_ten_blocks_is_not_the_first() -> None:

@@ -1,4 +1,4 @@
-"""Strict YAML: what could be misread is refused, and every mistake has file and line."""
+"""Strict YAML: scalars that could be misread are refused, and every mistake has file and line."""
 
 import dataclasses
 import enum
@@ -71,7 +71,7 @@ def test_accepted_scalars(folder: Path, text: str, value: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("texts", "advice"),
+    ("scalars", "advice"),
     [
         ("on On ON yes y Y", "is true in YAML 1.1 and a word in YAML 1.2: write true, or quote it if it is a string"),
         ("off no NO n", "is false in YAML 1.1 and a word in YAML 1.2: write false, or quote it if it is a string"),
@@ -87,8 +87,8 @@ def test_accepted_scalars(folder: Path, text: str, value: object) -> None:
     ],
     ids=["on", "off", "010", "0b11", "1_000", "1:30", "2.10", "inf", "999...", "tags", "aliases"],
 )
-def test_refused_scalars(folder: Path, texts: str, advice: str) -> None:
-    for text in texts.split():
+def test_refused_scalars(folder: Path, scalars: str, advice: str) -> None:
+    for text in scalars.split():
         for layout in (f"# x\na: {text}\n", f"# x\n{{a: [{text} ]}}\n"):
             message = problem(folder, layout)
             assert message.startswith("file.yaml:2: ")
@@ -244,7 +244,7 @@ def test_numbers_are_read_as_python_and_pyyaml_write_them(folder: Path, value: f
     )
 )
 def test_a_plain_scalar_has_one_meaning_or_is_refused(folder: Path, text: str) -> None:
-    """What is accepted means the same to PyYAML, which reads YAML 1.1, or is a number to all but PyYAML."""
+    """An accepted scalar means the same to PyYAML, which reads YAML 1.1, or is a number that PyYAML does not know."""
     try:
         value = read(folder, f"a: {text}\n").data["a"]
     except ConfigError:
