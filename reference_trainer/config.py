@@ -14,7 +14,7 @@ from typing import Literal
 from reference_trainer.checks import Config, at_least_one, fraction, not_negative, positive, require, require_each
 from reference_trainer.overrides import override
 from reference_trainer.precision import PRECISIONS, PrecisionName
-from reference_trainer.strict_yaml import convert, load
+from reference_trainer.strict_yaml import allowed, convert, load
 
 
 class ModelConfig(Config, frozen=True, kw_only=True):
@@ -255,6 +255,8 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
     def __post_init__(self) -> None:
+        # msgspec checks values of files, not those that Python gives.
+        require(self.precision in PRECISIONS, f"precision is {self.precision}{allowed(self.precision, PRECISIONS)}")
         require_each(self, "", "accumulation steps", at_least_one, "at least 1")
         require_each(self, "", "forward_prefetch backward_prefetch", not_negative, "at least 0")
         require(0 <= self.seed < 2**64, f"seed is {self.seed}, must be at least 0 and below 2**64")
@@ -371,12 +373,12 @@ def _check_implementation(config: TrainerConfig) -> None:
     if config.implementation == "fsdp2":
         require(config.limit_all_gathers, "limit_all_gathers false has no effect with fsdp2: set implementation=fsdp1")
         return
-    for name, allowed in _FSDP1_GOES_WITH.items():
+    for name, values in _FSDP1_GOES_WITH.items():
         value = attrgetter(name)(config)
         require(
-            value in allowed,
+            value in values,
             f"implementation fsdp1 with {name} {value}: it is for comparison alone; use implementation fsdp2, or "
-            f"{name} {' or '.join(map(str, allowed))}",
+            f"{name} {' or '.join(map(str, values))}",
         )
 
 

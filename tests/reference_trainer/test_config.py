@@ -75,6 +75,7 @@ def test_configurations_are_immutable_and_by_keyword() -> None:
         (OptimizerConfig, {"final_lr_fraction": 1.5}, "optimizer.final_lr_fraction is 1.5, must be at least 0 and at"),
         (OptimizerConfig, {"norm_type": 0.0}, 'optimizer.norm_type is 0.0, must be positive and finite, or "inf"'),
         (OptimizerConfig, {"norm_type": float("inf")}, "optimizer.norm_type is inf, must be positive and finite"),
+        (TrainerConfig, {"precision": "fp8"}, "precision is fp8; allowed: fp32, bf16-mp, "),
         (
             TrainerConfig,
             {"precision": "bf16-mp", "tf32": True},
