@@ -70,7 +70,7 @@ def parallelize(
         if ends:
             model.tok_embeddings.register_forward_hook(_wait_for_output)
 
-    # 4. FSDP comes last, so that its hooks are outermost.
+    # 4. FSDP shards what the steps before have made; its hooks are outermost.
     fsdp = _fsdp_options(config, mesh)
     norms_apart = PRECISIONS[config.precision].norms_apart
     for name, block in chosen.items():
@@ -224,9 +224,8 @@ def apply_fsdp_to_block(
     torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py.
     """
     if norms_apart:
-        for norm in ("attention_norm", "ffn_norm"):
-            module, group = block.get_submodule(norm), f"{name}.{norm}"
-            fully_shard(module, reshard_after_forward=policy.of(group), **options)
+        fully_shard(block.attention_norm, reshard_after_forward=policy.of(f"{name}.attention_norm"), **options)
+        fully_shard(block.ffn_norm, reshard_after_forward=policy.of(f"{name}.ffn_norm"), **options)
     fully_shard(block, reshard_after_forward=policy.of(name), **options)
 
 
@@ -250,13 +249,11 @@ def apply_fsdp_to_ends(
 
 def _fsdp_options(config: TrainerConfig, mesh: DeviceMesh) -> dict[str, Any]:
     """Options of `fully_shard` that all groups have in common."""
+    no_offloading = OffloadPolicy()
     return {
         "mesh": fsdp_mesh(mesh),
         "mp_policy": mixed_precision_policy(config.precision),
-        # The base class stands for no offloading.
-        "offload_policy": CPUOffloadPolicy(pin_memory=config.pin_memory)
-        if config.offload == "cpu"
-        else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=config.pin_memory) if config.offload == "cpu" else no_offloading,
     }
 
 
