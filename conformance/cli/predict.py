@@ -22,16 +22,17 @@ from conformance.oracles.schedule import groups
 from conformance.oracles.tp_schedule import local_shapes
 from conformance.oracles.traffic import add_up, step_events
 from conformance.plan.mesh import Mesh
-from reference_trainer.config import DataConfig, MeshConfig, ModelConfig, Precision, TrainerConfig
-from reference_trainer.mesh import ParallelDims, check_fits_mesh, resolve_mesh
+from reference_trainer.config import DataConfig, MeshConfig, ModelConfig, TrainerConfig
 from reference_trainer.overrides import override
+from reference_trainer.parallel_dims import ParallelDims, check_fits_mesh, resolve_mesh
+from reference_trainer.precision import PrecisionName
 from reference_trainer.reshard import reshard_policy
 from reference_trainer.strict_yaml import convert, load
 
 MODELS = Path(__file__).parent / "models"
 _MODES = ("always", "never", "default", "except-last")
 _CHOICES = {
-    "precision": get_args(Precision),
+    "precision": get_args(PrecisionName),
     "offload": ("none", "cpu"),
     "activation_checkpointing": ("none", "selective", "full"),
 }

@@ -26,7 +26,7 @@ from conformance.instruments.residency import Residency
 from conformance.instruments.sharding import fsdp_group_of, sharded_parameters, shared_parameters
 from conformance.instruments.step_profile import StepProfile
 from conformance.instruments.timing import StepTimes, calibration_s
-from reference_trainer.fsdp1 import whole
+from reference_trainer.fsdp1 import summon_full_params
 from reference_trainer.model import Transformer
 from reference_trainer.observer import Observer, Phase
 from reference_trainer.train import StepMetrics, Trainer
@@ -76,7 +76,7 @@ class Recorder(Observer):
         self._reshard = after_forward
 
     def sharded(self, model: Transformer) -> None:
-        with self._tap.paused(), whole(model):
+        with self._tap.paused(), summon_full_params(model):
             groups = fsdp_group_of(model)
             self._parameters = {name: _parameter_facts(p, groups[name]) for name, p in model.named_parameters()}
         self._notify("sharded", model)
@@ -111,7 +111,7 @@ class Recorder(Observer):
     def finish(self, trainer: Trainer, metrics: list[StepMetrics]) -> tuple[RankFacts, dict[str, Tensor]]:
         """Capture the final state; returns the facts and the tensors of this rank."""
         # What instruments compute and communicate is not part of the run.
-        with self._tap.paused(), whole(trainer.model):
+        with self._tap.paused(), summon_full_params(trainer.model):
             self._capture.final(trainer.model, trainer.optimizer)
             self._dtypes.final(trainer.model, trainer.optimizer)
         facts = RankFacts(
@@ -151,7 +151,7 @@ class Recorder(Observer):
 
     def _notify(self, event: str, *args: Any, **kwargs: Any) -> None:
         # What instruments compute and communicate is not part of the run. FSDP1's parameters are shown whole.
-        with self._tap.paused(), self._times.apart(), self._profile.apart(), whole(args[0]):
+        with self._tap.paused(), self._times.apart(), self._profile.apart(), summon_full_params(args[0]):
             for instrument in self._instruments:
                 getattr(instrument, event)(*args, **kwargs)
 

@@ -15,7 +15,7 @@ from conformance.oracles.torch_versions import traits_of
 from conformance.oracles.tp_schedule import local_shapes, tensor_parallel_events
 from conformance.plan.cells import Cell
 from reference_trainer.config import TrainerConfig
-from reference_trainer.mesh import ParallelDims, resolve_mesh
+from reference_trainer.parallel_dims import ParallelDims, resolve_mesh
 
 PHASES = ("forward", "backward", "clip", "optimizer")
 _BUSY_PHASES = ("forward", "backward")

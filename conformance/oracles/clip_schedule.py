@@ -15,7 +15,7 @@ import torch
 from conformance.oracles.schedule import Event
 from conformance.oracles.torch_versions import traits_of
 from reference_trainer.config import TrainerConfig
-from reference_trainer.mesh import ParallelDims
+from reference_trainer.parallel_dims import ParallelDims
 
 
 def clip_events(parameters: Iterable[str], config: TrainerConfig, dims: ParallelDims) -> list[Event]:

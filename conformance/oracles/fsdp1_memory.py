@@ -22,7 +22,7 @@ from conformance.oracles.memory_model import Usage, Walk
 from conformance.oracles.schedule import group_of
 from conformance.oracles.torch_versions import UP_TO_2_13
 from reference_trainer.config import TrainerConfig
-from reference_trainer.mesh import ParallelDims
+from reference_trainer.parallel_dims import ParallelDims
 
 _ROOT = "output"
 _ALIGNMENT_BYTES = 16

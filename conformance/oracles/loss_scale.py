@@ -7,8 +7,9 @@ Source: torch.amp.GradScaler. A step in which a gradient overflows is skipped an
 from collections.abc import Sequence
 
 from conformance.oracles.schedule import Event
-from reference_trainer.config import LossScaleConfig, TrainerConfig, scales_loss
-from reference_trainer.mesh import ParallelDims
+from reference_trainer.config import LossScaleConfig, TrainerConfig
+from reference_trainer.parallel_dims import ParallelDims
+from reference_trainer.precision import PRECISIONS
 
 
 def loss_scales(options: LossScaleConfig, skipped: Sequence[bool]) -> list[float]:
@@ -29,7 +30,7 @@ def unscale_events(config: TrainerConfig, dims: ParallelDims) -> list[Event]:
 
     torch asks those among which the first gradient, the embedding's, is divided; then the trainer asks all ranks.
     """
-    if not scales_loss(config.precision):
+    if not PRECISIONS[config.precision].scales_loss:
         return []
     sizes = {"dp_replicate": dims.dp_replicate, "dp_shard": dims.dp_shard, "tp": dims.tp}
     wide = [name for name, size in sizes.items() if size > 1]

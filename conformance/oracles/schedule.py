@@ -18,8 +18,8 @@ import torch
 from conformance.oracles.dtype_policy import dtype_policy
 from conformance.oracles.torch_versions import traits_of
 from reference_trainer.config import TrainerConfig
-from reference_trainer.mesh import ParallelDims
 from reference_trainer.model import Transformer
+from reference_trainer.parallel_dims import ParallelDims
 
 _EMBEDDING, _NORM, _OUTPUT = "tok_embeddings", "norm", "output"
 

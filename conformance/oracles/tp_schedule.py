@@ -19,8 +19,8 @@ from conformance.oracles.dtype_policy import dtype_policy
 from conformance.oracles.schedule import Event, Kind, communicates
 from conformance.oracles.torch_versions import traits_of
 from reference_trainer.config import ModelConfig, TrainerConfig
-from reference_trainer.mesh import ParallelDims
 from reference_trainer.model import Transformer
+from reference_trainer.parallel_dims import ParallelDims
 
 _ROWS = ("tok_embeddings", "output", "wq", "wk", "wv", "w1", "w3")
 _COLUMNS = ("wo", "w2")

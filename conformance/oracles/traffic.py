@@ -12,7 +12,7 @@ from conformance.oracles.loss_scale import unscale_events
 from conformance.oracles.schedule import Event, fsdp_events, shard_numels
 from conformance.oracles.tp_schedule import local_shapes, tensor_parallel_events
 from reference_trainer.config import TrainerConfig
-from reference_trainer.mesh import ParallelDims
+from reference_trainer.parallel_dims import ParallelDims
 
 
 @dataclass(frozen=True)

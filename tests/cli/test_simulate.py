@@ -17,7 +17,7 @@ from conformance.experiments.memory import step_in_simulation
 from conformance.memory_segment import MemorySegment
 from conformance.oracles.memory_model import usage_by_phase
 from conformance.plan.cells import Cell
-from reference_trainer.mesh import resolve_mesh
+from reference_trainer.parallel_dims import resolve_mesh
 
 SMALL = ["n_layers=3", "dim=1024", "n_heads=8", "n_kv_heads=4", "ffn_dim=2048", "vocab_size=32768", "max_seq_len=256"]
 

@@ -22,7 +22,8 @@ from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell
 from reference_trainer.checkpoint import Checkpoints, resume
 from reference_trainer.config import LossScaleConfig, TrainerConfig
-from reference_trainer.mesh import init_process_group, resolve_mesh
+from reference_trainer.mesh import init_process_group
+from reference_trainer.parallel_dims import resolve_mesh
 from reference_trainer.train import Trainer
 
 FP16 = Cell(mesh="dp2", precision="fp16-mp").config

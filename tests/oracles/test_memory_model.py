@@ -19,7 +19,7 @@ from conformance.oracles.tp_schedule import local_shapes
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell
 from conformance.run.ranks.messages import RankContext
-from reference_trainer.mesh import resolve_mesh
+from reference_trainer.parallel_dims import resolve_mesh
 
 GROUPS = ("tok_embeddings", "layers.0", "layers.1", "output")
 MODES = ("always", "default", "except-last", "never")

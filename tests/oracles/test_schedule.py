@@ -6,7 +6,7 @@ import pytest
 from conformance.oracles.schedule import fsdp_events, group_of, groups, kept_after_forward, shard_numels
 from conformance.plan.cells import AxisValue, Cell, cell_from_axes
 from reference_trainer.config import TrainerConfig
-from reference_trainer.mesh import ParallelDims, resolve_mesh
+from reference_trainer.parallel_dims import ParallelDims, resolve_mesh
 
 NUMBERS = {
     "tok_embeddings": 0,

@@ -15,7 +15,7 @@ from conformance.oracles.traffic import Traffic, add_up, step_events
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import AxisValue, Cell, cell_from_axes
 from reference_trainer.config import DataConfig, MeshConfig, ModelConfig, TrainerConfig
-from reference_trainer.mesh import resolve_mesh
+from reference_trainer.parallel_dims import resolve_mesh
 
 # 2 samples of 4 tokens a rank: activations of 8 x 4 = 32 elements.
 CONFIG = TrainerConfig(
