@@ -23,7 +23,7 @@ class NotInjectable(RuntimeError):
     """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Defect:
     """A named fault, the laws that must catch it, and a benign twin that all laws must let pass."""
 
@@ -34,10 +34,11 @@ class Defect:
     mechanism: str
     laws: tuple[str, ...]
     """Ids of the laws that must fail on some of the `cells`; `hangs` asks for another verdict."""
-    cells: str
+    cells: str = ""
     """Selection expression: the smallest cells of matrix.yaml that show the defect to all of its `laws`.
 
-    Empty if only a device shows the defect (`substrates=CUDA`): its cells are chosen when a device first shows it.
+    Empty for a user's own defect, which is injected into any cell, and if only a device shows the defect
+    (`substrates=CUDA`): its cells are chosen when a device first shows it.
     """
     inject: Injection
     inject_twin: Injection
