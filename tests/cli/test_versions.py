@@ -12,7 +12,7 @@ from expecttest import assert_expected_inline
 from conformance.__main__ import main
 from conformance.cli.versions import versions_table
 from conformance.project import PROJECT
-from tests.report.test_diff import case, report
+from tests.report.sample_reports import case, report
 
 OLD = report(case("PAR-10/a"), case("PAR-2/a", "unsupported"), case("PAR-2/b"), torch="2.6.0")
 NEW = report(case("PAR-2/a"), case("PAR-2/b", "fail"), case("MP-1/a"), torch="2.15.0")
