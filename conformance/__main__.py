@@ -70,10 +70,10 @@ def _description(options: argparse.Namespace) -> str:
 
 def _defects(options: argparse.Namespace) -> tuple[int, str]:
     from conformance.detection.kill_matrix import kill_matrix
-    from conformance.detection.rendering import as_markdown, as_page, as_text
+    from conformance.detection.rendering import as_html, as_markdown, as_text
 
     found = kill_matrix(profile=options.profile, directory=options.report_dir, workers=options.workers, only=options.id)
-    (options.report_dir / "kill_matrix.html").write_text(as_page(found))
+    (options.report_dir / "kill_matrix.html").write_text(as_html(found))
     if options.write_docs:
         (PROJECT / "docs" / "kill_matrix.md").write_text(as_markdown(found) + "\n")
     return int(bool(found.problems)), as_text(found)
@@ -97,11 +97,11 @@ def _laws(options: argparse.Namespace) -> str:
 
 def _page(options: argparse.Namespace) -> str:
     from conformance.report.diff import read_report
-    from conformance.report.html import report_page
+    from conformance.report.html import html_report
 
     file = options.report_dir / "report.html"
     baseline = read_report(options.baseline) if options.baseline else None
-    file.write_text(report_page(read_report(options.report_dir), baseline=baseline))
+    file.write_text(html_report(read_report(options.report_dir), baseline=baseline))
     return f"written: {file}"
 
 
@@ -125,11 +125,12 @@ def _difference(options: argparse.Namespace) -> tuple[int, str]:
     import msgspec
 
     from conformance.report.diff import diff, read_report
-    from conformance.report.diff_text import as_markdown, as_page, as_text
+    from conformance.report.diff_text import as_markdown, as_text
+    from conformance.report.html import html_difference
 
     found = diff(read_report(options.before), read_report(options.after), any_suite=options.any_suite)
     if options.html:
-        options.html.write_text(as_page(found))
+        options.html.write_text(html_difference(found))
     if options.json:
         text = msgspec.json.format(msgspec.json.encode(found), indent=1).decode()
     else:

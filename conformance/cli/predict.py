@@ -7,7 +7,6 @@ backward with fused attention and norms, and what its largest product needs besi
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -22,6 +21,8 @@ from conformance.oracles.schedule import groups
 from conformance.oracles.tp_schedule import local_shapes
 from conformance.oracles.traffic import add_up, step_events
 from conformance.plan.mesh import Mesh
+from conformance.project import PACKAGE
+from conformance.report.charts import predicted_memory
 from reference_trainer.config import DataConfig, MeshConfig, ModelConfig, TrainerConfig
 from reference_trainer.overrides import override
 from reference_trainer.parallel_dims import ParallelDims, check_fits_mesh, resolve_mesh
@@ -29,7 +30,7 @@ from reference_trainer.precision import PrecisionName
 from reference_trainer.reshard import reshard_policy
 from reference_trainer.strict_yaml import convert, load
 
-MODELS = Path(__file__).parent / "models"
+MODELS = PACKAGE / "models"
 _MODES = ("always", "never", "default", "except-last")
 _CHOICES = {
     "precision": get_args(PrecisionName),
@@ -232,21 +233,9 @@ def as_text(request: Request, found: Prediction) -> str:
 
 
 def as_picture(request: Request, found: Prediction) -> str:
-    """An SVG with one bar for each phase: what was there before, and what the phase adds at its peak."""
-    scale = 520 / max(use["peak_bytes"] for use in found.phases.values())
-    resident = found.state_bytes if request.offload == "none" else 0
-    rows = []
-    for index, (phase, use) in enumerate(found.phases.items()):
-        y, width = 40 + 34 * index, use["peak_bytes"] * scale
-        rows += [
-            f'<text x="8" y="{y + 16}">{phase}</text>',
-            f'<rect x="90" y="{y}" width="{width:.1f}" height="22" fill="#7fb3d5"/>',
-            f'<rect x="90" y="{y}" width="{resident * scale:.1f}" height="22" fill="#1f618d"/>',
-            f'<text x="{96 + width:.1f}" y="{y + 16}">{use["peak_bytes"] / GIB:.2f} GiB</text>',
-        ]
-    title = f"{request.model} on {request.mesh}: memory of each rank (dark: parameters and optimizer)"
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 {60 + 34 * len(found.phases)}" role="img" '
-        f'font-family="sans-serif" font-size="13"><title>{title}</title><text x="8" y="22">{title}</text>'
-        f"{''.join(rows)}</svg>\n"
+    """Return an SVG file with the memory of each phase."""
+    return predicted_memory(
+        {phase: use["peak_bytes"] for phase, use in found.phases.items()},
+        resident_bytes=found.state_bytes if request.offload == "none" else 0,
+        title=f"{request.model} on {request.mesh}: memory of each rank (dark: parameters and optimizer)",
     )

@@ -39,7 +39,7 @@ class KillMatrix(msgspec.Struct, frozen=True, kw_only=True):
     """Trials that were not made now, since nothing that they depend on has changed."""
 
     @property
-    def idle_laws(self) -> list[str]:
+    def laws_without_kills(self) -> list[str]:
         """Laws of the profile that can be judged here and catch nothing, if all was tried."""
         if not self.complete:
             return []
@@ -51,10 +51,10 @@ class KillMatrix(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def problems(self) -> list[str]:
         """One line each; none if every defect is caught, every twin passes and every law catches something."""
-        return [*(line for trial in self.trials for line in _problems_of(trial)), *self._idle_lines()]
+        return [*(line for trial in self.trials for line in _problems_of(trial)), *self._without_kills()]
 
-    def _idle_lines(self) -> Iterator[str]:
-        for law in self.idle_laws:
+    def _without_kills(self) -> Iterator[str]:
+        for law in self.laws_without_kills:
             yield f"{law} catches no defect: nobody knows whether it can fail"
 
 

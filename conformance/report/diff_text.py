@@ -1,6 +1,5 @@
-"""Difference between two reports in words: for a terminal, as markdown, and as HTML."""
+"""Difference between two reports in words: for a terminal, and as markdown."""
 
-import html
 from collections.abc import Sequence
 
 from tabulate import tabulate
@@ -9,13 +8,6 @@ from conformance.report.diff import HARMLESS, Change, Difference
 
 _SHOWN = 30
 """Groups of drifted metrics, and other changes, that the terminal shows; JSON has all."""
-_STYLE = """
-:root { color-scheme: light dark; --good: #1a7f37; --bad: #cf222e; --line: #8884; }
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 75rem; padding: 0 1rem; }
-table { border-collapse: collapse; width: 100%; } th, td { border: 1px solid var(--line); padding: .3rem .5rem; }
-th { text-align: left; } td { vertical-align: top; overflow-wrap: anywhere; } .scroll { overflow-x: auto; }
-.good { color: var(--good); } .bad { color: var(--bad); }
-"""
 SIDE_HEADERS = ["", "before", "after"]
 VERDICT_HEADERS = ["change", "case", "before", "after", "reason"]
 METRIC_HEADERS = ["law", "metric", "cases", "after / before", "for example", "before", "after"]
@@ -40,22 +32,6 @@ def as_markdown(difference: Difference) -> str:
         table = tabulate(metrics, headers=METRIC_HEADERS, tablefmt="github", disable_numparse=True)
         sections += ["## Metrics", table]
     return "\n\n".join(sections) + "\n"
-
-
-def as_page(difference: Difference) -> str:
-    """Return the difference as one HTML file that needs nothing else."""
-    sections = [_table(side_rows(difference), SIDE_HEADERS)]
-    if verdicts := verdict_rows(difference):
-        sections += ["<h2>Verdicts</h2>", _table(verdicts, VERDICT_HEADERS)]
-    if metrics := metric_rows(difference):
-        sections += ["<h2>Metrics</h2>", _table(metrics, METRIC_HEADERS)]
-    kind = "bad" if difference.exit_status else "good"
-    return (
-        "<!doctype html><html lang='en'><meta charset='utf-8'>"
-        "<meta name='viewport' content='width=device-width'><title>Conformance: difference</title>"
-        f"<style>{_STYLE}</style><h1>Compared with the baseline</h1>"
-        f"<p class='{kind}'>{html.escape(summary(difference))}</p>{''.join(sections)}</html>\n"
-    )
 
 
 def summary(difference: Difference) -> str:
@@ -116,9 +92,3 @@ def _limited(rows: list[list[str]], headers: list[str]) -> str:
         rows[:_SHOWN], headers=headers, disable_numparse=True, maxcolwidths=[None, *[60] * (len(headers) - 1)]
     )
     return table if len(rows) <= _SHOWN else f"{table}\n... and {len(rows) - _SHOWN} more: see --json"
-
-
-def _table(rows: list[list[str]], headers: list[str]) -> str:
-    head = "".join(f"<th>{html.escape(text)}</th>" for text in headers)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(text)}</td>" for text in row) + "</tr>" for row in rows)
-    return f"<div class='scroll'><table><tr>{head}</tr>{body}</table></div>"

@@ -13,8 +13,9 @@ from conformance.judge.measurements import Measurement
 from conformance.judge.verdicts import Verdict
 from conformance.report.cell_facts import CellFacts
 from conformance.report.diff import Change, Difference, diff
-from conformance.report.diff_text import as_markdown, as_page, as_text, summary
+from conformance.report.diff_text import as_markdown, as_text, summary
 from conformance.report.drift import drifted_metrics
+from conformance.report.html import html_difference
 from conformance.report.schema import Report
 from tests.report.sample_reports import FACTS, GATHER, bytes_of, case, count, deviation, ratio, report, seconds
 
@@ -168,12 +169,12 @@ def example() -> Difference:
 def test_all_renderings_tell_the_same() -> None:
     difference = example()
     assert summary(difference) == "3 metric-moved, 1 new-fail"
-    for text in (as_text(difference), as_markdown(difference), as_page(difference)):
+    for text in (as_text(difference), as_markdown(difference), html_difference(difference)):
         for told in ("2.13.0", "2.15.0", "new-fail", "why fail", "1.5", "1000 bytes", summary(difference)):
             assert told in text, text
-    assert "<a>" not in as_page(difference)
+    assert "<a>" not in html_difference(difference)
     nothing = diff(report(), report())
-    assert all("no difference" in text for text in (as_text(nothing), as_markdown(nothing), as_page(nothing)))
+    assert all("no difference" in text for text in (as_text(nothing), as_markdown(nothing), html_difference(nothing)))
 
 
 def test_the_terminal_shows_the_first_changes() -> None:
