@@ -1,40 +1,24 @@
 """Texts for `python -m conformance`: what a law, a cell or a defect is, and which cases a profile has."""
 
 import difflib
-import importlib
-import inspect
-import pkgutil
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import yaml
 from tabulate import tabulate
 
-from conformance.judge.law import Law, law_of
+from conformance.laws.registry import AssertedLaw, asserted_laws
 from conformance.plan.cells import Cell
 from conformance.plan.matrix import Matrix
 from conformance.plan.selection import Selection, parse
-from conformance.project import PROJECT
 
 _WIDTH = 100
 
 
 class UnknownId(ValueError):
     """Nothing has this id; the message names those that are nearly the same."""
-
-
-@dataclass(frozen=True)
-class AssertedLaw:
-    """A law with the place of its test."""
-
-    law: Law
-    where: str
-    """`FILE:LINE FUNCTION`, the file below the project's directory."""
 
 
 def list_cases(matrix: Matrix, profile: str, *, only: Selection | None) -> str:
@@ -86,26 +70,6 @@ def show(matrix: Matrix, id_: str) -> str:
         return _defect_text(by_id[id_.removesuffix(TWIN)])
     near = difflib.get_close_matches(id_, [*laws, *by_id, *cells], n=3)
     raise UnknownId(f"no law, cell or defect has the id {id_}" + (f"; near: {', '.join(near)}" if near else ""))
-
-
-@cache
-def law_tests() -> dict[str, Callable[..., None]]:
-    """The test of each law by id, as a plain function, found by importing every module of `conformance.laws`."""
-    import conformance.laws
-
-    names = [module.name for module in pkgutil.iter_modules(conformance.laws.__path__)]
-    tests = [test for name in names for test in vars(importlib.import_module(f"conformance.laws.{name}")).values()]
-    return {law.id: test for test in tests if (law := law_of(test))}
-
-
-def asserted_laws() -> dict[str, AssertedLaw]:
-    """All laws by id."""
-    found = {}
-    for law_id, test in law_tests().items():
-        law, file = law_of(test), Path(inspect.getfile(test)).relative_to(PROJECT)
-        assert law is not None
-        found[law_id] = AssertedLaw(law, f"{file}:{test.__code__.co_firstlineno} {test.__name__}")
-    return found
 
 
 def _law_text(matrix: Matrix, asserted: AssertedLaw) -> str:

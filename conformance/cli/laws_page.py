@@ -2,9 +2,9 @@
 
 from tabulate import tabulate
 
-from conformance.cli.describe import asserted_laws
 from conformance.defects.catalogue import defects
 from conformance.judge.law import in_order
+from conformance.laws.registry import asserted_laws
 from conformance.project import PROJECT
 
 PAGE = PROJECT / "docs" / "laws.md"

@@ -12,13 +12,12 @@ from pathlib import Path
 import msgspec
 import torch
 
-from conformance.cli.describe import law_tests
 from conformance.judge.judge import Judged, judge
-from conformance.judge.law import law_of
 from conformance.judge.measurements import Measurement
 from conformance.judge.support import Machine
 from conformance.judge.verdicts import CONFORMANT, INCOMPLETE, SUITE_FAILED, Verdict, exit_status
 from conformance.judge.waivers import Waiver, profile_waivers
+from conformance.laws.registry import asserted_laws
 from conformance.plan.matrix import Case, Matrix, Profile, load_matrix
 from conformance.report.cell_facts import cell_facts
 from conformance.report.environment import suite_digest
@@ -169,10 +168,16 @@ class _Verifier:
             yield f"the report has the metrics {result.measured}, the records give {judged.measured}"
 
     def _judged(self, case: Case) -> Judged:
-        test = law_tests()[case.law]
-        law = law_of(test)
-        assert law is not None
-        return judge(case, law, test, self._store, machine=self._machine, profile=self._profile, waivers=self._waivers)
+        law = asserted_laws()[case.law]
+        return judge(
+            case,
+            law.law,
+            law.test,
+            self._store,
+            machine=self._machine,
+            profile=self._profile,
+            waivers=self._waivers,
+        )
 
     def _failures(self) -> set[str]:
         """Reasons of all runs of any cell that did not finish: a law may look at several cells."""

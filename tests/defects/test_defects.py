@@ -10,12 +10,12 @@ import pytest
 
 import conformance.instruments.poison  # noqa: F401
 import reference_trainer.checkpoint  # noqa: F401 - so that all that a defect may replace is loaded
-from conformance.cli.describe import law_tests
 from conformance.defects.catalogue import AND, TWIN, defects, ids, injected, sources_of
 from conformance.defects.injection import Defect, NotInjectable, repeated_call, replaced, replaced_call
-from conformance.detection.bench import Bench
+from conformance.detection.case_judge import CaseJudge
 from conformance.detection.trials import escapes
 from conformance.judge.verdicts import Verdict, classify
+from conformance.laws.registry import law_tests
 from conformance.oracles import dtype_policy as dtype_policies
 from conformance.oracles.dtype_policy import BF16, FP32, dtype_policy
 from conformance.outcomes import CellFailed
@@ -26,9 +26,9 @@ from tests.pytest_plugin import miniatures
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+def case_judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CaseJudge]:
     with Pools() as pools:
-        yield Bench(tmp_path_factory.mktemp("records"), pools)
+        yield CaseJudge(tmp_path_factory.mktemp("records"), pools)
 
 
 def by_id(defect: Defect) -> str:
@@ -59,7 +59,7 @@ def selections_for_all_laws() -> list[str]:
 
 
 @pytest.mark.parametrize("selection", selections_for_all_laws())
-def test_benign_twins_pass(bench: Bench, selection: str) -> None:
+def test_benign_twins_pass(case_judge: CaseJudge, selection: str) -> None:
     """The twins of all defects of these cells, in force at once, pass all laws that these defects must fail.
 
     `conformance defects` judges each twin alone. Twins that replace the same attribute hide each other, and take turns.
@@ -69,7 +69,7 @@ def test_benign_twins_pass(bench: Bench, selection: str) -> None:
     of_hangs = [[name] for name, defect in twins.items() if defect.hangs]
     for group in without_common_attributes([name for name, defect in twins.items() if not defect.hangs]) + of_hangs:
         laws = {law for name in group for law in twins[name].laws}
-        results = bench.judge(bench.cases(selection, only=laws), defect=AND.join(group))
+        results = case_judge.judge(case_judge.cases(selection, only=laws), defect=AND.join(group))
         assert results
         assert [judged for judged in results if judged.verdict != Verdict.PASS] == []
 
@@ -92,16 +92,16 @@ def without_common_attributes(names: Sequence[str]) -> list[list[str]]:
 
 # After the twins, since rank processes that other defects were in serve all tests, see `try_defect`.
 @pytest.mark.parametrize("defect", SHOWN_ON_CPU, ids=by_id)
-def test_a_defect_is_caught_by_its_laws(bench: Bench, defect: Defect) -> None:
-    assert escapes(bench, defect) == []
+def test_a_defect_is_caught_by_its_laws(case_judge: CaseJudge, defect: Defect) -> None:
+    assert escapes(case_judge, defect) == []
 
 
-def test_the_other_meaning_of_an_unset_reduce_dtype_is_caught(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_other_meaning_of_an_unset_reduce_dtype_is_caught(case_judge: CaseJudge, monkeypatch: pytest.MonkeyPatch) -> None:
     """The policy is that of a torch on the other side of 2.15, where the meaning has changed."""
     policy = dtype_policy("bf16-params")
     other = dataclasses.replace(policy, reduce=BF16 if policy.reduce == FP32 else FP32)
     monkeypatch.setitem(dtype_policies._POLICIES, "bf16-params", other)
-    results = bench.judge(bench.cases("id = dp2-bf16params-default-meta"), defect=None)
+    results = case_judge.judge(case_judge.cases("id = dp2-bf16params-default-meta"), defect=None)
     assert {judged.case.law for judged in results if judged.verdict == Verdict.FAIL} >= {"PAR-2", "MP-1", "MP-4"}
 
 
@@ -220,22 +220,22 @@ def test_repeated_call_calls_the_original_as_often_as_it_is_told(times: int, res
     assert len(calls) == times
 
 
-def test_a_defect_that_cannot_be_injected_is_the_suites_error(bench: Bench) -> None:
-    results = bench.judge(bench.cases("id = dp2-fp32-default-meta-sgd"), defect="nonsense")
+def test_a_defect_that_cannot_be_injected_is_the_suites_error(case_judge: CaseJudge) -> None:
+    results = case_judge.judge(case_judge.cases("id = dp2-fp32-default-meta-sgd"), defect="nonsense")
     assert len(results) == 2
     for judged in results:
         assert judged.verdict == Verdict.ERROR
         assert judged.reason.endswith("NotInjectable: nonsense cannot be injected: KeyError: 'nonsense'")
 
 
-def test_a_rank_that_hangs_is_told_from_its_waiting_peers(bench: Bench) -> None:
+def test_a_rank_that_hangs_is_told_from_its_waiting_peers(case_judge: CaseJudge) -> None:
     limit_s = 6.0
     cell, defect = Cell(mesh="dp2", seed=1), f"{miniatures.__file__}:suspended"
     with pytest.raises(CellFailed) as caught:
-        CaseRuns(bench.store(defect=defect, deadline_s=limit_s)).run(cell)
+        CaseRuns(case_judge.store(defect=defect, deadline_s=limit_s)).run(cell)
     failure = caught.value.failure
     assert (failure.kind, failure.first_rank) == ("timeout", 1)
     assert failure.reason == f"no result from ranks 0, 1 within {limit_s:g} s; rank 1 did not wait for a peer"
     assert classify(caught.value)[0] == Verdict.TIMEOUT
     with pytest.raises(CellFailed, match="no result"):
-        CaseRuns(bench.store(defect=defect)).run(cell)  # a hang is not repeated for the next law
+        CaseRuns(case_judge.store(defect=defect)).run(cell)  # a hang is not repeated for the next law

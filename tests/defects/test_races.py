@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
 
 from conformance.defects.catalogue import defects, injected
-from conformance.detection.bench import Bench
+from conformance.detection.case_judge import CaseJudge
 from conformance.judge.verdicts import Verdict
 from conformance.plan.substrates import CUDA
 from conformance.run.pool import Pools
@@ -17,9 +17,9 @@ ON_DEVICES = ("all-reduce-buffer-released", "offload-source-released", "offload-
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+def case_judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CaseJudge]:
     with Pools() as pools:
-        yield Bench(tmp_path_factory.mktemp("records"), pools)
+        yield CaseJudge(tmp_path_factory.mktemp("records"), pools)
 
 
 def test_defects_of_devices_name_devices_alone() -> None:
@@ -30,10 +30,10 @@ def test_defects_of_devices_name_devices_alone() -> None:
 
 @pytest.mark.parametrize("suffix", ["", ".twin"])
 @pytest.mark.parametrize("name", ON_DEVICES)
-def test_defects_of_devices_change_nothing_in_a_run_without_streams(bench: Bench, name: str, suffix: str) -> None:
+def test_defects_of_devices_change_nothing_in_a_run_without_streams(case_judge: CaseJudge, name: str, suffix: str) -> None:
     """The attributes that they replace exist in this torch."""
     cell = "hsdp2x2-bf16reduce-default-meta" if name.startswith("all") else "hsdp2x2-fp32-default-meta-offloadcpu"
-    (judged,) = bench.judge(bench.cases(f"id = {cell}", only=["STREAM-5"]), defect=name + suffix)
+    (judged,) = case_judge.judge(case_judge.cases(f"id = {cell}", only=["STREAM-5"]), defect=name + suffix)
     assert judged.verdict == Verdict.PASS, judged.reason
 
 
