@@ -1,4 +1,4 @@
-"""What is left of a session: its report, in files that programs read and in texts and charts that people read.
+"""Report of a session: the files that programs read, and the texts and charts that people read.
 
 `schema` has the fields of report.json and report.jsonl. `text` and `html` show a report; `diff` compares two, and
 `drift` says which metrics differ by more than noise. `cell_facts` and `environment` collect what a report has besides

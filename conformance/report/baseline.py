@@ -13,12 +13,13 @@ from conformance.report.schema import Report
 
 
 class Baseline:
-    """Earlier report that a session is compared with.
-
-    Raises ValueError if the directory has no report, or one that was judged by another suite: see `diff --any-suite`.
-    """
+    """Earlier report that a session is compared with."""
 
     def __init__(self, directory: Path) -> None:
+        """Read the report in a directory.
+
+        Raises ValueError if there is none, or one that was judged by another suite: see `diff --any-suite`.
+        """
         self.report = read_report(directory)
         if self.report.suite_digest != suite_digest():
             raise ValueError(

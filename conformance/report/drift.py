@@ -68,7 +68,7 @@ def _exact_drifted(before: float, after: float, *, slack: float = 0.0) -> bool:
 
 
 def _slack(metric: Measurement) -> float:
-    """What the law leaves open: the distance between the bounds."""
+    """Distance between the bounds, which a law leaves open."""
     return metric.upper - metric.lower if metric.upper is not None and metric.lower is not None else 0.0
 
 
