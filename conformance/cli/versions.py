@@ -1,19 +1,35 @@
-"""`python -m conformance versions DIR...`: the same laws on several versions of torch, one table."""
+"""`python -m conformance versions DIR...`: the same laws on several versions of torch, in one table."""
 
+import argparse
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 from tabulate import tabulate
 
+from conformance.cli.command import Answer, Commands
 from conformance.judge.law import in_order
 from conformance.judge.verdicts import Verdict
+from conformance.report.diff import read_report
 from conformance.report.schema import Report
 
 _ORDER = [verdict.value for verdict in Verdict]
 
 
+def add_parser(commands: Commands) -> None:
+    """Add the command."""
+    parser = commands.add_parser("versions", help="laws by version of torch, from a report of each")
+    parser.add_argument("report_dir", type=Path, nargs="+", metavar="DIR", help="reports, in the order of columns")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> Answer:
+    """Print the table. Raises ValueError if a report cannot be read, or if two are of one version."""
+    return Answer(versions_table([read_report(directory) for directory in options.report_dir]))
+
+
 def versions_table(reports: Sequence[Report], *, table_format: str = "github") -> str:
-    """Laws by version: how many cases of each verdict, `41 pass, 2 fail`. Versions stand in the order of the reports.
+    """Return laws by version: the number of cases of each verdict, `41 pass, 2 fail`, in the order of the reports.
 
     Raises ValueError for two reports of one version.
     """

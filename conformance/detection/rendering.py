@@ -91,7 +91,7 @@ def _rows(trial: Trial) -> Iterator[list[str]]:
 
 
 def _rows_with_source(trial: Trial) -> Iterator[list[str]]:
-    """As `_rows`, with a link to the source of the defect, and its title."""
+    """Rows of `_rows`, with a link to the source of the defect, and its title."""
     defect = next(defect for defect in defects() if defect.id == trial.defect)
     for name, *rest in _rows(trial):
         yield [f"[{name}]({defect.source})" if name else "", defect.title if name else "", *rest]

@@ -8,7 +8,7 @@ import pytest
 from expecttest import assert_expected_inline
 
 from conformance.__main__ import main
-from conformance.cli.waiver_drafts import NO_ISSUE, draft_waivers
+from conformance.cli.waive import NO_ISSUE, draft_waivers
 from conformance.judge.waivers import Waivers
 from conformance.plan.cells import Cell
 from reference_trainer.strict_yaml import convert, load
