@@ -10,7 +10,7 @@ from tabulate import tabulate
 from conformance.judge.law import in_order
 from conformance.judge.verdicts import Verdict
 from conformance.report.schema import CaseResult, Report
-from conformance.report.wording import counted, derivation_text, is_outside, value_text
+from conformance.report.wording import counted, derivation_text, is_outside, terms_text, value_text
 
 _TOLD_WAIT_S = 1.0
 
@@ -75,11 +75,14 @@ def _notable(report: Report) -> Iterator[tuple[CaseResult, int]]:
 
 
 def _broken_bounds(case: CaseResult) -> Iterator[str]:
-    """One line for each metric outside of a bound that has a derivation."""
+    """One line for each metric outside of a bound that has a derivation: what the reason does not say already."""
     for name, metric in case.measured.items():
-        derivation = derivation_text(metric)
-        if derivation and is_outside(metric):
-            yield f"{name}{f' at {metric.at}' if metric.at else ''}: {value_text(metric)}, {derivation}"
+        if not metric.terms or not is_outside(metric):
+            continue
+        if metric.formula in case.reason:
+            yield f"terms of the bound: {terms_text(metric)}"
+        else:
+            yield f"{name}{f' at {metric.at}' if metric.at else ''}: {value_text(metric)}, {derivation_text(metric)}"
 
 
 def _unsupported(report: Report) -> Counter[str]:

@@ -27,8 +27,12 @@ def derivation_text(metric: Measurement) -> str:
     """
     if metric.upper is None or not metric.terms:
         return ""
-    terms = ", ".join(f"{name} = {value:.3g}" for name, value in metric.terms.items())
-    return f"bound {metric.upper:.3g} = {metric.formula}; {terms}"
+    return f"bound {metric.upper:.3g} = {metric.formula}; {terms_text(metric)}"
+
+
+def terms_text(metric: Measurement) -> str:
+    """Return the terms of the upper bound: `u = 5.96e-08, F = 105, tokens = 256`."""
+    return ", ".join(f"{name} = {value:.3g}" for name, value in metric.terms.items())
 
 
 def is_outside(metric: Measurement) -> bool:

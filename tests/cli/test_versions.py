@@ -33,9 +33,9 @@ PAR-10  1 pass                 -""",
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, found in (("old", OLD), ("new", NEW)):
+    for name, side in (("old", OLD), ("new", NEW)):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "report.json").write_bytes(msgspec.json.encode(found))
+        (tmp_path / name / "report.json").write_bytes(msgspec.json.encode(side))
     assert main(["versions", str(tmp_path / "old"), str(tmp_path / "new")]) == 0
     assert "| PAR-10 | 1 pass" in capsys.readouterr().out
     assert main(["versions", str(tmp_path / "none")]) == 2

@@ -59,7 +59,8 @@ def test_all_renderings_tell_the_same() -> None:
         assert "25%" in output
         assert "grads-summed escapes PAR-1: it passes" in output
     cells = ("grads-summed", "PAR-1", "1 of 2 cells", "40", "passes, 25%", "too far")
-    assert f'<tr class="pass">{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>' in html
+    row = "".join(f"<td>{cell}</td>" for cell in cells)
+    assert f'<tr class="pass">{row}</tr>' in html
     assert html.count('<tr class="fail">') == 1
     assert html.startswith("<!doctype html>")
     assert BY_ID["grads-summed"].source in markdown

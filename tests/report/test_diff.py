@@ -190,10 +190,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     a, b = str(tmp_path / "a"), str(tmp_path / "b")
     assert main(["diff", a, a]) == 0
     assert "no difference" in capsys.readouterr().out
-    assert main(["diff", a, b, "--json", "--html", str(tmp_path / "page.html")]) == 1
+    assert main(["diff", a, b, "--json", "--html", str(tmp_path / "diff.html")]) == 1
     read = msgspec.json.decode(capsys.readouterr().out, type=Difference)
     assert [change.kind for change in read.changes] == ["new-fail"]
-    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+    assert (tmp_path / "diff.html").read_text().startswith("<!doctype html>")
     assert main(["diff", a, b, "--markdown"]) == 1
     assert capsys.readouterr().out.startswith("# Conformance, compared with the baseline")
     assert main(["diff", a, str(tmp_path / "none")]) == 2
