@@ -75,7 +75,7 @@ def _defects(options: argparse.Namespace) -> tuple[int, str]:
     found = kill_matrix(profile=options.profile, directory=options.report_dir, workers=options.workers, only=options.id)
     (options.report_dir / "kill_matrix.html").write_text(as_page(found))
     if options.write_docs:
-        (PROJECT / "docs" / "kill_matrix.md").write_text(as_markdown(found) + "\n")
+        (PROJECT / "docs" / "detection" / "kill_matrix.md").write_text(as_markdown(found) + "\n")
     return int(bool(found.problems)), as_text(found)
 
 
@@ -210,7 +210,7 @@ def _add_defects(commands: Any) -> None:
     trying.add_argument("id", nargs="*", help="only these (default: all)")
     trying.add_argument("--profile", default=DEFAULT_PROFILE, metavar="P", help="whose cells (default: %(default)s)")
     trying.add_argument("--workers", type=int, default=2, metavar="N", help="processes, each with its own ranks")
-    trying.add_argument("--write-docs", action="store_true", help="also write docs/kill_matrix.md")
+    trying.add_argument("--write-docs", action="store_true", help="also write docs/detection/kill_matrix.md")
     trying.add_argument(
         "--report-dir",
         type=Path,

@@ -1,4 +1,4 @@
-"""The kill matrix as texts: for the terminal, for docs/kill_matrix.md, and as a page."""
+"""The kill matrix as texts: for the terminal, for docs/detection/kill_matrix.md, and as a page."""
 
 import html
 import math
@@ -36,7 +36,7 @@ def as_text(found: KillMatrix) -> str:
 
 
 def as_markdown(found: KillMatrix) -> str:
-    """docs/kill_matrix.md."""
+    """docs/detection/kill_matrix.md."""
     titles = {defect.id: defect for defect in defects()}
     rows = [
         [f"[{defect}]({titles[defect].source})" if defect else "", titles[defect].title if defect else "", *rest]
