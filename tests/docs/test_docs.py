@@ -97,9 +97,16 @@ def test_the_check_of_paths_sees_them() -> None:
     right = "[x](laws.md) [y](https://a.b/c) [z](#here) `conformance/laws/test_FAMILY.py` `ci/bisect.sh 2.6.0 2.7.1`"
     more = "`conformance/laws/test_par.py::test_x[dp2]` `conformance/` `conformance-report/report.json` `torch/x.py`"
     assert not [*broken_links("docs/report.md", right + more), *broken_paths(right + more)]
-    wrong = "`conformance/engine/store.py` `tests/test_par*.py` `docs/nothing/README.md` `ci/none.sh JOB`"
+    wrong = "`conformance/engine/store.py` `tests/test_par*.py` `docs/nothing` `ci/none.sh JOB`"
     assert len([*broken_paths(wrong)]) == 4
     assert [*broken_links("docs/report.md", "[x](report.md#y) [x](gpu.md)")] == ["gpu.md"]
+
+
+def test_pages_that_the_code_names_exist() -> None:
+    folders = ("conformance", "reference_trainer", "benchmarks", "tests", "ci")
+    files = [file for folder in folders for file in (PROJECT / folder).rglob("*.*") if file.suffix in (".py", ".sh")]
+    named = {(file.name, page) for file in files for page in re.findall(r"docs/[\w/]+\.md", file.read_text())}
+    assert not [(file, page) for file, page in named if not (PROJECT / page).exists()]
 
 
 # Commands
@@ -131,6 +138,14 @@ def test_blind_spots_has_a_row_for_each_law() -> None:
 def test_private_names_of_torch_are_listed() -> None:
     listed = {span for line in text_of("docs/notes/private_names.md").splitlines() for span in _SPAN.findall(line)}
     assert not PRIVATE_NAMES_ALLOWED_IN.keys() - listed
+
+
+def test_the_page_on_records_names_each_instrument_and_oracle() -> None:
+    folders = [PROJECT / "conformance" / name for name in ("instruments", "oracles")]
+    modules = {file.name for folder in folders for file in folder.glob("*.py")} - {"__init__.py"}
+    named = {span for span in _SPAN.findall(text_of("docs/notes/record.md")) if span.endswith(".py")}
+    assert not modules - {Path(name).name for name in named}
+    assert not {name for name in named if "/" not in name} - modules
 
 
 # Length, and what changes from day to day
