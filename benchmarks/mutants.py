@@ -3,7 +3,7 @@
 One small change (`torch_mutants/syntax.py`) at a time in a module that FSDP2, tensor parallelism or clipping is made
 of, at a place that the session reaches, from outside: by a `sitecustomize` on PYTHONPATH. Prints for each what the
 session says, up to its first failure. A mutant that survives is either no fault, since it changes nothing that a user
-could notice, or one that no law sees: which of the two has to be judged by hand, in docs/detection.md.
+could notice, or one that no law sees: which of the two has to be judged manually, in docs/detection/torch_faults.md.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from benchmarks.pages import PROJECT, write_between
 from benchmarks.torch_mutants.syntax import Point, points, statement_at
 from conformance.report.schema import CaseResult, Report
 
-PAGE = PROJECT / "docs" / "detection.md"
+PAGE = PROJECT / "docs" / "detection" / "torch_faults.md"
 HOOK = Path(__file__).parent / "torch_mutants"
 LIMIT_S = 1200.0
 _FSDP, _DTENSOR = "torch.distributed.fsdp._fully_shard", "torch.distributed.tensor"

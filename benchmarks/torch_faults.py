@@ -15,7 +15,7 @@ import torch
 from tabulate import tabulate
 
 from benchmarks.mutants import PAGE, outcome, source_of
-from benchmarks.pages import write_between
+from benchmarks.pages import PROJECT, write_between
 from reference_trainer.strict_yaml import load
 
 FILE = Path(__file__).with_suffix(".yaml")
@@ -57,7 +57,7 @@ def row(name: str, fault: Fault) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="What the suite says about faults of torch that are not listed.")
     parser.add_argument("names", nargs="*", help="only these (default: all)")
-    parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.name}")
+    parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.relative_to(PROJECT)}")
     arguments = parser.parse_args()
     known = faults()
     if unknown := set(arguments.names) - known.keys():

@@ -6,7 +6,7 @@ from pathlib import Path
 from conformance.cli.command import Answer, Commands, add_profile
 from conformance.project import PROJECT
 
-_DOCS_FILE = PROJECT / "docs" / "kill_matrix.md"
+_DOCS_FILE = PROJECT / "docs" / "detection" / "kill_matrix.md"
 
 
 def add_parser(commands: Commands) -> None:
@@ -15,7 +15,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("id", nargs="*", help="only these defects (default: all)")
     add_profile(parser)
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="processes, each with its own ranks")
-    parser.add_argument("--write-docs", action="store_true", help="also write docs/kill_matrix.md")
+    parser.add_argument("--write-docs", action="store_true", help="also write docs/detection/kill_matrix.md")
     parser.add_argument(
         "--report-dir",
         type=Path,

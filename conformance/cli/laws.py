@@ -16,7 +16,7 @@ _INTRODUCTION = """# Laws
 Written by `python -m conformance laws --write-docs`; a test keeps it in step with the laws. `python -m conformance
 show LAW` adds families and numbers of cases. A law holds from the torch version on that stands there, on each of its
 substrates; those with devices are unverified where [gpu/status.md](gpu/status.md) says so. The defects are those that
-the law must catch, see [kill_matrix.md](kill_matrix.md)."""
+the law must catch, see [detection/kill_matrix.md](detection/kill_matrix.md)."""
 
 
 def add_parser(commands: Commands) -> None:

@@ -1,4 +1,4 @@
-"""Kill matrix in words: for a terminal, as markdown for docs/kill_matrix.md, and as HTML."""
+"""Kill matrix in words: for a terminal, as markdown for docs/detection/kill_matrix.md, and as HTML."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ def as_text(matrix: KillMatrix) -> str:
 
 
 def as_markdown(matrix: KillMatrix) -> str:
-    """Return the content of docs/kill_matrix.md."""
+    """Return the content of docs/detection/kill_matrix.md."""
     headers = ["defect", "what it is", *_HEADERS[1:]]
     rows = [row for trial in matrix.trials for row in _rows_with_source(trial)]
     unverified = ", ".join(matrix.unverified) or "none"
