@@ -6,10 +6,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
+from conformance.experiments.context import RankWorld
 from conformance.experiments.training import _profiled_step
 from conformance.instruments.communication import (
     APART,
@@ -22,8 +24,10 @@ from conformance.instruments.communication import (
     union,
 )
 from conformance.instruments.step_profile import StepProfile, read_trace
-from conformance.run.pool import Pools, RankContext, Task
-from reference_trainer.config import TrainerConfig
+from conformance.plan.cells import Cell
+from conformance.run.experiment import job_of
+from conformance.run.pool import Pools
+from conformance.run.ranks.messages import RankContext, Task
 
 RANK, BACKEND = 7, 8
 intervals = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=8)
@@ -129,5 +133,5 @@ def test_the_last_step_on_a_device_is_profiled(
     device: str, rank: int, defect: str | None, steps: int, expected: int | None
 ) -> None:
     context = RankContext(rank=rank, world_size=2, rendezvous="", timeout_s=1.0, device=device)
-    payload = {"defect": defect, "steps_before_save": 0}
-    assert _profiled_step(context, payload, TrainerConfig(steps=steps)) == expected
+    job = job_of(Cell(steps=steps), Path(), defect=defect)
+    assert _profiled_step(RankWorld(context, job, job.config, torch.device("cpu"))) == expected

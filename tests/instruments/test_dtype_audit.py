@@ -17,8 +17,7 @@ from torch import Tensor
 from conformance.instruments.dtypes import DtypeAudit
 from conformance.instruments.facts import Collective, RankFacts
 from conformance.instruments.recorder import Recorder
-from conformance.laws import test_mixed_precision as mixed_precision
-from conformance.laws import test_workload as workload
+from conformance.laws import test_data, test_mp, test_opt
 from conformance.oracles.dtype_policy import dtype_policy, expected_dtypes
 from conformance.oracles.reference import initial_model
 from conformance.outcomes import ConformanceFailure
@@ -27,11 +26,11 @@ from conformance.run.record import Header, Record, RecordFile, tensor_file
 from reference_trainer.train import Trainer
 
 LAWS: dict[str, Callable[..., None]] = {
-    "MP-1": mixed_precision.test_dtypes_are_those_of_the_policy,
-    "MP-3": mixed_precision.test_rope_tables_and_buffers_keep_every_bit,
-    "MP-5": mixed_precision.test_masters_are_fp32,
-    "OPT-1": workload.test_optimizer_holds_the_sharded_parameters,
-    "DATA-1": workload.test_each_data_parallel_coordinate_sees_its_share,
+    "MP-1": test_mp.test_dtypes_are_those_of_the_mixed_precision_policy,
+    "MP-3": test_mp.test_rope_tables_and_buffers_keep_every_bit,
+    "MP-5": test_mp.test_master_weights_are_fp32,
+    "OPT-1": test_opt.test_optimizer_holds_the_sharded_parameters,
+    "DATA-1": test_data.test_each_data_parallel_coordinate_sees_its_samples,
 }
 CELL = Cell(mesh="dp1", precision="bf16-mp", activation_checkpointing="full", accumulation=2, steps=2)
 

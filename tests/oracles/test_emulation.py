@@ -201,16 +201,16 @@ def test_ring_sum_is_a_sum_along_any_dimension(count: int) -> None:
         torch.testing.assert_close(ring_sum(parts, dim=dim), torch.stack(parts).sum(0))
 
 
-def probe_facts(total: Tensor, terms: list[Tensor]) -> list[dict[str, object]]:
-    return [{"bf16_sum": {"terms": mine.tolist(), "total": total.tolist()}} for mine in terms]
-
-
 def test_the_order_of_a_backend_is_recognised() -> None:
     generator = torch.Generator().manual_seed(random.Random(0).randrange(2**31))
     terms = [torch.randn(256, generator=generator).bfloat16() for _ in range(4)]
-    assert sums_in_ring_order(probe_facts(ring_sum(terms, dim=None), terms))
-    assert not sums_in_ring_order(probe_facts(terms[0] + terms[1] + terms[2] + terms[3], terms))
-    assert not sums_in_ring_order(probe_facts(torch.stack(terms).float().sum(0).bfloat16(), terms))
+
+    def is_ring_sum(total: Tensor) -> bool:
+        return sums_in_ring_order([numbers.tolist() for numbers in terms], [total.tolist()] * len(terms))
+
+    assert is_ring_sum(ring_sum(terms, dim=None))
+    assert not is_ring_sum(terms[0] + terms[1] + terms[2] + terms[3])
+    assert not is_ring_sum(torch.stack(terms).float().sum(0).bfloat16())
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conformance.laws.test_checkpoint import _not_counted, _state_of_no_step
 from msgspec.structs import replace
 
 from conformance.instruments.facts import OptimizerGroup
 from conformance.laws.compare import distance
 from conformance.laws.steps import require_steps_taken
+from conformance.laws.test_ckpt import _state_of_no_step, _without_zero_counters
 from conformance.oracles import tolerance
 from conformance.oracles.emulation import emulated_step
 from conformance.oracles.loss_scale import loss_scales, unscale_events
@@ -89,12 +89,12 @@ def test_fp16_gradients_are_within_their_bound(config: TrainerConfig, exponent: 
     expected, found = gradients(FP32), gradients(config, scale=2.0**exponent)
     bounds = tolerance.fp16_gradients(config, expected, loss_scale=2.0**exponent)
     for name, bound in bounds.items():
-        assert distance({name: found[name]}, {name: expected[name]}) <= bound * float(expected[name].norm()), name
+        assert distance({name: found[name]}, {name: expected[name]}) <= bound.value * float(expected[name].norm()), name
 
 
 def test_without_its_term_for_underflow_the_bound_would_not_hold() -> None:
     expected, found = gradients(FP32), gradients(FP16, scale=2.0**-16)
-    relative = min(tolerance.fp16_gradients(FP16, expected, loss_scale=2.0**100).values())
+    relative = min(bound.value for bound in tolerance.fp16_gradients(FP16, expected, loss_scale=2.0**100).values())
     assert distance(found, expected) > relative * distance(expected, {n: 0 * g for n, g in expected.items()})
 
 
@@ -120,7 +120,7 @@ def test_a_resumed_run_of_skipped_steps_may_have_zeros_alone(moment: float) -> N
 
 @pytest.mark.parametrize(("counted", "left"), [([0.0], []), ([], []), ([1.0], [1.0])])
 def test_a_counter_at_zero_is_that_of_no_step(counted: list[float], left: list[float]) -> None:
-    assert _not_counted(OptimizerGroup(0.0, 0.01, ["w"], counted)) == OptimizerGroup(0.0, 0.01, ["w"], left)
+    assert _without_zero_counters(OptimizerGroup(0.0, 0.01, ["w"], counted)) == OptimizerGroup(0.0, 0.01, ["w"], left)
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")

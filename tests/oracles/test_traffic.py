@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from conformance.laws.test_traffic import test_bytes_on_the_wire_equal_the_traffic_model as mp_4
 
 from conformance.instruments.facts import Collective
-from conformance.judge.law import Run
+from conformance.laws.fixtures import Run
+from conformance.laws.test_mp import test_collective_bytes_equal_the_traffic_model as mp_4
 from conformance.oracles.tp_schedule import local_shapes, sharded_dim, tensor_parallel_events
 from conformance.oracles.traffic import Traffic, add_up, step_events
 from conformance.outcomes import ConformanceFailure
