@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from conformance.torch_release import release
 from reference_trainer.config import TrainerConfig
 from reference_trainer.model import Attention, Block, Transformer
 
@@ -37,10 +38,11 @@ class DtypePolicy:
 
 
 def _unset_reduce_dtype(torch_version: str) -> str:
-    """What `reduce_dtype=None` means: `param_dtype`; from 2.15 on the dtype of the sharded parameters, fp32
-    (`versionchanged` in the documentation of `MixedPrecisionPolicy`)."""
-    major, minor = (int(part) for part in torch_version.split("+")[0].split(".")[:2])
-    return BF16 if (major, minor) <= (2, 14) else FP32
+    """What `reduce_dtype=None` means: `param_dtype`; from 2.15 on the dtype of the sharded parameters, fp32.
+
+    Source: `versionchanged` in the documentation of `MixedPrecisionPolicy`.
+    """
+    return BF16 if release(torch_version) <= (2, 14) else FP32
 
 
 _POLICIES = {
