@@ -18,7 +18,7 @@ _MICROSECOND = 1e-6
 _COMPUTES_ON_CPU = ("aten::", "fsdp::")
 
 
-APART = "conformance: apart"
+EXCLUDED = "conformance: excluded"
 """Name of spans in which instruments work: they are no part of the step."""
 
 
@@ -50,11 +50,11 @@ class Communication(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def communication(spans: Iterable[Span], *, step_s: float, thread: int, on_device: bool) -> Communication:
-    """Of a step that took `step_s` with all that is `APART`; `thread` is the rank's own."""
+    """Of a step that took `step_s` with all that is `EXCLUDED`; `thread` is the rank's own."""
     lasting = [span for span in spans if span.ph == "X"]
     of_kind = _on_device if on_device else _on_cpu
     transfers, computing = of_kind(lasting, thread)
-    apart = [_interval(span) for span in lasting if span.name == APART]
+    apart = [_interval(span) for span in lasting if span.name == EXCLUDED]
     return Communication(
         step_s=round(step_s - length(union(apart)) * _MICROSECOND, 6),
         busy_s=round(uncovered(transfers, by=apart) * _MICROSECOND, 6),

@@ -122,7 +122,7 @@ class Recorder(Observer):
             steps=[StepFacts(**asdict(step)) for step in metrics],
             step_s=self._times.step_s,
             calibration_s=calibration_s(trainer.device),
-            communication=self._profile.found,
+            communication=self._profile.communication,
             parameters=self._parameters,
             collectives=self._collectives.facts(trainer.mesh),
             reshard_after_forward=self._reshard,
@@ -151,7 +151,7 @@ class Recorder(Observer):
 
     def _notify(self, event: str, *args: Any, **kwargs: Any) -> None:
         # What instruments compute and communicate is not part of the run. FSDP1's parameters are shown whole.
-        with self._tap.paused(), self._times.apart(), self._profile.apart(), summon_full_params(args[0]):
+        with self._tap.paused(), self._times.excluded(), self._profile.excluded(), summon_full_params(args[0]):
             for instrument in self._instruments:
                 getattr(instrument, event)(*args, **kwargs)
 

@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from conformance.instruments.communication import APART, Communication, Span, communication
+from conformance.instruments.communication import EXCLUDED, Communication, Span, communication
 
 
 class _Trace(msgspec.Struct):
@@ -28,7 +28,7 @@ class StepProfile:
         self._step = step
         self._profile: profile | None = None
         self._start_s = 0.0
-        self.found: Communication | None = None
+        self.communication: Communication | None = None
 
     def begin(self, step: int) -> None:
         """Call it before anything of the step happens."""
@@ -49,11 +49,13 @@ class StepProfile:
         self._profile.stop()
         spans = read_trace(self._profile.export_chrome_trace)
         self._profile = None
-        self.found = communication(spans, step_s=step_s, thread=threading.get_native_id(), on_device=_on_device())
+        self.communication = communication(
+            spans, step_s=step_s, thread=threading.get_native_id(), on_device=_on_device()
+        )
 
-    def apart(self) -> AbstractContextManager[object]:
+    def excluded(self) -> AbstractContextManager[object]:
         """What happens inside is no part of the step."""
-        return nullcontext() if self._profile is None else record_function(APART)
+        return nullcontext() if self._profile is None else record_function(EXCLUDED)
 
 
 def read_trace(export: Callable[[str], object]) -> list[Span]:

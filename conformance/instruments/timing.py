@@ -50,7 +50,7 @@ class StepTimes(Observer):
             self.step_s.append(_now_s(self._clock) - self._start_s - self._apart_s)
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def excluded(self) -> Iterator[None]:
         """What happens inside is not counted."""
         start_s = self._clock()
         try:

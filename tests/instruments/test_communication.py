@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from conformance.experiments.context import RankWorld
 from conformance.experiments.training import _profiled_step
 from conformance.instruments.communication import (
-    APART,
+    EXCLUDED,
     Communication,
     Interval,
     Span,
@@ -87,7 +87,7 @@ def test_operators_of_the_rank_hide_collectives_on_the_cpu() -> None:
 
 def test_what_instruments_do_is_no_part_of_a_step() -> None:
     gather, other = (span("gloo:all_gather", start, start + 20, tid=BACKEND) for start in (10, 60))
-    apart = span(APART, 50, 90, cat="user_annotation")
+    apart = span(EXCLUDED, 50, 90, cat="user_annotation")
     found = communication([gather, other, apart], step_s=100e-6, thread=RANK, on_device=False)
     assert found == Communication(step_s=60e-6, busy_s=20e-6, exposed_s=20e-6)
     assert found.exposed_share == pytest.approx(1 / 3)
@@ -105,10 +105,10 @@ def test_a_trace_is_read_from_what_a_profiler_writes(tmp_path: Path) -> None:
 def test_a_step_that_nobody_asked_for_is_not_profiled() -> None:
     profiled = StepProfile(None)
     profiled.begin(0)
-    with profiled.apart():
+    with profiled.excluded():
         pass
     profiled.end(0)
-    assert profiled.found is None
+    assert profiled.communication is None
 
 
 def test_a_step_with_communication(pools: Pools) -> None:

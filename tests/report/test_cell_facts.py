@@ -72,7 +72,7 @@ def test_what_instruments_do_is_no_time_of_a_step() -> None:
     now = iter([0.0, 1.0, 4.0, 10.0, 20.0, 25.0])
     times = StepTimes(clock=lambda: next(now))
     times.phase("data", step=0)
-    with times.apart():
+    with times.excluded():
         pass
     times.phase("forward", step=0)
     times.phase("idle", step=0)
