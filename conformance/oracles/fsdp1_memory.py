@@ -1,6 +1,6 @@
 """Memory model of FSDP1, beside which FSDP2's is judged: what a rank holds at the peaks of forward and backward.
 
-A walk as in `memory_model`, through torch/distributed/fsdp/_runtime_utils.py and _flat_param.py, in a world without
+A walk as in `memory_walk`, through torch/distributed/fsdp/_runtime_utils.py and _flat_param.py, in a world without
 streams to wait for. Of a group, of n elements and s = n / ranks in each shard:
 
     U  n of the compute dtype   unsharded parameters, of which the output of the all-gather is the memory: there is no A
@@ -18,7 +18,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from conformance.memory_segment import MemorySegment
-from conformance.oracles.memory_model import Usage, Walk
+from conformance.oracles.memory_walk import Usage, Walk
 from conformance.oracles.schedule import group_of
 from conformance.oracles.torch_versions import UP_TO_2_13
 from reference_trainer.config import TrainerConfig

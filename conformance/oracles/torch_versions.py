@@ -1,6 +1,6 @@
 """Version traits: behaviour of torch that the models of memory and traffic predict, and that differs between releases.
 
-Letters such as A and B are the buffers of a group, see `memory_model`.
+Letters such as A and B are the buffers of a group, see `memory_walk`.
 """
 
 import msgspec
