@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -151,12 +151,14 @@ def named_numbers(of: Bound) -> Iterator[tuple[str, float]]:
 
 
 @given(BOUNDS)
+@settings(deadline=None)
 def test_bounds_are_the_values_of_their_formulas(bounds: Mapping[str, Bound]) -> None:
     for name, each in bounds.items():
         assert each.value == pytest.approx(float(exact_value(each)), rel=1e-14), name
 
 
 @given(BOUNDS)
+@settings(deadline=None)
 def test_bounds_read_as_they_are_computed(bounds: Mapping[str, Bound]) -> None:
     for name, each in bounds.items():
         value = printed_value(each.derivation, each.numbers)
@@ -166,6 +168,7 @@ def test_bounds_read_as_they_are_computed(bounds: Mapping[str, Bound]) -> None:
 
 
 @given(BOUNDS)
+@settings(deadline=None)
 def test_no_name_in_a_bound_stands_for_two_numbers(bounds: Mapping[str, Bound]) -> None:
     for name, each in bounds.items():
         values: dict[str, set[float]] = {}

@@ -1,6 +1,6 @@
-"""Memory model: bytes of a rank in each phase of a training step, of its state and of its groups.
+"""Memory model: bytes that a rank holds in each phase of a training step, in its state and in its groups.
 
-How a step allocates and frees is in `memory_walk`.
+`memory_walk` knows what a step allocates and frees, buffer by buffer.
 """
 
 import math
@@ -18,7 +18,10 @@ from reference_trainer.parallel_dims import ParallelDims
 
 
 def usage_by_phase(segments: Iterable[MemorySegment]) -> dict[str, Usage]:
-    """What was measured between marks that are phases: over all micro-batches the largest peak, and the last rest."""
+    """Return the memory of each phase from segments whose marks are phases.
+
+    A phase that occurs in several micro-batches has the largest of its peaks, and the last of its ends.
+    """
     phases: dict[str, Usage] = {}
     for segment in segments:
         usage = phases.setdefault(segment.mark, Usage())
@@ -36,10 +39,11 @@ def predict(
     traits: VersionTraits = UP_TO_2_13,
     kernels: bool = True,
 ) -> dict[str, Usage]:
-    """Peak and rest of `forward`, `backward`, `clip`, `optimizer` and `idle`, over all micro-batches of a step.
+    """Predict the memory of `forward`, `backward`, `clip`, `optimizer` and `idle`, over all micro-batches of a step.
 
-    `shapes` are what FSDP divides, by parameter; `profile` has the segments of all micro-batches; `kernels` says if
-    what operators of the CPU allocate for themselves counts, which tensors without memory do not show.
+    `shapes` are the shapes that FSDP shards, by parameter; `profile` has the segments of all micro-batches without
+    FSDP; `kernels` says whether memory counts that operators of the CPU allocate for themselves, which tensors without
+    memory do not show.
     """
     walk = Walk(config, dims, shapes, traits, kernels=kernels)
     walk.micro_batches(profile)
@@ -48,7 +52,10 @@ def predict(
 
 
 def state_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Mapping[str, Sequence[int]]) -> int:
-    """What is there in all phases: shards with padding, and as much for each moment that the optimizer keeps."""
+    """Return the bytes that are held in all phases: shards with padding, and as much for each moment of the optimizer.
+
+    `shapes` are the shapes that FSDP shards, by parameter.
+    """
     moments = {"adamw": 2, "sgd": 0}[config.optimizer.name]
     master = int(getattr(torch, dtype_policy(config.precision).sharded).itemsize)
     shards = sum(-(-rows // dims.dp_shard) * math.prod(rest) for rows, *rest in shapes.values())
@@ -56,10 +63,13 @@ def state_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Mapping[str, 
 
 
 def group_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """Unsharded parameters of each group, with padding, in the dtype of computation."""
+    """Return the bytes of each group's unsharded parameters, with padding, in the dtype of computation.
+
+    `shapes` are the shapes that FSDP shards, by parameter.
+    """
     compute = int(getattr(torch, dtype_policy(config.precision).compute).itemsize)
-    whole: dict[str, int] = {}
+    nbytes: dict[str, int] = {}
     for name, (rows, *rest) in shapes.items():
         group, numel = group_of(name, config), -(-rows // dims.dp_shard) * dims.dp_shard * math.prod(rest)
-        whole[group] = whole.get(group, 0) + numel * compute
-    return whole
+        nbytes[group] = nbytes.get(group, 0) + numel * compute
+    return nbytes

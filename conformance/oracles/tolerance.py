@@ -248,8 +248,8 @@ def bf16_error_factor(config: TrainerConfig) -> Bound:
 def norm(gradients: Mapping[str, Tensor], *, order: float) -> Bound:
     """Return the relative error of the total norm of given gradients.
 
-    A maximum is exact; other norms are a sum over all elements, in fp32. torch gives the norm of each gradient in its
-    dtype, so that one of bf16 is rounded before norms are combined
+    A maximum is exact; other norms are a sum over all elements, in fp32. torch gives the norm of each gradient in the
+    gradient's dtype, so that the norm of a bf16 gradient is rounded before norms are combined
     (https://docs.pytorch.org/docs/stable/generated/torch.linalg.vector_norm.html, `dtype`).
     """
     if order == inf:
