@@ -66,8 +66,8 @@ def all_bounds(axes: Mapping[str, Any], seed: int, steps: int, loss_scale: float
         "replayed_updates": tolerance.replayed_updates(run, optimizer),
         "replayed_state": tolerance.replayed_state(run, optimizer),
     }
-    one = tolerance.fp32_gradients(config)
-    for name, error in {"one": one, "both": tolerance.both(one)}.items():
+    single = tolerance.fp32_gradients(config)
+    for name, error in {"fp32_gradients": single, "both": tolerance.both(single)}.items():
         bounds |= {
             f"{name}": error,
             f"gradient_norm, {name}": tolerance.gradient_norm(error, gradients[0], order=order),
@@ -194,7 +194,7 @@ def test_rendering(of: Bound, text: str) -> None:
     assert str(of) == text
 
 
-# Values before tolerances were bounds, when each function returned a number.
+# Numbers that the functions returned before they returned bounds.
 W, V = torch.full((3, 4), 0.25), torch.full((5,), 0.5, dtype=torch.bfloat16)
 RUN = ReferenceRun({"w": W}, [], [0.5], [{"w": W}] * 2, {"w": W + 0.125})
 ADAMW = OptimizerConfig()

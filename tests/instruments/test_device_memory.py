@@ -1,4 +1,4 @@
-"""The ledger of a device's memory, and the laws of devices, on figures that no device has given."""
+"""Ledger of a device's memory, and the laws on devices, with metrics made up."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ MEBI = 1 << 20
 
 
 class Allocator:
-    """Counts as torch's does: present values, and peaks since the last reset."""
+    """Allocator that counts as torch's does: present values, and peaks since the last reset."""
 
     def __init__(self) -> None:
         self.requested = self.peak = 0
@@ -101,7 +101,7 @@ SOUND = DeviceSurroundings(
         ({"pinned": {"TF32 off": False}}, "knobs not pinned: measured 1, expected 0 knobs; TF32 off"),
     ],
 )
-def test_a_device_that_is_not_ours_alone_fails(change: dict[str, Any], message: str) -> None:
+def test_a_device_that_is_shared_or_not_pinned_fails(change: dict[str, Any], message: str) -> None:
     test_env.test_cuda_devices_are_free_and_pinned(returning(SOUND, SOUND), Cell())
     with pytest.raises(ConformanceFailure, match=message):
         test_env.test_cuda_devices_are_free_and_pinned(returning(SOUND, replace(SOUND, **change)), Cell())
@@ -115,7 +115,7 @@ def returning(*results: DeviceSurroundings) -> Measure:
 
 
 class Recording:
-    """What is used of torch.cuda.memory."""
+    """Stand-in for torch.cuda.memory that remembers its calls."""
 
     def __init__(self) -> None:
         self.calls: list[object] = []

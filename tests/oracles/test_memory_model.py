@@ -1,4 +1,4 @@
-"""The memory model on a case small enough to follow by hand, and the laws on figures that are wrong."""
+"""Memory model on cases small enough to be computed manually, and the laws MEM on metrics that are wrong."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,8 +28,8 @@ GROUPS = ("tok_embeddings", "layers.0", "layers.1", "output")
 MODES = ("always", "default", "except-last", "never")
 
 
-def nothing(groups: tuple[str, ...] = GROUPS) -> list[MemorySegment]:
-    """A model without activations and gradients."""
+def empty_profile(groups: tuple[str, ...] = GROUPS) -> list[MemorySegment]:
+    """Return the profile of a model without activations and gradients."""
     marks = ["forward", *(f"{when} {group}" for group in groups for when in ("forward", "after-forward")), "backward"]
     for group in reversed(groups[1:]):
         marks += [f"{when} {group}" for when in ("backward", "after-backward", "freed")]
@@ -42,28 +42,28 @@ def test_the_state_is_that_of_padded_shards() -> None:
     numel = sum(group_bytes(config, dims, shapes).values()) // 4
     assert state_bytes(config, dims, shapes) == numel // 4 * 4 * 3
     uneven = sizes_of(Cell(mesh="dp4"))
-    assert state_bytes(*uneven) > sum(r * c for r, *rest in uneven[2].values() for c in [rest[0] if rest else 1]) * 3
+    assert state_bytes(*uneven) > 3 * sum(torch.Size(shape).numel() for shape in uneven[2].values())
 
 
 def test_a_step_without_activations() -> None:
-    """always: three of the largest group in forward, of which the last two are left to be copied; all freed."""
+    """With `always`, forward holds three of the largest group, of which two are copied last; all are freed."""
     config, dims, shapes = sizes_of(Cell(mesh="dp4", reshard="always"))
     sizes = group_bytes(config, dims, shapes)
     block = sizes["layers.1"]
-    phases = predict(config, dims, shapes, nothing())
+    phases = predict(config, dims, shapes, empty_profile())
     assert phases["forward"].peak_bytes == 3 * block
     assert phases["forward"].end_bytes == phases["idle"].end_bytes == 0
     # U and A of the first block, and the input of the reduction of the second; gradients of what was reduced before.
     assert phases["backward"].peak_bytes == 3 * block + (sizes["output"] + block) // 4
     assert phases["backward"].end_bytes == sum(sizes.values()) // 4
-    later = predict(config, dims, shapes, nothing(), traits=VersionTraits(previous_gather_until_copied=False))
+    later = predict(config, dims, shapes, empty_profile(), traits=VersionTraits(previous_gather_until_copied=False))
     assert later["forward"].peak_bytes == 2 * block
 
 
 def with_gradients(narrow: Mapping[str, int], wide: Mapping[str, int]) -> list[MemorySegment]:
-    """Gradients of each group, in bytes, those that are wider than the parameters apart."""
+    """Return a profile with gradients: bytes by group, in the parameters' dtype (`narrow`) and in a wider one."""
     profile = []
-    for segment in nothing():
+    for segment in empty_profile():
         group = segment.mark.removeprefix("freed ")
         if group != segment.mark:
             for kind, sizes in (("gradients", narrow), ("wide-gradients", wide)):
@@ -74,8 +74,7 @@ def with_gradients(narrow: Mapping[str, int], wide: Mapping[str, int]) -> list[M
 
 
 def test_gradients_that_must_be_cast_are_copied_once_more() -> None:
-    """never: what is held while the input of the last block's reduction is filled, on ranks so many that shards do not
-    count."""
+    """With `never`, while the input of the last block's reduction is filled, on ranks so many that shards vanish."""
     config, dims, shapes = sizes_of(Cell(mesh="dp64", model="wide", precision="bf16-mp", reshard="never"))
     sizes = {group: nbytes for group, nbytes in group_bytes(config, dims, shapes).items() if group in GROUPS}
     block, matrix, norms = sizes["layers.1"], 2 * config.model.dim**2, 2 * 2 * config.model.dim
@@ -106,7 +105,7 @@ def test_where_gradients_wait(precision: Any, traits: VersionTraits, stay: bool)
 
 
 def released(cell: Cell, traits: VersionTraits, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Bytes of the last block's gradients that a run without FSDP releases in each micro-batch, narrow and wide."""
+    """Return bytes of the last block's gradients, narrow and wide, that a run without FSDP releases by micro-batch."""
     monkeypatch.setattr(without_fsdp, "traits_of", lambda _version: traits)
     profile = without_fsdp.profile_without_fsdp
     segments = profile.perform(RankContext(0, 1, "", 1.0), job_of(cell, Path(), defect=None))
@@ -115,7 +114,7 @@ def released(cell: Cell, traits: VersionTraits, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_gradients_of_a_run_without_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bf16 up to torch 2.13; from 2.15 on those of norms, which compute in fp32, are not cast."""
+    """Gradients are in bf16 up to torch 2.13; from 2.15 on those of norms, which compute in fp32, are not cast."""
     cell = Cell(mesh="dp2", precision="bf16-mp")
     config, _dims, shapes = sizes_of(cell)
     numel = sum(torch.Size(shape).numel() for name, shape in shapes.items() if name.startswith("layers.1."))
@@ -145,30 +144,30 @@ def test_gradients_that_are_not_released_stay() -> None:
     assert all(layer.weight.grad is None for layer in layers)
 
 
-@pytest.mark.parametrize("ahead", [1, 2])
-def test_groups_that_are_gathered_ahead(ahead: int) -> None:
-    """2 + k of a block: in forward its parameters and what they were copied from, and those ahead."""
-    cell = Cell(mesh="dp4", reshard="always", model="deep").but(forward_prefetch=ahead, backward_prefetch=ahead)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_prefetched_groups(depth: int) -> None:
+    """2 + k blocks are held: in forward U and A of a block, and A of the k blocks that are prefetched."""
+    cell = Cell(mesh="dp4", reshard="always", model="deep").but(forward_prefetch=depth, backward_prefetch=depth)
     config, dims, shapes = sizes_of(cell)
     sizes = group_bytes(config, dims, shapes)
     block = sizes["layers.1"]
-    marks = nothing(tuple(sizes))
+    marks = empty_profile(tuple(sizes))
     for traits in (VersionTraits(), VersionTraits(previous_gather_until_copied=False)):
         phases = predict(config, dims, shapes, marks, traits=traits)
-        assert phases["forward"].peak_bytes == (2 + ahead) * block
+        assert phases["forward"].peak_bytes == (2 + depth) * block
         assert phases["forward"].end_bytes == phases["idle"].end_bytes == 0
-        # When the last block that has k - 1 ahead of it copies its own out: U, k times A, and the input of the
-        # reduction of the block behind it; gradients of all behind.
-        reduced = sizes["output"] + (config.model.n_layers - ahead) * block
-        assert phases["backward"].peak_bytes == (2 + ahead) * block + reduced // dims.dp_shard
+        # When the last block that has k - 1 to prefetch copies its own out: U, k times A, and the input of the
+        # reduction of the block before it in backward; gradients of all groups before.
+        reduced = sizes["output"] + (config.model.n_layers - depth) * block
+        assert phases["backward"].peak_bytes == (2 + depth) * block + reduced // dims.dp_shard
 
 
 @pytest.mark.parametrize("mesh", ["dp4", "hsdp2x2", "dp2-tp2", "dp64"])
-def test_what_is_kept_adds_up(mesh: str) -> None:
+def test_groups_kept_after_forward_add_up(mesh: str) -> None:
     rests = []
     for mode in MODES:
         config, dims, shapes = sizes_of(Cell(mesh=mesh, reshard=mode))  # type: ignore[arg-type]
-        rests.append(predict(config, dims, shapes, nothing())["forward"].end_bytes)
+        rests.append(predict(config, dims, shapes, empty_profile())["forward"].end_bytes)
         sizes = group_bytes(config, dims, shapes)
     assert rests == [0, sizes["output"], sizes["output"] + sizes["layers.1"], sum(sizes.values())]
 
@@ -176,7 +175,7 @@ def test_what_is_kept_adds_up(mesh: str) -> None:
 def test_one_rank_gathers_nothing() -> None:
     config, dims, shapes = sizes_of(Cell(mesh="dp1", reshard="always"))
     largest = max(group_bytes(config, dims, shapes).values())
-    assert predict(config, dims, shapes, nothing())["forward"].peak_bytes == largest
+    assert predict(config, dims, shapes, empty_profile())["forward"].peak_bytes == largest
 
 
 def measured(change: Mapping[str, tuple[int, int]]) -> Measure:
@@ -184,7 +183,7 @@ def measured(change: Mapping[str, tuple[int, int]]) -> Measure:
 
     def measure(experiment: Experiment[Any], cell: Cell, *, on_device: bool = False) -> list[Any]:
         if experiment is without_fsdp.profile_without_fsdp:
-            return [nothing()]
+            return [empty_profile()]
         return [step_memory(cell, change)] * (1 if experiment.alone else cell.world_size)
 
     return measure
@@ -192,7 +191,7 @@ def measured(change: Mapping[str, tuple[int, int]]) -> Measure:
 
 def step_memory(cell: Cell, change: Mapping[str, tuple[int, int]]) -> StepMemory:
     segments = []
-    for phase, usage in predict(*sizes_of(cell), nothing()).items():
+    for phase, usage in predict(*sizes_of(cell), empty_profile()).items():
         peak, rest = change.get(phase, (0, 0))
         segments.append(MemorySegment(phase, 0, usage.peak_bytes + peak, usage.end_bytes + rest))
     return StepMemory(segments, [])
@@ -208,7 +207,7 @@ def returning(result: object) -> Measure:
 CELL = Cell(mesh="dp4", model="deep", reshard="never").but(model="tiny")
 
 
-def test_what_the_model_says_passes() -> None:
+def test_memory_as_predicted_passes() -> None:
     laws.test_memory_of_a_simulated_world_matches_the_model(measured({}), CELL)
 
 
