@@ -26,8 +26,8 @@ def fingerprint(tensor: Tensor) -> str:
 def shard_indices(parameter: DTensor) -> Tensor:
     """Return the indices into the flattened full tensor of the elements in this rank's shard: int64, of its shape.
 
-    Each mesh dimension shards as `torch.chunk` does what the dimensions before it have left. FSDP2 shards what tensor
-    parallelism has left, although its mesh dimension comes first, and its placement then has a `split_factor`.
+    Each mesh dimension cuts what is left of the tensor as `torch.chunk` does. FSDP2 cuts what tensor parallelism has
+    left, although its mesh dimension comes first, and its placement then has a `split_factor`.
     (`distribute_tensor` cuts uneven dimensions elsewhere than `fully_shard` up to torch 2.8:
     https://github.com/pytorch/pytorch/pull/163843.)
     """

@@ -147,4 +147,7 @@ class RankFacts(msgspec.Struct, frozen=True):
     batches: list[dict[str, str]]
     """Fingerprints of this rank's `inputs` and `labels` by step."""
     model_inputs: list[str]
-    """Fingerprint of the tokens that the model was called with in forward, by step."""
+    """Fingerprint of the tokens that the model was called with in forward, shape (samples, seq_len), int64, by step.
+
+    Samples are those of all micro-batches of this rank.
+    """

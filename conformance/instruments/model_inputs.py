@@ -11,11 +11,13 @@ from reference_trainer.observer import Observer, Phase
 
 
 class ModelInputs(Observer):
-    """Fingerprints of the tokens with which the model is called in the forward phase."""
+    """Collector of the tokens with which the model is called in the forward phase.
+
+    Leaves `model_inputs` of `facts.RankFacts`.
+    """
 
     def __init__(self) -> None:
         self.digests: list[str] = []
-        """Fingerprint of each step's tokens, those of all its micro-batches: shape (samples, seq_len), int64."""
         self._tokens: list[Tensor] = []
         self._phase: Phase = "build"
 

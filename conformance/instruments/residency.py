@@ -9,11 +9,14 @@ _POINT_AT_PHASE: dict[Phase, str] = {"backward": "after_forward", "optimizer": "
 
 
 class Residency(Observer):
-    """Record of the unsharded parameters after forward, before the optimizer steps and at the end of each step."""
+    """Record of the unsharded parameters after forward, before the optimizer steps and at the end of each step.
+
+    Leaves `unsharded` of `facts.RankFacts`, whose keys are `STEP/POINT`; POINT is `after_forward`, `at_optimizer` or
+    `after_step`.
+    """
 
     def __init__(self) -> None:
         self.unsharded: dict[str, list[str]] = {}
-        """Names of parameters by `STEP/POINT`; POINT is `after_forward`, `at_optimizer` or `after_step`."""
         self._model: Transformer | None = None
         self._names: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Emulation of a mesh in one process that rounds where the ranks do: FSDP2's casts, its reductions, tensor parallelism.
+"""Emulation of a mesh in one process that rounds where the ranks do: casts, reductions and tensor-parallel sums.
 
 The emulation takes the master weights in which a step began and computes the step's loss and gradients; it shares the
 modules of the model with the trainer and nothing else. In bf16 or fp16 a rounding left out or added shows as a

@@ -60,7 +60,7 @@ def _fp32(formula: str, config: TrainerConfig, *, tf32: str = "T") -> Bound:
 
 
 def _lengths(config: TrainerConfig) -> dict[str, float]:
-    """Lengths of sums: `F`, those of forward (`forward_stages`), and `tokens`, that over the tokens of a step."""
+    """Terms from lengths of sums: `F`, see `forward_stages`, and `tokens`, the number of tokens of a step."""
     return {"F": forward_stages(config.model, seq_len=config.data.seq_len), "tokens": _tokens(config)}
 
 
