@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 from tabulate import tabulate
 
-from benchmarks.pages import PROJECT, write_between
+from benchmarks.pages import PROJECT, write_block
 from conformance.report.schema import Report
 from conformance.run.record import TRAINING, RecordFile
 
@@ -59,7 +59,7 @@ def main() -> None:
     )
     print(text)
     if arguments.write:
-        write_between(PAGE, "breakdown", text)
+        write_block(PAGE, "breakdown", text)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import psutil
 import torch
 from tabulate import tabulate
 
-from benchmarks.pages import PROJECT, write_between
+from benchmarks.pages import PROJECT, write_block
 
 PAGE = PROJECT / "docs" / "performance.md"
 LAWS = ("PAR-1", "PAR-5", "MP-3", "INIT-1", "RS-1")
@@ -60,7 +60,7 @@ def main() -> None:
     )
     print(text)
     if arguments.write:
-        write_between(PAGE, "growth", text)
+        write_block(PAGE, "growth", text)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import msgspec
 import torch
 from tabulate import tabulate
 
-from benchmarks.pages import PROJECT, write_between
+from benchmarks.pages import PROJECT, write_block
 from benchmarks.torch_mutants.syntax import Point, points, statement_at
 from conformance.report.schema import CaseResult, Report
 
@@ -131,7 +131,7 @@ def main() -> None:
     )
     print(text)
     if arguments.write:
-        write_between(PAGE, "mutants", text)
+        write_block(PAGE, "mutants", text)
 
 
 if __name__ == "__main__":

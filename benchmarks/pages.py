@@ -2,12 +2,11 @@
 
 from pathlib import Path
 
+from conformance.cli.blocks import with_block
+
 PROJECT = Path(__file__).resolve().parents[1]
 
 
-def write_between(page: Path, name: str, text: str) -> None:
-    """Replace what stands between `<!-- NAME: begin -->` and `<!-- NAME: end -->`. Raises ValueError without them."""
-    marks = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    old = page.read_text()
-    begin, end = (old.index(mark) for mark in marks)
-    page.write_text(f"{old[: begin + len(marks[0])]}\n{text}\n{old[end:]}")
+def write_block(page: Path, name: str, text: str) -> None:
+    """Replace a generated block of a page. Raises ValueError if the page does not have it."""
+    page.write_text(with_block(page.read_text(), name, text))

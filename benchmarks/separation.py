@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 from tabulate import tabulate
 
-from benchmarks.pages import PROJECT, write_between
+from benchmarks.pages import PROJECT, write_block
 from conformance.defects.catalogue import defects
 from conformance.judge.measurements import Measurement
 from conformance.plan.matrix import load_matrix
@@ -163,7 +163,7 @@ def main() -> int:
     rows = measured_rows(arguments.seeds)
     print(table(rows))
     if arguments.write:
-        write_between(PAGE, "separation", table(rows))
+        write_block(PAGE, "separation", table(rows))
     close = [" ".join(key) for key, row in rows.items() if not row.separated]
     print("\n".join(["", "not separated:", *close] if close else ["", "all separated"]))
     return 1 if close else 0

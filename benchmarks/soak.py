@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from benchmarks.pages import PROJECT, write_between
+from benchmarks.pages import PROJECT, write_block
 from conformance.plan.cells import Cell
 from conformance.run.case_runs import CaseRuns
 from conformance.run.pool import Pools
@@ -82,7 +82,7 @@ def main() -> int:
     )
     print(text)
     if arguments.write:
-        write_between(PAGE, "soak", text)
+        write_block(PAGE, "soak", text)
     return int(bool(differ) or last - first >= arguments.cells * PAGE_BYTES)
 
 

@@ -15,7 +15,7 @@ import torch
 from tabulate import tabulate
 
 from benchmarks.mutants import PAGE, outcome, source_of
-from benchmarks.pages import PROJECT, write_between
+from benchmarks.pages import PROJECT, write_block
 from reference_trainer.strict_yaml import load
 
 FILE = Path(__file__).with_suffix(".yaml")
@@ -68,7 +68,7 @@ def main() -> None:
     text = f"`python -m benchmarks.torch_faults --write`, torch {torch.__version__}: {counts}.\n\n{table}"
     print(text)
     if arguments.write:
-        write_between(PAGE, "faults", text)
+        write_block(PAGE, "faults", text)
 
 
 if __name__ == "__main__":

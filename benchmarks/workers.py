@@ -15,7 +15,7 @@ import msgspec
 import torch
 from tabulate import tabulate
 
-from benchmarks.pages import PROJECT, write_between
+from benchmarks.pages import PROJECT, write_block
 from conformance.report.schema import Report
 
 PAGE = PROJECT / "docs" / "performance.md"
@@ -51,7 +51,7 @@ def main() -> None:
     )
     print(text)
     if arguments.write:
-        write_between(PAGE, "workers", text)
+        write_block(PAGE, "workers", text)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,26 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from conformance.cli import defects, diff, html, laws, list_cells, predict, schema, show, spmd, verify, versions, waive
+from conformance.cli import (
+    defects,
+    diff,
+    docs,
+    html,
+    laws,
+    list_cells,
+    predict,
+    schema,
+    show,
+    spmd,
+    verify,
+    versions,
+    waive,
+)
 
 if TYPE_CHECKING:
     from conformance.cli.command import Answer
 
-_COMMANDS = (list_cells, show, laws, predict, defects, verify, diff, html, versions, waive, schema, spmd)
+_COMMANDS = (list_cells, show, laws, predict, defects, verify, diff, html, versions, waive, schema, docs, spmd)
 _DESCRIPTION = """Commands besides running the suite with pytest:
 
   list, show, laws    what there is: cells and cases, laws, defects
@@ -18,6 +32,7 @@ _DESCRIPTION = """Commands besides running the suite with pytest:
   defects             proof that laws can fail: every known fault, and its benign twin
   verify, diff, html, versions, waive, schema
                       reports: checked, compared, shown, and their fields
+  docs                generated parts of README and docs: checked, written
   spmd                a session over several hosts, under torchrun
 """
 _EXIT_USAGE = 2

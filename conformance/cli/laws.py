@@ -8,12 +8,10 @@ from conformance.cli.command import Answer, Commands
 from conformance.defects.catalogue import defects
 from conformance.judge.law import in_order
 from conformance.laws.registry import asserted_laws
-from conformance.project import PROJECT
 
-LAWS_FILE = PROJECT / "docs" / "laws.md"
 _INTRODUCTION = """# Laws
 
-Written by `python -m conformance laws --write-docs`; a test keeps it in step with the laws. `python -m conformance
+Written by `python -m conformance docs --write`; a test keeps it in step with the laws. `python -m conformance
 show LAW` adds families and numbers of cases. A law holds from the torch version on that stands there, on each of its
 substrates; those with devices are unverified where [gpu/status.md](gpu/status.md) says so. The defects are those that
 the law must catch, see [detection/kill_matrix.md](detection/kill_matrix.md)."""
@@ -22,16 +20,12 @@ the law must catch, see [detection/kill_matrix.md](detection/kill_matrix.md)."""
 def add_parser(commands: Commands) -> None:
     """Add the command."""
     parser = commands.add_parser("laws", help="all laws with their references and defects, as markdown")
-    parser.add_argument("--write-docs", action="store_true", help="write docs/laws.md instead of printing")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """Print the laws, or write the file."""
-    if not options.write_docs:
-        return Answer(laws_markdown())
-    LAWS_FILE.write_text(laws_markdown())
-    return Answer(f"written: {LAWS_FILE}")
+    """Print the laws."""
+    return Answer(laws_markdown())
 
 
 def laws_markdown() -> str:

@@ -20,16 +20,20 @@ NEW = report(case("PAR-2/a"), case("PAR-2/b", "fail"), case("MP-1/a"), torch="2.
 
 def test_a_table_of_versions() -> None:
     assert_expected_inline(
-        versions_table([OLD, NEW], table_format="simple"),
+        versions_table([OLD, NEW]),
         """\
-law     2.6.0                  2.15.0
-------  ---------------------  --------------
-MP-1    -                      1 pass
-PAR-2   1 pass, 1 unsupported  1 pass, 1 fail
-PAR-10  1 pass                 -""",
+Profile `smoke`, 3 cases for each version of torch.
+
+| law    | 2.6.0                 | 2.15.0         |
+|--------|-----------------------|----------------|
+| MP-1   | -                     | 1 pass         |
+| PAR-2  | 1 pass, 1 unsupported | 1 pass, 1 fail |
+| PAR-10 | 1 pass                | -              |""",
     )
     with pytest.raises(ValueError, match=r"reports are of torch 2.6.0, 2.6.0: give one for each version"):
         versions_table([OLD, OLD])
+    with pytest.raises(ValueError, match=r"reports are of different profiles: \[\('pr', 3\), \('smoke', 3\)\]"):
+        versions_table([OLD, msgspec.structs.replace(NEW, profile="pr")])
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,7 +96,9 @@ def test_a_defect_is_caught_by_its_laws(case_judge: CaseJudge, defect: Defect) -
     assert escapes(case_judge, defect) == []
 
 
-def test_the_other_meaning_of_an_unset_reduce_dtype_is_caught(case_judge: CaseJudge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_other_meaning_of_an_unset_reduce_dtype_is_caught(
+    case_judge: CaseJudge, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The policy is that of a torch on the other side of 2.15, where the meaning has changed."""
     policy = dtype_policy("bf16-params")
     other = dataclasses.replace(policy, reduce=BF16 if policy.reduce == FP32 else FP32)

@@ -30,7 +30,9 @@ def test_defects_of_devices_name_devices_alone() -> None:
 
 @pytest.mark.parametrize("suffix", ["", ".twin"])
 @pytest.mark.parametrize("name", ON_DEVICES)
-def test_defects_of_devices_change_nothing_in_a_run_without_streams(case_judge: CaseJudge, name: str, suffix: str) -> None:
+def test_defects_of_devices_change_nothing_in_a_run_without_streams(
+    case_judge: CaseJudge, name: str, suffix: str
+) -> None:
     """The attributes that they replace exist in this torch."""
     cell = "hsdp2x2-bf16reduce-default-meta" if name.startswith("all") else "hsdp2x2-fp32-default-meta-offloadcpu"
     (judged,) = case_judge.judge(case_judge.cases(f"id = {cell}", only=["STREAM-5"]), defect=name + suffix)

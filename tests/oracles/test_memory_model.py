@@ -22,7 +22,6 @@ from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell
 from conformance.run.experiment import Experiment, job_of
 from conformance.run.ranks.messages import RankContext
-from reference_trainer.parallel_dims import resolve_mesh
 
 GROUPS = ("tok_embeddings", "layers.0", "layers.1", "output")
 MODES = ("always", "default", "except-last", "never")
