@@ -20,11 +20,21 @@ from conformance.cli.laws import laws_markdown
 from conformance.cli.schema import as_json
 from conformance.judge.waivers import Waiver, load_waivers
 from conformance.plan.matrix import Matrix, load_matrix
-from conformance.project import LAYERS, PACKAGE, PROJECT
+from conformance.project import LAYERS, PROJECT
 from conformance.report.schema import line_schema, report_schema
 
 MEASURED_FILE = PROJECT / "docs" / "measured.json"
 _MEASURE = "python -m benchmarks.profiles"
+_ABOUT = {
+    "PAR, AMP": "a parallel run computes what one process computes (fp32), or its emulation (bf16, fp16)",
+    "MP": "dtypes of parameters, computation, communication, gradients and optimizer state are those asked for",
+    "INIT, CKPT": "`to_empty` leaves nothing uninitialised, no mesh changes the weights, runs resume bit by bit",
+    "RS, MEM": "collectives follow the schedule, and memory the model, in each phase and reshard mode",
+    "CLIP, OFF": "gradients are clipped by the norm of all of them, on every mesh, offloaded to the CPU or not",
+    "STREAM, API, DT": "`record_stream` and late collectives, FSDP2's own interface, DTensor's redistributions",
+    "OPT, DATA, AXIS, ENV": "what is trained, on what; each option takes effect; preconditions of the suite",
+}
+"""What the laws of each family of ids are about."""
 _WRITE = "python -m conformance docs --write"
 
 
@@ -84,7 +94,7 @@ def generated() -> dict[Path, str]:
     readme = {
         "first-command": lambda: _first_command(matrix, measured),
         "findings": lambda: _findings(matrix),
-        "families": _families,
+        "families": lambda: _families(matrix),
         "profiles": lambda: _profiles(matrix, measured),
     }
     return {
@@ -167,11 +177,12 @@ def _releases(waivers: list[Waiver]) -> str:
     return " - ".join(".".join(map(str, release)) for release in (first, last))
 
 
-def _families() -> str:
-    """Return a table of the files of laws, by their docstrings: `PAR: a parallel run computes what ...`."""
-    statements = (_first_sentence(file).partition(": ") for file in sorted((PACKAGE / "laws").glob("test_*.py")))
-    rows = [[ids, statement] for ids, _, statement in statements]
-    return tabulate(rows, headers=["laws", "what MUST hold"], tablefmt="github")
+def _families(matrix: Matrix) -> str:
+    """Return a table of what the laws are about. Raises ValueError if it does not name each family of ids once."""
+    named = sorted(family for families in _ABOUT for family in families.split(", "))
+    if named != (ids := sorted({law.partition("-")[0] for law in matrix.laws()})):
+        raise ValueError(f"_ABOUT names laws {named}, the matrix has {ids}: say in _ABOUT what each is about")
+    return tabulate(_ABOUT.items(), headers=["laws", "what MUST hold"], tablefmt="github")
 
 
 def _packages() -> str:
