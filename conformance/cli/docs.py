@@ -100,7 +100,7 @@ def generated() -> dict[Path, str]:
     return {
         PROJECT / "README.md": _with_blocks(PROJECT / "README.md", readme),
         docs / "architecture.md": _with_blocks(docs / "architecture.md", {"packages": _packages}),
-        docs / "laws.md": laws_markdown(),
+        docs / "laws.md": laws_markdown() + "\n",
         docs / "report.schema.json": as_json(report_schema()) + "\n",
         docs / "report_line.schema.json": as_json(line_schema()) + "\n",
     }

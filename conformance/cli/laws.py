@@ -40,4 +40,4 @@ def laws_markdown() -> str:
         must = law.must.replace("|", "\\|")
         rows.append([law_id, must, f"[source]({law.reference})", law.since, ", ".join(law.substrates), proofs or "-"])
     headers = ["law", "MUST", "reference", "torch", "substrates", "defects"]
-    return f"{_INTRODUCTION}\n\n{tabulate(rows, headers=headers, tablefmt='github', disable_numparse=True)}\n"
+    return f"{_INTRODUCTION}\n\n{tabulate(rows, headers=headers, tablefmt='github', disable_numparse=True)}"

@@ -22,7 +22,7 @@ def test_a_table_of_versions() -> None:
     assert_expected_inline(
         versions_table([OLD, NEW]),
         """\
-Profile `smoke`, 3 cases for each version of torch.
+Profile `pr`, 3 cases for each version of torch.
 
 | law    | 2.6.0                 | 2.15.0         |
 |--------|-----------------------|----------------|
@@ -33,7 +33,7 @@ Profile `smoke`, 3 cases for each version of torch.
     with pytest.raises(ValueError, match=r"reports are of torch 2.6.0, 2.6.0: give one for each version"):
         versions_table([OLD, OLD])
     with pytest.raises(ValueError, match=r"reports are of different profiles: \[\('pr', 3\), \('smoke', 3\)\]"):
-        versions_table([OLD, msgspec.structs.replace(NEW, profile="pr")])
+        versions_table([OLD, msgspec.structs.replace(NEW, profile="smoke")])
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
