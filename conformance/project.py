@@ -1,4 +1,4 @@
-"""Places of the project's files: the checkout that contains this package."""
+"""Paths of the project's files, in the checkout that contains this package."""
 
 from pathlib import Path
 
