@@ -1,4 +1,4 @@
-"""Checkpoints that runs load: the weights that init=meta would draw, in each format that the trainer reads."""
+"""Checkpoints that runs load: the weights that init=meta would sample, in each format that the trainer reads."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,10 @@ from reference_trainer.model import Transformer
 
 
 def write_weights(path: Path, config: TrainerConfig, *, form: str) -> None:
-    """Drawn on one process; in bf16 where the trainer initialises in bf16. `form` is a value of the axis `weights`."""
+    """Write weights sampled by one process, in bf16 where the trainer initialises in bf16.
+
+    `form` is a value of the axis `weights`.
+    """
     model = Transformer(config.model)
     init_weights(model, seed=config.seed)
     dtype = torch.bfloat16 if config.precision == "bf16-init" else torch.float32
@@ -30,7 +33,7 @@ def write_weights(path: Path, config: TrainerConfig, *, form: str) -> None:
 
 
 def _write_hf(directory: Path, tensors: dict[str, Tensor], config: ModelConfig) -> None:
-    """Two files, as if the model were large, and their index."""
+    """Write two files, as for a large model, and their index."""
     directory.mkdir()
     names = {name: hf_llama.to_hf_name(name) for name in tensors}
     files = {name: f"model-{1 + index % 2:05}-of-00002.safetensors" for index, name in enumerate(tensors)}
