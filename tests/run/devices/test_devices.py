@@ -227,7 +227,7 @@ def machine(hardware: Hardware) -> Machine:
     return Machine(hardware=hardware, torch_version="2.13.0", max_world_size=8)
 
 
-def test_what_is_missing_is_said_with_numbers() -> None:
+def test_unsupported_says_what_is_missing() -> None:
     law = Law("MEM-10", "It MUST.", "", "2.6", CUDA)
     shared = Hardware(devices=some_devices(1), ranks_per_device=2)
     assert unsupported(law, Cell(mesh="dp2"), machine(shared)) is None
