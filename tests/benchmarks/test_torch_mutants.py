@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.documents import PROJECT
 from benchmarks.mutants import HOOK, MODULES, source_of
-from benchmarks.pages import PROJECT
 from benchmarks.torch_faults import Fault, changed_source, faults
 from benchmarks.torch_mutants.syntax import HIT, mutated, points, statement_at, with_hits
 from conformance.plan.matrix import load_matrix
@@ -87,7 +87,7 @@ def test_torch_faults_fit_the_pinned_torch(name: str) -> None:
 
 def test_a_fault_that_does_not_fit_is_refused() -> None:
     fault = Fault(module="torch.nn.utils.clip_grad", cells="mesh = dp2", old="nothing like that", new="")
-    with pytest.raises(ValueError, match=r"fault lost: what it replaces stands 0 times .* must be once"):
+    with pytest.raises(ValueError, match=r"fault lost: `old` occurs 0 times .* must occur once"):
         changed_source("lost", fault)
 
 
