@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 from tabulate import tabulate
 
-from benchmarks.documents import PROJECT, write_between
+from benchmarks.documents import PROJECT, write_block
 from conformance.report.schema import Report
 from conformance.run.experiment import TRAINING
 from conformance.run.record import RecordFile
@@ -61,7 +61,7 @@ def main() -> None:
     )
     print(text)
     if arguments.write:
-        write_between(DOCUMENT, "breakdown", text)
+        write_block(DOCUMENT, "breakdown", text)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-PROJECT = Path(__file__).resolve().parents[1]
+from conformance.cli.blocks import with_block
+from conformance.project import PROJECT
+
+__all__ = ["PROJECT", "write_block"]
 
 
-def write_between(document: Path, name: str, text: str) -> None:
-    """Replace the text between `<!-- NAME: begin -->` and `<!-- NAME: end -->`. Raises ValueError without marks."""
-    marks = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    old = document.read_text()
-    begin, end = (old.index(mark) for mark in marks)
-    document.write_text(f"{old[: begin + len(marks[0])]}\n{text}\n{old[end:]}")
+def write_block(document: Path, name: str, text: str) -> None:
+    """Replace a generated block of a document. Raises ValueError if the document does not have the block."""
+    document.write_text(with_block(document.read_text(), name, text))

@@ -16,7 +16,7 @@ import msgspec
 import torch
 from tabulate import tabulate
 
-from benchmarks.documents import PROJECT, write_between
+from benchmarks.documents import PROJECT, write_block
 from conformance.report.schema import CaseResult, Report
 from tests.pytest_plugin.miniatures import BY_SEED
 
@@ -70,7 +70,7 @@ def main() -> None:
     text = f"`python -m benchmarks.faults --write`, torch {torch.__version__}, deadline 15 s:\n\n{table}"
     print(text)
     if arguments.write:
-        write_between(DOCUMENT, "faults", text)
+        write_block(DOCUMENT, "faults", text)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import psutil
 import torch
 from tabulate import tabulate
 
-from benchmarks.documents import PROJECT, write_between
+from benchmarks.documents import PROJECT, write_block
 
 DOCUMENT = PROJECT / "docs" / "performance.md"
 LAWS = ("PAR-1", "PAR-5", "MP-3", "INIT-1", "RS-1")
@@ -62,7 +62,7 @@ def main() -> None:
     )
     print(text)
     if arguments.write:
-        write_between(DOCUMENT, "growth", text)
+        write_block(DOCUMENT, "growth", text)
 
 
 if __name__ == "__main__":

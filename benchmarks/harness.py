@@ -22,7 +22,7 @@ import torch.distributed as dist
 from tabulate import tabulate
 from torch.testing._internal.common_distributed import MultiProcContinuousTest, MultiProcessTestCase
 
-from benchmarks.documents import PROJECT, write_between
+from benchmarks.documents import PROJECT, write_block
 from benchmarks.step_check import check_one_step
 from conformance.plan.cells import Cell
 from conformance.run.pool import Pools, Task
@@ -142,7 +142,7 @@ def main() -> None:
     if arguments.write:
         command = f"python -m benchmarks.harness --runs {arguments.runs} --write"
         facts = f"`{command}`, torch {torch.__version__}, gloo, {len(os.sched_getaffinity(0))} processors:"
-        write_between(DOCUMENT, "harness", f"{facts}\n\n{table}")
+        write_block(DOCUMENT, "harness", f"{facts}\n\n{table}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 A mutant is one small change (`torch_mutants/syntax.py`) in a module of FSDP2, tensor parallelism or clipping, at a
 point that the session reaches, made from outside by a `sitecustomize` on PYTHONPATH. Prints the verdict of the
 session on each mutant, up to its first failure. A mutant that survives is either no fault, since it changes nothing
-that a user could notice, or a fault that no law sees: docs/detection.md classifies survivors manually.
+that a user could notice, or a fault that no law sees: docs/detection/torch_faults.md classifies survivors manually.
 """
 
 import argparse
@@ -21,11 +21,11 @@ import msgspec
 import torch
 from tabulate import tabulate
 
-from benchmarks.documents import PROJECT, write_between
+from benchmarks.documents import PROJECT, write_block
 from benchmarks.torch_mutants.syntax import Point, points, statement_at
 from conformance.report.schema import CaseResult, Report
 
-DOCUMENT = PROJECT / "docs" / "detection.md"
+DOCUMENT = PROJECT / "docs" / "detection" / "torch_faults.md"
 HOOK = Path(__file__).parent / "torch_mutants"
 LIMIT_S = 1200.0
 _FSDP, _DTENSOR = "torch.distributed.fsdp._fully_shard", "torch.distributed.tensor"
@@ -136,7 +136,7 @@ def main() -> None:
     )
     print(text)
     if arguments.write:
-        write_between(DOCUMENT, "mutants", text)
+        write_block(DOCUMENT, "mutants", text)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.documents import PROJECT, write_between
+from benchmarks.documents import PROJECT, write_block
 from conformance.report.diff import diff, read_report
 from conformance.report.schema import Report
 
@@ -48,7 +48,7 @@ def main() -> None:
     text += "".join(f"\n- {line}" for line in named)
     print(text)
     if arguments.write:
-        write_between(DOCUMENT, "noise", text)
+        write_block(DOCUMENT, "noise", text)
 
 
 if __name__ == "__main__":

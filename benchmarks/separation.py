@@ -20,9 +20,8 @@ from pathlib import Path
 import msgspec
 from tabulate import tabulate
 
-from benchmarks.documents import PROJECT, write_between
+from benchmarks.documents import PROJECT, write_block
 from conformance.defects.catalogue import defects
-from conformance.defects.shown_by import SHOWN_BY
 from conformance.judge.measurements import Measurement
 from conformance.plan.matrix import load_matrix
 from conformance.report.schema import CaseResult, Report
@@ -136,7 +135,7 @@ def measured_rows(seeds: int) -> dict[tuple[str, str], Row]:
         for defect in defects():
             laws = tuple(law for law in defect.laws if law in LAWS)
             if laws:
-                report = session(matrix, directory / defect.id, cells=SHOWN_BY[defect.id], defect=defect.id)
+                report = session(matrix, directory / defect.id, cells=defect.cells, defect=defect.id)
                 add_defect(rows, report, laws)
                 print(f"{defect.id}: {report.verdicts}", file=sys.stderr)
     return dict(sorted(rows.items()))
@@ -167,7 +166,7 @@ def main() -> int:
     rows = measured_rows(arguments.seeds)
     print(table(rows))
     if arguments.write:
-        write_between(DOCUMENT, "separation", table(rows))
+        write_block(DOCUMENT, "separation", table(rows))
     close = [" ".join(key) for key, row in rows.items() if not row.separated]
     print("\n".join(["", "not separated:", *close] if close else ["", "all separated"]))
     return 1 if close else 0

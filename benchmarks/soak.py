@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from benchmarks.documents import PROJECT, write_between
+from benchmarks.documents import PROJECT, write_block
 from conformance.plan.cells import Cell
 from conformance.run.case_runs import CaseRuns
 from conformance.run.pool import Pools
@@ -84,7 +84,7 @@ def main() -> int:
     )
     print(text)
     if arguments.write:
-        write_between(DOCUMENT, "soak", text)
+        write_block(DOCUMENT, "soak", text)
     return int(bool(differ) or last - first >= arguments.cells * PAGE_BYTES)
 
 

@@ -15,7 +15,7 @@ import msgspec
 import torch
 from tabulate import tabulate
 
-from benchmarks.documents import write_between
+from benchmarks.documents import PROJECT, write_block
 from benchmarks.mutants import DOCUMENT, outcome, source_of
 from reference_trainer.strict_yaml import load
 
@@ -63,7 +63,7 @@ def main() -> None:
         description="Verdicts of the suite on faults of torch that the catalogue does not have."
     )
     parser.add_argument("names", nargs="*", help="only these (default: all)")
-    parser.add_argument("--write", action="store_true", help=f"put the table into {DOCUMENT.name}")
+    parser.add_argument("--write", action="store_true", help=f"put the table into {DOCUMENT.relative_to(PROJECT)}")
     arguments = parser.parse_args()
     known = faults()
     if unknown := set(arguments.names) - known.keys():
@@ -74,7 +74,7 @@ def main() -> None:
     text = f"`python -m benchmarks.torch_faults --write`, torch {torch.__version__}: {counts}.\n\n{table}"
     print(text)
     if arguments.write:
-        write_between(DOCUMENT, "faults", text)
+        write_block(DOCUMENT, "faults", text)
 
 
 if __name__ == "__main__":

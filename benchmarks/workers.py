@@ -15,7 +15,7 @@ import msgspec
 import torch
 from tabulate import tabulate
 
-from benchmarks.documents import PROJECT, write_between
+from benchmarks.documents import PROJECT, write_block
 from conformance.report.schema import Report
 
 DOCUMENT = PROJECT / "docs" / "performance.md"
@@ -52,7 +52,7 @@ def main() -> None:
     )
     print(text)
     if arguments.write:
-        write_between(DOCUMENT, "workers", text)
+        write_block(DOCUMENT, "workers", text)
 
 
 if __name__ == "__main__":

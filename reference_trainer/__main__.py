@@ -27,15 +27,8 @@ from reference_trainer.checkpoint import (
 from reference_trainer.checks import require
 from reference_trainer.config import TrainerConfig, load_config
 from reference_trainer.data import Batches
-from reference_trainer.mesh import (
-    backends,
-    check_device,
-    check_fits_mesh,
-    choose_device,
-    destroy_process_group,
-    init_process_group,
-    resolve_mesh,
-)
+from reference_trainer.mesh import backends, check_device, choose_device, destroy_process_group, init_process_group
+from reference_trainer.parallel_dims import check_fits_mesh, resolve_mesh
 from reference_trainer.reshard import ReshardPolicy, reshard_policy
 from reference_trainer.train import StepMetrics, Trainer
 from reference_trainer.weights import check_checkpoint
@@ -43,12 +36,12 @@ from reference_trainer.weights import check_checkpoint
 _GIB = 1024**3
 _PROCESS_GROUP_TIMEOUT_S = 300.0
 _PROGRESS_INTERVAL = 10  # steps
-_HEAD_START_S = 30.0  # torchrun ends all processes once one has failed: the one that explains must be the first
+_HEAD_START_S = 30.0  # torchrun ends all processes once one has failed: the process that explains must be the first
 _EXIT_USAGE, _EXIT_INTERRUPTED = 2, 130
 
 
 def main() -> int:
-    """Train; returns the exit status: 0, 2 for a configuration that cannot be used, 130 after Ctrl-C."""
+    """Train, and return the exit status: 0, 2 for a configuration that cannot be used, 130 after Ctrl-C."""
     arguments = _parse_arguments()
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     _silence_harmless_warnings()
@@ -78,26 +71,27 @@ def main() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """Which checkpoints a run begins with and writes."""
+    """Checkpoints that a run resumes from and writes."""
 
     resume: Path | None = None
-    """Directory whose newest checkpoint the run goes on from."""
+    """Directory from whose newest checkpoint the run goes on."""
     save_every: int | None = None
     """Steps between checkpoints; the last step is saved too. None: no checkpoints are written."""
     directory: Path = Path("checkpoints")
-    """Where they are written."""
+    """Directory into which checkpoints are written."""
     asynchronous: bool = False
-    """Training goes on while a checkpoint is written."""
+    """Train on while a checkpoint is written."""
 
     @property
     def resumes_there(self) -> bool:
+        """True if the run resumes from the directory into which it writes."""
         return self.resume is not None and self.resume.resolve() == self.directory.resolve()
 
 
 def train(
     config: TrainerConfig, *, device: torch.device, metrics_file: IO[bytes], saving: Saving | None = None
 ) -> None:
-    """Run all steps; each appends its metrics to the file, and rank 0 prints progress."""
+    """Run all steps; append the metrics of each to the file, and print progress on rank 0."""
     saving = saving or Saving()
     trainer = Trainer(config, device=device, world_size=dist.get_world_size())
     _tell_reshard_policy(trainer.reshard)
@@ -124,7 +118,7 @@ def train(
 
 
 def _tell_reshard_policy(policy: ReshardPolicy) -> None:
-    """Logged always; what was chosen is also printed, with the reason."""
+    """Log the policy; one that `auto` has chosen is also printed, with the reason."""
     if dist.get_rank() == 0:
         logging.getLogger(__name__).info("reshard after forward: %s", policy.describe())
         if policy.reason:
@@ -152,7 +146,7 @@ def _print_progress(row: dict[str, int | float], *, steps: int, memory_kind: str
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Peak allocated on a CUDA device; on the CPU the peak resident set of this process."""
+    """Return the peak allocated on a CUDA device; on the CPU, the peak resident set of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
@@ -178,9 +172,9 @@ def _parse_arguments() -> argparse.Namespace:
 
 
 def _prepare(arguments: argparse.Namespace, *, world_size: int) -> tuple[TrainerConfig, torch.device, Saving, int]:
-    """The configuration, this process's device, and the steps that a checkpoint to resume from has done.
+    """Configuration, this process's device, checkpoints, and the number of steps that are done already.
 
-    Raises ValueError or OSError for what cannot be run.
+    Raises ValueError or OSError for a run that is not possible.
     """
     config = load_config(arguments.config, arguments.overrides)
     dims = resolve_mesh(config.mesh, world_size=world_size)
@@ -206,7 +200,7 @@ def _prepare(arguments: argparse.Namespace, *, world_size: int) -> tuple[Trainer
 
 
 def _open_metrics(path: Path, *, steps_done: int) -> IO[bytes]:
-    """The file with the metrics of the steps that are done: those after the checkpoint are done again."""
+    """File with the metrics of the steps before the checkpoint; steps after the checkpoint are done again."""
     lines = path.read_bytes().splitlines(keepends=True) if steps_done and path.is_file() else []
     file = path.open("wb")
     file.writelines(line for line in lines if msgspec.json.decode(line)["step"] < steps_done)
@@ -214,11 +208,12 @@ def _open_metrics(path: Path, *, steps_done: int) -> IO[bytes]:
 
 
 def _complain(problem: str) -> None:
-    """One line on stderr, from one process of each node.
+    """Write one line to stderr, from one process of each node.
 
     torchrun adds its own ChildFailedError, traceback included, to every exit status but 0, and has no option against it
-    (torch 2.13, torch/distributed/launcher/api.py). That ends in a summary which quotes the error file of the process
-    that failed first (https://pytorch.org/docs/stable/elastic/errors.html): our line is there, last on the screen.
+    (torch 2.13, torch/distributed/launcher/api.py). The error ends in a summary which quotes the error file of the
+    process that failed first (https://pytorch.org/docs/stable/elastic/errors.html): our line is there, last on the
+    screen.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(_HEAD_START_S)
@@ -234,7 +229,7 @@ def _silence_harmless_warnings() -> None:
     # A view returned by a module matters to who modifies it in place: nothing here does. With tensor parallelism each
     # DTensor.to_local is such a view. Can go with https://github.com/pytorch/pytorch/pull/197154.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
-    # Of a first step that is skipped because gradients overflow; the schedule follows the number of the step.
+    # A first step that is skipped because gradients overflow; the schedule follows the number of the step.
     warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before", category=UserWarning)
     # The gradient norm, one number, is reduced over dp and tp one after the other: no time is lost. Can go when DTensor
     # flattens meshes by itself, https://github.com/pytorch/pytorch/issues/171916.

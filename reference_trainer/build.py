@@ -1,8 +1,8 @@
-"""Build a parallel model with its first weights. Four strategies, which end in the same state:
+"""Build a parallel model with its initial weights.
 
-`meta` and `checkpoint` shard a model without memory, and then give each rank memory for its shards alone; `layerwise`
-gives a block memory, initialises and shards it before it turns to the next; `full` initialises the whole model on every
-rank before it shards.
+Four strategies end in the same state. `meta` and `checkpoint` shard a model on the meta device and materialise only
+each rank's shards. `layerwise` materialises, initialises and shards one block after the other. `full` initialises the
+full model on every rank before it shards.
 """
 
 from typing import Literal, cast
@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from reference_trainer.config import TrainerConfig
 from reference_trainer.fsdp1 import FSDP1Model
 from reference_trainer.init_weights import init_weights
+from reference_trainer.mixed_precision import set_parameter_dtypes, torch_dtype
 from reference_trainer.model import Transformer
 from reference_trainer.observer import Observer
 from reference_trainer.parallelize import (
@@ -20,8 +21,8 @@ from reference_trainer.parallelize import (
     parallelize,
     parallelize_block,
     parallelize_ends,
-    set_parameter_dtypes,
 )
+from reference_trainer.precision import PRECISIONS
 from reference_trainer.reshard import ReshardPolicy
 from reference_trainer.weights import load_weights
 
@@ -29,7 +30,7 @@ from reference_trainer.weights import load_weights
 def build_model(
     config: TrainerConfig, mesh: DeviceMesh, device: torch.device, policy: ReshardPolicy, observer: Observer
 ) -> Transformer:
-    """The sharded model in training mode, with weights as `config.init` says.
+    """Build the sharded model, in training mode, with weights as `config.init` says.
 
     Raises ValueError for a checkpoint that cannot be loaded.
     """
@@ -41,8 +42,9 @@ def build_model(
             model = _layer_by_layer(config, mesh, device, policy, observer)
         case "full":
             model = _initialise_first(config, mesh, device, policy, observer)
-    if config.precision == "bf16-init":
-        model.to(torch.float32)
+    precision = PRECISIONS[config.precision]
+    if precision.build:
+        model.to(torch_dtype(precision.shard))
     observer.initialized(model)
     return model.train()
 
@@ -50,10 +52,10 @@ def build_model(
 def _shard_first(
     config: TrainerConfig, mesh: DeviceMesh, device: torch.device, policy: ReshardPolicy, observer: Observer
 ) -> Transformer:
-    model = _without_memory(config)
+    model = _on_meta_device(config)
     parallelize(model, mesh, config, policy)
     observer.sharded(model)
-    _give_memory(model, device, offload=config.offload)
+    _materialise(model, device, offload=config.offload)
     observer.materialized(model)
     if config.checkpoint is None:
         init_weights(model, seed=config.seed)
@@ -63,8 +65,8 @@ def _shard_first(
     return model
 
 
-def _give_memory(model: Transformer, device: torch.device, *, offload: Literal["none", "cpu"]) -> None:
-    """Memory for this rank's shards, of offloaded parameters on the CPU. Buffers are never offloaded."""
+def _materialise(model: Transformer, device: torch.device, *, offload: Literal["none", "cpu"]) -> None:
+    """Materialise this rank's shards, offloaded parameters on the CPU. Buffers are never offloaded."""
     model.to_empty(device=device if offload == "none" else torch.device("cpu"))
     if model.rope_table.device.type != device.type:
         model.rope_table = torch.empty_like(model.rope_table, device=device)
@@ -73,19 +75,19 @@ def _give_memory(model: Transformer, device: torch.device, *, offload: Literal["
 def _layer_by_layer(
     config: TrainerConfig, mesh: DeviceMesh, device: torch.device, policy: ReshardPolicy, observer: Observer
 ) -> Transformer:
-    model = _without_memory(config)
+    model = _on_meta_device(config)
     for index, block in enumerate(model.blocks):
         block.to_empty(device=device)
         observer.materialized(model)
-        init_weights(model, seed=config.seed, part=f"layers.{index}.")
+        init_weights(model, seed=config.seed, prefix=f"layers.{index}.")
         parallelize_block(model, index, mesh, config, policy)
     for module in (model.tok_embeddings, model.norm, model.output):
         module.to_empty(device=device)
     model.tie_weights()
     model.rope_table = torch.empty_like(model.rope_table, device=device)
     observer.materialized(model)
-    for part in ("tok_embeddings.", "norm.", "output.", "rope_table"):
-        init_weights(model, seed=config.seed, part=part)
+    for prefix in ("tok_embeddings.", "norm.", "output.", "rope_table"):
+        init_weights(model, seed=config.seed, prefix=prefix)
     parallelize_ends(model, mesh, config, policy)
     observer.sharded(model)
     return model
@@ -100,21 +102,21 @@ def _initialise_first(
     observer.materialized(model)
     init_weights(model, seed=config.seed)
     if config.implementation == "fsdp1":
-        model = _wrap(model, mesh, config, device)
+        model = _wrap_in_fsdp1(model, mesh, config, device)
     else:
         parallelize(model, mesh, config, policy)
     observer.sharded(model)
     return model
 
 
-def _wrap(model: Transformer, mesh: DeviceMesh, config: TrainerConfig, device: torch.device) -> Transformer:
-    """In FSDP1, which passes on to the model all that it has not itself."""
+def _wrap_in_fsdp1(model: Transformer, mesh: DeviceMesh, config: TrainerConfig, device: torch.device) -> Transformer:
+    """FSDP1's wrapper passes on to the model every attribute that it does not have itself."""
     if "tp" in (mesh.mesh_dim_names or ()):
         apply_tp(model, mesh["tp"], config)
     return cast("Transformer", FSDP1Model(model, mesh, config, device))
 
 
-def _without_memory(config: TrainerConfig) -> Transformer:
+def _on_meta_device(config: TrainerConfig) -> Transformer:
     with torch.device("meta"):
         model = Transformer(config.model)
     set_parameter_dtypes(model, config.precision)

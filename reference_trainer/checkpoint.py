@@ -1,9 +1,9 @@
 """Checkpoints of a run: all that its next step depends on, so that a resumed run goes on as if it had never stopped.
 
 `DIRECTORY/step-00000020` is the state after 20 steps: files of torch.distributed.checkpoint, and `manifest.json`, which
-lists them. It is written under another name and renamed when all of it is on disk: a save that is killed changes
-nothing that was there. The data position is the number of steps: batches depend on it alone. All ranks must see the
-directory.
+lists them. A checkpoint is written under another name and renamed when all of it is on disk: a save that is killed
+leaves older checkpoints as they are. The data position is the number of steps: batches depend on that number alone. All
+ranks must see the directory.
 """
 
 import os
@@ -35,27 +35,28 @@ _FORMAT = 1
 _MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-(\d{8})")
 _MUST_AGREE = ("model", "optimizer", "data", "seed", "steps")
-"""Fields without which a resumed run would not be the same run; mesh, precision and the like may change."""
+"""Fields in which a resumed run must be the saved run; mesh, precision and the like may change."""
 _SCALE = ("scale", "_growth_tracker")
-"""What changes of the loss scaler's state; the rest is configuration."""
+"""Entries of the loss scaler's state that change; the others are configuration."""
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a checkpoint is; its presence says that the checkpoint is complete."""
+    """Contents of a checkpoint; the presence of this file says that the checkpoint is complete."""
 
     format: int
     steps_done: int
     torch: str
     config: TrainerConfig
     files: dict[str, int]
-    """Name of each file to its bytes."""
+    """Size of each file in bytes, by name."""
 
 
 class Checkpoints:
-    """Saves a run's checkpoints in a directory, which must not hold those of another run. Collective on all ranks.
+    """Writer of a run's checkpoints into one directory, which must not hold those of another run.
 
-    With `asynchronous`, `save` copies the state and returns; a thread writes it while training goes on.
-    Raises ValueError if the directory holds checkpoints and the run does not resume from it.
+    Every method is to be called on all ranks. With `asynchronous`, `save` copies the state and returns; a thread writes
+    the copy while training goes on. Raises ValueError if the directory holds checkpoints and the run does not resume
+    from it.
     """
 
     def __init__(self, directory: Path, *, asynchronous: bool = False, resumed: bool = False) -> None:
@@ -72,7 +73,7 @@ class Checkpoints:
         dist.barrier()
 
     def save(self, trainer: Trainer, *, steps_done: int) -> None:
-        """Save the state after so many steps; if asynchronous, after waiting for the save before."""
+        """Save the state after `steps_done` steps; if asynchronous, wait for the previous save first."""
         self.finish()
         name = f"step-{steps_done:08}"
         manifest = Manifest(_FORMAT, steps_done, str(torch.__version__), trainer.config, {})
@@ -89,7 +90,7 @@ class Checkpoints:
             dist.barrier()
 
     def finish(self) -> None:
-        """Wait until the last save is complete. Raises what went wrong in it."""
+        """Wait until the last save is complete. Raises the error of an asynchronous save that went wrong."""
         if self._pending is not None:
             self._pending[0].result()
             self.poll()
@@ -97,7 +98,7 @@ class Checkpoints:
             dist.barrier()
 
     def poll(self) -> None:
-        """To be called now and then: completes an asynchronous save as soon as all ranks have written their parts."""
+        """Complete an asynchronous save if all ranks have written their shards; to be called now and then."""
         # Rank 0 is done when it has written the index, for which it has heard from all others.
         if self._pending is not None and dist.get_rank() == 0 and self._pending[0].done():
             written, unfinished, manifest = self._pending
@@ -106,6 +107,7 @@ class Checkpoints:
                 _complete(unfinished, manifest)
 
     def storage(self, directory: Path) -> FileSystemWriter:
+        """Return the writer of the files of one checkpoint."""
         return FileSystemWriter(directory)
 
 
@@ -122,7 +124,7 @@ def _complete(unfinished: Path, manifest: Manifest) -> None:
 
 
 def check_can_be_saved(config: TrainerConfig) -> None:
-    """Raises ValueError for a run whose state is not in the form that checkpoints have."""
+    """Raise ValueError for a run whose state is not in the form that checkpoints have."""
     require(
         config.implementation == "fsdp2",
         f"implementation {config.implementation} is for comparison alone, and has no checkpoints: leave out saving and "
@@ -131,14 +133,17 @@ def check_can_be_saved(config: TrainerConfig) -> None:
 
 
 def require_no_checkpoints(directory: Path) -> None:
-    """Raises ValueError if there are some: a new run must not mix its own with them."""
+    """Raise ValueError if a directory holds checkpoints: a new run must not mix its own with them."""
     require(
         not _steps(directory), f"{directory} already holds checkpoints: resume from it, or save in another directory"
     )
 
 
 def newest_checkpoint(directory: Path, config: TrainerConfig) -> tuple[Path, Manifest]:
-    """The last complete checkpoint of a run. Raises ValueError if there is none, it is damaged, or of another run."""
+    """Return the last complete checkpoint of a run, and its manifest.
+
+    Raises ValueError if there is none, and if the last one is damaged or of another run.
+    """
     steps = _steps(directory)
     require(bool(steps), f"{directory} holds no checkpoint: a directory step-00000001 or the like with {_MANIFEST}")
     path = steps[-1]
@@ -150,8 +155,8 @@ def newest_checkpoint(directory: Path, config: TrainerConfig) -> tuple[Path, Man
     for name, nbytes in manifest.files.items():
         file = path / name
         require(file.is_file(), f"checkpoint {path} is damaged: {name} is missing")
-        found = file.stat().st_size
-        require(found == nbytes, f"checkpoint {path} is damaged: {name} has {found} bytes, was written with {nbytes}")
+        size = file.stat().st_size
+        require(size == nbytes, f"checkpoint {path} is damaged: {name} has {size} bytes, was written with {nbytes}")
     for field in _MUST_AGREE:
         saved, ours = getattr(manifest.config, field), getattr(config, field)
         require(saved == ours, f"checkpoint {path} is of another run: its {field} is {saved}, this run's is {ours}")
@@ -160,10 +165,10 @@ def newest_checkpoint(directory: Path, config: TrainerConfig) -> tuple[Path, Man
 
 @torch.no_grad()
 def resume(trainer: Trainer, directory: Path) -> int:
-    """Put the newest checkpoint's state into a new trainer; returns how many steps are done.
+    """Load the newest checkpoint's state into a new trainer; returns how many steps are done.
 
-    The mesh may be another than the one that saved. Where it is the same, each rank's random numbers go on too.
-    Raises ValueError as `newest_checkpoint` does, or if the files cannot be read.
+    The mesh may be another than the one that saved. If it is the same, each rank's random numbers go on, too. Raises
+    ValueError as `newest_checkpoint` does, or if the files cannot be read.
     """
     path, manifest = newest_checkpoint(directory, trainer.config)
     stored = read_dcp_metadata(path).state_dict_metadata
@@ -182,35 +187,37 @@ def resume(trainer: Trainer, directory: Path) -> int:
 
 
 def _state(trainer: Trainer) -> dict[str, Any]:
-    """Everything to save, with tensors that are the run's own. Raises ValueError for what cannot be saved."""
+    """Everything to save, with tensors that are the run's own. Raises ValueError for a run that cannot be saved."""
     check_can_be_saved(trainer.config)
     model, optimizer = _state_dicts(trainer)
     names = trainer.mesh.mesh_dim_names or ()
     tp_rank = trainer.mesh.get_local_rank("tp") if "tp" in names else 0
-    place = f"{trainer.dims.dp}x{trainer.dims.tp}.{dp_rank(trainer.mesh)}.{tp_rank}"
+    rank_of_mesh = f"{trainer.dims.dp}x{trainer.dims.tp}.{dp_rank(trainer.mesh)}.{tp_rank}"
     return {
         "model": model,
         "optimizer": optimizer,
         "schedule": trainer.schedule.state_dict(),
-        "rng": {place: _random_state(trainer.device)},
+        "rng": {rank_of_mesh: _random_state(trainer.device)},
         **({"loss_scale": trainer.scaler.state_dict()} if trainer.scaler.is_enabled() else {}),
     }
 
 
 def _state_dicts(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of model and optimizer. For an optimizer that has not stepped yet, torch lets it step with gradients of zero
-    (`_init_optim_state` in torch/distributed/checkpoint/state_dict.py): moments stay zero, but a step is counted.
+    """States of model and optimizer.
+
+    torch lets an optimizer that has not stepped yet step with gradients of zero (`_init_optim_state` in
+    torch/distributed/checkpoint/state_dict.py): moments stay zero, but a step is counted, which is undone here.
     """
-    before = bool(trainer.optimizer.state)
-    found = get_state_dict(trainer.model, trainer.optimizer)
-    for state in () if before else trainer.optimizer.state.values():
+    has_stepped = bool(trainer.optimizer.state)
+    states = get_state_dict(trainer.model, trainer.optimizer)
+    for state in () if has_stepped else trainer.optimizer.state.values():
         if "step" in state:
             state["step"].zero_()
-    return found
+    return states
 
 
 def _restore(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Parameters hold what was loaded already; the rest is handed over."""
+    """Hand the loaded state over to the trainer; parameters hold theirs already."""
     set_state_dict(
         trainer.model, trainer.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
@@ -223,7 +230,7 @@ def _restore(trainer: Trainer, state: dict[str, Any]) -> None:
 
 
 def _random_state(device: torch.device) -> torch.Tensor:
-    """What dropout draws from: the generator of the device."""
+    """State of the generator from which dropout samples: that of the device."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
@@ -239,7 +246,7 @@ def _steps(directory: Path) -> list[Path]:
 
 
 def _sync(directory: Path) -> None:
-    """Names in a directory are on disk only after this."""
+    """Flush a directory to disk: the names of its files are not there before."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""What configurations are made of: a strict struct, and checks that say what is wrong."""
+"""Building blocks of configurations: a strict struct, and checks whose errors say what is wrong."""
 
 import math
 from collections.abc import Callable
@@ -11,29 +11,33 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def require(condition: bool, message: str) -> None:
-    """Raises ValueError with the message unless the condition holds."""
+    """Raise ValueError with the message unless the condition holds."""
     if not condition:
         raise ValueError(message)
 
 
 def require_each(config: Config, prefix: str, names: str, fits: Callable[[float], bool], requirement: str) -> None:
-    """Raises ValueError if one of the named fields does not fit; NaN fits nothing."""
+    """Raise ValueError if one of the fields named in `names`, separated by spaces, does not fit; NaN fits nothing."""
     for name in names.split():
         value = getattr(config, name)
         require(fits(value), f"{prefix}{name} is {value}, must be {requirement}")
 
 
 def at_least_one(value: float) -> bool:
+    """Return whether the value is 1 or more."""
     return value >= 1
 
 
 def positive(value: float) -> bool:
+    """Return whether the value is above 0 and finite."""
     return 0.0 < value < math.inf
 
 
 def not_negative(value: float) -> bool:
+    """Return whether the value is 0 or more, and finite."""
     return 0.0 <= value < math.inf
 
 
 def fraction(value: float) -> bool:
+    """Return whether the value is at least 0 and below 1."""
     return 0.0 <= value < 1.0

@@ -1,9 +1,9 @@
 """Gradient clipping by a norm over all meshes, equal on every rank.
 
-torch.nn.utils.clip_grad_norm_ is not enough. In torch 2.13 it refuses gradients of several meshes, and DTensors beside
-plain tensors. Its inf-norm is each rank's own (https://github.com/pytorch/pytorch/issues/166638), raises on ranks that
-have an empty shard (https://github.com/meta-pytorch/torchrec/pull/3891), and loses a NaN: the maximum that gloo takes
-of NaN and a number depends on their order.
+torch.nn.utils.clip_grad_norm_ is not enough. In torch 2.13 it refuses gradients of several meshes, and DTensors mixed
+with plain tensors. Its inf-norm is each rank's own (https://github.com/pytorch/pytorch/issues/166638), raises on ranks
+that have an empty shard (https://github.com/meta-pytorch/torchrec/pull/3891), and loses a NaN: the maximum that gloo
+takes of NaN and a number depends on their order.
 """
 
 import math
@@ -55,7 +55,7 @@ def _by_mesh(parameters: list[nn.Parameter]) -> dict[DeviceMesh | None, list[nn.
 
 
 def _norm(gradients: list[Tensor], mesh: DeviceMesh | None, *, norm_type: float, foreach: bool) -> Tensor:
-    """Of the full gradients of one mesh: each element counts once, however many ranks hold it."""
+    """Norm of the full gradients of one mesh: each element counts once, however many ranks hold it."""
     if norm_type == math.inf:
         return _largest(gradients, mesh, foreach=foreach)
     norm = get_total_norm(gradients, norm_type, foreach=foreach)
@@ -63,14 +63,14 @@ def _norm(gradients: list[Tensor], mesh: DeviceMesh | None, *, norm_type: float,
 
 
 def _largest(gradients: list[Tensor], mesh: DeviceMesh | None, *, foreach: bool) -> Tensor:
-    """The largest absolute value; infinite if there is a NaN."""
-    parts = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]
-    held = [part for part in parts if part.numel()]
-    largest = get_total_norm(held, math.inf, foreach=foreach) if held else parts[0].new_zeros(())
+    """Largest absolute value of the full gradients of one mesh; infinite if there is a NaN."""
+    shards = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]
+    not_empty = [shard for shard in shards if shard.numel()]
+    largest = get_total_norm(not_empty, math.inf, foreach=foreach) if not_empty else shards[0].new_zeros(())
     largest = largest.where(~largest.isnan(), math.inf)
     for dim in range(mesh.ndim if mesh else 0):
-        divided = any(isinstance(grad, DTensor) and grad.placements[dim].is_shard() for grad in gradients)
-        if mesh and mesh.size(dim) > 1 and divided:
+        sharded = any(isinstance(grad, DTensor) and grad.placements[dim].is_shard() for grad in gradients)
+        if mesh and mesh.size(dim) > 1 and sharded:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group(dim))
     return largest
 
@@ -82,10 +82,10 @@ def _norm_of_norms(norms: list[Tensor], *, norm_type: float) -> Tensor:
 
 
 def _require_finite(norm: Tensor) -> None:
-    """Raises RuntimeError on every rank of the world, or on none.
+    """Raise RuntimeError on every rank of the world, or on none.
 
-    What only one rank finds is not in the norm of the others if they hold copies (replicas, replicated parameters): a
-    rank that raised by itself would leave the others waiting for it.
+    A number that is not finite on one rank is not in the norm of the other ranks if they hold copies (replicas,
+    replicated parameters): a rank that raised by itself would leave the others waiting for it.
     """
     finite = norm.isfinite().to(torch.int32)
     dist.all_reduce(finite, dist.ReduceOp.MIN)

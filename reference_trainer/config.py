@@ -1,7 +1,7 @@
-"""The trainer's configuration: immutable, strictly typed, closed against unknown keys.
+"""Configuration of the trainer: immutable, strictly typed, closed against unknown keys.
 
-Fields of a `Struct` are checked when a file is converted (`load_config`); relations between fields are checked in
-`__post_init__`, and what depends on the number of processes in `mesh.resolve_mesh`.
+Fields of a `Struct` are checked when a file is converted (`load_config`). Relations between fields are checked in
+`__post_init__`; those that depend on the number of processes, in `parallel_dims`.
 """
 
 import math
@@ -13,14 +13,15 @@ from typing import Literal
 
 from reference_trainer.checks import Config, at_least_one, fraction, not_negative, positive, require, require_each
 from reference_trainer.overrides import override
-from reference_trainer.strict_yaml import convert, load
+from reference_trainer.precision import PRECISIONS, PrecisionName
+from reference_trainer.strict_yaml import allowed, convert, load
 
 
 class ModelConfig(Config, frozen=True, kw_only=True):
-    """A Llama-style decoder (RMSNorm, grouped-query attention with RoPE, SwiGLU)."""
+    """Llama-style decoder (RMSNorm, grouped-query attention with RoPE, SwiGLU)."""
 
     vocab_size: int = 256
-    """Number of tokens; need not be divisible by anything."""
+    """Number of different tokens; need not be divisible by anything."""
     dim: int = 128
     """Width of the residual stream."""
     n_layers: int = 2
@@ -46,8 +47,9 @@ class ModelConfig(Config, frozen=True, kw_only=True):
     norm_std: float = 0.0
     """Standard deviation of norm weights around 1."""
     arithmetic: Literal["float", "integer"] = "float"
-    """`integer`: a stand-in of the same parameters that computes small whole numbers, see `integer_model`; it learns
-    nothing, but is exact in fp32 on every mesh. Initial weights are then -1, 0 or 1, whatever the three above say."""
+    """`integer`: a stand-in with the same parameters that computes small integers, see `integer_model`; it learns
+    nothing, but is exact in fp32 on every mesh. Initial weights are then -1, 0 or 1, whatever the three fields above
+    say."""
 
     def __post_init__(self) -> None:
         sizes = "vocab_size dim n_layers n_heads n_kv_heads ffn_dim max_seq_len"
@@ -64,6 +66,7 @@ class ModelConfig(Config, frozen=True, kw_only=True):
 
     @property
     def head_dim(self) -> int:
+        """Width of an attention head."""
         return self.dim // self.n_heads
 
 
@@ -73,7 +76,7 @@ class MeshConfig(Config, frozen=True, kw_only=True):
     dp_replicate: int = 1
     """Replicas that hold the same shards (HSDP)."""
     dp_shard: int | Literal["auto"] = "auto"
-    """Ranks over which parameters are sharded; `auto` takes what dp_replicate and tp leave of the world."""
+    """Ranks over which parameters are sharded; `auto`: the number of processes / (dp_replicate x tp)."""
     tp: int = 1
     """Tensor-parallel ranks."""
 
@@ -84,16 +87,16 @@ class MeshConfig(Config, frozen=True, kw_only=True):
 
 
 class DataConfig(Config, frozen=True, kw_only=True):
-    """Samples are windows of a token file; which window is decided by seed, step and index alone."""
+    """Samples: windows of a token file, chosen by seed, step and index alone."""
 
     path: str | None = None
-    """Token file: `.npy` (one-dimensional integers) or any other file read as bytes; none: the corpus shipped here."""
+    """Token file: `.npy` (one-dimensional integers), or any other file read as bytes. None: the corpus shipped here."""
     seq_len: int = 128
     """Tokens per sample."""
     global_batch_size: int = 8
     """Samples per optimizer step, over all ranks and micro-batches."""
     min_valid_fraction: float = 1.0
-    """Below 1, each sample keeps a random share of its labels, at least this one; the rest is padding, ignored."""
+    """Below 1: each sample keeps a random fraction of its labels, at least this one; the others are ignored padding."""
 
     def __post_init__(self) -> None:
         require_each(self, "data.", "seq_len global_batch_size", at_least_one, "at least 1")
@@ -116,17 +119,17 @@ class OptimizerConfig(Config, frozen=True, kw_only=True):
     momentum: float = 0.0
     """SGD only."""
     max_norm: float = 1.0
-    """Gradients are scaled down to this total norm; 0 turns clipping off."""
+    """Total norm to which gradients are scaled down; 0 turns clipping off."""
     norm_type: float | Literal["inf"] = 2.0
-    """p of the p-norm by which gradients are measured; "inf" (in quotes) is their largest element."""
+    """Order p of the p-norm that is clipped; "inf" (in quotes) is that of the largest absolute value."""
     error_if_nonfinite: bool = False
-    """Every process raises an error if any has a gradient that is not finite; otherwise the norm tells."""
+    """True: every process raises an error if any has a gradient that is not finite. False: only the norm tells."""
     foreach_clip: bool = True
-    """Whether clipping works on many tensors at once, or on one after the other."""
+    """True: clipping works on many tensors at once. False: on one after the other."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly to `lr`."""
     final_lr_fraction: float = 1.0
-    """After warm-up the rate falls on a cosine to this fraction of `lr` at the last step; 1 keeps it constant."""
+    """Fraction of `lr` to which the rate falls on a cosine after warm-up, at the last step; 1 keeps it constant."""
 
     def __post_init__(self) -> None:
         require_each(self, "optimizer.", "lr", positive, "positive and finite")
@@ -149,13 +152,15 @@ class OptimizerConfig(Config, frozen=True, kw_only=True):
 
 
 class LossScaleConfig(Config, frozen=True, kw_only=True):
-    """The number by which a precision of fp16 multiplies losses and divides gradients: halved when one overflows,
-    doubled after some steps in which none did."""
+    """Factor by which a precision of fp16 multiplies losses and divides gradients.
+
+    The factor is halved when a gradient overflows, and doubled after some steps in which none did.
+    """
 
     initial: float = 2.0**16
-    """A power of two, so that scaling rounds nothing."""
+    """Factor in the first step: a power of two, so that scaling rounds nothing."""
     growth_interval: int = 2000
-    """Steps in a row without overflow after which it is doubled."""
+    """Steps in a row without overflow after which the factor is doubled."""
 
     def __post_init__(self) -> None:
         fits = positive(self.initial) and math.frexp(self.initial)[0] == 0.5
@@ -163,9 +168,6 @@ class LossScaleConfig(Config, frozen=True, kw_only=True):
         require_each(self, "loss_scale.", "growth_interval", at_least_one, "at least 1")
 
 
-Precision = Literal[
-    "fp32", "bf16-mp", "bf16-init", "bf16-reduce", "bf16-params", "bf16-mixed", "fp16-mp", "fp16-reduce"
-]
 Init = Literal["meta", "full", "layerwise", "checkpoint"]
 AfterForwardName = Literal["always", "never"]
 Reshard = Literal["always", "never", "default", "except-last", "auto"] | int | dict[str, AfterForwardName | int]
@@ -179,77 +181,82 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     mesh: MeshConfig = MeshConfig()
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
-    precision: Precision = "fp32"
-    """`bf16-mp`: fp32 parameters, computation in bf16, gradients reduced in fp32.
-    `bf16-init`: the same, but parameters are built, sharded and initialised in bf16, and then cast to fp32.
+    precision: PrecisionName = "fp32"
+    """`fp32`: everything in fp32. The dtypes of the others are in `precision.PRECISIONS`.
+    `bf16-mp`: fp32 parameters, computation in bf16, gradients reduced in fp32.
+    `bf16-init`: as bf16-mp, but parameters are built, sharded and initialised in bf16, and then cast to fp32.
     `bf16-reduce`: as bf16-mp, but gradients are reduced in bf16.
-    `bf16-params`: as bf16-mp, but torch chooses in which dtype they are reduced: that of computation up to 2.14, from
-    2.15 on that of the sharded parameters.
+    `bf16-params`: as bf16-mp, but torch chooses the dtype in which gradients are reduced: that of computation up to
+    2.14, from 2.15 on that of the sharded parameters.
     `bf16-mixed`: as bf16-mp, but only the norms have fp32 parameters; all others, and with them their gradients and
     optimizer state, are bf16 throughout. Cannot be compiled.
     `fp16-mp`: as bf16-mp, but computation is in fp16, of a scaled loss. Steps whose gradients overflow are skipped.
-    `fp16-reduce`: as fp16-mp, but gradients are reduced in fp16, too, divided in part before that, in part after."""
+    `fp16-reduce`: as fp16-mp, but gradients are reduced in fp16, too, and divided by one factor before the reduction
+    and by another after it."""
     loss_scale: LossScaleConfig = LossScaleConfig()
-    """With a precision of fp16, see there."""
+    """Loss scale, with a precision of fp16 only."""
     tf32: bool = False
-    """With precision fp32 on a CUDA device: factors of matrix products are rounded to TF32, which has fp16's digits."""
+    """Round the factors of matrix products to TF32, which has fp16's digits; precision fp32 on a CUDA device only."""
     reshard: Reshard = "default"
-    """Whether parameters are freed after forward. `default`: all but the last group (norm and output), which backward
-    needs at once; `except-last`: also not the last block. A number: they stay sharded over so many ranks. A table of
-    regular expressions over the names of groups (`tok_embeddings`, `layers.0`, ..., `output`): the first that matches
-    the whole name decides, between always, never and a number; what none matches is always resharded. `auto`: never if
-    its estimated peak fits, else default."""
+    """Groups of parameters that are freed after forward. `default`: all but the last group (norm and output), which
+    backward needs at once; `except-last`: all but the last group and the last block. A number: all groups stay sharded
+    over so many ranks. A table of regular expressions over the names of groups (`tok_embeddings`, `layers.0`, ...,
+    `output`): the first that matches the full name decides, between always, never and a number; a group that none
+    matches is always resharded. `auto`: never if the estimated peak then fits, else default."""
     memory_bytes: int | None = None
-    """What `auto` may count on, for each process; none: what the device has."""
+    """Memory of each process that `auto` may count on. None: that of the device."""
     init: Init = "meta"
-    """`meta` builds without memory, shards, gives each rank memory for its shards (`to_empty`) and draws the weights.
-    `checkpoint`: the same, but loads them. `layerwise` gives memory to, draws and shards one block after the other.
-    `full` draws the whole model on every rank, then shards."""
+    """Strategy of initialisation. `meta` builds and shards on the meta device, materialises each rank's shards
+    (`to_empty`) and samples the initial weights. `checkpoint`: as meta, but loads the weights. `layerwise`
+    materialises, initialises and shards one block after the other. `full` materialises and initialises the full model
+    on every rank, then shards."""
     checkpoint: str | None = None
-    """With init=checkpoint, one of: a safetensors file with the full tensor of each parameter under its name (a tied
-    output layer has no entry of its own); a Llama model of the transformers library, as a safetensors file or the
-    directory of several; a directory of torch.distributed.checkpoint, such as a step that was saved by this trainer.
-    Values are cast to the parameters' dtype."""
+    """Path of the weights with init=checkpoint, one of: a safetensors file with the full tensor of each parameter under
+    its name (a tied output layer has no entry of its own); a Llama model of the transformers library, as a safetensors
+    file or the directory of several; a directory of torch.distributed.checkpoint, such as a step that was saved by this
+    trainer. Values are cast to the parameters' dtype."""
     checkpoint_reader: Literal["each-rank", "rank0"] = "each-rank"
-    """`each-rank`: all ranks read, one tensor at a time. `rank0`: only rank 0 does, holds the whole model in memory and
+    """`each-rank`: all ranks read, one tensor at a time. `rank0`: only rank 0 reads, holds the full model in memory and
     broadcasts it; the others read names and shapes alone."""
     offload: Literal["none", "cpu"] = "none"
     """`cpu`: sharded parameters, gradients and optimizer state are in host memory, where gradients are clipped and the
     optimizer steps. The process group needs a backend for CPU tensors."""
     pin_memory: bool = False
-    """With offload=cpu on an accelerator: host memory is page-locked, so that copies overlap with computation."""
+    """Page-lock host memory, so that copies overlap with computation; offload=cpu on an accelerator only."""
     sequence_parallel: bool = True
-    """With tp > 1: activations between tensor-parallel regions are sharded along the sequence."""
+    """Shard activations between tensor-parallel regions along the sequence, with tp > 1."""
     norms_in_tp: bool = True
-    """With tp > 1 and no sequence parallelism: parameters of norms are replicated over the tensor-parallel ranks. False
-    leaves norms out of tensor parallelism; their parameters are on another mesh than all others."""
+    """Replicate the parameters of norms over the tensor-parallel ranks, with tp > 1 and no sequence parallelism. False
+    leaves norms out of tensor parallelism; their parameters are then on another mesh than all others."""
     loss_parallel: bool = False
-    """With tp > 1: logits stay sharded over the vocabulary and the loss is computed on the shards."""
+    """Leave logits sharded over the vocabulary and compute the loss on the shards, with tp > 1."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
-    """`full`: each block keeps only its input and recomputes the rest in backward; `selective`: it also keeps the
-    outputs of matrix products and of attention."""
+    """`full`: each block keeps only its input and recomputes its other activations in backward; `selective`: a block
+    also keeps the outputs of matrix products and of attention."""
     compile: Literal["none", "inductor", "aot_eager"] = "none"
     """Backend with which each block is compiled."""
     accumulation: int = 1
     """Micro-batches per optimizer step."""
     forward_prefetch: int = 0
-    """How many groups a group gathers ahead in forward, before it computes. 0, FSDP's default: none; communication
+    """Number of groups that a group prefetches in forward, before it computes. 0, FSDP's default: none; communication
     overlaps only as far as the CPU runs ahead of the device."""
     backward_prefetch: int = 0
-    """As many groups as a group gathers ahead in backward, in an explicit list. 0, FSDP's default: the next one, in the
-    reverse of the order in which forward left the groups, as with 1."""
+    """Number of groups that a group prefetches in backward, in an explicit list. 0, FSDP's default: the next group, in
+    the reverse of the order in which forward left the groups, as with 1."""
     gradient_sync: GradientSync = "each"
-    """After which micro-batches gradients are reduced. `last`: only the last, until then every rank holds the gradients
-    of whole parameters. `all-reduce-last` (HSDP): reduce-scattered after each, all-reduced after the last."""
+    """Micro-batches after which gradients are reduced. `last`: only the last, until then every rank holds unsharded
+    gradients. `all-reduce-last` (HSDP): reduce-scattered after each, all-reduced after the last."""
     implementation: Literal["fsdp2", "fsdp1"] = "fsdp2"
-    """`fsdp1`: FullyShardedDataParallel, to compare FSDP2 with; it goes with few of the other options."""
+    """`fsdp1`: FullyShardedDataParallel, to compare FSDP2 with; supports few of the other options."""
     limit_all_gathers: bool = True
-    """FSDP1 only: the host waits before it runs more than two all-gathers ahead of the device."""
+    """Let the host wait before it runs more than two all-gathers ahead of the device; FSDP1 only."""
     steps: int = 300
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
     def __post_init__(self) -> None:
+        # msgspec checks values of files, not those that Python gives.
+        require(self.precision in PRECISIONS, f"precision is {self.precision}{allowed(self.precision, PRECISIONS)}")
         require_each(self, "", "accumulation steps", at_least_one, "at least 1")
         require_each(self, "", "forward_prefetch backward_prefetch", not_negative, "at least 0")
         require(0 <= self.seed < 2**64, f"seed is {self.seed}, must be at least 0 and below 2**64")
@@ -260,8 +267,8 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
         )
         require(
             self.norms_in_tp or not self.sequence_parallel,
-            "norms_in_tp false leaves norms out of tensor parallelism, but sequence_parallel divides their work: set "
-            "sequence_parallel=false, or norms_in_tp=true",
+            "norms_in_tp false leaves norms out of tensor parallelism, but sequence_parallel shards their activations: "
+            "set sequence_parallel=false, or norms_in_tp=true",
         )
         require(
             self.data.seq_len <= self.model.max_seq_len,
@@ -285,42 +292,45 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
             self.init == "checkpoint" or self.checkpoint_reader == "each-rank",
             f"checkpoint_reader {self.checkpoint_reader} has no effect with init {self.init}: set init=checkpoint",
         )
-        require(
-            self.precision != "bf16-mixed" or self.activation_checkpointing != "selective",
-            "precision bf16-mixed with activation_checkpointing selective: hooks of the norms' FSDP groups would lie "
-            "inside what is recomputed, which torch 2.13 refuses; use activation_checkpointing full",
-        )
-        require(
-            self.precision != "bf16-mixed" or self.activation_checkpointing == "none" or not self.forward_prefetch,
-            f"precision bf16-mixed with activation_checkpointing {self.activation_checkpointing} and forward_prefetch "
-            f"{self.forward_prefetch}: what is recomputed in backward enters the norms' FSDP groups again, which would "
-            "gather groups that nothing needs any more; use forward_prefetch 0, or another of the two",
-        )
-        require(
-            self.precision != "bf16-mixed" or self.compile == "none",
-            f"precision bf16-mixed with compile {self.compile}: norms are FSDP groups of their own inside the compiled "
-            "blocks, whose hooks cannot be compiled; use compile none or another precision",
-        )
+        _check_norms_apart(self)
         _check_numerics(self)
         _check_implementation(self)
 
 
-def scales_loss(precision: str) -> bool:
-    """Whether computation is in fp16."""
-    return precision in ("fp16-mp", "fp16-reduce")
+def _check_norms_apart(config: TrainerConfig) -> None:
+    if not PRECISIONS[config.precision].norms_apart:
+        return
+    checkpointing = f"precision {config.precision} with activation_checkpointing {config.activation_checkpointing}"
+    require(
+        config.activation_checkpointing != "selective",
+        f"{checkpointing}: hooks of the norms' FSDP groups would lie inside what is recomputed, which torch 2.13 "
+        "refuses; use activation_checkpointing full",
+    )
+    require(
+        config.activation_checkpointing == "none" or not config.forward_prefetch,
+        f"{checkpointing} and forward_prefetch {config.forward_prefetch}: what is recomputed in backward enters the "
+        "norms' FSDP groups again, which would gather groups that nothing needs any more; use forward_prefetch 0, or "
+        "another of the two",
+    )
+    require(
+        config.compile == "none",
+        f"precision {config.precision} with compile {config.compile}: norms are FSDP groups of their own inside the "
+        "compiled blocks, whose hooks cannot be compiled; use compile none or another precision",
+    )
 
 
 def _check_numerics(config: TrainerConfig) -> None:
+    precision = PRECISIONS[config.precision]
     require(
-        config.precision == "fp32" or not config.tf32,
+        precision.compute == "float32" or not config.tf32,
         f"tf32 has no effect with precision {config.precision}, whose products are not of fp32 numbers: set tf32=false",
     )
     require(
-        scales_loss(config.precision) or config.loss_scale == LossScaleConfig(),
+        precision.scales_loss or config.loss_scale == LossScaleConfig(),
         f"loss_scale has no effect with precision {config.precision}: set precision=fp16-mp, or leave it out",
     )
     require(
-        not (scales_loss(config.precision) and config.optimizer.error_if_nonfinite),
+        not (precision.scales_loss and config.optimizer.error_if_nonfinite),
         f"optimizer.error_if_nonfinite with precision {config.precision}: gradients that overflow are how the loss "
         "scale is found, their step is skipped; set optimizer.error_if_nonfinite=false",
     )
@@ -356,19 +366,19 @@ _FSDP1_GOES_WITH: dict[str, tuple[object, ...]] = {
     "optimizer.error_if_nonfinite": (False,),
     "optimizer.foreach_clip": (True,),
 }
-"""What is compared; FSDP1 can do more."""
+"""Values that an option may have with FSDP1: those that are compared; FSDP1 itself can do more."""
 
 
 def _check_implementation(config: TrainerConfig) -> None:
     if config.implementation == "fsdp2":
         require(config.limit_all_gathers, "limit_all_gathers false has no effect with fsdp2: set implementation=fsdp1")
         return
-    for name, allowed in _FSDP1_GOES_WITH.items():
+    for name, values in _FSDP1_GOES_WITH.items():
         value = attrgetter(name)(config)
         require(
-            value in allowed,
+            value in values,
             f"implementation fsdp1 with {name} {value}: it is for comparison alone; use implementation fsdp2, or "
-            f"{name} {' or '.join(map(str, allowed))}",
+            f"{name} {' or '.join(map(str, values))}",
         )
 
 

@@ -33,7 +33,7 @@ def open_tokens(path: str | None) -> npt.NDArray[np.integer]:
 
 
 class Batches:
-    """The batches of a run."""
+    """Batches of a run, by step."""
 
     def __init__(self, config: DataConfig, *, vocab_size: int, seed: int) -> None:
         self.config, self.vocab_size, self.seed = config, vocab_size, seed
@@ -42,7 +42,7 @@ class Batches:
             raise ValueError(f"token file has {len(self.tokens)} tokens, need more than data.seq_len {config.seq_len}")
 
     def global_batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and labels of one optimizer step, int64 of shape (global_batch_size, seq_len) each.
+        """Return inputs and labels of one optimizer step, int64 of shape (global_batch_size, seq_len) each.
 
         Tokens beyond the vocabulary are folded into it (modulo), so that a byte corpus serves any vocabulary size.
         """
@@ -58,9 +58,10 @@ class Batches:
         return inputs, labels
 
     def micro_batches(self, step: int, *, dp_rank: int, dp_size: int, accumulation: int) -> list[tuple[Tensor, Tensor]]:
-        """This data-parallel rank's share of a step: `accumulation` pairs of (inputs, labels).
+        """Return `accumulation` pairs of (inputs, labels), int64 of shape (samples, seq_len), for one rank and step.
 
-        Raises ValueError if the global batch cannot be divided.
+        Ranks and micro-batches partition the global batch; `dp_rank` is one of `dp_size` data-parallel ranks. Raises
+        ValueError if the global batch cannot be divided evenly.
         """
         size, remainder = divmod(self.config.global_batch_size, dp_size * accumulation)
         if remainder or not size:

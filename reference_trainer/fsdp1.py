@@ -1,7 +1,7 @@
-"""The model sharded by FSDP1, `FullyShardedDataParallel`: what FSDP2 is compared with, and no more than that needs.
+"""FSDP1, `FullyShardedDataParallel`: only what it takes to compare FSDP2 with it.
 
-FSDP1 flattens the parameters of a group into one vector, of which each rank holds a stretch; groups are the embedding,
-each block, and at the root norm and output. A stretch has neither the shape of a parameter nor its placements.
+FSDP1 flattens the parameters of a group into one vector, of which each rank holds a shard; groups are the embedding,
+each block, and at the root norm and output. Such a shard has neither the shape of a parameter nor its placements.
 """
 
 from collections.abc import Iterator
@@ -17,19 +17,21 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_
 
-from reference_trainer.config import Precision, TrainerConfig
+from reference_trainer.config import TrainerConfig
+from reference_trainer.mixed_precision import torch_dtype
 from reference_trainer.model import Block, Transformer
+from reference_trainer.precision import PRECISIONS, PrecisionName
 
 
 class FSDP1Model(FullyShardedDataParallel):
-    """A model in groups of FSDP1; it is given with its weights, and with its tensor parallelism."""
+    """Model in groups of FSDP1. The model to wrap has its weights, and its tensor parallelism, already."""
 
     def __init__(self, model: Transformer, mesh: DeviceMesh, config: TrainerConfig, device: torch.device) -> None:
         tp = mesh["tp"].size() if "tp" in (mesh.mesh_dim_names or ()) else 1
-        copies = [1 if _is_divided(parameter) else tp for parameter in model.parameters()]
+        copies = [1 if _is_sharded(parameter) else tp for parameter in model.parameters()]
         super().__init__(
             model,
-            device_mesh=mesh["dp_shard"],  # FSDP1 finds the tensor-parallel mesh beside it by itself
+            device_mesh=mesh["dp_shard"],  # FSDP1 finds the tensor-parallel dimension by itself
             device_id=device,
             auto_wrap_policy=ModuleWrapPolicy({Block, nn.Embedding}),
             sharding_strategy=_sharding_strategy(config),
@@ -38,24 +40,24 @@ class FSDP1Model(FullyShardedDataParallel):
             use_orig_params=True,
         )
         self.copies = copies
-        """Of each parameter, the number of tensor-parallel ranks that hold the same of it."""
+        """Number of tensor-parallel ranks that hold the same elements of a parameter, for each parameter."""
 
     def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Under the names that they have in the model itself."""
+        """Yield each parameter with the name that it has in the model itself."""
         for name, parameter in super().named_parameters(*args, **options):
             yield own_name(name), parameter
 
     @torch.no_grad()
     def clip(self, *, max_norm: float) -> Tensor:
-        """Scale gradients down to a 2-norm of `max_norm` (0: leave them), and return the norm before.
+        """Scale gradients down to a 2-norm of `max_norm` (0: leave them), and return the norm before, a scalar.
 
         The method `clip_grad_norm_` is not enough: it adds up over data-parallel ranks alone, so that each
         tensor-parallel rank has a norm of its own (torch 2.13).
         """
-        parts = zip(self.parameters(), self.copies, strict=True)
-        squares = [p.grad.square().sum() / copies for p, copies in parts if p.grad is not None]
+        parameters = zip(self.parameters(), self.copies, strict=True)
+        squares = [p.grad.square().sum() / copies for p, copies in parameters if p.grad is not None]
         total = torch.stack(squares).sum()
-        dist.all_reduce(total)  # each rank of the world has other data-parallel shards, or other parts of them
+        dist.all_reduce(total)  # all ranks of the world together hold each element as often as there are copies
         norm = total.sqrt()
         if max_norm > 0:
             clip_grads_with_norm_(self.parameters(), max_norm, norm)
@@ -63,14 +65,15 @@ class FSDP1Model(FullyShardedDataParallel):
 
 
 def own_name(name: str) -> str:
-    """That of a parameter or module in the model itself."""
+    """Return the name that a parameter or module has in the model itself, without FSDP1's wrappers."""
     return name.replace("_fsdp_wrapped_module.", "")
 
 
-def whole(model: nn.Module) -> AbstractContextManager[None]:
-    """Inside, parameters and gradients of FSDP1 are whole on every rank, but for what tensor parallelism divides.
+def summon_full_params(model: nn.Module) -> AbstractContextManager[None]:
+    """Return a context in which parameters and gradients of FSDP1 are not sharded, or by tensor parallelism alone.
 
-    A collective call, not to be made in forward or backward. For any other model it does nothing.
+    Entering and leaving are collective calls, not to be made in forward or backward. For any other model the context
+    does nothing.
     """
     if isinstance(model, FSDP1Model):
         context: AbstractContextManager[None] = model.summon_full_params(model, writeback=False, with_grads=True)
@@ -78,22 +81,23 @@ def whole(model: nn.Module) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def _is_divided(parameter: nn.Parameter) -> bool:
+def _is_sharded(parameter: nn.Parameter) -> bool:
     return isinstance(parameter, DTensor) and not all(placement.is_replicate() for placement in parameter.placements)
 
 
 def _sharding_strategy(config: TrainerConfig) -> ShardingStrategy:
-    """The root is never resharded after forward: with FULL_SHARD that is what `reshard: default` says."""
+    """FULL_SHARD never reshards the root after forward, which is what `reshard: default` says."""
     return ShardingStrategy.SHARD_GRAD_OP if config.reshard == "never" else ShardingStrategy.FULL_SHARD
 
 
-def _mixed_precision(precision: Precision) -> MixedPrecision | None:
-    """As FSDP2's: inputs are left alone, see `parallelize.mixed_precision_policy`."""
-    if precision == "fp32":
+def _mixed_precision(precision: PrecisionName) -> MixedPrecision | None:
+    """FSDP1's counterpart of `mixed_precision.mixed_precision_policy`."""
+    dtypes = PRECISIONS[precision]
+    if not dtypes.is_mixed:
         return None
     return MixedPrecision(
-        param_dtype=torch.bfloat16,
-        reduce_dtype=torch.float32,
+        param_dtype=torch_dtype(dtypes.compute),
+        reduce_dtype=torch_dtype(dtypes.reduce) if dtypes.reduce else None,
         cast_forward_inputs=False,
         cast_root_forward_inputs=False,
     )

@@ -1,6 +1,7 @@
 """Names and settings of Llama checkpoints as the transformers library writes them.
 
-Weights need no permutation: both rotate pairs (x[i], x[i + head_dim/2]), see `model.apply_rope`, and order heads alike.
+Weights need no permutation: both models rotate pairs (x[i], x[i + head_dim/2]), see `model.apply_rope`, and order heads
+alike.
 Source: https://github.com/huggingface/transformers/blob/main/src/transformers/models/llama/modeling_llama.py
 """
 
@@ -27,11 +28,11 @@ _IN_LAYER = {
     "mlp.up_proj": "feed_forward.w3",
 }
 _RECOMPUTED = ".rotary_emb.inv_freq"
-"""Files of old versions hold this buffer."""
+"""End of the name of a buffer in files of old versions."""
 
 
 def to_trainer_names(stored: Iterable[str]) -> dict[str, str]:
-    """Each name of a parameter of the trainer to that in the file; what has no counterpart keeps its name."""
+    """Map the trainer's name of each parameter to its name in the file; a name without counterpart stays as it is."""
     return {_to_trainer_name(name): name for name in stored if not name.endswith(_RECOMPUTED)}
 
 
@@ -43,19 +44,20 @@ def _to_trainer_name(name: str) -> str:
 
 
 def to_hf_name(name: str) -> str:
-    """The name in a file of a parameter of the trainer."""
+    """Return the name in a file of a parameter of the trainer."""
     for theirs, ours in _ENDS.items():
         if ours == name:
             return theirs
     layers, index, rest = name.split(".", 2)
     module, _, kind = rest.rpartition(".")
-    return f"model.{layers}.{index}.{next(theirs for theirs, ours in _IN_LAYER.items() if ours == module)}.{kind}"
+    (hf_module,) = (theirs for theirs, ours in _IN_LAYER.items() if ours == module)
+    return f"model.{layers}.{index}.{hf_module}.{kind}"
 
 
 def check_config(path: Path, config: ModelConfig) -> None:
-    """Compare what the weights do not show with the `config.json` beside them, if there is one.
+    """Compare settings that the weights do not show with the `config.json` next to them, if there is one.
 
-    Raises ValueError for settings that are not the model's, or that it cannot have.
+    Raises ValueError for settings that are not the model's, or that the trainer does not implement.
     """
     file = (path if path.is_dir() else path.parent) / "config.json"
     if not file.is_file():

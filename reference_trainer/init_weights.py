@@ -1,9 +1,9 @@
-"""First weights that do not depend on the layout.
+"""Initial weights that do not depend on the layout.
 
-Each full tensor is drawn from its own counter-based generator (Philox, Salmon et al. 2011, doi:10.1145/2063384.2063405)
-keyed by seed and parameter name; each rank then keeps its shard, and never holds more than one full tensor at a time.
-DTensor's own random init gives every shard of a CPU mesh the same numbers (torch 2.13), and a different draw for each
-mesh on CUDA.
+Each full tensor is sampled from a counter-based generator of its own (Philox, Salmon et al. 2011,
+doi:10.1145/2063384.2063405), keyed by seed and parameter name; each rank then keeps its shard, and never holds more
+than one full tensor at a time. DTensor's own random init gives every shard of a CPU mesh the same numbers (torch 2.13),
+and other numbers for each mesh on CUDA.
 """
 
 import hashlib
@@ -17,19 +17,19 @@ from reference_trainer.model import Transformer, rope_table
 
 
 @torch.no_grad()
-def init_weights(model: Transformer, *, seed: int, part: str = "") -> None:
-    """Fill every parameter and buffer whose name begins with `part`, sharded or not, in place; they must have memory.
+def init_weights(model: Transformer, *, seed: int, prefix: str = "") -> None:
+    """Fill parameters and buffers whose names begin with `prefix` in place, sharded or not; they are materialised.
 
     Raises ValueError for a parameter or buffer of a module that has no rule here.
     """
-    for name, parameter in model.named_parameters():  # a tied weight once, with what its first owner is given
-        if name.startswith(part):
+    for name, parameter in model.named_parameters():  # a tied weight once, under the name of its first owner
+        if name.startswith(prefix):
             assign(parameter, _initial_value(model, name, tuple(parameter.shape), seed=seed))
-    init_buffers(model, part=part)
+    init_buffers(model, prefix=prefix)
 
 
 def _initial_value(model: Transformer, full_name: str, shape: tuple[int, ...], *, seed: int) -> Tensor:
-    """The full tensor, fp32 on the CPU."""
+    """Full tensor of a parameter, fp32 on the CPU."""
     owner, _, name = full_name.rpartition(".")
     module, config = model.get_submodule(owner), model.config
     match module, name, config.arithmetic:
@@ -50,10 +50,10 @@ def _initial_value(model: Transformer, full_name: str, shape: tuple[int, ...], *
 
 
 @torch.no_grad()
-def init_buffers(model: Transformer, *, part: str = "") -> None:
-    """Fill every buffer whose name begins with `part`. Raises ValueError for one that has no rule here."""
+def init_buffers(model: Transformer, *, prefix: str = "") -> None:
+    """Fill every buffer whose name begins with `prefix`. Raises ValueError for a buffer that has no rule here."""
     for full_name, buffer in model.named_buffers():
-        if not full_name.startswith(part):
+        if not full_name.startswith(prefix):
             continue
         if full_name != "rope_table":
             raise ValueError(_no_rule(full_name, model.get_submodule(full_name.rpartition(".")[0]), "init_buffers"))
@@ -65,14 +65,17 @@ def _no_rule(full_name: str, module: nn.Module, function: str) -> str:
 
 
 def normal(shape: tuple[int, ...], *, name: str, seed: int) -> Tensor:
-    """Standard normal numbers, fp32, that depend on (name, seed) alone."""
-    drawn = torch.empty(shape)
-    _generator(name, seed).standard_normal(out=drawn.numpy(), dtype=np.float32)
-    return drawn
+    """Sample standard normal numbers, fp32, that depend on (name, seed) alone."""
+    sampled = torch.empty(shape)
+    _generator(name, seed).standard_normal(out=sampled.numpy(), dtype=np.float32)
+    return sampled
 
 
 def signs(shape: tuple[int, ...], *, name: str, seed: int, nonzeros_per_row: int) -> Tensor:
-    """-1 or 1 at so many random places along the last dimension, 0 elsewhere; fp32, depends on (name, seed) alone."""
+    """Sample -1 or 1 at `nonzeros_per_row` random positions of each row (last dimension), 0 elsewhere.
+
+    The numbers are fp32 and depend on (name, seed) alone.
+    """
     generator = _generator(name, seed)
     values = generator.choice((-1.0, 1.0), size=shape)
     values[generator.random(shape).argsort(axis=-1) >= nonzeros_per_row] = 0.0  # argsort: a random permutation
@@ -85,7 +88,7 @@ def _generator(name: str, seed: int) -> np.random.Generator:
 
 
 def assign(target: Tensor, value: Tensor) -> None:
-    """Fill a tensor, or a rank's shard of it, from the full value, which every rank must have."""
+    """Fill a tensor, or a rank's shard of a DTensor, from the full value, which every rank must have."""
     if isinstance(target, DTensor):
         target.to_local().copy_(_shard(value, target))
     else:
@@ -93,15 +96,16 @@ def assign(target: Tensor, value: Tensor) -> None:
 
 
 def _shard(value: Tensor, like: DTensor) -> Tensor:
-    """The view of a full tensor that a rank holds of one laid out like the other; nothing is copied or communicated.
+    """View of the shard of a full tensor that this rank would hold in the layout of `like`.
 
-    Mesh dimensions cut from the last to the first: tensor parallelism, and then FSDP what that has left. Each cuts as
-    `torch.chunk` does, so the last ranks may get less, or nothing. (`distribute_tensor` copies the tensor up to twice.)
+    Nothing is copied or communicated. (`distribute_tensor` copies the tensor up to twice.) Mesh dimensions shard from
+    the last to the first: tensor parallelism the full tensor, then FSDP the shards. Each does so as `torch.chunk`, so
+    that the last ranks may get less, or nothing.
     """
     mesh = like.device_mesh
     for mesh_dim in reversed(range(mesh.ndim)):
         dim = getattr(like.placements[mesh_dim], "dim", None)
         if dim is not None:
-            parts, rank = value.chunk(mesh.size(mesh_dim), dim), mesh.get_local_rank(mesh_dim)
-            value = parts[rank] if rank < len(parts) else value.narrow(dim, 0, 0)
+            shards, rank = value.chunk(mesh.size(mesh_dim), dim), mesh.get_local_rank(mesh_dim)
+            value = shards[rank] if rank < len(shards) else value.narrow(dim, 0, 0)
     return value

@@ -1,4 +1,4 @@
-"""Loss: the sum over valid tokens divided by the number of valid tokens of the whole step, over all ranks.
+"""Loss: the sum over valid tokens divided by the number of valid tokens of the step, over all ranks.
 
 A mean over each rank's own tokens would weight them by rank: wrong as soon as ranks have different numbers of them.
 """
@@ -17,7 +17,7 @@ from reference_trainer.data import IGNORED_LABEL
 
 
 def sum_over_dp(value: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Sum in place over the ranks that see different data, one mesh dimension after the other."""
+    """Sum a plain tensor in place over the ranks that see different data, one mesh dimension after the other."""
     for name in mesh.mesh_dim_names or ():
         if name != "tp" and mesh[name].size() > 1:
             dist.all_reduce(value, group=mesh.get_group(name))
@@ -25,8 +25,11 @@ def sum_over_dp(value: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def count_valid_tokens(labels: list[Tensor], mesh: DeviceMesh, device: torch.device) -> int:
-    """Valid labels in all micro-batches of all data-parallel ranks. Raises ValueError if there is none."""
-    local = sum(int((one != IGNORED_LABEL).sum()) for one in labels)
+    """Count the valid labels (int64) in all micro-batches of all data-parallel ranks.
+
+    Raises ValueError if there is none.
+    """
+    local = sum(int((of_micro_batch != IGNORED_LABEL).sum()) for of_micro_batch in labels)
     total = int(sum_over_dp(torch.tensor(local, dtype=torch.int64, device=device), mesh))
     if not total:
         raise ValueError("no valid label in the whole batch: the loss is undefined")
@@ -34,27 +37,33 @@ def count_valid_tokens(labels: list[Tensor], mesh: DeviceMesh, device: torch.dev
 
 
 def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy in fp32, summed over valid labels: a scalar, in nats."""
+    """Return the cross entropy summed over valid labels: a scalar in fp32, in nats.
+
+    `logits` have shape (batch, seq_len, vocab_size) and any floating-point dtype, `labels` (batch, seq_len), int64.
+    """
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORED_LABEL)
 
 
 def scaled_for_backward(loss_sum: Tensor, *, dp_size: int, valid_tokens: int) -> Tensor:
-    """What backward starts from, so that the reduced gradient is that of the step's mean loss.
+    """Return the scalar from which backward starts, so that the reduced gradient is that of the step's mean loss.
 
-    `loss_sum` is this rank's micro-batch, `valid_tokens` the whole step over all ranks. FSDP averages gradients over
-    the data-parallel ranks (torch.distributed.fsdp.FSDPModule.set_gradient_divide_factor): multiplying by their number
-    makes it a sum.
+    `loss_sum` is a scalar of this rank's micro-batch, `valid_tokens` counts the step's over all ranks. FSDP averages
+    gradients over the data-parallel ranks (torch.distributed.fsdp.FSDPModule.set_gradient_divide_factor): multiplying
+    by their number makes the average a sum.
     """
     return loss_sum * (dp_size / valid_tokens)
 
 
 def summed_loss(logits: Tensor, labels: Tensor, *, arithmetic: Literal["float", "integer"]) -> Tensor:
-    """The loss that goes with the model's arithmetic: cross entropy, or minus the logits of the valid labels."""
+    """Return the summed loss that goes with the model's arithmetic, a scalar in fp32.
+
+    Cross entropy, or minus the sum of the logits of the valid labels; shapes are those of `summed_cross_entropy`.
+    """
     if arithmetic == "float":
         return summed_cross_entropy(logits, labels)
     return F.nll_loss(logits.float().flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORED_LABEL)
 
 
 def loss_context(*, parallel: bool) -> AbstractContextManager[None]:
-    """Inside it, cross entropy (and its backward) works on logits sharded over the vocabulary."""
+    """Return a context in which cross entropy (and its backward) works on logits sharded over the vocabulary."""
     return loss_parallel() if parallel else nullcontext()

@@ -1,4 +1,4 @@
-"""Loss scaling for fp16 (arXiv:1710.03740 section 3.2): gradients too small for its exponents are moved into its range.
+"""Loss scaling for fp16 (arXiv:1710.03740 section 3.2): shifts gradients that are too small for fp16 into its range.
 
 The loss is multiplied by a power of two before backward, and reduced gradients are divided by it before anything looks
 at them. A scale that makes a gradient overflow is halved, and that step is skipped.
@@ -10,15 +10,16 @@ import torch
 import torch.distributed as dist
 from torch.amp import GradScaler
 
-from reference_trainer.config import TrainerConfig, scales_loss
+from reference_trainer.config import TrainerConfig
+from reference_trainer.precision import PRECISIONS
 
 
 class LossScaler(GradScaler):
-    """torch's scaler, with which all ranks agree on what has overflowed; does nothing but with a precision of fp16.
+    """torch's scaler, with which all ranks agree on what has overflowed; disabled but for a precision of fp16.
 
-    torch asks the ranks among which the *first* gradient is divided (`found_inf_reduce_handler` in
-    torch/distributed/tensor/_dispatch.py). Were that one replicated over tensor parallelism, or a number bad on one
-    replica alone, some ranks would skip a step that others take, and go on with another scale (torch 2.13).
+    torch asks the ranks among which the *first* gradient is sharded (`found_inf_reduce_handler` in
+    torch/distributed/tensor/_dispatch.py). If that gradient were replicated over tensor parallelism, or a number bad on
+    one replica alone, some ranks would skip a step that others take, and go on with another scale (torch 2.13).
     """
 
     def __init__(self, config: TrainerConfig, device: torch.device) -> None:
@@ -27,12 +28,12 @@ class LossScaler(GradScaler):
             device.type,
             init_scale=options.initial,
             growth_interval=options.growth_interval,
-            enabled=scales_loss(config.precision),
+            enabled=PRECISIONS[config.precision].scales_loss,
         )
 
     def _unscale_grads_(self, *args: Any) -> dict[torch.device, torch.Tensor]:
-        """What torch's own scaler for FSDP1 extends in the same way; by device, 1.0 if something has overflowed."""
-        found: dict[torch.device, torch.Tensor] = super()._unscale_grads_(*args)
-        for overflowed in found.values():
+        """By device a scalar, 1.0 if something has overflowed; torch's own scaler for FSDP1 extends the same method."""
+        overflows: dict[torch.device, torch.Tensor] = super()._unscale_grads_(*args)
+        for overflowed in overflows.values():
             dist.all_reduce(overflowed, dist.ReduceOp.MAX)
-        return found
+        return overflows

@@ -1,7 +1,7 @@
-"""The model: a Llama-style decoder without any knowledge of parallelism.
+"""Llama-style decoder without any knowledge of parallelism.
 
-Sub-modules see either whole heads and features (one process) or their tensor-parallel share: head counts are read off
-the tensors, never off the configuration.
+Sub-modules see either all heads and features (one process) or their tensor-parallel share: head counts are read off the
+tensors, never off the configuration.
 Sources: RMSNorm arXiv:1910.07467, RoPE arXiv:2104.09864, SwiGLU arXiv:2002.05202, grouped-query attention
 arXiv:2305.13245.
 """
@@ -18,9 +18,9 @@ from reference_trainer.config import ModelConfig
 
 
 def rope_table(config: ModelConfig, *, device: torch.device | str | None = None) -> Tensor:
-    """Cosines and sines of the rotary embedding, fp32 of shape (2, max_seq_len, head_dim / 2).
+    """Return cosines and sines of the rotary embedding, fp32 of shape (2, max_seq_len, head_dim / 2).
 
-    Computed in fp64 and rounded once, so that the table does not depend on the device's `cos`.
+    They are computed in fp64 and rounded once, so that the table does not depend on the device's `cos`.
     """
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
     positions = torch.arange(config.max_seq_len, dtype=torch.float64)
@@ -29,9 +29,10 @@ def rope_table(config: ModelConfig, *, device: torch.device | str | None = None)
 
 
 def apply_rope(x: Tensor, table: Tensor) -> Tensor:
-    """Rotate pairs (x[i], x[i + head_dim/2]) of a (batch, seq, heads, head_dim) tensor by their position's angle.
+    """Rotate pairs (x[i], x[i + head_dim/2]) by the angle of their position.
 
-    The rotation is computed in the table's precision or the tensor's, whichever is higher, and rounded back once.
+    `x` has shape (batch, seq_len, heads, head_dim), `table` is that of `rope_table`. The rotation is computed in the
+    table's dtype or the tensor's, whichever is wider, and rounded to the tensor's once.
     """
     cos, sin = table[:, : x.shape[1]].unsqueeze(2)
     low, high = x.to(torch.promote_types(x.dtype, table.dtype)).chunk(2, dim=-1)
@@ -39,7 +40,10 @@ def apply_rope(x: Tensor, table: Tensor) -> Tensor:
 
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
-    """Causal attention over (batch, seq, heads, head_dim); each head of k and v serves a group of heads of q."""
+    """Return causal attention, of the shape and dtype of `q`: (batch, seq_len, heads, head_dim).
+
+    `k` and `v` may have fewer heads; each of them serves a group of heads of `q`.
+    """
     q, k = apply_rope(q, table), apply_rope(k, table)
     groups = q.shape[2] // k.shape[2]
     k, v = (t.repeat_interleave(groups, dim=2) for t in (k, v))
@@ -48,17 +52,18 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) * up, all of one shape and dtype."""
     return F.silu(gate) * up
 
 
 class Arithmetic(NamedTuple):
-    """What is computed between the linear layers."""
+    """Functions and norms between the linear layers."""
 
     norm: type[nn.RMSNorm]
     attend: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-    """q, k, v and the RoPE table to what has q's shape, (batch, seq, heads, head_dim)."""
+    """Function of q, k, v and the RoPE table that returns a tensor of q's shape, (batch, seq_len, heads, head_dim)."""
     combine: Callable[[Tensor, Tensor], Tensor]
-    """The two hidden layers of the feed-forward network to one."""
+    """Function that makes one hidden layer of the feed-forward network's two, all of one shape."""
 
 
 ARITHMETIC = {
@@ -81,6 +86,7 @@ class Attention(nn.Module):
         self.wo = nn.Linear(config.dim, config.dim, bias=config.bias)
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        """Mix activations of shape (batch, seq_len, dim) along the sequence."""
         batch, seq, _ = x.shape
         q, k, v = (proj(x).view(batch, seq, -1, self.head_dim) for proj in (self.wq, self.wk, self.wv))
         mixed: Tensor = self.wo(self.attend(q, k, v, table).reshape(batch, seq, -1))
@@ -98,6 +104,7 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map activations of shape (batch, seq_len, dim), each position by itself."""
         out: Tensor = self.w2(self.combine(self.w1(x), self.w3(x)))
         return out
 
@@ -114,21 +121,23 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
         self.recompute: Callable[..., Tensor] | None = None
-        """Calls the function that it is given, keeps less than all for backward and recomputes the rest."""
+        """Function that calls another, keeps only some of its activations for backward and recomputes the others."""
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        """Map activations of shape (batch, seq_len, dim), with activation checkpointing if it is switched on."""
         # Checkpointing inside forward keeps FSDP's hooks, which sit on the block, outside of the recomputation, and
         # parameter names free of a wrapper's prefix.
         return self.recompute(self.layer, x, table) if self.recompute else self.layer(x, table)
 
     def layer(self, x: Tensor, table: Tensor) -> Tensor:
+        """Map activations of shape (batch, seq_len, dim)."""
         x = x + self.dropout(self.attention(self.attention_norm(x), table))
         out: Tensor = x + self.dropout(self.feed_forward(self.ffn_norm(x)))
         return out
 
 
 class Transformer(nn.Module):
-    """Tokens (batch, seq) int64 to logits (batch, seq, vocab_size) in the parameters' computation dtype."""
+    """Language model from tokens to logits."""
 
     rope_table: Tensor
 
@@ -145,15 +154,17 @@ class Transformer(nn.Module):
         self.register_buffer("rope_table", empty_table, persistent=False)
 
     def tie_weights(self) -> None:
-        """To be called when parameters were replaced, as `to_empty` and tensor parallelism do: one weight for both."""
+        """Give embedding and output one weight again after `to_empty` or tensor parallelism replaced parameters."""
         if self.config.tied_embeddings:
             self.output.weight = self.tok_embeddings.weight
 
     @property
     def blocks(self) -> list[Block]:
+        """Layers, with their type."""
         return cast("list[Block]", list(self.layers))
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Map tokens, int64 of shape (batch, seq_len), to logits (batch, seq_len, vocab_size) in the compute dtype."""
         x = self.tok_embeddings(tokens)
         for layer in self.layers:
             x = layer(x, self.rope_table)

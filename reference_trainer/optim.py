@@ -7,12 +7,12 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from reference_trainer.config import OptimizerConfig
-from reference_trainer.fsdp1 import whole
+from reference_trainer.fsdp1 import summon_full_params
 
 
 def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, object]]:
-    """Matrices decay; norms and biases (one-dimensional) do not."""
-    with whole(model):
+    """Return an optimizer's groups: matrices, which decay, and norms and biases (one-dimensional), which do not."""
+    with summon_full_params(model):
         are_matrices = [p.ndim >= 2 for p in model.parameters()]
     parameters = [
         (p, is_matrix) for p, is_matrix in zip(model.parameters(), are_matrices, strict=True) if p.requires_grad
@@ -24,7 +24,7 @@ def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str,
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """To be called on the sharded, initialised model: the optimizer must hold the parameters that are trained."""
+    """Build the optimizer of a model that is sharded and initialised: it must hold the parameters that are trained."""
     groups = parameter_groups(model, weight_decay=config.weight_decay)
     match config.name:
         case "adamw":
@@ -34,7 +34,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
 
 
 def learning_rate_factor(step: int, *, config: OptimizerConfig, steps: int) -> float:
-    """Linear warm-up, then a cosine from 1 to `final_lr_fraction` at the last step."""
+    """Return the factor of `lr`: a linear warm-up, then a cosine from 1 to `final_lr_fraction` at the last step."""
     if step < config.warmup_steps:
         return (step + 1) / (config.warmup_steps + 1)
     progress = min(1.0, (step - config.warmup_steps) / max(1, steps - 1 - config.warmup_steps))
@@ -43,4 +43,5 @@ def learning_rate_factor(step: int, *, config: OptimizerConfig, steps: int) -> f
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, config: OptimizerConfig, *, steps: int) -> LambdaLR:
+    """Build the learning-rate schedule of a run of `steps` steps."""
     return LambdaLR(optimizer, lambda step: learning_rate_factor(step, config=config, steps=steps))

@@ -1,4 +1,4 @@
-"""`--set KEY=VALUE`: values from the command line laid over a configuration file."""
+"""Overrides: values from the command line (`--set KEY=VALUE`), laid over a configuration file."""
 
 import copy
 import dataclasses
@@ -10,22 +10,22 @@ from reference_trainer.strict_yaml import ConfigError, Document, parse_scalar
 
 @dataclasses.dataclass(frozen=True)
 class _Overridden(Document):
-    """A document of which some values came from the command line, and whose errors say so."""
+    """Document of which some values came from the command line, and whose errors say so."""
 
     origins: dict[str, str]
-    """The option, such as `--set mesh.tp=2`, that gave each path such as `$.mesh.tp`."""
+    """Option that gave each path: `--set mesh.tp=2` that of `$.mesh.tp`."""
 
-    def place(self, where: str) -> str:
-        """The option that gave the value, else file and line; then the options that gave parts of the value."""
-        whole = self.origins.get(where) or super().place(where)
-        parts = [option for path, option in self.origins.items() if path.startswith(f"{where}.")]
-        return " with ".join(dict.fromkeys([whole, *parts]))
+    def location(self, where: str) -> str:
+        """Return the option that gave the value, else FILE:LINE; then the options that gave values below it."""
+        own = self.origins.get(where) or super().location(where)
+        below = [option for path, option in self.origins.items() if path.startswith(f"{where}.")]
+        return " with ".join(dict.fromkeys([own, *below]))
 
 
 def override(document: Document, assignments: Iterable[str]) -> Document:
-    """The document with each `section.field=value` set, one after the other; sections that it lacks are added.
+    """Return the document with each `section.field=value` set, one after the other; missing sections are added.
 
-    Raises ConfigError, beginning with the option, for what is no such assignment.
+    Raises ConfigError, beginning with the option, for an assignment that is not of this form.
     """
     result = _Overridden(document.path, copy.deepcopy(document.data), document.lines, origins={})
     for assignment in assignments:
@@ -51,6 +51,7 @@ def _assign(document: _Overridden, names: list[str], value: Any, option: str) ->
             document.origins[where] = option
         section = section[name]
         if not isinstance(section, dict):
-            raise ConfigError(f"{option}: {where.removeprefix('$.')} is a value, not a section: set it as a whole")
+            field = where.removeprefix("$.")
+            raise ConfigError(f"{option}: {field} is a value, not a section: write {field}=VALUE")
     section[names[-1]] = value
     document.origins[f"{where}.{names[-1]}"] = option

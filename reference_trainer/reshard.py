@@ -1,7 +1,7 @@
-"""Which groups of parameters FSDP frees after forward, and how far.
+"""Resharding after forward: which groups of parameters FSDP frees, and over how many ranks they stay sharded.
 
 The model is sharded in groups: the embedding, each block, and norm and output together. The root owns no parameters, so
-that what torch does with a root (it was never resharded before 2.8) does not matter here.
+that torch's treatment of a root (it was never resharded before 2.8) does not matter here.
 """
 
 import os
@@ -14,21 +14,25 @@ import torch
 
 from reference_trainer.checks import require
 from reference_trainer.config import TrainerConfig
-from reference_trainer.mesh import ParallelDims
+from reference_trainer.mixed_precision import torch_dtype
 from reference_trainer.model import Transformer
+from reference_trainer.parallel_dims import ParallelDims
+from reference_trainer.precision import PRECISIONS
 
 AfterForward = bool | int
-"""Of `fully_shard`: True frees a group, False keeps it, an integer leaves it sharded over so many ranks."""
+"""Value of `reshard_after_forward`: True frees a group, False keeps it, a number is that of ranks to reshard to."""
 _GIB = 1024**3
-_USABLE = 0.9  # of a device's memory: the rest is for fragmentation, workspaces and communication buffers
+_USABLE = 0.9
+"""Share of a device's memory that `auto` counts on; the rest is for fragmentation, workspaces and buffers."""
 
 
 def group_names(config: TrainerConfig) -> list[str]:
-    """Modules that the groups are named after, in the order in which forward enters them.
+    """Return the names of the groups, each that of a module, in the order in which forward enters them.
 
-    `bf16-mixed` puts each norm into a group of its own. Tied embeddings are in the group of the output, the last here.
+    Each norm is a group of its own if the precision takes norms apart. Tied embeddings are in the group of the output,
+    the last one here.
     """
-    apart = config.precision == "bf16-mixed"
+    apart = PRECISIONS[config.precision].norms_apart
     blocks = [f"layers.{index}" for index in range(config.model.n_layers)]
     norms = ("attention_norm", "ffn_norm") if apart else ()
     names = [name for block in blocks for name in (block, *(f"{block}.{norm}" for norm in norms))]
@@ -38,15 +42,21 @@ def group_names(config: TrainerConfig) -> list[str]:
 
 @dataclass(frozen=True)
 class ReshardPolicy:
-    """What happens to each group after forward."""
+    """Treatment of each group after forward."""
 
     after_forward: dict[str, AfterForward]
-    """By name of the group, in forward order."""
+    """Value of `reshard_after_forward` by name of the group, in forward order."""
     reason: str = ""
-    """Why, if it was chosen and not asked for."""
+    """Reason for a policy that `auto` has chosen; else empty."""
+
+    def of(self, group: str) -> AfterForward:
+        """Return `reshard_after_forward` of a group. Raises ValueError for a name that no group has."""
+        groups = ", ".join(self.after_forward)
+        require(group in self.after_forward, f"no FSDP group is named {group!r}: the groups are {groups}")
+        return self.after_forward[group]
 
     def describe(self) -> str:
-        """One line: consecutive groups of the same policy together."""
+        """Return the policy in one line, consecutive groups of the same treatment together."""
         runs = [(policy, [name for name, _ in run]) for policy, run in groupby(self.after_forward.items(), _words)]
         return ", ".join(f"{' to '.join(dict.fromkeys((names[0], names[-1])))}: {policy}" for policy, names in runs)
 
@@ -57,7 +67,7 @@ def _words(pair: tuple[str, AfterForward]) -> str:
 
 
 def reshard_policy(config: TrainerConfig, dims: ParallelDims, device: torch.device) -> ReshardPolicy:
-    """The policy that `config.reshard` means on this mesh.
+    """Return the policy that `config.reshard` means on this mesh.
 
     Raises ValueError for an expression that matches no group, and for a number of ranks that torch cannot reshard to.
     """
@@ -77,7 +87,7 @@ def reshard_policy(config: TrainerConfig, dims: ParallelDims, device: torch.devi
 
 
 def _named(mode: str, name: str, config: TrainerConfig) -> bool:
-    """Backward begins with the last group, and then the last block: to free them is to gather them at once again."""
+    """Backward begins with the last group and the last block: freeing them means to all-gather them at once again."""
     last_group = name in ("norm", "output")
     last_block = name.startswith(f"layers.{config.model.n_layers - 1}")
     kept = {"always": False, "never": True, "default": last_group, "except-last": last_group or last_block}
@@ -85,11 +95,11 @@ def _named(mode: str, name: str, config: TrainerConfig) -> bool:
 
 
 def _from_table(table: Mapping[str, str | int], names: list[str]) -> dict[str, AfterForward]:
-    """The first expression that matches the whole name decides; what none matches is resharded."""
+    """The first expression that matches the full name decides; a group that none matches is resharded."""
     policy: dict[str, AfterForward] = {}
     unused = dict(table)
     for name in names:
-        expression = next((found for found in table if re.fullmatch(found, name)), None)
+        expression = next((expression for expression in table if re.fullmatch(expression, name)), None)
         value = table[expression] if expression is not None else "always"
         policy[name] = {"always": True, "never": False}[value] if isinstance(value, str) else value
         unused.pop(expression or "", None)
@@ -101,7 +111,7 @@ def _from_table(table: Mapping[str, str | int], names: list[str]) -> dict[str, A
 
 
 def _check_ranks(ranks: int, dims: ParallelDims) -> None:
-    """torch: the smaller world must divide the shard world, and cannot be formed of tensor-parallel parameters."""
+    """Raise ValueError for a number that torch refuses: it must divide the shard world, and tp must be 1."""
     require(
         ranks < dims.dp_shard and dims.dp_shard % ranks == 0,
         f"reshard to {ranks} ranks: must be a divisor of mesh.dp_shard, {dims.dp_shard}, and smaller; "
@@ -127,7 +137,7 @@ def _choose(config: TrainerConfig, dims: ParallelDims, device: torch.device) -> 
 
 
 def device_memory_bytes(device: torch.device) -> int:
-    """Of the device as a whole; ranks on the CPU share it."""
+    """Return the memory that one rank may count on: all of its CUDA device's, or its share of the host's."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -135,25 +145,25 @@ def device_memory_bytes(device: torch.device) -> int:
 
 
 def estimated_peak_bytes(config: TrainerConfig, dims: ParallelDims) -> int:
-    """Of one rank that keeps all parameters unsharded, in the middle of backward. An estimate, for `auto` alone."""
+    """Estimate the peak of a rank that keeps all parameters unsharded, in the middle of backward; for `auto` alone."""
     with torch.device("meta"):
         model = Transformer(config.model)
     parameters = sum(p.numel() for p in model.parameters()) // dims.tp
     largest_group = max(sum(p.numel() for p in block.parameters()) for block in model.blocks) // dims.tp
-    compute = 4 if config.precision == "fp32" else 2
+    compute_bytes = torch_dtype(PRECISIONS[config.precision].compute).itemsize
     moments = {"adamw": 2, "sgd": 0}[config.optimizer.name]
     state = parameters // dims.dp_shard * 4 * (2 + moments)  # with gradients
     on_device = state if config.offload == "none" else 0
-    communication = largest_group * (compute + 4)  # gradients of a group, and the input of their reduction
-    return on_device + parameters * compute + communication + _activation_bytes(config, dims, compute)
+    communication = largest_group * (compute_bytes + 4)  # gradients of a group, and the input of their reduction
+    return on_device + parameters * compute_bytes + communication + _activation_bytes(config, dims, compute_bytes)
 
 
-def _activation_bytes(config: TrainerConfig, dims: ParallelDims, compute: int) -> int:
-    """What backward needs of each token: inputs of norms and products, and logits in fp32 with their gradient."""
+def _activation_bytes(config: TrainerConfig, dims: ParallelDims, compute_bytes: int) -> int:
+    """Activations for backward: inputs of norms and products, and logits in fp32 with their gradient."""
     model = config.model
     tokens = config.data.global_batch_size // (dims.dp * config.accumulation) * config.data.seq_len
     key_value = model.n_kv_heads * model.head_dim
-    whole = 8 * model.dim + 4 * key_value + 4 * model.ffn_dim
-    layer = {"none": whole, "selective": whole // 2, "full": model.dim}[config.activation_checkpointing]
-    logits = model.vocab_size * (compute + 8)
-    return tokens * (model.n_layers * layer * compute + logits) // dims.tp
+    all_of_layer = 8 * model.dim + 4 * key_value + 4 * model.ffn_dim
+    kept = {"none": all_of_layer, "selective": all_of_layer // 2, "full": model.dim}[config.activation_checkpointing]
+    logits_bytes = model.vocab_size * (compute_bytes + 8)
+    return tokens * (model.n_layers * kept * compute_bytes + logits_bytes) // dims.tp

@@ -1,11 +1,11 @@
-"""The time that a process has spent training."""
+"""Stopwatch for the time that a process has spent training."""
 
 import time
 from contextlib import ContextDecorator
 
 
 class Stopwatch(ContextDecorator):
-    """Adds up the seconds between entering and leaving it; as a decorator, those that a function takes."""
+    """Sum of the seconds between entering and leaving; as a decorator, of those that a function takes."""
 
     def __init__(self) -> None:
         self.total_s = 0.0
@@ -19,4 +19,4 @@ class Stopwatch(ContextDecorator):
 
 
 TRAINING = Stopwatch()
-"""Of all trainers of this process: making them, and their steps."""
+"""Seconds that all trainers of this process have taken: building them, and their steps."""

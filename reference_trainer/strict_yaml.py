@@ -1,25 +1,54 @@
-"""YAML without surprises: one spelling for every value, and every mistake reported as FILE:LINE.
+"""YAML without surprises: what could be misread is refused, and every mistake is reported as FILE:LINE.
 
-`load` reads a file into plain Python values and remembers the line of each; `convert` turns them into a typed
-msgspec Struct or dataclass. Whatever two YAML readers could understand differently is refused.
+`load` reads a file into plain Python values and remembers the line of each; `convert` turns them into a typed msgspec
+Struct or dataclass. The library reads YAML 1.2, in which `1e-3` is a number. Refused is a scalar without quotes that a
+reader of YAML 1.1 takes for something else, such as `on` or `010`, or that a person may take for something else, such
+as `2.10` for a version; and all that makes a value depend on another line: anchors, aliases, tags and merge keys.
 """
 
 import dataclasses
 import difflib
 import enum
 import itertools
+import math
 import re
 import types
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
-import yaml
-
-from reference_trainer.yaml_scalar import Scalar, scalar_value
+from ruamel.yaml import YAML
+from ruamel.yaml.composer import Composer
+from ruamel.yaml.constructor import SafeConstructor
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.events import AliasEvent, Event
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.reader import ReaderError
 
 T = TypeVar("T")
+Scalar = str | int | float | bool | None
+
+_TRAPS = {
+    # on
+    r"(?i:y|yes|on)": "is true in YAML 1.1 and a word in YAML 1.2: write true",
+    # off
+    r"(?i:n|no|off)": "is false in YAML 1.1 and a word in YAML 1.2: write false",
+    # 010
+    r"[-+]?0[0-9_]+": "is octal in YAML 1.1 and decimal in YAML 1.2: write it without the leading zero",
+    # 1:30
+    r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?": "is a number to base 60 in YAML 1.1: write a decimal number",
+    # 0b11
+    r"[-+]?0b[01_]+": "is a binary number in YAML 1.1 and a word in YAML 1.2: write a decimal number",
+    # 1_000
+    r"(?=[-+.0-9].*_)[-+]?(0x[0-9a-fA-F_]*|[0-9_]*\.?[0-9_]*([eE][-+]?[0-9]+)?)": (
+        "is a number in YAML 1.1 and a word in YAML 1.2: write it without `_`"
+    ),
+    # 2.10
+    r"[-+]?[0-9]*\.[0-9]+0([eE][-+]?[0-9]+)?": "loses its last zero as a number: write it without",
+}
+"""Patterns of scalars without quotes that could be misread, after an example, and what is wrong with them."""
 
 
 class ConfigError(ValueError):
@@ -38,13 +67,13 @@ class Document:
     """1-based line of each path such as `$.mesh[2]`: of the value if it is a scalar, else of its key."""
 
     def error(self, where: str, message: str) -> ConfigError:
-        """A ConfigError that begins with the place of the path `where`."""
+        """Return a ConfigError that begins with the location of the path `where`."""
         headline, *details = message.split("\n")
-        located = f"{self.place(where)}: {headline} - at `{where}`"
+        located = f"{self.location(where)}: {headline} - at `{where}`"
         return ConfigError("\n".join([located, *details]))
 
-    def place(self, where: str) -> str:
-        """FILE:LINE of the path `where`, or of its nearest parent that has a line."""
+    def location(self, where: str) -> str:
+        """Return FILE:LINE of the path `where`, or of its nearest parent that has a line."""
         known = where
         while known not in self.lines:
             known = known[: max(known.rfind("."), known.rfind("["), 0)] or "$"
@@ -52,25 +81,25 @@ class Document:
 
 
 def load(path: Path) -> Document:
-    """Reads one mapping from a file.
+    """Read one mapping from a file.
 
     Raises ConfigError for an unreadable file, a syntax error, a second document, a duplicate or non-string key, an
-    anchor, alias, tag or merge key, and a scalar that is not in its canonical spelling.
+    anchor, alias, tag or merge key, and a scalar that could be misread.
     """
     text = _read(path)
+    yaml = _yaml()
     try:
-        root = yaml.compose(text, _Loader)
-        reader = _Reader(path)
-        if not isinstance(root, yaml.MappingNode):
+        root = yaml.compose(text)
+        if not isinstance(root, MappingNode):
             line = root.start_mark.line + 1 if root else 1
             raise ConfigError(f"{path}:{line}: the top level must be a mapping: write `name: value` lines")
-        reader.lines["$"] = root.start_mark.line + 1
-        return Document(path=path, data=reader.mapping(root, "$"), lines=reader.lines)
-    except yaml.MarkedYAMLError as error:
+        data = yaml.constructor.mapping(root, "$")
+        return Document(path=path, data=data, lines={"$": root.start_mark.line + 1, **yaml.constructor.lines})
+    except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        problem = ": ".join(part for part in (error.context, error.problem) if part)
+        problem = ": ".join(text for text in (error.context, error.problem) if text)
         raise ConfigError(f"{path}:{mark.line + 1 if mark else 1}: {problem}") from None
-    except yaml.reader.ReaderError as error:
+    except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise ConfigError(f"{path}:{line}: character U+{error.character:04X} is not allowed: remove it") from None
     except RecursionError:
@@ -78,35 +107,40 @@ def load(path: Path) -> Document:
 
 
 def parse_scalar(text: str) -> Scalar:
-    """The value of `text` as if it stood in a file, for example behind `name: `.
+    """Return the value of `text` as if it stood in a file, for example behind `name: `.
 
-    Raises ValueError, with what to write, if it is not one scalar in its canonical spelling.
+    Raises ValueError, with what to write, if it is not one scalar, or could be misread.
     """
     if not text.strip():
         return None
+    yaml = _yaml()
     try:
-        node = yaml.compose(text, _Loader)
-    except (yaml.YAMLError, RecursionError):
+        node = yaml.compose(text)
+    except (YAMLError, RecursionError):
         node = None
     # Nothing may stand around the scalar: as a comment, the end of a value such as `runs/a #1` would be lost.
-    if not isinstance(node, yaml.ScalarNode) or (text[: node.start_mark.index] + text[node.end_mark.index :]).strip():
+    if not isinstance(node, ScalarNode) or (text[: node.start_mark.index] + text[node.end_mark.index :]).strip():
         raise ValueError(f"`{text}` is not one plain value: write a single value, or quote it if it is a string")
-    return scalar_value(node)
+    try:
+        value: Scalar = yaml.constructor.scalar(node)
+    except MarkedYAMLError as error:
+        raise ValueError(error.problem) from None
+    return value
 
 
 def convert(document: Document, type_: type[T]) -> T:
-    """Converts the document to a Struct or dataclass, strictly.
+    """Convert the document to a Struct or dataclass, strictly.
 
     Raises ConfigError at the line of the value that does not fit, or of a key that is no field of its type.
     """
-    # Innermost parts come first, so that the first error is the most precise one: msgspec does not name map keys.
-    for where, value, part in _parts(document.data, type_, "$"):
-        _check(document, where, value, part)
+    # Innermost values come first, so that the first error is the most precise one: msgspec does not name map keys.
+    for where, value, value_type in _nested(document.data, type_, "$"):
+        _check(document, where, value, value_type)
     return msgspec.convert(document.data, type_, strict=True)
 
 
 def explain(error: msgspec.ValidationError, value: object, type_: Any) -> str:
-    """Why msgspec refused a value for `type_`, and the allowed values where the type lists any."""
+    """Return why msgspec refused a value for `type_`, and the allowed values where the type lists any."""
     problem, _, _ = str(error).partition(" - at `")
     options = _options(type_)
     if not any(map(_choices, options)):
@@ -115,7 +149,7 @@ def explain(error: msgspec.ValidationError, value: object, type_: Any) -> str:
 
 
 def allowed(given: str, names: Iterable[str]) -> str:
-    """The end of a message: the names that are allowed, and the one that was probably meant."""
+    """Return the end of a message: the names that are allowed, and the one that was probably meant."""
     names = list(names)
     near = difflib.get_close_matches(given, names, n=1)
     return f"; allowed: {', '.join(names)}" + (f" (did you mean `{near[0]}`?)" if near else "")
@@ -136,63 +170,91 @@ def _read(path: Path) -> str:
         raise ConfigError(f"{path}:{line}: not UTF-8: save the file as UTF-8") from None
 
 
-class _Loader(yaml.SafeLoader):
-    """Composes nodes, and refuses what makes a value depend on another place of the file or on a type's name."""
+def _yaml() -> YAML:
+    yaml = YAML(typ="safe", pure=True)
+    yaml.Composer, yaml.Constructor = _Composer, _Constructor
+    return yaml
 
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
-        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) or getattr(event, "tag", None):
-            problem = "anchors, aliases and tags are not supported: write the value itself, or quote it"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+
+class _Composer(Composer):
+    """Refuses what makes a value depend on another line of the file or on a type's name."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.parser.peek_event()
+        if isinstance(event, AliasEvent) or event.anchor or event.tag:
+            raise _mistake(event, "anchors, aliases and tags are not supported: write the value itself, or quote it")
         return super().compose_node(parent, index)
 
 
-class _Reader:
+class _Constructor(SafeConstructor):
     """Turns nodes into plain values and notes the line of each."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self.lines: dict[str, int] = {}
 
-    def value(self, node: yaml.Node, where: str) -> Any:
-        if isinstance(node, yaml.MappingNode):
-            return self.mapping(node, where)
-        if isinstance(node, yaml.SequenceNode):
-            return [self.entry(item, item, f"{where}[{index}]") for index, item in enumerate(node.value)]
-        assert isinstance(node, yaml.ScalarNode), "YAML has no other kind of node"
-        return self.scalar(node)
-
-    def mapping(self, node: yaml.MappingNode, where: str) -> dict[str, Any]:
+    def mapping(self, node: MappingNode, where: str) -> dict[str, Any]:
         result: dict[str, Any] = {}
         for key_node, value_node in node.value:
             key = self.key(key_node)
             if key in result:
-                raise self.error(key_node, f"duplicate key `{key}`: keep one of them")
+                raise _mistake(key_node, f"duplicate key `{key}`: keep one of them")
             result[key] = self.entry(key_node, value_node, f"{where}.{key}")
         return result
 
-    def entry(self, start: yaml.Node, node: yaml.Node, where: str) -> Any:
-        self.lines[where] = (node if isinstance(node, yaml.ScalarNode) else start).start_mark.line + 1
-        return self.value(node, where)
-
-    def key(self, node: yaml.Node) -> str:
-        if not isinstance(node, yaml.ScalarNode):
-            raise self.error(node, "a key must be a string, not a list or a mapping: write a name")
+    def key(self, node: Node) -> str:
+        if not isinstance(node, ScalarNode):
+            raise _mistake(node, "a key must be a string, not a list or a mapping: write a name")
         if node.value == "<<" and node.style is None:
-            raise self.error(node, "merge keys `<<` are not supported: write the keys out")
+            raise _mistake(node, "merge keys `<<` are not supported: write the keys out")
         key = self.scalar(node)
         if not isinstance(key, str):
-            raise self.error(node, f"the key `{node.value}` is not a string: write a name, or quote it")
+            raise _mistake(node, f"the key `{node.value}` is not a string: write a name, or quote it")
         return key
 
-    def scalar(self, node: yaml.ScalarNode) -> Scalar:
-        try:
-            return scalar_value(node)
-        except ValueError as error:
-            raise self.error(node, str(error)) from None
+    def entry(self, start: Node, node: Node, where: str) -> Any:
+        """Note the line of a scalar, or of the key of a container, and return the value."""
+        self.lines[where] = (node if isinstance(node, ScalarNode) else start).start_mark.line + 1
+        if isinstance(node, MappingNode):
+            return self.mapping(node, where)
+        if isinstance(node, SequenceNode):
+            return [self.entry(item, item, f"{where}[{index}]") for index, item in enumerate(node.value)]
+        assert isinstance(node, ScalarNode), "YAML has no other kind of node"
+        return self.scalar(node)
 
-    def error(self, node: yaml.Node, message: str) -> ConfigError:
-        return ConfigError(f"{self.path}:{node.start_mark.line + 1}: {message}")
+    def scalar(self, node: ScalarNode) -> Scalar:
+        """Return the value; an error for one without quotes that could be misread."""
+        text: str = node.value
+        if node.style is not None:
+            return text
+        for pattern, problem in _TRAPS.items():
+            if re.fullmatch(pattern, text):
+                raise _mistake(node, f"`{text}` {problem}, or quote it if it is a string")
+        try:
+            value: Scalar = self.construct_object(node)
+        except ValueError as error:  # Python limits the digits of an int
+            raise _mistake(node, str(error)) from None
+        if not _is_plain(value):
+            raise _mistake(node, f"`{text}` is not a plain, finite number: write one, or quote it if it is a string")
+        return value
+
+
+# All that is neither null, boolean nor number is text, dates included.
+_Constructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.construct_yaml_str)
+_Constructor.add_constructor(None, SafeConstructor.construct_yaml_str)
+
+
+def _is_plain(value: Scalar) -> bool:
+    """True for a finite number, and for a text that Python does not read as a number."""
+    if isinstance(value, str):
+        with suppress(ValueError):
+            float(value)
+            return False
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _mistake(at: Node | Event, problem: str) -> MarkedYAMLError:
+    return MarkedYAMLError(problem=problem, problem_mark=at.start_mark)
 
 
 # --- from plain values to types --------------------------------------------------------------------------------------
@@ -211,25 +273,25 @@ def _check(document: Document, where: str, value: Any, type_: Any) -> None:
         raise document.error(where + (inside[1] if inside else ""), explain(error, value, type_)) from None
 
 
-def _parts(value: Any, type_: Any, where: str) -> Iterator[tuple[str, Any, Any]]:
-    """Path, value and type of each part of a value, innermost first, the whole last."""
+def _nested(value: Any, type_: Any, where: str) -> Iterator[tuple[str, Any, Any]]:
+    """Path, value and type of all that is nested in a value, innermost first, the value itself last."""
     fitting = [members for option in _options(type_) if (members := _members(value, option)) is not None]
-    # With two types that fit, only msgspec knows which is meant: their parts are then left to it.
+    # With two types that fit, only msgspec knows which is meant: their members are then left to it.
     for suffix, member, member_type in fitting[0] if len(fitting) == 1 else []:
-        yield from _parts(member, member_type, where + suffix)
+        yield from _nested(member, member_type, where + suffix)
     yield where, value, type_
 
 
 def _members(value: Any, type_: Any) -> list[tuple[str, Any, Any]] | None:
-    """Path suffix, value and type of each direct part; None if `type_` is not a container like `value`."""
+    """Path suffix, value and type of each direct member; None if `type_` is not a container like `value`."""
     origin, args = get_origin(type_) or type_, get_args(type_)
     if isinstance(value, dict) and (fields := _fields(origin)) is not None:
         return [(f".{key}", value[key], fields[key]) for key in value if key in fields]
     if isinstance(value, dict) and origin is dict and args:
-        return [(f".{key}", part, kind) for key in value for part, kind in ((key, args[0]), (value[key], args[1]))]
+        return [(f".{key}", member, kind) for key in value for member, kind in ((key, args[0]), (value[key], args[1]))]
     if isinstance(value, list) and origin in (list, tuple, set, frozenset) and args:
         kinds = args if origin is tuple and args[-1] is not ... else itertools.repeat(args[0])
-        return [(f"[{index}]", part, kind) for index, (part, kind) in enumerate(zip(value, kinds, strict=False))]
+        return [(f"[{index}]", member, kind) for index, (member, kind) in enumerate(zip(value, kinds, strict=False))]
     return None
 
 

@@ -1,7 +1,7 @@
-"""The trainer: build a parallel model, then repeat forward, backward, clip, step.
+"""Trainer: build a parallel model, then repeat forward, backward, clip, step.
 
-Reading order: checks, config, model, init_weights, weights, mesh, parallelize, prefetch, fsdp1, build, loss,
-loss_scale, clip, optim, data, stopwatch, this file, checkpoint, __main__.
+Reading order: checks, precision, config, model, init_weights, weights, parallel_dims, mesh, mixed_precision, reshard,
+prefetch, parallelize, fsdp1, build, loss, loss_scale, clip, optim, data, observer, this file, checkpoint, __main__.
 """
 
 from dataclasses import dataclass
@@ -24,17 +24,10 @@ from reference_trainer.loss import (
     summed_loss,
 )
 from reference_trainer.loss_scale import LossScaler
-from reference_trainer.mesh import (
-    ParallelDims,
-    build_mesh,
-    check_fits_mesh,
-    check_offload,
-    dp_rank,
-    resolve_mesh,
-    set_tf32,
-)
+from reference_trainer.mesh import build_mesh, check_offload, dp_rank, set_tf32
 from reference_trainer.observer import Observer
 from reference_trainer.optim import build_optimizer, build_schedule
+from reference_trainer.parallel_dims import ParallelDims, check_fits_mesh, resolve_mesh
 from reference_trainer.parallelize import set_gradient_sync
 from reference_trainer.reshard import reshard_policy
 from reference_trainer.stopwatch import TRAINING
@@ -42,7 +35,7 @@ from reference_trainer.stopwatch import TRAINING
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What one optimizer step reports; equal on every rank."""
+    """Metrics of one optimizer step, equal on every rank."""
 
     step: int
     loss: float
@@ -52,13 +45,13 @@ class StepMetrics:
     valid_tokens: int
     lr: float
     loss_scale: float = 1.0
-    """By which the loss was multiplied in backward."""
+    """Factor by which the loss was multiplied in backward."""
     skipped: bool = False
-    """Whether gradients overflowed and nothing was changed but the scale."""
+    """True if gradients overflowed and nothing was changed but the scale."""
 
 
 class Trainer:
-    """One process's part of a run. The default process group must exist.
+    """One process of a training run. The default process group must exist.
 
     Raises ValueError if the configuration does not fit the number of processes, or the process group's backends.
     """
@@ -85,7 +78,7 @@ class Trainer:
 
     @TRAINING
     def train_step(self, step: int) -> StepMetrics:
-        """Forward and backward over all micro-batches, unscale, clip, step."""
+        """Train one step: forward and backward over all micro-batches, unscale, clip, step."""
         observer = self.observer
         observer.phase("data", step=step)
         micro_batches = self.batches.micro_batches(
@@ -120,7 +113,10 @@ class Trainer:
         return StepMetrics(step, float(loss), float(norm), valid_tokens, lr, scale, skipped)
 
     def _forward_backward(self, inputs: Tensor, labels: Tensor, *, valid_tokens: int, step: int) -> Tensor:
-        """Accumulate the gradient of the step's mean loss; returns this micro-batch's summed loss, detached."""
+        """Accumulate the gradient of the step's mean loss; returns the micro-batch's summed loss, a detached scalar.
+
+        `inputs` and `labels` are int64 of shape (samples, seq_len).
+        """
         with loss_context(parallel=self.config.loss_parallel and self.dims.tp > 1):
             self.observer.phase("forward", step=step)
             logits = self.model(inputs.to(self.device))
@@ -132,7 +128,7 @@ class Trainer:
         return loss_sum.full_tensor() if isinstance(loss_sum, DTensor) else loss_sum
 
     def _clip(self) -> Tensor:
-        """Returns the total norm before clipping: a plain scalar."""
+        """Clip gradients; returns the total norm before, a plain scalar."""
         options = self.config.optimizer
         if isinstance(self.model, FSDP1Model):
             return self.model.clip(max_norm=options.max_norm)
@@ -145,7 +141,7 @@ class Trainer:
         )
 
     def _seed_dropout(self) -> None:
-        """Masks differ between ranks whose activations differ, and agree where activations are replicated."""
+        """Seed dropout so that masks differ where activations differ, and agree where they are replicated."""
         names = self.mesh.mesh_dim_names or ()
         tp_rank = self.mesh.get_local_rank("tp") if "tp" in names and self.config.sequence_parallel else 0
         sequence = np.random.SeedSequence([self.config.seed, dp_rank(self.mesh), tp_rank])

@@ -1,8 +1,8 @@
-"""Weights that are loaded: which files hold them, under which names, and how they get into shards.
+"""Loading of weights: which files hold them, under which names, and how they get into shards.
 
-Three formats: a safetensors file with the full tensor of each parameter under its name in `named_parameters` (a tied
-weight once, as the embedding's); the same in the names of Hugging Face's Llama, one file or a directory with an index;
-and a directory of torch.distributed.checkpoint. Buffers are never loaded, but recomputed.
+There are three formats: a safetensors file with the full tensor of each parameter under its name in `named_parameters`
+(a tied weight once, as the embedding's); safetensors in the names of Hugging Face's Llama, one file or a directory with
+an index; and a directory of torch.distributed.checkpoint. Buffers are never loaded, but recomputed.
 """
 
 import json
@@ -29,14 +29,14 @@ from reference_trainer.model import Transformer
 from reference_trainer.progress import LoadPlanner, progress
 
 Format = Literal["safetensors", "hf", "dcp"]
-"""Files of the trainer's own, of the transformers library's Llama, or of torch.distributed.checkpoint."""
+"""Format of a checkpoint: the trainer's own, the transformers library's Llama, or torch.distributed.checkpoint."""
 
 _FLOATING_POINT = ("F64", "F32", "F16", "BF16")
 _NAMES_SHOWN = 5
 _INDEX = "model.safetensors.index.json"
 _DCP_METADATA = ".metadata"
 DCP_PREFIX = "model."
-"""Before the names of the model's parameters in a training checkpoint, beside the optimizer's."""
+"""Prefix of the names of the model's parameters in a training checkpoint, which holds the optimizer's state, too."""
 
 
 @torch.no_grad()
@@ -44,25 +44,25 @@ def load_weights(model: Transformer, *, path: Path | str, broadcast: bool = Fals
     """Fill a materialised model in place: parameters from a checkpoint, cast to their dtypes, buffers by rule.
 
     No rank holds more than its shards and one full tensor at a time; with `broadcast`, rank 0 alone reads, holds the
-    full model and hands it out. Returns the format that was found. Raises ValueError for what cannot be read or does
-    not hold exactly these parameters.
+    full model and broadcasts it. Returns the format of the checkpoint. Raises ValueError for a checkpoint that cannot
+    be read or does not hold exactly these parameters.
     """
-    found: Format = "dcp"
+    form: Format = "dcp"
     if is_dcp(path):
         _load_dcp(model, Path(path))
     else:
-        with open_checkpoint(path, model) as (found, read):
+        with open_checkpoint(path, model) as (form, read):
             if broadcast:
                 _broadcast_from_rank0(model, read, title=f"load {path}")
             else:
                 for name, parameter in progress(list(model.named_parameters()), title=f"load {path}"):
                     assign(parameter, read(name))
     init_buffers(model)
-    return found
+    return form
 
 
 def check_checkpoint(config: TrainerConfig) -> None:
-    """Raises ValueError, before anything is built, if the configuration names a checkpoint that cannot be loaded."""
+    """Raise ValueError, before anything is built, if the configuration names a checkpoint that cannot be loaded."""
     if config.checkpoint is None:
         return
     with torch.device("meta"):
@@ -80,14 +80,16 @@ def check_checkpoint(config: TrainerConfig) -> None:
 
 
 def is_dcp(path: Path | str) -> bool:
+    """Return whether a path is a directory of torch.distributed.checkpoint."""
     return Path(path, _DCP_METADATA).is_file()
 
 
 @contextmanager
 def open_checkpoint(path: Path | str, model: Transformer) -> Iterator[tuple[Format, Callable[[str], Tensor]]]:
-    """The format, and a function that reads a parameter's full tensor. The model may be sharded, or on the meta device.
+    """Open a checkpoint; yields its format, and a function that reads a parameter's full tensor in the stored dtype.
 
-    Raises ValueError if a file cannot be read, or names and shapes are not those of the model's parameters.
+    The model, whose parameters the checkpoint must hold, may be sharded, or on the meta device. Raises ValueError if a
+    file cannot be read, or names and shapes are not those of the model's parameters.
     """
     with ExitStack() as stack:
         stored: dict[str, Any] = {}  # open files, whose methods have no types
@@ -106,7 +108,7 @@ def open_checkpoint(path: Path | str, model: Transformer) -> Iterator[tuple[Form
 
 
 def _safetensors_files(path: Path) -> list[Path]:
-    """The file itself, or those of a directory: the index's, or the only one."""
+    """The file itself, or the files of a directory: those that its index names, or `model.safetensors`."""
     if not path.is_dir():
         require(path.is_file(), f"checkpoint {path} is neither a file nor a directory")
         return [path]
@@ -152,7 +154,7 @@ def _require_same_parameters(stored: Mapping[str, list[int]], model: Transformer
 
 
 def _shown(names: list[str]) -> str:
-    """The first of the names."""
+    """The first of the names, and how many more there are."""
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     return ", ".join(names[:_NAMES_SHOWN]) + more or "none"
 
@@ -171,7 +173,7 @@ def _broadcast_from_rank0(model: Transformer, read: Callable[[str], Tensor], *, 
 
 
 def stored_in_dcp(path: Path | str, model: Transformer) -> str:
-    """The prefix of the names of the model's parameters in a directory of torch.distributed.checkpoint.
+    """Return the prefix of the names of the model's parameters in a directory of torch.distributed.checkpoint.
 
     Raises ValueError if its index cannot be read, or does not hold the model.
     """
@@ -190,7 +192,7 @@ def stored_in_dcp(path: Path | str, model: Transformer) -> str:
 
 
 def read_dcp_metadata(path: Path | str) -> Metadata:
-    """Raises ValueError if the index of a directory of torch.distributed.checkpoint cannot be read."""
+    """Read the index of a directory of torch.distributed.checkpoint. Raises ValueError if that is impossible."""
     try:
         return FileSystemReader(path).read_metadata()
     except Exception as error:  # it is a pickle: anything can come of a damaged one

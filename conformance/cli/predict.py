@@ -1,251 +1,131 @@
-"""Memory and traffic of a model of any size on a mesh of any size, from the models that the laws verify.
+"""`python -m conformance predict`: memory of each rank and bytes on the wire, for a model of any size."""
 
-Parameters, gradients, buffers of collectives and the optimizer follow the memory model that MEM-1 and MEM-3 compare
-with measurements, collectives the traffic model of MP-4. Activations are an estimate: what each layer saves for
-backward with fused attention and norms, and what its largest product needs beside it.
-"""
-
-import math
-from collections.abc import Sequence
+import argparse
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING
 
 import msgspec
-import torch
-from msgspec.structs import replace
 from tabulate import tabulate
 
-from conformance.memory_segment import MemorySegment
-from conformance.oracles.dtype_policy import dtype_policy
-from conformance.oracles.memory_model import group_bytes, predict, state_bytes
-from conformance.oracles.schedule import groups
-from conformance.oracles.tp_schedule import local_shapes
-from conformance.oracles.traffic import add_up, step_events
-from conformance.plan.mesh import Mesh
-from reference_trainer.config import DataConfig, MeshConfig, ModelConfig, Precision, TrainerConfig
-from reference_trainer.mesh import ParallelDims, check_fits_mesh, resolve_mesh
-from reference_trainer.overrides import override
-from reference_trainer.reshard import reshard_policy
-from reference_trainer.strict_yaml import convert, load
+from conformance.cli.command import Answer, Commands
 
-MODELS = Path(__file__).parent / "models"
-_MODES = ("always", "never", "default", "except-last")
-_CHOICES = {
-    "precision": get_args(Precision),
-    "offload": ("none", "cpu"),
-    "activation_checkpointing": ("none", "selective", "full"),
-}
-GIB = 1024**3
-_FP32_BYTES = 4
+if TYPE_CHECKING:
+    from conformance.cli.prediction import Prediction, Request
+    from conformance.cli.simulation import Simulation
+
+_GIB = 1024**3
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be predicted."""
-
-    model: str
-    """Name of a file in `conformance/models`, without `.yaml`."""
-    mesh: str
-    """As in matrix.yaml: dp8, dp64-tp8, hsdp2x4."""
-    precision: str = "bf16-mp"
-    reshard: str = "default"
-    """A mode, a number of ranks, or a table of regular expressions as JSON."""
-    seq_len: int = 8192
-    batch: int = 1
-    """Samples of each data-parallel rank and micro-batch."""
-    accumulation: int = 1
-    offload: str = "none"
-    activation_checkpointing: str = "none"
-    overrides: Sequence[str] = ()
-    """`field=value` laid over the model's file, such as `n_layers=48`."""
-
-
-class Prediction(msgspec.Struct, frozen=True):
-    """Of each rank."""
-
-    parameters: int
-    """Of the whole model."""
-    ranks: int
-    state_bytes: int
-    """Sharded parameters and optimizer state, in host memory if they are offloaded."""
-    buffer_bytes: int
-    """The RoPE table, which is always on the device."""
-    phases: dict[str, dict[str, int]]
-    """By phase `peak_bytes` and `end_bytes`, with the buffers and, unless it is offloaded, the state."""
-    activation_bytes: int
-    """Estimate of what is kept for backward."""
-    traffic: list[dict[str, Any]]
-    """What a rank sends in a step: phase, group, kind, dtype, count, nbytes of its inputs."""
+def add_parser(commands: Commands) -> None:
+    """Add the command."""
+    parser = commands.add_parser("predict", help="memory of each rank and bytes on the wire, for any size")
+    parser.add_argument("--model", required=True, help="shapes in conformance/models: llama3-8b, ...")
+    parser.add_argument("--mesh", required=True, help="dp8, dp64-tp8, hsdp16x8, ... up to 4096 in each dimension")
+    parser.add_argument("--precision", default="bf16-mp", help="fp32, bf16-mp, bf16-reduce (default: %(default)s)")
+    parser.add_argument(
+        "--reshard", default="default", help='a mode, a number of ranks, or a table: \'{"layers.*": "never"}\''
+    )
+    parser.add_argument("--seq-len", type=int, default=8192, help="tokens of a sample (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=1, help="samples of each rank (default: %(default)s)")
+    parser.add_argument("--accumulation", type=int, default=1, help="micro-batches (default: %(default)s)")
+    parser.add_argument("--offload", default="none", help="none or cpu")
+    parser.add_argument("--activation-checkpointing", default="none", help="none, selective or full")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="KEY=VALUE",
+        help="another value in the model's shape, such as n_layers=48; can be repeated",
+    )
+    parser.add_argument(
+        "--simulate",
+        action="store_true",
+        help="also run two steps of the trainer with FSDP2 on fake tensors, in one process, and compare",
+    )
+    parser.add_argument("--json", action="store_true", help="all numbers as JSON, in bytes")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="also write a chart of the memory as SVG")
+    parser.set_defaults(run=run)
 
 
-def model_names() -> list[str]:
-    """The models whose shapes are shipped."""
-    return sorted(file.name.removesuffix(".yaml") for file in MODELS.glob("*.yaml"))
+def run(options: argparse.Namespace) -> Answer:
+    """Predict, and simulate if asked to. Raises ValueError for what cannot be predicted or simulated."""
+    from conformance.cli.prediction import Request, prediction
+
+    request = Request(**{name: getattr(options, name) for name in Request.__struct_fields__})
+    predicted = prediction(request)
+    if options.picture:
+        options.picture.write_text(chart(request, predicted))
+    simulated = _simulation(request) if options.simulate else None
+    if options.json:
+        return Answer(as_json(predicted, simulated))
+    sections = [prediction_text(request, predicted)]
+    if simulated:
+        sections.append(simulation_text(predicted, simulated))
+    return Answer("\n\n".join(sections))
 
 
-def prediction(request: Request) -> Prediction:
-    """Raises ValueError for an unknown model, mesh or option, and for sizes that the mesh cannot divide."""
-    config, dims = configuration(request)
-    shapes = local_shapes(config.model, tp=dims.tp, tp_rank=0)
-    whole = local_shapes(config.model, tp=1, tp_rank=0)
-    profile = _profile(config, dims)
-    state, buffers = state_bytes(config, dims, shapes), buffer_bytes(config)
-    resident = buffers + (state if config.offload == "none" else 0)
-    phases = {
-        phase: {"peak_bytes": resident + usage.peak_bytes, "end_bytes": resident + usage.end_bytes}
-        for phase, usage in predict(config, dims, shapes, profile).items()
-    }
-    traffic = [
-        {"phase": phase, "group": group, "kind": kind, "dtype": dtype, "count": sent.count, "nbytes": sent.nbytes}
-        for (phase, group, kind, dtype), sent in sorted(add_up(step_events(config, dims, tp_rank=0)).items())
-    ]
-    kept = kept_for_backward(profile)
-    return Prediction(_numel(whole), dims.world_size, state, buffers, phases, kept, traffic)
+def _simulation(request: "Request") -> "Simulation":
+    from conformance.cli.simulation import simulation
+
+    return simulation(request)
 
 
-def configuration(request: Request) -> tuple[TrainerConfig, ParallelDims]:
-    """What the trainer would be given. Raises ValueError as `prediction` does."""
-    if request.model not in model_names():
-        raise ValueError(f"unknown model {request.model}: choose from {', '.join(model_names())}")
-    model = convert(override(load(MODELS / f"{request.model}.yaml"), request.overrides), ModelConfig)
-    for name, choices in _CHOICES.items():
-        if getattr(request, name) not in choices:
-            raise ValueError(f"{name} {getattr(request, name)}: choose from {', '.join(choices)}")
-    mesh = Mesh.parse(request.mesh)
-    samples = request.batch * request.accumulation * mesh.dp_replicate * mesh.dp_shard
-    fields = {
-        "mesh": MeshConfig(dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, tp=mesh.tp),
-        "data": DataConfig(seq_len=request.seq_len, global_batch_size=samples),
-        "precision": request.precision,
-        "reshard": _reshard(request.reshard),
-        "accumulation": request.accumulation,
-        "offload": request.offload,
-        "activation_checkpointing": request.activation_checkpointing,
-        "model": replace(model, max_seq_len=max(model.max_seq_len, request.seq_len)),
-    }
-    config = msgspec.convert(msgspec.to_builtins(fields), TrainerConfig)
-    if config.precision == "bf16-mixed" or config.model.tied_embeddings:
-        raise ValueError("the memory model knows one group for each block: no bf16-mixed and no tied embeddings yet")
-    dims = resolve_mesh(config.mesh, world_size=mesh.world_size)
-    check_fits_mesh(config, dims)
-    reshard_policy(config, dims, torch.device("cpu"))  # what the trainer refuses cannot be predicted
-    return config, dims
+def as_json(predicted: "Prediction", simulated: "Simulation | None" = None) -> str:
+    """Return all numbers as JSON; those of a simulation under `simulation`."""
+    more = {"simulation": simulated} if simulated else {}
+    return msgspec.json.format(msgspec.json.encode(msgspec.to_builtins(predicted) | more)).decode()
 
 
-def _reshard(text: str) -> str | int | dict[str, str | int]:
-    """A mode, or as JSON a number of ranks or a table. Raises ValueError for anything else."""
-    if text in _MODES:
-        return text
-    try:
-        return msgspec.json.decode(text, type=int | dict[str, Literal["always", "never"] | int])
-    except msgspec.DecodeError:
-        modes = ", ".join(_MODES)
-        table = '{"layers.*": "never"}'
-        raise ValueError(f"reshard {text}: choose from {modes}, or write a number of ranks or {table}") from None
-
-
-def buffer_bytes(config: TrainerConfig) -> int:
-    """Of the RoPE table: cosines and sines in fp32."""
-    return 2 * config.model.max_seq_len * config.model.head_dim // 2 * _FP32_BYTES
-
-
-def kept_for_backward(profile: Sequence[MemorySegment]) -> int:
-    """Activations between forward and backward, in bytes."""
-    return next(segment.start_bytes for segment in profile if segment.mark == "backward")
-
-
-def _numel(shapes: dict[str, tuple[int, ...]]) -> int:
-    return sum(math.prod(shape) for shape in shapes.values())
-
-
-def _profile(config: TrainerConfig, dims: ParallelDims) -> list[MemorySegment]:
-    """Activations and gradients as a run without FSDP would hold them, group by group."""
-    compute = 4 if dtype_policy(config.precision).compute == "float32" else 2
-    model = config.model
-    tokens = config.data.global_batch_size // (dims.dp * config.accumulation) * config.data.seq_len
-    logits = tokens * model.vocab_size * _FP32_BYTES
-    names = [group.name for group in groups(config)]
-    saved = {name: _saved_bytes(config, dims, tokens, compute) for name in names}
-    hidden = tokens * model.dim * compute // dims.tp
-    # The embedding's output counts with the first block. The loss keeps logits as computed, and logarithms in fp32.
-    saved |= {"tok_embeddings": 0, "output": 2 * hidden + logits * compute // _FP32_BYTES + logits}
-    working = dict.fromkeys(names, tokens * max(model.ffn_dim, model.dim) * compute // dims.tp)
-    if compute < _FP32_BYTES:
-        working["output"] = max(working["output"], logits)  # raised to fp32, before the logarithm
-    recomputed = _saved_bytes(replace(config, activation_checkpointing="none"), dims, tokens, compute)
-    gradients = _unpadded(config, dims)
-    segments, held = [MemorySegment("forward", 0, 0, 0)], 0
-    for name in names:
-        segments.append(MemorySegment(f"forward {name}", held, held + saved[name] + working[name], held + saved[name]))
-        held += saved[name]
-        segments.append(MemorySegment(f"after-forward {name}", held, held, held))
-    segments.append(
-        MemorySegment("backward", held, held + 2 * logits, held)
-    )  # gradients of the logarithms and the logits
-    for name in reversed(names):
-        again = recomputed - saved[name] if name.startswith("layers.") else 0
-        done = held - saved[name] + gradients[name]
-        segments.append(MemorySegment(f"backward {name}", held, held + again + gradients[name] + working[name], done))
-        held -= saved[name]
-        segments.append(MemorySegment(f"gradients {name}", done, done, held))
-        segments.append(MemorySegment(f"freed {name}", held, held, held))
-    return [*segments, MemorySegment("end", held, held, held)] * config.accumulation
-
-
-def _saved_bytes(config: TrainerConfig, dims: ParallelDims, tokens: int, compute: int) -> int:
-    """Of one block: inputs and outputs of both norms, queries, keys and values (repeated for each query head), output
-    of attention, and four times the hidden layer of the feed-forward (gate, its activation, up, their product)."""
-    model = config.model
-    whole = 8 * model.dim + 4 * model.ffn_dim
-    width = {"none": whole, "selective": whole // 2, "full": model.dim}[config.activation_checkpointing]
-    return tokens * width * compute // dims.tp
-
-
-def _unpadded(config: TrainerConfig, dims: ParallelDims) -> dict[str, int]:
-    one = ParallelDims(dp_replicate=1, dp_shard=1, tp=dims.tp)
-    return group_bytes(config, one, local_shapes(config.model, tp=dims.tp, tp_rank=0))
-
-
-def as_json(found: Prediction, **more: msgspec.Struct) -> str:
-    """All figures, and what else is to be added by its name."""
-    return msgspec.json.format(msgspec.json.encode(msgspec.to_builtins(found) | more)).decode()
-
-
-def as_text(request: Request, found: Prediction) -> str:
-    """Two tables: memory by phase in GiB, and what is sent."""
-    memory = [[phase, use["peak_bytes"] / GIB, use["end_bytes"] / GIB] for phase, use in found.phases.items()]
-    sent = [[t["phase"], t["kind"], t["group"], t["dtype"], t["count"], t["nbytes"] / GIB] for t in found.traffic]
-    where = "device" if request.offload == "none" else "host"
+def prediction_text(request: "Request", predicted: "Prediction") -> str:
+    """Return two tables: memory by phase, and what is sent, in GiB."""
     name = " ".join([request.model, *(["with", *request.overrides] if request.overrides else [])])
+    memory = [[phase, use["peak_bytes"] / _GIB, use["end_bytes"] / _GIB] for phase, use in predicted.phases.items()]
+    sent = [[t["phase"], t["kind"], t["group"], t["dtype"], t["count"], t["nbytes"] / _GIB] for t in predicted.traffic]
+    where = "device" if request.offload == "none" else "host"
     return "\n\n".join(
         [
-            f"{name}, {found.parameters / 1e9:.2f} billion parameters: "
-            f"{request.mesh} ({found.ranks} ranks), {request.precision}, reshard {request.reshard}, "
+            f"{name}, {predicted.parameters / 1e9:.2f} billion parameters: "
+            f"{request.mesh} ({predicted.ranks} ranks), {request.precision}, reshard {request.reshard}, "
             f"{request.batch} x {request.seq_len} tokens",
-            tabulate(memory, headers=["phase", "peak GiB", "left GiB"], floatfmt=".2f"),
-            f"State on the {where}: {found.state_bytes / GIB:.2f} GiB. Activations, an estimate: "
-            f"{found.activation_bytes / GIB:.2f} GiB. Without workspaces, fragmentation and buffers of the backend.\n"
-            "Buffers live as in torch up to 2.13, verified on the CPU; on a GPU all of this is unverified.",
-            tabulate(sent, headers=["phase", "collective", "group", "dtype", "number", "GiB sent"], floatfmt=".3f"),
+            tabulate(memory, headers=["phase", "peak (GiB)", "held afterwards (GiB)"], floatfmt=".2f"),
+            f"State on the {where}: {predicted.state_bytes / _GIB:.2f} GiB. Activations, an estimate: "
+            f"{predicted.activation_bytes / _GIB:.2f} GiB. Without workspaces, fragmentation and buffers of the "
+            "backend.\nBuffers live as in torch up to 2.13, verified on the CPU; on a GPU all of this is unverified.",
+            tabulate(sent, headers=["phase", "collective", "group", "dtype", "number", "sent (GiB)"], floatfmt=".3f"),
         ]
     )
 
 
-def as_picture(request: Request, found: Prediction) -> str:
-    """An SVG with one bar for each phase: what was there before, and what the phase adds at its peak."""
-    scale = 520 / max(use["peak_bytes"] for use in found.phases.values())
-    resident = found.state_bytes if request.offload == "none" else 0
-    rows = []
-    for index, (phase, use) in enumerate(found.phases.items()):
-        y, width = 40 + 34 * index, use["peak_bytes"] * scale
-        rows += [
-            f'<text x="8" y="{y + 16}">{phase}</text>',
-            f'<rect x="90" y="{y}" width="{width:.1f}" height="22" fill="#7fb3d5"/>',
-            f'<rect x="90" y="{y}" width="{resident * scale:.1f}" height="22" fill="#1f618d"/>',
-            f'<text x="{96 + width:.1f}" y="{y + 16}">{use["peak_bytes"] / GIB:.2f} GiB</text>',
+def simulation_text(predicted: "Prediction", simulated: "Simulation") -> str:
+    """Return a table of what was simulated and what the memory model predicts, in GiB."""
+    metrics = {"state": simulated.state}
+    metrics |= {
+        f"{phase} {kind}": metric for phase, kinds in simulated.phases.items() for kind, metric in kinds.items()
+    }
+    rows = [[name, m.simulated_bytes / _GIB, m.predicted_bytes / _GIB, m.ratio] for name, m in metrics.items()]
+    seconds = f"{simulated.wall_s:.0f} s ({simulated.cpu_s:.0f} s of CPU time)"
+    operators, estimate = simulated.activation_bytes / _GIB, predicted.activation_bytes / _GIB
+    return "\n\n".join(
+        [
+            f"Simulated with torch {simulated.torch} in {seconds}:",
+            tabulate(
+                rows,
+                headers=["", "simulated (GiB)", "predicted (GiB)", "ratio"],
+                floatfmt=("", ".3f", ".3f", ".4f"),
+            ),
+            f"Both with the activations of the CPU's operators, {operators:.2f} GiB, since norms are not fused there; "
+            f"above, with the estimate of {estimate:.2f} GiB.",
         ]
-    title = f"{request.model} on {request.mesh}: memory of each rank (dark: parameters and optimizer)"
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 {60 + 34 * len(found.phases)}" role="img" '
-        f'font-family="sans-serif" font-size="13"><title>{title}</title><text x="8" y="22">{title}</text>'
-        f"{''.join(rows)}</svg>\n"
+    )
+
+
+def chart(request: "Request", predicted: "Prediction") -> str:
+    """Return the memory of each phase as an SVG file."""
+    from conformance.report.charts import predicted_memory
+
+    return predicted_memory(
+        {phase: use["peak_bytes"] for phase, use in predicted.phases.items()},
+        resident_bytes=predicted.state_bytes if request.offload == "none" else 0,
+        title=f"{request.model} on {request.mesh}: memory of each rank (dark: parameters and optimizer)",
     )

@@ -1,5 +1,6 @@
-"""`torchrun ... -m conformance spmd`: this process's part of a session whose worlds span hosts."""
+"""`torchrun ... -m conformance spmd`: one process of a session whose worlds span hosts."""
 
+import argparse
 import os
 from collections.abc import Sequence
 from datetime import timedelta
@@ -8,6 +9,7 @@ from typing import cast
 
 import pytest
 
+from conformance.cli.command import Answer, Commands, add_profile
 from conformance.pytest_plugin.plugin import LAWS_DIRECTORY
 from conformance.pytest_plugin.setup import POOLS
 from conformance.run.multihost import (
@@ -22,6 +24,22 @@ from conformance.run.multihost import (
 _VARIABLES = ("RANK", "WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 _STORE_LIMIT = timedelta(seconds=60)
 _SUITE_FAILED = 3
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the command."""
+    parser = commands.add_parser("spmd", help="under torchrun: a session whose worlds span all hosts of the job")
+    add_profile(parser)
+    parser.add_argument(
+        "--report-dir", type=Path, default=Path("conformance-report"), metavar="DIR", help="one that all hosts share"
+    )
+    parser.add_argument("more", nargs="*", metavar="...", help="after --: more arguments of pytest, such as --cells")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> Answer:
+    """Lead or follow a session; the session prints. Raises ValueError as `run_agent` does."""
+    return Answer("", run_agent(options.report_dir, profile=options.profile, more=options.more))
 
 
 def run_agent(report_directory: Path, *, profile: str, more: Sequence[str]) -> int:
@@ -52,18 +70,18 @@ def run_agent(report_directory: Path, *, profile: str, more: Sequence[str]) -> i
 
 
 class _OnAllHosts:
-    """The plugin that gives the session its ranks."""
+    """Plugin that gives the session its ranks."""
 
     def __init__(self, pools: SpanningPools) -> None:
         self._pools = pools
 
     def pytest_load_initial_conftests(self, early_config: pytest.Config) -> None:
-        """Before the session is configured, which must find them."""
+        """Hand over the pools before the session is configured."""
         early_config.stash[POOLS] = self._pools
 
 
 def _torchruns_store(address: str, *, agent: int) -> Store:
-    """The store at which torchrun's processes meet; where it has none for its workers, rank 0 serves one."""
+    """Store at which torchrun's processes meet; where torchrun has none for its workers, rank 0 serves one."""
     import torch.distributed as dist
 
     serves = agent == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

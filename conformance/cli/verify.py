@@ -4,25 +4,27 @@ Nothing is run. Every case is judged again from the records that its session lef
 of the report are added up again. A verdict that rests on a run which died is compared with what is kept of that run.
 """
 
+import argparse
 import datetime
+import importlib.metadata
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
-import torch
 
-from conformance.cli.describe import law_tests
+from conformance.cli.command import Answer, Commands, add_matrix
 from conformance.judge.judge import Judged, judge
-from conformance.judge.law import law_of
 from conformance.judge.measurements import Measurement
 from conformance.judge.support import Machine
 from conformance.judge.verdicts import CONFORMANT, INCOMPLETE, SUITE_FAILED, Verdict, exit_status
 from conformance.judge.waivers import Waiver, profile_waivers
+from conformance.laws.registry import asserted_laws
 from conformance.plan.matrix import Case, Matrix, Profile, load_matrix
 from conformance.report.cell_facts import cell_facts
 from conformance.report.environment import suite_digest
-from conformance.report.schema import CaseResult, Footer, Header, Report
+from conformance.report.schema import CaseLine, CaseResult, Footer, Header, Report
+from conformance.report.wording import counted
 from conformance.run.devices.hardware import Hardware
 from conformance.run.record import read_failures, read_record
 from conformance.run.store import RecordStore
@@ -32,59 +34,82 @@ _NOT_JUDGED = (Verdict.NOT_RUN, Verdict.ERROR)
 _DIED = (Verdict.CRASH, Verdict.TIMEOUT)
 
 
+def add_parser(commands: Commands) -> None:
+    """Add the command."""
+    parser = commands.add_parser("verify", help="derive the verdicts of a report again from its raw records")
+    add_matrix(parser)
+    parser.add_argument("report_dir", type=Path, metavar="DIR", help="the report's directory")
+    parser.add_argument("--record-dir", type=Path, metavar="DIR", help="what --record-dir was, if it was given")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> Answer:
+    """Verify a report. Raises ValueError as `verify` does."""
+    verification = verify(options.report_dir, matrix_file=options.matrix, records=options.record_dir)
+    return Answer(str(verification), int(bool(verification.problems)))
+
+
 class Verification(msgspec.Struct, frozen=True):
-    """What was checked, and what is wrong."""
+    """Number of cases that were judged again, and what is wrong with the report."""
 
     cases: int
     problems: list[str]
 
     def __str__(self) -> str:
-        return "\n".join(
-            [*self.problems, f"{self.cases} cases judged again from records, {len(self.problems)} problems"]
-        )
+        """Return one line for each problem, and one with the numbers of cases and problems."""
+        judged = f"{counted(self.cases, 'case')} judged again from records"
+        return "\n".join([*self.problems, f"{judged}, {counted(len(self.problems), 'problem')}"])
 
 
 def verify(directory: Path, *, matrix_file: Path, records: Path | None = None) -> Verification:
-    """Check the report in a directory; `records` is where they are if they are not in it.
+    """Check the report in a directory; `records` is the directory of its records if they are elsewhere.
 
     Raises ValueError if there is no report, if it ends too early or cannot be read, or if it was written by another
     suite, with another matrix or with another torch than are here: then its verdicts cannot be derived again.
     """
-    report, lines = _read(directory)
+    report, stream = _read(directory)
     _require_same_suite(report)
     matrix = load_matrix(matrix_file)
     rules, day = matrix.profile(report.profile), datetime.date.fromisoformat(report.started[:10])
     waivers = profile_waivers(matrix_file, matrix, rules, today=day)
-    problems = [*_wrong_sums(report, rules), *_wrong_lines(report, lines)]
+    problems = [*_wrong_sums(report, rules), *_wrong_lines(report, stream)]
     if report.matrix_digest != matrix.digest:
         raise ValueError(f"{directory}: judged with another matrix; name it with --matrix")
-    verifier = _Verifier(report, matrix, waivers, records or directory / "records")
-    if report.cells != cell_facts(records or directory / "records", session=report.session):
+    records = records or directory / "records"
+    if report.cells != cell_facts(records, session=report.session):
         problems.append("facts of cells are not those of the records")
+    verifier = _Verifier(report, matrix, waivers, records)
     for result in report.cases:
         problems += [f"{result.id}: {problem}" for problem in verifier.problems(result)]
     return Verification(verifier.cases, problems)
 
 
-def _read(directory: Path) -> tuple[Report, list[bytes]]:
+class _Stream(msgspec.Struct, frozen=True):
+    """Content of report.jsonl but for its header."""
+
+    results: list[CaseLine]
+    footer: Footer
+
+
+def _read(directory: Path) -> tuple[Report, _Stream]:
     try:
         report = msgspec.json.decode((directory / "report.json").read_bytes(), type=Report)
-        lines = (directory / "report.jsonl").read_bytes().splitlines()
-        msgspec.json.decode(lines[0], type=Header)
-        msgspec.json.decode(lines[-1], type=Footer)
+        header, *lines, footer = (directory / "report.jsonl").read_bytes().splitlines()
+        msgspec.json.decode(header, type=Header)
+        results = [msgspec.json.decode(line, type=CaseLine) for line in lines]
+        return report, _Stream(results, msgspec.json.decode(footer, type=Footer))
     except OSError as error:
         raise ValueError(f"{directory}: no report: {error}") from None
-    except (msgspec.DecodeError, IndexError) as error:
+    except ValueError as error:  # of msgspec, or of a file with fewer than two lines
         raise ValueError(f"{directory}: the report is cut off or was written by something else: {error}") from None
-    return report, lines
 
 
 def _require_same_suite(report: Report) -> None:
     if report.suite_digest != suite_digest():
         raise ValueError(f"written by another version of the suite ({report.suite_digest}, this is {suite_digest()})")
-    theirs = report.environment["packages"]["torch"]
-    if theirs != str(torch.__version__):
-        raise ValueError(f"written with torch {theirs}, this is {torch.__version__}: oracles would differ")
+    theirs, ours = report.environment["packages"]["torch"], importlib.metadata.version("torch")
+    if theirs != ours:
+        raise ValueError(f"written with torch {theirs}, this is {ours}: oracles would differ")
 
 
 def _wrong_sums(report: Report, rules: Profile) -> Iterator[str]:
@@ -93,10 +118,10 @@ def _wrong_sums(report: Report, rules: Profile) -> Iterator[str]:
     if len({result.id for result in report.cases}) != len(report.cases):
         yield "a case is listed twice"
     if report.planned != len(report.cases):
-        yield f"{report.planned} cases planned, {len(report.cases)} listed"
+        yield f"{counted(report.planned, 'case')} planned, {len(report.cases)} listed"
     executed = len(report.cases) - counts[Verdict.NOT_RUN]
     if report.executed != executed:
-        yield f"the report says that {report.executed} cases were executed, its cases say {executed}"
+        yield f"the report counts {counted(report.executed, 'executed case')}, its cases say {executed}"
     if report.verdicts != {verdict.value: counts[verdict] for verdict in Verdict if counts[verdict]}:
         yield f"the report counts the verdicts {report.verdicts}, its cases have {dict(counts)}"
     # What fails outside of cases makes the exit status worse, never better.
@@ -106,18 +131,13 @@ def _wrong_sums(report: Report, rules: Profile) -> Iterator[str]:
         yield f"the report says exit status {report.exit_code}, the verdicts give {expected}"
 
 
-def _wrong_lines(report: Report, lines: list[bytes]) -> Iterator[str]:
-    """report.jsonl beside report.json. What never ran has no line."""
-    in_stream = {}
-    for line in lines[1:-1]:
-        row = msgspec.json.decode(line)
-        row.pop("type")
-        result = msgspec.convert(row, CaseResult)
-        in_stream[result.id] = result
+def _wrong_lines(report: Report, stream: _Stream) -> Iterator[str]:
+    """Differences between report.jsonl and report.json. A case that never ran has no line."""
+    in_stream = {line.id: msgspec.structs.asdict(line) for line in stream.results}
     for result in report.cases:
-        if result.verdict not in _NOT_JUDGED and in_stream.get(result.id) != result:
+        if result.verdict not in _NOT_JUDGED and in_stream.get(result.id) != msgspec.structs.asdict(result):
             yield f"{result.id}: report.jsonl says otherwise than report.json"
-    footer = msgspec.json.decode(lines[-1], type=Footer)
+    footer = stream.footer
     if (footer.planned, footer.executed, footer.verdicts) != (report.planned, report.executed, report.verdicts):
         yield "the last line of report.jsonl says otherwise than report.json"
 
@@ -127,7 +147,7 @@ class _Verifier:
 
     def __init__(self, report: Report, matrix: Matrix, waivers: list[Waiver], records: Path) -> None:
         self.cases = 0
-        """Cases that were judged again."""
+        """Number of cases that were judged again."""
         self._profile = matrix.profile(report.profile)
         self._waivers = waivers
         self._machine = Machine(
@@ -169,10 +189,16 @@ class _Verifier:
             yield f"the report has the metrics {result.measured}, the records give {judged.measured}"
 
     def _judged(self, case: Case) -> Judged:
-        test = law_tests()[case.law]
-        law = law_of(test)
-        assert law is not None
-        return judge(case, law, test, self._store, machine=self._machine, profile=self._profile, waivers=self._waivers)
+        law = asserted_laws()[case.law]
+        return judge(
+            case,
+            law.law,
+            law.test,
+            self._store,
+            machine=self._machine,
+            profile=self._profile,
+            waivers=self._waivers,
+        )
 
     def _failures(self) -> set[str]:
         """Reasons of all runs of any cell that did not finish: a law may look at several cells."""

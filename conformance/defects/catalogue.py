@@ -1,6 +1,7 @@
-"""All defects by id. `--defect ID` injects one, `--defect ID.twin` its benign twin, `--defect FILE.py:NAME` yours.
+"""Catalogue of all defects by id.
 
-Known ones can be joined: `--defect A+B` injects both, A first.
+`--defect ID` injects a defect, `--defect ID.twin` its benign twin, `--defect A+B` both A and B, A first, and
+`--defect FILE.py:NAME` a user's own.
 """
 
 import importlib
@@ -43,12 +44,12 @@ _FAULTS = (
 
 
 def ids() -> tuple[str, ...]:
-    """What `--defect` accepts."""
+    """Return the ids of all defects and of their twins."""
     return tuple(name for defect in defects() for name in (defect.id, defect.id + TWIN))
 
 
 def is_known(name: str) -> bool:
-    """Whether all that it joins are of this catalogue."""
+    """Return whether the catalogue has all ids that `name` joins."""
     return set(_names(name)) <= set(ids())
 
 
@@ -59,7 +60,10 @@ def _names(name: str | None) -> list[str]:
 
 
 def require_known(name: str) -> str:
-    """The name as ranks can find it from any directory. Raises ValueError for what `injected` cannot inject."""
+    """Return the name in a form that ranks can resolve from any working directory.
+
+    Raises ValueError for a name that `injected` cannot inject.
+    """
     if ":" in name:
         path, _, attribute = name.rpartition(":")
         name = f"{Path(path).resolve()}:{attribute}"
@@ -73,36 +77,41 @@ def require_known(name: str) -> str:
 
 @contextmanager
 def injected(name: str | None) -> Iterator[None]:
-    """The context in which the defects (or twins) of these ids are in force, or that of `FILE.py:NAME`, for which see
-    `require_known`; None changes nothing.
+    """Put all defects or twins in force that `name` joins, or that of `FILE.py:NAME`; None changes nothing.
 
-    Raises NotInjectable, so that the fault of a fault is not taken for one of the product.
+    Raises NotInjectable if a defect cannot be injected, so that a mistake in the defect is not taken for a fault of the
+    product. `require_known` says which names are allowed.
     """
     with ExitStack() as stack:
-        for one in _names(name):
+        for defect_name in _names(name):
             try:
-                stack.enter_context(_injection(one)())
+                stack.enter_context(_injection(defect_name)())
             except Exception as error:
-                raise NotInjectable(f"{one} cannot be injected: {type(error).__name__}: {error}") from error
+                raise NotInjectable(f"{defect_name} cannot be injected: {type(error).__name__}: {error}") from error
         yield
 
 
 def _injection(name: str) -> Injection:
     base, is_twin = name.removesuffix(TWIN), name.endswith(TWIN)
-    found = from_file(base) if ":" in base else {defect.id: defect for defect in defects()}[base]
-    if isinstance(found, Defect):
-        return found.inject_twin if is_twin else found.inject
-    return cast("Injection", found)
+    fault = from_file(base) if ":" in base else {defect.id: defect for defect in defects()}[base]
+    if isinstance(fault, Defect):
+        return fault.inject_twin if is_twin else fault.inject
+    return cast("Injection", fault)
 
 
 def defects() -> tuple[Defect, ...]:
-    """The catalogue, in the order in which it is listed."""
-    return tuple(defect for module in _modules() for defect in module.DEFECTS)
+    """Return the catalogue: the defects of each module of faults in the order of their definition."""
+    return tuple(defect for module in _modules() for defect in _defects_of(module))
+
+
+def _defects_of(module: ModuleType) -> list[Defect]:
+    """Return the defects that a module defines: no module imports a defect of another module, ids would occur twice."""
+    return [value for value in vars(module).values() if isinstance(value, Defect)]
 
 
 def sources_of(defect: Defect) -> list[Path]:
-    """The files that say what a known defect does: its own, and those of other defects that it borrows from."""
-    module = next(module for module in _modules() if defect in module.DEFECTS)
+    """Return the files that define what a known defect does: its own, and those whose functions it borrows."""
+    module = next(module for module in _modules() if defect in _defects_of(module))
     owners = {module.__name__, *(getattr(value, "__module__", None) for value in vars(module).values())}
     return sorted(Path(str(m.__file__)) for m in _modules() if m.__name__ in owners)
 

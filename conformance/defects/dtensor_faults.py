@@ -1,61 +1,60 @@
-"""Faults of DTensor that tensor parallelism as the trainer has it may not show."""
+"""Faults of DTensor that the trainer's tensor parallelism may not show."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from conformance.defects.injection import Defect, replaced
+from conformance.defects.injection import Defect, replaced_call
 
 _PLACEMENTS = "torch.distributed.tensor.placement_types"
 
 
 def partial_sums(*, averaged: bool) -> AbstractContextManager[None]:
-    """Divide what is summed over ranks by their number, or divide and multiply it by two."""
+    """Divide each reduced partial sum by the number of ranks, or divide it and multiply it by two."""
 
-    def make(original: Any) -> Any:
-        def reduce_value(placement: Any, tensor: Tensor, mesh: Any, mesh_dim: int) -> Tensor:
-            reduced = original(placement, tensor, mesh, mesh_dim)
-            return reduced / mesh.size(mesh_dim) if averaged else reduced / 2 * 2  # type: ignore[no-any-return]
+    def reduce_value(
+        original: Callable[..., Tensor], placement: Any, tensor: Tensor, mesh: Any, mesh_dim: int
+    ) -> Tensor:
+        reduced = original(placement, tensor, mesh, mesh_dim)
+        return reduced / mesh.size(mesh_dim) if averaged else reduced / 2 * 2
 
-        return reduce_value
+    return replaced_call(f"{_PLACEMENTS}:Partial", "_reduce_value", reduce_value)
 
-    return replaced(f"{_PLACEMENTS}:Partial", "_reduce_value", make)
+
+PARTIAL_SUM_AVERAGED = Defect(
+    id="partial-sum-averaged",
+    title="a partial sum is averaged over ranks when it is reduced to a full tensor",
+    source="https://docs.pytorch.org/docs/stable/distributed.tensor.html",
+    mechanism="the reduction divides by the number of ranks, as a mean would",
+    laws=("DT-1", "DT-2"),
+    cells="id = dp2-fp32-default-meta",
+    inject=partial(partial_sums, averaged=True),
+    inject_twin=partial(partial_sums, averaged=False),
+)
 
 
 def last_row_exchanged(*, lost: bool) -> AbstractContextManager[None]:
-    """Clear the last row of what comes from ranks that had another dimension sharded, or of a copy."""
+    """Clear the last row of each shard that an all-to-all makes along another dimension, or the last row of a copy."""
 
-    def make(original: Any) -> Any:
-        def to_new_shard_dim(*args: Any) -> Tensor:
-            result: Tensor = original(*args)
-            cleared = result if lost else result.clone()
-            cleared[-1:].zero_()
-            return result
+    def to_new_shard_dim(original: Callable[..., Tensor], *args: Any) -> Tensor:
+        result = original(*args)
+        cleared = result if lost else result.clone()
+        cleared[-1:].zero_()
+        return result
 
-        return to_new_shard_dim
-
-    return replaced(f"{_PLACEMENTS}:Shard", "_to_new_shard_dim", make)
+    return replaced_call(f"{_PLACEMENTS}:Shard", "_to_new_shard_dim", to_new_shard_dim)
 
 
-DEFECTS: tuple[Defect, ...] = (
-    Defect(
-        id="partial-sum-averaged",
-        title="a partial sum is averaged over ranks when it is made whole",
-        source="https://docs.pytorch.org/docs/stable/distributed.tensor.html",
-        mechanism="the reduction divides by the number of ranks, as a mean would",
-        laws=("DT-1", "DT-2"),
-        inject=partial(partial_sums, averaged=True),
-        inject_twin=partial(partial_sums, averaged=False),
-    ),
-    Defect(
-        id="exchange-loses-a-row",
-        title="sharded along another dimension, a tensor loses the last row of each rank",
-        source="https://docs.pytorch.org/docs/stable/distributed.tensor.html",
-        mechanism="an all-to-all of parts that are not equal is cut by one row too many",
-        laws=("DT-1",),
-        inject=partial(last_row_exchanged, lost=True),
-        inject_twin=partial(last_row_exchanged, lost=False),
-    ),
+EXCHANGE_LOSES_A_ROW = Defect(
+    id="exchange-loses-a-row",
+    title="sharded along another dimension, a tensor loses the last row of each rank",
+    source="https://docs.pytorch.org/docs/stable/distributed.tensor.html",
+    mechanism="an all-to-all of uneven shards is cut by one row too many",
+    laws=("DT-1",),
+    cells="id = dp2-fp32-default-meta",
+    inject=partial(last_row_exchanged, lost=True),
+    inject_twin=partial(last_row_exchanged, lost=False),
 )

@@ -1,4 +1,4 @@
-"""How a fault gets into a rank process: a name is replaced for the time of one run."""
+"""Injection of faults into a rank process: an attribute of a module or class is replaced while a run lasts."""
 
 import importlib
 import importlib.util
@@ -13,47 +13,57 @@ from unittest.mock import patch
 from conformance.plan.substrates import REAL, Substrate
 
 Injection = Callable[[], AbstractContextManager[Any]]
+"""Function that returns a context in which a fault is in force."""
 
 
 class NotInjectable(RuntimeError):
-    """The name that a defect replaces is gone from this torch: the defect proves nothing here and must be mended."""
+    """Error of a defect that cannot be injected, for instance because the installed torch lacks what it replaces.
+
+    Such a defect proves nothing until it is mended.
+    """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Defect:
-    """A named fault, with the laws that must catch it and a benign twin that all laws must let pass."""
+    """A named fault, the laws that must catch it, and a benign twin that all laws must let pass."""
 
     id: str
     title: str
     source: str
-    """Public thread in which such a fault was reported."""
+    """URL of a public thread in which such a fault was reported, or of the documentation that it contradicts."""
     mechanism: str
     laws: tuple[str, ...]
-    """Each of these must fail on some cell; `hangs` for another verdict."""
+    """Ids of the laws that must fail on some of the `cells`; `hangs` asks for another verdict."""
+    cells: str = ""
+    """Selection expression: the smallest cells of matrix.yaml that show the defect to all of its `laws`.
+
+    Empty for a user's own defect, which is injected into any cell, and if only a device shows the defect
+    (`substrates=CUDA`): its cells are chosen when a device first shows it.
+    """
     inject: Injection
     inject_twin: Injection
-    """The same place changed in a way that is correct."""
+    """Context of the benign twin, a correct change of the same code."""
     hangs: bool = False
-    """The run never ends: the verdict of its laws is `timeout` instead of `fail`."""
+    """True if the run never ends: the verdict of the laws is then `timeout` instead of `fail`."""
     substrates: tuple[Substrate, ...] = REAL
-    """Where it shows; laws that hold in simulated worlds are judged there beside any of these."""
+    """Substrates that show the defect; laws of simulated worlds are judged on each of these as well."""
     since: str = "2.6"
-    """First torch version that it can be injected into."""
+    """First torch version into which the defect can be injected."""
 
 
 def from_file(text: str) -> Any:
-    """What `FILE.py:NAME` names: a Defect of a user's own, or a function that returns the context of a fault.
+    """Load the object that `FILE.py:NAME` names: a user's own Defect, or a function that returns a fault's context.
 
-    Raises ValueError if there is no such file or name, if the file cannot be imported, or if it is something else.
+    Raises ValueError if there is no such file or name, if the file cannot be imported, or if the object is neither.
     """
     path, _, name = text.rpartition(":")
     file = Path(path).resolve()
     if file.suffix != ".py" or not file.is_file():
         raise ValueError(f"--defect {text}: no file {file}; write FILE.py:NAME")
-    found = getattr(_imported(file), name, None)
-    if not isinstance(found, Defect) and not callable(found):
+    fault = getattr(_imported(file), name, None)
+    if not isinstance(fault, Defect) and not callable(fault):
         raise ValueError(f"--defect {text}: {file.name} has no Defect, and no function without arguments, named {name}")
-    return found
+    return fault
 
 
 def _imported(file: Path) -> ModuleType:
@@ -70,9 +80,9 @@ def _imported(file: Path) -> ModuleType:
 
 @contextmanager
 def replaced(owner: str, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace `name` of `owner` (`package.module` or `package.module:Class`) by `make(original)`.
+    """Replace the attribute `name` of `owner` (`package.module` or `package.module:Class`) by `make(original)`.
 
-    Raises NotInjectable if the owner or the name does not exist.
+    Raises NotInjectable if the owner or the attribute does not exist.
     """
     module_name, _, class_name = owner.partition(":")
     try:
@@ -83,3 +93,25 @@ def replaced(owner: str, name: str, make: Callable[[Any], Any]) -> Iterator[None
         raise NotInjectable(f"{owner} has no {name}: {error}") from error
     with patch.object(target, name, make(original)):
         yield
+
+
+def replaced_call(owner: str, name: str, call: Callable[..., Any]) -> AbstractContextManager[None]:
+    """Replace a callable as `replaced` does: calling it returns `call(original, *args, **kwargs)`."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        # A function, which becomes a method where `owner` is a class; a `partial` would not.
+        return lambda *args, **kwargs: call(original, *args, **kwargs)
+
+    return replaced(owner, name, make)
+
+
+def repeated_call(owner: str, name: str, *, times: int) -> AbstractContextManager[None]:
+    """Replace a callable by `times` calls of the original, which return the last result, or None without any call."""
+
+    def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = None
+        for _ in range(times):
+            result = original(*args, **kwargs)
+        return result
+
+    return replaced_call(owner, name, call)

@@ -1,5 +1,6 @@
-"""Faults of FSDP2's interface where the reference trainer does not use it."""
+"""Faults of FSDP2's API where the reference trainer does not use it."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -8,86 +9,83 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from conformance.defects.injection import Defect, replaced
+from conformance.defects.injection import Defect, replaced_call
 
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard"
 
 
-def ignored(*, are_forgotten: bool) -> AbstractContextManager[None]:
-    """Manage the parameters that `ignored_params` names like all others, or leave them out in one more place."""
+def ignored_parameters(*, are_managed: bool) -> AbstractContextManager[None]:
+    """Manage the parameters that `ignored_params` names like all others, or exclude them a second time."""
 
-    def make(original: Any) -> Any:
-        def managed_states(modules: Any, ignored_params: Any = None, *rest: Any) -> Any:
-            if are_forgotten:
-                return original(modules, None, *rest)
-            params, *others = original(modules, ignored_params, *rest)
-            return ([param for param in params if param not in (ignored_params or ())], *others)
+    def managed_states(original: Callable[..., Any], modules: Any, ignored_params: Any = None, *rest: Any) -> Any:
+        if are_managed:
+            return original(modules, None, *rest)
+        params, *others = original(modules, ignored_params, *rest)
+        return ([param for param in params if param not in (ignored_params or ())], *others)
 
-        return managed_states
+    return replaced_call(f"{_FULLY_SHARD}._fsdp_init", "_get_managed_states", managed_states)
 
-    return replaced(f"{_FULLY_SHARD}._fsdp_init", "_get_managed_states", make)
+
+IGNORED_PARAMETER_MANAGED = Defect(
+    id="ignored-parameter-managed",
+    title="a parameter that is to be ignored is sharded and reduced",
+    source="https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html",
+    mechanism="ignored_params does not reach the function that collects parameters",
+    laws=("API-1",),
+    cells="id = dp2-fp32-default-meta",
+    inject=partial(ignored_parameters, are_managed=True),
+    inject_twin=partial(ignored_parameters, are_managed=False),
+)
 
 
 def divide_factor(*, multiplied_by: float) -> AbstractContextManager[None]:
-    """Set another factor than is asked for."""
+    """Set a multiple of the gradient divide factor that the user asks for."""
 
-    def make(original: Any) -> Any:
-        def set_gradient_divide_factor(module: Any, factor: float) -> None:
-            original(module, factor * multiplied_by)
+    def set_gradient_divide_factor(original: Callable[..., None], module: Any, factor: float) -> None:
+        original(module, factor * multiplied_by)
 
-        return set_gradient_divide_factor
-
-    return replaced(f"{_FULLY_SHARD}._fully_shard:FSDPModule", "set_gradient_divide_factor", make)
+    owner = f"{_FULLY_SHARD}._fully_shard:FSDPModule"
+    return replaced_call(owner, "set_gradient_divide_factor", set_gradient_divide_factor)
 
 
-def inputs_cast(*, inside: bool) -> AbstractContextManager[None]:
-    """Cast tensors that are arguments themselves, or those inside of other things as well."""
+DIVIDE_FACTOR_HALVED = Defect(
+    id="divide-factor-halved",
+    title="gradients are divided by another factor than was set",
+    source="https://github.com/pytorch/pytorch/issues/155903",
+    mechanism="the user's factor counts other ranks than those that are summed over",
+    laws=("API-2",),
+    cells="id = dp2-fp32-default-meta",
+    inject=partial(divide_factor, multiplied_by=0.5),
+    inject_twin=partial(divide_factor, multiplied_by=1.0),
+)
 
-    def make(_original: Any) -> Any:
-        def cast_forward_inputs(state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            policy = state._mp_policy
-            if not (policy.cast_forward_inputs and policy.param_dtype):
-                return args, kwargs
-            cast = partial(_cast, dtype=policy.param_dtype)
-            if inside:
-                return _pytree.tree_map(cast, (args, kwargs))
-            return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
 
-        return cast_forward_inputs
+def inputs_cast(*, nested: bool) -> AbstractContextManager[None]:
+    """Cast the tensors that are arguments of forward, or those nested in containers as well."""
 
-    return replaced(f"{_FULLY_SHARD}._fsdp_state:FSDPState", "_cast_forward_inputs", make)
+    def cast_forward_inputs(_original: object, state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        policy = state._mp_policy
+        if not (policy.cast_forward_inputs and policy.param_dtype):
+            return args, kwargs
+        cast = partial(_cast, dtype=policy.param_dtype)
+        if nested:
+            return _pytree.tree_map(cast, (args, kwargs))
+        return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
+
+    return replaced_call(f"{_FULLY_SHARD}._fsdp_state:FSDPState", "_cast_forward_inputs", cast_forward_inputs)
 
 
 def _cast(value: Any, *, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-DEFECTS: tuple[Defect, ...] = (
-    Defect(
-        id="ignored-parameter-managed",
-        title="a parameter that was to be ignored is sharded and reduced",
-        source="https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html",
-        mechanism="ignored_params does not reach the place that collects parameters",
-        laws=("API-1",),
-        inject=partial(ignored, are_forgotten=True),
-        inject_twin=partial(ignored, are_forgotten=False),
-    ),
-    Defect(
-        id="divide-factor-halved",
-        title="gradients are divided by another factor than was set",
-        source="https://github.com/pytorch/pytorch/issues/155903",
-        mechanism="the factor of one's own counts other ranks than are summed over",
-        laws=("API-2",),
-        inject=partial(divide_factor, multiplied_by=0.5),
-        inject_twin=partial(divide_factor, multiplied_by=1.0),
-    ),
-    Defect(
-        id="inputs-inside-not-cast",
-        title="inputs inside of lists and tables stay in fp32",
-        source="https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html",
-        mechanism="cast_forward_inputs looks at the arguments themselves and not into them",
-        laws=("MP-6",),
-        inject=partial(inputs_cast, inside=False),
-        inject_twin=partial(inputs_cast, inside=True),
-    ),
+NESTED_INPUTS_NOT_CAST = Defect(
+    id="inputs-inside-not-cast",
+    title="inputs that are nested in lists and dicts stay in fp32",
+    source="https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html",
+    mechanism="cast_forward_inputs looks at the arguments themselves and not into them",
+    laws=("MP-6",),
+    cells="id = dp2-fp32-default-meta",
+    inject=partial(inputs_cast, nested=False),
+    inject_twin=partial(inputs_cast, nested=True),
 )

@@ -1,6 +1,6 @@
-"""Faults of mixed precision that leave every dtype as it should be: numbers are rounded once more than they should."""
+"""Faults of mixed precision that leave every dtype right: numbers are rounded once more than they should be."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from conformance.defects.injection import Defect, replaced
+from conformance.defects.injection import Defect, replaced_call
 from conformance.defects.precision_faults import through
 from conformance.instruments.sharding import local
 from reference_trainer.config import OptimizerConfig, TrainerConfig
@@ -21,69 +21,50 @@ _BF16, _FP64 = torch.bfloat16, torch.float64
 
 
 def reduced_gradients(dtype: torch.dtype) -> AbstractContextManager[None]:
-    """Round gradients when they have been reduced."""
+    """Round gradients to a dtype when they have been reduced."""
 
     def round_output(reduced: Tensor) -> None:
         reduced.copy_(through(reduced, dtype))
 
-    def make(original: Any) -> Any:
-        def parallelize(model: Transformer, mesh: DeviceMesh, config: TrainerConfig, policy: Any) -> None:
-            original(model, mesh, config, policy)
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.set_all_reduce_hook(round_output)
+    def parallelize(
+        original: Callable[..., None], model: Transformer, mesh: DeviceMesh, config: TrainerConfig, policy: Any
+    ) -> None:
+        original(model, mesh, config, policy)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_all_reduce_hook(round_output)
 
-        return parallelize
+    return replaced_call("reference_trainer.build", "parallelize", parallelize)
 
-    return replaced("reference_trainer.build", "parallelize", make)
+
+GRADIENTS_ROUNDED = Defect(
+    id="grads-rounded",
+    title="gradients reduced in fp32 are rounded to bf16 before the optimizer sees them",
+    source="https://github.com/pytorch/pytorch/issues/153077",
+    mechanism="a hook after the reduction casts to bf16 and back",
+    laws=("PAR-2",),
+    cells="id = dp2-bf16mp-default-meta-acc2",
+    inject=partial(reduced_gradients, _BF16),
+    inject_twin=partial(reduced_gradients, _FP64),
+)
 
 
 def after_step(dtype: torch.dtype, *, moments: bool) -> AbstractContextManager[None]:
-    """After each of the optimizer's steps round its moments, or the parameters."""
+    """Round the optimizer's moments, or the parameters, to a dtype after each step."""
 
     def round_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        kept = [optimizer.state[p][key] for p in parameters for key in ("exp_avg", "exp_avg_sq")]
-        _round(kept if moments else parameters, dtype)
+        state = [optimizer.state[p][key] for p in parameters for key in ("exp_avg", "exp_avg_sq")]
+        _round(state if moments else parameters, dtype)
 
-    def make(original: Any) -> Any:
-        def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-            optimizer: torch.optim.Optimizer = original(model, config)
-            optimizer.register_step_post_hook(round_state)
-            return optimizer
+    def build_optimizer(
+        original: Callable[..., torch.optim.Optimizer], model: nn.Module, config: OptimizerConfig
+    ) -> torch.optim.Optimizer:
+        optimizer = original(model, config)
+        optimizer.register_step_post_hook(round_state)
+        return optimizer
 
-        return build_optimizer
-
-    return replaced("reference_trainer.train", "build_optimizer", make)
-
-
-def loaded_weights(dtype: torch.dtype) -> AbstractContextManager[None]:
-    """Round the weights that a checkpoint has given."""
-
-    def make(original: Any) -> Any:
-        def load_weights(model: Transformer, **options: Any) -> Any:
-            form = original(model, **options)
-            _round(model.parameters(), dtype)
-            return form
-
-        return load_weights
-
-    return replaced("reference_trainer.build", "load_weights", make)
-
-
-def gathered_weights(dtype: torch.dtype, *, in_backward_alone: bool = False) -> AbstractContextManager[None]:
-    """Round weights when they have been all-gathered, in forward and backward or in backward alone."""
-
-    def make(original: Any) -> Any:
-        def wait_for_unshard(group: Any) -> None:
-            result = group._all_gather_result
-            if result is not None and (group._training_state.name == "PRE_BACKWARD" or not in_backward_alone):
-                result.all_gather_output.copy_(through(result.all_gather_output, dtype))
-            original(group)
-
-        return wait_for_unshard
-
-    return replaced(_PARAM_GROUP, "wait_for_unshard", make)
+    return replaced_call("reference_trainer.train", "build_optimizer", build_optimizer)
 
 
 def _round(tensors: Iterable[Tensor], dtype: torch.dtype) -> None:
@@ -91,59 +72,80 @@ def _round(tensors: Iterable[Tensor], dtype: torch.dtype) -> None:
         local(tensor).copy_(through(local(tensor), dtype))
 
 
-DEFECTS = (
-    Defect(
-        id="grads-rounded",
-        title="gradients reduced in fp32 are rounded to bf16 before the optimizer sees them",
-        source="https://github.com/pytorch/pytorch/issues/153077",
-        mechanism="a hook after the reduction casts to bf16 and back",
-        laws=("PAR-2",),
-        inject=partial(reduced_gradients, _BF16),
-        inject_twin=partial(reduced_gradients, _FP64),
-    ),
-    Defect(
-        id="masters-rounded",
-        title="fp32 master weights hold bf16 numbers",
-        source="https://github.com/NVIDIA/apex/issues/1728",
-        mechanism="after each step the optimizer writes back what it has rounded to bf16",
-        laws=("MP-5", "PAR-2"),
-        inject=partial(after_step, _BF16, moments=False),
-        inject_twin=partial(after_step, _FP64, moments=False),
-    ),
-    Defect(
-        id="moments-rounded",
-        title="fp32 moments hold bf16 numbers",
-        source="https://github.com/databricks/flashoptim/issues/2",
-        mechanism="after each step the optimizer rounds its state through bf16",
-        laws=("MP-5", "PAR-2"),
-        inject=partial(after_step, _BF16, moments=True),
-        inject_twin=partial(after_step, _FP64, moments=True),
-    ),
-    Defect(
-        id="load-rounds-weights",
-        title="weights of an fp32 checkpoint are rounded to bf16 when they are loaded",
-        source="https://github.com/TensorAuto/OpenTau/issues/185",
-        mechanism="the loader goes through the compute dtype",
-        laws=("MP-2",),
-        inject=partial(loaded_weights, _BF16),
-        inject_twin=partial(loaded_weights, _FP64),
-    ),
-    Defect(
-        id="gather-through-fp8",
-        title="weights are rounded to fp8 where bf16 was asked for",
-        source="https://github.com/pytorch/ao/issues/4300",
-        mechanism="all-gathered weights are cast to float8_e4m3fn and back to bf16",
-        laws=("PAR-3", "PAR-2"),
-        inject=partial(gathered_weights, torch.float8_e4m3fn),
-        inject_twin=partial(gathered_weights, _FP64),
-    ),
-    Defect(
-        id="backward-gather-rounded",
-        title="backward computes with other weights than forward",
-        source="https://github.com/pytorch/ao/issues/4300",
-        mechanism="what is gathered again in backward is rounded to bf16, as a compressed all-gather would",
-        laws=("PAR-4", "PAR-1"),
-        inject=partial(gathered_weights, _BF16, in_backward_alone=True),
-        inject_twin=partial(gathered_weights, _FP64, in_backward_alone=True),
-    ),
+MASTERS_ROUNDED = Defect(
+    id="masters-rounded",
+    title="fp32 master weights hold bf16 numbers",
+    source="https://github.com/NVIDIA/apex/issues/1728",
+    mechanism="after each step the optimizer writes back weights that it has rounded to bf16",
+    laws=("MP-5", "PAR-2"),
+    cells="id = dp1-bf16mp-default-meta",
+    inject=partial(after_step, _BF16, moments=False),
+    inject_twin=partial(after_step, _FP64, moments=False),
+)
+MOMENTS_ROUNDED = Defect(
+    id="moments-rounded",
+    title="fp32 moments hold bf16 numbers",
+    source="https://github.com/databricks/flashoptim/issues/2",
+    mechanism="after each step the optimizer rounds its state through bf16",
+    laws=("MP-5", "PAR-2"),
+    cells="id = dp1-bf16mp-default-meta",
+    inject=partial(after_step, _BF16, moments=True),
+    inject_twin=partial(after_step, _FP64, moments=True),
+)
+
+
+def loaded_weights(dtype: torch.dtype) -> AbstractContextManager[None]:
+    """Round the weights that were loaded from a checkpoint to a dtype."""
+
+    def load_weights(original: Callable[..., Any], model: Transformer, **options: Any) -> Any:
+        form = original(model, **options)
+        _round(model.parameters(), dtype)
+        return form
+
+    return replaced_call("reference_trainer.build", "load_weights", load_weights)
+
+
+LOAD_ROUNDS_WEIGHTS = Defect(
+    id="load-rounds-weights",
+    title="weights of an fp32 checkpoint are rounded to bf16 when they are loaded",
+    source="https://github.com/TensorAuto/OpenTau/issues/185",
+    mechanism="the loader goes through the compute dtype",
+    laws=("MP-2",),
+    cells="id = dp1-bf16mp-default-checkpoint",
+    inject=partial(loaded_weights, _BF16),
+    inject_twin=partial(loaded_weights, _FP64),
+)
+
+
+def gathered_weights(dtype: torch.dtype, *, in_backward_alone: bool = False) -> AbstractContextManager[None]:
+    """Round weights to a dtype when they have been all-gathered, in forward and backward or in backward alone."""
+
+    def wait_for_unshard(original: Callable[[Any], None], group: Any) -> None:
+        result = group._all_gather_result
+        if result is not None and (group._training_state.name == "PRE_BACKWARD" or not in_backward_alone):
+            result.all_gather_output.copy_(through(result.all_gather_output, dtype))
+        original(group)
+
+    return replaced_call(_PARAM_GROUP, "wait_for_unshard", wait_for_unshard)
+
+
+GATHER_THROUGH_FP8 = Defect(
+    id="gather-through-fp8",
+    title="weights are rounded to fp8 where bf16 is configured",
+    source="https://github.com/pytorch/ao/issues/4300",
+    mechanism="all-gathered weights are cast to float8_e4m3fn and back to bf16",
+    laws=("PAR-3", "PAR-2"),
+    cells="id = dp2-bf16mp-default-meta-acc2",
+    inject=partial(gathered_weights, torch.float8_e4m3fn),
+    inject_twin=partial(gathered_weights, _FP64),
+)
+BACKWARD_GATHER_ROUNDED = Defect(
+    id="backward-gather-rounded",
+    title="backward computes with other weights than forward",
+    source="https://github.com/pytorch/ao/issues/4300",
+    mechanism="weights that are gathered again in backward are rounded to bf16, as a compressed all-gather would",
+    laws=("PAR-4", "PAR-1"),
+    cells="id = dp2-fp32-default-meta",
+    inject=partial(gathered_weights, _BF16, in_backward_alone=True),
+    inject_twin=partial(gathered_weights, _FP64, in_backward_alone=True),
 )

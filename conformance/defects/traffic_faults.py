@@ -1,6 +1,6 @@
-"""Faults that compute the right numbers, and send more than they need."""
+"""Faults that compute the right numbers and communicate more bytes than necessary."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -11,31 +11,55 @@ from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate
 from torch.distributed.tensor.parallel import PrepareModuleInput
 
-from conformance.defects.injection import Defect, replaced
+from conformance.defects.injection import Defect, replaced_call
 
 _ALL_GATHER = "torch.distributed.fsdp._fully_shard._fsdp_collectives:DefaultAllGather"
 
 
 def all_gather(*, dtype: torch.dtype | None = None, times: int = 1) -> AbstractContextManager[None]:
-    """All-gather parameters into a buffer of its own, in a dtype (none: their own) and so many times."""
+    """All-gather parameters `times` times into a buffer of a given dtype (None: their own), and copy it."""
 
-    def make(original: Any) -> Any:
-        def call(
-            self: Any, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-        ) -> dist.Work | None:
-            buffer = torch.empty_like(output_tensor, dtype=dtype)
-            for _ in range(times):
-                work: dist.Work | None = original(self, buffer, input_tensor.to(buffer.dtype), group, async_op)
-            output_tensor.copy_(buffer)
-            return work
+    def call(
+        original: Callable[..., dist.Work | None],
+        self: Any,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        buffer = torch.empty_like(output_tensor, dtype=dtype)
+        for _ in range(times):
+            work = original(self, buffer, input_tensor.to(buffer.dtype), group, async_op)
+        output_tensor.copy_(buffer)
+        return work
 
-        return call
-
-    return replaced(_ALL_GATHER, "__call__", make)
+    return replaced_call(_ALL_GATHER, "__call__", call)
 
 
-class _GatherByHand(PrepareModuleInput):
-    """Takes a module's first input through several placements, one after the other."""
+GATHER_BEFORE_CAST = Defect(
+    id="gather-before-cast",
+    title="parameters are all-gathered in fp32 and cast to bf16 afterwards",
+    source="https://github.com/pytorch/torchtitan/issues/3123",
+    mechanism="the all-gather communicates twice the bytes; every number is right",
+    laws=("MP-4", "MP-1"),
+    cells="id = dp2-bf16mp-default-meta-acfull",
+    inject=partial(all_gather, dtype=torch.float32),
+    inject_twin=all_gather,
+)
+GATHER_TWICE = Defect(
+    id="gather-twice",
+    title="each group is all-gathered twice",
+    source="https://github.com/NVIDIA-NeMo/Automodel/issues/3373",
+    mechanism="parameters that were prefetched are gathered again when they are needed",
+    laws=("MP-4", "RS-1"),
+    cells="id = dp2-fp32-default-meta-acc2",
+    inject=partial(all_gather, times=2),
+    inject_twin=all_gather,
+)
+
+
+class _RedistributedInput(PrepareModuleInput):
+    """Redistributes a module's first input to several placements, one after the other."""
 
     def __init__(self, layouts: tuple[Placement | None, ...], placements: Sequence[Placement]) -> None:
         super().__init__(input_layouts=layouts, desired_input_layouts=layouts)
@@ -49,44 +73,22 @@ class _GatherByHand(PrepareModuleInput):
 
 
 def module_inputs(*, times: int) -> AbstractContextManager[None]:
-    """Gather inputs of tensor-parallel regions so many times, giving up in between what was gathered."""
+    """Gather inputs of tensor-parallel regions `times` times, sharding them again in between."""
 
-    def make(_original: Any) -> Any:
-        def gather_input(layout: Placement, *, number_of_inputs: int) -> PrepareModuleInput:
-            layouts = (layout, *(None for _ in range(number_of_inputs - 1)))
-            return _GatherByHand(layouts, [Replicate(), *([layout, Replicate()] * (times - 1))])
+    def gather_input(_original: object, layout: Placement, *, number_of_inputs: int) -> PrepareModuleInput:
+        layouts = (layout, *(None for _ in range(number_of_inputs - 1)))
+        return _RedistributedInput(layouts, [Replicate(), *([layout, Replicate()] * (times - 1))])
 
-        return gather_input
-
-    return replaced("reference_trainer.parallelize", "_gather_input", make)
+    return replaced_call("reference_trainer.parallelize", "_gather_input", gather_input)
 
 
-DEFECTS = (
-    Defect(
-        id="gather-before-cast",
-        title="parameters are all-gathered in fp32 and cast to bf16 afterwards",
-        source="https://github.com/pytorch/torchtitan/issues/3123",
-        mechanism="the all-gather communicates twice the bytes; every number is right",
-        laws=("MP-4", "MP-1"),
-        inject=partial(all_gather, dtype=torch.float32),
-        inject_twin=all_gather,
-    ),
-    Defect(
-        id="gather-twice",
-        title="each group is all-gathered twice",
-        source="https://github.com/NVIDIA-NeMo/Automodel/issues/3373",
-        mechanism="what a prefetch has gathered is gathered again when it is needed",
-        laws=("MP-4", "RS-1"),
-        inject=partial(all_gather, times=2),
-        inject_twin=all_gather,
-    ),
-    Defect(
-        id="tp-gather-repeated",
-        title="inputs of tensor-parallel regions are gathered twice",
-        source="https://github.com/pytorch/torchtitan/issues/1867",
-        mechanism="a needless redistribution to the sequence-parallel layout has to be undone by another all-gather",
-        laws=("MP-4",),
-        inject=partial(module_inputs, times=2),
-        inject_twin=partial(module_inputs, times=1),
-    ),
+TP_GATHER_REPEATED = Defect(
+    id="tp-gather-repeated",
+    title="inputs of tensor-parallel regions are gathered twice",
+    source="https://github.com/pytorch/torchtitan/issues/1867",
+    mechanism="a needless redistribution to the sequence-parallel layout has to be undone by another all-gather",
+    laws=("MP-4",),
+    cells="id = tp2-fp32-default-meta-lp",
+    inject=partial(module_inputs, times=2),
+    inject_twin=partial(module_inputs, times=1),
 )

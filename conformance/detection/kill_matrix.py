@@ -1,4 +1,4 @@
-"""The kill matrix: which law catches which defect, by how much, and what escapes."""
+"""Kill matrix: which law catches which defect, by how much, and what escapes."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -11,16 +11,17 @@ import msgspec
 import torch
 from tqdm import tqdm
 
-from conformance.cli.describe import asserted_laws
 from conformance.defects.catalogue import defects
 from conformance.defects.injection import Defect
-from conformance.detection.bench import Bench, the_matrix
+from conformance.detection.case_judge import CaseJudge, the_matrix
 from conformance.detection.trials import Trial, key_of, try_defect
+from conformance.laws.registry import asserted_laws
 from conformance.run.pool import Pools
 from conformance.torch_release import release
 
 RESULTS_FILE = "kill_matrix.json"
 _HERE = ("gloo", "simulated")
+"""Substrates that every machine has."""
 
 
 class KillMatrix(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,32 +31,29 @@ class KillMatrix(msgspec.Struct, frozen=True, kw_only=True):
     profile: str
     torch: str
     trials: list[Trial]
-    """In the order of the catalogue."""
+    """Trials in the order of the catalogue."""
     unverified: list[str]
     """Defects that need a device that this machine lacks: they can be injected, and nobody has seen them caught."""
     complete: bool
-    """Whether the whole catalogue was tried."""
+    """True if the whole catalogue was tried."""
     reused: int = 0
-    """Trials that were not made now, since nothing that they depend on has changed."""
+    """Number of trials that were not made now, since nothing that they depend on has changed."""
 
     @property
-    def idle_laws(self) -> list[str]:
-        """Laws of the profile that can be judged here and catch nothing, if all was tried."""
+    def laws_without_kills(self) -> list[str]:
+        """Laws of the profile that can be judged here and that kill no defect; none if not all defects were tried."""
         if not self.complete:
             return []
-        killing = {law for trial in self.trials for law, found in trial.laws.items() if found.kills}
+        killing = {law for trial in self.trials for law, of_law in trial.laws.items() if of_law.kills}
         judged = dict.fromkeys(case.law for case in the_matrix().cases(self.profile))
         here = {law for law, asserted in asserted_laws().items() if set(_HERE) & set(asserted.law.substrates)}
         return [law for law in judged if law in here and law not in killing]
 
     @property
     def problems(self) -> list[str]:
-        """One line each; none if every defect is caught, every twin passes and every law catches something."""
-        return [*(line for trial in self.trials for line in _problems_of(trial)), *self._idle_lines()]
-
-    def _idle_lines(self) -> Iterator[str]:
-        for law in self.idle_laws:
-            yield f"{law} catches no defect: nobody knows whether it can fail"
+        """One line each; none if every defect is caught, every twin passes and every law kills a defect."""
+        without_kills = [f"{law} kills no defect: nobody knows whether it can fail" for law in self.laws_without_kills]
+        return [*(line for trial in self.trials for line in _problems_of(trial)), *without_kills]
 
 
 def _problems_of(trial: Trial) -> Iterator[str]:
@@ -72,15 +70,14 @@ def kill_matrix(*, profile: str, directory: Path, workers: int, only: Sequence[s
     Raises ValueError for an unknown profile or defect.
     """
     the_matrix().profile(profile)
-    chosen = _chosen(only)
     here = release(str(torch.__version__))
-    chosen = [defect for defect in chosen if release(defect.since) <= here]
+    chosen = [defect for defect in _chosen(only) if release(defect.since) <= here]
     shown = [defect for defect in chosen if set(_HERE) & set(defect.substrates)]
     earlier = {trial.key: trial for trial in _earlier(directory)}
     missing = [defect for defect in shown if key_of(defect, profile=profile) not in earlier]
     fresh = {trial.defect: trial for trial in _try_all(missing, profile=profile, workers=workers)}
-    trials = [fresh.get(d.id) or earlier[key_of(d, profile=profile)] for d in shown]
-    found = KillMatrix(
+    trials = [fresh.get(defect.id) or earlier[key_of(defect, profile=profile)] for defect in shown]
+    matrix = KillMatrix(
         profile=profile,
         torch=str(torch.__version__),
         trials=trials,
@@ -88,11 +85,11 @@ def kill_matrix(*, profile: str, directory: Path, workers: int, only: Sequence[s
         unverified=[defect.id for defect in chosen if defect not in shown],
         reused=len(trials) - len(fresh),
     )
-    others = [trial for trial in earlier.values() if trial.defect not in {d.id for d in shown}]
-    everything = msgspec.structs.replace(found, trials=[*trials, *others])
+    others = [trial for trial in earlier.values() if trial.defect not in {defect.id for defect in shown}]
+    everything = msgspec.structs.replace(matrix, trials=[*trials, *others])
     directory.mkdir(parents=True, exist_ok=True)
     (directory / RESULTS_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(everything), indent=1))
-    return found
+    return matrix
 
 
 def _chosen(only: Sequence[str]) -> list[Defect]:
@@ -104,7 +101,7 @@ def _chosen(only: Sequence[str]) -> list[Defect]:
 
 
 def _earlier(directory: Path) -> list[Trial]:
-    """Of a file that cannot be read, nothing is reused."""
+    """Trials of an earlier call; none of a file that cannot be read."""
     with suppress(OSError, msgspec.DecodeError):
         return msgspec.json.decode((directory / RESULTS_FILE).read_bytes(), type=KillMatrix).trials
     return []
@@ -114,20 +111,20 @@ def _try_all(missing: Sequence[Defect], *, profile: str, workers: int) -> Iterat
     if not missing:
         return
     number, spawn = min(workers, len(missing)), get_context("spawn")
-    with ProcessPoolExecutor(number, spawn, initializer=_open_bench, initargs=(profile,)) as processes:
+    with ProcessPoolExecutor(number, spawn, initializer=_open_judge, initargs=(profile,)) as processes:
         futures = [processes.submit(_try, defect.id) for defect in missing]
         for future in tqdm(as_completed(futures), total=len(futures), desc="defects", unit="defect", disable=None):
             yield future.result()
 
 
-_bench: Bench
+_judge: CaseJudge
 
 
-def _open_bench(profile: str) -> None:
+def _open_judge(profile: str) -> None:
     """In each process: it keeps its ranks for all its trials; they end with it."""
-    global _bench
-    _bench = Bench(Path(mkdtemp(prefix="kill-matrix-")), Pools(), profile)
+    global _judge
+    _judge = CaseJudge(Path(mkdtemp(prefix="kill-matrix-")), Pools(), profile)
 
 
 def _try(defect_id: str) -> Trial:
-    return try_defect(_bench, next(defect for defect in defects() if defect.id == defect_id))
+    return try_defect(_judge, next(defect for defect in defects() if defect.id == defect_id))

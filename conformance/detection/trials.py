@@ -9,8 +9,9 @@ import torch
 
 from conformance.defects.catalogue import TWIN, sources_of
 from conformance.defects.injection import Defect
-from conformance.defects.shown_by import SHOWN_BY
-from conformance.detection.bench import DEADLINE_S, Bench, Judged, excess, judged
+from conformance.detection.case_judge import DEADLINE_S, CaseJudge, judge_case
+from conformance.detection.margins import margin
+from conformance.judge.judge import Judged
 from conformance.judge.verdicts import Verdict
 from conformance.project import PROJECT
 
@@ -19,24 +20,24 @@ _MISFIT = "TypeError"
 
 
 class LawTrial(msgspec.Struct, frozen=True, kw_only=True):
-    """A defect before one law."""
+    """Defect before one law."""
 
     cells: int
-    """On how many the law was judged."""
+    """Number of cells on which the law was judged."""
     kills: tuple[str, ...]
-    """Those on which it failed as it must."""
+    """Cells on which the law failed as it must."""
     margin: float | None
-    """How many times its bound the worst figure was; None if the law does not compare with a bound."""
+    """Margin of the worst metric, see `margins.margin`; None if no metric of the law is outside of a bound."""
     reason: str
-    """Of the first kill, or of what came instead."""
+    """Reason of the first kill, or of what came instead."""
     twin_failures: tuple[str, ...]
     """Cells on which the twin did not pass, with verdict and reason."""
     twin_margin: float
-    """How much of its bound the twin took up."""
+    """Margin of the twin: at most 1 if all its metrics are within their bounds."""
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """All that was found about one defect."""
+    """Results of one defect before all laws that it names."""
 
     defect: str
     key: str
@@ -44,11 +45,11 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     laws: dict[str, LawTrial]
     caught_by_others: tuple[str, ...] = ()
-    """If a law let it escape: other laws that failed on the same cells."""
+    """Other laws that failed on the same cells, if a law let the defect escape."""
 
     @property
     def escapes(self) -> tuple[str, ...]:
-        """Laws that must catch it, and did not."""
+        """Laws that must catch the defect, and did not."""
         return tuple(law for law, trial in self.laws.items() if not trial.kills)
 
     @property
@@ -57,35 +58,36 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(law for law, trial in self.laws.items() if trial.twin_failures)
 
 
-def try_defect(bench: Bench, defect: Defect) -> Trial:
-    """Judge the laws that a defect names, on the cells that show it, with its twin and then with the defect.
+def try_defect(case_judge: CaseJudge, defect: Defect) -> Trial:
+    """Judge the laws that a defect names, on the cells that trigger it, with its twin and then with the defect.
 
     In this order, since processes that other defects were in may serve both: what passes with the twin is not made to
     fail by traces of these.
     """
     start_s = time.monotonic()
-    cases = bench.cases(SHOWN_BY[defect.id], only=defect.laws)
-    twins = bench.judge(cases, defect=defect.id + TWIN)
-    found = bench.judge(cases, defect=defect.id, deadline_s=_deadline_s(defect))
-    laws = {law: _law_trial(law, defect, found, twins) for law in defect.laws}
-    others: tuple[str, ...] = ()
-    if any(not trial.kills for trial in laws.values()):
-        others = _caught_by_others(bench, defect)
+    cases = case_judge.cases(defect.cells, only=defect.laws)
+    of_twin = case_judge.judge(cases, defect=defect.id + TWIN)
+    of_defect = case_judge.judge(cases, defect=defect.id, deadline_s=_deadline_s(defect))
+    laws = {law: _law_trial(law, defect, of_defect, of_twin) for law in defect.laws}
+    has_escaped = any(not trial.kills for trial in laws.values())
     return Trial(
         defect=defect.id,
-        key=key_of(defect, profile=bench.profile),
+        key=key_of(defect, profile=case_judge.profile),
         seconds=round(time.monotonic() - start_s, 2),
         laws=laws,
-        caught_by_others=others,
+        caught_by_others=_caught_by_others(case_judge, defect) if has_escaped else (),
     )
 
 
-def escapes(bench: Bench, defect: Defect) -> list[str]:
-    """Laws that it names and that no cell shows it to; each is tried until its first kill, without twins."""
+def escapes(case_judge: CaseJudge, defect: Defect) -> list[str]:
+    """Return the laws that a defect names and that fail on no cell that triggers it.
+
+    Each is judged until its first kill, without twins.
+    """
     left = list(defect.laws)
-    store = bench.store(defect=defect.id, deadline_s=_deadline_s(defect))
-    for case in bench.cases(SHOWN_BY[defect.id], only=defect.laws):
-        if case.law in left and _is_kill(judged(store, case), defect):
+    store = case_judge.store(defect=defect.id, deadline_s=_deadline_s(defect))
+    for case in case_judge.cases(defect.cells, only=defect.laws):
+        if case.law in left and _is_kill(judge_case(case, store), defect):
             left.remove(case.law)
     return left
 
@@ -94,46 +96,50 @@ def _deadline_s(defect: Defect) -> float:
     return HANG_DEADLINE_S if defect.hangs else DEADLINE_S
 
 
-def _law_trial(law: str, defect: Defect, found: Sequence[Judged], twins: Sequence[Judged]) -> LawTrial:
-    mine = [one for one in found if one.case.law == law]
-    of_twin = [one for one in twins if one.case.law == law]
-    kills = [one for one in mine if _is_kill(one, defect)]
-    margins = [margin for one in kills if (margin := excess(one.measured)) > 1.0]
-    first = next(iter(kills or mine), None)
+def _law_trial(law: str, defect: Defect, of_defect: Sequence[Judged], of_twin: Sequence[Judged]) -> LawTrial:
+    judged = [result for result in of_defect if result.case.law == law]
+    twins = [result for result in of_twin if result.case.law == law]
+    kills = [result for result in judged if _is_kill(result, defect)]
+    margins = [margin(kill.measured) for kill in kills]
+    first = next(iter(kills or judged), None)
     return LawTrial(
-        cells=len(mine),
-        kills=tuple(one.case.cell.id for one in kills),
-        margin=max(margins, default=None),
-        reason=first.reason if first else "the profile has no cell that shows it",
+        cells=len(judged),
+        kills=tuple(kill.case.cell.id for kill in kills),
+        margin=max((value for value in margins if value > 1.0), default=None),
+        reason=first.reason if first else "the profile has no cell that triggers it",
         twin_failures=tuple(
-            f"{one.case.cell.id}: {one.verdict}: {one.reason}" for one in of_twin if one.verdict != Verdict.PASS
+            f"{twin.case.cell.id}: {twin.verdict}: {twin.reason}" for twin in twins if twin.verdict != Verdict.PASS
         ),
-        twin_margin=max((excess(one.measured) for one in of_twin), default=0.0),
+        twin_margin=max((margin(twin.measured) for twin in twins), default=0.0),
     )
 
 
-def _is_kill(one: Judged, defect: Defect) -> bool:
+def _is_kill(judged: Judged, defect: Defect) -> bool:
     """A TypeError means that the injection does not fit what it replaces: nothing was detected."""
     expected = Verdict.TIMEOUT if defect.hangs else Verdict.FAIL
-    return one.verdict == expected and _MISFIT not in one.reason
+    return judged.verdict == expected and _MISFIT not in judged.reason
 
 
-def _caught_by_others(bench: Bench, defect: Defect) -> tuple[str, ...]:
-    found = bench.judge(bench.cases(SHOWN_BY[defect.id]), defect=defect.id, deadline_s=_deadline_s(defect))
-    laws = {one.case.law for one in found if _is_kill(one, defect)}
+def _caught_by_others(case_judge: CaseJudge, defect: Defect) -> tuple[str, ...]:
+    cases = case_judge.cases(defect.cells)
+    judged = case_judge.judge(cases, defect=defect.id, deadline_s=_deadline_s(defect))
+    laws = {result.case.law for result in judged if _is_kill(result, defect)}
     return tuple(sorted(laws - set(defect.laws)))
 
 
 def key_of(defect: Defect, *, profile: str) -> str:
-    """Of all that a trial depends on: the suite and the trainer without other defects, the matrix, and torch."""
+    """Return a digest of all that a trial depends on.
+
+    That is the suite and the trainer without other defects, the matrix, torch, the profile and the defect.
+    """
     shared = [
         file
         for package in ("conformance", "reference_trainer")
         for file in sorted((PROJECT / package).rglob("*.py"))
-        if not file.stem.endswith("_faults") and file.stem != "shown_by"
+        if not file.stem.endswith("_faults")
     ]
     digest = hashlib.sha256()
     for file in (*shared, *sources_of(defect), PROJECT / "matrix.yaml"):
         digest.update(file.read_bytes())
-    digest.update(f"{torch.__version__} {profile} {defect.id} {SHOWN_BY[defect.id]}".encode())
+    digest.update(f"{torch.__version__} {profile} {defect.id} {defect.cells}".encode())
     return digest.hexdigest()[:16]

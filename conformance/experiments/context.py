@@ -18,15 +18,9 @@ from conformance.experiments.weight_files import write_weights
 from conformance.run.experiment import Experiment, Job, Needs, Result
 from conformance.run.ranks.messages import RankContext
 from reference_trainer.config import TrainerConfig
-from reference_trainer.mesh import (
-    ParallelDims,
-    backends,
-    build_mesh,
-    destroy_process_group,
-    init_process_group,
-    resolve_mesh,
-)
+from reference_trainer.mesh import backends, build_mesh, destroy_process_group, init_process_group
 from reference_trainer.observer import Observer
+from reference_trainer.parallel_dims import ParallelDims, resolve_mesh
 from reference_trainer.train import Trainer
 
 World = Literal["ranks", "simulated", "none"]

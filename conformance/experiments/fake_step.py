@@ -20,8 +20,8 @@ from conformance.memory_segment import MemorySegment
 from reference_trainer.checks import require
 from reference_trainer.config import DataConfig, TrainerConfig
 from reference_trainer.data import Batches
-from reference_trainer.mesh import ParallelDims
 from reference_trainer.model import Transformer
+from reference_trainer.parallel_dims import ParallelDims
 from reference_trainer.train import Trainer
 
 _CPU = torch.device("cpu")

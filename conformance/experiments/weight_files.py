@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -11,17 +10,19 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from reference_trainer import hf_llama
 from reference_trainer.config import ModelConfig, TrainerConfig
 from reference_trainer.init_weights import init_weights
+from reference_trainer.mixed_precision import torch_dtype
 from reference_trainer.model import Transformer
+from reference_trainer.precision import PRECISIONS
 
 
 def write_weights(path: Path, config: TrainerConfig, *, form: str) -> None:
-    """Write weights sampled by one process, in bf16 where the trainer initialises in bf16.
+    """Write weights sampled by one process, in the dtype with which the trainer builds the model.
 
     `form` is a value of the axis `weights`.
     """
     model = Transformer(config.model)
     init_weights(model, seed=config.seed)
-    dtype = torch.bfloat16 if config.precision == "bf16-init" else torch.float32
+    dtype = torch_dtype(PRECISIONS[config.precision].build or "float32")
     tensors = {name: parameter.detach().to(dtype) for name, parameter in model.named_parameters()}
     match form:
         case "hf":

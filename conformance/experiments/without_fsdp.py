@@ -20,9 +20,11 @@ from reference_trainer.config import TrainerConfig
 from reference_trainer.data import Batches
 from reference_trainer.init_weights import init_weights
 from reference_trainer.loss import loss_context, summed_loss
-from reference_trainer.mesh import ParallelDims, build_mesh
+from reference_trainer.mesh import build_mesh
+from reference_trainer.mixed_precision import mixed_precision_policy
 from reference_trainer.model import Transformer
-from reference_trainer.parallelize import apply_ac, apply_tp, mixed_precision_policy
+from reference_trainer.parallel_dims import ParallelDims
+from reference_trainer.parallelize import apply_ac, apply_tp
 
 
 @experiment(needs=Needs.NOTHING, world="none")

@@ -1,9 +1,10 @@
-"""What a model needs beside its parameters, marked where FSDP would gather, free and reduce them.
+"""Marks in the memory of a model without FSDP, where FSDP would gather, free and reduce its parameters.
 
-The model is not sharded by FSDP; tensor parallelism may have been applied. Marks, by name of the group: `forward G` and
-`after-forward G`; `backward G` when the gradient of its output is there; `after-backward G` when that of its input is,
-and with it those of its parameters, which are then summed over tensor-parallel ranks. These are released, first those
-in the parameters' dtype, after `gradients G`, then the others, after `wide-gradients G`; then comes `freed G`.
+The segments between marks hold activations and gradients. Tensor parallelism may have been applied. Marks, by name G of
+the group: `forward G` and `after-forward G`; `backward G` when the gradient of the group's output is there;
+`after-backward G` when the gradient of its input is, and with it the gradients of its parameters, which are then summed
+over tensor-parallel ranks. Gradients are released, first those in the parameters' dtype, after `gradients G`, then the
+others, after `wide-gradients G`; then comes `freed G`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,26 +16,26 @@ from torch.distributed.tensor import DTensor
 from conformance.instruments.memory import mark
 
 Groups = Mapping[str, Sequence[nn.Module]]
-"""Modules of each group in the order in which forward enters them, by its name."""
+"""Modules by name of their group, in the order in which forward enters them."""
 
 
 class GroupMarks:
-    """Registers the hooks that set the marks; a group's first module begins it, its last one ends it."""
+    """Hooks on modules that set the marks; a group's first module begins the group, its last module ends it."""
 
     def __init__(self, groups: Groups) -> None:
         self.reduces = True
-        """Whether gradients are to be reduced, and so first summed over tensor-parallel ranks."""
+        """True if gradients are to be reduced, and so first summed over tensor-parallel ranks."""
         self.releases = True
-        """Whether they are released, or stay with the parameters for a later micro-batch."""
+        """True if gradients are released; otherwise they stay with the parameters for a later micro-batch."""
         self._groups = groups
         self._waiting = set(groups)
-        """Those whose backward is not over yet."""
+        """Groups whose backward is not over yet."""
         for name, modules in groups.items():
             modules[0].register_forward_pre_hook(_Entry(name, self._release))
             modules[-1].register_forward_hook(_Exit(name))
 
     def finish_backward(self) -> None:
-        """To be called after backward: groups whose inputs have no gradient, such as the embedding, come last."""
+        """Set the marks of groups whose inputs have no gradient, such as the embedding. Call it after backward."""
         for name in self._groups:
             if name in self._waiting:
                 self._release(name)
@@ -56,7 +57,7 @@ class GroupMarks:
 
 
 def _sum_as_placed(parameter: nn.Parameter) -> None:
-    """Give the gradient the placements of its parameter. Until then a rank may hold a term of its whole sum."""
+    """Give the gradient the placements of its parameter. Until then a rank may hold a partial sum of it."""
     if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
         parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
 
@@ -67,13 +68,13 @@ class _Entry:
 
     def __call__(self, _module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         mark(f"forward {self._name}")
-        first, *others = inputs
-        if not first.requires_grad:
+        activation, *others = inputs
+        if not activation.requires_grad:
             return inputs
         # A view, whose hook runs before those of the tensor: that is the output of the group before.
-        own = first.view_as(first)
-        own.register_hook(lambda _grad: self._release(self._name))
-        return own, *others
+        view = activation.view_as(activation)
+        view.register_hook(lambda _grad: self._release(self._name))
+        return view, *others
 
 
 class _Exit:

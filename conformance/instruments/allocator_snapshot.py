@@ -1,6 +1,6 @@
-"""The history of a device's allocator, for https://docs.pytorch.org/memory_viz: to look at when a memory law fails.
+"""History of a device's caching allocator, for https://docs.pytorch.org/memory_viz: to look at when a memory law fails.
 
-torch documents these functions, whose names begin with an underscore all the same
+torch documents the functions that record it, although their names begin with an underscore
 (https://docs.pytorch.org/docs/stable/torch_cuda_memory.html); this is the only module that touches them.
 """
 
@@ -16,7 +16,10 @@ _NEEDED = ("_record_memory_history", "_dump_snapshot")
 
 @contextmanager
 def allocator_snapshot(file: Path, device: torch.device) -> Iterator[None]:
-    """Records what happens inside and leaves it in `file`; on the CPU, and where torch cannot, does nothing."""
+    """Record what the allocator does inside of the context, and leave the history in `file`.
+
+    Does nothing on the CPU, and for a torch that lacks the functions.
+    """
     memory = torch.cuda.memory
     if device.type == "cpu" or not all(hasattr(memory, name) for name in _NEEDED):
         yield

@@ -1,6 +1,6 @@
-"""Tensors and fingerprints of a run: initial state, each step's gradients before clipping, final state.
+"""Tensors and fingerprints of a run: initial state, each step's gradients before and after clipping, final state.
 
-Each rank keeps its own shards and which elements of the full tensor they are; nothing is communicated, so capturing is
+Each rank keeps its own shards, and which elements of the full tensor they are. Nothing is communicated, so capturing is
 cheap and does not depend on the collectives that the run is judged by. Only the initial parameters are also gathered
 with `DTensor.full_tensor`, the product's own way, which INIT-2 compares with the reference.
 """
@@ -17,18 +17,19 @@ from reference_trainer.observer import Observer
 
 
 def fingerprint(tensor: Tensor) -> str:
-    """Digest of shape, dtype and every bit of a tensor."""
+    """Return a digest of shape, dtype and every bit of a tensor of any shape and dtype: 16 hexadecimal digits."""
     header = f"{tuple(tensor.shape)} {tensor.dtype}".encode()
     content = tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
     return hashlib.sha256(header + content).hexdigest()[:16]
 
 
 def shard_indices(parameter: DTensor) -> Tensor:
-    """Which elements of the flattened full tensor this rank's shard holds: int64, of the shard's shape.
+    """Return the indices into the flattened full tensor of the elements in this rank's shard: int64, of its shape.
 
-    Each mesh dimension cuts what is left as `torch.chunk` does. FSDP2 cuts what tensor parallelism has left, although
-    its mesh dimension comes first, and its placement then has a `split_factor`. (`distribute_tensor` cuts uneven ones
-    elsewhere than `fully_shard` up to torch 2.8: https://github.com/pytorch/pytorch/pull/163843.)
+    Each mesh dimension cuts what is left of the tensor as `torch.chunk` does. FSDP2 cuts what tensor parallelism has
+    left, although its mesh dimension comes first, and its placement then has a `split_factor`.
+    (`distribute_tensor` cuts uneven dimensions elsewhere than `fully_shard` up to torch 2.8:
+    https://github.com/pytorch/pytorch/pull/163843.)
     """
     indices = torch.arange(parameter.numel(), device=parameter.to_local().device).view(parameter.shape)
     mesh, placements = parameter.device_mesh, parameter.placements
@@ -38,35 +39,36 @@ def shard_indices(parameter: DTensor) -> Tensor:
     return indices.contiguous()
 
 
-def _chunk(tensor: Tensor, dim: int, parts: int, index: int) -> Tensor:
-    """As `torch.chunk`, but there are always as many parts: the last may be empty."""
-    size = -(-tensor.shape[dim] // parts)
+def _chunk(tensor: Tensor, dim: int, count: int, index: int) -> Tensor:
+    """One of `torch.chunk`'s chunks, but there are always `count` of them: the last may be empty."""
+    size = -(-tensor.shape[dim] // count)
     start = min(index * size, tensor.shape[dim])
     return tensor.narrow(dim, start, min(size, tensor.shape[dim] - start))
 
 
 class Capture(Observer):
-    """This rank's parts of all tensors by the key `WHEN/KIND/NAME`, and their fingerprints.
+    """This rank's shards of all tensors by the key `WHEN/KIND/NAME`, on the CPU, and their fingerprints.
 
     WHEN is `initial`, `resumed`, `stepN` (after backward) or `final`; KIND is `parameter`, `buffer`, `gradient`,
     `clipped` for gradients after clipping, a key of the optimizer state such as `exp_avg`, or `gathered` for parameters
-    gathered by torch.
-    `layout/NAME` holds a parameter's `shard_indices`.
+    gathered by torch. `layout/NAME` holds a parameter's `shard_indices`.
+
+    Leaves `fingerprints`, `layouts` and `batches` of `facts.RankFacts`.
     """
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.fingerprints: dict[str, str] = {}
         self.layouts: dict[str, str] = {}
-        """By parameter or buffer, the fingerprint of its layout: ranks where it is equal hold the same elements."""
         self.batches: list[dict[str, str]] = []
-        """Of each step, digests of this rank's `inputs` and `labels`."""
 
     def batch(self, micro_batches: list[tuple[Tensor, Tensor]], *, step: int) -> None:
+        """Digest the step's inputs and labels, each of all micro-batches together."""
         inputs, labels = (torch.cat(tensors) for tensors in zip(*micro_batches, strict=True))
         self.batches.append({"inputs": fingerprint(inputs), "labels": fingerprint(labels)})
 
     def initialized(self, model: Transformer) -> None:
+        """Keep layouts, gathered parameters, and the initial parameters and buffers."""
         for name, parameter in model.named_parameters():
             if isinstance(parameter, DTensor):
                 self.tensors[f"layout/{name}"] = shard_indices(parameter)
@@ -75,29 +77,33 @@ class Capture(Observer):
         self._state("initial", model)
 
     def gradients(self, model: Transformer, *, step: int) -> None:
+        """Keep the gradients of a step, and the parameters that they were computed at."""
         for name, parameter in model.named_parameters():
             self._add(f"step{step}/parameter/{name}", parameter)
             if parameter.grad is not None:
                 self._add(f"step{step}/gradient/{name}", parameter.grad)
 
     def clipped(self, model: Transformer, *, norm: Tensor, step: int) -> None:
+        """Keep the gradients that the optimizer is about to step with."""
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 self._add(f"step{step}/clipped/{name}", parameter.grad)
 
     def resumed(self, model: Transformer, optimizer: torch.optim.Optimizer) -> None:
+        """Keep the state that a checkpoint has restored."""
         self._state("resumed", model)
         self._optimizer_state("resumed", model, optimizer)
 
     def final(self, model: Transformer, optimizer: torch.optim.Optimizer) -> None:
-        """To be called after the last step."""
+        """Keep the final state. Call it after the last step."""
         self._state("final", model)
         self._optimizer_state("final", model, optimizer)
 
     def _optimizer_state(self, when: str, model: Transformer, optimizer: torch.optim.Optimizer) -> None:
         for name, parameter in model.named_parameters():
             for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor) and value.shape == parameter.shape:  # else a counter, or FSDP1's flat part
+                # Other shapes: a step counter, or a flat shard of FSDP1.
+                if isinstance(value, Tensor) and value.shape == parameter.shape:
                     self._add(f"{when}/{key}/{name}", value)
 
     def _state(self, when: str, model: Transformer) -> None:

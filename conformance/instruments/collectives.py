@@ -1,4 +1,4 @@
-"""Collective log: every collective as the dispatcher sees it, whoever issued it (FSDP2, DTensor, clipping, trainer)."""
+"""Log of all collectives as the dispatcher sees them, whoever issued them (FSDP2, DTensor, clipping, trainer)."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -16,7 +16,7 @@ from reference_trainer.model import Transformer
 from reference_trainer.observer import Observer, Phase
 
 # Names of operators differ between torch versions and between the imperative (c10d) and the functional collectives.
-_KIND_BY_PART = {
+_KIND_BY_SUBSTRING = {
     "allgather": "all_gather",
     "all_gather": "all_gather",
     "reduce_scatter": "reduce_scatter",
@@ -38,7 +38,7 @@ _NOT_COLLECTIVES = ("wait_tensor", "wrap_tensor", "send", "recv", "p2p", "check_
 
 
 class CollectiveLog(Observer):
-    """Listens to the dispatch tap and writes down collectives with the phase of training in which they happen."""
+    """Listener of the dispatch tap that writes down collectives with the phase of training in which they are issued."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[tuple[int, ...], Collective]] = []
@@ -47,26 +47,29 @@ class CollectiveLog(Observer):
         self._during = ""
 
     def phase(self, name: Phase, *, step: int) -> None:
+        """Remember the phase for the collectives that follow."""
         self._step, self._phase, self._during = step, name, ""
 
     def sharded(self, model: Transformer) -> None:
+        """Hook the forward of each module sharded by FSDP2, but the root's."""
         for name in [name for name, module in model.named_modules() if name and isinstance(module, FSDPModule)]:
             # Before FSDP's own hook, in which it gathers.
             model.get_submodule(name).register_forward_pre_hook(partial(self._enter, name), prepend=True)
 
     def facts(self, mesh: DeviceMesh) -> list[Collective]:
-        """All collectives in the order in which this rank issued them, with their groups named after the mesh."""
+        """Return all collectives in the order in which this rank issued them; the mesh names their groups."""
         names = {
             tuple(sorted(dist.get_process_group_ranks(mesh.get_group(name)))): name
             for name in mesh.mesh_dim_names or ()
         }
         names.setdefault(tuple(range(dist.get_world_size())), "world")
         return [
-            msgspec.structs.replace(entry, group=names.get(ranks) or _part(ranks, names) or entry.group)
+            msgspec.structs.replace(entry, group=names.get(ranks) or _subgroup_name(ranks, names) or entry.group)
             for ranks, entry in self._entries
         ]
 
     def listen(self, func: Any, args: Sequence[Any]) -> None:
+        """Write down an operator if it is a collective; to be a listener of a `DispatchTap`."""
         if func.namespace not in ("c10d", "_c10d_functional"):
             return
         kind = collective_kind(func._schema.name)
@@ -93,22 +96,22 @@ class CollectiveLog(Observer):
             self._during = name
 
 
-def _part(ranks: tuple[int, ...], names: Mapping[tuple[int, ...], str]) -> str | None:
+def _subgroup_name(ranks: tuple[int, ...], names: Mapping[tuple[int, ...], str]) -> str | None:
     """`dp_shard/2` for two of the ranks of `dp_shard`."""
-    whole = next((name for group, name in names.items() if name != "world" and set(ranks) < set(group)), None)
-    return f"{whole}/{len(ranks)}" if whole else None
+    dimension = next((name for group, name in names.items() if name != "world" and set(ranks) < set(group)), None)
+    return f"{dimension}/{len(ranks)}" if dimension else None
 
 
 def collective_kind(operator_name: str) -> str | None:
-    """The kind of collective that an operator of c10d performs, None for point-to-point, waiting and checks.
+    """Return the kind of collective that an operator of c10d performs, None for point-to-point, waiting and checks.
 
-    Raises RuntimeError for an operator that a new torch has added: a log that overlooks one records nothing.
+    Raises RuntimeError for an operator that a new torch has added: a log that overlooks a collective proves nothing.
     """
     name = operator_name.partition("::")[2]
-    if any(part in name for part in _NOT_COLLECTIVES):
+    if any(other in name for other in _NOT_COLLECTIVES):
         return None
-    for part, kind in _KIND_BY_PART.items():
-        if part in name:
+    for substring, kind in _KIND_BY_SUBSTRING.items():
+        if substring in name:
             return kind
     raise RuntimeError(f"unknown collective {operator_name}: add it to {__name__}")
 
@@ -129,7 +132,7 @@ def _process_group(arguments: Mapping[str, Any]) -> dist.ProcessGroup:
 
 
 def _input_tensors(arguments: Mapping[str, Any]) -> list[Tensor]:
-    """What this rank contributes: inputs where the operator names them, else the tensors reduced in place."""
+    """Tensors that this rank contributes: inputs where the operator names them, else the tensors reduced in place."""
     for name in ("input_tensor", "input_tensors", "inputs", "input", "self", "tensors", "tensor"):
         value = arguments.get(name)
         if isinstance(value, Tensor):
@@ -143,7 +146,7 @@ def _input_tensors(arguments: Mapping[str, Any]) -> list[Tensor]:
 def _reduce_op(arguments: Mapping[str, Any]) -> str | None:
     """Functional collectives name their reduction; the imperative ones carry a TorchScript object with its number.
 
-    Up to torch 2.8 that has no method to tell it: `UNKNOWN`.
+    Up to torch 2.8 that object has no method to tell the number: `UNKNOWN`.
     """
     op = arguments.get("reduce_op")
     if op is None or isinstance(op, str):

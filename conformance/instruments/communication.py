@@ -1,10 +1,10 @@
-"""How long a step communicates, and for how much of that nothing is computed, from a trace of torch's profiler.
+"""Time that a step communicates, and time in which it communicates but does not compute, from torch's profiler.
 
-What is asked of a trace are the documented fields of Chrome's format (`name`, `cat`, `ph`, `ts` and `dur` in
-microseconds, `tid`), and the names that torch and NCCL give: `kernel` is the category of what runs on a device, and
-NCCL's kernels begin with `nccl`; `gloo:all_gather` spans an operation of gloo until it has ended, in a thread of gloo.
+A trace is asked for the documented fields of Chrome's format (`name`, `cat`, `ph`, `ts` and `dur` in microseconds,
+`tid`), and for the names that torch and NCCL give: `kernel` is the category of what runs on a device, and NCCL's
+kernels begin with `nccl`; `gloo:all_gather` spans an operation of gloo until it has ended, in a thread of gloo.
 https://docs.pytorch.org/docs/stable/profiler.html#torch.profiler.profile.export_chrome_trace
-No torch is needed here: the report, whose process has none, reads the same figures.
+No torch is needed here: the report, whose process has none, reads the same metrics.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,18 +12,16 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 Interval = tuple[float, float]
-"""From, and until."""
+"""Start and end."""
 
-_MICROSECOND = 1e-6
+EXCLUDED = "conformance: excluded"
+"""Name of the spans in which instruments work: they do not belong to the step."""
+_MICROSECOND_S = 1e-6
 _COMPUTES_ON_CPU = ("aten::", "fsdp::")
 
 
-APART = "conformance: apart"
-"""Name of spans in which instruments work: they are no part of the step."""
-
-
 class Span(msgspec.Struct):
-    """One event of a trace; those that last have all of these."""
+    """Event of a trace; an event that lasts (`ph` is X) has all of these fields, times in microseconds."""
 
     name: str = ""
     cat: str = ""
@@ -34,31 +32,37 @@ class Span(msgspec.Struct):
 
 
 class Communication(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one rank in one step."""
+    """Time of one step on one rank, and how much of it is communication."""
 
     step_s: float
+    """Duration of the step."""
     busy_s: float
-    """In which at least one collective was under way."""
+    """Time in which at least one collective is under way."""
     exposed_s: float
-    """In which, besides, nothing was computed: no kernel but those of collectives ran; on the CPU, no operator in the
-    thread of the rank. There, what compiled code computes is not seen."""
+    """Time in which a collective is under way and nothing is computed.
+
+    No kernel but those of collectives runs; on the CPU, no operator in the thread of the rank. On the CPU the
+    computation of compiled code is not seen.
+    """
 
     @property
     def exposed_share(self) -> float:
-        """Of the step."""
+        """Exposed communication as a share of the step, from 0 to 1."""
         return self.exposed_s / self.step_s if self.step_s > 0 else 0.0
 
 
 def communication(spans: Iterable[Span], *, step_s: float, thread: int, on_device: bool) -> Communication:
-    """Of a step that took `step_s` with all that is `APART`; `thread` is the rank's own."""
+    """Return the communication of a step from the spans of its trace.
+
+    `step_s` is the duration of the step with all that is EXCLUDED, `thread` the rank's own thread.
+    """
     lasting = [span for span in spans if span.ph == "X"]
-    of_kind = _on_device if on_device else _on_cpu
-    transfers, computing = of_kind(lasting, thread)
-    apart = [_interval(span) for span in lasting if span.name == APART]
+    transfers, computing = (_on_device if on_device else _on_cpu)(lasting, thread)
+    excluded = [_interval(span) for span in lasting if span.name == EXCLUDED]
     return Communication(
-        step_s=round(step_s - length(union(apart)) * _MICROSECOND, 6),
-        busy_s=round(uncovered(transfers, by=apart) * _MICROSECOND, 6),
-        exposed_s=round(uncovered(transfers, by=[*computing, *apart]) * _MICROSECOND, 6),
+        step_s=round(step_s - length(union(excluded)) * _MICROSECOND_S, 6),
+        busy_s=round(uncovered(transfers, by=excluded) * _MICROSECOND_S, 6),
+        exposed_s=round(uncovered(transfers, by=[*computing, *excluded]) * _MICROSECOND_S, 6),
     )
 
 
@@ -79,25 +83,28 @@ def _interval(span: Span) -> Interval:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same moments in intervals that neither overlap nor touch, in their order; empty ones are left out."""
-    found: list[Interval] = []
+    """Return intervals that cover the same points in time, in ascending order, and neither overlap nor touch.
+
+    Empty intervals are left out.
+    """
+    merged: list[Interval] = []
     for start, end in sorted(intervals):
         if end <= start:
             continue
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
         else:
-            found.append((start, end))
-    return found
+            merged.append((start, end))
+    return merged
 
 
-def length(apart: Iterable[Interval]) -> float:
-    """Of intervals that do not overlap."""
-    return sum(end - start for start, end in apart)
+def length(disjoint: Iterable[Interval]) -> float:
+    """Return the total length of intervals that do not overlap."""
+    return sum(end - start for start, end in disjoint)
 
 
 def uncovered(intervals: Iterable[Interval], *, by: Iterable[Interval]) -> float:
-    """How long it is that one of `intervals` lasts and none of `by` does."""
-    mine, others = union(intervals), union(by)
-    both = union([*mine, *others])
-    return length(both) - length(others)
+    """Return the total length of `intervals` outside of all intervals in `by`."""
+    covering = union(by)
+    either = union([*intervals, *covering])
+    return length(either) - length(covering)

@@ -1,4 +1,4 @@
-"""Compilation: whether a block's forward really ran as a compiled graph, or silently in eager mode."""
+"""Compilation of blocks: did a block's forward run as a compiled graph, or silently in eager mode?"""
 
 from typing import Any
 
@@ -14,18 +14,20 @@ COMPILED = "CompiledFunctionBackward"
 
 
 class Compilation(Observer):
-    """Looks at the autograd node behind each block's output, which tells what has computed it."""
+    """Counter of the autograd nodes behind the outputs of blocks: a node tells what has computed the output."""
 
     def __init__(self) -> None:
-        # A class of its own for each graph: autograd makes one for each torch.autograd.Function that is defined.
+        # Each graph has a class of its own: autograd makes a class for each torch.autograd.Function that is defined.
         self._nodes: list[type | None] = []
 
     def initialized(self, model: Transformer) -> None:
+        """Hook the forward of each block."""
         for module in model.modules():
             if isinstance(module, Block):
                 module.register_forward_hook(self._after_block)
 
     def facts(self) -> CompilationFacts:
+        """Return how the forward passes of blocks ran."""
         compiled = [node for node in self._nodes if node is not None and node.__name__ == COMPILED]
         return CompilationFacts(
             graphs=len(set(compiled)), compiled=len(compiled), eager=len(self._nodes) - len(compiled)

@@ -1,8 +1,8 @@
-"""Delays before collectives and copies: what a stream, or a rank, is late with must not be used before it is there.
+"""Delayed collectives and copies, for the question whether a stream or a rank uses a result before it is there.
 
 On a device the stream that issues the operator is kept busy (`torch.cuda._sleep`, which is not public: nothing else
-keeps a stream busy without a kernel of one's own), so that all that does not wait for it runs ahead; and freed memory
-is handed out again and filled with NaN meanwhile. On the CPU the last rank sleeps, and its peers are ahead.
+keeps a stream busy without a kernel of one's own), so that all that does not wait for the stream runs ahead; and freed
+memory is handed out again and filled with NaN meanwhile. On the CPU the last rank sleeps, and its peers run ahead.
 """
 
 import random
@@ -16,25 +16,27 @@ from conformance.instruments.collectives import collective_kind
 from conformance.instruments.dispatch_tap import DispatchTap
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "copy")
-"""`copy`: between device and host."""
+"""Kinds of operators that can be delayed; `copy` is a copy between device and host."""
 DELAY_S = 0.02
 CYCLES = 20_000_000
-"""Of the device's clock: some 10 ms."""
+"""Length of a delay on a device, in cycles of its clock: some 10 ms."""
 EVERY = 8
-"""Of the operators of a kind one in so many is delayed, the first among them. They are drawn, from the same seed each
-time: every eighth would be the same one in each step that has eight.
+"""Average number of operators of a kind for each that is delayed.
+
+The first is always delayed; the others are sampled, from the same seed each time: every eighth would be the same
+operator in each step that has eight.
 """
 _BLOCKS, _BLOCK_NUMEL = 32, 1 << 16
 _COPIES = ("aten::_to_copy", "aten::copy_")
 
 
 def delays(kinds: Sequence[str], *, device: torch.device, is_last: bool) -> DispatchTap:
-    """The context in which operators of these kinds are late.
+    """Return the context in which operators of these kinds are delayed, on the CPU only if the rank `is_last`.
 
     Raises RuntimeError for a torch that cannot keep a stream busy.
     """
     if device.type == "cpu":
-        return DispatchTap([], before=[_Delay(kinds, _sleep if is_last else _go_on).listen])
+        return DispatchTap([], before=[_Delay(kinds, _sleep if is_last else _do_nothing).listen])
     if not hasattr(torch.cuda, "_sleep"):
         raise RuntimeError(f"torch {torch.__version__} has no torch.cuda._sleep: see conformance/instruments/delays.py")
     return DispatchTap([], before=[_Delay(kinds, lambda: _occupy(device)).listen])
@@ -42,21 +44,21 @@ def delays(kinds: Sequence[str], *, device: torch.device, is_last: bool) -> Disp
 
 class _Delay:
     def __init__(self, kinds: Sequence[str], delay: Callable[[], None]) -> None:
-        self._draws = {kind: _draws(kind) for kind in kinds}
+        self._choices = {kind: _choices(kind) for kind in kinds}
         self._delay = delay
 
     def listen(self, func: Any, args: Sequence[Any]) -> None:
         kind = _kind(func, args)
-        if kind in self._draws and next(self._draws[kind]):
+        if kind in self._choices and next(self._choices[kind]):
             self._delay()
 
 
-def _draws(kind: str) -> Iterator[bool]:
+def _choices(kind: str) -> Iterator[bool]:
     """Whether to delay the next operator of a kind."""
     yield True
-    draw = random.Random(kind)
+    generator = random.Random(kind)
     while True:
-        yield draw.randrange(EVERY) == 0
+        yield generator.randrange(EVERY) == 0
 
 
 def _kind(func: Any, args: Sequence[Any]) -> str | None:
@@ -68,8 +70,8 @@ def _kind(func: Any, args: Sequence[Any]) -> str | None:
     return None
 
 
-def _go_on() -> None:
-    """The other ranks are in time."""
+def _do_nothing() -> None:
+    """The other ranks are not delayed."""
 
 
 def _sleep() -> None:

@@ -2,9 +2,9 @@
 
 Not yet run on a device, see docs/gpu/status.md.
 
-What is counted is `requested_bytes`, what torch asked for: the allocator rounds it up to 512 bytes and more, and holds
-whole segments (`reserved`); what the device has given to anybody is NVML's business. The host counts when it allocates
-and frees, so nothing has to be waited for.
+`requested_bytes` counts the bytes that torch asked for: the allocator rounds a request up to 512 bytes and more, and
+reserves whole segments of the device (`reserved`); NVML tells what the device has given to any process. The host counts
+when it allocates and frees, so nothing has to be waited for.
 https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.memory_stats.html
 """
 
@@ -18,13 +18,14 @@ from conformance.instruments.memory import MemoryLedger, listening, memory_ledge
 from conformance.memory_segment import MemorySegment
 
 Statistics = Callable[[], Mapping[str, int]]
+"""Function that returns the allocator's statistics under the names of `torch.cuda.memory_stats`."""
 _KINDS = ("requested", "allocated", "active", "reserved")
 
 
 def expandable_segments(
     device: torch.device, *, snapshot: Callable[[], Sequence[Mapping[str, object]]] = torch.cuda.memory_snapshot
 ) -> bool | None:
-    """Whether the allocator of a device has segments that grow; None where there is no device.
+    """Return whether the allocator of a device has segments that grow, None on the CPU.
 
     https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.memory_snapshot.html
     """
@@ -34,7 +35,10 @@ def expandable_segments(
 
 
 def ledger_of(device: torch.device, *, mapped_bytes: Collection[int] = ()) -> AbstractContextManager[MemoryLedger]:
-    """The ledger for the memory of a device, or of the host."""
+    """Return the ledger for the memory of a device, or of the host if `device` is the CPU.
+
+    `mapped_bytes` is for the host: sizes of mapped files, see `MemoryLedger.add_up`.
+    """
     if device.type == "cpu":
         return memory_ledger(mapped_bytes=mapped_bytes)
     return device_ledger(
@@ -44,7 +48,10 @@ def ledger_of(device: torch.device, *, mapped_bytes: Collection[int] = ()) -> Ab
 
 @contextmanager
 def device_ledger(statistics: Statistics, *, reset: Callable[[], None]) -> Iterator[MemoryLedger]:
-    """Figures are there when the context has ended; `reset` makes the present values the peaks."""
+    """Open a ledger for a device; its metrics are there when the context has ended.
+
+    `reset` makes the present values of the statistics their peaks.
+    """
     gc.collect()
     before = statistics()["requested_bytes.all.current"]
     ledger = MemoryLedger()

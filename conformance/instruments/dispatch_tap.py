@@ -1,4 +1,4 @@
-"""One dispatch mode per run, through which other instruments see every operator that torch executes.
+"""Dispatch tap: the dispatch mode of a run, through which other instruments see every operator that torch executes.
 
 `TorchDispatchMode` lives in `torch.utils._python_dispatch`: private by name, but the base of the public
 `CommDebugMode`, and the only place below autograd, FSDP2 and DTensor where all torch versions from 2.6 on show their
@@ -21,13 +21,13 @@ except ImportError as error:  # pragma: no cover - no supported version lacks it
     ) from error
 
 Listener = Callable[[Any, Sequence[Any]], None]
-"""Called with (operator overload, positional arguments) after each operator that ran on plain tensors."""
+"""Function of (operator overload, positional arguments), called for each operator on plain tensors."""
 
 
 class DispatchTap(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Calls the listeners for each operator on plain tensors, those of `before` before it.
+    """Dispatch mode that calls the listeners after each operator on plain tensors, and those of `before` before it.
 
-    Wrapper tensors (DTensor) are seen by their parts.
+    An operator on wrapper tensors (DTensor) is seen as the operators on their local tensors.
     """
 
     def __init__(self, listeners: Sequence[Listener], *, before: Sequence[Listener] = ()) -> None:
@@ -36,17 +36,20 @@ class DispatchTap(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Else torch.compile falls back to eager inside of a mode; so it compiles, with the tap out of its way."""
+        """Tell torch.compile to compile inside of the tap, which is then out of its way.
+
+        Otherwise it would fall back to eager inside of a mode.
+        """
         return True
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """As above, for versions of torch that ask this instead."""
+        """Tell torch.compile the same, in versions of torch that ask this instead of `ignore_compile_internals`."""
         return True
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, which must be inside of the tap itself, nothing is seen and nothing is slowed down."""
+        """Open a context in which listeners see nothing, and nothing is slowed down; it must be inside of the tap."""
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
             yield

@@ -1,4 +1,4 @@
-"""Dtype audit: the dtypes that a run really uses, and the memory that it uses, read where they are used."""
+"""Dtype audit: the dtypes, and the kinds of memory, of the tensors that a run uses, read where they are used."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -11,21 +11,18 @@ from conformance.instruments.sharding import local
 from reference_trainer.model import Attention, Block, Transformer
 from reference_trainer.observer import Observer, Phase
 
-_LOOKED_INTO: tuple[Phase, ...] = ("forward", "backward")
+_AUDITED_PHASES: tuple[Phase, ...] = ("forward", "backward")
 _MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::matmul")
 _ATTENTION = "aten::_scaled_dot_product"
 # The second is what log-softmax on logits sharded over the vocabulary (`loss_parallel`) is made of.
 _LOG_SOFTMAX = ("aten::_log_softmax", "aten::exp")
 
 
-def dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 class DtypeAudit(Observer):
-    """Collects sets of dtypes by what they are dtypes of; what was never seen has no entry.
+    """Collector of dtypes and kinds of memory by key; a thing that was never seen has no entry.
 
-    `initial_parameter/NAME`, `final_parameter/NAME`: as sharded; `initial_buffer/NAME`, `final_buffer/NAME`;
+    Keys: `initial_parameter/NAME`, `final_parameter/NAME`: sharded parameters; `initial_buffer/NAME`,
+    `final_buffer/NAME`;
     `gradient/NAME`: after reduction, and again when the optimizer is about to step;
     `optimizer_state/KEY/NAME`: tensors such as `exp_avg`, not counters;
     in forward, and where activation checkpointing repeats it in backward:
@@ -37,34 +34,36 @@ class DtypeAudit(Observer):
     """
 
     def __init__(self) -> None:
-        self._seen: dict[str, set[str]] = {}
+        self._dtypes: dict[str, set[str]] = {}
         self._places: dict[str, set[str]] = {}
         self._tables: dict[str, set[str]] = {}
         self._phase: Phase = "build"
         self._model: Transformer | None = None
 
     def facts(self) -> dict[str, list[str]]:
-        """Sorted names of dtypes."""
-        return _sorted(self._seen)
+        """Return the sorted names of dtypes, such as `float32`, by key."""
+        return _sorted(self._dtypes)
 
     def places(self) -> dict[str, list[str]]:
-        """Where all of this was: types of devices such as `cuda`, or `cpu pinned` for page-locked host memory."""
+        """Return the kinds of memory by key: types of devices such as `cuda`, or `cpu pinned` if page-locked."""
         return _sorted(self._places)
 
     def rope_tables(self) -> dict[str, list[str]]:
-        """Fingerprints of the tables that each attention got, by MODULE/PHASE."""
+        """Return the fingerprints of the RoPE tables that each attention got, by MODULE/PHASE."""
         return _sorted(self._tables)
 
     def phase(self, name: Phase, *, step: int) -> None:
+        """Remember the phase; when the optimizer is about to step, look at the gradients."""
         self._phase = name
         if name == "optimizer" and self._model is not None:
             self.gradients(self._model, step=step)
 
     def initialized(self, model: Transformer) -> None:
+        """Look at the initial state, and hook the modules."""
         self._model = model
         self._state("initial", model)
-        # FSDP2's own pre-forward hook was put first, its post-forward hook has freed the parameters by the time that
-        # later hooks run: before forward is where a module's parameters are those that it computes with.
+        # FSDP2's own pre-forward hook runs first, and its post-forward hook has freed the parameters when later hooks
+        # run: only before forward does a module have the parameters that it computes with.
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding | nn.RMSNorm):
                 module.register_forward_pre_hook(self._hook(self._before_leaf, name))
@@ -77,12 +76,13 @@ class DtypeAudit(Observer):
         model.register_forward_hook(self._hook(self._after, "logits"))
 
     def gradients(self, model: Transformer, *, step: int) -> None:
+        """Look at the gradients."""
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 self._add(f"gradient/{name}", [parameter.grad])
 
     def final(self, model: Transformer, optimizer: torch.optim.Optimizer) -> None:
-        """To be called after the last step."""
+        """Look at the final state. Call it after the last step."""
         self._state("final", model)
         for name, parameter in model.named_parameters():
             for key, value in optimizer.state.get(parameter, {}).items():
@@ -90,8 +90,9 @@ class DtypeAudit(Observer):
                     self._add(f"optimizer_state/{key}/{name}", [value])
 
     def listen(self, func: Any, args: Sequence[Any]) -> None:
+        """Look at the operands of an operator; to be a listener of a `DispatchTap`."""
         name = func._schema.name
-        if self._phase not in _LOOKED_INTO:
+        if self._phase not in _AUDITED_PHASES:
             return
         if name in _MATMULS:
             self._add(f"matmul/{self._phase}", args)
@@ -103,11 +104,11 @@ class DtypeAudit(Observer):
     def _hook(self, hook: Callable[..., None], key: str) -> Callable[..., None]:
         """The hook with its key, in forward and backward only.
 
-        While torch.compile traces it does nothing, so that the graph is the same as without it.
+        While torch.compile traces, the hook does nothing, so that the graph is the same as without it.
         """
 
         def run(*args: Any) -> None:
-            if not torch.compiler.is_compiling() and self._phase in _LOOKED_INTO:
+            if not torch.compiler.is_compiling() and self._phase in _AUDITED_PHASES:
                 hook(key, *args)
 
         return run
@@ -136,13 +137,13 @@ class DtypeAudit(Observer):
 
     def _add(self, key: str, tensors: Iterable[Any]) -> None:
         present = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
-        self._seen.setdefault(key, set()).update(map(dtype_name, present))
+        self._dtypes.setdefault(key, set()).update(str(tensor.dtype).removeprefix("torch.") for tensor in present)
         self._places.setdefault(key, set()).update(map(_place, present))
 
 
 def _place(tensor: Tensor) -> str:
-    part = local(tensor)
-    return "cpu pinned" if part.is_cpu and part.is_pinned() else part.device.type
+    shard = local(tensor)
+    return "cpu pinned" if shard.is_cpu and shard.is_pinned() else shard.device.type
 
 
 def _sorted(sets: dict[str, set[str]]) -> dict[str, list[str]]:

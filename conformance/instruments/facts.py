@@ -1,7 +1,7 @@
 """Facts that instruments leave of one rank's training run: the content of `record.json`.
 
-Builtin types throughout and no torch, so that processes which only read records can do without it. The instruments
-that measure each fact are named beside it.
+All are of builtin types, and nothing here imports torch: processes that only read records do without it. The meaning of
+a field stands here; keys that need more words are explained at the instrument that the field names.
 """
 
 import msgspec
@@ -9,13 +9,16 @@ import msgspec
 from conformance.instruments.communication import Communication
 
 UNKNOWN = "UNKNOWN"
-"""Reduction operation that torch does not tell."""
+"""Name of a reduction operation that torch does not tell."""
 FULL_LAYOUT = "full"
-"""Stands for the layout of a tensor that is not sharded."""
+"""Layout of a tensor that is not sharded, in place of a fingerprint."""
 
 
 class StepFacts(msgspec.Struct, frozen=True):
-    """Metrics of one step as the trainer reports them; JSON writes numbers that are not finite as null."""
+    """Metrics of one step as the trainer reports them, see `reference_trainer.train.StepMetrics`.
+
+    JSON writes numbers that are not finite as null.
+    """
 
     step: int
     loss: float | None
@@ -32,9 +35,9 @@ class ParameterFacts(msgspec.Struct, frozen=True):
     group: str
     """Module below which FSDP manages the parameter."""
     shape: list[int]
-    """Global shape."""
+    """Shape of the full parameter."""
     shard_dims: dict[str, int]
-    """Mesh dimension to the tensor dimension that it shards; mesh dimensions that replicate are left out."""
+    """Tensor dimension that is sharded, by mesh dimension; mesh dimensions that replicate are left out."""
 
 
 class OptimizerGroup(msgspec.Struct, frozen=True):
@@ -43,7 +46,7 @@ class OptimizerGroup(msgspec.Struct, frozen=True):
     weight_decay: float
     lr: float
     parameters: list[str]
-    """Names in the model; `?` for a tensor that is none of the model's sharded parameters."""
+    """Names in the model; `?` for a tensor that is not among the model's sharded parameters."""
     steps: list[float]
     """Step counters of the group's parameters, each number once; empty if the optimizer does not count."""
 
@@ -63,9 +66,9 @@ class Collective(msgspec.Struct, frozen=True):
     nbytes: int
     """Bytes of this rank's input."""
     dtype: str
-    """As on the wire."""
+    """Dtype on the wire; `none` for a collective without tensors."""
     reduce_op: str | None
-    """`SUM`, `AVG`, `MAX`, ... for reductions; `UNKNOWN` where torch does not tell."""
+    """`SUM`, `AVG`, `MAX`, ... for reductions; UNKNOWN where torch does not tell."""
     during: str = ""
     """In forward: the module sharded by FSDP, other than the root, that was entered last."""
 
@@ -74,11 +77,11 @@ class CompilationFacts(msgspec.Struct, frozen=True):
     """Number of block forward passes by how they ran, in all steps and micro-batches; recomputation is not counted."""
 
     graphs: int
-    """Different compiled graphs among those that ran."""
+    """Number of different compiled graphs."""
     compiled: int
     """Forward passes of a block that ended in a compiled graph."""
     eager: int
-    """Forward passes of a block that did not."""
+    """Forward passes of a block that ended outside of compiled graphs."""
 
 
 class RankFacts(msgspec.Struct, frozen=True):
@@ -86,58 +89,65 @@ class RankFacts(msgspec.Struct, frozen=True):
 
     rank: int
     variables: dict[str, str | None]
-    """Environment variables as they were before the process group was made."""
+    """Environment variables as they were before the process group was made; None if unset."""
     expandable_segments: bool | None
-    """See `device_memory.expandable_segments`."""
+    """Whether the allocator of the rank's device has segments that grow; None on the CPU."""
     mesh_coordinate: dict[str, int]
+    """Coordinate of the rank by mesh dimension."""
     steps: list[StepFacts]
+    """Metrics by step."""
     step_s: list[float]
-    """See `timing.StepTimes`."""
+    """Duration of each step, without the work of instruments."""
     calibration_s: float
-    """Time of a fixed piece of work after the last step, see `timing.calibration_s`."""
+    """Duration of a fixed amount of work after the last step, see `timing.calibration_s`."""
     communication: Communication | None
     """Communication in the step that was profiled, if any."""
     parameters: dict[str, ParameterFacts]
+    """Layouts by parameter."""
     collectives: list[Collective]
-    """In the order in which this rank issued them."""
+    """Collectives in the order in which this rank issued them."""
     reshard_after_forward: dict[str, bool | int]
     """Argument of `fully_shard` by group."""
     backward_prefetch: dict[str, list[str]]
-    """See `prefetching.backward_prefetch_of`."""
+    """Modules that FSDP was told to prefetch, by FSDP module, see `prefetching.backward_prefetch_of`."""
     unsharded: dict[str, list[str]]
-    """See `residency.Residency.unsharded`."""
+    """Parameters that are unsharded, by step and point in time, see `residency.Residency`."""
     dtypes: dict[str, list[str]]
-    """See `dtypes.DtypeAudit`."""
+    """Names of dtypes by the keys of `dtypes.DtypeAudit`."""
     rope_tables: dict[str, list[str]]
-    """See `dtypes.DtypeAudit.rope_tables`."""
+    """Fingerprints of RoPE tables, see `dtypes.DtypeAudit.rope_tables`."""
     places: dict[str, list[str]]
-    """See `dtypes.DtypeAudit.places`."""
+    """Kinds of memory by the keys of `dtypes.DtypeAudit`, see `dtypes.DtypeAudit.places`."""
     offloading: dict[str, str]
-    """See `offloading.offloading_of`."""
+    """Offloading policy by parameter, see `offloading.offloading_of`."""
     optimizer_groups: list[OptimizerGroup]
-    """As they are after the last step."""
+    """Parameter groups after the last step."""
     operators: dict[str, dict[str, int]]
-    """See `operators.OperatorCount.facts`."""
+    """Number of calls over all steps, by phase and operator such as `aten::addmm`, see `operators.OperatorCount`."""
     blocks: CompilationFacts
+    """Forward passes of blocks: compiled or not."""
     checkpoint: str | None
     """File or directory that the weights were loaded from; None if they were sampled."""
     checkpoint_format: str | None
     """Recognised format of the checkpoint, see `reference_trainer.weights.Format`."""
     poisoned: dict[str, int]
-    """Elements by tensor that were filled with poison, see `poison.Poison`."""
+    """Elements on this rank that were filled with poison, by parameter or buffer, see `poison`."""
     materialized: list[int]
-    """Elements that each call of `to_empty` materialised, see `poison.Poison`."""
+    """Number of parameters and buffers that each call of `to_empty` materialised, in order."""
     noticed_poison: dict[str, int]
-    """See `poison.Poison.noticed`."""
+    """Elements of `poisoned` that were recognised as poison before anything was initialised."""
     shared_parameters: dict[str, list[list[str]]]
     """Names of parameters that are one object, when the model is `initialized` and when training is `final`."""
     surviving_poison: dict[str, int]
-    """Elements by tensor that initialisation did not overwrite."""
+    """Elements on this rank that initialisation did not overwrite, by parameter or buffer."""
     fingerprints: dict[str, str]
-    """See `capture.Capture`."""
+    """Fingerprints of captured tensors by the keys of `capture.Capture`."""
     layouts: dict[str, str]
-    """See `capture.Capture.layouts`."""
+    """Fingerprint of `capture.shard_indices` by sharded parameter: ranks where it is equal hold the same elements."""
     batches: list[dict[str, str]]
-    """Digests of this rank's `inputs` and `labels` by step."""
+    """Fingerprints of this rank's `inputs` and `labels` by step."""
     model_inputs: list[str]
-    """See `model_inputs.ModelInputs.digests`."""
+    """Fingerprint of the tokens that the model was called with in forward, shape (samples, seq_len), int64, by step.
+
+    Samples are those of all micro-batches of this rank.
+    """

@@ -1,11 +1,12 @@
 """Tensors without memory, and a ledger of the memory that they would take.
 
 In torch's FakeTensorMode a tensor has shape, dtype, device and a storage of the right size without a byte in it, and
-operators compute nothing else: a step of any model takes seconds. The ledger sees the storages: one is allocated by the
-operator whose result lies in it while no argument does, and held until no tensor lies in it any more, or until it is
-resized, as FSDP does with unsharded parameters. It does not see what a kernel allocates and frees inside of itself.
+operators compute nothing else: a step of any model takes seconds. The ledger sees storages: a storage is allocated by
+the operator whose result lies in it while no argument does, and held until no tensor lies in it any more, or until it
+is resized, as FSDP does with unsharded parameters. The ledger does not see what a kernel allocates and frees inside of
+itself.
 
-torch.distributed._tools.fsdp2_mem_tracker sees no more, looks into more private parts of FSDP2, and refuses modules
+torch.distributed._tools.fsdp2_mem_tracker sees no more, looks into more private state of FSDP2, and refuses modules
 of several parameter groups and a second step.
 """
 
@@ -25,10 +26,10 @@ from conformance.instruments.memory import MARK, MemoryLedger, Report
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Inside, tensors have no memory; those that were made before are taken as if they had none. A number that is read
-    from a tensor is 1.
+    """Open a context in which tensors have no memory, and a number that is read from a tensor is 1.
 
-    A device mesh has to be made before. Raises RuntimeError for a torch without FakeTensorMode.
+    Tensors that were made before are taken as if they had no memory. A device mesh has to be made before. Raises
+    RuntimeError for a torch without FakeTensorMode.
     """
     try:
         from torch._subclasses.fake_tensor import FakeTensorMode
@@ -40,7 +41,7 @@ def fake_tensors() -> Iterator[None]:
 
 @contextmanager
 def fake_memory_ledger() -> Iterator[MemoryLedger]:
-    """As `memory.memory_ledger`, to be opened inside of `fake_tensors`.
+    """Open a ledger like `memory.memory_ledger` inside of `fake_tensors`.
 
     Raises RuntimeError if no operator has allocated anything.
     """
@@ -54,7 +55,7 @@ def fake_memory_ledger() -> Iterator[MemoryLedger]:
 
 
 class _Tap(DispatchTap):  # type: ignore[no-untyped-call]
-    """Sees the operators on plain and fake tensors, those inside of DTensor and other wrappers."""
+    """Dispatch tap that sees the operators on plain and fake tensors, also inside of DTensor and other wrappers."""
 
     def __init__(self) -> None:
         super().__init__(())
@@ -62,7 +63,7 @@ class _Tap(DispatchTap):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.prim.device.default:  # by far the most, and nothing else than this
+        if func is torch.ops.prim.device.default:  # by far the most calls, and this is all that they do
             return args[0].fake_device
         # Let wrappers unwrap themselves first: what they run inside comes back here.
         if any(hasattr(t, "__tensor_flatten__") for t in types):
@@ -74,7 +75,7 @@ class _Tap(DispatchTap):  # type: ignore[no-untyped-call]
 
 
 class _Substitutes(_Tap):  # type: ignore[no-untyped-call]
-    """For what fake tensors cannot do, or do otherwise than real ones."""
+    """Substitutes for operators that fake tensors cannot do, or do otherwise than real tensors."""
 
     def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -85,28 +86,28 @@ class _Substitutes(_Tap):  # type: ignore[no-untyped-call]
 
 
 class _Storages(_Tap):  # type: ignore[no-untyped-call]
-    """Reports each storage that an operator allocates, and its end, as if all had addresses of their own."""
+    """Reports of each storage that an operator allocates, and of its end, as if all had addresses of their own."""
 
     def __init__(self) -> None:
         super().__init__()
         self.reports: list[Report] = []
         self._held: dict[int, tuple[Report, weakref.ref[Any]]] = {}
-        """By id, which a storage keeps as long as it lives: how it is released, and a reference that does it."""
+        """Report of each storage's release, and the reference that makes it, by id: unique while the storage lives."""
         self._next_address = 0
 
     def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if args and isinstance(args[0], str) and args[0].startswith(MARK):
             self.reports.append(args[0].removeprefix(MARK))
-        given = {id(tensor.untyped_storage()) for tensor in _tensors([args, kwargs])}
+        of_arguments = {id(tensor.untyped_storage()) for tensor in _tensors([args, kwargs])}
         result = func(*args, **kwargs)
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
-            if id(storage) not in given and id(storage) not in self._held:
+            if id(storage) not in of_arguments and id(storage) not in self._held:
                 self._allocated(storage)
         return result
 
     def watched(self, resize: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
-        """`resize` of storages, as reallocation: no operator, so the tap would not see it."""
+        """`resize` of storages, reported as a reallocation: the tap does not see it, for it is no operator."""
 
         def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
             before = self._held.pop(id(storage), None)
@@ -137,7 +138,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         case Tensor():
             yield value
         case list() | tuple():
-            for part in value:
-                yield from _tensors(part)
+            for item in value:
+                yield from _tensors(item)
         case dict():
             yield from _tensors(list(value.values()))

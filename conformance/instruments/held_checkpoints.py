@@ -1,4 +1,4 @@
-"""Asynchronous checkpoints of which nothing is written until asked for: what training changes meanwhile shows."""
+"""Asynchronous checkpoints that are written only when they are released: what training changes meanwhile shows."""
 
 from pathlib import Path
 from threading import Event
@@ -10,7 +10,7 @@ from reference_trainer.checkpoint import Checkpoints
 
 
 class HeldCheckpoints(Checkpoints):
-    """Saves as users do, but the thread that writes waits until `release`."""
+    """Asynchronous checkpoints saved as users save them, but the thread that writes waits until `release`."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, asynchronous=True)
@@ -21,6 +21,7 @@ class HeldCheckpoints(Checkpoints):
         self._released.set()
 
     def storage(self, directory: Path) -> FileSystemWriter:
+        """Return the writer of a checkpoint, which waits."""
         return _HeldWriter(directory, self._released)
 
 

@@ -1,11 +1,12 @@
 """Memory ledger: every allocation and release of torch's allocators, as the profiler reports them.
 
 Public throughout: `torch.profiler` with `profile_memory`, exported as a trace, whose `[memory]` events hold address,
-bytes and device, in the order in which they happened, of all threads that work for this one. What is not torch's own is
-not seen: NumPy's arrays, gloo's buffers.
+bytes and device, in the order in which they happened, of all threads that work for this one. Memory that is not torch's
+own is not seen: NumPy's arrays, gloo's buffers.
 
-What a process group allocates while it communicates (copies of inputs and outputs) is kept apart. It is allocated
-inside of an operator of c10d, or by another thread, and often released by such a thread out of the profiler's sight.
+Memory that a process group allocates while it communicates (copies of inputs and outputs) has an account of its own. It
+is allocated inside of an operator of c10d, or by another thread, and often released by such a thread out of the
+profiler's sight.
 """
 
 import gc
@@ -28,39 +29,41 @@ from reference_trainer.observer import Observer, Phase
 _CPU = 0
 """`Device Type` of an event, as `c10::DeviceType` numbers them."""
 MARK = "memory mark: "
+"""Prefix of a mark's name in the trace."""
 _C10D = "c10d::"
 
 
 class BackendUse(msgspec.Struct):
-    """What a process group allocated for one operator of c10d."""
+    """Memory that a process group allocated for one operator of c10d."""
 
     operator: str
+    """Name of the operator, such as `c10d::_allgather_base_`."""
     peak_bytes: int
-    """The most that it held at once, by what was seen of its releases."""
+    """Peak of the bytes held for the operator, by the releases that were seen."""
 
 
 Report = tuple[int, int] | tuple[int, int, str] | str
-"""Address and change in bytes of an allocation or release; the same for an operator of c10d; or a mark."""
+"""Allocation or release as (address, change in bytes), with the operator as third item if it was c10d's; or a mark."""
 
 
 @dataclass
 class MemoryLedger:
-    """Bytes that were allocated while the ledger was open; what was there before does not count."""
+    """Bytes that were allocated while the ledger was open; earlier allocations do not count."""
 
     peak_bytes: int = 0
-    """The most that was held at once."""
+    """Peak of the bytes held."""
     kept_bytes: int = 0
-    """What was still held when the ledger was closed."""
+    """Bytes that were still held when the ledger was closed."""
     segments: list[MemorySegment] = field(default_factory=list)
-    """From each mark to the next; the first begins with the ledger, without a name."""
+    """Segments from each mark to the next; the first begins with the ledger, without a name."""
     backend: list[BackendUse] = field(default_factory=list)
-    """In the order of the operators; those that allocate nothing are left out."""
+    """Memory of process groups in the order of the operators; those that allocate nothing are left out."""
 
     def add_up(self, reports: Iterable[Report], *, mapped_bytes: Collection[int]) -> None:
-        """What happened, in its order.
+        """Fill the ledger from reports in the order in which the reported allocations, releases and marks happened.
 
-        torch reports a file that it maps as an allocation of its size, but its pages are the page cache's: what is as
-        large as one of `mapped_bytes` is left out.
+        torch reports a file that it maps as an allocation of the file's size, but the pages are the page cache's: an
+        allocation as large as one of `mapped_bytes` is left out.
         """
         live = _Blocks()
         backend = _Backend(self.backend)
@@ -88,37 +91,37 @@ class MemoryLedger:
 
 
 class _Blocks:
-    """Blocks of memory that are held. What lies under a new block has been released, by a thread that is not seen."""
+    """Blocks of memory that are held. A block under a new block has been released, by a thread that is not seen."""
 
     def __init__(self) -> None:
         self._addresses: list[int] = []
         self._sizes: dict[int, int] = {}
 
     def add(self, address: int, size: int) -> int:
-        """Returns the bytes that must have been released before."""
+        """Add a block; returns the bytes that must have been released before."""
         released = self.overlapped(address, size)
         insort(self._addresses, address)
         self._sizes[address] = size
         return released
 
     def remove(self, address: int) -> int:
-        """Returns the size of the block; 0 if it is none of these."""
+        """Remove a block; returns its size, or 0 if it is not held."""
         if address not in self._sizes:
             return 0
         del self._addresses[bisect_left(self._addresses, address)]
         return self._sizes.pop(address)
 
     def overlapped(self, address: int, size: int) -> int:
-        """Remove all blocks that overlap; returns their size."""
+        """Remove all blocks that overlap a range of addresses; returns their total size."""
         first = bisect_left(self._addresses, address)
         while first and self._addresses[first - 1] + self._sizes[self._addresses[first - 1]] > address:
             first -= 1
         last = bisect_left(self._addresses, address + size)
-        return sum(self.remove(found) for found in self._addresses[first:last])
+        return sum(self.remove(overlapping) for overlapping in self._addresses[first:last])
 
 
 class _Backend:
-    """Accounts of each operator: what earlier ones have not been seen to release is not counted again."""
+    """Accounts of each operator: memory that earlier operators were not seen to release is not counted again."""
 
     def __init__(self, uses: list[BackendUse]) -> None:
         self._uses, self._operator = uses, ""
@@ -139,7 +142,7 @@ _listeners: list[Callable[[str], None]] = []
 
 
 def mark(name: str) -> None:
-    """A new segment begins."""
+    """Begin a new segment in all open ledgers."""
     with record_function(MARK + name):
         pass
     for listener in _listeners:
@@ -148,7 +151,7 @@ def mark(name: str) -> None:
 
 @contextmanager
 def listening(listener: Callable[[str], None]) -> Iterator[None]:
-    """Tells `listener` the name of each mark."""
+    """Open a context in which `listener` is called with the name of each mark."""
     _listeners.append(listener)
     try:
         yield
@@ -157,21 +160,23 @@ def listening(listener: Callable[[str], None]) -> Iterator[None]:
 
 
 class PhaseMarks(Observer):
-    """Begins a segment with each phase of training, under its name."""
+    """Marks of the phases of training, under their names."""
 
     def phase(self, name: Phase, *, step: int) -> None:
+        """Begin the segment of a phase."""
         mark(name)
 
 
 Ledger = Callable[[], AbstractContextManager[MemoryLedger]]
-"""What opens a ledger, whose figures are there when the context has ended."""
+"""Function that opens a ledger, whose metrics are there when the context has ended."""
 
 
 @contextmanager
 def memory_ledger(*, mapped_bytes: Collection[int] = ()) -> Iterator[MemoryLedger]:
-    """Listens to allocations on the CPU; the figures are there when the context has ended.
+    """Open a ledger of allocations on the CPU; its metrics are there when the context has ended.
 
-    Raises RuntimeError if torch reports none at all.
+    `mapped_bytes` are the sizes of mapped files, see `MemoryLedger.add_up`. Raises RuntimeError if torch reports no
+    allocation at all.
     """
     ledger = MemoryLedger()
     gc.collect()  # so that garbage in cycles is not released into the ledger
@@ -184,7 +189,7 @@ def memory_ledger(*, mapped_bytes: Collection[int] = ()) -> Iterator[MemoryLedge
 
 
 def _reports(events: list[dict[str, Any]], *, thread: int) -> Iterator[Report]:
-    """What is of another thread, or inside of an operator of c10d, belongs to the last of these."""
+    """Reports of a trace; memory of another thread, or inside of an operator of c10d, belongs to the last operator."""
     operator, until = "", 0.0
     for number, event in enumerate(events):
         name = str(event["name"])
@@ -199,7 +204,7 @@ def _reports(events: list[dict[str, Any]], *, thread: int) -> Iterator[Report]:
 
 
 def _trace(profiler: Any) -> list[dict[str, Any]]:
-    """The events of the CPU's allocator, operators of c10d, and marks."""
+    """Events of the CPU's allocator, operators of c10d, and marks."""
     with tempfile.TemporaryDirectory() as directory:
         trace = Path(directory, "trace.json")
         profiler.export_chrome_trace(str(trace))

@@ -1,4 +1,4 @@
-"""What the model is really given: between the trainer's micro-batches and its forward a batch may still be changed."""
+"""Tokens that the model is called with: a batch may still be changed after the trainer has reported it."""
 
 from typing import Any
 
@@ -11,21 +11,25 @@ from reference_trainer.observer import Observer, Phase
 
 
 class ModelInputs(Observer):
-    """Digests of the tokens with which the model is called in the forward phase."""
+    """Collector of the tokens with which the model is called in the forward phase.
+
+    Leaves `model_inputs` of `facts.RankFacts`.
+    """
 
     def __init__(self) -> None:
         self.digests: list[str] = []
-        """Of each step, the fingerprint of the tokens of all its micro-batches, (samples, sequence)."""
         self._tokens: list[Tensor] = []
         self._phase: Phase = "build"
 
     def phase(self, name: Phase, *, step: int) -> None:
+        """Remember the phase; when the optimizer is about to step, digest the tokens of the step."""
         self._phase = name
         if name == "optimizer":
             self.digests.append(fingerprint(torch.cat(self._tokens)))
             self._tokens.clear()
 
     def initialized(self, model: Transformer) -> None:
+        """Hook the model's forward."""
         model.register_forward_pre_hook(self._before_forward)
 
     def _before_forward(self, _model: nn.Module, inputs: tuple[Any, ...]) -> None:

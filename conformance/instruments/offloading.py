@@ -1,6 +1,6 @@
-"""What FSDP offloads. Looks into FSDP's private state: no public attribute tells.
+"""Parameters that FSDP offloads, read from FSDP's private state: no public attribute tells.
 
-Where CPU is also the device of computation, offloading moves nothing: only FSDP itself knows that it was asked to.
+Where the CPU is also the device of computation, offloading moves nothing: only FSDP itself knows that it was asked to.
 """
 
 from typing import Any
@@ -11,16 +11,17 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def offloading_of(model: nn.Module) -> dict[str, str]:
-    """`none`, `cpu` or `cpu pinned` for each parameter that FSDP manages, under its name in the model.
+    """Return `none`, `cpu` or `cpu pinned` for each parameter that FSDP2 manages, by its name in the model.
 
-    Raises RuntimeError for a version of torch whose FSDP keeps this elsewhere.
+    `?` stands for the name of a parameter that is not the model's. Raises RuntimeError for a version of torch whose
+    FSDP keeps the policy elsewhere.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found: dict[str, str] = {}
+    policies: dict[str, str] = {}
     for module in model.modules():
         for managed in _managed(module) if isinstance(module, FSDPModule) else ():
-            found[names.get(id(managed.sharded_param), "?")] = _policy(managed)
-    return found
+            policies[names.get(id(managed.sharded_param), "?")] = _policy(managed)
+    return policies
 
 
 def _managed(module: FSDPModule) -> list[Any]:

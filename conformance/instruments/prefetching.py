@@ -1,6 +1,6 @@
-"""What FSDP was told to gather ahead in backward. Looks into FSDP's private state: no public attribute tells.
+"""Groups that FSDP was told to prefetch in backward, read from FSDP's private state: no public attribute tells.
 
-A list of one group changes nothing else that could be seen: FSDP gathers that group ahead without being told.
+A list of one group changes nothing else that could be seen: FSDP prefetches that group without being told.
 """
 
 from typing import Any
@@ -11,18 +11,19 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def backward_prefetch_of(model: nn.Module) -> dict[str, list[str]]:
-    """Modules that each FSDP module was told to gather ahead, in their order; of a group of several its first module.
+    """Return the modules that an FSDP module was told to prefetch, in order, by FSDP module.
 
-    Raises RuntimeError for a version of torch whose FSDP keeps this elsewhere.
+    The first of its modules stands for a group of several; modules that were told nothing are left out. Raises
+    RuntimeError for a version of torch whose FSDP keeps the lists elsewhere.
     """
     names: dict[Any, str] = {}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             names.setdefault(module._get_fsdp_state(), name)
     try:
-        told = {name: [names[ahead] for ahead in state._states_to_backward_prefetch] for state, name in names.items()}
+        prefetched = {name: [names[to] for to in state._states_to_backward_prefetch] for state, name in names.items()}
     except AttributeError as error:
         raise RuntimeError(
             f"torch {torch.__version__}: {error}; adapt {__name__}, which reads what FSDP was told to prefetch"
         ) from None
-    return {name: ahead for name, ahead in told.items() if ahead}
+    return {name: modules for name, modules in prefetched.items() if modules}

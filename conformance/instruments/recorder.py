@@ -1,4 +1,4 @@
-"""All instruments of one rank, and the facts that they leave."""
+"""Recorder: all instruments of one rank's training run, and the facts that they leave."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -26,14 +26,14 @@ from conformance.instruments.residency import Residency
 from conformance.instruments.sharding import fsdp_group_of, sharded_parameters, shared_parameters
 from conformance.instruments.step_profile import StepProfile
 from conformance.instruments.timing import StepTimes, calibration_s
-from reference_trainer.fsdp1 import whole
+from reference_trainer.fsdp1 import summon_full_params
 from reference_trainer.model import Transformer
 from reference_trainer.observer import Observer, Phase
 from reference_trainer.train import StepMetrics, Trainer
 
 
 class Recorder(Observer):
-    """Passes the trainer's events to every instrument, and gathers what they saw."""
+    """Observer of a trainer that passes each event to every instrument, and collects their facts."""
 
     def __init__(self, *, rank: int, variables: dict[str, str | None], profiled_step: int | None = None) -> None:
         self._rank, self._variables = rank, variables
@@ -61,10 +61,11 @@ class Recorder(Observer):
         self._tap = DispatchTap([self._collectives.listen, self._dtypes.listen, self._operators.listen])
 
     def listening(self) -> DispatchTap:
-        """The context in which the run must take place."""
+        """Return the context in which the run must take place."""
         return self._tap
 
     def phase(self, name: Phase, *, step: int) -> None:
+        """Tell every instrument the phase that begins."""
         if name == "data":
             self._profile.begin(step)
         for instrument in self._instruments:
@@ -73,45 +74,54 @@ class Recorder(Observer):
             self._profile.end(step)
 
     def reshard_policy(self, after_forward: dict[str, bool | int]) -> None:
+        """Keep the arguments of `fully_shard`."""
         self._reshard = after_forward
 
     def sharded(self, model: Transformer) -> None:
-        with self._tap.paused(), whole(model):
+        """Keep the layouts of the parameters, and tell every instrument."""
+        with self._tap.paused(), summon_full_params(model):
             groups = fsdp_group_of(model)
             self._parameters = {name: _parameter_facts(p, groups[name]) for name, p in model.named_parameters()}
         self._notify("sharded", model)
 
     def materialized(self, model: Transformer) -> None:
+        """Tell every instrument that parameters and buffers are materialised."""
         self._notify("materialized", model)
 
     def loaded(self, path: str, form: str) -> None:
+        """Keep the path and the format of the checkpoint."""
         self._checkpoint = path, form
 
     def resumed(self, model: Transformer, optimizer: torch.optim.Optimizer) -> None:
+        """Tell every instrument that the state of a checkpoint is restored."""
         self._notify("resumed", model, optimizer)
 
     def initialized(self, model: Transformer) -> None:
+        """Keep the names of shared parameters, and tell every instrument."""
         self._shared["initialized"] = shared_parameters(model)
         self._notify("initialized", model)
 
     def batch(self, micro_batches: list[tuple[Tensor, Tensor]], *, step: int) -> None:
+        """Pass the batch to every instrument."""
         self._notify("batch", micro_batches, step=step)
 
     def gradients(self, model: Transformer, *, step: int) -> None:
+        """Tell every instrument that gradients are reduced and unscaled."""
         self._notify("gradients", model, step=step)
 
     def clipped(self, model: Transformer, *, norm: Tensor, step: int) -> None:
+        """Tell every instrument that gradients are clipped."""
         self._notify("clipped", model, norm=norm, step=step)
 
     def missing(self, steps: Sequence[int], metrics: Sequence[object]) -> list[str]:
-        """What the trainer should have reported of these steps, and has not; `finish` needs all of it."""
-        silent = [step for step, found in zip(steps, metrics, strict=True) if not isinstance(found, StepMetrics)]
+        """Return what the trainer should have reported of these steps and has not; `finish` needs all of it."""
+        silent = [step for step, reported in zip(steps, metrics, strict=True) if not isinstance(reported, StepMetrics)]
         return [*self._events.missing(steps), *(f"metrics of step {step}" for step in silent)]
 
     def finish(self, trainer: Trainer, metrics: list[StepMetrics]) -> tuple[RankFacts, dict[str, Tensor]]:
-        """Capture the final state; returns the facts and the tensors of this rank."""
-        # What instruments compute and communicate is not part of the run.
-        with self._tap.paused(), whole(trainer.model):
+        """Capture the final state; returns the facts of this rank, and its tensors by the keys of `Capture`."""
+        # The work of instruments does not belong to the run.
+        with self._tap.paused(), summon_full_params(trainer.model):
             self._capture.final(trainer.model, trainer.optimizer)
             self._dtypes.final(trainer.model, trainer.optimizer)
         facts = RankFacts(
@@ -122,7 +132,7 @@ class Recorder(Observer):
             steps=[StepFacts(**asdict(step)) for step in metrics],
             step_s=self._times.step_s,
             calibration_s=calibration_s(trainer.device),
-            communication=self._profile.found,
+            communication=self._profile.communication,
             parameters=self._parameters,
             collectives=self._collectives.facts(trainer.mesh),
             reshard_after_forward=self._reshard,
@@ -138,7 +148,7 @@ class Recorder(Observer):
             checkpoint=self._checkpoint[0],
             checkpoint_format=self._checkpoint[1],
             poisoned=self._poison.poisoned,
-            materialized=self._poison.parts,
+            materialized=self._poison.materialized_at_once,
             noticed_poison=self._poison.noticed,
             shared_parameters=self._shared | {"final": shared_parameters(trainer.model)},
             surviving_poison=self._poison.surviving,
@@ -150,8 +160,8 @@ class Recorder(Observer):
         return facts, self._capture.tensors
 
     def _notify(self, event: str, *args: Any, **kwargs: Any) -> None:
-        # What instruments compute and communicate is not part of the run. FSDP1's parameters are shown whole.
-        with self._tap.paused(), self._times.apart(), self._profile.apart(), whole(args[0]):
+        # The work of instruments does not belong to the run. FSDP1's parameters are shown unsharded.
+        with self._tap.paused(), self._times.excluded(), self._profile.excluded(), summon_full_params(args[0]):
             for instrument in self._instruments:
                 getattr(instrument, event)(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""A step under torch's profiler, for the time that communication takes. A fact: nothing is judged by it.
+"""Profile of one step, for the time that communication takes. A fact: no law judges it.
 
 Not yet run on a device, see docs/gpu/status.md.
 """
@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from conformance.instruments.communication import APART, Communication, Span, communication
+from conformance.instruments.communication import EXCLUDED, Communication, Span, communication
 
 
 class _Trace(msgspec.Struct):
@@ -22,16 +22,17 @@ class _Trace(msgspec.Struct):
 
 
 class StepProfile:
-    """Looks at this step; None: at none."""
+    """Profiler of one step, or of none if `step` is None."""
 
     def __init__(self, step: int | None) -> None:
+        self.communication: Communication | None = None
+        """Communication of the step, when the step has ended."""
         self._step = step
         self._profile: profile | None = None
         self._start_s = 0.0
-        self.found: Communication | None = None
 
     def begin(self, step: int) -> None:
-        """Call it before anything of the step happens."""
+        """Start the profiler if this is its step. Call it before anything of the step happens."""
         if step != self._step:
             return
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if _on_device() else [])]
@@ -40,7 +41,7 @@ class StepProfile:
         self._start_s = time.perf_counter()
 
     def end(self, step: int) -> None:
-        """Call it when all of the step has been issued."""
+        """Stop the profiler if this is its step. Call it when all of the step has been issued."""
         if step != self._step or self._profile is None:
             return
         if _on_device():
@@ -49,15 +50,16 @@ class StepProfile:
         self._profile.stop()
         spans = read_trace(self._profile.export_chrome_trace)
         self._profile = None
-        self.found = communication(spans, step_s=step_s, thread=threading.get_native_id(), on_device=_on_device())
+        thread = threading.get_native_id()
+        self.communication = communication(spans, step_s=step_s, thread=thread, on_device=_on_device())
 
-    def apart(self) -> AbstractContextManager[object]:
-        """What happens inside is no part of the step."""
-        return nullcontext() if self._profile is None else record_function(APART)
+    def excluded(self) -> AbstractContextManager[object]:
+        """Return the context for work that does not belong to the step."""
+        return nullcontext() if self._profile is None else record_function(EXCLUDED)
 
 
 def read_trace(export: Callable[[str], object]) -> list[Span]:
-    """What a profiler writes when it is given a file."""
+    """Return the events of a trace, which `export` writes to the file that it is given."""
     with tempfile.TemporaryDirectory() as directory:
         trace = Path(directory, "trace.json")
         export(str(trace))

@@ -1,4 +1,4 @@
-"""How long steps take, without what instruments do meanwhile. A fact: nothing is judged by it."""
+"""Duration of steps without the work of instruments. A fact: no law judges it."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -12,10 +12,10 @@ _WIDTH, _PRODUCTS, _REPEATS = 64, 16, 3
 
 
 def calibration_s(device: torch.device) -> float:
-    """Seconds that a fixed piece of work takes here and now, the fastest of some: what times are measured by.
+    """Return the seconds that a fixed amount of work takes here and now, the least of several: a unit for durations.
 
-    Small products of matrices, as in the models of the matrix: on a machine, or beside a load, that makes steps slower
-    it becomes slower too.
+    The work is small products of matrices, as in the models of the matrix: on a machine, or under a load, that makes
+    steps slower it becomes slower too.
     """
     matrix = torch.ones(_WIDTH, _WIDTH, device=device)
     return min(_time_s(matrix) for _ in range(_REPEATS))
@@ -29,31 +29,32 @@ def _time_s(matrix: torch.Tensor) -> float:
 
 
 def _now_s(clock: Callable[[], float] = time.perf_counter) -> float:
-    """When all that was issued so far is done."""
+    """Point in time when all that was issued so far is done."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # in a rank on a device, and nowhere else
         torch.cuda.synchronize()
     return clock()
 
 
 class StepTimes(Observer):
-    """From the moment when a step asks for its data until its optimizer is done, on the device too."""
+    """Clock for steps: from when a step asks for its data until its optimizer is done, on the device too."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.step_s: list[float] = []
         self._clock = clock
-        self._start_s = self._apart_s = 0.0
+        self._start_s = self._excluded_s = 0.0
 
     def phase(self, name: Phase, *, step: int) -> None:
+        """Start the clock when a step begins, and read it when the step has ended."""
         if name == "data":
-            self._start_s, self._apart_s = _now_s(self._clock), 0.0
+            self._start_s, self._excluded_s = _now_s(self._clock), 0.0
         elif name == "idle":
-            self.step_s.append(_now_s(self._clock) - self._start_s - self._apart_s)
+            self.step_s.append(_now_s(self._clock) - self._start_s - self._excluded_s)
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
-        """What happens inside is not counted."""
+    def excluded(self) -> Iterator[None]:
+        """Open a context for work that is not counted."""
         start_s = self._clock()
         try:
             yield
         finally:
-            self._apart_s += self._clock() - start_s
+            self._excluded_s += self._clock() - start_s

@@ -10,12 +10,13 @@ from conformance.experiments.without_fsdp import profile_without_fsdp
 from conformance.laws import compare
 from conformance.laws.fixtures import Measure
 from conformance.oracles.dtype_policy import dtype_policy
-from conformance.oracles.memory_model import Usage, group_bytes, predict, state_bytes, usage_by_phase
+from conformance.oracles.memory_model import group_bytes, predict, state_bytes, usage_by_phase
+from conformance.oracles.memory_walk import Usage
 from conformance.oracles.torch_versions import traits_of
 from conformance.oracles.tp_schedule import local_shapes, tensor_parallel_events
 from conformance.plan.cells import Cell
 from reference_trainer.config import TrainerConfig
-from reference_trainer.mesh import ParallelDims, resolve_mesh
+from reference_trainer.parallel_dims import ParallelDims, resolve_mesh
 
 PHASES = ("forward", "backward", "clip", "optimizer")
 _BUSY_PHASES = ("forward", "backward")

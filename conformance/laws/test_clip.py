@@ -27,7 +27,7 @@ from conformance.oracles.schedule import Event
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell
 from conformance.run.record import Record
-from reference_trainer.mesh import resolve_mesh
+from reference_trainer.parallel_dims import resolve_mesh
 
 CLIP_GRAD_NORM = "https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html"
 CLIP_GRAD_VALUE = "https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_value_.html"

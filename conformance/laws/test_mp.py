@@ -18,7 +18,7 @@ from conformance.oracles.schedule import Event
 from conformance.oracles.traffic import Traffic, TrafficByKey, add_up, step_events
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell
-from reference_trainer.mesh import resolve_mesh
+from reference_trainer.parallel_dims import resolve_mesh
 
 FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
 MIXED_PRECISION = f"{FULLY_SHARD}#torch.distributed.fsdp.MixedPrecisionPolicy"

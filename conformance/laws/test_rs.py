@@ -8,7 +8,7 @@ from conformance.oracles.schedule import Event, fsdp_events, group_of, kept_afte
 from conformance.oracles.tp_schedule import local_shapes
 from conformance.plan.cells import Cell
 from reference_trainer.config import TrainerConfig
-from reference_trainer.mesh import resolve_mesh
+from reference_trainer.parallel_dims import resolve_mesh
 
 RESHARD_AFTER_FORWARD = (
     "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html#torch.distributed.fsdp.fully_shard"

@@ -10,7 +10,10 @@ from reference_trainer.config import LossScaleConfig, MeshConfig, TrainerConfig
 
 
 def reference_run(config: TrainerConfig, *, dtype: torch.dtype) -> ReferenceRun:
-    """One process in `dtype`. Independent of mesh, precision, accumulation and everything that only moves data."""
+    """Return the training run of one process in `dtype`, for weights as for computation.
+
+    It does not depend on mesh, precision, accumulation and other options that only move data.
+    """
     return _reference(_workload(config), dtype)
 
 
@@ -20,7 +23,7 @@ def _reference(config: TrainerConfig, dtype: torch.dtype) -> ReferenceRun:
 
 
 def _workload(config: TrainerConfig) -> TrainerConfig:
-    """The configuration without what must not change the result."""
+    """The configuration without the options that must not change the result."""
     return msgspec.structs.replace(
         config,
         mesh=MeshConfig(),

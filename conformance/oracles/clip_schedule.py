@@ -1,10 +1,10 @@
-"""What clipping sends: the reductions of the gradient norm, in their order.
+"""Schedule of clipping: the reductions of the gradient norm, in their order.
 
-The p-norm of what ranks hold different parts of is the root of a sum over these ranks, the inf-norm a maximum;
-replicas hold the same, and nothing is reduced over them. One number would do. torch reduces the norm of each parameter:
-the p-norm of pending p-norms is not among the reductions that DTensor knows to be linear (`common_reduction_strategy`
-in torch/distributed/tensor/_ops), so what get_total_norm has stacked is reduced before it is combined; but see
-`VersionTraits.norms_reduced_one_by_one`.
+The p-norm of a tensor that is sharded over ranks is the root of a sum over these ranks, the inf-norm a maximum;
+replicas hold the same, and nothing is reduced over them. A single number would do. torch reduces the norm of each
+parameter: the p-norm of pending p-norms is not among the reductions that DTensor knows to be linear
+(`common_reduction_strategy` in torch/distributed/tensor/_ops), so the norms that get_total_norm has stacked are reduced
+before they are combined; but see `VersionTraits.norms_reduced_one_by_one`.
 """
 
 import math
@@ -15,19 +15,19 @@ import torch
 from conformance.oracles.schedule import Event
 from conformance.oracles.torch_versions import traits_of
 from reference_trainer.config import TrainerConfig
-from reference_trainer.mesh import ParallelDims
+from reference_trainer.parallel_dims import ParallelDims
 
 
 def clip_events(parameters: Iterable[str], config: TrainerConfig, dims: ParallelDims) -> list[Event]:
-    """All collectives of clipping in one step, on every rank; `parameters` are the names of all of them.
+    """Return all collectives of clipping in one step, the same on every rank; `parameters` names all parameters.
 
-    The norm is taken, and reported, even where nothing is clipped. Norms that take no part in tensor parallelism are
-    on a mesh of their own, and come second: the model begins with its embedding.
+    The norm is taken, and reported, even where nothing is clipped. RMSNorms outside of tensor parallelism are on a mesh
+    of their own, and come second: the model begins with its embedding.
     """
     names = list(parameters)
-    apart = [name for name in names if "norm" in name] if dims.tp > 1 and not config.norms_in_tp else []
-    whole_mesh = _norm(len(names) - len(apart), ("dp_shard", "tp"), config, dims)
-    return whole_mesh + (_norm(len(apart), ("dp_shard",), config, dims) if apart else [])
+    outside_tp = [name for name in names if "norm" in name] if dims.tp > 1 and not config.norms_in_tp else []
+    events = _norm(len(names) - len(outside_tp), ("dp_shard", "tp"), config, dims)
+    return events + (_norm(len(outside_tp), ("dp_shard",), config, dims) if outside_tp else [])
 
 
 def _norm(parameters: int, groups: tuple[str, ...], config: TrainerConfig, dims: ParallelDims) -> list[Event]:

@@ -1,8 +1,9 @@
-"""Dtype policy: the dtype of every thing in a run, from the configuration alone.
+"""Dtype policy: the dtype of every tensor in a run, from the configuration alone.
 
 Source: torch.distributed.fsdp.MixedPrecisionPolicy. Sharded parameters, and with them their reduced gradients and the
-optimizer's state, keep the dtype in which they were sharded; `param_dtype` is that of unsharded parameters, computation
-and all-gathers, `reduce_dtype` that of reductions of gradients over data-parallel ranks. Buffers keep their own.
+optimizer's state, keep the dtype in which they were sharded; `param_dtype` is the dtype of unsharded parameters,
+computation and all-gathers, `reduce_dtype` that of reductions of gradients over data-parallel ranks. Buffers keep their
+own dtype.
 """
 
 from collections.abc import Iterator
@@ -11,36 +12,38 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from conformance.torch_release import release
 from reference_trainer.config import TrainerConfig
 from reference_trainer.model import Attention, Block, Transformer
 
 Dtypes = dict[str, list[str]]
-"""What has a dtype, such as `gradient/norm.weight`, to the sorted names of all dtypes that it has."""
+"""Sorted names of all dtypes of a thing, by its key in `instruments.dtypes`, such as `gradient/norm.weight`."""
 
 FP32, BF16, FP16 = "float32", "bfloat16", "float16"
 _STATE = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ()}
-"""Of each optimizer, the tensors of a parameter's size that it keeps."""
+"""Optimizer state of a parameter's size, by name of the optimizer."""
 
 
 @dataclass(frozen=True)
 class DtypePolicy:
-    """What a precision means, in names of dtypes."""
+    """Names of the dtypes that a precision stands for."""
 
     compute: str
-    """Unsharded parameters, activations and their gradients, all-gathers, tensor-parallel collectives."""
+    """Dtype of unsharded parameters, activations and their gradients, all-gathers, tensor-parallel collectives."""
     reduce: str
-    """Reductions of gradients over data-parallel ranks."""
+    """Dtype of reductions of gradients over data-parallel ranks."""
     sharded: str = FP32
-    """Sharded parameters, their gradients and optimizer state, but for norms."""
+    """Dtype of sharded parameters, their gradients and optimizer state, but for norms."""
     sharded_norms: str = FP32
-    """The same of norms."""
+    """Dtype of sharded parameters of norms, their gradients and optimizer state."""
 
 
 def _unset_reduce_dtype(torch_version: str) -> str:
-    """What `reduce_dtype=None` means: `param_dtype`; from 2.15 on the dtype of the sharded parameters, fp32
-    (`versionchanged` in the documentation of `MixedPrecisionPolicy`)."""
-    major, minor = (int(part) for part in torch_version.split("+")[0].split(".")[:2])
-    return BF16 if (major, minor) <= (2, 14) else FP32
+    """What `reduce_dtype=None` means: `param_dtype`; from 2.15 on the dtype of the sharded parameters, fp32.
+
+    Source: `versionchanged` in the documentation of `MixedPrecisionPolicy`.
+    """
+    return BF16 if release(torch_version) <= (2, 14) else FP32
 
 
 _POLICIES = {
@@ -56,24 +59,14 @@ _POLICIES = {
 
 
 def dtype_policy(precision: str) -> DtypePolicy:
-    """Raises ValueError for a precision that has no policy."""
+    """Return the policy of a precision. Raises ValueError for a precision that has none."""
     if precision not in _POLICIES:
         raise ValueError(f"no dtype policy for precision {precision!r}, only for {', '.join(_POLICIES)}: add one here")
     return _POLICIES[precision]
 
 
-def compute_dtype(precision: str) -> str:
-    """Name of the dtype of computation and all-gathers. Raises ValueError for an unknown precision."""
-    return dtype_policy(precision).compute
-
-
-def reduce_dtype(precision: str) -> str:
-    """Name of the dtype in which gradients are reduced over data-parallel ranks. Raises ValueError as above."""
-    return dtype_policy(precision).reduce
-
-
 def expected_dtypes(config: TrainerConfig) -> Dtypes:
-    """All things that `DtypeAudit` looks at, with their dtypes; the same on every rank of every mesh.
+    """Return the dtypes of all things that `instruments.dtypes` looks at; the same on every rank of every mesh.
 
     Raises ValueError for a precision without policy, and for a model without attention and log-softmax.
     """
@@ -82,18 +75,18 @@ def expected_dtypes(config: TrainerConfig) -> Dtypes:
     policy = dtype_policy(config.precision)
     with torch.device("meta"):
         model = Transformer(config.model)
-    found = {
+    dtype_of = {
         **dict(_module_dtypes(model, config, policy)),
         **dict(_state_dtypes(model, config, policy)),
         "logits": policy.compute,
         "loss": FP32,
         **{f"{kind}/{phase}": policy.compute for kind in ("matmul", "attention") for phase in ("forward", "backward")},
     }
-    return {thing: [dtype] for thing, dtype in found.items()}
+    return {thing: [dtype] for thing, dtype in dtype_of.items()}
 
 
 def _module_dtypes(model: Transformer, config: TrainerConfig, policy: DtypePolicy) -> Iterator[tuple[str, str]]:
-    """What modules compute with. Those inside of a compiled block are traced, not called: no hook looks into them."""
+    """Dtypes that modules compute with. Modules inside of compiled blocks are traced, not called: no hook sees them."""
     phases = ("forward",) if config.activation_checkpointing == "none" else ("forward", "backward")
     for name, module in model.named_modules():
         if isinstance(module, Block):
@@ -105,15 +98,15 @@ def _module_dtypes(model: Transformer, config: TrainerConfig, policy: DtypePolic
         elif isinstance(module, nn.Linear | nn.Embedding | nn.RMSNorm):
             yield f"module_input/{name}", "int64" if isinstance(module, nn.Embedding) else policy.compute
             yield f"module_output/{name}", policy.compute
-            own = (own_name for own_name, _ in module.named_parameters(recurse=False))
-            yield from ((f"unsharded_parameter/{name}.{own_name}", policy.compute) for own_name in own)
+            own_names = (own_name for own_name, _ in module.named_parameters(recurse=False))
+            yield from ((f"unsharded_parameter/{name}.{own_name}", policy.compute) for own_name in own_names)
 
 
 def _state_dtypes(model: Transformer, config: TrainerConfig, policy: DtypePolicy) -> Iterator[tuple[str, str]]:
-    """What is kept from step to step, and the gradients between."""
+    """Dtypes of what is kept from step to step, and of gradients."""
     norms = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.RMSNorm))
-    moments = (f"optimizer_state/{key}" for key in _STATE[config.optimizer.name])
-    kinds = ("initial_parameter", "final_parameter", "gradient", *moments)
+    state = (f"optimizer_state/{key}" for key in _STATE[config.optimizer.name])
+    kinds = ("initial_parameter", "final_parameter", "gradient", *state)
     for name, _ in model.named_parameters():
         dtype = policy.sharded_norms if name.startswith(norms) else policy.sharded
         yield from ((f"{kind}/{name}", dtype) for kind in kinds)

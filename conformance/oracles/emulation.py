@@ -1,11 +1,11 @@
-"""One process that rounds where the ranks of a mesh do: FSDP2's casts and reductions, and tensor-parallel sums.
+"""Emulation of a mesh in one process that rounds where the ranks do: casts, reductions and tensor-parallel sums.
 
-It takes the master weights in which a step began and computes the step's loss and gradients; it shares the modules of
-the model with the trainer and nothing else. In bf16 or fp16 a rounding left out or added shows as a difference.
-Sources: `torch.distributed.fsdp.MixedPrecisionPolicy` (parameters are cast when they are unsharded, gradients before
-they are reduced), `FSDPModule.set_requires_gradient_sync` and `set_requires_all_reduce` (what is added up before it is
-reduced); arXiv:1909.08053 section 3 (column- and row-wise splits), arXiv:2205.05198 section 4 (sequence parallelism);
-`torch.distributed.tensor.parallel.loss_parallel`.
+The emulation takes the master weights in which a step began and computes the step's loss and gradients; it shares the
+modules of the model with the trainer and nothing else. In bf16 or fp16 a rounding left out or added shows as a
+difference. Sources: `torch.distributed.fsdp.MixedPrecisionPolicy` (parameters are cast when they are unsharded,
+gradients before they are reduced), `FSDPModule.set_requires_gradient_sync` and `set_requires_all_reduce` (gradients
+that are added up before they are reduced); arXiv:1909.08053 section 3 (column- and row-wise sharding),
+arXiv:2205.05198 section 4 (sequence parallelism); `torch.distributed.tensor.parallel.loss_parallel`.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -30,14 +30,14 @@ from reference_trainer.model import Transformer
 
 @dataclass(frozen=True)
 class Emulation:
-    """What one step of a mesh computes; tensors by parameter name."""
+    """Loss and gradients of one step on a mesh; tensors by parameter name."""
 
     loss: float
     """Mean over the step's valid tokens, in nats."""
     gradients: Tensors
-    """Unscaled, before clipping, in the masters' dtypes."""
+    """Full gradients, unscaled, before clipping, in the masters' shapes and dtypes, on the CPU."""
     conditions: dict[str, float]
-    """Of each gradient's sum over ranks, the norm of the sum of its terms' sizes over the norm of the sum."""
+    """Condition of each gradient's sum over ranks: norm of the sum of its terms' sizes over the norm of the sum."""
 
 
 def emulated_step(
@@ -48,47 +48,54 @@ def emulated_step(
     loss_scale: float = 1.0,
     device: torch.device | str = "cpu",
 ) -> Emulation:
-    """One step on the mesh of `config`, which must be resolved, from `masters`, the full weights before it. Gradients
-    are computed of the loss times `loss_scale`, a power of two, and divided by it when they are reduced.
+    """Compute one step on the mesh of `config`, which must be resolved.
 
-    It computes on `device`, which must be like that of the run: kernels of another round in other places. Tensors that
-    it is given, and those that it returns, are on the CPU. Sums over more than two data-parallel ranks are taken in one
+    `masters` are the full weights before the step by parameter name, in their dtypes. Gradients are computed of the
+    loss times `loss_scale`, a power of two, and divided by it when they are reduced.
+
+    The emulation computes on `device`, which must be of the run's type: kernels of another type round in other places.
+    Tensors that are given or returned are on the CPU. Sums over more than two data-parallel ranks are taken in one
     order of many, see `tolerance.emulated_gradients`. Raises ValueError for a model with dropout.
     """
     if config.model.dropout:
         raise ValueError("the emulation does not know dropout: use a cell without it")
-    policy = dtype_policy(config.precision)
-    compute = getattr(torch, policy.compute)
-    whole = Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed).global_batch(step)
-    batch = (whole[0].to(device), whole[1].to(device))
+    compute = getattr(torch, dtype_policy(config.precision).compute)
+    inputs, labels = Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed).global_batch(step)
+    batch = (inputs.to(device), labels.to(device))
     masters = {name: master.to(device) for name, master in masters.items()}
-    dp_size = _data_parallel_size(config)
-    scale = dp_size / int((batch[1] != IGNORED_LABEL).sum())
+    scale = _data_parallel_size(config) / int((labels != IGNORED_LABEL).sum())
     model = initial_model(config).to(device)  # for its buffers
     for name, parameter in model.named_parameters():
         parameter.data = masters[name].to(compute)
     forward = _tensor_parallel(config, model)
+    with _one_thread():
+        loss, gradients = _local_gradients(config, model, forward, batch, scale=scale * loss_scale)
+    rounds = _reduce_scatter_inputs(config, gradients, copied=forward.copied if forward else ())
+    reduced = _reduced(config, rounds, masters)
+    sizes = _reduced(config, [[_absolute(grads) for grads in ranks] for ranks in rounds], masters)
+    conditions = {name: _ratio(sizes[name].norm(), grad.norm()) for name, grad in reduced.items()}
+    on_host = {name: grad.cpu() / loss_scale for name, grad in reduced.items()}
+    return Emulation(loss * scale / _data_parallel_size(config), on_host, conditions)
+
+
+def _local_gradients(
+    config: TrainerConfig, model: Transformer, forward: TensorParallelForward | None, batch: Batch, *, scale: float
+) -> tuple[float, list[list[Tensors]]]:
+    """Summed loss of a batch, and the gradients of `scale` times it by micro-batch and data-parallel rank."""
     parameters = _leaves(model, forward)
     loss_of = _loss_function(config, forward or model)
     loss, gradients = 0.0, []
-    with _one_thread():
-        for index in range(config.accumulation):
-            if _has_gradients_of_own_dtypes(config):
-                for leaf in parameters.values():
-                    leaf.grad_dtype = _grad_dtype(config, index)
-            ranks = []
-            for rank in range(dp_size):
-                own = _micro_batch(config, batch, rank, index)
-                value, grads = _backward(parameters, loss_of, own, scale=scale * loss_scale)
-                loss += value
-                ranks.append(grads)
-            gradients.append(ranks)
-    rounds = _rounds(config, gradients, copied=forward.copied if forward else ())
-    reduced = _reduced(config, rounds, masters)
-    sizes = _reduced(config, [[_absolute(rank) for rank in ranks] for ranks in rounds], masters)
-    conditions = {name: _ratio(sizes[name].norm(), grad.norm()) for name, grad in reduced.items()}
-    on_host = {name: grad.cpu() / loss_scale for name, grad in reduced.items()}
-    return Emulation(loss * scale / dp_size, on_host, conditions)
+    for index in range(config.accumulation):
+        if _has_gradients_of_own_dtypes(config):
+            for leaf in parameters.values():
+                leaf.grad_dtype = _grad_dtype(config, index)
+        ranks = []
+        for rank in range(_data_parallel_size(config)):
+            loss_sum, grads = _backward(parameters, loss_of, _micro_batch(config, batch, rank, index), scale=scale)
+            loss += loss_sum
+            ranks.append(grads)
+        gradients.append(ranks)
+    return loss, gradients
 
 
 def _has_gradients_of_own_dtypes(config: TrainerConfig) -> bool:
@@ -99,10 +106,10 @@ def _has_gradients_of_own_dtypes(config: TrainerConfig) -> bool:
 
 
 def _grad_dtype(config: TrainerConfig, index: int) -> torch.dtype | None:
-    """What autograd casts the gradients of a micro-batch to, one by one, before it adds up those of a tied weight.
+    """Dtype to which autograd casts the gradients of a micro-batch, one by one, before it adds those of a tied weight.
 
-    None for as they are computed, so that a norm's stay in fp32; but where a first gradient is only kept for others to
-    be added to it, FSDPParamGroup lets autograd cast it (`_set_unsharded_grad_dtypes`, torch 2.15).
+    None leaves gradients as they are computed, so that a norm's stay in fp32; but where a first gradient is only kept
+    for others to be added to it, FSDPParamGroup lets autograd cast it (`_set_unsharded_grad_dtypes`, torch 2.15).
     """
     is_only_kept = config.gradient_sync == "last" and index == 0 and config.accumulation > 1
     return getattr(torch, dtype_policy(config.precision).reduce) if is_only_kept else None
@@ -122,8 +129,10 @@ def _tensor_parallel(config: TrainerConfig, model: Transformer) -> TensorParalle
 def _leaves(model: Transformer, forward: TensorParallelForward | None) -> Tensors:
     """All tensors with gradients: parameters by name, and copies of a parameter by name and rank."""
     copied = forward.copied if forward else {}
-    whole = {name: parameter for name, parameter in model.named_parameters() if name not in copied}
-    return whole | {_of_rank(name, rank): copy for name, copies in copied.items() for rank, copy in enumerate(copies)}
+    leaves: Tensors = {name: parameter for name, parameter in model.named_parameters() if name not in copied}
+    for name, copies in copied.items():
+        leaves |= {_of_rank(name, rank): copy for rank, copy in enumerate(copies)}
+    return leaves
 
 
 def _of_rank(name: str, rank: int) -> str:
@@ -131,7 +140,7 @@ def _of_rank(name: str, rank: int) -> str:
 
 
 def _loss_function(config: TrainerConfig, forward: Callable[[Tensor], Tensor]) -> Callable[[Batch], Tensor]:
-    """Summed loss of a micro-batch; it is torch's own cross entropy: another formula would round otherwise."""
+    """Summed loss of a micro-batch, in fp32, by torch's own cross entropy: another formula would round otherwise."""
     tp = config.mesh.tp
 
     def loss_of(batch: Batch) -> Tensor:
@@ -158,46 +167,48 @@ def _micro_batch(config: TrainerConfig, batch: Batch, rank: int, index: int) -> 
     return inputs, labels
 
 
-def _rounds(
+def _reduce_scatter_inputs(
     config: TrainerConfig, gradients: Sequence[Sequence[Tensors]], *, copied: Collection[str]
 ) -> list[list[Tensors]]:
-    """From the gradients of each micro-batch and rank those that each round of reduce-scatters is given by each rank.
+    """Inputs of each reduce-scatter, by round and rank, from the gradients by micro-batch and rank.
 
-    The gradient of a weight that tensor-parallel ranks have copies of is summed over them when a round begins; what is
-    added up before, is added up by each, in the dtype of the reduce-scatter.
+    The gradient of a weight that tensor-parallel ranks have copies of is summed over them when a round begins;
+    gradients that are added up before are added up by each rank, in the dtype of the reduce-scatter.
     """
     on_the_wire = getattr(torch, dtype_policy(config.precision).reduce)
     if config.gradient_sync == "last":
-        totals = [_sum([_to(part, on_the_wire) for part in parts]) for parts in zip(*gradients, strict=True)]
-        return [[_over_copies(total, copied) for total in totals]]
-    return [[_to(_over_copies(rank, copied), on_the_wire) for rank in ranks] for ranks in gradients]
+        by_rank = zip(*gradients, strict=True)
+        totals = [_sum([_to(grads, on_the_wire) for grads in of_rank]) for of_rank in by_rank]
+        return [[_summed_over_copies(total, copied) for total in totals]]
+    return [[_to(_summed_over_copies(grads, copied), on_the_wire) for grads in ranks] for ranks in gradients]
 
 
-def _over_copies(gradients: Tensors, copied: Collection[str]) -> Tensors:
+def _summed_over_copies(gradients: Tensors, copied: Collection[str]) -> Tensors:
     """The all-reduce of tensor-parallel ranks."""
-    found = {name: grad for name, grad in gradients.items() if name.partition("@")[0] not in copied}
+    summed = {name: grad for name, grad in gradients.items() if name.partition("@")[0] not in copied}
     for name in copied:
         copies = [grad for key, grad in gradients.items() if key.partition("@")[0] == name]
-        found[name] = ring_sum(copies, dim=None)
-    return found
+        summed[name] = ring_sum(copies, dim=None)
+    return summed
 
 
 def _reduced(config: TrainerConfig, rounds: Sequence[Sequence[Tensors]], masters: Tensors) -> Tensors:
-    """From what each rank gives to each round the gradients that the optimizer sees."""
+    """Gradients that the optimizer sees, from the inputs of each reduce-scatter by round and rank."""
     before, between, after = _divisors(config)
-    shards = [_over_shards(config, [_divided(rank, before) for rank in ranks]) for ranks in rounds]
-    shards = [[_divided(shard, between) for shard in replicas] for replicas in shards]
+    sums = [_reduce_scattered(config, [_quotients(grads, before) for grads in ranks]) for ranks in rounds]
+    sums = [[_quotients(of_replica, between) for of_replica in replicas] for replicas in sums]
     if config.gradient_sync == "all-reduce-last":
-        shards = [[_sum(parts) for parts in zip(*shards, strict=True)]]
-    return _sum([_cast_like(_divided(_sum(replicas), after), masters) for replicas in shards])
+        sums = [[_sum(of_replica) for of_replica in zip(*sums, strict=True)]]
+    return _sum([_cast_like(_quotients(_sum(replicas), after), masters) for replicas in sums])
 
 
 def _divisors(config: TrainerConfig) -> tuple[float, float, float]:
-    """By what FSDP2 divides a gradient before the reduce-scatter, after it, and after the all-reduce.
+    """Divisors of a gradient in FSDP2 before the reduce-scatter, after it, and after the all-reduce.
 
-    A mean of each, but in fp16 neither sums shall overflow nor gradients vanish: there it is about the root of the
-    number of ranks before, a power of two, and the rest in the end (`_get_gradient_divide_factors` in
-    torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py). The suite's meshes have powers of two of ranks.
+    Each reduction is a mean, but in fp16 neither sums shall overflow nor gradients vanish: there the first divisor is
+    about the root of the number of ranks, a power of two, and the last is the rest of it
+    (`_get_gradient_divide_factors` in torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py). The suite's meshes
+    have powers of two of ranks.
     """
     size, replicas = _data_parallel_size(config), config.mesh.dp_replicate
     if dtype_policy(config.precision).reduce != FP16:
@@ -206,18 +217,18 @@ def _divisors(config: TrainerConfig) -> tuple[float, float, float]:
     return before, 1.0, size / before
 
 
-def _over_shards(config: TrainerConfig, ranks: Sequence[Tensors]) -> list[Tensors]:
-    """The reduce-scatter's sums, one for each replica."""
+def _reduce_scattered(config: TrainerConfig, ranks: Sequence[Tensors]) -> list[Tensors]:
+    """Sums over the shard groups, by replica."""
     size = len(ranks) // config.mesh.dp_replicate
     return [_sum(ranks[start : start + size]) for start in range(0, len(ranks), size)]
 
 
-def _divided(tensors: Tensors, divisor: float) -> Tensors:
+def _quotients(tensors: Tensors, divisor: float) -> Tensors:
     return {name: tensor / divisor for name, tensor in tensors.items()}
 
 
-def _sum(parts: Sequence[Tensors]) -> Tensors:
-    return {name: reduce(add, (part[name] for part in parts)) for name in parts[0]}
+def _sum(terms: Sequence[Tensors]) -> Tensors:
+    return {name: reduce(add, (tensors[name] for tensors in terms)) for name in terms[0]}
 
 
 def _to(tensors: Tensors, dtype: torch.dtype) -> Tensors:
@@ -238,7 +249,7 @@ def _cast_like(tensors: Tensors, masters: Tensors) -> Tensors:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """As in the ranks: how a kernel splits its sums depends on the number of threads."""
+    """One thread, as in the ranks: how a kernel splits its sums depends on the number of threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

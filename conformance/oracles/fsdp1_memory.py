@@ -1,16 +1,16 @@
-"""Memory model of FSDP1, beside which FSDP2's is judged: what a rank holds at the peaks of forward and backward.
+"""Memory model of FSDP1, with which FSDP2's memory is compared: peaks of a rank in forward and backward.
 
-A walk as in `memory_model`, through torch/distributed/fsdp/_runtime_utils.py and _flat_param.py, in a world without
-streams to wait for. Of a group, of n elements and s = n / ranks in each shard:
+A walk as in `memory_walk`, through torch/distributed/fsdp/_runtime_utils.py and _flat_param.py, in a world without
+streams to wait for. Buffers of a group, of n elements and s = n / ranks in each shard:
 
     U  n of the compute dtype   unsharded parameters, of which the output of the all-gather is the memory: there is no A
                                 of FSDP2. Those of the root, norm and output, from the start of forward to the end of
                                 backward; others until they are resharded, in backward from when the group after is used
     C  s of the compute dtype   a shard in the dtype of computation, while it is gathered
-    F  n of the compute dtype   gradients as one vector: at first beside those of each parameter, until
-                                they are reduced. Those of the root wait for the end of backward
-    I  n of the reduce dtype    the same in that dtype, if it is another, until they are reduced: FSDP2
-                                keeps its I until the next group's backward is over
+    F  n of the compute dtype   gradients as one vector: at first in addition to those of each parameter, until they are
+                                reduced. Those of the root wait for the end of backward
+    I  n of the reduce dtype    F in that dtype, if it is another, until it is reduced: FSDP2 keeps its I until the next
+                                group's backward is over
     G  s of the reduce dtype    reduced gradients
 """
 
@@ -18,21 +18,21 @@ import math
 from collections.abc import Mapping, Sequence
 
 from conformance.memory_segment import MemorySegment
-from conformance.oracles.memory_model import Usage, Walk
+from conformance.oracles.memory_walk import Usage, Walk
 from conformance.oracles.schedule import group_of
 from conformance.oracles.torch_versions import UP_TO_2_13
 from reference_trainer.config import TrainerConfig
-from reference_trainer.mesh import ParallelDims
+from reference_trainer.parallel_dims import ParallelDims
 
 _ROOT = "output"
 _ALIGNMENT_BYTES = 16
-"""To which each parameter is aligned in the vector of its group (`_get_aligned_numel` of FlatParamHandle)."""
+"""Alignment of each parameter in the vector of its group (`_get_aligned_numel` of FlatParamHandle)."""
 
 
 def predict_fsdp1(
     config: TrainerConfig, dims: ParallelDims, shapes: Mapping[str, Sequence[int]], profile: Sequence[MemorySegment]
 ) -> dict[str, Usage]:
-    """Of `forward` and `backward`, as `memory_model.predict`."""
+    """Predict the memory of `forward` and `backward` as `memory_model.predict` does for FSDP2."""
     walk = _Fsdp1Walk(config, dims, shapes)
     walk.micro_batches(profile)
     return walk.phases
@@ -41,16 +41,16 @@ def predict_fsdp1(
 class _Fsdp1Walk(Walk):
     def __init__(self, config: TrainerConfig, dims: ParallelDims, shapes: Mapping[str, Sequence[int]]) -> None:
         super().__init__(config, dims, shapes, UP_TO_2_13)
-        aligned, whole = _ALIGNMENT_BYTES // self._compute, dict.fromkeys(self._shard, 0)
+        alignment, numels = _ALIGNMENT_BYTES // self._compute, dict.fromkeys(self._shard, 0)
         for name, shape in shapes.items():
-            whole[group_of(name, config)] += -(-math.prod(shape) // aligned) * aligned
-        self._shard = {group: -(-numel // dims.dp_shard) for group, numel in whole.items()}
+            numels[group_of(name, config)] += -(-math.prod(shape) // alignment) * alignment
+        self._shard = {group: -(-numel // dims.dp_shard) for group, numel in numels.items()}
 
     def _unshard(self, group: str) -> None:
         if f"U {group}" in self._held:
             return
         self._hold("C", self._shard[group] * self._compute if self._compute != self._master else 0)
-        self._hold(f"U {group}", self._whole(group) * self._compute)
+        self._hold(f"U {group}", self._padded(group) * self._compute)
         self._free("C")
 
     def _forward(self, group: str) -> None:
@@ -64,29 +64,29 @@ class _Fsdp1Walk(Walk):
 
     def _backward(self, group: str) -> None:
         self._unshard(group)
-        ahead = self._left.index(group) - 1
-        if ahead >= 0:
-            self._unshard(self._left[ahead])
+        previous = self._left.index(group) - 1
+        if previous >= 0:
+            self._unshard(self._left[previous])
 
     def _after_backward(self, group: str) -> None:
         self._hold("B", self._gradients_bytes)
         if group == _ROOT:
             self._held["gradients of the root"] = self._held.pop("B")
             return
-        self._note(self._whole(group) * self._compute)
+        self._note(self._padded(group) * self._compute)
         self._free(f"U {group}")
         self._free("B")
         self._reduce_vector(group)
 
     def _reduce_vector(self, group: str) -> None:
-        self._hold("F", self._whole(group) * self._compute)
-        self._hold("I", self._whole(group) * self._reduce if self._reduce != self._compute else 0)
+        self._hold("F", self._padded(group) * self._compute)
+        self._hold("I", self._padded(group) * self._reduce if self._reduce != self._compute else 0)
         self._hold(f"G {group}", self._shard[group] * self._reduce)
         self._free("I")
         self._free("F")
 
     def _end_of_backward(self) -> None:
-        self._note(self._whole(_ROOT) * self._compute)
+        self._note(self._padded(_ROOT) * self._compute)
         self._free(f"U {_ROOT}")
         self._free("gradients of the root")
         self._reduce_vector(_ROOT)

@@ -1,4 +1,4 @@
-"""Initialisation: the distribution of each parameter, how far a sample may be from it, and the memory of building."""
+"""Initialisation: the distribution of each parameter, bounds on samples from it, and the memory of building."""
 
 import math
 
@@ -8,23 +8,23 @@ from reference_trainer.config import ModelConfig, TrainerConfig
 from reference_trainer.model import Transformer
 
 _X = 20.0
-"""Bounds are exceeded with probability e**-20 = 2e-9 by each tensor of the right distribution."""
+"""Exponent of improbability: a tensor of the right distribution exceeds a bound with probability e**-20 = 2e-9."""
 
 
 def specified(config: ModelConfig, name: str) -> tuple[float, float]:
-    """Mean and standard deviation of a parameter's initial elements."""
+    """Return mean and standard deviation of a parameter's initial elements."""
     if "norm" in name:
         return 1.0, config.norm_std
     return 0.0, config.bias_std if name.endswith(".bias") else config.init_std
 
 
 def mean_bound(numel: int) -> float:
-    """How far the mean of so many standard normal numbers may be from 0: the Gaussian tail, exp(-n t^2 / 2)."""
+    """Return the bound on the absolute mean of `numel` standard-normal samples: the Gaussian tail, exp(-n t^2 / 2)."""
     return math.sqrt(2.0 * _X / numel)
 
 
 def spread_bounds(numel: int) -> tuple[float, float]:
-    """Between which values the mean square of so many standard normal numbers lies.
+    """Return lower and upper bound of the mean square of `numel` standard-normal samples.
 
     Laurent and Massart, "Adaptive estimation of a quadratic functional by model selection", Annals of Statistics 28(5),
     2000, lemma 1: a chi-square of n degrees of freedom is above n + 2 sqrt(n x) + 2 x, or below n - 2 sqrt(n x), each
@@ -35,31 +35,32 @@ def spread_bounds(numel: int) -> tuple[float, float]:
 
 
 def building_memory(config: TrainerConfig, held_bytes: int) -> tuple[int, int]:
-    """Least and most that a rank holds at once while it builds, if `held_bytes` (shards, buffers) are left at the end.
+    """Return lower and upper bound, in bytes, of the peak memory of a rank while it builds the model.
 
-    Parameters are in fp32, and no dimension is tensor-parallel but for `meta` and `checkpoint`: what gloo sends in the
-    background is released out of the profiler's sight.
+    `held_bytes` (shards, buffers) are left at the end. Parameters are in fp32, and no dimension is tensor-parallel but
+    for `meta` and `checkpoint`: memory that gloo sends in the background is released out of the profiler's sight.
     """
     with torch.device("meta"):
         model = Transformer(config.model)
     sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
     largest, full = max(sizes.values()), sum(sizes.values())
     blocks = [sum(parameter.nbytes for parameter in block.parameters()) for block in model.blocks]
-    part = max(*blocks, full - sum(blocks))
+    group = max(*blocks, full - sum(blocks))
     table = model.rope_table.nbytes
     computed = max(largest, _ROPE_TEMPORARIES * table) + _SCALARS_BYTES
     match config.init:
-        case "meta":  # one full parameter is drawn at a time
+        case "meta":  # one full parameter is sampled at a time
             return held_bytes + largest, held_bytes + computed
         case "checkpoint":  # which need not be copied if it is read from a mapped file
             return held_bytes, held_bytes + computed
         case "layerwise":
-            return max(blocks), held_bytes + part + computed
+            return max(blocks), held_bytes + group + computed
         case "full":  # FSDP makes a group's shards before it releases the full parameters
-            return full, full + table + max(computed, math.ceil(part * held_bytes / full))
+            return full, full + table + max(computed, math.ceil(group * held_bytes / full))
 
 
 _ROPE_TEMPORARIES = 6
-"""For each angle: itself, cosine, sine, and both stacked, in fp64, and the stack in fp32, 48 bytes; the table has 8."""
+"""Temporaries of the RoPE table, in sizes of the table: angles, cosines, sines, and both stacked, in fp64, and the
+stack in fp32, 48 bytes for each angle, of which the table has 8."""
 _SCALARS_BYTES = 64
-"""Factors and the like, as tensors of no dimension."""
+"""Size of factors and other tensors of no dimension."""

@@ -1,56 +1,27 @@
-"""Memory model: what a rank holds in each phase of a training step, beside what it held before the step.
+"""Memory model: bytes that a rank holds in each phase of a training step, in its state and in its groups.
 
-A walk through the step as FSDP2 takes it (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and
-_fsdp_collectives.py): each buffer is held from a moment to another, and what the model itself needs, activations and
-gradients of all that is unsharded, comes from a run without FSDP (`experiments.memory.without_fsdp`), which is marked
-at the same moments. Of a group, of n elements with padding and s = n / ranks in each shard:
-
-    A  n of the compute dtype   output of the all-gather, of which the input is a part; in forward until the next group
-                                has copied its own out (up to torch 2.13; from 2.15 on until it begins to), in backward
-                                until it is copied out itself; several of groups that are gathered ahead
-    C  s of the compute dtype   a shard in the dtype of computation, while it is gathered
-    U  n of the compute dtype   unsharded parameters, until they are resharded
-    P  n / k                    what is left of them if they are resharded to k ranks
-    I  n of the reduce dtype    input of the reduce-scatter, until the next group's backward is over
-    O  s of the reduce dtype    its output; with HSDP until the end of backward, unless it becomes the gradient
-    G  s of the masters' dtype  reduced gradients, until zero_grad
-    B  parameters, unpadded     gradients as autograd leaves them, from the group's backward until I is filled
-    L  parameters, unpadded     gradients that wait for the last micro-batch, in the reduce dtype, unless they are B's
-
-On the CPU I is filled with further copies (`_copies_to_fill`), and one parameter's gradient is cast to be added to L.
+`memory_walk` knows what a step allocates and frees, buffer by buffer.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 
-import msgspec
 import torch
 
 from conformance.memory_segment import MemorySegment
 from conformance.oracles.dtype_policy import dtype_policy
-from conformance.oracles.schedule import (
-    communicates,
-    gathered_ahead_in_backward,
-    gathered_ahead_in_forward,
-    group_of,
-    ranks_after_forward,
-)
+from conformance.oracles.memory_walk import Usage, Walk
+from conformance.oracles.schedule import group_of
 from conformance.oracles.torch_versions import UP_TO_2_13, VersionTraits
-from conformance.oracles.tp_schedule import sharded_dim
 from reference_trainer.config import TrainerConfig
-from reference_trainer.mesh import ParallelDims
-
-
-class Usage(msgspec.Struct):
-    """Of one phase."""
-
-    peak_bytes: int = 0
-    end_bytes: int = 0
+from reference_trainer.parallel_dims import ParallelDims
 
 
 def usage_by_phase(segments: Iterable[MemorySegment]) -> dict[str, Usage]:
-    """What was measured between marks that are phases: over all micro-batches the largest peak, and the last rest."""
+    """Return the memory of each phase from segments whose marks are phases.
+
+    A phase that occurs in several micro-batches has the largest of its peaks, and the last of its ends.
+    """
     phases: dict[str, Usage] = {}
     for segment in segments:
         usage = phases.setdefault(segment.mark, Usage())
@@ -68,10 +39,11 @@ def predict(
     traits: VersionTraits = UP_TO_2_13,
     kernels: bool = True,
 ) -> dict[str, Usage]:
-    """Peak and rest of `forward`, `backward`, `clip`, `optimizer` and `idle`, over all micro-batches of a step.
+    """Predict the memory of `forward`, `backward`, `clip`, `optimizer` and `idle`, over all micro-batches of a step.
 
-    `shapes` are what FSDP divides, by parameter; `profile` has the segments of all micro-batches; `kernels` says if
-    what operators of the CPU allocate for themselves counts, which tensors without memory do not show.
+    `shapes` are the shapes that FSDP shards, by parameter; `profile` has the segments of all micro-batches without
+    FSDP; `kernels` says whether memory counts that operators of the CPU allocate for themselves, which tensors without
+    memory do not show.
     """
     walk = Walk(config, dims, shapes, traits, kernels=kernels)
     walk.micro_batches(profile)
@@ -80,7 +52,10 @@ def predict(
 
 
 def state_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Mapping[str, Sequence[int]]) -> int:
-    """What is there in all phases: shards with padding, and as much for each moment that the optimizer keeps."""
+    """Return the bytes that are held in all phases: shards with padding, and as much for each moment of the optimizer.
+
+    `shapes` are the shapes that FSDP shards, by parameter.
+    """
     moments = {"adamw": 2, "sgd": 0}[config.optimizer.name]
     master = int(getattr(torch, dtype_policy(config.precision).sharded).itemsize)
     shards = sum(-(-rows // dims.dp_shard) * math.prod(rest) for rows, *rest in shapes.values())
@@ -88,301 +63,13 @@ def state_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Mapping[str, 
 
 
 def group_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """Unsharded parameters of each group, with padding, in the dtype of computation."""
+    """Return the bytes of each group's unsharded parameters, with padding, in the dtype of computation.
+
+    `shapes` are the shapes that FSDP shards, by parameter.
+    """
     compute = int(getattr(torch, dtype_policy(config.precision).compute).itemsize)
-    whole: dict[str, int] = {}
+    nbytes: dict[str, int] = {}
     for name, (rows, *rest) in shapes.items():
         group, numel = group_of(name, config), -(-rows // dims.dp_shard) * dims.dp_shard * math.prod(rest)
-        whole[group] = whole.get(group, 0) + numel * compute
-    return whole
-
-
-class _Parameter(msgspec.Struct, frozen=True):
-    """Elements of one parameter."""
-
-    numel: int
-    shard: int
-    """On each rank, with padding."""
-    padded: int
-    """Of all ranks."""
-
-
-class Walk:
-    """One step of one rank; what is held, by name."""
-
-    def __init__(
-        self,
-        config: TrainerConfig,
-        dims: ParallelDims,
-        shapes: Mapping[str, Sequence[int]],
-        traits: VersionTraits,
-        *,
-        kernels: bool = True,
-    ) -> None:
-        self._kernels = int(kernels)
-        self.phases: dict[str, Usage] = {}
-        self._config, self._dims, self._traits = config, dims, traits
-        policy = dtype_policy(config.precision)
-        self._compute, self._reduce, self._master = (
-            int(getattr(torch, name).itemsize) for name in (policy.compute, policy.reduce, policy.sharded)
-        )
-        self._whole_on_tp = sum(sharded_dim(name) is None for name in shapes)
-        self._optimizer_groups: tuple[list[int], list[int]] = ([], [])
-        """Shards of matrices and of vectors, in the order of the optimizer."""
-        self._parameters: dict[str, list[_Parameter]] = {}
-        """Of each group."""
-        for name, (rows, *rest) in shapes.items():
-            shard, row = -(-rows // dims.dp_shard), math.prod(rest)
-            parameter = _Parameter(rows * row, shard * row, shard * row * dims.dp_shard)
-            self._parameters.setdefault(group_of(name, config), []).append(parameter)
-            self._optimizer_groups[0 if rest else 1].append(parameter.shard)
-        self._shard = {group: sum(p.shard for p in parameters) for group, parameters in self._parameters.items()}
-        self._held: dict[str, int] = {}
-        self._phase = "forward"
-        self._model_bytes = self._gradients_bytes = self._wide_gradients_bytes = 0
-        self._left: list[str] = []
-        self._copied_out = ""
-        """The all-gather that the last group in forward has copied out."""
-        self._reduces = self._all_reduces = True
-
-    # Accounts
-
-    def _hold(self, name: str, nbytes: int) -> None:
-        self._held[name] = self._held.get(name, 0) + nbytes
-        self._note()
-
-    def _free(self, name: str) -> None:
-        self._held.pop(name, None)
-        self._note()
-
-    def _note(self, extra: int = 0) -> None:
-        usage = self.phases.setdefault(self._phase, Usage())
-        usage.end_bytes = sum(self._held.values()) + self._model_bytes
-        usage.peak_bytes = max(usage.peak_bytes, usage.end_bytes + extra)
-
-    # Phases
-
-    def micro_batches(self, profile: Sequence[MemorySegment]) -> None:
-        begun = 0
-        for segment in profile:
-            self._model_bytes = segment.start_bytes
-            match segment.mark.split():
-                case ["forward"]:
-                    self._begin_micro_batch(begun)
-                    begun += 1
-                case ["backward"]:
-                    self._phase = "backward"
-                case ["end"]:
-                    self._end_of_backward()
-                case ["forward", group]:
-                    self._forward(group)
-                case ["after-forward", group]:
-                    self._after_forward(group)
-                case ["backward", group]:
-                    self._backward(group)
-                case ["gradients", _]:
-                    self._gradients_bytes = segment.start_bytes - segment.end_bytes
-                case ["wide-gradients", _]:
-                    self._wide_gradients_bytes = segment.start_bytes - segment.end_bytes
-                case ["freed", group]:
-                    self._after_backward(group)
-            self._note(segment.peak_bytes - segment.start_bytes)
-            self._model_bytes = segment.end_bytes
-            self._note()
-        self._model_bytes = 0
-        self._note()
-
-    def _begin_micro_batch(self, index: int) -> None:
-        self._phase = "forward"
-        self._left.clear()
-        self._reduces, self._all_reduces = communicates(self._config, index)
-
-    def after_backward(self) -> None:
-        """Clipping works in place.
-
-        The optimizer is torch's choice on the CPU, and the trainer has no option for it. On a GPU torch chooses
-        `foreach`, with temporaries for all parameters at once, which is not modelled.
-        """
-        self._phase = "clip"
-        self._note(self._scalars_of_norms() * torch.float32.itemsize)
-        self._phase = "optimizer"
-        if self._config.optimizer.name == "adamw":
-            for shards in self._optimizer_groups:
-                self._adamw(shards)
-        self._free_all([name for name in self._held if name.startswith("G ")])
-        self._phase = "idle"
-        self._note()
-
-    def _adamw(self, shards: Sequence[int]) -> None:
-        """One parameter after the other: a root and its quotient are computed while the last denominator is still held
-        (`_single_tensor_adam` in torch/optim/adam.py)."""
-        for before, shard in pairwise([0, *shards]):
-            self._note((before + 2 * shard) * self._master)
-
-    def _scalars_of_norms(self) -> int:
-        """For each parameter: its norm, that in a stack, and what becomes of the stack over the mesh.
-
-        Up to torch 2.9 the stack is left pending. What is not divided by tensor parallelism is then put into it as a
-        pending part of itself.
-        """
-        parameters, tp = sum(len(group) for group in self._parameters.values()), self._dims.tp > 1
-        if not self._traits.norms_reduced_one_by_one:
-            return 2 * parameters + self._whole_on_tp * tp
-        reductions = (self._dims.dp_shard > 1) + tp
-        return parameters * (2 + (2 + reductions if reductions else 0))
-
-    # Moments of a group
-
-    def _forward(self, group: str) -> None:
-        self._unshard(group)
-        previous, self._copied_out = self._copied_out, f"A {group}"
-        if not self._traits.previous_gather_until_copied:
-            self._free(previous)
-        self._copy_out(group)
-        self._free(previous)
-        for other in gathered_ahead_in_forward(group, self._config):
-            self._unshard(other)
-
-    def _after_forward(self, group: str) -> None:
-        self._left.append(group)
-        ranks = ranks_after_forward(group, self._config)
-        if ranks > 1:
-            self._keep_part(group, ranks)
-        if ranks != 1:
-            self._free(f"U {group}")
-        if group == "output":  # the last group: the root's forward is over
-            self._free(f"A {group}")
-
-    def _keep_part(self, group: str, ranks: int) -> None:
-        """Parameter by parameter: a part is copied, and the whole freed."""
-        for parameter in self._parameters[group]:
-            whole = parameter.padded * self._compute
-            self._hold(f"P {group}", whole // ranks)
-            self._held[f"U {group}"] -= whole
-
-    def _backward(self, group: str) -> None:
-        self._unshard(group)
-        self._copy_out(group)
-        self._free(f"A {group}")
-        for other in gathered_ahead_in_backward(group, self._left, self._config):
-            self._unshard(other)
-
-    def _after_backward(self, group: str) -> None:
-        self._hold("B", self._gradients_bytes + self._wide_gradients_bytes)
-        if f"L {group}" in self._held:
-            self._add_up(group)
-        elif self._reduces:
-            self._take_own_part(group)
-        self._free(f"U {group}")
-        if not self._reduces:
-            self._lay_aside(group)
-            self._free("B")
-            return
-        self._free_all([name for name in self._held if name.startswith("I ")])
-        self._hold(f"I {group}", self._whole(group) * self._reduce)
-        self._note(self._copies_to_fill(group))
-        if self._dims.dp_shard > 1 and self._traits.last_gradient_until_reduced:
-            self._part_with_last_gradient(group)
-        self._free("B")
-        self._free(f"L {group}")
-        self._reduce_gradients(group)
-        self._free("last gradient")
-
-    def _add_up(self, group: str) -> None:
-        """Parameter by parameter: cast, added to what waits, and freed."""
-        for gradient in self._gradients(group):
-            self._note(gradient * self._reduce // self._compute * self._kernels)
-            self._held["B"] -= gradient
-
-    def _lay_aside(self, group: str) -> None:
-        """Parameter by parameter: cast and freed. What has been added up already is only kept."""
-        for gradient in self._gradients(group) if self._held["B"] else ():
-            self._hold(f"L {group}", gradient * self._reduce // self._compute)
-            self._held["B"] -= gradient
-
-    def _gradients(self, group: str) -> list[int]:
-        """Bytes of each in B. A term of the embedding's has the whole vocabulary on each tensor-parallel rank."""
-        numel = sum(parameter.numel for parameter in self._parameters[group])
-        return [self._held["B"] * parameter.numel // numel for parameter in self._parameters[group]]
-
-    def _copies_to_fill(self, group: str) -> int:
-        """Bytes that the CPU needs beside gradients and I.
-
-        `_chunk_cat` copies all gradients that need padding, and if it has to cast, each gradient, one after the other.
-        Those of two dtypes are cast before (`chunk_cat_mixed_dtype`), and held together.
-        """
-        sizes = [parameter.padded for parameter in self._parameters[group]]
-        padded = sum(parameter.padded for parameter in self._parameters[group] if parameter.padded != parameter.numel)
-        if self._reduce == self._compute or f"L {group}" in self._held:
-            return padded * self._reduce * self._kernels
-        if self._wide_gradients_bytes:
-            return padded * self._reduce * self._kernels + self._gradients_bytes * self._reduce // self._compute
-        return (padded + max(sizes)) * self._compute * self._kernels
-
-    def _take_own_part(self, group: str) -> None:
-        """Of the embedding's gradient with tensor parallelism: each rank has computed the whole."""
-        own = sum(parameter.numel for parameter in self._parameters[group]) * self._compute
-        if self._held["B"] > own and not self._wide_gradients_bytes:
-            self._note(own)
-            self._held["B"] = own
-
-    def _part_with_last_gradient(self, group: str) -> None:
-        """It is held for longer than the others."""
-        among, itemsize = ("B", self._compute) if self._held["B"] else (f"L {group}", self._reduce)
-        last = min(self._parameters[group][-1].numel * itemsize, self._held.get(among, 0))
-        self._held["last gradient"] = last
-        self._held[among] = self._held.get(among, 0) - last
-
-    def _reduce_gradients(self, group: str) -> None:
-        output = self._shard[group] * self._reduce
-        self._hold("O", output)
-        if not self._all_reduces:
-            self._held[f"partial {group}"] = output
-            self._free("O")
-            return
-        self._free(f"partial {group}")
-        if self._reduce == self._master:
-            if f"G {group}" in self._held and self._dims.dp_replicate > 1:
-                self._held[f"O {group}"] = output
-            self._free("O")
-            self._held[f"G {group}"] = output
-            self._note()
-            return
-        added = self._shard[group] * self._master
-        self._note(added)
-        if self._dims.dp_replicate > 1:
-            self._held[f"O {group}"] = self._held["O"]
-        self._free("O")
-        self._held[f"G {group}"] = added
-        self._note()
-
-    def _end_of_backward(self) -> None:
-        self._free_all([name for name in self._held if name.startswith(("I ", "O "))])
-
-    # Parts
-
-    def _unshard(self, group: str) -> None:
-        if f"U {group}" in self._held or f"A {group}" in self._held:
-            return
-        ranks = ranks_after_forward(group, self._config) if f"P {group}" in self._held else self._dims.dp_shard
-        if ranks == 1:
-            return
-        cast = self._whole(group) // ranks * self._compute if self._compute != self._master else 0
-        self._hold("C", cast)
-        self._hold(f"A {group}", self._whole(group) * self._compute)
-        self._free("C")
-
-    def _copy_out(self, group: str) -> None:
-        if f"U {group}" in self._held:
-            return
-        self._hold(f"U {group}", self._whole(group) * self._compute)
-        if self._dims.dp_shard == 1 and self._compute != self._master:
-            self._note(self._whole(group) * self._compute)
-        self._free(f"P {group}")
-
-    def _free_all(self, names: Sequence[str]) -> None:
-        for name in names:
-            self._free(name)
-
-    def _whole(self, group: str) -> int:
-        return self._shard[group] * self._dims.dp_shard
+        nbytes[group] = nbytes.get(group, 0) + numel * compute
+    return nbytes

@@ -1,7 +1,7 @@
-"""Where things are: on the device of computation, or in host memory. From the configuration alone.
+"""Memory of each tensor: on the device of computation or on the host, from the configuration alone.
 
-Source: torch.distributed.fsdp.CPUOffloadPolicy. Sharded parameters, gradients and optimizer state are offloaded; what
-is unsharded, activations and buffers are not.
+Source: torch.distributed.fsdp.CPUOffloadPolicy. Sharded parameters, gradients and optimizer state are offloaded;
+unsharded parameters, activations and buffers are not.
 """
 
 from collections.abc import Iterable
@@ -13,18 +13,19 @@ from reference_trainer.model import Transformer
 
 _OFFLOADED = ("initial_parameter", "final_parameter", "gradient", "optimizer_state")
 _PINNED = ("final_parameter", "gradient")
-"""Parameters are page-locked when FSDP is first used, the optimizer's state never is. On a GPU: unverified."""
+"""Things in page-locked memory. FSDP page-locks parameters when it is first used; the optimizer's state never is
+page-locked. On a GPU: unverified."""
 
 
 def expected_offloading(config: TrainerConfig) -> dict[str, str]:
-    """What FSDP is told about each parameter: `none`, `cpu` or `cpu pinned`."""
+    """Return the offloading policy of each parameter, as `instruments.offloading` reads it: `none`, `cpu`, ..."""
     with torch.device("meta"):
         names = [name for name, _ in Transformer(config.model).named_parameters()]
     return dict.fromkeys(names, "none" if config.offload == "none" else _host(config))
 
 
 def expected_places(config: TrainerConfig, things: Iterable[str], *, device: str) -> dict[str, list[str]]:
-    """Return for things that `DtypeAudit` looks at the type of their device, or `cpu pinned`.
+    """Return the kinds of memory of things, by key in `instruments.dtypes`: a type of device, or `cpu pinned`.
 
     `device` is the type of the device that computes.
     """

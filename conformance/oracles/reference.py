@@ -1,4 +1,4 @@
-"""Single-process references: the same model definition and initial weights, and nothing else of the trainer.
+"""Single-process references: the trainer's model definition and initial weights, and nothing else of the trainer.
 
 Loss, gradient averaging, clipping, AdamW and SGD are written out here, so that a fault of the trainer or of torch's
 optimizers, clipping or loss functions cannot be on both sides of a comparison. `tests/oracles/test_reference.py` checks
@@ -19,34 +19,41 @@ from reference_trainer.init_weights import init_weights
 from reference_trainer.model import Transformer
 
 Tensors = dict[str, Tensor]
+"""Full tensors by parameter name."""
 Batch = tuple[Tensor, Tensor]
+"""Inputs and labels, shape (samples, seq_len), int64."""
 
 
 @dataclass
 class ReferenceRun:
-    """What a single process computes; tensors by parameter name, in the dtype of the master weights."""
+    """Training run of a single process; tensors by parameter name, in the shapes and dtype of the master weights."""
 
     initial: Tensors
+    """Initial weights."""
     losses: list[float] = field(default_factory=list)
+    """Mean loss of each step over its valid tokens, in nats."""
     grad_norms: list[float] = field(default_factory=list)
     """Total norm of each step's gradients, of the type that the configuration names, before clipping."""
     gradients: list[Tensors] = field(default_factory=list)
-    """Of each step, before clipping."""
+    """Gradients of each step before clipping."""
     parameters: Tensors = field(default_factory=dict)
-    """After the last step."""
+    """Parameters after the last step."""
     optimizer_state: dict[str, Tensors] = field(default_factory=dict)
-    """After the last step: `exp_avg` and `exp_avg_sq` of AdamW."""
+    """State after the last step by kind: `exp_avg` and `exp_avg_sq` of AdamW."""
 
 
 def initial_model(config: TrainerConfig) -> Transformer:
-    """The unsharded model with its initial weights, fp32 on the CPU."""
+    """Return the unsharded model with its initial weights, fp32 on the CPU."""
     model = Transformer(config.model)
     init_weights(model, seed=config.seed)
     return model
 
 
 def train_reference(config: TrainerConfig, *, dtype: torch.dtype) -> ReferenceRun:
-    """Train on one process, weights and computation in `dtype`, each step on the whole global batch at once."""
+    """Train in one process, weights and computation in `dtype`, each step on the full global batch at once.
+
+    Raises ValueError for dropout, momentum or a learning-rate schedule.
+    """
 
     def gradients(model: Transformer, batch: Batch, valid_tokens: int) -> tuple[float, Tensors]:
         loss_sum = summed_loss(model, batch)
@@ -58,17 +65,17 @@ def train_reference(config: TrainerConfig, *, dtype: torch.dtype) -> ReferenceRu
 
 
 def summed_loss(model: Transformer, batch: Batch) -> Tensor:
-    """Negative log-likelihood summed over the labels that count; logits below fp32 are raised to fp32 first.
+    """Return the negative log-likelihood summed over the valid labels of a batch: a scalar, in fp32 or fp64.
 
-    The integer model's loss is minus the labels' logits.
+    Logits below fp32 are raised to fp32 first. The integer model's loss is minus the labels' logits.
     """
     inputs, labels = batch
     logits: Tensor = model(inputs)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     valid = labels != IGNORED_LABEL
-    chosen = logits.gather(-1, labels.where(valid, 0).unsqueeze(-1)).squeeze(-1)
+    of_labels = logits.gather(-1, labels.where(valid, 0).unsqueeze(-1)).squeeze(-1)
     normalisation = logits.logsumexp(-1) if model.config.arithmetic == "float" else 0.0
-    return ((normalisation - chosen) * valid).sum()
+    return ((normalisation - of_labels) * valid).sum()
 
 
 def _train(
@@ -76,7 +83,7 @@ def _train(
     config: TrainerConfig,
     gradients: Callable[[Transformer, Batch, int], tuple[float, Tensors]],
 ) -> ReferenceRun:
-    """The loop around whatever computes the gradients of one step."""
+    """Training loop around a function that computes the gradients of one step."""
     if config.model.dropout:
         raise ValueError("the reference does not know dropout: use a cell without it")
     batches = Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
@@ -94,7 +101,11 @@ def _train(
 
 
 def replay_updates(config: OptimizerConfig, initial: Tensors, gradients: Iterable[Tensors]) -> ReferenceRun:
-    """Clip given gradients and apply them, step after step, in fp64."""
+    """Clip given gradients and apply them to `initial`, step after step, in fp64, whatever their dtypes are.
+
+    The gradients of each step are full tensors by parameter name. Raises ValueError for momentum or a learning-rate
+    schedule.
+    """
     parameters = {name: p.double() for name, p in initial.items()}
     run = ReferenceRun(initial={name: p.clone() for name, p in parameters.items()})
     update = _update(config)
@@ -106,7 +117,10 @@ def replay_updates(config: OptimizerConfig, initial: Tensors, gradients: Iterabl
 
 
 def total_norm(gradients: Iterable[Tensor], *, order: float) -> float:
-    """p-norm over all elements of all gradients, each once, in fp64; `order` is p, possibly infinite."""
+    """Return the p-norm over all elements of all gradients, each once, computed in fp64; `order` is p or infinity.
+
+    Gradients have any shape and dtype.
+    """
     sizes = [grad.double().abs() for grad in gradients]
     if order == math.inf:
         return max((float(size.max()) for size in sizes if size.numel()), default=0.0)
@@ -114,7 +128,7 @@ def total_norm(gradients: Iterable[Tensor], *, order: float) -> float:
 
 
 def clip_factor(norm: float, *, max_norm: float) -> float:
-    """Factor that brings the norm down to `max_norm`; the 1e-6 is that of torch's clip_grads_with_norm_."""
+    """Return the factor that scales the norm down to `max_norm`; the 1e-6 is that of torch's clip_grads_with_norm_."""
     return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
 
 
@@ -125,7 +139,7 @@ def _update(config: OptimizerConfig) -> "_Update":
 
 
 class _Update(ABC):
-    """An optimizer with clipping; `state` holds its tensors by kind and parameter name."""
+    """Optimizer with clipping; `state` holds its tensors by kind and parameter name."""
 
     def __init__(self, config: OptimizerConfig) -> None:
         self._config = config
@@ -133,7 +147,7 @@ class _Update(ABC):
 
     @torch.no_grad()
     def clip_and_step(self, parameters: Tensors, gradients: Tensors) -> float:
-        """Change the parameters in place; returns the norm of the gradients before clipping."""
+        """Clip, and change the parameters in place; returns the norm of the gradients before clipping."""
         norm = total_norm(gradients.values(), order=self._config.norm_order)
         factor = clip_factor(norm, max_norm=self._config.max_norm)
         self.step(parameters, {name: grad * factor for name, grad in gradients.items()})

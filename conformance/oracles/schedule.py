@@ -1,4 +1,4 @@
-"""Schedule model: which collectives FSDP2 issues in one optimizer step, in which order, of which size.
+"""Schedule model: the collectives that FSDP2 issues in one optimizer step, their order and their sizes.
 
 Sources: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_state.py (unshard in pre-forward and
 pre-backward, then of the groups that are prefetched, by default none in forward and one in backward; reduce-scatter in
@@ -18,8 +18,8 @@ import torch
 from conformance.oracles.dtype_policy import dtype_policy
 from conformance.oracles.torch_versions import traits_of
 from reference_trainer.config import TrainerConfig
-from reference_trainer.mesh import ParallelDims
 from reference_trainer.model import Transformer
+from reference_trainer.parallel_dims import ParallelDims
 
 _EMBEDDING, _NORM, _OUTPUT = "tok_embeddings", "norm", "output"
 
@@ -28,17 +28,19 @@ Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 
 class Event(msgspec.Struct, frozen=True):
-    """One collective of one rank; `numel` is its input's."""
+    """Predicted collective of one rank; fields are those of `instruments.facts.Collective`."""
 
     phase: str
     kind: Kind
     group: str
+    """Mesh dimension whose ranks take part; `dp_shard/2` for two of its ranks; `world`."""
     numel: int
+    """Elements of this rank's input."""
     dtype: str
     reduce_op: str | None = None
-    """`SUM`, `MAX`, ... where the model knows it."""
+    """`SUM`, `MAX`, ... where the model knows the operation."""
     during: str = ""
-    """Of FSDP's in forward: the group that was entered last."""
+    """In forward, for collectives of FSDP: the group that was entered last."""
 
     @property
     def nbytes(self) -> int:
@@ -48,20 +50,21 @@ class Event(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Group:
-    """An FSDP group; the `inner` ones run while it does, in this order."""
+    """FSDP group: parameters that are gathered and reduced together."""
 
     name: str
-    """Module that it is named after."""
+    """Module that the group is named after."""
     inner: "tuple[Group, ...]" = ()
+    """Groups whose modules run inside of this group's module, in their order."""
 
 
 def groups(config: TrainerConfig) -> tuple[Group, ...]:
-    """The groups in forward order: the embedding, each block, norm and output together.
+    """Return the groups in forward order: the embedding, each block, norm and output together.
 
-    Masters of two dtypes (`bf16-mixed`) put each norm into a group of its own. A tied weight makes embedding and output
-    one group, which runs from the first to the last module.
+    Masters of two dtypes (`bf16-mixed`) put each norm into a group of its own. A tied weight makes a single group of
+    embedding and output, which runs from the first to the last module.
     """
-    norms = ("attention_norm", "ffn_norm") if _norms_apart(config) else ()
+    norms = ("attention_norm", "ffn_norm") if _norms_are_groups(config) else ()
     blocks = [f"layers.{i}" for i in range(config.model.n_layers)]
     middle = tuple(Group(block, tuple(Group(f"{block}.{norm}") for norm in norms)) for block in blocks)
     if norms:
@@ -72,38 +75,42 @@ def groups(config: TrainerConfig) -> tuple[Group, ...]:
 
 
 def group_of(parameter: str, config: TrainerConfig) -> str:
-    """Name of the group that a parameter belongs to."""
+    """Return the name of the group that a parameter belongs to."""
     module = parameter.rpartition(".")[0]
     if module.startswith("layers."):
-        apart = _norms_apart(config) and module.endswith("_norm")
-        return module if apart else ".".join(module.split(".")[:2])
-    if (module == _EMBEDDING and not config.model.tied_embeddings) or (module == _NORM and _norms_apart(config)):
+        is_group = _norms_are_groups(config) and module.endswith("_norm")
+        return module if is_group else ".".join(module.split(".")[:2])
+    if (module == _EMBEDDING and not config.model.tied_embeddings) or (module == _NORM and _norms_are_groups(config)):
         return module
     return _OUTPUT
 
 
 def entered(among: Iterable[Group]) -> list[str]:
-    """Names in the order in which forward enters the groups: an outer one before those inside of it."""
+    """Return the names in the order in which forward enters the groups: an outer group before its inner groups."""
     return [name for group in among for name in (group.name, *entered(group.inner))]
 
 
-def gathered_ahead_in_forward(group: str, config: TrainerConfig) -> list[str]:
-    """The groups that are gathered, unless they are already, when forward has entered this one."""
+def prefetched_in_forward(group: str, config: TrainerConfig) -> list[str]:
+    """Return the groups that are prefetched, unless they are unsharded already, when forward has entered a group."""
     order = entered(groups(config))
     following = order.index(group) + 1
     return order[following : following + config.forward_prefetch]
 
 
-def gathered_ahead_in_backward(group: str, left: Sequence[str], config: TrainerConfig) -> list[str]:
-    """The same for backward, which enters groups in the reverse of the order in which forward has `left` them."""
+def prefetched_in_backward(group: str, left: Sequence[str], config: TrainerConfig) -> list[str]:
+    """Return the groups that are prefetched, unless they are unsharded already, when backward has entered a group.
+
+    Backward enters groups in the reverse of the order in which forward has `left` them.
+    """
     index = left.index(group)
     return list(reversed(left[max(0, index - (config.backward_prefetch or 1)) : index]))
 
 
 def shard_numels(shapes: Mapping[str, Sequence[int]], config: TrainerConfig, *, shards: int) -> dict[str, int]:
-    """Elements of a rank's shard of each group, by name.
+    """Return the elements of a rank's shard of each group, by name.
 
-    `shapes` are what FSDP divides, by parameter. Dimension 0 is split into equal parts, rounded up: a shard is padded.
+    `shapes` are the shapes that FSDP shards, by parameter. Dimension 0 is cut into equal chunks, rounded up: a shard is
+    padded.
     """
     numels: dict[str, int] = {}
     for parameter, (rows, *rest) in shapes.items():
@@ -113,25 +120,26 @@ def shard_numels(shapes: Mapping[str, Sequence[int]], config: TrainerConfig, *, 
 
 
 def kept_after_forward(group: str, config: TrainerConfig) -> bool:
-    """Whether a group stays unsharded."""
+    """Return whether a group stays unsharded between forward and backward."""
     return ranks_after_forward(group, config) == 1
 
 
 def ranks_after_forward(group: str, config: TrainerConfig) -> int:
-    """Over how many ranks a group is sharded between forward and backward: 1 is not at all, 0 as ever.
+    """Return the number of ranks over which a group is sharded between forward and backward.
 
-    `default` keeps norm and output, which backward needs at once, and `except-last` also the last block. Of a table the
-    first expression that matches the whole name decides.
+    1 stands for unsharded, 0 for all ranks as before. `default` keeps norm and output unsharded, which backward needs
+    at once, and `except-last` also the last block. In a table the first expression that matches the full name decides.
     """
     mode, last_block = config.reshard, f"layers.{config.model.n_layers - 1}"
     match mode:
         case dict():
-            found = next((value for expression, value in mode.items() if re.fullmatch(expression, group)), "always")
-            return found if isinstance(found, int) else {"always": 0, "never": 1}[found]
+            matching = (value for expression, value in mode.items() if re.fullmatch(expression, group))
+            value = next(matching, "always")
+            return value if isinstance(value, int) else {"always": 0, "never": 1}[value]
         case int():
             return mode
         case "auto":
-            mode = _chosen(config)
+            mode = _automatic(config)
     kept = {
         "always": False,
         "never": True,
@@ -141,10 +149,10 @@ def ranks_after_forward(group: str, config: TrainerConfig) -> int:
     return int(kept[mode])
 
 
-def _chosen(config: TrainerConfig) -> Literal["never", "default"]:
-    """What `auto` must choose where there is no doubt. Raises ValueError where there is.
+def _automatic(config: TrainerConfig) -> Literal["never", "default"]:
+    """Mode that `auto` must choose where there is no doubt. Raises ValueError where there is.
 
-    Parameters, gradients, two moments and as much again fit by far, or the parameters alone do not.
+    Parameters, gradients, two Adam moments and as much again fit by far, or the parameters alone do not.
     """
     with torch.device("meta"):
         parameters = sum(p.numel() for p in Transformer(config.model).parameters())
@@ -157,15 +165,15 @@ def _chosen(config: TrainerConfig) -> Literal["never", "default"]:
 
 
 def communicates(config: TrainerConfig, micro_batch: int) -> tuple[bool, bool]:
-    """Whether the backward of a micro-batch reduces gradients within a shard group, and whether over the replicas."""
+    """Return whether the backward of a micro-batch reduces gradients within shard groups, and whether over replicas."""
     last = micro_batch == config.accumulation - 1
     return {"each": (True, True), "last": (last, last), "all-reduce-last": (True, last)}[config.gradient_sync]
 
 
 def fsdp_events(config: TrainerConfig, dims: ParallelDims, numels: Mapping[str, int]) -> list[Event]:
-    """All collectives over `dp_shard` and `dp_replicate` of one optimizer step, which are in forward and backward.
+    """Return all collectives over `dp_shard` and `dp_replicate` of one optimizer step: those of forward and backward.
 
-    `numels` are those of `shard_numels`. A dimension of one rank communicates nothing, but see
+    `numels` are the elements of shards, see `shard_numels`. A dimension of a single rank communicates nothing, but see
     `VersionTraits.one_rank_communicates`.
     """
     schedule = _Schedule(config, dims, numels)
@@ -174,12 +182,12 @@ def fsdp_events(config: TrainerConfig, dims: ParallelDims, numels: Mapping[str, 
     return schedule.events
 
 
-def _norms_apart(config: TrainerConfig) -> bool:
+def _norms_are_groups(config: TrainerConfig) -> bool:
     return config.precision == "bf16-mixed"
 
 
 class _Schedule:
-    """Walks through the groups as forward does, and back."""
+    """Walk through the groups as forward does, and back."""
 
     def __init__(self, config: TrainerConfig, dims: ParallelDims, numels: Mapping[str, int]) -> None:
         self.events: list[Event] = []
@@ -187,7 +195,7 @@ class _Schedule:
         self._policy = dtype_policy(config.precision)
         self._unsharded: set[str] = set()
         self._smaller: dict[str, int] = {}
-        """Groups that are sharded over fewer ranks until backward, and over how many."""
+        """Number of ranks by group, for groups that are sharded over fewer ranks until backward."""
         self._left: list[str] = []
         """Groups in the order in which forward left them."""
         self._during = ""
@@ -202,7 +210,7 @@ class _Schedule:
         for group in among:
             self._during = group.name
             self._gather("forward", group.name)
-            for name in gathered_ahead_in_forward(group.name, self._config):
+            for name in prefetched_in_forward(group.name, self._config):
                 self._gather("forward", name)
             self._forward(group.inner)
             self._left.append(group.name)
@@ -215,7 +223,7 @@ class _Schedule:
     def _backward(self, among: Sequence[Group], reduce_scatter: bool, all_reduce: bool) -> None:
         for group in reversed(among):
             self._gather("backward", group.name)
-            for name in gathered_ahead_in_backward(group.name, self._left, self._config):
+            for name in prefetched_in_backward(group.name, self._left, self._config):
                 self._gather("backward", name)
             self._backward(group.inner, reduce_scatter, all_reduce)
             # Leaving backward frees a group even where its gradients stay: the next micro-batch gathers it again.
@@ -235,7 +243,7 @@ class _Schedule:
         ranks: int = getattr(self._dims, over)
         if ranks == 1 and not (over == "dp_shard" and traits_of(str(torch.__version__)).one_rank_communicates):
             return
-        # The input of a reduce-scatter is a whole group, that of the others a shard.
+        # The input of a reduce-scatter is an unsharded group, that of the others a shard.
         numel = self._numels[group] * (ranks if kind == "reduce_scatter" else 1)
         dtype = self._policy.compute if kind == "all_gather" else self._policy.reduce
         if smaller:

@@ -4,8 +4,11 @@ Model (N. J. Higham, T. Mary, "A new approach to probabilistic rounding error an
 2019, theorem 3.1): an inner product of length n in arithmetic of unit roundoff u has, with high probability, an error
 of at most about sqrt(n) u relative to its terms. Errors of successive stages are added, as if all pointed the same way.
 A deviation is a Frobenius norm relative to that of the full tensor, so single nearly cancelled elements do not count.
-Each bound is a formula over terms (`conformance.bound.Bound`), which reports show. docs/tolerances.md tells how far the
-bounds are from correct programs and from defects.
+Each bound is a formula over terms (`conformance.bound.Bound`), which reports show; a name stands for one number in a
+bound and the bounds inside of it. docs/tolerances.md tells how far the bounds are from correct programs and from
+defects.
+
+Where a function takes gradients, they are tensors of any shape and floating-point dtype by parameter name.
 """
 
 from collections.abc import Mapping
@@ -26,11 +29,11 @@ TF32_ROUNDOFF = 2.0**-11
 FP16_SMALLEST = 2.0**-24
 """Spacing of fp16 numbers below 2^-14: rounding there errs by at most half of it, however small the number."""
 _ROUNDINGS_PER_STEP = 10
-"""Roundings of an optimizer's step, see `replayed_state`."""
+"""Number of roundings in an optimizer's step, see `replayed_state`."""
 
 
 def forward_stages(model: ModelConfig, *, seq_len: int) -> float:
-    """Return the sum of sqrt(n) over the reductions of length n that a token passes on its way to the loss."""
+    """Return the sum of sqrt(n) over the reductions, of length n each, that a token passes on its way to the loss."""
     attention = 3 * sqrt(model.dim) + sqrt(model.head_dim) + sqrt(seq_len)  # norm, q/k/v, output; scores; values
     feed_forward = 2 * sqrt(model.dim) + sqrt(model.ffn_dim)  # norm, up and gate; down
     head = 2 * sqrt(model.dim) + sqrt(model.vocab_size)  # norm, output; softmax
@@ -52,12 +55,13 @@ def fp32_gradients(config: TrainerConfig) -> Bound:
 
 
 def _fp32(formula: str, config: TrainerConfig, *, tf32: str = "T") -> Bound:
-    terms: dict[str, float | Bound] = {
-        "u": FP32_ROUNDOFF,
-        "F": forward_stages(config.model, seq_len=config.data.seq_len),
-        "tokens": _tokens(config),
-    }
+    terms: dict[str, float | Bound] = {"u": FP32_ROUNDOFF, **_lengths(config)}
     return Bound(f"{formula} + {tf32}", terms | {"T": _tf32_forward(config)}) if config.tf32 else Bound(formula, terms)
+
+
+def _lengths(config: TrainerConfig) -> dict[str, float]:
+    """Terms from lengths of sums: `F`, see `forward_stages`, and `tokens`, the number of tokens of a step."""
+    return {"F": forward_stages(config.model, seq_len=config.data.seq_len), "tokens": _tokens(config)}
 
 
 def _tokens(config: TrainerConfig) -> int:
@@ -85,36 +89,46 @@ def _tf32_forward(config: TrainerConfig) -> Bound:
 def fp16_gradients(config: TrainerConfig, expected: Mapping[str, Tensor], *, loss_scale: float) -> dict[str, Bound]:
     """Return the relative deviation of each gradient computed in fp16 from `expected`, that of fp32 or better.
 
-    The first term is that of `fp32_gradients`, with the unit roundoff of fp16. The second is underflow (Higham, as
-    below, section 2.1: `fl(x) = x (1 + delta) + eta`, of which one is zero): each of the stages that a token's gradient
-    passes may err by half of FP16_SMALLEST in each element, independently; a weight adds up those of all tokens, times
-    activations, which norms keep at about 1. In units of the unscaled gradient that is divided by the loss scale.
-    Where gradients are also added up and reduced in fp16, that is a sum over micro-batches and ranks, and one more
-    stage: what is divided by about the root of the number of ranks before, is divided by the rest of it afterwards.
+    The first term is that of `fp32_gradients`, with the unit roundoff of fp16. The second is underflow (Higham's book,
+    see `emulated_gradients`, section 2.1: `fl(x) = x (1 + delta) + eta`, where delta or eta is zero): each of the
+    stages that a token's gradient passes may err by half of FP16_SMALLEST in each element, independently; a weight adds
+    up the errors of all tokens, times activations, which norms keep at about 1. In units of the unscaled gradient the
+    error is divided by the loss scale. Where gradients are also added up and reduced in fp16, there is a sum over
+    micro-batches and ranks, and one more stage: a gradient that is divided by about the root of the number of ranks
+    before the reduction is divided by the rest of that number afterwards.
     """
-    formula = "u * (3 * F + sqrt(tokens))"
-    terms: dict[str, float | Bound] = {
-        "u": FP16_ROUNDOFF,
-        "F": forward_stages(config.model, seq_len=config.data.seq_len),
-        "tokens": _tokens(config),
-        "eta": FP16_SMALLEST,
-        "scale": loss_scale,
-        "stages": _backward_stages(config.model),
-    }
+    rounding, sums = "u * (3 * F + sqrt(tokens))", dict[str, float]()
+    stages = _backward_stages(config.model)
     if dtype_policy(config.precision).reduce == FP16:
-        formula += " + u * sqrt(summands)"
-        terms["summands"] = config.mesh.dp_replicate * _shards(config) * config.accumulation
-        terms["stages"] = _backward_stages(config.model) + 1
-    formula += " + eta / 2 / scale * stages * sqrt(tokens) * sqrt(numel) / max(norm, eta / scale)"
+        rounding, sums = "u * (3 * F + sqrt(tokens) + sqrt(summands))", {"summands": _summands(config)}
+        stages += 1
+    error = Bound(rounding, {"u": FP16_ROUNDOFF, **_lengths(config), **sums})
     return {
-        name: Bound(formula, terms | {"numel": grad.numel(), "norm": float(grad.double().norm())})
+        name: bound(
+            "r + eta * stages * sqrt(tokens) * sqrt(numel) / (2 * max(scale * norm, eta))",
+            r=error,
+            eta=FP16_SMALLEST,
+            stages=stages,
+            tokens=_tokens(config),
+            numel=grad.numel(),
+            scale=loss_scale,
+            norm=float(grad.double().norm()),
+        )
         for name, grad in expected.items()
     }
 
 
+def _summands(config: TrainerConfig) -> int:
+    """Number of gradients, by micro-batch and data-parallel rank, that add up to that of a step."""
+    return config.mesh.dp_replicate * _shards(config) * config.accumulation
+
+
 def _backward_stages(model: ModelConfig) -> int:
-    """Products and norms, each of which is followed by a rounding: per block norm, q/k/v, scores, values, output; norm,
-    gate and up, down; then norm, output. Backward repeats each twice."""
+    """Number of products and norms in backward, each of which is followed by a rounding.
+
+    Forward has per block norm, q/k/v, scores, values, output; norm, gate and up, down; then norm, output. Backward
+    repeats each twice.
+    """
     return 2 * (8 * model.n_layers + 2)
 
 
@@ -141,8 +155,8 @@ def updates(gradient_error: Bound, reference: ReferenceRun, config: OptimizerCon
     derivative eps / (|g| + eps)^2; later steps, averages over more gradients, are less sensitive. The steps' errors
     are added: the total change is at most the sum of the steps. SGD is linear, its sensitivity is 1.
     Clipping scales by the norm, whose error is another e times `norm_condition`. Each step also rounds the new
-    parameter to fp32, by up to u of its own size, which counts where the change is small compared with the parameter
-    (norm weights near 1).
+    parameter to fp32, by up to u of the parameter's size, which counts where the change is small compared with the
+    parameter (norm weights near 1).
     """
     clip = clip_factor(reference.grad_norms[0], max_norm=config.max_norm)
     terms: dict[str, float | Bound] = {
@@ -186,7 +200,7 @@ def moments(gradient_error: Bound, reference: ReferenceRun, config: OptimizerCon
 
 
 def clipped_gradients(gradient_error: Bound, gradients: Mapping[str, Tensor], *, order: float) -> Bound:
-    """Return the relative error of clipped gradients: their own, and that of the norm in the factor."""
+    """Return the relative error of clipped gradients: that of the gradients, and that of the norm in the factor."""
     return bound("e * (1 + c)", e=gradient_error, c=norm_condition(gradients, order=order))
 
 
@@ -194,11 +208,11 @@ def emulated_gradients(config: TrainerConfig, emulated: Emulation) -> dict[str, 
     """Return the relative deviation of each gradient of a run from the emulation, which rounds where the run does.
 
     What is left open is the order of sums. Over two ranks a sum has one order, and of tensor-parallel sums in bf16 the
-    order is known (`virtual_tp.sums_in_ring_order`): no bit may differ, as products of equal shapes are equal in bits
-    with one torch on one machine. A sum over n > 2 data-parallel ranks in any order has an error of at most
+    order is known (`virtual_tp.sums_in_ring_order`): no bit may differ, as products of equal shapes are equal in every
+    bit with one torch on one machine. A sum over n > 2 data-parallel ranks in any order has an error of at most
     (n - 1) u times the sum of its terms' sizes (Higham, "Accuracy and Stability of Numerical Algorithms", 2nd edition,
     section 4.2), in the run as in the emulation. In fp32 with tensor parallelism, compiled, or with TF32, of which the
-    emulation knows nothing, the two are computations of their own, each with the error of `fp32_gradients`.
+    emulation knows nothing, run and emulation are computations of their own, each with the error of `fp32_gradients`.
     """
     if config.precision == "fp32" and (config.mesh.tp > 1 or config.compile != "none" or config.tf32):
         return dict.fromkeys(emulated.gradients, both(fp32_gradients(config)))
@@ -213,7 +227,7 @@ def emulated_gradients(config: TrainerConfig, emulated: Emulation) -> dict[str, 
 
 def both(error: Bound) -> Bound:
     """Return the deviation of two computations that both have the given error."""
-    return bound("2 * e", e=error)
+    return bound("2 * g", g=error)
 
 
 def _shards(config: TrainerConfig) -> int:
@@ -232,10 +246,10 @@ def bf16_error_factor(config: TrainerConfig) -> Bound:
 
 
 def norm(gradients: Mapping[str, Tensor], *, order: float) -> Bound:
-    """Return the relative error of a total norm whose terms are given.
+    """Return the relative error of the total norm of given gradients.
 
-    A maximum is exact; other norms are a sum over all elements, in fp32. torch gives the norm of each gradient in its
-    dtype, so that one of bf16 is rounded before norms are combined
+    A maximum is exact; other norms are a sum over all elements, in fp32. torch gives the norm of each gradient in the
+    gradient's dtype, so that the norm of a bf16 gradient is rounded before norms are combined
     (https://docs.pytorch.org/docs/stable/generated/torch.linalg.vector_norm.html, `dtype`).
     """
     if order == inf:
@@ -248,10 +262,10 @@ def norm(gradients: Mapping[str, Tensor], *, order: float) -> Bound:
 
 
 def clipping(gradients: Mapping[str, Tensor], *, order: float) -> dict[str, Bound]:
-    """Return the relative error of each clipped gradient, given those before.
+    """Return the relative error of each clipped gradient, given the gradients before clipping.
 
     The norm, norm + 1e-6, quotient and product are rounded, the last two in the gradient's dtype (a scalar tensor takes
-    the dtype of what it is multiplied with).
+    the dtype of the tensor that it is multiplied with).
     """
     error = norm(gradients, order=order)
     return {

@@ -1,5 +1,6 @@
-"""What tensor parallelism shards and sends: Megatron's plan (arXiv:1909.08053), with sequence parallelism on request
-(arXiv:2205.05198, figures 5 and 6).
+"""Schedule of tensor parallelism: Megatron's plan (arXiv:1909.08053), with or without sequence parallelism.
+
+Source of sequence parallelism: arXiv:2205.05198, figures 5 and 6.
 
 Between two tensor-parallel regions activations of (batch, sequence, dim) are either replicated or sharded along the
 sequence. A region is entered and left:
@@ -9,7 +10,7 @@ sequence. A region is entered and left:
     replicated (f, g)           -             all-reduce      all-reduce       -
     sharded (g, g bar)          all-gather    reduce-scatter  reduce-scatter   all-gather
 
-The embedding, split by rows of the vocabulary, only leaves a region, the output only enters one; attention and
+The embedding, sharded by rows of the vocabulary, only leaves a region, the output only enters a region; attention and
 feed-forward do both.
 """
 
@@ -19,8 +20,8 @@ from conformance.oracles.dtype_policy import dtype_policy
 from conformance.oracles.schedule import Event, Kind, communicates
 from conformance.oracles.torch_versions import traits_of
 from reference_trainer.config import ModelConfig, TrainerConfig
-from reference_trainer.mesh import ParallelDims
 from reference_trainer.model import Transformer
+from reference_trainer.parallel_dims import ParallelDims
 
 _ROWS = ("tok_embeddings", "output", "wq", "wk", "wv", "w1", "w3")
 _COLUMNS = ("wo", "w2")
@@ -28,7 +29,10 @@ _REPLICATED = ("attention_norm", "ffn_norm", "norm")
 
 
 def sharded_dim(parameter: str) -> int | None:
-    """Dimension that tensor parallelism divides, None if replicated. Raises ValueError for an unknown parameter."""
+    """Return the dimension of a parameter that tensor parallelism shards, None if it is replicated.
+
+    Raises ValueError for an unknown parameter.
+    """
     module, kind = parameter.split(".")[-2:]
     if module in _ROWS:
         return 0
@@ -40,7 +44,10 @@ def sharded_dim(parameter: str) -> int | None:
 
 
 def local_shapes(model: ModelConfig, *, tp: int, tp_rank: int) -> dict[str, tuple[int, ...]]:
-    """Shape of this rank's part of each parameter. A dimension that `tp` does not divide leaves less to the last."""
+    """Return the shape of a rank's tensor-parallel shard of each parameter.
+
+    Where `tp` does not divide a dimension, the last ranks have less of it.
+    """
     with torch.device("meta"):
         parameters = dict(Transformer(model).named_parameters())
     shapes = {}
@@ -54,9 +61,9 @@ def local_shapes(model: ModelConfig, *, tp: int, tp_rank: int) -> dict[str, tupl
 
 
 def tensor_parallel_events(config: TrainerConfig, dims: ParallelDims) -> list[Event]:
-    """All collectives over `tp` in forward and backward of one optimizer step; the same on every rank, in its order.
+    """Return all collectives over `tp` in forward and backward of one optimizer step, in the order of every rank.
 
-    Sizes are those of the largest rank: what a rank has less of an uneven dimension is padded before it is sent.
+    Sizes are those of the largest rank: a rank that has less of an uneven dimension pads it before it is sent.
     """
     if dims.tp == 1:
         return []
@@ -99,9 +106,9 @@ class _Traffic:
     def _block_backward(self) -> None:
         """Feed-forward and attention, with recomputation.
 
-        Selective checkpointing keeps what matrix products compute, but not what collectives make of it. Eager blocks
-        are recomputed when backward asks for a tensor of them, up to the last that it needs, which what leaves the last
-        region is not; a compiled block is recomputed first, and as a whole.
+        Selective checkpointing keeps the outputs of matrix products, but not those of collectives on them. An eager
+        block is recomputed when backward asks for a tensor of it, up to the last tensor that backward needs: the sum
+        that leaves the last region is not needed. A compiled block is recomputed first, and completely.
         """
         checkpointing, compiled = self._config.activation_checkpointing != "none", self._config.compile != "none"
         if checkpointing and compiled:
@@ -127,8 +134,10 @@ class _Traffic:
         self._enter("backward")
 
     def _logits_and_loss(self) -> None:
-        """Logits are gathered, or three numbers of each token are: the maximum, the sum of exponentials, the label's
-        logit, in the loss's fp32. Backward needs nothing more: each rank knows the gradient of its own logits.
+        """Logits are gathered, or three numbers of each token are reduced, in the loss's fp32.
+
+        These are the maximum, the sum of exponentials and the label's logit. Backward needs nothing more: each rank
+        knows the gradient of its own logits.
         """
         if self._config.loss_parallel:
             for _ in range(3):
@@ -140,10 +149,10 @@ class _Traffic:
         """With sequence parallelism each rank has a partial sum of the gradient of a norm's weight, over its tokens.
 
         FSDP reduces it over `tp` when it takes the gradient to reduce it itself (FSDPParam._get_grad_inner_tensor), in
-        the gradient's dtype: that of computation, or the one in which micro-batches have been accumulated, which from
-        2.15 on is that of all such gradients (`traits.VersionTraits.gradients_have_own_dtypes`). Biases of wo
-        and w2, unlike Megatron's, cost nothing: DTensor adds a share of them on each rank before the reduction, so
-        that their gradient comes from what backward has gathered and is whole on every rank.
+        the gradient's dtype: that of computation, or the dtype in which micro-batches have been accumulated, which from
+        2.15 on is that of all gradients of norms (`VersionTraits.gradients_have_own_dtypes`). Biases of wo and w2,
+        unlike Megatron's, cost nothing: DTensor adds a share of them on each rank before the reduction, so that their
+        gradient comes from what backward has gathered and is complete on every rank.
         """
         reduces, _ = communicates(self._config, micro_batch)
         if not self._config.sequence_parallel or not reduces:

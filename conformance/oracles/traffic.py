@@ -1,6 +1,6 @@
 """Traffic model: all collectives of one rank in one optimizer step, in every phase.
 
-The sum of what FSDP, tensor parallelism, the loss and clipping send, each derived from what its algorithm needs.
+The collectives of FSDP, tensor parallelism, the loss and clipping, each derived from what its algorithm needs.
 """
 
 from collections.abc import Iterable
@@ -12,43 +12,55 @@ from conformance.oracles.loss_scale import unscale_events
 from conformance.oracles.schedule import Event, fsdp_events, shard_numels
 from conformance.oracles.tp_schedule import local_shapes, tensor_parallel_events
 from reference_trainer.config import TrainerConfig
-from reference_trainer.mesh import ParallelDims
+from reference_trainer.parallel_dims import ParallelDims
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives that have phase, group, kind and dtype in common."""
+    """Number and bytes of collectives that have phase, group, kind and dtype in common."""
 
     count: int = 0
     nbytes: int = 0
-    """Of this rank's inputs. What then passes a link follows from them, kind and group: (n-1)/n of the input of a
-    reduce-scatter over n ranks, n-1 times that of an all-gather, 2(n-1)/n of an all-reduce's."""
+    """Bytes of this rank's inputs.
+
+    The bytes that pass a link follow from these, kind and group: (n-1)/n of the input of a reduce-scatter over n ranks,
+    n-1 times that of an all-gather, 2(n-1)/n of an all-reduce's.
+    """
 
 
 TrafficByKey = dict[tuple[str, str, str, str], Traffic]
-"""By phase, group, kind and dtype."""
+"""Traffic by phase, group, kind and dtype."""
 
 
 class Sent(Protocol):
-    """A collective, predicted or measured."""
+    """Collective, predicted (`schedule.Event`) or measured (`instruments.facts.Collective`)."""
 
     @property
-    def phase(self) -> str: ...
+    def phase(self) -> str:
+        """Phase of the step."""
+
     @property
-    def group(self) -> str: ...
+    def group(self) -> str:
+        """Ranks that take part."""
+
     @property
-    def kind(self) -> str: ...
+    def kind(self) -> str:
+        """Kind of the collective."""
+
     @property
-    def dtype(self) -> str: ...
+    def dtype(self) -> str:
+        """Dtype on the wire."""
+
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Bytes of this rank's input."""
 
 
 def step_events(config: TrainerConfig, dims: ParallelDims, *, tp_rank: int) -> list[Event]:
-    """All collectives of a rank in any one step, FSDP's and tensor parallelism's each in its order.
+    """Return all collectives of a rank in any step, FSDP's and tensor parallelism's each in its order.
 
-    Of a rank's coordinates only `tp_rank` matters: FSDP pads what it divides unevenly, tensor parallelism gives the
-    last ranks less of a dimension that it does not divide.
+    Of a rank's coordinates only `tp_rank` matters: FSDP pads uneven shards, tensor parallelism gives the last ranks
+    less of a dimension that it shards unevenly.
     """
     shapes = local_shapes(config.model, tp=dims.tp, tp_rank=tp_rank)
     return [
@@ -62,7 +74,7 @@ def step_events(config: TrainerConfig, dims: ParallelDims, *, tp_rank: int) -> l
 
 
 def add_up(collectives: Iterable[Sent]) -> TrafficByKey:
-    """How many collectives there are of each phase, group, kind and dtype, and of how many bytes."""
+    """Return number and bytes of collectives by phase, group, kind and dtype."""
     total: TrafficByKey = {}
     for sent in collectives:
         key = (sent.phase, sent.group, sent.kind, sent.dtype)
@@ -72,6 +84,6 @@ def add_up(collectives: Iterable[Sent]) -> TrafficByKey:
 
 
 def _sum_over_dp(phase: str, dtype: str, dims: ParallelDims) -> list[Event]:
-    """One number, summed over one dimension after the other."""
+    """Sum of one number, over one dimension after the other."""
     sizes = {"dp_replicate": dims.dp_replicate, "dp_shard": dims.dp_shard}
     return [Event(phase, "all_reduce", name, 1, dtype) for name, size in sizes.items() if size > 1]

@@ -1,8 +1,8 @@
-"""The forward pass of tensor-parallel ranks, all in one process, with the roundings of each rank's partial results.
+"""Forward pass of virtual tensor-parallel ranks in one process, with the roundings of each rank's partial results.
 
-Each rank computes with its slices of the weights: columns of wq, wk, wv, w1, w3 and of the output, rows of wo and w2,
-rows of the embedding. What the ranks exchange is a copy whose gradients are summed, or a sum whose gradient is copied
-(the operators f and g of arXiv:1909.08053, and their sequence-parallel forms of arXiv:2205.05198).
+Each rank computes with its shards of the weights: columns of wq, wk, wv, w1, w3 and of the output, rows of wo and w2,
+rows of the embedding. Ranks exchange a copy whose gradients are summed, or a sum whose gradient is copied (the
+operators f and g of arXiv:1909.08053, and their sequence-parallel forms of arXiv:2205.05198).
 """
 
 from collections.abc import Sequence
@@ -21,21 +21,22 @@ from reference_trainer.model import Block, Transformer
 _ROW_WISE = ("wo", "w2")
 
 
-def ring_sum(parts: Sequence[Tensor], *, dim: int | None) -> Tensor:
-    """Sum of one tensor from each rank, rounded after each addition as gloo's ring algorithm does.
+def ring_sum(terms: Sequence[Tensor], *, dim: int | None) -> Tensor:
+    """Return the sum of a tensor of each rank, rounded after each addition as gloo's ring algorithm does.
 
-    The tensor is cut into one chunk for each rank, along `dim` (a reduce-scatter) or as flat memory (an all-reduce,
-    None); chunk c passes the ranks c-1, c-2, ..., c (gloo/allreduce.cc, ring). For two ranks any order is the same;
-    for more `sums_in_ring_order` tells whether the backend at hand does so.
+    The tensors have equal shapes and dtypes, as has the sum. They are cut into a chunk for each rank, along `dim` (a
+    reduce-scatter) or as flat memory (an all-reduce, None); chunk c passes the ranks c-1, c-2, ..., c
+    (gloo/allreduce.cc, ring). For two ranks any order is the same; for more `sums_in_ring_order` tells whether the
+    backend at hand does so.
     """
-    count = len(parts)
+    count = len(terms)
     if count == 2:
-        return parts[0] + parts[1]
+        return terms[0] + terms[1]
     if dim is None:
-        return ring_sum([part.flatten() for part in parts], dim=0).view_as(parts[0])
-    cut = [part.chunk(count, dim) for part in parts]
-    chunks = range(len(cut[0]))
-    return torch.cat([reduce(add, [cut[(c - k) % count][c] for k in range(1, count + 1)]) for c in chunks], dim)
+        return ring_sum([term.flatten() for term in terms], dim=0).view_as(terms[0])
+    chunks = [term.chunk(count, dim) for term in terms]
+    sums = [reduce(add, [chunks[(c - k) % count][c] for k in range(1, count + 1)]) for c in range(len(chunks[0]))]
+    return torch.cat(sums, dim)
 
 
 def sums_in_ring_order(terms: Sequence[Sequence[float]], totals: Sequence[Sequence[float]]) -> bool:
@@ -48,7 +49,7 @@ def sums_in_ring_order(terms: Sequence[Sequence[float]], totals: Sequence[Sequen
 
 
 class _Copies(torch.autograd.Function):
-    """A copy for each rank; backward sums their gradients."""
+    """Copies of a tensor, for each rank; backward sums their gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, count: int, dim: int | None) -> tuple[Tensor, ...]:
@@ -61,12 +62,12 @@ class _Copies(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum of the ranks' partial results; backward hands each the same gradient."""
+    """Sum of the ranks' partial results; backward hands each rank the same gradient."""
 
     @staticmethod
-    def forward(ctx: Any, dim: int | None, *parts: Tensor) -> Tensor:
-        ctx.count = len(parts)
-        return ring_sum(parts, dim=dim)
+    def forward(ctx: Any, dim: int | None, *partials: Tensor) -> Tensor:
+        ctx.count = len(partials)
+        return ring_sum(partials, dim=dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -77,19 +78,22 @@ def _copies(x: Tensor, count: int, dim: int | None) -> Sequence[Tensor]:
     return _Copies.apply(x, count, dim)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _sum(parts: Sequence[Tensor], dim: int | None) -> Tensor:
-    return _Sum.apply(dim, *parts)  # type: ignore[no-untyped-call, no-any-return]
+def _sum(partials: Sequence[Tensor], dim: int | None) -> Tensor:
+    return _Sum.apply(dim, *partials)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class TensorParallelForward:
-    """Tokens (batch, seq) to logits (batch, seq, vocab_size), as `tp` ranks compute them."""
+    """Forward pass of a model as `tp` ranks compute it: tokens (batch, seq_len), int64, to logits.
+
+    Logits have shape (batch, seq_len, vocab_size) and the dtype of the model's parameters.
+    """
 
     def __init__(self, model: Transformer, *, tp: int, sequence_parallel: bool) -> None:
         self._model, self._tp, self._sequence_parallel = model, tp, sequence_parallel
         self._dim = 1 if sequence_parallel else None
-        """Activations are reduce-scattered along the sequence, or all-reduced."""
+        """Dimension along which activations are reduce-scattered, the sequence; None if they are all-reduced."""
         self.copied: dict[str, list[Tensor]] = {}
-        """By name, weights (dim) of which each rank has a copy and a gradient that is its share of the sum."""
+        """Weights of shape (dim,) by name, of which each rank has a copy, whose gradient is a term of the full sum."""
         if sequence_parallel:
             self.copied = {
                 f"{name}.weight": [norm.weight.detach().clone().requires_grad_() for _ in range(tp)]
@@ -98,6 +102,7 @@ class TensorParallelForward:
             }
 
     def __call__(self, tokens: Tensor) -> Tensor:
+        """Return the logits of tokens."""
         model = self._model
         x: Tensor = model.tok_embeddings(tokens)  # only one rank knows a token, the others add zero
         for name, block in cast("list[tuple[str, Block]]", list(model.layers.named_children())):
@@ -106,48 +111,48 @@ class TensorParallelForward:
             normed = self._norm(f"layers.{name}.ffn_norm", x)
             x = x + self._region(block.feed_forward, normed)
         copies = _copies(self._norm("norm", x), self._tp, self._dim)
-        weights = self._slices(model.output.weight, 0)
+        weights = self._shards(model.output.weight, 0)
         return torch.cat([F.linear(copy, weight) for copy, weight in zip(copies, weights, strict=True)], -1)
 
     def _region(self, module: nn.Module, x: Tensor, *others: Tensor) -> Tensor:
-        """A module between a gather of its input and a reduction of its output."""
+        """Output of a module between a gather of its input and a reduction of its output."""
         copies = _copies(x, self._tp, self._dim)
         ranks = range(self._tp)
         outputs = [functional_call(module, self._parameters(module, rank), (copies[rank], *others)) for rank in ranks]
         return _sum(outputs, self._dim)
 
     def _parameters(self, module: nn.Module, rank: int) -> dict[str, Tensor]:
-        """Weights of one rank. A row-wise bias belongs to the sum: each rank adds its share."""
+        """Weights of one rank. A row-wise bias belongs to the sum: each rank adds a share of it."""
         local = {}
         for name, parameter in module.named_parameters():
             row_wise = name.split(".")[0] in _ROW_WISE
             if row_wise and parameter.ndim == 1:
                 local[name] = parameter / self._tp
             else:
-                local[name] = self._slices(parameter, 1 if row_wise else 0)[rank]
+                local[name] = self._shards(parameter, 1 if row_wise else 0)[rank]
         return local
 
-    def _slices(self, parameter: Tensor, dim: int) -> list[Tensor]:
-        return [part.contiguous() for part in parameter.chunk(self._tp, dim)]
+    def _shards(self, tensor: Tensor, dim: int) -> list[Tensor]:
+        return [shard.contiguous() for shard in tensor.chunk(self._tp, dim)]
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
-        """Sequence parallelism gives each rank a part of the sequence, and its own share of the weight's gradient."""
+        """Sequence parallelism gives each rank a shard of the sequence, and a term of the weight's gradient."""
         norm = self._model.get_submodule(name)
         if not self._sequence_parallel:
             # A view, for autograd to add up the norm's own terms first, as where the module's input is made a DTensor.
-            whole: Tensor = norm(x.view_as(x))
-            return whole
-        parts = zip(self.copied[f"{name}.weight"], x.chunk(self._tp, 1), strict=True)
-        return torch.cat([functional_call(norm, {"weight": w}, (part.contiguous(),)) for w, part in parts], 1)
+            normed: Tensor = norm(x.view_as(x))
+            return normed
+        ranks = zip(self.copied[f"{name}.weight"], self._shards(x, 1), strict=True)
+        return torch.cat([functional_call(norm, {"weight": weight}, (shard,)) for weight, shard in ranks], 1)
 
 
 class _VocabularyParallelLoss(torch.autograd.Function):
-    """Negative log-likelihood of sharded logits, summed; backward of softmax and loss in one, as loss_parallel does."""
+    """Summed negative log-likelihood of sharded logits; backward of softmax and loss in one, as loss_parallel does."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, tp: int) -> Tensor:
         shifted = logits - logits.amax(-1, keepdim=True)
-        sums = [part.contiguous().exp().sum(-1, keepdim=True) for part in shifted.chunk(tp, -1)]
+        sums = [shard.contiguous().exp().sum(-1, keepdim=True) for shard in shifted.chunk(tp, -1)]
         log_probabilities = shifted - ring_sum(sums, dim=None).log()
         valid = labels != IGNORED_LABEL
         safe = labels.where(valid, 0).unsqueeze(-1)
@@ -157,10 +162,13 @@ class _VocabularyParallelLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         log_probabilities, valid, safe = ctx.saved_tensors
-        chosen = torch.zeros_like(log_probabilities).scatter(-1, safe, -1.0)
-        return (chosen + log_probabilities.exp()) * grad.where(valid, 0).unsqueeze(-1), None, None
+        one_hot = torch.zeros_like(log_probabilities).scatter(-1, safe, -1.0)
+        return (one_hot + log_probabilities.exp()) * grad.where(valid, 0).unsqueeze(-1), None, None
 
 
 def vocabulary_parallel_loss(logits: Tensor, labels: Tensor, *, tp: int) -> Tensor:
-    """Summed loss of fp32 logits (tokens, vocab_size) that `tp` ranks share, with IGNORED_LABEL left out."""
+    """Return the summed loss, a scalar in fp32, of logits that are sharded over `tp` ranks along the vocabulary.
+
+    Logits have shape (tokens, vocab_size), fp32; labels (tokens,), int64, of which IGNORED_LABEL is left out.
+    """
     return _VocabularyParallelLoss.apply(logits, labels, tp)  # type: ignore[no-untyped-call, no-any-return]

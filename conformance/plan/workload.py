@@ -14,8 +14,8 @@ from reference_trainer.config import (
     ModelConfig,
     OptimizerConfig,
     TrainerConfig,
-    scales_loss,
 )
+from reference_trainer.precision import PRECISIONS
 
 if TYPE_CHECKING:
     from conformance.plan.cells import Cell
@@ -81,7 +81,7 @@ def trainer_config(cell: "Cell") -> TrainerConfig:
     require(
         cell.saved_on != "none" or cell.saving == "blocking", f"cell {cell.id}: saving {cell.saving} needs saved_on"
     )
-    scales = scales_loss(cell.precision)
+    scales = PRECISIONS[cell.precision].scales_loss
     require(
         scales or cell.loss_scale == "fits", f"cell {cell.id}: loss_scale {cell.loss_scale} needs a precision of fp16"
     )

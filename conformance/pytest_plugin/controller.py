@@ -15,7 +15,7 @@ from conformance.pytest_plugin.order import remember_durations
 from conformance.pytest_plugin.setup import SessionSetup
 from conformance.report.cell_facts import cell_facts
 from conformance.report.environment import environment_facts, suite_digest
-from conformance.report.html import report_page
+from conformance.report.html import html_report
 from conformance.report.schema import CaseResult, Footer, Header, Report
 from conformance.report.text import markdown, terminal_lines
 
@@ -183,7 +183,7 @@ class Controller:
             unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
             unfinished.rename(self._directory / "report.json")
             baseline = self._baseline.report if self._baseline else None
-            (self._directory / "report.html").write_text(report_page(report, baseline=baseline))
+            (self._directory / "report.html").write_text(html_report(report, baseline=baseline))
             (self._directory / "summary.md").write_text(markdown(report))
             (self._directory / "plan.json").unlink(missing_ok=True)
         except OSError as error:

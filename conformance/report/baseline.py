@@ -1,4 +1,4 @@
-"""`--baseline DIR`: a session beside an earlier report."""
+"""`--baseline DIR`: a session compared with an earlier report."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,18 +7,19 @@ from conformance.judge.measurements import Measurement
 from conformance.judge.verdicts import Verdict
 from conformance.report.diff import diff, read_report
 from conformance.report.diff_text import as_text
-from conformance.report.drift import Moved, moved_figures
+from conformance.report.drift import Drifted, drifted_metrics
 from conformance.report.environment import suite_digest
 from conformance.report.schema import Report
 
 
 class Baseline:
-    """An earlier report.
-
-    Raises ValueError if there is none in the directory, or if it was judged by another suite: see `diff --any-suite`.
-    """
+    """Earlier report that a session is compared with."""
 
     def __init__(self, directory: Path) -> None:
+        """Read the report in a directory.
+
+        Raises ValueError if there is none, or one that was judged by another suite: see `diff --any-suite`.
+        """
         self.report = read_report(directory)
         if self.report.suite_digest != suite_digest():
             raise ValueError(
@@ -28,21 +29,21 @@ class Baseline:
         self._cases = {case.id: case for case in self.report.cases}
 
     def judge(self, case: str, measured: Mapping[str, Measurement]) -> tuple[Verdict, str]:
-        """The verdict on a case, `LAW/CELL`, that passes: whether its figures are those of the baseline."""
+        """Return verdict and reason for a case, `LAW/CELL`, that passes: a warning if its metrics have drifted."""
         known = self._cases.get(case)
-        moved = moved_figures(known.measured, measured) if known and known.verdict == Verdict.PASS else []
-        if case.startswith("ENV-") or not moved:
+        drifted = drifted_metrics(known.measured, measured) if known and known.verdict == Verdict.PASS else []
+        if case.startswith("ENV-") or not drifted:
             return Verdict.PASS, ""
-        return Verdict.QUALITY_WARNING, "; ".join(map(_told, moved))
+        return Verdict.QUALITY_WARNING, "; ".join(map(_text, drifted))
 
     def difference(self, report: Report) -> str:
-        """As text; of a session that ended early there is none."""
+        """Return the difference between the baseline and a report, as text; none if a session ended early."""
         try:
-            return f"beside the baseline: {as_text(diff(self.report, report))}"
+            return f"compared with the baseline: {as_text(diff(self.report, report))}"
         except ValueError as error:
             return f"no comparison with the baseline: {error}"
 
 
-def _told(moved: Moved) -> str:
-    before, after = ("none" if value is None else f"{value:.6g}" for value in (moved.before, moved.after))
-    return f"{moved.name}: {after} {moved.unit}, {before} in the baseline"
+def _text(drifted: Drifted) -> str:
+    before, after = ("none" if value is None else f"{value:.6g}" for value in (drifted.before, drifted.after))
+    return f"{drifted.name}: {after} {drifted.unit}, {before} in the baseline"

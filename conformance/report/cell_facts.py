@@ -1,7 +1,7 @@
-"""Facts about cells that stand in the report beside the verdicts: time of steps, and what went over the wire.
+"""Facts about cells that stand in the report in addition to the verdicts: time of steps, and bytes on the wire.
 
-They are derived from the records of a session; torch, which the controller never imports, is not needed. No verdict
-rests on them.
+Facts are derived from the records of a session; torch, which the controller never imports, is not needed. No verdict
+rests on a fact.
 """
 
 from collections import Counter
@@ -16,45 +16,46 @@ from conformance.run.record import RECORD_FILE, Header
 
 
 class Collective(msgspec.Struct, frozen=True, array_like=True):
-    """One, as a list: a report has many."""
+    """Collective of rank 0; a list in JSON, since a report has many."""
 
     phase: str
     kind: str
     group: str
     dtype: str
     nbytes: int
-    """Of rank 0's input."""
+    """Bytes of rank 0's input."""
 
 
 class CellFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One training run, the first of its cell."""
+    """Facts about the first training run of a cell."""
 
     substrate: str
     losses: list[float | None]
-    """Of all steps, in nats; None where it was not finite."""
+    """Losses of all steps, in nats; None where a loss was not finite."""
     step_s: list[float]
-    """Raw: of each step after the first, on the slowest rank, without the time that instruments took."""
+    """Raw times of each step after the first, on the slowest rank, without the time that instruments took."""
     calibration_s: float
-    """A fixed piece of work at the end of the run, on the slowest rank: times of two reports are compared beside it."""
+    """Time of a fixed piece of work at the end of the run, on the slowest rank: steps are compared relative to it."""
     tokens_per_s: float | None
     """Valid tokens of all ranks in the fastest of these steps; None for a run of one step."""
     schedule: list[Collective]
-    """Those of rank 0 in the last step, in their order."""
+    """Collectives of rank 0 in the last step, in their order."""
     communication: Communication | None = None
-    """Of rank 0 in the last step; None if that is the first, too."""
+    """Communication of rank 0 in the last step; None for a run of one step."""
 
     @property
     def wire_bytes(self) -> dict[str, int]:
-        """In the last step, by `KIND GROUP DTYPE` of the collective: bytes of rank 0's inputs."""
-        found: Counter[str] = Counter()
-        for one in self.schedule:
-            found[f"{one.kind} {one.group} {one.dtype}"] += one.nbytes
-        return dict(sorted(found.items()))
+        """Bytes of rank 0's inputs in the last step, by `KIND GROUP DTYPE` of the collective."""
+        nbytes = Counter[str]()
+        for sent in self.schedule:
+            nbytes[f"{sent.kind} {sent.group} {sent.dtype}"] += sent.nbytes
+        return dict(sorted(nbytes.items()))
 
     @property
     def collectives(self) -> dict[str, int]:
-        """In the last step, by `PHASE KIND GROUP`: how many."""
-        return dict(sorted(Counter(f"{one.phase} {one.kind} {one.group}" for one in self.schedule).items()))
+        """Number of collectives in the last step, by `PHASE KIND GROUP`."""
+        counts = Counter(f"{sent.phase} {sent.kind} {sent.group}" for sent in self.schedule)
+        return dict(sorted(counts.items()))
 
 
 class _Step(msgspec.Struct):
@@ -73,7 +74,7 @@ class _Collective(msgspec.Struct):
 
 
 class _Rank(msgspec.Struct):
-    """What is read of `recorder.RankFacts`."""
+    """Fields that are read of `recorder.RankFacts`."""
 
     steps: list[_Step]
     step_s: list[float]
@@ -83,7 +84,7 @@ class _Rank(msgspec.Struct):
 
 
 class _Run(msgspec.Struct):
-    """What is read of `record.RecordFile`."""
+    """Fields that are read of `record.RecordFile`."""
 
     header: Header
     ranks: list[_Rank]
@@ -91,7 +92,7 @@ class _Run(msgspec.Struct):
 
 
 def cell_facts(records: Path, *, session: str) -> dict[str, CellFacts]:
-    """Of all cells that a session has trained, by their ids; `records` is where its records are."""
+    """Return the facts of all cells that a session has trained, by id; `records` is the directory of its records."""
     runs = sorted(_runs(records, session=session), key=lambda run: run.header.cell.id)
     return {run.header.cell.id: _facts(run) for run in runs}
 
@@ -115,9 +116,9 @@ def _facts(run: _Run) -> CellFacts:
         calibration_s=round(max(rank.calibration_s for rank in run.ranks), 6),
         tokens_per_s=round(max(rates), 1) if rates else None,
         schedule=[
-            Collective(one.phase, one.kind, one.group, one.dtype, one.nbytes)
-            for one in run.ranks[0].collectives
-            if one.step == last
+            Collective(sent.phase, sent.kind, sent.group, sent.dtype, sent.nbytes)
+            for sent in run.ranks[0].collectives
+            if sent.step == last
         ],
         communication=run.ranks[0].communication,
     )

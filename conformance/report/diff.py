@@ -1,4 +1,4 @@
-"""`python -m conformance diff A B`: what is different in report B, beside report A, its baseline."""
+"""`python -m conformance diff A B`: what is different in report B, compared with report A, its baseline."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -8,8 +8,9 @@ from typing import Literal
 import msgspec
 
 from conformance.judge.verdicts import Verdict
-from conformance.report.drift import Moved, moved_facts, moved_figures, moved_times
+from conformance.report.drift import Drifted, drifted_facts, drifted_metrics, drifted_times
 from conformance.report.schema import CaseResult, Report
+from conformance.report.wording import counted
 
 Kind = Literal[
     "new-fail",
@@ -21,30 +22,31 @@ Kind = Literal[
     "support-gained",
     "support-lost",
 ]
+"""Kinds of change. Other programs read these words: `metric-moved` is a metric that has drifted."""
 HARMLESS: tuple[Kind, ...] = ("fixed", "new-case", "support-gained")
-"""What nobody has to look at before the new version is used."""
+"""Changes that need no review before an upgrade."""
 _GOOD = (Verdict.PASS, Verdict.QUALITY_WARNING, Verdict.WAIVED)
 _ABSENT = (Verdict.UNSUPPORTED, Verdict.NOT_RUN)
 _OF_THE_MACHINE = "ENV-"
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """One difference."""
+    """One difference between two reports."""
 
     kind: Kind
     case: str
-    """`LAW/CELL`; `CELL` for facts of a cell, `` for those of all cells."""
+    """`LAW/CELL`; `CELL` for facts of a cell, empty for those of all cells."""
     before: str
-    """Verdict, or figure."""
+    """Verdict, or value and unit of a metric."""
     after: str
     reason: str = ""
-    """Of the verdict after; or which figure."""
+    """Reason of the verdict after, or name of the metric."""
     ratio: float | None = None
-    """Of a figure, after over before."""
+    """Quotient of a metric's value after and its value before."""
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
-    """All that is different, and what was compared."""
+    """All changes between two reports, and what was compared."""
 
     schema: Literal[1] = 1
     before: dict[str, str]
@@ -53,17 +55,17 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def counts(self) -> Counter[Kind]:
-        """By kind."""
+        """Number of changes of each kind."""
         return Counter(change.kind for change in self.changes)
 
     @property
     def exit_status(self) -> int:
-        """1 if there is anything but improvements."""
+        """1 if any change needs a review, otherwise 0."""
         return int(any(kind not in HARMLESS for kind in self.counts))
 
 
 def read_report(directory: Path) -> Report:
-    """Raises ValueError if there is none, or one that cannot be read."""
+    """Return the report in a directory. Raises ValueError if there is none, or one that cannot be read."""
     try:
         return msgspec.json.decode((directory / "report.json").read_bytes(), type=Report)
     except OSError as error:
@@ -73,10 +75,14 @@ def read_report(directory: Path) -> Report:
 
 
 def diff(before: Report, after: Report, *, any_suite: bool = False) -> Difference:
-    """Raises ValueError for reports of different suites, unless told otherwise; and for ends that were not reached."""
+    """Return the changes from one report to another.
+
+    Raises ValueError if a session ended early, and for reports of different suites unless `any_suite` is set.
+    """
     for name, report in (("first", before), ("second", after)):
         if report.executed < report.planned:
-            raise ValueError(f"the {name} session ended early: {report.executed} of {report.planned} cases executed")
+            executed = f"{report.executed} of {counted(report.planned, 'case')} executed"
+            raise ValueError(f"the {name} session ended early: {executed}")
     if before.suite_digest != after.suite_digest and not any_suite:
         raise ValueError(
             f"judged by different suites ({before.suite_digest}, {after.suite_digest}): what differs may be the suite; "
@@ -100,13 +106,12 @@ def _title(report: Report) -> dict[str, str]:
 def _cases(before: Report, after: Report) -> Iterator[Change]:
     old, new = ({case.id: case for case in report.cases} for report in (before, after))
     for name in dict.fromkeys([*old, *new]):
-        one, other = old.get(name), new.get(name)
-        if one is None and other is not None:
-            yield Change(kind="new-case", case=name, before="", after=other.verdict, reason=other.reason)
-        elif other is None and one is not None:
-            yield Change(kind="removed", case=name, before=one.verdict, after="")
-        elif one is not None and other is not None:
-            yield from _case(one, other)
+        if name not in old:
+            yield Change(kind="new-case", case=name, before="", after=new[name].verdict, reason=new[name].reason)
+        elif name not in new:
+            yield Change(kind="removed", case=name, before=old[name].verdict, after="")
+        else:
+            yield from _case(old[name], new[name])
 
 
 def _case(before: CaseResult, after: CaseResult) -> Iterator[Change]:
@@ -114,7 +119,7 @@ def _case(before: CaseResult, after: CaseResult) -> Iterator[Change]:
     if kind:
         yield Change(kind=kind, case=after.id, before=before.verdict, after=after.verdict, reason=after.reason)
     elif before.verdict in _GOOD and not before.law.startswith(_OF_THE_MACHINE):
-        yield from (_moved(after.id, moved) for moved in moved_figures(before.measured, after.measured))
+        yield from (_drift(after.id, drifted) for drifted in drifted_metrics(before.measured, after.measured))
 
 
 def _verdict_change(before: Verdict, after: Verdict) -> Kind | None:
@@ -131,22 +136,22 @@ def _verdict_change(before: Verdict, after: Verdict) -> Kind | None:
 
 def _cells(before: Report, after: Report) -> Iterator[Change]:
     for cell in before.cells.keys() & after.cells.keys():
-        yield from (_moved(cell, moved) for moved in moved_facts(before.cells[cell], after.cells[cell]))
-    times = moved_times(before.cells, after.cells)
+        yield from (_drift(cell, drifted) for drifted in drifted_facts(before.cells[cell], after.cells[cell]))
+    times = drifted_times(before.cells, after.cells)
     if times:
-        yield _moved("", times)
+        yield _drift("", times)
 
 
-def _moved(case: str, moved: Moved) -> Change:
+def _drift(case: str, drifted: Drifted) -> Change:
     return Change(
         kind="metric-moved",
         case=case,
-        before=_figure(moved.before, moved.unit),
-        after=_figure(moved.after, moved.unit),
-        reason=moved.name,
-        ratio=moved.ratio,
+        before=_value(drifted.before, drifted.unit),
+        after=_value(drifted.after, drifted.unit),
+        reason=drifted.name,
+        ratio=drifted.ratio,
     )
 
 
-def _figure(value: float | None, unit: str) -> str:
+def _value(value: float | None, unit: str) -> str:
     return "none" if value is None else f"{value:.6g} {unit}"

@@ -23,7 +23,7 @@ _VARIABLE_PREFIXES = ("CUBLAS", "CUDA", "GLOO", "MKL", "NCCL", "OMP", "PYTORCH",
 
 
 def environment_facts(hardware: Hardware) -> dict[str, Any]:
-    """Versions, devices, memory, variables that change torch's behaviour, and the suite's commit."""
+    """Return versions, devices, memory, variables that change torch's behaviour, and the suite's commit."""
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -41,7 +41,7 @@ def environment_facts(hardware: Hardware) -> dict[str, Any]:
 
 
 def _device(hardware: Hardware) -> dict[str, Any]:
-    """What ranks compute on, if the case and the law allow."""
+    """Device that ranks compute on, if the case and the law allow."""
     if not hardware.devices:
         return {"type": "cpu", "name": _processor_name(), "count": len(os.sched_getaffinity(0))}
     names = dict.fromkeys(device.name for device in hardware.devices)
@@ -55,7 +55,7 @@ def _backends(hardware: Hardware) -> dict[str, str]:
 
 @cache
 def suite_digest() -> str:
-    """Of all code of the suite and of the trainer."""
+    """Return a digest of all code of the suite and of the trainer."""
     digest = hashlib.sha256()
     for package in _SUITE:
         for file in sorted(package.rglob("*.py")):

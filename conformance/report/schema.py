@@ -1,4 +1,4 @@
-"""The report's schema: what other programs read."""
+"""Fields of report.json and report.jsonl, which other programs read; docs/report.schema.json is made of them."""
 
 from typing import Any, Literal
 
@@ -7,9 +7,11 @@ import msgspec
 from conformance.judge.measurements import Measurement
 from conformance.report.cell_facts import CellFacts
 
+_DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
 
 class CaseResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One case: a law on a cell."""
+    """Result of one case: a law on a cell."""
 
     id: str
     """`LAW/CELL`."""
@@ -22,12 +24,13 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     duration_s: float
     """Set-up, call and tear-down, with the runs that this case had to make."""
     wait_s: float
-    """Of which waiting for another worker's run of the same cell."""
+    """Share of `duration_s` spent waiting for another worker's run of the same cell, for devices or processors."""
     run_s: float
-    """Of which running cells; 0 if all records were there."""
+    """Share of `duration_s` spent running cells; 0 if all records were there."""
     measured: dict[str, Measurement]
+    """Metrics by name, whether they hold or not."""
     repro: str
-    """One command that repeats just this case."""
+    """Command that repeats just this case."""
     nodeid: str
 
 
@@ -38,14 +41,18 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header", tag_field=
     session: str
     profile: str
     seed: int
-    """What was added to the seed of each cell."""
+    """Number that was added to the seed of each cell."""
     started: str
     """Local date and time in ISO 8601: on that day waivers hold or have expired."""
     suite_digest: str
-    """Of the code that judges: reports of equal digests can be compared case by case."""
+    """Digest of the code that judges: reports of equal digests can be compared case by case."""
     matrix_digest: str
     defect: str | None
     environment: dict[str, Any]
+
+
+class CaseLine(CaseResult, frozen=True, kw_only=True, tag="case", tag_field="type"):
+    """Line of report.jsonl between the first and the last: the result of a case."""
 
 
 class Footer(msgspec.Struct, frozen=True, kw_only=True, tag="footer", tag_field="type"):
@@ -59,7 +66,7 @@ class Footer(msgspec.Struct, frozen=True, kw_only=True, tag="footer", tag_field=
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """report.json."""
+    """Content of report.json."""
 
     schema: Literal[1] = 1
     session: str
@@ -76,5 +83,15 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     exit_code: int
     duration_s: float
     cells: dict[str, CellFacts]
-    """Facts beside the verdicts, by cell."""
+    """Facts about cells, by id; no verdict rests on them."""
     cases: list[CaseResult]
+
+
+def report_schema() -> dict[str, Any]:
+    """Return the JSON Schema of report.json."""
+    return {"$schema": _DIALECT, "title": "report.json", **msgspec.json.schema(Report)}
+
+
+def line_schema() -> dict[str, Any]:
+    """Return the JSON Schema of each line of report.jsonl."""
+    return {"$schema": _DIALECT, "title": "line of report.jsonl", **msgspec.json.schema(Header | CaseLine | Footer)}

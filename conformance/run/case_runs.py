@@ -20,6 +20,7 @@ from conformance.run.ranks.messages import Task
 from conformance.run.record import Header, Record, RecordFile, write_results
 from conformance.run.store import Clock, RecordStore
 from conformance.run.torch_support import confuses_embeddings, require_features
+from reference_trainer.precision import PRECISIONS
 
 # Error messages of ranks, and of libraries in them, about a disk: no fault of the product.
 _STORAGE_FAULT = re.compile("No space left on device|Disk quota exceeded|Read-only file system")
@@ -150,8 +151,8 @@ class CaseRuns:
         """
         kind = cell.mesh
         if confuses_embeddings(self.store.torch_version):
-            shards = "bf16" if cell.precision in ("bf16-init", "bf16-mixed") else "fp32"
-            kind = f"{kind} {cell.model} {shards}"
+            precision = PRECISIONS[cell.precision]
+            kind = f"{kind} {cell.model} {precision.build or precision.shard}"
         return kind if self.store.shares_ranks else f"{kind} {self.store.defect or ''}"
 
 

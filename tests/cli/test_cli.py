@@ -1,15 +1,17 @@
 """`python -m conformance`: what it prints, and that mistakes are one line and exit status 2."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from expecttest import assert_expected_inline
 
 from conformance.__main__ import main
-from conformance.cli.describe import asserted_laws, show
-from conformance.cli.laws_page import PAGE, laws_page
+from conformance.cli.show import show
 from conformance.defects.catalogue import defects
+from conformance.laws.registry import asserted_laws
 from conformance.plan.cells import Cell
 from conformance.plan.matrix import load_matrix
 from conformance.project import PROJECT
@@ -76,7 +78,7 @@ PAR-5  Ranks that hold the same elements of a parameter, gradient, buffer or mom
 reference    https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 since        torch 2.6
 substrates   gloo, nccl-shared, nccl
-asserted in  conformance/laws/test_invariance.py:LINE test_replicas_are_equal
+asserted in  conformance/laws/test_par.py:LINE test_replicas_are_equal
 families     parity-fp32
 cases        2 in smoke, 3 in pr
 must catch   replica-desync, buffer-wrong-off-rank0, tp-ranks-different-data, clip-norm-local, ignored-params-unreduced, conditional-param-use-hang, sp-norm-grad-unreduced, tp-to-local-no-grad-placement
@@ -132,5 +134,35 @@ def test_mistakes_are_told_on_stderr(
     assert problem in output.err
 
 
-def test_the_page_of_laws_is_in_step() -> None:
-    assert PAGE.read_text() == laws_page(), "python -m conformance laws --write-docs"
+def test_what_docs_hold_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    docs = PROJECT / "docs"
+    assert printed(capsys, "laws") == (docs / "laws.md").read_text()
+    assert printed(capsys, "schema") == (docs / "report.schema.json").read_text()
+    assert printed(capsys, "schema", "--line") == (docs / "report_line.schema.json").read_text()
+
+
+def test_listing_does_without_torch(matrix: str) -> None:
+    program = (
+        "import sys, conformance.__main__ as command\n"
+        f"status = command.main(['list', {matrix!r}])\n"
+        "sys.exit('torch' in sys.modules or status)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=PROJECT, timeout=60, check=False)
+    assert done.returncode == 0
+
+
+def test_the_help_names_each_command_in_a_group(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    groups, _, listed = capsys.readouterr().out.partition("positional arguments:")
+    commands = re.findall(r"^    (\w+)  ", listed, flags=re.MULTILINE)
+    assert "Commands besides running the suite with pytest:" in groups
+    assert commands
+    assert all(re.search(rf"\b{command}\b", groups) for command in commands)
+
+
+def test_an_unknown_command_is_a_usage_error() -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["nonsense"])
+    assert ended.value.code == 2

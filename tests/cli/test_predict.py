@@ -1,4 +1,4 @@
-"""`python -m conformance predict`: known sizes, a published figure, and what cannot be predicted."""
+"""`python -m conformance predict`: known sizes, a published number, and what cannot be predicted."""
 
 import json
 import xml.etree.ElementTree as ET
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from conformance.__main__ import main
-from conformance.cli.predict import Prediction, Request, model_names, prediction
+from conformance.cli.prediction import Prediction, Request, model_names, prediction
 
 _GIB = 1024**3
 
@@ -28,9 +28,9 @@ def of(model: str = "llama3-8b", mesh: str = "dp8", **options: Any) -> Predictio
     ],
 )
 def test_published_numbers_of_parameters(model: str, billions: float) -> None:
-    found = of(model, "dp1024")
-    assert round(found.parameters / 1e9, 2) == billions
-    assert 12 * found.parameters / 1024 <= found.state_bytes < 12.2 * found.parameters / 1024
+    predicted = of(model, "dp1024")
+    assert round(predicted.parameters / 1e9, 2) == billions
+    assert 12 * predicted.parameters / 1024 <= predicted.state_bytes < 12.2 * predicted.parameters / 1024
 
 
 def test_every_model_that_is_shipped_is_known() -> None:
@@ -39,7 +39,7 @@ def test_every_model_that_is_shipped_is_known() -> None:
 
 def test_never_above_always_as_published() -> None:
     """Llama-3-8B on 8 GPUs, sequences of 8192: 62.18 GiB and 49.41 GiB, where embedding, norm and output are in the
-    root, which is never resharded, and the last block is not either (figures of DESIGN.md section 5).
+    root, which is never resharded, and the last block is not either.
     """
     kept = json.dumps({"tok_embeddings": "never", r"layers\.31": "never", "output": "never"})
     never, always = (of(reshard=mode).phases["backward"]["peak_bytes"] for mode in ("never", kept))
@@ -47,10 +47,10 @@ def test_never_above_always_as_published() -> None:
 
 
 def test_the_largest_model_on_4096_ranks() -> None:
-    found = of("llama3.1-405b", "hsdp8x64-tp8", activation_checkpointing="full")
-    assert found.ranks == 4096
-    assert found.phases["backward"]["peak_bytes"] < 80 * _GIB
-    sent = {(t["kind"], t["group"]) for t in found.traffic}
+    predicted = of("llama3.1-405b", "hsdp8x64-tp8", activation_checkpointing="full")
+    assert predicted.ranks == 4096
+    assert predicted.phases["backward"]["peak_bytes"] < 80 * _GIB
+    sent = {(t["kind"], t["group"]) for t in predicted.traffic}
     assert {("all_gather", "dp_shard"), ("reduce_scatter", "dp_shard"), ("all_reduce", "dp_replicate")} <= sent
 
 
@@ -72,7 +72,7 @@ def test_what_needs_less(less: dict[str, Any], more: dict[str, Any]) -> None:
     assert peaks[0] < peaks[1]
 
 
-def test_text_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_json_and_chart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["predict", "--model", "llama2-7b", "--mesh", "dp8", "--picture", str(tmp_path / "p.svg")]
     assert main(arguments) == 0
     text = capsys.readouterr().out
@@ -80,11 +80,12 @@ def test_text_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str
         "llama2-7b, 6.74 billion parameters: dp8 (8 ranks), bf16-mp, reshard default, 1 x 8192 tokens"
     )
     assert "backward  reduce_scatter  dp_shard" in text
-    picture = ET.parse(tmp_path / "p.svg").getroot()
-    assert sum(element.tag.endswith("rect") for element in picture.iter()) == 10
+    chart = ET.parse(tmp_path / "p.svg").getroot()
+    assert sum(element.tag.endswith("rect") for element in chart.iter()) == 10
     assert main([*arguments, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["phases"]["forward"]["peak_bytes"] > found["state_bytes"] > 0
+    predicted = json.loads(capsys.readouterr().out)
+    assert set(predicted) == set(Prediction.__struct_fields__)
+    assert predicted["phases"]["forward"]["peak_bytes"] > predicted["state_bytes"] > 0
 
 
 @pytest.mark.parametrize(
@@ -103,6 +104,6 @@ def test_text_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str
 )
 def test_what_cannot_be_predicted(options: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     merged = {"model": "llama3-8b", "mesh": "dp8"} | options
-    arguments = [part for name, value in merged.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in merged.items()]
     assert main(["predict", *arguments]) == 2
     assert message in capsys.readouterr().err

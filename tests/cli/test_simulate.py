@@ -3,21 +3,23 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
 from conformance.__main__ import main
-from conformance.cli.predict import Request, prediction
-from conformance.cli.simulate import Simulation, simulation
+from conformance.cli.prediction import Request, prediction
+from conformance.cli.simulation import Simulation, simulation
 from conformance.defects.catalogue import injected
 from conformance.experiments.fake_step import fake_step
 from conformance.experiments.memory import step_in_simulation
-from conformance.memory_segment import MemorySegment
 from conformance.oracles.memory_model import usage_by_phase
 from conformance.plan.cells import Cell
-from reference_trainer.mesh import resolve_mesh
+from conformance.run.experiment import job_of
+from conformance.run.ranks.messages import RankContext
+from reference_trainer.parallel_dims import resolve_mesh
 
 SMALL = ["n_layers=3", "dim=1024", "n_heads=8", "n_kv_heads=4", "ffn_dim=2048", "vocab_size=32768", "max_seq_len=256"]
 
@@ -27,9 +29,9 @@ def of(mesh: str = "dp64", **options: Any) -> Simulation:
     return simulation(msgspec.convert(defaults | options | {"mesh": mesh}, Request))
 
 
-def largest_deviation(found: Simulation) -> float:
-    figures = [found.state, *(one for kinds in found.phases.values() for one in kinds.values())]
-    return max(abs(one.ratio - 1) for one in figures)
+def largest_deviation(simulated: Simulation) -> float:
+    metrics = [simulated.state, *(metric for kinds in simulated.phases.values() for metric in kinds.values())]
+    return max(abs(metric.ratio - 1) for metric in metrics)
 
 
 @pytest.mark.parametrize(
@@ -44,22 +46,22 @@ def largest_deviation(found: Simulation) -> float:
     ],
 )
 def test_simulated_is_predicted(mesh: str, options: dict[str, Any]) -> None:
-    found = of(mesh, **options)
-    assert list(found.phases) == ["forward", "backward", "clip", "optimizer", "idle"]
-    assert largest_deviation(found) < 0.0001
+    simulated = of(mesh, **options)
+    assert list(simulated.phases) == ["forward", "backward", "clip", "optimizer", "idle"]
+    assert largest_deviation(simulated) < 0.0001
 
 
 def test_a_slice_of_a_large_model_on_1024_ranks() -> None:
     """Of 70 billion parameters, four layers in full width: what belongs to one layer or one parameter shows."""
-    found = of("dp1024", model="llama3-70b", overrides=["n_layers=4"], seq_len=8192)
-    assert found.phases["backward"]["peak"].simulated_bytes > 30 * 1024**3
-    assert largest_deviation(found) < 0.0001
-    assert found.cpu_s < 30
+    simulated = of("dp1024", model="llama3-70b", overrides=["n_layers=4"], seq_len=8192)
+    assert simulated.phases["backward"]["peak"].simulated_bytes > 30 * 1024**3
+    assert largest_deviation(simulated) < 0.0001
+    assert simulated.cpu_s < 30
 
 
 def test_with_tensor_parallelism_as_json() -> None:
     """In a process of its own, see `fake_step`."""
-    shape = [part for one in SMALL for part in ("--set", one)]
+    shape = [f"--set={override}" for override in SMALL]
     options = ["--model=llama3-8b", "--mesh=hsdp2x8-tp4", "--seq-len=128", *shape, "--simulate", "--json"]
     done = subprocess.run(
         [sys.executable, "-m", "conformance", "predict", *options],
@@ -68,9 +70,9 @@ def test_with_tensor_parallelism_as_json() -> None:
         timeout=300,
         check=True,
     )
-    found = json.loads(done.stdout)
-    assert found["ranks"] == 64
-    assert largest_deviation(msgspec.convert(found["simulation"], Simulation)) < 0.0001
+    predicted = json.loads(done.stdout)
+    assert predicted["ranks"] == 64
+    assert largest_deviation(msgspec.convert(predicted["simulation"], Simulation)) < 0.0001
 
 
 @pytest.mark.parametrize(("precision", "bytes_of_norms"), [("fp32", 4), ("bf16-mp", 6)])
@@ -89,26 +91,24 @@ def test_the_estimate_is_what_the_operators_keep_but_for_norms(precision: str, b
 )
 def test_a_fault_is_seen(defect: str, phase: str, kind: str) -> None:
     with injected(defect):
-        found = of(reshard="always", precision="fp32")
-    assert found.phases[phase][kind].ratio > 1.02
+        simulated = of(reshard="always", precision="fp32")
+    assert simulated.phases[phase][kind].ratio > 1.02
 
 
-def test_the_ledger_of_fake_tensors_agrees_with_that_of_real_ones() -> None:
+def test_the_ledger_of_fake_tensors_agrees_with_that_of_real_ones(tmp_path: Path) -> None:
     """To the byte in forward, backward and clipping; optimizers allocate some scalars otherwise."""
     cell = Cell(mesh="dp4")
     config = cell.config
-    payload = {"config": msgspec.to_builtins(config), "world_size": cell.world_size, "defect": None}
-    measured: Any = step_in_simulation(None, payload)["segments"]  # type: ignore[arg-type]
-    real = usage_by_phase(msgspec.convert(measured, list[MemorySegment]))
-    step = fake_step(config, resolve_mesh(config.mesh, world_size=cell.world_size))
-    fake = usage_by_phase(msgspec.convert(step.segments, list[MemorySegment], from_attributes=True))
+    context = RankContext(rank=0, world_size=1, rendezvous="", timeout_s=60.0)
+    real = usage_by_phase(step_in_simulation.perform(context, job_of(cell, tmp_path, defect=None)).segments)
+    fake = usage_by_phase(fake_step(config, resolve_mesh(config.mesh, world_size=cell.world_size)).segments)
     for phase in ("forward", "backward", "clip"):
         assert fake[phase] == real[phase], phase
     assert abs(fake["optimizer"].peak_bytes - real["optimizer"].peak_bytes) <= 16
 
 
 def test_text(capsys: pytest.CaptureFixture[str]) -> None:
-    shape = [part for one in SMALL for part in ("--set", one)]
+    shape = [f"--set={override}" for override in SMALL]
     assert main(["predict", "--model=llama3-8b", "--mesh=dp64", "--seq-len=128", *shape, "--simulate"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("llama3-8b with n_layers=3 dim=1024 ")
@@ -127,7 +127,7 @@ def test_text(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_what_cannot_be_simulated(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    shape = [part for one in SMALL for part in ("--set", one)]
+    shape = [f"--set={override}" for override in SMALL]
     assert main(["predict", "--model=llama3-8b", "--mesh=dp64", "--seq-len=128", *shape, "--simulate", *options]) == 2
     assert message in capsys.readouterr().err
 

@@ -12,7 +12,7 @@ from expecttest import assert_expected_inline
 from conformance.__main__ import main
 from conformance.cli.versions import versions_table
 from conformance.project import PROJECT
-from tests.report.test_diff import case, report
+from tests.report.sample_reports import case, report
 
 OLD = report(case("PAR-10/a"), case("PAR-2/a", "unsupported"), case("PAR-2/b"), torch="2.6.0")
 NEW = report(case("PAR-2/a"), case("PAR-2/b", "fail"), case("MP-1/a"), torch="2.15.0")
@@ -20,22 +20,26 @@ NEW = report(case("PAR-2/a"), case("PAR-2/b", "fail"), case("MP-1/a"), torch="2.
 
 def test_a_table_of_versions() -> None:
     assert_expected_inline(
-        versions_table([OLD, NEW], table_format="simple"),
+        versions_table([OLD, NEW]),
         """\
-law     2.6.0                  2.15.0
-------  ---------------------  --------------
-MP-1    -                      1 pass
-PAR-2   1 pass, 1 unsupported  1 pass, 1 fail
-PAR-10  1 pass                 -""",
+Profile `smoke`, 3 cases for each version of torch.
+
+| law    | 2.6.0                 | 2.15.0         |
+|--------|-----------------------|----------------|
+| MP-1   | -                     | 1 pass         |
+| PAR-2  | 1 pass, 1 unsupported | 1 pass, 1 fail |
+| PAR-10 | 1 pass                | -              |""",
     )
     with pytest.raises(ValueError, match=r"reports are of torch 2.6.0, 2.6.0: give one for each version"):
         versions_table([OLD, OLD])
+    with pytest.raises(ValueError, match=r"reports are of different profiles: \[\('pr', 3\), \('smoke', 3\)\]"):
+        versions_table([OLD, msgspec.structs.replace(NEW, profile="pr")])
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, found in (("old", OLD), ("new", NEW)):
+    for name, side in (("old", OLD), ("new", NEW)):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "report.json").write_bytes(msgspec.json.encode(found))
+        (tmp_path / name / "report.json").write_bytes(msgspec.json.encode(side))
     assert main(["versions", str(tmp_path / "old"), str(tmp_path / "new")]) == 0
     assert "| PAR-10 | 1 pass" in capsys.readouterr().out
     assert main(["versions", str(tmp_path / "none")]) == 2

@@ -8,11 +8,11 @@ import pytest
 from expecttest import assert_expected_inline
 
 from conformance.__main__ import main
-from conformance.cli.waiver_drafts import NO_ISSUE, draft_waivers
+from conformance.cli.waive import NO_ISSUE, draft_waivers
 from conformance.judge.waivers import Waivers
 from conformance.plan.cells import Cell
 from reference_trainer.strict_yaml import convert, load
-from tests.report.test_diff import case, report
+from tests.report.sample_reports import case, report
 
 TODAY = datetime.date(2026, 11, 22)
 FAILED = report(

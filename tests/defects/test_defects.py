@@ -1,21 +1,21 @@
-"""Detection power: every defect is caught by the laws that it names, and benign changes pass."""
+"""Detection power: every defect is caught by the laws that it names, and its benign twin passes them."""
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 import conformance.instruments.poison  # noqa: F401
 import reference_trainer.checkpoint  # noqa: F401 - so that all that a defect may replace is loaded
-from conformance.cli.describe import law_tests
 from conformance.defects.catalogue import AND, TWIN, defects, ids, injected, sources_of
-from conformance.defects.injection import Defect, NotInjectable, replaced
-from conformance.defects.shown_by import SHOWN_BY
-from conformance.detection.bench import Bench
+from conformance.defects.injection import Defect, NotInjectable, repeated_call, replaced, replaced_call
+from conformance.detection.case_judge import CaseJudge
 from conformance.detection.trials import escapes
 from conformance.judge.verdicts import Verdict, classify
+from conformance.laws.registry import law_tests
 from conformance.oracles import dtype_policy as dtype_policies
 from conformance.oracles.dtype_policy import BF16, FP32, dtype_policy
 from conformance.outcomes import CellFailed
@@ -26,82 +26,85 @@ from tests.pytest_plugin import miniatures
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+def case_judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CaseJudge]:
     with Pools() as pools:
-        yield Bench(tmp_path_factory.mktemp("records"), pools)
+        yield CaseJudge(tmp_path_factory.mktemp("records"), pools)
 
 
 def by_id(defect: Defect) -> str:
     return defect.id
 
 
-SHOWN_HERE = [defect for defect in defects() if "gloo" in defect.substrates]
+SHOWN_ON_CPU = [defect for defect in defects() if "gloo" in defect.substrates]
 
 
-def test_every_defect_has_its_cells_here() -> None:
-    assert SHOWN_BY.keys() == {defect.id for defect in SHOWN_HERE}, "name the cells that show it in SHOWN_BY"
+def test_a_defect_has_cells_if_the_cpu_shows_it() -> None:
+    assert [defect.id for defect in defects() if defect.cells] == [defect.id for defect in SHOWN_ON_CPU]
 
 
-def laws_shown_by(selection: str) -> set[str]:
-    return {law for defect in SHOWN_HERE if SHOWN_BY[defect.id] == selection for law in defect.laws}
+def laws_to_fail(selection: str) -> set[str]:
+    """Return the laws that the defects of these cells must fail."""
+    return {law for defect in SHOWN_ON_CPU if defect.cells == selection for law in defect.laws}
 
 
-def enough() -> list[str]:
-    """Cells on which every law is to let benign changes pass: those first that show the most laws that are left."""
-    selections = sorted(set(SHOWN_BY.values()))
-    left = set().union(*(laws_shown_by(selection) for selection in selections))
+def selections_for_all_laws() -> list[str]:
+    """Return few selections that show a defect to every law, chosen greedily: first the one that adds most laws."""
+    selections = sorted({defect.cells for defect in SHOWN_ON_CPU})
+    missing = set().union(*map(laws_to_fail, selections))
     chosen = []
-    while left:
-        chosen.append(max(selections, key=lambda one: len(laws_shown_by(one) & left)))
-        left -= laws_shown_by(chosen[-1])
+    while missing:
+        chosen.append(max(selections, key=lambda selection: len(laws_to_fail(selection) & missing)))
+        missing -= laws_to_fail(chosen[-1])
     return chosen
 
 
-@pytest.mark.parametrize("selection", enough())
-def test_benign_changes_pass(bench: Bench, selection: str) -> None:
-    """The twins of all defects that these cells show, in force at once, and all laws that these defects must fail.
+@pytest.mark.parametrize("selection", selections_for_all_laws())
+def test_benign_twins_pass(case_judge: CaseJudge, selection: str) -> None:
+    """The twins of all defects of these cells, in force at once, pass all laws that these defects must fail.
 
-    `conformance defects` judges each twin, and alone. Those that change one place hide each other: they take turns.
+    `conformance defects` judges each twin alone. Twins that replace the same attribute hide each other, and take turns.
     The twin of a hang may issue collectives of its own, which only the laws that it names let pass.
     """
-    shown = {f"{defect.id}{TWIN}": defect for defect in SHOWN_HERE if SHOWN_BY[defect.id] == selection}
-    alone = [[name] for name, defect in shown.items() if defect.hangs]
-    for twins in apart([name for name, defect in shown.items() if not defect.hangs]) + alone:
-        named = {law for name in twins for law in shown[name].laws}
-        found = bench.judge(bench.cases(selection, only=named), defect=AND.join(twins))
-        assert found
-        assert [judged for judged in found if judged.verdict != Verdict.PASS] == []
+    twins = {f"{defect.id}{TWIN}": defect for defect in SHOWN_ON_CPU if defect.cells == selection}
+    of_hangs = [[name] for name, defect in twins.items() if defect.hangs]
+    for group in without_common_attributes([name for name, defect in twins.items() if not defect.hangs]) + of_hangs:
+        laws = {law for name in group for law in twins[name].laws}
+        results = case_judge.judge(case_judge.cases(selection, only=laws), defect=AND.join(group))
+        assert results
+        assert [judged for judged in results if judged.verdict != Verdict.PASS] == []
 
 
-def apart(names: Sequence[str]) -> list[list[str]]:
-    """As few groups as come easily, in none of which two change the same place."""
+def without_common_attributes(names: Sequence[str]) -> list[list[str]]:
+    """Return groups of defects, chosen greedily, in none of which two defects replace the same attribute."""
     groups: list[tuple[list[str], set[str]]] = []
     before = snapshot()
     for name in names:
         with injected(name):
-            places = {place for place, value in snapshot().items() if value != before.get(place)}
-        group = next((group for group in groups if not group[1] & places), None)
+            changed = {attribute for attribute, value in snapshot().items() if value != before.get(attribute)}
+        group = next((group for group in groups if not group[1] & changed), None)
         if group is None:
-            groups.append(([name], places))
+            groups.append(([name], changed))
         else:
             group[0].append(name)
-            group[1].update(places)
+            group[1].update(changed)
     return [group for group, _ in groups]
 
 
-# After the twins, since processes that other defects were in serve all, see `try_defect`.
-@pytest.mark.parametrize("defect", SHOWN_HERE, ids=by_id)
-def test_a_defect_is_caught_by_its_laws(bench: Bench, defect: Defect) -> None:
-    assert escapes(bench, defect) == []
+# After the twins, since rank processes that other defects were in serve all tests, see `try_defect`.
+@pytest.mark.parametrize("defect", SHOWN_ON_CPU, ids=by_id)
+def test_a_defect_is_caught_by_its_laws(case_judge: CaseJudge, defect: Defect) -> None:
+    assert escapes(case_judge, defect) == []
 
 
-def test_the_other_meaning_of_an_unset_reduce_dtype_is_seen(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if this torch were on the other side of 2.15, where it has changed."""
+def test_the_other_meaning_of_an_unset_reduce_dtype_is_caught(
+    case_judge: CaseJudge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The policy is that of a torch on the other side of 2.15, where the meaning has changed."""
     policy = dtype_policy("bf16-params")
     other = dataclasses.replace(policy, reduce=BF16 if policy.reduce == FP32 else FP32)
     monkeypatch.setitem(dtype_policies._POLICIES, "bf16-params", other)
-    found = bench.judge(bench.cases("id = dp2-bf16params-default-meta"), defect=None)
-    assert {judged.case.law for judged in found if judged.verdict == Verdict.FAIL} >= {"PAR-2", "MP-1", "MP-4"}
+    results = case_judge.judge(case_judge.cases("id = dp2-bf16params-default-meta"), defect=None)
+    assert {judged.case.law for judged in results if judged.verdict == Verdict.FAIL} >= {"PAR-2", "MP-1", "MP-4"}
 
 
 @pytest.mark.parametrize(
@@ -128,7 +131,7 @@ def test_ids_are_unique_and_have_twins() -> None:
 
 @pytest.mark.parametrize("name", ids())
 def test_injection_is_undone(name: str) -> None:
-    """Also after an error."""
+    """All replaced attributes are restored, also after an error."""
     before = snapshot()
 
     def fail_inside() -> None:
@@ -142,20 +145,21 @@ def test_injection_is_undone(name: str) -> None:
 
 
 def snapshot() -> dict[str, int]:
-    """Identity of all that lives in the modules that defects replace names of, and in their classes."""
+    """Return the identity of each attribute of the modules that defects change, and of the classes in them."""
 
     def members(prefix: str, owner: ModuleType | type) -> Iterator[tuple[str, int]]:
         for name, value in vars(owner).items():
             yield f"{prefix}.{name}", id(value)
-            of_it = issubclass(type(value), type) and owner.__name__.startswith(value.__module__)  # or of its package
-            if isinstance(owner, ModuleType) and of_it:
+            # A class of the module or of its package.
+            is_own_class = issubclass(type(value), type) and owner.__name__.startswith(value.__module__)
+            if isinstance(owner, ModuleType) and is_own_class:
                 yield from members(f"{prefix}.{name}", value)
 
     torch_modules = ("fsdp.", "tensor.", "checkpoint.", "_functional_collectives")
     prefixes = ("reference_trainer.", "torch.nn.utils.", *(f"torch.distributed.{name}" for name in torch_modules))
     others = ("torch", "torch.distributed", "torch.nn.init", "psutil", "conformance.instruments.poison")
     modules = {name: module for name, module in sys.modules.items() if name.startswith(prefixes) or name in others}
-    return {key: number for name, module in modules.items() for key, number in members(name, module)}
+    return {attribute: identity for name, module in modules.items() for attribute, identity in members(name, module)}
 
 
 def test_nothing_is_injected_without_a_name() -> None:
@@ -179,8 +183,8 @@ def test_an_unknown_id_is_an_error(name: str) -> None:
         ("torch.distributed.fsdp:FSDPModule", "nothing"),
     ],
 )
-def test_a_defect_whose_place_is_gone_is_an_error(owner: str, name: str) -> None:
-    """Not a pass: it would prove nothing."""
+def test_a_defect_whose_attribute_is_gone_is_an_error(owner: str, name: str) -> None:
+    """A pass would prove nothing."""
     with (
         pytest.raises(NotInjectable, match=f"{owner} has no {name}: "),
         replaced(owner, name, lambda original: original),
@@ -188,22 +192,52 @@ def test_a_defect_whose_place_is_gone_is_an_error(owner: str, name: str) -> None
         pytest.fail("never reached")
 
 
-def test_a_defect_that_cannot_be_injected_is_the_suites_error(bench: Bench) -> None:
-    found = bench.judge(bench.cases("id = dp2-fp32-default-meta-sgd"), defect="nonsense")
-    assert len(found) == 2
-    for judged in found:
+class Counter:
+    def add(self, number: int, *, times: int = 1) -> int:
+        return number * times
+
+
+COUNTER = f"{__name__}:Counter"
+
+
+def test_replaced_call_is_given_the_original_and_all_arguments() -> None:
+    def add(original: Callable[..., int], counter: Counter, number: int, *, times: int) -> int:
+        return 100 * original(counter, number, times=times)
+
+    with replaced_call(COUNTER, "add", add):
+        assert Counter().add(2, times=3) == 600
+    assert Counter().add(2, times=3) == 6
+
+
+@pytest.mark.parametrize(("times", "result"), [(0, None), (1, 6), (2, 6)])
+def test_repeated_call_calls_the_original_as_often_as_it_is_told(times: int, result: int | None) -> None:
+    calls = []
+
+    def add(original: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return original(*args, **kwargs)
+
+    with replaced_call(COUNTER, "add", add), repeated_call(COUNTER, "add", times=times):
+        assert Counter().add(2, times=3) == result
+    assert len(calls) == times
+
+
+def test_a_defect_that_cannot_be_injected_is_the_suites_error(case_judge: CaseJudge) -> None:
+    results = case_judge.judge(case_judge.cases("id = dp2-fp32-default-meta-sgd"), defect="nonsense")
+    assert len(results) == 2
+    for judged in results:
         assert judged.verdict == Verdict.ERROR
         assert judged.reason.endswith("NotInjectable: nonsense cannot be injected: KeyError: 'nonsense'")
 
 
-def test_a_rank_that_hangs_is_told_from_its_waiting_peers(bench: Bench) -> None:
+def test_a_rank_that_hangs_is_told_from_its_waiting_peers(case_judge: CaseJudge) -> None:
     limit_s = 6.0
     cell, defect = Cell(mesh="dp2", seed=1), f"{miniatures.__file__}:suspended"
     with pytest.raises(CellFailed) as caught:
-        CaseRuns(bench.store(defect=defect, deadline_s=limit_s)).run(cell)
+        CaseRuns(case_judge.store(defect=defect, deadline_s=limit_s)).run(cell)
     failure = caught.value.failure
     assert (failure.kind, failure.first_rank) == ("timeout", 1)
     assert failure.reason == f"no result from ranks 0, 1 within {limit_s:g} s; rank 1 did not wait for a peer"
     assert classify(caught.value)[0] == Verdict.TIMEOUT
     with pytest.raises(CellFailed, match="no result"):
-        CaseRuns(bench.store(defect=defect)).run(cell)  # a hang is not repeated for the next law
+        CaseRuns(case_judge.store(defect=defect)).run(cell)  # a hang is not repeated for the next law

@@ -1,4 +1,4 @@
-"""Faults of buffers that only a device shows: that they reach the place they are put in, without a device."""
+"""Faults of buffers that only a device shows: without a device, they are seen to reach what they change."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
 
 from conformance.defects.catalogue import defects, injected
-from conformance.detection.bench import Bench
+from conformance.detection.case_judge import CaseJudge
 from conformance.judge.verdicts import Verdict
 from conformance.plan.substrates import CUDA
 from conformance.run.pool import Pools
@@ -17,12 +17,12 @@ ON_DEVICES = ("all-reduce-buffer-released", "offload-source-released", "offload-
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+def case_judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CaseJudge]:
     with Pools() as pools:
-        yield Bench(tmp_path_factory.mktemp("records"), pools)
+        yield CaseJudge(tmp_path_factory.mktemp("records"), pools)
 
 
-def test_they_name_devices_alone() -> None:
+def test_defects_of_devices_name_devices_alone() -> None:
     assert {defect.id: defect.substrates for defect in defects() if defect.id in ON_DEVICES} == dict.fromkeys(
         ON_DEVICES, CUDA
     )
@@ -30,15 +30,17 @@ def test_they_name_devices_alone() -> None:
 
 @pytest.mark.parametrize("suffix", ["", ".twin"])
 @pytest.mark.parametrize("name", ON_DEVICES)
-def test_in_a_real_run_without_streams_they_change_nothing(bench: Bench, name: str, suffix: str) -> None:
-    """Nor do they fail: what they change is there in this torch."""
+def test_defects_of_devices_change_nothing_in_a_run_without_streams(
+    case_judge: CaseJudge, name: str, suffix: str
+) -> None:
+    """The attributes that they replace exist in this torch."""
     cell = "hsdp2x2-bf16reduce-default-meta" if name.startswith("all") else "hsdp2x2-fp32-default-meta-offloadcpu"
-    (judged,) = bench.judge(bench.cases(f"id = {cell}", only=["STREAM-5"]), defect=name + suffix)
+    (judged,) = case_judge.judge(case_judge.cases(f"id = {cell}", only=["STREAM-5"]), defect=name + suffix)
     assert judged.verdict == Verdict.PASS, judged.reason
 
 
 class Stream:
-    """Remembers what it waits for."""
+    """Records the events that it waits for."""
 
     def __init__(self) -> None:
         self.waited: list[str] = []
@@ -48,7 +50,7 @@ class Stream:
 
 
 def after_backward(monkeypatch: pytest.MonkeyPatch, name: str, *, offloaded: bool) -> tuple[bool, list[str]]:
-    """Whether a group keeps the buffer of its all-reduce, and what the stream of backward waits for."""
+    """Return whether a group keeps the buffer of its all-reduce, and the events that backward's stream waits for."""
     monkeypatch.setattr(fsdp.FSDPParamGroup, "post_backward", lambda _group: None)
     stream = Stream()
     group: Any = SimpleNamespace(
@@ -63,9 +65,7 @@ def after_backward(monkeypatch: pytest.MonkeyPatch, name: str, *, offloaded: boo
 
 
 @pytest.mark.parametrize(("name", "offloaded"), [(ON_DEVICES[0], False), (ON_DEVICES[1], True)])
-def test_a_buffer_is_let_go_of_early_or_after_a_wait(
-    monkeypatch: pytest.MonkeyPatch, name: str, offloaded: bool
-) -> None:
+def test_a_buffer_is_dropped_early_or_after_a_wait(monkeypatch: pytest.MonkeyPatch, name: str, offloaded: bool) -> None:
     assert after_backward(monkeypatch, name, offloaded=offloaded) == (False, [])
     assert after_backward(monkeypatch, f"{name}.twin", offloaded=offloaded) == (False, ["reduced"])
     assert after_backward(monkeypatch, name, offloaded=not offloaded) == (True, [])

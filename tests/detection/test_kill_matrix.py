@@ -1,4 +1,4 @@
-"""The kill matrix itself: what it calls an escape, a false alarm and an idle law, and what it reuses."""
+"""The kill matrix itself: escapes, false alarms, laws that kill no defect, and results that are reused."""
 
 import importlib
 import json
@@ -15,11 +15,10 @@ from conformance.defects import catalogue
 from conformance.defects.catalogue import defects, injected, require_known
 from conformance.defects.injection import NotInjectable
 from conformance.detection import kill_matrix as module
-from conformance.detection.bench import Bench, excess
+from conformance.detection.case_judge import CaseJudge
 from conformance.detection.kill_matrix import KillMatrix, kill_matrix
-from conformance.detection.rendering import as_markdown, as_page, as_text
+from conformance.detection.rendering import as_html, as_markdown, as_text
 from conformance.detection.trials import LawTrial, Trial, key_of, try_defect
-from conformance.judge.measurements import Measurement
 from conformance.run.pool import Pools
 
 KILLED = LawTrial(cells=2, kills=("dp2",), margin=40.0, reason="too far", twin_failures=(), twin_margin=0.25)
@@ -44,64 +43,53 @@ def test_problems() -> None:
     assert matrix_of(trial(ALARMED)).problems == ["grads-summed.twin fails PAR-1: dp2: fail: too far"]
 
 
-def test_a_law_that_catches_nothing_is_a_problem_of_the_whole_catalogue() -> None:
+def test_a_law_that_kills_no_defect_is_a_problem_of_the_whole_catalogue() -> None:
     problems = matrix_of(trial(KILLED), complete=True).problems
-    assert "PAR-2 catches no defect: nobody knows whether it can fail" in problems
+    assert "PAR-2 kills no defect: nobody knows whether it can fail" in problems
     assert not any(problem.startswith("PAR-1 ") for problem in problems)
 
 
-def test_texts() -> None:
-    found = matrix_of(trial(KILLED), trial(ESCAPED))
-    text, page, markdown = as_text(found), as_page(found), as_markdown(found)
-    assert "1 of 2 defects caught by all laws that they name, 2 of 2 twins pass" in text
-    for output in (text, page, markdown):
+def test_all_renderings_tell_the_same() -> None:
+    matrix = matrix_of(trial(KILLED), trial(ESCAPED))
+    html, markdown = as_html(matrix), as_markdown(matrix)
+    for output in (as_text(matrix), html, markdown):
+        assert "1 of 2 defects caught by all laws that they name, 2 of 2 twins pass, 1 law, 0 laws" in output
         assert "grads-summed" in output
         assert "40" in output
         assert "25%" in output
         assert "grads-summed escapes PAR-1: it passes" in output
-    assert "<td>grads-summed<td>PAR-1<td>1 of 2 cells<td>40<td>passes, 25%<td>too far" in page
+    cells = ("grads-summed", "PAR-1", "1 of 2 cells", "40", "passes, 25%", "too far")
+    row = "".join(f"<td>{cell}</td>" for cell in cells)
+    assert f'<tr class="pass">{row}</tr>' in html
+    assert html.count('<tr class="fail">') == 1
+    assert html.startswith("<!doctype html>")
     assert BY_ID["grads-summed"].source in markdown
 
 
-@pytest.mark.parametrize(
-    ("value", "lower", "upper", "expected"),
-    [
-        (2.0, 0.0, 4.0, 0.5),
-        (8.0, 0.0, 4.0, 2.0),
-        (None, 0.0, 4.0, float("inf")),
-        (3.0, 3.0, 3.0, 0.0),
-        (4.0, 3.0, 3.0, float("inf")),
-        (1.0, 2.0, 4.0, 2.0),
-        (0.0, 2.0, 4.0, float("inf")),
-        (1.0, 0.0, 0.0, float("inf")),
-        (1.0, None, None, 0.0),
-        (-1.0, None, 4.0, 0.0),
-    ],
-)
-def test_excess(value: float | None, lower: float | None, upper: float | None, expected: float) -> None:
-    assert excess({"figure": Measurement(value, lower, upper, "one")}) == expected
-    assert excess({}) == 0.0
+def test_what_a_trial_says_is_text_in_html() -> None:
+    evil = msgspec.structs.replace(KILLED, reason="<script>alert(1)</script>")
+    assert "<script>" not in as_html(matrix_of(trial(evil)))
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+def case_judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CaseJudge]:
     with Pools() as pools:
-        yield Bench(tmp_path_factory.mktemp("records"), pools)
+        yield CaseJudge(tmp_path_factory.mktemp("records"), pools)
 
 
 @pytest.mark.parametrize(("inject", "twin"), [("grads-summed.twin", "grads-summed"), ("grads-summed.twin",) * 2])
 def test_a_defect_that_does_nothing_escapes_and_a_wrong_twin_fails(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, inject: str, twin: str
+    case_judge: CaseJudge, monkeypatch: pytest.MonkeyPatch, inject: str, twin: str
 ) -> None:
     """Names of the real catalogue, which the ranks inject, in wrong places."""
-    real, judge = BY_ID["grads-summed"], bench.judge
+    real, judge = BY_ID["grads-summed"], case_judge.judge
     names = {"grads-summed": inject, "grads-summed.twin": twin}
     monkeypatch.setattr(
-        bench, "judge", lambda cases, *, defect, **options: judge(cases, defect=names[defect], **options)
+        case_judge, "judge", lambda cases, *, defect, **options: judge(cases, defect=names[defect], **options)
     )
-    found = try_defect(bench, real)
-    assert found.escapes == real.laws
-    assert found.false_alarms == (real.laws if twin == "grads-summed" else ())
+    trial = try_defect(case_judge, real)
+    assert trial.escapes == real.laws
+    assert trial.false_alarms == (real.laws if twin == "grads-summed" else ())
 
 
 def test_results_are_reused_until_something_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,10 +122,10 @@ def test_the_key_depends_on_the_defect_and_the_profile() -> None:
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["defects", "optimizer-stale-params", "--workers", "1", "--report-dir", str(tmp_path)]
     assert main(command) == 0
-    assert "1 of 1 defects caught by all laws that they name, 1 of 1 twins pass" in capsys.readouterr().out
+    assert "1 of 1 defect caught by all laws that they name, 1 of 1 twin pass" in capsys.readouterr().out
     assert (tmp_path / "kill_matrix.html").read_text().startswith("<!doctype html>")
     assert main(command) == 0
-    assert "1 trials reused" in capsys.readouterr().out
+    assert "1 trial reused" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("arguments", [["nonsense"], ["--profile", "nonsense"]])
@@ -159,7 +147,8 @@ def clips_one():
         yield
 def broken():
     raise AttributeError("gone")
-MINE = Defect(id="mine", title="", source="", mechanism="", laws=(), inject=clips_one, inject_twin=clips_one)
+MINE = Defect(id="mine", title="", source="", mechanism="", laws=(), cells="",
+              inject=clips_one, inject_twin=clips_one)
 NUMBER = 3
 """
 
@@ -180,15 +169,15 @@ def test_a_users_defect_is_injected(file: Path, name: str) -> None:
     assert functions["clip_gradients"] is before
 
 
-def test_a_users_defect_is_caught(file: Path, bench: Bench) -> None:
-    cases = bench.cases("id = dp2-fp32-default-meta-clip0.1", only=("CLIP-1",))
-    (judged,) = bench.judge(cases, defect=f"{file}:clips_one")
+def test_a_users_defect_is_caught(file: Path, case_judge: CaseJudge) -> None:
+    cases = case_judge.cases("id = dp2-fp32-default-meta-clip0.1", only=("CLIP-1",))
+    (judged,) = case_judge.judge(cases, defect=f"{file}:clips_one")
     assert judged.verdict == "fail"
 
 
-def test_what_a_users_defect_breaks_while_it_is_injected_is_no_catch(file: Path, bench: Bench) -> None:
-    cases = bench.cases("id = dp2-fp32-default-meta-clip0.1", only=("CLIP-1",))
-    (judged,) = bench.judge(cases, defect=f"{file}:broken")
+def test_what_a_users_defect_breaks_while_it_is_injected_is_no_catch(file: Path, case_judge: CaseJudge) -> None:
+    cases = case_judge.cases("id = dp2-fp32-default-meta-clip0.1", only=("CLIP-1",))
+    (judged,) = case_judge.judge(cases, defect=f"{file}:broken")
     assert judged.verdict == "error"
     assert "NotInjectable" in judged.reason
 

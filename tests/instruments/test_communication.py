@@ -1,4 +1,4 @@
-"""Time that communication takes and hides: arithmetic of intervals, and traces that no profiler has written."""
+"""Communication of a step: arithmetic of intervals, traces made up, and a profile of real ranks."""
 
 import json
 from itertools import pairwise
@@ -6,15 +6,16 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
+from conformance.experiments.context import RankWorld
 from conformance.experiments.training import _profiled_step
 from conformance.instruments.communication import (
-    APART,
+    EXCLUDED,
     Communication,
-    Interval,
     Span,
     communication,
     length,
@@ -22,41 +23,42 @@ from conformance.instruments.communication import (
     union,
 )
 from conformance.instruments.step_profile import StepProfile, read_trace
-from conformance.run.pool import Pools, RankContext, Task
-from reference_trainer.config import TrainerConfig
+from conformance.plan.cells import Cell
+from conformance.run.experiment import job_of
+from conformance.run.pool import Pools
+from conformance.run.ranks.messages import RankContext, Task
 
 RANK, BACKEND = 7, 8
-intervals = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=8)
+INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=8)
 
 
-def moments(some: list[tuple[int, int]]) -> set[int]:
-    """Intervals between whole numbers, as the numbers at which their parts of length one begin."""
-    return {moment for start, end in some for moment in range(start, end)}
+def ticks(intervals: list[tuple[int, int]]) -> set[int]:
+    """Return the integers at which the unit intervals inside of these intervals begin."""
+    return {tick for start, end in intervals for tick in range(start, end)}
 
 
-@given(intervals)
-def test_a_union_has_the_same_moments(some: list[tuple[int, int]]) -> None:
-    found = union(some)
-    assert length(found) == len(moments(some))
-    assert all(before[1] < after[0] for before, after in pairwise(found))
-    assert all(start < end for start, end in found)
+@given(INTERVALS)
+def test_a_union_covers_the_same_time(some: list[tuple[int, int]]) -> None:
+    merged = union(some)
+    assert length(merged) == len(ticks(some))
+    assert all(before[1] < after[0] for before, after in pairwise(merged))
+    assert all(start < end for start, end in merged)
 
 
-@given(intervals, intervals)
-def test_what_is_uncovered_is_the_difference_of_the_moments(
-    some: list[tuple[int, int]], others: list[tuple[int, int]]
-) -> None:
-    assert uncovered(some, by=others) == len(moments(some) - moments(others))
+@given(INTERVALS, INTERVALS)
+def test_uncovered_time_is_the_difference(some: list[tuple[int, int]], others: list[tuple[int, int]]) -> None:
+    assert uncovered(some, by=others) == len(ticks(some) - ticks(others))
 
 
 def span(name: str, start: float, end: float, *, cat: str = "cpu_op", tid: int = RANK, ph: str = "X") -> Span:
     return Span(name=name, cat=cat, ph=ph, ts=start, dur=end - start, tid=tid)
 
 
-def measured(*spans: Span, on_device: bool, step_us: float = 100.0) -> Interval:
-    found = communication(spans, step_s=step_us * 1e-6, thread=RANK, on_device=on_device)
-    assert 0.0 <= found.exposed_s <= found.busy_s
-    return pytest.approx(found.busy_s * 1e6), pytest.approx(found.exposed_s * 1e6)  # type: ignore[return-value]
+def measured(*spans: Span, on_device: bool, step_us: float = 100.0) -> tuple[float, float]:
+    """Return busy and exposed communication in microseconds."""
+    times = communication(spans, step_s=step_us * 1e-6, thread=RANK, on_device=on_device)
+    assert 0.0 <= times.exposed_s <= times.busy_s
+    return round(times.busy_s * 1e6, 3), round(times.exposed_s * 1e6, 3)
 
 
 def kernel(name: str, start: float, end: float, *, stream: int = 0) -> Span:
@@ -81,12 +83,12 @@ def test_operators_of_the_rank_hide_collectives_on_the_cpu() -> None:
     assert measured(gather, span("aten::mm", 25, 50, ph="s"), on_device=False) == (20.0, 20.0)  # an arrow
 
 
-def test_what_instruments_do_is_no_part_of_a_step() -> None:
+def test_the_work_of_instruments_is_excluded() -> None:
     gather, other = (span("gloo:all_gather", start, start + 20, tid=BACKEND) for start in (10, 60))
-    apart = span(APART, 50, 90, cat="user_annotation")
-    found = communication([gather, other, apart], step_s=100e-6, thread=RANK, on_device=False)
-    assert found == Communication(step_s=60e-6, busy_s=20e-6, exposed_s=20e-6)
-    assert found.exposed_share == pytest.approx(1 / 3)
+    excluded = span(EXCLUDED, 50, 90, cat="user_annotation")
+    times = communication([gather, other, excluded], step_s=100e-6, thread=RANK, on_device=False)
+    assert times == Communication(step_s=60e-6, busy_s=20e-6, exposed_s=20e-6)
+    assert times.exposed_share == pytest.approx(1 / 3)
 
 
 def test_a_trace_is_read_from_what_a_profiler_writes(tmp_path: Path) -> None:
@@ -98,21 +100,20 @@ def test_a_trace_is_read_from_what_a_profiler_writes(tmp_path: Path) -> None:
     assert spans == [Span(name="process_name", ph="M", tid=""), Span(ph="i")]
 
 
-def test_a_step_that_nobody_asked_for_is_not_profiled() -> None:
+def test_without_a_step_nothing_is_profiled() -> None:
     profiled = StepProfile(None)
     profiled.begin(0)
-    with profiled.apart():
+    with profiled.excluded():
         pass
     profiled.end(0)
-    assert profiled.found is None
+    assert profiled.communication is None
 
 
-def test_a_step_with_communication(pools: Pools) -> None:
-    """On real ranks."""
+def test_real_ranks_expose_communication(pools: Pools) -> None:
     task = Task("tests.run.pool_tasks:profiled_step", {})
-    for reported in pools.run(task, world_size=2, deadline_s=60.0):
-        found = msgspec.convert(reported, Communication)
-        assert 0 < found.exposed_s <= found.busy_s < found.step_s
+    for result in pools.run(task, world_size=2, deadline_s=60.0):
+        times = msgspec.convert(result, Communication)
+        assert 0 < times.exposed_s <= times.busy_s < times.step_s
 
 
 @pytest.mark.parametrize(
@@ -129,5 +130,5 @@ def test_the_last_step_on_a_device_is_profiled(
     device: str, rank: int, defect: str | None, steps: int, expected: int | None
 ) -> None:
     context = RankContext(rank=rank, world_size=2, rendezvous="", timeout_s=1.0, device=device)
-    payload = {"defect": defect, "steps_before_save": 0}
-    assert _profiled_step(context, payload, TrainerConfig(steps=steps)) == expected
+    job = job_of(Cell(steps=steps), Path(), defect=defect)
+    assert _profiled_step(RankWorld(context, job, job.config, torch.device("cpu"))) == expected

@@ -1,4 +1,4 @@
-"""Delays: which operators are late, and how often."""
+"""Delays: which operators are delayed, and how often."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -12,18 +12,18 @@ from conformance.instruments.delays import EVERY, KINDS, delays
 OPERATORS = 100 * EVERY
 
 
-def late(kinds: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, *, is_last: bool = True) -> list[int]:
-    """Before which of many additions a rank on the CPU sleeps."""
-    slept: list[int] = []
+def delayed(kinds: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, *, is_last: bool = True) -> list[int]:
+    """Return the numbers of those among many additions before which a rank on the CPU sleeps."""
+    numbers: list[int] = []
     with monkeypatch.context() as patch, delays(kinds, device=torch.device("cpu"), is_last=is_last):
-        for addition in range(OPERATORS):
-            patch.setattr("time.sleep", lambda _, addition=addition: slept.append(addition))
+        for number in range(OPERATORS):
+            patch.setattr("time.sleep", lambda _, number=number: numbers.append(number))
             torch.ones(2) + 1
-    return slept
+    return numbers
 
 
-def test_what_is_not_named_is_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert late(KINDS, monkeypatch) == []
+def test_operators_of_no_kind_are_not_delayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert delayed(KINDS, monkeypatch) == []
 
 
 @pytest.fixture
@@ -32,20 +32,20 @@ def additions_are_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("additions_are_copies")
-def test_the_first_and_one_of_several_are_late_on_the_last_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = late(("copy",), monkeypatch)
-    assert found[0] == 0
-    assert OPERATORS / EVERY / 2 < len(found) < OPERATORS / EVERY * 2
-    assert late(("copy",), monkeypatch) == found
-    assert late(("copy",), monkeypatch, is_last=False) == []
-    assert late(("all_gather",), monkeypatch) == []
+def test_the_last_rank_is_delayed_at_first_and_then_at_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = delayed(("copy",), monkeypatch)
+    assert numbers[0] == 0
+    assert OPERATORS / EVERY / 2 < len(numbers) < OPERATORS / EVERY * 2
+    assert delayed(("copy",), monkeypatch) == numbers
+    assert delayed(("copy",), monkeypatch, is_last=False) == []
+    assert delayed(("all_gather",), monkeypatch) == []
 
 
 @pytest.mark.usefixtures("additions_are_copies")
 @pytest.mark.parametrize("each_step", range(2, 17))
-def test_each_operator_of_a_step_is_late_sometime(monkeypatch: pytest.MonkeyPatch, each_step: int) -> None:
-    """Whatever the number of those in a step is: the same for all steps, it must not be in step with the delays."""
-    assert {addition % each_step for addition in late(("copy",), monkeypatch)} == set(range(each_step))
+def test_each_operator_of_a_step_is_delayed_sometime(monkeypatch: pytest.MonkeyPatch, each_step: int) -> None:
+    """Delays must not be in step with the operators of a training step, however many it has."""
+    assert {number % each_step for number in delayed(("copy",), monkeypatch)} == set(range(each_step))
 
 
 def operator(name: str) -> Any:

@@ -1,26 +1,30 @@
-"""The ledger of a device's memory, and the laws of devices, on figures that no device has given."""
+"""Ledger of a device's memory, and the laws on devices, with metrics made up."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
+from conformance.experiments.environment import DeviceSurroundings
+from conformance.experiments.memory import StepMemory
 from conformance.instruments.allocator_snapshot import allocator_snapshot
 from conformance.instruments.device_memory import device_ledger
 from conformance.instruments.memory import mark
-from conformance.laws import test_device_memory as laws
+from conformance.laws import test_env, test_mem
+from conformance.laws.fixtures import Measure
 from conformance.memory_segment import MemorySegment
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell
+from conformance.run.experiment import Experiment
 from tests.oracles.test_memory_model import CELL, measured
 
 MEBI = 1 << 20
 
 
 class Allocator:
-    """Counts as torch's does: present values, and peaks since the last reset."""
+    """Allocator that counts as torch's does: present values, and peaks since the last reset."""
 
     def __init__(self) -> None:
         self.requested = self.peak = 0
@@ -58,36 +62,36 @@ def test_segments_of_a_device() -> None:
     assert len(ledger.segments) == 3
 
 
-def on_device(change: dict[str, tuple[int, int]]) -> Callable[..., Any]:
-    """As `measured`, with the figures that only devices give."""
+def on_device(change: dict[str, tuple[int, int]]) -> Measure:
+    """Return the fixture `measure` on devices: `measured` with the metrics that only devices give."""
 
-    def measure(task: str, cell: Cell, *, alone: bool = False, on_device: bool = False) -> Any:
-        assert on_device == alone, "activations must be those of the device"
-        found = measured(change)(task, cell, alone=alone)
-        if not alone:
-            for rank in found:
-                rank["device_level_bytes"] = 1
-                for segment in rank["segments"]:
-                    segment.update(allocated_bytes=1, active_bytes=1, reserved_bytes=1)
-        return found
+    def measure(experiment: Experiment[Any], cell: Cell, *, on_device: bool = False) -> list[Any]:
+        assert on_device == experiment.alone, "activations must be those of the device"
+        results = measured(change)(experiment, cell)
+        return results if experiment.alone else [with_device_metrics(memory) for memory in results]
 
     return measure
 
 
+def with_device_metrics(memory: StepMemory) -> StepMemory:
+    segments = [replace(segment, allocated_bytes=1, active_bytes=1, reserved_bytes=1) for segment in memory.segments]
+    return StepMemory(segments, [], device_level_bytes=1)
+
+
 @pytest.mark.parametrize("change", [{"forward": (MEBI, 0)}, {"backward": (-MEBI, 0)}, {"forward": (0, MEBI)}])
 def test_a_phase_that_needs_something_else_fails(change: dict[str, tuple[int, int]]) -> None:
-    laws.test_memory_of_a_device_is_that_of_the_model(on_device({}), CELL)
+    test_mem.test_memory_requested_of_cuda_matches_the_model(on_device({}), CELL)
     with pytest.raises(ConformanceFailure, match=r"^(peak|rest) of (forward|backward)"):
-        laws.test_memory_of_a_device_is_that_of_the_model(on_device(change), CELL)
+        test_mem.test_memory_requested_of_cuda_matches_the_model(on_device(change), CELL)
 
 
-SOUND = {
-    "foreign_processes": [],
-    "pinned": {"TF32 off": True, "deterministic algorithms": True},
-    "cublas_workspace_bytes": 1,
-    "nccl_buffer_bytes": 1,
-    "free_bytes": 1,
-}
+SOUND = DeviceSurroundings(
+    foreign_processes=[],
+    pinned={"TF32 off": True, "deterministic algorithms": True},
+    cublas_workspace_bytes=1,
+    nccl_buffer_bytes=1,
+    free_bytes=1,
+)
 
 
 @pytest.mark.parametrize(
@@ -97,14 +101,21 @@ SOUND = {
         ({"pinned": {"TF32 off": False}}, "knobs not pinned: measured 1, expected 0 knobs; TF32 off"),
     ],
 )
-def test_a_device_that_is_not_ours_alone_fails(change: dict[str, Any], message: str) -> None:
-    laws.test_devices_are_free_and_pinned_down(lambda *_, **__: [SOUND, SOUND], Cell())
+def test_a_device_that_is_shared_or_not_pinned_fails(change: dict[str, Any], message: str) -> None:
+    test_env.test_cuda_devices_are_free_and_pinned(returning(SOUND, SOUND), Cell())
     with pytest.raises(ConformanceFailure, match=message):
-        laws.test_devices_are_free_and_pinned_down(lambda *_, **__: [SOUND, SOUND | change], Cell())
+        test_env.test_cuda_devices_are_free_and_pinned(returning(SOUND, replace(SOUND, **change)), Cell())
+
+
+def returning(*results: DeviceSurroundings) -> Measure:
+    def measure(experiment: Experiment[Any], cell: Cell, *, on_device: bool = False) -> list[Any]:
+        return list(results)
+
+    return measure
 
 
 class Recording:
-    """What is used of torch.cuda.memory."""
+    """Stand-in for torch.cuda.memory that remembers its calls."""
 
     def __init__(self) -> None:
         self.calls: list[object] = []

@@ -1,4 +1,4 @@
-"""What the dtype audit sees in a run of one rank, and what the laws over it say about records with a fault."""
+"""Dtype audit of a run of one rank, and the laws on dtypes, buffers, optimizer and batches on records with a fault."""
 
 import re
 import tempfile
@@ -17,8 +17,7 @@ from torch import Tensor
 from conformance.instruments.dtypes import DtypeAudit
 from conformance.instruments.facts import Collective, RankFacts
 from conformance.instruments.recorder import Recorder
-from conformance.laws import test_mixed_precision as mixed_precision
-from conformance.laws import test_workload as workload
+from conformance.laws import test_data, test_mp, test_opt
 from conformance.oracles.dtype_policy import dtype_policy, expected_dtypes
 from conformance.oracles.reference import initial_model
 from conformance.outcomes import ConformanceFailure
@@ -27,18 +26,18 @@ from conformance.run.record import Header, Record, RecordFile, tensor_file
 from reference_trainer.train import Trainer
 
 LAWS: dict[str, Callable[..., None]] = {
-    "MP-1": mixed_precision.test_dtypes_are_those_of_the_policy,
-    "MP-3": mixed_precision.test_rope_tables_and_buffers_keep_every_bit,
-    "MP-5": mixed_precision.test_masters_are_fp32,
-    "OPT-1": workload.test_optimizer_holds_the_sharded_parameters,
-    "DATA-1": workload.test_each_data_parallel_coordinate_sees_its_share,
+    "MP-1": test_mp.test_dtypes_are_those_of_the_mixed_precision_policy,
+    "MP-3": test_mp.test_rope_tables_and_buffers_keep_every_bit,
+    "MP-5": test_mp.test_master_weights_are_fp32,
+    "OPT-1": test_opt.test_optimizer_holds_the_sharded_parameters,
+    "DATA-1": test_data.test_each_data_parallel_coordinate_sees_its_samples,
 }
 CELL = Cell(mesh="dp1", precision="bf16-mp", activation_checkpointing="full", accumulation=2, steps=2)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_rank() -> Iterator[None]:
-    """This process is a world of its own."""
+    """A world of one rank in this process."""
     with tempfile.TemporaryDirectory() as directory:
         dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=0, world_size=1)
         yield
@@ -53,15 +52,15 @@ def train(cell: Cell) -> tuple[RankFacts, dict[str, Tensor]]:
 
 
 @dataclass
-class Bench:
-    """A finished run, and records of it with a fault."""
+class FinishedRun:
+    """Training run that has ended, of which records with a fault can be made."""
 
     directory: Path
     facts: RankFacts
     tensors: dict[str, Tensor]
 
     def judge(self, law: str, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Apply a law to the record with other facts and tensors."""
+        """Apply a law to the run's record with other facts and tensors."""
         changed = msgspec.structs.replace(self.facts, **facts)
         save_file({**self.tensors, **tensors}, self.directory / tensor_file(0))
         header = Header(cell=CELL, session="s", torch="2", substrate="gloo", defect=None)
@@ -71,8 +70,8 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("record"), *train(CELL))
+def finished(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    return FinishedRun(tmp_path_factory.mktemp("record"), *train(CELL))
 
 
 # Policy and audit
@@ -104,21 +103,21 @@ def test_the_audit_sees_what_the_policy_expects(axes: dict[str, Any]) -> None:
     assert facts.dtypes == expected_dtypes(cell.config)
 
 
-def test_what_runs_twice_is_seen_in_both_phases(bench: Bench) -> None:
-    assert bench.facts.rope_tables.keys() == {
+def test_recomputed_attention_is_seen_in_both_phases(finished: FinishedRun) -> None:
+    assert finished.facts.rope_tables.keys() == {
         f"layers.{layer}.attention/{phase}" for layer in range(2) for phase in ("forward", "backward")
     }
-    assert bench.facts.dtypes.keys() >= {f"rope_table/{where}" for where in bench.facts.rope_tables}
+    assert finished.facts.dtypes.keys() >= {f"rope_table/{where}" for where in finished.facts.rope_tables}
 
 
-def test_tied_weights_are_looked_at_under_both_names() -> None:
+def test_tied_weights_are_audited_under_both_names() -> None:
     expected = expected_dtypes(Cell(tied_embeddings=True).config)
     assert "unsharded_parameter/output.weight" in expected
     assert "unsharded_parameter/tok_embeddings.weight" in expected
     assert "gradient/output.weight" not in expected
 
 
-def test_only_what_is_called_in_forward_or_backward_is_seen() -> None:
+def test_only_modules_called_in_forward_or_backward_are_seen() -> None:
     model = initial_model(CELL.config)
     audit = DtypeAudit()
     audit.initialized(model)
@@ -136,16 +135,16 @@ def test_only_what_is_called_in_forward_or_backward_is_seen() -> None:
 
 
 @pytest.mark.parametrize("law", LAWS)
-def test_the_run_itself_passes(bench: Bench, law: str) -> None:
-    bench.judge(law, {}, {})
+def test_the_run_itself_passes(finished: FinishedRun, law: str) -> None:
+    finished.judge(law, {}, {})
 
 
-def test_a_second_dtype_of_anything_fails(bench: Bench) -> None:
-    one_of_each_kind = {thing.split("/")[0]: thing for thing in bench.facts.dtypes}
+def test_a_second_dtype_of_anything_fails(finished: FinishedRun) -> None:
+    one_of_each_kind = {thing.split("/")[0]: thing for thing in finished.facts.dtypes}
     for thing in one_of_each_kind.values():
-        dtypes = [*bench.facts.dtypes[thing], "float16"]
+        dtypes = [*finished.facts.dtypes[thing], "float16"]
         with pytest.raises(ConformanceFailure, match=re.escape(f"rank 0: {thing}: measured {' and '.join(dtypes)}")):
-            bench.judge("MP-1", {"dtypes": {**bench.facts.dtypes, thing: dtypes}}, {})
+            finished.judge("MP-1", {"dtypes": {**finished.facts.dtypes, thing: dtypes}}, {})
 
 
 @pytest.mark.parametrize(
@@ -160,40 +159,40 @@ def test_a_second_dtype_of_anything_fails(bench: Bench) -> None:
         ("MP-5", "gradient/norm.weight"),
     ],
 )
-def test_what_was_never_seen_fails(bench: Bench, law: str, thing: str) -> None:
-    seen = {key: dtypes for key, dtypes in bench.facts.dtypes.items() if key != thing}
-    assert len(seen) == len(bench.facts.dtypes) - 1
+def test_a_thing_that_was_never_seen_fails(finished: FinishedRun, law: str, thing: str) -> None:
+    seen = {key: dtypes for key, dtypes in finished.facts.dtypes.items() if key != thing}
+    assert len(seen) == len(finished.facts.dtypes) - 1
     with pytest.raises(ConformanceFailure, match=re.escape(f"{thing}: measured nothing, expected ")):
-        bench.judge(law, {"dtypes": seen}, {})
+        finished.judge(law, {"dtypes": seen}, {})
 
 
 @pytest.mark.parametrize("kind", ["initial_parameter", "final_parameter", "gradient", "optimizer_state/exp_avg"])
-def test_bf16_masters_fail(bench: Bench, kind: str) -> None:
+def test_bf16_masters_fail(finished: FinishedRun, kind: str) -> None:
     thing = f"{kind}/norm.weight"
     with pytest.raises(ConformanceFailure, match=f"{thing}: measured bfloat16, expected float32"):
-        bench.judge("MP-5", {"dtypes": {**bench.facts.dtypes, thing: ["bfloat16"]}}, {})
+        finished.judge("MP-5", {"dtypes": {**finished.facts.dtypes, thing: ["bfloat16"]}}, {})
 
 
-def test_a_collective_too_many_fails(bench: Bench) -> None:
+def test_a_collective_too_many_fails(finished: FinishedRun) -> None:
     sent = Collective(0, "forward", "all_gather", "dp_shard", 8, 32, "float32", None)
     with pytest.raises(ConformanceFailure, match="all_gather of 8 over dp_shard: measured float32, expected nothing"):
-        bench.judge("MP-1", {"collectives": [sent]}, {})
+        finished.judge("MP-1", {"collectives": [sent]}, {})
 
 
-def test_a_rounded_table_fails(bench: Bench) -> None:
-    tables = {**bench.facts.rope_tables, "layers.0.attention/backward": ["0123456789abcdef"]}
+def test_a_rounded_table_fails(finished: FinishedRun) -> None:
+    tables = {**finished.facts.rope_tables, "layers.0.attention/backward": ["0123456789abcdef"]}
     with pytest.raises(ConformanceFailure, match=r"layers\.0\.attention/backward: measured 0123456789abcdef"):
-        bench.judge("MP-3", {"rope_tables": tables}, {})
-    rounded = bench.tensors["final/buffer/rope_table"].bfloat16().float()
+        finished.judge("MP-3", {"rope_tables": tables}, {})
+    rounded = finished.tensors["final/buffer/rope_table"].bfloat16().float()
     with pytest.raises(ConformanceFailure, match="buffers of rank 0 after training: 1 of 1 tensors differ in bits"):
-        bench.judge("MP-3", {}, {"final/buffer/rope_table": rounded})
+        finished.judge("MP-3", {}, {"final/buffer/rope_table": rounded})
 
 
-def test_lost_updates_fail(bench: Bench) -> None:
-    """As if the master were bf16 and only its copies fp32."""
+def test_lost_updates_fail(finished: FinishedRun) -> None:
+    """The master is bf16, and only its copies are fp32."""
     name = "final/parameter/layers.0.ffn_norm.weight"
     with pytest.raises(ConformanceFailure, match=r"change of parameters of layers\.0\.ffn_norm\.weight"):
-        bench.judge("MP-5", {}, {name: bench.tensors[name].bfloat16().float()})
+        finished.judge("MP-5", {}, {name: finished.tensors[name].bfloat16().float()})
 
 
 @pytest.mark.parametrize("group", [0, 1])
@@ -208,22 +207,22 @@ def test_lost_updates_fail(bench: Bench) -> None:
     ],
     ids=["stranger", "left-out", "twice", "weight-decay", "learning-rate"],
 )
-def test_wrong_optimizer_groups_fail(bench: Bench, change: Any, reason: str, group: int) -> None:
-    groups = list(bench.facts.optimizer_groups)
+def test_wrong_optimizer_groups_fail(finished: FinishedRun, change: Any, reason: str, group: int) -> None:
+    groups = list(finished.facts.optimizer_groups)
     groups[group] = msgspec.structs.replace(groups[group], **change(groups[group].parameters))
     with pytest.raises(ConformanceFailure, match=reason):
-        bench.judge("OPT-1", {"optimizer_groups": groups}, {})
+        finished.judge("OPT-1", {"optimizer_groups": groups}, {})
 
 
-def test_wrong_batches_fail(bench: Bench) -> None:
-    first, second = bench.facts.batches
+def test_wrong_batches_fail(finished: FinishedRun) -> None:
+    first, second = finished.facts.batches
     others: list[dict[str, Any]] = [
         {"batches": [second, first]},
         {"batches": [first]},
         {"batches": [first, {**second, "labels": first["labels"]}]},
-        {"model_inputs": bench.facts.model_inputs[::-1]},
+        {"model_inputs": finished.facts.model_inputs[::-1]},
         {"model_inputs": []},
     ]
     for facts in others:
         with pytest.raises(ConformanceFailure, match="rank 0 at data-parallel coordinate 0: step "):
-            bench.judge("DATA-1", facts, {})
+            finished.judge("DATA-1", facts, {})

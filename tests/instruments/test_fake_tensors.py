@@ -1,4 +1,4 @@
-"""Fake tensors: nothing is computed, and the ledger sees what would have been allocated."""
+"""Fake tensors: nothing is computed, and the ledger has what real tensors would have allocated."""
 
 import sys
 
@@ -15,13 +15,13 @@ def block(gib: int) -> torch.Tensor:
     return torch.empty(gib * GIB, dtype=torch.uint8)
 
 
-def test_peak_and_what_is_kept() -> None:
+def test_peak_and_kept_bytes() -> None:
     with fake_tensors():
         before = block(1000)
         with fake_memory_ledger() as ledger:
             kept = block(2)
             temporary = block(8)
-            del temporary, before  # the release of what was there before is not the ledger's business
+            del temporary, before  # releases of earlier allocations do not count
             later = block(4)
     assert ledger.peak_bytes == 10 * GIB
     assert ledger.kept_bytes == kept.nbytes + later.nbytes == 6 * GIB
@@ -32,8 +32,8 @@ def test_views_and_changes_in_place_allocate_nothing() -> None:
         numbers = block(8)
         with fake_memory_ledger() as ledger:
             numbers.view(2, -1)[0].add_(1)
-            part = numbers[:GIB] + 1
-            part.reshape(4, -1).t().mul_(2)
+            result = numbers[:GIB] + 1
+            result.reshape(4, -1).t().mul_(2)
     assert ledger.peak_bytes == ledger.kept_bytes == GIB
 
 

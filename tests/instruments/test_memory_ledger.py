@@ -1,4 +1,4 @@
-"""The memory ledger: allocations of torch, to the byte."""
+"""Memory ledger: allocations of torch, to the byte."""
 
 import pytest
 import torch
@@ -8,12 +8,12 @@ from conformance.instruments.memory import MemoryLedger, Report, mark, memory_le
 KIB = 1024
 
 
-def test_peak_and_what_is_kept() -> None:
+def test_peak_and_kept_bytes() -> None:
     before = torch.empty(KIB, dtype=torch.uint8)
     with memory_ledger() as ledger:
         kept = torch.empty(2 * KIB, dtype=torch.uint8)
         temporary = torch.empty(8 * KIB, dtype=torch.uint8)
-        del temporary, before  # the release of what was there before is not the ledger's business
+        del temporary, before  # releases of earlier allocations do not count
         later = torch.empty(4 * KIB, dtype=torch.uint8)
     assert ledger.peak_bytes == 10 * KIB
     assert ledger.kept_bytes == kept.nbytes + later.nbytes == 6 * KIB
@@ -66,7 +66,7 @@ def test_marks_are_seen_in_their_order() -> None:
 
 
 @pytest.mark.parametrize("block", [(0, 4), (12, 8), (-4, 40), (15, 1)])
-def test_what_lies_under_a_new_block_was_released_unseen(block: tuple[int, int]) -> None:
+def test_a_block_under_a_new_block_was_released_unseen(block: tuple[int, int]) -> None:
     ledger = MemoryLedger()
     ledger.add_up([(0, 16), (16, 16), block], mapped_bytes=[])
     address, size = block
@@ -74,7 +74,7 @@ def test_what_lies_under_a_new_block_was_released_unseen(block: tuple[int, int])
     assert ledger.kept_bytes == left + size
 
 
-def test_what_a_backend_allocates_is_kept_apart() -> None:
+def test_a_backend_has_an_account_of_its_own() -> None:
     ledger = MemoryLedger()
     gather, scatter = "c10d::gather#1", "c10d::scatter#7"
     reports: list[Report] = [
@@ -92,6 +92,6 @@ def test_what_a_backend_allocates_is_kept_apart() -> None:
 
 
 def test_silence_is_an_error() -> None:
-    """No report at all means that this torch does not tell, not that nothing was allocated."""
+    """Without any report this torch does not tell; that is not to say that nothing was allocated."""
     with pytest.raises(RuntimeError, match="has reported no allocation"), memory_ledger():
         pass

@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from conformance.cli.describe import asserted_laws
 from conformance.laws.axes.proofs import PROOFS, neighbours, prove
 from conformance.laws.fixtures import Run
+from conformance.laws.registry import asserted_laws
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell, axis_names
 from conformance.plan.matrix import Matrix, load_matrix

@@ -23,8 +23,8 @@ from conformance.plan.cells import Cell
 from conformance.run.devices.hardware import Hardware
 from conformance.run.devices.nvml import Device
 from reference_trainer.checkpoint import Checkpoints
-from reference_trainer.fsdp1 import whole
-from reference_trainer.mesh import resolve_mesh
+from reference_trainer.fsdp1 import summon_full_params
+from reference_trainer.parallel_dims import resolve_mesh
 from reference_trainer.train import Trainer
 
 GROUPS = ("tok_embeddings", "layers.0", "layers.1", "output")
@@ -163,7 +163,7 @@ def test_fsdp1_parameters_have_their_names_always_and_their_shapes_in_full() -> 
     with simulated_world(2):
         trainer = Trainer(CELL.but(mesh="dp2").config, device=torch.device("cpu"), world_size=2)
         flat = dict(trainer.model.named_parameters())
-        with whole(trainer.model):
+        with summon_full_params(trainer.model):
             shapes = {name: tuple(p.shape) for name, p in trainer.model.named_parameters()}
         assert flat.keys() == shapes.keys() == dict(full_model().named_parameters()).keys()
         assert shapes == {name: tuple(p.shape) for name, p in full_model().named_parameters()}

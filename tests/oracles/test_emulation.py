@@ -1,4 +1,4 @@
-"""The emulation of a mesh on one process, against plain formulas, and against one process where nothing rounds."""
+"""Emulation of a mesh in one process, compared with plain formulas, and with one process where nothing rounds."""
 
 import random
 from math import floor, log2
@@ -52,15 +52,14 @@ def batch(step: int = 0) -> tuple[Tensor, Tensor]:
     return Batches(CONFIG.data, vocab_size=CONFIG.model.vocab_size, seed=CONFIG.seed).global_batch(step)
 
 
-def deviation(found: Tensors, expected: Tensors) -> float:
-    assert found.keys() == expected.keys()
-    return max(float((found[name] - value).norm() / value.norm()) for name, value in expected.items())
+def deviation(emulated: Tensors, expected: Tensors) -> float:
+    assert emulated.keys() == expected.keys()
+    return max(float((emulated[name] - value).norm() / value.norm()) for name, value in expected.items())
 
 
 def test_one_rank_in_bf16_is_a_plain_bf16_step() -> None:
     """A bf16 copy of the model, its buffer in fp32; the gradient in fp32 goes to the fp32 weights."""
     emulated = emulated_step(BF16, weights(), step=0)
-    loss, found = emulated.loss, emulated.gradients
     compute = initial_model(CONFIG).bfloat16()
     compute.rope_table = initial_model(CONFIG).rope_table
     inputs, labels = batch()
@@ -69,11 +68,11 @@ def test_one_rank_in_bf16_is_a_plain_bf16_step() -> None:
     loss_sum = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100)
     valid_tokens = int((labels != IGNORED_LABEL).sum())
     torch.autograd.backward(loss_sum * (1 / valid_tokens))
-    assert loss == pytest.approx(float(loss_sum.detach()) / valid_tokens, rel=1e-6)
+    assert emulated.loss == pytest.approx(float(loss_sum.detach()) / valid_tokens, rel=1e-6)
     for name, parameter in compute.named_parameters():
         assert parameter.grad is not None
-        assert found[name].dtype == torch.float32
-        assert torch.equal(found[name], parameter.grad.float()), name
+        assert emulated.gradients[name].dtype == torch.float32
+        assert torch.equal(emulated.gradients[name], parameter.grad.float()), name
 
 
 MESHES = [
@@ -91,9 +90,9 @@ def test_a_mesh_in_fp32_computes_what_one_process_does(mesh: MeshConfig, sequenc
     config = changed(CONFIG, mesh=mesh, sequence_parallel=sequence_parallel)
     config = changed(config, model=changed_model(tied_embeddings=tied), loss_parallel=mesh.tp > 1 and tied, steps=1)
     exact = train_reference(config, dtype=torch.float64)
-    found = emulated_step(config, weights(config), step=0)
-    assert found.loss == pytest.approx(exact.losses[0], rel=1e-6)
-    assert 0.0 < deviation(found.gradients, exact.gradients[0]) < 2e-5
+    emulated = emulated_step(config, weights(config), step=0)
+    assert emulated.loss == pytest.approx(exact.losses[0], rel=1e-6)
+    assert 0.0 < deviation(emulated.gradients, exact.gradients[0]) < 2e-5
 
 
 def changed_model(**changes: object) -> ModelConfig:
@@ -103,16 +102,16 @@ def changed_model(**changes: object) -> ModelConfig:
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_bf16_differs_from_fp64_by_its_rounding_on_every_mesh(mesh: MeshConfig) -> None:
     exact = train_reference(changed(CONFIG, steps=1), dtype=torch.float64).gradients[0]
-    found = emulated_step(changed(BF16, mesh=mesh), weights(), step=0).gradients
+    emulated = emulated_step(changed(BF16, mesh=mesh), weights(), step=0).gradients
     for name, expected in exact.items():
-        error = float((found[name] - expected).norm() / expected.norm())
+        error = float((emulated[name] - expected).norm() / expected.norm())
         assert 2.0**-12 < error < 2.0**-3, f"{name}: {error}"
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_every_mesh_rounds_in_its_own_way(mesh: MeshConfig) -> None:
-    one, other = (emulated_step(c, weights(), step=0).gradients for c in (BF16, changed(BF16, mesh=mesh)))
-    assert all(bool((one[name] != other[name]).any()) for name in one)
+    single, meshed = (emulated_step(c, weights(), step=0).gradients for c in (BF16, changed(BF16, mesh=mesh)))
+    assert all(bool((single[name] != meshed[name]).any()) for name in single)
 
 
 @pytest.mark.parametrize("gradient_sync", ["each", "last", "all-reduce-last"])
@@ -120,42 +119,42 @@ def test_every_mesh_rounds_in_its_own_way(mesh: MeshConfig) -> None:
 def test_micro_batches_use_every_sample_once(gradient_sync: str, precision: str) -> None:
     mesh = MeshConfig(dp_replicate=2, dp_shard=2)
     config = changed(CONFIG, mesh=mesh, precision=precision, accumulation=2, gradient_sync=gradient_sync)
-    whole, split = (emulated_step(c, weights(), step=1) for c in (CONFIG, config))
-    assert split.loss == pytest.approx(whole.loss, rel=1e-6 if precision == "fp32" else 1e-2)
-    assert deviation(split.gradients, whole.gradients) < (1e-5 if precision == "fp32" else 2.0**-3)
+    at_once, accumulated = (emulated_step(c, weights(), step=1) for c in (CONFIG, config))
+    assert accumulated.loss == pytest.approx(at_once.loss, rel=1e-6 if precision == "fp32" else 1e-2)
+    assert deviation(accumulated.gradients, at_once.gradients) < (1e-5 if precision == "fp32" else 2.0**-3)
 
 
 def test_conditions_tell_how_much_cancels() -> None:
-    """One term has none; the sizes of several sum up to at least the size of their sum."""
+    """Nothing cancels in a single term; the sizes of several terms add up to at least the size of their sum."""
     assert set(emulated_step(CONFIG, weights(), step=0).conditions.values()) == {1.0}
-    found = emulated_step(changed(CONFIG, mesh=MeshConfig(dp_shard=4)), weights(), step=0).conditions
-    assert min(found.values()) > 1.0
-    assert max(found.values()) < 4.0
+    conditions = emulated_step(changed(CONFIG, mesh=MeshConfig(dp_shard=4)), weights(), step=0).conditions
+    assert min(conditions.values()) > 1.0
+    assert max(conditions.values()) < 4.0
 
 
-def test_what_fp16_divides_before_it_sums_keeps_sums_in_range() -> None:
-    """Of four ranks, scaled so much that fp16 holds half of their largest sum, and not the whole."""
+def test_the_divisor_before_fp16_sums_keeps_them_in_range() -> None:
+    """The loss of four ranks is scaled so much that fp16 holds half of their largest sum, but not the sum."""
     exact = emulated_step(CONFIG, weights(), step=0).gradients
     half_of_sum = 2 * max(float(grad.abs().max()) for grad in exact.values())
     scale = 2.0 ** floor(log2(torch.finfo(torch.float16).max / half_of_sum))
     config = changed(CONFIG, mesh=MeshConfig(dp_shard=4), precision="fp16-reduce")
-    found = emulated_step(config, weights(), step=0, loss_scale=scale).gradients
-    assert deviation(found, exact) < 2.0**-3
+    emulated = emulated_step(config, weights(), step=0, loss_scale=scale).gradients
+    assert deviation(emulated, exact) < 2.0**-3
 
 
 def test_where_gradients_are_added_up_shows_in_bf16() -> None:
-    """Reduced in bf16 after each micro-batch, or after the last: not the same roundings."""
+    """Gradients that are reduced in bf16 after each micro-batch, or after the last, are rounded differently."""
     base = changed(CONFIG, mesh=MeshConfig(dp_replicate=2, dp_shard=2), precision="bf16-reduce", accumulation=2)
     modes = [changed(base, gradient_sync=mode) for mode in ("each", "last", "all-reduce-last")]
-    found = [emulated_step(config, weights(), step=0).gradients["output.weight"] for config in modes]
-    assert not torch.equal(found[0], found[1])
-    assert not torch.equal(found[1], found[2])
-    assert not torch.equal(found[0], found[2])
+    each, last, all_reduce_last = (emulated_step(c, weights(), step=0).gradients["output.weight"] for c in modes)
+    assert not torch.equal(each, last)
+    assert not torch.equal(last, all_reduce_last)
+    assert not torch.equal(each, all_reduce_last)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mp", "bf16-reduce"])
-def test_copies_of_a_weight_are_summed_when_it_is_reduced(precision: str) -> None:
-    """After each micro-batch in the dtype of computation, or once, after each rank has added up its own."""
+def test_gradients_of_copies_are_summed_when_they_are_reduced(precision: str) -> None:
+    """After each micro-batch in the dtype of computation, or once, when each rank has added up its own gradients."""
     base = changed(CONFIG, mesh=MeshConfig(dp_shard=1, tp=2), precision=precision, accumulation=2)
     each, last = (
         emulated_step(changed(base, gradient_sync=mode), weights(), step=0).gradients for mode in ("each", "last")
@@ -168,7 +167,7 @@ def test_copies_of_a_weight_are_summed_when_it_is_reduced(precision: str) -> Non
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_virtual_ranks_in_fp64_are_the_plain_model(tp: int, sequence_parallel: bool) -> None:
-    """Without rounding to speak of, splitting changes nothing: logits, loss and all gradients."""
+    """Without rounding to speak of, sharding changes neither logits nor loss nor any gradient."""
     model, (inputs, labels) = initial_model(CONFIG).double(), batch()
     parameters = dict(model.named_parameters())
     expected = torch.autograd.grad(summed_loss(model, (inputs, labels)), list(parameters.values()))
@@ -178,39 +177,39 @@ def test_virtual_ranks_in_fp64_are_the_plain_model(tp: int, sequence_parallel: b
     torch.testing.assert_close(logits, model(inputs), rtol=1e-12, atol=1e-12)
     loss = vocabulary_parallel_loss(logits.flatten(0, 1), labels.flatten(), tp=tp)
     leaves = {name: forward.copied.get(name, [parameter]) for name, parameter in parameters.items()}
-    found = iter(torch.autograd.grad(loss, [leaf for copies in leaves.values() for leaf in copies]))
+    gradients = iter(torch.autograd.grad(loss, [leaf for copies in leaves.values() for leaf in copies]))
     for (name, copies), wanted in zip(leaves.items(), expected, strict=True):
-        total = torch.stack([next(found) for _ in copies]).sum(0)
+        total = torch.stack([next(gradients) for _ in copies]).sum(0)
         torch.testing.assert_close(total, wanted, rtol=1e-10, atol=1e-12, msg=name)
 
 
 def test_ring_sum_adds_in_ring_order() -> None:
     """Chunk c passes the ranks c-1, c-2, ..., c: the sum 1 + tiny + tiny + tiny depends on who begins."""
     tiny = 2.0**-8  # half a unit in the last place of 1 in bf16
-    big = [torch.full((4,), 1.0 if rank == 0 else tiny, dtype=torch.bfloat16) for rank in range(4)]
-    # Chunk 0 adds 3, 2, 1 first, which is 3 tiny, and then 1; chunk 1 begins with rank 0 and loses each.
+    terms = [torch.full((4,), 1.0 if rank == 0 else tiny, dtype=torch.bfloat16) for rank in range(4)]
+    # Chunk 0 adds ranks 3, 2, 1 first, which is 3 tiny, and then 1; chunk 1 begins with rank 0 and loses each tiny.
     expected = [float(torch.tensor(1 + 3 * tiny, dtype=torch.bfloat16)), 1.0]
-    assert ring_sum(big, dim=0).tolist()[:2] == expected
-    assert ring_sum(big, dim=None).tolist() == ring_sum(big, dim=0).tolist()
+    assert ring_sum(terms, dim=0).tolist()[:2] == expected
+    assert ring_sum(terms, dim=None).tolist() == ring_sum(terms, dim=0).tolist()
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_ring_sum_is_a_sum_along_any_dimension(count: int) -> None:
-    parts = [torch.randn(5, 12, 3, dtype=torch.float64) for _ in range(count)]
+    terms = [torch.randn(5, 12, 3, dtype=torch.float64) for _ in range(count)]
     for dim in (0, 1, None):
-        torch.testing.assert_close(ring_sum(parts, dim=dim), torch.stack(parts).sum(0))
-
-
-def probe_facts(total: Tensor, terms: list[Tensor]) -> list[dict[str, object]]:
-    return [{"bf16_sum": {"terms": mine.tolist(), "total": total.tolist()}} for mine in terms]
+        torch.testing.assert_close(ring_sum(terms, dim=dim), torch.stack(terms).sum(0))
 
 
 def test_the_order_of_a_backend_is_recognised() -> None:
     generator = torch.Generator().manual_seed(random.Random(0).randrange(2**31))
     terms = [torch.randn(256, generator=generator).bfloat16() for _ in range(4)]
-    assert sums_in_ring_order(probe_facts(ring_sum(terms, dim=None), terms))
-    assert not sums_in_ring_order(probe_facts(terms[0] + terms[1] + terms[2] + terms[3], terms))
-    assert not sums_in_ring_order(probe_facts(torch.stack(terms).float().sum(0).bfloat16(), terms))
+
+    def is_ring_sum(total: Tensor) -> bool:
+        return sums_in_ring_order([numbers.tolist() for numbers in terms], [total.tolist()] * len(terms))
+
+    assert is_ring_sum(ring_sum(terms, dim=None))
+    assert not is_ring_sum(terms[0] + terms[1] + terms[2] + terms[3])
+    assert not is_ring_sum(torch.stack(terms).float().sum(0).bfloat16())
 
 
 @pytest.mark.parametrize(
@@ -220,6 +219,6 @@ def test_the_order_of_a_backend_is_recognised() -> None:
         (changed(CONFIG, mesh=MeshConfig()), "mesh.dp_shard is auto"),
     ],
 )
-def test_what_the_emulation_does_not_know_is_refused(config: TrainerConfig, message: str) -> None:
+def test_unknown_options_are_refused(config: TrainerConfig, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         emulated_step(config, weights(), step=0)

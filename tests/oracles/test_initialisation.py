@@ -1,4 +1,4 @@
-"""Bounds on samples: the right distribution stays inside, another scale or mean does not."""
+"""Bounds on samples: the right distribution stays inside of them, another scale or mean does not."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def test_normal_samples_are_inside(numel: int) -> None:
 
 
 def test_a_wrong_scale_is_outside_of_a_matrix() -> None:
-    """Half as much again in the standard deviation, of 1024 elements."""
+    """A standard deviation that is too large by half shows in 1024 elements."""
     samples = 1.5 * torch.randn(1024, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     assert float(samples.square().mean()) > spread_bounds(1024)[1]
     assert float((samples + 0.5).mean()) > mean_bound(1024)

@@ -1,4 +1,4 @@
-"""Loss scaling: the oracle of scales, the bound on fp16 gradients, and a scaler that begins anew."""
+"""Loss scaling: the oracle of scales, the bound on fp16 gradients, skipped steps, and a scaler that begins anew."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conformance.laws.test_checkpoint import _not_counted, _state_of_no_step
 from msgspec.structs import replace
 
 from conformance.instruments.facts import OptimizerGroup
 from conformance.laws.compare import distance
 from conformance.laws.steps import require_steps_taken
+from conformance.laws.test_ckpt import _state_of_no_step, _without_zero_counters
 from conformance.oracles import tolerance
 from conformance.oracles.emulation import emulated_step
 from conformance.oracles.loss_scale import loss_scales, unscale_events
@@ -22,7 +22,8 @@ from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell
 from reference_trainer.checkpoint import Checkpoints, resume
 from reference_trainer.config import LossScaleConfig, TrainerConfig
-from reference_trainer.mesh import init_process_group, resolve_mesh
+from reference_trainer.mesh import init_process_group
+from reference_trainer.parallel_dims import resolve_mesh
 from reference_trainer.train import Trainer
 
 FP16 = Cell(mesh="dp2", precision="fp16-mp").config
@@ -48,14 +49,14 @@ def test_torch_has_the_scales_of_the_oracle() -> None:
     parameter = torch.nn.Parameter(torch.zeros(()))
     optimizer = torch.optim.SGD([parameter])
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-    found = []
+    scales = []
     for overflows in skipped:
-        found.append(scaler.get_scale())
+        scales.append(scaler.get_scale())
         scaler.scale(parameter * (float("inf") if overflows else 1.0)).backward()  # type: ignore[no-untyped-call]
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-    assert found == loss_scales(LossScaleConfig(initial=8.0, growth_interval=2), skipped)
+    assert scales == loss_scales(LossScaleConfig(initial=8.0, growth_interval=2), skipped)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,7 @@ def test_torch_has_the_scales_of_the_oracle() -> None:
         ("hsdp2x2", ["dp_shard", "world"]),
     ],
 )
-def test_who_is_asked_for_overflow(mesh: str, groups: list[str]) -> None:
+def test_groups_that_agree_on_an_overflow(mesh: str, groups: list[str]) -> None:
     cell = Cell(mesh=mesh, precision="fp16-mp")
     config = cell.config
     dims = resolve_mesh(config.mesh, world_size=cell.world_size)
@@ -84,22 +85,24 @@ def gradients(config: TrainerConfig, *, scale: float = 1.0) -> Tensors:
 @pytest.mark.parametrize("exponent", [-16, -8, 0, 8, 16])
 @pytest.mark.parametrize("config", [FP16, FP16_REDUCED], ids=lambda config: config.precision)
 def test_fp16_gradients_are_within_their_bound(config: TrainerConfig, exponent: int) -> None:
-    """Also at scales so small that most of a gradient is lost."""
-    expected, found = gradients(FP32), gradients(config, scale=2.0**exponent)
+    """The bound holds at scales so small that most of a gradient is lost, too."""
+    expected, emulated = gradients(FP32), gradients(config, scale=2.0**exponent)
     bounds = tolerance.fp16_gradients(config, expected, loss_scale=2.0**exponent)
     for name, bound in bounds.items():
-        assert distance({name: found[name]}, {name: expected[name]}) <= bound * float(expected[name].norm()), name
+        limit = bound.value * float(expected[name].norm())
+        assert distance({name: emulated[name]}, {name: expected[name]}) <= limit, name
 
 
 def test_without_its_term_for_underflow_the_bound_would_not_hold() -> None:
-    expected, found = gradients(FP32), gradients(FP16, scale=2.0**-16)
-    relative = min(tolerance.fp16_gradients(FP16, expected, loss_scale=2.0**100).values())
-    assert distance(found, expected) > relative * distance(expected, {n: 0 * g for n, g in expected.items()})
+    expected, emulated = gradients(FP32), gradients(FP16, scale=2.0**-16)
+    relative = min(bound.value for bound in tolerance.fp16_gradients(FP16, expected, loss_scale=2.0**100).values())
+    zeros = {name: torch.zeros_like(grad) for name, grad in expected.items()}
+    assert distance(emulated, expected) > relative * distance(expected, zeros)
 
 
 @pytest.mark.parametrize("taken", [[], [1]])
 def test_a_run_of_skipped_steps_is_a_failure(taken: list[int]) -> None:
-    """Laws on steps that are taken would pass it with nothing judged."""
+    """Laws on steps that are taken would pass such a run with nothing judged."""
     record: Any = SimpleNamespace(steps=[0, 1], steps_taken=taken)
     with nullcontext() if taken else pytest.raises(ConformanceFailure, match="all of 2 steps are skipped"):
         require_steps_taken(record)
@@ -107,24 +110,24 @@ def test_a_run_of_skipped_steps_is_a_failure(taken: list[int]) -> None:
 
 @pytest.mark.parametrize("moment", [0.0, 1e-30])
 def test_a_resumed_run_of_skipped_steps_may_have_zeros_alone(moment: float) -> None:
-    """torch saves them for an optimizer that has not stepped; the run that never stopped has no moments."""
+    """An optimizer that has not stepped is saved with zeros by torch; the run that never stopped has no moments."""
     tensors = {"w": torch.tensor([0.0, moment])}
     resumed: Any = SimpleNamespace(
         ranks=[SimpleNamespace(fingerprints=["final/exp_avg/w", "final/parameter/w"])], select=lambda _prefix: tensors
     )
-    whole: Any = SimpleNamespace(ranks=[SimpleNamespace(fingerprints=["final/parameter/w"])])
+    uninterrupted: Any = SimpleNamespace(ranks=[SimpleNamespace(fingerprints=["final/parameter/w"])])
     with pytest.raises(ConformanceFailure, match="final/exp_avg of no step") if moment else nullcontext():
-        assert _state_of_no_step(resumed, whole, "final") == ["exp_avg"]
+        assert _state_of_no_step(resumed, uninterrupted, "final") == ["exp_avg"]
 
 
 @pytest.mark.parametrize(("counted", "left"), [([0.0], []), ([], []), ([1.0], [1.0])])
 def test_a_counter_at_zero_is_that_of_no_step(counted: list[float], left: list[float]) -> None:
-    assert _not_counted(OptimizerGroup(0.0, 0.01, ["w"], counted)) == OptimizerGroup(0.0, 0.01, ["w"], left)
+    assert _without_zero_counters(OptimizerGroup(0.0, 0.01, ["w"], counted)) == OptimizerGroup(0.0, 0.01, ["w"], left)
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_a_scale_that_was_not_saved_begins_anew(tmp_path: Path) -> None:
-    """From a checkpoint of another precision; and one that was saved goes on."""
+    """A checkpoint of another precision has no scale; a scale that was saved goes on."""
     cpu = torch.device("cpu")
     bf16 = Cell(mesh="dp1", precision="bf16-mp").config
     fp16 = replace(bf16, precision="fp16-mp", loss_scale=LossScaleConfig(initial=2.0**20, growth_interval=2))

@@ -1,32 +1,34 @@
-"""The memory model on a case small enough to follow by hand, and the laws on figures that are wrong."""
+"""Memory model on cases small enough to be computed manually, and the laws MEM on metrics that are wrong."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
 
-from conformance.experiments import memory
+from conformance.experiments import without_fsdp
+from conformance.experiments.memory import Growth, StepMemory
 from conformance.instruments.activations import GroupMarks
-from conformance.instruments.memory import memory_ledger
-from conformance.laws import test_memory as laws
+from conformance.instruments.memory import BackendUse, memory_ledger
+from conformance.laws import test_mem as laws
+from conformance.laws.fixtures import Measure
+from conformance.laws.memory_bounds import sizes_of
 from conformance.memory_segment import MemorySegment
 from conformance.oracles.memory_model import group_bytes, predict, state_bytes
 from conformance.oracles.torch_versions import FROM_2_15, UP_TO_2_13, VersionTraits, gradients_stay
-from conformance.oracles.tp_schedule import local_shapes
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell
+from conformance.run.experiment import Experiment, job_of
 from conformance.run.ranks.messages import RankContext
-from reference_trainer.mesh import resolve_mesh
 
 GROUPS = ("tok_embeddings", "layers.0", "layers.1", "output")
 MODES = ("always", "default", "except-last", "never")
 
 
-def nothing(groups: tuple[str, ...] = GROUPS) -> list[MemorySegment]:
-    """A model without activations and gradients."""
+def empty_profile(groups: tuple[str, ...] = GROUPS) -> list[MemorySegment]:
+    """Return the profile of a model without activations and gradients."""
     marks = ["forward", *(f"{when} {group}" for group in groups for when in ("forward", "after-forward")), "backward"]
     for group in reversed(groups[1:]):
         marks += [f"{when} {group}" for when in ("backward", "after-backward", "freed")]
@@ -34,39 +36,33 @@ def nothing(groups: tuple[str, ...] = GROUPS) -> list[MemorySegment]:
     return [MemorySegment(mark, 0, 0, 0) for mark in marks]
 
 
-def parts(cell: Cell) -> Any:
-    config = cell.config
-    dims = resolve_mesh(config.mesh, world_size=cell.world_size)
-    return config, dims, local_shapes(config.model, tp=dims.tp, tp_rank=0)
-
-
 def test_the_state_is_that_of_padded_shards() -> None:
-    config, dims, shapes = parts(Cell(mesh="dp4", model="even"))
+    config, dims, shapes = sizes_of(Cell(mesh="dp4", model="even"))
     numel = sum(group_bytes(config, dims, shapes).values()) // 4
     assert state_bytes(config, dims, shapes) == numel // 4 * 4 * 3
-    uneven = parts(Cell(mesh="dp4"))
-    assert state_bytes(*uneven) > sum(r * c for r, *rest in uneven[2].values() for c in [rest[0] if rest else 1]) * 3
+    uneven = sizes_of(Cell(mesh="dp4"))
+    assert state_bytes(*uneven) > 3 * sum(torch.Size(shape).numel() for shape in uneven[2].values())
 
 
 def test_a_step_without_activations() -> None:
-    """always: three of the largest group in forward, of which the last two are left to be copied; all freed."""
-    config, dims, shapes = parts(Cell(mesh="dp4", reshard="always"))
+    """With `always`, forward holds three of the largest group, of which two are copied last; all are freed."""
+    config, dims, shapes = sizes_of(Cell(mesh="dp4", reshard="always"))
     sizes = group_bytes(config, dims, shapes)
     block = sizes["layers.1"]
-    phases = predict(config, dims, shapes, nothing())
+    phases = predict(config, dims, shapes, empty_profile())
     assert phases["forward"].peak_bytes == 3 * block
     assert phases["forward"].end_bytes == phases["idle"].end_bytes == 0
     # U and A of the first block, and the input of the reduction of the second; gradients of what was reduced before.
     assert phases["backward"].peak_bytes == 3 * block + (sizes["output"] + block) // 4
     assert phases["backward"].end_bytes == sum(sizes.values()) // 4
-    later = predict(config, dims, shapes, nothing(), traits=VersionTraits(previous_gather_until_copied=False))
+    later = predict(config, dims, shapes, empty_profile(), traits=VersionTraits(previous_gather_until_copied=False))
     assert later["forward"].peak_bytes == 2 * block
 
 
 def with_gradients(narrow: Mapping[str, int], wide: Mapping[str, int]) -> list[MemorySegment]:
-    """Gradients of each group, in bytes, those that are wider than the parameters apart."""
+    """Return a profile with gradients: bytes by group, in the parameters' dtype (`narrow`) and in a wider one."""
     profile = []
-    for segment in nothing():
+    for segment in empty_profile():
         group = segment.mark.removeprefix("freed ")
         if group != segment.mark:
             for kind, sizes in (("gradients", narrow), ("wide-gradients", wide)):
@@ -77,9 +73,8 @@ def with_gradients(narrow: Mapping[str, int], wide: Mapping[str, int]) -> list[M
 
 
 def test_gradients_that_must_be_cast_are_copied_once_more() -> None:
-    """never: what is held while the input of the last block's reduction is filled, on ranks so many that shards do not
-    count."""
-    config, dims, shapes = parts(Cell(mesh="dp64", model="wide", precision="bf16-mp", reshard="never"))
+    """With `never`, while the input of the last block's reduction is filled, on ranks so many that shards vanish."""
+    config, dims, shapes = sizes_of(Cell(mesh="dp64", model="wide", precision="bf16-mp", reshard="never"))
     sizes = {group: nbytes for group, nbytes in group_bytes(config, dims, shapes).items() if group in GROUPS}
     block, matrix, norms = sizes["layers.1"], 2 * config.model.dim**2, 2 * 2 * config.model.dim
     reduced = 2 * sizes["output"] // 64
@@ -93,7 +88,7 @@ def test_gradients_that_must_be_cast_are_copied_once_more() -> None:
 
 def test_gradients_that_wait_are_held_in_the_reduce_dtype() -> None:
     cell = Cell(mesh="dp4", model="even", precision="bf16-mp", reshard="always", accumulation=2, gradient_sync="last")
-    config, dims, shapes = parts(cell)
+    config, dims, shapes = sizes_of(cell)
     sizes = group_bytes(config, dims, shapes)
     phases = predict(config, dims, shapes, with_gradients(sizes, {}) * 2)
     assert phases["forward"].peak_bytes == 3 * sizes["layers.1"] + 2 * sum(sizes.values())
@@ -105,22 +100,22 @@ def test_gradients_that_wait_are_held_in_the_reduce_dtype() -> None:
     [("fp32", UP_TO_2_13, True), ("bf16-mp", UP_TO_2_13, False), ("bf16-mp", FROM_2_15, True)],
 )
 def test_where_gradients_wait(precision: Any, traits: VersionTraits, stay: bool) -> None:
-    assert gradients_stay(parts(Cell(precision=precision))[0], traits) == stay
+    assert gradients_stay(sizes_of(Cell(precision=precision))[0], traits) == stay
 
 
 def released(cell: Cell, traits: VersionTraits, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Bytes of the last block's gradients that a run without FSDP releases in each micro-batch, narrow and wide."""
-    monkeypatch.setattr(memory, "traits_of", lambda _version: traits)
-    payload = {"config": msgspec.to_builtins(cell.config), "world_size": cell.world_size}
-    segments: Any = memory.without_fsdp(RankContext(0, 1, "", 1.0), payload)
-    sizes = [s["start_bytes"] - s["end_bytes"] for s in segments if s["mark"].endswith("gradients layers.1")]
+    """Return bytes of the last block's gradients, narrow and wide, that a run without FSDP releases by micro-batch."""
+    monkeypatch.setattr(without_fsdp, "traits_of", lambda _version: traits)
+    profile = without_fsdp.profile_without_fsdp
+    segments = profile.perform(RankContext(0, 1, "", 1.0), job_of(cell, Path(), defect=None))
+    sizes = [s.start_bytes - s.end_bytes for s in segments if s.mark.endswith("gradients layers.1")]
     return list(zip(sizes[::2], sizes[1::2], strict=True))
 
 
 def test_gradients_of_a_run_without_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bf16 up to torch 2.13; from 2.15 on those of norms, which compute in fp32, are not cast."""
+    """Gradients are in bf16 up to torch 2.13; from 2.15 on those of norms, which compute in fp32, are not cast."""
     cell = Cell(mesh="dp2", precision="bf16-mp")
-    config, _dims, shapes = parts(cell)
+    config, _dims, shapes = sizes_of(cell)
     numel = sum(torch.Size(shape).numel() for name, shape in shapes.items() if name.startswith("layers.1."))
     norms = 2 * config.model.dim
     assert released(cell, UP_TO_2_13, monkeypatch) == [(2 * numel, 0)]
@@ -148,53 +143,62 @@ def test_gradients_that_are_not_released_stay() -> None:
     assert all(layer.weight.grad is None for layer in layers)
 
 
-@pytest.mark.parametrize("ahead", [1, 2])
-def test_groups_that_are_gathered_ahead(ahead: int) -> None:
-    """2 + k of a block: in forward its parameters and what they were copied from, and those ahead."""
-    cell = Cell(mesh="dp4", reshard="always", model="deep").but(forward_prefetch=ahead, backward_prefetch=ahead)
-    config, dims, shapes = parts(cell)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_prefetched_groups(depth: int) -> None:
+    """2 + k blocks are held: in forward U and A of a block, and A of the k blocks that are prefetched."""
+    cell = Cell(mesh="dp4", reshard="always", model="deep").but(forward_prefetch=depth, backward_prefetch=depth)
+    config, dims, shapes = sizes_of(cell)
     sizes = group_bytes(config, dims, shapes)
     block = sizes["layers.1"]
-    marks = nothing(tuple(sizes))
+    marks = empty_profile(tuple(sizes))
     for traits in (VersionTraits(), VersionTraits(previous_gather_until_copied=False)):
         phases = predict(config, dims, shapes, marks, traits=traits)
-        assert phases["forward"].peak_bytes == (2 + ahead) * block
+        assert phases["forward"].peak_bytes == (2 + depth) * block
         assert phases["forward"].end_bytes == phases["idle"].end_bytes == 0
-        # When the last block that has k - 1 ahead of it copies its own out: U, k times A, and the input of the
-        # reduction of the block behind it; gradients of all behind.
-        reduced = sizes["output"] + (config.model.n_layers - ahead) * block
-        assert phases["backward"].peak_bytes == (2 + ahead) * block + reduced // dims.dp_shard
+        # When the last block that has k - 1 to prefetch copies its own out: U, k times A, and the input of the
+        # reduction of the block before it in backward; gradients of all groups before.
+        reduced = sizes["output"] + (config.model.n_layers - depth) * block
+        assert phases["backward"].peak_bytes == (2 + depth) * block + reduced // dims.dp_shard
 
 
 @pytest.mark.parametrize("mesh", ["dp4", "hsdp2x2", "dp2-tp2", "dp64"])
-def test_what_is_kept_adds_up(mesh: str) -> None:
+def test_groups_kept_after_forward_add_up(mesh: str) -> None:
     rests = []
     for mode in MODES:
-        config, dims, shapes = parts(Cell(mesh=mesh, reshard=mode))  # type: ignore[arg-type]
-        rests.append(predict(config, dims, shapes, nothing())["forward"].end_bytes)
+        config, dims, shapes = sizes_of(Cell(mesh=mesh, reshard=mode))  # type: ignore[arg-type]
+        rests.append(predict(config, dims, shapes, empty_profile())["forward"].end_bytes)
         sizes = group_bytes(config, dims, shapes)
     assert rests == [0, sizes["output"], sizes["output"] + sizes["layers.1"], sum(sizes.values())]
 
 
 def test_one_rank_gathers_nothing() -> None:
-    config, dims, shapes = parts(Cell(mesh="dp1", reshard="always"))
+    config, dims, shapes = sizes_of(Cell(mesh="dp1", reshard="always"))
     largest = max(group_bytes(config, dims, shapes).values())
-    assert predict(config, dims, shapes, nothing())["forward"].peak_bytes == largest
+    assert predict(config, dims, shapes, empty_profile())["forward"].peak_bytes == largest
 
 
-def measured(change: Mapping[str, tuple[int, int]]) -> Any:
-    """The fixture `measure`, with exactly what the model predicts for no activations, and changes to it by phase."""
+def measured(change: Mapping[str, tuple[int, int]]) -> Measure:
+    """Return the fixture `measure`: what the model predicts without activations, and changes by phase in bytes."""
 
-    def measure(task: str, cell: Cell, *, alone: bool = False, on_device: bool = False) -> list[Any]:
-        if task.endswith("without_fsdp"):
-            return [[{"mark": s.mark, "start_bytes": 0, "peak_bytes": 0, "end_bytes": 0} for s in nothing()]]
-        segments = []
-        config, dims, shapes = parts(cell)
-        for phase, usage in predict(config, dims, shapes, nothing()).items():
-            peak, rest = change.get(phase, (0, 0))
-            figures = {"peak_bytes": usage.peak_bytes + peak, "end_bytes": usage.end_bytes + rest}
-            segments.append({"mark": phase, "start_bytes": 0, **figures})
-        return [{"segments": segments, "backend": []}] * (1 if alone else cell.world_size)
+    def measure(experiment: Experiment[Any], cell: Cell, *, on_device: bool = False) -> list[Any]:
+        if experiment is without_fsdp.profile_without_fsdp:
+            return [empty_profile()]
+        return [step_memory(cell, change)] * (1 if experiment.alone else cell.world_size)
+
+    return measure
+
+
+def step_memory(cell: Cell, change: Mapping[str, tuple[int, int]]) -> StepMemory:
+    segments = []
+    for phase, usage in predict(*sizes_of(cell), empty_profile()).items():
+        peak, rest = change.get(phase, (0, 0))
+        segments.append(MemorySegment(phase, 0, usage.peak_bytes + peak, usage.end_bytes + rest))
+    return StepMemory(segments, [])
+
+
+def returning(result: object) -> Measure:
+    def measure(experiment: Experiment[Any], cell: Cell, *, on_device: bool = False) -> list[Any]:
+        return [result]
 
     return measure
 
@@ -202,8 +206,8 @@ def measured(change: Mapping[str, tuple[int, int]]) -> Any:
 CELL = Cell(mesh="dp4", model="deep", reshard="never").but(model="tiny")
 
 
-def test_what_the_model_says_passes() -> None:
-    laws.test_memory_of_a_simulated_world_is_that_of_the_model(measured({}), CELL)
+def test_memory_as_predicted_passes() -> None:
+    laws.test_memory_of_a_simulated_world_matches_the_model(measured({}), CELL)
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward", "clip", "optimizer"])
@@ -211,64 +215,65 @@ def test_what_the_model_says_passes() -> None:
 def test_a_peak_that_is_off_fails(phase: str, off: int) -> None:
     change = {phase: (1024 * off, 0)}
     with pytest.raises(ConformanceFailure, match=f"peak of {phase} of rank 0: measured"):
-        laws.test_memory_of_a_simulated_world_is_that_of_the_model(measured(change), CELL)
+        laws.test_memory_of_a_simulated_world_matches_the_model(measured(change), CELL)
 
 
 @pytest.mark.parametrize("phase", ["forward", "idle"])
 def test_something_left_over_fails(phase: str) -> None:
     with pytest.raises(ConformanceFailure, match=f"rest of {phase} of rank 0: measured"):
-        laws.test_memory_of_a_simulated_world_is_that_of_the_model(measured({phase: (0, 1024)}), CELL)
+        laws.test_memory_of_a_simulated_world_matches_the_model(measured({phase: (0, 1024)}), CELL)
 
 
 def test_bounds_that_prove_nothing_are_the_suites_error() -> None:
     with pytest.raises(ValueError, match=r"bounds of \w+ are over a factor of 1.1 apart"):
-        laws.test_memory_on_every_rank_is_that_of_the_model(measured({}), CELL)
+        laws.test_memory_on_every_rank_matches_the_model(measured({}), CELL)
+
+
+def changed_in(mode: str, change: Mapping[str, tuple[int, int]]) -> Measure:
+    """Return the fixture `measure` with a change in the cells of one reshard mode."""
+
+    def measure(experiment: Experiment[Any], cell: Cell, *, on_device: bool = False) -> list[Any]:
+        return measured(change if cell.reshard == mode else {})(experiment, cell)
+
+    return measure
 
 
 def test_more_kept_than_the_mode_says_fails() -> None:
-    def measure(task: str, cell: Cell, *, alone: bool = False, on_device: bool = False) -> Any:
-        more = {"forward": (0, 8 if cell.reshard == "never" else 0)}
-        return measured(more)(task, cell, alone=alone)
-
-    laws.test_what_stays_after_forward_is_what_the_mode_keeps(measured({}), CELL)
+    laws.test_reshard_after_forward_keeps_the_groups_of_its_mode(measured({}), CELL)
     with pytest.raises(ConformanceFailure, match="kept after forward: measured"):
-        laws.test_what_stays_after_forward_is_what_the_mode_keeps(measure, CELL)
+        laws.test_reshard_after_forward_keeps_the_groups_of_its_mode(changed_in("never", {"forward": (0, 8)}), CELL)
 
 
 def test_modes_in_another_order_fail() -> None:
-    def measure(task: str, cell: Cell, *, alone: bool = False, on_device: bool = False) -> Any:
-        more = {"forward": (10**6 if cell.reshard == "default" else 0, 0)}
-        return measured(more)(task, cell, alone=alone)
-
-    laws.test_modes_are_in_order(measured({}), CELL)
+    laws.test_reshard_modes_are_ordered_by_peak(measured({}), CELL)
     with pytest.raises(ConformanceFailure, match="modes out of order: measured 1"):
-        laws.test_modes_are_in_order(measure, CELL)
+        laws.test_reshard_modes_are_ordered_by_peak(changed_in("default", {"forward": (10**6, 0)}), CELL)
 
 
-def test_the_same_peak_in_all_modes_fails() -> None:
+def test_equal_peaks_of_all_modes_fail() -> None:
     with pytest.raises(ConformanceFailure, match="never and always have the same peak"):
-        laws.test_modes_are_in_order(lambda task, cell, alone: measured({})(task, CELL, alone=alone), CELL)  # type: ignore[arg-type]
+        laws.test_reshard_modes_are_ordered_by_peak(returning(step_memory(CELL, {})), CELL)
 
 
 @pytest.mark.parametrize(("left", "grown", "message"), [(8, 0, "left by the 50th step"), (0, 8, "growth of a peak")])
 def test_growth_fails(left: int, grown: int, message: str) -> None:
-    (first,) = measured({})("memory:step_in_simulation", CELL, alone=True)
-    (last,) = measured({"idle": (0, left), "backward": (grown, 0)})("memory:step_in_simulation", CELL, alone=True)
-    laws.test_memory_does_not_grow(lambda *_args, **_options: [{"first": first, "last": first}], CELL)
+    second = step_memory(CELL, {})
+    fiftieth = step_memory(CELL, {"idle": (0, left), "backward": (grown, 0)})
+    laws.test_memory_does_not_grow_over_steps(returning(Growth(second, second)), CELL)
     with pytest.raises(ConformanceFailure, match=message):
-        laws.test_memory_does_not_grow(lambda *_args, **_options: [{"first": first, "last": last}], CELL)
+        laws.test_memory_does_not_grow_over_steps(returning(Growth(second, fiftieth)), CELL)
 
 
 @pytest.mark.parametrize(
     ("gathered", "reduced", "wrong"), [(1, 1, ""), (0, 1, "an all-gather"), (1, 2, "a reduce-scatter")]
 )
 def test_a_backend_that_copies_more_or_less_fails(gathered: int, reduced: int, wrong: str) -> None:
-    largest = max(group_bytes(*parts(CELL)).values())
-    uses = {"c10d::_allgather_base_": gathered, "c10d::_reduce_scatter_base_": reduced}
-    backend = [{"operator": name, "peak_bytes": times * largest} for name, times in uses.items()]
+    largest = max(group_bytes(*sizes_of(CELL)).values())
+    times = {"c10d::_allgather_base_": gathered, "c10d::_reduce_scatter_base_": reduced}
+    memory = StepMemory([], [BackendUse(operator, count * largest) for operator, count in times.items()])
 
     def judge() -> None:
-        laws.test_backends_allocate_what_they_are_known_to(lambda *_args, **_options: [{"backend": backend}], CELL)
+        laws.test_gloo_allocates_copies_of_full_buffers(returning(memory), CELL)
 
     if wrong:
         with pytest.raises(ConformanceFailure, match=f"copy of {wrong}: measured"):

@@ -1,4 +1,4 @@
-"""The references that the trainer is judged by: their formulas against torch's own and against finite differences."""
+"""Single-process references: their formulas, compared with torch's own and with finite differences."""
 
 from collections.abc import Iterator
 
@@ -64,7 +64,7 @@ def assert_equal(actual: Tensors, expected: Tensors, *, tolerance: float) -> Non
     ids=["adamw", "sgd", "sgd-unclipped", "tied"],
 )
 def test_fp64_training_equals_torch(config: TrainerConfig) -> None:
-    """Loss, gradients, norm, clipping and optimizer are written with torch's own functions here."""
+    """The expected loss, gradients, norm, clipping and optimizer are those of torch's own functions."""
     run, model, options = train_reference(config, dtype=torch.float64), initial_model(config).double(), config.optimizer
     assert_equal(run.initial, dict(model.named_parameters()), tolerance=0.0)
     parameters = list(model.parameters())
@@ -146,6 +146,6 @@ def test_total_norm_takes_any_iterable() -> None:
         (with_optimizer(OptimizerConfig(name="sgd", momentum=0.9)), "SGD has no momentum: use momentum 0"),
     ],
 )
-def test_what_the_reference_does_not_know_is_refused(config: TrainerConfig, message: str) -> None:
+def test_unknown_options_are_refused(config: TrainerConfig, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         train_reference(config, dtype=torch.float64)

@@ -1,12 +1,12 @@
-"""The schedule model on known cases: what FSDP gathers and reduces, and when."""
+"""Schedule model on known cases: the groups that FSDP gathers and reduces, and when."""
 
 import msgspec
 import pytest
 
-from conformance.oracles.schedule import fsdp_events, group_of, groups, kept_after_forward, shard_numels
+from conformance.oracles.schedule import entered, fsdp_events, group_of, groups, kept_after_forward, shard_numels
 from conformance.plan.cells import AxisValue, Cell, cell_from_axes
 from reference_trainer.config import TrainerConfig
-from reference_trainer.mesh import ParallelDims, resolve_mesh
+from reference_trainer.parallel_dims import ParallelDims, resolve_mesh
 
 NUMBERS = {
     "tok_embeddings": 0,
@@ -20,7 +20,7 @@ NUMBERS = {
     "output": 3,
 }
 NUMELS = {group: 100 + number for group, number in NUMBERS.items()}
-"""Elements of each group's shard: an event's size tells its group."""
+"""Elements of a shard by group: the size of an event tells its group."""
 
 
 def of_cell(cell: Cell) -> tuple[TrainerConfig, ParallelDims]:
@@ -29,7 +29,10 @@ def of_cell(cell: Cell) -> tuple[TrainerConfig, ParallelDims]:
 
 
 def schedule(**axes: AxisValue) -> str:
-    """The events of a two-block model as `G0` (all-gather of the embedding), `S3` (reduce-scatter of the head), `R`."""
+    """Return the events of a model of two blocks as text, such as `backward: G0 S3 R3`.
+
+    `G0` is an all-gather of the embedding, `S3` a reduce-scatter of the output, `R3` its all-reduce.
+    """
     config, dims = of_cell(cell_from_axes(axes))
     letters = {"all_gather": "G", "reduce_scatter": "S", "all_reduce": "R"}
     words, phase = [], ""
@@ -102,7 +105,7 @@ def test_norms_with_masters_of_their_own_are_groups_inside_of_blocks() -> None:
         ({"backward_prefetch": 2, "reshard": "table"}, "G2 S3 G0 S2 S1 S0"),
     ],
 )
-def test_what_is_gathered_ahead_in_backward(axes: dict[str, AxisValue], expected: str) -> None:
+def test_groups_prefetched_in_backward(axes: dict[str, AxisValue], expected: str) -> None:
     assert schedule(**axes) == f"{FORWARD} backward: {expected}"
 
 
@@ -119,12 +122,12 @@ def test_what_is_gathered_ahead_in_backward(axes: dict[str, AxisValue], expected
         ),
     ],
 )
-def test_when_a_group_is_gathered_in_forward(axes: dict[str, AxisValue], expected: str) -> None:
-    """Such as `0:1`: the first block is gathered when the embedding is entered. The order is always the same."""
+def test_groups_prefetched_in_forward(axes: dict[str, AxisValue], expected: str) -> None:
+    """`0:1`: the first block is gathered when the embedding is entered. The order of gathers is always the same."""
     events = fsdp_events(*of_cell(cell_from_axes(axes)), NUMELS)
-    found = [f"{NUMBERS[e.during]}:{e.numel - 100}" for e in events if e.phase == "forward"]
-    assert " ".join(found) == expected
-    assert {e.during for e in events if e.phase == "backward"} == {""}
+    gathers = [f"{NUMBERS[event.during]}:{event.numel - 100}" for event in events if event.phase == "forward"]
+    assert " ".join(gathers) == expected
+    assert {event.during for event in events if event.phase == "backward"} == {""}
 
 
 def test_schedule_without_peers() -> None:
@@ -194,9 +197,7 @@ def test_every_parameter_has_a_group_of_the_forward_order(precision: str, tied: 
     config, _ = of_cell(Cell(tied_embeddings=tied).but(precision=precision))
     names = ["tok_embeddings.weight", "norm.weight", "output.weight"]
     names += [f"layers.{i}.{name}.weight" for i in (0, 1) for name in ("attention_norm", "attention.wo", "ffn_norm")]
-    met = {group.name for outer in groups(config) for group in (outer, *outer.inner)}
-    met |= {norm.name for outer in groups(config) for block in outer.inner for norm in block.inner}
-    assert {group_of(name, config) for name in names} == met
+    assert {group_of(name, config) for name in names} == set(entered(groups(config)))
 
 
 def test_an_unknown_mode_is_an_error() -> None:

@@ -1,4 +1,4 @@
-"""The traffic model on an example computed by hand, and the law that uses it on real and on falsified runs."""
+"""Traffic model on an example computed manually, and the law MP-4 on real and on falsified runs."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -6,16 +6,16 @@ from typing import Any
 
 import msgspec
 import pytest
-from conformance.laws.test_traffic import test_bytes_on_the_wire_equal_the_traffic_model as mp_4
 
 from conformance.instruments.facts import Collective
-from conformance.judge.law import Run
+from conformance.laws.fixtures import Run
+from conformance.laws.test_mp import test_collective_bytes_equal_the_traffic_model as mp_4
 from conformance.oracles.tp_schedule import local_shapes, sharded_dim, tensor_parallel_events
 from conformance.oracles.traffic import Traffic, add_up, step_events
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import AxisValue, Cell, cell_from_axes
 from reference_trainer.config import DataConfig, MeshConfig, ModelConfig, TrainerConfig
-from reference_trainer.mesh import resolve_mesh
+from reference_trainer.parallel_dims import resolve_mesh
 
 # 2 samples of 4 tokens a rank: activations of 8 x 4 = 32 elements.
 CONFIG = TrainerConfig(
@@ -27,7 +27,7 @@ LETTERS = {"all_gather": "G", "reduce_scatter": "S", "all_reduce": "R"}
 
 
 def tensor_parallel(config: TrainerConfig) -> str:
-    """Such as `forward: S32 G16`: a reduce-scatter of 32 elements, an all-gather of 16."""
+    """Return the events as text, such as `forward: S32 G16`: a reduce-scatter of 32 elements, an all-gather of 16."""
     words, phase = [], ""
     for event in tensor_parallel_events(config, resolve_mesh(config.mesh, world_size=4)):
         assert event.group == "tp"
@@ -82,13 +82,13 @@ def test_tensor_parallel_collectives(config: TrainerConfig, expected: str) -> No
 @pytest.mark.parametrize(
     ("sync", "dtypes"), [("each", {"bfloat16"}), ("last", {"float32"})], ids=["each", "accumulated in fp32"]
 )
-def test_gradients_of_norms_are_reduced_in_the_dtype_that_they_have(sync: str, dtypes: set[str]) -> None:
+def test_gradients_of_norms_are_reduced_in_their_own_dtype(sync: str, dtypes: set[str]) -> None:
     config = but(precision="bf16-mp", accumulation=2, gradient_sync=sync)
     events = tensor_parallel_events(config, resolve_mesh(config.mesh, world_size=4))
     assert {event.dtype for event in events if event.numel == 4} == dtypes
 
 
-def test_shapes_of_uneven_parts() -> None:
+def test_shapes_of_uneven_shards() -> None:
     first, last = (local_shapes(CONFIG.model, tp=2, tp_rank=rank) for rank in (0, 1))
     assert first["tok_embeddings.weight"] == (2, 4)
     assert last["tok_embeddings.weight"] == last["output.weight"] == (1, 4)
@@ -97,20 +97,20 @@ def test_shapes_of_uneven_parts() -> None:
     assert first["norm.weight"] == (4,)
 
 
-def test_biases_are_divided_like_the_output_that_they_are_added_to() -> None:
+def test_biases_are_sharded_like_the_output_that_they_are_added_to() -> None:
     assert sharded_dim("layers.0.attention.wq.bias") == 0
     assert sharded_dim("layers.0.attention.wo.bias") is None
     with pytest.raises(ValueError, match=r"layers.0.router.weight.*plan"):
         sharded_dim("layers.0.router.weight")
 
 
-def test_a_whole_step_computed_by_hand() -> None:
+def test_traffic_of_a_step_computed_manually() -> None:
     # Shards of rows: embedding 1 x 4; block: norms 2 + 2, wq wk wv wo 4 each, w1 w3 of 3 rows 2 x 4, w2 2 x 3;
     # norm and output 2 + 4. tp rank 1 has one row of embedding and output, padded to the same.
     block = 4 + 4 * 4 + 2 * 8 + 6
     for tp_rank in (0, 1):
-        found = add_up(step_events(CONFIG, resolve_mesh(CONFIG.mesh, world_size=4), tp_rank=tp_rank))
-        assert found == {
+        traffic = add_up(step_events(CONFIG, resolve_mesh(CONFIG.mesh, world_size=4), tp_rank=tp_rank))
+        assert traffic == {
             ("data", "dp_shard", "all_reduce", "int64"): Traffic(1, 8),
             ("forward", "dp_shard", "all_gather", "float32"): Traffic(3, 4 * (4 + block + 6)),
             ("forward", "tp", "all_gather", "float32"): Traffic(4, 4 * (3 * 16 + 16)),

@@ -1,4 +1,4 @@
-"""The trainer's command line, in real processes."""
+"""Command line of the trainer, in real processes."""
 
 import io
 import json
@@ -32,7 +32,7 @@ FIELDS = [*OF_STEP, "step_s", "tokens_per_s", "peak_memory_bytes"]
 
 
 def command(*arguments: str, nproc: int | None = None) -> list[str]:
-    """The trainer as one plain process, or under torchrun as `nproc` of them."""
+    """Return the trainer's command line: one plain process, or `nproc` of them under torchrun."""
     launcher = [] if nproc is None else ["-m", "torch.distributed.run", f"--nproc-per-node={nproc}", *free_port()]
     return [sys.executable, *launcher, *MODULE, *arguments]
 
@@ -63,7 +63,7 @@ def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def refusal(arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    """What a plain process says that ends before it trains; in this process, since it takes seconds to start one."""
+    """Run the command line in this process up to the point where it would train: starting a process takes seconds."""
     out, err = io.StringIO(), io.StringIO()
     _interpreter, _option, _module, *of_trainer = [*command(), *arguments]
     with (
@@ -77,7 +77,7 @@ def refusal(arguments: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def rows_of(path: Path) -> list[dict[str, float | None]]:
-    """JSON lines, read by the letter: NaN and Infinity are no JSON."""
+    """Read JSON lines strictly: NaN and Infinity are no JSON."""
 
     def refuse(constant: str) -> float:
         raise AssertionError(f"{constant} is not JSON")

@@ -20,7 +20,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def two_parameters() -> list[nn.Parameter]:
-    """With gradients (3, 4) and 12; a third has none."""
+    """Return a parameter with gradient (3, -4), one with gradient 12, and a third without gradient."""
     parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))]
     parameters[0].grad, parameters[1].grad = torch.tensor([3.0, -4.0]), torch.tensor([12.0])
     return parameters
@@ -40,9 +40,9 @@ def test_clipping(
 
 @pytest.mark.parametrize(("order", "norm"), [(1.0, 19.0), (2.0, 13.0), (3.0, 1819 ** (1 / 3)), (math.inf, 12.0)])
 def test_types_of_norms(order: float, norm: float) -> None:
-    found = clip_gradients(two_parameters(), max_norm=0.0, norm_type=order)
-    assert found.ndim == 0
-    assert found.item() == pytest.approx(norm, rel=1e-6)
+    total = clip_gradients(two_parameters(), max_norm=0.0, norm_type=order)
+    assert total.ndim == 0
+    assert total.item() == pytest.approx(norm, rel=1e-6)
 
 
 @pytest.mark.parametrize("order", [2.0, math.inf])
@@ -51,7 +51,7 @@ def test_nothing_to_clip(order: float) -> None:
 
 
 def clip_all_kinds(rank: int, rendezvous: Path) -> None:
-    """Row-sharded, with an empty shard, of another mesh, and plain: elements 1 to 9."""
+    """Clip gradients that are row-sharded, with an empty shard, of another mesh, and plain: elements 1 to 9."""
     init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout_s=60.0)
     meshes = [init_device_mesh("cpu", (2,), mesh_dim_names=(name,)) for name in ("one", "other")]
     values = torch.arange(1.0, 10.0)
@@ -67,9 +67,9 @@ def clip_all_kinds(rank: int, rendezvous: Path) -> None:
         for parameter, grad in zip(parameters, gradients, strict=True):
             parameter.grad = grad
         norm = float(torch.linalg.vector_norm(values, order))
-        found = clip_gradients(parameters, max_norm=norm / 2, norm_type=order, error_if_nonfinite=True)
-        assert type(found) is torch.Tensor
-        assert found.item() == pytest.approx(norm, rel=1e-6)
+        total = clip_gradients(parameters, max_norm=norm / 2, norm_type=order, error_if_nonfinite=True)
+        assert type(total) is torch.Tensor
+        assert total.item() == pytest.approx(norm, rel=1e-6)
         torch.testing.assert_close(rows.full_tensor(), values[:4].view(2, 2) / 2, rtol=1e-6, atol=0)
         torch.testing.assert_close(gradients[3], values[7:] / 2, rtol=1e-6, atol=0)
     dist.destroy_process_group()
@@ -101,9 +101,9 @@ def test_backends() -> None:
     assert backends(CUDA, cpu_tensors=True) == "cpu:gloo,cuda:nccl"
 
 
-@pytest.mark.parametrize(("found", "allowed"), [("gloo", True), ("cpu:gloo,cuda:gloo", True), ("cuda:gloo", False)])
-def test_offloading_needs_a_backend_for_the_cpu(tmp_path: Path, found: str, allowed: bool) -> None:
-    init_process_group(found, init_method=f"file://{tmp_path}/store", rank=0, world_size=1, timeout_s=60.0)
+@pytest.mark.parametrize(("backend", "allowed"), [("gloo", True), ("cpu:gloo,cuda:gloo", True), ("cuda:gloo", False)])
+def test_offloading_needs_a_backend_for_the_cpu(tmp_path: Path, backend: str, allowed: bool) -> None:
+    init_process_group(backend, init_method=f"file://{tmp_path}/store", rank=0, world_size=1, timeout_s=60.0)
     try:
         check_offload(TrainerConfig(), CPU)
         if allowed:

@@ -1,5 +1,7 @@
-"""The trainer's configuration: defaults, what is refused and with which words, and `--set`."""
+"""Configuration of the trainer: defaults, values that are refused and the messages, and `--set`."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,8 @@ from reference_trainer.config import (
     TrainerConfig,
     load_config,
 )
-from reference_trainer.mesh import ParallelDims, check_fits_mesh, choose_device, resolve_mesh
+from reference_trainer.mesh import choose_device
+from reference_trainer.parallel_dims import ParallelDims, check_fits_mesh, resolve_mesh
 from reference_trainer.strict_yaml import ConfigError, parse_scalar
 
 TINY = PROJECT / "reference_trainer" / "configs" / "tiny.yaml"
@@ -28,6 +31,12 @@ def refusal(call: Callable[[], object]) -> str:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - each caller looks at the message
         call()
     return str(caught.value)
+
+
+@pytest.mark.parametrize("module", ["config", "parallel_dims", "precision"])
+def test_configurations_are_read_without_torch(module: str) -> None:
+    program = f"import sys, reference_trainer.{module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=PROJECT, timeout=60, check=False).returncode == 0
 
 
 def test_defaults_are_a_valid_configuration() -> None:
@@ -66,6 +75,7 @@ def test_configurations_are_immutable_and_by_keyword() -> None:
         (OptimizerConfig, {"final_lr_fraction": 1.5}, "optimizer.final_lr_fraction is 1.5, must be at least 0 and at"),
         (OptimizerConfig, {"norm_type": 0.0}, 'optimizer.norm_type is 0.0, must be positive and finite, or "inf"'),
         (OptimizerConfig, {"norm_type": float("inf")}, "optimizer.norm_type is inf, must be positive and finite"),
+        (TrainerConfig, {"precision": "fp8"}, "precision is fp8; allowed: fp32, bf16-mp, "),
         (
             TrainerConfig,
             {"precision": "bf16-mp", "tf32": True},
@@ -226,6 +236,7 @@ def test_without_a_cuda_device_auto_is_the_cpu(monkeypatch: pytest.MonkeyPatch) 
         ("2", 2),
         (" 3 ", 3),
         ("0.001", 0.001),
+        ("1e-3", 0.001),
         ("true", True),
         ("null", None),
         ("", None),
@@ -247,8 +258,8 @@ def test_what_is_not_one_scalar(text: str) -> None:
     assert refusal(lambda: parse_scalar(text)) == expected
 
 
-@pytest.mark.parametrize(("text", "advice"), [("on", "write true"), ("1e-3", "write 0.001"), ("010", "write 10 or 8")])
-def test_scalars_that_are_not_canonical(text: str, advice: str) -> None:
+@pytest.mark.parametrize(("text", "advice"), [("on", "write true"), ("010", "leading zero"), ("2.10", "last zero")])
+def test_scalars_that_could_be_misread(text: str, advice: str) -> None:
     assert advice in refusal(lambda: parse_scalar(text))
 
 
@@ -266,8 +277,8 @@ def test_overrides_change_the_fields_they_name() -> None:
         (["mesh"], "--set mesh: write KEY=VALUE, for example mesh.tp=2"),
         (["mesh..tp=2"], "--set mesh..tp=2: write KEY=VALUE"),
         (["=2"], "--set =2: write KEY=VALUE"),
-        (["steps=on"], "--set steps=on: `on` is not the same to every YAML reader: write true"),
-        (["steps.x=1"], "--set steps.x=1: steps is a value, not a section: set it as a whole"),
+        (["steps=on"], "--set steps=on: `on` is true in YAML 1.1 and a word in YAML 1.2: write true"),
+        (["steps.x=1"], "--set steps.x=1: steps is a value, not a section: write steps=VALUE"),
         (["mesh.tp=two"], "--set mesh.tp=two: Expected `int`, got `str` - at `$.mesh.tp`"),
         (["mesh=2"], "--set mesh=2: Expected `object`, got `int` - at `$.mesh`"),
         (["optimizer.lrr=1"], "--set optimizer.lrr=1: unknown field `lrr`; allowed: name, lr, "),

@@ -1,4 +1,4 @@
-"""What surrounds the model in one process: data, learning-rate schedule, optimizer groups."""
+"""Data, learning-rate schedule and optimizer groups, in one process."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -28,8 +28,8 @@ def test_ranks_and_micro_batches_partition_the_global_batch(dp_size: int, accumu
         for rank in range(dp_size)
         for pair in batches.micro_batches(3, dp_rank=rank, dp_size=dp_size, accumulation=accumulation)
     ]
-    for part, whole in zip(zip(*shares, strict=True), batches.global_batch(3), strict=True):
-        assert torch.equal(torch.cat(part), whole)
+    for tensors, full in zip(zip(*shares, strict=True), batches.global_batch(3), strict=True):
+        assert torch.equal(torch.cat(tensors), full)
 
 
 def test_the_batch_depends_on_seed_and_step() -> None:
@@ -49,7 +49,7 @@ def test_an_indivisible_batch_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [None, np.uint16, np.int64])
 def test_labels_are_the_next_tokens(dtype: type[np.integer] | None, tmp_path: Path) -> None:
-    """A file of consecutive numbers, as bytes and as `.npy`; tokens beyond the vocabulary are folded into it."""
+    """The file holds consecutive numbers, as bytes or `.npy`; tokens beyond the vocabulary are folded into it."""
     path = tmp_path / ("tokens.bin" if dtype is None else "tokens.npy")
     if dtype is None:
         path.write_bytes(bytes(range(200)))

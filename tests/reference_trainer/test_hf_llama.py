@@ -1,4 +1,4 @@
-"""Checkpoints that the transformers library writes: the trainer computes what its `LlamaForCausalLM` does."""
+"""Checkpoints of the transformers library: the trainer computes the same as `LlamaForCausalLM`."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ WITH_BIAS_TIED = ModelConfig(
 
 
 def written(directory: Path, config: ModelConfig, *, max_shard_size: str) -> LlamaForCausalLM:
-    """A model with random weights, biases included, saved by its own library."""
+    """Save a model of the transformers library with random weights, biases included."""
     torch.manual_seed(0)
     theirs = LlamaForCausalLM(
         LlamaConfig(
@@ -49,19 +49,19 @@ def written(directory: Path, config: ModelConfig, *, max_shard_size: str) -> Lla
 @pytest.mark.parametrize("config", [MODEL, WITH_BIAS_TIED], ids=["grouped-query", "bias and tied"])
 @pytest.mark.parametrize("max_shard_size", ["1GB", "10KB"])
 def test_logits_are_those_of_transformers(config: ModelConfig, max_shard_size: str, tmp_path: Path) -> None:
-    """At every position: another pairing of RoPE's dimensions, or another order of heads, would differ by its size."""
+    """Logits agree at every position: another pairing of RoPE's dimensions, or order of heads, would change them."""
     theirs = written(tmp_path, config, max_shard_size=max_shard_size)
     assert (tmp_path / "model.safetensors.index.json").exists() == (max_shard_size == "10KB")
     ours = Transformer(config)
     load_weights(ours, path=tmp_path)
     tokens = torch.randint(config.vocab_size, (3, config.max_seq_len), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        expected, found = theirs(tokens).logits, ours(tokens)
+        expected, actual = theirs(tokens).logits, ours(tokens)
     # Rounding of fp32: some 20 products of lengths up to 64 in a row, see docs/tolerances.md.
-    assert float((found - expected).norm() / expected.norm()) < 20 * 8 * 2.0**-24
+    assert float((actual - expected).norm() / expected.norm()) < 20 * 8 * 2.0**-24
 
 
-def test_one_file_alone_is_enough(tmp_path: Path) -> None:
+def test_a_single_file_is_loaded(tmp_path: Path) -> None:
     theirs = written(tmp_path, MODEL, max_shard_size="1GB")
     (tmp_path / "config.json").unlink()
     ours = Transformer(MODEL)
@@ -90,7 +90,7 @@ def test_settings_that_the_weights_do_not_show_are_compared(
         load_weights(Transformer(MODEL), path=tmp_path)
 
 
-def test_a_missing_part_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_of_several_is_named(tmp_path: Path) -> None:
     written(tmp_path, MODEL, max_shard_size="10KB")
     next(tmp_path.glob("model-00002*")).unlink()
     with pytest.raises(ValueError, match=r"model-00002-of-\d+.safetensors, which the index names, is missing"):

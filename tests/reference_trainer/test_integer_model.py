@@ -1,4 +1,4 @@
-"""The model of whole numbers: it is exact, every parameter counts in it, and it shows a lost partial sum on ranks."""
+"""Integer model: it is exact, the loss depends on every parameter, and a lost partial sum shows on ranks."""
 
 from math import frexp
 
@@ -35,7 +35,7 @@ def is_power_of_two(value: float) -> bool:
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_every_sum_of_the_workload_is_exact(seed: int, tied: bool) -> None:
-    """In units of lr / tokens the new weight is a sum of whole numbers as well: the old one's, and the gradient's."""
+    """In units of lr / tokens the new weight, too, is a sum of integers: the old weight, and the gradient."""
     config = CELL.but(seed=seed, tied_embeddings=tied).config
     largest = largest_partial_sum(initial_model(config), *first_batch(config))
     tokens, lr = config.data.global_batch_size * config.data.seq_len, config.optimizer.lr
@@ -56,7 +56,7 @@ def test_the_bound_holds_and_is_reached_where_nothing_cancels() -> None:
 
 
 def largest_entry(model: nn.Module, batch: tuple[Tensor, Tensor]) -> float:
-    """Of loss, logits and gradients."""
+    """Return the largest absolute value of loss, logits and gradients."""
     logits = model(batch[0])
     loss = -logits.gather(-1, batch[1].unsqueeze(-1)).sum()
     gradients = torch.autograd.grad(loss, list(model.parameters()))
@@ -103,7 +103,7 @@ def test_attention_adds_query_key_and_earlier_values() -> None:
 
 @pytest.mark.parametrize("name", [name for name, _ in initial_model(CONFIG).named_parameters()])
 def test_loss_is_linear_in_each_parameter(name: str) -> None:
-    """So the slope along any direction is exact: gradients are right, and a parameter of which none counts is found."""
+    """The slope along any direction is exact, so gradients are right, and a parameter without effect would show."""
     model, batch = initial_model(CONFIG).double(), first_batch(CONFIG)
     parameter = model.get_parameter(name)
     direction = signs(tuple(parameter.shape), name=name, seed=1, nonzeros_per_row=3).double()
@@ -138,16 +138,16 @@ def test_the_loss_goes_with_the_arithmetic() -> None:
 
 
 def unequal(store: RecordStore, cell: Cell) -> list[str]:
-    """Gradients and new parameters that differ from those of one fp64 process in any bit."""
+    """Return the names of gradients and new parameters that differ from those of one fp64 process in any bit."""
     record, expected = CaseRuns(store).run(cell), train_reference(cell.config, dtype=torch.float64)
     pairs = {
         "step0/gradient/": expected.gradients[0],
         "final/parameter/": expected.parameters,
     }
-    found = {kind + name: tensor for kind in pairs for name, tensor in record.select(kind).items()}
+    actual = {kind + name: tensor for kind in pairs for name, tensor in record.select(kind).items()}
     wanted = {kind + name: tensor.float() for kind, tensors in pairs.items() for name, tensor in tensors.items()}
-    assert found.keys() == wanted.keys()
-    return [name for name in found if not torch.equal(found[name].view(torch.int32), wanted[name].view(torch.int32))]
+    assert actual.keys() == wanted.keys()
+    return [name for name in actual if not torch.equal(actual[name].view(torch.int32), wanted[name].view(torch.int32))]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The model against a second implementation, and its initial weights."""
+"""Model, compared with a second implementation, and its initial weights."""
 
 import math
 
@@ -30,7 +30,7 @@ def model_of(config: ModelConfig, *, seed: int = 0) -> Transformer:
 
 
 def naive_logits(model: Transformer, tokens: Tensor) -> Tensor:
-    """A second implementation: complex rotations, one head and one query at a time, explicit softmax."""
+    """Compute logits in a second way: complex rotations, one head and one query at a time, explicit softmax."""
     config, weights = model.config, dict(model.named_parameters(remove_duplicate=False))
 
     def linear(name: str, x: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ def naive_logits(model: Transformer, tokens: Tensor) -> Tensor:
         return torch.cat((turned.real, turned.imag), dim=-1)
 
     def attention(name: str, x: Tensor) -> Tensor:
-        q, k, v = (torch.split(linear(f"{name}.{part}", x), config.head_dim, dim=-1) for part in ("wq", "wk", "wv"))
+        q, k, v = (torch.split(linear(f"{name}.{proj}", x), config.head_dim, dim=-1) for proj in ("wq", "wk", "wv"))
         shared = config.n_heads // config.n_kv_heads
         outputs = []
         for head in range(config.n_heads):
@@ -63,14 +63,14 @@ def naive_logits(model: Transformer, tokens: Tensor) -> Tensor:
         gate = linear(f"{name}.w1", x)
         return linear(f"{name}.w2", gate / (1 + (-gate).exp()) * linear(f"{name}.w3", x))
 
-    def one(sample: Tensor) -> Tensor:
+    def logits_of(sample: Tensor) -> Tensor:
         x = weights["tok_embeddings.weight"][sample]
         for layer in range(config.n_layers):
             x = x + attention(f"layers.{layer}.attention", rms_norm(f"layers.{layer}.attention_norm", x))
             x = x + feed_forward(f"layers.{layer}.feed_forward", rms_norm(f"layers.{layer}.ffn_norm", x))
         return linear("output", rms_norm("norm", x))
 
-    return torch.stack([one(sample) for sample in tokens])
+    return torch.stack([logits_of(sample) for sample in tokens])
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Which groups the trainer has gathered ahead, and how the suite sees it."""
+"""Explicit prefetching: the groups that the trainer lets FSDP prefetch, and how the suite sees them."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from conformance.instruments.prefetching import backward_prefetch_of
 from reference_trainer.config import ModelConfig, TrainerConfig
-from reference_trainer.mesh import ParallelDims
 from reference_trainer.model import Transformer
+from reference_trainer.parallel_dims import ParallelDims
 from reference_trainer.parallelize import parallelize
 from reference_trainer.prefetch import backward_order, each_with_next, forward_order
 from reference_trainer.reshard import reshard_policy
@@ -28,8 +28,8 @@ def parallel_model(mesh: DeviceMesh, **fields: Any) -> Transformer:
 
 
 def test_the_next_groups() -> None:
-    found = {name: list(ahead) for name, ahead in each_with_next(["a", "b", "c", "d"], 2)}
-    assert found == {"a": ["b", "c"], "b": ["c", "d"], "c": ["d"], "d": []}
+    pairs = {name: list(ahead) for name, ahead in each_with_next(["a", "b", "c", "d"], 2)}
+    assert pairs == {"a": ["b", "c"], "b": ["c", "d"], "c": ["d"], "d": []}
     assert [list(ahead) for _, ahead in each_with_next(["a", "b"], 0)] == [[], []]
 
 
@@ -76,7 +76,7 @@ def test_the_order_of_ten_blocks_is_not_that_of_the_alphabet() -> None:
     ],
 )
 def test_what_fsdp_is_told(mesh: DeviceMesh, fields: dict[str, Any], expected: dict[str, list[str]]) -> None:
-    """Groups of several modules under their first one: norm and output, with tied embeddings also these."""
+    """A group of several modules has the name of its first: norm, of norm and output, or the tied embedding."""
     assert backward_prefetch_of(parallel_model(mesh, **fields)) == expected
 
 

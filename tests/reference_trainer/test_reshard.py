@@ -1,12 +1,15 @@
-"""Which groups the trainer reshards, and how far."""
+"""Resharding: the groups that the trainer reshards, and to how many ranks."""
 
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from reference_trainer.config import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
-from reference_trainer.mesh import ParallelDims
+from reference_trainer.model import Transformer
+from reference_trainer.parallel_dims import ParallelDims
+from reference_trainer.parallelize import parallelize
 from reference_trainer.reshard import device_memory_bytes, estimated_peak_bytes, group_names, reshard_policy
 
 CPU = torch.device("cpu")
@@ -45,8 +48,8 @@ def test_names_of_groups() -> None:
     ],
 )
 def test_policies(mode: Any, expected: list[bool | int]) -> None:
-    found = policy(mode)
-    assert (found, list(map(type, found))) == (expected, list(map(type, expected)))
+    chosen = policy(mode)
+    assert (chosen, list(map(type, chosen))) == (expected, list(map(type, expected)))
 
 
 def test_the_last_of_ten_blocks_is_not_the_first() -> None:
@@ -114,6 +117,27 @@ def test_auto_keeps_everything_if_it_fits() -> None:
 def test_the_estimate_follows_the_configuration(fields: dict[str, Any], sign: int) -> None:
     base = estimated_peak_bytes(TrainerConfig(model=MODEL), DIMS)
     assert sign * (estimated_peak_bytes(TrainerConfig(**{"model": MODEL, **fields}), DIMS) - base) > 0
+
+
+def test_a_policy_knows_its_groups_and_no_others() -> None:
+    chosen = reshard_policy(TrainerConfig(model=MODEL), DIMS, CPU)
+    assert chosen.of("layers.2") is True
+    assert chosen.of("output") is False
+    with pytest.raises(
+        ValueError, match=r"no FSDP group is named 'layers.3': the groups are tok_embeddings, layers.0, .*output$"
+    ):
+        chosen.of("layers.3")
+
+
+def test_a_model_with_other_groups_than_the_policy_is_refused(mesh: DeviceMesh) -> None:
+    config = TrainerConfig(model=MODEL)
+    shallow = TrainerConfig(model=ModelConfig(n_layers=2))
+    with torch.device("meta"):
+        model = Transformer(config.model)
+    with pytest.raises(
+        ValueError, match=r"named 'layers\.2': the groups are tok_embeddings, layers\.0, layers\.1, output"
+    ):
+        parallelize(model, mesh, config, reshard_policy(shallow, ParallelDims(1, 1, 1), CPU))
 
 
 def test_a_policy_in_words() -> None:

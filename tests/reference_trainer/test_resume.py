@@ -28,7 +28,7 @@ ROUNDS, RANKS = 20, 2
 
 
 def train(rank: int, directory: Path, rendezvous: Path, report: Path) -> None:
-    """Go on from the newest checkpoint if there is one, save after each step, and report each step's loss."""
+    """Resume from the newest checkpoint if there is one, save after each step, and report each step's loss."""
     torch.set_num_threads(1)
     init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS, timeout_s=60.0)
     trainer = Trainer(CONFIG, device=torch.device("cpu"), world_size=RANKS)
@@ -54,7 +54,7 @@ def started(directory: Path, rendezvous: Path, report: Path) -> list[BaseProcess
 
 
 def wait_for_save(directory: Path, *, deadline_s: float) -> bool:
-    """Until a save is under way; False if none begins."""
+    """Wait until a save is under way; False if none begins."""
     end_s = time.monotonic() + deadline_s
     while time.monotonic() < end_s:
         if any(directory.glob(".step-*")):
@@ -63,26 +63,26 @@ def wait_for_save(directory: Path, *, deadline_s: float) -> bool:
 
 
 def losses(report: Path) -> dict[int, float]:
-    """The last that was reported of each step; raises AssertionError if a step that was repeated differs."""
-    found: dict[int, float] = {}
+    """Return the loss of each step; raises AssertionError if a repeated step has another loss."""
+    by_step: dict[int, float] = {}
     for line in report.read_bytes().splitlines():
         step, loss = msgspec.json.decode(line)
-        assert found.setdefault(step, loss) == loss, f"step {step} was repeated with another result"
-    return found
+        assert by_step.setdefault(step, loss) == loss, f"step {step} was repeated with another result"
+    return by_step
 
 
 def test_a_kill_during_a_save_loses_nothing(tmp_path: Path) -> None:
-    """Twenty times, at random moments, one rank first: what was complete stays, and training goes on bit by bit."""
-    moments = random.Random(0)
+    """After twenty kills at random times, complete checkpoints are there, and training goes on bit for bit."""
+    rng = random.Random(0)
     directory, report = tmp_path / "checkpoints", tmp_path / "losses"
     done = 0
     for number in range(ROUNDS):
         processes = started(directory, tmp_path / f"rendezvous{number}", report)
         assert wait_for_save(directory, deadline_s=60.0)
-        time.sleep(moments.uniform(0.0, 0.03))
-        for process in moments.sample(processes, RANKS):
+        time.sleep(rng.uniform(0.0, 0.03))
+        for process in rng.sample(processes, RANKS):
             process.kill()
-            time.sleep(moments.uniform(0.0, 0.01))
+            time.sleep(rng.uniform(0.0, 0.01))
         for process in processes:
             process.join()
         if any(directory.glob("step-*")):
@@ -105,7 +105,7 @@ SHORT = ["--set", "steps=4", "--set", "model.dropout=0.1", "--set", "data.global
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of four steps with checkpoints after two and four."""
+    """Directory of a run of four steps with checkpoints after two and four."""
     directory = tmp_path_factory.mktemp("saved")
     save = ["--save-every", "2", "--save-dir", str(directory / "checkpoints")]
     result = run(command("--metrics", str(directory / "metrics.jsonl"), *SHORT, *save))
@@ -115,7 +115,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def copy_of(saved: Path, tmp_path: Path) -> Path:
-    """Checkpoints with that after two steps as the newest, and the metrics of all steps."""
+    """Copy the run without its last checkpoint, but with the metrics of all steps."""
     shutil.copytree(saved, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000004")
     return tmp_path / "run"
@@ -123,7 +123,7 @@ def copy_of(saved: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "async"])
 def test_a_run_is_resumed_from_the_command_line(saved: Path, tmp_path: Path, asynchronous: bool) -> None:
-    """And saved further; metrics of steps that are repeated are replaced."""
+    """The resumed run saves, too, and replaces the metrics of repeated steps."""
     directory = copy_of(saved, tmp_path)
     metrics = directory / "metrics.jsonl"
     arguments = ["--resume", str(directory / "checkpoints"), "--save-every", "1", "--metrics", str(metrics)]
@@ -145,7 +145,7 @@ def remove(path: Path) -> None:
     (path / "__0_0.distcp").unlink()
 
 
-def spoil_manifest(path: Path) -> None:
+def empty_manifest(path: Path) -> None:
     (path / "manifest.json").write_text("{}")
 
 
@@ -162,7 +162,7 @@ def remove_all(path: Path) -> None:
     [
         (truncate, "is damaged: __0_0.distcp has"),
         (remove, "is damaged: __0_0.distcp is missing"),
-        (spoil_manifest, "manifest.json cannot be read"),
+        (empty_manifest, "manifest.json cannot be read"),
         (remove_manifest, "manifest.json cannot be read"),
         (remove_all, "holds no checkpoint"),
     ],

@@ -1,4 +1,4 @@
-"""The trainer on several ranks: precisions, first weights, and when gradients are reduced. Real runs of cells."""
+"""Trainer on several ranks: precisions, initial weights, and when gradients are reduced. Real runs of cells."""
 
 from collections import Counter
 
@@ -16,8 +16,8 @@ from reference_trainer.model import Transformer
 ONE_STEP = Cell(steps=1)
 
 
-def drawn_weights(cell: Cell) -> dict[str, Tensor]:
-    """What `init: meta` draws, fp32 on one process."""
+def sampled_weights(cell: Cell) -> dict[str, Tensor]:
+    """Return the initial weights that `init: meta` samples, fp32 on one process."""
     config = cell.config
     model = Transformer(config.model)
     init_weights(model, seed=config.seed)
@@ -39,7 +39,7 @@ def assert_same_bits(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> 
 
 
 def reductions(record: Record) -> Counter[str]:
-    """Number of collectives of one step's backward over data-parallel ranks, by kind."""
+    """Count the collectives of one step's backward over data-parallel ranks, by kind."""
     return Counter(
         entry.kind
         for entry in record.ranks[0].collectives
@@ -51,21 +51,21 @@ def reductions(record: Record) -> Counter[str]:
     ("mesh", "mode", "reduce_scatters", "all_reduces"),
     [("dp2", "last", 4, 0), ("hsdp2x2", "last", 4, 4), ("hsdp2x2", "all-reduce-last", 8, 4)],
 )
-def test_gradients_reduced_late_are_the_same(
+def test_gradient_sync_after_the_last_micro_batch_gives_the_same_gradients(
     run: Run, mesh: str, mode: str, reduce_scatters: int, all_reduces: int
 ) -> None:
-    """4 FSDP groups, 2 micro-batches: each reduction that is postponed is issued half as often.
+    """A postponed reduction is issued half as often: there are 4 FSDP groups and 2 micro-batches.
 
-    The model computes whole numbers, so that gradients do not depend on the order in which they are added.
+    The model computes integers, so that gradients do not depend on the order in which they are added.
     """
     each = ONE_STEP.but(mesh=mesh, accumulation=2, model="integer")
-    expected, found = run(each), run(each.but(gradient_sync=mode))
+    expected, actual = run(each), run(each.but(gradient_sync=mode))
     assert reductions(expected)["reduce_scatter"] == 8
     assert reductions(expected)["all_reduce"] == (8 if mesh == "hsdp2x2" else 0)
-    assert (reductions(found)["reduce_scatter"], reductions(found)["all_reduce"]) == (reduce_scatters, all_reduces)
-    assert reductions(found)["all_gather"] == reductions(expected)["all_gather"]
-    gradients = found.select("step0/gradient/")
-    assert gradients.keys() == drawn_weights(each).keys()
+    assert (reductions(actual)["reduce_scatter"], reductions(actual)["all_reduce"]) == (reduce_scatters, all_reduces)
+    assert reductions(actual)["all_gather"] == reductions(expected)["all_gather"]
+    gradients = actual.select("step0/gradient/")
+    assert gradients.keys() == sampled_weights(each).keys()
     assert_same_bits(gradients, expected.select("step0/gradient/"))
 
 
@@ -79,11 +79,11 @@ def test_only_replicas_have_an_all_reduce_to_postpone(run: Run) -> None:
 
 def test_bf16_init_starts_from_rounded_weights_in_fp32(run: Run) -> None:
     cell = ONE_STEP.but(mesh="dp2-tp2", precision="bf16-init", tied_embeddings=True)
-    record, drawn = run(cell), drawn_weights(cell)
-    rounded = {name: tensor.bfloat16().float() for name, tensor in drawn.items()}
-    assert not any(torch.equal(drawn[name], rounded[name]) for name in drawn)
+    record, sampled = run(cell), sampled_weights(cell)
+    rounded = {name: tensor.bfloat16().float() for name, tensor in sampled.items()}
+    assert not any(torch.equal(sampled[name], rounded[name]) for name in sampled)
     assert_same_bits(record.select("initial/parameter/"), rounded)
-    assert_same_bits(run(cell.but(precision="bf16-mp")).select("initial/parameter/"), drawn)
+    assert_same_bits(run(cell.but(precision="bf16-mp")).select("initial/parameter/"), sampled)
     for prefix in ("initial/buffer/", "step0/gradient/", "final/parameter/", "final/exp_avg/"):
         assert set(dtypes_of(record, prefix).values()) == {torch.float32}, prefix
     gathered = {
@@ -106,7 +106,7 @@ def test_gradients_are_reduced_in_the_dtype_of_the_precision(run: Run, precision
 def test_bf16_mixed_keeps_only_norms_in_fp32(run: Run, mesh: str) -> None:
     cell = ONE_STEP.but(mesh=mesh, precision="bf16-mixed")
     record = run(cell)
-    expected = {name: torch.float32 if "norm" in name else torch.bfloat16 for name in drawn_weights(cell)}
+    expected = {name: torch.float32 if "norm" in name else torch.bfloat16 for name in sampled_weights(cell)}
     for prefix in ("initial/parameter/", "step0/gradient/", "final/parameter/", "final/exp_avg/"):
         assert dtypes_of(record, prefix) == expected, prefix
     before, after = record.select("initial/parameter/"), record.select("final/parameter/")
@@ -124,11 +124,11 @@ def test_bf16_mixed_keeps_only_norms_in_fp32(run: Run, mesh: str) -> None:
 )
 def test_a_checkpoint_starts_the_same_run_as_its_weights(run: Run, mesh: str, precision: str, tied: bool) -> None:
     meta = ONE_STEP.but(mesh=mesh, precision=precision, tied_embeddings=tied)
-    expected, found = run(meta), run(meta.but(init="checkpoint"))
-    assert (found.directory / "initial.safetensors").exists()
+    expected, actual = run(meta), run(meta.but(init="checkpoint"))
+    assert (actual.directory / "initial.safetensors").exists()
     for prefix in ("initial/parameter/", "initial/buffer/", "step0/gradient/", "final/parameter/"):
-        assert_same_bits(found.select(prefix), expected.select(prefix))
-    for rank in found.ranks:
+        assert_same_bits(actual.select(prefix), expected.select(prefix))
+    for rank in actual.ranks:
         assert rank.poisoned
         assert not any(rank.surviving_poison.values())
         assert [entry.kind for entry in rank.collectives if entry.step == -1] == [], "a rank reads for itself"

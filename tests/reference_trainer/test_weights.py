@@ -1,4 +1,4 @@
-"""Loading weights from files: what is read, and what is refused."""
+"""Loading of weights from files: formats that are read, and files that are refused."""
 
 from pathlib import Path
 

@@ -39,7 +39,7 @@ def test_facts_are_those_of_first_runs_of_the_session(tmp_path: Path) -> None:
     write(tmp_path, "a")
     write(tmp_path, "again", repeat=1)
     write(tmp_path, "other", session="t", cell=CELL.but(seed=1))
-    write(tmp_path, "measured", task="build:probe", cell=CELL.but(seed=2))
+    write(tmp_path, "measured", experiment="environment:probe", cell=CELL.but(seed=2))
     write(tmp_path, "failed", failed=True, cell=CELL.but(seed=3))
     assert cell_facts(tmp_path, session="s") == {
         CELL.id: CellFacts(
@@ -72,7 +72,7 @@ def test_what_instruments_do_is_no_time_of_a_step() -> None:
     now = iter([0.0, 1.0, 4.0, 10.0, 20.0, 25.0])
     times = StepTimes(clock=lambda: next(now))
     times.phase("data", step=0)
-    with times.apart():
+    with times.excluded():
         pass
     times.phase("forward", step=0)
     times.phase("idle", step=0)

@@ -1,4 +1,4 @@
-"""Two reports beside each other: what is a difference, and what is noise."""
+"""Two reports compared: what is a difference, and what is noise."""
 
 from pathlib import Path
 from typing import Any
@@ -11,55 +11,13 @@ from hypothesis import strategies as st
 from conformance.__main__ import main
 from conformance.judge.measurements import Measurement
 from conformance.judge.verdicts import Verdict
-from conformance.report.cell_facts import CellFacts, Collective
+from conformance.report.cell_facts import CellFacts
 from conformance.report.diff import Change, Difference, diff
-from conformance.report.diff_text import as_markdown, as_page, as_text, summary
-from conformance.report.drift import moved_figures
-from conformance.report.schema import CaseResult, Report
-
-GATHER = Collective("forward", "all_gather", "dp_shard", "float32", 250)
-FACTS = CellFacts(
-    substrate="gloo",
-    losses=[5.0, 4.0, 3.0],
-    step_s=[0.1, 0.2],
-    calibration_s=0.01,
-    tokens_per_s=1.0,
-    schedule=[GATHER] * 4,
-)
-
-
-def case(name: str, verdict: str = "pass", **measured: Measurement) -> CaseResult:
-    law, cell = name.split("/")
-    nothing: dict[str, Any] = {"duration_s": 1.0, "wait_s": 0.0, "run_s": 0.0, "repro": "", "nodeid": name}
-    return CaseResult(
-        id=name,
-        law=law,
-        must="It MUST.",
-        cell=cell,
-        substrate="gloo",
-        verdict=verdict,
-        reason=f"why {verdict}",
-        measured=measured,
-        **nothing,
-    )
-
-
-def report(
-    *cases: CaseResult, cells: dict[str, CellFacts] | None = None, torch: str = "2.13.0", **other: Any
-) -> Report:
-    environment = {"packages": {"torch": torch}, "device": {"name": "Fake", "count": 2}}
-    fixed: dict[str, Any] = {"session": "s", "profile": "pr", "seed": 0, "started": "2026-11-22T10:00:00"}
-    fixed |= {"matrix_digest": "m", "defect": None, "exit_code": 0, "duration_s": 1.0, "verdicts": {}}
-    fixed |= {"suite_digest": "d", "planned": len(cases), "executed": len(cases)}
-    return Report(environment=environment, cases=list(cases), cells=cells or {}, **{**fixed, **other})
-
-
-def bytes_of(value: float, *, lower: float | None = None, upper: float | None = None) -> Measurement:
-    return Measurement(value, lower, upper, "bytes")
-
-
-def deviation(value: float | None) -> Measurement:
-    return Measurement(value, 0.0, 1e-5, "relative Frobenius deviation of w")
+from conformance.report.diff_text import as_markdown, as_text, summary
+from conformance.report.drift import drifted_metrics
+from conformance.report.html import html_difference
+from conformance.report.schema import Report
+from tests.report.sample_reports import FACTS, GATHER, bytes_of, case, count, deviation, ratio, report, seconds
 
 
 def changes(before: Report, after: Report) -> list[tuple[str, str]]:
@@ -85,9 +43,9 @@ def changes(before: Report, after: Report) -> list[tuple[str, str]]:
     ],
 )
 def test_verdicts(before: str, after: str, kind: str | None) -> None:
-    found = diff(report(case("PAR-1/a", before)), report(case("PAR-1/a", after)))
-    assert [change.kind for change in found.changes] == ([kind] if kind else [])
-    assert found.exit_status == (kind in ("new-fail", "verdict-changed", "support-lost"))
+    difference = diff(report(case("PAR-1/a", before)), report(case("PAR-1/a", after)))
+    assert [change.kind for change in difference.changes] == ([kind] if kind else [])
+    assert difference.exit_status == (kind in ("new-fail", "verdict-changed", "support-lost"))
 
 
 def test_cases_that_one_side_has() -> None:
@@ -106,16 +64,16 @@ def test_a_report_does_not_differ_from_itself(cases: list[tuple[str, str]]) -> N
 @given(st.data())
 def test_turned_around_what_was_new_is_removed(data: st.DataObject) -> None:
     verdicts = st.dictionaries(st.sampled_from("abcd"), st.sampled_from([verdict.value for verdict in Verdict]))
-    one, other = (
+    before, after = (
         report(*(case(f"PAR-1/{cell}", verdict) for cell, verdict in data.draw(verdicts).items())) for _ in range(2)
     )
     turned = {"new-case": "removed", "removed": "new-case"}
-    there = {(turned[kind], name) for kind, name in changes(one, other) if kind in turned}
-    assert there == {(kind, name) for kind, name in changes(other, one) if kind in turned}
+    there = {(turned[kind], name) for kind, name in changes(before, after) if kind in turned}
+    assert there == {(kind, name) for kind, name in changes(after, before) if kind in turned}
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "moves"),
+    ("before", "after", "drifts"),
     [
         (bytes_of(1000), bytes_of(1020), True),
         (bytes_of(1000), bytes_of(980), True),
@@ -129,24 +87,27 @@ def test_turned_around_what_was_new_is_removed(data: st.DataObject) -> None:
         (deviation(3e-6), deviation(1e-6), True),
         (deviation(1e-6), deviation(None), True),
         (deviation(None), deviation(None), False),
-        (Measurement(1.0, 0.5, 2.0, "ratio"), Measurement(1.05, 0.5, 2.0, "ratio"), False),
-        (Measurement(1.05, 0.5, 2.0, "ratio"), Measurement(1.4, 0.5, 2.0, "ratio"), True),
-        (Measurement(1.0, 0.0, 5.0, "s"), Measurement(4.0, 0.0, 5.0, "s"), False),
+        (ratio(1.0), ratio(1.05), False),
+        (ratio(1.05), ratio(1.4), True),
+        (ratio(1.05), ratio(1 / 1.4), True),
+        (count(1), count(2), True),
+        (count(0), count(0), False),
+        (seconds(1.0), seconds(4.0), False),
     ],
 )
-def test_figures(before: Measurement, after: Measurement, moves: bool) -> None:
-    assert bool(moved_figures({"x": before}, {"x": after})) == moves
+def test_drift_by_kind_of_metric(before: Measurement, after: Measurement, drifts: bool) -> None:
+    assert bool(drifted_metrics({"x": before}, {"x": after})) == drifts
 
 
-def test_figures_that_come_and_go() -> None:
-    (found,) = moved_figures({"x": bytes_of(1)}, {})
-    assert (found.before, found.after, found.ratio) == (1.0, None, None)
+def test_metrics_that_come_and_go_have_drifted() -> None:
+    (drifted,) = drifted_metrics({"x": bytes_of(1)}, {})
+    assert (drifted.before, drifted.after, drifted.ratio) == (1.0, None, None)
 
 
-def test_figures_of_the_machine_and_of_failures_are_left_out() -> None:
+def test_metrics_of_the_machine_and_of_failures_are_left_out() -> None:
     def changed(name: str, verdict: str) -> list[tuple[str, str]]:
-        one, other = (report(case(name, verdict, x=bytes_of(value))) for value in (1000, 2000))
-        return changes(one, other)
+        before, after = (report(case(name, verdict, x=bytes_of(value))) for value in (1000, 2000))
+        return changes(before, after)
 
     assert changed("ENV-3/a", "pass") == changed("MEM-1/a", "fail") == []
     assert changed("MEM-1/a", "pass") == [("metric-moved", "MEM-1/a")]
@@ -169,15 +130,15 @@ def test_traffic_of_a_cell() -> None:
             ],
         ),
     ):
-        found = diff(report(cells=cells(1)), report(cells=cells(1, schedule=schedule)))
-        assert [(change.case, change.reason, change.before) for change in found.changes] == expected
+        difference = diff(report(cells=cells(1)), report(cells=cells(1, schedule=schedule)))
+        assert [(change.case, change.reason, change.before) for change in difference.changes] == expected
     fewer = cells(1, schedule=[msgspec.structs.replace(GATHER, nbytes=500), GATHER, GATHER])
     assert [change.reason for change in diff(report(cells=cells(1)), report(cells=fewer)).changes] == [
         "number of forward all_gather dp_shard"
     ]
 
 
-def test_times_are_compared_beside_fixed_work_and_over_many_cells() -> None:
+def test_times_are_compared_relative_to_fixed_work_and_over_many_cells() -> None:
     usual = report(cells=cells(8))
     slower = {"step_s": [0.15, 0.3]}
     (change,) = diff(usual, report(cells=cells(8, **slower))).changes
@@ -190,36 +151,35 @@ def test_times_are_compared_beside_fixed_work_and_over_many_cells() -> None:
 
 
 def test_what_cannot_be_compared() -> None:
-    one, other = report(case("PAR-1/a")), report(case("PAR-1/a", "fail"), suite_digest="e")
+    before, after = report(case("PAR-1/a")), report(case("PAR-1/a", "fail"), suite_digest="e")
     with pytest.raises(ValueError, match=r"judged by different suites \(d, e\).*--any-suite"):
-        diff(one, other)
-    assert [change.kind for change in diff(one, other, any_suite=True).changes] == ["new-fail"]
-    with pytest.raises(ValueError, match="the second session ended early: 0 of 1 cases executed"):
-        diff(one, report(case("PAR-1/a", "not-run"), executed=0))
+        diff(before, after)
+    assert [change.kind for change in diff(before, after, any_suite=True).changes] == ["new-fail"]
+    with pytest.raises(ValueError, match="the second session ended early: 0 of 1 case executed"):
+        diff(before, report(case("PAR-1/a", "not-run"), executed=0))
 
 
 def example() -> Difference:
-    moved = {f"MEM-1/c{number}": (case(f"MEM-1/c{number}", peak=bytes_of(1000))) for number in range(3)}
-    after = [case(name, peak=bytes_of(1500 + number)) for number, name in enumerate(moved)]
-    before = report(case("PAR-1/<a>"), *moved.values())
-    return diff(before, report(case("PAR-1/<a>", "fail"), *after, torch="2.15.0"))
+    """Three metrics that have drifted, and a case that fails."""
+    usual = [case(f"MEM-1/c{number}", peak=bytes_of(1000)) for number in range(3)]
+    drifted = [case(f"MEM-1/c{number}", peak=bytes_of(1500 + number)) for number in range(3)]
+    return diff(report(case("PAR-1/<a>"), *usual), report(case("PAR-1/<a>", "fail"), *drifted, torch="2.15.0"))
 
 
-def test_texts_tell_the_same() -> None:
-    found = example()
-    assert summary(found) == "3 metric-moved, 1 new-fail"
-    for text in (as_text(found), as_markdown(found), as_page(found)):
-        for part in ("2.13.0", "2.15.0", "new-fail", "why fail", "1.5", "1000 bytes", summary(found)):
-            assert part in text, text
-    assert "<a>" not in as_page(found)
+def test_all_renderings_tell_the_same() -> None:
+    difference = example()
+    assert summary(difference) == "3 metric-moved, 1 new-fail"
+    for text in (as_text(difference), as_markdown(difference), html_difference(difference)):
+        for told in ("2.13.0", "2.15.0", "new-fail", "why fail", "1.5", "1000 bytes", summary(difference)):
+            assert told in text, text
+    assert "<a>" not in html_difference(difference)
     nothing = diff(report(), report())
-    assert all("no difference" in text for text in (as_text(nothing), as_markdown(nothing), as_page(nothing)))
-    many = Difference(
-        before=found.before,
-        after=found.after,
-        changes=[Change(kind="removed", case=f"PAR-1/{number}", before="pass", after="") for number in range(40)],
-    )
-    assert "... and 10 more: see --json" in as_text(many)
+    assert all("no difference" in text for text in (as_text(nothing), as_markdown(nothing), html_difference(nothing)))
+
+
+def test_the_terminal_shows_the_first_changes() -> None:
+    removed = [Change(kind="removed", case=f"PAR-1/{number}", before="pass", after="") for number in range(40)]
+    assert "... and 10 more: see --json" in as_text(msgspec.structs.replace(example(), changes=removed))
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -230,10 +190,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     a, b = str(tmp_path / "a"), str(tmp_path / "b")
     assert main(["diff", a, a]) == 0
     assert "no difference" in capsys.readouterr().out
-    assert main(["diff", a, b, "--json", "--html", str(tmp_path / "page.html")]) == 1
+    assert main(["diff", a, b, "--json", "--html", str(tmp_path / "diff.html")]) == 1
     read = msgspec.json.decode(capsys.readouterr().out, type=Difference)
     assert [change.kind for change in read.changes] == ["new-fail"]
-    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+    assert (tmp_path / "diff.html").read_text().startswith("<!doctype html>")
     assert main(["diff", a, b, "--markdown"]) == 1
     assert capsys.readouterr().out.startswith("# Conformance, compared with the baseline")
     assert main(["diff", a, str(tmp_path / "none")]) == 2

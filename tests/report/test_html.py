@@ -10,8 +10,9 @@ from conformance.__main__ import main
 from conformance.instruments.communication import Communication
 from conformance.judge.measurements import Measurement
 from conformance.report.charts import bounds_bar, loss_curve, memory_bar, timeline
-from conformance.report.html import report_page
-from tests.report.test_diff import FACTS, GATHER, bytes_of, case, deviation, report
+from conformance.report.diff import diff
+from conformance.report.html import html_difference, html_report
+from tests.report.sample_reports import FACTS, GATHER, bytes_of, case, count, deviation, report
 
 REPORT = report(
     case("PAR-1/dp2", loss=deviation(1e-6)),
@@ -52,43 +53,60 @@ class Outline(html.parser.HTMLParser):
             assert self.open.pop() == tag
 
 
-def outline(page: str) -> Outline:
-    found = Outline()
-    found.feed(page)
-    return found
+def outline(text: str) -> Outline:
+    parser = Outline()
+    parser.feed(text)
+    return parser
 
 
 def test_one_file_with_all_cases() -> None:
-    page = report_page(REPORT)
-    found = outline(page)
-    assert (found.open, found.loads) == ([], [])
-    assert "http" not in page
-    assert {one.id for one in REPORT.cases} <= set(found.ids)
-    assert set(found.links) <= set(found.ids)
-    assert len(found.ids) == len(set(found.ids))
-    for part in ("not conformant", "why fail", "why unsupported", "torch 2.13.0", "4 x forward all_gather dp_shard"):
-        assert part in page
-    assert "forward 3.00 MiB, model 3.00" in page
+    text = html_report(REPORT)
+    parser = outline(text)
+    assert (parser.open, parser.loads) == ([], [])
+    assert "http" not in text
+    assert {result.id for result in REPORT.cases} <= set(parser.ids)
+    assert set(parser.links) <= set(parser.ids)
+    assert len(parser.ids) == len(set(parser.ids))
+    for told in ("not conformant", "why fail", "why unsupported", "torch 2.13.0", "4 x forward all_gather dp_shard"):
+        assert told in text
+    assert "forward 3.00 MiB, model 3.00" in text
+
+
+def test_a_metric_shows_where_it_was_worst_and_the_derivation_of_its_bound() -> None:
+    """Folded away, unless it is outside of its bounds."""
+    told = (
+        "<small>at layers.0.attention.wk.bias"
+        "<br>bound 1e-05 = u (3 F + sqrt(tokens)); u = 5.96e-08, F = 105, tokens = 256</small></details>"
+    )
+    text = html_report(REPORT)
+    assert text.count(told) == 2
+    assert text.count('<details class="metric">') == text.count('<details class="metric" open>') == 1
 
 
 def test_what_a_report_says_is_text() -> None:
-    evil = msgspec.structs.replace(REPORT.cases[1], reason="<script>alert(1)</script>")
-    assert "<script>alert" not in report_page(msgspec.structs.replace(REPORT, cases=[evil]))
+    script = "<script>alert(1)</script>"
+    evil = msgspec.structs.replace(
+        REPORT.cases[1], reason=script, measured={script: msgspec.structs.replace(deviation(1.0), at=script)}
+    )
+    memory = msgspec.structs.replace(REPORT.cases[2], measured={f"peak of {script}": bytes_of(1, lower=1, upper=2)})
+    collective = msgspec.structs.replace(GATHER, phase=script, group=script)
+    facts = msgspec.structs.replace(FACTS, schedule=[collective])
+    assert script not in html_report(msgspec.structs.replace(REPORT, cases=[evil, memory], cells={script: facts}))
 
 
 @pytest.mark.parametrize(
-    ("figure", "label"),
+    ("metric", "label"),
     [
-        (Measurement(5.0, 0.0, 10.0, ""), "inside"),
-        (Measurement(11.0, 0.0, 10.0, ""), "outside"),
-        (Measurement(3.0, 3.0, 3.0, ""), "inside"),
-        (Measurement(2.0, 3.0, 3.0, ""), "outside"),
-        (Measurement(None, 0.0, 1.0, ""), None),
-        (Measurement(1.0, None, 1.0, ""), None),
+        (bytes_of(5, lower=0, upper=10), "inside"),
+        (bytes_of(11, lower=0, upper=10), "outside"),
+        (count(3), "inside"),
+        (msgspec.structs.replace(count(3), value=2.0), "outside"),
+        (deviation(None), None),
+        (bytes_of(1, upper=1), None),
     ],
 )
-def test_a_value_beside_its_bounds(figure: Measurement, label: str | None) -> None:
-    bar = bounds_bar(figure)
+def test_a_value_between_its_bounds(metric: Measurement, label: str | None) -> None:
+    bar = bounds_bar(metric)
     assert (label is None) == (bar == "")
     assert label is None or f'aria-label="{label}"' in bar
 
@@ -97,38 +115,46 @@ def test_curves_and_bars() -> None:
     assert 'points="10,4.0 25,13.0 40,22.0"' in loss_curve([3.0, 2.0, 1.0])
     assert loss_curve([1.0, None]) == loss_curve([]) == ""
     assert "22.0" in loss_curve([2.0])
-    beside = loss_curve([3.0, 1.0], [3.0, 2.0])
-    assert beside.count("<polyline") == 2
-    assert "1.0000, baseline to 2.0000" in beside
+    both = loss_curve([3.0, 1.0], [3.0, 2.0])
+    assert both.count("<polyline") == 2
+    assert "1.0000, baseline to 2.0000" in both
     assert loss_curve([1.0], [None]) == ""
-    assert 'width="260.0"' in memory_bar({"forward": bytes_of(8, lower=4, upper=9)}, largest=8)
+    assert 'width="260.0"' in memory_bar({"forward": bytes_of(8, lower=4, upper=9)}, largest_bytes=8)
 
 
 def test_collectives_in_their_order() -> None:
     reduce = msgspec.structs.replace(GATHER, phase="backward", kind="all_reduce", group="tp")
-    picture = timeline([GATHER, GATHER, reduce])
-    assert picture.count("<title>") == 3
-    assert picture.index(">dp_shard</text>") < picture.index(">tp</text>")
-    assert "<title>backward all_reduce tp, 250 B</title>" in picture
+    chart = timeline([GATHER, GATHER, reduce])
+    assert chart.count("<title>") == 3
+    assert chart.index(">dp_shard</text>") < chart.index(">tp</text>")
+    assert "<title>backward all_reduce tp, 250 B</title>" in chart
     assert timeline([]) == ""
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "report.json").write_bytes(msgspec.json.encode(REPORT))
     assert main(["html", str(tmp_path)]) == 0
-    assert (tmp_path / "report.html").read_text() == report_page(REPORT)
+    assert (tmp_path / "report.html").read_text() == html_report(REPORT)
     assert main(["html", str(tmp_path), "--baseline", str(tmp_path)]) == 0
     assert "baseline to 3.0000" in (tmp_path / "report.html").read_text()
     assert main(["html", str(tmp_path / "none")]) == 2
 
 
-def test_an_empty_report_has_a_page() -> None:
-    assert outline(report_page(report())).open == []
+def test_an_empty_report_is_html() -> None:
+    assert outline(html_report(report())).open == []
 
 
-def test_communication_stands_beside_the_rate_of_tokens() -> None:
-    found = Communication(step_s=0.05, busy_s=0.02, exposed_s=0.01)
-    shown = msgspec.structs.replace(FACTS, communication=found)
-    page = report_page(msgspec.structs.replace(REPORT, cells={"dp2": shown}))
-    assert "<td>1</td><td>10.0 of 50.0 ms, 20%</td>" in page
-    assert "<td>1</td><td></td>" in report_page(REPORT)
+def test_the_difference_of_two_reports_is_html() -> None:
+    difference = diff(REPORT, msgspec.structs.replace(REPORT, cases=[case("PAR-1/dp2", "fail")]))
+    text = html_difference(difference)
+    parser = outline(text)
+    assert (parser.open, parser.loads) == ([], [])
+    assert text.startswith("<!doctype html>")
+
+
+def test_exposed_communication_is_shown_next_to_the_rate_of_tokens() -> None:
+    communication = Communication(step_s=0.05, busy_s=0.02, exposed_s=0.01)
+    shown = msgspec.structs.replace(FACTS, communication=communication)
+    text = html_report(msgspec.structs.replace(REPORT, cells={"dp2": shown}))
+    assert "<td>1</td><td>10.0 of 50.0 ms, 20%</td>" in text
+    assert "<td>1</td><td></td>" in html_report(REPORT)

@@ -36,7 +36,7 @@ def profiled_step(context: RankContext, payload: dict[str, Any]) -> Any:
         dist.all_reduce(tensor @ tensor)
         profiled.end(step)
     dist.destroy_process_group()
-    return msgspec.to_builtins(profiled.found)
+    return msgspec.to_builtins(profiled.communication)
 
 
 def identity(context: RankContext, payload: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from conformance.run.experiment import Needs
 from conformance.run.pool import Task
 from conformance.run.store import RecordStore
 from conformance.run.torch_support import require_features
-from reference_trainer.mesh import resolve_mesh
+from reference_trainer.parallel_dims import resolve_mesh
 
 TRAINS, BUILDS, PROBES, SIMULATES = Needs.TRAINING, sample_with_torch.needs, probe.needs, step_in_simulation.needs
 

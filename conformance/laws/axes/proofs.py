@@ -18,7 +18,7 @@ from conformance.oracles.dtype_policy import dtype_policy
 from conformance.plan.cells import RECORD_STREAMS, AxisValue, Cell, axis_names
 from conformance.run.record import Record
 from reference_trainer.checkpoint import Manifest
-from reference_trainer.config import scales_loss
+from reference_trainer.precision import PRECISIONS
 
 Proof = Callable[[Record, Record], None]
 """Function that raises ConformanceFailure unless a record differs from its neighbour's record as the axis says."""
@@ -67,7 +67,7 @@ def _precision(record: Record, neighbour: Record) -> None:
             "norms": {policy.sharded_norms},
             "other parameters": {policy.sharded},
             "fp32 weights begin as bf16 numbers": {str(in_bf16)},
-            "the loss is scaled": {str(scales_loss(run.cell.precision))},
+            "the loss is scaled": {str(PRECISIONS[run.cell.precision].scales_loss)},
         }
         measured = _dtypes(run)
         wrong = {what: sorted(dtypes) for what, dtypes in measured.items() if dtypes != expected[what]}

@@ -8,11 +8,11 @@ from pathlib import Path
 import pynvml
 import pytest
 
-from conformance.cli.describe import law_tests
 from conformance.defects.catalogue import defects
 from conformance.judge.law import Law, law_of
 from conformance.judge.support import Machine, unsupported
 from conformance.judge.verdicts import Verdict, exit_status
+from conformance.laws.registry import law_tests
 from conformance.plan.cells import Cell
 from conformance.plan.substrates import CUDA, REAL, SIMULATED, Substrate
 from conformance.project import PROJECT

@@ -1,25 +1,20 @@
-"""Texts for `python -m conformance`: what a law, a cell or a defect is, and which cases a profile has."""
+"""`python -m conformance show ID`: all about one law, cell or defect."""
 
+import argparse
 import difflib
-import importlib
-import inspect
-import pkgutil
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-from typing import Any
 
 import msgspec
 import yaml
 from tabulate import tabulate
 
-from conformance.judge.law import Law, law_of
+from conformance.cli.command import Answer, Commands, add_matrix
+from conformance.defects.catalogue import TWIN, defects
+from conformance.defects.injection import Defect
+from conformance.laws.registry import AssertedLaw, asserted_laws
 from conformance.plan.cells import Cell
-from conformance.plan.matrix import Matrix
-from conformance.plan.selection import Selection, parse
-from conformance.project import PROJECT
+from conformance.plan.matrix import Case, Matrix, load_matrix
 
 _WIDTH = 100
 
@@ -28,58 +23,25 @@ class UnknownId(ValueError):
     """Nothing has this id; the message names those that are nearly the same."""
 
 
-@dataclass(frozen=True)
-class AssertedLaw:
-    """A law with the place of its test."""
-
-    law: Law
-    where: str
-    """`FILE:LINE FUNCTION`, the file below the project's directory."""
-
-
-def list_cases(matrix: Matrix, profile: str, *, only: Selection | None) -> str:
-    """The ids of a profile's cases, one a line."""
-    return "\n".join(case.id for case in matrix.cases(profile, only=only))
+def add_parser(commands: Commands) -> None:
+    """Add the command."""
+    parser = commands.add_parser("show", help="all about one law, cell or defect")
+    add_matrix(parser)
+    parser.add_argument("id", metavar="ID", help="such as PAR-1, dp2-tp2-fp32-default-meta or grads-summed")
+    parser.set_defaults(run=run)
 
 
-def list_cells(matrix: Matrix, profile: str, *, only: Selection | None) -> str:
-    """A table of a profile's cells with their laws, and the cells that its families leave out by rule."""
-    laws: dict[Cell, list[str]] = {}
-    for case in matrix.cases(profile, only=only):
-        laws.setdefault(case.cell, []).append(case.law)
-    rows = [[cell.id, cell.world_size, len(found), ", ".join(found)] for cell, found in laws.items()]
-    rows.sort(key=lambda row: (row[1], row[0]))
-    parts = [
-        tabulate(rows, headers=["cell", "ranks", "laws", ""]),
-        f"profile {profile}: {sum(map(len, laws.values()))} cases on {len(laws)} cells",
-    ]
-    excluded = _excluded(matrix, profile, only=only)
-    if excluded:
-        parts.append(tabulate(excluded, headers=["excluded cell", "family", "reason"]))
-    return "\n\n".join(parts)
-
-
-def _excluded(matrix: Matrix, profile: str, *, only: Selection | None) -> list[list[str]]:
-    chosen = matrix.profile(profile)
-    selections = [selection for selection in (chosen.cells and parse(chosen.cells), only) if selection]
-    return [
-        [cell.id, family, exclusion.reason]
-        for family in (matrix.families if chosen.families == "all" else chosen.families)
-        for cell, exclusion in matrix.excluded(family)
-        if all(selected(cell) for selected in selections)
-    ]
+def run(options: argparse.Namespace) -> Answer:
+    """Describe what has the id. Raises UnknownId if nothing has."""
+    return Answer(show(load_matrix(options.matrix), options.id))
 
 
 def show(matrix: Matrix, id_: str) -> str:
-    """The description of a cell, law or defect. Raises UnknownId."""
+    """Return the description of a cell, law or defect. Raises UnknownId if nothing has the id."""
     cells = matrix.products
     if id_ in cells:
         return _cell_text(matrix, cells[id_])
-    # Imported only now: these need torch, which takes seconds to load.
-    from conformance.defects.catalogue import TWIN, defects
-
-    laws = asserted_laws()
-    by_id = {defect.id: defect for defect in defects()}
+    laws, by_id = asserted_laws(), {defect.id: defect for defect in defects()}  # laws and defects take torch
     if id_ in laws:
         return _law_text(matrix, laws[id_])
     if id_.removesuffix(TWIN) in by_id:
@@ -88,29 +50,7 @@ def show(matrix: Matrix, id_: str) -> str:
     raise UnknownId(f"no law, cell or defect has the id {id_}" + (f"; near: {', '.join(near)}" if near else ""))
 
 
-@cache
-def law_tests() -> dict[str, Callable[..., None]]:
-    """The test of each law by id, as a plain function, found by importing every module of `conformance.laws`."""
-    import conformance.laws
-
-    names = [module.name for module in pkgutil.iter_modules(conformance.laws.__path__)]
-    tests = [test for name in names for test in vars(importlib.import_module(f"conformance.laws.{name}")).values()]
-    return {law.id: test for test in tests if (law := law_of(test))}
-
-
-def asserted_laws() -> dict[str, AssertedLaw]:
-    """All laws by id."""
-    found = {}
-    for law_id, test in law_tests().items():
-        law, file = law_of(test), Path(inspect.getfile(test)).relative_to(PROJECT)
-        assert law is not None
-        found[law_id] = AssertedLaw(law, f"{file}:{test.__code__.co_firstlineno} {test.__name__}")
-    return found
-
-
 def _law_text(matrix: Matrix, asserted: AssertedLaw) -> str:
-    from conformance.defects.catalogue import defects
-
     law = asserted.law
     facts = {
         "reference": law.reference,
@@ -124,13 +64,13 @@ def _law_text(matrix: Matrix, asserted: AssertedLaw) -> str:
     return f"{law.id}  {law.must}\n\n{_facts_text(facts)}"
 
 
-def _defect_text(defect: Any) -> str:
+def _defect_text(defect: Defect) -> str:
     facts = {
         "mechanism": defect.mechanism,
         "source": defect.source,
         "caught by": ", ".join(defect.laws),
         "inject": f"pytest -n auto conformance/ --defect {defect.id}",
-        "benign twin": f"pytest -n auto conformance/ --defect {defect.id}.twin",
+        "benign twin": f"pytest -n auto conformance/ --defect {defect.id}{TWIN}",
         "shows on": f"{', '.join(defect.substrates)}, from torch {defect.since} on",
     }
     return f"{defect.id}  {defect.title}\n\n{_facts_text(facts)}"
@@ -140,7 +80,7 @@ def _cell_text(matrix: Matrix, cell: Cell) -> str:
     """A configuration file of the reference trainer, with all else in comments."""
     axes = msgspec.structs.asdict(cell)
     exclusion = next((rule for rule in matrix.exclusions if rule.matches(cell)), None)
-    judged = {
+    laws = {
         f"laws in {profile}": ", ".join(case.law for case in matrix.cases(profile) if case.cell == cell)
         for profile in matrix.profiles
     }
@@ -149,7 +89,7 @@ def _cell_text(matrix: Matrix, cell: Cell) -> str:
         "ranks": str(cell.world_size),
         "run alone": f"python -m conformance show {cell.id} > cell.yaml; "
         f"torchrun --nproc-per-node {cell.world_size} -m reference_trainer --config cell.yaml",
-        **judged,
+        **laws,
         "excluded": exclusion.reason if exclusion else "",
     }
     comments = "".join(f"# {line}\n" for line in [cell.id, "", *_facts_text(facts).splitlines()]).replace("# \n", "#\n")
@@ -174,7 +114,7 @@ def _spelled(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _by_profile(matrix: Matrix, chosen: Callable[[Any], bool]) -> str:
+def _by_profile(matrix: Matrix, chosen: Callable[[Case], bool]) -> str:
     return ", ".join(f"{sum(map(chosen, matrix.cases(profile)))} in {profile}" for profile in matrix.profiles)
 
 

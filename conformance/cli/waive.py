@@ -1,23 +1,42 @@
 """`python -m conformance waive --from DIR`: drafts of waivers for what has failed in a session."""
 
+import argparse
 import datetime
 import textwrap
+from pathlib import Path
 
+from conformance.cli.command import Answer, Commands
 from conformance.judge.verdicts import Verdict
+from conformance.report.diff import read_report
 from conformance.report.schema import CaseResult, Report
 from conformance.run.devices.hardware import device_type
 from conformance.torch_release import release
 
 LASTS_DAYS = 90
+"""Number of days after which a drafted waiver expires."""
 NO_ISSUE = "WRITE THE ADDRESS OF AN ISSUE"
-"""No address, so that waivers.yaml is refused until there is one."""
+"""Placeholder that is no address, so that waivers.yaml is refused until there is one."""
 _NOT_TO_BE_WAIVED = (Verdict.TIMEOUT, Verdict.CRASH, Verdict.ERROR)
 _WIDTH = 116
 
 
+def add_parser(commands: Commands) -> None:
+    """Add the command."""
+    parser = commands.add_parser("waive", help="draft waivers of what has failed, to be completed in waivers.yaml")
+    parser.add_argument("--from", type=Path, required=True, dest="report_dir", metavar="DIR", help="a report")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> Answer:
+    """Print the drafts. Raises ValueError if the report cannot be read."""
+    return Answer(draft_waivers(read_report(options.report_dir), today=datetime.date.today()))
+
+
 def draft_waivers(report: Report, *, today: datetime.date) -> str:
-    """Entries for waivers.yaml, one for each law and kind of device that has failed; with what cannot be waived as
-    comments. Empty if nothing has failed."""
+    """Return entries for waivers.yaml, one for each law and type of device that has failed; empty if nothing has.
+
+    Cases that no waiver covers are named in comments.
+    """
     failed: dict[tuple[str, str], list[CaseResult]] = {}
     for case in report.cases:
         if case.verdict == Verdict.FAIL:

@@ -1,23 +1,38 @@
-"""docs/laws.md, written by `python -m conformance laws --write-docs`."""
+"""`python -m conformance laws`: all laws as markdown, which docs/laws.md is."""
+
+import argparse
 
 from tabulate import tabulate
 
-from conformance.cli.describe import asserted_laws
+from conformance.cli.command import Answer, Commands
 from conformance.defects.catalogue import defects
 from conformance.judge.law import in_order
-from conformance.project import PROJECT
+from conformance.laws.registry import asserted_laws
 
-PAGE = PROJECT / "docs" / "laws.md"
 _INTRODUCTION = """# Laws
 
-Written by `python -m conformance laws --write-docs`; a test keeps it in step with the laws. `python -m conformance
+Written by `python -m conformance docs --write`; a test keeps it in step with the laws. `python -m conformance
 show LAW` adds families and numbers of cases. A law holds from the torch version on that stands there, on each of its
 substrates; those with devices are unverified where [gpu/status.md](gpu/status.md) says so. The defects are those that
-the law must catch, see [kill_matrix.md](kill_matrix.md)."""
+the law must catch, see [detection/kill_matrix.md](detection/kill_matrix.md)."""
 
 
-def laws_page() -> str:
-    """All laws: what MUST hold, where torch says so, from which version on, on what, and what proves it."""
+def add_parser(commands: Commands) -> None:
+    """Add the command."""
+    parser = commands.add_parser("laws", help="all laws with their references and defects, as markdown")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> Answer:
+    """Print the laws."""
+    return Answer(laws_markdown())
+
+
+def laws_markdown() -> str:
+    """Return a table of laws: what MUST hold, where torch says so, since when, on which substrates, and what proves it.
+
+    The proof that a law can fail are the defects that it must catch.
+    """
     rows = []
     for law_id, asserted in sorted(asserted_laws().items(), key=lambda item: in_order(item[0])):
         law = asserted.law

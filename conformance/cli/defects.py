@@ -1,0 +1,39 @@
+"""`python -m conformance defects`: inject every known fault; is each caught by the laws that must?"""
+
+import argparse
+from pathlib import Path
+
+from conformance.cli.command import Answer, Commands, add_profile
+from conformance.project import PROJECT
+
+_DOCS_FILE = PROJECT / "docs" / "detection" / "kill_matrix.md"
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the command."""
+    parser = commands.add_parser("defects", help="inject every known fault: is each caught by the laws that must?")
+    parser.add_argument("id", nargs="*", help="only these defects (default: all)")
+    add_profile(parser)
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="processes, each with its own ranks")
+    parser.add_argument("--write-docs", action="store_true", help="also write docs/detection/kill_matrix.md")
+    parser.add_argument(
+        "--report-dir",
+        type=Path,
+        default=Path("conformance-defects"),
+        metavar="DIR",
+        help="kill_matrix.json, reused as long as nothing has changed, and kill_matrix.html (default: %(default)s)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> Answer:
+    """Try the defects. Raises ValueError for an unknown profile or defect."""
+    from conformance.detection.kill_matrix import kill_matrix
+    from conformance.detection.rendering import as_html, as_markdown, as_text
+
+    directory: Path = options.report_dir
+    matrix = kill_matrix(profile=options.profile, directory=directory, workers=options.workers, only=options.id)
+    (directory / "kill_matrix.html").write_text(as_html(matrix))
+    if options.write_docs:
+        _DOCS_FILE.write_text(as_markdown(matrix) + "\n")
+    return Answer(as_text(matrix), int(bool(matrix.problems)))

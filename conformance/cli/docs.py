@@ -1,0 +1,194 @@
+"""`python -m conformance docs`: what README and docs say of the suite itself, generated and checked.
+
+Counts come from the matrix, the laws and the docstrings as they are; durations from docs/measured.json, which
+`python -m benchmarks.profiles` writes.
+"""
+
+import argparse
+import ast
+import datetime
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+from tabulate import tabulate
+
+from conformance.cli.blocks import block, with_block
+from conformance.cli.command import Answer, Commands
+from conformance.cli.laws import laws_markdown
+from conformance.cli.schema import as_json
+from conformance.judge.waivers import Waiver, load_waivers
+from conformance.plan.matrix import Matrix, load_matrix
+from conformance.project import LAYERS, PACKAGE, PROJECT
+from conformance.report.schema import line_schema, report_schema
+
+MEASURED_FILE = PROJECT / "docs" / "measured.json"
+_MEASURE = "python -m benchmarks.profiles"
+_WRITE = "python -m conformance docs --write"
+
+
+class Duration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Measured duration of a session."""
+
+    cases: int
+    """Cases that the session had; the duration is stale as soon as the profile has more or fewer."""
+    duration_s: int
+    processors: int
+    torch: str
+
+
+class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Content of docs/measured.json."""
+
+    first_command: Duration | None = None
+    """Duration of the README's first command in a fresh clone, set-up included."""
+    profiles: dict[str, Duration] = {}
+
+
+def read_measured() -> Measured:
+    """Read docs/measured.json; nothing is measured if there is no such file."""
+    return msgspec.json.decode(MEASURED_FILE.read_bytes(), type=Measured) if MEASURED_FILE.exists() else Measured()
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the command."""
+    parser = commands.add_parser("docs", help="are generated parts of README and docs stale? exit status 1 if any is")
+    parser.add_argument("--write", action="store_true", help="bring them up to date")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> Answer:
+    """Check the generated parts of the documentation, or write them.
+
+    Raises ValueError for what only a measurement can bring up to date.
+    """
+    texts = generated()
+    stale = [file for file, text in texts.items() if not file.exists() or file.read_text() != text]
+    names = ", ".join(str(file.relative_to(PROJECT)) for file in stale)
+    if not options.write:
+        return Answer(f"stale: {names}; write them with {_WRITE}" if stale else "up to date", status=int(bool(stale)))
+    for file in stale:
+        file.write_text(texts[file])
+    return Answer(f"written: {names}" if stale else "up to date")
+
+
+def generated() -> dict[Path, str]:
+    """Return each file with generated parts, with its content as it should be.
+
+    Raises ValueError for a file without the marks of a block, and for a measurement of a profile that had other cases.
+    """
+    matrix, measured = load_matrix(PROJECT / "matrix.yaml"), read_measured()
+    docs = PROJECT / "docs"
+    _require_current_versions((docs / "versions.md").read_text(), matrix)
+    readme = {
+        "first-command": lambda: _first_command(matrix, measured),
+        "findings": lambda: _findings(matrix),
+        "families": _families,
+        "profiles": lambda: _profiles(matrix, measured),
+    }
+    return {
+        PROJECT / "README.md": _with_blocks(PROJECT / "README.md", readme),
+        docs / "architecture.md": _with_blocks(docs / "architecture.md", {"packages": _packages}),
+        docs / "laws.md": laws_markdown(),
+        docs / "report.schema.json": as_json(report_schema()) + "\n",
+        docs / "report_line.schema.json": as_json(line_schema()) + "\n",
+    }
+
+
+def _with_blocks(file: Path, contents: Mapping[str, Callable[[], str]]) -> str:
+    text = file.read_text()
+    for name, content in contents.items():
+        text = with_block(text, name, content())
+    return text
+
+
+def _first_command(matrix: Matrix, measured: Measured) -> str:
+    duration = measured.first_command
+    if duration is None:
+        return f"How long the first command takes has not been measured (`{_MEASURE} --first-command`)."
+    _require_current(matrix, "smoke", duration)
+    return (
+        f"The first command takes {_minutes(duration)} in a fresh clone with {duration.processors} processors, the "
+        "installation\nof torch included."
+    )
+
+
+def _profiles(matrix: Matrix, measured: Measured) -> str:
+    rows = []
+    for name, profile in matrix.profiles.items():
+        cases = matrix.cases(name)
+        took = "not measured"
+        if duration := measured.profiles.get(name):
+            _require_current(matrix, name, duration)
+            took = f"{_minutes(duration)}, {duration.processors} processors"
+        rows.append([f"`{name}`", profile.note, len({case.cell for case in cases}), len(cases), took])
+    return tabulate(rows, headers=["profile", "for", "cells", "cases", "takes"], tablefmt="github")
+
+
+def _require_current(matrix: Matrix, profile: str, duration: Duration) -> None:
+    cases = len(matrix.cases(profile))
+    if duration.cases != cases:
+        raise ValueError(
+            f"docs/measured.json has the duration of {duration.cases} cases of profile {profile}, which has {cases} "
+            f"now: measure again with {_MEASURE} {profile}"
+        )
+
+
+def _require_current_versions(text: str, matrix: Matrix) -> None:
+    found = re.match(r"Profile `(\w+)`, (\d+) cases", block(text, "versions"))
+    cases = len(matrix.cases(found[1])) if found else None
+    if found is None or int(found[2]) != cases:
+        raise ValueError(
+            f"docs/versions.md is not of profile smoke with its {len(matrix.cases('smoke'))} cases: measure again with "
+            "ci/run_versions.sh, and write it with python -m conformance versions DIR... --write-docs"
+        )
+
+
+def _minutes(duration: Duration) -> str:
+    minutes = duration.duration_s / 60
+    return f"{minutes:.0f} min" if minutes >= 10 else f"{minutes:.1f} min"
+
+
+def _findings(matrix: Matrix) -> str:
+    """Return a table of the faults of torch that are waived: one row for each issue."""
+    by_issue: dict[str, list[Waiver]] = {}
+    for waiver in load_waivers(PROJECT / "waivers.yaml", matrix, today=datetime.date.min):
+        by_issue.setdefault(waiver.issue, []).append(waiver)
+    rows = []
+    for issue, waivers in by_issue.items():
+        laws = ", ".join(dict.fromkeys(waiver.law for waiver in waivers))
+        rows.append([_releases(waivers), waivers[0].reason, laws, f"[{issue.rpartition('/')[2]}]({issue})"])
+    return tabulate(rows, headers=["torch", "fault", "laws", "issue"], tablefmt="github", disable_numparse=True)
+
+
+def _releases(waivers: list[Waiver]) -> str:
+    first, last = min(waiver.versions[0] for waiver in waivers), max(waiver.versions[1] for waiver in waivers)
+    return " - ".join(".".join(map(str, release)) for release in (first, last))
+
+
+def _families() -> str:
+    """Return a table of the files of laws, by their docstrings: `PAR: a parallel run computes what ...`."""
+    statements = (_first_sentence(file).partition(": ") for file in sorted((PACKAGE / "laws").glob("test_*.py")))
+    rows = [[ids, statement] for ids, _, statement in statements]
+    return tabulate(rows, headers=["laws", "what MUST hold"], tablefmt="github")
+
+
+def _packages() -> str:
+    """Return a table of all packages by layer, with the first sentences of their docstrings."""
+    rows = [
+        [number, f"`{package}`", "the modules that stand in no package" if "*" in package else _purpose(package)]
+        for number, layer in enumerate(LAYERS, start=1)
+        for package in layer
+    ]
+    return tabulate(rows, headers=["layer", "package", "what it is for"], tablefmt="github")
+
+
+def _purpose(package: str) -> str:
+    return _first_sentence(PROJECT / package / "__init__.py")
+
+
+def _first_sentence(file: Path) -> str:
+    """Return the first paragraph of a module's docstring, on one line."""
+    docstring = ast.get_docstring(ast.parse(file.read_text())) or ""
+    return " ".join(docstring.partition("\n\n")[0].split())

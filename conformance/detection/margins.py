@@ -1,0 +1,53 @@
+"""Margins: how far metrics are from their bounds, where 1 is at a bound and more is outside."""
+
+import math
+from collections.abc import Mapping
+
+from conformance.judge.measurements import Measurement
+
+
+def margin(measured: Mapping[str, Measurement]) -> float:
+    """Return the margin of the metric that is furthest out; 0 if there is none.
+
+    The margin of a metric depends on its kind:
+
+    - `rounding` and `time`: the value over the upper bound, or the lower bound over the value where that is positive,
+      since a ratio may be too small;
+    - `memory` between two bounds: the distance of the value from their middle over half of their distance. A buffer of
+      the size of what the bounds leave open counts as such, however many bytes are held besides it. Without a lower
+      bound, or with one of 0, nothing says how much is left open: then it is the value over the upper bound, how many
+      times what is allowed is held; without an upper bound, the lower bound over the value;
+    - `exact`: as `rounding` inside of the bounds, infinite outside.
+
+    Of any kind it is 0 or infinite where both bounds are equal, and infinite for a value that is not finite.
+    """
+    return max(map(_margin, measured.values()), default=0.0)
+
+
+def _margin(metric: Measurement) -> float:
+    value, lower, upper = metric.value, metric.lower, metric.upper
+    if value is None:
+        return math.inf
+    if lower is not None and lower == upper:
+        return 0.0 if value == lower else math.inf
+    if metric.kind == "memory" and lower and upper is not None:
+        return abs(value - (lower + upper) / 2) / ((upper - lower) / 2)
+    quotient = max(_above(value, upper), _below(value, lower))
+    return math.inf if metric.kind == "exact" and quotient > 1.0 else quotient
+
+
+def _above(value: float, upper: float | None) -> float:
+    if upper is None or value <= 0:
+        return 0.0
+    return value / upper if upper > 0 else math.inf
+
+
+def _below(value: float, lower: float | None) -> float:
+    """Margin at a lower bound; a negative bound is that of a deviation in either direction."""
+    if lower is None:
+        return 0.0
+    if lower < 0:
+        return max(0.0, value / lower)
+    if lower == 0:
+        return math.inf if value < 0 else 0.0
+    return lower / value if value > 0 else math.inf

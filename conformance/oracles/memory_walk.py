@@ -1,0 +1,344 @@
+"""Walk through a training step: the buffers that a rank holds, above the bytes that it held before the step.
+
+The step is that of FSDP2 (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py): each
+buffer is held from one point in time to another. The memory of the model itself, activations and gradients of all
+unsharded parameters, comes from a run without FSDP (`experiments.without_fsdp`), which is marked at the same points.
+Buffers of a group, of n elements with padding and s = n / ranks in each shard:
+
+    A  n of the compute dtype   output of the all-gather, of which the input is a slice; in forward until the next group
+                                has copied its own out (up to torch 2.13; from 2.15 on until it begins to), in backward
+                                until it is copied out itself; there are several if groups are prefetched
+    C  s of the compute dtype   a shard in the dtype of computation, while it is gathered
+    U  n of the compute dtype   unsharded parameters, until they are resharded
+    P  n / k                    the shard that is left of U if it is resharded to k ranks
+    I  n of the reduce dtype    input of the reduce-scatter, until the next group's backward is over
+    O  s of the reduce dtype    its output; with HSDP until the end of backward, unless it becomes the gradient
+    G  s of the masters' dtype  reduced gradients, until zero_grad
+    B  parameters, unpadded     gradients as autograd leaves them, from the group's backward until I is filled
+    L  parameters, unpadded     gradients that wait for the last micro-batch, in the reduce dtype, unless they are B's
+
+On the CPU I is filled with further copies (`_copies_to_fill`), and one parameter's gradient is cast to be added to L.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import msgspec
+import torch
+
+from conformance.memory_segment import MemorySegment
+from conformance.oracles.dtype_policy import dtype_policy
+from conformance.oracles.schedule import (
+    communicates,
+    group_of,
+    prefetched_in_backward,
+    prefetched_in_forward,
+    ranks_after_forward,
+)
+from conformance.oracles.torch_versions import VersionTraits
+from conformance.oracles.tp_schedule import sharded_dim
+from reference_trainer.config import TrainerConfig
+from reference_trainer.parallel_dims import ParallelDims
+
+
+class Usage(msgspec.Struct):
+    """Peak and final bytes of one phase."""
+
+    peak_bytes: int = 0
+    end_bytes: int = 0
+
+
+class _Parameter(msgspec.Struct, frozen=True):
+    """Elements of one parameter."""
+
+    numel: int
+    shard: int
+    """Elements of each rank's shard, with padding."""
+    padded: int
+    """Elements of all shards together."""
+
+
+class Walk:
+    """Walk through one step of one rank: buffers that are held, by name, and the memory of each phase."""
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        dims: ParallelDims,
+        shapes: Mapping[str, Sequence[int]],
+        traits: VersionTraits,
+        *,
+        kernels: bool = True,
+    ) -> None:
+        self.phases: dict[str, Usage] = {}
+        self._kernels = int(kernels)
+        self._config, self._dims, self._traits = config, dims, traits
+        policy = dtype_policy(config.precision)
+        self._compute, self._reduce, self._master = (
+            int(getattr(torch, name).itemsize) for name in (policy.compute, policy.reduce, policy.sharded)
+        )
+        self._replicated_over_tp = sum(sharded_dim(name) is None for name in shapes)
+        self._optimizer_groups: tuple[list[int], list[int]] = ([], [])
+        """Elements of shards of matrices, and of vectors, in the order of the optimizer."""
+        self._parameters: dict[str, list[_Parameter]] = {}
+        """Parameters by group."""
+        for name, (rows, *rest) in shapes.items():
+            shard, row = -(-rows // dims.dp_shard), math.prod(rest)
+            parameter = _Parameter(rows * row, shard * row, shard * row * dims.dp_shard)
+            self._parameters.setdefault(group_of(name, config), []).append(parameter)
+            self._optimizer_groups[0 if rest else 1].append(parameter.shard)
+        self._shard = {group: sum(p.shard for p in parameters) for group, parameters in self._parameters.items()}
+        self._held: dict[str, int] = {}
+        self._phase = "forward"
+        self._model_bytes = self._gradients_bytes = self._wide_gradients_bytes = 0
+        self._left: list[str] = []
+        self._copied_out = ""
+        """Output of the all-gather that the last group in forward has copied out."""
+        self._reduces = self._all_reduces = True
+
+    # Accounts
+
+    def _hold(self, name: str, nbytes: int) -> None:
+        self._held[name] = self._held.get(name, 0) + nbytes
+        self._note()
+
+    def _free(self, name: str) -> None:
+        self._held.pop(name, None)
+        self._note()
+
+    def _note(self, extra: int = 0) -> None:
+        usage = self.phases.setdefault(self._phase, Usage())
+        usage.end_bytes = sum(self._held.values()) + self._model_bytes
+        usage.peak_bytes = max(usage.peak_bytes, usage.end_bytes + extra)
+
+    # Phases
+
+    def micro_batches(self, profile: Sequence[MemorySegment]) -> None:
+        """Walk through forward and backward of all micro-batches; `profile` has their segments without FSDP."""
+        begun = 0
+        for segment in profile:
+            self._model_bytes = segment.start_bytes
+            match segment.mark.split():
+                case ["forward"]:
+                    self._begin_micro_batch(begun)
+                    begun += 1
+                case ["backward"]:
+                    self._phase = "backward"
+                case ["end"]:
+                    self._end_of_backward()
+                case ["forward", group]:
+                    self._forward(group)
+                case ["after-forward", group]:
+                    self._after_forward(group)
+                case ["backward", group]:
+                    self._backward(group)
+                case ["gradients", _]:
+                    self._gradients_bytes = segment.start_bytes - segment.end_bytes
+                case ["wide-gradients", _]:
+                    self._wide_gradients_bytes = segment.start_bytes - segment.end_bytes
+                case ["freed", group]:
+                    self._after_backward(group)
+            self._note(segment.peak_bytes - segment.start_bytes)
+            self._model_bytes = segment.end_bytes
+            self._note()
+        self._model_bytes = 0
+        self._note()
+
+    def _begin_micro_batch(self, index: int) -> None:
+        self._phase = "forward"
+        self._left.clear()
+        self._reduces, self._all_reduces = communicates(self._config, index)
+
+    def after_backward(self) -> None:
+        """Walk through clipping, which works in place, and the optimizer's step.
+
+        The implementation of the optimizer is torch's choice on the CPU, and the trainer has no option for it. On a GPU
+        torch chooses `foreach`, with temporaries for all parameters at once, which is not modelled.
+        """
+        self._phase = "clip"
+        self._note(self._scalars_of_norms() * torch.float32.itemsize)
+        self._phase = "optimizer"
+        if self._config.optimizer.name == "adamw":
+            for shards in self._optimizer_groups:
+                self._adamw(shards)
+        self._free_all([name for name in self._held if name.startswith("G ")])
+        self._phase = "idle"
+        self._note()
+
+    def _adamw(self, shards: Sequence[int]) -> None:
+        """One parameter after the other: a root and its quotient are computed while the last denominator is still held.
+
+        Source: `_single_tensor_adam` in torch/optim/adam.py.
+        """
+        for before, shard in pairwise([0, *shards]):
+            self._note((before + 2 * shard) * self._master)
+
+    def _scalars_of_norms(self) -> int:
+        """For each parameter: its norm, the norm in a stack, and the reductions of the stack over the mesh.
+
+        Up to torch 2.9 the stack is left pending. The norm of a parameter that is replicated over tensor-parallel ranks
+        is then put into the stack as a partial sum.
+        """
+        parameters, tp = sum(len(group) for group in self._parameters.values()), self._dims.tp > 1
+        if not self._traits.norms_reduced_one_by_one:
+            return 2 * parameters + self._replicated_over_tp * tp
+        reductions = (self._dims.dp_shard > 1) + tp
+        return parameters * (2 + (2 + reductions if reductions else 0))
+
+    # Points in time of a group
+
+    def _forward(self, group: str) -> None:
+        self._unshard(group)
+        previous, self._copied_out = self._copied_out, f"A {group}"
+        if not self._traits.previous_gather_until_copied:
+            self._free(previous)
+        self._copy_out(group)
+        self._free(previous)
+        for other in prefetched_in_forward(group, self._config):
+            self._unshard(other)
+
+    def _after_forward(self, group: str) -> None:
+        self._left.append(group)
+        ranks = ranks_after_forward(group, self._config)
+        if ranks > 1:
+            self._reshard_to(ranks, group)
+        if ranks != 1:
+            self._free(f"U {group}")
+        if group == "output":  # the last group: the root's forward is over
+            self._free(f"A {group}")
+
+    def _reshard_to(self, ranks: int, group: str) -> None:
+        """Parameter by parameter: a shard is copied, and the unsharded parameter freed."""
+        for parameter in self._parameters[group]:
+            unsharded = parameter.padded * self._compute
+            self._hold(f"P {group}", unsharded // ranks)
+            self._held[f"U {group}"] -= unsharded
+
+    def _backward(self, group: str) -> None:
+        self._unshard(group)
+        self._copy_out(group)
+        self._free(f"A {group}")
+        for other in prefetched_in_backward(group, self._left, self._config):
+            self._unshard(other)
+
+    def _after_backward(self, group: str) -> None:
+        self._hold("B", self._gradients_bytes + self._wide_gradients_bytes)
+        if f"L {group}" in self._held:
+            self._add_up(group)
+        elif self._reduces:
+            self._take_own_shard(group)
+        self._free(f"U {group}")
+        if not self._reduces:
+            self._set_aside(group)
+            self._free("B")
+            return
+        self._free_all([name for name in self._held if name.startswith("I ")])
+        self._hold(f"I {group}", self._padded(group) * self._reduce)
+        self._note(self._copies_to_fill(group))
+        if self._dims.dp_shard > 1 and self._traits.last_gradient_until_reduced:
+            self._keep_last_gradient(group)
+        self._free("B")
+        self._free(f"L {group}")
+        self._reduce_gradients(group)
+        self._free("last gradient")
+
+    def _add_up(self, group: str) -> None:
+        """Parameter by parameter: the gradient is cast, added to the gradient that waits, and freed."""
+        for gradient in self._gradients(group):
+            self._note(gradient * self._reduce // self._compute * self._kernels)
+            self._held["B"] -= gradient
+
+    def _set_aside(self, group: str) -> None:
+        """Parameter by parameter: the gradient is cast and freed. Gradients that were added up before are only kept."""
+        for gradient in self._gradients(group) if self._held["B"] else ():
+            self._hold(f"L {group}", gradient * self._reduce // self._compute)
+            self._held["B"] -= gradient
+
+    def _gradients(self, group: str) -> list[int]:
+        """Bytes of each gradient in B. The embedding's has the full vocabulary on each tensor-parallel rank."""
+        numel = sum(parameter.numel for parameter in self._parameters[group])
+        return [self._held["B"] * parameter.numel // numel for parameter in self._parameters[group]]
+
+    def _copies_to_fill(self, group: str) -> int:
+        """Bytes that the CPU needs in addition to gradients and I.
+
+        `_chunk_cat` copies all gradients that need padding, and if it has to cast, each gradient, one after the other.
+        Gradients of two dtypes are cast before (`chunk_cat_mixed_dtype`), and held together.
+        """
+        sizes = [parameter.padded for parameter in self._parameters[group]]
+        padded = sum(parameter.padded for parameter in self._parameters[group] if parameter.padded != parameter.numel)
+        if self._reduce == self._compute or f"L {group}" in self._held:
+            return padded * self._reduce * self._kernels
+        if self._wide_gradients_bytes:
+            return padded * self._reduce * self._kernels + self._gradients_bytes * self._reduce // self._compute
+        return (padded + max(sizes)) * self._compute * self._kernels
+
+    def _take_own_shard(self, group: str) -> None:
+        """A rank takes its shard of the embedding's gradient, of which it has computed a term of full size."""
+        own = sum(parameter.numel for parameter in self._parameters[group]) * self._compute
+        if self._held["B"] > own and not self._wide_gradients_bytes:
+            self._note(own)
+            self._held["B"] = own
+
+    def _keep_last_gradient(self, group: str) -> None:
+        """The last gradient of a group is held for longer than the others."""
+        among, itemsize = ("B", self._compute) if self._held["B"] else (f"L {group}", self._reduce)
+        last = min(self._parameters[group][-1].numel * itemsize, self._held.get(among, 0))
+        self._held["last gradient"] = last
+        self._held[among] = self._held.get(among, 0) - last
+
+    def _reduce_gradients(self, group: str) -> None:
+        output = self._shard[group] * self._reduce
+        self._hold("O", output)
+        if not self._all_reduces:
+            self._held[f"partial {group}"] = output
+            self._free("O")
+            return
+        self._free(f"partial {group}")
+        if self._reduce == self._master:
+            if f"G {group}" in self._held and self._dims.dp_replicate > 1:
+                self._held[f"O {group}"] = output
+            self._free("O")
+            self._held[f"G {group}"] = output
+            self._note()
+            return
+        added = self._shard[group] * self._master
+        self._note(added)
+        if self._dims.dp_replicate > 1:
+            self._held[f"O {group}"] = self._held["O"]
+        self._free("O")
+        self._held[f"G {group}"] = added
+        self._note()
+
+    def _end_of_backward(self) -> None:
+        self._free_all([name for name in self._held if name.startswith(("I ", "O "))])
+
+    # Buffers
+
+    def _unshard(self, group: str) -> None:
+        if f"U {group}" in self._held or f"A {group}" in self._held:
+            return
+        ranks = ranks_after_forward(group, self._config) if f"P {group}" in self._held else self._dims.dp_shard
+        if ranks == 1:
+            return
+        cast = self._padded(group) // ranks * self._compute if self._compute != self._master else 0
+        self._hold("C", cast)
+        self._hold(f"A {group}", self._padded(group) * self._compute)
+        self._free("C")
+
+    def _copy_out(self, group: str) -> None:
+        if f"U {group}" in self._held:
+            return
+        self._hold(f"U {group}", self._padded(group) * self._compute)
+        if self._dims.dp_shard == 1 and self._compute != self._master:
+            self._note(self._padded(group) * self._compute)
+        self._free(f"P {group}")
+
+    def _free_all(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._free(name)
+
+    def _padded(self, group: str) -> int:
+        """Elements of a group's unsharded parameters, with padding."""
+        return self._shard[group] * self._dims.dp_shard

@@ -1,0 +1,67 @@
+"""Degrees of parallelism, and whether a configuration fits them. Without torch: any process can resolve a mesh."""
+
+from dataclasses import dataclass
+
+from reference_trainer.checks import require
+from reference_trainer.config import MeshConfig, TrainerConfig
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """Degrees of parallelism of a run; the mesh has one dimension for each that is used, and always `dp_shard`."""
+
+    dp_replicate: int
+    dp_shard: int
+    tp: int
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.dp_replicate * self.dp_shard * self.tp
+
+    @property
+    def dp(self) -> int:
+        """Number of ranks that see different data."""
+        return self.dp_replicate * self.dp_shard
+
+    def mesh_shape(self) -> dict[str, int]:
+        """Return name and size of each dimension of the mesh, outermost first."""
+        degrees = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
+        return {name: degree for name, degree in degrees.items() if degree > 1 or name == "dp_shard"}
+
+
+def resolve_mesh(mesh: MeshConfig, *, world_size: int) -> ParallelDims:
+    """Fit the configured degrees to the number of processes. Raises ValueError where they do not fit."""
+    others = mesh.dp_replicate * mesh.tp
+    dp_shard = mesh.dp_shard if mesh.dp_shard != "auto" else max(1, world_size // others)
+    dims = ParallelDims(dp_replicate=mesh.dp_replicate, dp_shard=dp_shard, tp=mesh.tp)
+    require(
+        dims.world_size == world_size,
+        f"mesh dp_replicate {dims.dp_replicate} x dp_shard {mesh.dp_shard} x tp {dims.tp} does not fit the number of "
+        f"processes, {world_size}: start {dims.world_size} processes, or change mesh.dp_shard, mesh.tp",
+    )
+    return dims
+
+
+def check_fits_mesh(config: TrainerConfig, dims: ParallelDims) -> None:
+    """Raise ValueError for what does not go with this mesh: sizes that it cannot divide, options without effect."""
+    model, data = config.model, config.data
+    for name, heads in (("n_heads", model.n_heads), ("n_kv_heads", model.n_kv_heads)):
+        require(heads % dims.tp == 0, f"model.{name} {heads} is not divisible by mesh.tp {dims.tp}")
+    require(model.ffn_dim % dims.tp == 0, f"model.ffn_dim {model.ffn_dim} is not divisible by mesh.tp {dims.tp}")
+    if config.sequence_parallel:
+        require(data.seq_len % dims.tp == 0, f"data.seq_len {data.seq_len} is not divisible by mesh.tp {dims.tp}")
+    require(
+        data.global_batch_size % (dims.dp * config.accumulation) == 0,
+        f"data.global_batch_size {data.global_batch_size} is not divisible by data-parallel ranks x accumulation "
+        f"= {dims.dp} x {config.accumulation}",
+    )
+    require(
+        config.implementation == "fsdp2" or dims.dp_shard > 1,
+        "implementation fsdp1 does not shard over mesh.dp_shard 1: use more ranks, or implementation fsdp2",
+    )
+    require(
+        config.gradient_sync != "all-reduce-last" or dims.dp_replicate > 1,
+        "gradient_sync all-reduce-last needs replicas (HSDP), whose all-reduce it postpones, but mesh.dp_replicate is "
+        f"{dims.dp_replicate}: set mesh.dp_replicate above 1, or use gradient_sync each or last",
+    )

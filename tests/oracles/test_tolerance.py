@@ -1,0 +1,110 @@
+"""Tolerances on cases small enough to be computed otherwise."""
+
+from collections.abc import Mapping
+from math import inf, sqrt
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from conformance.bound import EXACT, Bound, bound
+from conformance.oracles import tolerance
+from conformance.oracles.emulation import Emulation
+from conformance.oracles.reference import ReferenceRun, total_norm
+from conformance.plan.cells import Cell
+from reference_trainer.config import OptimizerConfig
+
+
+def values(bounds: Mapping[str, Bound]) -> dict[str, float]:
+    return {name: bound.value for name, bound in bounds.items()}
+
+
+def test_tolerances_of_the_tiny_workload() -> None:
+    config = Cell().config
+    layer = 5 * sqrt(32) + sqrt(4) + sqrt(16) + sqrt(64)
+    stages = 2 * layer + 2 * sqrt(32) + sqrt(61)
+    assert tolerance.forward_stages(config.model, seq_len=16) == pytest.approx(stages)
+    loss, gradients = tolerance.fp32_loss(config), tolerance.fp32_gradients(config)
+    assert loss.value == pytest.approx((stages + sqrt(256)) / 2**24)
+    assert gradients.value == pytest.approx((3 * stages + sqrt(256)) / 2**24)
+    assert 1e-6 < loss.value < gradients.value < 1e-4
+    run = ReferenceRun(initial={}, gradients=[{"w": torch.ones(3)}])
+    assert values(tolerance.moments(bound("1"), run, OptimizerConfig())) == {"exp_avg": 2.0, "exp_avg_sq": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("order", "condition"), [(2.0, 1.0), (1.0, 2.0 * 5.0 / 7.0), (3.0, 5.0 / 91 ** (1 / 3)), (inf, 1.25)]
+)
+def test_condition_of_a_norm(order: float, condition: float) -> None:
+    """Four elements: 3, 4 and two zeros. No error of a given 2-norm changes the norm by more than the condition."""
+    gradients = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([[4.0], [0.0]])}
+    assert tolerance.norm_condition(gradients, order=order) == pytest.approx(condition)
+    norm = total_norm(gradients.values(), order=order)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(100):
+        error = {name: torch.randn(grad.shape, generator=generator) * 1e-3 for name, grad in gradients.items()}
+        size = total_norm(error.values(), order=2.0) / total_norm(gradients.values(), order=2.0)
+        changed = total_norm([grad.double() + error[name] for name, grad in gradients.items()], order=order)
+        assert abs(changed - norm) / norm <= condition * size * (1 + 1e-9)
+
+
+def test_rounding_of_a_norm_whose_terms_are_given() -> None:
+    gradients = {"w": torch.ones(64)}
+    assert tolerance.norm(gradients, order=inf) == EXACT
+    assert tolerance.norm(gradients, order=3.0) == tolerance.norm(gradients, order=1.0)
+    assert tolerance.norm(gradients, order=3.0).value == 8 / 2**24
+    assert values(tolerance.clipping(gradients, order=inf)) == {"w": 3 / 2**24}
+    mixed = gradients | {"v": torch.ones(36, dtype=torch.bfloat16)}
+    assert tolerance.norm(mixed, order=inf) == EXACT
+    assert tolerance.norm(mixed, order=2.0).value == 1 / 2**8 + 10 / 2**24
+    assert values(tolerance.clipping(mixed, order=inf)) == {"w": 3 / 2**24, "v": 1 / 2**24 + 2 / 2**8}
+
+
+@pytest.mark.parametrize("change", [{"n_layers": 3}, {"dim": 64}, {"ffn_dim": 128}, {"vocab_size": 122}])
+def test_tolerances_grow_with_the_model(change: dict[str, Any]) -> None:
+    config = Cell().config
+    larger = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, **change))
+    for bound_of in (tolerance.fp32_loss, tolerance.fp32_gradients):
+        assert 0 < bound_of(config).value < bound_of(larger).value
+
+
+def test_no_bit_may_differ_from_the_emulation_where_sums_have_one_order() -> None:
+    def largest(mesh: str, **axes: Any) -> float:
+        emulated = Emulation(1.0, {"w": torch.ones(2)}, {"w": 1.5})
+        return tolerance.emulated_gradients(Cell(mesh=mesh, **axes).config, emulated)["w"].value
+
+    for mesh in ("dp1", "dp2", "hsdp2x2", "tp2", "dp2-tp4"):
+        assert largest(mesh, precision="bf16-mp") == 0.0
+    assert largest("dp2") == largest("hsdp2x2") == 0.0
+    assert largest("dp4") == largest("dp4", precision="bf16-mp") == pytest.approx(2 * 3 * 1.5 / 2**24)
+    assert largest("dp4") < largest("dp8") < largest("tp2")
+    assert largest("tp2") == largest("dp2", compile=True)
+
+
+def test_the_factor_of_bf16_errors_shrinks_with_the_number_of_tokens() -> None:
+    config = Cell(precision="bf16-mp").config
+    longer = msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, global_batch_size=1024))
+    assert 1.0 < tolerance.bf16_error_factor(longer).value < tolerance.bf16_error_factor(config).value < 1.5
+
+
+def test_tolerance_of_updates() -> None:
+    error, roundoff = 1e-6, tolerance.FP32_ROUNDOFF
+
+    def largest(*, final: float = 1.0, **optimizer: Any) -> float:
+        """Return the bound for three equal gradients of 0.5 that change a parameter from 2 to `final`."""
+        run = ReferenceRun(
+            initial={"w": torch.full((3,), 2.0)},
+            grad_norms=[1.0] * 3,
+            gradients=[{"w": torch.full((3,), 0.5)}] * 3,
+            parameters={"w": torch.full((3,), final)},
+        )
+        bounds = tolerance.updates(bound("error", error=error), run, OptimizerConfig(max_norm=0.0, **optimizer))
+        return bounds["w"].value
+
+    assert largest(name="sgd") == pytest.approx(3 * (2 * error + roundoff))
+    # A small change of a large parameter is lost in the parameter's own rounding.
+    assert largest(name="sgd", final=1.5) == pytest.approx(3 * (2 * error + 3 * roundoff))
+    # AdamW's step g / (|g| + eps) hardly depends on a gradient that is large against eps.
+    assert largest(eps=0.001) == pytest.approx(3 * (error * (1 + 0.001 / 0.501) + roundoff))
+    assert largest(eps=10.0) == pytest.approx(3 * (error * (1 + 10 / 10.5) + roundoff))

@@ -1,0 +1,76 @@
+"""Reports that no session has written, for tests of what is done with reports."""
+
+from typing import Any
+
+from conformance.judge.measurements import Measurement
+from conformance.report.cell_facts import CellFacts, Collective
+from conformance.report.schema import CaseResult, Report
+
+GATHER = Collective("forward", "all_gather", "dp_shard", "float32", 250)
+FACTS = CellFacts(
+    substrate="gloo",
+    losses=[5.0, 4.0, 3.0],
+    step_s=[0.1, 0.2],
+    calibration_s=0.01,
+    tokens_per_s=1.0,
+    schedule=[GATHER] * 4,
+)
+
+
+def case(name: str, verdict: str = "pass", **measured: Measurement) -> CaseResult:
+    """A case, `LAW/CELL`, of this verdict."""
+    law, cell = name.split("/")
+    nothing: dict[str, Any] = {"duration_s": 1.0, "wait_s": 0.0, "run_s": 0.0, "repro": "", "nodeid": name}
+    return CaseResult(
+        id=name,
+        law=law,
+        must="It MUST.",
+        cell=cell,
+        substrate="gloo",
+        verdict=verdict,
+        reason=f"why {verdict}",
+        measured=measured,
+        **nothing,
+    )
+
+
+def report(
+    *cases: CaseResult, cells: dict[str, CellFacts] | None = None, torch: str = "2.13.0", **other: Any
+) -> Report:
+    """A report of these cases and facts of cells; `other` are fields of the report."""
+    environment = {"packages": {"torch": torch}, "device": {"name": "Fake", "count": 2}}
+    fixed: dict[str, Any] = {"session": "s", "profile": "pr", "seed": 0, "started": "2026-11-22T10:00:00"}
+    fixed |= {"matrix_digest": "m", "defect": None, "exit_code": 0, "duration_s": 1.0, "verdicts": {}}
+    fixed |= {"suite_digest": "d", "planned": len(cases), "executed": len(cases)}
+    return Report(environment=environment, cases=list(cases), cells=cells or {}, **{**fixed, **other})
+
+
+def bytes_of(value: float, *, lower: float | None = None, upper: float | None = None) -> Measurement:
+    """A metric of memory."""
+    return Measurement(kind="memory", value=value, lower=lower, upper=upper, unit="bytes")
+
+
+def deviation(value: float | None) -> Measurement:
+    """A rounding error with a bound that has a derivation, as laws measure it."""
+    return Measurement(
+        kind="rounding",
+        value=value,
+        lower=0.0,
+        upper=1e-5,
+        unit="relative Frobenius deviation",
+        at="layers.0.attention.wk.bias",
+        formula="u (3 F + sqrt(tokens))",
+        terms={"u": 2.0**-24, "F": 105.0, "tokens": 256.0},
+    )
+
+
+def ratio(value: float) -> Measurement:
+    return Measurement(kind="rounding", value=value, lower=0.5, upper=2.0, unit="ratio")
+
+
+def count(value: float) -> Measurement:
+    return Measurement(kind="exact", value=value, lower=value, upper=value, unit="tensors")
+
+
+def seconds(value: float) -> Measurement:
+    return Measurement(kind="time", value=value, lower=0.0, upper=5.0, unit="s")
