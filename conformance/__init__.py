@@ -15,10 +15,9 @@ Other folders hold what these four work with:
 - `defects`: known faults that can be injected, and `detection`, which checks that the laws notice them.
 - `pytest_plugin`: hooks that make a pytest session of the laws. `cli`: the commands of `python -m conformance`.
 
-Imports point one way, bottom up: reference_trainer; bound, memory_segment, outcomes, project, torch_release; plan,
-instruments, oracles; defects, run; judge, experiments; laws, report; pytest_plugin, detection; cli. Processes that only
-plan, start, judge and report never import torch: plan, run (but `run.ranks.process` and `run.ranks.server`), judge,
-report and pytest_plugin do without it. `tests/test_quality.py` checks both rules.
+Imports point one way, bottom up, in the order of `project.LAYERS`. Processes that only plan, start, judge and report
+never import torch: plan, run (but `run.ranks.process` and `run.ranks.server`), judge, report and pytest_plugin do
+without it. `tests/test_quality.py` checks both rules.
 
 Start reading at `plan.cells`, `laws.test_par`, `judge.judge` and `run.case_runs`.
 """
