@@ -73,9 +73,9 @@ def test_each_gets_its_verdict(session: Ended) -> None:
 
 
 def test_replicas_that_diverge_are_seen(session: Ended) -> None:
-    found = {case.cell: case.verdict for case in session.report.cases if not case.cell.startswith("dp2")}
-    assert sorted(found.values()) == ["fail", "fail", "pass", "pass"]
-    assert all((verdict == "fail") == cell.endswith("seed9") for cell, verdict in found.items())
+    verdicts = {case.cell: case.verdict for case in session.report.cases if not case.cell.startswith("dp2")}
+    assert sorted(verdicts.values()) == ["fail", "fail", "pass", "pass"]
+    assert all((verdict == "fail") == cell.endswith("seed9") for cell, verdict in verdicts.items())
 
 
 def test_reasons_name_the_rank_that_failed_first(session: Ended) -> None:
@@ -99,6 +99,6 @@ def test_the_session_ends_well(session: Ended) -> None:
 
 def test_the_report_can_be_verified(session: Ended) -> None:
     """The verdicts on runs that died are verified too."""
-    found = verify(session.directory, matrix_file=PROJECT / "tests" / "pytest_plugin" / "miniatures.yaml")
-    assert found.problems == []
-    assert found.cases == session.report.planned
+    verified = verify(session.directory, matrix_file=PROJECT / "tests" / "pytest_plugin" / "miniatures.yaml")
+    assert verified.problems == []
+    assert verified.cases == session.report.planned
