@@ -6,7 +6,7 @@ PROFILE ?= pr
 VENV ?=
 ARGS ?=
 export PYTHON
-# Sessions, and those that tests start, are hundreds of Python processes: compile the suite once, not in each of them.
+# Sessions start hundreds of Python processes: compile the suite once, not in each process.
 unexport PYTHONDONTWRITEBYTECODE
 
 ifeq ($(VENV),none)
@@ -47,8 +47,8 @@ environment:
 conformance: environment
 	$(RUN) -m pytest -n auto conformance/ --profile $(PROFILE) $(ARGS)
 
-# Two workers: these tests start processes of their own and mostly wait for them. By file: what the tests of a file share,
-# such as a whole session or warm ranks, is made once. The order is that of tests/conftest.py.
+# Two workers: these tests start processes of their own and mostly wait for them. By file: the tests of a file share
+# fixtures, such as a session or warm ranks. The order is that of tests/conftest.py.
 test: environment
 	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/ $(ARGS)
 

@@ -1,4 +1,4 @@
-"""Sessions of 10, 100 and 1000 cases: time and memory by their number. `python -m benchmarks.growth [--write]`."""
+"""Time and memory of sessions of 10, 100 and 1000 cases: `python -m benchmarks.growth [--write]`."""
 
 import argparse
 import subprocess
@@ -11,15 +11,16 @@ import psutil
 import torch
 from tabulate import tabulate
 
-from benchmarks.pages import PROJECT, write_block
+from benchmarks.documents import PROJECT, write_block
 
-PAGE = PROJECT / "docs" / "performance.md"
+DOCUMENT = PROJECT / "docs" / "performance.md"
 LAWS = ("PAR-1", "PAR-5", "MP-3", "INIT-1", "RS-1")
 SIZES = (10, 100, 1000)
 MEBI = 1 << 20
 
 
 def matrix(cases: int) -> str:
+    """Return the text of a matrix with this number of cases."""
     seeds = list(range(cases // len(LAWS)))
     return (
         "schema: 1\n"
@@ -29,7 +30,7 @@ def matrix(cases: int) -> str:
 
 
 def session(cases: int, directory: Path) -> tuple[float, float, float]:
-    """Seconds; the most MiB that pytest's own process held; and by how much that is more than in the first half."""
+    """Run a session; returns seconds, peak MiB of pytest's process, and MiB added in the second half of the time."""
     file = directory / "matrix.yaml"
     file.write_text(matrix(cases))
     command = [sys.executable, "-m", "pytest", "-n0", "-q", "conformance/", f"--matrix={file}", "--profile=growth"]
@@ -45,8 +46,9 @@ def session(cases: int, directory: Path) -> tuple[float, float, float]:
 
 
 def main() -> None:
+    """Print the table, and write it into the document if asked to."""
     parser = argparse.ArgumentParser(description="Time and memory of sessions by their number of cases.")
-    parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.relative_to(PROJECT)}")
+    parser.add_argument("--write", action="store_true", help=f"put the table into {DOCUMENT.relative_to(PROJECT)}")
     arguments = parser.parse_args()
     rows = []
     for cases in SIZES:
@@ -60,7 +62,7 @@ def main() -> None:
     )
     print(text)
     if arguments.write:
-        write_block(PAGE, "growth", text)
+        write_block(DOCUMENT, "growth", text)
 
 
 if __name__ == "__main__":

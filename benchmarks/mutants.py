@@ -1,9 +1,9 @@
-"""Mutants of torch: faults nobody has thought of. `python -m benchmarks.mutants [--count 40] [--seed 1] [--write]`.
+"""Mutants of torch, random faults: `python -m benchmarks.mutants [--count 40] [--seed 1] [--write]`.
 
-One small change (`torch_mutants/syntax.py`) at a time in a module that FSDP2, tensor parallelism or clipping is made
-of, at a place that the session reaches, from outside: by a `sitecustomize` on PYTHONPATH. Prints for each what the
-session says, up to its first failure. A mutant that survives is either no fault, since it changes nothing that a user
-could notice, or one that no law sees: which of the two has to be judged manually, in docs/detection/torch_faults.md.
+A mutant is one small change (`torch_mutants/syntax.py`) in a module of FSDP2, tensor parallelism or clipping, at a
+point that the session reaches, made from outside by a `sitecustomize` on PYTHONPATH. Prints the verdict of the
+session on each mutant, up to its first failure. A mutant that survives is either no fault, since it changes nothing
+that a user could notice, or a fault that no law sees: docs/detection/torch_faults.md classifies survivors manually.
 """
 
 import argparse
@@ -21,30 +21,32 @@ import msgspec
 import torch
 from tabulate import tabulate
 
-from benchmarks.pages import PROJECT, write_block
+from benchmarks.documents import PROJECT, write_block
 from benchmarks.torch_mutants.syntax import Point, points, statement_at
 from conformance.report.schema import CaseResult, Report
 
-PAGE = PROJECT / "docs" / "detection" / "torch_faults.md"
+DOCUMENT = PROJECT / "docs" / "detection" / "torch_faults.md"
 HOOK = Path(__file__).parent / "torch_mutants"
 LIMIT_S = 1200.0
 _FSDP, _DTENSOR = "torch.distributed.fsdp._fully_shard", "torch.distributed.tensor"
 MODULES = (
-    *(f"{_FSDP}._fsdp_{part}" for part in ("collectives", "param", "param_group", "state", "init", "common")),
-    *(f"{_DTENSOR}.{part}" for part in ("_api", "_redistribute", "placement_types", "_ops._embedding_ops")),
-    *(f"{_DTENSOR}.parallel.{part}" for part in ("style", "loss")),
+    *(f"{_FSDP}._fsdp_{name}" for name in ("collectives", "param", "param_group", "state", "init", "common")),
+    *(f"{_DTENSOR}.{name}" for name in ("_api", "_redistribute", "placement_types", "_ops._embedding_ops")),
+    *(f"{_DTENSOR}.parallel.{name}" for name in ("style", "loss")),
     "torch.nn.utils.clip_grad",
 )
 CAUGHT = ("fail", "crash", "timeout")
 
 
 class Mutant(NamedTuple):
+    """Module of torch with a fault at a point."""
+
     module: str
     point: Point
 
 
 class Outcome(NamedTuple):
-    """How a session ended: `survived`, `no report`, or the verdict of the first case that was not well."""
+    """Outcome of a session: `survived`, `no report`, or the verdict of the first case that has noticed the mutant."""
 
     verdict: str
     case: str = ""
@@ -52,13 +54,15 @@ class Outcome(NamedTuple):
 
 
 def source_of(module: str) -> str:
-    found = importlib.util.find_spec(module)
-    if found is None or found.origin is None:
+    """Return the source of a module of torch. Raises ValueError if this torch has no such module."""
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
         raise ValueError(f"torch {torch.__version__} has no module {module}: see MODULES in {__file__}")
-    return Path(found.origin).read_text()
+    return Path(spec.origin).read_text()
 
 
 def session(change: str, selection: list[str], directory: Path, *options: str) -> None:
+    """Run a session with a change of torch; its report and hits are left in the directory."""
     command = [sys.executable, "-m", "pytest", "-n0", "-q", "conformance/", f"--report-dir={directory / 'report'}"]
     search = os.pathsep.join([str(HOOK), str(PROJECT)])
     environment = os.environ | {"PYTHONPATH": search, "MUTANT": change, "MUTANT_HITS": str(directory / "hits")}
@@ -72,7 +76,7 @@ def session(change: str, selection: list[str], directory: Path, *options: str) -
 
 
 def reached(selection: list[str]) -> list[Mutant]:
-    """All mutants of what a session of the unmodified torch runs through."""
+    """Return all mutants at points that a session with unmodified torch reaches."""
     with tempfile.TemporaryDirectory() as directory:
         session(f"{','.join(MODULES)}:hits", selection, Path(directory))
         hits = set(Path(directory, "hits").read_text().split())
@@ -86,7 +90,7 @@ def reached(selection: list[str]) -> list[Mutant]:
 
 
 def outcome(change: str, selection: list[str]) -> Outcome:
-    """What a session says up to its first failure, with a change as `torch_mutants/sitecustomize.py` takes it."""
+    """Return the outcome of a session up to its first failure; `change` is as in `torch_mutants/sitecustomize.py`."""
     with tempfile.TemporaryDirectory() as directory:
         session(change, selection, Path(directory), "-x")
         file = Path(directory, "report", "report.json")
@@ -103,35 +107,36 @@ def _is_noticed(case: CaseResult) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What the suite says about small changes of torch.")
+    """Print the table, and write it into the document if asked to."""
+    parser = argparse.ArgumentParser(description="Verdicts of the suite on small changes of torch.")
     parser.add_argument("--count", type=int, default=40)
-    parser.add_argument("--seed", type=int, default=1, help="of the draw")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the sample")
     parser.add_argument("--profile", default="smoke")
     parser.add_argument("--cells", default="compile = false", help="Dynamo does not compile a module that is watched")
-    parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.relative_to(PROJECT)}")
+    parser.add_argument("--write", action="store_true", help=f"put the table into {DOCUMENT.relative_to(PROJECT)}")
     arguments = parser.parse_args()
     selection = [f"--profile={arguments.profile}", f"--cells={arguments.cells}"]
     all_mutants = reached(selection)
     print(f"{len(all_mutants)} mutants are reached", flush=True)
     rows: list[list[str]] = []
     for mutant in random.Random(arguments.seed).sample(all_mutants, min(arguments.count, len(all_mutants))):
-        found = outcome(f"{mutant.module}:{mutant.point.number}", selection)
+        ended = outcome(f"{mutant.module}:{mutant.point.number}", selection)
         place = f"`{mutant.module.rpartition('.')[2]}:{mutant.point.line}` {mutant.point.function}"
-        rows.append([place, f"`{mutant.point.change}`", found.verdict, found.case.partition("/")[0]])
-        print(*rows[-1], found.reason[:160], flush=True)
+        rows.append([place, f"`{mutant.point.change}`", ended.verdict, ended.case.partition("/")[0]])
+        print(*rows[-1], ended.reason[:160], flush=True)
     counts = Counter(row[2] for row in rows)
     rows.sort(key=lambda row: (row[2], row[0]))
     headers = ["place", "change", "verdict", "first law"]
     options = f"--count {arguments.count} --seed {arguments.seed} --profile {arguments.profile}"
     text = (
         f"`python -m benchmarks.mutants {options} --write`, torch {torch.__version__}, "
-        f"{len(all_mutants)} mutants to draw from: "
+        f"sampled from {len(all_mutants)} mutants: "
         f"{', '.join(f'{count} {verdict}' for verdict, count in counts.most_common())}.\n\n"
         + tabulate(rows, headers=headers, tablefmt="github")
     )
     print(text)
     if arguments.write:
-        write_block(PAGE, "mutants", text)
+        write_block(DOCUMENT, "mutants", text)
 
 
 if __name__ == "__main__":

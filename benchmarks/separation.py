@@ -1,9 +1,9 @@
-"""How far correct runs and injected defects are from every tolerance: `python -m benchmarks.separation [--write]`.
+"""Distance of correct runs and injected defects from every tolerance: `python -m benchmarks.separation [--write]`.
 
-Runs the laws that have tolerances on the unmodified product with several seeds, then each defect that such a law names
-on the cells that show it, with the same seeds. Prints one row for each law and measure: the largest multiple of the
-bound of a correct run, and the smallest of a defect. Both must be at least 3 times away from the bound. `--write` puts
-the table into docs/tolerances.md. Exit status 1: something is not separated, or a correct run failed.
+Runs the laws that have tolerances on the unmodified product with several seeds, then each defect that must violate such
+a law, on its triggering cells with the same seeds. Prints a row for each law and comparison: the largest multiple of
+the bound in a correct run, and the smallest with a defect. Both must be at least a factor of 3 away from the bound.
+`--write` puts the table into docs/tolerances.md. Exit status 1: a comparison is not separated, or a correct run failed.
 """
 
 import argparse
@@ -20,87 +20,88 @@ from pathlib import Path
 import msgspec
 from tabulate import tabulate
 
-from benchmarks.pages import PROJECT, write_block
+from benchmarks.documents import PROJECT, write_block
 from conformance.defects.catalogue import defects
 from conformance.judge.measurements import Measurement
 from conformance.plan.matrix import load_matrix
 from conformance.report.schema import CaseResult, Report
 
-PAGE = PROJECT / "docs" / "tolerances.md"
+DOCUMENT = PROJECT / "docs" / "tolerances.md"
 FACTOR = 3.0
-"""Distance from a bound that counts as separated, on either side (DESIGN.md section 8)."""
+"""Factor of the bound that counts as separated, on either side."""
 LAWS = ("PAR-1", "PAR-2", "PAR-3", "PAR-6", "PAR-7", "MP-2", "MP-5")
-"""Laws that compare with a tolerance; all others compare bits or counts."""
+"""Laws that compare with a tolerance; all other laws compare bits or counts."""
 
 
 @dataclass
 class Row:
-    """What was measured of one comparison of one law. A multiple is a deviation over its bound."""
+    """Measurements of one comparison of one law; a multiple is a deviation divided by its bound."""
 
     clean: tuple[float, float, str] = (0.0, 0.0, "")
-    """Largest multiple of a correct run, its value and cell."""
+    """Largest multiple in a correct run, with its value and cell."""
     cases: int = 0
     defect: tuple[float, float, str] = (math.inf, math.inf, "none")
-    """Smallest multiple of a case that a defect made fail here, its value, and the defect."""
+    """Smallest multiple in a case that fails in this comparison with a defect, with its value and the defect."""
     defect_cases: int = 0
     bound: float = 0.0
 
     @property
     def separated(self) -> bool:
+        """True if correct runs and defects are far enough from the bound."""
         return self.clean[0] * FACTOR <= 1.0 and self.defect[0] >= FACTOR
 
 
 def multiple(measured: Measurement) -> float | None:
-    """The deviation over the bound; None for exact counts, which have no margin.
+    """Return the deviation divided by the bound; None for metrics that rounding does not change, which have no margin.
 
-    A ratio that may be off by a factor either way deviates by its logarithm.
+    The deviation of a ratio that may be off by a factor either way is its logarithm.
     """
-    if measured.upper is None or (measured.lower == measured.upper and measured.unit.startswith("of ")):
+    if measured.upper is None or measured.kind != "rounding":
         return None
     value = math.inf if measured.value is None else measured.value
     if measured.unit == "ratio":
         return abs(math.log(value)) / math.log(measured.upper) if value > 0 else math.inf
-    if "deviation" not in measured.unit:
-        return None
     if measured.upper == 0.0:
         return 0.0 if value == 0.0 else math.inf
     return value / measured.upper
 
 
 def comparison(name: str, measured: Measurement) -> str:
-    """Steps share a row; bitwise comparisons have one of their own."""
+    """Return the name of a row: all steps share a row, and bitwise comparisons have a row of their own."""
     plain = re.sub(r" of step \d+", " of each step", name)
     return f"{plain}, no bit may differ" if measured.upper == 0.0 else plain
 
 
 def multiples(case: CaseResult) -> Iterator[tuple[tuple[str, str], float, Measurement]]:
+    """Yield row, multiple and measurement of each comparison of a case that has a margin."""
     for name, measured in case.measured.items():
-        found = multiple(measured)
-        if found is not None:
-            yield (case.law, comparison(name, measured)), found, measured
+        of_bound = multiple(measured)
+        if of_bound is not None:
+            yield (case.law, comparison(name, measured)), of_bound, measured
 
 
 def add_clean(rows: dict[tuple[str, str], Row], report: Report) -> None:
+    """Add the cases of correct runs."""
     for case in report.cases:
-        for key, found, measured in multiples(case):
+        for key, of_bound, measured in multiples(case):
             row = rows[key]
             row.cases += 1
             row.bound = max(row.bound, measured.upper or 0.0)
-            row.clean = max(row.clean, (found, measured.value or 0.0, case.cell))
+            row.clean = max(row.clean, (of_bound, measured.value or 0.0, case.cell))
 
 
 def add_defect(rows: dict[tuple[str, str], Row], report: Report, laws: tuple[str, ...]) -> None:
-    """A comparison stops at its first failure, so each failed case counts once, for the measure that failed."""
+    """Add the failed cases of a defect; each counts once, for the comparison that failed and ended it."""
     for case in report.cases:
-        for key, found, measured in multiples(case):
-            if case.law in laws and found > 1.0:
+        for key, of_bound, measured in multiples(case):
+            if case.law in laws and of_bound > 1.0:
                 rows[key].defect_cases += 1
                 value = math.inf if measured.value is None else measured.value
-                rows[key].defect = min(rows[key].defect, (found, value, str(report.defect)))
+                rows[key].defect = min(rows[key].defect, (of_bound, value, str(report.defect)))
 
 
 def with_seeds(seeds: int, directory: Path) -> Path:
-    """The matrix with the laws that have tolerances, and every cell that has no seed of its own once for each seed."""
+    """Write a matrix with the laws that have tolerances; cells without a seed of their own occur with each seed."""
     matrix = msgspec.to_builtins(load_matrix(PROJECT / "matrix.yaml"))
     for family in matrix["families"].values():
         family["laws"] = [law for law in family["laws"] if law in LAWS]
@@ -121,7 +122,7 @@ def session(matrix: Path, directory: Path, *, cells: str, defect: str | None) ->
 
 
 def measured_rows(seeds: int) -> dict[tuple[str, str], Row]:
-    """Run everything. Raises SystemExit if a correct run does not pass: a bound that is too tight separates nothing."""
+    """Run all sessions. Raises SystemExit if a correct run does not pass, since its bound separates nothing."""
     rows: dict[tuple[str, str], Row] = defaultdict(Row)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
@@ -141,7 +142,8 @@ def measured_rows(seeds: int) -> dict[tuple[str, str], Row]:
 
 
 def table(rows: dict[tuple[str, str], Row]) -> str:
-    headers = ["law", "measure", "cases", "largest correct", "of bound", "smallest defect", "of bound", "defect"]
+    """Return the table in markdown."""
+    headers = ["law", "comparison", "cases", "largest correct", "of bound", "smallest defect", "of bound", "defect"]
     lines = []
     for (law, name), row in rows.items():
         multiple_of_clean, value, _ = row.clean
@@ -150,12 +152,13 @@ def table(rows: dict[tuple[str, str], Row]) -> str:
         if row.defect_cases:
             caught = [f"{defect_value:.2g}", "differs" if row.bound == 0.0 else f"{of_defect:.2g}", defect]
         else:
-            caught = ["-", "-", "an earlier measure fails first"]
+            caught = ["-", "-", "an earlier comparison fails first"]
         lines.append([law, name, *correct, *caught])
     return tabulate(lines, headers, tablefmt="github", disable_numparse=True)
 
 
 def main() -> int:
+    """Print the table, and write it into the document if asked to; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5, help="seeds 0 to N-1 (default: 5)")
     parser.add_argument("--write", action="store_true", help="put the table into docs/tolerances.md")
@@ -163,7 +166,7 @@ def main() -> int:
     rows = measured_rows(arguments.seeds)
     print(table(rows))
     if arguments.write:
-        write_block(PAGE, "separation", table(rows))
+        write_block(DOCUMENT, "separation", table(rows))
     close = [" ".join(key) for key, row in rows.items() if not row.separated]
     print("\n".join(["", "not separated:", *close] if close else ["", "all separated"]))
     return 1 if close else 0

@@ -1,4 +1,4 @@
-"""The check that `benchmarks/harness.py` runs under each harness: one step of FSDP2, gradients compared."""
+"""Check that `benchmarks/harness.py` runs under each harness: one step of FSDP2, gradients compared."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from reference_trainer.observer import Observer
 from reference_trainer.train import Trainer
 
 _RELATIVE_DEVIATION = 2**-12
-"""Of fp32 gradients of this model; the laws have derived bounds, this is the same small check for every harness."""
+"""Bound on the deviation of this model's fp32 gradients; chosen and not derived, unlike the bounds of laws."""
 
 
 class _Gradients(Observer):
@@ -37,17 +37,17 @@ def check_one_step(mesh: str) -> None:
     """
     cell = Cell(mesh=mesh, steps=1)
     config = cell.config
-    found = _Gradients()
-    Trainer(config, device=torch.device("cpu"), world_size=cell.world_size, observer=found).train_step(0)
+    gradients = _Gradients()
+    Trainer(config, device=torch.device("cpu"), world_size=cell.world_size, observer=gradients).train_step(0)
     expected = train_reference(config, dtype=torch.float32).gradients[0]
-    assert found.full.keys() == expected.keys()
+    assert gradients.full.keys() == expected.keys()
     for name, gradient in expected.items():
-        deviation = (found.full[name] - gradient).norm() / gradient.norm()
+        deviation = (gradients.full[name] - gradient).norm() / gradient.norm()
         assert deviation <= _RELATIVE_DEVIATION, f"{name} deviates by {deviation:.1e}"
 
 
 def on_ranks(context: RankContext, payload: dict[str, Any]) -> None:
-    """The same as a task of this project's ranks: with a process group of its own."""
+    """Run the check as a task of this suite's ranks, with a process group of its own."""
     start_process_group(context)
     check_one_step(payload["mesh"])
     dist.destroy_process_group()

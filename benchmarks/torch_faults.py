@@ -1,8 +1,9 @@
-"""Faults of torch by hand, from outside. `python -m benchmarks.torch_faults [--write] [NAME ...]`.
+"""Faults of torch written manually: `python -m benchmarks.torch_faults [--write] [NAME ...]`.
 
-Beside the catalogue of known ones (`conformance/defects`): what a release could bring that nobody has listed. Each
-changes the source of FSDP2, DTensor or clipping (`torch_faults.yaml`), put in by the `sitecustomize` of the mutants.
-Prints what profile `pr` says, up to its first failure, on the cells that are likely to reach the fault.
+These faults are not in the catalogue of known faults (`conformance/defects`): they stand for faults that a release may
+bring. Each fault changes the source of FSDP2, DTensor or clipping (`torch_faults.yaml`), from outside, by the
+`sitecustomize` of the mutants. Prints the verdict of profile `pr`, up to its first failure, on the cells that are
+likely to reach the fault.
 """
 
 import argparse
@@ -14,15 +15,15 @@ import msgspec
 import torch
 from tabulate import tabulate
 
-from benchmarks.mutants import PAGE, outcome, source_of
-from benchmarks.pages import PROJECT, write_block
+from benchmarks.documents import PROJECT, write_block
+from benchmarks.mutants import DOCUMENT, outcome, source_of
 from reference_trainer.strict_yaml import load
 
 FILE = Path(__file__).with_suffix(".yaml")
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`new` where `old` stood in the source of `module`; `cells` is an expression for --cells."""
+    """Replacement of `old` by `new` in the source of `module`, and an expression for --cells."""
 
     module: str
     cells: str
@@ -31,33 +32,38 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def faults() -> dict[str, Fault]:
+    """Return the faults by name."""
     return msgspec.convert(load(FILE).data, dict[str, Fault])
 
 
 def changed_source(name: str, fault: Fault) -> str:
-    """Raises ValueError if the fault does not fit the torch that is installed."""
+    """Return the source with the fault. Raises ValueError if the fault does not fit the torch that is installed."""
     source = source_of(fault.module)
     if source.count(fault.old) != 1:
         raise ValueError(
-            f"fault {name}: what it replaces stands {source.count(fault.old)} times in {fault.module} of torch "
-            f"{torch.__version__}, must be once: change {FILE.name}"
+            f"fault {name}: `old` occurs {source.count(fault.old)} times in {fault.module} of torch "
+            f"{torch.__version__}, must occur once: change {FILE.name}"
         )
     return source.replace(fault.old, fault.new)
 
 
 def row(name: str, fault: Fault) -> list[str]:
+    """Run a session with the fault; returns a row of the table."""
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory, "changed.py")
         file.write_text(changed_source(name, fault))
-        found = outcome(f"{fault.module}:{file}", ["--profile=pr", f"--cells={fault.cells}"])
-    print(f"{name}: {found.verdict} {found.case} {found.reason[:120]}", flush=True)
-    return [name, f"`{fault.cells}`", found.verdict, found.case.partition("/")[0]]
+        ended = outcome(f"{fault.module}:{file}", ["--profile=pr", f"--cells={fault.cells}"])
+    print(f"{name}: {ended.verdict} {ended.case} {ended.reason[:120]}", flush=True)
+    return [name, f"`{fault.cells}`", ended.verdict, ended.case.partition("/")[0]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What the suite says about faults of torch that are not listed.")
+    """Print the table, and write it into the document if asked to."""
+    parser = argparse.ArgumentParser(
+        description="Verdicts of the suite on faults of torch that the catalogue does not have."
+    )
     parser.add_argument("names", nargs="*", help="only these (default: all)")
-    parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.relative_to(PROJECT)}")
+    parser.add_argument("--write", action="store_true", help=f"put the table into {DOCUMENT.relative_to(PROJECT)}")
     arguments = parser.parse_args()
     known = faults()
     if unknown := set(arguments.names) - known.keys():
@@ -68,7 +74,7 @@ def main() -> None:
     text = f"`python -m benchmarks.torch_faults --write`, torch {torch.__version__}: {counts}.\n\n{table}"
     print(text)
     if arguments.write:
-        write_block(PAGE, "faults", text)
+        write_block(DOCUMENT, "faults", text)
 
 
 if __name__ == "__main__":

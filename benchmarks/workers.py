@@ -1,6 +1,6 @@
-"""The same session with other numbers of workers: `python -m benchmarks.workers [--profile smoke] [--write]`.
+"""Time of a session by its number of workers: `python -m benchmarks.workers [--profile smoke] [--write]`.
 
-`-n auto` has to be the fastest on every machine. Run it on yours; `taskset` shows what fewer processors would do.
+`-n auto` should be the fastest on every machine. `taskset` simulates fewer processors.
 """
 
 import argparse
@@ -15,15 +15,15 @@ import msgspec
 import torch
 from tabulate import tabulate
 
-from benchmarks.pages import PROJECT, write_block
+from benchmarks.documents import PROJECT, write_block
 from conformance.report.schema import Report
 
-PAGE = PROJECT / "docs" / "performance.md"
+DOCUMENT = PROJECT / "docs" / "performance.md"
 WORKERS = ("0", "1", "2", "3", "4", "auto")
 
 
 def session(workers: str, profile: str, directory: Path) -> tuple[float, float]:
-    """Seconds from start to end; and those that its cases waited, for processors or for another worker's run."""
+    """Run a session; returns its seconds, and the seconds that cases waited for processors or other workers."""
     command = [sys.executable, "-m", "pytest", f"-n{workers}", "-q", "conformance/", f"--profile={profile}"]
     start_s = time.perf_counter()
     subprocess.run([*command, f"--report-dir={directory}"], cwd=PROJECT, stdout=subprocess.DEVNULL, check=True)
@@ -33,10 +33,11 @@ def session(workers: str, profile: str, directory: Path) -> tuple[float, float]:
 
 
 def main() -> None:
+    """Print the table, and write it into the document if asked to."""
     parser = argparse.ArgumentParser(description="Seconds of a session by its number of workers.")
     parser.add_argument("--profile", default="smoke")
     parser.add_argument("--workers", nargs="+", default=WORKERS)
-    parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.relative_to(PROJECT)}")
+    parser.add_argument("--write", action="store_true", help=f"put the table into {DOCUMENT.relative_to(PROJECT)}")
     arguments = parser.parse_args()
     rows = []
     for workers in arguments.workers:
@@ -51,7 +52,7 @@ def main() -> None:
     )
     print(text)
     if arguments.write:
-        write_block(PAGE, "workers", text)
+        write_block(DOCUMENT, "workers", text)
 
 
 if __name__ == "__main__":

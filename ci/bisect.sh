@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Which release of torch is the first bad one? Tries installable releases between a good and a bad one, each in an
-# environment of its own, and halves the interval with every verdict; releases that cannot be judged are passed over.
+# Finds the first bad release of torch: tries installable releases between a good and a bad one, each in an environment
+# of its own, and halves the interval with every verdict; releases that cannot be judged are skipped.
 #
 #   ci/bisect.sh GOOD BAD [arguments of pytest]     for example: ci/bisect.sh 2.10.0 2.15.0 --profile smoke --cells 'id = dp2-*'
 #
-# VERSIONS, if set, is the list to choose from (default: what pip can install). Exit status 0 and one line with the
-# first bad release; 1 if none was found (a release at an end is not what it was said to be); 4 for wrong usage.
+# VERSIONS, if set, is the list of releases (default: those that pip can install). Exit status 0 and one line with the
+# first bad release; 1 if GOOD is not good or BAD is not bad; 4 for wrong usage.
 set -uo pipefail
 if [[ $# -lt 2 ]]; then
   echo "usage: ci/bisect.sh GOOD BAD [arguments of pytest]" >&2
@@ -16,7 +16,7 @@ shift 2
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 python=${PYTHON:-python3}
 
-judge() { # of one release: 0 good, 1 bad, 125 cannot judge
+judge() { # VERSION: status 0 good, 1 bad, 125 cannot be judged
   echo "ci/bisect.sh: trying torch $1" >&2
   make environment TORCH="$1" >&2 || return 125
   local environment=.venv-torch-$1
@@ -37,10 +37,10 @@ judge "$bad" "$@"
 [[ $? == 1 ]] || { echo "torch $bad is not bad"; exit 1; }
 unjudged=()
 while true; do
-  # The middle of those that are left, or its nearest neighbour that can be judged.
+  # The middle of the releases that are left and not known to be unjudgeable.
   candidates=()
-  for ((place = low + 1; place < high; place++)); do
-    [[ " ${unjudged[*]-} " == *" $place "* ]] || candidates+=("$place")
+  for ((index = low + 1; index < high; index++)); do
+    [[ " ${unjudged[*]-} " == *" $index "* ]] || candidates+=("$index")
   done
   [[ ${#candidates[@]} -gt 0 ]] || break
   middle=${candidates[$((${#candidates[@]} / 2))]}

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# False alarms: the same profile with other weights, data and dropout, again and again. Anything but pass, waived and
-# unsupported is a false alarm, or a fault of torch. Needs the environment that `make environment` makes, or an active one.
+# False alarms: repeats a profile with other weights, data and dropout. A verdict other than pass, waived and unsupported
+# is a false alarm, or a fault of torch. Needs the environment that `make environment` makes, or an active one.
 #
 #   ci/false_alarms.sh PROFILE SEEDS [more arguments of pytest]     for example: ci/false_alarms.sh pr 20
 #
-# SEEDS is how many, from 1 on, or FIRST-LAST. TURN in an argument stands for 1, 2, 3 ...: with `--shard TURN/20`, each of
-# twenty seeds judges another twentieth of the cells.
+# SEEDS is the number of seeds, from 1 on, or FIRST-LAST. TURN in an argument stands for 1, 2, 3 ...: with
+# `--shard TURN/20`, each of twenty seeds judges another twentieth of the cells.
 #
-# Leaves a report for each seed in false-alarms/seed-N, prints one line for each and a sum; exit status 1 for any alarm.
+# Leaves a report for each seed in false-alarms/seed-N, prints a line for each seed and the number of alarms; exit status
+# 1 for any alarm.
 set -uo pipefail
 if [[ $# -lt 2 || ! $2 =~ ^([0-9]+-)?[1-9][0-9]*$ ]]; then
   echo "usage: ci/false_alarms.sh PROFILE SEEDS [arguments of pytest]" >&2
@@ -36,7 +37,7 @@ for case in report["cases"]:
         print(f"  {case['verdict']}: {case['id']}: {case['reason']}", flush=True)
 PYTHON
   if [[ $status == 0 ]]; then
-    rm -rf "$directory/records" # large, and of no use where nothing is wrong
+    rm -rf "$directory/records" # large, and of no use without an alarm
   else
     alarms=$((alarms + 1))
   fi

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # For `git bisect run ci/judge.sh`, with the torch of the active environment, such as a build of the checkout that is
-# bisected: exit status 0 conformant, 1 not, 125 "cannot judge" (the suite failed, usage, nothing ran or not everything).
+# bisected: exit status 0 conformant, 1 not conformant, 125 cannot be judged (suite error, usage, incomplete).
 #
 #   ci/judge.sh [arguments of pytest]        for example: ci/judge.sh --profile smoke --cells 'mesh = dp2'
 #

@@ -2,14 +2,14 @@
 # The jobs of .github/workflows/conformance.yml, for any other CI or a shell: ci/pipeline.sh JOB [i/n]
 #
 #   push           the suite's own tests, and profile smoke
-#   pull-request   profile pr, or the i-th of n shards of it
+#   pull-request   profile pr, or its i-th shard of n
 #   nightly        profile nightly (or a shard), on TORCH=VERSION where that is set
-#   detection      every defect with its twin, on the default torch: does the suite still catch them?
-#   versions       profile smoke on each of VERSIONS, and a table: law x version
-#   gpu            profile certify on this machine's devices: nothing waived, nothing unsupported
+#   detection      every defect and its twin on the default torch: the suite must still catch the defects
+#   versions       profile smoke on each of VERSIONS, and a table of laws by version
+#   gpu            profile certify on this machine's devices: no waivers, no unsupported cases
 #
 # Reports are left in conformance-report/. Where GITHUB_STEP_SUMMARY names a file, the summaries are added to it.
-# Exit status 1 if anything is wrong, 4 for an unknown job.
+# Exit status 1 if a job fails, 4 for an unknown job.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 job=${1:-} shard=${2:-}

@@ -4,9 +4,9 @@
 #   PYTHON=python3 bash ci/setup_env.sh DIRECTORY TORCH [constraints of this torch]
 #       a virtual environment in DIRECTORY, with torch==TORCH and the versions of ci/constraints.txt
 #   PYTHON=python3 bash ci/setup_env.sh none
-#       the environment of PYTHON itself: adds what is missing there, and never changes its torch
+#       the environment of PYTHON itself: adds missing packages, and never changes its torch
 #
-# A stamp with the fingerprint of all inputs is written last: while it fits, nothing is done.
+# A stamp with the fingerprint of all inputs is written last: while the stamp is current, nothing is done.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -9,10 +9,10 @@ from types import CodeType
 
 @dataclass(frozen=True)
 class Bound:
-    """Largest value that rounding, or an allocator, can explain: a formula over terms, which may be bounds themselves.
+    """Largest value that rounding, or an allocator, can explain: a formula over numbers and other bounds.
 
     The formula is a Python expression over the names of the terms, `sqrt`, `min` and `max`; it is evaluated, so that
-    the text in a report cannot differ from the bound that was applied. Example: `bound("2 * e", e=error)`.
+    the formula in a report cannot differ from the bound that was applied. Example: `bound("2 * e", e=error)`.
     """
 
     formula: str
@@ -27,7 +27,7 @@ class Bound:
 
     @property
     def derivation(self) -> str:
-        """Formula as it is read, followed by the formulas of its terms: `2 e, e = u (3 F + sqrt(tokens))`."""
+        """Formula in readable form, followed by the formulas of its terms: `2 e, e = u (3 F + sqrt(tokens))`."""
         readable = [self.formula.replace(" * ", " ")]
         nested = {name: term for name, term in self.terms.items() if isinstance(term, Bound)}
         return ", ".join([*readable, *(f"{name} = {term.derivation}" for name, term in nested.items())])
@@ -51,7 +51,7 @@ def bound(formula: str, **terms: float | Bound) -> Bound:
 
 
 EXACT = bound("0")
-"""Nothing is rounded: no deviation is allowed."""
+"""Bound where nothing is rounded: no deviation is allowed."""
 
 
 @cache

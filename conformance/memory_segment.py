@@ -4,7 +4,7 @@ import msgspec
 
 
 class MemorySegment(msgspec.Struct):
-    """Bytes held between two marks of a step, of what was allocated since the ledger was opened."""
+    """Bytes held between two marks of a step, counting allocations since the ledger was opened."""
 
     mark: str
     """Name of the mark that began the segment."""
@@ -12,9 +12,8 @@ class MemorySegment(msgspec.Struct):
     peak_bytes: int
     end_bytes: int
     allocated_bytes: int = 0
-    """Peak of the bytes in use on a CUDA device, from the device's first byte on, with what requests were rounded up
-    by; 0 on the CPU, like the next two."""
+    """Peak of the bytes in use on a CUDA device, with rounding and earlier allocations; 0 on the CPU."""
     active_bytes: int = 0
-    """Peak of the bytes in use, or freed but held until a stream has caught up."""
+    """Peak of the bytes in use, or freed but held until a stream has caught up; 0 on the CPU."""
     reserved_bytes: int = 0
-    """Peak of the bytes that the caching allocator has taken from the device."""
+    """Peak of the bytes that the caching allocator has reserved on the device; 0 on the CPU."""

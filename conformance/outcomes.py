@@ -1,7 +1,7 @@
-"""Exceptions that end a case, and what is left of a run that did not finish.
+"""Exceptions that end a case, and the description of a run that did not finish.
 
-Laws, oracles and ranks raise them; `judge.verdicts` says which verdict each of them means. Nothing of pytest or torch
-belongs here.
+Laws, oracles and ranks raise these exceptions; `judge.verdicts` gives the verdict that each of them means. Nothing of
+pytest or torch belongs here.
 """
 
 from typing import Literal
@@ -18,7 +18,7 @@ class Unsupported(Exception):
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that did not finish."""
+    """Description of a run that did not finish."""
 
     kind: Literal["raised", "crash", "timeout", "suite-error"]
     """`suite-error`: the exception came from the suite's own code, not from the product."""

@@ -1,4 +1,4 @@
-"""Set-up of all tests, and what several of them begin with."""
+"""Set-up of all tests, and fixtures that several of them share."""
 
 import signal
 import tempfile
@@ -18,7 +18,7 @@ from conformance.run.pool import Pools
 from conformance.run.record import Record
 from conformance.run.store import RecordStore
 
-# A shell that runs CI as a background job ignores SIGINT in it, and so would every process that the tests start: those
+# A shell that runs CI as a background job ignores SIGINT in it, and so would every process that the tests start: tests
 # that send Ctrl-C would wait for ever. Children inherit the default action once this process has a handler of its own.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -36,14 +36,14 @@ LONG = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first: with `--no-loadscope-reorder` no worker is left with one of them at the end."""
-    first = {PROJECT / "tests" / f"{name}.py": place for place, name in enumerate(LONG)}
+    """Sort long files first, so that with `--no-loadscope-reorder` no worker starts one of them at the end."""
+    first = {PROJECT / "tests" / f"{name}.py": index for index, name in enumerate(LONG)}
     items.sort(key=lambda item: first.get(item.path, len(LONG)))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def own_leases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Tests let ranks hang: those of another worker, or a session of the developer's, must not wait for them."""
+    """Use leases of this worker alone: other workers and sessions must not wait for ranks that a test lets hang."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(DIRECTORY_VARIABLE, str(tmp_path_factory.mktemp("leases")))
         yield
@@ -51,21 +51,21 @@ def own_leases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Pools]:
-    """Warm ranks for all tests of a worker."""
+    """Return warm ranks for all tests of a worker."""
     with Pools() as pools:
         yield pools
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory, pools: Pools) -> RecordStore:
-    """Records of the tests of a file."""
+    """Return a record store for the tests of a file."""
     version = str(torch.__version__)
     return RecordStore(tmp_path_factory.mktemp("records"), "test", version, defect=None, deadline_s=60.0, pools=pools)
 
 
 @pytest.fixture(scope="module")
 def run(store: RecordStore) -> Run:
-    """Trains a cell once, with a deadline of its own."""
+    """Return a function that trains a cell once, with a deadline of its own."""
 
     def run_alone(cell: Cell, *, repeat: int = 0) -> Record:
         return CaseRuns(store).run(cell, repeat=repeat)
@@ -75,7 +75,7 @@ def run(store: RecordStore) -> Run:
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[DeviceMesh]:
-    """A world of one rank in this process."""
+    """Return the mesh of a world of one rank in this process."""
     with tempfile.TemporaryDirectory() as directory:
         dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=0, world_size=1)
         yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))

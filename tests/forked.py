@@ -1,6 +1,6 @@
-"""Python programs in processes that are forked with torch loaded: to import it takes two seconds of a processor.
+"""Python programs in processes that are forked with torch loaded, whose import takes two seconds of a processor.
 
-Nothing of the suite or of pytest is loaded before: what plugins and laws do while they are imported, they do.
+Neither the suite nor pytest is loaded before the fork: plugins and laws are imported in the program itself.
 """
 
 import atexit
@@ -26,16 +26,16 @@ PRELOADED = [
 
 
 def context() -> ForkServerContext:
-    """Of this process's only fork server."""
-    found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload(PRELOADED)
-    return found
+    """Return the context of this process's only fork server."""
+    forkserver = multiprocessing.get_context("forkserver")
+    forkserver.set_forkserver_preload(PRELOADED)
+    return forkserver
 
 
 def start(
     module: str, arguments: Sequence[str], *, cwd: Path, environment: Mapping[str, str], out: Path, err: Path
 ) -> BaseProcess:
-    """`python -m MODULE ARGUMENTS`; its output goes to files, which may be one."""
+    """Start `python -m MODULE ARGUMENTS` with its output in files, which may be the same file."""
     process: BaseProcess = context().Process(
         target=_become, args=(module, list(arguments), str(cwd), dict(environment), str(out), str(err))
     )
@@ -58,7 +58,7 @@ def _become(module: str, arguments: list[str], cwd: str, environment: dict[str, 
 
 
 def _status(module: str) -> int:
-    """Of the module as a program, after all that an interpreter does before its end."""
+    """Run a module as a program; returns its exit status after all that an interpreter does before its end."""
     status: object = 0
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

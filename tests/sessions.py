@@ -1,4 +1,4 @@
-"""Whole sessions of the suite in processes of their own, for tests of what they leave and how they end."""
+"""Sessions of the suite in processes of their own, for tests of their reports and their ends."""
 
 import os
 import subprocess
@@ -23,27 +23,29 @@ ONE_CELL = "id = dp2-fp32-default-meta-sgd-noclip"
 
 @dataclass(frozen=True)
 class Ended:
-    """A session that has ended."""
+    """Outcome of a session that has ended."""
 
     status: int
     output: str
     directory: Path
     descendants: frozenset[psutil.Process]
-    """The processes that were seen below it while it was watched."""
+    """Processes that were seen below the session while it was watched."""
 
     @property
     def report(self) -> Report:
+        """Report of the session."""
         return msgspec.json.decode((self.directory / "report.json").read_bytes(), type=Report)
 
     @property
     def verdicts(self) -> dict[str, str]:
+        """Verdicts by id of the case."""
         return {case.id: case.verdict for case in self.report.cases}
 
 
 def suite(
     directory: Path, *arguments: str, workers: int = 0, profile: str = "pr", cache: Path | None = None
 ) -> list[str]:
-    """The command of a session; without a directory for pytest's cache it has none, and knows no earlier durations."""
+    """Return the command of a session, which without a directory `cache` for pytest's cache knows no durations."""
     options = [f"-n{workers}", f"--profile={profile}", f"--report-dir={directory}"]
     options += ["-p", "no:hypothesispytest"]  # it loads for a second, for nothing
     options += ["-o", f"cache_dir={cache}"] if cache else ["-p", "no:cacheprovider"]
@@ -57,9 +59,9 @@ def finish(
     act: Callable[[psutil.Process], bool] | None = None,
     limit_s: float = LIMIT_S,
 ) -> Ended:
-    """Run a session to its end; `act` is called again and again with its process, until it has done what it wants.
+    """Run a session to its end; `act` is called with its process again and again, until it returns True.
 
-    Sessions that are not acted on are forked with torch loaded.
+    Sessions without `act` are forked with torch loaded.
     """
     output = directory.with_suffix(".out")
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "120"}
@@ -95,7 +97,7 @@ def _forked(arguments: list[str], environment: dict[str, str], output: Path, *, 
 def watch(
     process: psutil.Process, act: Callable[[psutil.Process], bool], *, limit_s: float
 ) -> frozenset[psutil.Process]:
-    """Every process seen below a session until `act` had its chance."""
+    """Call `act` until it returns True; returns every process seen below the session meanwhile."""
     until_s = time.monotonic() + limit_s
     seen: set[psutil.Process] = set()
     done = False
@@ -109,5 +111,5 @@ def watch(
 
 
 def alive(processes: frozenset[psutil.Process]) -> list[psutil.Process]:
-    """Those that still run after a moment's grace."""
+    """Return the processes that still run after a grace period."""
     return psutil.wait_procs(processes, timeout=5)[1]

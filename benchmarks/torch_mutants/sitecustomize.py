@@ -1,7 +1,7 @@
-"""Changes modules of torch as they are imported, in every process that has this directory on PYTHONPATH.
+"""Import hook that changes modules of torch, in every process that has this directory on PYTHONPATH.
 
-`MUTANT=MODULE:NUMBER` puts in the fault of that number, `MUTANT=MODULE:FILE` another source; `MUTANT=MODULE,...:hits`
-lets statements write their lines into the file `MUTANT_HITS` when they are reached first.
+`MUTANT=MODULE:NUMBER` injects the fault of that number, `MUTANT=MODULE:FILE` another source. `MUTANT=MODULE,...:hits`
+lets each statement write its line into the file `MUTANT_HITS` when it is reached for the first time.
 """
 
 import ast
@@ -17,12 +17,12 @@ _NAMES, _, _CHANGE = os.environ.get("MUTANT", "").rpartition(":")
 
 class _Loader(importlib.machinery.SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType:
-        """Of the changed source, past the cache."""
+        """Return the code of the changed source, bypassing the cache."""
         path = self.get_filename(fullname)
         return compile(_changed(self.get_data(path).decode()), path, "exec", dont_inherit=True)
 
     def exec_module(self, module: ModuleType) -> None:
-        import syntax
+        import syntax  # type: ignore[import-not-found]  # next to this file, not in a package
 
         if _CHANGE == "hits":
             setattr(module, syntax.HIT, _writer(module.__name__))
@@ -33,8 +33,12 @@ def _changed(source: str) -> ast.Module:
     import syntax
 
     if _CHANGE == "hits":
-        return syntax.with_hits(source)
-    return syntax.mutated(source, int(_CHANGE)) if _CHANGE.isdigit() else ast.parse(Path(_CHANGE).read_text())
+        changed: ast.Module = syntax.with_hits(source)
+    elif _CHANGE.isdigit():
+        changed = syntax.mutated(source, int(_CHANGE))
+    else:
+        changed = ast.parse(Path(_CHANGE).read_text())
+    return changed
 
 
 def _writer(name: str) -> Callable[[int], None]:
@@ -63,7 +67,5 @@ class _Finder:
 
 
 if _NAMES:
-    sys.path.append(
-        os.path.dirname(__file__)
-    )  # where `syntax` is, also for processes that are forked with another path
-    sys.meta_path.insert(0, _Finder)  # type: ignore[arg-type]
+    sys.path.append(os.path.dirname(__file__))  # for `syntax`, also in processes that are forked with another path
+    sys.meta_path.insert(0, _Finder)

@@ -1,15 +1,15 @@
-"""Small faults of Python code: the places of a module where one fits, and the module with one of them.
+"""Small faults of Python code: the points of a module where a fault fits, and the module with one of these faults.
 
-A comparison, a logical or an arithmetic operator is replaced, a condition is negated, a call whose result nobody uses
-is left out, a loop loses its last turn, a whole number is one too large, a truth value the other one. Checks that only
-raise, what is logged, and defaults of arguments stay as they are.
+A fault replaces a comparison, logical or arithmetic operator, negates a condition, leaves out a call whose result is
+not used, drops the last iteration of a loop, adds one to an integer, or inverts a bool. Checks that only raise, log
+messages, and defaults of arguments stay as they are.
 """
 
 import ast
 from typing import Any, NamedTuple, TypeVar
 
 HIT = "__hit__"
-"""The function that `with_hits` lets each statement call, with its line."""
+"""Name of the function that each statement calls with its line, see `with_hits`."""
 
 _REPLACED: dict[type[ast.AST], type[ast.AST]] = {
     ast.Eq: ast.NotEq,
@@ -36,7 +36,7 @@ _Node = TypeVar("_Node", bound=ast.AST)
 
 
 class Point(NamedTuple):
-    """A place where a fault fits. Numbers count within a module."""
+    """Point in a module where a fault fits; numbers count within the module."""
 
     number: int
     line: int
@@ -45,24 +45,24 @@ class Point(NamedTuple):
 
 
 def points(source: str) -> list[Point]:
-    """All places of a module."""
+    """Return all points of a module."""
     mutator = _Mutator(None)
     mutator.visit(ast.parse(source))
     return mutator.points
 
 
 def mutated(source: str, number: int) -> ast.Module:
-    """The module with the fault of that number."""
+    """Return the module with the fault of this number."""
     return _finished(_Mutator(number).visit(ast.parse(source)))
 
 
 def with_hits(source: str) -> ast.Module:
-    """The module in which each statement of a function says that it is reached."""
+    """Return the module with a call before each statement of a function, which tells that the statement is reached."""
     return _finished(_Hits().visit(ast.parse(source)))
 
 
 def statement_at(source: str, line: int) -> int:
-    """The line in which the innermost statement begins that a line belongs to."""
+    """Return the first line of the innermost statement that contains a line."""
     return max(
         node.lineno for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt) and node.lineno <= line
     )
@@ -167,8 +167,8 @@ class _Hits(ast.NodeTransformer):
     visit_If = visit_For = visit_While = visit_With = visit_Try = _visit_block
 
     def _announced(self, statements: list[ast.stmt]) -> list[ast.stmt]:
-        found: list[ast.stmt] = []
+        announced: list[ast.stmt] = []
         for statement in statements:
             hit = ast.Call(ast.Name(HIT, ast.Load()), [ast.Constant(statement.lineno)], [])
-            found += [ast.copy_location(ast.Expr(hit), statement), self.visit(statement)]
-        return found
+            announced += [ast.copy_location(ast.Expr(hit), statement), self.visit(statement)]
+        return announced

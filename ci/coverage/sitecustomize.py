@@ -1,4 +1,4 @@
-"""On PYTHONPATH, this measures coverage in every Python process that starts or is forked: see ../coverage.sh."""
+"""Start-up code that measures coverage in every process with this directory on PYTHONPATH, see ../coverage.sh."""
 
 import gc
 import os
@@ -10,7 +10,7 @@ _collect = gc.collect
 
 
 def _save_and_collect(*arguments: int) -> int:
-    """A rank collects garbage at the end of each task; when its pool ends, it is killed without a word."""
+    """Save the data at the end of each task, when a rank collects garbage: later the pool kills the rank."""
     current = coverage.Coverage.current()
     if current is not None and "RANK" in os.environ:
         current.save()

@@ -3,16 +3,16 @@
 
 def block(text: str, name: str) -> str:
     """Return the content of a block. Raises ValueError if the text does not have both of its marks."""
-    return _parts(text, name)[1].strip("\n")
+    return _split(text, name)[1].strip("\n")
 
 
 def with_block(text: str, name: str, content: str) -> str:
     """Return the text with another content of a block. Raises ValueError if it does not have both marks."""
-    before, _, after = _parts(text, name)
+    before, _, after = _split(text, name)
     return f"{before}\n{content}\n{after}"
 
 
-def _parts(text: str, name: str) -> tuple[str, str, str]:
+def _split(text: str, name: str) -> tuple[str, str, str]:
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     before, has_begin, rest = text.partition(begin)
     content, has_end, after = rest.partition(end)

@@ -62,9 +62,9 @@ def as_html(matrix: KillMatrix) -> str:
         problems=matrix.problems,
         headers=[*_HEADERS, "reason"],
         rows=[
-            {"verdict": "fail" if law in (*trial.escapes, *trial.false_alarms) else "pass", "texts": texts}
+            {"verdict": "fail" if law in (*trial.escapes, *trial.false_alarms) else "pass", "cells": cells}
             for trial in matrix.trials
-            for law, texts in zip(trial.laws, _html_rows(trial), strict=True)
+            for law, cells in zip(trial.laws, _html_rows(trial), strict=True)
         ],
     )
 

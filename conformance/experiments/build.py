@@ -1,4 +1,4 @@
-"""Building of a sharded model: memory that it takes, and random initialisation by torch itself."""
+"""Building of a sharded model: its memory, and random initialisation by torch itself."""
 
 from pathlib import Path
 
@@ -20,13 +20,14 @@ from reference_trainer.reshard import reshard_policy
 
 
 class BuildMemory(msgspec.Struct):
-    """Memory of one rank while and after it builds its shards."""
+    """Memory of one rank while it builds its shards, and afterwards."""
 
     peak_bytes: int
+    """Peak of the bytes held while the model is built."""
     kept_bytes: int
     """Bytes still held when the model is built, see `MemoryLedger`."""
     held_bytes: int
-    """Bytes of the storages of all parameters and buffers: FSDP pads the shards of the last ranks."""
+    """Bytes of the storages of all parameters and buffers, with the padding that FSDP adds on the last ranks."""
 
 
 class SampledShards(msgspec.Struct):
@@ -38,7 +39,7 @@ class SampledShards(msgspec.Struct):
 
 @experiment(needs=Needs.SHARDING)
 def build_with_ledger(rank: RankWorld) -> BuildMemory:
-    """Build the model as the configuration says, and nothing else, under a memory ledger."""
+    """Build the model as the configuration says, without training it, under a memory ledger."""
     config, mesh, policy = rank.config, rank.mesh, reshard_policy(rank.config, rank.dims, rank.device)
     mapped_bytes = [Path(config.checkpoint).stat().st_size] if config.checkpoint else []
     with ledger_of(rank.device, mapped_bytes=mapped_bytes) as ledger:

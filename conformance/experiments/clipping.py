@@ -1,4 +1,4 @@
-"""The trainer's clipping of gradients that are not finite."""
+"""Clipping of non-finite gradients by the trainer."""
 
 import math
 from typing import Literal
@@ -20,34 +20,34 @@ class ClipOutcome(msgspec.Struct):
     """Outcome of clipping on one rank."""
 
     raised: bool
-    """Whether the trainer raised an error because a number was not finite."""
+    """True if the trainer raised an error because a number was not finite."""
     norm_is_finite: bool
-    """Whether the norm was finite that the trainer last logged."""
+    """True if the norm that the trainer logged last was finite."""
 
 
 @experiment(needs=Needs.TRAINING)
 def clip_non_finite(rank: RankWorld) -> dict[str, ClipOutcome]:
     """Make gradients of the last rank non-finite and clip them, in several situations.
 
-    The name of a situation is what the trainer is told to do (`raise` or `go-on`), when the gradient is changed, and
-    the value, such as `raise/backward/nan`.
+    The name of a situation consists of the trainer's setting (`raise` or `go-on`), the point in time at which the
+    gradient is changed, and the value, such as `raise/backward/nan`.
     """
     outcomes = {}
-    for does in ("raise", "go-on"):
-        optimizer = replace(rank.config.optimizer, error_if_nonfinite=does == "raise")
+    for setting in ("raise", "go-on"):
+        optimizer = replace(rank.config.optimizer, error_if_nonfinite=setting == "raise")
         injector = _StopAfterClipping(active=rank.is_last)
         trainer = rank.trainer(injector, config=replace(rank.config, optimizer=optimizer))
         for when in _WHEN:
             for value in (math.nan, math.inf):
                 injector.when, injector.value = when, value
                 raised = _raises(trainer)
-                outcomes[f"{does}/{when}/{value}"] = ClipOutcome(raised, injector.norm_is_finite)
+                outcomes[f"{setting}/{when}/{value}"] = ClipOutcome(raised, injector.norm_is_finite)
                 trainer.optimizer.zero_grad()
     return outcomes
 
 
 class _StopAfterClipping(NonFiniteInjector):
-    """Ends the step once gradients are clipped, and keeps what the norm was."""
+    """Injector that ends the step once gradients are clipped, and records whether the norm was finite."""
 
     def __init__(self, *, active: bool) -> None:
         super().__init__(active=active)
@@ -59,7 +59,7 @@ class _StopAfterClipping(NonFiniteInjector):
 
 
 def _raises(trainer: Trainer) -> bool:
-    """Whether clipping in the first step raises because of a number that is not finite."""
+    """Return whether clipping in the first step raises because of a number that is not finite."""
     try:
         trainer.train_step(0)
     except ClippingReached:

@@ -1,4 +1,4 @@
-"""Set-up that all experiments share: configuration, device, process group, and a defect if one is asked for."""
+"""Set-up that all experiments share: configuration, device, process group, and the session's defect, if any."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,13 +27,13 @@ World = Literal["ranks", "simulated", "none"]
 """World in which an experiment takes place.
 
 `ranks`: every rank of the cell, in one process group. `simulated`: one process, which is rank 0 of torch's fake process
-group of the cell's size. `none`: one process without a process group, and without the defect of the session: for what
-laws compare with."""
+group of the cell's size. `none`: one process without a process group and without the session's defect, for values with
+which laws compare."""
 
 
 @dataclass(frozen=True)
 class RankWorld:
-    """One rank of an experiment, and the world that it is in."""
+    """One rank of an experiment, with its world."""
 
     context: RankContext
     job: Job
@@ -52,7 +52,7 @@ class RankWorld:
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank has the highest number."""
+        """True if this rank has the highest number."""
         return self.rank == self.size - 1
 
     @property
@@ -71,14 +71,14 @@ class RankWorld:
         return build_mesh(self.dims, self.device)
 
     def trainer(self, observer: Observer | None = None, *, config: TrainerConfig | None = None) -> Trainer:
-        """Return a trainer of this rank, with another configuration if one is given."""
+        """Return a trainer of this rank; `config` replaces the configuration of the cell."""
         return Trainer(config or self.config, device=self.device, world_size=self.size, observer=observer)
 
 
 def experiment(
     *, needs: Needs, world: World = "ranks", process_group: bool = True
 ) -> Callable[[Callable[[RankWorld], Result]], Experiment[Result]]:
-    """Make an experiment of a function; its result consists of builtin types and msgspec structs.
+    """Make an experiment of a function whose result consists of builtin types and msgspec structs.
 
     With `process_group=False` the function makes the process group itself.
     """
@@ -101,7 +101,7 @@ def experiment(
 
 @contextmanager
 def rank_world(context: RankContext, job: Job, *, world: World, process_group: bool = True) -> Iterator[RankWorld]:
-    """Set up what a rank needs, inject the job's defect, and destroy the process group of a world that ended well.
+    """Set up a rank, inject the job's defect, and destroy the process group of a world that ended well.
 
     After an error nothing is destroyed: other ranks may be in a collective, and the process serves no further task.
     """
@@ -119,15 +119,15 @@ def rank_world(context: RankContext, job: Job, *, world: World, process_group: b
 
 
 def device_of(context: RankContext) -> torch.device:
-    """Return the device that the rank has leased, which is the only one that CUDA shows to it, or else the CPU.
+    """Return the device that the rank has leased, the only device that CUDA shows to the rank, or else the CPU.
 
-    On a device everything is pinned on which bitwise determinism depends; what cuBLAS and NCCL read is in
+    On a device every knob of bitwise determinism is pinned; the variables that cuBLAS and NCCL read are in
     `hardware.DETERMINISM`.
     """
     if not context.device:
         return torch.device("cpu")
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # else time for nothing
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # saves time
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     return device
@@ -136,7 +136,7 @@ def device_of(context: RankContext) -> torch.device:
 def start_process_group(context: RankContext, *, backend: str | None = None) -> torch.device:
     """Make the default process group, by default with backends for host and device; returns the device of this rank.
 
-    Ranks leave the set-up together: files that rank 0 has written before are there for all ranks.
+    All ranks leave the set-up together, so that every rank sees files that rank 0 has written before.
     """
     device = device_of(context)
     init_process_group(
@@ -147,12 +147,12 @@ def start_process_group(context: RankContext, *, backend: str | None = None) -> 
         timeout_s=context.timeout_s,
     )
     if backend is None:
-        dist.all_reduce(torch.zeros(1, dtype=torch.float32))  # among hosts: no backend of a device has to work for it
+        dist.all_reduce(torch.zeros(1, dtype=torch.float32))  # on the CPU: needs no backend of a device
     return device
 
 
 def _with_weights(context: RankContext, job: Job) -> TrainerConfig:
-    """The job's configuration; rank 0 writes the checkpoint that it names into the job's directory."""
+    """Return the job's configuration; rank 0 writes the checkpoint that it names into the job's directory."""
     if job.config.checkpoint is None:
         return job.config
     path = Path(job.directory, job.config.checkpoint)

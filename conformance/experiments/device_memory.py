@@ -9,7 +9,7 @@ from reference_trainer.observer import Observer, Phase
 
 _WIDTH = 4096
 _PRODUCTS = 50
-"""7 TFLOP in all, over a tenth of a second on the fastest devices: the host issues a whole pass of `deep` meanwhile."""
+"""Number of products: 7 TFLOP, over 0.1 s on the fastest devices, while the host issues a full pass of `deep`."""
 
 
 class DevicePeaks(msgspec.Struct):
@@ -39,9 +39,9 @@ def step_on_device(rank: RankWorld) -> DevicePeaks:
 
 
 class _HostAhead(Observer):
-    """Gives the device work before forward and before backward, as large models do.
+    """Observer that gives the device work before forward and before backward, as large models do.
 
-    A device that waits for the host has always caught up: nothing is held then, whatever is done wrong.
+    A device that waits for the host has always caught up: nothing is held for a stream then, right or wrong.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -53,6 +53,6 @@ class _HostAhead(Observer):
 
 
 def allocator_bytes(device: torch.device, when: str) -> dict[str, int]:
-    """Return the `allocated`, `active` and `reserved` bytes of a CUDA device: `current` or `peak`."""
+    """Return the `allocated`, `active` and `reserved` bytes of a CUDA device; `when` is `current` or `peak`."""
     statistics = torch.cuda.memory_stats(device)
     return {kind: statistics[f"{kind}_bytes.all.{when}"] for kind in ("allocated", "active", "reserved")}

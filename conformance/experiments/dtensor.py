@@ -1,6 +1,6 @@
 """DTensor compared with a plain tensor: redistribution from any layout to any other, and operators.
 
-Numbers are whole and small, so that sums are exact in whatever order, and dimensions do and do not divide among ranks.
+Numbers are small integers, so that sums are exact in any order; some dimensions can be sharded evenly and some cannot.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,31 +20,31 @@ _SHAPES = ((8, 4), (5, 3), (1, 7))
 _LAYOUTS: tuple[Placement, ...] = (Replicate(), Shard(0), Shard(1))
 
 Layout = tuple[Placement, ...]
-"""A placement for each dimension of the mesh."""
+"""Placement for each dimension of the mesh."""
 
 
 class Redistribution(msgspec.Struct):
-    """Redistributions on one rank, and their wrong elements."""
+    """Numbers of redistributions on one rank, and of their wrong elements."""
 
     tried: int = 0
-    """Pairs of layouts."""
+    """Number of pairs of layouts."""
     local: int = 0
-    """Wrong elements of this rank's shard."""
+    """Number of wrong elements of this rank's shard."""
     full: int = 0
-    """Wrong elements of the full tensor."""
+    """Number of wrong elements of the full tensor."""
     gradient: int = 0
-    """Wrong elements of the gradient of what was redistributed."""
+    """Number of wrong elements of the gradient of the tensor that was redistributed."""
 
 
 class OperatorOutcome(msgspec.Struct):
-    """One operator on one rank, over all layouts of its arguments."""
+    """Outcome of one operator on one rank, over all layouts of its arguments."""
 
     computed: int = 0
-    """Layouts for which the operator has computed."""
+    """Number of layouts for which the operator has computed."""
     refused: int = 0
-    """Layouts for which the operator has raised an error."""
+    """Number of layouts for which the operator has raised an error."""
     wrong: int = 0
-    """Wrong elements of results and gradients."""
+    """Number of wrong elements of results and gradients."""
 
 
 @experiment(needs=Needs.NOTHING)
@@ -68,7 +68,7 @@ def redistribute(rank: RankWorld) -> Redistribution:
 
 @experiment(needs=Needs.NOTHING)
 def operate(rank: RankWorld) -> dict[str, OperatorOutcome]:
-    """Apply operators to all layouts of their arguments; by name of the operator."""
+    """Apply operators to all layouts of their arguments; returns outcomes by name of the operator."""
     return {name: _applied(rank.mesh, operator, shapes) for name, (operator, shapes) in _OPERATORS.items()}
 
 
@@ -123,15 +123,15 @@ def _numbers(mesh: DeviceMesh, shape: tuple[int, ...], *, seed: int) -> Tensor:
 
 
 def _distributed(plain: Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
-    """A DTensor made of shards that are cut here, and not by DTensor."""
+    """Return a DTensor whose shards this module, and not DTensor, has cut from a plain tensor of any shape."""
     shard = _shard(plain, mesh, layout).contiguous()
     return DTensor.from_local(shard, mesh, layout, run_check=False, shape=plain.shape, stride=plain.stride())
 
 
 def _shard(plain: Tensor, mesh: DeviceMesh, layout: Layout) -> Tensor:
-    """This rank's shard: a chunk of each dimension that is sharded, of the chunk of the mesh's dimension before.
+    """Return this rank's shard: for each mesh dimension that shards, a chunk of the chunk of the dimension before.
 
-    For a partial sum each rank but the first has its number in every element, and the first rank has the rest.
+    For a partial sum every element is the rank's number, but on the first rank the remainder of the sum.
     """
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
@@ -147,7 +147,7 @@ def _shard(plain: Tensor, mesh: DeviceMesh, layout: Layout) -> Tensor:
 
 
 def _wrong(measured: Tensor, expected: Tensor) -> int:
-    """Elements that differ; all of them where the shape does."""
+    """Return the number of elements that differ; all elements count if the shapes differ."""
     if measured.shape != expected.shape:
         return max(measured.numel(), expected.numel(), 1)
     return int((measured.detach() != expected.detach()).sum())

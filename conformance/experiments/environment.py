@@ -1,4 +1,4 @@
-"""Facts about the machine, the backend and the device of each rank: are the suite's own preconditions met?"""
+"""Facts about the machine, the backend and the device of each rank, for the laws on the suite's preconditions."""
 
 import os
 import platform
@@ -16,7 +16,7 @@ from conformance.run.devices.hardware import DETERMINISM
 from conformance.run.devices.nvml import foreign_processes, machine_devices
 from conformance.run.experiment import Needs
 
-# Renamed in torch 2.12; the old names warn since.
+# Renamed in torch 2.12, in which the old names warn.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -24,16 +24,16 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 
 
 class SampledSum(msgspec.Struct):
-    """Sum over ranks that shows the order in which the backend adds."""
+    """Sum over ranks whose rounding shows the order in which the backend adds."""
 
     terms: list[float]
     """Numbers of this rank, each exact in bf16."""
     total: list[float]
-    """Their sums over all ranks, computed in bf16."""
+    """Sums of the numbers over all ranks, computed in bf16."""
 
 
 class RankEnvironment(msgspec.Struct):
-    """Software, state, memory and clock of one rank, and what collectives give there."""
+    """Software, state, memory and clock of one rank, and results of collectives there."""
 
     torch: str
     python: str
@@ -46,20 +46,19 @@ class RankEnvironment(msgspec.Struct):
     """Configuration of the process group's backends."""
     pid: int
     monotonic_s: float
-    """Monotonic clock after a collective that all ranks leave at once."""
+    """Monotonic clock after a collective that all ranks leave at the same time."""
     collectives: dict[str, dict[str, list[float]]]
-    """By dtype and kind of collective, the results on `rank + 1`, `rank + 2`, ...: small integers, exact in every
-    dtype."""
+    """Results of collectives on `rank + 1`, `rank + 2`, ..., exact in every dtype, by dtype and kind."""
     bf16_sum: SampledSum
 
 
 class DeviceSurroundings(msgspec.Struct):
-    """State of one rank's CUDA device, and memory that libraries take there for themselves."""
+    """State of one rank's CUDA device, and memory that libraries allocate there for themselves."""
 
     foreign_processes: list[int]
     """Ids of processes of other sessions on the device."""
     pinned: dict[str, bool]
-    """Whether each knob is set as bitwise determinism needs it."""
+    """True for each knob that is set as bitwise determinism needs it, by name of the knob."""
     cublas_workspace_bytes: int
     nccl_buffer_bytes: int
     free_bytes: int
@@ -67,7 +66,7 @@ class DeviceSurroundings(msgspec.Struct):
 
 @experiment(needs=Needs.NOTHING)
 def probe(rank: RankWorld) -> RankEnvironment:
-    """Collect facts about a rank's surroundings, and try collectives on its device."""
+    """Collect facts about a rank's environment, and try collectives on its device."""
     return RankEnvironment(
         torch=str(torch.__version__),
         python=platform.python_version(),
@@ -85,7 +84,7 @@ def probe(rank: RankWorld) -> RankEnvironment:
 
 
 def _synchronised_clock_s() -> float:
-    dist.all_reduce(torch.zeros(1, dtype=torch.float32))  # among hosts: all leave it at once
+    dist.all_reduce(torch.zeros(1, dtype=torch.float32))  # on the CPU: all ranks leave at once
     return time.monotonic()
 
 
@@ -112,7 +111,7 @@ def _bf16_sum(device: torch.device) -> SampledSum:
 
 @experiment(needs=Needs.NOTHING)
 def surroundings(rank: RankWorld) -> DeviceSurroundings:
-    """Look at a rank's CUDA device: other processes, knobs, memory of cuBLAS and NCCL."""
+    """Collect facts about a rank's CUDA device: other processes, knobs, memory of cuBLAS and NCCL."""
     device, uuid, devices = rank.device, rank.context.device, machine_devices()
     before = allocator_bytes(device, "current")["allocated"]
     torch.mm(torch.ones(128, 128, device=device), torch.ones(128, 128, device=device))

@@ -1,7 +1,7 @@
-"""A training step of a model of any size in a world of any size, in one process and without the memory it would take.
+"""Fake training step of a model of any size in a world of any size, in one process and without the step's memory.
 
-It is the trainer that runs: its build, FSDP2 with its hooks, clipping, optimizer. Weights are not drawn and data is not
-read, since NumPy would need real memory for them.
+The trainer itself runs: its build, FSDP2 with its hooks, clipping, optimizer. Only weights are not sampled and data is
+not read, since NumPy would need real memory for both.
 """
 
 from contextlib import ExitStack
@@ -28,21 +28,21 @@ _CPU = torch.device("cpu")
 
 
 class FakeStep(msgspec.Struct, frozen=True):
-    """Of rank 0, which has the largest shards."""
+    """Memory of a fake step on rank 0, which has the largest shards."""
 
     state_bytes: int
-    """What is held between steps: shards, optimizer state and buffers."""
+    """Bytes held between steps: shards, optimizer state and buffers."""
     segments: list[MemorySegment]
-    """From phase to phase of a step, of what was allocated in it."""
+    """Segments of the phases of the step, counting allocations of the step itself."""
 
 
 def fake_step(config: TrainerConfig, dims: ParallelDims) -> FakeStep:
-    """A step after a warm one.
+    """Return the memory of the step that follows a warm step.
 
-    To be called in a process that has not simulated another mesh of as many ranks: DTensor may remember the groups of
-    that. Raises ValueError unless the model is sharded before it is given memory.
+    To be called in a process that has not simulated another mesh with as many ranks, whose groups DTensor may have
+    cached. Raises ValueError unless the model is sharded before it is materialised.
     """
-    require(config.init == "meta", f"init {config.init}: a step without memory begins with a model without, init meta")
+    require(config.init == "meta", f"init {config.init}: a simulated step needs a model on the meta device, init meta")
     with (
         simulated_world(dims.world_size),
         patch("reference_trainer.train.Batches", _UnreadBatches),
@@ -59,7 +59,7 @@ def fake_step(config: TrainerConfig, dims: ParallelDims) -> FakeStep:
 
 
 def fake_segments_without_fsdp(config: TrainerConfig, dims: ParallelDims) -> list[MemorySegment]:
-    """Return what the model needs without FSDP, see `experiments.without_fsdp.segments_without_fsdp`."""
+    """Return the memory that the model needs without FSDP, see `experiments.without_fsdp.segments_without_fsdp`."""
     with simulated_world(dims.tp):
         with torch.device("meta"):
             model = Transformer(config.model)
@@ -71,14 +71,16 @@ def fake_segments_without_fsdp(config: TrainerConfig, dims: ParallelDims) -> lis
 
 
 class _FakeOnceSharded(PhaseMarks):
-    """Tensors are fake from when the model is sharded and has no memory yet. Not before: FSDP cuts each parameter into
-    as many parts as there are ranks, which takes a minute with fake tensors and a second on the meta device.
+    """Observer that makes tensors fake once the model is sharded, before it is materialised.
+
+    Not earlier: FSDP chunks each parameter into as many shards as there are ranks, which takes a minute with fake
+    tensors and a second on the meta device.
     """
 
     def __init__(self, fake: ExitStack) -> None:
         self._fake = fake
         self.warm_up = ExitStack()
-        """To be closed after the first step."""
+        """Contexts that are closed after the first step."""
         self.state = MemoryLedger()
 
     def sharded(self, model: Transformer) -> None:
@@ -87,7 +89,7 @@ class _FakeOnceSharded(PhaseMarks):
 
 
 class _UnreadBatches(Batches):
-    """Batches of the right shape."""
+    """Batches of the right shape, whose tokens are not read."""
 
     def __init__(self, config: DataConfig, *, vocab_size: int, seed: int) -> None:
         self.config, self.vocab_size, self.seed = config, vocab_size, seed
@@ -97,5 +99,5 @@ class _UnreadBatches(Batches):
 
     @cached_property
     def _tokens(self) -> Tensor:
-        """Like tokens that were read, they are not counted as memory of torch."""
+        """Tokens of shape (global_batch_size, seq_len), int64, which torch does not count, like tokens from a file."""
         return torch.zeros((), dtype=torch.int64).expand(self.config.global_batch_size, self.config.seq_len)

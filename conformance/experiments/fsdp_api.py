@@ -1,7 +1,7 @@
-"""FSDP2's interface where the reference trainer does not use it, tried with a small net.
+"""FSDP2 API that the reference trainer does not use, tried with a small net.
 
-Weights and inputs are small whole numbers and worlds have a power of two of ranks, so that sums and means are exact in
-fp32 whatever their order: a gradient is that of one process in every bit, or it is wrong.
+Weights and inputs are small integers and the number of ranks is a power of two, so that sums and means are exact in
+fp32 in any order: a gradient equals that of one process in every bit, or it is wrong.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,12 +22,12 @@ from reference_trainer.mesh import dp_rank, fsdp_mesh
 _SAMPLES, _WIDTH, _INNER = 4, 8, 16
 
 Wrong = dict[str, int]
-"""Number of elements or parameters that are not as they should be, by what is wrong with them."""
+"""Number of wrong elements or parameters, by kind of the fault."""
 
 
 @experiment(needs=Needs.TRAINING)
 def use_options(rank: RankWorld) -> dict[str, Wrong]:
-    """Try options of `fully_shard`, and ways to train."""
+    """Try options of `fully_shard`, and ways of training."""
     return _try_all(rank, _OPTIONS)
 
 
@@ -39,10 +39,10 @@ def use_methods(rank: RankWorld) -> dict[str, Wrong]:
 
 @experiment(needs=Needs.TRAINING)
 def cast_inputs_and_outputs(rank: RankWorld) -> dict[str, dict[str, str]]:
-    """Collect dtypes of what a module of `param_dtype` bf16 is given, returns and has gradients of; by policy.
+    """Collect the dtypes of inputs, outputs and gradients of a module with `param_dtype` bf16, by policy.
 
     The name of a policy is `CAST/OUTPUT`: whether inputs are cast, and the output's dtype (`None`: as computed).
-    Without a cast the module is given bf16 as argument, which its layer needs; all else is fp32.
+    Without a cast the module's argument is bf16, which its layer needs; all other tensors are fp32.
     """
     dtypes = {}
     for casts, output in product((True, False), (None, torch.float32, torch.bfloat16)):
@@ -55,7 +55,7 @@ def cast_inputs_and_outputs(rank: RankWorld) -> dict[str, dict[str, str]]:
 
 
 class _Net(nn.Module):
-    """Two layers, and a third that forward does not use."""
+    """Net of two layers, and a third layer that forward does not use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class _Net(nn.Module):
 
 
 class _DataParallel:
-    """A rank's coordinate and samples, and what one process computes on the samples of all ranks."""
+    """Coordinate and samples of a rank, and the results of one process on the samples of all ranks."""
 
     def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
         self.mesh, self.device = fsdp_mesh(mesh), device
@@ -99,13 +99,13 @@ class _DataParallel:
         return net
 
     def expected(self, single: _Net | None = None) -> dict[str, Tensor | None]:
-        """Gradients of the mean over ranks of the summed outputs, computed by one process."""
+        """Return the gradients of the mean over ranks of the summed outputs, computed by one process."""
         single = (single or _Net()).to(self.device)
         single(self.samples.flatten(0, 1)).sum().backward()
         return {name: None if p.grad is None else p.grad / self.size for name, p in single.named_parameters()}
 
     def wrong(self, net: _Net, expected: dict[str, Tensor | None] | None = None, *, factor: float = 1.0) -> Wrong:
-        """Elements of the sharded net's gradients that are not `factor` times the expected ones."""
+        """Count the elements of the sharded net's gradients that are not `factor` times the expected gradients."""
         wrong = {}
         for name, wanted in (expected or self.expected()).items():
             grad = net.get_parameter(name).grad
@@ -138,7 +138,7 @@ def _with_a_frozen_parameter(world: _DataParallel) -> Wrong:
 
 
 def _with_an_ignored_parameter(world: _DataParallel) -> Wrong:
-    """The ignored parameter is neither sharded nor reduced: its gradient is that of the rank's own samples."""
+    """Ignore a parameter: it is neither sharded nor reduced, and its gradient is that of the rank's own samples."""
     net = _Net().to(world.device)
     world.shard(net, ignored_params={net.second.bias})
     expected = world.expected()
@@ -165,8 +165,8 @@ def _changed_through_its_state_dict(world: _DataParallel) -> Wrong:
     return wrong | world.wrong(world.backward(net), world.expected(single))
 
 
-def _divided_by_a_factor(world: _DataParallel) -> Wrong:
-    """Twice the number of ranks. The sum is asked for as gloo has none with a factor of its own."""
+def _with_a_divide_factor(world: _DataParallel) -> Wrong:
+    """Divide by twice the number of ranks; with a SUM reduction, since gloo has none that multiplies by a factor."""
     net = world.net()
     for module in _fsdp_modules(net):
         module.set_force_sum_reduction_for_comms(True)
@@ -221,7 +221,7 @@ def _kept_after_backward(world: _DataParallel) -> Wrong:
 
 
 def _by_another_method(world: _DataParallel) -> Wrong:
-    """All parameters are the root's: hooks of the layers' own would unshard them whatever the method."""
+    """Compute in another method than forward; one group, since hooks of the layers would unshard in any method."""
     net = _Net().to(world.device)
     fully_shard(net, mesh=world.mesh)
     register_fsdp_forward_method(net, "doubled")
@@ -245,7 +245,7 @@ _OPTIONS = {
     "changed through its state dict": _changed_through_its_state_dict,
 }
 _METHODS = {
-    "divided by a factor": _divided_by_a_factor,
+    "divided by a factor": _with_a_divide_factor,
     "with a hook on reduced gradients": _with_a_hook_on_reduced_gradients,
     "unsharded ahead": _unsharded_ahead,
     "kept after forward": _kept_after_forward,
@@ -255,7 +255,7 @@ _METHODS = {
 
 
 class _Casting(nn.Module):
-    """Remembers the dtypes of its inputs, direct and nested, and returns some of the inputs."""
+    """Module that records the dtypes of its inputs, direct and nested, and returns some of the inputs."""
 
     def __init__(self) -> None:
         super().__init__()

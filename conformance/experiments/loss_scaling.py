@@ -1,4 +1,4 @@
-"""Loss scaling: which ranks notice that a gradient has overflowed on one of them."""
+"""Loss scaling: reaction of all ranks to a gradient that has overflowed on one rank."""
 
 import math
 
@@ -16,10 +16,10 @@ _CHANGED_GRADIENTS = ("tok_embeddings.weight", "norm.weight")
 
 
 class OverflowOutcome(msgspec.Struct):
-    """What one rank makes of a step in which a gradient has overflowed on the last rank, and of the step after."""
+    """Reaction of one rank to a step in which a gradient has overflowed on the last rank, and to the step after."""
 
     skipped: bool
-    """Whether the step was skipped."""
+    """True if the step was skipped."""
     scale_before: float
     """Loss scale of the step."""
     scale: float
@@ -27,12 +27,12 @@ class OverflowOutcome(msgspec.Struct):
     changed: list[str]
     """Names of parameters and optimizer state that the step changed."""
     changed_next: list[str]
-    """Names of those that the step after changed."""
+    """Names of parameters and optimizer state that the step after changed."""
 
 
 @experiment(needs=Needs.TRAINING)
 def overflow_on_last_rank(rank: RankWorld) -> dict[str, OverflowOutcome]:
-    """Make a reduced gradient of the last rank non-finite, and train on; by situation, such as `inf in NAME`."""
+    """Make a reduced gradient of the last rank non-finite and train on; returns outcomes, such as for `inf in NAME`."""
     injector = NonFiniteInjector(active=rank.is_last)
     trainer = rank.trainer(injector)
     trainer.train_step(0)
@@ -56,7 +56,7 @@ def overflow_on_last_rank(rank: RankWorld) -> dict[str, OverflowOutcome]:
 
 
 def _state(trainer: Trainer) -> dict[str, str]:
-    """Fingerprints of this rank's shards of parameters and optimizer state, by name."""
+    """Return fingerprints of this rank's shards of parameters and optimizer state, by name."""
     fingerprints = {}
     for name, parameter in trainer.model.named_parameters():
         fingerprints[name] = fingerprint(local(parameter.detach()))

@@ -22,7 +22,7 @@ class StepMemory(msgspec.Struct):
     """Memory of one step on one rank."""
 
     segments: list[MemorySegment]
-    """Segments of the phases of the step, in their order."""
+    """Segments of the phases of the step, in the order of the phases."""
     backend: list[BackendUse]
     """Bytes that the process group allocated for operators of c10d."""
     device_level_bytes: int = 0
@@ -38,7 +38,7 @@ class Growth(msgspec.Struct):
 
 @experiment(needs=Needs.TRAINING)
 def step_on_ranks(rank: RankWorld) -> StepMemory:
-    """Measure the second step on this rank of a real world; on a device also leave the allocator's history."""
+    """Measure the second step on this rank of a real world; on a device, also write the allocator's history."""
     snapshot = Path(rank.job.kept, snapshot_file(rank.rank))
     with allocator_snapshot(snapshot, rank.device):
         memory = _measured_step(_warm_trainer(rank), 1)
@@ -64,7 +64,7 @@ def growth_in_simulation(rank: RankWorld) -> Growth:
 
 
 def _warm_trainer(rank: RankWorld, *, steps: int | None = None) -> Trainer:
-    """A trainer after one step: the optimizer has its state, FSDP its streams and buffers."""
+    """Return a trainer after one step, with the state of the optimizer and the streams and buffers of FSDP."""
     config = rank.config if steps is None else replace(rank.config, steps=steps)
     trainer = rank.trainer(PhaseMarks(), config=config)
     trainer.train_step(0)

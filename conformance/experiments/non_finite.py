@@ -11,14 +11,14 @@ from reference_trainer.observer import Observer, Phase
 
 
 class ClippingReached(Exception):
-    """All that is of interest has happened: no collective follows in which a rank could wait for another."""
+    """Clipping is over, and the step ends here: no later collective leaves a rank waiting for another."""
 
 
 class NonFiniteInjector(Observer):
-    """Puts `value` into a gradient of this rank, if it is `active`, at the point in time that `when` names.
+    """Observer that puts `value` into a gradient of an `active` rank, at the point in time that `when` names.
 
-    `backward`: into the whole gradient that backward of the first block is given. `scaled` and `reduced`: into the
-    first element of the shard of a reduced gradient, before or after it is unscaled; that of parameter `name`, or of
+    `backward`: into all elements of the gradient that backward of the first block is given. `scaled` and `reduced`:
+    into the first element of the shard of a reduced gradient, before or after unscaling; the parameter is `name`, or
     any parameter whose shard is not empty.
     """
 
@@ -30,7 +30,7 @@ class NonFiniteInjector(Observer):
         self.name: str | None = None
 
     def initialized(self, model: Transformer) -> None:
-        """Remember the model, and listen to its first block."""
+        """Remember the model, and register a hook on its first block."""
         self._model = model
         model.layers[0].register_forward_hook(self._hook_backward)
 

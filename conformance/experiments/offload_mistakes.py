@@ -18,21 +18,21 @@ from reference_trainer.reshard import reshard_policy
 
 
 class OffloadErrors(msgspec.Struct):
-    """Messages of the errors that mistakes raise, with the type of the error."""
+    """Types and messages of the errors that mistakes raise."""
 
     trainer: str
-    """The trainer is built on a process group without a backend for CPU tensors."""
+    """Error of a trainer that is built on a process group without a backend for CPU tensors."""
     clip: str
-    """torch's `clip_grad_norm_` is given gradients in host memory on such a process group."""
+    """Error of torch's `clip_grad_norm_` for gradients in host memory, without a backend for CPU tensors."""
     to_empty: str
-    """FSDP's forward finds parameters on the wrong device."""
+    """Error of FSDP's forward for parameters on the wrong device."""
 
 
 @experiment(needs=Needs.TRAINING, process_group=False)
 def offload_with_mistakes(rank: RankWorld) -> OffloadErrors:
     """Make each mistake and collect the error.
 
-    On the CPU gloo takes the part of NCCL, registered for CUDA tensors alone, and the wrong device is `meta`.
+    On the CPU, gloo stands in for NCCL, registered for CUDA tensors only, and the wrong device is `meta`.
     """
     cuda = rank.device.type == "cuda"
     start_process_group(rank.context, backend="cuda:nccl" if cuda else "cuda:gloo")
@@ -44,7 +44,7 @@ def offload_with_mistakes(rank: RankWorld) -> OffloadErrors:
 
 
 def _clip_on_cpu() -> None:
-    # A name that no other mesh has: DTensor's cached results hold the mesh of an equal one, with its process group.
+    # A name that no other mesh has: DTensor's cache would return an equal mesh, with another process group.
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("without_cpu_backend",))
     parameter = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, [Shard(0)], run_check=False))
     parameter.grad = DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False)

@@ -1,6 +1,6 @@
-"""A world of any size in one process: torch's fake process group, whose collectives do nothing.
+"""Simulated worlds of any size in one process: torch's fake process group, whose collectives do nothing.
 
-What such a run proves is what does not depend on the numbers: which collectives there are, and what is allocated.
+Such a run proves facts that do not depend on numbers: which collectives are issued, and what is allocated.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 @contextmanager
 def simulated_world(size: int) -> Iterator[None]:
-    """This process is rank 0 of a world of this size. Raises RuntimeError for a torch without the fake backend."""
+    """Make this process rank 0 of a world of this size. Raises RuntimeError for a torch without the fake backend."""
     try:
         from torch.testing._internal.distributed.fake_pg import FakeStore
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""torch's own clipping of sharded gradients: `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_`."""
+"""Clipping of sharded gradients by torch itself: `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_`."""
 
 import math
 from collections.abc import Callable
@@ -22,13 +22,13 @@ from reference_trainer.observer import Observer, Phase
 AMPLIFIED, AMPLIFICATION = "tok_embeddings.weight", 1024.0
 """Parameter whose gradient is multiplied before torch clips by the maximum norm, and the factor.
 
-The largest element of all gradients is then in a gradient that every mesh shards, so that no rank but one knows the
-norm by itself. Otherwise that would be up to the seed.
+Then a gradient that every mesh shards has the largest element of all gradients, so that only one rank knows the norm
+without communication, with any seed.
 """
 
 
 class NormClipping(msgspec.Struct):
-    """Clipping by the norm on one rank."""
+    """Outcome of clipping by the norm on one rank."""
 
     full: float
     """Returned norm by `full_tensor()`."""
@@ -41,38 +41,39 @@ class NormClipping(msgspec.Struct):
 
 
 class NonFiniteClipping(msgspec.Struct):
-    """Clipping by the norm of gradients that are not finite, on one rank."""
+    """Outcome of clipping non-finite gradients by the norm, on one rank."""
 
     raised: bool
     changed: int
-    """Elements of this rank's shards that clipping has changed."""
+    """Number of elements of this rank's shards that clipping has changed."""
     norm_is_finite: bool
 
 
 class ValueClipping(msgspec.Struct):
-    """Elements of one rank's shards in clipping by value."""
+    """Numbers of elements of one rank's shards in clipping by value."""
 
     outside: int
-    """Elements that were outside the limit."""
+    """Number of elements that were outside the limit."""
     inside: int
+    """Number of elements that were inside the limit."""
     wrong: int
-    """Elements that are not the expected ones afterwards."""
+    """Number of elements with a wrong value afterwards."""
 
 
 @experiment(needs=Needs.TRAINING)
 def clip_grad_norm(rank: RankWorld) -> NormClipping:
     """Clip the gradients of the first step with clip_grad_norm_, as a user without this trainer would.
 
-    By the maximum norm with one gradient multiplied, see `AMPLIFIED`.
+    For the maximum norm one gradient is multiplied first, see `AMPLIFIED`.
     """
     return _with_first_gradients(rank, _clipped_by_norm)
 
 
 @experiment(needs=Needs.TRAINING)
 def clip_grad_norm_of_non_finite(rank: RankWorld) -> dict[str, NonFiniteClipping]:
-    """Put a non-finite number into the last element of a gradient that every mesh shards; clip_grad_norm_ clips it.
+    """Clip gradients with clip_grad_norm_ after the last element of one that every mesh shards is made non-finite.
 
-    The name of a situation is what torch is told to do (`raise` or `go-on`) and the number, such as `raise/nan`.
+    The name of a situation consists of torch's setting (`raise` or `go-on`) and the number, such as `raise/nan`.
     """
     return _with_first_gradients(rank, _clipped_non_finite)
 
@@ -84,7 +85,7 @@ def clip_grad_value(rank: RankWorld) -> ValueClipping:
 
 
 def _with_first_gradients(rank: RankWorld, measure: Callable[[Transformer, OptimizerConfig], Result]) -> Result:
-    """Result of `measure` on a model with the reduced gradients of its first step."""
+    """Return the result of `measure` on a model with the reduced gradients of its first step."""
     observer = _AtGradients(measure, rank.config.optimizer)
     trainer = rank.trainer(observer)
     with suppress(ClippingReached):
@@ -122,14 +123,14 @@ def _clipped_by_norm(model: Transformer, config: OptimizerConfig) -> NormClippin
 def _clipped_non_finite(model: Transformer, config: OptimizerConfig) -> dict[str, NonFiniteClipping]:
     untouched = [local(grad).clone() for grad in _gradients(model)]
     outcomes = {}
-    for does in ("raise", "go-on"):
+    for setting in ("raise", "go-on"):
         for number in (math.nan, math.inf, -math.inf):
             _set_last_element(_gradient(model, AMPLIFIED), number)
             before = _flat_gradients(model)
-            raised, norm = _norm_or_error(model, config, error_if_nonfinite=does == "raise")
+            raised, norm = _norm_or_error(model, config, error_if_nonfinite=setting == "raise")
             after = _flat_gradients(model)
             changed = int((~(before == after) & ~(before.isnan() & after.isnan())).sum())
-            outcomes[f"{does}/{number}"] = NonFiniteClipping(raised, changed, math.isfinite(norm))
+            outcomes[f"{setting}/{number}"] = NonFiniteClipping(raised, changed, math.isfinite(norm))
             for grad, values in zip(_gradients(model), untouched, strict=True):
                 local(grad).copy_(values)
     return outcomes
@@ -180,5 +181,5 @@ def _gradient(model: nn.Module, name: str) -> Tensor:
 
 
 def _flat_gradients(model: nn.Module) -> Tensor:
-    """This rank's shards of all gradients in one fp64 vector."""
+    """Return this rank's shards of all gradients in one vector, float64."""
     return torch.cat([local(grad).double().flatten() for grad in _gradients(model)])

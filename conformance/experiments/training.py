@@ -23,8 +23,8 @@ from reference_trainer.checkpoint import Checkpoints, resume
 def train_cell(rank: RankWorld) -> dict[str, Any]:
     """Train as the configuration says; returns `facts`, a RankFacts in builtin types.
 
-    Or instead `missing`, the events that the trainer has not reported. Each rank writes the tensors that it captured
-    into the job's directory; a resumed run finds its checkpoint there.
+    The result of an incomplete run is `missing` instead: the events that the trainer has not reported. Each rank writes
+    the tensors that it captured into the job's directory, from which a resumed run loads its checkpoint.
     """
     config = rank.config
     variables = {name: os.environ.get(name) for name in (RECORD_STREAMS, *ALLOCATOR_VARIABLES)}
@@ -39,15 +39,15 @@ def train_cell(rank: RankWorld) -> dict[str, Any]:
             return {"missing": missing}
         facts, tensors = recorder.finish(trainer, metrics)
     if config.compile != "none":
-        torch.compiler.reset()  # else the rank's next task would run this one's graphs
+        torch.compiler.reset()  # or the rank's next task would run the graphs of this task
     save_file(tensors, rank.directory / tensor_file(rank.rank))
     return {"facts": msgspec.to_builtins(facts)}
 
 
 def _profiled_step(rank: RankWorld) -> int | None:
-    """The last step, if it is not the first as well, on rank 0 of a run on devices without a defect.
+    """Return the last step, unless it is also the first, on rank 0 of a run on devices without a defect; else None.
 
-    On the CPU the profiler would cost a sixth of a run, and exposed communication there is that of no device.
+    On the CPU the profiler would cost a sixth of a run, and exposed communication there says nothing about devices.
     """
     steps = rank.config.steps - rank.job.steps_before_save
     wanted = rank.context.device and rank.rank == 0 and rank.job.defect is None
@@ -56,7 +56,7 @@ def _profiled_step(rank: RankWorld) -> int | None:
 
 @experiment(needs=Needs.TRAINING)
 def train_with_delays(rank: RankWorld) -> dict[str, dict[str, str]]:
-    """Train as `train_cell` does with operators delayed; returns fingerprints of all captured tensors.
+    """Train as `train_cell` does with delayed operators; returns fingerprints of all captured tensors.
 
     The outer key names the delayed operators: `all`, and on a device, where streams can overtake each other, also each
     of `delays.KINDS` alone. The inner key is that of `Capture`.
@@ -85,7 +85,7 @@ def train_and_save(rank: RankWorld) -> None:
         held = HeldCheckpoints(_checkpoints(rank))
         held.save(trainer, steps_done=steps)
         ahead = trainer.train_step(steps)
-        (_checkpoints(rank) / f"trained-{ahead.step}").touch()  # for AXIS-1
+        (_checkpoints(rank) / f"trained-{ahead.step}").touch()  # AXIS-1 looks for this file
         held.release()
         held.finish()
     else:

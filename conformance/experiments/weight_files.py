@@ -1,4 +1,4 @@
-"""Checkpoints that runs load: the weights that init=meta would draw, in each format that the trainer reads."""
+"""Checkpoints that runs load: the weights that init=meta would sample, in each format that the trainer reads."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,10 @@ from reference_trainer.precision import PRECISIONS
 
 
 def write_weights(path: Path, config: TrainerConfig, *, form: str) -> None:
-    """Write weights drawn in one process, in the dtype that the trainer builds with. `form` is a value of `weights`."""
+    """Write weights sampled by one process, in the dtype with which the trainer builds the model.
+
+    `form` is a value of the axis `weights`.
+    """
     model = Transformer(config.model)
     init_weights(model, seed=config.seed)
     dtype = torch_dtype(PRECISIONS[config.precision].build or "float32")
@@ -31,7 +34,7 @@ def write_weights(path: Path, config: TrainerConfig, *, form: str) -> None:
 
 
 def _write_hf(directory: Path, tensors: dict[str, Tensor], config: ModelConfig) -> None:
-    """Two files, as if the model were large, and their index."""
+    """Write two files, as for a large model, and their index."""
     directory.mkdir()
     names = {name: hf_llama.to_hf_name(name) for name in tensors}
     files = {name: f"model-{1 + index % 2:05}-of-00002.safetensors" for index, name in enumerate(tensors)}

@@ -1,6 +1,6 @@
 """Memory that a model needs without FSDP: activations, and gradients of all that FSDP would unshard.
 
-The memory models of `conformance.oracles` add what FSDP allocates.
+The memory models of `conformance.oracles` add the allocations of FSDP.
 """
 
 import torch
@@ -29,7 +29,7 @@ from reference_trainer.parallelize import apply_ac, apply_tp
 
 @experiment(needs=Needs.NOTHING, world="none")
 def profile_without_fsdp(rank: RankWorld) -> list[MemorySegment]:
-    """Profile the model of a cell without FSDP, in one process; returns what `segments_without_fsdp` does.
+    """Profile the model of a cell without FSDP, in one process; returns the result of `segments_without_fsdp`.
 
     With tensor parallelism the process is rank 0 of a simulated world of tensor-parallel ranks.
     """
@@ -43,7 +43,7 @@ def profile_without_fsdp(rank: RankWorld) -> list[MemorySegment]:
 
 
 def parallelize_without_fsdp(model: Transformer, config: TrainerConfig, device: torch.device, *, tp: int) -> None:
-    """Cast parameters to the compute dtype, and apply in place all that the trainer applies to a model but FSDP."""
+    """Cast parameters to the compute dtype, and apply to the model, in place, all that the trainer does but FSDP."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(mixed_precision_policy(config.precision).param_dtype)
     if tp > 1:
@@ -58,7 +58,7 @@ def segments_without_fsdp(
 ) -> list[MemorySegment]:
     """Measure forward, loss and backward of each micro-batch after a warm step; marks as in `instruments.activations`.
 
-    Gradients have the dtypes, and stay for later micro-batches, as they do with FSDP in this version of torch.
+    Gradients have the dtypes that FSDP gives them in this version of torch, and are kept for as many micro-batches.
     """
     traits = traits_of(str(torch.__version__))
     marks = GroupMarks(_groups(model))
@@ -76,14 +76,14 @@ def segments_without_fsdp(
 
 
 def _set_grad_dtypes(model: Transformer, config: TrainerConfig, *, reduces: bool) -> None:
-    """As FSDP does before backward if gradients are reduced in a wider dtype: `_set_unsharded_grad_dtypes` of torch
-    2.15, torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py.
+    """Set `grad_dtype` before backward as FSDP does if gradients are reduced in a wider dtype.
 
-    Gradients keep the dtype in which they are computed, and are added to those that are there. Cast at once are the
-    first of several micro-batches, and those that tensor parallelism may have to reduce.
+    See `_set_unsharded_grad_dtypes` of torch 2.15, torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py. Gradients
+    keep the dtype in which they are computed, and are added to existing gradients. The gradients of the first of
+    several micro-batches, and those that tensor parallelism may have to reduce, are cast at once.
     """
     policy = mixed_precision_policy(config.precision)
-    reduce_dtype = policy.reduce_dtype or torch.float32  # what 2.15 takes it for, see `oracles.dtype_policy`
+    reduce_dtype = policy.reduce_dtype or torch.float32  # the default of 2.15, see `oracles.dtype_policy`
     if policy.param_dtype in (None, reduce_dtype):
         return
     for parameter in model.parameters():
@@ -95,7 +95,7 @@ def _set_grad_dtypes(model: Transformer, config: TrainerConfig, *, reduces: bool
 def _forward_backward(
     model: Transformer, marks: GroupMarks, config: TrainerConfig, inputs: Tensor, labels: Tensor
 ) -> None:
-    """As the trainer's: logits and loss are there until backward is over."""
+    """Run forward and backward of a micro-batch; logits and loss are held until backward ends, as in the trainer."""
     device = model.output.weight.device
     mark("forward")
     with loss_context(parallel=config.loss_parallel and config.mesh.tp > 1):
@@ -108,6 +108,6 @@ def _forward_backward(
 
 
 def _groups(model: Transformer) -> Groups:
-    """As FSDP shards them, see `oracles.schedule.groups`."""
+    """Return the modules of each group that FSDP shards, see `oracles.schedule.groups`."""
     blocks: dict[str, list[nn.Module]] = {f"layers.{index}": [block] for index, block in enumerate(model.blocks)}
     return {"tok_embeddings": [model.tok_embeddings], **blocks, "output": [model.norm, model.output]}

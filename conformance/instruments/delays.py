@@ -54,7 +54,7 @@ class _Delay:
 
 
 def _choices(kind: str) -> Iterator[bool]:
-    """Whether to delay the next operator of a kind."""
+    """Yield True for each operator of a kind that is to be delayed, False for the others."""
     yield True
     generator = random.Random(kind)
     while True:

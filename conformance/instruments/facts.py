@@ -91,7 +91,7 @@ class RankFacts(msgspec.Struct, frozen=True):
     variables: dict[str, str | None]
     """Environment variables as they were before the process group was made; None if unset."""
     expandable_segments: bool | None
-    """Whether the allocator of the rank's device has segments that grow; None on the CPU."""
+    """True if the caching allocator of the rank's device has expandable segments; None on the CPU."""
     mesh_coordinate: dict[str, int]
     """Coordinate of the rank by mesh dimension."""
     steps: list[StepFacts]

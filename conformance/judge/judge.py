@@ -1,4 +1,4 @@
-"""From a case to its verdict: the one place for sessions, the kill matrix and `verify`."""
+"""Judge: the pipeline from a case to its verdict, which sessions, the kill matrix and `verify` share."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -18,12 +18,12 @@ from conformance.run.store import RecordStore
 from conformance.torch_release import release
 
 Drift = Callable[[str, Mapping[str, Measurement]], tuple[Verdict, str]]
-"""Verdict and reason for a case that passes, from its id and metrics: whether they have drifted from a baseline."""
+"""Function from the id and metrics of a case that passes to verdict and reason, which tell of drift from a baseline."""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """Verdict on a case, and what it rests on."""
+    """Verdict on a case, with its reason, metrics and times."""
 
     case: Case
     substrate: Substrate
@@ -35,7 +35,7 @@ class Judged:
     run_s: float = 0.0
     """Time spent running cells."""
     error: BaseException | None = None
-    """Exception that ended the test."""
+    """Exception that ended the test, if any."""
 
 
 def judge(
@@ -49,10 +49,10 @@ def judge(
     waivers: Sequence[Waiver] = (),
     drift: Drift | None = None,
 ) -> Judged:
-    """Run the test of a law on a cell, and say what its outcome means.
+    """Run the test of a law on a cell; returns the verdict that the outcome means.
 
     Nothing is run if the machine cannot judge the case. A waiver turns a failure into `waived`, and a pass into
-    `unexpected-pass`; `drift` is asked about a case that passes. Raises KeyboardInterrupt alone.
+    `unexpected-pass`; `drift` is called for a case that passes. Raises nothing but KeyboardInterrupt.
     """
     __tracebackhide__ = True
     substrate = judging_substrate(law, case.cell, machine.hardware)
@@ -66,7 +66,7 @@ def judge(
             test(**_arguments(test, case, runs))
         except KeyboardInterrupt:
             raise
-        except BaseException as raised:  # outcomes of pytest are no Exceptions
+        except BaseException as raised:  # pytest's outcomes do not derive from Exception
             (verdict, reason), error = classify(raised), raised
     torch = release(machine.torch_version)
     waiver = waiver_of(waivers, case.law, case.cell, device=device_type(substrate), torch=torch)
@@ -79,6 +79,6 @@ def judge(
 
 
 def _arguments(test: Callable[..., None], case: Case, runs: CaseRuns) -> dict[str, Any]:
-    """What the test of a law may ask for by the names of its parameters, see `conformance.laws.fixtures`."""
+    """Return the arguments that the parameters of a law's test name, see `conformance.laws.fixtures`."""
     known = {"cell": case.cell, "run": runs.run, "measure": runs.measure}
     return {name: known[name] for name in inspect.signature(test).parameters}

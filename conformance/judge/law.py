@@ -23,6 +23,7 @@ class Law(msgspec.Struct, frozen=True):
     since: str
     """First torch version for which the law holds."""
     substrates: tuple[Substrate, ...]
+    """Substrates on which the law can be judged."""
 
 
 def law(

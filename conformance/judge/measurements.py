@@ -1,4 +1,4 @@
-"""Metrics of the running case: every comparison puts its metric here, whether it holds or not."""
+"""Metrics of the running case, which every comparison of a law records, whether it holds or not."""
 
 import math
 from collections.abc import Iterator
@@ -11,22 +11,23 @@ import msgspec
 from conformance.bound import Bound
 
 Kind = Literal["rounding", "exact", "memory", "time"]
-"""What can make a metric differ between two correct runs.
+"""Cause by which a metric may differ between two correct runs.
 
-`rounding`: the order of sums. `exact`: nothing, for counts, bits and facts. `memory`: what an allocator leaves open
+`rounding`: the order of sums. `exact`: none; counts, bits and facts are equal. `memory`: freedom of the allocator
 between the bounds. `time`: the machine.
 """
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One metric with the bounds that the law allows."""
+    """Metric with the bounds that a law allows."""
 
     kind: Kind
     value: float | None
-    """None if the value is not finite."""
+    """Value of the metric; None if not finite."""
     lower: float | None
-    """None where there is no bound."""
+    """Lower bound, or None."""
     upper: float | None
+    """Upper bound, or None."""
     unit: str
     at: str = ""
     """Tensor, step or rank at which the metric was worst."""
@@ -41,7 +42,7 @@ _current: ContextVar[dict[str, Measurement] | None] = ContextVar("measurements",
 
 @contextmanager
 def collecting() -> Iterator[dict[str, Measurement]]:
-    """Put the measurements that are made inside into the yielded dictionary, by name."""
+    """Collect the measurements made in the context, by name, in the dictionary that the context yields."""
     measured: dict[str, Measurement] = {}
     token = _current.set(measured)
     try:
@@ -60,7 +61,7 @@ def measure(
     upper: float | Bound | None = None,
     at: str = "",
 ) -> None:
-    """Put a metric into the report of the running case. Outside of a case it goes nowhere."""
+    """Record a metric of the running case; does nothing outside of a case."""
     measured = _current.get()
     if measured is None:
         return

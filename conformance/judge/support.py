@@ -1,4 +1,4 @@
-"""What this machine, with this torch, can judge."""
+"""Support of cases: those that this machine, with this torch, can judge."""
 
 import msgspec
 
@@ -20,7 +20,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def unsupported(law: Law, cell: Cell, machine: Machine, *, profile: Profile | None = None) -> str | None:
-    """Return what is missing for a case, with numbers; None if nothing is."""
+    """Return a sentence about what the machine lacks for a case, or None if the case can be judged."""
     devices = len(machine.hardware.devices)
     if profile and devices < profile.requires_devices:
         return f"the profile needs {_gpus(profile.requires_devices)}; {_count(devices)} found"
@@ -38,19 +38,19 @@ def unsupported(law: Law, cell: Cell, machine: Machine, *, profile: Profile | No
 
 
 def judging_substrate(law: Law, cell: Cell, hardware: Hardware) -> Substrate:
-    """Return the substrate on which a case runs, or would run if the machine had what its law needs."""
+    """Return the substrate on which a case runs, or would run on a machine with the devices that its law needs."""
     return hardware.substrate(cell.world_size, law.substrates) or law.substrates[-1]
 
 
 def _no_devices(cell: Cell, hardware: Hardware) -> str:
-    """Why no substrate of a law that needs devices is here."""
+    """Return the message for a law that needs devices and has no substrate on this machine."""
     shared = -(-cell.world_size // max(hardware.ranks_per_device, 1))
     sharing = f" or {_gpus(shared, 'shared ')} (nccl-shared)" if hardware.ranks_per_device > 1 else ""
     return f"needs {_gpus(cell.world_size)} (nccl){sharing}; {_count(len(hardware.devices))} found"
 
 
 def _needs_device(cell: Cell) -> str | None:
-    """What a cell needs of a device that the CPU has not."""
+    """Return what a cell needs that only a device has, or None."""
     if cell.pin_memory:
         return "an accelerator for which host memory is pinned"
     if cell.tf32:

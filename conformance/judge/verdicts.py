@@ -7,7 +7,7 @@ from conformance.outcomes import CellFailed, Unsupported
 
 
 class Verdict(StrEnum):
-    """Outcome of a case; the order is that of the terminal table."""
+    """Outcome of a case, in the order of the terminal table."""
 
     PASS = "pass"
     QUALITY_WARNING = "quality-warning"
@@ -35,7 +35,7 @@ _BY_FAILURE = {
 
 
 def classify(error: BaseException) -> tuple[Verdict, str]:
-    """Return the verdict that an exception out of a law means, and one line of reason."""
+    """Return the verdict on a case that an exception has ended, and a reason of one line."""
     match error:
         case CellFailed():
             return _BY_FAILURE[error.failure.kind], error.failure.reason
@@ -48,9 +48,9 @@ def classify(error: BaseException) -> tuple[Verdict, str]:
 
 
 def exit_status(counts: Mapping[Verdict, int], *, allows: Container[str] = ("waived", "unsupported")) -> int:
-    """Return 0 for conformant, 1 for not conformant, 3 if the suite failed, 5 if nothing ran or not all of the plan.
+    """Return 0 for conformant, 1 for not conformant, 3 if the suite failed, 5 if no case or not every case was run.
 
-    `allows` has the verdicts that the profile allows, see `matrix.Profile`.
+    `allows` contains the verdicts that the profile allows, see `matrix.Profile`.
     """
     total = sum(counts.values())
     if counts.get(Verdict.UNSUPPORTED) and Verdict.UNSUPPORTED not in allows:

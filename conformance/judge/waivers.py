@@ -1,4 +1,4 @@
-"""waivers.yaml: known faults of torch. A case that a waiver names is run, and must fail."""
+"""Waivers of known faults of torch, from waivers.yaml; a case that a waiver names is run, and must fail."""
 
 import datetime
 import itertools
@@ -32,9 +32,9 @@ class Waiver(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     issue: Annotated[str, Meta(pattern="^https://")]
     """Address of the issue."""
     reason: Text
-    """What is wrong in torch."""
+    """Description of the fault."""
     expires: Annotated[str, Meta(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}\Z")]
-    """Last day of the waiver. From the next day on the file is an error: nobody may forget a waiver."""
+    """Last day of the waiver; from the next day on the file is an error, so that nobody forgets a waiver."""
 
     @property
     def versions(self) -> tuple[Release, Release]:
@@ -43,20 +43,20 @@ class Waiver(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return first, last
 
     def matches(self, law: str, cell: Cell, *, device: str, torch: Release) -> bool:
-        """Return whether the waiver is for this case, on this type of device with this release of torch."""
+        """Return whether the waiver applies to this case, on this type of device with this release of torch."""
         first, last = self.versions
         return law == self.law and device == self.device and first <= torch <= last and parse(self.cells)(cell)
 
     def overlaps(self, other: "Waiver", cells: Iterable[Cell]) -> bool:
-        """Return whether both waivers are for one of these cells: which would have to go if the case passed?"""
+        """Return whether both waivers apply to one of these cells, whose pass would not tell which one to remove."""
         (first, last), (others_first, others_last) = self.versions, other.versions
         if (self.law, self.device) != (other.law, other.device) or first > others_last or others_first > last:
             return False
-        mine, theirs = parse(self.cells), parse(other.cells)
-        return any(mine(cell) and theirs(cell) for cell in cells)
+        selects, other_selects = parse(self.cells), parse(other.cells)
+        return any(selects(cell) and other_selects(cell) for cell in cells)
 
     def judge(self, verdict: Verdict, reason: str) -> tuple[Verdict, str]:
-        """Return the verdict of a waived case; a hang, a crash or the suite's own error is never waived."""
+        """Return the verdict on a waived case; a hang, a crash or the suite's own error is never waived."""
         if verdict == Verdict.FAIL:
             return Verdict.WAIVED, f"{self.issue}: {self.reason}; {reason}"
         if verdict == Verdict.PASS:
@@ -86,11 +86,11 @@ def load_waivers(file: Path, matrix: Matrix, *, today: datetime.date) -> list[Wa
         except ValueError as error:
             raise ValueError(f"{file.name}: waiver of {waiver.law}: {error}") from None
         if not any(selected(cell) for cell in cells[waiver.law]):
-            raise ValueError(f"{file.name}: no case of the matrix is what the waiver of {waiver.law} is for: remove it")
+            raise ValueError(f"{file.name}: the waiver of {waiver.law} applies to no case of the matrix: remove it")
         if expires < today:
             raise ValueError(
-                f"{file.name}: the waiver of {waiver.law} has expired on {waiver.expires}: remove it, or look at "
-                f"{waiver.issue} and give it a new day"
+                f"{file.name}: the waiver of {waiver.law} expired on {waiver.expires}: remove it, or check "
+                f"{waiver.issue} and set a new date"
             )
     for waiver, other in itertools.combinations(waivers, 2):
         if waiver.overlaps(other, cells[waiver.law]):
@@ -108,7 +108,7 @@ def waiver_of(waivers: Sequence[Waiver], law: str, cell: Cell, *, device: str, t
 
 
 def profile_waivers(matrix_file: Path, matrix: Matrix, profile: Profile, *, today: datetime.date) -> list[Waiver]:
-    """Return the waivers that a profile allows, from waivers.yaml in the directory of the matrix, if the file is there.
+    """Return the waivers that a profile allows, from waivers.yaml in the directory of the matrix, if the file exists.
 
     Raises ValueError as `load_waivers` does.
     """

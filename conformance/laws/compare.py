@@ -1,4 +1,4 @@
-"""Comparisons by name: each puts its metric into the report, and says what was expected and measured if it fails."""
+"""Comparisons by name; each records its metric, and a failure says what was measured and what was expected."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from conformance.outcomes import ConformanceFailure
 def scalars(
     measured: Sequence[float], expected: Sequence[float], *, name: str, within: Bound, each: str = "step"
 ) -> None:
-    """Compare sequences of numbers by their largest relative deviation; there is a number for each step, or `each`.
+    """Compare sequences of numbers, one number for each step (or `each`), by their largest relative deviation.
 
     Raises ConformanceFailure if the deviation is above the bound, if a number is not finite, or if the lengths differ.
     """
@@ -42,9 +42,9 @@ def tensors(
 ) -> None:
     """Compare tensors of any shape and dtype by their largest relative deviation in the Frobenius norm.
 
-    `within` is one bound or one for each tensor. With `origin` the change since then is compared, so that an update
-    is not judged by the size of what it updates. Raises ConformanceFailure if a deviation is above its bound or a
-    tensor is missing, superfluous, of another shape or not finite.
+    `within` is one bound for all tensors or a bound for each. With `origin` the changes since `origin` are compared, so
+    that an update is not judged by the size of the updated tensor. Raises ConformanceFailure if a deviation is above
+    its bound or a tensor is missing, superfluous, of another shape or not finite.
     """
     __tracebackhide__ = True
     _require_same_names(measured, expected, name=name)
@@ -63,9 +63,9 @@ def tensors(
 
 
 def ratio(measured: float, expected: float, *, name: str, factor: Bound) -> None:
-    """Compare two positive numbers that may be at most a factor apart, either way.
+    """Compare two positive numbers, of which neither may be larger than the other by more than a factor.
 
-    Raises ConformanceFailure if they are further apart.
+    Raises ConformanceFailure if the numbers are further apart.
     """
     __tracebackhide__ = True
     quotient = measured / expected if expected else math.inf
@@ -78,7 +78,7 @@ def ratio(measured: float, expected: float, *, name: str, factor: Bound) -> None
 
 
 def distance(measured: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Return the Frobenius norm of the difference over all elements of all tensors.
+    """Return the Frobenius norm of the difference over all elements of all tensors, of any shape and dtype.
 
     Raises ConformanceFailure if names differ.
     """
@@ -89,7 +89,7 @@ def distance(measured: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
 
 
 def bits(measured: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, name: str) -> None:
-    """Compare shape, dtype and every bit of all tensors. Raises ConformanceFailure that names those that differ."""
+    """Compare shape, dtype and every bit of all tensors. Raises ConformanceFailure that names a tensor that differs."""
     __tracebackhide__ = True
     _require_same_names(measured, expected, name=name)
     unequal = [key for key in expected if not _same_bits(measured[key], expected[key])]
@@ -104,7 +104,7 @@ def bits(measured: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, name
 
 
 def count(measured: int, *, name: str, expected: int, detail: str = "", unit: str, kind: Kind = "exact") -> None:
-    """Compare a number that has to be exact. Raises ConformanceFailure with `detail` if it differs."""
+    """Compare a number that must be exact. Raises ConformanceFailure with `detail` if the number differs."""
     __tracebackhide__ = True
     measure(name, measured, kind=kind, lower=expected, upper=expected, unit=unit)
     if measured != expected:
@@ -114,7 +114,7 @@ def count(measured: int, *, name: str, expected: int, detail: str = "", unit: st
 def between(
     measured: float, lower: float, upper: float, *, name: str, detail: str, unit: str, kind: Kind = "memory"
 ) -> None:
-    """Compare a number with two bounds. Raises ConformanceFailure if it is outside, also for NaN."""
+    """Compare a number with two bounds. Raises ConformanceFailure for a number outside of the bounds, and for NaN."""
     __tracebackhide__ = True
     measure(name, measured, kind=kind, lower=lower, upper=upper, unit=unit, at=detail)
     if not lower <= measured <= upper:
@@ -126,8 +126,8 @@ def between(
 def deviation(measured: Tensor, expected: Tensor, origin: Tensor | None = None) -> float:
     """Return the deviation of two tensors in the Frobenius norm, relative to `expected`.
 
-    Or relative to the change of `expected` since `origin`. Infinite for another shape, and for numbers that are not
-    finite. The tensors have any shape and dtype; sums are in fp64.
+    With `origin` it is relative to the change of `expected` since `origin`. Different shapes and numbers that are not
+    finite deviate infinitely. The tensors have any shape and dtype; sums are in fp64.
     """
     if measured.shape != expected.shape or not all(bool(t.isfinite().all()) for t in (measured, expected)):
         return math.inf
@@ -165,12 +165,12 @@ def _same_bits(measured: Tensor, expected: Tensor) -> bool:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """A row of bytes for each element."""
+    """Return the bytes of a tensor of any shape and dtype, shape (numel, itemsize), uint8."""
     return tensor.contiguous().reshape(-1).view(torch.uint8).reshape(tensor.numel(), tensor.element_size())
 
 
 def _difference(measured: Tensor, expected: Tensor) -> str:
-    """What distinguishes two tensors whose bits differ."""
+    """Return a clause about the difference of two tensors whose bits differ."""
     kinds = [f"{str(t.dtype).removeprefix('torch.')} of shape {tuple(t.shape)}" for t in (measured, expected)]
     if kinds[0] != kinds[1]:
         return f"is {kinds[0]}, expected {kinds[1]}"

@@ -1,4 +1,4 @@
-"""What the test of a law may ask for, by the name of a parameter: `run`, `measure` and `cell`."""
+"""Fixtures of the laws' tests, by name of a parameter: `run`, `measure` and `cell`."""
 
 from typing import Protocol
 
@@ -8,15 +8,17 @@ from conformance.run.record import Record
 
 
 class Run(Protocol):
-    """Fixture `run`: the record of a cell, run at most once per session (`repeat=1`: a second time)."""
+    """Fixture `run`: the record of a cell, which runs at most once per session (`repeat=1`: a second time)."""
 
-    def __call__(self, cell: Cell, *, repeat: int = 0) -> Record: ...
+    def __call__(self, cell: Cell, *, repeat: int = 0) -> Record:
+        """See `CaseRuns.run`."""
 
 
 class Measure(Protocol):
-    """Fixture `measure`: the result of an experiment on each rank of a cell's world.
+    """Fixture `measure`: the results of an experiment, by rank of a cell's world or from a single process.
 
-    Or on the one process that does the experiment alone: on the CPU, or with `on_device` where ranks of the cell are.
+    A single process runs on the CPU, or with `on_device` on the device of the cell's ranks.
     """
 
-    def __call__(self, experiment: Experiment[Result], cell: Cell, *, on_device: bool = False) -> list[Result]: ...
+    def __call__(self, experiment: Experiment[Result], cell: Cell, *, on_device: bool = False) -> list[Result]:
+        """See `CaseRuns.measure`."""

@@ -22,10 +22,11 @@ PHASES = ("forward", "backward", "clip", "optimizer")
 _BUSY_PHASES = ("forward", "backward")
 _FP32_BYTES = 4
 SCALARS_BYTES = 128
-"""Losses, numbers of tokens and the like: each a tensor of a few bytes."""
+"""Upper bound on the bytes of losses, numbers of tokens and other tensors of a few bytes."""
 _COPIES_OF_A_ROW = 16
-"""Copies of a row of the vocabulary, where ranks have unequal shards of it: in embedding and output, unsharded,
-gathered, reduced."""
+"""Number of copies of a row of the vocabulary by which ranks differ if their shards of it are unequal.
+
+Copies are in embedding and output, unsharded, gathered and reduced."""
 
 
 class Bounds(msgspec.Struct, frozen=True):
@@ -36,23 +37,23 @@ class Bounds(msgspec.Struct, frozen=True):
 
 
 class PhaseBounds(msgspec.Struct, frozen=True):
-    """Bounds on a step's memory."""
+    """Bounds on the memory of a step."""
 
     state_bytes: int
-    """Bytes that are there in all phases; the bounds count them."""
+    """Bytes held in all phases, which the bounds include."""
     by_phase: dict[tuple[str, str], Bounds]
-    """By name of the phase, and `peak` or `rest`, what is left at its end."""
+    """Bounds by name of the phase, and `peak` or `rest` (held at the end of the phase)."""
 
 
 def sizes_of(cell: Cell) -> tuple[TrainerConfig, ParallelDims, dict[str, tuple[int, ...]]]:
-    """Return the configuration of a cell, its degrees of parallelism, and the shapes that FSDP shards by parameter."""
+    """Return the configuration of a cell, its degrees of parallelism, and the shapes that FSDP shards, by parameter."""
     config = cell.config
     dims = resolve_mesh(config.mesh, world_size=cell.world_size)
     return config, dims, local_shapes(config.model, tp=dims.tp, tp_rank=0)
 
 
 def itemsize_bytes(config: TrainerConfig, what: str) -> int:
-    """Return the size of a number in the dtype of `compute` or `reduce`."""
+    """Return the bytes of a number in the dtype of `compute` or `reduce`, as `what` says."""
     policy = dtype_policy(config.precision)
     return int(getattr(torch, policy.reduce if what == "reduce" else policy.compute).itemsize)
 
@@ -60,8 +61,8 @@ def itemsize_bytes(config: TrainerConfig, what: str) -> int:
 def phase_bounds(measure: Measure, cell: Cell, *, in_flight: bool = False, on_device: bool = False) -> PhaseBounds:
     """Return the bounds on memory of each phase of a step.
 
-    `in_flight`: threads of each process group may hold the buffer of their last operator. `on_device`: activations
-    are those of the device's operators.
+    With `in_flight`, threads of each process group may hold the buffer of their last operator. With `on_device`,
+    activations are those of the device's operators.
     """
     config, dims, shapes = sizes_of(cell)
     (profile,) = measure(profile_without_fsdp, cell, on_device=on_device)
@@ -84,7 +85,7 @@ def phase_bounds(measure: Measure, cell: Cell, *, in_flight: bool = False, on_de
 
 
 def _tensor_parallel_buffer_bytes(config: TrainerConfig, dims: ParallelDims, phase: str) -> int:
-    """The largest copy of a full buffer that gloo makes for a collective over `tp` (MEM-2 says of which kinds)."""
+    """Return the bytes of the largest copy of a full buffer that gloo makes for a collective over `tp`, see MEM-2."""
     events = [event for event in tensor_parallel_events(config, dims) if event.phase == phase]
     copies = {"all_gather": dims.tp, "reduce_scatter": 1, "all_reduce": 0}
     return max((event.nbytes * copies[event.kind] for event in events), default=0)
@@ -93,12 +94,12 @@ def _tensor_parallel_buffer_bytes(config: TrainerConfig, dims: ParallelDims, pha
 def compare_phases(measured: Mapping[str, Usage], expected: PhaseBounds, *, where: str, ratio: float) -> None:
     """Compare the memory of each phase with its bounds.
 
-    Raises ValueError for bounds that are further apart than `ratio`: they would prove little.
+    Raises ValueError for bounds that are further apart than a factor of `ratio`, which would prove little.
     """
     __tracebackhide__ = True
     for (phase, kind), bounds in expected.by_phase.items():
         if bounds.upper > ratio * bounds.lower:
-            raise ValueError(f"bounds of {phase} are over a factor of {ratio} apart: {bounds}; use a larger model")
+            raise ValueError(f"bounds of {phase} are more than a factor of {ratio} apart: {bounds}; use a larger model")
         usage = measured[phase]
         value = expected.state_bytes + (usage.peak_bytes if kind == "peak" else usage.end_bytes)
         name = f"{kind} of {phase}"

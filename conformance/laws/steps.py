@@ -1,4 +1,4 @@
-"""Comparisons that several laws make: each step of a run, with what one process computes from the same state."""
+"""Comparisons that several laws share: each step of a run with what one process computes from the same state."""
 
 from conformance.experiments.environment import probe
 from conformance.laws import compare
@@ -13,9 +13,9 @@ from conformance.run.record import Record
 
 
 def compare_steps(record: Record) -> None:
-    """Compare each step's loss and gradients with the emulation, from the weights in which the step began.
+    """Compare each step's loss and gradients with the emulation, from the weights with which the step began.
 
-    So rounding of steps does not add up.
+    Rounding errors of several steps do not add up that way.
     """
     __tracebackhide__ = True
     config = record.cell.config
@@ -24,7 +24,7 @@ def compare_steps(record: Record) -> None:
         masters = record.select(f"step{step}/parameter/")
         expected = emulated_step(config, masters, step=step, loss_scale=facts.loss_scale, device=record.device_type)
         gradients = record.select(f"step{step}/gradient/")
-        if facts.skipped:  # then there are no numbers to compare
+        if facts.skipped:  # gradients have overflowed: no numbers to compare
             compare.count(int(_overflows(expected.gradients)), name=f"overflow {name}", expected=1, unit="step")
         else:
             within = tolerance.emulated_gradients(config, expected)
@@ -37,7 +37,7 @@ def _overflows(gradients: Tensors) -> bool:
 
 
 def compare_updates(record: Record) -> None:
-    """Compare norms, parameters and optimizer state with what the recorded gradients lead to, but those skipped."""
+    """Compare norms, parameters and optimizer state with those that the recorded gradients of taken steps imply."""
     __tracebackhide__ = True
     replayed, optimizer = replayed_parameters(record), record.cell.config.optimizer
     for kind, tensors in replayed.optimizer_state.items():
@@ -46,7 +46,7 @@ def compare_updates(record: Record) -> None:
 
 
 def replayed_parameters(record: Record) -> ReferenceRun:
-    """Compare norms and parameters alone; returns what the recorded gradients lead to."""
+    """Compare norms and parameters with those that the recorded gradients of taken steps imply; returns the latter."""
     __tracebackhide__ = True
     require_steps_taken(record)
     optimizer = record.cell.config.optimizer
@@ -68,10 +68,10 @@ def replayed_parameters(record: Record) -> ReferenceRun:
 
 
 def require_steps_taken(record: Record) -> None:
-    """Raise ConformanceFailure for a run all of whose steps are skipped: nothing can be judged."""
+    """Raise ConformanceFailure for a run all of whose steps are skipped, on which nothing can be judged."""
     __tracebackhide__ = True
     if not record.steps_taken:
-        raise ConformanceFailure(f"all of {len(record.steps)} steps are skipped: a scale that fits was not found")
+        raise ConformanceFailure(f"all of {len(record.steps)} steps are skipped: no loss scale that fits was found")
 
 
 def require_known_sum_order(measure: Measure, cell: Cell) -> None:

@@ -1,4 +1,4 @@
-"""AMP: in fp16, losses are scaled so that gradients fit, and steps in which they do not are skipped."""
+"""AMP: losses of fp16 runs are scaled so that gradients fit, and steps whose gradients overflow are skipped."""
 
 from msgspec.structs import replace
 
@@ -21,8 +21,8 @@ def test_grad_scaler_skips_the_step_on_every_rank(measure: Measure, cell: Cell) 
     """A step whose gradients overflow on ANY rank MUST be skipped on EVERY rank: no bit of parameters and optimizer
     state changes, and all ranks go on with half the scale.
 
-    Ranks that decide each by themselves drift apart, without an error and without a hang. Infinity and NaN, in a shard
-    of the last rank that no other has: of the embedding, and of a norm, of which tensor-parallel ranks have copies.
+    Ranks that decide for themselves diverge, without an error and without a hang. Infinity and NaN are put into shards
+    that only the last rank has: of the embedding, and of a norm, of which tensor-parallel ranks have copies.
     """
     ranks = measure(overflow_on_last_rank, cell)
     for situation in ranks[0]:
@@ -44,7 +44,7 @@ def test_grad_scaler_scale_follows_overflow(run: Run, cell: Cell) -> None:
     """The loss scale MUST begin as configured, be halved by each step whose gradients are not finite, which then
     changes no bit, be doubled after the configured number of other steps, and be the same on every rank.
 
-    Wrong if no scaler is there, if a step with an infinite gradient is taken, or if one is skipped without need.
+    Wrong if there is no scaler, if a step with an infinite gradient is taken, or if a step is skipped without need.
     """
     record, options = run(cell), cell.config.loss_scale
     for facts in record.ranks:

@@ -1,4 +1,4 @@
-"""API: FSDP2's interface where the reference trainer does not use it."""
+"""API: methods and options of FSDP2 that the reference trainer does not use."""
 
 from conformance.experiments.fsdp_api import Wrong, use_methods, use_options
 from conformance.judge.law import law

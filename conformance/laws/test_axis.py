@@ -1,4 +1,4 @@
-"""AXIS: no axis of the matrix is dead."""
+"""AXIS: every axis of the matrix has an effect."""
 
 from conformance.judge.law import law
 from conformance.laws import compare

@@ -42,7 +42,7 @@ def test_checkpoint_is_resumed_on_another_mesh(run: Run, cell: Cell) -> None:
 
 @law("CKPT-3", reference=ASYNC_SAVE)
 def test_async_save_does_not_see_later_steps(run: Run, cell: Cell) -> None:
-    """What is saved while training goes on MUST be the state at the call, in every bit.
+    """A checkpoint saved while training goes on MUST be the state at the call, in every bit.
 
     Nothing is written before the next step has changed every parameter. Wrong if the save keeps the run's own tensors.
     """
@@ -81,8 +81,10 @@ def _require_same_tensors(record: Record, uninterrupted: Record, when: str) -> N
 
 
 def _state_of_no_step(record: Record, uninterrupted: Record, when: str) -> list[str]:
-    """Kinds of optimizer state that a run of skipped steps alone has only if it was resumed: torch saves zeros for it
-    (https://github.com/pytorch/pytorch/issues/164929)."""
+    """Return the kinds of optimizer state that only a resumed run has if all steps are skipped.
+
+    torch saves zeros for such state (https://github.com/pytorch/pytorch/issues/164929).
+    """
     begun = [kind for kind in _kinds(record, when) if kind not in _kinds(uninterrupted, when)]
     for kind in begun:
         nonzero = sum(int(tensor.count_nonzero()) for tensor in record.select(f"{when}/{kind}/").values())
@@ -91,7 +93,7 @@ def _state_of_no_step(record: Record, uninterrupted: Record, when: str) -> list[
 
 
 def _without_zero_counters(group: OptimizerGroup) -> OptimizerGroup:
-    """A group without step counters at zero, which come with the state of no step."""
+    """Return a group without step counters at zero, which come with the state of no step."""
     return replace(group, steps=[count for count in group.steps if count])
 
 

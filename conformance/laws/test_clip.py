@@ -1,4 +1,4 @@
-"""CLIP: gradients are clipped by the norm of all of them, on every rank alike; by the trainer, and by torch itself."""
+"""CLIP: the trainer and torch itself clip gradients by the norm of all gradients, equally on every rank."""
 
 import math
 from collections.abc import Mapping
@@ -104,8 +104,8 @@ def _scaled(gradients: Mapping[str, Tensor], factor: float) -> dict[str, Tensor]
 def test_error_if_nonfinite_stops_every_rank(measure: Measure, cell: Cell) -> None:
     """A gradient that is not finite on one rank MUST raise an error on every rank if asked to, and otherwise on none.
 
-    A rank that raises alone leaves the others waiting in their next collective. NaN and infinity, in what a rank
-    computes before gradients are reduced, and in a shard afterwards, where replicas do not have it.
+    A rank that raises alone leaves the others waiting in their next collective. NaN and infinity are put into a rank's
+    gradient before gradients are reduced, and into a shard afterwards, where replicas do not have them.
     """
     ranks = measure(clip_non_finite, cell)
     wrong = []
@@ -119,7 +119,7 @@ def test_error_if_nonfinite_stops_every_rank(measure: Measure, cell: Cell) -> No
 def _agree(situation: str, outcomes: list[ClipOutcome]) -> bool:
     if situation.startswith("raise/"):
         return all(outcome.raised for outcome in outcomes)
-    spread = "/backward/" in situation  # then the norm of every rank must tell
+    spread = "/backward/" in situation  # the norm of every rank must be non-finite then
     return not any(outcome.raised or (spread and outcome.norm_is_finite) for outcome in outcomes)
 
 
@@ -176,7 +176,10 @@ def test_collectives_of_clipping(run: Run, cell: Cell) -> None:
 
 
 def _sent(event: Event | Collective, *, untold: bool) -> tuple[str, str, int, str, str | None]:
-    """Up to torch 2.8 an imperative reduction does not tell its operation: what came out is CLIP-1's to judge."""
+    """Return an event to compare, without the operation that imperative reductions of torch up to 2.8 do not tell.
+
+    CLIP-1 judges the result of such a reduction.
+    """
     return event.kind, event.group, event.numel, event.dtype, UNKNOWN if untold else event.reduce_op
 
 

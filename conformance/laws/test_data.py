@@ -1,4 +1,4 @@
-"""DATA: on which samples each rank trains."""
+"""DATA: the samples on which each rank trains."""
 
 from conformance.instruments.capture import fingerprint
 from conformance.instruments.facts import RankFacts
@@ -19,7 +19,7 @@ def test_each_data_parallel_coordinate_sees_its_samples(run: Run, cell: Cell) ->
     the global batch once, in order.
 
     Wrong if data is distributed by the rank in the world, if all ranks see the same, or tensor-parallel ranks do not.
-    Both what the trainer takes and what the model is called with is compared.
+    The batches that the trainer takes and the inputs of the model are compared.
     """
     config, mesh = cell.config, Mesh.parse(cell.mesh)
     batches = Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
@@ -39,7 +39,7 @@ def test_each_data_parallel_coordinate_sees_its_samples(run: Run, cell: Cell) ->
 
 
 def _by_coordinate(batch: Batch, mesh: Mesh) -> list[dict[str, str]]:
-    """Digests of consecutive samples for each coordinate: replicas are the outer index, shards the inner."""
+    """Return digests of consecutive samples for each coordinate: replicas are the outer index, shards the inner."""
     inputs, labels = (tensor.chunk(mesh.dp_replicate * mesh.dp_shard) for tensor in batch)
     tokens = [fingerprint(chunk) for chunk in inputs]
     return [

@@ -1,4 +1,4 @@
-"""DT: a DTensor is the full tensor that its shards make up."""
+"""DT: a DTensor behaves like the full tensor that its shards make up."""
 
 from conformance.experiments.dtensor import operate, redistribute
 from conformance.judge.law import law

@@ -1,4 +1,4 @@
-"""ENV: the suite's own preconditions. They are judged first; if one fails, no other verdict means anything."""
+"""ENV: preconditions of the suite, judged first; if one of them fails, no other verdict means anything."""
 
 from conformance.experiments.environment import RankEnvironment, probe, surroundings
 from conformance.judge.law import law
@@ -9,12 +9,13 @@ from conformance.plan.cells import Cell
 from conformance.plan.substrates import CUDA
 
 _MIN_AVAILABLE_BYTES = 1 << 30
-"""A floor for the smallest worlds, chosen, not derived: pytest and the oracles need memory besides the ranks."""
+"""Minimum for the smallest worlds, chosen and not derived: pytest and the oracles need memory too."""
 _RANK_BYTES = 300 << 20
-"""A rank's peak resident set in a run of the matrix's model: 284 to 289 MiB measured on dp4 and dp2-tp2 (torch 2.13.0,
-CPU), of which 55 MiB are its own; libraries are counted for each rank although they are shared."""
+"""Peak resident set of a rank in a run of the matrix's model: 284 to 289 MiB measured on dp4 and dp2-tp2 (torch 2.13.0,
+CPU), of which 55 MiB are its own; shared libraries are counted for each rank."""
 _MAX_CLOCK_SPREAD_S = 5.0
-"""Ranks leave a barrier at once; seconds apart means that their clocks, by which failures are ordered, are not one."""
+"""Largest difference of the ranks' clocks after a barrier; a larger one means that ranks, whose failures are ordered by
+time, do not share a clock."""
 
 
 @law("ENV-1", reference="https://docs.pytorch.org/docs/stable/distributed.html")
@@ -67,7 +68,7 @@ def test_machine_has_memory_and_one_clock(measure: Measure, cell: Cell) -> None:
 
 
 def _environments(measure: Measure, cell: Cell) -> list[RankEnvironment]:
-    """Facts of each rank of as many as the cell has."""
+    """Return the facts of each rank of a world of the cell's size."""
     return measure(probe, Cell(mesh=f"dp{cell.world_size}"))
 
 

@@ -1,4 +1,4 @@
-"""STREAM-3, STREAM-4, MEM-8: FSDP2 compared with FSDP1: the same numbers, and the memory that each needs for them."""
+"""STREAM-3, STREAM-4, MEM-8: FSDP2 compared with FSDP1, in its numbers and in its memory."""
 
 from conformance.bound import Bound, bound
 from conformance.experiments.device_memory import step_on_device
@@ -26,11 +26,10 @@ _PHASES = ("forward", "backward")
 
 @law("STREAM-3", reference=FSDP1)
 def test_fsdp1_and_fsdp2_compute_the_same(run: Run, cell: Cell) -> None:
-    """From the same weights FSDP1 and FSDP2 MUST compute the same gradients, but for the order of sums and for what one
-    of them rounds and the other does not; and FSDP1 MUST take each step as one process does that rounds alike, as is
-    asked of FSDP2.
+    """From the same weights FSDP1 and FSDP2 MUST compute the same gradients, but for the order of sums and for rounding
+    that only one of them does; and each step of FSDP1 MUST be that of one process that rounds alike, as for FSDP2.
 
-    The memory that they need for it can be compared only then.
+    Only then can their memory be compared.
     """
     older, newer = run(cell), run(with_fsdp2(cell))
     compare.bits(older.select("initial/parameter/"), newer.select("initial/parameter/"), name="initial weights")
@@ -42,8 +41,8 @@ def test_fsdp1_and_fsdp2_compute_the_same(run: Run, cell: Cell) -> None:
 
 @law("STREAM-4", reference=FSDP1_AND_FSDP2, since="2.8", substrates=CUDA)
 def test_fsdp2_active_peak_is_at_most_fsdp1s(measure: Measure, cell: Cell) -> None:
-    """While the host runs ahead of the device, the peak of what FSDP2 holds of it (`active`: in use, or freed but held
-    for a stream) MUST be at most FSDP1's, with limit_all_gathers and without.
+    """While the host runs ahead of the device, the peak of FSDP2's `active` memory (in use, or freed but held for a
+    stream) MUST be at most FSDP1's, with limit_all_gathers and without.
     """
     older, newer = (measure(step_on_device, of) for of in (cell, with_fsdp2(cell)))
     for rank, (of_fsdp1, of_fsdp2) in enumerate(zip(older, newer, strict=True)):
@@ -56,12 +55,12 @@ def test_fsdp2_active_peak_is_at_most_fsdp1s(measure: Measure, cell: Cell) -> No
 
 @law("MEM-8", reference=FSDP1_AND_FSDP2, substrates=SIMULATED)
 def test_fsdp2_holds_no_more_than_fsdp1_and_its_own_buffers(measure: Measure, cell: Cell) -> None:
-    """At its peaks in forward and in backward FSDP2 MUST hold at most what FSDP1 holds, and the buffers that it has of
-    its own instead of record_stream: outputs of all-gathers, inputs of reduce-scatters.
+    """FSDP2 MUST hold at its peaks in forward and in backward at most the memory that FSDP1 holds, and the buffers that
+    FSDP2 keeps instead of calling record_stream: outputs of all-gathers, inputs of reduce-scatters.
 
-    Parameters and optimizer state do not count. On the CPU, where no stream has to be waited for, what FSDP1 hands to
-    record_stream is there again at once, and limit_all_gathers changes nothing. That is the least that FSDP1 can need;
-    what it needs of a device is judged by STREAM-4.
+    Parameters and optimizer state do not count. On the CPU, which waits for no stream, memory that FSDP1 passes to
+    record_stream is free at once, and limit_all_gathers changes nothing. That is the least memory that FSDP1 can need;
+    STREAM-4 judges its memory on a device.
     """
     config, dims, shapes = sizes_of(cell)
     for_fsdp1, for_fsdp2 = (measure(profile_without_fsdp, of)[0] for of in (cell, with_fsdp2(cell)))
@@ -82,8 +81,11 @@ def test_fsdp2_holds_no_more_than_fsdp1_and_its_own_buffers(measure: Measure, ce
 
 
 def _distances(newer: Record, older: Record) -> dict[str, Bound]:
-    """Largest distance of the gradients at step 0: each from its emulation as sums in any order lead, and the
-    emulations by what only one of them rounds, such as gradients of norms from torch 2.15 on."""
+    """Return bounds on the distance of the gradients at step 0, by parameter.
+
+    Each gradient differs from its emulation by the order of sums, and the emulations by rounding that only one of them
+    has, such as that of norms' gradients from torch 2.15 on.
+    """
     masters = newer.select("step0/parameter/")
     configs = [record.cell.config for record in (newer, older)]
     new, old = (emulated_step(config, masters, step=0, device=newer.device_type) for config in configs)
@@ -94,7 +96,7 @@ def _distances(newer: Record, older: Record) -> dict[str, Bound]:
 
 
 def with_fsdp2(cell: Cell) -> Cell:
-    """Return the same run with FSDP2."""
+    """Return the cell with FSDP2 instead of FSDP1."""
     return cell.but(implementation="fsdp2", limit_all_gathers=True)
 
 

@@ -1,4 +1,4 @@
-"""INIT: however a model is built, every tensor is initialised, and to what the mesh has no say in."""
+"""INIT: however a model is built, every tensor is initialised, independently of the mesh."""
 
 from itertools import combinations
 
@@ -44,9 +44,8 @@ def test_to_empty_leaves_no_poison_after_initialisation(run: Run, cell: Cell) ->
 def test_initial_weights_do_not_depend_on_the_mesh(run: Run, cell: Cell) -> None:
     """Every initial tensor MUST equal the one-process initialisation in every bit, on every mesh.
 
-    Both put together from the ranks' shards and as `DTensor.full_tensor` gathers it.
-
-    Wrong if shards sample the same numbers, a layout is permuted, or a padded row is lost.
+    Full tensors are assembled from the ranks' shards, and gathered by `DTensor.full_tensor`. Wrong if shards sample the
+    same numbers, a layout is permuted, or a padded row is lost.
     """
     record, model = run(cell), initial_model(cell.config)
     parameters = {name: p.detach() for name, p in model.named_parameters()}
@@ -100,7 +99,7 @@ def _require_distinct_shards(record: Record) -> None:
 
 @law("INIT-4", reference=FULLY_SHARD)
 def test_init_strategies_end_in_the_same_state(run: Run, cell: Cell) -> None:
-    """Sharded before it is initialised or after, as a whole or layer by layer, sampled or loaded, a model MUST end with
+    """Sharded before it is initialised or after, at once or layer by layer, sampled or loaded, a model MUST end with
     the same weights, buffers, groups, shards and dtypes.
 
     Wrong if a strategy leaves a tensor behind, shards it otherwise, or samples in another order.
@@ -117,10 +116,10 @@ def test_init_strategies_end_in_the_same_state(run: Run, cell: Cell) -> None:
 
 @law("INIT-5", reference=TO_EMPTY)
 def test_poison_is_seen_in_every_tensor(run: Run, cell: Cell) -> None:
-    """As a control, before initialisation INIT-1 MUST see every element of every parameter and buffer as forgotten.
+    """Before initialisation INIT-1 MUST, as a control, see every element of every parameter and buffer as forgotten.
 
-    Each rank counts poison once more before anything is initialised: had `init_weights`, or the rule of one buffer,
-    been left out, this is what would be there at the end.
+    Each rank also counts poison before anything is initialised: that count is what INIT-1 would find at the end if
+    `init_weights`, or the rule of one buffer, were left out.
     """
     for facts in run(cell).ranks:
         missed = {name: number for name, number in facts.poisoned.items() if facts.noticed_poison.get(name) != number}

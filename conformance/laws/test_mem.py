@@ -1,4 +1,4 @@
-"""MEM: what is held in each phase is what the cell needs, no more and no less."""
+"""MEM: the memory held in each phase is what the cell needs, no more and no less."""
 
 from itertools import pairwise
 
@@ -33,8 +33,8 @@ MEMORY_STATS = "https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory
 
 @law("MEM-1", reference=RESHARD_AFTER_FORWARD, substrates=SIMULATED)
 def test_memory_of_a_simulated_world_matches_the_model(measure: Measure, cell: Cell) -> None:
-    """The most that a rank holds in each phase, and what is left after forward and after the step, MUST be what the
-    cell's groups, activations, gradients and optimizer need: between bounds at most 2 % apart.
+    """Peak memory of a rank in each phase, and memory held after forward and after the step, MUST be what the cell's
+    groups, activations, gradients and optimizer need: between bounds at most 2 % apart.
 
     Wrong if a group is not resharded, a buffer is kept too long, all-gathered too early or never freed.
     """
@@ -44,9 +44,9 @@ def test_memory_of_a_simulated_world_matches_the_model(measure: Measure, cell: C
 
 @law("MEM-2", reference=PROFILER, substrates=("gloo",))
 def test_gloo_allocates_copies_of_full_buffers(measure: Measure, cell: Cell) -> None:
-    """What gloo allocates for itself MUST be a copy of the full buffer of an all-gather or a reduce-scatter.
+    """Memory that gloo allocates for itself MUST be a copy of the full buffer of an all-gather or a reduce-scatter.
 
-    The copy is a term of its own, and not part of what MEM-3 judges.
+    MEM-3 does not judge this copy.
     """
     config, dims, shapes = sizes_of(cell)
     largest = max(group_bytes(config, dims, shapes).values())
@@ -62,14 +62,14 @@ def test_gloo_allocates_copies_of_full_buffers(measure: Measure, cell: Cell) -> 
 
 @law("MEM-3", reference=RESHARD_AFTER_FORWARD, substrates=("gloo",))
 def test_memory_on_every_rank_matches_the_model(measure: Measure, cell: Cell) -> None:
-    """On each rank of a real world the most that is held in forward and in backward MUST be what the cell needs:
-    between bounds at most 10 % apart.
+    """Peak memory in forward and in backward, on each rank of a real world, MUST be what the cell needs: between bounds
+    at most 10 % apart.
 
-    Above what the model says only what the backend's threads have not released yet. Each process group has threads of
-    its own, which may hold the buffer of their last operator: one of the largest group of parameters, in forward, where
-    nothing is reduced, in the dtype of computation; and one of tensor parallelism. What they release out of sight is
-    noticed when the memory is used again: in forward and backward at once, later not, so that the phases after them are
-    judged in simulation alone (MEM-1).
+    It may exceed the memory model only by buffers that the backend's threads have not released yet. Each process group
+    has threads of its own, which may hold the buffer of their last operator: a buffer of the largest group of
+    parameters (in forward, where nothing is reduced, in the dtype of computation), and one of tensor parallelism. A
+    release in such a thread is noticed when the memory is used again: in forward and backward at once, in later phases
+    not, which are judged in simulation only (MEM-1).
     """
     for rank, memory in enumerate(measure(step_on_ranks, cell)):
         bounds = phase_bounds(measure, cell, in_flight=True)
@@ -96,10 +96,10 @@ def test_reshard_after_forward_keeps_the_groups_of_its_mode(measure: Measure, ce
 
 @law("MEM-5", reference=RESHARD_AFTER_FORWARD, substrates=SIMULATED)
 def test_memory_is_linear_in_the_layers(measure: Measure, cell: Cell) -> None:
-    """What is held after forward MUST grow with each layer by its activations, and by its unsharded parameters if they
-    are kept; what is left without layers MUST be that of embedding, norm and output: slope and intercept.
+    """Memory held after forward MUST grow with each layer by its activations, and by its unsharded parameters if they
+    are kept (slope); the memory without layers MUST be that of embedding, norm and output (intercept).
 
-    From a model of eight layers and one of four. Wrong if what belongs to each layer is held once, or the reverse.
+    Computed from a model of eight layers and one of four. Wrong if memory of each layer is held once, or the reverse.
     """
     deep, half = cell, cell.but(model="half")
     config, dims, shapes = sizes_of(deep)
@@ -121,7 +121,7 @@ def test_memory_is_linear_in_the_layers(measure: Measure, cell: Cell) -> None:
 
 @law("MEM-6", reference=RESHARD_AFTER_FORWARD, substrates=SIMULATED)
 def test_memory_does_not_grow_over_steps(measure: Measure, cell: Cell) -> None:
-    """A step MUST leave nothing behind, and the 50th step MUST need what the second does, in every phase."""
+    """A step MUST leave no memory behind, and the 50th step MUST need as much as the second, in every phase."""
     (growth,) = measure(growth_in_simulation, cell)
     second, fiftieth = usage_of(growth.second), usage_of(growth.fiftieth)
     for name, usage in (("second", second), ("50th", fiftieth)):
@@ -135,7 +135,7 @@ def test_memory_does_not_grow_over_steps(measure: Measure, cell: Cell) -> None:
 
 @law("MEM-7", reference=RESHARD_AFTER_FORWARD, substrates=SIMULATED)
 def test_reshard_modes_are_ordered_by_peak(measure: Measure, cell: Cell) -> None:
-    """The peak of a step MUST NOT be lower if more is kept: never >= except-last >= default >= always."""
+    """The peak of a step MUST NOT be lower if more groups are kept: never >= except-last >= default >= always."""
     modes = ("always", "default", "except-last", "never")
     peaks = {mode: _peak_bytes(measure, cell.but(reshard=mode)) for mode in modes}
     wrong = [f"{a} {peaks[a]} is above {b} {peaks[b]}" for a, b in pairwise(modes) if peaks[a] > peaks[b]]

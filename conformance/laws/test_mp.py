@@ -1,4 +1,4 @@
-"""MP: dtypes are what was asked for, read where they are used, and so are the bytes on the wire."""
+"""MP: dtypes are those of the precision, read where tensors are used, and so are the bytes on the wire."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -27,7 +27,7 @@ TENSOR_PARALLEL = "https://docs.pytorch.org/docs/stable/distributed.tensor.paral
 
 _BUFFERS = ("rope_table/", "initial_buffer/", "final_buffer/")
 _MASTERS = ("initial_parameter/", "final_parameter/", "gradient/", "optimizer_state/")
-"""Things that the optimizer works on and keeps."""
+"""Kinds of tensors that the optimizer reads and updates."""
 
 
 @law("MP-1", reference=MIXED_PRECISION)
@@ -43,7 +43,7 @@ def test_dtypes_are_those_of_the_mixed_precision_policy(run: Run, cell: Cell) ->
     for facts in run(cell).ranks:
         _compare(facts.dtypes, expected, name="dtypes", rank=facts.rank)
         sent = step_events(config, dims, tp_rank=facts.mesh_coordinate.get("tp", 0))
-        seen = (collective for collective in facts.collectives if collective.phase != "build")  # as MP-4, only steps
+        seen = (collective for collective in facts.collectives if collective.phase != "build")  # steps only, like MP-4
         _compare(_wire_dtypes(seen), _wire_dtypes(sent), name="dtypes on the wire", rank=facts.rank)
 
 
@@ -69,7 +69,7 @@ def test_mixed_precision_builds_differ_in_starting_weights_alone(run: Run, measu
 
 
 def _stored(sampled: Tensor, cell: Cell) -> Tensor:
-    """A weight as the way to build leaves it: through bf16, or as it was sampled."""
+    """Return a weight as the cell's way of building leaves it: rounded to bf16, or as it was sampled."""
     return sampled.to(torch.bfloat16).float() if cell.precision == "bf16-init" else sampled
 
 
@@ -143,9 +143,9 @@ def test_master_weights_are_fp32(run: Run, cell: Cell) -> None:
 
 @law("MP-6", reference=FULLY_SHARD, since="2.13")
 def test_mixed_precision_policy_casts_inputs_and_outputs(measure: Measure, cell: Cell) -> None:
-    """With `cast_forward_inputs`, floating-point inputs of a module MUST be cast to `param_dtype`, wherever they are
-    inside of its arguments, and with `output_dtype` its outputs to that; integers and, without, all else MUST be left
-    alone, and gradients have the dtypes of what they are gradients of.
+    """Floating-point inputs of a module MUST be cast to `param_dtype` with `cast_forward_inputs`, at any depth inside
+    of its arguments, and outputs to `output_dtype` if that is set; integers, and without these options all tensors,
+    MUST keep their dtypes, and gradients have the dtypes of the tensors that they belong to.
     """
     for rank, by_policy in enumerate(measure(cast_inputs_and_outputs, cell)):
         for policy, dtypes in by_policy.items():
@@ -173,7 +173,7 @@ def _cast_dtypes(casts: str, output: str) -> dict[str, str]:
 
 
 def _compare(measured: Mapping[str, list[str]], expected: Mapping[str, list[str]], *, name: str, rank: int) -> None:
-    """Require that every expected thing was seen, nothing else, and each with what is expected of it."""
+    """Require that every expected thing was seen, with the expected values, and no other thing."""
     __tracebackhide__ = True
     wrong = [
         f"{thing}: measured {_listed(measured, thing)}, expected {_listed(expected, thing)}"
@@ -193,7 +193,7 @@ def _only(kinds: tuple[str, ...], dtypes: Mapping[str, list[str]]) -> dict[str, 
 
 
 def _wire_dtypes(collectives: Iterable[Event | Collective]) -> dict[str, list[str]]:
-    """Dtypes by what is sent; sizes tell apart what else is alike, as a loss parallel's sums and activations are."""
+    """Return the dtypes of collectives by phase, kind, size and group; sums of loss parallel differ only in size."""
     seen: dict[str, set[str]] = {}
     for sent in collectives:
         seen.setdefault(f"{sent.phase}: {sent.kind} of {sent.numel} over {sent.group}", set()).add(sent.dtype)

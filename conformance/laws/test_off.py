@@ -1,4 +1,4 @@
-"""OFF: parameters that are offloaded to the CPU are trained like those that are not."""
+"""OFF: parameters that are offloaded to the CPU are trained like parameters that are not."""
 
 from collections.abc import Mapping
 
@@ -24,10 +24,10 @@ def test_cpu_offload_run_equals_one_without(run: Run, cell: Cell) -> None:
     """Norm, clipped gradients and optimizer steps of an offloaded run MUST equal those of the run without offload; in
     every bit if both compute on one kind of device.
 
-    On a CUDA device the first gradients MUST be equal in every bit, and what the CPU makes of these and of all later
-    ones MUST be what one process makes of them: its norms and steps are rounded otherwise. One law, since the first of
-    them to fail hides the others. Wrong if gradients are not clipped on the CPU, or by a rank's own norm, if the next
-    micro-batch overwrites them, or if what steps is not what is gathered.
+    On a CUDA device the first gradients MUST be equal in every bit, and the CPU's norms and steps, which are rounded
+    otherwise, MUST be those of one process on the same gradients. One law, since the first difference causes all
+    others. Wrong if gradients are not clipped on the CPU, or by a rank's own norm, if the next micro-batch overwrites
+    gradients, or if the parameters that step are not those that are gathered.
     """
     record, other = run(cell), run(cell.but(offload="none", pin_memory=False))
     if record.device_type == "cuda":
@@ -66,7 +66,7 @@ def test_cpu_offload_state_is_in_host_memory(run: Run, cell: Cell) -> None:
 
 
 def _report_state(record: Record) -> None:
-    """Report how many bytes of state rank 0 holds; where they are is judged."""
+    """Record the bytes of state that rank 0 holds; the law judges only their places."""
     kinds = {"parameters": "final/parameter/", "gradients": "step0/gradient/", "optimizer state": "final/exp_avg"}
     for name, prefix in kinds.items():
         held = sum(tensor.nbytes for key, tensor in record.shards[0].items() if key.startswith(prefix))

@@ -1,4 +1,4 @@
-"""PAR: a parallel run computes what one process computes, whatever moves its data, in fp32 and in bf16."""
+"""PAR: a parallel run computes what one process computes, with any movement of data, in fp32 and in bf16."""
 
 import torch
 from torch import Tensor
@@ -86,7 +86,7 @@ def test_mixed_precision_error_equals_that_of_its_emulation(run: Run, cell: Cell
 
 @law("PAR-4", reference=FULLY_SHARD)
 def test_reshard_prefetch_and_checkpointing_change_no_bit(run: Run, cell: Cell) -> None:
-    """What only moves or repeats (reshard mode, prefetching, activation checkpointing) MUST NOT change a bit of
+    """Settings that only move or repeat (reshard mode, prefetching, activation checkpointing) MUST NOT change a bit of
     gradients or final state.
 
     Wrong if a group is used before it is all-gathered, or after it was freed or became stale, or if what activation
@@ -181,7 +181,7 @@ def test_repeated_run_is_bitwise_equal(run: Run, cell: Cell) -> None:
 
 @law("PAR-9", reference=FULLY_SHARD)
 def test_integer_model_is_exact_on_every_mesh(run: Run, cell: Cell) -> None:
-    """With whole numbers, whose sums are exact in any order, a run MUST equal one process in every bit on any mesh.
+    """A run on integers, whose sums are exact in any order, MUST equal one process in every bit on any mesh.
 
     Wrong by the smallest error of scale, order or layout: there is no rounding that could hide it.
     """

@@ -1,4 +1,4 @@
-"""RS: what is all-gathered, reduced and freed, and when."""
+"""RS: all-gathers, reductions and releases of parameters, and their points in time."""
 
 from conformance.instruments.facts import RankFacts
 from conformance.judge.law import law

@@ -1,4 +1,4 @@
-"""STREAM: how torch keeps memory alive that another stream still uses."""
+"""STREAM: memory that torch keeps alive because another stream still uses it."""
 
 import torch
 
@@ -22,9 +22,9 @@ def test_avoid_record_streams_variable_changes_nothing(run: Run, measure: Measur
     """Whatever TORCH_NCCL_AVOID_RECORD_STREAMS says, a run MUST be the same as without it: in every bit, in all
     collectives, and in the memory of each phase.
 
-    From torch 2.8 on nothing but a warning depends on the variable; that the ranks had it before they made their
-    process group is looked at first. Memory is that of a simulated world: what the allocator of a GPU does with blocks
-    in use by several streams is not seen here.
+    From torch 2.8 on nothing but a warning depends on the variable. AXIS-1's proof is repeated first: ranks had the
+    variable before they made their process group. Memory is that of a simulated world, without the blocks that several
+    streams of a GPU use.
     """
     unset = cell.but(record_streams="unset")
     record, other = run(cell), run(unset)
@@ -42,12 +42,12 @@ def test_avoid_record_streams_variable_changes_nothing(run: Run, measure: Measur
 
 @law("STREAM-2", reference=AVOID_RECORD_STREAMS, substrates=CUDA)
 def test_record_stream_holds_nothing(measure: Measure, cell: Cell) -> None:
-    """What the allocator of a device holds at its peak for streams that have not caught up, `active` above `allocated`,
-    MUST be nothing, although the host runs ahead of the device: whatever TORCH_NCCL_AVOID_RECORD_STREAMS says, up to
-    torch 2.7 if it is 1.
+    """Memory that the caching allocator holds at its peak for streams that have not caught up (`active` above
+    `allocated`) MUST be zero, although the host runs ahead of the device: with any value of
+    TORCH_NCCL_AVOID_RECORD_STREAMS, up to torch 2.7 if it is 1.
 
-    Neither FSDP2 nor, as it says since 2.8, the process group calls record_stream. Before, without the variable, what
-    asynchronous collectives of tensor parallelism use is held: nothing to judge there.
+    Neither FSDP2 nor, as torch says since 2.8, the process group calls record_stream. Before 2.8, without the variable,
+    the buffers of asynchronous collectives of tensor parallelism are held, and nothing can be judged.
     """
     if cell.record_streams != "1" and release(str(torch.__version__)) < (2, 8):
         raise Unsupported(f"up to torch 2.7 memory is held unless {RECORD_STREAMS} is 1; this is {torch.__version__}")
@@ -62,8 +62,8 @@ def test_delayed_collectives_and_copies_change_no_bit(run: Run, measure: Measure
     """Whatever is delayed - all-gathers, reduce-scatters, all-reduces, copies between device and host, or all of them,
     on the last rank, or on the streams of a device - a run MUST be the same in every bit.
 
-    Wrong if something is used before it is there, or handed out again while it is in use. On a device freed memory is
-    filled with NaN meanwhile.
+    Wrong if a tensor is used before it is complete, or its memory is handed out again while it is in use. On a device,
+    freed memory is filled with NaN meanwhile.
     """
     record = run(cell)
     for facts, delayed in zip(record.ranks, measure(train_with_delays, cell), strict=True):

@@ -39,7 +39,7 @@ class DtypePolicy:
 
 
 def _unset_reduce_dtype(torch_version: str) -> str:
-    """What `reduce_dtype=None` means: `param_dtype`; from 2.15 on the dtype of the sharded parameters, fp32.
+    """Return the dtype that `reduce_dtype=None` means: `param_dtype`; from 2.15 on that of sharded parameters, fp32.
 
     Source: `versionchanged` in the documentation of `MixedPrecisionPolicy`.
     """

@@ -175,7 +175,7 @@ class Walk:
             self._note((before + 2 * shard) * self._master)
 
     def _scalars_of_norms(self) -> int:
-        """For each parameter: its norm, the norm in a stack, and the reductions of the stack over the mesh.
+        """Return the number of scalars: norms, the norms in a stack, and reductions of the stack over the mesh.
 
         Up to torch 2.9 the stack is left pending. The norm of a parameter that is replicated over tensor-parallel ranks
         is then put into the stack as a partial sum.

@@ -146,13 +146,14 @@ class _Traffic:
             self._issue("forward", "all_gather", self._tokens * -(-self._config.model.vocab_size // self._tp))
 
     def _replicated_gradients(self, norms: int, micro_batch: int) -> None:
-        """With sequence parallelism each rank has a partial sum of the gradient of a norm's weight, over its tokens.
+        """Issue the reductions over `tp` of norms' gradients, which sequence parallelism leaves as partial sums.
 
-        FSDP reduces it over `tp` when it takes the gradient to reduce it itself (FSDPParam._get_grad_inner_tensor), in
-        the gradient's dtype: that of computation, or the dtype in which micro-batches have been accumulated, which from
-        2.15 on is that of all gradients of norms (`VersionTraits.gradients_have_own_dtypes`). Biases of wo and w2,
-        unlike Megatron's, cost nothing: DTensor adds a share of them on each rank before the reduction, so that their
-        gradient comes from what backward has gathered and is complete on every rank.
+        Each rank has the sum over its tokens. FSDP reduces it over `tp` when it takes the gradient to reduce it itself
+        (FSDPParam._get_grad_inner_tensor), in the gradient's dtype: that of computation, or the dtype in which
+        micro-batches have been accumulated, which from 2.15 on is that of all gradients of norms
+        (`VersionTraits.gradients_have_own_dtypes`). Biases of wo and w2, unlike Megatron's, cost nothing: DTensor adds
+        a share of them on each rank before the reduction, so that their gradient comes from what backward has gathered
+        and is complete on every rank.
         """
         reduces, _ = communicates(self._config, micro_batch)
         if not self._config.sequence_parallel or not reduces:

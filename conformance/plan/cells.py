@@ -16,7 +16,9 @@ from reference_trainer.strict_yaml import allowed, explain
 RECORD_STREAMS = "TORCH_NCCL_AVOID_RECORD_STREAMS"
 """Variable of torch 2.1 to 2.14 for NCCL; has an effect up to 2.7 (torch/distributed, PR 150398)."""
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""The first is read from torch 2.9 on, the second by all versions; both, so that it does not matter which one wins.
+"""Variables that configure the caching allocator: the first is read from torch 2.9 on, the second by all versions.
+
+Cells set both to the same value, so that precedence does not matter.
 https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf"""
 AxisValue = str | int | float | bool
 
@@ -24,8 +26,8 @@ AxisValue = str | int | float | bool
 class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
     """One point of the matrix.
 
-    The defaults are part of the ids, and so must never change; `defaults` of matrix.yaml are another matter.
-    Raises AxisError for a value that its axis does not have.
+    The defaults are part of the ids and must never change; `defaults` of matrix.yaml are another matter. Raises
+    AxisError for a value that its axis does not have.
     """
 
     mesh: str = "dp2"
@@ -33,74 +35,84 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     precision: Literal[
         "fp32", "bf16-mp", "bf16-init", "bf16-reduce", "bf16-params", "bf16-mixed", "fp16-mp", "fp16-reduce"
     ] = "fp32"
-    """`bf16-mp`: fp32 master weights, computation in bf16, gradients reduced in fp32. `bf16-init`: the same, after
-    building and initialising in bf16. `bf16-reduce`: gradients reduced in bf16. `bf16-params`: in what torch chooses,
-    see `oracles.dtype_policy`. `bf16-mixed`: only norms have fp32 master weights, the others bf16. `fp16-mp`: as
-    bf16-mp, but in fp16, of a scaled loss. `fp16-reduce`: gradients reduced in fp16, too."""
+    """Dtypes of master weights, computation and reduction.
+
+    `bf16-mp`: fp32 master weights, computation in bf16, gradients reduced in fp32. `bf16-init`: as bf16-mp, after
+    building and initialising in bf16. `bf16-reduce`: gradients reduced in bf16. `bf16-params`: gradients reduced in the
+    dtype that torch chooses, see `oracles.dtype_policy`. `bf16-mixed`: norms have fp32 master weights, all other
+    parameters bf16. `fp16-mp`: as bf16-mp, but computation in fp16 with a scaled loss. `fp16-reduce`: gradients reduced
+    in fp16 too."""
     loss_scale: Literal["fits", "overflows"] = "fits"
-    """By what a precision of fp16 multiplies the loss: at first by little, or by so much that steps are skipped."""
+    """Initial loss scale of an fp16 precision: one that fits, or one so large that the first steps are skipped."""
     tf32: bool = False
-    """Whether a CUDA device rounds the factors of fp32 products to TF32."""
+    """True if a CUDA device rounds the factors of fp32 products to TF32."""
     reshard: Literal["always", "never", "default", "except-last", "k2", "table", "auto"] = "default"
-    """Whether parameters are resharded after forward. `default`: in all groups but norm and output; `except-last`: nor
-    in the last block; `k2`: to two ranks; `table`: group by group, by regular expressions; `auto`: as memory allows."""
+    """Groups of parameters that are resharded after forward.
+
+    `default`: all groups but norm and output. `except-last`: nor the last block. `k2`: all groups, to shards over two
+    ranks. `table`: chosen by regular expressions. `auto`: as few as memory allows."""
     init: Literal["meta", "full", "layerwise", "checkpoint"] = "meta"
-    """How the sharded model gets its first weights."""
+    """Way in which the sharded model gets its initial weights."""
     weights: Literal["safetensors", "hf", "dcp", "rank0"] = "safetensors"
-    """With init=checkpoint, the format: the trainer's, that of Hugging Face's Llama in several files, or of
-    torch.distributed.checkpoint; `rank0`: the trainer's, read by rank 0 alone and broadcast."""
+    """Format of the weights that init=checkpoint loads.
+
+    `safetensors`: the trainer's. `hf`: Hugging Face's Llama, in several files. `dcp`: torch.distributed.checkpoint.
+    `rank0`: the trainer's, read by rank 0 alone and broadcast."""
     model: Literal["tiny", "even", "uneven", "uneven-tp", "integer", "deep", "half", "wide"] = "tiny"
-    """Name of the workload: sizes that divide evenly or not, a model that computes whole numbers, exactly, one with
-    more layers, beside which one layer or one parameter is small, the same with half of them, or one that divides among
-    1024 ranks."""
+    """Name of the workload.
+
+    `tiny`: the usual one. `even`: all sizes divide evenly. `uneven`, `uneven-tp`: shards differ in size over
+    data-parallel ranks, or over both kinds of ranks. `integer`: computes with small integers, exactly. `deep`: so many
+    layers that one layer or one parameter is small compared with the model. `half`: as deep, with half of the layers.
+    `wide`: can be sharded over 1024 ranks."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """Name of the optimizer."""
     clip: Annotated[float, Meta(ge=0.0, le=sys.float_info.max)] = 1.0
     """Maximum norm of the gradients; 0.0: no clipping."""
     norm_type: Literal["2", "1", "3", "inf"] = "2"
-    """Which norm of the gradients is taken."""
+    """Order of the norm by which gradients are clipped."""
     foreach_clip: bool = True
-    """Whether clipping works on many tensors at once, or on one after the other."""
+    """True if clipping works on lists of tensors (`foreach`), False if on one tensor after the other."""
     accumulation: Literal[1, 2, 4] = 1
     """Number of micro-batches per step."""
     forward_prefetch: Literal[0, 1, 2] = 0
-    """Number of groups that a group gathers ahead in forward; 0: FSDP's default, which is none."""
+    """Number of groups that a group prefetches in forward; 0: FSDP's default, which is none."""
     backward_prefetch: Literal[0, 1, 2] = 0
-    """Number of groups that a group gathers ahead in backward; 0: FSDP's default, which is one."""
+    """Number of groups that a group prefetches in backward; 0: FSDP's default, which is one."""
     gradient_sync: Literal["each", "last", "all-reduce-last"] = "each"
-    """After which micro-batches gradients are reduced; `all-reduce-last` postpones the all-reduce of HSDP alone."""
+    """Micro-batches after which gradients are reduced; `all-reduce-last` postpones the all-reduce of HSDP alone."""
     offload: Literal["none", "cpu"] = "none"
-    """`cpu`: sharded parameters, gradients and optimizer state are in host memory."""
+    """Memory of sharded parameters, gradients and optimizer state; `cpu`: host memory."""
     pin_memory: bool = False
-    """Whether that memory is page-locked."""
+    """True if the host memory of offloaded state is page-locked."""
     record_streams: Literal["unset", "0", "1"] = "unset"
-    """What the ranks find in TORCH_NCCL_AVOID_RECORD_STREAMS."""
+    """Value of TORCH_NCCL_AVOID_RECORD_STREAMS in the environment of the ranks."""
     expandable_segments: Literal["unset", "0", "1"] = "unset"
-    """Whether the allocator of a device is told to have segments that grow, or to have none; needs a device."""
+    """Setting `expandable_segments` of the caching allocator, on or off; needs a CUDA device."""
     sequence_parallel: bool = True
-    """Whether tensor parallelism also splits norms and residuals along the sequence."""
+    """True if tensor parallelism also shards norms and residuals along the sequence."""
     norms_in_tp: bool = True
-    """Without sequence parallelism: whether norms take part in tensor parallelism, or are on the data-parallel mesh."""
+    """True if norms take part in tensor parallelism; False, without sequence parallelism, puts them on the dp mesh."""
     loss_parallel: bool = False
-    """Whether the loss is computed on logits split along the vocabulary."""
+    """True if the loss is computed on logits sharded along the vocabulary."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
-    """What each block recomputes in backward; `selective`: all but matrix products and attention."""
+    """Operators that each block recomputes in backward; `selective`: all but matrix products and attention."""
     compile: bool = False
-    """Whether the blocks are compiled."""
+    """True if the blocks are compiled."""
     tied_embeddings: bool = False
-    """Whether the output layer shares the weight of the embedding."""
+    """True if the output layer shares the weight of the embedding."""
     dropout: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.0
     """Probability of dropping an activation."""
     schedule: Literal["constant", "cosine"] = "constant"
-    """Learning rate: the same in all steps, or warmed up and then falling on a cosine."""
+    """Schedule of the learning rate: constant, or warm-up and then cosine decay."""
     saved_on: str = "none"
-    """Mesh of a run that saves its state after half of the steps and stops, or `same`; new processes go on."""
+    """Mesh of a run that saves its state after half of the steps, or `same`; new processes resume it."""
     saving: Literal["blocking", "async"] = "blocking"
-    """`async`: the run that saves trains on before anything of its state is written."""
+    """Way of saving; `async`: the run trains on before any of its state is written."""
     implementation: Literal["fsdp2", "fsdp1"] = "fsdp2"
-    """`fsdp1`: FullyShardedDataParallel, to compare with."""
+    """API that shards the model; `fsdp1`: FullyShardedDataParallel, for comparison."""
     limit_all_gathers: bool = True
-    """With fsdp1, whether the host waits before it gathers far ahead of the device."""
+    """True if the host of an fsdp1 run waits before it issues all-gathers far ahead of the device."""
     steps: Annotated[int, Meta(ge=1)] = 3
     """Number of optimizer steps."""
     seed: Annotated[int, Meta(ge=0)] = 0
@@ -112,7 +124,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def id(self) -> str:
-        """The readable, stable and unique name of this cell, in `[a-z0-9_.+-]`."""
+        """Readable, stable and unique name of this cell, in `[a-z0-9_.+-]`."""
         tags = [
             tag(getattr(self, name))
             for name, tag in _TAGS.items()
@@ -132,29 +144,29 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def saver(self) -> "Cell":
-        """The run whose state this one goes on from."""
+        """Cell whose run saves the state that this cell's run resumes."""
         return self if self.saved_on == "same" else self.but(mesh=self.saved_on)
 
     @property
     def steps_before_save(self) -> int:
-        """Steps of the run whose state this one goes on from; 0 if it begins anew."""
+        """Number of steps before the state is saved that this cell's run resumes; 0 if it starts from step 0."""
         return self.steps // 2 if self.saved_on != "none" else 0
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables that its ranks have before they make their process group."""
-        found: dict[str, str] = {} if self.record_streams == "unset" else {RECORD_STREAMS: self.record_streams}
+        """Environment variables that the ranks have before they make their process group."""
+        variables: dict[str, str] = {} if self.record_streams == "unset" else {RECORD_STREAMS: self.record_streams}
         if self.expandable_segments != "unset":
             setting = f"expandable_segments:{self.expandable_segments == '1'}"
-            found |= dict.fromkeys(ALLOCATOR_VARIABLES, setting)
-        return found
+            variables |= dict.fromkeys(ALLOCATOR_VARIABLES, setting)
+        return variables
 
     def but(self, **changes: AxisValue) -> "Cell":
-        """A copy with other values; raises AxisError for an unknown axis or value."""
+        """Return a copy with other values; raises AxisError for an unknown axis or value."""
         return cell_from_axes({**msgspec.structs.asdict(self), **changes})
 
     def facts(self) -> dict[str, AxisValue]:
-        """All that can be asked of a cell: its id, its axes, and the sizes that follow from the mesh."""
+        """Return the facts that a selection can ask for: id, axes, and the sizes that follow from the mesh."""
         mesh = Mesh.parse(self.mesh)
         return {
             "id": self.id,
@@ -169,7 +181,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 _AXES = {field.name: field for field in msgspec.structs.fields(Cell)}
 _ALWAYS_IN_ID = ("mesh", "precision", "reshard", "init")
-# How the value of each axis is written in an id. A float is written by repr, which no two floats share.
+# How an id spells the value of each axis. A float is spelled by repr, which no two floats share.
 _TAGS: dict[str, Callable[[Any], str]] = {
     "mesh": str,
     "precision": lambda precision: precision.replace("-", ""),
@@ -209,18 +221,18 @@ _TAGS: dict[str, Callable[[Any], str]] = {
 
 
 def axis_names() -> tuple[str, ...]:
-    """The names of all axes, in the order of `Cell`."""
+    """Return the names of all axes, in the order of `Cell`."""
     return tuple(_AXES)
 
 
 def axis_choices(name: str) -> tuple[AxisValue, ...]:
-    """The allowed values of an axis that lists them; empty for a number, a bool, a mesh, or what is no axis."""
+    """Return the allowed values of an axis that lists them; none for a number, a bool, a mesh, and what is no axis."""
     type_ = _AXES[name].type if name in _AXES else None
     return get_args(type_) if get_origin(type_) is Literal else ()
 
 
 def axis_value(name: str, value: object) -> AxisValue:
-    """The value as the axis has it (an int becomes a float where the axis is one).
+    """Return the value in the type of the axis: an int becomes a float where the axis is one.
 
     Raises AxisError, with what is allowed, for an unknown axis or a value that it does not have.
     """
@@ -237,6 +249,6 @@ def axis_value(name: str, value: object) -> AxisValue:
 
 
 def cell_from_axes(axes: Mapping[str, object]) -> Cell:
-    """The cell with these values, and the defaults for the others; raises AxisError as `axis_value` does."""
+    """Return the cell with these values and the defaults of all other axes; raises AxisError as `axis_value` does."""
     values: dict[str, Any] = {name: axis_value(name, value) for name, value in axes.items()}
     return Cell(**values)

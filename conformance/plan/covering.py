@@ -1,4 +1,4 @@
-"""Covering arrays: few combinations of many axes, such that every t values of different axes meet in one of them.
+"""Covering arrays: few rows in which every combination of t values of different axes occurs.
 
 Most faults of software need no more than two or three factors to show (NIST SP 800-142, section 2), while all
 combinations of a dozen axes would be millions of cells.
@@ -15,24 +15,24 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Rule:
-    """A combination that must not be."""
+    """Combinations of values that no row may have."""
 
     axes: Collection[str]
-    """Those that decide."""
+    """Axes on which the rule depends."""
     forbids: Callable[[Row], bool]
-    """Asked with values of these axes, and maybe of others."""
+    """Predicate on a row that has values of these axes, and possibly of others."""
 
 
 def covering_rows(axes: Mapping[str, Sequence[Any]], *, strength: int, rules: Sequence[Rule]) -> list[dict[str, Any]]:
-    """Rows with a value of each axis; every combination of `strength` values that the rules allow is in one of them.
+    """Return rows with a value of each axis, in which every allowed combination of `strength` values occurs.
 
-    The same for the same input. Raises ValueError if there are fewer axes than `strength`.
+    Deterministic. Raises ValueError if there are fewer axes than `strength`.
     """
     if strength > len(axes):
-        raise ValueError(f"strength {strength} needs at least as many axes with several values, there are {len(axes)}")
+        raise ValueError(f"strength {strength} needs at least as many axes with several values; there are {len(axes)}")
 
     def named(row: Row) -> dict[str, Any]:
-        return {axis: axes[axis][place] for axis, place in row.items()}
+        return {axis: axes[axis][index] for axis, index in row.items()}
 
     constraints = [
         {
@@ -42,6 +42,6 @@ def covering_rows(axes: Mapping[str, Sequence[Any]], *, strength: int, rules: Se
         }
         for rule in rules
     ]
-    # Places instead of values: to covertable True and 1 would be the same.
-    places = {axis: list(range(len(values))) for axis, values in axes.items()}
-    return [named(row) for row in covertable.make(places, strength=strength, constraints=constraints)]
+    # Indices instead of values: to covertable True and 1 would be the same.
+    indices = {axis: list(range(len(values))) for axis, values in axes.items()}
+    return [named(row) for row in covertable.make(indices, strength=strength, constraints=constraints)]

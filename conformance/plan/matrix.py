@@ -24,106 +24,109 @@ _FACTS = Cell().facts()
 
 
 class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A mapping of the file; what is left out of the file is left out of the digest."""
+    """Mapping in the file; a key that the file leaves out is not in the digest."""
 
 
 class Family(_Entry, frozen=True, kw_only=True):
-    """Laws that are all checked on all combinations of some axes."""
+    """Laws that are all judged on all cells of a product, or of a covering array, of axis values."""
 
     laws: Annotated[list[LawId], Meta(min_length=1)]
     """Ids such as `PAR-1`."""
     axes: dict[str, Annotated[list[AxisValue], Meta(min_length=1)]]
-    """Values of each axis to combine, or to cover; the other axes have their defaults."""
+    """Values of each axis to combine or to cover; all other axes have their defaults."""
     cover: Annotated[int, Meta(ge=2)] | None = None
-    """Instead of all combinations take so few that every so many values of different axes meet in one of them."""
+    """Use a covering array of this strength (t-way) instead of the full product."""
     note: str | None = None
-    """Why these axes are combined."""
+    """Reason for which these axes are combined."""
 
 
 class Exclusion(_Entry, frozen=True, kw_only=True):
     """Cells that cannot exist."""
 
     when: Annotated[dict[str, AxisValue | Annotated[list[AxisValue], Meta(min_length=1)]], Meta(min_length=1)]
-    """A value, or several, of each axis or derived fact (`tp`, `world`); all of them must hold."""
+    """Value or list of values of each axis or derived fact (`tp`, `world`); the rule matches if all of them hold."""
     reason: Text
-    """Why they cannot exist."""
+    """Reason for which the cells cannot exist."""
     reference: Text
-    """Where PyTorch says so."""
+    """Source file or document of PyTorch that says so."""
 
     @property
     def axes(self) -> set[str]:
-        """Those that it depends on; derived facts follow from the mesh, and an id from all axes."""
+        """Axes on which the rule depends; derived facts follow from the mesh, and an id from all axes."""
         if "id" in self.when:
             return set(axis_names())
         return {name if name in axis_names() else "mesh" for name in self.when}
 
     def matches(self, cell: Cell) -> bool:
-        """Whether the cell is excluded."""
+        """Return whether the rule excludes the cell."""
         facts = cell.facts()
         return all(facts[name] in _as_list(wanted) for name, wanted in self.when.items())
 
 
 class Profile(_Entry, frozen=True, kw_only=True):
-    """A named selection of cases."""
+    """Named selection of cases."""
 
     families: list[str] | Literal["all"]
-    """Names of families."""
+    """Names of the families whose cells are selected from."""
     cells: str | None = None
-    """Selection among their cells (see `conformance.plan.selection`)."""
+    """Selection among the cells of the families, see `conformance.plan.selection`."""
     deadline_s: Annotated[float, Meta(gt=0.0)]
-    """Seconds that one case may take."""
+    """Time limit of one case in seconds."""
     requires_devices: Annotated[int, Meta(ge=0)] = 0
-    """CUDA devices without which nothing of it is run."""
+    """Number of CUDA devices without which no case of the profile is run."""
     allows: list[Literal["waived", "unsupported"]] = msgspec.field(default_factory=lambda: ["waived", "unsupported"])
-    """Verdicts that do not stand in the way of conformance. Without `waived` a known issue fails like any other;
-    without `unsupported` the session is incomplete if there is such a case."""
+    """Verdicts with which a session is still conformant.
+
+    Without `waived` a known issue fails like any other; without `unsupported` a session with an unsupported case is
+    incomplete."""
     note: str | None = None
-    """What the profile is for."""
+    """Purpose of the profile."""
 
 
 class Case(msgspec.Struct, frozen=True):
-    """A law to be checked on a cell."""
+    """Law to be judged on a cell."""
 
     law: str
     """Id of the law."""
     cell: Cell
-    """The cell that it is checked on."""
+    """Cell on which the law is judged."""
 
     @property
     def id(self) -> str:
-        """`LAW/CELL`, unique and stable."""
+        """Unique and stable id, `LAW/CELL`."""
         return f"{self.law}/{self.cell.id}"
 
 
 class Matrix(_Entry, frozen=True, kw_only=True, dict=True):
-    """The whole file; get one from `load_matrix`, which checks it."""
+    """Content of matrix.yaml; `load_matrix` reads and checks it."""
 
     schema: Literal[1]
     """Version of the file format."""
     defaults: dict[str, AxisValue] = {}
-    """Values of the axes that a family does not name."""
+    """Values of axes that a family does not name."""
     families: dict[Name, Family]
-    """All that is covered."""
+    """Families by name."""
     exclusions: list[Exclusion] = []
-    """Cells that cannot exist, by rule."""
+    """Rules for cells that cannot exist."""
     profiles: dict[Name, Profile]
-    """What can be run."""
+    """Profiles by name."""
 
     def cells(self, family: str) -> tuple[Cell, ...]:
-        """The cells of a family that can exist, in the order of the file; ValueError if there is no such family."""
+        """Return the cells of a family that can exist, in the order of the file; raises ValueError for no family."""
         self._require_family(family)
         if family not in self._kept:
             self._kept[family] = tuple(cell for cell in self.product(family) if self._exclusion_of(cell) is None)
         return self._kept[family]
 
     def excluded(self, family: str) -> tuple[tuple[Cell, Exclusion], ...]:
-        """The other cells of a family, each with the first rule that excludes it; ValueError as for `cells`."""
+        """Return the excluded cells of a family, each with the first rule that excludes it; raises as `cells` does."""
         pairs = ((cell, self._exclusion_of(cell)) for cell in self.product(family))
         return tuple((cell, exclusion) for cell, exclusion in pairs if exclusion is not None)
 
     def cases(self, profile: str, *, only: Selection | None = None, seed: int = 0) -> tuple[Case, ...]:
-        """The cases of a profile, those of one law together, each once; `seed` is added to the seed of each cell after
-        it was selected. Raises ValueError if there is no such profile.
+        """Return the cases of a profile, each once, sorted by law.
+
+        `seed` is added to the seed of each cell after the cell was selected. Raises ValueError for an unknown profile.
         """
         chosen = self.profile(profile)
         if only is None and not seed and profile in self._cases:
@@ -139,45 +142,45 @@ class Matrix(_Entry, frozen=True, kw_only=True, dict=True):
             for law in family.laws
         )
         rank = {law: index for index, law in enumerate(self.laws())}
-        found = tuple(sorted(dict.fromkeys(cases), key=lambda case: rank[case.law]))
+        ordered = tuple(sorted(dict.fromkeys(cases), key=lambda case: rank[case.law]))
         if only is None and not seed:
-            self._cases[profile] = found
-        return found
+            self._cases[profile] = ordered
+        return ordered
 
     @cached_property
     def products(self) -> dict[str, Cell]:
-        """The cells of all families by id, excluded or not."""
+        """Cells of all families by id, excluded or not."""
         return {cell.id: cell for family in self.families for cell in self.product(family)}
 
     @cached_property
     def _kept(self) -> dict[str, tuple[Cell, ...]]:
-        """Cells by family, of those that were asked for: nothing of a matrix changes."""
+        """Cache of `cells` by family; a matrix never changes."""
         return {}
 
     @cached_property
     def _cases(self) -> dict[str, tuple[Case, ...]]:
-        """The same of cases by profile."""
+        """Cache of `cases` by profile; a matrix never changes."""
         return {}
 
     def laws(self) -> tuple[str, ...]:
-        """The ids of all laws: groups in the order of their first appearance, then by number."""
-        found = list(dict.fromkeys(law for family in self.families.values() for law in family.laws))
-        groups = list(dict.fromkeys(law.split("-")[0] for law in found))
-        return tuple(sorted(found, key=lambda law: (groups.index(law.split("-")[0]), int(law.split("-")[1]))))
+        """Return the ids of all laws: groups in the order of their first appearance, then by number."""
+        ids = list(dict.fromkeys(law for family in self.families.values() for law in family.laws))
+        groups = list(dict.fromkeys(law.split("-")[0] for law in ids))
+        return tuple(sorted(ids, key=lambda law: (groups.index(law.split("-")[0]), int(law.split("-")[1]))))
 
     def profile(self, name: str) -> Profile:
-        """The profile of this name; raises ValueError if there is none."""
+        """Return the profile of this name; raises ValueError for an unknown profile."""
         if name not in self.profiles:
             raise ValueError(f"unknown profile `{name}`{allowed(name, self.profiles)}")
         return self.profiles[name]
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the content: the same whatever the comments, the layout and the order of keys."""
+        """SHA-256 of the content, independent of comments, layout and order of keys."""
         return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()
 
     def product(self, family: str) -> Iterator[Cell]:
-        """All combinations of a family, excluded or not; raises ValueError if there is no such family."""
+        """Yield the cells of a family's product or covering array, excluded or not; raises as `cells` does."""
         self._require_family(family)
         chosen = self.families[family]
         if chosen.cover is not None:
@@ -187,7 +190,7 @@ class Matrix(_Entry, frozen=True, kw_only=True, dict=True):
             yield cell_from_axes({**self.defaults, **dict(zip(chosen.axes, values, strict=True))})
 
     def covering(self, family: str) -> list[Cell]:
-        """Cells of a family that is covered and not multiplied out: none of them is excluded."""
+        """Return the cells of a family's covering array; none of these cells is excluded."""
         axes, strength = self.families[family].axes, self.families[family].cover or 2
         fixed = self.defaults | {axis: values[0] for axis, values in axes.items() if len(values) == 1}
         free = {axis: values for axis, values in axes.items() if len(values) > 1}
@@ -197,7 +200,7 @@ class Matrix(_Entry, frozen=True, kw_only=True, dict=True):
             known: dict[str, bool] = {}
 
             def forbids(row: Row) -> bool:
-                """Asked thousands of times about few combinations of the axes that decide."""
+                """Return whether the rule excludes a row; cached, since thousands of rows differ in other axes only."""
                 key = repr([row[axis] for axis in decide])
                 if key not in known:
                     known[key] = exclusion.matches(cell_from_axes({**fixed, **row}))
@@ -209,7 +212,7 @@ class Matrix(_Entry, frozen=True, kw_only=True, dict=True):
         return [cell_from_axes({**fixed, **row}) for row in rows]
 
     def affects(self, exclusion: Exclusion, family: str) -> bool:
-        """Whether a rule forbids any combination of the family's values."""
+        """Return whether a rule excludes any combination of the family's values."""
         axes = self.families[family].axes
         fixed = self.defaults | {axis: values[0] for axis, values in axes.items()}
         decide = {axis: values for axis, values in axes.items() if axis in exclusion.axes}
@@ -228,7 +231,7 @@ _COVERED: dict[bytes, list[Cell]] = {}
 
 
 def _covering_cells(matrix: Matrix, family: str) -> list[Cell]:
-    """Kept, since finding few combinations takes a second."""
+    """Return the covering array of a family; cached in the process, since computing one takes a second."""
     chosen = matrix.families[family]
     key = msgspec.json.encode([matrix.defaults, chosen.axes, chosen.cover, matrix.exclusions])
     if key not in _COVERED:
@@ -237,11 +240,11 @@ def _covering_cells(matrix: Matrix, family: str) -> list[Cell]:
 
 
 def load_matrix(path: Path) -> Matrix:
-    """Reads and checks the file.
+    """Read and check a matrix.
 
-    Raises ConfigError, with file and line, for all that `strict_yaml` refuses, for axes, values, families and
-    selections that do not exist, for duplicates, and for whatever has no effect: an exclusion that matches nothing,
-    a family without a cell, a profile without a case.
+    Raises ConfigError, with file and line, for all that `strict_yaml` refuses, for unknown axes, values, families and
+    names in selections, for duplicates, and for entries without effect: an exclusion that matches nothing, a family
+    without a cell, a profile without a case.
     """
     document = load(path)
     matrix = convert(document, Matrix)
@@ -251,7 +254,7 @@ def load_matrix(path: Path) -> Matrix:
         _check_unique(document, f"$.families.{name}.laws", family.laws)
         several = sum(len(values) > 1 for values in family.axes.values())
         if family.cover is not None and family.cover > several:
-            message = f"{family.cover} axes with several values are needed, there are {several}"
+            message = f"strength {family.cover} needs at least as many axes with several values; there are {several}"
             raise document.error(f"$.families.{name}.cover", message)
         for axis, values in family.axes.items():
             _check_fact(document, f"$.families.{name}.axes.{axis}", axis, values, known=axis_names())
@@ -262,7 +265,7 @@ def load_matrix(path: Path) -> Matrix:
 
 
 def _check_exclusions(document: Document, matrix: Matrix) -> None:
-    """Raises ConfigError for a rule that is wrong or matches nothing, and for a family of which nothing is left."""
+    """Raise ConfigError for a rule that is wrong or matches nothing, and for a family without a cell that is left."""
     for index, exclusion in enumerate(matrix.exclusions):
         for name, wanted in exclusion.when.items():
             _check_fact(document, f"$.exclusions[{index}].when.{name}", name, wanted, known=tuple(_FACTS))
@@ -276,7 +279,7 @@ def _check_exclusions(document: Document, matrix: Matrix) -> None:
 
 
 def _check_profile(document: Document, where: str, matrix: Matrix, name: str) -> None:
-    """Raises ConfigError for an unknown or repeated family, a wrong selection, or a profile without a case."""
+    """Raise ConfigError for an unknown or repeated family, a wrong selection, or a profile without a case."""
     profile = matrix.profiles[name]
     families = [] if profile.families == "all" else profile.families
     for index, family in enumerate(families):
@@ -295,15 +298,15 @@ def _check_profile(document: Document, where: str, matrix: Matrix, name: str) ->
 def _check_fact(
     document: Document, where: str, name: str, wanted: AxisValue | list[AxisValue], *, known: Sequence[str]
 ) -> None:
-    """Raises ConfigError for an unknown name, a value that it cannot have, or a value given twice."""
+    """Raise ConfigError for an unknown name, a value that the axis or fact cannot have, or a value given twice."""
     if name not in known:
         raise document.error(where, f"unknown axis `{name}`{allowed(name, known)}")
-    places = [f"{where}[{index}]" for index in range(len(wanted))] if isinstance(wanted, list) else [where]
-    for place, value in zip(places, _as_list(wanted), strict=True):
+    paths = [f"{where}[{index}]" for index in range(len(wanted))] if isinstance(wanted, list) else [where]
+    for path, value in zip(paths, _as_list(wanted), strict=True):
         try:
             _check_value(name, value)
         except AxisError as error:
-            raise document.error(place, str(error)) from None
+            raise document.error(path, str(error)) from None
     _check_unique(document, where, _as_list(wanted))
 
 

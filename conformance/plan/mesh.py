@@ -31,7 +31,7 @@ class Mesh(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Reads a name such as `hsdp2x2-tp2`; raises AxisError for any but the canonical name of a mesh."""
+        """Return the mesh of a canonical name such as `hsdp2x2-tp2`; raises AxisError for any other text."""
         match = _MESH.fullmatch(text)
         if match is None:
             raise AxisError(f"axis `mesh` = {text!r}: not a mesh; {_MESH_HELP}")
@@ -45,7 +45,7 @@ class Mesh(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The one spelling of this mesh."""
+        """Canonical name of this mesh."""
         if self.dp_replicate > 1:
             data = f"hsdp{self.dp_replicate}x{self.dp_shard}"
         else:

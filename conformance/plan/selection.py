@@ -1,4 +1,4 @@
-"""The language that selects cells: `--cells EXPR` on the command line and `cells:` of a profile in matrix.yaml.
+"""Language that selects cells: `--cells EXPR` on the command line, `cells:` in matrix.yaml and waivers.yaml.
 
 Examples: `mesh in (dp2, dp2-tp2) and not compile = true`, `tp > 1`, `id = dp2-*`.
 """
@@ -44,27 +44,28 @@ _TYPES = {name: type(value) for name, value in Cell().facts().items()}
 
 
 class SelectionError(ValueError):
-    """An expression that does not select cells; the message points at the place with a caret."""
+    """Expression that cannot be compiled; the message points at the mistake with a caret."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """A selection of cells; call it with a cell to ask whether it is selected."""
+    """Selection of cells; a call with a cell returns whether the cell is selected."""
 
     text: str
-    """The expression as it was written."""
+    """Expression as the user wrote it."""
     predicate: Predicate = field(repr=False, compare=False)
-    """What the expression says about the facts of a cell."""
+    """Compiled expression, a predicate on the facts of a cell."""
 
     def __call__(self, cell: Cell) -> bool:
+        """Return whether the cell is selected."""
         return self.predicate(cell.facts())
 
 
 def parse(text: str) -> Selection:
-    """Compiles an expression.
+    """Compile an expression.
 
-    Raises SelectionError for a syntax error, an unknown name, a value that the fact cannot have, an order of what is
-    not a number, and a pattern with `*` anywhere but after `=`.
+    Raises SelectionError for a syntax error, an unknown name, a value that the fact cannot have, an order comparison of
+    a fact that is not a number, and a pattern with `*` anywhere but after `=`.
     """
     try:
         # The parser applies _Compiler as it goes, and so returns a predicate instead of a tree.
@@ -86,7 +87,7 @@ def _error(text: str, position: int, problem: str) -> SelectionError:
 
 
 class _Mistake(Exception):
-    """What is wrong with the meaning of a token."""
+    """Token with a wrong meaning."""
 
     def __init__(self, token: lark.Token, message: str) -> None:
         super().__init__(message)
@@ -95,16 +96,16 @@ class _Mistake(Exception):
 
 @lark.v_args(inline=True)
 class _Compiler(lark.Transformer[lark.Token, Predicate]):
-    """Turns each rule of the grammar into a predicate."""
+    """Compiler of each rule of the grammar into a predicate."""
 
-    def either(self, *parts: Predicate) -> Predicate:
-        return lambda facts: any(part(facts) for part in parts)
+    def either(self, *operands: Predicate) -> Predicate:
+        return lambda facts: any(holds(facts) for holds in operands)
 
-    def both(self, *parts: Predicate) -> Predicate:
-        return lambda facts: all(part(facts) for part in parts)
+    def both(self, *operands: Predicate) -> Predicate:
+        return lambda facts: all(holds(facts) for holds in operands)
 
-    def negate(self, part: Predicate) -> Predicate:
-        return lambda facts: not part(facts)
+    def negate(self, holds: Predicate) -> Predicate:
+        return lambda facts: not holds(facts)
 
     def compare(self, name: lark.Token, sign: lark.Token, word: lark.Token) -> Predicate:
         if sign in _ORDERS:
@@ -142,7 +143,7 @@ def _matching(name: lark.Token, pattern: lark.Token) -> Predicate:
 
 
 def _value(name: lark.Token, word: lark.Token) -> AxisValue:
-    """The value to look for; a mistake if the fact can never have it, so that a typo does not select nothing."""
+    """Return the value to compare with; raises _Mistake if the fact can never have it, as after a typo."""
     value = _literal(name, word)
     if name not in axis_names():
         return value
@@ -153,7 +154,7 @@ def _value(name: lark.Token, word: lark.Token) -> AxisValue:
 
 
 def _literal(name: lark.Token, word: lark.Token) -> AxisValue:
-    """The word as a value of the fact's type; numbers and booleans are spelled as in JSON."""
+    """Return the word as a value of the fact's type; numbers and booleans are spelled as in JSON."""
     type_ = _type(name)
     if "*" in word:
         raise _Mistake(word, f"`{word}`: a pattern with `*` can only follow `=`; write a value")

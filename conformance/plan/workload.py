@@ -1,4 +1,4 @@
-"""From a cell to the trainer's configuration: the workload on which the laws are judged."""
+"""Workload on which the laws are judged: the trainer's configuration of each cell."""
 
 import shutil
 from typing import TYPE_CHECKING, Literal
@@ -20,8 +20,8 @@ from reference_trainer.precision import PRECISIONS
 if TYPE_CHECKING:
     from conformance.plan.cells import Cell
 
-# Chosen so that faults show (see shared findings in docs/architecture.md): a vocabulary that no world divides,
-# non-zero biases, norm weights other than 1, unequal numbers of valid tokens per sample.
+# Chosen so that faults show: a vocabulary that no world size divides, non-zero biases, norm weights other than 1,
+# unequal numbers of valid tokens per sample.
 _TINY_MODEL = ModelConfig(
     vocab_size=61,
     dim=32,
@@ -38,12 +38,12 @@ _TINY_MODEL = ModelConfig(
 _MODELS = {
     "tiny": _TINY_MODEL,
     "even": replace(_TINY_MODEL, vocab_size=64),
-    # On 4 and 8 data-parallel ranks some shards are smaller than others, or empty.
+    # Over 4 and 8 data-parallel ranks some shards are smaller than others, or empty.
     "uneven": replace(_TINY_MODEL, dim=30, n_heads=5, n_kv_heads=1, ffn_dim=45),
-    # Divides among two tensor-parallel ranks, but their parts do not divide among data-parallel ranks.
+    # Two tensor-parallel ranks have equal shards, which data-parallel ranks cannot shard evenly.
     "uneven-tp": replace(_TINY_MODEL, dim=36, n_heads=6, n_kv_heads=2, ffn_dim=50),
     "integer": replace(_TINY_MODEL, arithmetic="integer"),
-    # Of worlds up to 1024 ranks each has a part of everything.
+    # In worlds of up to 1024 ranks each rank has a shard of every parameter.
     "wide": replace(
         _TINY_MODEL, vocab_size=1024, dim=1024, n_layers=4, n_heads=8, n_kv_heads=8, ffn_dim=1024, bias=False
     ),
@@ -66,13 +66,14 @@ _RESHARD: dict[str, int | dict[str, str | int]] = {
 _LOSS_SCALE = {"fits": LossScaleConfig(initial=2.0**14, growth_interval=2)}
 _LOSS_SCALE["overflows"] = replace(_LOSS_SCALE["fits"], initial=2.0**20)
 _AMPLE_MEMORY_BYTES = 2**40
-"""For which `auto` keeps everything."""
+"""Device memory with which `auto` reshards no group."""
 
 
 def trainer_config(cell: "Cell") -> TrainerConfig:
-    """The complete configuration of a cell's run, on the CPU. Raises ValueError for an axis that can have no effect.
+    """Return the complete configuration of a cell's run, on the CPU.
 
-    A checkpoint to load is in the run's own directory.
+    The checkpoint that init=checkpoint loads is named relative to the run's directory. Raises ValueError for an axis
+    value that can have no effect.
     """
     mesh = Mesh.parse(cell.mesh)
     loads = cell.init == "checkpoint"
@@ -133,5 +134,5 @@ def _optimizer(cell: "Cell") -> OptimizerConfig:
 
 
 def compile_backend() -> Literal["inductor", "aot_eager"]:
-    """Inductor needs a C++ compiler on the CPU."""
+    """Return the backend for `torch.compile`: inductor, or aot_eager where inductor's C++ compiler is missing."""
     return "inductor" if shutil.which("c++") or shutil.which("g++") or shutil.which("clang++") else "aot_eager"

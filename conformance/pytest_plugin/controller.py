@@ -1,4 +1,4 @@
-"""The controller's part of a session: collects results, writes the report, decides the exit status."""
+"""Controller of a session: collects results, writes the report, decides the exit status."""
 
 import datetime
 import json
@@ -23,7 +23,7 @@ _OWN_FILES = ("report.json", "report.jsonl", "report.html", "summary.md", "junit
 
 
 class Controller:
-    """Plugin that only the controller (or the only process) has."""
+    """Plugin of the process that the user started: the controller of xdist's workers, or the only process."""
 
     def __init__(self, setup: SessionSetup) -> None:
         self._setup = setup
@@ -38,15 +38,15 @@ class Controller:
         self._unwritable = ""
         self._stream = self._open()
 
-    # Collecting.
+    # Results.
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Remember what is planned, if this process has collected it."""
+        """Remember the planned cases, if this process has collected them."""
         self._planned = self._planned or [item.nodeid for item in session.items]
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node: object, ids: list[str]) -> None:
-        """Remember what a worker has collected. Raises pytest.UsageError for a problem that it found."""
+        """Remember the cases that a worker has collected. Raises pytest.UsageError for a problem in the plan."""
         self._planned = list(ids)
         problem = self._read_plan().get("problem")
         if problem:
@@ -57,7 +57,7 @@ class Controller:
         self._collection_failed |= report.failed
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Take the result of a case, or the news that its worker died."""
+        """Take the result of a case, or the message that its worker died."""
         attached = getattr(report, "conformance", None)
         if attached is not None:
             result = msgspec.convert(attached, CaseResult)
@@ -66,18 +66,18 @@ class Controller:
         elif report.when not in ("setup", "call", "teardown"):  # xdist writes "???" for an item whose worker died
             self._crashed[report.nodeid] = str(report.longrepr).splitlines()[0]
 
-    # Ending.
+    # End.
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Give every planned case a verdict, and write the report; pytest's own usage and internal errors stay."""
+        """Give every planned case a verdict, and write the report; statuses of usage and internal errors stay."""
         self._add_missing()
         counts = Counter(Verdict(result.verdict) for result in self._results.values())
         status = exit_status(counts, allows=self._setup.profile.allows)
         if exitstatus in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.INTERNAL_ERROR):
             status = int(exitstatus)
         elif self._collection_failed or (session.testsfailed and status == CONFORMANT):
-            status = SUITE_FAILED  # something failed that is no case
+            status = SUITE_FAILED  # an item failed that is no case
         verdicts = {verdict.value: counts[verdict] for verdict in Verdict if counts[verdict]}
         self._report = Report(
             session=self._header.session,
@@ -137,7 +137,7 @@ class Controller:
             )
 
     def _read_plan(self) -> dict[str, Any]:
-        """What the processes that collect have written for this session: `cases` by node id, and a `problem`."""
+        """Return the plan of this session, which collecting processes write: `cases` by node id, and a `problem`."""
         file = self._directory / "plan.json"
         if not file.exists():
             return {}
@@ -147,7 +147,7 @@ class Controller:
     # Files.
 
     def _open(self) -> IO[str]:
-        """Start afresh: an older report must not be mistaken for this session's. Raises pytest.UsageError."""
+        """Remove an older report and open the stream of lines. Raises pytest.UsageError if that is impossible."""
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             for name in _OWN_FILES:
@@ -161,7 +161,7 @@ class Controller:
         return stream
 
     def _write_line(self, row: object) -> None:
-        """A disk that is full must not hide the verdicts: they are printed at the end."""
+        """Write a line of the stream; a full disk must not hide the verdicts, which are printed at the end."""
         try:
             self._stream.write(msgspec.json.encode(row).decode() + "\n")
             self._stream.flush()
@@ -177,11 +177,11 @@ class Controller:
             duration_s=report.duration_s,
         )
         self._write_line(msgspec.to_builtins(footer))
-        part = self._directory / "report.json.part"
+        unfinished = self._directory / "report.json.part"
         try:
             self._stream.close()
-            part.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
-            part.rename(self._directory / "report.json")
+            unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+            unfinished.rename(self._directory / "report.json")
             baseline = self._baseline.report if self._baseline else None
             (self._directory / "report.html").write_text(html_report(report, baseline=baseline))
             (self._directory / "summary.md").write_text(markdown(report))

@@ -1,4 +1,4 @@
-"""Ending a session early: SIGTERM, which batch systems and CI send, is taken like Ctrl-C."""
+"""Early end of a session: SIGTERM, which batch systems and CI send, has the effect of Ctrl-C."""
 
 import os
 import signal
@@ -13,21 +13,21 @@ import pytest
 def take_sigterm_like_ctrl_c() -> None:
     """Let SIGTERM end the session as Ctrl-C does, so that ranks are ended and a partial report is left.
 
-    Elsewhere than in the main thread nothing can be done.
+    Does nothing outside of the main thread, which alone may set handlers.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _interrupt)
 
 
 def _interrupt(number: int, _frame: object) -> NoReturn:
-    signal.signal(number, signal.SIG_IGN)  # once is enough: what is being tidied up must not be interrupted
+    signal.signal(number, signal.SIG_IGN)  # a second signal must not interrupt the clean-up
     raise KeyboardInterrupt(signal.Signals(number).name)
 
 
 class BriefInterrupt:
-    """Cuts an interrupt's traceback to its last place.
+    """Plugin that cuts an interrupt's traceback to its last entry.
 
-    pytest renders all of the traceback, and shows no more than that place without `--full-trace`, which keeps it.
+    pytest renders the full traceback, and without `--full-trace` shows no more than the last entry.
     """
 
     def __init__(self, *, full: bool) -> None:
@@ -35,7 +35,7 @@ class BriefInterrupt:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-        """Drop places without a line: CPython 3.11 may be interrupted there, and pytest 9.2 fails to render them."""
+        """Drop entries without a line: CPython 3.11 may be interrupted there, and pytest 9.2 fails to render them."""
         known = excinfo.traceback.filter(_has_line)
         excinfo.traceback = known if self._full else known[-1:]
 
@@ -48,11 +48,11 @@ def _has_line(entry: Any) -> bool:
 
 
 class EndsWorkers:
-    """Plugin of the controller that ends xdist's workers at once: xdist itself waits 10 s for those that are busy."""
+    """Plugin of the controller that ends xdist's workers at once; xdist itself waits 10 s for busy workers."""
 
-    @pytest.hookimpl(tryfirst=True)  # while pytest renders the traceback, they end
+    @pytest.hookimpl(tryfirst=True)  # workers end while pytest renders the traceback
     def pytest_keyboard_interrupt(self) -> None:
-        """Terminate the children only: a worker's ranks are its own to end."""
+        """Terminate the children of this process; workers end their own ranks."""
         for worker in psutil.Process(os.getpid()).children():
             with suppress(psutil.NoSuchProcess):
                 worker.terminate()

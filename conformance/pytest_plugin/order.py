@@ -1,4 +1,4 @@
-"""Which cases a session has, and in which order they run."""
+"""Selection of a session's cases by shard, and the order in which the cases run."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ _CACHE_KEY = "conformance/durations_s"
 
 @dataclass(frozen=True)
 class Shard:
-    """One of `count` parts of a profile, for as many machines, counted from 1: `--shard I/N`."""
+    """Shard number `index`, counted from 1, of the `count` shards of a profile: `--shard I/N`."""
 
     index: int
     count: int
@@ -22,15 +22,15 @@ class Shard:
     def of(self, cases: Sequence[Case]) -> tuple[Case, ...]:
         """Return the cases of each `count`-th cell.
 
-        All cases of a cell share its run, so they stay together, and cells that are alike, neighbours in the matrix,
-        are spread. Raises ValueError if there are fewer cells than shards.
+        All cases of a cell stay together, since they share its run; similar cells, which are neighbours in the matrix,
+        are spread over the shards. Raises ValueError if there are fewer cells than shards.
         """
         cells = dict.fromkeys(case.cell.id for case in cases)
         if cells and self.count > len(cells):
             selected = "1 cell is" if len(cells) == 1 else f"{len(cells)} cells are"
-            raise ValueError(f"--shard {self.index}/{self.count}: {selected} selected, ask for fewer shards")
-        mine = {cell for place, cell in enumerate(cells) if place % self.count == self.index - 1}
-        return tuple(case for case in cases if case.cell.id in mine)
+            raise ValueError(f"--shard {self.index}/{self.count}: {selected} selected; ask for fewer shards")
+        chosen = {cell for position, cell in enumerate(cells) if position % self.count == self.index - 1}
+        return tuple(case for case in cases if case.cell.id in chosen)
 
 
 def parse_shard(text: str) -> Shard:
@@ -42,7 +42,7 @@ def parse_shard(text: str) -> Shard:
 
 
 class RunOrder:
-    """Order of cases: preconditions first, then the widest worlds; cases of one mesh, and of one cell, stay together.
+    """Order of cases: preconditions first, then the widest worlds; cases of a mesh and of a cell stay together.
 
     Within a mesh the cells that took longest in the last session come first, so that workers end together.
     """
@@ -53,7 +53,7 @@ class RunOrder:
         self._rank = {cell: rank for rank, cell in enumerate(longest_first)}
 
     def key(self, case: Case | None) -> tuple[bool, int, str, int, str]:
-        """Return the key to sort by; None, for what is no case, comes last."""
+        """Return the sort key of a case; None, for an item that is no case, comes last."""
         if case is None:
             return True, 0, "", 0, ""
         cell = case.cell
@@ -61,9 +61,9 @@ class RunOrder:
 
 
 def remembered_durations_s(config: pytest.Config) -> dict[str, float]:
-    """Return how long all cases of a cell took together in earlier sessions, by id of the cell.
+    """Return the total duration of each cell's cases in earlier sessions, by id of the cell.
 
-    Kept in pytest's cache; without one (`-p no:cacheprovider`) cells come in the order of the matrix.
+    Durations are in pytest's cache; without a cache (`-p no:cacheprovider`) cells keep the order of the matrix.
     """
     cache = getattr(config, "cache", None)
     durations_s = cache.get(_CACHE_KEY, {}) if cache is not None else {}
@@ -71,7 +71,7 @@ def remembered_durations_s(config: pytest.Config) -> dict[str, float]:
 
 
 def remember_durations(config: pytest.Config, results: Iterable[CaseResult]) -> None:
-    """Add the durations of a session to what is remembered."""
+    """Add the durations of a session to the remembered durations."""
     cache = getattr(config, "cache", None)
     durations_s: dict[str, float] = {}
     for result in results:

@@ -1,7 +1,7 @@
-"""One process's part of a conformance session: which cases there are, and the verdict on each.
+"""Conformance session in one process: collection of the cases, and the verdict on each case.
 
-Runs in the xdist workers, or in the only process there is. What is known about the whole session, and the report, is
-the business of `controller`.
+The hooks run in xdist's workers, or in the only process. `controller` collects the results of all processes and writes
+the report.
 """
 
 import gc
@@ -35,7 +35,7 @@ _REPRO_DIRECTORY = "conformance-report-repro"  # repeating a case must not overw
 
 @dataclass
 class _Item:
-    """Case of a pytest item, and what is known of it so far."""
+    """Case of a pytest item, with its law, its duration so far and, once judged, its verdict."""
 
     law: Law
     case: Case
@@ -47,13 +47,13 @@ _ITEM = pytest.StashKey[_Item]()
 
 
 def start_session(config: pytest.Config) -> None:
-    """Read the options and register the plugins of a session. Raises pytest.UsageError for what cannot be used."""
+    """Read the options and register the plugins of a session. Raises pytest.UsageError for unusable options."""
     if getattr(config.option, "dist", "no") == "loadgroup":
         # xdist 3.8.0 with pytest 9.2: grouping is silently lost, and a crashed worker hangs the session
-        # (pytest-xdist #1386, #1323). Records are shared through the store, so nothing needs grouping.
+        # (pytest-xdist #1386, #1323). Records are shared through the store, so no case needs grouping.
         raise pytest.UsageError("--dist loadgroup is broken with this pytest (pytest-xdist #1386): use --dist load")
     take_sigterm_like_ctrl_c()
-    gc.disable()  # until all is imported, see `Session.pytest_collection_finish`
+    gc.disable()  # until all modules are imported, see `Session.pytest_collection_finish`
     try:
         setup = read_options(config)
     except LeaseError as error:
@@ -61,7 +61,7 @@ def start_session(config: pytest.Config) -> None:
     if setup.is_controller:
         os.environ[SESSION_VARIABLE] = str(os.getpid())
     if setup.machine.hardware.devices:
-        os.environ.update(DETERMINISM)  # oracles compute on a device too, and CUDA reads this once
+        os.environ.update(DETERMINISM)  # oracles compute on a device too, and CUDA reads these variables once
     config.pluginmanager.register(Session(setup), "conformance-session")
     config.pluginmanager.register(BriefInterrupt(full=config.option.fulltrace), "conformance-brief-interrupt")
     if setup.is_controller and getattr(config.option, "numprocesses", None):
@@ -70,12 +70,12 @@ def start_session(config: pytest.Config) -> None:
         config.pluginmanager.register(Controller(setup), "conformance-controller")
         config.option.xmlpath = config.option.xmlpath or str(setup.report_directory / "junit.xml")
         if getattr(config.option, "maxschedchunk", None) is None:
-            # A worker that holds many items would keep the others from helping with them (xdist docs, how-it-works).
+            # Other workers could not help with the items that a worker holds in its queue (xdist docs, how-it-works).
             config.option.maxschedchunk = 1
 
 
 class Session:
-    """Plugin with a session's hooks and fixtures."""
+    """Plugin with the hooks and fixtures of a session."""
 
     def __init__(self, setup: SessionSetup) -> None:
         self._setup = setup
@@ -86,7 +86,7 @@ class Session:
         self._asserted: dict[str, str] = {}
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
-        """Let the rank server of a process that will run cases import torch while this process does the same."""
+        """Start the rank server of a process that will run cases, so that both import torch at the same time."""
         option = session.config.option
         if self._setup.is_controller:
             self._durations_s = remembered_durations_s(session.config)
@@ -94,11 +94,11 @@ class Session:
         if runs_cases and not option.collectonly and self._setup.cases:
             self._setup.store.pools.prepare()
 
-    # Collection: law x cell.
+    # Collection.
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
-        """Tell a worker, from the controller, what it has to know."""
+        """Pass the session's name, report directory and known durations from the controller to a worker."""
         node.workerinput["conformance"] = {
             "session": self._setup.name,
             "report_directory": str(self._setup.report_directory),
@@ -107,7 +107,7 @@ class Session:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_pycollect_makeitem(self, name: str, obj: Any) -> list[pytest.Item] | None:
-        """Yield no case for a law without a cell in this selection."""
+        """Collect no item for a law without a cell in this selection; raises UsageError for a second test of a law."""
         law = law_of(obj)
         if law is None:
             return None
@@ -118,7 +118,7 @@ class Session:
         return None if law.id in self._cases else []
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Make a case of each cell of a law."""
+        """Parametrise the test of a law with its cells."""
         law = law_of(metafunc.function)
         if law is not None:
             cells = [case.cell for case in self._cases[law.id]]
@@ -126,7 +126,7 @@ class Session:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Bring the cases into the order of `RunOrder`."""
+        """Sort the cases in the order of `RunOrder`."""
         for item in items:
             law = law_of(getattr(item, "function", None))
             if law is not None:
@@ -136,24 +136,24 @@ class Session:
         items.sort(key=lambda item: order.key(item.stash[_ITEM].case if _ITEM in item.stash else None))
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Leave the plan for the report; if the whole suite was collected, no law of the matrix may lack a test."""
-        # All that was imported stays. Without this every search for garbage goes through torch: while it is imported
-        # (see `start_session`), while laws judge, and several times at the end, which takes longest of all.
+        """Write the plan; raises UsageError if all laws were collected and a law of the matrix has no test."""
+        # Imported modules stay. Otherwise every garbage collection would traverse torch: while torch is imported (see
+        # `start_session`), while laws judge, and several times at the end, which takes longest of all.
         gc.freeze()
         gc.enable()
         items = {item.nodeid: item.stash[_ITEM] for item in session.items if _ITEM in item.stash}
-        whole_suite = all("::" not in argument and Path(argument).suffix != ".py" for argument in session.config.args)
+        all_laws = all("::" not in argument and Path(argument).suffix != ".py" for argument in session.config.args)
         unasserted = self._cases.keys() - self._asserted.keys()
         problem = None
-        if whole_suite and unasserted and not session.testsfailed:
+        if all_laws and unasserted and not session.testsfailed:
             problem = f"matrix.yaml names laws that no test asserts: {', '.join(sorted(unasserted))}"
         if problem and self._setup.is_controller:
-            raise pytest.UsageError(problem)  # in a worker this would be its end, without a word: see the controller
+            raise pytest.UsageError(problem)  # a worker would end without a message: the controller reads the plan
         if not session.config.option.collectonly:
             self._write_plan(items, problem)
 
     def _write_plan(self, items: dict[str, _Item], problem: str | None) -> None:
-        """For cases that no worker will report; whoever writes it writes the same."""
+        """Write the plan, from which the controller reports cases that no worker does; all processes write the same."""
         directory = self._setup.report_directory
         directory.mkdir(parents=True, exist_ok=True)
         plan = {
@@ -169,11 +169,11 @@ class Session:
         partial.write_bytes(msgspec.json.encode({"session": self._setup.name, "cases": plan, "problem": problem}))
         partial.rename(directory / "plan.json")
 
-    # Running: verdicts.
+    # Verdicts.
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:
-        """Judge a case instead of calling its test, and tell pytest the outcome in pytest's words."""
+        """Judge a case instead of calling its test, and give pytest the corresponding outcome."""
         __tracebackhide__ = True
         item = pyfuncitem.stash.get(_ITEM, None)
         if item is None:
@@ -196,28 +196,29 @@ class Session:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Attach the result of a case to the report of its tear-down, the last of its three."""
+        """Attach the result of a case to the last of its three reports, that of the tear-down."""
         report = yield
-        mine = item.stash.get(_ITEM, None)
-        if mine is None:
+        case_item = item.stash.get(_ITEM, None)
+        if case_item is None:
             return report
-        mine.duration_s += call.duration
-        if report.skipped and isinstance(report.longrepr, tuple):  # pytest would name the place in this plugin
+        case_item.duration_s += call.duration
+        if report.skipped and isinstance(report.longrepr, tuple):  # pytest would name a line of this plugin
             path, line, _ = item.reportinfo()
             report.longrepr = (str(path), (line or 0) + 1, report.longrepr[2])
-        if call.excinfo is not None and (mine.judged is None or call.when == "teardown"):
+        if call.excinfo is not None and (case_item.judged is None or call.when == "teardown"):
             verdict, reason = classify(call.excinfo.value)
-            substrate = judging_substrate(mine.law, mine.case.cell, self._setup.machine.hardware)
-            mine.judged = Judged(mine.case, substrate, verdict, reason)
-        if call.when == "teardown" and mine.judged is not None:
+            substrate = judging_substrate(case_item.law, case_item.case.cell, self._setup.machine.hardware)
+            case_item.judged = Judged(case_item.case, substrate, verdict, reason)
+        if call.when == "teardown" and case_item.judged is not None:
             # Builtin types only: anything else kills an xdist session (execnet DumpError).
-            report.conformance = msgspec.to_builtins(self._result(item.nodeid, mine, mine.judged))  # type: ignore[attr-defined]
+            result = self._result(item.nodeid, case_item, case_item.judged)
+            report.conformance = msgspec.to_builtins(result)  # type: ignore[attr-defined]
         return report
 
     def pytest_unconfigure(self) -> None:
         """End all ranks."""
         self._setup.store.close()
-        gc.freeze()  # see `pytest_collection_finish`; of a session that ends before it
+        gc.freeze()  # see `pytest_collection_finish`, which a session may not reach
         gc.enable()
 
     def _result(self, nodeid: str, item: _Item, judged: Judged) -> CaseResult:
@@ -240,21 +241,21 @@ class Session:
     def _repro(self, nodeid: str) -> str:
         return shlex.join(["pytest", "-n0", *self._setup.repro_options, f"--report-dir={_REPRO_DIRECTORY}", nodeid])
 
-    # Fixtures of the laws: pytest must know the names; `judge` passes the real ones.
+    # Fixtures of the laws: pytest must know the names; `judge` passes the values.
 
     @pytest.fixture
     def run(self) -> Callable[..., Any] | None:
-        """See `conformance.laws.fixtures.Run`."""
+        """Declare the fixture `run`, see `conformance.laws.fixtures.Run`."""
         return None
 
     @pytest.fixture
     def measure(self) -> Callable[..., Any] | None:
-        """See `conformance.laws.fixtures.Measure`."""
+        """Declare the fixture `measure`, see `conformance.laws.fixtures.Measure`."""
         return None
 
 
 def _tell_pytest(judged: Judged) -> None:
-    """Raise what makes pytest count the case as its verdict says."""
+    """Raise the exception by which pytest counts the case in accordance with its verdict."""
     __tracebackhide__ = True
     match judged.verdict:
         case Verdict.PASS | Verdict.QUALITY_WARNING:

@@ -1,4 +1,4 @@
-"""What a session is about: its options, read once, and checked."""
+"""Set-up of a session: its options, read and checked once."""
 
 import datetime
 import importlib.metadata
@@ -24,19 +24,19 @@ from conformance.run.pool import Pools, RunsTasks
 from conformance.run.store import RecordStore
 
 POOLS = pytest.StashKey[RunsTasks]()
-"""Of a session's configuration: what runs its tasks, if not processes of this host."""
+"""Key of a pytest configuration for a substitute of `Pools`, which runs tasks on other hosts too."""
 HARDWARE = pytest.StashKey[Hardware]()
-"""Of a session's configuration: the hardware of these pools."""
+"""Key of a pytest configuration for the hardware of the pools at `POOLS`."""
 
 
 @dataclass(frozen=True)
 class SessionSetup:
-    """Options of a session, and what follows from them."""
+    """Options of a session, and the objects that follow from the options."""
 
     name: str
     """Random name, the same in all processes of the session."""
     is_controller: bool
-    """Whether this is the process that was started; without workers it is the only one."""
+    """True in the process that the user started, which is the only one without workers."""
     report_directory: Path
     matrix: Matrix
     profile_name: str
@@ -49,13 +49,13 @@ class SessionSetup:
     baseline: Baseline | None
     store: RecordStore
     durations_s: dict[str, float]
-    """Durations of cells in earlier sessions, as a worker was told them."""
+    """Durations of cells in earlier sessions, which the controller passes to its workers."""
     repro_options: tuple[str, ...]
-    """Options that the repetition of a case needs."""
+    """Options with which pytest repeats a case."""
 
     @property
     def machine(self) -> Machine:
-        """What cases are judged on."""
+        """Hardware and software on which cases are judged."""
         return Machine(
             hardware=self.store.hardware,
             torch_version=self.store.torch_version,
@@ -64,7 +64,7 @@ class SessionSetup:
 
 
 def read_options(config: pytest.Config) -> SessionSetup:
-    """Read the options of a session. Raises pytest.UsageError for what cannot be used."""
+    """Read the options of a session. Raises pytest.UsageError for options that cannot be used."""
     inherited: dict[str, Any] = getattr(config, "workerinput", {}).get("conformance", {})
     option = config.option
     report_directory = Path(inherited.get("report_directory", Path(option.report_dir).resolve()))
@@ -118,7 +118,7 @@ def _repro_options(option: Any, defect: str | None) -> list[str]:
 
 
 def _hardware(config: pytest.Config) -> Hardware:
-    """What the options leave of the machine. Raises ValueError for options that cannot be."""
+    """Return the hardware that the options allow to use. Raises ValueError as `find_hardware` does."""
     option, given = config.option, config.stash.get(HARDWARE, None)
     if given is not None and option.accelerator != "cpu":
         return given

@@ -27,7 +27,7 @@ _STORAGE_FAULT = re.compile("No space left on device|Disk quota exceeded|Read-on
 
 
 class CaseRuns:
-    """What the law of one case may run, on the substrates on which the law holds."""
+    """Runs for the law of one case, on the substrates on which the law holds."""
 
     def __init__(self, store: RecordStore, accepts: tuple[Substrate, ...] = REAL) -> None:
         self.store = store
@@ -37,8 +37,8 @@ class CaseRuns:
     def run(self, cell: Cell, *, repeat: int = 0) -> Record:
         """Return the record of a cell, from this session's store or from a run now.
 
-        `repeat` asks for a further run of the same cell. Raises CellFailed if a run does not finish, Unsupported for
-        what this torch lacks.
+        `repeat` > 0 asks for a further run of the same cell. Raises CellFailed if a run does not finish, Unsupported if
+        this torch lacks an ability that the run needs.
         """
         substrate = self._substrate(cell)
         self._require_features(Needs.TRAINING, cell, substrate)
@@ -46,10 +46,10 @@ class CaseRuns:
         return self.store.record(header, lambda directory: self._train(header, directory), self.clock)
 
     def measure(self, experiment: Experiment[Result], cell: Cell, *, on_device: bool = False) -> list[Result]:
-        """Return what an experiment gives on each rank of a cell's world, or on the one process that does it alone.
+        """Return the results of an experiment, by rank of a cell's world or from a single process.
 
-        An experiment that is done alone runs on the CPU, or with `on_device` where ranks of the cell's world are. It
-        runs at most once per session, as a cell does. Raises as `run` does.
+        An experiment of a single process runs on the CPU, or with `on_device` on the device of the cell's ranks. An
+        experiment runs at most once per session for each cell. Raises as `run` does.
         """
         simulated = experiment.alone and not on_device
         substrate: Substrate = "simulated" if simulated else self._substrate(cell)
@@ -58,7 +58,7 @@ class CaseRuns:
         results = self.store.results(header, lambda directory: self._measure(header, directory), self.clock)
         return [msgspec.convert(result, experiment.result) for result in results]
 
-    def _header(self, cell: Cell, substrate: Substrate, **what: Any) -> Header:
+    def _header(self, cell: Cell, substrate: Substrate, **fields: Any) -> Header:
         store = self.store
         return Header(
             cell=cell,
@@ -66,14 +66,14 @@ class CaseRuns:
             torch=store.torch_version,
             defect=store.defect,
             substrate=substrate,
-            **what,
+            **fields,
         )
 
     def _substrate(self, cell: Cell) -> Substrate:
-        """Substrate of a cell's ranks. Raises ValueError if the law at hand holds on none that is here."""
+        """Return the substrate of a cell's ranks; raises ValueError if none of the law's is on this machine."""
         substrate = self.store.hardware.substrate(cell.world_size, self._real)
         if substrate is None:
-            raise ValueError(f"{cell.world_size} ranks on {' or '.join(self._real)}: not on this machine")
+            raise ValueError(f"this machine has no {' or '.join(self._real)} for {_ranks(cell.world_size)}")
         return substrate
 
     def _require_features(self, needs: Needs, cell: Cell, substrate: Substrate) -> None:
@@ -81,7 +81,7 @@ class CaseRuns:
             require_features(needs, trained, device=device_type(substrate), torch_version=self.store.torch_version)
 
     def _left_s(self) -> float:
-        """Time that earlier runs of the case have left of its deadline. Raises CellFailed if there is none."""
+        """Return the time that earlier runs of the case have left of its deadline; raises CellFailed for none."""
         left_s = self.store.deadline_s - self.clock.run_s
         if left_s <= 0:
             reason = f"earlier runs of this case used up its deadline of {self.store.deadline_s:g} s"
@@ -96,9 +96,9 @@ class CaseRuns:
             results = self._on_ranks(header, directory, kept=directory, deadline_s=max(1.0, left_s))
         except RunFailed as failed:
             return RecordFile(header=header, failure=to_failure(failed))
-        silent = next((rank for rank, result in enumerate(results) if "missing" in result), None)
-        if silent is not None:
-            return RecordFile(header=header, failure=_incomplete(silent, results[silent]["missing"]))
+        incomplete = next((rank for rank, result in enumerate(results) if "missing" in result), None)
+        if incomplete is not None:
+            return RecordFile(header=header, failure=_incomplete(incomplete, results[incomplete]["missing"]))
         facts = msgspec.Raw(msgspec.json.encode([result["facts"] for result in results]))
         return RecordFile(header=header, ranks=facts)
 
@@ -112,7 +112,7 @@ class CaseRuns:
         return RecordFile(header=header)
 
     def _on_ranks(self, header: Header, directory: Path, *, kept: Path, deadline_s: float) -> list[Any]:
-        """Results of a header's experiment; `directory` is for files of the ranks, `kept` for those that stay."""
+        """Run a header's experiment; `directory` is for temporary files of the ranks, `kept` for files that stay."""
         cell, store = header.cell, self.store
         task = Task(
             header.experiment,
@@ -125,10 +125,10 @@ class CaseRuns:
         return store.pools.run(task, world_size=world_size, deadline_s=deadline_s, env=environment)
 
     def _save(self, header: Header, directory: Path, *, deadline_s: float) -> float:
-        """Run what a resumed cell starts from, in processes that serve nothing else; returns the time in seconds."""
+        """Run the cell that saves the state to resume, in processes of its own; returns the duration in seconds."""
         store, pools = self.store, self.store.pools
         start_s, waited_before_s = time.monotonic(), pools.waited_s
-        shutil.rmtree(directory / "checkpoints", ignore_errors=True)  # of an earlier run that died
+        shutil.rmtree(directory / "checkpoints", ignore_errors=True)  # those of an earlier run that died
         saver = header.cell.saver
         substrate = self._substrate(saver)
         task = Task(
@@ -142,11 +142,12 @@ class CaseRuns:
         return time.monotonic() - start_s - (pools.waited_s - waited_before_s)
 
     def _kind(self, cell: Cell) -> str:
-        """Name of the tasks that may share processes with this cell's.
+        """Return the kind of a cell's tasks; only tasks of one kind may share processes.
 
-        DTensor keeps sharding decisions with the mesh they were made for, and finds them again for any mesh that
-        compares equal: the tp rows of dp4-tp2 and of hsdp2x2-tp2 do, but their process groups have other names
-        ("Could not resolve the process group registered under the name 9", torch 2.13). No public way to clear them.
+        DTensor caches sharding decisions with the mesh for which they were made, and uses them for any mesh that
+        compares equal. The tp rows of dp4-tp2 and of hsdp2x2-tp2 compare equal, but their process groups have other
+        names ("Could not resolve the process group registered under the name 9", torch 2.13). The cache has no public
+        way to be cleared.
         """
         kind = cell.mesh
         if confuses_embeddings(self.store.torch_version):
@@ -155,15 +156,19 @@ class CaseRuns:
         return kind if self.store.shares_ranks else f"{kind} {self.store.defect or ''}"
 
 
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
 def _incomplete(rank: int, missing: list[str]) -> Failure:
     reason = f"rank {rank} finished without {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else "")
     return Failure(kind="raised", first_rank=rank, reason=reason, details="\n".join(missing))
 
 
 def to_failure(failed: RunFailed) -> Failure:
-    """Return what a report needs of a failed run.
+    """Return a failed run as records and reports hold it.
 
-    An exception of the suite's own code, or of a full disk, is the suite's error.
+    An exception raised by the suite's own code, or by a full disk, is the suite's error.
     """
     first = next(report for report in failed.ranks if report.rank == failed.first_rank)
     from_suite = failed.kind == "raised" and (

@@ -1,7 +1,7 @@
-"""Experiments: what ranks do for laws, as the processes see them that only ask for it.
+"""Experiments as processes without torch see them: names, needs and jobs of what ranks do for laws.
 
-An experiment is a function of `conformance.experiments` (`experiments.context.experiment` makes it one) that says what
-it needs of torch. A process without torch knows it by its name.
+An experiment is a function of `conformance.experiments` that the decorator `experiments.context.experiment` has given
+its needs of torch. A process without torch knows an experiment by its name.
 """
 
 from collections.abc import Callable
@@ -29,12 +29,12 @@ class Needs(Flag):
     FORWARD = auto()
     """Forward passes of modules sharded by FSDP2, which record events on streams."""
     AVERAGING = auto()
-    """All-reduces that average, on a real backend."""
+    """Averaging all-reduces on a real backend."""
     TRAINING = SHARDING | FORWARD | AVERAGING
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """Task of a rank: the configuration of a cell, and where files go."""
+    """Payload of a rank's task: the configuration of a cell, and directories for files."""
 
     config: TrainerConfig
     world_size: int
@@ -47,11 +47,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     directory: str
     """Directory for files of the ranks."""
     kept: str
-    """Directory for files that outlast an experiment; that of the record."""
+    """Directory of the record, for files that outlast an experiment."""
 
 
 def job_of(cell: Cell, directory: Path, *, defect: str | None, kept: Path | None = None) -> Job:
-    """Return the task of each rank of a cell; `kept` is `directory` if it is not given."""
+    """Return the payload for each rank of a cell; `kept` defaults to `directory`."""
     return Job(
         config=cell.config,
         world_size=cell.world_size,
@@ -66,15 +66,15 @@ def job_of(cell: Cell, directory: Path, *, defect: str | None, kept: Path | None
 
 @dataclass(frozen=True)
 class Experiment(Generic[Result]):
-    """Function that ranks execute, and what it needs."""
+    """Function that ranks execute, with its needs of torch."""
 
     name: str
     """`MODULE:FUNCTION`, as ranks import it."""
     needs: Needs
     alone: bool
-    """Whether one process does it, which may simulate the cell's world."""
+    """True if one process performs the experiment; that process may simulate the cell's world."""
     result: Any
-    """Type of what each rank returns, of builtin types and msgspec structs."""
+    """Type of each rank's result, made of builtin types and msgspec structs."""
     perform: Callable[[RankContext, Job], Result]
 
     def __call__(self, context: RankContext, payload: dict[str, Any]) -> Any:
@@ -83,6 +83,6 @@ class Experiment(Generic[Result]):
 
 
 TRAINING = "conformance.experiments.training:train_cell"
-"""Experiment whose result is a record; processes without torch know it by this name alone."""
+"""Name of the experiment whose result is a record."""
 SAVING = "conformance.experiments.training:train_and_save"
-"""Experiment that leaves the checkpoint which a resumed run starts from."""
+"""Name of the experiment that leaves the checkpoint which a resumed run loads."""

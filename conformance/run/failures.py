@@ -1,4 +1,4 @@
-"""A failed run: how each rank ended, and which rank failed first."""
+"""Failed runs: how each rank ended, and which rank failed first."""
 
 import re
 import signal
@@ -9,7 +9,7 @@ from conformance.run.ranks.messages import RankReport
 
 FailureKind = Literal["raised", "crash", "timeout"]
 
-# What gloo, NCCL and the stores say in a rank whose peer is gone.
+# Errors of gloo, NCCL and the stores in a rank whose peer is gone.
 PEER_LOSS_TYPES = frozenset({"DistNetworkError", "DistStoreError"})
 PEER_LOSS_MESSAGE = re.compile(
     r"connection (was )?(closed|reset|refused|aborted|lost)|broken pipe|by peer|remote (process|peer)"
@@ -25,14 +25,14 @@ DISPATCH_FRAME = re.compile(r"/torch/(_ops|_compile)\.py|/torch/(_dynamo|_librar
 
 
 class PoolError(RuntimeError):
-    """The pool itself failed (its server died, a rank did not start): a fault of the suite or of the machine."""
+    """The pool itself failed (its server died, a rank did not start), through the suite or the machine."""
 
 
 class RunFailed(Exception):
     """At least one rank did not finish its task.
 
     `kind` is "raised" (an exception in the task), "crash" (a rank ended: signal, or exit with any code) or "timeout".
-    `reason` is one line about `first_rank`, the rank that failed first; `ranks` has one report per rank.
+    `reason` is one line about `first_rank`, the rank that failed first; `ranks` has a report for each rank.
     """
 
     def __init__(self, *, kind: FailureKind, first_rank: int, reason: str, ranks: tuple[RankReport, ...]) -> None:
@@ -43,15 +43,15 @@ class RunFailed(Exception):
         self.ranks = ranks
 
     def details(self) -> str:
-        """Tracebacks, stacks, last collectives and ends of the output of all ranks, as text of several lines."""
+        """Return tracebacks, stacks, last collectives and ends of the output of all ranks, in several lines."""
         return "\n".join([self.reason, *(_describe(report) for report in self.ranks)])
 
 
-def judge(ranks: Sequence[RankReport], *, deadline_s: float) -> RunFailed:
-    """Say which rank failed first, given reports of which at least one is not "finished".
+def find_cause(ranks: Sequence[RankReport], *, deadline_s: float) -> RunFailed:
+    """Return the error that names the rank which failed first; at least one report must not be "finished".
 
-    A death, or an exception of its own, comes before exceptions that tell of a lost peer; otherwise the earlier one
-    counts. If ranks only complain about peers, a hung rank that was not itself waiting for a peer is the cause.
+    A death, or an exception of a rank's own, is a cause rather than exceptions about a lost peer; otherwise the earlier
+    event is. If all exceptions are about lost peers, the cause is a hung rank that was not itself waiting for a peer.
     """
     failures = [report for report in ranks if report.state in ("raised", "died")]
     hung = [report for report in ranks if report.state == "hung"]
@@ -69,21 +69,21 @@ def judge(ranks: Sequence[RankReport], *, deadline_s: float) -> RunFailed:
 
 
 def is_peer_loss(report: RankReport) -> bool:
-    """Whether the rank's exception tells of another rank's end rather than of a fault of its own."""
+    """Return whether the rank's exception is about another rank's end and not about a fault of its own."""
     return report.state == "raised" and (
         report.exception_type in PEER_LOSS_TYPES or PEER_LOSS_MESSAGE.search(report.message) is not None
     )
 
 
 def waits_for_peers(stack: str) -> bool:
-    """Whether a dump of all threads (by `faulthandler`) shows one inside a torch.distributed call."""
+    """Return whether a dump of all threads by `faulthandler` shows a thread inside a torch.distributed call."""
     threads = re.split(r"^.*[Tt]hread 0x.*$", stack, flags=re.MULTILINE)
     frames = ([f for f in text.strip().splitlines() if not DISPATCH_FRAME.search(f)] for text in threads)
     return any("/torch/distributed/" in frame for thread in frames for frame in thread[:INNERMOST_FRAMES])
 
 
 def outcome(report: RankReport) -> str:
-    """The end of the sentence "rank N ..."."""
+    """Return the end of the sentence "rank N ..."."""
     if report.state == "finished":
         return "finished"
     if report.state == "raised":
@@ -106,13 +106,13 @@ def _ending(exit_code: int | None) -> str:
 def _timeout_reason(
     ranks: Sequence[RankReport], *, hung: Sequence[RankReport], stuck: Sequence[RankReport], deadline_s: float
 ) -> str:
-    parts = [f"no result from {_names(hung)} within {deadline_s:g} s"]
+    clauses = [f"no result from {_names(hung)} within {deadline_s:g} s"]
     if stuck and len(stuck) < len(hung):
-        parts.append(f"{_names(stuck)} did not wait for a peer")
+        clauses.append(f"{_names(stuck)} did not wait for a peer")
     finished = [report for report in ranks if report.state == "finished"]
     if finished:
-        parts.append(f"{_names(finished)} finished")
-    return "; ".join(parts)
+        clauses.append(f"{_names(finished)} finished")
+    return "; ".join(clauses)
 
 
 def _names(reports: Iterable[RankReport]) -> str:

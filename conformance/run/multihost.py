@@ -1,10 +1,11 @@
-"""Worlds across hosts: `torchrun ... -m conformance spmd` starts an agent for each rank, here is what they do.
+"""Worlds across hosts: the agents that `torchrun ... -m conformance spmd` starts, one for each rank.
 
-Torch elastic is the launcher and brings the agents together. That of rank 0 leads: it runs the pytest session, whose
-`Pools` are replaced by `SpanningPools`. For each task it writes down in torchrun's store what to do; every agent runs
-its rank in a child process (`Pools.run_part`), so that it survives whatever becomes of the rank, and reports in the
-store. Collectives of the ranks use connections of their own. An agent that does not answer within `ANSWER_S` of the
-task's end is lost, with its host, and so is every later task that needs it; nothing waits for it again.
+Torch elastic is the launcher and brings the agents together. The agent of rank 0 is the leader: it runs the pytest
+session, whose `Pools` are replaced by `SpanningPools`. For each task the leader writes an order into torchrun's store;
+every agent runs its rank in a child process (`Pools.run_ranks`), so that the agent survives the end of the rank, and
+writes a report into the store. Collectives of the ranks use connections of their own. An agent that does not answer
+within `ANSWER_S` of the task's end is lost, with its host, and so is every later task that needs this agent; nothing
+waits for the agent again.
 
 All hosts must see the report's directory under the same path, as torch's own distributed checkpoints require.
 """
@@ -21,34 +22,42 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 import psutil
 
-from conformance.run.failures import RunFailed, judge
+from conformance.run.failures import RunFailed, find_cause
 from conformance.run.pool import Pools, require_runnable
 from conformance.run.ranks.messages import RankReport, Task
 
 ANSWER_S = 15.0
-"""For taking up a task, and for reporting after its end: a start of ranks takes some seconds on a busy host."""
+"""Time limit for taking up a task, and for the report after its end; starting ranks takes seconds on a busy host."""
 LINK_LIMIT_S = 30.0
-"""For one word with torchrun's store."""
+"""Time limit for one operation on torchrun's store."""
 _POLL_S = 0.01
 _OWN_RENDEZVOUS = {"TORCHELASTIC_USE_AGENT_STORE": "False"}
-"""Else torch.distributed would expect torchrun's store at any address, torch/distributed/rendezvous.py."""
+"""Environment without which torch.distributed expects torchrun's store at any address, see
+torch/distributed/rendezvous.py."""
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 class Store(Protocol):
-    """What is used of `torch.distributed.Store`."""
+    """Methods of `torch.distributed.Store` that agents use."""
 
-    def set(self, key: str, value: str | bytes) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def check(self, keys: list[str]) -> bool: ...
-    def add(self, key: str, amount: int) -> int: ...
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set the value of a key."""
+
+    def get(self, key: str) -> bytes:
+        """Wait for a key; returns its value."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether all keys have values."""
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter; returns the sum."""
 
 
 _T = TypeVar("_T")
 
 
 class WatchedStore:
-    """Ends this process, with exit code 3, if the store does not answer: its client would wait for many minutes."""
+    """Store that ends this process, with exit code 3, if it does not answer: torch's client would wait for minutes."""
 
     def __init__(self, store: Store, *, prefix: str) -> None:
         self._store = store
@@ -57,15 +66,19 @@ class WatchedStore:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def set(self, key: str, value: str | bytes) -> None:
+        """See `Store`."""
         self._timed(lambda: self._store.set(self._prefix + key, value))
 
     def get(self, key: str) -> bytes:
+        """See `Store`."""
         return self._timed(lambda: self._store.get(self._prefix + key))
 
     def check(self, keys: list[str]) -> bool:
+        """See `Store`."""
         return self._timed(lambda: self._store.check([self._prefix + key for key in keys]))
 
     def add(self, key: str, amount: int) -> int:
+        """See `Store`."""
         return self._timed(lambda: self._store.add(self._prefix + key, amount))
 
     def _timed(self, ask: Callable[[], _T]) -> _T:
@@ -81,11 +94,11 @@ class WatchedStore:
             since_s = self._since_s
             if since_s is not None and time.monotonic() - since_s > LINK_LIMIT_S:
                 print(f"conformance spmd: no answer from the leader's host for {LINK_LIMIT_S:g} s", file=sys.stderr)
-                os._exit(3)  # the ranks end with their server, which ends with us
+                os._exit(3)  # the rank server ends with this process, and the ranks with the server
 
 
 class Order(msgspec.Struct, frozen=True):
-    """One task for some agents: the place in `agents` is the rank."""
+    """One task for some agents; the index in `agents` is the rank."""
 
     task: Task
     agents: list[int]
@@ -94,8 +107,8 @@ class Order(msgspec.Struct, frozen=True):
     env: dict[str, str]
 
 
-class Place(msgspec.Struct, frozen=True):
-    """Where an agent is."""
+class Location(msgspec.Struct, frozen=True):
+    """Node and host of an agent."""
 
     agent: int
     node: int
@@ -103,11 +116,11 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class AgentsLost(RunFailed):
-    """A task was not started: hosts that it needs have not answered before."""
+    """A task was not started, because agents that it needs have not answered before."""
 
 
-def meet(store: Store, *, agents: int, agent: int, node: int, directory: Path, limit_s: float = 60.0) -> list[Place]:
-    """Tell the others where this agent is; returns all places when all are there.
+def meet(store: Store, *, agents: int, agent: int, node: int, directory: Path, limit_s: float = 60.0) -> list[Location]:
+    """Announce the location of this agent and wait for all others; returns the locations of all agents.
 
     Raises ValueError if a host does not see the leader's directory, TimeoutError if an agent is missing.
     """
@@ -118,20 +131,20 @@ def meet(store: Store, *, agents: int, agent: int, node: int, directory: Path, l
         store.set("mark", mark.read_bytes())
     _wait(store, "mark", limit_s=limit_s, who="the leader")
     seen = mark.exists() and mark.read_bytes() == store.get("mark")
-    here = Place(agent, node, socket.gethostname() if seen else "")
-    store.set(f"place/{agent}", msgspec.json.encode(here))
-    places = []
+    own = Location(agent, node, socket.gethostname() if seen else "")
+    store.set(f"location/{agent}", msgspec.json.encode(own))
+    locations = []
     for other in range(agents):
-        _wait(store, f"place/{other}", limit_s=limit_s, who=f"agent {other}")
-        places.append(msgspec.json.decode(store.get(f"place/{other}"), type=Place))
-    blind = [place.agent for place in places if not place.host]
+        _wait(store, f"location/{other}", limit_s=limit_s, who=f"agent {other}")
+        locations.append(msgspec.json.decode(store.get(f"location/{other}"), type=Location))
+    blind = [location.agent for location in locations if not location.host]
     if blind:
         raise ValueError(f"agents {blind} do not see {directory}: name a --report-dir that all hosts share")
-    return places
+    return locations
 
 
 def follow(store: Store, *, agent: int) -> int:
-    """Do what the leader says until it says to end; returns the session's exit status."""
+    """Execute the leader's orders until the leader ends the session; returns the session's exit status."""
     number = taken = 0
     with Pools(share_processors=False) as pools:
         pools.prepare()
@@ -146,14 +159,14 @@ def follow(store: Store, *, agent: int) -> int:
             order = msgspec.json.decode(content, type=Order)
             if agent in order.agents:
                 taken += 1
-                _take_part(store, pools, order, number=number, agent=agent)
+                _run_own_rank(store, pools, order, number=number, agent=agent)
 
 
-def _take_part(store: Store, pools: Pools, order: Order, *, number: int, agent: int) -> None:
+def _run_own_rank(store: Store, pools: Pools, order: Order, *, number: int, agent: int) -> None:
     """Run this agent's rank and put its report into the store."""
     store.set(f"taken/{number}/{agent}", "")
     rank = order.agents.index(agent)
-    (report,) = pools.run_part(
+    (report,) = pools.run_ranks(
         order.task,
         range(rank, rank + 1),
         world_size=len(order.agents),
@@ -163,87 +176,87 @@ def _take_part(store: Store, pools: Pools, order: Order, *, number: int, agent: 
         stop=lambda: store.check([f"failed/{number}"]),
     )
     if report.state in ("raised", "died"):
-        # Clocks of hosts differ; what came to the store first, failed first.
+        # Clocks of hosts differ: the order of failures is that in which they arrive in the store.
         report = msgspec.structs.replace(report, stamp_s=float(store.add(f"failed/{number}", 1)))
     store.set(f"report/{number}/{rank}", msgspec.msgpack.encode(report))
 
 
 class SpanningPools:
-    """The leader's `Pools`: worlds of agents on several hosts."""
+    """Pools of the leader, whose worlds are agents on several hosts; see `pool.RunsTasks`."""
 
-    def __init__(self, store: Store, places: Sequence[Place], *, address: str) -> None:
+    def __init__(self, store: Store, locations: Sequence[Location], *, address: str) -> None:
         self.waited_s = 0.0
         self.trained_s = 0.0
-        self.max_world_size = len(places)
+        self.max_world_size = len(locations)
         self._store = store
-        self._places = places
+        self._locations = locations
         self._address = address
         self._pools = Pools(share_processors=False)
         self._number = 0
         self._lost: dict[int, str] = {}
 
     def prepare(self) -> None:
-        """As `Pools.prepare`, for the leader's own ranks."""
+        """Start the leader's own rank server."""
         self._pools.prepare()
 
     def run(self, task: Task, *, world_size: int, deadline_s: float, env: Mapping[str, str] | None = None) -> list[Any]:
-        """As `Pools.run`. Raises AgentsLost too."""
+        """Run a task as `Pools.run` does; raises AgentsLost if an agent that the task needs is lost."""
         require_runnable(task, world_size=world_size, deadline_s=deadline_s)
-        agents = _spread(self._places)[:world_size]
+        agents = _spread(self._locations)[:world_size]
         self._require_present(agents)
         self._number += 1
         rendezvous = f"tcp://{self._address}:{_free_port(self._address)}"
         order = Order(task, agents, rendezvous, deadline_s, {**(env or {}), **_OWN_RENDEZVOUS})
         self._store.set(f"order/{self._number}", msgspec.json.encode(order))
-        _take_part(self._store, self._pools, order, number=self._number, agent=0)
+        _run_own_rank(self._store, self._pools, order, number=self._number, agent=0)
         reports = self._reports(order)
         if any(report.state != "finished" for report in reports):
-            raise judge(reports, deadline_s=deadline_s)
+            raise find_cause(reports, deadline_s=deadline_s)
         self.trained_s += max(report.train_s for report in reports)
         return [report.value for report in reports]
 
     def close(self) -> None:
-        """End the leader's own ranks; the agents end by `dismiss`."""
+        """End the leader's own ranks; `dismiss` ends the agents."""
         self._pools.close()
 
     def dismiss(self, status: int) -> None:
-        """Let all agents end."""
+        """Tell all agents to end with the session's exit status."""
         self._store.set(f"order/{self._number + 1}", str(status))
 
     def _require_present(self, agents: Sequence[int]) -> None:
-        gone = [rank for rank, agent in enumerate(agents) if agent in self._lost]
-        if gone:
+        lost = [rank for rank, agent in enumerate(agents) if agent in self._lost]
+        if lost:
             reports = tuple(
-                RankReport(rank=rank, state="died" if rank in gone else "finished") for rank in range(len(agents))
+                RankReport(rank=rank, state="died" if rank in lost else "finished") for rank in range(len(agents))
             )
-            raise AgentsLost(kind="crash", first_rank=gone[0], reason=self._lost[agents[gone[0]]], ranks=reports)
+            raise AgentsLost(kind="crash", first_rank=lost[0], reason=self._lost[agents[lost[0]]], ranks=reports)
 
     def _reports(self, order: Order) -> list[RankReport]:
-        """Of all ranks; this agent's own is there, so all others are due."""
+        """Return the reports of all ranks; called when the leader's own rank has ended, so that all others are due."""
         until_s = time.monotonic() + ANSWER_S
-        found = []
+        reports = []
         for rank, agent in enumerate(order.agents):
             key = f"report/{self._number}/{rank}"
             while not self._store.check([key]) and time.monotonic() < until_s:
                 time.sleep(_POLL_S)
             if self._store.check([key]):
-                found.append(msgspec.msgpack.decode(self._store.get(key), type=RankReport))
+                reports.append(msgspec.msgpack.decode(self._store.get(key), type=RankReport))
                 continue
-            host = self._places[agent].host
+            host = self._locations[agent].host
             taken = self._store.check([f"taken/{self._number}/{agent}"])
             state = "since a task that it had taken up" if taken else "when it was given a task"
             self._lost[agent] = f"the agent of rank {rank} on {host} has not answered {state}: host or link is lost"
-            found.append(RankReport(rank=rank, state="hung", message=self._lost[agent]))
-        return found
+            reports.append(RankReport(rank=rank, state="hung", message=self._lost[agent]))
+        return reports
 
 
 def interface_towards(address: str) -> str | None:
-    """The network interface of this host that has the address, or leads to it."""
+    """Return the network interface of this host that has the address, or whose route leads to the address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))  # sends nothing
         own = probe.getsockname()[0]
-    names = [name for name, found in psutil.net_if_addrs().items() if own in {entry.address for entry in found}]
-    return names[0] if names else None
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, entries in interfaces if own in {entry.address for entry in entries}), None)
 
 
 def prepare_environment(address: str) -> None:
@@ -253,11 +266,11 @@ def prepare_environment(address: str) -> None:
         os.environ.setdefault(_GLOO_INTERFACE, interface)
 
 
-def _spread(places: Sequence[Place]) -> list[int]:
-    """Agents in an order in which any first few are on as many nodes as possible, the leader first."""
+def _spread(locations: Sequence[Location]) -> list[int]:
+    """Return all agents, the leader first, in an order whose prefixes are spread over as many nodes as possible."""
     nodes: dict[int, list[int]] = {}
-    for place in places:
-        nodes.setdefault(place.node, []).append(place.agent)
+    for location in locations:
+        nodes.setdefault(location.node, []).append(location.agent)
     turns = max(map(len, nodes.values()))
     return [agents[turn] for turn in range(turns) for agents in nodes.values() if turn < len(agents)]
 

@@ -1,8 +1,8 @@
-"""Warm pools of rank processes: run a function in every rank of a world, again and again.
+"""Warm pools of rank processes, which run a function in every rank of a world, again and again.
 
 A pytest worker owns one `Pools` object. Its ranks are forks of a rank server that has torch loaded; a rank is re-used
-for task after task, until one fails or leaves something behind. Then its whole pool is ended, and the next task
-starts a new one (forks, less than 0.1 s). The worker itself never imports torch here and never waits without a limit.
+for task after task, until a task fails or leaves something behind. Then all ranks of the pool are ended, and the next
+task starts a new pool (forks, less than 0.1 s). The worker itself never waits without a time limit.
 """
 
 import threading
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, Self
 
 from conformance.run.devices.hardware import devices_for
 from conformance.run.devices.leases import Lease, LeaseError, Leases, processor_slots
-from conformance.run.failures import FailureKind, PoolError, RunFailed, judge
+from conformance.run.failures import FailureKind, PoolError, RunFailed, find_cause
 from conformance.run.ranks.client import ServerProcess
 from conformance.run.ranks.messages import MAX_WORLD_SIZE, RankContext, RankReport, Task, require_json_like
 from conformance.run.world import World
@@ -21,7 +21,7 @@ from conformance.run.world import World
 __all__ = ["FailureKind", "PoolError", "Pools", "RankContext", "RankReport", "RunFailed", "Task"]
 
 MAX_WARM_RANKS = 16
-IDLE_LIMIT_S = 30.0  # ranks are forked again in a tenth of a second; each holds some 50 to 100 MiB of its own
+IDLE_LIMIT_S = 30.0  # forking ranks again takes a tenth of a second; each rank has 50 to 100 MiB of its own
 IDLE_POLL_S = 0.2
 
 # Libraries read these variables once per process, so ranks that have used other values cannot serve the task.
@@ -29,7 +29,7 @@ LATCHED_PREFIXES = ("CUBLAS", "CUDA", "GLOO_", "MKL_", "NCCL_", "NVIDIA_", "OMP_
 
 
 class PoolKey(NamedTuple):
-    """What ranks must have in common with a task to serve it."""
+    """Properties that ranks must share with a task to serve the task."""
 
     world_size: int
     ranks: range
@@ -39,34 +39,35 @@ class PoolKey(NamedTuple):
 
 
 class RunsTasks(Protocol):
-    """What a record store needs of `Pools`, or of a substitute that has ranks elsewhere."""
+    """Interface of `Pools` that a record store uses; substitutes may have their ranks elsewhere."""
 
     waited_s: float
+    """Time spent waiting for devices or processors that others had, in all tasks so far."""
     trained_s: float
-    """Of the slowest rank of each task that has ended well."""
+    """Time that the slowest rank of each task spent in trainers, in all tasks so far that have ended well."""
     max_world_size: int
 
-    def prepare(self) -> None: ...
+    def prepare(self) -> None:
+        """Start what the first task needs."""
 
-    def run(
-        self, task: Task, *, world_size: int, deadline_s: float, env: Mapping[str, str] | None = None
-    ) -> list[Any]: ...
+    def run(self, task: Task, *, world_size: int, deadline_s: float, env: Mapping[str, str] | None = None) -> list[Any]:
+        """Run a task on all ranks of a world; returns the results in the order of the ranks."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End all ranks."""
 
 
 class Pools:
-    """All warm ranks of one pytest worker. Its methods are for one thread.
+    """Pools of warm ranks of one pytest worker, for use by one thread.
 
-    Nothing starts before the first task. `sys.path`, the working directory and the environment of that moment are
-    those of all ranks to come. At most `MAX_WARM_RANKS` rank processes stay: the least recently used pools end first.
-    A pool that has had nothing to do for `IDLE_LIMIT_S` ends too.
+    Nothing starts before the first task. `sys.path`, the working directory and the environment at that point in time
+    are those of all ranks to come. At most `MAX_WARM_RANKS` rank processes stay: the least recently used pools end
+    first. A pool that has been idle for `IDLE_LIMIT_S` ends too.
 
-    Each rank of an accelerated task has one of `devices` as long as its pool lives, to itself if there are enough; and
-    pools that are idle end as soon as anybody waits for devices. Other ranks share the processors: each task waits
-    until as many are free as its world has ranks, or all of them for a wider world, and idle ranks need none; not so
-    if `share_processors` is false.
-    With `isolate` no process serves two tasks.
+    Each rank of an accelerated task has one of `devices` as long as its pool lives, shared with other ranks only if
+    devices are too few; idle pools end as soon as anybody waits for devices. All other ranks share the processors: with
+    `share_processors` a task waits until as many processors are free as its world has ranks, or all processors for a
+    wider world; idle ranks need no processor. With `isolate` no process serves two tasks.
     """
 
     def __init__(self, *, devices: Leases | None = None, share_processors: bool = True, isolate: bool = False) -> None:
@@ -76,24 +77,25 @@ class Pools:
         self._devices = devices
         self._isolate = isolate
         self._busy = threading.RLock()
-        self._watch: _Watch | None = None
+        self._release_thread: _ReleaseThread | None = None
         self.max_world_size = MAX_WORLD_SIZE
         self.waited_s = 0.0
+        """Time spent waiting for devices or processors that others had, in all tasks so far."""
         self.trained_s = 0.0
-        """For devices or processors that others had, in all tasks so far."""
+        """Time that the slowest rank of each task spent in trainers, in all tasks so far that have ended well."""
 
     def prepare(self) -> None:
-        """Let the rank server load torch already, while the worker does something else."""
+        """Start the rank server, which loads torch while the worker does something else."""
         self._running_server()
 
     def run(self, task: Task, *, world_size: int, deadline_s: float, env: Mapping[str, str] | None = None) -> list[Any]:
-        """Run `task` on `world_size` ranks and return the results in the order of the ranks.
+        """Run `task` on `world_size` ranks; returns the results in the order of the ranks.
 
         `deadline_s` is one limit for all ranks together; it starts when the pool is warm. `env` is added to the
         environment of the ranks for this task.
 
         Raises:
-            RunFailed: a rank raised, died, or had no result at the deadline. Its pool is gone by then.
+            RunFailed: a rank raised, died, or had no result at the deadline. The pool is gone by then.
             PoolError: the ranks could not be started, or the rank server died.
             TypeError: the task's payload is not JSON-like.
             ValueError: `world_size` is not in 1..8, or `deadline_s` is not positive.
@@ -105,15 +107,15 @@ class Pools:
     def run_reports(
         self, task: Task, *, world_size: int, deadline_s: float, env: Mapping[str, str] | None = None
     ) -> tuple[RankReport, ...]:
-        """Like `run`, but return the whole report of each rank: its value, its leaks, the end of its output."""
+        """Run a task like `run`; returns the report of each rank: result, leaks and end of the output."""
         require_runnable(task, world_size=world_size, deadline_s=deadline_s)
-        reports = self.run_part(task, range(world_size), world_size=world_size, deadline_s=deadline_s, env=env)
+        reports = self.run_ranks(task, range(world_size), world_size=world_size, deadline_s=deadline_s, env=env)
         if any(report.state != "finished" for report in reports):
-            raise judge(reports, deadline_s=deadline_s)
+            raise find_cause(reports, deadline_s=deadline_s)
         self.trained_s += max(report.train_s for report in reports)
         return reports
 
-    def run_part(
+    def run_ranks(
         self,
         task: Task,
         ranks: range,
@@ -124,28 +126,28 @@ class Pools:
         rendezvous: str | None = None,
         stop: Callable[[], bool] | None = None,
     ) -> tuple[RankReport, ...]:
-        """Run these ranks of a world, whose others other hosts run: see `World.run`. Raises PoolError."""
+        """Run these ranks of a world whose other ranks run on other hosts, see `World.run`. Raises PoolError."""
         env = dict(env or {})
-        self._watch = self._watch or _Watch(self._hand_back)
+        self._release_thread = self._release_thread or _ReleaseThread(self._release_unused)
         with self._busy, self._processors_for(0 if task.accelerated else len(ranks)):
             world = self._world(ranks, world_size=world_size, task=task, env=env)
             reports = world.run(task, deadline_s=deadline_s, env=env, rendezvous=rendezvous, stop=stop)
             if self._isolate:
                 self.release()
-            self._hand_back()
+            self._release_unused()
         return reports
 
     def release(self) -> None:
-        """End all ranks, so that they hold no device and no memory; the next task starts new ones."""
+        """End all ranks, which frees their devices and memory; the next task starts new ranks."""
         with self._busy:
             while self._pools:
                 self._pools.popitem()[1].close()
 
     def close(self) -> None:
         """End all ranks, their descendants and the rank server. The object may be used again afterwards."""
-        if self._watch is not None:
-            self._watch.end()
-            self._watch = None
+        if self._release_thread is not None:
+            self._release_thread.stop()
+            self._release_thread = None
         self.release()
         if self._server is not None:
             self._server.close()
@@ -184,9 +186,12 @@ class Pools:
             lease.release()
 
     def _lease_devices(self, ranks: int) -> Lease:
-        """Beside those of warm pools if they are free at once, else with none in hand: nobody waits with devices."""
+        """Lease devices in addition to those of warm pools, or, if that means waiting, after releasing all of those.
+
+        So nobody waits while holding devices.
+        """
         if self._devices is None:
-            raise PoolError("the task needs a device for each rank, and these pools have none")
+            raise PoolError("the task needs a device for each rank, and these pools have no devices")
         count = devices_for(ranks, among=len(self._devices.slots))
         with suppress(LeaseError):
             return self._devices.take(count, limit_s=0.0)
@@ -195,8 +200,8 @@ class Pools:
         self.waited_s += lease.waited_s
         return lease
 
-    def _hand_back(self) -> None:
-        """Devices if anybody waits for them, and the memory of ranks that are idle."""
+    def _release_unused(self) -> None:
+        """Release the devices of idle pools if anybody waits for devices; end pools that have been idle for long."""
         with self._busy:
             if self._devices is not None and self._pools and self._devices.is_contended():
                 self._release_devices()
@@ -219,34 +224,34 @@ class Pools:
         return self._server
 
 
-class _Watch:
-    """Hands back also while a worker has nothing to do, as it may until its session ends."""
+class _ReleaseThread:
+    """Thread that releases what unused ranks hold, also in a worker that only waits for the end of its session."""
 
-    def __init__(self, hand_back: Callable[[], None]) -> None:
-        self._hand_back = hand_back
-        self._over = threading.Event()
+    def __init__(self, release_unused: Callable[[], None]) -> None:
+        self._release_unused = release_unused
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def end(self) -> None:
-        self._over.set()
+    def stop(self) -> None:
+        self._stopped.set()
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._over.wait(IDLE_POLL_S):
-            with suppress(PoolError):  # the server is gone, and its ranks with it: the next task starts a new one
-                self._hand_back()
+        while not self._stopped.wait(IDLE_POLL_S):
+            with suppress(PoolError):  # the server is gone with all its ranks: the next task starts a new server
+                self._release_unused()
 
 
 def require_runnable(task: Task, *, world_size: int, deadline_s: float) -> None:
-    """Raises TypeError or ValueError as `Pools.run` says."""
+    """Raise TypeError or ValueError for arguments that `Pools.run` refuses."""
     if not 1 <= world_size <= MAX_WORLD_SIZE:
-        raise ValueError(f"world_size is {world_size}, not in 1..{MAX_WORLD_SIZE}")
+        raise ValueError(f"world_size is {world_size}: give a number from 1 to {MAX_WORLD_SIZE}")
     if not deadline_s > 0:
-        raise ValueError(f"deadline_s is {deadline_s}, not positive")
+        raise ValueError(f"deadline_s is {deadline_s}: give a positive number of seconds")
     require_json_like(task.payload, where="the task's payload")
 
 
 def latched(env: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """The variables in `env` that only fresh processes are sure to obey."""
+    """Return the variables in `env` that only fresh processes are sure to obey."""
     return tuple(sorted(item for item in env.items() if item[0].startswith(LATCHED_PREFIXES)))

@@ -1,6 +1,6 @@
-"""Records: what a run leaves on disk, and how laws read it.
+"""Records: files that a run leaves on disk, and the class through which laws read them.
 
-Full tensors are put together from the shards that each rank captured, without the collectives that laws judge.
+Full tensors are assembled from the shards that each rank captured, without the collectives that laws judge.
 """
 
 import math
@@ -38,26 +38,26 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     experiment: str = TRAINING
     """`MODULE:FUNCTION` that ran on the ranks."""
     alone: bool = False
-    """Whether the experiment ran in one process."""
+    """True if the experiment ran in one process."""
     repeat: int = 0
-    """Number of this run among the runs of the cell: 0 for the first."""
+    """Index of this run among the runs of the cell: 0 for the first."""
 
 
 class RecordFile(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of record.json; `ranks` holds one RankFacts each and is decoded when a law needs it."""
+    """Content of record.json."""
 
     header: Header
     run_s: float = 0.0
-    """Time of the run, without waiting for other processes."""
+    """Duration of the run, without waiting for other processes."""
     train_s: float = 0.0
-    """Part of `run_s` that the slowest rank spent in trainers."""
+    """Share of `run_s` that the slowest rank spent in trainers, in seconds."""
     ranks: msgspec.Raw = msgspec.Raw(b"[]")
-    """Facts of a training run."""
+    """RankFacts of each rank of a training run, decoded when a law needs the facts."""
     failure: Failure | None = None
 
 
 class Record:
-    """Finished training run: facts of all ranks, and tensors put together from the shards that ranks captured."""
+    """Finished training run: facts of all ranks, and full tensors assembled from the shards that ranks captured."""
 
     def __init__(self, directory: Path, content: RecordFile) -> None:
         self.directory, self.header = directory, content.header
@@ -100,7 +100,7 @@ class Record:
 
     @cached_property
     def shards(self) -> "list[dict[str, Tensor]]":
-        """Captured tensors by rank and key, see `conformance.instruments.capture.Capture`."""
+        """Captured tensors of any shape and dtype by rank and key, see `conformance.instruments.capture.Capture`."""
         return [_load(self.directory / tensor_file(rank)) for rank in range(self.cell.world_size)]
 
     def select(self, prefix: str) -> "dict[str, Tensor]":
@@ -138,7 +138,7 @@ class Record:
 
 
 def _load(file: Path) -> "dict[str, Tensor]":
-    """Tensors of a file by key; safetensors imports torch, which only processes that judge tensors need."""
+    """Return the tensors of a file by key; safetensors imports torch here, in processes that judge tensors only."""
     with safe_open(file, framework="pt") as tensors:
         return {key: tensors.get_tensor(key) for key in tensors.keys()}  # noqa: SIM118 - it is no mapping
 
@@ -158,22 +158,19 @@ def _number(value: float | None) -> float:
 
 
 def read_record(directory: Path) -> RecordFile | None:
-    """Return the content of a record directory, or None if no run has finished in it."""
+    """Return the content of a record directory, or None if no run has finished there."""
     file = directory / RECORD_FILE
     return msgspec.json.decode(file.read_bytes(), type=RecordFile) if file.exists() else None
 
 
 def read_failures(directory: Path) -> list[Failure]:
-    """Return the failures that belong to one case each, such as the death of a rank.
-
-    Other laws have run the cell again.
-    """
+    """Return failures that belong to one case each, such as a rank's death; other cases ran the cell again."""
     files = sorted(directory.glob("failure*.json"))
     return [msgspec.json.decode(file.read_bytes(), type=Failure) for file in files]
 
 
 def write_failure(directory: Path, failure: Failure) -> None:
-    """Add a failure to those of the directory, whose lock the caller holds."""
+    """Add a failure to the failures of a record directory, whose lock the caller holds."""
     number = len(read_failures(directory)) + 1
     (directory / f"failure{number:03}.json").write_bytes(msgspec.json.encode(failure))
 
@@ -190,7 +187,7 @@ def write_results(directory: Path, results: list[Any]) -> None:
 
 
 def write_record(directory: Path, content: RecordFile) -> None:
-    """Publish a record: readers see all of it or nothing."""
+    """Publish a record atomically."""
     temporary = directory / f"{RECORD_FILE}.part"
     temporary.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1))
     temporary.rename(directory / RECORD_FILE)

@@ -1,4 +1,4 @@
-"""The record store: a directory in which each cell is run once per session, whichever worker needs it first."""
+"""Record store: a directory in which each cell is run once per session, by the worker that needs its record first."""
 
 import hashlib
 import time
@@ -27,11 +27,12 @@ from conformance.run.record import (
 )
 
 KEPT = 16
-"""Records that a process holds in memory: those of the cells at hand, and those that many cells are compared with.
-Others are read again when a law needs them, so that memory does not grow with the number of cases."""
+"""Number of records that a process holds in memory: of the current cells, and of cells that many are compared with.
+
+All other records are read again when a law needs them, so that memory does not grow with the number of cases."""
 
 Execute = Callable[[Path], RecordFile]
-"""Runs what a header says in a directory, and returns what is to be published there."""
+"""Function that runs a header's experiment in a directory and returns the content to publish there."""
 
 
 class Unwritable(RuntimeError):
@@ -40,29 +41,29 @@ class Unwritable(RuntimeError):
 
 @dataclass
 class Clock:
-    """Time that one case has spent on records."""
+    """Time that one case has spent on records, in seconds."""
 
     wait_s: float = 0.0
-    """Waiting for another worker that was running the same cell, and for devices or processors."""
+    """Time spent waiting for another worker that ran the same cell, and for devices or processors."""
     run_s: float = 0.0
-    """Running cells."""
+    """Time spent running cells."""
 
 
 @dataclass
 class RecordStore:
-    """Records below a directory, and what all runs of a session have in common."""
+    """Records below a directory, and the settings that all runs of a session share."""
 
     directory: Path
     session: str
     torch_version: str
     defect: str | None
     deadline_s: float
-    """Time that the runs of one case may take together."""
+    """Time limit of all runs of one case together."""
     pools: RunsTasks = field(default_factory=Pools)
     shares_ranks: bool = False
-    """Whether ranks also serve stores that have other defects: only where traces of these in a process are harmless."""
+    """True if ranks also serve stores with other defects, for defects whose traces in a process are harmless."""
     replay: bool = False
-    """Whether all that laws ask for must be there already, and nothing is run."""
+    """True if nothing is run, since every record that laws ask for must exist already."""
     hardware: Hardware = NO_DEVICES
 
     def __post_init__(self) -> None:
@@ -71,14 +72,14 @@ class RecordStore:
         self._results = lru_cache(maxsize=KEPT)(read_results)
 
     def record(self, header: Header, train: Execute, clock: Clock) -> Record:
-        """Return the record with this header, which `train` makes unless the session has it already.
+        """Return the record with this header; `train` makes the record unless the session has it already.
 
-        Raises CellFailed if the run did not finish, Unwritable if nothing can be written.
+        Raises CellFailed if the run did not finish, Unwritable if records cannot be written.
         """
         return self._records(self._once(header, train, clock))
 
     def results(self, header: Header, measure: Execute, clock: Clock) -> list[Any]:
-        """Return what each rank measured, in builtin types; otherwise like `record`."""
+        """Return the result of each rank in builtin types; runs `measure` and raises as `record` does."""
         return self._results(self._once(header, measure, clock))
 
     def close(self) -> None:
@@ -86,7 +87,7 @@ class RecordStore:
         self.pools.close()
 
     def _once(self, header: Header, execute: Execute, clock: Clock) -> Path:
-        """Directory of a finished run."""
+        """Return the directory of a finished run with this header."""
         directory = self.directory / f"{header.cell.id}--{_digest(header)}"
         if directory in self._finished:
             return directory
@@ -103,7 +104,7 @@ class RecordStore:
     def _locked(self, directory: Path, execute: Execute, clock: Clock) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         start_s = time.monotonic()
-        # A run cannot outlast its lease and its deadline by much, so neither can the wait for one.
+        # A run cannot outlast its lease and its deadline by much, so neither can waiting for that run.
         with FileLock(directory / "lock", timeout=4 * self.deadline_s + LEASE_LIMIT_S):
             clock.wait_s += time.monotonic() - start_s
             content = read_record(directory)
@@ -124,8 +125,8 @@ class RecordStore:
             clock.wait_s += waited_s
             clock.run_s += run_s
         if content.failure is not None and content.failure.kind == "crash":
-            # A death belongs to the case that saw it, and may have come from outside (the OOM killer): the cell's other
-            # laws get a run of their own. Hangs are kept, or each law would wait for the deadline.
+            # A rank's death belongs to the case that saw it, and may have come from outside (the OOM killer): the other
+            # laws of the cell get a run of their own. Hangs are kept, or each law would wait for the deadline.
             write_failure(directory, content.failure)
         else:
             train_s = round(self.pools.trained_s - trained_before_s, 4)
@@ -135,17 +136,19 @@ class RecordStore:
 
 def _record(directory: Path) -> Record:
     content = read_record(directory)
-    assert content is not None, f"{directory} has no record any more"
+    assert content is not None, f"the record in {directory} has disappeared"
     return Record(directory, content)
 
 
 def _require_recorded(directory: Path) -> None:
-    """Raises CellFailed as the session did, ValueError if the session has left nothing there."""
+    """Raise CellFailed as the session did, ValueError if the session has left neither record nor failure."""
     content, failures = read_record(directory), read_failures(directory)
     if content is None and failures:
         raise CellFailed(failures[-1])
     if content is None:
-        raise ValueError(f"no record {directory.name}: the laws of this version ask for a run that was not made")
+        raise ValueError(
+            f"no record {directory.name}: the laws of this version ask for a run that the session did not make"
+        )
     _require_finished(content)
 
 

@@ -1,7 +1,7 @@
-"""What runs need of torch that not every supported version has, and what must not be asked of some: the one place.
+"""Limits of supported torch versions: abilities that not all of them have, and tasks that must not share a process.
 
-A case that asks for such a run is `unsupported`, before a rank starts. A limit that torch itself announces by an
-exception is no fault of the version that has it; wrong results are, and belong into waivers.yaml.
+A case that needs a missing ability is `unsupported`, before a rank starts. A limit that torch itself announces by an
+exception is no fault of the version that has the limit; wrong results are faults, and belong into waivers.yaml.
 """
 
 from collections.abc import Iterator
@@ -30,23 +30,30 @@ def require_features(needs: Needs, cell: Cell, *, device: str, torch_version: st
 
 
 def _streams(needs: Needs, torch: Release, device: str) -> Iterator[str]:
-    """FSDP2 records an event on a stream in its first all-gather, and `torch.cpu.Stream` of 2.6 has no such method:
-    https://github.com/pytorch/pytorch/pull/145935 ("Now I can use FSDPv2 on CPU")."""
+    """Yield the limit of FSDP2 on the CPU of torch 2.6.
+
+    FSDP2 records an event on a stream in its first all-gather, and `torch.cpu.Stream` of 2.6 has no such method:
+    https://github.com/pytorch/pytorch/pull/145935 ("Now I can use FSDPv2 on CPU").
+    """
     if torch < (2, 7) and device == "cpu" and Needs.FORWARD in needs:
         yield "FSDP2 runs on the CPU from torch 2.7 on, in which torch.cpu.Stream has record_event"
 
 
 def _averages(needs: Needs, cell: Cell, torch: Release, device: str) -> Iterator[str]:
-    """Replicas average their gradients by an all-reduce: "Cannot use ReduceOp.AVG with Gloo", until
-    https://github.com/pytorch/pytorch/pull/149781. A simulated world communicates nothing."""
+    """Yield the limit of HSDP on the CPU up to torch 2.7.
+
+    Replicas average their gradients by an all-reduce: "Cannot use ReduceOp.AVG with Gloo", until
+    https://github.com/pytorch/pytorch/pull/149781. A simulated world communicates nothing.
+    """
     averages = Needs.AVERAGING in needs and Mesh.parse(cell.mesh).dp_replicate > 1
     if torch < (2, 8) and device == "cpu" and averages:
         yield "HSDP runs on the CPU from torch 2.8 on, in which gloo averages in an all-reduce"
 
 
 def _uneven(needs: Needs, cell: Cell, torch: Release) -> Iterator[str]:
-    """`fully_shard` of a parameter that tensor parallelism shards by rows needs rows that the ranks of both divide.
+    """Yield the limit of uneven shards over two mesh dimensions up to torch 2.7.
 
+    `fully_shard` of a parameter that tensor parallelism shards by rows needs rows that the ranks of both divide:
     NotImplementedError "FSDP+TP sharding does not support uneven sharding for now", in `_fsdp_param.py`; not since
     https://github.com/pytorch/pytorch/pull/150490.
     """
@@ -69,12 +76,12 @@ def _uneven(needs: Needs, cell: Cell, torch: Release) -> Iterator[str]:
 
 
 def confuses_embeddings(torch_version: str) -> bool:
-    """Return whether DTensor may take one embedding for another that the process has had before, as up to torch 2.10.
+    """Return whether DTensor may confuse an embedding with another that the process had before, as up to torch 2.10.
 
-    For one of another vocabulary: "EmbeddingBackward0 returned an invalid gradient" (fixed by
-    https://github.com/pytorch/pytorch/pull/174727). For one sharded in another dtype: "assert self.mask_buffer.data is
-    not None" (https://github.com/pytorch/torchchat/issues/1086; the mask's equality is changed by
-    https://github.com/pytorch/pytorch/pull/169748). A trainer, which has one model, never sees it. 2.13 has both
-    changes; 2.11 and 2.12 were not looked at, and are taken to have neither, which costs only time.
+    With an embedding of another vocabulary: "EmbeddingBackward0 returned an invalid gradient" (fixed by
+    https://github.com/pytorch/pytorch/pull/174727). With an embedding sharded in another dtype: "assert
+    self.mask_buffer.data is not None" (https://github.com/pytorch/torchchat/issues/1086; the mask's equality is changed
+    by https://github.com/pytorch/pytorch/pull/169748). A trainer, which has one model, never sees the fault. torch 2.13
+    has both changes; 2.11 and 2.12 were not checked, and are taken to have neither, which costs only time.
     """
     return release(torch_version) <= (2, 12)

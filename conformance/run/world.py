@@ -1,4 +1,4 @@
-"""The ranks of one world that run on this host: all of them, or, where a world spans hosts, a part."""
+"""Worlds: the ranks of one world that run on this host, which are all ranks unless the world spans hosts."""
 
 import shutil
 import tempfile
@@ -16,12 +16,12 @@ from conformance.run.ranks.flight_recorder import collect_dumps
 from conformance.run.ranks.messages import READY, Assignment, RankReport, Task
 
 SETTLE_S = 1.0
-"""How long other ranks have to show what they make of the first failure."""
+"""Time that the other ranks have to report their own state after the first failure."""
 _STOP_POLL_S = 0.05
 
 
 class World:
-    """Processes that serve one task after another, until one fails or leaves something behind."""
+    """Rank processes that serve one task after another, until a task fails or leaves something behind."""
 
     def __init__(self, server: ServerProcess, *, world_size: int, ranks: range, lease: Lease | None) -> None:
         self._server = server
@@ -41,12 +41,12 @@ class World:
 
     @property
     def is_usable(self) -> bool:
-        """Whether all ranks are alive."""
+        """True if all ranks are alive."""
         return not self._closed and not wait([rank.pidfd for rank in self._ranks], timeout=0)
 
     @property
     def idle_s(self) -> float:
-        """Since the last task, of a world that is not running one."""
+        """Time since the last task of a world that is not running a task."""
         return time.monotonic() - self._ended_s
 
     def run(
@@ -58,30 +58,31 @@ class World:
         rendezvous: str | None = None,
         stop: Callable[[], bool] | None = None,
     ) -> tuple[RankReport, ...]:
-        """Run one task; returns a report for each rank here. All but a clean success of all of them ends this world.
+        """Run one task; returns a report for each rank on this host.
 
-        The ranks meet at `rendezvous`, an `init_method` that hosts can share, or in a file of their own. They end
-        early, `SETTLE_S` after one has failed, or after `stop` says that a rank elsewhere has.
+        Anything but a clean success of all ranks ends this world. The process group of the task uses `rendezvous`, an
+        `init_method` that hosts can share, or a file of this world. After the failure of one rank, or after `stop`
+        tells of a failure on another host, the other ranks are given `SETTLE_S` before they are ended.
         """
         self._tasks += 1
         number = f"task {self._tasks}".encode()
-        meeting = self._directory / f"rendezvous{self._tasks}"
+        rendezvous_file = self._directory / f"rendezvous{self._tasks}"
         until_s = time.monotonic() + deadline_s
         try:
-            self._assign(Assignment(task, rendezvous or f"file://{meeting}", until_s, env), number=number)
+            self._assign(Assignment(task, rendezvous or f"file://{rendezvous_file}", until_s, env), number=number)
             reports = self._collect(number, until_s=until_s, stop=stop)
             if len(reports) < len(self._ranks) or any(report.state != "finished" for report in reports.values()):
-                found = self._post_mortem(reports)
+                final_reports = self._post_mortem(reports)
                 self.close()
-                return found
+                return final_reports
         except BaseException:
             self.close()
             raise
         self._ended_s = time.monotonic()
-        meeting.unlink(missing_ok=True)
+        rendezvous_file.unlink(missing_ok=True)
         if any(report.leaks for report in reports.values()):
             self.close()
-        return tuple(rank.illustrate(reports[rank.rank]) for rank in self._ranks)
+        return tuple(rank.with_diagnostics(reports[rank.rank]) for rank in self._ranks)
 
     def close(self) -> None:
         """End all ranks with their descendants and remove their files."""
@@ -89,20 +90,20 @@ class World:
             return
         self._closed = True
         try:
-            gone = None not in self._bury()
-            if self._lease and gone:
+            all_gone = None not in self._kill_and_reap()
+            if self._lease and all_gone:
                 self._lease.release()
             elif self._lease:
-                self._lease.leave_to_heirs()
+                self._lease.detach()
         finally:
             for rank in self._ranks:
                 rank.close()
             shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _bury(self) -> list[int | None]:
-        """End all ranks, once; return their exit codes."""
+    def _kill_and_reap(self) -> list[int | None]:
+        """Kill all ranks, once; returns their exit codes."""
         if self._exit_codes is None:
-            self._exit_codes = self._server.bury([rank.pid for rank in self._ranks])
+            self._exit_codes = self._server.kill_and_reap([rank.pid for rank in self._ranks])
         return self._exit_codes
 
     def _await_start(self) -> None:
@@ -114,12 +115,12 @@ class World:
     def _assign(self, assignment: Assignment, *, number: bytes) -> None:
         self._ranks[0].files.assignment.write_bytes(msgspec.msgpack.encode(assignment))
         for rank in self._ranks:
-            rank.ring(number)
+            rank.notify(number)
 
     def _collect(
         self, number: bytes, *, until_s: float, stop: Callable[[], bool] | None = None
     ) -> dict[int, RankReport]:
-        """Wait for a report of every rank until the moment `until_s`, or for `SETTLE_S` after the first failure."""
+        """Wait for a report of every rank until the point in time `until_s`, or `SETTLE_S` after the first failure."""
         reports: dict[int, RankReport] = {}
         while waiting := [rank for rank in self._ranks if rank.rank not in reports]:
             left_s = max(0.0, until_s - time.monotonic())
@@ -139,16 +140,16 @@ class World:
         return reports
 
     def _post_mortem(self, reports: Mapping[int, RankReport]) -> tuple[RankReport, ...]:
-        """End all ranks and return one report for each, with exit codes, stacks and output."""
+        """End all ranks; returns a report for each rank with exit code, stacks and output."""
         dump_stacks([rank for rank in self._ranks if rank.rank not in reports])
         collect_dumps([rank.files for rank in self._ranks])
         return tuple(
-            rank.illustrate(
+            rank.with_diagnostics(
                 _with_exit_code(reports[rank.rank], exit_code)
                 if rank.rank in reports
                 else RankReport(rank=rank.rank, state="hung")
             )
-            for rank, exit_code in zip(self._ranks, self._bury(), strict=True)
+            for rank, exit_code in zip(self._ranks, self._kill_and_reap(), strict=True)
         )
 
 

@@ -1,4 +1,4 @@
-"""Mutants of torch: each fault does something, alone, in every process that the hook reaches."""
+"""Mutants of torch: each fault has an effect of its own, in every process that the hook reaches."""
 
 import os
 import subprocess
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.documents import PROJECT
 from benchmarks.mutants import HOOK, MODULES, source_of
-from benchmarks.pages import PROJECT
 from benchmarks.torch_faults import Fault, changed_source, faults
 from benchmarks.torch_mutants.syntax import HIT, mutated, points, statement_at, with_hits
 from conformance.plan.matrix import load_matrix
@@ -38,14 +38,14 @@ def told(values, *, notes):
 def result(tree: Any, hits: list[int] | None = None) -> object:
     names: dict[str, Any] = {HIT: (hits if hits is not None else []).append}
     exec(compile(tree, "told.py", "exec"), names)
-    found = []
+    outcomes = []
     for values in ([1, 2], [5, 2, 1, 3], [4]):
         notes = [6, 3]
         try:
-            found.append((names["told"](values, notes=notes), notes))
+            outcomes.append((names["told"](values, notes=notes), notes))
         except (TypeError, ValueError) as error:
-            found.append((repr(error), notes))
-    return found
+            outcomes.append((repr(error), notes))
+    return outcomes
 
 
 ALL = points(SOURCE)
@@ -69,14 +69,14 @@ def test_statements_say_that_they_are_reached() -> None:
     assert statement_at(SOURCE, 12) == 11
 
 
-def test_modules_of_torch_have_places() -> None:
+def test_modules_of_torch_have_points() -> None:
     assert all(len(points(source_of(module))) > 10 for module in MODULES)
     with pytest.raises(ValueError, match=r"has no module torch.nowhere: see MODULES"):
         source_of("torch.nowhere")
 
 
 @pytest.mark.parametrize("name", faults())
-def test_faults_by_hand_fit_the_pinned_torch(name: str) -> None:
+def test_torch_faults_fit_the_pinned_torch(name: str) -> None:
     if not torch.__version__.startswith("2.13."):
         pytest.skip(f"written against torch 2.13, this is {torch.__version__}")
     fault = faults()[name]
@@ -87,12 +87,12 @@ def test_faults_by_hand_fit_the_pinned_torch(name: str) -> None:
 
 def test_a_fault_that_does_not_fit_is_refused() -> None:
     fault = Fault(module="torch.nn.utils.clip_grad", cells="mesh = dp2", old="nothing like that", new="")
-    with pytest.raises(ValueError, match=r"fault lost: what it replaces stands 0 times .* must be once"):
+    with pytest.raises(ValueError, match=r"fault lost: `old` occurs 0 times .* must occur once"):
         changed_source("lost", fault)
 
 
 def test_the_hook_changes_a_module_of_torch_as_it_is_imported() -> None:
-    """max_norm is multiplied with the norm instead of divided by it."""
+    """A mutant multiplies max_norm with the norm instead of dividing by it."""
     module = "torch.nn.utils.clip_grad"
     (point,) = [point for point in points(source_of(module)) if point.change.startswith("Mult in max_norm")]
     program = "import torch; p = torch.ones(1, requires_grad=True); p.grad = torch.ones(1); "

@@ -1,4 +1,4 @@
-"""ci/bisect.sh and ci/judge.sh, with a make and a Python that only say what they were asked."""
+"""Scripts ci/bisect.sh and ci/judge.sh, with substitutes for make and Python that record their arguments."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ VERSIONS = "2.6.0 2.7.0 2.7.1 2.8.0 2.9.0rc1 2.9.0 2.10.0"
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A copy of the scripts, beside a `make` whose environments judge as the file `statuses` says."""
+    """Copy the scripts, together with a `make` whose environments judge as the file `statuses` says."""
     (tmp_path / "ci").mkdir()
     for name in ("bisect.sh", "judge.sh"):
         (tmp_path / "ci" / name).write_bytes((PROJECT / "ci" / name).read_bytes())
@@ -47,7 +47,7 @@ def bisect(project: Path, statuses: dict[str, int], good: str, bad: str) -> subp
 @pytest.mark.parametrize("first", ["2.7.0", "2.8.0", "2.9.0", "2.10.0"])
 def test_the_first_bad_release_is_found(project: Path, first: str) -> None:
     releases = ["2.6.0", "2.7.0", "2.8.0", "2.9.0", "2.10.0"]
-    statuses = {one: int(releases.index(one) >= releases.index(first)) for one in releases}
+    statuses = {release: int(releases.index(release) >= releases.index(first)) for release in releases}
     done = bisect(project, statuses, "2.6.0", "2.10.0")
     expected = "one of 2.7.1 2.8.0; those before 2.8.0 cannot be judged" if first == "2.8.0" else first
     assert (done.returncode, done.stdout.strip()) == (0, f"first bad release: {expected}"), done.stderr

@@ -1,4 +1,4 @@
-"""The workflow and its shell equivalent, with a `make` that only says what it is asked for."""
+"""Workflow of GitHub and its shell equivalent, with a `make` that prints its arguments."""
 
 import os
 import subprocess
@@ -50,8 +50,8 @@ def test_an_unknown_job_says_which_there_are(tmp_path: Path, arguments: list[str
     assert "pull-request   profile pr" in done.stderr
 
 
-def test_the_workflow_is_one() -> None:
-    """By the schema that check-jsonschema brings along, without network."""
+def test_the_workflow_is_valid() -> None:
+    """The workflow is valid by the schema of check-jsonschema, which needs no network."""
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows", str(WORKFLOW)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

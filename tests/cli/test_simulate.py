@@ -52,7 +52,7 @@ def test_simulated_is_predicted(mesh: str, options: dict[str, Any]) -> None:
 
 
 def test_a_slice_of_a_large_model_on_1024_ranks() -> None:
-    """Of 70 billion parameters, four layers in full width: what belongs to one layer or one parameter shows."""
+    """Four layers of a model of 70 billion parameters, in full width, show deviations of one layer or parameter."""
     simulated = of("dp1024", model="llama3-70b", overrides=["n_layers=4"], seq_len=8192)
     assert simulated.phases["backward"]["peak"].simulated_bytes > 30 * 1024**3
     assert largest_deviation(simulated) < 0.0001
@@ -60,7 +60,7 @@ def test_a_slice_of_a_large_model_on_1024_ranks() -> None:
 
 
 def test_with_tensor_parallelism_as_json() -> None:
-    """In a process of its own, see `fake_step`."""
+    """The command runs in a process of its own, see `fake_step`."""
     shape = [f"--set={override}" for override in SMALL]
     options = ["--model=llama3-8b", "--mesh=hsdp2x8-tp4", "--seq-len=128", *shape, "--simulate", "--json"]
     done = subprocess.run(
@@ -96,7 +96,7 @@ def test_a_fault_is_seen(defect: str, phase: str, kind: str) -> None:
 
 
 def test_the_ledger_of_fake_tensors_agrees_with_that_of_real_ones(tmp_path: Path) -> None:
-    """To the byte in forward, backward and clipping; optimizers allocate some scalars otherwise."""
+    """The ledgers agree to the byte in forward, backward and clipping; some scalars of optimizers differ."""
     cell = Cell(mesh="dp4")
     config = cell.config
     context = RankContext(rank=0, world_size=1, rendezvous="", timeout_s=60.0)

@@ -46,7 +46,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_the_script_goes_on_after_a_version_that_fails(tmp_path: Path) -> None:
-    """With a `make` that leaves a report for one of the versions alone."""
+    """The table has the one version for which `make` leaves a report."""
     (tmp_path / "make").write_text(
         "#!/bin/sh\n"
         'case "$*" in *TORCH=1.0*) exit 2 ;; esac\n'

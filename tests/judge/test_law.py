@@ -13,7 +13,7 @@ def test_law_states_a_must() -> None:
         add up.
 
         Wrong if not.
-        """
+        """  # noqa: D205 - a MUST may take several lines
 
     assert law_of(test_it) == Law("PAR-7", "Shards MUST add up.", "https://example.org", "2.9", REAL)
     assert law_of(test_law_states_a_must) is None

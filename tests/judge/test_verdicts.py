@@ -1,4 +1,4 @@
-"""Verdicts: what an exception out of a law means, and the exit status of a session."""
+"""Verdicts that exceptions mean, and the exit status of a session."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""waivers.yaml: what a waiver applies to, what it makes of a verdict, and which waivers are mistakes."""
+"""Waivers: the cases to which they apply, the verdicts that they change, and mistakes in waivers.yaml."""
 
 import datetime
 from contextlib import nullcontext
@@ -32,8 +32,8 @@ def matrix() -> Matrix:
     return load_matrix(PROJECT / "matrix.yaml")
 
 
-def test_it_holds_for_its_law_cells_device_and_versions() -> None:
-    def holds(
+def test_matches_law_cells_device_and_versions() -> None:
+    def matches(
         law: str = "INIT-8",
         cell: Cell = CELL,
         device: str = "cpu",
@@ -41,13 +41,13 @@ def test_it_holds_for_its_law_cells_device_and_versions() -> None:
     ) -> bool:
         return WAIVER.matches(law, cell, device=device, torch=torch)
 
-    assert holds()
-    assert holds(torch=(2, 6))
-    assert not holds(law="INIT-7")
-    assert not holds(cell=Cell(mesh="dp1"))
-    assert not holds(device="cuda")
-    assert not holds(torch=(2, 5))
-    assert not holds(torch=(2, 14))
+    assert matches()
+    assert matches(torch=(2, 6))
+    assert not matches(law="INIT-7")
+    assert not matches(cell=Cell(mesh="dp1"))
+    assert not matches(device="cuda")
+    assert not matches(torch=(2, 5))
+    assert not matches(torch=(2, 14))
 
 
 def test_a_failure_is_waived_and_a_pass_is_reported() -> None:
@@ -68,7 +68,7 @@ def test_the_waiver_of_a_case() -> None:
 
 
 def written(path: Path, *changes: dict[str, object]) -> Path:
-    """A file with a waiver for each set of changes."""
+    """Write a file with a waiver for each set of changes."""
     waivers = [{**msgspec.to_builtins(WAIVER), **change} for change in changes]
     file = path / "waivers.yaml"
     file.write_bytes(msgspec.json.encode({"schema": 1, "waivers": waivers}))
@@ -82,7 +82,7 @@ def test_the_shipped_file_is_read(matrix: Matrix) -> None:
 def test_an_expired_waiver_is_a_mistake(tmp_path: Path, matrix: Matrix) -> None:
     file = written(tmp_path, {})
     assert load_waivers(file, matrix, today=DAY)
-    with pytest.raises(ValueError, match="INIT-8 has expired on 2027-01-31: remove it, or look at https://"):
+    with pytest.raises(ValueError, match="INIT-8 expired on 2027-01-31: remove it, or check https://"):
         load_waivers(file, matrix, today=DAY + datetime.timedelta(days=1))
 
 
@@ -117,10 +117,10 @@ def test_waivers_overlap_if_some_case_has_both(one: tuple[str, str], two: tuple[
     first, second = (msgspec.structs.replace(WAIVER, cells=cells, torch=torch) for cells, torch in (one, two))
     cells = [Cell(mesh=mesh) for mesh in meshes]
 
-    def both(cell: Cell, version: tuple[int, ...]) -> bool:
+    def both_apply(cell: Cell, version: tuple[int, ...]) -> bool:
         return all(waiver.matches("INIT-8", cell, device="cpu", torch=version) for waiver in (first, second))
 
-    expected = any(both(cell, (2, minor)) for cell in cells for minor in range(6, 21))
+    expected = any(both_apply(cell, (2, minor)) for cell in cells for minor in range(6, 21))
     assert first.overlaps(second, cells) == second.overlaps(first, cells) == expected
 
 
@@ -128,8 +128,8 @@ def test_waivers_overlap_if_some_case_has_both(one: tuple[str, str], two: tuple[
     ("changes", "message"),
     [
         ({"cells": "msh = dp2"}, "unknown name `msh`"),
-        ({"cells": "mesh = dp4096"}, "no case of the matrix is what the waiver of INIT-8 is for"),
-        ({"law": "INIT-88"}, "no case of the matrix"),
+        ({"cells": "mesh = dp4096"}, "the waiver of INIT-8 applies to no case of the matrix"),
+        ({"law": "INIT-88"}, "applies to no case of the matrix"),
         ({"expires": "2027-02-30"}, "day is out of range|must be in range"),
         ({"expires": "soon"}, "expires"),
         ({"torch": "2.6"}, "torch"),

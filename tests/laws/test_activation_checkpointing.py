@@ -1,4 +1,4 @@
-"""Activation checkpointing: what each mode recomputes, and that no mode changes a bit."""
+"""Activation checkpointing: the operators that each mode recomputes, and bitwise equal results of all modes."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def model_with(mode: Mode) -> Transformer:
 
 
 def backward(model: Transformer) -> tuple[Counter[str], list[Tensor]]:
-    """How often backward runs each operator, recomputed or its own, and the gradients."""
+    """Return the number of calls of each operator in backward, recomputation included, and the gradients."""
     torch.manual_seed(0)
     loss = summed_cross_entropy(model(TOKENS), TOKENS.roll(-1, dims=1))
     counts: Counter[str] = Counter()
@@ -71,7 +71,7 @@ def test_selective_recomputes_less_than_full_and_more_than_nothing() -> None:
 
 
 def test_recomputation_changes_no_bit() -> None:
-    """Dropout draws the same mask again; if it did not, it would show."""
+    """Dropout samples its mask again in recomputation; another mask would change the gradients."""
     none, full, selective = (backward(model_with(mode))[1] for mode in ("none", "full", "selective"))
     assert len(none) == len(list(Transformer(MODEL).parameters()))
     assert all(map(torch.equal, full, none))
@@ -97,7 +97,7 @@ def test_inductor_cannot_be_selective() -> None:
 def test_selective_recomputation_on_ranks_changes_no_bit(
     store: RecordStore, axes: dict[str, AxisValue], precision: str
 ) -> None:
-    """Under the instruments, whose dispatch mode must not come between checkpointing and the operators."""
+    """The dispatch mode of the instruments must not come between checkpointing and the operators."""
     cell = Cell(steps=2, dropout=0.1).but(**axes, precision=precision)
     runs = CaseRuns(store)
     expected, recomputed = (runs.run(cell.but(activation_checkpointing=mode)) for mode in ("none", "selective"))

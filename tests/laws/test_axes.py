@@ -1,4 +1,4 @@
-"""AXIS-1 itself: every axis has a proof, every value of the matrix is looked at, and no proof passes a dead axis."""
+"""AXIS-1 itself: every axis has a proof, every value of the matrix is judged, and no proof passes a dead axis."""
 
 import msgspec
 import pytest
@@ -22,12 +22,12 @@ CELLS = list(
 DEAD = {(axis, getattr(shown, axis)): (shown, neighbour) for c in CELLS for axis, shown, neighbour in neighbours(c)}
 
 
-MODELLED = {name for name, found in asserted_laws().items() if found.law.substrates == SIMULATED} | {"MEM-10"}
-"""Laws that compare with a model of the very cell: what a cell ignores makes them fail."""
+MODELLED = {name for name, entry in asserted_laws().items() if entry.law.substrates == SIMULATED} | {"MEM-10"}
+"""Laws that compare with a model of the cell, and so fail if the cell's run ignores an axis value."""
 
 
 def relabelled(record: Record, cell: Cell) -> Record:
-    """The record as if it were that of another cell."""
+    """Return the record with the header of another cell."""
     content = read_record(record.directory)
     assert content is not None
     header = msgspec.structs.replace(content.header, cell=cell)
@@ -53,7 +53,7 @@ def test_every_value_of_the_matrix_is_looked_at() -> None:
 
 @pytest.mark.parametrize(("axis", "value"), DEAD, ids=str)
 def test_a_dead_axis_value_is_noticed(run: Run, axis: str, value: object) -> None:
-    """The neighbour's own run passed off as the cell's: as if the trainer had ignored the value."""
+    """The neighbour's run stands in for that of the cell, as if the trainer had ignored the value."""
     cell, neighbour = DEAD[axis, value]
     record = run(neighbour)
     with pytest.raises(ConformanceFailure):

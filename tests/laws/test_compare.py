@@ -1,4 +1,4 @@
-"""Comparisons: which numbers differ, what is measured, and what a failure says."""
+"""Comparisons: numbers that differ, measurements, and messages of failures."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ NAN, INF = math.nan, math.inf
 
 
 def bound_of(within: float) -> Bound:
-    """A bound of this value; a formula has no name for NaN."""
+    """Return a bound of this value; a formula has no name for NaN."""
     return Bound("b", {"b": within}) if math.isnan(within) else bound(repr(within))
 
 
@@ -29,7 +29,7 @@ def bit_pattern(*patterns: int) -> Tensor:
 
 
 def run_comparison(compared: Callable[[], None]) -> tuple[dict[str, Measurement], str]:
-    """What it measured, and its message if it failed."""
+    """Return the measurements of a comparison, and its message if it failed."""
     with collecting() as measured:
         try:
             compared()
@@ -62,11 +62,11 @@ def run_comparison(compared: Callable[[], None]) -> tuple[dict[str, Measurement]
 def test_scalars(
     measured: list[float], expected: list[float], within: float, value: float | None, message: str
 ) -> None:
-    found, said = run_comparison(lambda: compare.scalars(measured, expected, name="x", within=bound_of(within)))
+    metrics, said = run_comparison(lambda: compare.scalars(measured, expected, name="x", within=bound_of(within)))
     assert message in said
     assert bool(said) is bool(message)
-    assert found["x"].value == (value if value is None else pytest.approx(value))
-    assert (found["x"].lower, found["x"].unit) == (0.0, "relative deviation")
+    assert metrics["x"].value == (value if value is None else pytest.approx(value))
+    assert (metrics["x"].lower, metrics["x"].unit) == (0.0, "relative deviation")
 
 
 def test_scalars_of_other_lengths_differ() -> None:
@@ -113,11 +113,11 @@ def test_tensors(
 def test_tensors_are_judged_by_their_change() -> None:
     origin, expected, measured = {"a": tensor(1000)}, {"a": tensor(1001)}, {"a": tensor(1001.5)}
     assert run_comparison(lambda: compare.tensors(measured, expected, name="x", within=bound("0.1")))[1] == ""
-    found, said = run_comparison(
+    metrics, said = run_comparison(
         lambda: compare.tensors(measured, expected, name="x", within=bound("0.1"), origin=origin)
     )
     assert "deviation 0.5, bound 0.1" in said
-    assert found["x"] == Measurement(
+    assert metrics["x"] == Measurement(
         kind="rounding", value=0.5, lower=0.0, upper=0.1, unit="relative Frobenius deviation", at="a", formula="0.1"
     )
     bad_origin = {"a": tensor(NAN)}
@@ -143,10 +143,10 @@ def test_tensors_are_judged_by_their_change() -> None:
     ],
 )
 def test_bits(measured: Tensor, expected: Tensor, message: str) -> None:
-    found, said = run_comparison(lambda: compare.bits({"a": measured}, {"a": expected}, name="x"))
+    metrics, said = run_comparison(lambda: compare.bits({"a": measured}, {"a": expected}, name="x"))
     assert message in said
     assert bool(said) is bool(message)
-    assert found["x"] == Measurement(
+    assert metrics["x"] == Measurement(
         kind="exact",
         value=float(bool(message)),
         lower=0,
@@ -166,7 +166,7 @@ def test_nothing_is_never_equal_to_nothing() -> None:
 
 
 def test_count() -> None:
-    found, said = run_comparison(lambda: compare.count(3, name="x", expected=4, detail="rank 1", unit="ranks"))
+    metrics, said = run_comparison(lambda: compare.count(3, name="x", expected=4, detail="rank 1", unit="ranks"))
     assert said == "x: measured 3, expected 4 ranks; rank 1"
-    assert found == {"x": Measurement(kind="exact", value=3.0, lower=4, upper=4, unit="ranks")}
+    assert metrics == {"x": Measurement(kind="exact", value=3.0, lower=4, upper=4, unit="ranks")}
     assert run_comparison(lambda: compare.count(4, name="x", expected=4, unit="ranks"))[1] == ""

@@ -1,4 +1,4 @@
-"""Compiled cells: blocks are compiled although instruments are watching, what these see, and what stays behind."""
+"""Compiled cells: blocks are compiled under instruments, which see their operators, and no graph outlives its run."""
 
 from collections import Counter
 from pathlib import Path
@@ -20,7 +20,7 @@ LAYERS, STEPS = 2, 3
 
 
 def payload(cell: Cell, directory: Path) -> dict[str, Any]:
-    """The job of `train_cell`; compiled cells without a C++ compiler, which takes many seconds."""
+    """Return the job of `train_cell`; compiled cells use aot_eager, since a C++ compiler takes many seconds."""
     job: dict[str, Any] = msgspec.to_builtins(job_of(cell, directory, defect=None))
     if cell.compile:
         job["config"]["compile"] = "aot_eager"
@@ -33,7 +33,7 @@ def facts_of(result: dict[str, Any]) -> RankFacts:
 
 
 def run_alone(directory: Path, **axes: Any) -> RankFacts:
-    """A world of one rank in this process."""
+    """Train in a world of one rank in this process."""
     context = RankContext(rank=0, world_size=1, rendezvous=f"file://{directory}.store", timeout_s=60.0)
     return facts_of(train_cell(context, payload(Cell(mesh="dp1", **axes), directory)))
 
@@ -72,7 +72,7 @@ def test_dropout_is_random_in_compiled_blocks_too(tmp_path: Path) -> None:
 
 
 def test_graphs_do_not_outlive_their_run(tmp_path: Path) -> None:
-    """Each run compiles its own."""
+    """Each run compiles its own graphs."""
     for number in (1, 2):
         counters.clear()
         run_alone(tmp_path / f"run{number}", compile=True)
@@ -81,7 +81,7 @@ def test_graphs_do_not_outlive_their_run(tmp_path: Path) -> None:
 
 
 def test_what_instruments_see_of_compiled_cells(tmp_path: Path, pools: Pools) -> None:
-    """All collectives, also those of compiled blocks, and all matrix products; and the next run is as ever."""
+    """Instruments see every collective and matrix product of compiled blocks, and the next run is unaffected."""
     cell = Cell(mesh="tp2")
     plain = run_in_ranks(pools, tmp_path / "before", cell)
     compiled = run_in_ranks(pools, tmp_path / "compiled", cell.but(compile=True))

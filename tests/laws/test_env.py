@@ -1,4 +1,4 @@
-"""The preconditions can fail: each ENV law on facts of a healthy world, and on the same facts with one thing wrong."""
+"""ENV laws on facts of a healthy world, and on the same facts with one fault: each precondition can fail."""
 
 import copy
 from collections.abc import Callable

@@ -33,14 +33,14 @@ GIB = 1024**3
 
 
 def segments() -> list[MemorySegment]:
-    """A model without activations and gradients."""
+    """Return the profile of a model without activations and gradients."""
     marks = ["forward", *(f"{when} {group}" for group in GROUPS for when in ("forward", "after-forward")), "backward"]
     marks += [f"{when} {group}" for group in reversed(GROUPS) for when in ("backward", "after-backward", "freed")]
     return [MemorySegment(mark, 0, 0, 0) for mark in (*marks, "end")]
 
 
 def sizes(cell: Cell) -> dict[str, int]:
-    """Bytes of each group in fp32, padded to a multiple of the ranks."""
+    """Return the bytes of each group in fp32, padded to a multiple of the ranks."""
     model = cell.config.model
     head, kv = model.dim * model.dim, model.dim * model.n_kv_heads * model.head_dim
     weights = 2 * head + 2 * kv + 3 * model.dim * model.ffn_dim
@@ -58,7 +58,7 @@ def predicted(cell: Cell) -> dict[str, Any]:
 
 
 def test_a_step_without_activations() -> None:
-    """The root all the time; in forward one block, or all; in backward two, and the vector of a block's gradients."""
+    """The root is held throughout, in forward one block or all, in backward two, and a block's flat gradient."""
     of = sizes(CELL)
     default, never = predicted(CELL), predicted(CELL.but(reshard="never"))
     assert default["forward"].peak_bytes == of["output"] + of["block"]
@@ -72,15 +72,15 @@ def test_a_step_without_activations() -> None:
 def test_gradients_are_held_in_both_dtypes_while_they_are_reduced() -> None:
     of = sizes(CELL)
     mixed = predicted(CELL.but(precision="bf16-mp"))
-    # In forward a block and the root, and a block's shard in the dtype of computation.
+    # In forward: a block and the root, and a block's shard in the dtype of computation.
     assert mixed["forward"].peak_bytes == (of["output"] + of["block"] + of["block"] // 4) // 2
-    # Root and first block in bf16, the vector of the second block's gradients, the same in fp32 and a shard of it.
+    # In backward: root and first block in bf16, the second block's flat gradient in bf16 and fp32, and its shard.
     held = (of["output"] + 2 * of["block"]) // 2 + of["block"] + of["block"] // 4
     assert mixed["backward"].peak_bytes == held
 
 
 def measured(*, fsdp1: int = 0, fsdp2: int = 0) -> Any:
-    """The fixture `measure`, with what the models predict for no activations, and so many bytes more."""
+    """Return the fixture `measure`, with the predictions for no activations and so many additional bytes."""
 
     def measure(experiment: Any, cell: Cell, *, on_device: bool = False) -> list[Any]:
         assert experiment.alone
@@ -110,7 +110,7 @@ def test_a_peak_of_fsdp1_that_is_not_understood_fails(off: int) -> None:
 
 
 def on_device(fsdp1: int, fsdp2: int, *, held: int = 0) -> Any:
-    """The fixture `measure` on two ranks with these peaks in use, of which the second rank holds more for streams."""
+    """Return the fixture `measure` on two ranks with these peaks, the second of which holds more for streams."""
 
     def measure(experiment: Any, cell: Cell) -> list[DevicePeaks]:
         assert experiment is step_on_device
@@ -144,7 +144,7 @@ def test_before_2_8_only_the_variable_promises_it(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     "test", [laws.test_fsdp2_active_peak_is_at_most_fsdp1s, streams.test_record_stream_holds_nothing]
 )
-def test_what_is_missing_is_said_with_numbers(test: Any) -> None:
+def test_unsupported_says_what_is_missing(test: Any) -> None:
     law = law_of(test)
     assert law is not None
     three = Hardware(devices=tuple(Device(f"GPU-{number}", "fake", 0) for number in range(3)))
@@ -159,18 +159,18 @@ def test_a_run_of_fsdp1_has_no_checkpoints(tmp_path: Path) -> None:
             Checkpoints(tmp_path / "checkpoints").save(trainer, steps_done=0)
 
 
-def test_parameters_have_their_names_always_and_their_shapes_where_they_are_whole() -> None:
+def test_fsdp1_parameters_have_their_names_always_and_their_shapes_in_full() -> None:
     with simulated_world(2):
         trainer = Trainer(CELL.but(mesh="dp2").config, device=torch.device("cpu"), world_size=2)
         flat = dict(trainer.model.named_parameters())
         with summon_full_params(trainer.model):
             shapes = {name: tuple(p.shape) for name, p in trainer.model.named_parameters()}
-        assert flat.keys() == shapes.keys() == dict(whole_model().named_parameters()).keys()
-        assert shapes == {name: tuple(p.shape) for name, p in whole_model().named_parameters()}
+        assert flat.keys() == shapes.keys() == dict(full_model().named_parameters()).keys()
+        assert shapes == {name: tuple(p.shape) for name, p in full_model().named_parameters()}
         assert {p.ndim for p in flat.values()} == {1}
 
 
-def whole_model() -> torch.nn.Module:
+def full_model() -> torch.nn.Module:
     from reference_trainer.model import Transformer
 
     with torch.device("meta"):

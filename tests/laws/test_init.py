@@ -1,4 +1,4 @@
-"""INIT-5 and INIT-8, which no fault of the product can show: a control that sees less, samples as they should be."""
+"""INIT-5 and INIT-8, which no fault of the product can violate, on made-up facts."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +30,7 @@ def test_a_control_that_overlooks_something_fails(noticed: dict[str, int]) -> No
 
 
 def measure(*ranks: tuple[str, str]) -> Any:
-    """The fixture `measure` for ranks with this layout and digest of a shard."""
+    """Return the fixture `measure` for ranks with these layouts and digests of a shard."""
     return lambda _experiment, _cell: [SampledShards({"w": shard}, {"w": layout}) for layout, shard in ranks]
 
 

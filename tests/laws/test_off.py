@@ -1,4 +1,4 @@
-"""OFF-2 on facts as a machine with a GPU would report them, which the CPU cannot show; and what tells these facts."""
+"""OFF-2 on facts of a machine with a GPU, which the CPU cannot show; and the instrument that reads these facts."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,7 @@ DEVICE = {"unsharded_parameter/w": "cuda", "initial_buffer/t": "cuda", "logits":
 
 
 def judge(cell: Cell, **changes: str) -> None:
-    """OFF-2 on a rank of which everything is where it should be, with changes."""
+    """Judge OFF-2 on a rank whose tensors are in the right places, with changes."""
     if cell.offload == "cpu":
         places = HOST | (PINNED if cell.pin_memory else dict.fromkeys(PINNED, "cpu")) | DEVICE
     else:
@@ -37,7 +37,7 @@ CELLS = [Cell(), Cell(offload="cpu"), Cell(offload="cpu", pin_memory=True)]
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.id)
-def test_everything_in_its_place_passes(cell: Cell) -> None:
+def test_state_in_the_right_places_passes(cell: Cell) -> None:
     judge(cell)
 
 
@@ -66,7 +66,7 @@ def test_a_group_with_another_policy_fails(cell: Cell, policy: str) -> None:
         judge(cell, **{"norm.weight": policy})
 
 
-def test_places_are_of_the_kinds_that_are_recorded() -> None:
+def test_expected_places_are_those_of_the_recorded_kinds() -> None:
     config = CELLS[1].config
     assert expected_places(config, ["gradient/w", "rope_table/x/forward"], device="cuda") == {
         "gradient/w": ["cpu"],

@@ -45,7 +45,7 @@ def test_the_state_is_that_of_padded_shards() -> None:
 
 
 def test_a_step_without_activations() -> None:
-    """With `always`, forward holds three of the largest group, of which two are copied last; all are freed."""
+    """Forward with `always` holds the largest group three times, two of them for the last copy; all are freed."""
     config, dims, shapes = sizes_of(Cell(mesh="dp4", reshard="always"))
     sizes = group_bytes(config, dims, shapes)
     block = sizes["layers.1"]
@@ -73,7 +73,7 @@ def with_gradients(narrow: Mapping[str, int], wide: Mapping[str, int]) -> list[M
 
 
 def test_gradients_that_must_be_cast_are_copied_once_more() -> None:
-    """With `never`, while the input of the last block's reduction is filled, on ranks so many that shards vanish."""
+    """The peak with `never` is where the input of the last block's reduction is filled; shards are negligible here."""
     config, dims, shapes = sizes_of(Cell(mesh="dp64", model="wide", precision="bf16-mp", reshard="never"))
     sizes = {group: nbytes for group, nbytes in group_bytes(config, dims, shapes).items() if group in GROUPS}
     block, matrix, norms = sizes["layers.1"], 2 * config.model.dim**2, 2 * 2 * config.model.dim

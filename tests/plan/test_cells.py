@@ -135,7 +135,7 @@ def test_mesh_sizes(size: Any) -> None:
     ],
 )
 def test_ids_are_stable(axes: dict[str, Any], id_: str) -> None:
-    """These ids are in the reports and baselines of users: they must never change."""
+    """Ids are in the reports and baselines of users and must never change."""
     assert cell_from_axes(axes).id == id_
 
 

@@ -18,7 +18,7 @@ AXES = st.dictionaries(
 
 
 def combinations(axes: dict[str, list[Any]], strength: int) -> list[dict[str, Any]]:
-    """Of values of so many different axes."""
+    """Return all combinations of values of `strength` different axes."""
     return [
         dict(zip(names, values, strict=True))
         for names in itertools.combinations(axes, strength)
@@ -26,9 +26,9 @@ def combinations(axes: dict[str, list[Any]], strength: int) -> list[dict[str, An
     ]
 
 
-def contains(row: Row, part: Row) -> bool:
-    """True is not 1."""
-    return all(row[name] == value and type(row[name]) is type(value) for name, value in part.items())
+def contains(row: Row, values: Row) -> bool:
+    """Return whether a row has these values; True is not 1."""
+    return all(row[name] == value and type(row[name]) is type(value) for name, value in values.items())
 
 
 @settings(max_examples=40, deadline=None)
@@ -37,20 +37,20 @@ def test_every_allowed_combination_is_in_a_row(axes: dict[str, list[Any]], stren
     forbidden: list[dict[str, Any]] = data.draw(st.lists(st.sampled_from(combinations(axes, 2)), max_size=2))
 
     def forbids(row: Row) -> bool:
-        return any(part.keys() <= row.keys() and contains(row, part) for part in forbidden)
+        return any(values.keys() <= row.keys() and contains(row, values) for values in forbidden)
 
-    rules = [Rule(part.keys(), lambda row, part=part: contains(row, part)) for part in forbidden]  # type: ignore[misc]
+    rules = [Rule(values.keys(), lambda row, values=values: contains(row, values)) for values in forbidden]  # type: ignore[misc]
     rows = covering_rows(axes, strength=strength, rules=rules)
     everything = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
     possible = [row for row in everything if not forbids(row)]
-    for part in combinations(axes, strength):
-        if any(contains(row, part) for row in possible):
-            assert any(contains(row, part) for row in rows), part
+    for wanted in combinations(axes, strength):
+        if any(contains(row, wanted) for row in possible):
+            assert any(contains(row, wanted) for row in rows), wanted
     assert not any(forbids(row) for row in rows)
     assert len(rows) <= len(everything)
     assert rows == covering_rows(axes, strength=strength, rules=rules), "the same on every machine"
 
 
 def test_more_strength_than_axes() -> None:
-    with pytest.raises(ValueError, match="strength 3 needs at least as many axes with several values, there are 2"):
+    with pytest.raises(ValueError, match="strength 3 needs at least as many axes with several values; there are 2"):
         covering_rows({"a": [1, 2], "b": [1, 2]}, strength=3, rules=[])

@@ -130,7 +130,7 @@ def test_digest_is_that_of_the_content(folder: Path) -> None:
         (
             "note: why",
             "cover: 3",
-            "9: 3 axes with several values are needed, there are 2 - at `$.families.parity.cover`",
+            "9: strength 3 needs at least as many axes with several values; there are 2 - at `$.families.parity.cover`",
         ),
         ("tp: [2, 4]", "tpp: 2", "14: unknown axis `tpp`; allowed: id, mesh, "),
         ("tp: [2, 4]", "tp: [2, '4']", "14: `tp` = '4': write a value of type int - at `$.exclusions[0].when.tp[1]`"),
@@ -179,7 +179,7 @@ def test_mistakes_have_a_line(folder: Path, old: str, new: str, message: str) ->
 
 
 def test_a_covered_family(folder: Path) -> None:
-    """All pairs but the excluded, in fewer cells than all combinations; the others' defaults hold."""
+    """Every pair of values but the excluded pairs occurs, in fewer cells than the product; other axes have defaults."""
     axes = "reshard: [default, always], accumulation: [1, 2, 4], optimizer: [sgd]"
     text = TEXT.replace(
         "axes: {mesh: [dp2, tp2], reshard: [default, always]}", f"cover: 2\n    axes: {{mesh: [dp2, tp2], {axes}}}"
@@ -195,11 +195,11 @@ def test_a_covered_family(folder: Path) -> None:
     assert matrix.excluded("reshard") == ()
 
 
-def test_seeds_are_moved_after_cells_are_selected(folder: Path) -> None:
+def test_seeds_are_added_after_cells_are_selected(folder: Path) -> None:
     matrix = read(folder, TEXT)
-    usual, moved = (matrix.cases("some", only=parse("seed = 0"), seed=seed) for seed in (0, 7))
-    assert [case.cell.seed for case in moved] == [7] * len(usual)
-    assert [case.cell.but(seed=0) for case in moved] == [case.cell for case in usual]
+    usual, seeded = (matrix.cases("some", only=parse("seed = 0"), seed=seed) for seed in (0, 7))
+    assert [case.cell.seed for case in seeded] == [7] * len(usual)
+    assert [case.cell.but(seed=0) for case in seeded] == [case.cell for case in usual]
 
 
 AXES: dict[str, list[Any]] = {
@@ -209,7 +209,7 @@ AXES: dict[str, list[Any]] = {
     "accumulation": [1, 2, 4],
     "compile": [False, True],
 }
-# Never the same cell as a drawn one, and hit by every drawn exclusion.
+# Never equal to a sampled cell, and hit by every sampled exclusion.
 FIXED = {"laws": ["B-1"], "axes": {"mesh": ["dp1", "dp2", "tp4"], "compile": [False, True], "seed": [1]}}
 FAMILIES = st.fixed_dictionaries(
     {}, optional={axis: st.lists(st.sampled_from(values), min_size=1, unique=True) for axis, values in AXES.items()}
@@ -222,16 +222,16 @@ def test_expansion(folder: Path, axes: dict[str, list[Any]], worlds: list[int]) 
     """The cells are the product of the axes less the exclusions, each once, and the same each time."""
     content = {
         "schema": 1,
-        "families": {"drawn": {"laws": ["A-1", "B-1"], "axes": axes}, "fixed": FIXED},
+        "families": {"sampled": {"laws": ["A-1", "B-1"], "axes": axes}, "fixed": FIXED},
         "exclusions": [{"when": {"world": worlds, "compile": True}, "reason": "x", "reference": "x"}],
         "profiles": {"all": {"families": "all", "deadline_s": 1}},
     }
     try:
         matrix = read(folder, json.dumps(content))
     except ConfigError as error:
-        assert "all cells of `drawn` are excluded" in str(error)  # noqa: PT017 - some draws leave nothing
+        assert "all cells of `sampled` are excluded" in str(error)  # noqa: PT017 - some samples leave no cell
         return
-    kept, excluded = matrix.cells("drawn"), [cell for cell, _ in matrix.excluded("drawn")]
+    kept, excluded = matrix.cells("sampled"), [cell for cell, _ in matrix.excluded("sampled")]
     size = 1
     for values in axes.values():
         size *= len(values)

@@ -1,4 +1,4 @@
-"""The language that selects cells."""
+"""Selections of cells: what an expression selects, and how mistakes are pointed at."""
 
 import pytest
 
@@ -45,7 +45,7 @@ CELL = Cell(mesh="dp2-tp2", clip=0, accumulation=2, compile=True)
         ("mesh =\n  dp2-tp2\n", True),
     ],
 )
-def test_selects(text: str, selected: bool) -> None:
+def test_parse_selects(text: str, selected: bool) -> None:
     selection = parse(text)
     assert selection(CELL) is selected
     assert selection == parse(text)
@@ -88,7 +88,7 @@ def test_selects(text: str, selected: bool) -> None:
         ("tp = 1*", 5, "`tp` is not a string and cannot match a pattern"),
     ],
 )
-def test_mistakes_are_pointed_at(text: str, column: int, message: str) -> None:
+def test_selection_error_points_at_the_mistake(text: str, column: int, message: str) -> None:
     with pytest.raises(SelectionError) as caught:
         parse(text)
     problem, shown, caret = str(caught.value).split("\n")

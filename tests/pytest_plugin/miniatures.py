@@ -1,6 +1,6 @@
-"""Fake trainers, each wrong in one way, for whole sessions: which one a run gets is the cell's seed.
+"""Fake trainers, each wrong in one way, for tests of full sessions; the seed of a cell selects its trainer.
 
-`--defect tests/pytest_plugin/miniatures.py:by_seed` injects them as a user would a fault of their own.
+`--defect tests/pytest_plugin/miniatures.py:by_seed` injects the trainers as a user would inject a fault.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ def healthy(train: TrainStep, trainer: Trainer, step: int) -> StepMetrics:
 
 
 def always_passes(_train: TrainStep, _trainer: Trainer, step: int) -> StepMetrics:
-    """Trains nothing, reports nothing to observers, and logs what looks like a good run."""
+    """Train nothing, report nothing to observers, and log metrics that look like those of a good run."""
     return StepMetrics(step, 5.0 - step / 10, 1.0, 64, 1e-3)
 
 
@@ -85,7 +85,7 @@ def diverges(train: TrainStep, trainer: Trainer, step: int) -> StepMetrics:
 
 
 def claims_unsupported(_train: TrainStep, _trainer: Trainer, _step: int) -> StepMetrics:
-    """As a test of torch's own does on a machine with too few devices."""
+    """Skip, like a test of torch's own on a machine with too few devices."""
     import pytest
 
     pytest.skip("needs 8 devices")
@@ -132,7 +132,7 @@ BY_SEED: dict[int, Callable[[TrainStep, Trainer, int], Any]] = dict(
 
 @contextmanager
 def suspended() -> Iterator[None]:
-    """Rank 1 is stopped from outside, as it were, before its second step: it runs no code any more."""
+    """Stop rank 1 before its second step, after which the rank runs no code any more."""
 
     def make(original: Any) -> Any:
         def train_step(trainer: Trainer, step: int) -> Any:
@@ -148,7 +148,7 @@ def suspended() -> Iterator[None]:
 
 @contextmanager
 def by_seed() -> Iterator[None]:
-    """Replace a step of training by that of the miniature of the run's seed."""
+    """Replace each training step by that of the trainer which the run's seed selects."""
 
     def make(original: Any) -> Any:
         def train_step(trainer: Trainer, step: int) -> Any:

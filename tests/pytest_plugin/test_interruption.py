@@ -1,4 +1,4 @@
-"""How an interrupt is shown."""
+"""Display of an interrupt."""
 
 import sys
 import types
@@ -9,7 +9,7 @@ from conformance.pytest_plugin.interruption import BriefInterrupt
 
 
 def interrupted(*, has_line: bool) -> pytest.ExceptionInfo[BaseException]:
-    """As if the signal had come one call further down, where the interpreter knows the line, or where it does not."""
+    """Return an interrupt one call further down, at a place whose line the interpreter knows or does not know."""
     with pytest.raises(ZeroDivisionError) as caught:
         _ = 1 / 0
     if sys.gettrace():
@@ -28,14 +28,14 @@ def _chain(first: types.TracebackType, second: types.TracebackType, last: object
 
 
 @pytest.mark.parametrize("has_line", [True, False])
-def test_only_the_place_is_shown(has_line: bool) -> None:
+def test_brief_interrupt_keeps_the_last_entry(has_line: bool) -> None:
     excinfo = interrupted(has_line=has_line)
     BriefInterrupt(full=False).pytest_keyboard_interrupt(excinfo)
     assert [entry.name for entry in excinfo.traceback] == ["interrupted"]
     assert "1 / 0" in str(excinfo.getrepr(funcargs=True))
 
 
-def test_a_full_trace_is_left_but_for_what_cannot_be_rendered() -> None:
+def test_full_trace_keeps_all_entries_that_have_a_line() -> None:
     excinfo = interrupted(has_line=False)
     assert len(excinfo.traceback) == 3
     BriefInterrupt(full=True).pytest_keyboard_interrupt(excinfo)
@@ -43,7 +43,7 @@ def test_a_full_trace_is_left_but_for_what_cannot_be_rendered() -> None:
     assert "1 / 0" in str(excinfo.getrepr(funcargs=True))
 
 
-def test_without_this_pytest_fails() -> None:
-    """If it no longer does, the filter can go."""
+def test_pytest_cannot_render_an_entry_without_a_line() -> None:
+    """The filter can be removed once pytest renders such a traceback."""
     with pytest.raises(TypeError):
         interrupted(has_line=False).getrepr(funcargs=True)

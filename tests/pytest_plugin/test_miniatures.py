@@ -1,4 +1,4 @@
-"""A session full of sick trainers: each gets the verdict that it deserves, and the healthy ones between them pass."""
+"""Session of faulty trainers: each gets its own verdict, and the healthy trainers between them pass."""
 
 import re
 
@@ -10,7 +10,7 @@ from conformance.report.schema import CaseResult
 from tests.pytest_plugin.miniatures import BY_SEED
 from tests.sessions import Ended, alive, finish, suite
 
-# A law that was not expected to see a fault passes: shards of one rank have no replica that differs.
+# A law that cannot see a fault passes: a shard of a single rank has no replica that differs.
 DEADLINE_S = 15.0
 VERDICTS = {
     "healthy": {"PAR-1": "pass", "PAR-5": "pass", "MEM-6": "pass"},
@@ -38,8 +38,7 @@ REASONS = {
     "raises": "rank 1 raised ArithmeticError: on this rank only",
     "claims_unsupported": "rank [01] raised Skipped: needs 8 devices",
 }
-"""Expressions for how they begin, where they say what happened to a rank. Which of two that fail alike is first is
-chance."""
+"""Patterns for the beginning of reasons that name a rank; of two ranks that fail alike either may be first."""
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +73,9 @@ def test_each_gets_its_verdict(session: Ended) -> None:
 
 
 def test_replicas_that_diverge_are_seen(session: Ended) -> None:
-    found = {case.cell: case.verdict for case in session.report.cases if not case.cell.startswith("dp2")}
-    assert sorted(found.values()) == ["fail", "fail", "pass", "pass"]
-    assert all((verdict == "fail") == cell.endswith("seed9") for cell, verdict in found.items())
+    verdicts = {case.cell: case.verdict for case in session.report.cases if not case.cell.startswith("dp2")}
+    assert sorted(verdicts.values()) == ["fail", "fail", "pass", "pass"]
+    assert all((verdict == "fail") == cell.endswith("seed9") for cell, verdict in verdicts.items())
 
 
 def test_reasons_name_the_rank_that_failed_first(session: Ended) -> None:
@@ -99,7 +98,7 @@ def test_the_session_ends_well(session: Ended) -> None:
 
 
 def test_the_report_can_be_verified(session: Ended) -> None:
-    """Also the verdicts of runs that died."""
-    found = verify(session.directory, matrix_file=PROJECT / "tests" / "pytest_plugin" / "miniatures.yaml")
-    assert found.problems == []
-    assert found.cases == session.report.planned
+    """The verdicts on runs that died are verified too."""
+    verified = verify(session.directory, matrix_file=PROJECT / "tests" / "pytest_plugin" / "miniatures.yaml")
+    assert verified.problems == []
+    assert verified.cases == session.report.planned

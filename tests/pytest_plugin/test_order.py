@@ -1,4 +1,4 @@
-"""Which cases a session has, and their order: shards are a partition, and the longest cells of a mesh come first."""
+"""Shards are a partition of a session's cases, and the longest cells of a mesh come first."""
 
 import json
 from collections import Counter
@@ -36,13 +36,13 @@ def test_the_shards_of_a_profile_are_the_profile(profile: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0/3", "4/3", "1", "1/0", "1/3/5", "a/b", " 1/2", "1.0/2"])
-def test_what_is_not_a_shard_is_refused(text: str) -> None:
+def test_parse_shard_refuses_other_text(text: str) -> None:
     with pytest.raises(ValueError, match=r"write I/N with 1 <= I <= N, such as 2/5"):
         parse_shard(text)
 
 
-def test_more_shards_than_cells_are_refused() -> None:
-    with pytest.raises(ValueError, match="1 cell is selected, ask for fewer shards"):
+def test_shard_refuses_more_shards_than_cells() -> None:
+    with pytest.raises(ValueError, match="1 cell is selected; ask for fewer shards"):
         Shard(1, 2).of([Case("PAR-1", Cell()), Case("PAR-2", Cell())])
 
 
@@ -50,7 +50,7 @@ CELLS = "mesh = dp1 and model = tiny and precision = fp32 and (optimizer = sgd o
 
 
 def test_the_longest_cell_of_a_mesh_is_first(tmp_path: Path) -> None:
-    """With a worker, to whom the controller tells what it knows."""
+    """The controller remembers durations and passes them to its worker."""
     durations = tmp_path / "cache" / "v" / "conformance" / "durations_s"
     first = finish(suite(tmp_path / "a", "conformance/", "--cells", CELLS, cache=tmp_path / "cache"), tmp_path / "a")
     assert first.status == 0, first.output
@@ -70,6 +70,6 @@ def test_the_longest_cell_of_a_mesh_is_first(tmp_path: Path) -> None:
 
 
 def cells_in_order(directory: Path) -> list[str]:
-    """Cells in the order in which their cases came in."""
+    """Return the cells in the order in which the results of their cases arrived."""
     lines = [json.loads(line) for line in (directory / "report.jsonl").read_text().splitlines()]
     return list(dict.fromkeys(line["cell"] for line in lines if line["type"] == "case"))

@@ -26,7 +26,7 @@ REPORT = report(
 
 
 class Outline(html.parser.HTMLParser):
-    """Which tags are opened and not closed, ids, and addresses that would be loaded."""
+    """Parser that collects open tags, ids, and addresses that a browser would load."""
 
     EMPTY = ("meta", "input", "br", "rect", "polyline")
 

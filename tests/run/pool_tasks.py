@@ -1,4 +1,4 @@
-"""Functions that `test_pool.py` runs in the ranks of a pool. Misbehaviour is limited to the rank `payload["rank"]`."""
+"""Functions that tests of the pool run in its ranks; misbehaviour is limited to the rank `payload["rank"]`."""
 
 import ctypes
 import os
@@ -28,7 +28,7 @@ LONG_S = 60.0
 
 
 def profiled_step(context: RankContext, payload: dict[str, Any]) -> Any:
-    """Something computed and something communicated, in the second of two steps under a profile."""
+    """Compute and communicate in two steps, of which the second is profiled."""
     start_process_group(context)
     profiled, tensor = StepProfile(1), torch.ones(64, 64)
     for step in range(2):
@@ -57,19 +57,19 @@ def surroundings(context: RankContext, payload: dict[str, Any]) -> dict[str, Any
 
 
 def change_process_state(_context: RankContext, _payload: dict[str, Any]) -> list[Any]:
-    """Return what the task found, then change it."""
-    found: list[Any] = [random.random(), torch.rand(()).item(), str(torch.get_default_dtype()), torch.is_grad_enabled()]
-    found += [torch.are_deterministic_algorithms_enabled(), os.environ.get("LEFT_BEHIND"), os.getcwd()]
+    """Return the state of the process that the task found, then change it."""
+    state: list[Any] = [random.random(), torch.rand(()).item(), str(torch.get_default_dtype()), torch.is_grad_enabled()]
+    state += [torch.are_deterministic_algorithms_enabled(), os.environ.get("LEFT_BEHIND"), os.getcwd()]
     torch.set_default_dtype(torch.float64)
     torch.set_grad_enabled(False)
     torch.use_deterministic_algorithms(True)
     os.environ["LEFT_BEHIND"] = "1"
     os.chdir("/")
-    return found
+    return state
 
 
 def train(context: RankContext, _payload: dict[str, Any]) -> list[float]:
-    """Three steps of a small model under FSDP2 and tensor parallelism."""
+    """Train a small model for three steps under FSDP2 and tensor parallelism."""
     join(context)
     mesh = init_device_mesh("cpu", (context.world_size // 2, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
@@ -97,7 +97,7 @@ def join(context: RankContext) -> None:
 
 
 def misbehave_in_collective(context: RankContext, payload: dict[str, Any]) -> None:
-    """All ranks meet in a barrier, except the one that misbehaves instead."""
+    """Enter a barrier on every rank but the one that misbehaves instead."""
     join(context)
     dist.barrier()
     if context.rank == payload["rank"]:
@@ -133,7 +133,7 @@ def segfault() -> None:
 
 
 def leave_children() -> None:
-    """One child in our process group, and one that left it and lost its parent."""
+    """Start a child in this process group, and one that leaves the group and loses its parent."""
     subprocess.Popen(["sleep", str(LONG_S)])
     subprocess.Popen(["setsid", "--fork", "sleep", str(LONG_S)]).wait()
 
@@ -160,7 +160,7 @@ def print_much() -> None:
 
 
 def write_garbage() -> None:
-    """Write to every socket, thus to the one that belongs to the pool."""
+    """Write to every socket, and so to that of the pool."""
     for fd in os.listdir("/proc/self/fd"):
         path = Path("/proc/self/fd") / fd
         if path.is_symlink() and os.readlink(path).startswith("socket:"):
@@ -206,13 +206,13 @@ def return_infinities(_context: RankContext, _payload: dict[str, Any]) -> list[f
 
 
 def leave_dump(context: RankContext, payload: dict[str, Any]) -> None:
-    """Write what the flight recorder would, beside the rank's other files."""
+    """Write a dump where the flight recorder would, next to the rank's other files."""
     directory = Path(os.readlink("/proc/self/fd/1")).parent
     (directory / f"flight{context.rank}").write_bytes(bytes.fromhex(payload["dump"]))
 
 
 def fail_with_dump(context: RankContext, payload: dict[str, Any]) -> None:
-    """Rank 0 leaves one and raises, the others hang."""
+    """Leave a dump and raise on rank 0, hang on the other ranks."""
     if context.rank != 0:
         sleep()
     leave_dump(context, payload)

@@ -1,4 +1,4 @@
-"""Failures of runs: whose fault they are."""
+"""Failures of runs: which of them are the suite's error and which the product's."""
 
 import pytest
 import torch
@@ -28,13 +28,13 @@ def raised_at(file: str) -> RunFailed:
         ("", "raised"),
     ],
 )
-def test_who_is_to_blame(file: str, kind: str) -> None:
+def test_to_failure_blames_the_owner_of_the_innermost_file(file: str, kind: str) -> None:
     failure = to_failure(raised_at(file))
     assert (failure.kind, failure.first_rank, failure.reason) == (kind, 1, "rank 1 raised E: m")
     assert "--- rank 0 finished" in failure.details
 
 
-def test_an_operator_that_fails_under_the_tap_is_not_the_suite() -> None:
+def test_to_failure_of_an_operator_under_the_dispatch_tap_blames_torch() -> None:
     with pytest.raises(RuntimeError, match="cannot be multiplied") as caught, DispatchTap([]):
         torch.mm(torch.ones(2, 3), torch.ones(2, 3))
     innermost = str(caught.traceback[-1].path)

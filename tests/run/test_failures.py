@@ -1,11 +1,11 @@
-"""Which rank failed first, judged from reports alone."""
+"""The rank that failed first, found from reports alone."""
 
 import math
 from typing import Any
 
 import pytest
 
-from conformance.run.failures import judge, waits_for_peers
+from conformance.run.failures import find_cause, waits_for_peers
 from conformance.run.ranks.messages import RankReport
 
 
@@ -49,19 +49,19 @@ BUSY = 'Current thread 0x1 (most recent call first):\n  File "/x/model.py", line
         pytest.param([report(0, "hung", stack=WAITING), report(1, "hung", stack=BUSY)], 1, "timeout", id="all-hung"),
     ],
 )
-def test_who_failed_first(ranks: list[RankReport], first_rank: int, kind: str) -> None:
-    failure = judge(ranks, deadline_s=5)
+def test_find_cause_names_the_rank_that_failed_first(ranks: list[RankReport], first_rank: int, kind: str) -> None:
+    failure = find_cause(ranks, deadline_s=5)
     assert (failure.first_rank, failure.kind) == (first_rank, kind)
 
 
-def test_only_innermost_frames_count_as_waiting() -> None:
+def test_waits_for_peers_looks_at_innermost_frames_only() -> None:
     frames = [f'  File "/x/model.py", line {line} in f' for line in range(3)]
     assert not waits_for_peers("\n".join(["Thread 0x1 (most recent call first):", *frames, WAITING.split("\n")[1]]))
     assert waits_for_peers("\n".join(["Thread 0x1 (most recent call first):", *frames, WAITING]))
 
 
-def test_a_rank_that_waits_under_the_tap_waits_for_its_peers() -> None:
-    """Otherwise it would be blamed for a hang of another rank."""
+def test_waits_for_peers_sees_through_the_dispatch_tap() -> None:
+    """Otherwise a waiting rank would be blamed for the hang of another rank."""
 
     def stack(*files: str) -> str:
         return "\n".join(["Thread 0x1 (most recent call first):", *(f'  File "{f}", line 1 in f' for f in files)])

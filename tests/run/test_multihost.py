@@ -13,7 +13,7 @@ import pytest
 from conformance.cli.verify import verify
 from conformance.project import PROJECT
 from conformance.report.schema import Report
-from conformance.run.multihost import ANSWER_S, LINK_LIMIT_S, Place, _spread, interface_towards
+from conformance.run.multihost import ANSWER_S, LINK_LIMIT_S, Location, _spread, interface_towards
 from tests.run.two_hosts import ADDRESSES, TwoHosts, two_hosts
 
 LIMIT_S = 150.0
@@ -37,7 +37,7 @@ def hosts() -> Iterator[TwoHosts]:
 
 
 def start(hosts: TwoHosts, directory: Path, *arguments: str, agents: int) -> list[psutil.Popen]:
-    """torchrun on both hosts, so many agents on each."""
+    """Start torchrun on both hosts, with this number of agents on each."""
     processes = []
     for host in (0, 1):
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--nproc-per-node={agents}"]
@@ -55,8 +55,8 @@ def finish(processes: list[psutil.Popen], directory: Path, *, limit_s: float = L
         pytest.fail(output(directory))
     finally:
         for process in processes:
-            for one in [*process.children(recursive=True), process] if process.is_running() else []:
-                one.kill()
+            for member in [*process.children(recursive=True), process] if process.is_running() else []:
+                member.kill()
     assert (directory / "report.json").exists(), output(directory)
     return status, msgspec.json.decode((directory / "report.json").read_bytes(), type=Report)
 
@@ -72,7 +72,8 @@ def test_worlds_span_two_hosts(hosts: TwoHosts, tmp_path: Path) -> None:
     status, report = finish(start(hosts, directory, "--cells", cells, agents=2), directory)
     wrong = [(case.id, case.verdict, case.reason) for case in report.cases if case.verdict != "pass"]
     assert (status, wrong) == ([0, 0], []), output(directory)
-    assert report.executed == report.planned > 10
+    assert report.executed == report.planned
+    assert report.planned > 10
     tasks = [int(number) for number in re.findall(r"agent 2 on \S+ took part in (\d+) of", output(directory))]
     assert len(tasks) == 1
     assert tasks[0] >= 3, "the second host has run ranks of every cell"
@@ -92,28 +93,28 @@ def test_a_cut_link_is_a_verdict_in_time(hosts: TwoHosts, tmp_path: Path) -> Non
         time.sleep(0.05)
     hosts.cut()
     cut_s = time.monotonic()
-    _, found = finish(processes, directory)
-    # One deadline, the wait for an answer, and that of the other host until it gives up.
+    _, final = finish(processes, directory)
+    # One deadline, the wait for an answer, and the time after which the other host gives up.
     assert time.monotonic() - cut_s < 10 + ANSWER_S + LINK_LIMIT_S + 10
-    verdicts = [case.verdict for case in found.cases]
-    assert found.executed == found.planned == len(verdicts)
-    assert (found.exit_code, set(verdicts)) == (1, {"pass", "timeout", "crash"})
+    verdicts = [case.verdict for case in final.cases]
+    assert final.executed == final.planned == len(verdicts)
+    assert (final.exit_code, set(verdicts)) == (1, {"pass", "timeout", "crash"})
     assert verdicts.count("pass") >= 2
-    lost = {case.reason for case in found.cases if case.verdict == "crash"}
+    lost = {case.reason for case in final.cases if case.verdict == "crash"}
     assert all(reason.endswith("host or link is lost") for reason in lost), lost
 
 
-def test_narrow_worlds_span_hosts_too() -> None:
-    places = [Place(agent, agent // 2, "host") for agent in range(4)]
-    assert _spread(places) == [0, 2, 1, 3]
-    assert _spread([Place(0, 0, "a"), Place(1, 1, "b"), Place(2, 1, "b")]) == [0, 1, 2]
+def test_spread_puts_narrow_worlds_on_several_hosts() -> None:
+    locations = [Location(agent, agent // 2, "host") for agent in range(4)]
+    assert _spread(locations) == [0, 2, 1, 3]
+    assert _spread([Location(0, 0, "a"), Location(1, 1, "b"), Location(2, 1, "b")]) == [0, 1, 2]
 
 
-def test_the_interface_is_the_one_that_leads_there() -> None:
+def test_interface_towards_an_address() -> None:
     assert interface_towards("127.0.0.1") == "lo"
 
 
-def test_outside_of_torchrun_it_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_spmd_outside_of_torchrun_prints_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     from conformance.__main__ import main
 
     assert main(["spmd", "--profile=smoke"]) == 2

@@ -1,4 +1,4 @@
-"""The pool of warm ranks, with real processes: what it returns, and what it says when ranks misbehave."""
+"""Pool of warm ranks, with real processes: results, and the errors when ranks misbehave."""
 
 import math
 import os
@@ -26,10 +26,10 @@ import sys, threading, time
 sys.path[:0] = {path!r}
 from conformance.run.pool import Pools, Task
 pools = Pools()
-processes = [found for world_size in (1, 2) for found in
-             pools.run(Task(function="{tasks}:identity", payload={{}}), world_size=world_size, deadline_s=20)]
+ranks = [rank for world_size in (1, 2) for rank in
+         pools.run(Task(function="{tasks}:identity", payload={{}}), world_size=world_size, deadline_s=20)]
 server = pools.run(Task(function="{tasks}:surroundings", payload={{"names": []}}), world_size=1, deadline_s=20)
-print(*[found["pid"] for found in processes], server[0]["server"], flush=True)
+print(*[rank["pid"] for rank in ranks], server[0]["server"], flush=True)
 payload = {{"rank": 1, "how": "sleep_with_interpreter_lock"}}
 pools.run(Task(function="{tasks}:misbehave", payload=payload), world_size=2, deadline_s=60)
 """
@@ -54,7 +54,7 @@ def run_reports(pools: Pools, how: str) -> tuple[RankReport, ...]:
 def fail(
     pools: Pools, function: str, *, world_size: int = 2, deadline_s: float = DEADLINE_S, **payload: Any
 ) -> RunFailed:
-    """Run a task that must fail; the verdict must come in time, leave no process, and a new pool must work."""
+    """Run a task that must fail; the error must come in time, leave no process, and a new pool must work."""
     before = pids(pools, world_size=world_size)
     start_s = time.monotonic()
     with pytest.raises(RunFailed) as caught:
@@ -67,11 +67,11 @@ def fail(
 
 
 def pids(pools: Pools, *, world_size: int) -> list[int]:
-    return [found["pid"] for found in run(pools, "identity", world_size=world_size)]
+    return [rank["pid"] for rank in run(pools, "identity", world_size=world_size)]
 
 
 def sleepers() -> list[psutil.Process]:
-    """What the tasks leave behind, wherever it is attached to."""
+    """Return the processes that tasks leave behind, whatever their parent."""
     mine = psutil.Process().children(recursive=True)
     return [process for process in mine if process.name() == "sleep"]
 
@@ -86,8 +86,10 @@ def _task(function: str, **payload: Any) -> Task:
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 def test_all_ranks_return(pools: Pools, world_size: int) -> None:
     results = run(pools, "identity", world_size=world_size, text="a", numbers=[1, 2.5, None])
-    assert [(found["rank"], found["world_size"]) for found in results] == [(r, world_size) for r in range(world_size)]
-    assert all(found["payload"] == {"text": "a", "numbers": [1, 2.5, None]} for found in results)
+    assert [(result["rank"], result["world_size"]) for result in results] == [
+        (r, world_size) for r in range(world_size)
+    ]
+    assert all(result["payload"] == {"text": "a", "numbers": [1, 2.5, None]} for result in results)
 
 
 def test_ranks_are_reused(pools: Pools) -> None:
@@ -96,13 +98,13 @@ def test_ranks_are_reused(pools: Pools) -> None:
 
 def test_surroundings_of_a_rank(pools: Pools) -> None:
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS"]
-    found = run(pools, "surroundings", names=names)[1]
-    assert list(found["env"].values()) == ["1", "1", "2", "2", os.environ.get("GLOO_SOCKET_IFNAME", "lo"), "1"]
-    assert found["torch_threads"] == 1, "numerics must not depend on the number of processors"
-    assert found["server_threads"] == 1, "forking a process with several threads is not safe"
-    assert not found["has_pytest"]
-    assert not found["has_cuda_context"]
-    assert DEADLINE_S - 5 < found["timeout_s"] <= DEADLINE_S
+    rank = run(pools, "surroundings", names=names)[1]
+    assert list(rank["env"].values()) == ["1", "1", "2", "2", os.environ.get("GLOO_SOCKET_IFNAME", "lo"), "1"]
+    assert rank["torch_threads"] == 1, "numerics must not depend on the number of processors"
+    assert rank["server_threads"] == 1, "forking a process with several threads is not safe"
+    assert not rank["has_pytest"]
+    assert not rank["has_cuda_context"]
+    assert DEADLINE_S - 5 < rank["timeout_s"] <= DEADLINE_S
 
 
 def test_env_is_applied_and_restored(pools: Pools) -> None:
@@ -111,18 +113,19 @@ def test_env_is_applied_and_restored(pools: Pools) -> None:
     env = {"SOME_SWITCH": "on", "HOME": "/nowhere"}
     with_env = pools.run(task, world_size=2, deadline_s=DEADLINE_S, env=env)
     without = pools.run(task, world_size=2, deadline_s=DEADLINE_S)
-    assert [found["env"] for found in with_env] == [env, env]
-    assert [found["env"] for found in without] == [{"SOME_SWITCH": None, "HOME": os.environ.get("HOME")}] * 2
+    assert [rank["env"] for rank in with_env] == [env, env]
+    assert [rank["env"] for rank in without] == [{"SOME_SWITCH": None, "HOME": os.environ.get("HOME")}] * 2
     assert pids(pools, world_size=2) == before
 
 
 def test_variables_that_libraries_read_once_get_ranks_of_their_own(pools: Pools) -> None:
     def pid(device: str) -> int:
         env = {"CUDA_VISIBLE_DEVICES": device}
-        found: int = pools.run(_task("identity"), world_size=1, deadline_s=DEADLINE_S, env=env)[0]["pid"]
-        return found
+        process: int = pools.run(_task("identity"), world_size=1, deadline_s=DEADLINE_S, env=env)[0]["pid"]
+        return process
 
-    assert pid("0") == pid("0") != pid("1")
+    assert pid("0") == pid("0")
+    assert pid("0") != pid("1")
 
 
 def test_process_state_is_reset_between_tasks(pools: Pools) -> None:
@@ -161,7 +164,7 @@ def test_idle_ranks_are_limited() -> None:
 
 
 def test_idle_ranks_hand_their_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also while nothing else is asked for; new ones come when they are needed."""
+    """Ranks end while the worker does nothing; the next task starts new ranks."""
     with Pools() as pools:
         idle = pids(pools, world_size=2)
         monkeypatch.setattr(pool, "IDLE_LIMIT_S", 0.1)
@@ -326,8 +329,8 @@ def test_death_of_the_owner_ends_ranks_and_server() -> None:
 
 def test_close_ends_everything() -> None:
     with Pools() as pools:
-        found = run(pools, "surroundings", names=[])[0]
-        processes = [found["server"], *pids(pools, world_size=2)]
+        server = run(pools, "surroundings", names=[])[0]["server"]
+        processes = [server, *pids(pools, world_size=2)]
     assert not any(psutil.pid_exists(pid) for pid in processes)
 
 

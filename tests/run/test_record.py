@@ -1,4 +1,4 @@
-"""Records: full tensors are put together from the shards of all ranks."""
+"""Records: full tensors are assembled from the shards of all ranks."""
 
 from pathlib import Path
 from typing import Any, get_origin
@@ -36,7 +36,7 @@ def record_of_two_ranks(directory: Path, shards: list[dict[str, Tensor]]) -> Rec
     return Record(directory, RecordFile(header=header, ranks=ranks))
 
 
-def test_a_record_puts_shards_together(tmp_path: Path) -> None:
+def test_select_assembles_full_tensors(tmp_path: Path) -> None:
     layouts = [torch.tensor([[0, 1], [2, 3]]), torch.tensor([[4, 5]])]
     shards = [
         {"layout/w": layout, "final/parameter/w": layout + 0.5, "final/buffer/b": torch.ones(1)} for layout in layouts
@@ -48,18 +48,18 @@ def test_a_record_puts_shards_together(tmp_path: Path) -> None:
         record.select("step0/")
 
 
-def test_a_hole_in_the_shards_is_nan_and_a_wrong_part_fails(tmp_path: Path) -> None:
-    part = {"layout/w": torch.tensor([[0, 1], [2, 3]]), "final/parameter/w": torch.ones(2, 2)}
-    record = record_of_two_ranks(tmp_path, [part, part])
+def test_select_fills_holes_with_nan_and_refuses_shards_of_another_shape(tmp_path: Path) -> None:
+    shard = {"layout/w": torch.tensor([[0, 1], [2, 3]]), "final/parameter/w": torch.ones(2, 2)}
+    record = record_of_two_ranks(tmp_path, [shard, shard])
     assert record.select("final/parameter/")["w"].isnan().tolist() == [[False] * 2, [False] * 2, [True] * 2]
-    wrong = {**part, "final/parameter/w": torch.ones(3, 2)}
+    wrong = {**shard, "final/parameter/w": torch.ones(3, 2)}
     with pytest.raises(
         ConformanceFailure, match=r"rank 1 holds a tensor of shape \(3, 2\), its shard has shape \(2, 2\)"
     ):
-        record_of_two_ranks(tmp_path, [part, wrong]).select("final/parameter/")
+        record_of_two_ranks(tmp_path, [shard, wrong]).select("final/parameter/")
     del wrong["final/parameter/w"]
     with pytest.raises(ConformanceFailure, match="rank 1 holds nothing"):
-        record_of_two_ranks(tmp_path, [part, wrong]).select("final/parameter/")
+        record_of_two_ranks(tmp_path, [shard, wrong]).select("final/parameter/")
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,9 @@ def test_record_round_trip(tmp_path: Path, failure: Failure | None) -> None:
     content = RecordFile(header=header, train_s=0.5, ranks=msgspec.Raw(b'[{"rank":0}]'), failure=failure)
     assert read_record(tmp_path) is None
     write_record(tmp_path, content)
-    found = read_record(tmp_path)
-    assert found is not None
-    assert (found.header, found.train_s, found.failure) == (header, 0.5, failure)
-    assert msgspec.json.decode(found.ranks) == [{"rank": 0}]
+    read = read_record(tmp_path)
+    assert read is not None
+    assert (read.header, read.train_s, read.failure) == (header, 0.5, failure)
+    assert msgspec.json.decode(read.ranks) == [{"rank": 0}]
     assert [file.name for file in tmp_path.iterdir()] == ["record.json"]
-    assert Record(tmp_path, found).cell == cell
+    assert Record(tmp_path, read).cell == cell

@@ -1,4 +1,4 @@
-"""What older versions of torch cannot do, do otherwise, or must not be asked to do in one process."""
+"""Limits of older versions of torch: missing abilities, other behaviour, and tasks that must not share a process."""
 
 from collections import Counter
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_fsdp2_on_the_cpu_needs_the_event_of_a_stream() -> None:
     assert lacks(TRAINS, Cell(mesh="dp2", implementation="fsdp1", init="full"), "2.6.0") is None
 
 
-def test_replicas_on_the_cpu_need_an_average() -> None:
+def test_hsdp_on_the_cpu_needs_an_averaging_all_reduce() -> None:
     cell = Cell(mesh="hsdp2x2")
     reason = "HSDP runs on the CPU from torch 2.8 on, in which gloo averages in an all-reduce; this is torch 2.7.1"
     assert lacks(TRAINS, cell, "2.7.1") == reason
@@ -65,7 +65,7 @@ def test_replicas_on_the_cpu_need_an_average() -> None:
         assert lacks(needs, cell, version, device=device) is None
 
 
-def test_uneven_shards_of_both_parallelisms() -> None:
+def test_fsdp2_with_tensor_parallelism_needs_even_shards_up_to_2_7() -> None:
     uneven, even = Cell(mesh="dp2-tp2"), Cell(mesh="dp2-tp2", model="even")
     assert lacks(TRAINS, uneven, "2.7.1") == (
         "FSDP2 with tensor parallelism takes uneven shards from torch 2.8 on: vocab_size is 61, which dp_shard 2 x "
@@ -77,7 +77,7 @@ def test_uneven_shards_of_both_parallelisms() -> None:
     assert lacks(PROBES, uneven, "2.7.1") is None
 
 
-def test_what_a_resumed_run_goes_on_from_is_asked_too(tmp_path: Path) -> None:
+def test_require_features_checks_the_run_that_saves_too(tmp_path: Path) -> None:
     store = RecordStore(directory=tmp_path, session="s", torch_version="2.7.1", defect=None, deadline_s=60)
     resumed = Cell(mesh="dp2", saved_on="tp2", steps=4)
     with pytest.raises(Unsupported, match=r"vocab_size is 61, which dp_shard 1 x tp 2 does not divide"):
@@ -85,7 +85,7 @@ def test_what_a_resumed_run_goes_on_from_is_asked_too(tmp_path: Path) -> None:
 
 
 class Kinds:
-    """Takes the part of `Pools`: notes which tasks may share ranks."""
+    """Substitute for `Pools` that notes the kinds of tasks, of which only equal ones may share ranks."""
 
     waited_s = 0.0
     trained_s = 0.0
@@ -104,7 +104,7 @@ class Kinds:
 
 
 @pytest.mark.parametrize(("torch_version", "pools"), [("2.10.0", 3), ("2.13.0+cpu", 1)])
-def test_ranks_are_not_shared_by_what_dtensor_confuses(torch_version: str, pools: int, tmp_path: Path) -> None:
+def test_tasks_that_dtensor_confuses_do_not_share_ranks(torch_version: str, pools: int, tmp_path: Path) -> None:
     kinds = Kinds()
     store = RecordStore(
         directory=tmp_path, session="s", torch_version=torch_version, defect=None, deadline_s=60, pools=kinds

@@ -14,7 +14,7 @@ from tests.sessions import ONE_CELL, Ended, finish, suite
 
 
 def mounted(directory: Path, options: str) -> Iterator[Path]:
-    """A small file system in memory."""
+    """Mount a small file system in memory."""
     directory.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", options, "conformance", str(directory)]
     if os.geteuid() or subprocess.run(command, capture_output=True, check=False).returncode:
@@ -68,6 +68,6 @@ def test_an_unwritable_store_is_one_error(read_only: Path, tmp_path: Path) -> No
     ("message", "kind"),
     [("[Errno 28] No space left on device", "suite-error"), ("No such file or directory", "raised")],
 )
-def test_what_a_rank_says_of_its_disk(message: str, kind: str) -> None:
+def test_to_failure_of_a_full_disk_is_the_suites_error(message: str, kind: str) -> None:
     rank = RankReport(rank=0, state="raised", exception_type="OSError", message=message, innermost_file="/torch/x.py")
     assert to_failure(RunFailed(kind="raised", first_rank=0, reason="", ranks=(rank,))).kind == kind

@@ -10,11 +10,11 @@ from pathlib import Path
 import psutil
 
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
-"""Of the hosts; the leader is on the first."""
+"""Addresses of the hosts; the leader is on the first host."""
 
 
 class TwoHosts:
-    """Namespaces `conformanceN-PID`, with one interface each beside the loopback."""
+    """Namespaces `conformanceN-PID`, each with one interface in addition to the loopback."""
 
     def __init__(self) -> None:
         self._names = [f"conformance{number}-{os.getpid()}" for number in (0, 1)]
@@ -27,7 +27,7 @@ class TwoHosts:
             return psutil.Popen(inside, cwd=cwd, stdout=file, stderr=subprocess.STDOUT, env=_environment())
 
     def cut(self) -> None:
-        """Take the link down: nothing passes, and neither side is told that the other is gone."""
+        """Take the link down: no packet passes, and neither side is told that the other is gone."""
         _ip("-n", self._names[0], "link", "set", self._links[0], "down")
 
     def make(self) -> None:
@@ -47,7 +47,7 @@ class TwoHosts:
 
 @contextmanager
 def two_hosts() -> Iterator[TwoHosts]:
-    """Raises OSError where they cannot be made."""
+    """Make two hosts and remove them afterwards; raises OSError where they cannot be made."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         raise OSError("network namespaces need root and the command ip (package iproute2)")
     hosts = TwoHosts()
@@ -59,7 +59,7 @@ def two_hosts() -> Iterator[TwoHosts]:
 
 
 def _environment() -> dict[str, str]:
-    """Without what the tests' own session has set for its processes."""
+    """Return the environment without variables that the tests' own session has set for its processes."""
     return {name: value for name, value in os.environ.items() if not name.startswith(("GLOO_", "PYTEST_"))}
 
 

@@ -1,4 +1,4 @@
-"""Facts in which records can differ, as the proofs of axes compare them."""
+"""Facts in which records can differ, for the proofs of axes."""
 
 from collections import Counter
 
@@ -7,7 +7,7 @@ from conformance.run.record import Record
 
 
 def expect(holds: bool, effect: str) -> None:
-    """Raise ConformanceFailure with what was seen of an effect, unless it holds."""
+    """Raise ConformanceFailure with a description of the observed effect, unless the effect is the expected one."""
     __tracebackhide__ = True
     if not holds:
         raise ConformanceFailure(effect)
@@ -30,7 +30,7 @@ def collectives(record: Record, phase: str, kind: str, group: str) -> int:
 
 
 def held(record: Record, prefix: str) -> set[tuple[str, str]]:
-    """Return key and fingerprint of all tensors that ranks hold whose key begins with the prefix."""
+    """Return key and fingerprint of all tensors of ranks whose key begins with the prefix."""
     pairs = (pair for facts in record.ranks for pair in facts.fingerprints.items())
     return {(key, fingerprint) for key, fingerprint in pairs if key.startswith(prefix)}
 

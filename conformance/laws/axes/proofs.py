@@ -1,7 +1,7 @@
-"""Proofs of axes: what each value of an axis must change in a record, compared with the record of a neighbour.
+"""Proofs of axes: the changes that each value of an axis must make to the record of a neighbour.
 
-A neighbour is the same cell with that one axis at its default, which for the mesh is one process. Differences are read
-from what was measured, never from the configuration: a value that the trainer ignores leaves equal records behind.
+A neighbour is the same cell with that axis at its default, which for the mesh is one process. Differences are read from
+measurements, never from the configuration: a value that the trainer ignores leaves equal records.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from reference_trainer.checkpoint import Manifest
 from reference_trainer.precision import PRECISIONS
 
 Proof = Callable[[Record, Record], None]
-"""Function that raises ConformanceFailure unless the first record differs from its neighbour's as the axis says."""
+"""Function that raises ConformanceFailure unless a record differs from its neighbour's record as the axis says."""
 
 _BASE = Cell(mesh="dp1")
 _FSDP2: dict[str, AxisValue] = {"implementation": "fsdp2", "limit_all_gathers": True}
@@ -39,12 +39,12 @@ _EXPENSIVE = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_dot_product
 
 
 def neighbours(cell: Cell) -> Iterator[tuple[str, Cell, Cell]]:
-    """Yield, for each axis that is not at its default, its name, the cell to look at, and that cell's neighbour."""
+    """Yield the name of each axis that is not at its default, with the cell to look at and that cell's neighbour."""
     for axis in axis_names():
         if getattr(cell, axis) != getattr(_BASE, axis):
-            # One process has no replicas whose gradients are postponed, and no fewer ranks to reshard to.
-            # Other ways to get weights have no format, runs that are not resumed none of saving, other precisions no
-            # scale. FSDP1 has no use for one process, and knows one way to get weights.
+            # One process has no replicas whose gradients are postponed, and no fewer ranks to reshard to. Other values
+            # of init have no format of weights, runs that are not resumed have no way of saving, other precisions have
+            # no loss scale. FSDP1 does not run in one process, and has only one value of init.
             shown = cell.but(**_WITHOUT.get(axis, {}))
             yield axis, shown, shown.but(**{axis: getattr(_BASE, axis)})
 
@@ -57,9 +57,9 @@ def prove(axis: str, record: Record, neighbour: Record) -> None:
 
 
 def _precision(record: Record, neighbour: Record) -> None:
-    for one in (record, neighbour):
-        policy = dtype_policy(one.cell.precision)
-        in_bf16 = one.cell.precision == "bf16-init"
+    for run in (record, neighbour):
+        policy = dtype_policy(run.cell.precision)
+        in_bf16 = run.cell.precision == "bf16-init"
         expected = {
             "matrix products": {policy.compute},
             "all-gathers": {policy.compute},
@@ -67,11 +67,11 @@ def _precision(record: Record, neighbour: Record) -> None:
             "norms": {policy.sharded_norms},
             "other parameters": {policy.sharded},
             "fp32 weights begin as bf16 numbers": {str(in_bf16)},
-            "the loss is scaled": {str(PRECISIONS[one.cell.precision].scales_loss)},
+            "the loss is scaled": {str(PRECISIONS[run.cell.precision].scales_loss)},
         }
-        measured = _dtypes(one)
+        measured = _dtypes(run)
         wrong = {what: sorted(dtypes) for what, dtypes in measured.items() if dtypes != expected[what]}
-        expect(not wrong, f"{one.cell.id}: {wrong}, expected { ({what: sorted(expected[what]) for what in wrong}) }")
+        expect(not wrong, f"{run.cell.id}: {wrong}, expected { ({what: sorted(expected[what]) for what in wrong}) }")
 
 
 def _dtypes(record: Record) -> dict[str, set[str]]:
@@ -90,7 +90,7 @@ def _dtypes(record: Record) -> dict[str, set[str]]:
 
 
 def _reshard(record: Record, neighbour: Record) -> None:
-    gathers, default = (collectives(one, "backward", "all_gather", "dp_shard") for one in (record, neighbour))
+    gathers, default = (collectives(run, "backward", "all_gather", "dp_shard") for run in (record, neighbour))
     unsharded = {name for facts in record.ranks for name in facts.unsharded["0/after_forward"]}
     blocks = {name.split(".")[1] for name in unsharded if name.startswith("layers.")}
     everything = record.ranks[0].parameters.keys()
@@ -111,11 +111,11 @@ def _reshard(record: Record, neighbour: Record) -> None:
 
 def _init(record: Record, neighbour: Record) -> None:
     if record.cell.init == "checkpoint":
-        loaded = [len({facts.checkpoint for facts in one.ranks} - {None}) for one in (record, neighbour)]
+        loaded = [len({facts.checkpoint for facts in run.ranks} - {None}) for run in (record, neighbour)]
         expect(loaded == [1, 0], f"weights come from {loaded[0]} checkpoints, the neighbour's from {loaded[1]}")
         expect(all(facts.checkpoint for facts in record.ranks), "a rank has not loaded the checkpoint")
         return
-    elements, usual = (sum(one.ranks[0].poisoned.values()) for one in (record, neighbour))
+    elements, usual = (sum(run.ranks[0].poisoned.values()) for run in (record, neighbour))
     expect(elements > usual, f"{elements} elements were materialised before they were sharded, {usual} by meta")
     times = max(len(facts.materialized) for facts in record.ranks)
     layerwise = record.cell.init == "layerwise"
@@ -123,11 +123,11 @@ def _init(record: Record, neighbour: Record) -> None:
 
 
 def _weights(record: Record, neighbour: Record) -> None:
-    for one in (record, neighbour):
-        form = "safetensors" if one.cell.weights == "rank0" else one.cell.weights
-        formats = {facts.checkpoint_format for facts in one.ranks}
-        expect(formats == {form}, f"{one.cell.id} loaded {formats}, not {form}")
-    sent, usual = (_collectives_of_phase(one, "build") for one in (record, neighbour))
+    for run in (record, neighbour):
+        form = "safetensors" if run.cell.weights == "rank0" else run.cell.weights
+        formats = {facts.checkpoint_format for facts in run.ranks}
+        expect(formats == {form}, f"{run.cell.id} loaded {formats}, not {form}")
+    sent, usual = (_collectives_of_phase(run, "build") for run in (record, neighbour))
     communicates = record.cell.weights in ("rank0", "dcp")
     expect((sent > usual) == communicates, f"{sent} collectives while building, {usual} with safetensors")
 
@@ -137,7 +137,7 @@ def _collectives_of_phase(record: Record, phase: str) -> int:
 
 
 def _schedule(record: Record, neighbour: Record) -> None:
-    rates, usual = ({step.lr for step in one.ranks[0].steps} for one in (record, neighbour))
+    rates, usual = ({step.lr for step in run.ranks[0].steps} for run in (record, neighbour))
     expect(len(rates) > 1 and len(usual) == 1, f"learning rates {sorted(rates)}, and {sorted(usual)} if it is constant")
 
 
@@ -152,95 +152,95 @@ def _saved_on(record: Record, neighbour: Record) -> None:
 
 
 def _saving(record: Record, neighbour: Record) -> None:
-    ahead = [list((one.directory / "checkpoints").glob("trained-*")) for one in (record, neighbour)]
+    ahead = [list((run.directory / "checkpoints").glob("trained-*")) for run in (record, neighbour)]
     expect(bool(ahead[0]) and not ahead[1], f"trained on before the checkpoint was written: {ahead}")
 
 
 def _model(record: Record, neighbour: Record) -> None:
-    uneven, usual = (_uneven_parameters(one) for one in (record, neighbour))
+    uneven, usual = (_uneven_parameters(run) for run in (record, neighbour))
     match record.cell.model:
         case "even":
             expect(not uneven and bool(usual), f"unequal shards: {sorted(uneven)}, of tiny {sorted(usual)}")
         case "uneven" | "uneven-tp":
             expect(uneven > usual, f"unequal shards: {sorted(uneven)}, of tiny {sorted(usual)}")
         case "integer":
-            whole, usually = (_whole_numbers(one) for one in (record, neighbour))
-            expect(whole and not usually, f"all gradients are whole numbers: {whole}, of tiny {usually}")
+            integral, usually = (_has_integer_gradients(run) for run in (record, neighbour))
+            expect(integral and not usually, f"all gradients are integers: {integral}, of tiny {usually}")
         case "deep":
-            layers, of_tiny = (layer_count(one) for one in (record, neighbour))
+            layers, of_tiny = (layer_count(run) for run in (record, neighbour))
             expect(layers > of_tiny, f"{layers} layers, tiny has {of_tiny}")
         case name:
             raise ValueError(f"no proof that model `{name}` takes effect: add one here")
 
 
 def _uneven_parameters(record: Record) -> set[str]:
-    """Parameters of which ranks hold shards of different size."""
+    """Return the parameters whose shards have different sizes."""
     names = record.ranks[0].parameters
     return {name for name in names if len({shards[f"layout/{name}"].numel() for shards in record.shards}) > 1}
 
 
-def _whole_numbers(record: Record) -> bool:
-    """Whether each gradient of the first step is a whole number, but for a power of two that all share."""
+def _has_integer_gradients(record: Record) -> bool:
+    """Return whether all gradients of the first step are integers times a common power of two."""
     gradients = record.select("step0/gradient/").values()
     return all(bool((scaled == scaled.round()).all()) for scaled in (grad.double() * 2**20 for grad in gradients))
 
 
 def _optimizer(record: Record, neighbour: Record) -> None:
-    final = ([key.split("/") for facts in one.ranks for key in facts.fingerprints] for one in (record, neighbour))
+    final = ([key.split("/") for facts in run.ranks for key in facts.fingerprints] for run in (record, neighbour))
     state, usual = ({kind for when, kind, _ in keys if when == "final"} - {"parameter", "buffer"} for keys in final)
     expect(not state and usual == {"exp_avg", "exp_avg_sq"}, f"state of SGD {sorted(state)}, of AdamW {sorted(usual)}")
 
 
 def _clip(record: Record, neighbour: Record) -> None:
     expect(same(record, neighbour, "step0/gradient/"), "gradients before clipping differ")
-    for one in (record, neighbour):
-        limit, norm = one.cell.clip, one.grad_norms[0]
-        clipped = {(key.replace("clipped", "gradient"), digest) for key, digest in held(one, "step0/clipped/")}
-        changed = clipped != held(one, "step0/gradient/")
-        expect(changed == (0 < limit < norm), f"{one.cell.id} changes gradients of norm {norm:.4g}: {changed}")
+    for run in (record, neighbour):
+        limit, norm = run.cell.clip, run.grad_norms[0]
+        clipped = {(key.replace("clipped", "gradient"), digest) for key, digest in held(run, "step0/clipped/")}
+        changed = clipped != held(run, "step0/gradient/")
+        expect(changed == (0 < limit < norm), f"{run.cell.id} changes gradients of norm {norm:.4g}: {changed}")
     expect(not same(record, neighbour, "final/parameter/"), "parameters change alike")
 
 
 def _norm_type(record: Record, neighbour: Record) -> None:
     expect(same(record, neighbour, "step0/gradient/"), "gradients before clipping differ")
-    norm, usual = (one.grad_norms[0] for one in (record, neighbour))
+    norm, usual = (run.grad_norms[0] for run in (record, neighbour))
     expect((norm > usual) == (record.cell.norm_type == "1"), f"norm {norm:.4g}, 2-norm {usual:.4g}")
     expect(norm != usual, f"norm {norm:.4g}, 2-norm {usual:.4g}")
 
 
 def _foreach_clip(record: Record, neighbour: Record) -> None:
-    used, usual = (any("_foreach_" in name for name in operators(one, "clip")) for one in (record, neighbour))
+    used, usual = (any("_foreach_" in name for name in operators(run, "clip")) for run in (record, neighbour))
     expect(usual and not used, f"operators on lists of tensors in clipping: {used}, by default {usual}")
 
 
 def _offload(record: Record, neighbour: Record) -> None:
-    for one, expected in ((record, "cpu pinned" if record.cell.pin_memory else "cpu"), (neighbour, "none")):
-        policies = {policy for facts in one.ranks for policy in facts.offloading.values()}
-        expect(policies == {expected}, f"{one.cell.id} offloads to {sorted(policies)}, not {expected}")
+    for run, expected in ((record, "cpu pinned" if record.cell.pin_memory else "cpu"), (neighbour, "none")):
+        policies = {policy for facts in run.ranks for policy in facts.offloading.values()}
+        expect(policies == {expected}, f"{run.cell.id} offloads to {sorted(policies)}, not {expected}")
 
 
 def _pin_memory(record: Record, neighbour: Record) -> None:
-    for one, expected in ((record, "cpu pinned"), (neighbour, "cpu")):
-        things = ((thing, places) for facts in one.ranks for thing, places in facts.places.items())
+    for run, expected in ((record, "cpu pinned"), (neighbour, "cpu")):
+        things = ((thing, places) for facts in run.ranks for thing, places in facts.places.items())
         memories = {place for thing, places in things if thing.startswith("final_parameter/") for place in places}
-        expect(memories == {expected}, f"{one.cell.id}: parameters are in {sorted(memories)}, not {expected}")
+        expect(memories == {expected}, f"{run.cell.id}: parameters are in {sorted(memories)}, not {expected}")
 
 
 def _record_streams(record: Record, neighbour: Record) -> None:
-    for one, expected in ((record, record.cell.record_streams), (neighbour, None)):
-        values = {facts.variables[RECORD_STREAMS] for facts in one.ranks}
-        expect(values == {expected}, f"{one.cell.id}: {RECORD_STREAMS} is {values} before the process group is made")
+    for run, expected in ((record, record.cell.record_streams), (neighbour, None)):
+        values = {facts.variables[RECORD_STREAMS] for facts in run.ranks}
+        expect(values == {expected}, f"{run.cell.id}: {RECORD_STREAMS} is {values} before the process group is made")
 
 
 def _norms_in_tp(record: Record, neighbour: Record) -> None:
-    reductions, usual = (collectives(one, "clip", "all_reduce", "dp_shard") for one in (record, neighbour))
+    reductions, usual = (collectives(run, "clip", "all_reduce", "dp_shard") for run in (record, neighbour))
     expect(
         reductions == 2 * usual and usual > 0, f"{reductions} reductions of norms over dp_shard, {usual} on one mesh"
     )
 
 
 def _accumulation(record: Record, neighbour: Record) -> None:
-    passes, usual = (_block_passes(one) for one in (record, neighbour))
+    passes, usual = (_block_passes(run) for run in (record, neighbour))
     expect(
         passes == record.cell.accumulation * usual and usual > 0, f"{passes} forward passes of blocks, {usual} without"
     )
@@ -254,8 +254,8 @@ def _block_passes(record: Record) -> int:
 def _gradient_sync(record: Record, neighbour: Record) -> None:
     micro_batches = record.cell.accumulation
     expect(micro_batches > 1, "with one micro-batch, gradients cannot be reduced later than after each")
-    scatters = [collectives(one, "backward", "reduce_scatter", "dp_shard") for one in (record, neighbour)]
-    sums = [collectives(one, "backward", "all_reduce", "dp_replicate") for one in (record, neighbour)]
+    scatters = [collectives(run, "backward", "reduce_scatter", "dp_shard") for run in (record, neighbour)]
+    sums = [collectives(run, "backward", "all_reduce", "dp_replicate") for run in (record, neighbour)]
     postponed, kept = (scatters, sums) if record.cell.gradient_sync == "last" else (sums, scatters)
     expect(
         postponed[0] * micro_batches == postponed[1] and postponed[1] > 0,
@@ -266,25 +266,25 @@ def _gradient_sync(record: Record, neighbour: Record) -> None:
 
 
 def _sequence_parallel(record: Record, neighbour: Record) -> None:
-    scatters, usual = (collectives(one, "forward", "reduce_scatter", "tp") for one in (record, neighbour))
+    scatters, usual = (collectives(run, "forward", "reduce_scatter", "tp") for run in (record, neighbour))
     expect(
         scatters == 0 and usual > 0, f"{scatters} reduce-scatters over tp in forward, {usual} with sequence parallelism"
     )
-    sums, usual = (collectives(one, "forward", "all_reduce", "tp") for one in (record, neighbour))
+    sums, usual = (collectives(run, "forward", "all_reduce", "tp") for run in (record, neighbour))
     expect(sums > usual, f"{sums} all-reduces over tp in forward, {usual} with sequence parallelism")
 
 
 def _loss_parallel(record: Record, neighbour: Record) -> None:
-    gathers, usual = (collectives(one, "forward", "all_gather", "tp") for one in (record, neighbour))
+    gathers, usual = (collectives(run, "forward", "all_gather", "tp") for run in (record, neighbour))
     logits = record.cell.world_size * record.cell.steps * record.cell.accumulation
     expect(gathers == usual - logits, f"{gathers} all-gathers over tp in forward, {usual} with {logits} of logits")
-    sums, usual = (collectives(one, "forward", "all_reduce", "tp") for one in (record, neighbour))
+    sums, usual = (collectives(run, "forward", "all_reduce", "tp") for run in (record, neighbour))
     expect(sums > usual, f"{sums} all-reduces over tp in forward, {usual} of full logits")
 
 
 def _activation_checkpointing(record: Record, neighbour: Record) -> None:
     expect(same(record, neighbour, "initial/parameter/"), "initial weights differ")
-    counts, usual = (operators(one, "backward") for one in (record, neighbour))
+    counts, usual = (operators(run, "backward") for run in (record, neighbour))
     repeated = counts - usual
     expensive = sorted(name for name in repeated if name.startswith(_EXPENSIVE))
     expect(bool(repeated), "backward recomputes nothing")
@@ -293,20 +293,20 @@ def _activation_checkpointing(record: Record, neighbour: Record) -> None:
 
 
 def _compile(record: Record, neighbour: Record) -> None:
-    for one in (record, neighbour):
-        for facts in one.ranks:
+    for run in (record, neighbour):
+        for facts in run.ranks:
             blocks = facts.blocks
-            other = blocks.eager if one.cell.compile else blocks.compiled + blocks.graphs
-            wanted = min(blocks.compiled, blocks.graphs) if one.cell.compile else blocks.eager
+            other = blocks.eager if run.cell.compile else blocks.compiled + blocks.graphs
+            wanted = min(blocks.compiled, blocks.graphs) if run.cell.compile else blocks.eager
             expect(
                 other == 0 and wanted > 0,
-                f"{one.cell.id}, rank {facts.rank}: {blocks.compiled} forward passes of blocks ran in "
+                f"{run.cell.id}, rank {facts.rank}: {blocks.compiled} forward passes of blocks ran in "
                 f"{blocks.graphs} compiled graphs, {blocks.eager} in eager mode",
             )
 
 
 def _tied_embeddings(record: Record, neighbour: Record) -> None:
-    names, usual = (one.ranks[0].parameters.keys() for one in (record, neighbour))
+    names, usual = (run.ranks[0].parameters.keys() for run in (record, neighbour))
     expect(usual - names == {"output.weight"}, f"parameters that tying removes: {sorted(usual - names)}")
     expect(names <= usual, f"parameters that tying adds: {sorted(names - usual)}")
 
@@ -318,31 +318,31 @@ def _dropout(record: Record, neighbour: Record) -> None:
 
 
 def _implementation(record: Record, neighbour: Record) -> None:
-    """FSDP2 shards each parameter along one of its dimensions, FSDP1 a vector of all that are in a group."""
-    for one, expected in ((record, 0), (neighbour, len(neighbour.ranks[0].parameters))):
-        sharded = sum("dp_shard" in parameter.shard_dims for parameter in one.ranks[0].parameters.values())
-        expect(sharded == expected, f"{one.cell.id}: {sharded} parameters are sharded along dimensions, not {expected}")
+    """Compare the sharding: FSDP2 shards each parameter along a dimension, FSDP1 the flat vector of a group."""
+    for run, expected in ((record, 0), (neighbour, len(neighbour.ranks[0].parameters))):
+        sharded = sum("dp_shard" in parameter.shard_dims for parameter in run.ranks[0].parameters.values())
+        expect(sharded == expected, f"{run.cell.id}: {sharded} parameters are sharded along dimensions, not {expected}")
 
 
 def _limit_all_gathers(record: Record, neighbour: Record) -> None:
-    """Each wait of the host before an all-gather is named for profilers (`FullyShardedDataParallel.rate_limiter`)."""
+    """Compare named ranges: FSDP1 names each wait before an all-gather (`FullyShardedDataParallel.rate_limiter`)."""
     expect(same(record, neighbour, "final/parameter/"), "final weights differ")
     for phase in ("forward", "backward"):
-        named, usual = (operators(one, phase)["profiler::_record_function_enter_new"] for one in (record, neighbour))
+        named, usual = (operators(run, phase)["profiler::_record_function_enter_new"] for run in (record, neighbour))
         expect(named < usual, f"{named} named ranges in {phase} without a limit, {usual} with one")
 
 
 def _steps(record: Record, neighbour: Record) -> None:
-    for one in (record, neighbour):
-        counts = {len(facts.steps) for facts in one.ranks} | {len(facts.batches) for facts in one.ranks}
-        expected = one.cell.steps - one.cell.steps_before_save
-        expect(counts == {expected}, f"{one.cell.id}: {sorted(counts)} steps, not {expected}")
-        expect(one.steps[-1] == one.cell.steps - 1, f"{one.cell.id}: the last step is number {one.steps[-1]}")
+    for run in (record, neighbour):
+        counts = {len(facts.steps) for facts in run.ranks} | {len(facts.batches) for facts in run.ranks}
+        expected = run.cell.steps - run.cell.steps_before_save
+        expect(counts == {expected}, f"{run.cell.id}: {sorted(counts)} steps, not {expected}")
+        expect(run.steps[-1] == run.cell.steps - 1, f"{run.cell.id}: the last step is number {run.steps[-1]}")
 
 
 def _seed(record: Record, neighbour: Record) -> None:
     equal = {key for key, _ in held(record, "initial/parameter/") & held(neighbour, "initial/parameter/")}
-    if record.cell.model == "integer":  # a few whole numbers may be the same by chance; matrices have many
+    if record.cell.model == "integer":  # vectors of a few integers may be equal by chance
         equal = {key for key in equal if len(record.ranks[0].parameters[key.split("/")[2]].shape) > 1}
     expect(not equal, f"initial weights are the same with another seed: {sorted(equal)}")
     expect(not batches(record) & batches(neighbour), "batches are the same with another seed")
@@ -384,4 +384,4 @@ PROOFS: dict[str, Proof] = {
     "steps": _steps,
     "seed": _seed,
 }
-"""Proof by axis."""
+"""Proofs by name of the axis."""

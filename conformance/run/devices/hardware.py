@@ -1,4 +1,4 @@
-"""What worlds of ranks run on: one CUDA device for each rank, several ranks on a device, or the processors."""
+"""Hardware for worlds of ranks: one CUDA device for each rank, several ranks on a device, or the processors."""
 
 import json
 import math
@@ -16,20 +16,25 @@ from conformance.run.ranks.messages import RANK_IN_VALUE
 
 Accelerator = Literal["auto", "cpu", "cuda"]
 SHARED_RANKS = 4
-"""With `--share-gpu auto`, the most ranks on one device. They take turns, and collectives wait for all of them: each
-more makes every collective slower. Unverified beyond 4: https://github.com/NVIDIA/nccl/issues/418 has failures."""
+"""Maximum number of ranks on one device with `--share-gpu auto`.
+
+Ranks on a device take turns, and collectives wait for all ranks: each additional rank slows every collective down.
+Unverified beyond 4: https://github.com/NVIDIA/nccl/issues/418 has failures."""
+
 MULTI_RANK_SINCE = (2, 30)
+"""First version of NCCL that supports several ranks of a host on one device."""
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
 
-# The same sums in every run: cuBLAS with a workspace that streams do not share, NCCL adding in the order of one ring.
+# Bitwise equal sums in every run: cuBLAS with a workspace that streams do not share, NCCL summing in the order of one
+# ring.
 # https://docs.nvidia.com/cuda/cublas/#results-reproducibility,
 # https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
 DETERMINISM = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
-# NVLink multicast does not go with several ranks on a device; each rank takes few of its multiprocessors, or a
-# collective of one rank could keep those that it waits for from starting.
+# NVLink multicast does not support several ranks on a device. Each rank takes few multiprocessors, or a collective of
+# one rank could keep the kernels of the ranks that it waits for from starting.
 _MULTI_RANK = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
-# Older versions refuse two ranks of a host on one device. They tell hosts apart by the first variable, of which each
-# rank has its own value; ranks on different hosts talk over sockets.
+# Older versions refuse two ranks of a host on one device. NCCL_HOSTID, with a different value in each rank, makes every
+# rank a host of its own; ranks of different hosts communicate over sockets.
 _SOCKETS = {
     "NCCL_HOSTID": f"conformance-{RANK_IN_VALUE}",
     "NCCL_NET": "Socket",
@@ -41,7 +46,7 @@ _SOCKETS = {
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True):
-    """CUDA devices that a session may use, and how many ranks may share one."""
+    """CUDA devices that a session may use, and the number of ranks that may share a device."""
 
     devices: tuple[Device, ...] = ()
     ranks_per_device: int = 1
@@ -50,9 +55,10 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     driver: str | None = None
 
     def substrate(self, world_size: int, among: tuple[Substrate, ...]) -> Substrate | None:
-        """Return the strongest of these on which this machine can run a world; `simulated` comes before all others.
+        """Return the strongest of these substrates on which this machine can run a world, or None.
 
-        A law that holds in simulated worlds is about the model of memory or of collectives, and needs no devices.
+        `simulated` comes before all others: a law that holds in simulated worlds is about a model of memory or of
+        collectives, and needs no devices.
         """
         if "simulated" in among:
             return "simulated"
@@ -71,7 +77,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
 
 
 NO_DEVICES = Hardware()
-"""A machine on which ranks compute on the processors alone."""
+"""Machine on which ranks compute on the CPU only."""
 
 
 def devices_for(world_size: int, *, among: int) -> int:
@@ -90,11 +96,13 @@ def find_hardware(interface: DeviceInterface, *, accelerator: str, share_gpu: st
     Raises ValueError for options that are unknown, for `cuda` where there is no device, or as `visible_devices` does.
     """
     if accelerator not in get_args(Accelerator):
-        raise ValueError(f"--accelerator {accelerator}: allowed are {', '.join(get_args(Accelerator))}")
+        raise ValueError(
+            f"--accelerator {accelerator}: write {', '.join(get_args(Accelerator)[:-1])} or {get_args(Accelerator)[-1]}"
+        )
     ranks_per_device = _ranks_per_device(share_gpu)
     devices = () if accelerator == "cpu" else visible_devices(interface)
     if accelerator == "cuda" and not devices:
-        raise ValueError("--accelerator cuda: no CUDA device is visible here (driver, CUDA_VISIBLE_DEVICES?)")
+        raise ValueError("--accelerator cuda: no CUDA device is visible; check the driver and CUDA_VISIBLE_DEVICES")
     if not devices:
         return Hardware(ranks_per_device=ranks_per_device)
     return Hardware(devices=devices, ranks_per_device=ranks_per_device, nccl=nccl_version(), driver=interface.driver())
@@ -111,13 +119,13 @@ def _ranks_per_device(share_gpu: str) -> int:
 
 
 def nccl_version() -> tuple[int, ...]:
-    """Return the version of NCCL: that of the package which torch's wheels bring along, or else as torch says.
+    """Return the version of NCCL: that of the package on which torch's wheels depend, or else that which torch reports.
 
-    torch is asked in a process of its own, which takes seconds: the controller does without torch.
+    A process of its own asks torch, which takes seconds, since the controller does without torch.
     """
     for package in _NCCL_PACKAGES:
         try:
-            return tuple(int(part) for part in version(package).split("."))
+            return tuple(map(int, version(package).split(".")))
         except PackageNotFoundError:
             continue
     program = "import json, torch; print(json.dumps(torch.cuda.nccl.version()))"

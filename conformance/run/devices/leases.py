@@ -1,9 +1,9 @@
-"""Leases: which process may use which device, or how many processors, among all sessions of a user on a machine.
+"""Leases of devices and processors, coordinated among all sessions of a user on a machine.
 
-A slot (a device, or a share of the processors) is a file with a lock (flock) on it. A lease is all the slots that a
-world needs, or none: a process never waits with some of them in hand, so no two can wait for each other. Who asks
-takes a ticket, and those with older tickets are served first if they could use the same slots, so that a wide world is
-not starved by narrow ones. Slots and tickets of a process that died are free at once: the kernel drops their locks.
+A slot (a device, or a processor) is a file with a lock (flock). A lease covers all slots that a world needs, or none: a
+process never waits while holding slots, so no two processes can wait for each other. A process that asks takes a
+ticket, and older tickets for the same slots are served first, so that narrow worlds do not starve a wide one. Slots and
+tickets of a process that died are free at once: the kernel drops their locks.
 
 Locks belong to open files, which children inherit: ranks that outlive their pytest worker keep their devices.
 """
@@ -31,30 +31,33 @@ class LeaseError(RuntimeError):
 
 @dataclass(frozen=True)
 class Lease:
-    """Slots that nobody else has until `release`, or until the last process with the locks open has died."""
+    """Slots that nobody else has until `release`, or until the last process that has the locks open has died."""
 
     slots: tuple[str, ...]
     fds: tuple[int, ...]
-    """Open files with the locks; a child that inherits them holds the lease too."""
+    """Open files with the locks; a child that inherits these files holds the lease too."""
     waited_s: float
 
     def release(self) -> None:
-        """Free the slots, even if children still have the locks open. Once."""
+        """Free the slots, even if children still have the locks open; to be called once."""
         for fd in self.fds:
             fcntl.flock(fd, fcntl.LOCK_UN)
-        self.leave_to_heirs()
+        self.detach()
 
-    def leave_to_heirs(self) -> None:
-        """The slots are free when the last child that has inherited the locks is gone. Instead of `release`."""
+    def detach(self) -> None:
+        """Leave the lease to the children that inherited the locks: it ends with the last of them.
+
+        To be called instead of `release`.
+        """
         for fd in self.fds:
             os.close(fd)
 
 
 class Leases:
-    """Hands out some of `slots`: names of devices, the same in every session, such as `GPU-<uuid>` or `cpu0`.
+    """Source of leases on `slots`: names that are the same in every session, such as `GPU-<uuid>` or `cpu0`.
 
     Raises ValueError for slots that are no file names or are given twice, LeaseError for a directory that cannot be
-    used, or that belongs to somebody else.
+    used, or that belongs to another user.
     """
 
     def __init__(self, slots: Sequence[str], *, directory: Path | None = None) -> None:
@@ -65,12 +68,12 @@ class Leases:
         _make_private(self._directory)
 
     def take(self, count: int, *, limit_s: float = LIMIT_S) -> Lease:
-        """Wait for any `count` of the slots, in the order of asking.
+        """Wait for any `count` of the slots, first come, first served.
 
-        Raises ValueError if there are not so many, LeaseError after `limit_s`.
+        Raises ValueError if there are fewer slots, LeaseError after `limit_s`.
         """
         if not 1 <= count <= len(self.slots):
-            raise ValueError(f"{count} slots are asked for, there are {len(self.slots)}: {', '.join(self.slots)}")
+            raise ValueError(f"cannot lease {count} of {len(self.slots)} slots: {', '.join(self.slots)}")
         start_s = time.monotonic()
         with self._ticket() as ticket:
             while True:
@@ -86,13 +89,13 @@ class Leases:
                 time.sleep(_POLL_S)
 
     def is_contended(self) -> bool:
-        """Whether anybody waits for slots of these."""
+        """Return whether anybody waits for any of the slots."""
         with self._mutex():
             return self._is_behind(None)
 
     @contextmanager
     def _mutex(self) -> Iterator[None]:
-        """Held for some file operations, never while waiting for anything else."""
+        """Hold the mutex, for a few file operations and never while waiting for anything else."""
         fd = os.open(self._directory / "mutex", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
@@ -115,7 +118,7 @@ class Leases:
             os.close(fd)
 
     def _is_behind(self, mine: Path | None) -> bool:
-        """Whether an older ticket (with None: any) is for slots of these. Tickets of the dead are removed."""
+        """Return whether an older ticket (None: any ticket) is for any of the slots; removes tickets of the dead."""
         for path in self._tickets():
             if mine is not None and _number(path) >= _number(mine):
                 continue
@@ -131,8 +134,8 @@ class Leases:
         return sorted(self._directory.glob(f"{_TICKET}*"))
 
     def _lock(self, count: int) -> dict[str, int]:
-        """Open locks of `count` slots by name, or of none."""
-        found: dict[str, int] = {}
+        """Return the open locks of `count` slots by name, or an empty dict if fewer are free."""
+        fds: dict[str, int] = {}
         for slot in self.slots:
             fd = os.open(self._directory / f"slot-{slot}", os.O_RDWR | os.O_CREAT, 0o600)
             try:
@@ -142,23 +145,24 @@ class Leases:
                 continue
             os.truncate(fd, 0)
             os.write(fd, f"process {os.getpid()}".encode())
-            found[slot] = fd
-            if len(found) == count:
-                return found
-        for fd in found.values():
+            fds[slot] = fd
+            if len(fds) == count:
+                return fds
+        for fd in fds.values():
             os.close(fd)
         return {}
 
     def _holders(self) -> str:
         files = {slot: self._directory / f"slot-{slot}" for slot in self.slots}
-        texts = [f"{slot}: {file.read_text()}" for slot, file in files.items() if file.exists() and _is_locked(file)]
-        return ", ".join(texts) or "nobody, but others wait longer"
+        holders = [f"{slot}: {file.read_text()}" for slot, file in files.items() if file.exists() and _is_locked(file)]
+        return ", ".join(holders) or "nobody, but others wait longer"
 
 
 def default_directory() -> Path:
-    """The same for all sessions of a user: `$CONFORMANCE_LEASE_DIR`, or in `$XDG_RUNTIME_DIR`, or in /tmp.
+    """Return the directory that all sessions of a user share for locks.
 
-    `su` and containers may hand on the name of a runtime directory that is not there, or is another user's.
+    It is `$CONFORMANCE_LEASE_DIR`, or else a directory in `$XDG_RUNTIME_DIR` or /tmp. `su` and containers may pass on
+    the name of a runtime directory that does not exist or belongs to another user.
     """
     chosen = os.environ.get(DIRECTORY_VARIABLE)
     if chosen:
@@ -170,17 +174,17 @@ def default_directory() -> Path:
 
 
 def waiting() -> int:
-    """How many worlds wait for slots now, of whatever session."""
+    """Return the number of worlds of all sessions that wait for slots now."""
     return len(list(default_directory().glob(f"{_TICKET}*")))
 
 
 def processor_slots() -> tuple[str, ...]:
-    """One for each processor that this process may run on."""
+    """Return a slot for each processor on which this process may run."""
     return tuple(f"cpu{number}" for number in sorted(os.sched_getaffinity(0)))
 
 
 def _make_private(directory: Path) -> None:
-    """The directory exists and is this user's own: else anybody could hold the locks."""
+    """Make sure that the directory exists and belongs to this user, or anybody could hold the locks."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         owner = directory.stat().st_uid
@@ -195,7 +199,7 @@ def _number(ticket: Path) -> int:
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether some process holds the file's lock."""
+    """Return whether a process holds the file's lock."""
     with path.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

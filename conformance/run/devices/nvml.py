@@ -1,7 +1,7 @@
-"""CUDA devices of this machine, as NVML sees them.
+"""CUDA devices of this machine, as NVML reports them.
 
-NVML makes no CUDA context and needs no torch: pytest's own processes can ask it, and ranks can still be forked. What
-the rest of the suite needs of it is `DeviceInterface`, which tests implement without a device.
+NVML makes no CUDA context and needs no torch: pytest's own processes can use it, and ranks can still be forked. The
+suite uses NVML through `DeviceInterface`, which tests implement without a device.
 
 https://docs.nvidia.com/deploy/nvml-api/, and for CUDA_VISIBLE_DEVICES
 https://docs.nvidia.com/cuda/cuda-programming-guide/05-appendices/environment-variables.html
@@ -16,13 +16,13 @@ import psutil
 import pynvml
 
 SESSION_VARIABLE = "CONFORMANCE_CONTROLLER"
-"""The process id of a session's controller, in the environment of all its processes."""
+"""Variable with the process id of a session's controller, in the environment of all processes of the session."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"
 
 
 class Device(msgspec.Struct, frozen=True):
-    """A CUDA device; `uuid` names it on every machine and in every process, such as `GPU-5fc5...`."""
+    """CUDA device with a UUID, such as `GPU-5fc5...`, that is the same on every machine and in every process."""
 
     uuid: str
     name: str
@@ -30,35 +30,36 @@ class Device(msgspec.Struct, frozen=True):
 
 
 class DeviceProcess(msgspec.Struct, frozen=True):
-    """A process with a context on a device; in a container NVML may not know its memory, nor its id in there."""
+    """Process with a context on a device; in a container NVML may know neither its memory nor its id in there."""
 
     pid: int
     used_bytes: int | None
 
 
 class DeviceInterface(Protocol):
-    """What the suite asks about devices."""
+    """Interface for facts about devices."""
 
     def devices(self) -> tuple[Device, ...]:
-        """All of the machine, in the order of their PCI addresses."""
+        """Return all devices of the machine, in the order of their PCI addresses."""
 
     def used_bytes(self, uuid: str) -> int:
-        """Memory of a device that is not free, whoever has it: "device level" in memory laws."""
+        """Return the bytes of a device that any process uses: "device level" in memory laws."""
 
     def processes(self, uuid: str) -> tuple[DeviceProcess, ...]:
-        """Those that compute on a device."""
+        """Return the processes that compute on a device."""
 
     def driver(self) -> str | None:
-        """Version of the driver; None without one."""
+        """Return the version of the driver, or None without a driver."""
 
 
 class NvmlDevices:
-    """The devices of a machine with NVIDIA's driver. Raises pynvml.NVMLError where that is none."""
+    """DeviceInterface of a machine with NVIDIA's driver; raises pynvml.NVMLError on any other machine."""
 
     def __init__(self) -> None:
         pynvml.nvmlInit()
 
     def devices(self) -> tuple[Device, ...]:
+        """See `DeviceInterface`."""
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         return tuple(
             Device(
@@ -70,34 +71,41 @@ class NvmlDevices:
         )
 
     def used_bytes(self, uuid: str) -> int:
+        """See `DeviceInterface`."""
         return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByUUID(uuid)).used)
 
     def processes(self, uuid: str) -> tuple[DeviceProcess, ...]:
-        found = pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml.nvmlDeviceGetHandleByUUID(uuid))
-        return tuple(DeviceProcess(one.pid, one.usedGpuMemory) for one in found)
+        """See `DeviceInterface`."""
+        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml.nvmlDeviceGetHandleByUUID(uuid))
+        return tuple(DeviceProcess(process.pid, process.usedGpuMemory) for process in processes)
 
     def driver(self) -> str | None:
+        """See `DeviceInterface`."""
         return str(pynvml.nvmlSystemGetDriverVersion())
 
 
 class NoDevices:
-    """A machine without NVIDIA's driver."""
+    """DeviceInterface of a machine without NVIDIA's driver."""
 
     def devices(self) -> tuple[Device, ...]:
+        """See `DeviceInterface`."""
         return ()
 
     def used_bytes(self, uuid: str) -> int:
+        """See `DeviceInterface`; raises ValueError."""
         raise ValueError(f"there is no device {uuid}: this machine has no NVIDIA driver")
 
     def processes(self, uuid: str) -> tuple[DeviceProcess, ...]:
+        """See `DeviceInterface`; raises ValueError."""
         raise ValueError(f"there is no device {uuid}: this machine has no NVIDIA driver")
 
     def driver(self) -> str | None:
+        """See `DeviceInterface`."""
         return None
 
 
 def machine_devices() -> DeviceInterface:
-    """Those of this machine."""
+    """Return the interface to the devices of this machine."""
     try:
         return NvmlDevices()
     except pynvml.NVMLError:
@@ -105,17 +113,17 @@ def machine_devices() -> DeviceInterface:
 
 
 def foreign_processes(interface: DeviceInterface, uuid: str) -> list[int]:
-    """Ids of processes on a device that do not belong to this process's session.
+    """Return the ids of processes on a device that do not belong to this process's session.
 
-    Those belong to it that have its controller among their ancestors, see `SESSION_VARIABLE`. A process that cannot be
-    seen from here, such as one of another container, is foreign.
+    Processes of a session have its controller among their ancestors, see `SESSION_VARIABLE`. An invisible process, such
+    as a process of another container, is foreign.
     """
     controller = int(os.environ.get(SESSION_VARIABLE, "0"))
-    return [one.pid for one in interface.processes(uuid) if controller not in _lineage(one.pid)]
+    return [process.pid for process in interface.processes(uuid) if controller not in _lineage(process.pid)]
 
 
 def _lineage(pid: int) -> list[int]:
-    """A process and its ancestors."""
+    """Return the ids of a process and its ancestors."""
     try:
         process = psutil.Process(pid)
         return [pid, *(parent.pid for parent in process.parents())]
@@ -124,33 +132,33 @@ def _lineage(pid: int) -> list[int]:
 
 
 def visible_devices(interface: DeviceInterface) -> tuple[Device, ...]:
-    """Those that CUDA shows to a process with this environment, in its order. Raises ValueError, see `select`."""
+    """Return the devices that CUDA shows to this process, in the order of CUDA; raises as `select` does."""
     return select(interface.devices(), os.environ.get(VISIBLE), in_pci_order=os.environ.get(ORDER) == "PCI_BUS_ID")
 
 
 def select(devices: Sequence[Device], visible: str | None, *, in_pci_order: bool) -> tuple[Device, ...]:
-    """What `CUDA_VISIBLE_DEVICES=visible` leaves of a machine's devices; None: it is not set.
+    """Return the devices of a machine that `CUDA_VISIBLE_DEVICES=visible` shows; None: the variable is not set.
 
-    Entries are indices or beginnings of UUIDs; as CUDA does it, the first one that names nothing ends the list.
+    Entries are indices or prefixes of UUIDs; as with CUDA, the first entry that names no device ends the list.
 
-    Raises ValueError for a device that is named twice, for part of a device (MIG), and for indices where it is unclear
-    what they count: by default CUDA begins with the fastest device, NVML with the lowest PCI address.
+    Raises ValueError for a device that is named twice, for a slice of a device (MIG), and for indices with an unclear
+    order: by default CUDA begins with the fastest device, NVML with the lowest PCI address.
     """
     if visible is None:
         return tuple(devices)
-    found: list[Device] = []
-    for entry in (part.strip() for part in visible.split(",")):
+    selected: list[Device] = []
+    for entry in map(str.strip, visible.split(",")):
         if entry.startswith("MIG-"):
-            raise ValueError(f"{VISIBLE} is {visible}: parts of a device (MIG) are not supported, name whole devices")
+            raise ValueError(f"{VISIBLE} is {visible}: slices of a device (MIG) are not supported; name full devices")
         if entry.isdecimal() and not in_pci_order and len({device.name for device in devices}) > 1:
             raise ValueError(f"{VISIBLE} is {visible}, but devices differ: set {ORDER}=PCI_BUS_ID, or name UUIDs")
         device = _named(devices, entry)
         if device is None:
             break
-        if device in found:
+        if device in selected:
             raise ValueError(f"{VISIBLE} is {visible}: {entry} names a device a second time")
-        found.append(device)
-    return tuple(found)
+        selected.append(device)
+    return tuple(selected)
 
 
 def _named(devices: Sequence[Device], entry: str) -> Device | None:

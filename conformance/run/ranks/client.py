@@ -1,6 +1,6 @@
-"""The pytest worker's side of a rank and of the rank server: requests, messages and ends.
+"""Ranks and the rank server as the pytest worker sees them: requests, messages and ends.
 
-Nothing here imports torch, and nothing waits without a limit.
+No call waits without a time limit.
 """
 
 import os
@@ -29,7 +29,7 @@ from conformance.run.ranks.messages import (
     OUTPUT_TAIL_BYTES,
     READY,
     STACK_BYTES,
-    BuryRanks,
+    KillRanks,
     RankFiles,
     RankReport,
     StartRanks,
@@ -42,74 +42,82 @@ DUMP_LIMIT_S = 2.5
 END_LIMIT_S = 10.0
 DATAGRAM_BYTES = 65536
 
-# The frames of a rank below the task's function are the same in every stack and tell nothing.
-ENGINE_FRAMES = re.compile(r'^  File ".*run/ranks/process\.py", line \d+ in _call\n(  File .*\n)*', re.MULTILINE)
+# The frames of a rank below the task's function are the same in every stack and carry no information.
+FRAMES_BELOW_TASK = re.compile(r'^  File ".*run/ranks/process\.py", line \d+ in _call\n(  File .*\n)*', re.MULTILINE)
 
 
 class RankHandle:
-    """One rank as its pool sees it: a socket that tells of messages, and a pidfd that tells of its end."""
+    """One rank as its pool sees it: a channel for notifications, and a pidfd, readable once the rank has ended."""
 
-    def __init__(self, rank: int, *, pid: int, bell: socket.socket, directory: Path) -> None:
+    def __init__(self, rank: int, *, pid: int, channel: socket.socket, directory: Path) -> None:
         self.rank = rank
         self.pid = pid
         self.pidfd = os.pidfd_open(pid)
         self.files = RankFiles(directory, rank)
-        self._bell = bell
+        self._channel = channel
         self._silent = False
 
     @property
     def watched(self) -> list[socket.socket | int]:
-        return [self.pidfd] if self._silent else [self._bell, self.pidfd]
+        """Handles that become readable when the rank sends a message or ends."""
+        return [self.pidfd] if self._silent else [self._channel, self.pidfd]
 
-    def ring(self, number: bytes) -> None:
-        with suppress(OSError):  # a rank that has died since is found by its pidfd
-            self._bell.send(number)
+    def notify(self, number: bytes) -> None:
+        """Tell the rank to look at its assignment, task `number`."""
+        with suppress(OSError):  # the pidfd shows that the rank has died meanwhile
+            self._channel.send(number)
 
     def poll(self, number: bytes) -> RankReport | None:
-        """The rank's report on message `number` if it has one or has died, else None."""
+        """Return the rank's report on task `number` if the rank has finished the task or died, else None."""
         message = self._receive()
         if message == number:
             return self._read_report(number)
-        if len(message) > 1:  # one byte only tells of a signal
+        if len(message) > 1:  # a message of one byte is the number of a signal
             return self._died("sent garbage instead of a report")
         return self._died() if self._has_ended() else None
 
     def request_dump(self) -> None:
+        """Ask the rank for a dump of its stacks."""
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, DUMP_SIGNAL)
 
     def has_dumped(self) -> bool:
-        """Whether the stacks are complete, or never will be."""
+        """Return whether the dump of the stacks is complete, or never will be."""
         return self._receive() == DUMPED or self._has_ended()
 
-    def illustrate(self, report: RankReport) -> RankReport:
-        """`report` with the end of the rank's output, with the stacks of a rank that did not end its task, and with
-        the last collectives of one that has dumped them."""
+    def with_diagnostics(self, report: RankReport) -> RankReport:
+        """Return `report` with diagnostics attached.
+
+        Diagnostics are the end of the rank's output, the stacks of a rank that did not end its task, and the last
+        collectives of a rank whose flight recorder has dumped them.
+        """
         stack = read_head(self.files.stack, size_bytes=STACK_BYTES) if report.state in ("hung", "died") else ""
         collectives = "" if report.state == "finished" else summary(self.files.flight)
         return msgspec.structs.replace(
-            report, stack=ENGINE_FRAMES.sub("", stack), collectives=collectives, output_tail=self.output_tail()
+            report, stack=FRAMES_BELOW_TASK.sub("", stack), collectives=collectives, output_tail=self.output_tail()
         )
 
     def output_tail(self) -> str:
+        """Return the end of the rank's output."""
         return read_tail(self.files.output, size_bytes=OUTPUT_TAIL_BYTES)
 
     def close(self) -> None:
-        self._bell.close()
+        """Close the channel and the pidfd; the rank itself is left alone."""
+        self._channel.close()
         os.close(self.pidfd)
 
     def _has_ended(self) -> bool:
         return bool(wait([self.pidfd], timeout=0))
 
     def _receive(self) -> bytes:
-        """The next message, or b"" if there is none."""
+        """Return the next message, or b"" if there is none."""
         try:
-            message = self._bell.recv(DATAGRAM_BYTES)
+            message = self._channel.recv(DATAGRAM_BYTES)
         except BlockingIOError:
             return b""
         except OSError:
             message = b""
-        # The end of the stream stays readable for ever; from now on only the pidfd is worth waiting for.
+        # The end of a stream stays readable for ever; from now on only the pidfd is worth waiting for.
         self._silent = not message
         return message
 
@@ -126,7 +134,7 @@ class RankHandle:
 
 
 class ServerProcess:
-    """The rank server as its owner sees it. Any interrupted or failed request ends it with all its ranks."""
+    """Rank server as its owner sees it; an interrupted or failed request ends the server with all its ranks."""
 
     def __init__(self) -> None:
         self.closed = False
@@ -146,25 +154,25 @@ class ServerProcess:
             )
 
     def start(self, ranks: range, *, world_size: int, directory: Path, lease: Lease | None) -> list[RankHandle]:
-        """Fork these ranks of a world; they hold the lease too, each has one of its devices."""
+        """Fork these ranks of a world; each holds the lease too and has one of its devices."""
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in ranks]
         slots, locks = (lease.slots, lease.fds) if lease else ((), ())
-        devices = tuple(slots[place % len(slots)] for place in range(len(ranks))) if slots else ()
+        devices = tuple(slots[index % len(slots)] for index in range(len(ranks))) if slots else ()
         request = StartRanks(list(ranks), world_size=world_size, directory=str(directory), devices=devices)
         pids = self._ask(request, fds=[*(theirs.fileno() for _, theirs in pairs), *locks])
         handles = []
         for rank, pid, (ours, theirs) in zip(ranks, pids, pairs, strict=True):
             theirs.close()
             ours.setblocking(False)
-            handles.append(RankHandle(rank, pid=pid, bell=ours, directory=directory))
+            handles.append(RankHandle(rank, pid=pid, channel=ours, directory=directory))
         return handles
 
-    def bury(self, pids: list[int]) -> list[int | None]:
-        """Kill ranks with their descendants; return their exit codes (None: unknown)."""
-        return [None] * len(pids) if self.closed else self._ask(BuryRanks(pids=pids))
+    def kill_and_reap(self, pids: list[int]) -> list[int | None]:
+        """Kill ranks with their descendants; returns the exit code of each rank (None: unknown)."""
+        return [None] * len(pids) if self.closed else self._ask(KillRanks(pids=pids))
 
     def close(self) -> None:
-        """End the server; it ends all ranks and removes their files before."""
+        """End the server, which first ends all ranks and removes their files."""
         if self.closed:
             return
         self.closed = True
@@ -176,7 +184,7 @@ class ServerProcess:
             self._process.wait()
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    def _ask(self, request: StartRanks | BuryRanks, *, fds: Sequence[int] = ()) -> list[Any]:
+    def _ask(self, request: StartRanks | KillRanks, *, fds: Sequence[int] = ()) -> list[Any]:
         try:
             socket.send_fds(self._control, [msgspec.json.encode(request)], fds)
             answer = self._control.recv(DATAGRAM_BYTES)
@@ -186,14 +194,14 @@ class ServerProcess:
             log = read_tail(self._log, size_bytes=OUTPUT_TAIL_BYTES)
             self.close()
             raise PoolError(f"the rank server failed: {error}\n{log}".rstrip()) from error
-        except BaseException:  # Ctrl-C: the answer to this request must not be taken for that to the next one
+        except BaseException:  # Ctrl-C: the next request must not take the answer to this request for its own
             self.close()
             raise
         return msgspec.json.decode(answer, type=list[Any])
 
 
 def dump_stacks(ranks: Iterable[RankHandle]) -> None:
-    """Let ranks write their stacks to their files; give up on those that cannot within `DUMP_LIMIT_S` together."""
+    """Let ranks write their stacks to their files; gives up on ranks that need longer than `DUMP_LIMIT_S` together."""
     remaining = list(ranks)
     for rank in remaining:
         rank.request_dump()
@@ -206,9 +214,9 @@ def dump_stacks(ranks: Iterable[RankHandle]) -> None:
 
 
 def _server_code(control_fd: int, directory: Path) -> str:
-    """The server's program. It imports like its owner, and its `__main__` is empty: nothing of pytest comes along.
+    """Return the server's program, which has its owner's import path and an empty `__main__`, without pytest.
 
-    What it imports stays, so looking for garbage among it, a quarter of the time that it takes, is put off.
+    Imported modules stay, so garbage collection, a quarter of the time of the imports, is disabled meanwhile.
     """
     path = [os.path.abspath(entry) for entry in sys.path]
     return (
@@ -218,6 +226,6 @@ def _server_code(control_fd: int, directory: Path) -> str:
 
 
 def _server_environment() -> dict[str, str]:
-    """One thread per library (ranks set the number of torch's threads themselves), and gloo on the loopback."""
+    """Return an environment with one thread per library (ranks set that of torch) and gloo on the loopback."""
     single = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     return {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **single}

@@ -1,10 +1,12 @@
-"""NCCL's flight recorder: which collectives a rank of a failed task had issued last, and how far they had come.
+"""NCCL's flight recorder: the last collectives that a rank of a failed task had issued, and their states.
 
-torch keeps a ring of them for each process and dumps it as a pickle of builtins when its watchdog runs into a timeout,
-or when somebody writes into a pipe. Read from files alone, since the pool's process has no torch: what torch has for it
-(`torch.distributed.flight_recorder`, the command `torchfrtrace`) needs that, and the dumps of all ranks. Not yet run on
-a device, see docs/gpu/status.md; the format is that of a dump of torch 2.13. Gloo's recorder is of no use: it leaves
-each collective at `scheduled` (seen with torch 2.13), and only private functions dump it.
+torch keeps a ring buffer of collectives in each process and dumps the buffer as a pickle of builtins when its watchdog
+runs into a timeout, or when somebody writes into a pipe. This module only reads the files, since the pool's process has
+no torch: torch's own readers (`torch.distributed.flight_recorder`, the command `torchfrtrace`) need torch and the dumps
+of all ranks. Not yet run on a device, see docs/gpu/status.md; the format is that of a dump of torch 2.13. Gloo's
+recorder is of no use: it leaves each collective at `scheduled` (seen with torch 2.13), and only private functions dump
+it.
+
 https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html
 https://docs.pytorch.org/tutorials/intermediate/debug_hangs_with_flight_recorder.html
 """
@@ -21,15 +23,17 @@ from typing import Any, NoReturn
 from conformance.run.ranks.messages import RankFiles
 
 DUMP_LIMIT_S = 4.0
-"""How long ranks have to dump: torch looks at the pipe once in a second."""
+"""Time that ranks have for their dumps; torch looks at the pipe once a second."""
 _POLL_S = 0.05
 _ENTRIES = 2000
 _SHOWN = 8
 
 
 def variables(files: RankFiles) -> dict[str, str]:
-    """What switches the recorder on in a rank: by the names of NCCL's, which all versions know, and by the newer ones
-    for all backends, which torch 2.13 knows as well."""
+    """Return the environment variables that switch the recorder on in a rank.
+
+    They have NCCL's names, which all versions know, and the newer names for all backends, which torch 2.13 knows too.
+    """
     size, stem = str(_ENTRIES), str(files.flight_stem)
     return {
         "TORCH_NCCL_TRACE_BUFFER_SIZE": size,
@@ -42,16 +46,16 @@ def variables(files: RankFiles) -> dict[str, str]:
 
 
 def collect_dumps(ranks: Sequence[RankFiles], *, limit_s: float = DUMP_LIMIT_S) -> None:
-    """Let those ranks dump that have a pipe, and wait until they have, or the time is over."""
-    waiting = [files for files in ranks if _asked(files.flight_pipe)]
+    """Ask all ranks that have a pipe for a dump, and wait for the dumps, at most for `limit_s`."""
+    waiting = [files for files in ranks if _ask(files.flight_pipe)]
     until_s = time.monotonic() + limit_s
     while waiting and time.monotonic() < until_s:
         time.sleep(_POLL_S)
         waiting = [files for files in waiting if _decoded(files.flight) is None]
 
 
-def _asked(pipe: Path) -> bool:
-    """Whether somebody listens."""
+def _ask(pipe: Path) -> bool:
+    """Write into a pipe; returns whether somebody listens."""
     try:
         fd = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
     except OSError:
@@ -63,7 +67,7 @@ def _asked(pipe: Path) -> bool:
 
 
 def summary(file: Path) -> str:
-    """The last collectives in a dump, one line each, oldest first; "" if there is no dump that can be read."""
+    """Return the last collectives in a dump, one line each, oldest first; "" if no dump can be read."""
     dump = _decoded(file)
     entries = dump.get("entries") if isinstance(dump, Mapping) else None
     if not isinstance(entries, Sequence):
@@ -72,12 +76,12 @@ def summary(file: Path) -> str:
 
 
 def _line(entry: Mapping[str, Any]) -> str:
-    """Such as `#12 nccl:all_reduce of dp_shard: started; Float [4] -> Float [4]`."""
+    """Return a line such as `#12 nccl:all_reduce of dp_shard: started; Float [4] -> Float [4]`."""
     group = entry.get("process_group")
     name = group[-1] if isinstance(group, Sequence) and group else group
     number = entry.get("p2p_seq_id" if entry.get("is_p2p") else "collective_seq_id")
-    given, made = (_tensors(entry, kind) for kind in ("input", "output"))
-    return f"#{number} {entry.get('profiling_name')} of {name}: {entry.get('state')}; {given} -> {made}"
+    inputs, outputs = (_tensors(entry, kind) for kind in ("input", "output"))
+    return f"#{number} {entry.get('profiling_name')} of {name}: {entry.get('state')}; {inputs} -> {outputs}"
 
 
 def _tensors(entry: Mapping[str, Any], kind: str) -> str:
@@ -87,14 +91,14 @@ def _tensors(entry: Mapping[str, Any], kind: str) -> str:
 
 
 class _Builtins(pickle.Unpickler):
-    """Loads numbers, texts and containers; whatever names a class or a function is refused."""
+    """Unpickler of numbers, strings and containers, which refuses any name of a class or a function."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"a dump of builtins names {module}.{name}")
 
 
 def _decoded(file: Path) -> Any:
-    """None for what is missing, half written, or no pickle of builtins."""
+    """Return the content of a dump; None for a file that is missing, half written, or no pickle of builtins."""
     try:
         return _Builtins(io.BytesIO(file.read_bytes())).load()
     except Exception:  # a truncated pickle raises whatever it likes

@@ -1,8 +1,8 @@
-"""What the pool, the rank server and the ranks say to each other.
+"""Messages between the pool, the rank server and the ranks.
 
-Messages of any size are files in the pool's directory (msgpack, so that NaN and infinity survive); the sockets carry
-only small datagrams that say "look now". A rank that dies or hangs in the middle of a message can therefore never
-block the pool. This module must not import torch: the pytest worker imports it.
+Messages of any size are files in the pool's directory (msgpack, so that NaN and infinity survive); the sockets, called
+channels, carry only small datagrams that say "look now". A rank that dies or hangs in the middle of a message can
+therefore never block the pool.
 """
 
 import math
@@ -19,83 +19,87 @@ MAX_WORLD_SIZE = 8
 DUMP_SIGNAL = signal.SIGUSR1
 DUMPED = bytes([DUMP_SIGNAL])
 RANK_IN_VALUE = "{rank}"
-"""In the value of a variable of a task's environment it stands for the rank."""
+"""Placeholder for the rank in the values of a task's environment variables."""
 JSON_SCALARS = (type(None), bool, int, float, str)
 OUTPUT_TAIL_BYTES = 4096
 STACK_BYTES = 16384
 
 
 class Task(msgspec.Struct, frozen=True):
-    """`function` is "package.module:function"; each rank calls it as `function(context, payload)`."""
+    """Function that each rank of a world calls as `function(context, payload)`."""
 
     function: str
+    """Name of the function, `package.module:function`."""
     payload: dict[str, Any]
     kind: str = ""
-    """Ranks that have served a task of one kind serve no other: for what a process keeps from task to task."""
+    """Ranks serve tasks of one kind only, since a process may keep state from task to task."""
     accelerated: bool = False
-    """Whether each rank needs a device, which it may have to share."""
+    """True if each rank needs a device, which ranks may have to share."""
 
 
 @dataclass(frozen=True)
 class RankContext:
-    """What a task's function learns about its place. `rendezvous` is an `init_method` that no other task uses.
-
-    `timeout_s` is the time that was left when the function started; the pool ends the task when it is over. `device` is
-    the one that this rank has leased, by its UUID, "" where ranks share the processors.
-    """
+    """World of a task, as the task's function on one rank sees it."""
 
     rank: int
     world_size: int
     rendezvous: str
+    """`init_method` of the task's process group, which no other task uses."""
     timeout_s: float
+    """Time that was left when the function started; the pool ends the task when that time is over."""
     device: str = ""
+    """UUID of the device that this rank has leased; "" where ranks share the processors."""
 
 
 class Assignment(msgspec.Struct, frozen=True):
-    """One task as all ranks of a pool read it; `deadline_s` is a point on the system-wide `time.monotonic()` clock."""
+    """One task as all ranks of a pool read it."""
 
     task: Task
     rendezvous: str
     deadline_s: float
+    """Point in time on the system-wide clock of `time.monotonic()`."""
     env: dict[str, str]
 
 
 class RankReport(msgspec.Struct, frozen=True, kw_only=True):
-    """How one rank ended a task.
-
-    `stamp_s` is `time.monotonic()` of the event (of its discovery for a rank that died). `stack` is the dump of all
-    threads of a hung rank, or of one that died of a fault. `collectives` is what `flight_recorder.summary` tells.
-    `train_s` is what a finished rank spent in trainers, and `leaks` names what it left behind.
-    """
+    """End of a task on one rank."""
 
     rank: int
     state: Literal["finished", "raised", "died", "hung"]
     stamp_s: float = math.inf
+    """Time of the end by `time.monotonic()`; for a rank that died, the time at which the pool noticed."""
     value: Any = None
+    """Result of the task's function."""
     train_s: float = 0.0
+    """Time that a finished rank spent in trainers."""
     leaks: tuple[str, ...] = ()
+    """Resources that the task left behind in the process."""
     exception_type: str = ""
     message: str = ""
     traceback: str = ""
     innermost_file: str = ""
     stack: str = ""
+    """Stacks of all threads of a rank that hung, or that died of a fault."""
     collectives: str = ""
+    """Summary of the last collectives, see `flight_recorder.summary`."""
     output_tail: str = ""
     exit_code: int | None = None
 
 
 class StartRanks(msgspec.Struct, frozen=True, tag=True):
-    """Request to the rank server: fork ranks of one world. A socket for each travels with it, and then the open locks
-    of the devices."""
+    """Request to the rank server: fork ranks of one world.
+
+    File descriptors travel with the request: a channel for each rank, and then the open locks of the devices.
+    """
 
     ranks: list[int]
     world_size: int
     directory: str
     devices: tuple[str, ...] = ()
-    """One for each rank, or none."""
+    """Device of each rank, or an empty tuple."""
 
 
-class BuryRanks(msgspec.Struct, frozen=True, tag=True):
+class KillRanks(msgspec.Struct, frozen=True, tag=True):
     """Request to the rank server: kill these ranks with all their descendants and collect their exit codes."""
 
     pids: list[int]
@@ -103,48 +107,54 @@ class BuryRanks(msgspec.Struct, frozen=True, tag=True):
 
 @dataclass(frozen=True)
 class RankFiles:
-    """The files that one rank shares with its pool."""
+    """Files that one rank shares with its pool."""
 
     directory: Path
     rank: int
 
     @property
     def assignment(self) -> Path:
+        """Assignment of the current task, one file for all ranks."""
         return self.directory / "assignment"
 
     @property
     def report(self) -> Path:
+        """RankReport on the current task."""
         return self.directory / f"rank{self.rank}.report"
 
     @property
     def output(self) -> Path:
+        """Standard output and error of the rank and its children."""
         return self.directory / f"rank{self.rank}.out"
 
     @property
     def stack(self) -> Path:
+        """Dump of the stacks of all threads."""
         return self.directory / f"rank{self.rank}.stack"
 
     @property
     def flight_stem(self) -> Path:
-        """What torch adds the rank to, and for the pipe `.pipe`."""
+        """Stem of the flight recorder's files: torch appends the rank, and `.pipe` for the pipe."""
         return self.directory / "flight"
 
     @property
     def flight(self) -> Path:
+        """Dump of the flight recorder."""
         return self.directory / f"flight{self.rank}"
 
     @property
     def flight_pipe(self) -> Path:
+        """Pipe through which the flight recorder is asked for a dump."""
         return self.directory / f"flight{self.rank}.pipe"
 
 
 def require_json_like(value: object, *, where: str) -> None:
     """Check that `value` consists of None, bool, int, float, str, list and dict with str keys, and nothing else.
 
-    Subclasses do not count: a NumPy scalar is a float to Python, but ends a pytest-xdist session.
+    Subclasses are refused: a NumPy scalar is a float to Python, but ends a pytest-xdist session.
 
     Raises:
-        TypeError: names the first place that holds something else.
+        TypeError: `value` holds something else; the message names the first position, starting with `where`.
     """
     if type(value) is list:
         for index, item in enumerate(value):
@@ -160,16 +170,16 @@ def require_json_like(value: object, *, where: str) -> None:
 
 
 def read_head(path: Path, *, size_bytes: int) -> str:
-    """The first `size_bytes` of a text file, or "" if it cannot be read."""
-    return _read_part(path, size_bytes=size_bytes, from_end=False)
+    """Return the first `size_bytes` of a text file, or "" if the file cannot be read."""
+    return _read_excerpt(path, size_bytes=size_bytes, from_end=False)
 
 
 def read_tail(path: Path, *, size_bytes: int) -> str:
-    """The last `size_bytes` of a text file, or "" if it cannot be read."""
-    return _read_part(path, size_bytes=size_bytes, from_end=True)
+    """Return the last `size_bytes` of a text file, or "" if the file cannot be read."""
+    return _read_excerpt(path, size_bytes=size_bytes, from_end=True)
 
 
-def _read_part(path: Path, *, size_bytes: int, from_end: bool) -> str:
+def _read_excerpt(path: Path, *, size_bytes: int, from_end: bool) -> str:
     try:
         with path.open("rb") as file:
             if from_end:

@@ -1,4 +1,4 @@
-"""The modules that the rank server imports once, so that every rank is forked with them."""
+"""Modules that the rank server imports once, so that every rank is forked with them."""
 
 import importlib
 from contextlib import suppress
@@ -7,7 +7,7 @@ from conformance.project import PACKAGE
 
 # Measured with a small FSDP2+TP training step over gloo: with this list the first step imports three more small
 # modules. `torch._dynamo` is imported by the first DTensor module in any case (about 0.5 s to 1.4 s, in every rank);
-# it is only named here, never used, and a torch release without it merely starts its ranks more slowly.
+# this list only names it, and with a torch release without it ranks merely start more slowly.
 PRELOADED_MODULES = (
     "numpy.random",
     "torch",
@@ -23,7 +23,7 @@ PRELOADED_MODULES = (
 
 
 def preload() -> None:
-    """Import every module of the list that this torch release has, and all experiments.
+    """Import every module of `PRELOADED_MODULES` that this torch release has, and all experiments.
 
     Experiments bring along the trainer, the instruments and the defects (0.3 s in every rank).
     """

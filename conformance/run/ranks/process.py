@@ -1,4 +1,4 @@
-"""A rank: one process that performs the tasks of its pool, one after another."""
+"""Rank: a process that performs the tasks of its pool, one after another."""
 
 import ctypes
 import faulthandler
@@ -44,7 +44,7 @@ MESSAGE_CHARACTERS = 500
 
 
 class Rank:
-    """One rank of a world; created in a fresh fork of the rank server."""
+    """One rank of a world, created in a fresh fork of the rank server."""
 
     def __init__(self, *, rank: int, world_size: int, directory: Path, device: str) -> None:
         self._rank = rank
@@ -53,17 +53,17 @@ class Rank:
         self._files = RankFiles(directory, rank)
         self._home = Path.cwd()
 
-    def serve(self, bell: socket.socket) -> NoReturn:
-        """Perform tasks until the pool closes `bell`. Never returns."""
+    def serve(self, channel: socket.socket) -> NoReturn:
+        """Perform tasks until the pool closes `channel`. Never returns."""
         end_with_parent()
         self._redirect_output()
-        self._dump_stacks_on_signal(bell)
+        self._dump_stacks_on_signal(channel)
         self._set_environment()
-        bell.send(READY)
-        while number := _next_message(bell):
+        channel.send(READY)
+        while number := _next_message(channel):
             report = self._perform(msgspec.msgpack.decode(self._files.assignment.read_bytes(), type=Assignment))
             self._files.report.write_bytes(msgspec.msgpack.encode(report))
-            bell.send(number)
+            channel.send(number)
         os._exit(0)
 
     def _redirect_output(self) -> None:
@@ -73,17 +73,17 @@ class Rank:
         os.dup2(fd, 2)
         os.close(fd)
 
-    def _dump_stacks_on_signal(self, bell: socket.socket) -> None:
+    def _dump_stacks_on_signal(self, channel: socket.socket) -> None:
         """Dump the stacks of all threads on a fault and on `DUMP_SIGNAL`; after the latter, send `DUMPED`.
 
-        All of this happens in C handlers, which need neither the interpreter nor its lock: that of `faulthandler`
-        chains to the interpreter's own one, which writes the signal's number to the wakeup fd. The rank must not end
-        by itself: its peers would notice, and their stacks would show that instead of what they were waiting for.
+        C handlers do all of it, without the interpreter and its lock: the handler of `faulthandler` chains to that of
+        the interpreter, which writes the signal's number to the wakeup fd. The rank must not end by itself: its peers
+        would notice, and their stacks would show that instead of the call in which they were waiting.
         """
         stack = self._files.stack.open("a")
         faulthandler.enable(stack)
-        bell.setblocking(False)  # as a wakeup fd must be
-        signal.set_wakeup_fd(bell.fileno(), warn_on_full_buffer=False)
+        channel.setblocking(False)  # as a wakeup fd must be
+        signal.set_wakeup_fd(channel.fileno(), warn_on_full_buffer=False)
         signal.signal(DUMP_SIGNAL, lambda _number, _frame: None)
         faulthandler.register(DUMP_SIGNAL, file=stack, all_threads=True, chain=True)
 
@@ -94,7 +94,7 @@ class Rank:
             WORLD_SIZE=str(self._world_size),
             LOCAL_WORLD_SIZE=str(self._world_size),
         )
-        if self._device:  # CUDA, which nothing in this process has used yet, shows no other
+        if self._device:  # the only device that CUDA, which this process has not used yet, will show
             os.environ["CUDA_VISIBLE_DEVICES"] = self._device
             os.environ.update(flight_recorder.variables(self._files))
 
@@ -138,23 +138,23 @@ class Rank:
 
 
 def end_with_parent() -> None:
-    """Lead a process group of one's own, and let the kernel kill this process when the rank server ends.
+    """Lead a process group, and let the kernel kill this process when the rank server ends.
 
     The kernel's signal works even in a rank that blocks with the interpreter lock held, where no thread could.
     """
     server = os.getppid()
     os.setsid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != server:  # it ended before the kernel knew of our wish
+    if os.getppid() != server:  # the server ended before prctl took effect
         os._exit(1)
 
 
 def reset_process_state() -> None:
-    """Set what a task may have changed in this process back to the same known state before each task."""
+    """Reset the state of this process that an earlier task may have changed."""
     random.seed(SEED)
     np.random.seed(SEED)
     torch.manual_seed(SEED)
-    # One thread on every machine: how a kernel splits its sums, and so their last bits, depends on the number.
+    # One thread on every machine: the order of a kernel's sums, and so their rounding, depends on that number.
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
@@ -164,7 +164,7 @@ def reset_process_state() -> None:
     torch.autograd.set_detect_anomaly(False)
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = False
-    # Sums and products of a device as bounds assume them: https://docs.pytorch.org/docs/stable/notes/cuda.html
+    # Sums and products on a device as the bounds of laws assume them: https://docs.pytorch.org/docs/stable/notes/cuda.html
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
@@ -172,7 +172,7 @@ def reset_process_state() -> None:
 
 @contextmanager
 def environment(env: Mapping[str, str]) -> Iterator[None]:
-    """Add `env` to the environment; afterwards undo this and every other change of it."""
+    """Add `env` to the environment; afterwards undo this and every other change of the environment."""
     before = dict(os.environ)
     os.environ.update(env)
     try:
@@ -184,7 +184,7 @@ def environment(env: Mapping[str, str]) -> Iterator[None]:
 
 
 def find_leaks() -> Iterator[str]:
-    """Name what a task left behind in this process and should have ended."""
+    """Yield the names of resources that a task left behind in this process."""
     if dist.is_available() and dist.is_initialized():
         yield "process group"
     for thread in threading.enumerate():
@@ -195,7 +195,7 @@ def find_leaks() -> Iterator[str]:
 
 
 def raised(error: BaseException, *, rank: int) -> RankReport:
-    """The report of a rank whose task ended with `error`; all texts are bounded."""
+    """Return the report of a rank whose task ended with `error`; the lengths of all strings are limited."""
     text = "".join(traceback.format_exception(error))
     frames = traceback.extract_tb(error.__traceback__)
     return RankReport(
@@ -218,14 +218,14 @@ def _first_line(error: BaseException) -> str:
 
 
 def _plain(text: str) -> str:
-    """`text` without lone surrogates, which no encoder accepts."""
+    """Return `text` without lone surrogates, which no encoder accepts."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def _next_message(bell: socket.socket) -> bytes:
-    """Wait for the pool's next message; b"" when the pool has closed."""
-    select.select([bell], [], [])
-    return bell.recv(DATAGRAM_BYTES)
+def _next_message(channel: socket.socket) -> bytes:
+    """Wait for the pool's next message; returns b"" when the pool has closed the channel."""
+    select.select([channel], [], [])
+    return channel.recv(DATAGRAM_BYTES)
 
 
 def _has_children() -> bool:
@@ -242,7 +242,7 @@ def _find_function(name: str) -> Any:
 
 
 def _exit_early(request: SystemExit) -> NoReturn:
-    """Do what the task asked for; the pool calls it a crash, whatever the code."""
+    """Exit as the task asked for; the pool reports a crash, whatever the exit code."""
     traceback.print_exception(request)
     sys.stdout.flush()
     if request.code is None:

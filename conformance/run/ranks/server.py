@@ -1,11 +1,11 @@
-"""The rank server: a process of one thread that has torch loaded, and forks ranks on request.
+"""Rank server: a single-threaded process that has torch loaded and forks ranks on request.
 
 Why not the forkserver of `multiprocessing`: that one is global to the pytest worker and ends only with it, takes its
 environment from `os.environ`, makes each child import the worker's `__main__` again, and cannot end the ranks of a
-worker that was killed. This server belongs to one `Pools` object. It is the parent of all ranks, so it can kill them
-without ever hitting a re-used process id, and it adopts what they leave behind (it is a "child subreaper"). When its
-owner closes the control socket or dies, the kernel closes the socket, and the server ends everything, then itself.
-It needs Linux 5.3 or newer (pidfd).
+worker that was killed. This server belongs to one `Pools` object. It is the parent of all ranks, so it can kill ranks
+without ever hitting a re-used process id, and it adopts processes that ranks leave behind (it is a "child subreaper").
+When its owner closes the control socket or dies, the kernel closes the socket, and the server ends all ranks, then
+itself. It needs Linux 5.3 or newer (pidfd).
 """
 
 import ctypes
@@ -24,7 +24,7 @@ from typing import NoReturn
 import msgspec
 import psutil
 
-from conformance.run.ranks.messages import MAX_WORLD_SIZE, BuryRanks, StartRanks
+from conformance.run.ranks.messages import MAX_WORLD_SIZE, KillRanks, StartRanks
 from conformance.run.ranks.preload import preload
 from conformance.run.ranks.process import Rank
 
@@ -35,7 +35,7 @@ GENERATIONS = 16
 
 
 def main(control_fd: int, directory: str) -> NoReturn:
-    """Serve the owner of the control socket until it closes it; then end all ranks and remove `directory`."""
+    """Serve the owner of the control socket until the owner closes the socket; end all ranks and remove `directory`."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     preload()
     # Ranks share the pages of what was loaded so far, and their garbage collections skip it.
@@ -48,65 +48,66 @@ def main(control_fd: int, directory: str) -> NoReturn:
     except BaseException:
         traceback.print_exc()
     finally:
-        server.bury_all()
+        server.kill_and_reap_all()
         shutil.rmtree(directory, ignore_errors=True)
-        os._exit(0)  # the owner waits: to take torch down module by module would double what its own end takes
+        os._exit(0)  # the owner waits: taking torch down module by module would double the time that its own end takes
 
 
 class RankServer:
-    """Forks and buries ranks for the owner of `control`."""
+    """Server that forks ranks, and kills and reaps them, for the owner of `control`."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._ranks: set[int] = set()
 
     def serve(self) -> None:
-        """Answer each request with a list: of process ids, or of exit codes (null for a rank that will not die)."""
-        decoder = msgspec.json.Decoder(StartRanks | BuryRanks)
+        """Answer each request with a list of process ids, or of exit codes (null for a rank that does not die)."""
+        decoder = msgspec.json.Decoder(StartRanks | KillRanks)
         while True:
             data, fds, _, _ = socket.recv_fds(self._control, REQUEST_BYTES, 2 * MAX_WORLD_SIZE)
             if not data:
                 return
             request = decoder.decode(data)
-            answer = self._bury(request.pids) if isinstance(request, BuryRanks) else self._start(request, fds)
+            answer = self._kill_and_reap(request.pids) if isinstance(request, KillRanks) else self._start(request, fds)
             self._control.send(msgspec.json.encode(answer))
 
-    def bury_all(self) -> None:
-        self._bury(list(self._ranks))
+    def kill_and_reap_all(self) -> None:
+        """Kill all ranks with their descendants."""
+        self._kill_and_reap(list(self._ranks))
 
     def _start(self, request: StartRanks, fds: list[int]) -> list[int]:
-        """Locks stay open in the ranks alone: they hold the devices as long as they live, whatever becomes of us."""
-        bells = fds[: len(request.ranks)]
-        pids = [self._fork(request, place, bells=bells) for place in range(len(bells))]
+        """Fork ranks, which alone keep the locks open and so hold their devices until they die."""
+        channels = fds[: len(request.ranks)]
+        pids = [self._fork(request, index, channels=channels) for index in range(len(channels))]
         self._ranks.update(pids)
         for fd in fds:
             os.close(fd)
         return pids
 
-    def _fork(self, request: StartRanks, place: int, *, bells: list[int]) -> int:
+    def _fork(self, request: StartRanks, index: int, *, channels: list[int]) -> int:
         pid = os.fork()
         if pid == 0:
-            self._become_rank(request, place, bells=bells)
+            self._become_rank(request, index, channels=channels)
         return pid
 
-    def _become_rank(self, request: StartRanks, place: int, *, bells: list[int]) -> NoReturn:
+    def _become_rank(self, request: StartRanks, index: int, *, channels: list[int]) -> NoReturn:
         try:
             self._control.close()
-            for fd in bells[:place] + bells[place + 1 :]:
+            for fd in channels[:index] + channels[index + 1 :]:
                 os.close(fd)
             process = Rank(
-                rank=request.ranks[place],
+                rank=request.ranks[index],
                 world_size=request.world_size,
                 directory=Path(request.directory),
-                device=request.devices[place] if request.devices else "",
+                device=request.devices[index] if request.devices else "",
             )
-            process.serve(socket.socket(fileno=bells[place]))
+            process.serve(socket.socket(fileno=channels[index]))
         except BaseException:
             traceback.print_exc()
         finally:
             os._exit(1)
 
-    def _bury(self, pids: list[int]) -> list[int | None]:
+    def _kill_and_reap(self, pids: list[int]) -> list[int | None]:
         if not self._ranks.issuperset(pids):
             raise ValueError("a process that is not (or no longer) our child must not be killed by its id")
         for pid in pids:
@@ -117,7 +118,7 @@ class RankServer:
         return exit_codes
 
     def _kill_orphans(self) -> None:
-        """Kill descendants of ended ranks that left their group; each kill may hand us the next generation."""
+        """Kill descendants that left the group of an ended rank; each kill may hand over the next generation."""
         for _ in range(GENERATIONS):
             orphans = [child for child in psutil.Process().children() if child.pid not in self._ranks]
             if not orphans:
@@ -126,13 +127,13 @@ class RankServer:
 
 
 def _kill_group(pid: int) -> None:
-    with suppress(ProcessLookupError):  # it did not get as far as to lead a group
+    with suppress(ProcessLookupError):  # it died before it led a group
         os.killpg(pid, signal.SIGKILL)
     os.kill(pid, signal.SIGKILL)  # harmless after its end: the id is ours until we have waited for it
 
 
 def _reap(pid: int) -> int | None:
-    """The exit code of a killed child (negative: the signal), or None if it is not gone after `DEATH_LIMIT_S`."""
+    """Return the exit code of a killed child (negative: the signal), or None if alive after `DEATH_LIMIT_S`."""
     pidfd = os.pidfd_open(pid)
     gone = select.select([pidfd], [], [], DEATH_LIMIT_S)[0]
     os.close(pidfd)

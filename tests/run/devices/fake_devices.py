@@ -1,4 +1,4 @@
-"""Devices of a machine that is not there."""
+"""Devices of a simulated machine."""
 
 from dataclasses import dataclass, field
 
@@ -11,7 +11,7 @@ def some_devices(count: int, *, name: str = "Fake 1000") -> tuple[Device, ...]:
 
 @dataclass
 class FakeDevices:
-    """A `DeviceInterface`."""
+    """DeviceInterface with the devices, processes and memory that a test gives."""
 
     present: tuple[Device, ...] = ()
     running: dict[str, list[int]] = field(default_factory=dict)

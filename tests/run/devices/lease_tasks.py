@@ -1,4 +1,4 @@
-"""A pytest worker's part in `test_device_leases.py`, and what its ranks do with their fake devices."""
+"""Program of a pytest worker in `test_device_leases.py`, and the task of its ranks on fake devices."""
 
 import os
 import random
@@ -18,7 +18,7 @@ DEADLINE_S = 60.0
 
 
 def use_device(context: RankContext, payload: dict[str, Any]) -> str:
-    """Hold a device for a moment. Raises AssertionError if another process that lives uses it too."""
+    """Hold a device for a short time. Raises AssertionError if another live process uses the device too."""
     mark = Path(payload["directory"], f"busy-{context.device}")
     before = int(mark.read_text()) if mark.exists() else None
     mark.write_text(str(os.getpid()))
@@ -31,7 +31,7 @@ def use_device(context: RankContext, payload: dict[str, Any]) -> str:
 
 
 def _lives(pid: int) -> bool:
-    """A process that was killed may be seen for a moment after the kernel has freed its locks."""
+    """Return whether a process lives; one that was killed may be visible after the kernel has freed its locks."""
     try:
         process = psutil.Process(pid)
         process.wait(0.5)
@@ -43,7 +43,7 @@ def _lives(pid: int) -> bool:
 
 
 def work(directory: Path, *, seed: int, tasks: int) -> None:
-    """As a worker of a session does: one world after another, of any size, on devices that others want too."""
+    """Run one world after another, of any size, on devices that others want too, like a worker of a session."""
     choose = random.Random(seed)
     done = directory / f"done-{seed}"
     with Pools(devices=Leases(DEVICES, directory=directory / "leases")) as pools:

@@ -21,7 +21,7 @@ LIMIT_S = 240.0
 
 
 class Workers:
-    """The pytest workers of two sessions; one that was killed is replaced, as xdist does."""
+    """Pytest workers of two sessions; a worker that was killed is replaced, as by xdist."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -34,16 +34,16 @@ class Workers:
             return psutil.Popen(command, cwd=PROJECT, stderr=errors)
 
     def look(self) -> list[psutil.Process]:
-        """All that run below the workers now."""
-        found = []
+        """Return all processes that run below the workers now."""
+        descendants = []
         for process in self._processes:
             with suppress(psutil.NoSuchProcess):
-                found += process.children(recursive=True)
-        self.seen.update(found)
-        return found
+                descendants += process.children(recursive=True)
+        self.seen.update(descendants)
+        return descendants
 
     def kill_one(self, choose: random.Random) -> None:
-        """A worker, or a rank of a busy one."""
+        """Kill a worker, or a rank of a busy worker."""
         ranks = [process for process in self.look() if _is_rank(process)]
         if ranks and choose.random() < 0.5:
             with suppress(psutil.NoSuchProcess):
@@ -55,7 +55,7 @@ class Workers:
         self._processes[seed] = self._start(seed)
 
     def ended(self) -> list[str]:
-        """What those had to say that ended by themselves."""
+        """Return the errors of workers that ended by themselves."""
         return [
             (self._directory / f"errors-{seed}").read_text()
             for seed, process in enumerate(self._processes)
@@ -67,7 +67,7 @@ class Workers:
 
 
 def _is_rank(process: psutil.Process) -> bool:
-    """A child of a rank server, which is a child of a worker."""
+    """Return whether a process is the child of a rank server."""
     try:
         parent = process.parent()
         return parent is not None and "ranks.server" in " ".join(parent.cmdline())
@@ -100,7 +100,7 @@ def test_two_sessions_share_eight_devices(workers: Workers, tmp_path: Path) -> N
         time.sleep(0.1)
     assert kills == KILLS
     assert not (tmp_path / "double-use").exists(), (tmp_path / "double-use").read_text()
-    # All workers are idle, with warm ranks; whoever asks gets the devices all the same.
+    # All workers are idle, with warm ranks; whoever asks gets the devices nevertheless.
     Leases(DEVICES, directory=tmp_path / "leases").take(len(DEVICES), limit_s=10.0).release()
     (tmp_path / "over").touch()
     assert workers.end() == [0] * WORKERS

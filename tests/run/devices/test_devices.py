@@ -1,4 +1,4 @@
-"""CUDA devices, and what worlds run on, without a device."""
+"""CUDA devices, and the hardware that worlds run on, tested without a device."""
 
 import os
 import subprocess
@@ -46,7 +46,7 @@ THREE = some_devices(3)
 
 
 @pytest.mark.parametrize(
-    ("visible", "places"),
+    ("visible", "indices"),
     [
         (None, [0, 1, 2]),
         ("", []),
@@ -59,8 +59,8 @@ THREE = some_devices(3)
         ("NoDevFiles", []),
     ],
 )
-def test_visible_devices_are_selected_by_index_and_name(visible: str | None, places: list[int]) -> None:
-    assert select(THREE, visible, in_pci_order=False) == tuple(THREE[place] for place in places)
+def test_select_by_index_and_uuid(visible: str | None, indices: list[int]) -> None:
+    assert select(THREE, visible, in_pci_order=False) == tuple(THREE[index] for index in indices)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_visible_devices_are_selected_by_index_and_name(visible: str | None, pla
     [
         ("0,0", "CUDA_VISIBLE_DEVICES is 0,0: 0 names a device a second time"),
         ("1,GPU-1", "GPU-1 names a device a second time"),
-        ("MIG-123", "parts of a device .MIG. are not supported, name whole devices"),
+        ("MIG-123", "slices of a device .MIG. are not supported; name full devices"),
     ],
 )
 def test_unclear_selections_are_refused(visible: str, message: str) -> None:
@@ -97,16 +97,16 @@ def test_without_a_driver_there_are_no_devices(monkeypatch: pytest.MonkeyPatch) 
         raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 
     monkeypatch.setattr(pynvml, "nvmlInit", fails)
-    found = machine_devices()
-    assert isinstance(found, NoDevices)
-    assert (found.devices(), found.driver()) == ((), None)
-    for ask in (found.used_bytes, found.processes):
+    interface = machine_devices()
+    assert isinstance(interface, NoDevices)
+    assert (interface.devices(), interface.driver()) == ((), None)
+    for ask in (interface.used_bytes, interface.processes):
         with pytest.raises(ValueError, match="there is no device GPU-1: this machine has no NVIDIA driver"):
             ask("GPU-1")
 
 
 class FakeNvml:
-    """What is used of pynvml, with two devices."""
+    """Substitute for pynvml with two devices."""
 
     class Memory:
         total, used = 80, 7
@@ -128,10 +128,10 @@ class FakeNvml:
 
 def test_devices_as_nvml_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "pynvml", FakeNvml)
-    found = machine_devices()
-    assert found.devices() == tuple(Device(f"GPU-{i}", f"name of GPU-{i}", 80) for i in (0, 1))
-    assert (found.used_bytes("GPU-1"), found.driver()) == (7, "999.1")
-    assert [(one.pid, one.used_bytes) for one in found.processes("GPU-1")] == [(42, None)]
+    interface = machine_devices()
+    assert interface.devices() == tuple(Device(f"GPU-{i}", f"name of GPU-{i}", 80) for i in (0, 1))
+    assert (interface.used_bytes("GPU-1"), interface.driver()) == (7, "999.1")
+    assert [(process.pid, process.used_bytes) for process in interface.processes("GPU-1")] == [(42, None)]
 
 
 def test_processes_of_other_sessions_are_foreign(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,12 +189,12 @@ def test_environment_of_ranks() -> None:
     assert "NCCL_HOSTID" not in new.environment("nccl-shared")
 
 
-def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr("conformance.run.devices.hardware.nccl_version", lambda: (2, 29, 7))
     here = FakeDevices(THREE)
-    found = find_hardware(here, accelerator="auto", share_gpu="auto")
-    assert (found.devices, found.ranks_per_device, found.nccl, found.driver) == (THREE, 4, (2, 29, 7), "999.1")
+    hardware = find_hardware(here, accelerator="auto", share_gpu="auto")
+    assert hardware == Hardware(devices=THREE, ranks_per_device=4, nccl=(2, 29, 7), driver="999.1")
     assert find_hardware(here, accelerator="cuda", share_gpu="never").ranks_per_device == 1
     assert find_hardware(here, accelerator="auto", share_gpu="2").ranks_per_device == 2
     assert find_hardware(here, accelerator="cpu", share_gpu="never") == NO_DEVICES
@@ -204,13 +204,13 @@ def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("accelerator", "share_gpu", "message"),
     [
-        ("gpu", "auto", "--accelerator gpu: allowed are auto, cpu, cuda"),
-        ("cuda", "auto", "--accelerator cuda: no CUDA device is visible here"),
+        ("gpu", "auto", "--accelerator gpu: write auto, cpu or cuda"),
+        ("cuda", "auto", "--accelerator cuda: no CUDA device is visible; check the driver"),
         ("auto", "0", "--share-gpu 0: write auto, never, or how many ranks may share a GPU"),
         ("auto", "many", "--share-gpu many"),
     ],
 )
-def test_options_that_cannot_be(accelerator: str, share_gpu: str, message: str) -> None:
+def test_find_hardware_refuses_unknown_options(accelerator: str, share_gpu: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         find_hardware(FakeDevices(), accelerator=accelerator, share_gpu=share_gpu)
 
@@ -227,7 +227,7 @@ def machine(hardware: Hardware) -> Machine:
     return Machine(hardware=hardware, torch_version="2.13.0", max_world_size=8)
 
 
-def test_what_is_missing_is_said_with_numbers() -> None:
+def test_unsupported_says_what_is_missing() -> None:
     law = Law("MEM-10", "It MUST.", "", "2.6", CUDA)
     shared = Hardware(devices=some_devices(1), ranks_per_device=2)
     assert unsupported(law, Cell(mesh="dp2"), machine(shared)) is None
@@ -266,18 +266,19 @@ def test_certifying_without_devices_is_no_result(tmp_path: Path) -> None:
     session = finish(suite(directory, "conformance/", "--cells", cells, profile="certify"), directory)
     report = session.report
     assert (session.status, report.exit_code) == (5, 5), session.output
-    assert report.planned == report.verdicts["unsupported"] > 0
+    assert report.planned == report.verdicts["unsupported"]
+    assert report.planned > 0
     assert {case.reason for case in report.cases} == {"the profile needs 8 GPUs; none found"}
 
 
 def test_every_law_of_devices_has_its_state_in_the_docs() -> None:
-    page = (PROJECT / "docs" / "gpu" / "status.md").read_text()
-    listed = {tuple(cell.strip() for cell in line.split("|")[1:3]) for line in page.splitlines() if "| nccl" in line}
-    laws = [found for test in law_tests().values() if (found := law_of(test))]
-    assert listed == {(one.id, substrate) for one in laws for substrate in one.substrates if substrate in CUDA}
+    status = (PROJECT / "docs" / "gpu" / "status.md").read_text()
+    listed = {tuple(cell.strip() for cell in line.split("|")[1:3]) for line in status.splitlines() if "| nccl" in line}
+    laws = [law for test in law_tests().values() if (law := law_of(test))]
+    assert listed == {(law.id, substrate) for law in laws for substrate in law.substrates if substrate in CUDA}
 
 
 def test_every_defect_of_devices_has_its_state_in_the_docs() -> None:
-    page = (PROJECT / "docs" / "gpu" / "status.md").read_text()
-    listed = {line.split("`")[1] for line in page.splitlines() if line.startswith("| defect `")}
+    status = (PROJECT / "docs" / "gpu" / "status.md").read_text()
+    listed = {line.split("`")[1] for line in status.splitlines() if line.startswith("| defect `")}
     assert listed == {defect.id for defect in defects() if set(defect.substrates) <= set(CUDA)}

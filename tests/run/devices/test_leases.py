@@ -36,7 +36,7 @@ def test_all_or_nothing(leases: Leases) -> None:
 
 @pytest.mark.parametrize("count", [0, 9, -1])
 def test_more_than_there_is_cannot_be_waited_for(leases: Leases, count: int) -> None:
-    with pytest.raises(ValueError, match=f"{count} slots are asked for, there are 8: GPU-0"):
+    with pytest.raises(ValueError, match=f"cannot lease {count} of 8 slots: GPU-0"):
         leases.take(count)
 
 
@@ -72,7 +72,7 @@ def test_no_slot_is_used_twice(tmp_path_factory: pytest.TempPathFactory, wanted:
 
 
 def test_who_asks_first_is_served_first(leases: Leases) -> None:
-    """Narrow worlds would fit at once; they wait for the wide one before them."""
+    """Narrow worlds would fit at once, but wait for the wide world before them."""
     held = leases.take(1)
     order: list[int] = []
 
@@ -101,8 +101,8 @@ def test_slots_that_nobody_has_had_yet_are_held_by_nobody(leases: Leases) -> Non
         leases.take(1, limit_s=0.0)
 
 
-def test_others_devices_are_nothing_to_wait_for(tmp_path: Path) -> None:
-    """As CUDA_VISIBLE_DEVICES may divide a machine."""
+def test_leases_of_other_devices_do_not_wait(tmp_path: Path) -> None:
+    """Sessions with other devices, such as CUDA_VISIBLE_DEVICES gives them, do not wait for each other."""
     ours, theirs = Leases(GPUS[:4], directory=tmp_path), Leases(GPUS[4:], directory=tmp_path)
     held = ours.take(4)
     waiting = threading.Thread(target=lambda: ours.take(1).release())
@@ -115,28 +115,28 @@ def test_others_devices_are_nothing_to_wait_for(tmp_path: Path) -> None:
     waiting.join()
 
 
-def hold_for_ever(directory: Path, taken: Path, heir: bool) -> None:
+def hold_for_ever(directory: Path, taken: Path, with_child: bool) -> None:
     lease = Leases(GPUS, directory=directory).take(8)
-    if heir and os.fork() == 0:
-        taken.with_suffix(".heir").write_text(str(os.getpid()))
+    if with_child and os.fork() == 0:
+        taken.with_suffix(".child").write_text(str(os.getpid()))
         signal.pause()
     taken.write_text(str(lease.slots))
     signal.pause()
 
 
-@pytest.mark.parametrize("heir", [False, True])
-def test_the_dead_hold_nothing_but_their_heirs_do(leases: Leases, tmp_path: Path, heir: bool) -> None:
+@pytest.mark.parametrize("with_child", [False, True])
+def test_the_dead_hold_nothing_but_their_children_do(leases: Leases, tmp_path: Path, with_child: bool) -> None:
     taken = tmp_path / "taken"
-    process = FORK.Process(target=hold_for_ever, args=(tmp_path, taken, heir))
+    process = FORK.Process(target=hold_for_ever, args=(tmp_path, taken, with_child))
     process.start()
-    while not taken.exists() or (heir and not taken.with_suffix(".heir").exists()):
+    while not taken.exists() or (with_child and not taken.with_suffix(".child").exists()):
         time.sleep(0.01)
     process.kill()
     process.join()
-    if heir:
+    if with_child:
         with pytest.raises(LeaseError):
             leases.take(1, limit_s=0.2)
-        os.kill(int(taken.with_suffix(".heir").read_text()), signal.SIGKILL)
+        os.kill(int(taken.with_suffix(".child").read_text()), signal.SIGKILL)
     leases.take(8, limit_s=5.0).release()
 
 

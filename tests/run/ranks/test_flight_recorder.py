@@ -1,4 +1,4 @@
-"""NCCL's flight recorder, from dumps that no device has made."""
+"""NCCL's flight recorder, on dumps that tests write."""
 
 import os
 import pickle
@@ -19,7 +19,7 @@ from conformance.run.ranks.process import Rank, environment
 
 
 def entry(number: int, state: str, **other: Any) -> dict[str, Any]:
-    """As torch 2.13 has them."""
+    """Return an entry of a dump as torch 2.13 writes it."""
     return {
         "record_id": number - 1,
         "collective_seq_id": number,
@@ -87,8 +87,8 @@ def test_a_pickle_of_anything_but_builtins_is_refused(
 
 
 def test_torch_finds_the_files_under_the_names_of_all_versions(files: RankFiles) -> None:
-    found = variables(files)
-    stems = {name: value for name, value in found.items() if name.endswith("_FILE")}
+    settings = variables(files)
+    stems = {name: value for name, value in settings.items() if name.endswith("_FILE")}
     assert set(stems) == {
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
         "TORCH_FR_DUMP_TEMP_FILE",
@@ -96,8 +96,8 @@ def test_torch_finds_the_files_under_the_names_of_all_versions(files: RankFiles)
     }
     assert {f"{stem}3" for stem in stems.values()} == {str(files.flight)}
     assert {f"{stem}3.pipe" for stem in stems.values()} == {str(files.flight_pipe)}
-    assert found["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
-    assert found["TORCH_NCCL_TRACE_BUFFER_SIZE"] == found["TORCH_FR_BUFFER_SIZE"] == "2000"
+    assert settings["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    assert settings["TORCH_NCCL_TRACE_BUFFER_SIZE"] == settings["TORCH_FR_BUFFER_SIZE"] == "2000"
 
 
 def test_ranks_on_devices_have_them(files: RankFiles) -> None:
@@ -117,7 +117,7 @@ sys.stdout.buffer.write(c10d._dump_fr_trace())
 
 
 def test_a_dump_of_this_torch_can_be_read(files: RankFiles) -> None:
-    """Gloo's, which no task relies on."""
+    """Gloo's recorder writes the same format, although no task relies on it."""
     command = [sys.executable, "-c", DUMPING, str(files.directory / "meeting")]
     done = subprocess.run(command, env={**os.environ, **variables(files)}, capture_output=True, timeout=60, check=False)
     if b"has no attribute '_dump_fr_trace'" in done.stderr:
@@ -127,7 +127,7 @@ def test_a_dump_of_this_torch_can_be_read(files: RankFiles) -> None:
 
 
 def listen(fd: int, files: RankFiles) -> None:
-    """Stands in for the thread of torch that looks at the pipe."""
+    """Substitute for the thread of torch that looks at the pipe."""
     os.read(fd, 64)
     files.flight.write_bytes(dump(entry(1, "started"))[:-9])  # half of it
     time.sleep(0.1)
@@ -156,8 +156,8 @@ def test_nobody_is_waited_for_who_does_not_listen_or_dump(files: RankFiles) -> N
     assert 0.2 <= time.monotonic() - start_s < 2.0
 
 
-def test_the_failure_of_a_task_has_them_beside_the_stacks() -> None:
-    """Of a rank that raises after its watchdog has dumped; not what an earlier task left, of its peer that hangs."""
+def test_the_failure_of_a_task_has_the_last_collectives() -> None:
+    """A rank that raises after its watchdog has dumped has them; its peer, with an earlier task's dump, does not."""
     payload = {"dump": dump(entry(1, "completed"), entry(2, "started")).hex()}
     with Pools() as pools:
         pools.run(Task("tests.run.pool_tasks:leave_dump", payload), world_size=2, deadline_s=30)
