@@ -53,10 +53,12 @@ def main() -> None:
     parser.add_argument(
         "--first-command", action="store_true", help="also the README's first command, in a fresh clone"
     )
+    parser.add_argument("--reports", type=Path, metavar="DIR", help="keep the report of each profile in DIR/PROFILE")
     options = parser.parse_args()
     measured = read_measured()
     with tempfile.TemporaryDirectory() as scratch:
-        profiles = {name: profile_duration(name, Path(scratch, name)) for name in options.profiles}
+        reports = options.reports or Path(scratch)
+        profiles = {name: profile_duration(name, reports / name) for name in options.profiles}
         first = first_command_duration(Path(scratch, "clone")) if options.first_command else measured.first_command
     everything = Measured(first_command=first, profiles=measured.profiles | profiles)
     MEASURED_FILE.write_bytes(msgspec.json.format(msgspec.json.encode(everything), indent=1) + b"\n")

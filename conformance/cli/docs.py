@@ -34,7 +34,7 @@ _ABOUT = {
     "STREAM, API, DT": "`record_stream` and late collectives, FSDP2's own interface, DTensor's redistributions",
     "OPT, DATA, AXIS, ENV": "what is trained, on what; each option takes effect; preconditions of the suite",
 }
-"""What the laws of each family of ids are about."""
+"""Subject of the laws, by family of ids."""
 _WRITE = "python -m conformance docs --write"
 
 
@@ -73,13 +73,13 @@ def run(options: argparse.Namespace) -> Answer:
 
     Raises ValueError for what only a measurement can bring up to date.
     """
-    texts = generated()
-    stale = [file for file, text in texts.items() if not file.exists() or file.read_text() != text]
+    contents = generated()
+    stale = [file for file, content in contents.items() if not file.exists() or file.read_text() != content]
     names = ", ".join(str(file.relative_to(PROJECT)) for file in stale)
     if not options.write:
         return Answer(f"stale: {names}; write them with {_WRITE}" if stale else "up to date", status=int(bool(stale)))
     for file in stale:
-        file.write_text(texts[file])
+        file.write_text(contents[file])
     return Answer(f"written: {names}" if stale else "up to date")
 
 

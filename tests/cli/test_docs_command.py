@@ -8,7 +8,8 @@ import pytest
 from conformance.__main__ import main
 from conformance.cli import docs
 from conformance.cli.blocks import block, with_block
-from conformance.cli.docs import Duration, Measured, generated, read_measured
+from conformance.cli.docs import Duration, Measured, generated
+from conformance.plan.matrix import load_matrix
 from conformance.project import PROJECT
 
 PAGE = "before\n<!-- a: begin -->\nold\n<!-- a: end -->\nafter <!-- b: begin --><!-- b: end -->\n"
@@ -49,11 +50,12 @@ def test_a_stale_page_is_told_and_written(
 
 def test_a_duration_of_other_cases_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "measured.json"
-    measured = read_measured()
-    pr = Duration(cases=measured.profiles["pr"].cases + 1, duration_s=60, processors=2, torch="2.13.0")
-    file.write_bytes(msgspec.json.encode(Measured(first_command=measured.first_command, profiles={"pr": pr})))
+    smoke = Duration(
+        cases=len(load_matrix(PROJECT / "matrix.yaml").cases("smoke")) + 1, duration_s=60, processors=2, torch="2.13.0"
+    )
+    file.write_bytes(msgspec.json.encode(Measured(profiles={"smoke": smoke})))
     monkeypatch.setattr(docs, "MEASURED_FILE", file)
-    with pytest.raises(ValueError, match=r"has the duration of \d+ cases of profile pr, which has \d+ now: measure"):
+    with pytest.raises(ValueError, match=r"has the duration of \d+ cases of profile smoke, which has \d+ now: measure"):
         generated()
 
 
