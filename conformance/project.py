@@ -18,3 +18,12 @@ LAYERS = (
 )
 """Order of imports: a module may import its own package and those of earlier layers. `tests/test_quality.py` holds it,
 docs/architecture.md shows it. The modules of `conformance` itself are the second layer, but for `__main__`."""
+TORCH_FREE = (
+    "conformance/plan",
+    "conformance/run",
+    "conformance/judge",
+    "conformance/report",
+    "conformance/pytest_plugin",
+)
+"""Packages whose processes plan, start, judge and report, and must not pay for the import of torch. The exceptions are
+the processes of ranks and of rank servers: `run/ranks/process.py` and `run/ranks/server.py`."""

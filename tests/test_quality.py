@@ -10,7 +10,7 @@ from pathlib import PurePath
 
 import pytest
 
-from conformance.project import LAYERS, PROJECT
+from conformance.project import LAYERS, PROJECT, TORCH_FREE
 from tests.source_code import (
     cycle,
     docstrings,
@@ -35,8 +35,6 @@ MODULES_BELOW, MAIN = "conformance/*.py", "conformance/__main__.py"
 ORDER = (*LAYERS, (MAIN,))
 """Layers of imports, bottom up."""
 
-TORCH_FREE = ("plan", "run", "judge", "report", "pytest_plugin")
-"""Packages whose processes plan, start, judge and report, and must not pay for the import of torch."""
 WITH_TORCH = ("conformance/run/ranks/process.py", "conformance/run/ranks/server.py")
 TORCH = re.compile(r"(torch|safetensors\.torch)(\..*)?")
 PYTEST_ALLOWED_IN = ("conformance/pytest_plugin/", "conformance/cli/spmd.py")
@@ -177,7 +175,7 @@ def test_torch_free_packages_do_not_import_torch() -> None:
                 chains[target] = f"{chains[current]} -> {target}"
                 waiting.append(target)
 
-    torch_free = files(*(f"conformance/{package}" for package in TORCH_FREE))
+    torch_free = files(*TORCH_FREE)
     require(chains_to_torch, [file for file in torch_free if file not in WITH_TORCH])
 
 

@@ -20,7 +20,7 @@ from conformance.cli.laws import laws_markdown
 from conformance.cli.schema import as_json
 from conformance.judge.waivers import Waiver, load_waivers
 from conformance.plan.matrix import Matrix, load_matrix
-from conformance.project import LAYERS, PROJECT
+from conformance.project import LAYERS, PROJECT, TORCH_FREE
 from conformance.report.schema import line_schema, report_schema
 
 MEASURED_FILE = PROJECT / "docs" / "measured.json"
@@ -118,10 +118,7 @@ def _first_command(matrix: Matrix, measured: Measured) -> str:
     if duration is None:
         return f"How long the first command takes has not been measured (`{_MEASURE} --first-command`)."
     _require_current(matrix, "smoke", duration)
-    return (
-        f"The first command takes {_minutes(duration)} in a fresh clone with {duration.processors} processors, the "
-        "installation\nof torch included."
-    )
+    return f"The first command takes {_minutes(duration)} on {duration.processors} processors, installation included."
 
 
 def _profiles(matrix: Matrix, measured: Measured) -> str:
@@ -188,14 +185,16 @@ def _families(matrix: Matrix) -> str:
 def _packages() -> str:
     """Return a table of all packages by layer, with the first sentences of their docstrings."""
     rows = [
-        [number, f"`{package}`", "the modules that stand in no package" if "*" in package else _purpose(package)]
+        [number, f"`{package}`", "no torch" * (package in TORCH_FREE), _purpose(package)]
         for number, layer in enumerate(LAYERS, start=1)
         for package in layer
     ]
-    return tabulate(rows, headers=["layer", "package", "what it is for"], tablefmt="github")
+    return tabulate(rows, headers=["layer", "package", "", "what it is for"], tablefmt="github")
 
 
 def _purpose(package: str) -> str:
+    if "*" in package:
+        return "The modules that stand in no package."
     return _first_sentence(PROJECT / package / "__init__.py")
 
 

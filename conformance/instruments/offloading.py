@@ -5,9 +5,10 @@ Where the CPU is also the device of computation, offloading moves nothing: only 
 
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+
+from conformance.instruments.fsdp_state import private_state
 
 
 def offloading_of(model: nn.Module) -> dict[str, str]:
@@ -18,25 +19,22 @@ def offloading_of(model: nn.Module) -> dict[str, str]:
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     policies: dict[str, str] = {}
-    for module in model.modules():
-        for managed in _managed(module) if isinstance(module, FSDPModule) else ():
-            policies[names.get(id(managed.sharded_param), "?")] = _policy(managed)
+    with private_state(__name__, "what FSDP offloads"):
+        for module in model.modules():
+            for managed in _managed(module) if isinstance(module, FSDPModule) else ():
+                policies[names.get(id(managed.sharded_param), "?")] = _policy(managed)
     return policies
 
 
 def _managed(module: FSDPModule) -> list[Any]:
     state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)  # several since torch 2.12
-    if groups is None:
-        groups = [state._fsdp_param_group] if getattr(state, "_fsdp_param_group", None) else []
+    if hasattr(state, "_fsdp_param_groups"):  # several since torch 2.12
+        groups = state._fsdp_param_groups
+    else:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
     return [managed for group in groups for managed in group.fsdp_params]
 
 
 def _policy(managed: Any) -> str:
-    try:
-        offloads, pins = managed.offload_to_cpu, managed.pin_memory
-    except AttributeError as error:
-        raise RuntimeError(
-            f"torch {torch.__version__}: {error}; adapt {__name__}, which reads what FSDP offloads"
-        ) from None
-    return ("cpu pinned" if pins else "cpu") if offloads else "none"
+    offloaded = "cpu pinned" if managed.pin_memory else "cpu"
+    return offloaded if managed.offload_to_cpu else "none"

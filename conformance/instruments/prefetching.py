@@ -5,9 +5,10 @@ A list of one group changes nothing else that could be seen: FSDP prefetches tha
 
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+
+from conformance.instruments.fsdp_state import private_state
 
 
 def backward_prefetch_of(model: nn.Module) -> dict[str, list[str]]:
@@ -17,13 +18,9 @@ def backward_prefetch_of(model: nn.Module) -> dict[str, list[str]]:
     RuntimeError for a version of torch whose FSDP keeps the lists elsewhere.
     """
     names: dict[Any, str] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            names.setdefault(module._get_fsdp_state(), name)
-    try:
+    with private_state(__name__, "what FSDP was told to prefetch"):
+        for name, module in model.named_modules():
+            if isinstance(module, FSDPModule):
+                names.setdefault(module._get_fsdp_state(), name)
         prefetched = {name: [names[to] for to in state._states_to_backward_prefetch] for state, name in names.items()}
-    except AttributeError as error:
-        raise RuntimeError(
-            f"torch {torch.__version__}: {error}; adapt {__name__}, which reads what FSDP was told to prefetch"
-        ) from None
     return {name: modules for name, modules in prefetched.items() if modules}

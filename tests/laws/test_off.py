@@ -74,16 +74,23 @@ def test_expected_places_are_those_of_the_recorded_kinds() -> None:
     }
 
 
-def test_a_torch_that_keeps_the_policy_elsewhere_is_named() -> None:
+@pytest.mark.parametrize(
+    ("state", "missing"),
+    [
+        ({"_fsdp_param_groups": [SimpleNamespace(fsdp_params=[SimpleNamespace(pin_memory=True)])]}, "offload_to_cpu"),
+        ({"_fsdp_param_groups": [SimpleNamespace(params=[])]}, "fsdp_params"),
+        ({"groups": []}, "_fsdp_param_group"),
+    ],
+)
+def test_a_torch_that_keeps_the_policy_elsewhere_is_named(state: dict[str, Any], missing: str) -> None:
     class Managed(FSDPModule, nn.Linear):
         def __new__(cls, *_args: Any) -> Any:
             return object.__new__(cls)
 
         def _get_fsdp_state(self) -> Any:
-            group = SimpleNamespace(fsdp_params=[SimpleNamespace(sharded_param=self.weight)])
-            return SimpleNamespace(_fsdp_param_groups=[group])
+            return SimpleNamespace(**state)
 
     with pytest.raises(
-        RuntimeError, match=r"^torch .* no attribute 'offload_to_cpu'; adapt conformance\.instruments\.offloading"
+        RuntimeError, match=rf"^torch .* no attribute '{missing}'; adapt conformance\.instruments\.offloading"
     ):
         offloading_of(Managed(1, 1))
