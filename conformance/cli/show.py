@@ -4,9 +4,10 @@ import argparse
 import difflib
 import textwrap
 from collections.abc import Callable
+from io import StringIO
 
 import msgspec
-import yaml
+from ruamel.yaml import YAML
 from tabulate import tabulate
 
 from conformance.cli.command import Answer, Commands, add_matrix
@@ -93,20 +94,15 @@ def _cell_text(matrix: Matrix, cell: Cell) -> str:
         "excluded": exclusion.reason if exclusion else "",
     }
     comments = "".join(f"# {line}\n" for line in [cell.id, "", *_facts_text(facts).splitlines()]).replace("# \n", "#\n")
-    config = msgspec.to_builtins(cell.config)
-    return comments + yaml.dump(config, Dumper=_CanonicalDumper, sort_keys=False).rstrip()
+    return comments + _configuration(cell)
 
 
-class _CanonicalDumper(yaml.SafeDumper):
-    """Writes floats as `repr` does, the only spelling that the trainer's reader accepts."""
-
-    def represent_number(self, value: float) -> yaml.ScalarNode:
-        text = repr(value)
-        tag = self.resolve(yaml.ScalarNode, text, (True, False))  # type: ignore[no-untyped-call]
-        return self.represent_scalar(tag, text)  # with this tag, neither quotes nor a mark are needed
-
-
-_CanonicalDumper.add_representer(float, _CanonicalDumper.represent_number)
+def _configuration(cell: Cell) -> str:
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]  # its annotation allows None alone
+    yaml.dump(msgspec.to_builtins(cell.config), text := StringIO())
+    return text.getvalue().rstrip()
 
 
 def _spelled(value: object) -> str:

@@ -16,7 +16,7 @@ ASYNC_SAVE = f"{CHECKPOINT}#torch.distributed.checkpoint.state_dict_saver.async_
 
 
 @law("CKPT-1", reference=CHECKPOINT)
-def test_resumed_run_equals_one_that_never_stopped(run: Run, cell: Cell) -> None:
+def test_checkpoint_resumes_bit_for_bit(run: Run, cell: Cell) -> None:
     """Saved, stopped and resumed in new processes on the same mesh, a run MUST go on in every bit as if it had not.
 
     Wrong if moments, step counters, the schedule, random numbers or the data position are lost or off by one.
@@ -41,7 +41,7 @@ def test_checkpoint_is_resumed_on_another_mesh(run: Run, cell: Cell) -> None:
 
 
 @law("CKPT-3", reference=ASYNC_SAVE)
-def test_async_save_does_not_see_later_steps(run: Run, cell: Cell) -> None:
+def test_async_checkpoint_does_not_see_later_steps(run: Run, cell: Cell) -> None:
     """A checkpoint saved while training goes on MUST be the state at the call, in every bit.
 
     Nothing is written before the next step has changed every parameter. Wrong if the save keeps the run's own tensors.

@@ -225,7 +225,7 @@ def test_something_left_over_fails(phase: str) -> None:
 
 
 def test_bounds_that_prove_nothing_are_the_suites_error() -> None:
-    with pytest.raises(ValueError, match=r"bounds of \w+ are over a factor of 1.1 apart"):
+    with pytest.raises(ValueError, match=r"bounds of \w+ are more than a factor of 1.1 apart"):
         laws.test_memory_on_every_rank_matches_the_model(measured({}), CELL)
 
 
