@@ -135,9 +135,9 @@ def _current(matrix: Matrix, profile: str, duration: Duration | None) -> Duratio
     return duration if duration and duration.cases == len(matrix.cases(profile)) else None
 
 
-def _versions(page: str, matrix: Matrix) -> str:
-    """Return the table of versions of a page, or how to make it if the profile had other cases then."""
-    table = block(page, "versions")
+def _versions(content: str, matrix: Matrix) -> str:
+    """Return the table of versions in a document, or how to make it if the profile had other cases then."""
+    table = block(content, "versions")
     of = re.match(r"Profile `(\w+)`, (\d+) cases", table)
     if of and of[1] in matrix.profiles and int(of[2]) == len(matrix.cases(of[1])):
         return table
