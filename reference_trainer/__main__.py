@@ -4,48 +4,40 @@ import argparse
 import json
 import logging
 import os
-import resource
 import sys
 import tempfile
 import time
 import warnings
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, NoReturn
 
 import msgspec
 import torch
-import torch.distributed as dist
 
-from reference_trainer.checkpoint import (
-    Checkpoints,
-    check_can_be_saved,
-    newest_checkpoint,
-    require_no_checkpoints,
-    resume,
-)
+from reference_trainer.checkpoint import check_can_be_saved, newest_checkpoint, require_no_checkpoints
 from reference_trainer.checks import require
 from reference_trainer.config import TrainerConfig, load_config
 from reference_trainer.data import Batches
+from reference_trainer.loop import Saving, train
 from reference_trainer.mesh import backends, check_device, choose_device, destroy_process_group, init_process_group
+from reference_trainer.nonfinite import NonFiniteError
 from reference_trainer.parallel_dims import check_fits_mesh, resolve_mesh
-from reference_trainer.reshard import ReshardPolicy, reshard_policy
-from reference_trainer.train import StepMetrics, Trainer
+from reference_trainer.reshard import reshard_policy
 from reference_trainer.weights import check_checkpoint
 
-_GIB = 1024**3
 _PROCESS_GROUP_TIMEOUT_S = 300.0
-_PROGRESS_INTERVAL = 10  # steps
 _HEAD_START_S = 30.0  # torchrun ends all processes once one has failed: the process that explains must be the first
-_EXIT_USAGE, _EXIT_INTERRUPTED = 2, 130
+_EXIT_FAILED, _EXIT_USAGE, _EXIT_INTERRUPTED = 1, 4, 130
+_EPILOG = """exit status: 0 trained; 1 training failed, for example by a loss that is not finite; 4 the command line,
+configuration or a file named there cannot be used; 130 interrupted. That of torchrun is 1 for all of them but 0."""
 
 
 def main() -> int:
-    """Train, and return the exit status: 0, 2 for a configuration that cannot be used, 130 after Ctrl-C."""
-    arguments = _parse_arguments()
+    """Train, and return the exit status that `--help` explains."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     _silence_harmless_warnings()
     try:
+        arguments = _parse_arguments()
         config, device, saving, steps_done = _prepare(arguments, world_size=world_size)
         # Only rank 0 reports: metrics are equal on every rank.
         metrics_file = _open_metrics(arguments.metrics if rank == 0 else Path(os.devnull), steps_done=steps_done)
@@ -64,96 +56,24 @@ def main() -> int:
                 train(config, device=device, metrics_file=metrics_file, saving=saving)
             finally:
                 destroy_process_group()
+    except NonFiniteError as error:
+        _complain(str(error))
+        return _EXIT_FAILED
     except KeyboardInterrupt:
         return _EXIT_INTERRUPTED
     return 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Saving:
-    """Checkpoints that a run resumes from and writes."""
+class _Parser(argparse.ArgumentParser):
+    """Parser whose errors are ValueErrors, like those of the configuration."""
 
-    resume: Path | None = None
-    """Directory from whose newest checkpoint the run goes on."""
-    save_every: int | None = None
-    """Steps between checkpoints; the last step is saved too. None: no checkpoints are written."""
-    directory: Path = Path("checkpoints")
-    """Directory into which checkpoints are written."""
-    asynchronous: bool = False
-    """Train on while a checkpoint is written."""
-
-    @property
-    def resumes_there(self) -> bool:
-        """True if the run resumes from the directory into which it writes."""
-        return self.resume is not None and self.resume.resolve() == self.directory.resolve()
-
-
-def train(
-    config: TrainerConfig, *, device: torch.device, metrics_file: IO[bytes], saving: Saving | None = None
-) -> None:
-    """Run all steps; append the metrics of each to the file, and print progress on rank 0."""
-    saving = saving or Saving()
-    trainer = Trainer(config, device=device, world_size=dist.get_world_size())
-    _tell_reshard_policy(trainer.reshard)
-    first = resume(trainer, saving.resume) if saving.resume else 0
-    checkpoints = None
-    if saving.save_every is not None:
-        checkpoints = Checkpoints(saving.directory, asynchronous=saving.asynchronous, resumed=saving.resumes_there)
-    for step in range(first, config.steps):
-        start_s = time.perf_counter()
-        metrics = trainer.train_step(step)
-        row = _row(metrics, time.perf_counter() - start_s, config=config, device=device)
-        # JSON has no NaN or infinity: msgspec writes null for them.
-        metrics_file.write(msgspec.json.encode(row) + b"\n")
-        metrics_file.flush()
-        last = step == config.steps - 1
-        if dist.get_rank() == 0 and (step % _PROGRESS_INTERVAL == 0 or last):
-            _print_progress(row, steps=config.steps, memory_kind="device" if device.type == "cuda" else "RSS")
-        if checkpoints:
-            checkpoints.poll()
-            if saving.save_every and ((step + 1) % saving.save_every == 0 or last):
-                checkpoints.save(trainer, steps_done=step + 1)
-    if checkpoints:
-        checkpoints.finish()
-
-
-def _tell_reshard_policy(policy: ReshardPolicy) -> None:
-    """Log the policy; one that `auto` has chosen is also printed, with the reason."""
-    if dist.get_rank() == 0:
-        logging.getLogger(__name__).info("reshard after forward: %s", policy.describe())
-        if policy.reason:
-            print(f"{policy.reason}; {policy.describe()}", flush=True)
-
-
-def _row(
-    metrics: StepMetrics, duration_s: float, *, config: TrainerConfig, device: torch.device
-) -> dict[str, int | float]:
-    """One line of the metrics file; times and memory are those of this process."""
-    return {
-        **asdict(metrics),
-        "step_s": duration_s,
-        "tokens_per_s": config.data.global_batch_size * config.data.seq_len / duration_s,
-        "peak_memory_bytes": peak_memory_bytes(device),
-    }
-
-
-def _print_progress(row: dict[str, int | float], *, steps: int, memory_kind: str) -> None:
-    print(
-        f"step {row['step']:5d}/{steps}  loss {row['loss']:.4f}  grad norm {row['grad_norm']:.4f}  "
-        f"{row['tokens_per_s']:,.0f} tokens/s  peak {row['peak_memory_bytes'] / _GIB:.2f} GiB {memory_kind}",
-        flush=True,
-    )
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak allocated on a CUDA device; on the CPU, the peak resident set of this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+    def error(self, message: str) -> NoReturn:
+        """Raise ValueError."""
+        raise ValueError(f"{message}; see --help")
 
 
 def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="reference_trainer", description=__doc__)
+    parser = _Parser(prog="reference_trainer", description=__doc__, epilog=_EPILOG)
     parser.add_argument("--config", type=Path, required=True, help="YAML file, see reference_trainer/configs/")
     parser.add_argument(
         "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override a field: mesh.tp=2"
@@ -199,12 +119,27 @@ def _prepare(arguments: argparse.Namespace, *, world_size: int) -> tuple[Trainer
     return config, device, saving, steps_done
 
 
+class _Row(msgspec.Struct):
+    """Row of the metrics file, as far as a resumed run reads it."""
+
+    step: int
+
+
 def _open_metrics(path: Path, *, steps_done: int) -> IO[bytes]:
     """File with the metrics of the steps before the checkpoint; steps after the checkpoint are done again."""
-    lines = path.read_bytes().splitlines(keepends=True) if steps_done and path.is_file() else []
+    rows = _rows_before(path, steps_done) if steps_done and path.is_file() else []
     file = path.open("wb")
-    file.writelines(line for line in lines if msgspec.json.decode(line)["step"] < steps_done)
+    file.writelines(rows)
     return file
+
+
+def _rows_before(path: Path, steps_done: int) -> list[bytes]:
+    """Complete lines about earlier steps; a process that was killed may have left an incomplete one."""
+    rows = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    try:
+        return [row for row in rows if msgspec.json.decode(row, type=_Row).step < steps_done]
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path} holds no metrics of a run ({error}): name another file with --metrics") from None
 
 
 def _complain(problem: str) -> None:
@@ -215,12 +150,14 @@ def _complain(problem: str) -> None:
     process that failed first (https://pytorch.org/docs/stable/elastic/errors.html): our line is there, last on the
     screen.
     """
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(_HEAD_START_S)
+        if error_file:
+            time.sleep(_HEAD_START_S)
         return
     message = f"reference_trainer: {problem}"
     print(message, file=sys.stderr, flush=True)
-    if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+    if error_file:
         content = {"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}}
         Path(error_file).write_bytes(msgspec.json.encode(content))
 

@@ -22,8 +22,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from reference_trainer.checks import require
-from reference_trainer.config import TrainerConfig
+from reference_trainer.config import OptimizerConfig, TrainerConfig
 from reference_trainer.mesh import dp_rank
+from reference_trainer.optim import lr_decay_steps
 from reference_trainer.progress import LoadPlanner, SavePlanner
 from reference_trainer.train import Trainer
 from reference_trainer.weights import read_dcp_metadata
@@ -34,8 +35,9 @@ if TYPE_CHECKING:
 _FORMAT = 1
 _MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-(\d{8})")
-_MUST_AGREE = ("model", "optimizer", "data", "seed", "steps")
-"""Fields in which a resumed run must be the saved run; mesh, precision and the like may change."""
+_MUST_AGREE = ("model", "optimizer", "data", "seed")
+"""Fields in which a resumed run must be the saved run; mesh, precision and the like may change. The optimizer's
+`lr_decay_steps`, and `steps`, may change as `_require_same_run` says."""
 _SCALE = ("scale", "_growth_tracker")
 """Entries of the loss scaler's state that change; the others are configuration."""
 
@@ -142,7 +144,7 @@ def require_no_checkpoints(directory: Path) -> None:
 def newest_checkpoint(directory: Path, config: TrainerConfig) -> tuple[Path, Manifest]:
     """Return the last complete checkpoint of a run, and its manifest.
 
-    Raises ValueError if there is none, and if the last one is damaged or of another run.
+    Raises ValueError if there is none, and if the last one is damaged, of another run, or beyond the run's steps.
     """
     steps = _steps(directory)
     require(bool(steps), f"{directory} holds no checkpoint: a directory step-00000001 or the like with {_MANIFEST}")
@@ -157,10 +159,34 @@ def newest_checkpoint(directory: Path, config: TrainerConfig) -> tuple[Path, Man
         require(file.is_file(), f"checkpoint {path} is damaged: {name} is missing")
         size = file.stat().st_size
         require(size == nbytes, f"checkpoint {path} is damaged: {name} has {size} bytes, was written with {nbytes}")
-    for field in _MUST_AGREE:
-        saved, ours = getattr(manifest.config, field), getattr(config, field)
-        require(saved == ours, f"checkpoint {path} is of another run: its {field} is {saved}, this run's is {ours}")
+    _require_same_run(path, manifest, config)
     return path, manifest
+
+
+def _require_same_run(path: Path, manifest: Manifest, config: TrainerConfig) -> None:
+    """Raise ValueError if the run cannot go on from the checkpoint as if it had never stopped.
+
+    A run may have more steps than it was saved with, as long as its learning rate falls over as many as before.
+    """
+    saved = manifest.config
+    for field in _MUST_AGREE:
+        theirs, ours = (_without_lr_decay_steps(getattr(run, field)) for run in (saved, config))
+        require(theirs == ours, f"checkpoint {path} is of another run: its {field} is {theirs}, this run's is {ours}")
+    theirs, ours = lr_decay_steps(saved), lr_decay_steps(config)
+    require(
+        theirs == ours,
+        f"checkpoint {path} is of a run whose learning rate falls over {theirs} steps, this run's over {ours}: set "
+        f"optimizer.lr_decay_steps={theirs}; the rate then stays where it is after them",
+    )
+    require(
+        config.steps >= manifest.steps_done,
+        f"checkpoint {path} has done {manifest.steps_done} steps, but steps is {config.steps}: set steps to what the "
+        "run is to have in all",
+    )
+
+
+def _without_lr_decay_steps(section: object) -> object:
+    return msgspec.structs.replace(section, lr_decay_steps=None) if isinstance(section, OptimizerConfig) else section
 
 
 @torch.no_grad()

@@ -17,6 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 
+class NonFiniteGradientsError(RuntimeError):
+    """The total norm of the gradients is not finite on some rank; every rank of the world raises this error."""
+
+
 def clip_gradients(
     parameters: Iterable[nn.Parameter],
     *,
@@ -28,8 +32,8 @@ def clip_gradients(
     """Scale all gradients down to a total norm of `max_norm` (0: leave them), and return the norm before.
 
     Gradients may be DTensors, of one mesh or of several, and plain tensors, which must be equal on all ranks. The norm
-    is a plain scalar. With `error_if_nonfinite`, raises RuntimeError on all ranks of the world, before anything is
-    scaled, if the norm is not finite on any.
+    is a plain scalar. With `error_if_nonfinite`, raises NonFiniteGradientsError on all ranks of the world, before
+    anything is scaled, if the norm is not finite on any.
     """
     meshes = _by_mesh([p for p in parameters if p.grad is not None])
     norms = [
@@ -82,7 +86,7 @@ def _norm_of_norms(norms: list[Tensor], *, norm_type: float) -> Tensor:
 
 
 def _require_finite(norm: Tensor) -> None:
-    """Raise RuntimeError on every rank of the world, or on none.
+    """Raise NonFiniteGradientsError on every rank of the world, or on none.
 
     A number that is not finite on one rank is not in the norm of the other ranks if they hold copies (replicas,
     replicated parameters): a rank that raised by itself would leave the others waiting for it.
@@ -90,7 +94,7 @@ def _require_finite(norm: Tensor) -> None:
     finite = norm.isfinite().to(torch.int32)
     dist.all_reduce(finite, dist.ReduceOp.MIN)
     if not finite:
-        raise RuntimeError(
+        raise NonFiniteGradientsError(
             f"gradients are not finite: their norm is {float(norm)} on rank {dist.get_rank()}. Nothing was changed; "
             "lower optimizer.lr, or set optimizer.error_if_nonfinite=false to go on with what they are"
         )

@@ -129,7 +129,10 @@ class OptimizerConfig(Config, frozen=True, kw_only=True):
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly to `lr`."""
     final_lr_fraction: float = 1.0
-    """Fraction of `lr` to which the rate falls on a cosine after warm-up, at the last step; 1 keeps it constant."""
+    """Fraction of `lr` to which the rate falls on a cosine after warm-up; 1 keeps it constant."""
+    lr_decay_steps: int | None = None
+    """Steps after which the rate has fallen and stays where it is. None: all `steps`; to extend such a run beyond them,
+    set this field to what they were."""
 
     def __post_init__(self) -> None:
         require_each(self, "optimizer.", "lr", positive, "positive and finite")
@@ -143,6 +146,10 @@ class OptimizerConfig(Config, frozen=True, kw_only=True):
         require(
             0.0 <= self.final_lr_fraction <= 1.0,
             f"optimizer.final_lr_fraction is {self.final_lr_fraction}, must be at least 0 and at most 1",
+        )
+        require(
+            self.lr_decay_steps is None or (self.lr_decay_steps >= 1 and self.final_lr_fraction < 1.0),
+            f"optimizer.lr_decay_steps is {self.lr_decay_steps}: at least 1, and only with final_lr_fraction below 1",
         )
 
     @property

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from reference_trainer.config import OptimizerConfig
+from reference_trainer.config import OptimizerConfig, TrainerConfig
 from reference_trainer.fsdp1 import summon_full_params
 
 
@@ -33,15 +33,23 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
             return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
 
 
-def learning_rate_factor(step: int, *, config: OptimizerConfig, steps: int) -> float:
-    """Return the factor of `lr`: a linear warm-up, then a cosine from 1 to `final_lr_fraction` at the last step."""
-    if step < config.warmup_steps:
-        return (step + 1) / (config.warmup_steps + 1)
-    progress = min(1.0, (step - config.warmup_steps) / max(1, steps - 1 - config.warmup_steps))
+def lr_decay_steps(config: TrainerConfig) -> int | None:
+    """Return the steps after which the learning rate has fallen; None if it is constant after warm-up."""
+    return (config.optimizer.lr_decay_steps or config.steps) if config.optimizer.final_lr_fraction < 1.0 else None
+
+
+def learning_rate_factor(step: int, config: TrainerConfig) -> float:
+    """Return the factor of `lr`: a linear warm-up, then a cosine from 1 to `final_lr_fraction` over the decay steps."""
+    options, decay = config.optimizer, lr_decay_steps(config)
+    if step < options.warmup_steps:
+        return (step + 1) / (options.warmup_steps + 1)
+    if decay is None:
+        return 1.0
+    progress = min(1.0, (step - options.warmup_steps) / max(1, decay - 1 - options.warmup_steps))
     cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
-    return config.final_lr_fraction + (1.0 - config.final_lr_fraction) * cosine
+    return options.final_lr_fraction + (1.0 - options.final_lr_fraction) * cosine
 
 
-def build_schedule(optimizer: torch.optim.Optimizer, config: OptimizerConfig, *, steps: int) -> LambdaLR:
-    """Build the learning-rate schedule of a run of `steps` steps."""
-    return LambdaLR(optimizer, lambda step: learning_rate_factor(step, config=config, steps=steps))
+def build_schedule(optimizer: torch.optim.Optimizer, config: TrainerConfig) -> LambdaLR:
+    """Build the learning-rate schedule of a run."""
+    return LambdaLR(optimizer, lambda step: learning_rate_factor(step, config))

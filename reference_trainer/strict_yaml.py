@@ -1,9 +1,10 @@
 """YAML without surprises: what could be misread is refused, and every mistake is reported as FILE:LINE.
 
 `load` reads a file into plain Python values and remembers the line of each; `convert` turns them into a typed msgspec
-Struct or dataclass. The library reads YAML 1.2, in which `1e-3` is a number. Refused is a scalar without quotes that a
-reader of YAML 1.1 takes for something else, such as `on` or `010`, or that a person may take for something else, such
-as `2.10` for a version; and all that makes a value depend on another line: anchors, aliases, tags and merge keys.
+Struct or dataclass. The library reads YAML 1.2, in which `1e-3` is a number; other text that Python reads as a number,
+such as `.5e3`, is a number, too. Refused is a scalar without quotes that a reader of YAML 1.1 takes for something else,
+such as `on` or `010`; and all that makes a value depend on another line: anchors, aliases, tags and merge keys. A
+version such as `2.10` is a number, which no field for text accepts without quotes.
 """
 
 import dataclasses
@@ -45,8 +46,6 @@ _TRAPS = {
     r"(?=[-+.0-9].*_)[-+]?(0x[0-9a-fA-F_]*|[0-9_]*\.?[0-9_]*([eE][-+]?[0-9]+)?)": (
         "is a number in YAML 1.1 and a word in YAML 1.2: write it without `_`"
     ),
-    # 2.10
-    r"[-+]?[0-9]*\.[0-9]+0([eE][-+]?[0-9]+)?": "loses its last zero as a number: write it without",
 }
 """Patterns of scalars without quotes that could be misread, after an example, and what is wrong with them."""
 
@@ -144,7 +143,7 @@ def explain(error: msgspec.ValidationError, value: object, type_: Any) -> str:
     problem, _, _ = str(error).partition(" - at `")
     options = _options(type_)
     if not any(map(_choices, options)):
-        return problem
+        return problem + (": put the value in quotes" if str in options and isinstance(value, int | float) else "")
     return problem + allowed(str(value), [name for option in options for name in _choices(option) or [_name(option)]])
 
 
@@ -223,7 +222,7 @@ class _Constructor(SafeConstructor):
         return self.scalar(node)
 
     def scalar(self, node: ScalarNode) -> Scalar:
-        """Return the value; an error for one without quotes that could be misread."""
+        """Return the value; an error for one without quotes that could be misread, or is not finite."""
         text: str = node.value
         if node.style is not None:
             return text
@@ -234,23 +233,17 @@ class _Constructor(SafeConstructor):
             value: Scalar = self.construct_object(node)
         except ValueError as error:  # Python limits the digits of an int
             raise _mistake(node, str(error)) from None
-        if not _is_plain(value):
-            raise _mistake(node, f"`{text}` is not a plain, finite number: write one, or quote it if it is a string")
+        if isinstance(value, str):
+            with suppress(ValueError):
+                value = float(value)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise _mistake(node, f"`{text}` is not a finite number: write one, or quote it if it is a string")
         return value
 
 
 # All that is neither null, boolean nor number is text, dates included.
 _Constructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.construct_yaml_str)
 _Constructor.add_constructor(None, SafeConstructor.construct_yaml_str)
-
-
-def _is_plain(value: Scalar) -> bool:
-    """True for a finite number, and for a text that Python does not read as a number."""
-    if isinstance(value, str):
-        with suppress(ValueError):
-            float(value)
-            return False
-    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _mistake(at: Node | Event, problem: str) -> MarkedYAMLError:

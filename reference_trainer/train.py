@@ -1,7 +1,8 @@
 """Trainer: build a parallel model, then repeat forward, backward, clip, step.
 
 Reading order: checks, precision, config, model, init_weights, weights, parallel_dims, mesh, mixed_precision, reshard,
-prefetch, parallelize, fsdp1, build, loss, loss_scale, clip, optim, data, observer, this file, checkpoint, __main__.
+prefetch, parallelize, fsdp1, build, loss, loss_scale, clip, optim, data, observer, this file, checkpoint, nonfinite,
+console, loop, __main__.
 """
 
 from dataclasses import dataclass
@@ -72,7 +73,7 @@ class Trainer:
         self.observer.reshard_policy(self.reshard.after_forward)
         self.model = build_model(config, self.mesh, device, self.reshard, self.observer)
         self.optimizer = build_optimizer(self.model, config.optimizer)
-        self.schedule = build_schedule(self.optimizer, config.optimizer, steps=config.steps)
+        self.schedule = build_schedule(self.optimizer, config)
         self.scaler = LossScaler(config, device)
         self._seed_dropout()
 

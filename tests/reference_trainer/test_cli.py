@@ -4,23 +4,21 @@ import io
 import json
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 from contextlib import redirect_stderr, redirect_stdout
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-import torch
 
 from conformance.project import PROJECT
-from reference_trainer.__main__ import main, train
-from reference_trainer.config import load_config
-from reference_trainer.reshard import ReshardPolicy
-from reference_trainer.train import StepMetrics, Trainer
+from reference_trainer.__main__ import main
 from tests import forked
 
 TINY = PROJECT / "reference_trainer" / "configs" / "tiny.yaml"
@@ -57,23 +55,47 @@ def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
         process = forked.start(
             "reference_trainer", arguments[3:], cwd=PROJECT, environment=environment(), out=out, err=err
         )
-        process.join(LIMIT_S)
-        assert process.exitcode is not None, err.read_text()
-        return subprocess.CompletedProcess(arguments, process.exitcode, out.read_text(), err.read_text())
+        return ended(process, arguments, out, err)
 
 
-def refusal(arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run the command line in this process up to the point where it would train: starting a process takes seconds."""
+def run_ranks(arguments: list[str], *, world_size: int, directory: Path) -> list[subprocess.CompletedProcess[str]]:
+    """Run the command line on several ranks, which a launcher other than torchrun has started."""
+    shared = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()[0].split("=")[1]}
+    outputs = [(directory / f"{rank}.out", directory / f"{rank}.err") for rank in range(world_size)]
+    of_trainer = command(*arguments)[3:]
+    processes = [
+        forked.start(
+            "reference_trainer", of_trainer, cwd=PROJECT, out=out, err=err,
+            environment={**environment(), **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank, (out, err) in enumerate(outputs)
+    ]  # fmt: skip
+    return [ended(process, of_trainer, out, err) for process, (out, err) in zip(processes, outputs, strict=True)]
+
+
+def ended(process: BaseProcess, arguments: list[str], out: Path, err: Path) -> subprocess.CompletedProcess[str]:
+    process.join(LIMIT_S)
+    assert process.exitcode is not None, err.read_text()
+    return subprocess.CompletedProcess(arguments, process.exitcode, out.read_text(), err.read_text())
+
+
+def trained_here(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line in this process: starting one takes seconds."""
     out, err = io.StringIO(), io.StringIO()
-    _interpreter, _option, _module, *of_trainer = [*command(), *arguments]
+    _interpreter, _option, _module, *of_trainer = command(*arguments)
     with (
         patch.object(sys, "argv", ["reference_trainer", *of_trainer]),
-        patch("reference_trainer.__main__.init_process_group", side_effect=AssertionError("it would train")),
         redirect_stdout(out),
         redirect_stderr(err),
     ):
         status = main()
     return subprocess.CompletedProcess(of_trainer, status, out.getvalue(), err.getvalue())
+
+
+def refusal(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run the command line in this process, which must end it before it would train."""
+    with patch("reference_trainer.__main__.init_process_group", side_effect=AssertionError("it would train")):
+        return trained_here(*arguments)
 
 
 def rows_of(path: Path) -> list[dict[str, float | None]]:
@@ -109,7 +131,7 @@ def test_offloaded_parameters_train_and_are_clipped(tmp_path: Path) -> None:
 
 def test_a_reshard_policy_that_does_not_fit_is_one_line(tmp_path: Path) -> None:
     result = refusal(["--metrics", str(tmp_path / "m"), "--set", "reshard=3"])
-    assert (result.returncode, result.stdout) == (2, "")
+    assert (result.returncode, result.stdout) == (4, "")
     (line,) = result.stderr.splitlines()
     assert line.startswith("reference_trainer: reshard to 3 ranks: must be a divisor of mesh.dp_shard, 1, and smaller")
 
@@ -117,7 +139,7 @@ def test_a_reshard_policy_that_does_not_fit_is_one_line(tmp_path: Path) -> None:
 def test_auto_says_what_it_chose_and_why(tmp_path: Path) -> None:
     result = run(command("--metrics", str(tmp_path / "m"), "--set", "reshard=auto", "--set", "steps=1"))
     assert (result.returncode, result.stderr) == (0, "")
-    reason, progress = result.stdout.splitlines()
+    _first, reason, progress, _last = result.stdout.splitlines()
     assert reason.startswith("reshard auto: never, since keeping all parameters needs about ")
     assert reason.endswith("may be used; tok_embeddings to output: never")
     assert progress.startswith("step     0/1")
@@ -125,7 +147,7 @@ def test_auto_says_what_it_chose_and_why(tmp_path: Path) -> None:
 
 def test_memory_cannot_be_pinned_without_an_accelerator(tmp_path: Path) -> None:
     result = refusal(["--metrics", str(tmp_path / "m"), *OFFLOADED, "--set", "pin_memory=true", "--set", "device=cpu"])
-    assert (result.returncode, result.stdout) == (2, "")
+    assert (result.returncode, result.stdout) == (4, "")
     assert result.stderr.startswith("reference_trainer: pin_memory is for copies to an accelerator, but this run is on")
 
 
@@ -133,11 +155,19 @@ def test_two_processes_train(tmp_path: Path) -> None:
     metrics, compiled_metrics = tmp_path / "metrics.jsonl", tmp_path / "compiled.jsonl"
     result = run(command("--metrics", str(metrics), *TP2, "--set", "steps=4", nproc=2))
     assert (result.returncode, result.stderr) == (0, "")
-    first, last = result.stdout.splitlines()
+    begun, first, last, done = result.stdout.splitlines()
+    outputs = f"metrics: {metrics}, checkpoints: none"
+    ranks = "2 ranks (dp_shard 1 x tp 2) on cpu"
+    assert begun == f"361,088 parameters, {ranks}, precision fp32, reshard default, 4 steps; {outputs}"
     assert first.startswith("step     0/4  loss 5.5700  grad norm ")
     assert last.startswith("step     3/4  loss ")
     assert "tokens/s  peak" in last
     rows = rows_of(metrics)
+    assert re.fullmatch(
+        r"trained 4 steps in [0-9.]+ s, [0-9,]+ tokens/s, final loss "
+        rf"{numbers(rows, 'loss')[-1]:.4f}; {re.escape(outputs)}",
+        done,
+    )
     assert [list(row) for row in rows] == [FIELDS] * 4
     assert numbers(rows, "step") == [0, 1, 2, 3]
     assert numbers(rows, "valid_tokens") == [8 * 128] * 4
@@ -149,8 +179,8 @@ def test_two_processes_train(tmp_path: Path) -> None:
 
     # The embedding's gradient is lost if what tensor parallelism has in flight enters a compiled block.
     options = ["--set", "steps=1", "--set", "compile=aot_eager", "--set", "activation_checkpointing=full"]
-    result = run(command("--metrics", str(compiled_metrics), *TP2, *options, nproc=2))
-    assert (result.returncode, result.stderr) == (0, "")
+    for result in run_ranks(["--metrics", str(compiled_metrics), *TP2, *options], world_size=2, directory=tmp_path):
+        assert (result.returncode, result.stderr) == (0, "")
     assert numbers(rows_of(compiled_metrics), "grad_norm") == pytest.approx(numbers(rows, "grad_norm")[:1], rel=1e-5)
 
 
@@ -177,11 +207,15 @@ def test_one_plain_process_trains_on_a_file(tmp_path: Path) -> None:
         ),
         (["--data", "/missing"], "data.path /missing is not a file"),
         (["--metrics", "/missing/metrics.jsonl"], "No such file or directory: '/missing/metrics.jsonl'"),
+        (["--config", "/missing.yaml"], "/missing.yaml:1: cannot be read: No such file or directory"),
+        (["--save-every", "two"], "argument --save-every: invalid int value: 'two'; see --help"),
+        (["--save-every", "0"], "--save-every 0: at least 1"),
+        (["--confg", "x"], "unrecognized arguments: --confg x; see --help"),
     ],
 )
 def test_a_wrong_configuration_ends_with_one_line(arguments: list[str], message: str) -> None:
     result = refusal(arguments)
-    assert (result.returncode, result.stdout) == (2, "")
+    assert (result.returncode, result.stdout) == (4, "")
     (line,) = result.stderr.splitlines()
     assert line.startswith("reference_trainer: ")
     assert message in line
@@ -202,25 +236,16 @@ def test_ctrl_c_ends_quietly(tmp_path: Path) -> None:
         cwd=PROJECT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stdout is not None
+    assert process.stdout.readline().startswith("361,088 parameters")
     assert process.stdout.readline().startswith("step     0/300")
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=30)
     assert (process.returncode, stderr) == (130, "")
 
 
-def test_numbers_that_are_not_finite_are_null(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Diverged(Trainer):
-        def __init__(self, *_: object, **__: object) -> None:
-            """Builds nothing."""
-            self.reshard = ReshardPolicy({})
-
-        def train_step(self, step: int) -> StepMetrics:
-            return StepMetrics(step=step, loss=math.nan, grad_norm=math.inf, valid_tokens=1, lr=0.1)
-
-    monkeypatch.setattr("reference_trainer.__main__.Trainer", Diverged)
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
-    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
-    path = tmp_path / "metrics.jsonl"
-    with path.open("wb") as file:
-        train(load_config(TINY, ["steps=2"]), device=torch.device("cpu"), metrics_file=file)
-    assert [(row["loss"], row["grad_norm"], row["lr"]) for row in rows_of(path)] == [(None, None, 0.1)] * 2
+def test_help_explains_the_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
+    with patch.object(sys, "argv", ["reference_trainer", "--help"]), pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 0
+    help_in_one_line = " ".join(capsys.readouterr().out.split())
+    assert "exit status: 0 trained; 1 training failed, for example by a loss that is not finite; 4 " in help_in_one_line

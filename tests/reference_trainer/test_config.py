@@ -73,6 +73,12 @@ def test_configurations_are_immutable_and_by_keyword() -> None:
         (OptimizerConfig, {"max_norm": -1.0}, "optimizer.max_norm is -1.0, must be finite and not negative"),
         (OptimizerConfig, {"warmup_steps": -1}, "optimizer.warmup_steps is -1, must be finite and not negative"),
         (OptimizerConfig, {"final_lr_fraction": 1.5}, "optimizer.final_lr_fraction is 1.5, must be at least 0 and at"),
+        (
+            OptimizerConfig,
+            {"lr_decay_steps": 9},
+            "optimizer.lr_decay_steps is 9: at least 1, and only with final_lr",
+        ),
+        (OptimizerConfig, {"lr_decay_steps": 0, "final_lr_fraction": 0.1}, "optimizer.lr_decay_steps is 0: at least 1"),
         (OptimizerConfig, {"norm_type": 0.0}, 'optimizer.norm_type is 0.0, must be positive and finite, or "inf"'),
         (OptimizerConfig, {"norm_type": float("inf")}, "optimizer.norm_type is inf, must be positive and finite"),
         (TrainerConfig, {"precision": "fp8"}, "precision is fp8; allowed: fp32, bf16-mp, "),
@@ -258,9 +264,48 @@ def test_what_is_not_one_scalar(text: str) -> None:
     assert refusal(lambda: parse_scalar(text)) == expected
 
 
-@pytest.mark.parametrize(("text", "advice"), [("on", "write true"), ("010", "leading zero"), ("2.10", "last zero")])
+@pytest.mark.parametrize(("text", "advice"), [("on", "write true"), ("010", "leading zero"), ("1_0.5", "without `_`")])
 def test_scalars_that_could_be_misread(text: str, advice: str) -> None:
     assert advice in refusal(lambda: parse_scalar(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1", 1.0),
+        ("1e-3", 0.001),
+        ("1E-3", 0.001),
+        ("+1e-3", 0.001),
+        ("1.e-3", 0.001),
+        (".5", 0.5),
+        (".5e-3", 0.0005),
+        ("5.", 5.0),
+        ("0.10", 0.1),
+    ],
+)
+def test_floats_are_read_as_python_reads_them(text: str, value: float, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"optimizer:\n  lr: {text}\n")
+    for rate in (load_config(path).optimizer.lr, load_config(TINY, [f"optimizer.lr={text}"]).optimizer.lr):
+        assert (type(rate), rate) == (float, value)
+
+
+@pytest.mark.parametrize(
+    ("text", "advice"),
+    [
+        ("nan", "`nan` is not a finite number: write one"),
+        ("inf", "`inf` is not a finite number: write one"),
+        ("1e400", "`1e400` is not a finite number: write one"),
+        ("1_0.5", "`1_0.5` is a number in YAML 1.1 and a word in YAML 1.2: write it without `_`"),
+        ("'1e-3'", "Expected `float`, got `str`"),
+        ("1e-400", "optimizer.lr is 0.0, must be positive and finite"),
+    ],
+)
+def test_floats_that_are_refused(text: str, advice: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"optimizer:\n  lr: {text}\n")
+    assert advice in refusal(lambda: load_config(path))
+    assert advice in refusal(lambda: load_config(TINY, [f"optimizer.lr={text}"]))
 
 
 def test_overrides_change_the_fields_they_name() -> None:
@@ -280,6 +325,7 @@ def test_overrides_change_the_fields_they_name() -> None:
         (["steps=on"], "--set steps=on: `on` is true in YAML 1.1 and a word in YAML 1.2: write true"),
         (["steps.x=1"], "--set steps.x=1: steps is a value, not a section: write steps=VALUE"),
         (["mesh.tp=two"], "--set mesh.tp=two: Expected `int`, got `str` - at `$.mesh.tp`"),
+        (["data.path=2.10"], "--set data.path=2.10: Expected `str | null`, got `float`: put the value in quotes - at"),
         (["mesh=2"], "--set mesh=2: Expected `object`, got `int` - at `$.mesh`"),
         (["optimizer.lrr=1"], "--set optimizer.lrr=1: unknown field `lrr`; allowed: name, lr, "),
         (["optimiser.lr=1"], "--set optimiser.lr=1: unknown field `optimiser`; allowed: model, "),

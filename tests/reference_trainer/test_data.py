@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
-from reference_trainer.config import DataConfig, ModelConfig, OptimizerConfig
+from reference_trainer.config import DataConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from reference_trainer.data import IGNORED_LABEL, Batches, open_tokens
 from reference_trainer.model import Transformer
 from reference_trainer.optim import build_optimizer, build_schedule, learning_rate_factor, parameter_groups
@@ -108,23 +109,32 @@ def test_a_file_shorter_than_a_sample_is_refused(tmp_path: Path) -> None:
 
 
 def test_learning_rate_rises_linearly_then_falls_on_a_cosine() -> None:
-    config = OptimizerConfig(warmup_steps=4, final_lr_fraction=0.2)
-    factors = [learning_rate_factor(step, config=config, steps=11) for step in range(12)]
+    config = TrainerConfig(optimizer=OptimizerConfig(warmup_steps=4, final_lr_fraction=0.2), steps=11)
+    factors = [learning_rate_factor(step, config) for step in range(12)]
     assert factors[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert factors[7] == pytest.approx(0.6), "half way from 1 to 0.2"
     assert factors[10:] == pytest.approx([0.2, 0.2])
     assert all(before > after for before, after in pairwise(factors[4:11]))
 
 
+@pytest.mark.parametrize("steps", [5, 15])
+def test_learning_rate_falls_over_its_own_number_of_steps(steps: int) -> None:
+    falling = OptimizerConfig(warmup_steps=4, final_lr_fraction=0.2)
+    expected = TrainerConfig(optimizer=falling, steps=11)
+    config = TrainerConfig(optimizer=replace(falling, lr_decay_steps=11), steps=steps)
+    for step in range(15):
+        assert learning_rate_factor(step, config) == learning_rate_factor(step, expected)
+
+
 @pytest.mark.parametrize("steps", [1, 5])
 def test_learning_rate_is_constant_by_default(steps: int) -> None:
-    assert {learning_rate_factor(step, config=OptimizerConfig(), steps=steps) for step in range(steps)} == {1.0}
+    assert {learning_rate_factor(step, TrainerConfig(steps=steps)) for step in range(steps)} == {1.0}
 
 
 def test_schedule_scales_every_group() -> None:
     config = OptimizerConfig(lr=0.5, warmup_steps=1)
     optimizer = build_optimizer(Transformer(SMALL), config)
-    schedule = build_schedule(optimizer, config, steps=3)
+    schedule = build_schedule(optimizer, TrainerConfig(optimizer=config, steps=3))
     assert [float(rate) for rate in schedule.get_last_lr()] == [0.25, 0.25]
 
 

@@ -16,7 +16,7 @@ from reference_trainer.config import DataConfig, ModelConfig, TrainerConfig
 from reference_trainer.mesh import init_process_group
 from reference_trainer.train import Trainer
 from tests import forked
-from tests.reference_trainer.test_cli import command, numbers, refusal, rows_of, run
+from tests.reference_trainer.test_cli import TINY, command, numbers, refusal, rows_of, run, trained_here
 
 CONFIG = TrainerConfig(
     model=ModelConfig(vocab_size=31, dim=16, n_layers=1, ffn_dim=24, max_seq_len=8, dropout=0.1),
@@ -126,6 +126,8 @@ def test_a_run_is_resumed_from_the_command_line(saved: Path, tmp_path: Path, asy
     """The resumed run saves, too, and replaces the metrics of repeated steps."""
     directory = copy_of(saved, tmp_path)
     metrics = directory / "metrics.jsonl"
+    with metrics.open("ab") as file:
+        file.write(b'{"step": 4, "lo')  # as a kill leaves it
     arguments = ["--resume", str(directory / "checkpoints"), "--save-every", "1", "--metrics", str(metrics)]
     result = run(command(*arguments, *SHORT, *(["--save-async"] if asynchronous else [])))
     assert (result.returncode, result.stderr) == (0, "")
@@ -175,7 +177,7 @@ def test_a_damaged_checkpoint_is_one_clear_error(saved: Path, tmp_path: Path, da
     metrics = (directory / "metrics.jsonl").read_bytes()
     arguments = ["--resume", str(directory / "checkpoints"), "--metrics", str(directory / "metrics.jsonl")]
     result = refusal([*arguments, *SHORT])
-    assert result.returncode == 2
+    assert result.returncode == 4
     assert result.stderr.startswith("reference_trainer: ")
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
@@ -183,15 +185,78 @@ def test_a_damaged_checkpoint_is_one_clear_error(saved: Path, tmp_path: Path, da
     assert (directory / "metrics.jsonl").read_bytes() == metrics
 
 
-@pytest.mark.parametrize("change", ["model.dim=64", "optimizer.lr=0.1", "seed=1", "data.seq_len=16", "steps=5"])
+@pytest.mark.parametrize("change", ["model.dim=64", "optimizer.lr=0.1", "seed=1", "data.seq_len=16"])
 def test_a_checkpoint_of_another_run_is_refused(saved: Path, change: str) -> None:
     field = change.split(".")[0].split("=")[0]
     result = refusal(["--resume", str(saved / "checkpoints"), *SHORT, "--set", change])
-    assert result.returncode == 2
+    assert result.returncode == 4
     assert f"is of another run: its {field} is " in result.stderr
 
 
 def test_a_new_run_does_not_mix_its_checkpoints_with_anothers(saved: Path) -> None:
     result = refusal(["--save-every", "1", "--save-dir", str(saved / "checkpoints"), *SHORT])
-    assert result.returncode == 2
+    assert result.returncode == 4
     assert "already holds checkpoints: resume from it, or save in another directory" in result.stderr
+
+
+def test_metrics_of_a_resumed_run_do_not_replace_another_file(saved: Path) -> None:
+    before = TINY.read_bytes()
+    result = refusal(["--resume", str(saved / "checkpoints"), *SHORT, "--metrics", str(TINY)])
+    assert result.returncode == 4
+    assert f"{TINY} holds no metrics of a run (" in result.stderr
+    assert "name another file with --metrics" in result.stderr
+    assert TINY.read_bytes() == before
+
+
+# --- more steps ------------------------------------------------------------------------------------------------------
+
+FALLING = ["--set", "optimizer.lr_decay_steps=2"]
+CONSTANT = ["--set", "optimizer.final_lr_fraction=1"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(CONSTANT, CONSTANT), ([], FALLING), (FALLING, FALLING)], ids=["constant", "set", "kept"]
+)
+def test_an_extended_run_is_the_run_that_had_all_steps(tmp_path: Path, before: list[str], after: list[str]) -> None:
+    """The learning rate is constant, or falls over the steps of the run before it is extended."""
+    rows, files = [], []
+    for name, runs in {"extended": [(2, before), (4, after)], "undisturbed": [(4, after)]}.items():
+        directory, metrics = tmp_path / name, tmp_path / f"{name}.jsonl"
+        for steps, options in runs:
+            resumed = ["--resume", str(directory)] if directory.exists() else ["--save-dir", str(directory)]
+            outputs = [*resumed, "--save-every", "2", "--metrics", str(metrics)]
+            result = trained_here(*SHORT, *outputs, "--set", f"steps={steps}", *options)
+            assert (result.returncode, result.stderr) == (0, "")
+        rows.append([numbers(rows_of(metrics), field) for field in ("step", "loss", "grad_norm", "lr")])
+        files.append((directory / "step-00000004" / "__0_0.distcp").read_bytes())
+    assert rows[0] == rows[1]
+    assert rows[0][0] == [0, 1, 2, 3]
+    assert files[0] == files[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--set", "steps=5"],
+            "is of a run whose learning rate falls over 4 steps, this run's over 5: set optimizer.lr_decay_steps=4",
+        ),
+        (
+            ["--set", "steps=3", "--set", "optimizer.lr_decay_steps=4"],
+            "has done 4 steps, but steps is 3: set steps to what the run is to have in all",
+        ),
+    ],
+)
+def test_steps_that_do_not_extend_a_run_are_refused(saved: Path, options: list[str], message: str) -> None:
+    result = refusal(["--resume", str(saved / "checkpoints"), *SHORT, *options])
+    assert result.returncode == 4
+    assert message in result.stderr
+
+
+def test_a_run_that_is_done_says_how_it_can_be_extended(saved: Path, tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    result = trained_here("--resume", str(saved / "checkpoints"), "--metrics", str(metrics), *SHORT)
+    assert (result.returncode, result.stderr) == (0, "")
+    _first, resumed, last = result.stdout.splitlines()
+    assert resumed == f"resumed from {saved / 'checkpoints'}: 4 of 4 steps are done"
+    assert last == f"4 steps were done before: set steps to more to go on; metrics: {metrics}, checkpoints: none"
