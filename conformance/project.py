@@ -1,11 +1,17 @@
-"""Paths of the project's files, in the checkout that contains this package, and the order of its packages."""
+"""Paths of the project's files, in a checkout or in an installed wheel, and the order of its packages."""
 
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
 """Directory of the package `conformance`."""
 PROJECT = PACKAGE.parent
-"""Directory of the checkout, with `matrix.yaml`, `waivers.yaml` and `docs/`."""
+"""Directory of the packages: of the checkout, with `matrix.yaml`, `waivers.yaml` and `docs/`, or `site-packages`."""
+IS_CHECKOUT = (PROJECT / "matrix.yaml").is_file()
+"""True in a checkout, which an editable installation uses too; False in an installed wheel."""
+LAWS_DIRECTORY = PACKAGE / "laws"
+"""Directory of the laws, which pytest collects."""
+LAWS_ARGUMENTS = "conformance/" if IS_CHECKOUT else "--pyargs conformance.laws"
+"""Arguments with which pytest collects the laws, as a shell reads them."""
 LAYERS = (
     ("reference_trainer",),
     ("conformance/*.py",),
@@ -27,3 +33,17 @@ TORCH_FREE = (
 )
 """Packages whose processes plan, start, judge and report, and must not pay for the import of torch. The exceptions are
 the processes of ranks and of rank servers: `run/ranks/process.py` and `run/ranks/server.py`."""
+
+
+def data_file(name: str) -> Path:
+    """Return the path of `matrix.yaml` or `waivers.yaml`: the checkout's, or the copy that a wheel has in its package.
+
+    `setup.py` puts the copies there when a wheel is built.
+    """
+    return (PROJECT if IS_CHECKOUT else PACKAGE) / name
+
+
+def require_checkout(purpose: str) -> None:
+    """Raise ValueError outside of a checkout, naming the purpose that needs it, such as `docs`."""
+    if not IS_CHECKOUT:
+        raise ValueError(f"{purpose} needs a checkout of the suite, {PACKAGE} is an installed wheel")

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import cast
 
 from conformance.defects.injection import Defect, Injection, NotInjectable, from_file
+from reference_trainer.strict_yaml import allowed
 
 TWIN, AND = ".twin", "+"
 _FAULTS = (
@@ -69,9 +70,7 @@ def require_known(name: str) -> str:
         name = f"{Path(path).resolve()}:{attribute}"
         from_file(name.removesuffix(TWIN))
     elif not is_known(name):
-        raise ValueError(
-            f"--defect {name}: not a known defect; choose from {', '.join(ids())}, or write FILE.py:NAME for your own"
-        )
+        raise ValueError(f"--defect {name}: not a known defect, nor FILE.py:NAME for your own{allowed(name, ids())}")
     return name
 
 

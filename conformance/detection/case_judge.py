@@ -13,7 +13,7 @@ from conformance.judge.support import Machine
 from conformance.laws.registry import asserted_laws
 from conformance.plan.matrix import Case, Matrix, load_matrix
 from conformance.plan.selection import parse
-from conformance.project import PROJECT
+from conformance.project import data_file
 from conformance.run.pool import Pools
 from conformance.run.store import RecordStore
 
@@ -23,7 +23,7 @@ DEADLINE_S = 60.0
 @cache
 def the_matrix() -> Matrix:
     """Return the matrix of the project."""
-    return load_matrix(PROJECT / "matrix.yaml")
+    return load_matrix(data_file("matrix.yaml"))
 
 
 @dataclass

@@ -18,6 +18,7 @@ from conformance.detection.trials import Trial, key_of, try_defect
 from conformance.laws.registry import asserted_laws
 from conformance.run.pool import Pools
 from conformance.torch_release import release
+from reference_trainer.strict_yaml import allowed
 
 RESULTS_FILE = "kill_matrix.json"
 _HERE = ("gloo", "simulated")
@@ -67,11 +68,12 @@ def _problems_of(trial: Trial) -> Iterator[str]:
 def kill_matrix(*, profile: str, directory: Path, workers: int, only: Sequence[str] = ()) -> KillMatrix:
     """Try every defect that this machine can show, or those that are named; the results stay in the directory.
 
-    Raises ValueError for an unknown profile or defect.
+    Raises ValueError for an unknown profile or defect, OSError for a directory that cannot be made.
     """
     the_matrix().profile(profile)
     here = release(str(torch.__version__))
     chosen = [defect for defect in _chosen(only) if release(defect.since) <= here]
+    directory.mkdir(parents=True, exist_ok=True)
     shown = [defect for defect in chosen if set(_HERE) & set(defect.substrates)]
     earlier = {trial.key: trial for trial in _earlier(directory)}
     missing = [defect for defect in shown if key_of(defect, profile=profile) not in earlier]
@@ -87,7 +89,6 @@ def kill_matrix(*, profile: str, directory: Path, workers: int, only: Sequence[s
     )
     others = [trial for trial in earlier.values() if trial.defect not in {defect.id for defect in shown}]
     everything = msgspec.structs.replace(matrix, trials=[*trials, *others])
-    directory.mkdir(parents=True, exist_ok=True)
     (directory / RESULTS_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(everything), indent=1))
     return matrix
 
@@ -96,7 +97,7 @@ def _chosen(only: Sequence[str]) -> list[Defect]:
     by_id = {defect.id: defect for defect in defects()}
     unknown = [name for name in only if name not in by_id]
     if unknown:
-        raise ValueError(f"unknown defects {', '.join(unknown)}; allowed: {', '.join(by_id)}")
+        raise ValueError(f"unknown defects {', '.join(unknown)}{allowed(unknown[0], by_id)}")
     return [by_id[name] for name in only or by_id]
 
 

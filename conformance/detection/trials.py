@@ -10,10 +10,10 @@ import torch
 from conformance.defects.catalogue import TWIN, sources_of
 from conformance.defects.injection import Defect
 from conformance.detection.case_judge import DEADLINE_S, CaseJudge, judge_case
-from conformance.detection.margins import margin
 from conformance.judge.judge import Judged
+from conformance.judge.margins import margin
 from conformance.judge.verdicts import Verdict
-from conformance.project import PROJECT
+from conformance.project import PROJECT, data_file
 
 HANG_DEADLINE_S = 5.0
 _MISFIT = "TypeError"
@@ -139,7 +139,7 @@ def key_of(defect: Defect, *, profile: str) -> str:
         if not file.stem.endswith("_faults")
     ]
     digest = hashlib.sha256()
-    for file in (*shared, *sources_of(defect), PROJECT / "matrix.yaml"):
+    for file in (*shared, *sources_of(defect), data_file("matrix.yaml")):
         digest.update(file.read_bytes())
     digest.update(f"{torch.__version__} {profile} {defect.id} {defect.cells}".encode())
     return digest.hexdigest()[:16]

@@ -35,6 +35,10 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Derivation of the upper bound."""
     terms: dict[str, float] = {}
     """Values of the terms of the derivation."""
+    ratio: float | None = None
+    """Factor by which what was measured, at its worst, is a multiple of what was expected.
+
+    None where the bounds hold, where one is not a multiple of the other, and where nothing but rounding differs."""
 
 
 _current: ContextVar[dict[str, Measurement] | None] = ContextVar("measurements", default=None)
@@ -60,6 +64,7 @@ def measure(
     lower: float | None = None,
     upper: float | Bound | None = None,
     at: str = "",
+    ratio: float | None = None,
 ) -> None:
     """Record a metric of the running case; does nothing outside of a case."""
     measured = _current.get()
@@ -75,4 +80,5 @@ def measure(
         at=at,
         formula=derived.derivation if derived else "",
         terms=derived.numbers if derived else {},
+        ratio=ratio,
     )

@@ -21,10 +21,12 @@ class Verdict(StrEnum):
     NOT_RUN = "not-run"
 
 
-# Exit status of a session; 4 (usage) comes from pytest itself.
-CONFORMANT, NOT_CONFORMANT, SUITE_FAILED, INCOMPLETE = 0, 1, 3, 5
+# Exit status of a session; that of wrong usage comes from pytest itself.
+CONFORMANT, NOT_CONFORMANT, SUITE_FAILED, USAGE, INCOMPLETE = 0, 1, 3, 4, 5
 
 _AGAINST_THE_PRODUCT = (Verdict.FAIL, Verdict.UNEXPECTED_PASS, Verdict.TIMEOUT, Verdict.CRASH)
+BAD = (*_AGAINST_THE_PRODUCT, Verdict.ERROR)
+"""Verdicts on cases that have ended and that make a session fail."""
 _NOTHING_RAN = (Verdict.UNSUPPORTED, Verdict.NOT_RUN)
 _BY_FAILURE = {
     "raised": Verdict.FAIL,

@@ -34,7 +34,7 @@ class Waiver(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     reason: Text
     """Description of the fault."""
     expires: Annotated[str, Meta(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}\Z")]
-    """Last day of the waiver; from the next day on the file is an error, so that nobody forgets a waiver."""
+    """Last day of the waiver, which waives nothing from the next day on: nobody forgets a waiver."""
 
     @property
     def versions(self) -> tuple[Release, Release]:
@@ -71,27 +71,22 @@ class Waivers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     waivers: list[Waiver]
 
 
-def load_waivers(file: Path, matrix: Matrix, *, today: datetime.date) -> list[Waiver]:
+def load_waivers(file: Path, matrix: Matrix) -> list[Waiver]:
     """Read waivers.yaml.
 
-    Raises ValueError for a file that cannot be read, for a waiver that no case of the matrix needs or that has expired,
-    and for two waivers that apply to the same case.
+    Raises ValueError for a file that cannot be read, for a waiver that no case of the matrix needs, and for two waivers
+    that apply to the same case.
     """
     waivers = convert(load(file), Waivers).waivers
     cells = {w.law: _cells_of(w.law, matrix) for w in waivers}
     for waiver in waivers:
         try:
             selected = parse(waiver.cells)
-            expires = datetime.date.fromisoformat(waiver.expires)
+            datetime.date.fromisoformat(waiver.expires)
         except ValueError as error:
             raise ValueError(f"{file.name}: waiver of {waiver.law}: {error}") from None
         if not any(selected(cell) for cell in cells[waiver.law]):
             raise ValueError(f"{file.name}: the waiver of {waiver.law} applies to no case of the matrix: remove it")
-        if expires < today:
-            raise ValueError(
-                f"{file.name}: the waiver of {waiver.law} expired on {waiver.expires}: remove it, or check "
-                f"{waiver.issue} and set a new date"
-            )
     for waiver, other in itertools.combinations(waivers, 2):
         if waiver.overlaps(other, cells[waiver.law]):
             raise ValueError(f"{file.name}: two waivers of {waiver.law} apply to the same case: narrow one of them")
@@ -107,10 +102,25 @@ def waiver_of(waivers: Sequence[Waiver], law: str, cell: Cell, *, device: str, t
     return next((waiver for waiver in waivers if waiver.matches(law, cell, device=device, torch=torch)), None)
 
 
-def profile_waivers(matrix_file: Path, matrix: Matrix, profile: Profile, *, today: datetime.date) -> list[Waiver]:
-    """Return the waivers that a profile allows, from waivers.yaml in the directory of the matrix, if the file exists.
+def profile_waivers(
+    matrix_file: Path, matrix: Matrix, profile: Profile, *, today: datetime.date
+) -> tuple[list[Waiver], list[Waiver]]:
+    """Return the waivers that a profile allows: those in force, and those that have expired.
 
-    Raises ValueError as `load_waivers` does.
+    They are in waivers.yaml in the directory of the matrix, if there is such a file. Raises ValueError as
+    `load_waivers` does.
     """
     file = matrix_file.with_name("waivers.yaml")
-    return load_waivers(file, matrix, today=today) if file.exists() and Verdict.WAIVED in profile.allows else []
+    if not file.exists() or Verdict.WAIVED not in profile.allows:
+        return [], []
+    waivers = load_waivers(file, matrix)
+    expired = [waiver for waiver in waivers if datetime.date.fromisoformat(waiver.expires) < today]
+    return [waiver for waiver in waivers if waiver not in expired], expired
+
+
+def expired_warning(expired: Sequence[Waiver]) -> str:
+    """Return a warning of one line about waivers that have expired; empty if there are none."""
+    if not expired:
+        return ""
+    named = ", ".join(f"{waiver.law} ({waiver.issue}, until {waiver.expires})" for waiver in expired)
+    return f"expired waivers waive nothing: {named}; check the issues, then remove the waivers or set new dates"

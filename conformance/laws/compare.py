@@ -10,6 +10,9 @@ from conformance.bound import Bound
 from conformance.judge.measurements import Kind, measure
 from conformance.outcomes import ConformanceFailure
 
+_CLEAR = 0.01
+"""Smallest relative deviation that is no rounding error: of a ratio from 1, and of a tensor from a multiple."""
+
 
 def scalars(
     measured: Sequence[float], expected: Sequence[float], *, name: str, within: Bound, each: str = "step"
@@ -23,9 +26,11 @@ def scalars(
         raise ConformanceFailure(f"{name}: {len(measured)} measured, {len(expected)} expected, one for each {each}")
     deviations = [_deviation(m, e) for m, e in zip(measured, expected, strict=True)]
     worst = max(range(len(deviations)), key=deviations.__getitem__)
-    at = f"{each} {worst}"
-    measure(name, deviations[worst], kind="rounding", lower=0.0, upper=within, unit="relative deviation", at=at)
-    if not deviations[worst] <= within.value:
+    at, holds = f"{each} {worst}", deviations[worst] <= within.value
+    ratio = None if holds else _multiple(_fp64(measured[worst]), _fp64(expected[worst]))
+    unit = "relative deviation"
+    measure(name, deviations[worst], kind="rounding", lower=0.0, upper=within, unit=unit, at=at, ratio=ratio)
+    if not holds:
         raise ConformanceFailure(
             f"{name} at {at}: relative deviation {deviations[worst]:.3g}, bound {within}; "
             f"measured {measured[worst]!r}, expected {expected[worst]!r}"
@@ -51,14 +56,16 @@ def tensors(
     deviations = {key: deviation(measured[key], expected[key], origin[key] if origin else None) for key in expected}
     bounds = {key: within if isinstance(within, Bound) else within[key] for key in expected}
     worst = max(deviations, key=lambda key: _excess(deviations[key], bounds[key].value))
-    unit = "relative Frobenius deviation"
-    measure(name, deviations[worst], kind="rounding", lower=0.0, upper=bounds[worst], unit=unit, at=worst)
-    if not deviations[worst] <= bounds[worst].value:
-        norms = [float(tensor[worst].double().norm()) for tensor in (measured, expected)]
-        ratio = f", ratio {norms[0] / norms[1]:.3g}" if norms[1] else ""
+    unit, holds = "relative Frobenius deviation", deviations[worst] <= bounds[worst].value
+    changes = [_change(mapping[worst], origin[worst] if origin else None) for mapping in (measured, expected)]
+    ratio = None if holds else _multiple(*changes)
+    measure(name, deviations[worst], kind="rounding", lower=0.0, upper=bounds[worst], unit=unit, at=worst, ratio=ratio)
+    if not holds:
+        norms = [float(change.double().norm()) for change in changes]
+        quotient = f", ratio {norms[0] / norms[1]:.3g}" if norms[1] else ""
         raise ConformanceFailure(
             f"{name} of {worst}: {unit} {deviations[worst]:.3g}, bound {bounds[worst]}; "
-            f"norm {norms[0]:.6g}, expected {norms[1]:.6g}{ratio}"
+            f"norm {norms[0]:.6g}, expected {norms[1]:.6g}{quotient}"
         )
 
 
@@ -95,7 +102,8 @@ def bits(measured: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, name
     unequal = [key for key in expected if not _same_bits(measured[key], expected[key])]
     at = unequal[0] if unequal else ""
     unit = f"tensors that differ, of {len(expected)}"
-    measure(name, len(unequal), kind="exact", lower=0, upper=0, unit=unit, at=at)
+    ratio = _multiple(measured[at], expected[at]) if unequal else None
+    measure(name, len(unequal), kind="exact", lower=0, upper=0, unit=unit, at=at, ratio=ratio)
     if unequal:
         raise ConformanceFailure(
             f"{name}: {len(unequal)} of {len(expected)} tensors differ in bits; "
@@ -150,6 +158,29 @@ def _deviation(measured: float, expected: float) -> float:
     if not (math.isfinite(measured) and math.isfinite(expected)):
         return math.inf
     return abs(measured - expected) / abs(expected) if expected else abs(measured)
+
+
+def _change(tensor: Tensor, origin: Tensor | None) -> Tensor:
+    """Return the change of a tensor since `origin`; the tensor itself without one, or with one of another shape."""
+    return tensor if origin is None or origin.shape != tensor.shape else tensor.double() - origin.double()
+
+
+def _fp64(number: float) -> Tensor:
+    return torch.tensor(number, dtype=torch.float64)
+
+
+def _multiple(measured: Tensor, expected: Tensor) -> float | None:
+    """Return the factor, by least squares, by which `measured` is a multiple of `expected`.
+
+    None if it is no multiple to within `_CLEAR`, if the factor is 0 or as close to 1, for different shapes and for
+    numbers that are not finite.
+    """
+    if measured.shape != expected.shape:
+        return None
+    a, b = measured.double().flatten(), expected.double().flatten()
+    factor = float(a.dot(b) / b.dot(b))
+    is_multiple = float((a - factor * b).norm()) <= _CLEAR * float(a.norm())
+    return factor if is_multiple and factor and abs(factor - 1.0) > _CLEAR else None
 
 
 def _excess(deviation: float, bound: float) -> float:

@@ -38,14 +38,16 @@ def predict(
     *,
     traits: VersionTraits = UP_TO_2_13,
     kernels: bool = True,
+    device_only: bool = False,
 ) -> dict[str, Usage]:
     """Predict the memory of `forward`, `backward`, `clip`, `optimizer` and `idle`, over all micro-batches of a step.
 
     `shapes` are the shapes that FSDP shards, by parameter; `profile` has the segments of all micro-batches without
     FSDP; `kernels` says whether memory counts that operators of the CPU allocate for themselves, which tensors without
-    memory do not show.
+    memory do not show; `device_only`, whether offloaded gradients and the optimizer's memory are left out, as they are
+    on a device that is not the host.
     """
-    walk = Walk(config, dims, shapes, traits, kernels=kernels)
+    walk = Walk(config, dims, shapes, traits, kernels=kernels, device_only=device_only)
     walk.micro_batches(profile)
     walk.after_backward()
     return walk.phases
@@ -56,10 +58,25 @@ def state_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Mapping[str, 
 
     `shapes` are the shapes that FSDP shards, by parameter.
     """
+    return parameter_bytes(config, dims, shapes) + optimizer_bytes(config, dims, shapes)
+
+
+def optimizer_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Mapping[str, Sequence[int]]) -> int:
+    """Return the bytes of the optimizer's moments, each as large as the sharded parameters.
+
+    `shapes` are the shapes that FSDP shards, by parameter.
+    """
     moments = {"adamw": 2, "sgd": 0}[config.optimizer.name]
+    return moments * parameter_bytes(config, dims, shapes)
+
+
+def parameter_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Mapping[str, Sequence[int]]) -> int:
+    """Return the bytes of a rank's sharded parameters, with padding.
+
+    `shapes` are the shapes that FSDP shards, by parameter.
+    """
     master = int(getattr(torch, dtype_policy(config.precision).sharded).itemsize)
-    shards = sum(-(-rows // dims.dp_shard) * math.prod(rest) for rows, *rest in shapes.values())
-    return shards * master * (1 + moments)
+    return master * sum(-(-rows // dims.dp_shard) * math.prod(rest) for rows, *rest in shapes.values())
 
 
 def group_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:

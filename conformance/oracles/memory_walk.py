@@ -41,12 +41,21 @@ from conformance.oracles.tp_schedule import sharded_dim
 from reference_trainer.config import TrainerConfig
 from reference_trainer.parallel_dims import ParallelDims
 
+KINDS = {
+    "gradients": ("G", "B", "L", "last", "partial"),
+    "unsharded parameters": ("U", "P"),
+    "communication buffers": ("A", "C", "I", "O"),
+}
+"""Kinds of memory, with the buffers above that belong to them."""
+
 
 class Usage(msgspec.Struct):
     """Peak and final bytes of one phase."""
 
     peak_bytes: int = 0
     end_bytes: int = 0
+    kinds_at_peak: dict[str, int] = {}
+    """Bytes at the peak by kind: `KINDS`, `activations` and `temporaries`. Empty if the memory was measured."""
 
 
 class _Parameter(msgspec.Struct, frozen=True):
@@ -70,9 +79,12 @@ class Walk:
         traits: VersionTraits,
         *,
         kernels: bool = True,
+        device_only: bool = False,
     ) -> None:
         self.phases: dict[str, Usage] = {}
         self._kernels = int(kernels)
+        self._offloads = device_only and config.offload != "none"
+        """True if reduced gradients and the optimizer are in memory that does not count."""
         self._config, self._dims, self._traits = config, dims, traits
         policy = dtype_policy(config.precision)
         self._compute, self._reduce, self._master = (
@@ -110,7 +122,13 @@ class Walk:
     def _note(self, extra: int = 0) -> None:
         usage = self.phases.setdefault(self._phase, Usage())
         usage.end_bytes = sum(self._held.values()) + self._model_bytes
-        usage.peak_bytes = max(usage.peak_bytes, usage.end_bytes + extra)
+        if usage.end_bytes + extra > usage.peak_bytes:
+            usage.peak_bytes = usage.end_bytes + extra
+            usage.kinds_at_peak = self._by_kind() | {"activations": self._model_bytes, "temporaries": extra}
+
+    def _by_kind(self) -> dict[str, int]:
+        held = [(name.split()[0], nbytes) for name, nbytes in self._held.items()]
+        return {kind: sum(nbytes for name, nbytes in held if name in names) for kind, names in KINDS.items()}
 
     # Phases
 
@@ -159,7 +177,8 @@ class Walk:
         self._phase = "clip"
         self._note(self._scalars_of_norms() * torch.float32.itemsize)
         self._phase = "optimizer"
-        if self._config.optimizer.name == "adamw":
+        self._note()
+        if self._config.optimizer.name == "adamw" and not self._offloads:
             for shards in self._optimizer_groups:
                 self._adamw(shards)
         self._free_all([name for name in self._held if name.startswith("G ")])
@@ -289,7 +308,7 @@ class Walk:
         self._held[among] = self._held.get(among, 0) - last
 
     def _reduce_gradients(self, group: str) -> None:
-        output = self._shard[group] * self._reduce
+        output, gradient = self._shard[group] * self._reduce, self._shard[group] * self._master
         self._hold("O", output)
         if not self._all_reduces:
             self._held[f"partial {group}"] = output
@@ -300,15 +319,17 @@ class Walk:
             if f"G {group}" in self._held and self._dims.dp_replicate > 1:
                 self._held[f"O {group}"] = output
             self._free("O")
-            self._held[f"G {group}"] = output
-            self._note()
+            self._keep_reduced(group, gradient)
             return
-        added = self._shard[group] * self._master
-        self._note(added)
+        self._note(gradient)
         if self._dims.dp_replicate > 1:
             self._held[f"O {group}"] = self._held["O"]
         self._free("O")
-        self._held[f"G {group}"] = added
+        self._keep_reduced(group, gradient)
+
+    def _keep_reduced(self, group: str, gradient: int) -> None:
+        if not self._offloads:
+            self._held[f"G {group}"] = gradient
         self._note()
 
     def _end_of_backward(self) -> None:

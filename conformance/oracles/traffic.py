@@ -21,11 +21,7 @@ class Traffic:
 
     count: int = 0
     nbytes: int = 0
-    """Bytes of this rank's inputs.
-
-    The bytes that pass a link follow from these, kind and group: (n-1)/n of the input of a reduce-scatter over n ranks,
-    n-1 times that of an all-gather, 2(n-1)/n of an all-reduce's.
-    """
+    """Bytes of this rank's inputs. What it sends follows from these, kind and group, see `sent_bytes`."""
 
 
 TrafficByKey = dict[tuple[str, str, str, str], Traffic]
@@ -81,6 +77,37 @@ def add_up(collectives: Iterable[Sent]) -> TrafficByKey:
         before = total.get(key, Traffic())
         total[key] = Traffic(before.count + 1, before.nbytes + sent.nbytes)
     return total
+
+
+def ranks_in(group: str, dims: ParallelDims) -> int:
+    """Return the number of ranks that take part in the collectives of a group, as `schedule.Event.group` names it."""
+    if group == "world":
+        return dims.world_size
+    dimension, _, smaller = group.partition("/")
+    return int(smaller or getattr(dims, dimension))
+
+
+def sent_bytes(kind: str, input_bytes: int, *, ranks: int) -> int:
+    """Return the bytes that each rank sends to its neighbour if the ranks are arranged as a ring.
+
+    In each of g-1 steps of an all-gather over g ranks, a rank passes on an input of another rank: (g-1) times its own
+    input. A reduce-scatter passes on sums of 1/g of the input: (g-1)/g of it. An all-reduce is a reduce-scatter and an
+    all-gather of what that leaves: 2(g-1)/g.
+    Sources: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
+    https://doi.org/10.1016/j.jpdc.2008.09.002; the factors of bus bandwidth in
+    https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md, which for an all-gather count the output.
+    Raises ValueError for another kind of collective.
+    """
+    one_way = (ranks - 1) * input_bytes
+    match kind:
+        case "all_gather":
+            return one_way
+        case "reduce_scatter":
+            return -(-one_way // ranks)
+        case "all_reduce":
+            return -(-2 * one_way // ranks)
+        case _:
+            raise ValueError(f"collective {kind}: only all_gather, reduce_scatter and all_reduce are modelled")
 
 
 def _sum_over_dp(phase: str, dtype: str, dims: ParallelDims) -> list[Event]:

@@ -1,8 +1,9 @@
 """Cells: the points of the matrix, each a complete trainer configuration with a stable, readable id."""
 
+import re
 import sys
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
@@ -218,6 +219,16 @@ _TAGS: dict[str, Callable[[Any], str]] = {
     "steps": lambda count: f"steps{count}",
     "seed": lambda seed: f"seed{seed}",
 }
+_NUMBER = "[0-9.e+-]+?"
+# Pattern of the tags of axes that do not list their values, and the value of such a tag.
+_OPEN_TAGS: dict[str, tuple[str, Callable[[str], AxisValue]]] = {
+    "mesh": (".+?", str),
+    "clip": (f"noclip|clip{_NUMBER}", lambda tag: float(tag.removeprefix("clip").replace("noclip", "0"))),
+    "dropout": (f"drop{_NUMBER}", lambda tag: float(tag.removeprefix("drop"))),
+    "saved_on": (r"from\.[a-z0-9.]+", lambda tag: tag.removeprefix("from.").replace(".", "-")),
+    "steps": ("steps[0-9]+", lambda tag: int(tag.removeprefix("steps"))),
+    "seed": ("seed[0-9]+", lambda tag: int(tag.removeprefix("seed"))),
+}
 
 
 def axis_names() -> tuple[str, ...]:
@@ -252,3 +263,38 @@ def cell_from_axes(axes: Mapping[str, object]) -> Cell:
     """Return the cell with these values and the defaults of all other axes; raises AxisError as `axis_value` does."""
     values: dict[str, Any] = {name: axis_value(name, value) for name, value in axes.items()}
     return Cell(**values)
+
+
+def cell_from_id(cell_id: str) -> Cell:
+    """Return the cell that has this id; raises AxisError if none has."""
+    match = _id_pattern().fullmatch(cell_id)
+    tags = {name: tag for name, tag in (match.groupdict() if match else {}).items() if tag is not None}
+    try:
+        cell = cell_from_axes({name: _value_of_tag(name, tag) for name, tag in tags.items()})
+    except ValueError as error:
+        raise AxisError(f"no cell has the id {cell_id!r}: {error}") from None
+    if cell.id != cell_id:
+        raise AxisError(f"no cell has the id {cell_id!r}: see `python -m conformance list` for those of the matrix")
+    return cell
+
+
+@cache
+def _id_pattern() -> re.Pattern[str]:
+    """Pattern of all ids, with a group for each axis; ids of no cell may match it too."""
+    pattern = ""
+    for name in _TAGS:
+        tags = _OPEN_TAGS[name][0] if name in _OPEN_TAGS else "|".join(map(re.escape, _tags_of_choices(name)))
+        separator = "-" if pattern else ""
+        pattern += f"{separator}(?P<{name}>{tags})" if name in _ALWAYS_IN_ID else f"(?:{separator}(?P<{name}>{tags}))?"
+    return re.compile(pattern)
+
+
+def _value_of_tag(name: str, tag: str) -> AxisValue:
+    return _OPEN_TAGS[name][1](tag) if name in _OPEN_TAGS else _tags_of_choices(name)[tag]
+
+
+def _tags_of_choices(name: str) -> dict[str, AxisValue]:
+    """Values of an axis that lists them, or is a bool, by the tags that stand for them in ids."""
+    choices = axis_choices(name) or (False, True)
+    in_ids = [value for value in choices if name in _ALWAYS_IN_ID or value != _AXES[name].default]
+    return {_TAGS[name](value): value for value in in_ids}

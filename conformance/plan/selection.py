@@ -1,10 +1,12 @@
-"""Language that selects cells: `--cells EXPR` on the command line, `cells:` in matrix.yaml and waivers.yaml.
+"""Languages that select cells and laws: `--cells EXPR` and `--laws IDS`, `cells:` in matrix.yaml and waivers.yaml.
 
-Examples: `mesh in (dp2, dp2-tp2) and not compile = true`, `tp > 1`, `id = dp2-*`.
+Cells: `mesh in (dp2, dp2-tp2) and not compile = true`, `tp > 1`; a word that stands alone is an id or a pattern of ids,
+`dp2-fp32-*` for `id = dp2-fp32-*`. Laws: `PAR-1,CLIP-*`.
 """
 
 import operator
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, cast
@@ -27,6 +29,7 @@ _GRAMMAR = r"""
             | WORD OPERATOR WORD -> compare
             | WORD "in" words -> is_in
             | WORD "not" "in" words -> is_not_in
+            | WORD -> has_id
     words: "(" WORD ("," WORD)* ")"
     OPERATOR: "=" | "!=" | "<=" | "<" | ">=" | ">"
     WORD: /[A-Za-z0-9_.+*-]+/
@@ -40,6 +43,8 @@ _ORDERS: dict[str, Callable[[Any, Any], bool]] = {
     ">": operator.gt,
     ">=": operator.ge,
 }
+_DEFAULTS = {name: msgspec.json.encode(value).decode().strip('"') for name, value in Cell().facts().items()}
+"""Facts of a cell as an expression spells them."""
 _TYPES = {name: type(value) for name, value in Cell().facts().items()}
 
 
@@ -81,6 +86,22 @@ def parse(text: str) -> Selection:
     return Selection(text=text, predicate=predicate)
 
 
+def parse_laws(text: str, known: Collection[str]) -> tuple[str, ...]:
+    """Return the known laws that ids or patterns name, in the order of `known`.
+
+    Ids and patterns such as `CLIP-*` are separated by commas or spaces; case does not matter. Raises ValueError for one
+    that matches no law, and if there are none.
+    """
+    patterns = [pattern.upper() for pattern in re.split(r"[,\s]+", text) if pattern]
+    if not patterns:
+        raise ValueError("no law is named: write ids or patterns, such as `PAR-1,CLIP-*`")
+    for pattern in patterns:
+        if not any(fnmatchcase(law, pattern) for law in known):
+            families = dict.fromkeys(f"{law.partition('-')[0]}-*" for law in known)
+            raise ValueError(f"no law matches `{pattern}`{allowed(pattern, families)}")
+    return tuple(law for law in known if any(fnmatchcase(law, pattern) for pattern in patterns))
+
+
 def _error(text: str, position: int, problem: str) -> SelectionError:
     line = "".join(" " if letter.isspace() else letter for letter in text)
     return SelectionError(f"{problem}\n  {line}\n  {' ' * position}^")
@@ -115,6 +136,10 @@ class _Compiler(lark.Transformer[lark.Token, Predicate]):
         holds, expected = _EQUALITIES[sign], _value(name, word)
         return lambda facts: holds(facts[name], expected)
 
+    def has_id(self, word: lark.Token) -> Predicate:
+        _require_id(word)
+        return lambda facts: fnmatchcase(str(facts["id"]), word)
+
     def words(self, *words: lark.Token) -> tuple[lark.Token, ...]:
         return words
 
@@ -124,6 +149,26 @@ class _Compiler(lark.Transformer[lark.Token, Predicate]):
 
     def is_not_in(self, name: lark.Token, words: tuple[lark.Token, ...]) -> Predicate:
         return self.negate(self.is_in(name, words))
+
+
+def _require_id(word: lark.Token) -> None:
+    """Raise _Mistake for a word that can be neither the id of a cell nor a pattern of ids."""
+    if word in _TYPES:
+        raise _Mistake(word, f"`{word}` needs a value; write a comparison such as `{word} = {_DEFAULTS[word]}`")
+    if word != word.lower():
+        raise _Mistake(word, f"`{word}` is no id of a cell: these have no capitals; laws are selected by --laws")
+    if "*" not in word and word.count("-") < _DEFAULTS["id"].count("-"):
+        axis = next((name for name in axis_names() if _has_value(name, word)), None)
+        meant = f"`{axis} = {word}`" if axis else "a comparison"
+        raise _Mistake(word, f"`{word}` is no id of a cell, such as {_DEFAULTS['id']}; write {meant}, or `{word}*`")
+
+
+def _has_value(axis: str, value: object) -> bool:
+    try:
+        axis_value(axis, value)
+    except AxisError:
+        return False
+    return True
 
 
 def _ordered(name: lark.Token, sign: lark.Token, word: lark.Token) -> Predicate:

@@ -18,7 +18,9 @@ def test_measurements_go_to_the_running_case_only() -> None:
             measure("b", math.inf, kind="exact", upper=1.0, unit="s")
             measure("c", math.nan, kind="exact", unit="s")
         measure("a", 2, kind="exact", unit="m")
+        measure("scaled", 2, kind="exact", unit="m", ratio=0.5)
     measure("lost", 1.0, kind="exact", unit="s")
+    assert outer.pop("scaled").ratio == 0.5
     assert outer == {"a": exact(2.0, None, None, "m")}
     assert inner == {"b": exact(None, None, 1.0, "s"), "c": exact(None, None, None, "s")}
     assert type(outer["a"].value) is float

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.judge.verdicts import Verdict
-from conformance.judge.waivers import Waiver, load_waivers, waiver_of
+from conformance.judge.waivers import Waiver, expired_warning, load_waivers, profile_waivers, waiver_of
 from conformance.plan.cells import Cell
 from conformance.plan.matrix import Matrix, load_matrix
 from conformance.project import PROJECT
@@ -76,14 +76,25 @@ def written(path: Path, *changes: dict[str, object]) -> Path:
 
 
 def test_the_shipped_file_is_read(matrix: Matrix) -> None:
-    assert load_waivers(PROJECT / "waivers.yaml", matrix, today=datetime.date.today())
+    assert load_waivers(PROJECT / "waivers.yaml", matrix)
 
 
-def test_an_expired_waiver_is_a_mistake(tmp_path: Path, matrix: Matrix) -> None:
-    file = written(tmp_path, {})
-    assert load_waivers(file, matrix, today=DAY)
-    with pytest.raises(ValueError, match="INIT-8 expired on 2027-01-31: remove it, or check https://"):
-        load_waivers(file, matrix, today=DAY + datetime.timedelta(days=1))
+def test_an_expired_waiver_waives_nothing_and_is_told(tmp_path: Path, matrix: Matrix) -> None:
+    """All installed copies of the suite go on working on the day after a waiver has expired."""
+    file, profile = written(tmp_path, {}, {"law": "INIT-7", "expires": "2027-02-28"}), matrix.profile("pr")
+    in_force, expired = profile_waivers(file, matrix, profile, today=DAY)
+    assert ([waiver.law for waiver in in_force], expired) == (["INIT-8", "INIT-7"], [])
+    in_force, expired = profile_waivers(file, matrix, profile, today=DAY + datetime.timedelta(days=1))
+    assert ([waiver.law for waiver in in_force], expired) == (["INIT-7"], [WAIVER])
+    warning = expired_warning(expired)
+    assert warning.startswith(f"expired waivers waive nothing: INIT-8 ({WAIVER.issue}, until 2027-01-31); ")
+    assert "\n" not in warning
+    assert expired_warning([]) == ""
+
+
+def test_a_profile_without_waivers_reads_none(tmp_path: Path, matrix: Matrix) -> None:
+    profile = msgspec.structs.replace(matrix.profile("pr"), allows=())
+    assert profile_waivers(written(tmp_path, {}), matrix, profile, today=DAY) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -104,7 +115,7 @@ def test_two_waivers_of_a_case_are_a_mistake(
     file = written(tmp_path, {}, other)
     expected = pytest.raises(ValueError, match="two waivers of INIT-8 apply to the same case")
     with expected if overlaps else nullcontext():
-        load_waivers(file, matrix, today=DAY)
+        load_waivers(file, matrix)
 
 
 VERSIONS = st.tuples(st.integers(6, 20), st.integers(6, 20)).map(lambda two: f"2.{min(two)} - 2.{max(two)}")
@@ -140,4 +151,4 @@ def test_waivers_overlap_if_some_case_has_both(one: tuple[str, str], two: tuple[
 )
 def test_mistakes_are_named(tmp_path: Path, matrix: Matrix, changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        load_waivers(written(tmp_path, changes), matrix, today=DAY)
+        load_waivers(written(tmp_path, changes), matrix)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -118,7 +119,19 @@ def test_tensors_are_judged_by_their_change() -> None:
     )
     assert "deviation 0.5, bound 0.1" in said
     assert metrics["x"] == Measurement(
-        kind="rounding", value=0.5, lower=0.0, upper=0.1, unit="relative Frobenius deviation", at="a", formula="0.1"
+        kind="rounding",
+        value=0.5,
+        lower=0.0,
+        upper=0.1,
+        unit="relative Frobenius deviation",
+        at="a",
+        formula="0.1",
+        ratio=1.5,
+    )
+    short, long = {"a": tensor(1)}, {"a": tensor(1, 2)}
+    assert (
+        "deviation inf"
+        in run_comparison(lambda: compare.tensors(short, long, name="x", within=bound("9"), origin=long))[1]
     )
     bad_origin = {"a": tensor(NAN)}
     assert run_comparison(lambda: compare.tensors(measured, expected, name="x", within=bound("9"), origin=bad_origin))[
@@ -146,7 +159,7 @@ def test_bits(measured: Tensor, expected: Tensor, message: str) -> None:
     metrics, said = run_comparison(lambda: compare.bits({"a": measured}, {"a": expected}, name="x"))
     assert message in said
     assert bool(said) is bool(message)
-    assert metrics["x"] == Measurement(
+    assert msgspec.structs.replace(metrics["x"], ratio=None) == Measurement(
         kind="exact",
         value=float(bool(message)),
         lower=0,
@@ -154,6 +167,40 @@ def test_bits(measured: Tensor, expected: Tensor, message: str) -> None:
         unit="tensors that differ, of 1",
         at="a" if message else "",
     )
+
+
+@pytest.mark.parametrize(
+    ("measured", "expected", "ratio"),
+    [
+        (tensor(2, 4), tensor(1, 2), 2.0),
+        (tensor(-1, -2), tensor(1, 2), -1.0),
+        (tensor(0.5, 1.001), tensor(1, 2), 0.5),
+        (tensor(2, 5), tensor(1, 2), None),
+        (tensor(1, 2.001), tensor(1, 2), None),
+        (tensor(0, 0), tensor(1, 2), None),
+        (tensor(1, 2), tensor(0, 0), None),
+        (tensor(NAN, 2), tensor(1, 2), None),
+        (tensor(INF, 2), tensor(1, 2), None),
+        (torch.ones(2, 1), tensor(1, 2), None),
+    ],
+)
+def test_the_ratio_says_of_which_multiple_a_tensor_is(measured: Tensor, expected: Tensor, ratio: float | None) -> None:
+    by_norm, _ = run_comparison(lambda: compare.tensors({"a": measured}, {"a": expected}, name="x", within=bound("0")))
+    by_bits, _ = run_comparison(lambda: compare.bits({"a": measured}, {"a": expected}, name="x"))
+    for metrics in (by_norm, by_bits):
+        assert metrics["x"].ratio == (ratio if ratio is None else pytest.approx(ratio, rel=1e-3))
+
+
+def test_the_ratio_is_that_of_changes_and_of_numbers_outside_of_their_bound() -> None:
+    origin, expected, measured = {"a": tensor(1000)}, {"a": tensor(1001)}, {"a": tensor(1002)}
+    metrics, said = run_comparison(
+        lambda: compare.tensors(measured, expected, name="x", within=bound("0.1"), origin=origin)
+    )
+    assert metrics["x"].ratio == 2.0
+    assert "norm 2, expected 1, ratio 2" in said
+    wrong, _ = run_comparison(lambda: compare.scalars([1.0, 3.0], [1.0, 1.5], name="x", within=bound("0.5")))
+    right, _ = run_comparison(lambda: compare.scalars([1.0, 3.0], [1.0, 1.5], name="x", within=bound("1.5")))
+    assert (wrong["x"].ratio, right["x"].ratio) == (2.0, None)
 
 
 def test_nothing_is_never_equal_to_nothing() -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -57,6 +57,27 @@ def test_a_step_without_activations() -> None:
     assert phases["backward"].end_bytes == sum(sizes.values()) // 4
     later = predict(config, dims, shapes, empty_profile(), traits=VersionTraits(previous_gather_until_copied=False))
     assert later["forward"].peak_bytes == 2 * block
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_kinds_of_memory_add_up_to_the_peak(offload: Literal["none", "cpu"]) -> None:
+    config, dims, shapes = sizes_of(Cell(mesh="dp4", precision="bf16-mp", reshard="always", offload=offload))
+    block = group_bytes(config, dims, shapes)["layers.1"]
+    phases = predict(config, dims, shapes, empty_profile(), device_only=True)
+    assert all(sum(usage.kinds_at_peak.values()) == usage.peak_bytes for usage in phases.values())
+    kinds = phases["backward"].kinds_at_peak
+    assert (kinds["unsharded parameters"], kinds["communication buffers"]) == (block, 3 * block)
+    assert (kinds["gradients"] > 0) == (offload == "none")
+
+
+def test_offloaded_gradients_and_the_optimizer_are_not_on_the_device() -> None:
+    """On the CPU they count, since its memory is the host's."""
+    config, dims, shapes = sizes_of(Cell(mesh="dp4", reshard="always", offload="cpu"))
+    host, device = (predict(config, dims, shapes, empty_profile(), device_only=only) for only in (False, True))
+    gradients = sum(group_bytes(config, dims, shapes).values()) // 4
+    assert (host["backward"].end_bytes, device["backward"].end_bytes) == (gradients, 0)
+    assert host["optimizer"].peak_bytes > gradients
+    assert device["optimizer"].peak_bytes == 0
 
 
 def with_gradients(narrow: Mapping[str, int], wide: Mapping[str, int]) -> list[MemorySegment]:

@@ -11,11 +11,11 @@ from conformance.instruments.facts import Collective
 from conformance.laws.fixtures import Run
 from conformance.laws.test_mp import test_collective_bytes_equal_the_traffic_model as mp_4
 from conformance.oracles.tp_schedule import local_shapes, sharded_dim, tensor_parallel_events
-from conformance.oracles.traffic import Traffic, add_up, step_events
+from conformance.oracles.traffic import Traffic, add_up, ranks_in, sent_bytes, step_events
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import AxisValue, Cell, cell_from_axes
 from reference_trainer.config import DataConfig, MeshConfig, ModelConfig, TrainerConfig
-from reference_trainer.parallel_dims import resolve_mesh
+from reference_trainer.parallel_dims import ParallelDims, resolve_mesh
 
 # 2 samples of 4 tokens a rank: activations of 8 x 4 = 32 elements.
 CONFIG = TrainerConfig(
@@ -124,6 +124,29 @@ def test_traffic_of_a_step_computed_manually() -> None:
             ("clip", "tp", "all_reduce", "float32"): Traffic(1, 4 * 12),
             ("idle", "dp_shard", "all_reduce", "float32"): Traffic(1, 4),
         }
+
+
+@pytest.mark.parametrize(
+    ("kind", "messages"),
+    [
+        ("all_gather", [8, 8, 8]),  # three inputs of others, as they are
+        ("reduce_scatter", [2, 2, 2]),  # three partial sums of a quarter
+        ("all_reduce", [2, 2, 2, 2, 2, 2]),  # first the sums, then the quarters that are complete
+    ],
+)
+def test_bytes_that_each_of_four_ranks_sends(kind: str, messages: list[int]) -> None:
+    assert sent_bytes(kind, 8, ranks=4) == sum(messages)
+    assert sent_bytes(kind, 8, ranks=1) == 0
+
+
+def test_bytes_of_an_unknown_collective() -> None:
+    with pytest.raises(ValueError, match="collective all_to_all: only all_gather, reduce_scatter"):
+        sent_bytes("all_to_all", 8, ranks=4)
+
+
+@pytest.mark.parametrize(("group", "ranks"), [("dp_shard", 4), ("tp", 8), ("dp_shard/2", 2), ("world", 96)])
+def test_ranks_of_a_group(group: str, ranks: int) -> None:
+    assert ranks_in(group, ParallelDims(dp_replicate=3, dp_shard=4, tp=8)) == ranks
 
 
 def test_one_process_sends_nothing() -> None:

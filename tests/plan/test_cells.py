@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conformance.plan import cells
-from conformance.plan.cells import Cell, axis_choices, axis_names, axis_value, cell_from_axes
+from conformance.plan.cells import Cell, axis_choices, axis_names, axis_value, cell_from_axes, cell_from_id
+from conformance.plan.matrix import load_matrix
 from conformance.plan.mesh import AxisError, Mesh
+from conformance.project import PROJECT
 
 SIZES = st.integers(1, 4096)
 MESHES = st.builds(Mesh, dp_replicate=SIZES, dp_shard=SIZES, tp=SIZES)
@@ -214,6 +216,26 @@ def test_an_int_is_fine_for_a_float() -> None:
     assert hash(cell) == hash(Cell())
     assert isinstance(cell.clip, float)
     assert Cell(clip=1, seed=2) == Cell(seed=2, clip=1.0)
+
+
+@given(CELLS)
+def test_the_id_of_a_cell_gives_the_cell(cell: Cell) -> None:
+    assert cell_from_id(cell.id) == cell
+
+
+def test_each_id_of_the_matrix_gives_its_cell() -> None:
+    matrix = load_matrix(PROJECT / "matrix.yaml")
+    cells_of_the_matrix = {case.cell for case in matrix.cases("nightly")}
+    assert len(cells_of_the_matrix) > 100
+    assert all(cell_from_id(cell.id) == cell for cell in cells_of_the_matrix)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "?", "dp2", "dp3x-fp32-default-meta", "tp2-dp2-fp32-default-meta", "dp2-fp32-default-meta-steps3"]
+)
+def test_what_is_the_id_of_no_cell(text: str) -> None:
+    with pytest.raises(AxisError, match="no cell has the id"):
+        cell_from_id(text)
 
 
 def test_facts() -> None:

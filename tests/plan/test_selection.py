@@ -3,7 +3,7 @@
 import pytest
 
 from conformance.plan.cells import Cell
-from conformance.plan.selection import SelectionError, parse
+from conformance.plan.selection import SelectionError, parse, parse_laws
 
 CELL = Cell(mesh="dp2-tp2", clip=0, accumulation=2, compile=True)
 
@@ -40,6 +40,11 @@ CELL = Cell(mesh="dp2-tp2", clip=0, accumulation=2, compile=True)
         ("id = dp2-tp2-fp32-default-meta-noclip-acc2-compile", True),
         ("id = dp2-*-acc2-*", True),
         ("id = dp2-*-acc2", False),
+        ("dp2-tp2-fp32-default-meta-noclip-acc2-compile", True),
+        ("dp2-tp2-fp32-default-meta", False),
+        ("dp2-*", True),
+        ("not (dp4-* or dp2-*-acc2)", True),
+        ("tp = 2 and dp2-*", True),
         ("mesh = *tp*", True),
         ("optimizer = adam*", True),
         ("mesh =\n  dp2-tp2\n", True),
@@ -66,7 +71,13 @@ def test_parse_selects(text: str, selected: bool) -> None:
         ("tp @ 1", 3, "`@` cannot stand here"),
         ("mesh notin (dp2)", 5, "`notin` cannot stand here"),
         ("tp = 1 AND dp = 1", 7, "`AND` cannot stand here"),
-        ("all", 3, "the expression ends too early"),
+        ("all", 0, "`all` is no id of a cell, such as dp2-fp32-default-meta; write a comparison, or `all*`"),
+        ("tp = 1 or dp2", 10, "`dp2` is no id of a cell, such as dp2-fp32-default-meta; write `mesh = dp2`, or `dp2*`"),
+        ("bf16-mp", 0, "write `precision = bf16-mp`"),
+        ("mesh", 0, "`mesh` needs a value; write a comparison such as `mesh = dp2`"),
+        ("not tp", 4, "`tp` needs a value; write a comparison such as `tp = 1`"),
+        ("PAR-1", 0, "`PAR-1` is no id of a cell: these have no capitals; laws are selected by --laws"),
+        ("dp2-fp32-default-meta dp4-fp32-default-meta", 22, "`dp4-fp32-default-meta` cannot stand here"),
         ("tp = 1 and\nmsh = dp2", 11, "unknown name `msh`; allowed: id, mesh,"),
         ("optimiser = sgd", 0, "(did you mean `optimizer`?)"),
         ("mesh = dp1-tp2", 7, "not the canonical name of this mesh; write 'tp2'"),
@@ -95,3 +106,33 @@ def test_selection_error_points_at_the_mistake(text: str, column: int, message: 
     assert message in problem
     assert shown == "  " + text.replace("\n", " ")
     assert caret == "  " + " " * column + "^"
+
+
+LAWS = ("PAR-1", "PAR-10", "CLIP-1", "CLIP-2", "RS-1")
+
+
+@pytest.mark.parametrize(
+    ("text", "laws"),
+    [
+        ("PAR-1", ("PAR-1",)),
+        ("rs-1, par-1", ("PAR-1", "RS-1")),
+        ("clip-*", ("CLIP-1", "CLIP-2")),
+        ("CLIP-2 PAR-*,PAR-1", ("PAR-1", "PAR-10", "CLIP-2")),
+    ],
+)
+def test_laws_are_selected_in_their_order(text: str, laws: tuple[str, ...]) -> None:
+    assert parse_laws(text, LAWS) == laws
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("PAR", "no law matches `PAR`; allowed: PAR-*, CLIP-*, RS-* (did you mean `PAR-*`?)"),
+        ("PAR-1 clop-1", "no law matches `CLOP-1`; allowed: PAR-*, CLIP-*, RS-* (did you mean `CLIP-*`?)"),
+        (" , ", "no law is named: write ids or patterns, such as `PAR-1,CLIP-*`"),
+    ],
+)
+def test_laws_that_are_none(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match="law") as caught:
+        parse_laws(text, LAWS)
+    assert str(caught.value) == message

@@ -117,5 +117,5 @@ def test_interface_towards_an_address() -> None:
 def test_spmd_outside_of_torchrun_prints_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     from conformance.__main__ import main
 
-    assert main(["spmd", "--profile=smoke"]) == 2
+    assert main(["spmd", "--profile=smoke"]) == 4
     assert "start it with torchrun" in capsys.readouterr().err

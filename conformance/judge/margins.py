@@ -7,9 +7,12 @@ from conformance.judge.measurements import Measurement
 
 
 def margin(measured: Mapping[str, Measurement]) -> float:
-    """Return the margin of the metric that is furthest out; 0 if there is none.
+    """Return the margin of the metric that is furthest out, see `margin_of`; 0 if there is none."""
+    return max(map(margin_of, measured.values()), default=0.0)
 
-    The margin of a metric depends on its kind:
+
+def margin_of(metric: Measurement) -> float:
+    """Return the margin of a metric, which depends on its kind.
 
     - `rounding` and `time`: the value over the upper bound, or the lower bound over the value where that is positive,
       since a ratio may be too small;
@@ -21,10 +24,6 @@ def margin(measured: Mapping[str, Measurement]) -> float:
 
     Of any kind it is 0 or infinite where both bounds are equal, and infinite for a value that is not finite.
     """
-    return max(map(_margin, measured.values()), default=0.0)
-
-
-def _margin(metric: Measurement) -> float:
     value, lower, upper = metric.value, metric.lower, metric.upper
     if value is None:
         return math.inf

@@ -4,7 +4,7 @@ from math import inf
 
 import pytest
 
-from conformance.detection.margins import margin
+from conformance.judge.margins import margin
 from conformance.judge.measurements import Kind, Measurement
 
 
