@@ -1,4 +1,4 @@
-"""Charts of the HTML report, and the one that `predict` writes, as SVG.
+"""Charts of the HTML report, as SVG.
 
 Values are put into SVG by `Markup.format`, which escapes them.
 """
@@ -11,14 +11,14 @@ from markupsafe import Markup
 
 from conformance.judge.measurements import Measurement
 from conformance.report.cell_facts import Collective
-from conformance.report.wording import is_outside
+from conformance.report.wording import bounds_text, is_outside, value_text
 
 _WIDTH, _HEIGHT, _ROW = 120, 10, 13
-_PHASE_COLOURS = {"forward": "#0969da", "backward": "#8250df", "clip": "#bf8700", "optimizer": "#1a7f37"}
+_PLOT, _STEP, _DECADES = 44, 15, 4
+"""Height of a plot of deviations, width of a step, and powers of ten below the bounds that the plot shows."""
 _KIND_COLOURS = {"all_gather": "#0969da", "reduce_scatter": "#8250df", "all_reduce": "#bf8700"}
 _NAMES, _EVENT = 90, 9
 """Width of the names of groups, and of one collective."""
-_GIB = 1024**3
 
 
 def bounds_bar(metric: Measurement) -> Markup:
@@ -54,32 +54,66 @@ def _share(value: float, lower: float, upper: float) -> float:
     return 0.5 if value == lower else math.copysign(2.0, value - lower)
 
 
-def memory_bar(peaks: Mapping[str, Measurement], *, largest_bytes: float) -> Markup:
-    """Return a line for each phase, as long as its peak in bytes, with a mark at the lower bound of the model."""
-    row = Markup(
-        '<rect y="{y}" width="{length:.1f}" height="{height}" fill="{colour}"/>'
-        '<rect x="{predicted:.1f}" y="{top}" width="2" height="{row}" fill="CanvasText"/>'
-        '<text x="{text_x:.0f}" y="{text_y}">{phase} {peak:.2f} MiB, model {model:.2f}</text>'
-    )
-    rows = Markup()
-    for index, (phase, metric) in enumerate(peaks.items()):
-        peak_bytes, model_bytes = metric.value or 0.0, metric.lower or 0.0
-        length, predicted = (260 * value / largest_bytes for value in (peak_bytes, model_bytes))
-        rows += row.format(
-            y=index * _ROW + 2,
-            length=length,
-            height=_ROW - 4,
-            colour=_PHASE_COLOURS.get(phase, "var(--bar)"),
-            predicted=predicted,
-            top=index * _ROW,
-            row=_ROW,
-            text_x=max(length, predicted) + 6,
-            text_y=index * _ROW + 10,
-            phase=phase,
-            peak=peak_bytes / 2**20,
-            model=model_bytes / 2**20,
+def bar(metric: Measurement, *, largest: float) -> Markup:
+    """Return a value as a bar on a scale from 0 to `largest`, with the bounds drawn in; the bar is red outside of them.
+
+    The solid line is the lower bound, the dashed line the upper one. The width is that of the place, see `svg.bar` in
+    the template.
+    """
+    scale = 100 / largest if largest else 0.0
+    lines = Markup().join(
+        Markup('<line x1="{x:.2f}" x2="{x:.2f}" y1="0" y2="{height}" class="bound"{dash}/>').format(
+            x=min(bound * scale, 99.5), height=_HEIGHT, dash=dash
         )
-    return Markup('<svg width="520" height="{}" role="img">{}</svg>').format(_ROW * len(peaks), rows)
+        for bound, dash in ((metric.lower, Markup()), (metric.upper, Markup(' stroke-dasharray="3 2"')))
+        if bound is not None
+    )
+    return Markup(
+        '<svg class="bar" viewBox="0 0 100 {height}" preserveAspectRatio="none" role="img" aria-label="{label}">'
+        '<rect width="{length:.2f}" y="2" height="{bar_height}" fill="var({colour})"/>{lines}</svg>'
+    ).format(
+        height=_HEIGHT,
+        label=f"{value_text(metric)}, bounds {bounds_text(metric)}",
+        length=(metric.value or 0.0) * scale,
+        bar_height=_HEIGHT - 4,
+        colour="--bad" if is_outside(metric) else "--bar",
+        lines=lines,
+    )
+
+
+def deviations(metrics: Mapping[str, Measurement]) -> Markup:
+    """Return a dot for each deviation on a logarithmic scale, below or above the line of its bound; red above.
+
+    Empty without metrics that have a positive upper bound. A deviation that is 0 or not finite lies at the border.
+    """
+    shown = {name: metric for name, metric in metrics.items() if metric.upper}
+    if not shown:
+        return Markup()
+    exponents = [math.log10(metric.upper) for metric in shown.values() if metric.upper]
+    low, high = min(exponents) - _DECADES, max(exponents) + 1
+
+    def height(value: float | None) -> float:
+        exponent = high if value is None else math.log10(value) if value > 0 else low
+        return 2 + (_PLOT - 4) * (high - min(max(exponent, low), high)) / (high - low)
+
+    marks = Markup().join(
+        Markup(
+            '<line x1="{left}" x2="{right}" y1="{bound:.1f}" y2="{bound:.1f}" class="bound"/>'
+            '<circle cx="{x}" cy="{y:.1f}" r="2.5" fill="var({colour})"><title>{label}</title></circle>'
+        ).format(
+            left=_STEP * index,
+            right=_STEP * (index + 1),
+            x=_STEP * index + _STEP // 2,
+            bound=height(metric.upper),
+            y=height(metric.value),
+            colour="--bad" if is_outside(metric) else "--good",
+            label=f"{name}: {value_text(metric)}, bounds {bounds_text(metric)}",
+        )
+        for index, (name, metric) in enumerate(shown.items())
+    )
+    return Markup('<svg width="{}" height="{}" role="img" aria-label="deviations below their bounds">{}</svg>').format(
+        _STEP * len(shown), _PLOT, marks
+    )
 
 
 def loss_curve(losses: Sequence[float | None], baseline: Sequence[float | None] = ()) -> Markup:
@@ -147,33 +181,3 @@ def _phase_marks(collectives: Sequence[Collective], *, height: int) -> Markup:
         ).format(x, height, x + 3, _ROW - 3, phase if _EVENT * length > 6 * len(phase) else phase[:1])
         start += length
     return marks
-
-
-def predicted_memory(peaks_bytes: Mapping[str, int], *, resident_bytes: int, title: str) -> Markup:
-    """Return an SVG file with a bar for each phase: what is resident in all of them, and what it adds at its peak.
-
-    A file of its own, so colours are fixed, and the background is the viewer's.
-    """
-    scale = 520 / max(peaks_bytes.values())
-    row = Markup(
-        '<text x="8" y="{text_y}">{phase}</text>'
-        '<rect x="90" y="{y}" width="{width:.1f}" height="22" fill="#7fb3d5"/>'
-        '<rect x="90" y="{y}" width="{resident:.1f}" height="22" fill="#1f618d"/>'
-        '<text x="{text_x:.1f}" y="{text_y}">{peak:.2f} GiB</text>'
-    )
-    rows = Markup().join(
-        row.format(
-            phase=phase,
-            y=40 + 34 * index,
-            text_y=56 + 34 * index,
-            width=peak_bytes * scale,
-            resident=resident_bytes * scale,
-            text_x=96 + peak_bytes * scale,
-            peak=peak_bytes / _GIB,
-        )
-        for index, (phase, peak_bytes) in enumerate(peaks_bytes.items())
-    )
-    return Markup(
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 {height}" role="img" '
-        'font-family="sans-serif" font-size="13"><title>{title}</title><text x="8" y="22">{title}</text>{rows}</svg>\n'
-    ).format(height=60 + 34 * len(peaks_bytes), title=title, rows=rows)

@@ -9,6 +9,7 @@ import msgspec
 
 from conformance.judge.verdicts import Verdict
 from conformance.report.drift import Drifted, drifted_facts, drifted_metrics, drifted_times
+from conformance.report.headline import restrictions
 from conformance.report.schema import CaseResult, Report
 from conformance.report.wording import counted
 
@@ -25,6 +26,8 @@ Kind = Literal[
 """Kinds of change. Other programs read these words: `metric-moved` is a metric that has drifted."""
 HARMLESS: tuple[Kind, ...] = ("fixed", "new-case", "support-gained")
 """Changes that need no review before an upgrade."""
+RESTRICTIONS = "restrictions"
+"""Key of what was compared: why a side does not tell the outcome of its profile; empty if it does."""
 _GOOD = (Verdict.PASS, Verdict.QUALITY_WARNING, Verdict.WAIVED)
 _ABSENT = (Verdict.UNSUPPORTED, Verdict.NOT_RUN)
 _OF_THE_MACHINE = "ENV-"
@@ -67,11 +70,14 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 def read_report(directory: Path) -> Report:
     """Return the report in a directory. Raises ValueError if there is none, or one that cannot be read."""
     try:
-        return msgspec.json.decode((directory / "report.json").read_bytes(), type=Report)
+        report = msgspec.json.decode((directory / "report.json").read_bytes(), type=Report)
     except OSError as error:
         raise ValueError(f"{directory}: no report: {error.strerror}") from None
     except msgspec.DecodeError as error:
         raise ValueError(f"{directory}: the report is cut off, or of another version of the suite: {error}") from None
+    if "torch" not in report.environment.get("packages", {}):
+        raise ValueError(f"{directory}: the report does not say of which torch it is: another program has written it")
+    return report
 
 
 def diff(before: Report, after: Report, *, any_suite: bool = False) -> Difference:
@@ -98,6 +104,7 @@ def _title(report: Report) -> dict[str, str]:
         "torch": str(report.environment["packages"]["torch"]),
         "device": f"{device['count']} x {device['name']}",
         "profile": report.profile,
+        RESTRICTIONS: "; ".join(restrictions(report)),
         "suite": report.suite_digest,
         "started": report.started,
     }

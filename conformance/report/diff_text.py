@@ -1,10 +1,10 @@
 """Difference between two reports in words: for a terminal, and as markdown."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tabulate import tabulate
 
-from conformance.report.diff import HARMLESS, Change, Difference
+from conformance.report.diff import HARMLESS, RESTRICTIONS, Change, Difference
 
 _SHOWN = 30
 """Groups of drifted metrics, and other changes, that the terminal shows; JSON has all."""
@@ -15,7 +15,7 @@ METRIC_HEADERS = ["law", "metric", "cases", "after / before", "for example", "be
 
 def as_text(difference: Difference) -> str:
     """Return what was compared, changes of verdicts, and drifted metrics by law and name, for a terminal."""
-    sections = [_sides(difference, "simple")]
+    sections = [title(difference), _sides(difference, "simple")]
     if verdicts := [_verdict_row(change) for change in difference.changes if _is_of_verdict(change)]:
         sections.append(_limited(verdicts, VERDICT_HEADERS))
     if metrics := metric_rows(difference):
@@ -25,13 +25,26 @@ def as_text(difference: Difference) -> str:
 
 def as_markdown(difference: Difference) -> str:
     """Return the difference as markdown, for the step summary of a CI job or a comment."""
-    sections = ["# Conformance, compared with the baseline", summary(difference), _sides(difference, "github")]
+    sections = [f"# Conformance: {title(difference)}", summary(difference), _sides(difference, "github")]
     if verdicts := [[kind, f"`{case}`", *rest] for kind, case, *rest in verdict_rows(difference)]:
         sections += ["## Verdicts", tabulate(verdicts, headers=VERDICT_HEADERS, tablefmt="github")]
     if metrics := metric_rows(difference):
         table = tabulate(metrics, headers=METRIC_HEADERS, tablefmt="github", disable_numparse=True)
         sections += ["## Metrics", table]
     return "\n\n".join(sections) + "\n"
+
+
+def title(difference: Difference) -> str:
+    """Return one line: the two sides, with the restrictions of each, and that they differ in these if they do."""
+    before, after = (_side(side) for side in (difference.before, difference.after))
+    alike = difference.before[RESTRICTIONS] == difference.after[RESTRICTIONS]
+    caution = "" if alike else ": not restricted alike, so not every change is torch's"
+    return f"{after}, compared with {before}{caution}"
+
+
+def _side(side: Mapping[str, str]) -> str:
+    restricted = f" ({side[RESTRICTIONS]})" if side[RESTRICTIONS] else ""
+    return f"torch {side['torch']}, profile {side['profile']}{restricted}"
 
 
 def summary(difference: Difference) -> str:
@@ -43,7 +56,8 @@ def summary(difference: Difference) -> str:
 
 def side_rows(difference: Difference) -> list[list[str]]:
     """Return a row for each thing that distinguishes the two sessions, such as the version of torch."""
-    return [[name, difference.before[name], difference.after[name]] for name in difference.before]
+    sides = ([name, difference.before[name], difference.after[name]] for name in difference.before)
+    return [[name, before, after] for name, before, after in sides if before or after]
 
 
 def verdict_rows(difference: Difference) -> list[list[str]]:

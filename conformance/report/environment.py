@@ -13,11 +13,12 @@ import msgspec
 import psutil
 
 from conformance.plan.substrates import REAL
-from conformance.project import PROJECT
+from conformance.project import IS_CHECKOUT, PROJECT
 from conformance.run.devices.hardware import Hardware
 
 _SUITE = [PROJECT / name for name in ("conformance", "reference_trainer")]
-_LIMITS = "cases on nccl-shared show nothing of bandwidth, of overlap, or of peer-to-peer copies between devices"
+_CPU_IS_BLIND_TO = "NCCL, CUDA streams, GPU memory, pinned host memory"
+_SHARED_DEVICE_IS_BLIND_TO = "bandwidth, overlap and peer-to-peer copies in worlds that share a GPU"
 _PACKAGES = ("torch", "numpy", "pytest", "pytest-xdist", "msgspec", "safetensors")
 _VARIABLE_PREFIXES = ("CUBLAS", "CUDA", "GLOO", "MKL", "NCCL", "OMP", "PYTORCH", "TORCH")
 
@@ -35,7 +36,7 @@ def environment_facts(hardware: Hardware) -> dict[str, Any]:
         "memory_bytes": psutil.virtual_memory().total,
         "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLE_PREFIXES)},
         "substrate": hardware.substrate(1, REAL),
-        "cannot_show": _LIMITS if hardware.ranks_per_device > 1 and hardware.devices else "",
+        "cannot_show": _cannot_show(hardware),
         "git": _git_commit(),
     }
 
@@ -46,6 +47,13 @@ def _device(hardware: Hardware) -> dict[str, Any]:
         return {"type": "cpu", "name": _processor_name(), "count": len(os.sched_getaffinity(0))}
     names = dict.fromkeys(device.name for device in hardware.devices)
     return {"type": "cuda", "name": ", ".join(names), "count": len(hardware.devices), "driver": hardware.driver}
+
+
+def _cannot_show(hardware: Hardware) -> str:
+    """Return the subjects, with commas, about which no case on this machine says anything; empty if there are none."""
+    if not hardware.devices:
+        return _CPU_IS_BLIND_TO
+    return _SHARED_DEVICE_IS_BLIND_TO if hardware.ranks_per_device > 1 else ""
 
 
 def _backends(hardware: Hardware) -> dict[str, str]:
@@ -78,12 +86,15 @@ def _version(package: str) -> str | None:
 
 
 def _git_commit() -> str | None:
-    """The suite's commit, with `-dirty` if files differ from it; None outside of a checkout."""
+    """The suite's commit, with `-dirty` if files differ from it; None outside of a checkout.
+
+    An installed wheel may lie in the directory of another project, whose commit says nothing of the suite.
+    """
+    if not IS_CHECKOUT:
+        return None
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        done = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=True
-        )
+        done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() or None

@@ -1,9 +1,9 @@
 """HTML of a report and of a difference: one file each, which needs no network and no other file.
 
-Templates lie in `templates/`; all extend `base.html.j2`, which has what they share.
+Templates lie in `templates/`; all extend `base.html.j2`, which has what they share. `law_overview`, `axis_map` and
+`plots` prepare the sections of a report.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -11,11 +11,12 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from conformance.instruments.communication import Communication
-from conformance.judge.law import in_order
 from conformance.judge.measurements import Measurement
-from conformance.judge.verdicts import Verdict
+from conformance.judge.verdicts import BAD, Verdict
+from conformance.report import failure_text
+from conformance.report.axis_map import axis_map, filter_tokens
 from conformance.report.cell_facts import CellFacts
-from conformance.report.charts import bounds_bar, loss_curve, memory_bar, timeline
+from conformance.report.charts import bounds_bar, timeline
 from conformance.report.diff import Difference
 from conformance.report.diff_text import (
     METRIC_HEADERS,
@@ -24,48 +25,63 @@ from conformance.report.diff_text import (
     metric_rows,
     side_rows,
     summary,
+    title,
     verdict_rows,
 )
+from conformance.report.failure_groups import FailureGroup, failure_groups
+from conformance.report.headline import headline
+from conformance.report.law_overview import Family, families_of
+from conformance.report.links import linked
+from conformance.report.plots import loss_plots, memory_plots, traffic_plots
 from conformance.report.schema import CaseResult, Report
-from conformance.report.wording import bounds_text, derivation_text, is_outside, value_text
+from conformance.report.versions import VersionTable
+from conformance.report.wording import bounds_text, counted, derivation_text, is_outside, value_text
 
-_BAD = (Verdict.FAIL, Verdict.TIMEOUT, Verdict.CRASH, Verdict.ERROR, Verdict.UNEXPECTED_PASS)
 _SHORT = {
     Verdict.UNSUPPORTED.value: "n/a",
     Verdict.UNEXPECTED_PASS.value: "xpass",
     Verdict.QUALITY_WARNING.value: "drifted",
 }
 """Verdicts as they are written in the narrow columns of the grid."""
-_OUTCOMES = {0: "conformant", 1: "not conformant", 3: "the suite failed", 4: "usage", 5: "incomplete"}
-_PEAK = "peak of "
 
 
 def html_report(report: Report, *, baseline: Report | None = None) -> str:
     """Return the HTML report, from what report.json has alone; losses are overlaid with those of a baseline."""
-    laws = sorted({case.law for case in report.cases}, key=in_order)
-    known = baseline.cells if baseline else {}
+    families = families_of(report.cases)
+    tokens = filter_tokens(list(dict.fromkeys([*(case.cell for case in report.cases), *report.cells])))
     return render(
         "report.html.j2",
         report=report,
-        title=f"torch {report.environment['packages']['torch']}, profile {report.profile}, {report.started}",
-        outcome=_OUTCOMES.get(report.exit_code, "?"),
-        has_baseline=bool(known),
-        cannot_show=report.environment.get("cannot_show", ""),
+        headline=headline(report),
+        failures=_failures(failure_groups(report)),
+        details=failure_text.details,
+        families=families,
+        metrics=_metrics,
+        grids=[(family, list(_grid(family))) for family in families],
+        map=axis_map(report.cases),
+        tokens=tokens,
+        axes=_filter_axes(tokens),
         verdicts=[verdict.value for verdict in Verdict if verdict.value in report.verdicts],
-        families=list(_families(report.cases)),
-        laws=[_law(law, report.cases) for law in laws],
-        grid=_grid(report.cases, laws),
         short=_SHORT,
-        memory=list(_memory(report.cases)),
-        cells=[_cell(name, facts, known.get(name)) for name, facts in report.cells.items()],
+        memory=memory_plots(report.cases),
+        losses=loss_plots(report.cases, report.cells, baseline.cells if baseline else {}),
+        traffic=traffic_plots(report.cases),
+        has_baseline=baseline is not None,
+        cells=[_cell(name, facts) for name, facts in report.cells.items()],
         environment=list(_facts(report.environment)),
     )
+
+
+def html_versions(table: VersionTable) -> str:
+    """Return laws by version of torch as HTML, with a column for each report."""
+    return render("versions.html.j2", table=table)
 
 
 def html_difference(difference: Difference) -> str:
     """Return the difference of two reports as HTML."""
     return render(
         "diff.html.j2",
+        title=title(difference),
         summary=summary(difference),
         verdict="fail" if difference.exit_status else "pass",
         sides=(SIDE_HEADERS, side_rows(difference)),
@@ -81,7 +97,7 @@ def render(template: str, **values: Any) -> str:
 
 @cache
 def _environment() -> Environment:
-    return Environment(
+    environment = Environment(
         loader=PackageLoader("conformance.report"),
         autoescape=True,
         trim_blocks=True,
@@ -89,29 +105,40 @@ def _environment() -> Environment:
         keep_trailing_newline=True,
         undefined=StrictUndefined,
     )
+    environment.filters |= {"linked": linked, "counted": counted}
+    return environment
 
 
-def _families(cases: Sequence[CaseResult]) -> Iterator[dict[str, Any]]:
-    for name in sorted({case.law.partition("-")[0] for case in cases}):
-        of_family = [case for case in cases if case.law.partition("-")[0] == name]
-        counts = Counter(case.verdict for case in of_family)
-        yield {"name": name, "counts": counts, "seconds": sum(case.duration_s for case in of_family)}
+def _failures(groups: Sequence[FailureGroup]) -> dict[str, Any]:
+    return {
+        "title": failure_text.title(groups) if groups else "What failed",
+        "summary": failure_text.summary(groups) if groups else "",
+        "causes": failure_text.causes(groups),
+        "shown": failure_text.MAX_CAUSES,
+    }
 
 
-def _law(law: str, cases: Sequence[CaseResult]) -> dict[str, Any]:
-    of_law = [case for case in cases if case.law == law]
-    shown = [
-        {"result": case, "metrics": [_metric(name, metric) for name, metric in case.measured.items()]}
-        for case in of_law
-    ]
-    return {"id": law, "must": of_law[0].must, "cases": shown, "bad": any(case.verdict in _BAD for case in of_law)}
-
-
-def _grid(cases: Sequence[CaseResult], laws: Sequence[str]) -> list[tuple[str, list[CaseResult | None]]]:
+def _grid(family: Family) -> Iterator[tuple[str, list[CaseResult | None]]]:
+    """Cells on which a law of the family was planned, with the case of each law: those that failed come first."""
     by_cell: dict[str, dict[str, CaseResult]] = {}
-    for case in cases:
-        by_cell.setdefault(case.cell, {})[case.law] = case
-    return [(cell, [by_law.get(law) for law in laws]) for cell, by_law in sorted(by_cell.items())]
+    for law in family.laws:
+        for case in law.cases:
+            by_cell.setdefault(case.cell, {})[law.id] = case
+    has_passed = {cell: all(case.verdict not in BAD for case in by_law.values()) for cell, by_law in by_cell.items()}
+    for cell in sorted(by_cell, key=lambda cell: (has_passed[cell], cell)):
+        yield cell, [by_cell[cell].get(law.id) for law in family.laws]
+
+
+def _filter_axes(tokens: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """Tokens that a reader can filter by, by axis."""
+    axes: dict[str, list[str]] = {}
+    for token in sorted({token for of_cell in tokens.values() for token in of_cell}):
+        axes.setdefault(token.partition("=")[0], []).append(token)
+    return axes
+
+
+def _metrics(case: CaseResult) -> list[dict[str, Any]]:
+    return [_metric(name, metric) for name, metric in case.measured.items()]
 
 
 def _metric(name: str, metric: Measurement) -> dict[str, Any]:
@@ -126,28 +153,23 @@ def _metric(name: str, metric: Measurement) -> dict[str, Any]:
     }
 
 
-def _memory(cases: Sequence[CaseResult]) -> Iterator[dict[str, Any]]:
-    by_cell = {case.cell: _peaks(case.measured) for case in cases if case.law == "MEM-1" and case.measured}
-    largest = max((metric.value or 0.0 for peaks in by_cell.values() for metric in peaks.values()), default=0.0)
-    for cell, peaks in by_cell.items():
-        if peaks and largest:
-            yield {"cell": cell, "bar": memory_bar(peaks, largest_bytes=largest)}
-
-
-def _peaks(measured: Mapping[str, Measurement]) -> dict[str, Measurement]:
-    return {name.removeprefix(_PEAK): metric for name, metric in measured.items() if name.startswith(_PEAK)}
-
-
-def _cell(name: str, facts: CellFacts, baseline: CellFacts | None) -> dict[str, Any]:
+def _cell(name: str, facts: CellFacts) -> dict[str, Any]:
     return {
         "id": name,
-        "losses": loss_curve(facts.losses, baseline.losses if baseline else ()),
+        "losses": _losses(facts.losses),
         "tokens_per_s": "" if facts.tokens_per_s is None else f"{facts.tokens_per_s:.0f}",
         "communication": _communication(facts.communication),
         "wire": list(facts.wire_bytes.items()),
         "timeline": timeline(facts.schedule),
         "collectives": [f"{number} x {what}" for what, number in facts.collectives.items()],
     }
+
+
+def _losses(losses: Sequence[float | None]) -> str:
+    if not losses:
+        return ""
+    first, last = ("not finite" if loss is None else f"{loss:.4f}" for loss in (losses[0], losses[-1]))
+    return f"{first} to {last}"
 
 
 def _communication(communication: Communication | None) -> str:

@@ -48,6 +48,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header", tag_field=
     """Digest of the code that judges: reports of equal digests can be compared case by case."""
     matrix_digest: str
     defect: str | None
+    selection: str
+    """Options that selected cases of the profile, as they were given; empty if all cases were selected."""
     environment: dict[str, Any]
 
 
@@ -77,6 +79,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     suite_digest: str
     matrix_digest: str
     defect: str | None
+    selection: str
+    """Options that selected cases of the profile, as they were given; empty if all cases were selected."""
     planned: int
     executed: int
     verdicts: dict[str, int]

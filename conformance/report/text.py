@@ -2,56 +2,84 @@
 
 import statistics
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 from tabulate import tabulate
 
 from conformance.judge.law import in_order
 from conformance.judge.verdicts import Verdict
-from conformance.report.schema import CaseResult, Report
-from conformance.report.wording import counted, derivation_text, is_outside, terms_text, value_text
+from conformance.report.failure_groups import FailureGroup, failure_groups
+from conformance.report.failure_text import MAX_CAUSES, causes, details, reason_text, summary, title
+from conformance.report.headline import headline, headline_line
+from conformance.report.schema import Report
+from conformance.report.wording import counted
 
 _TOLD_WAIT_S = 1.0
+_WITHOUT_JUDGEMENT = (Verdict.UNSUPPORTED, Verdict.NOT_RUN)
 
 
-def terminal_lines(report: Report, directory: Path) -> Iterator[str]:
-    """Yield the table of laws, then all that is neither pass nor unsupported, with the command that repeats it."""
+def terminal_lines(report: Report, place: str) -> Iterator[str]:
+    """Yield the headline, what failed by cause, the table of laws, what was not judged, and the outcome once more.
+
+    `place` is a clause that says where the report is.
+    """
+    yield headline_line(report)
+    if blind_to := headline(report).nothing_about:
+        yield blind_to
     if not report.planned:
         yield "no case is selected: see python -m conformance list for what the profile has, and --cells"
-    yield law_table(report, table_format="simple")
-    for case, others in _notable(report):
-        yield f"\n{case.verdict}: {case.id}: {case.reason}\n  {case.must}"
-        yield from (f"  {line}" for line in _broken_bounds(case))
-        yield f"  repeat: {case.repro}"
-        if others:
-            yield f"  and {counted(others, 'case')} with the same reason"
-    for reason, number in _unsupported(report).items():
-        yield f"unsupported, {counted(number, 'case')}: {reason}"
+    yield from _failures(failure_groups(report))
+    yield f"\n{law_table(report, table_format='simple')}\n"
+    yield from _briefly(report)
     yield from _exposed_communication(report)
     yield from _waiting(report)
-    yield f"\n{ending(report)}; report: {directory}"
+    yield f"\n{headline(report).outcome}: {ending(report)}; {place}"
 
 
 def markdown(report: Report) -> str:
-    """Return the end of a session as markdown for the readers of a pull request: faults come first."""
-    blocks = [f"## Conformance: {ending(report)}", f"torch {report.environment['packages']['torch']}"]
-    for case, others in _notable(report):
-        also = f" And {counted(others, 'case')} with the same reason." if others else ""
-        blocks.append(f"- **{case.verdict}** `{case.id}`: {_plain(case.reason)}.{also} {_plain(case.must)}")
-        blocks += [f"  {_plain(line)}" for line in _broken_bounds(case)]
-        blocks.append(f"  ```\n  {case.repro}\n  ```")
-    for reason, number in _unsupported(report).items():
-        blocks.append(f"- unsupported, {counted(number, 'case')}: {_plain(reason)}")
-    return "\n\n".join([*blocks, law_table(report, table_format="github")]) + "\n"
+    """Return the end of a session as markdown for the readers of a pull request: what failed comes first."""
+    blocks = [f"## {headline_line(report)}", _plain(headline(report).nothing_about), ending(report)]
+    blocks += [*_failures_in_markdown(failure_groups(report)), law_table(report, table_format="github")]
+    blocks.append("\n".join(f"- {_plain(line)}" for line in _briefly(report)))
+    return "\n\n".join(filter(None, blocks)) + "\n"
 
 
 def ending(report: Report) -> str:
     """Return one line: how many cases were executed, in which time, with which exit status."""
     return (
-        f"profile {report.profile}: {report.executed} of {counted(report.planned, 'case')} executed in "
-        f"{report.duration_s:.1f} s, exit status {report.exit_code}"
+        f"{report.executed} of {counted(report.planned, 'case')} executed in {report.duration_s:.1f} s, "
+        f"exit status {report.exit_code}"
     )
+
+
+def _failures(groups: Sequence[FailureGroup]) -> Iterator[str]:
+    if groups:
+        yield f"\n{title(groups)}: {summary(groups)}"
+    for cause in causes(groups)[:MAX_CAUSES]:
+        first = cause[0]
+        yield f"\n{first.verdict}: {first.cases[0].id}: {reason_text(first)}\n  {first.must}"
+        yield from (f"  {line}" for line in details(cause))
+        yield f"  repeat: {first.repro}"
+    if more := _more(groups):
+        yield f"\n{more}"
+
+
+def _failures_in_markdown(groups: Sequence[FailureGroup]) -> Iterator[str]:
+    """Blocks of a section; a list item for each cause, with a block of code for its command."""
+    if groups:
+        yield f"### {title(groups)}\n\n{_plain(summary(groups))}"
+    for cause in causes(groups)[:MAX_CAUSES]:
+        first = cause[0]
+        item = [f"- **{first.verdict}** `{first.cases[0].id}`: {_plain(reason_text(first))}. {_plain(first.must)}"]
+        item += [f"  - {_plain(line)}" for line in details(cause)]
+        yield "\n".join([*item, "", f"  ```\n  {first.repro}\n  ```"])
+    yield _more(groups)
+
+
+def _more(groups: Sequence[FailureGroup]) -> str:
+    """Line about groups that are not told; empty if all are."""
+    more = sum(len(cause) for cause in causes(groups)[MAX_CAUSES:])
+    return f"and {counted(more, 'more group')} of failures: see report.html" if more else ""
 
 
 def law_table(report: Report, *, table_format: str) -> str:
@@ -65,28 +93,12 @@ def law_table(report: Report, *, table_format: str) -> str:
     return tabulate(rows, headers=["law", *columns, "seconds"], tablefmt=table_format)
 
 
-def _notable(report: Report) -> Iterator[tuple[CaseResult, int]]:
-    """Cases to tell of, and how many more have the same reason: only errors of the suite are counted together."""
-    errors = Counter(case.reason for case in report.cases if case.verdict == Verdict.ERROR)
-    for case in report.cases:
-        number = errors.pop(case.reason, 0) if case.verdict == Verdict.ERROR else 1
-        if case.verdict not in (Verdict.PASS, Verdict.UNSUPPORTED) and number:
-            yield case, number - 1
-
-
-def _broken_bounds(case: CaseResult) -> Iterator[str]:
-    """One line for each metric outside of a bound that has a derivation: what the reason does not say already."""
-    for name, metric in case.measured.items():
-        if not metric.terms or not is_outside(metric):
-            continue
-        if metric.formula in case.reason:
-            yield f"terms of the bound: {terms_text(metric)}"
-        else:
-            yield f"{name}{f' at {metric.at}' if metric.at else ''}: {value_text(metric)}, {derivation_text(metric)}"
-
-
-def _unsupported(report: Report) -> Counter[str]:
-    return Counter(case.reason for case in report.cases if case.verdict == Verdict.UNSUPPORTED)
+def _briefly(report: Report) -> Iterator[str]:
+    """One line for each reason of cases that are waived, unsupported or not run."""
+    waived = Counter(case.reason.partition(": ")[0] for case in report.cases if case.verdict == Verdict.WAIVED)
+    yield from (f"waived, {counted(number, 'case')}: {issue}" for issue, number in waived.items())
+    others = Counter((c.verdict, c.reason) for c in report.cases if c.verdict in _WITHOUT_JUDGEMENT)
+    yield from (f"{verdict}, {counted(number, 'case')}: {reason}" for (verdict, reason), number in others.items())
 
 
 def _exposed_communication(report: Report) -> Iterator[str]:

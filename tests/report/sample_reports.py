@@ -40,7 +40,7 @@ def report(
     """A report of these cases and facts of cells; `other` are fields of the report."""
     environment = {"packages": {"torch": torch}, "device": {"name": "Fake", "count": 2}}
     fixed: dict[str, Any] = {"session": "s", "profile": "pr", "seed": 0, "started": "2026-11-22T10:00:00"}
-    fixed |= {"matrix_digest": "m", "defect": None, "exit_code": 0, "duration_s": 1.0, "verdicts": {}}
+    fixed |= {"matrix_digest": "m", "defect": None, "selection": "", "exit_code": 0, "duration_s": 1.0, "verdicts": {}}
     fixed |= {"suite_digest": "d", "planned": len(cases), "executed": len(cases)}
     return Report(environment=environment, cases=list(cases), cells=cells or {}, **{**fixed, **other})
 

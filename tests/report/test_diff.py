@@ -7,13 +7,14 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from markupsafe import escape
 
 from conformance.__main__ import main
 from conformance.judge.measurements import Measurement
 from conformance.judge.verdicts import Verdict
 from conformance.report.cell_facts import CellFacts
 from conformance.report.diff import Change, Difference, diff
-from conformance.report.diff_text import as_markdown, as_text, summary
+from conformance.report.diff_text import as_markdown, as_text, summary, title
 from conformance.report.drift import drifted_metrics
 from conformance.report.html import html_difference
 from conformance.report.schema import Report
@@ -177,6 +178,19 @@ def test_all_renderings_tell_the_same() -> None:
     assert all("no difference" in text for text in (as_text(nothing), as_markdown(nothing), html_difference(nothing)))
 
 
+def test_the_first_line_says_how_both_sides_are_restricted() -> None:
+    full = report(case("PAR-1/a"))
+    narrow = report(case("PAR-1/a"), selection="--cells 'tp = 2'", defect="grads-summed", torch="2.15.0")
+    side = "torch 2.15.0, profile pr (only --cells 'tp = 2'; defect grads-summed injected)"
+    told = f"{side}, compared with torch 2.13.0, profile pr: not restricted alike, so not every change is torch's"
+    difference = diff(full, narrow)
+    assert as_text(difference).splitlines()[0] == told
+    assert as_markdown(difference).splitlines()[0] == f"# Conformance: {told}"
+    assert f"<h1>{escape(told)}</h1>" in html_difference(difference)
+    assert title(diff(narrow, narrow)) == f"{side}, compared with {side}"
+    assert title(diff(full, full)) == "torch 2.13.0, profile pr, compared with torch 2.13.0, profile pr"
+
+
 def test_the_terminal_shows_the_first_changes() -> None:
     removed = [Change(kind="removed", case=f"PAR-1/{number}", before="pass", after="") for number in range(40)]
     assert "... and 10 more: see --json" in as_text(msgspec.structs.replace(example(), changes=removed))
@@ -195,9 +209,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert [change.kind for change in read.changes] == ["new-fail"]
     assert (tmp_path / "diff.html").read_text().startswith("<!doctype html>")
     assert main(["diff", a, b, "--markdown"]) == 1
-    assert capsys.readouterr().out.startswith("# Conformance, compared with the baseline")
-    assert main(["diff", a, str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().out.startswith("# Conformance: torch 2.13.0, profile pr, compared with")
+    assert main(["diff", a, str(tmp_path / "none")]) == 4
     assert "none: no report: No such file or directory" in capsys.readouterr().err
     (tmp_path / "b" / "report.json").write_text("{}")
-    assert main(["diff", a, b]) == 2
+    assert main(["diff", a, b]) == 4
     assert "the report is cut off, or of another version of the suite" in capsys.readouterr().err

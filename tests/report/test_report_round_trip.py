@@ -33,6 +33,7 @@ def test_report_round_trip() -> None:
         suite_digest="1",
         matrix_digest="0",
         defect=None,
+        selection="",
         planned=1,
         executed=1,
         verdicts={"pass": 1},
