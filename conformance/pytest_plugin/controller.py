@@ -2,55 +2,74 @@
 
 import datetime
 import json
-import shutil
 import time
 from collections import Counter
-from typing import IO, Any
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from conformance.judge.verdicts import CONFORMANT, SUITE_FAILED, Verdict, exit_status
-from conformance.pytest_plugin.order import remember_durations
+from conformance.pytest_plugin.junit import name_suite
+from conformance.pytest_plugin.order import remember_durations, remembered_durations_s
+from conformance.pytest_plugin.progress import Progress
+from conformance.pytest_plugin.report_files import PLAN, ReportFiles
 from conformance.pytest_plugin.setup import SessionSetup
+from conformance.pytest_plugin.told_failures import ToldFailures
 from conformance.report.cell_facts import cell_facts
 from conformance.report.environment import environment_facts, suite_digest
+from conformance.report.github import annotations
 from conformance.report.html import html_report
 from conformance.report.schema import CaseResult, Footer, Header, Report
 from conformance.report.text import markdown, terminal_lines
-
-_OWN_FILES = ("report.json", "report.jsonl", "report.html", "summary.md", "junit.xml", "plan.json")
 
 
 class Controller:
     """Plugin of the process that the user started: the controller of xdist's workers, or the only process."""
 
-    def __init__(self, setup: SessionSetup) -> None:
-        self._setup = setup
+    def __init__(self, setup: SessionSetup, told_failures: ToldFailures, progress: Progress | None) -> None:
+        self._setup, self._told_failures, self._progress = setup, told_failures, progress
         self._directory, self._baseline = setup.report_directory, setup.baseline
+        try:
+            self._files = ReportFiles(self._directory, records=setup.store.directory)
+        except ValueError as error:
+            raise pytest.UsageError(str(error)) from None
         self._start_s = time.monotonic()
         self._header = _header(setup)
         self._results: dict[str, CaseResult] = {}
         self._crashed: dict[str, str] = {}
         self._planned: list[str] = []
+        self._durations_s: dict[str, float] = {}
         self._collection_failed = False
         self._report: Report | None = None
-        self._unwritable = ""
-        self._stream = self._open()
+        self._files.write_line(self._header)
 
     # Results.
+
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        """Read the durations of earlier sessions; pytest has no cache before."""
+        self._durations_s = remembered_durations_s(session.config)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Remember the planned cases, if this process has collected them."""
         self._planned = self._planned or [item.nodeid for item in session.items]
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> None:
+        """Begin the progress, if this process has collected the cases."""
+        if session.items:
+            self._begin_progress()
+
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node: object, ids: list[str]) -> None:
         """Remember the cases that a worker has collected. Raises pytest.UsageError for a problem in the plan."""
-        self._planned = list(ids)
+        first, self._planned = not self._planned, list(ids)
         problem = self._read_plan().get("problem")
         if problem:
             raise pytest.UsageError(problem)
+        if first and ids:
+            self._begin_progress()
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Remember that a file could not be collected."""
@@ -60,10 +79,12 @@ class Controller:
         """Take the result of a case, or the message that its worker died."""
         attached = getattr(report, "conformance", None)
         if attached is not None:
+            self._files.replace_earlier()
             result = msgspec.convert(attached, CaseResult)
             self._results[result.nodeid] = result
-            self._write_line({"type": "case", **msgspec.to_builtins(result)})
+            self._files.write_line({"type": "case", **msgspec.to_builtins(result)})
         elif report.when not in ("setup", "call", "teardown"):  # xdist writes "???" for an item whose worker died
+            self._files.replace_earlier()
             self._crashed[report.nodeid] = str(report.longrepr).splitlines()[0]
 
     # End.
@@ -88,6 +109,7 @@ class Controller:
             suite_digest=self._header.suite_digest,
             matrix_digest=self._header.matrix_digest,
             defect=self._header.defect,
+            selection=self._header.selection,
             planned=len(self._planned),
             executed=sum(count for verdict, count in counts.items() if verdict != Verdict.NOT_RUN),
             verdicts=verdicts,
@@ -96,22 +118,32 @@ class Controller:
             cells=cell_facts(self._setup.store.directory, session=self._header.session),
             cases=sorted(self._results.values(), key=lambda result: result.id),
         )
-        self._publish(self._report)
+        self._leave_files(self._report, junit=Path(session.config.option.xmlpath))
         remember_durations(session.config, self._results.values())
-        session.exitstatus = SUITE_FAILED if self._unwritable else status
+        session.exitstatus = SUITE_FAILED if self._files.unwritable else status
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print the summary."""
+        self._told_failures.restore(terminalreporter)
         if self._report is None:
             return
         write = terminalreporter.write_line
         terminalreporter.section("conformance")
-        for line in terminal_lines(self._report, self._directory):
+        for warning in filter(None, [self._setup.expired_waivers, self._files.unwritable]):
+            write(warning)
+        place = f"report: {self._directory}"
+        if self._files.has_earlier:
+            place = f"no case has ended, so {self._directory} keeps the report of an earlier session"
+        for line in [*annotations(self._report), *terminal_lines(self._report, place)]:
             write(line)
         if self._baseline:
             write(f"\n{self._baseline.difference(self._report)}")
-        if self._unwritable:
-            write(f"{self._unwritable}: exit status {SUITE_FAILED}")
+
+    def _begin_progress(self) -> None:
+        if self._progress is not None:
+            plan = self._read_plan()["cases"]
+            planned = {nodeid: f"{case['law']}/{case['cell']}" for nodeid, case in plan.items()}
+            self._progress.begin(planned, self._durations_s)
 
     def _add_missing(self) -> None:
         missing = [nodeid for nodeid in self._planned if nodeid not in self._results]
@@ -138,37 +170,14 @@ class Controller:
 
     def _read_plan(self) -> dict[str, Any]:
         """Return the plan of this session, which collecting processes write: `cases` by node id, and a `problem`."""
-        file = self._directory / "plan.json"
+        file = self._directory / PLAN
         if not file.exists():
             return {}
         plan: dict[str, Any] = json.loads(file.read_text())
         return plan if plan["session"] == self._header.session else {}
 
-    # Files.
-
-    def _open(self) -> IO[str]:
-        """Remove an older report and open the stream of lines. Raises pytest.UsageError if that is impossible."""
-        try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            for name in _OWN_FILES:
-                (self._directory / name).unlink(missing_ok=True)
-            shutil.rmtree(self._directory / "records", ignore_errors=True)
-            stream = (self._directory / "report.jsonl").open("w")
-        except OSError as error:
-            raise pytest.UsageError(f"--report-dir {self._directory} cannot be written: {error}") from None
-        self._stream = stream
-        self._write_line(msgspec.to_builtins(self._header))
-        return stream
-
-    def _write_line(self, row: object) -> None:
-        """Write a line of the stream; a full disk must not hide the verdicts, which are printed at the end."""
-        try:
-            self._stream.write(msgspec.json.encode(row).decode() + "\n")
-            self._stream.flush()
-        except OSError as error:
-            self._unwritable = f"the report cannot be written to {self._directory}: {error.strerror}"
-
-    def _publish(self, report: Report) -> None:
+    def _leave_files(self, report: Report, *, junit: Path) -> None:
+        """Write the report, unless no case has ended and an earlier report is there; that stays."""
         footer = Footer(
             planned=report.planned,
             executed=report.executed,
@@ -176,18 +185,21 @@ class Controller:
             exit_code=report.exit_code,
             duration_s=report.duration_s,
         )
-        self._write_line(msgspec.to_builtins(footer))
-        unfinished = self._directory / "report.json.part"
-        try:
-            self._stream.close()
-            unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
-            unfinished.rename(self._directory / "report.json")
+        if self._files.has_earlier:
+            self._files.keep_earlier()
+        else:
+            with self._files.noting():
+                name_suite(junit, report)
+            self._files.write_line(footer)
             baseline = self._baseline.report if self._baseline else None
-            (self._directory / "report.html").write_text(html_report(report, baseline=baseline))
-            (self._directory / "summary.md").write_text(markdown(report))
-            (self._directory / "plan.json").unlink(missing_ok=True)
-        except OSError as error:
-            self._unwritable = f"the report cannot be written to {self._directory}: {error.strerror}"
+            self._files.publish(
+                {
+                    "report.json": msgspec.json.format(msgspec.json.encode(report), indent=1),
+                    "report.html": html_report(report, baseline=baseline).encode(),
+                    "summary.md": markdown(report).encode(),
+                }
+            )
+        self._files.close()
 
 
 def _header(setup: SessionSetup) -> Header:
@@ -200,5 +212,6 @@ def _header(setup: SessionSetup) -> Header:
         suite_digest=suite_digest(),
         matrix_digest=setup.matrix.digest,
         defect=setup.defect,
+        selection=setup.selection,
         environment={**environment_facts(machine.hardware), "max_world_size": machine.max_world_size},
     )

@@ -1,4 +1,4 @@
-"""Early end of a session: SIGTERM, which batch systems and CI send, has the effect of Ctrl-C."""
+"""Early end of a session: SIGTERM, which batch systems and CI send, has the effect of Ctrl-C, which works once."""
 
 import os
 import signal
@@ -9,18 +9,23 @@ from typing import Any, NoReturn
 import psutil
 import pytest
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-def take_sigterm_like_ctrl_c() -> None:
-    """Let SIGTERM end the session as Ctrl-C does, so that ranks are ended and a partial report is left.
 
-    Does nothing outside of the main thread, which alone may set handlers.
+def end_cleanly_on_signals() -> None:
+    """Let the first SIGINT or SIGTERM end the session, so that ranks are ended and a partial report is left.
+
+    Further ones are ignored: `timeout -s INT` sends two, to the process and to its group. Does nothing outside of the
+    main thread, which alone may set handlers.
     """
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _interrupt)
+        for number in _SIGNALS:
+            signal.signal(number, _interrupt)
 
 
 def _interrupt(number: int, _frame: object) -> NoReturn:
-    signal.signal(number, signal.SIG_IGN)  # a second signal must not interrupt the clean-up
+    for ignored in _SIGNALS:
+        signal.signal(ignored, signal.SIG_IGN)  # a second signal must not interrupt the clean-up
     raise KeyboardInterrupt(signal.Signals(number).name)
 
 

@@ -1,7 +1,7 @@
 """Selection of a session's cases by shard, and the order in which the cases run."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -9,7 +9,7 @@ import pytest
 from conformance.plan.matrix import Case
 from conformance.report.schema import CaseResult
 
-_CACHE_KEY = "conformance/durations_s"
+_CACHE_KEY = "conformance/durations_of_cases_s"
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,11 @@ class RunOrder:
     Within a mesh the cells that took longest in the last session come first, so that workers end together.
     """
 
-    def __init__(self, cases: Iterable[Case], durations_s: dict[str, float]) -> None:
-        cells = dict.fromkeys(case.cell.id for case in cases)
-        longest_first = sorted(cells, key=lambda cell: -durations_s.get(cell, 0.0))
+    def __init__(self, cases: Iterable[Case], durations_s: Mapping[str, float]) -> None:
+        cells: dict[str, float] = {}
+        for case in cases:
+            cells[case.cell.id] = cells.get(case.cell.id, 0.0) + durations_s.get(case.id, 0.0)
+        longest_first = sorted(cells, key=lambda cell: -cells[cell])
         self._rank = {cell: rank for rank, cell in enumerate(longest_first)}
 
     def key(self, case: Case | None) -> tuple[bool, int, str, int, str]:
@@ -61,7 +63,7 @@ class RunOrder:
 
 
 def remembered_durations_s(config: pytest.Config) -> dict[str, float]:
-    """Return the total duration of each cell's cases in earlier sessions, by id of the cell.
+    """Return the duration of each case in the last session that ran it, by id of the case.
 
     Durations are in pytest's cache; without a cache (`-p no:cacheprovider`) cells keep the order of the matrix.
     """
@@ -73,9 +75,6 @@ def remembered_durations_s(config: pytest.Config) -> dict[str, float]:
 def remember_durations(config: pytest.Config, results: Iterable[CaseResult]) -> None:
     """Add the durations of a session to the remembered durations."""
     cache = getattr(config, "cache", None)
-    durations_s: dict[str, float] = {}
-    for result in results:
-        durations_s[result.cell] = durations_s.get(result.cell, 0.0) + result.duration_s
     if cache is not None:
-        ran = {cell: round(duration_s, 3) for cell, duration_s in durations_s.items() if duration_s > 0.0}
+        ran = {result.id: round(result.duration_s, 3) for result in results if result.duration_s > 0.0}
         cache.set(_CACHE_KEY, remembered_durations_s(config) | ran)

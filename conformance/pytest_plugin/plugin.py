@@ -1,62 +1,55 @@
-"""Pytest plugin, installed as an entry point: options, and activation where laws are collected.
+"""Pytest plugin, installed as an entry point: activation where laws are collected.
 
-Every pytest session of an environment with the suite loads this module, so it imports nothing heavy and does nothing
-unless the session's arguments lead to the laws.
+Every pytest session of an environment with the suite loads this module. So it imports nothing heavy, and adds nothing,
+not even an option, unless the session's arguments may lead to the laws.
 """
 
 import os
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
-from conformance.project import PACKAGE
+from conformance.project import IS_CHECKOUT, LAWS_DIRECTORY, PACKAGE, PROJECT
 
-LAWS_DIRECTORY = PACKAGE / "laws"
-DEFAULT_PROFILE = "pr"
+_ROOT = PROJECT if IS_CHECKOUT else PACKAGE
+"""Outermost directory whose collection is meant to collect the laws; an environment may lie in any other project."""
+_MODULES = re.compile(r"conformance(\.laws(\.\w+)*)?")
+_CLAIMED = pytest.StashKey[list[str]]()
+"""Key of a configuration for the options that could not be added."""
 _CPUS_PER_WORKER = 4  # most worlds have four ranks
 _MAX_WORKERS = 8
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options of the suite."""
-    group = parser.getgroup("conformance", "FSDP2 + TP conformance suite")
-    group.addoption("--profile", default=DEFAULT_PROFILE, help=f"profile of matrix.yaml (default: {DEFAULT_PROFILE})")
-    group.addoption("--cells", metavar="EXPR", help="only these cells, such as 'tp=2 and precision=fp32'")
-    group.addoption(
-        "--seed", type=int, default=0, metavar="N", help="add N to the seed of every cell: other weights and data"
-    )
-    group.addoption("--shard", metavar="I/N", help="only the I-th of N shards of the cells, for N machines")
-    group.addoption(
-        "--accelerator", default="auto", metavar="WHAT", help="auto (CUDA devices if available), cpu or cuda"
-    )
-    group.addoption(
-        "--share-gpu",
-        default="auto",
-        metavar="N",
-        help="how many ranks may share a GPU where a world has more ranks than there are GPUs: auto, never or a number",
-    )
-    group.addoption("--isolate", action="store_true", help="fresh processes for every run, instead of warm ones")
-    group.addoption("--matrix", metavar="FILE", help="matrix file (default: matrix.yaml of the project)")
-    group.addoption(
-        "--report-dir", metavar="DIR", default="conformance-report", help="where the report goes (default: %(default)s)"
-    )
-    group.addoption("--record-dir", metavar="DIR", help="where records go (default: DIR/records of the report)")
-    group.addoption(
-        "--baseline", metavar="DIR", help="an earlier report: a case that passes and has drifted is a quality-warning"
-    )
-    group.addoption(
-        "--defect", metavar="ID", help="inject a known fault, or FILE.py:NAME; the laws that it violates must fail"
-    )
+@pytest.hookimpl(trylast=True)  # after conftest files, which may have claimed options too
+def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Parser) -> None:
+    """Add the options of the suite if the arguments may lead to the laws.
+
+    The values of options that are unknown so far, such as `smoke` of `--profile smoke`, look like arguments here. So
+    the directory and `testpaths` count too, which pytest collects without arguments.
+    """
+    known = early_config.known_args_namespace
+    directory = early_config.invocation_params.dir
+    arguments = [*known.file_or_dir, *early_config.getini("testpaths"), str(directory)]
+    if _lead_to_laws(arguments, directory, pyargs=known.pyargs):
+        # Not at the top: other sessions of pytest do not pay for this import.
+        from conformance.pytest_plugin.options import add_options
+
+        early_config.stash[_CLAIMED] = add_options(parser)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest's own junitxml, which reads an option set here
 def pytest_configure(config: pytest.Config) -> None:
-    """Start a session of the suite if the arguments lead to the laws."""
+    """Start a session of the suite if the arguments lead to the laws; raises pytest.UsageError if options clash."""
     if not _collects_laws(config):
         return
-    # Not at the top: other sessions of pytest do not pay for this import.
+    # Not at the top, see above.
+    from conformance.pytest_plugin.options import clash
     from conformance.pytest_plugin.session import start_session
 
+    for option in config.stash[_CLAIMED]:
+        raise pytest.UsageError(clash(config, option))
     start_session(config)
 
 
@@ -69,9 +62,16 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 
 
 def _collects_laws(config: pytest.Config) -> bool:
-    """Return whether an argument is the directory of the laws, a parent of it, or inside of it."""
-    for argument in config.args:
-        path = Path(config.invocation_params.dir, argument.split("::")[0]).resolve()
-        if LAWS_DIRECTORY.is_relative_to(path) or path.is_relative_to(LAWS_DIRECTORY):
-            return True
-    return False
+    return _lead_to_laws(config.args, config.invocation_params.dir, pyargs=config.option.pyargs)
+
+
+def _lead_to_laws(arguments: Iterable[str], directory: Path, *, pyargs: bool) -> bool:
+    """Return whether an argument is the directory or package of the laws, a parent of it, or inside of it."""
+    targets = [argument.partition("::")[0] for argument in arguments]
+    if pyargs and any(map(_MODULES.fullmatch, targets)):
+        return True
+    return any(_is_related(Path(directory, target).resolve()) for target in targets)
+
+
+def _is_related(path: Path) -> bool:
+    return path.is_relative_to(LAWS_DIRECTORY) or (LAWS_DIRECTORY.is_relative_to(path) and path.is_relative_to(_ROOT))

@@ -6,7 +6,6 @@ the report.
 
 import gc
 import os
-import shlex
 import uuid
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -20,17 +19,22 @@ from conformance.judge.judge import Judged, judge
 from conformance.judge.law import Law, law_of
 from conformance.judge.support import judging_substrate
 from conformance.judge.verdicts import Verdict, classify
+from conformance.outcomes import CellFailed
 from conformance.plan.matrix import Case
+from conformance.project import LAWS_DIRECTORY
 from conformance.pytest_plugin.controller import Controller
-from conformance.pytest_plugin.interruption import BriefInterrupt, EndsWorkers, take_sigterm_like_ctrl_c
+from conformance.pytest_plugin.interruption import BriefInterrupt, EndsWorkers, end_cleanly_on_signals
+from conformance.pytest_plugin.junit import case_properties
 from conformance.pytest_plugin.order import RunOrder, remembered_durations_s
+from conformance.pytest_plugin.progress import Progress
+from conformance.pytest_plugin.repeating import repeat_command
+from conformance.pytest_plugin.report_files import JUNIT, PLAN
 from conformance.pytest_plugin.setup import SessionSetup, read_options
+from conformance.pytest_plugin.told_failures import ToldFailures, says_all
 from conformance.report.schema import CaseResult
 from conformance.run.devices.hardware import DETERMINISM
 from conformance.run.devices.leases import LeaseError
 from conformance.run.devices.nvml import SESSION_VARIABLE
-
-_REPRO_DIRECTORY = "conformance-report-repro"  # repeating a case must not overwrite the report that it is in
 
 
 @dataclass
@@ -39,6 +43,10 @@ class _Item:
 
     law: Law
     case: Case
+    path: Path
+    """File of the test."""
+    name: str
+    """Name of the test in its file, with the cell in brackets."""
     duration_s: float = 0.0
     judged: Judged | None = None
 
@@ -48,11 +56,12 @@ _ITEM = pytest.StashKey[_Item]()
 
 def start_session(config: pytest.Config) -> None:
     """Read the options and register the plugins of a session. Raises pytest.UsageError for unusable options."""
+    _require_arguments(config)
     if getattr(config.option, "dist", "no") == "loadgroup":
         # xdist 3.8.0 with pytest 9.2: grouping is silently lost, and a crashed worker hangs the session
         # (pytest-xdist #1386, #1323). Records are shared through the store, so no case needs grouping.
         raise pytest.UsageError("--dist loadgroup is broken with this pytest (pytest-xdist #1386): use --dist load")
-    take_sigterm_like_ctrl_c()
+    end_cleanly_on_signals()
     gc.disable()  # until all modules are imported, see `Session.pytest_collection_finish`
     try:
         setup = read_options(config)
@@ -67,11 +76,30 @@ def start_session(config: pytest.Config) -> None:
     if setup.is_controller and getattr(config.option, "numprocesses", None):
         config.pluginmanager.register(EndsWorkers(), "conformance-ends-workers")
     if setup.is_controller and not config.option.collectonly:
-        config.pluginmanager.register(Controller(setup), "conformance-controller")
-        config.option.xmlpath = config.option.xmlpath or str(setup.report_directory / "junit.xml")
-        if getattr(config.option, "maxschedchunk", None) is None:
-            # Other workers could not help with the items that a worker holds in its queue (xdist docs, how-it-works).
-            config.option.maxschedchunk = 1
+        _start_controller(config, setup)
+
+
+def _require_arguments(config: pytest.Config) -> None:
+    """Raise pytest.UsageError for a file that is not there: where workers collect, pytest finds nothing to run."""
+    for argument in () if config.option.pyargs else config.args:
+        if not (config.invocation_params.dir / argument.partition("::")[0]).exists():
+            raise pytest.UsageError(f"file or directory not found: {argument}")
+
+
+def _start_controller(config: pytest.Config, setup: SessionSetup) -> None:
+    option, manager = config.option, config.pluginmanager
+    told_failures, progress = ToldFailures(), None
+    if config.get_verbosity() > -2:
+        # pytest captures the descriptor while a case runs; the copy stays what it is now.
+        out = os.fdopen(os.dup(1), "w")
+        progress = Progress(out, workers=getattr(option, "numprocesses", None) or 1)
+        manager.register(progress, "conformance-progress")
+    manager.register(told_failures, "conformance-told-failures")
+    manager.register(Controller(setup, told_failures, progress), "conformance-controller")
+    option.xmlpath = option.xmlpath or str(setup.report_directory / JUNIT)
+    if getattr(option, "maxschedchunk", None) is None:
+        # Other workers could not help with the items that a worker holds in its queue (xdist docs, how-it-works).
+        option.maxschedchunk = 1
 
 
 class Session:
@@ -84,6 +112,7 @@ class Session:
         for case in setup.cases:
             self._cases.setdefault(case.law, []).append(case)
         self._asserted: dict[str, str] = {}
+        self._collected_files: set[Path] = set()
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         """Start the rank server of a process that will run cases, so that both import torch at the same time."""
@@ -106,8 +135,9 @@ class Session:
         }
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_pycollect_makeitem(self, name: str, obj: Any) -> list[pytest.Item] | None:
+    def pytest_pycollect_makeitem(self, collector: pytest.Collector, name: str, obj: Any) -> list[pytest.Item] | None:
         """Collect no item for a law without a cell in this selection; raises UsageError for a second test of a law."""
+        self._collected_files.add(collector.path.resolve())
         law = law_of(obj)
         if law is None:
             return None
@@ -131,21 +161,23 @@ class Session:
             law = law_of(getattr(item, "function", None))
             if law is not None:
                 cell = item.callspec.params["cell"]  # type: ignore[attr-defined]
-                item.stash[_ITEM] = _Item(law, Case(law.id, cell))
+                item.stash[_ITEM] = _Item(law, Case(law.id, cell), item.path, item.name)
         order = RunOrder(self._setup.cases, self._durations_s)
         items.sort(key=lambda item: order.key(item.stash[_ITEM].case if _ITEM in item.stash else None))
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Write the plan; raises UsageError if all laws were collected and a law of the matrix has no test."""
+        """Write the plan; raises UsageError if all files of laws were collected and a law of the matrix has no test."""
         # Imported modules stay. Otherwise every garbage collection would traverse torch: while torch is imported (see
         # `start_session`), while laws judge, and several times at the end, which takes longest of all.
         gc.freeze()
         gc.enable()
         items = {item.nodeid: item.stash[_ITEM] for item in session.items if _ITEM in item.stash}
-        all_laws = all("::" not in argument and Path(argument).suffix != ".py" for argument in session.config.args)
+        all_files = self._collected_files.issuperset(
+            LAWS_DIRECTORY.glob("test_*.py")
+        )  # not so with --lf, --ignore, ...
         unasserted = self._cases.keys() - self._asserted.keys()
         problem = None
-        if all_laws and unasserted and not session.testsfailed:
+        if all_files and unasserted and not session.testsfailed:
             problem = f"matrix.yaml names laws that no test asserts: {', '.join(sorted(unasserted))}"
         if problem and self._setup.is_controller:
             raise pytest.UsageError(problem)  # a worker would end without a message: the controller reads the plan
@@ -161,13 +193,13 @@ class Session:
                 "law": item.law.id,
                 "must": item.law.must,
                 "cell": item.case.cell.id,
-                "repro": self._repro(nodeid),
+                "repro": self._repro(item),
             }
             for nodeid, item in items.items()
         }
         partial = directory / f"plan.{uuid.uuid4().hex}.part"
         partial.write_bytes(msgspec.json.encode({"session": self._setup.name, "cases": plan, "problem": problem}))
-        partial.rename(directory / "plan.json")
+        partial.rename(directory / PLAN)
 
     # Verdicts.
 
@@ -201,6 +233,8 @@ class Session:
         case_item = item.stash.get(_ITEM, None)
         if case_item is None:
             return report
+        if report.when == "call" and case_item.judged is not None and says_all(case_item.judged):
+            report.longrepr = case_item.judged.reason
         case_item.duration_s += call.duration
         if report.skipped and isinstance(report.longrepr, tuple):  # pytest would name a line of this plugin
             path, line, _ = item.reportinfo()
@@ -212,6 +246,7 @@ class Session:
         if call.when == "teardown" and case_item.judged is not None:
             # Builtin types only: anything else kills an xdist session (execnet DumpError).
             result = self._result(item.nodeid, case_item, case_item.judged)
+            report.user_properties += case_properties(result, torch_version=self._setup.machine.torch_version)
             report.conformance = msgspec.to_builtins(result)  # type: ignore[attr-defined]
         return report
 
@@ -234,12 +269,13 @@ class Session:
             wait_s=round(judged.wait_s, 4),
             run_s=round(judged.run_s, 4),
             measured=judged.measured,
-            repro=self._repro(nodeid),
+            repro=self._repro(item),
             nodeid=nodeid,
         )
 
-    def _repro(self, nodeid: str) -> str:
-        return shlex.join(["pytest", "-n0", *self._setup.repro_options, f"--report-dir={_REPRO_DIRECTORY}", nodeid])
+    def _repro(self, item: _Item) -> str:
+        setup = self._setup
+        return repeat_command(item.path, item.name, setup.repro_options, directory=setup.directory)
 
     # Fixtures of the laws: pytest must know the names; `judge` passes the values.
 
@@ -255,7 +291,11 @@ class Session:
 
 
 def _tell_pytest(judged: Judged) -> None:
-    """Raise the exception by which pytest counts the case in accordance with its verdict."""
+    """Raise the exception by which pytest counts the case in accordance with its verdict.
+
+    A failed comparison says all in its reason. A run that did not finish shows what its ranks left, and only an error
+    of the suite has a traceback worth showing.
+    """
     __tracebackhide__ = True
     match judged.verdict:
         case Verdict.PASS | Verdict.QUALITY_WARNING:
@@ -264,8 +304,9 @@ def _tell_pytest(judged: Judged) -> None:
             pytest.skip(judged.reason)
         case Verdict.WAIVED:
             pytest.xfail(judged.reason)
-        case Verdict.UNEXPECTED_PASS:
-            pytest.fail(judged.reason, pytrace=False)
-        case _:
-            assert judged.error is not None, f"{judged.verdict} without an exception"
+        case Verdict.ERROR if not isinstance(judged.error, CellFailed):
+            assert judged.error is not None, "an error without an exception"
             raise judged.error
+        case _:
+            ended = isinstance(judged.error, CellFailed)
+            pytest.fail(str(judged.error) if ended else judged.reason, pytrace=False)

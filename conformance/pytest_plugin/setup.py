@@ -2,6 +2,7 @@
 
 import datetime
 import importlib.metadata
+import shlex
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +12,10 @@ import pytest
 
 from conformance.defects.catalogue import require_known
 from conformance.judge.support import Machine
-from conformance.judge.waivers import Waiver, profile_waivers
+from conformance.judge.waivers import Waiver, expired_warning, profile_waivers
 from conformance.plan.matrix import Case, Matrix, Profile, load_matrix
-from conformance.plan.selection import parse
-from conformance.project import PROJECT
+from conformance.plan.selection import parse, parse_laws
+from conformance.project import LAWS_DIRECTORY, data_file
 from conformance.pytest_plugin.order import parse_shard
 from conformance.report.baseline import Baseline
 from conformance.run.devices.hardware import Hardware, find_hardware
@@ -37,19 +38,25 @@ class SessionSetup:
     """Random name, the same in all processes of the session."""
     is_controller: bool
     """True in the process that the user started, which is the only one without workers."""
+    directory: Path
+    """Directory in which the session was started, without symbolic links."""
     report_directory: Path
     matrix: Matrix
     profile_name: str
     profile: Profile
     cases: tuple[Case, ...]
     waivers: list[Waiver]
+    expired_waivers: str
+    """Warning of one line about waivers that have expired; empty if none has."""
     seed: int
     """Number that is added to the seed of every cell."""
     defect: str | None
+    selection: str
+    """Options that select cases of the profile, as they were given; empty if there are none."""
     baseline: Baseline | None
     store: RecordStore
     durations_s: dict[str, float]
-    """Durations of cells in earlier sessions, which the controller passes to its workers."""
+    """Durations of cases in earlier sessions by id, which the controller passes to its workers."""
     repro_options: tuple[str, ...]
     """Options with which pytest repeats a case."""
 
@@ -70,24 +77,31 @@ def read_options(config: pytest.Config) -> SessionSetup:
     report_directory = Path(inherited.get("report_directory", Path(option.report_dir).resolve()))
     name = inherited.get("session", uuid.uuid4().hex[:12])
     try:
-        file = Path(option.matrix) if option.matrix else PROJECT / "matrix.yaml"
+        file = Path(option.matrix) if option.matrix else data_file("matrix.yaml")
         matrix = load_matrix(file)
         profile = matrix.profile(option.profile)
-        selection = parse(option.cells) if option.cells else None
-        cases = matrix.cases(option.profile, only=selection, seed=option.seed)
+        selection = parse(option.cells) if option.cells is not None else None
+        laws = parse_laws(option.laws, matrix.laws()) if option.laws is not None else matrix.laws()
+        cases = tuple(
+            case for case in matrix.cases(option.profile, only=selection, seed=option.seed) if case.law in laws
+        )
         defect = require_known(option.defect) if option.defect else None
         hardware = _hardware(config)
+        waivers, expired = profile_waivers(file, matrix, profile, today=datetime.date.today())
         return SessionSetup(
             name=name,
             is_controller=not hasattr(config, "workerinput"),
+            directory=config.invocation_params.dir.resolve(),
             report_directory=report_directory,
             matrix=matrix,
             profile_name=option.profile,
             profile=profile,
             cases=parse_shard(option.shard).of(cases) if option.shard else cases,
-            waivers=profile_waivers(file, matrix, profile, today=datetime.date.today()),
+            waivers=waivers,
+            expired_waivers=expired_warning(expired),
             seed=option.seed,
             defect=defect,
+            selection=_selection(config),
             baseline=Baseline(Path(option.baseline)) if option.baseline else None,
             store=RecordStore(
                 directory=Path(option.record_dir).resolve() if option.record_dir else report_directory / "records",
@@ -103,6 +117,28 @@ def read_options(config: pytest.Config) -> SessionSetup:
         )
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
+
+
+def _selection(config: pytest.Config) -> str:
+    """Return the arguments and options that leave out cases of the profile, as a shell reads them."""
+    option = config.option
+    given = {
+        "--cells": [option.cells],
+        "--laws": [option.laws],
+        "--shard": [option.shard],
+        "-k": [option.keyword],
+        "-m": [option.markexpr],
+        "--deselect": option.deselect or [],
+        "--ignore": option.ignore or [],
+        "--ignore-glob": option.ignore_glob or [],
+    }
+    arguments = [] if any(map(_leads_to_all_laws, config.args)) else list(config.args)
+    chosen = [word for name, values in given.items() for value in values if value for word in (name, str(value))]
+    return shlex.join([*arguments, *chosen, *(["--lf"] if getattr(option, "lf", False) else [])])
+
+
+def _leads_to_all_laws(argument: str) -> bool:
+    return LAWS_DIRECTORY.is_relative_to(Path(argument).resolve()) or argument in ("conformance", "conformance.laws")
 
 
 def _repro_options(option: Any, defect: str | None) -> list[str]:

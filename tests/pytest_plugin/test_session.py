@@ -1,24 +1,20 @@
 """Sessions of the suite in processes of their own: their reports, their ends, and interruptions."""
 
 import json
-import os
 import re
 import shlex
 import signal
 import sys
 import time
-import types
 import xml.etree.ElementTree as ET
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import psutil
 import pytest
 
 from conformance.project import PROJECT
-from conformance.pytest_plugin import plugin
 from conformance.report.schema import CaseResult, Footer, Header
 from conformance.run.experiment import TRAINING
 from conformance.run.record import RecordFile
@@ -26,6 +22,7 @@ from tests.sessions import ONE_CELL, Ended, alive, finish, suite
 
 # Two kinds of worlds, laws that compare one cell or two, and the laws on the environment.
 HEALTHY = "mesh = tp2 and optimizer = sgd and clip = 0 or id = dp2-fp32-default-meta"
+WAIVED_CELL = "dp2-tp2-fp32-default-meta-steps1"
 ENDING_LIMIT_S = 5.0
 THREE_CELLS = "mesh = tp2 and model = tiny and (optimizer = sgd or clip = 0)"
 
@@ -102,7 +99,20 @@ def test_lines_of_the_stream(healthy: Ended) -> None:
 def test_junit(healthy: Ended) -> None:
     root = ET.parse(healthy.directory / "junit.xml").getroot()
     assert len(list(root.iter("testcase"))) == healthy.report.planned
-    assert [next(root.iter("testsuite")).get(key) for key in ("failures", "errors", "skipped")] == ["0", "0", "1"]
+    (of_session,) = root.iter("testsuite")
+    assert [of_session.get(key) for key in ("name", "failures", "errors", "skipped")] == ["conformance", "0", "0", "1"]
+    torch = healthy.report.environment["packages"]["torch"]
+    assert properties(of_session).items() >= {"torch": torch, "profile": "pr", "exit_code": "0"}.items()
+    known = {(case.law, case.cell): case for case in healthy.report.cases}
+    for testcase in root.iter("testcase"):
+        named = properties(testcase)
+        case = known.pop((named["law"], named["cell"]))
+        assert (named["verdict"], named["substrate"], named["torch"]) == (case.verdict, case.substrate, torch)
+    assert not known
+
+
+def properties(element: ET.Element) -> dict[str, str]:
+    return {entry.attrib["name"]: entry.attrib["value"] for entry in element.iterfind("properties/property")}
 
 
 def test_output(healthy: Ended) -> None:
@@ -144,7 +154,9 @@ def test_workers_share_the_records_and_agree(healthy: Ended, tmp_path: Path) -> 
 def defective(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     directory = tmp_path_factory.mktemp("defective") / "report"
     options = ["--cells", ONE_CELL, "--defect", "grads-summed"]
-    return finish(suite(directory, "conformance/", *options), directory)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GITHUB_ACTIONS", "true")
+        return finish(suite(directory, "conformance/", *options), directory)
 
 
 def test_a_defective_product(defective: Ended) -> None:
@@ -157,6 +169,17 @@ def test_a_defective_product(defective: Ended) -> None:
     assert any(f.value and f.upper and f.value > 100 * f.upper for f in failed.measured.values())
     assert f"fail: {failed.id}: {failed.reason}" in defective.output
     assert f"repeat: {failed.repro}" in defective.output
+    assert f"\n::error title=fail%3A {failed.id}::{failed.reason}" in defective.output
+
+
+def test_a_failed_comparison_is_told_once(defective: Ended) -> None:
+    """Pytest names the case; neither a traceback nor a second telling of the reason is of use to anybody."""
+    (failed,) = [case for case in defective.report.cases if case.verdict == "fail"]
+    assert "FAILURES" not in defective.output
+    assert "Traceback" not in defective.output
+    assert defective.output.count(failed.must) == 1
+    assert len(defective.output.splitlines()) < 45, defective.output
+    assert re.search(rf"^FAILED {re.escape(failed.nodeid)}", defective.output, re.MULTILINE)
 
 
 def test_a_case_can_be_repeated(defective: Ended, tmp_path: Path) -> None:
@@ -218,10 +241,11 @@ def test_an_interrupted_session_is_incomplete(tmp_path: Path, number: int, worke
     sent_s: list[float] = []
 
     def interrupt(session: psutil.Process) -> bool:
-        """Send the signal after the first record, while another cell may be running."""
+        """Send the signal twice after the first record, as `timeout` does, while another cell may be running."""
         if not any(directory.glob("records/*/record.json")):
             return False
-        session.send_signal(number)
+        for _ in range(2):
+            session.send_signal(number)
         sent_s.append(time.monotonic())
         return True
 
@@ -234,6 +258,9 @@ def test_an_interrupted_session_is_incomplete(tmp_path: Path, number: int, worke
     assert report.executed < 6
     unfinished = [case for case in report.cases if case.verdict == "not-run"]
     assert len(unfinished) == 6 - report.executed
+    told = [line for line in session.output.splitlines() if line.startswith("not-run, ")]
+    cases = "1 case" if len(unfinished) == 1 else f"{len(unfinished)} cases"
+    assert told == [f"not-run, {cases}: the session ended before this case"]
     for case in unfinished:
         assert case.reason == "the session ended before this case"
         assert "MUST" in case.must
@@ -244,6 +271,19 @@ def test_an_interrupted_session_is_incomplete(tmp_path: Path, number: int, worke
     assert session.descendants
     assert alive(session.descendants) == []
     assert not list(directory.glob("plan*"))
+
+
+def test_an_expired_waiver_waives_nothing_and_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "matrix.yaml").write_bytes((PROJECT / "matrix.yaml").read_bytes())
+    waivers = (PROJECT / "waivers.yaml").read_text()
+    assert "INIT-8" in waivers
+    (tmp_path / "waivers.yaml").write_text(re.sub(r"expires: \S+", "expires: 2026-01-31", waivers))
+    directory = tmp_path / "report"
+    options = ["--laws", "INIT-8", "--cells", WAIVED_CELL, "--matrix", str(tmp_path / "matrix.yaml")]
+    session = finish(suite(directory, "conformance/", *options, profile="smoke"), directory)
+    assert (session.status, session.verdicts) == (1, {f"INIT-8/{WAIVED_CELL}": "fail"}), session.output
+    (warning,) = [line for line in session.output.splitlines() if line.startswith("expired waivers waive nothing: ")]
+    assert "INIT-8 (https://github.com/pytorch/pytorch/issues/168058, until 2026-01-31)" in warning
 
 
 def test_nothing_selected_is_no_result(tmp_path: Path) -> None:
@@ -264,7 +304,7 @@ def test_nothing_selected_is_no_result(tmp_path: Path) -> None:
         (["--cells", "msh = dp2"], r"unknown name `msh`; allowed: id, mesh, "),
         (
             ["--defect", "nonsense"],
-            r"--defect nonsense: not a known defect; choose from collective-wrong-",
+            r"--defect nonsense: not a known defect, nor FILE.py:NAME for your own; allowed: collective-wrong-",
         ),
         (["--matrix", "DIR/broken.yaml"], r"DIR/broken.yaml:\d+: .*`msh`"),
         (["--matrix", "DIR/none.yaml"], r"DIR/none.yaml:.* No such file"),
@@ -321,34 +361,3 @@ def test_other_sessions_are_left_alone(tmp_path: Path) -> None:
     assert session.status == 0, session.output
     assert "exit status" not in session.output
     assert not directory.exists()
-
-
-def fake_config(directory: Path, *arguments: str) -> Any:
-    return types.SimpleNamespace(args=list(arguments), invocation_params=types.SimpleNamespace(dir=directory))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "active"),
-    [
-        (["conformance/"], True),
-        (["."], True),
-        (["conformance/laws/test_par.py::test_replicas_are_equal[dp2-fp32]"], True),
-        (["tests", "conformance/laws"], True),
-        ([str(PROJECT / "conformance")], True),
-        (["tests/plan/test_cells.py"], False),
-        (["tests"], False),
-        (["conformance/run"], False),
-        (["../elsewhere/conformance"], False),
-        ([], False),
-    ],
-)
-def test_the_plugin_is_active_only_where_laws_are_collected(arguments: list[str], active: bool) -> None:
-    config = fake_config(PROJECT, *arguments)
-    assert plugin._collects_laws(config) is active
-    assert (plugin.pytest_xdist_auto_num_workers(config) is not None) is active
-
-
-@pytest.mark.parametrize(("cpus", "workers"), [(1, 1), (2, 1), (7, 1), (8, 2), (16, 4), (512, 8)])
-def test_automatic_number_of_workers(monkeypatch: pytest.MonkeyPatch, cpus: int, workers: int) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(cpus)))
-    assert plugin.pytest_xdist_auto_num_workers(fake_config(PROJECT, "conformance")) == workers

@@ -1,0 +1,82 @@
+"""Options of the suite, and the other plugins that have claimed one of them first."""
+
+import argparse
+from contextlib import suppress
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+DEFAULT_PROFILE = "pr"
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "--profile": {"default": DEFAULT_PROFILE, "help": "profile of matrix.yaml (default: %(default)s)"},
+    "--cells": {"metavar": "EXPR", "help": "only these cells, such as 'tp=2 and precision=fp32', or an id"},
+    "--laws": {"metavar": "IDS", "help": "only these laws, such as 'PAR-1,CLIP-*'"},
+    "--seed": {
+        "type": int,
+        "default": 0,
+        "metavar": "N",
+        "help": "add N to the seed of every cell: other weights and data",
+    },
+    "--shard": {"metavar": "I/N", "help": "only the I-th of N shards of the cells, for N machines"},
+    "--accelerator": {
+        "default": "auto",
+        "metavar": "WHAT",
+        "help": "auto (CUDA devices if available), cpu or cuda",
+    },
+    "--share-gpu": {
+        "default": "auto",
+        "metavar": "N",
+        "help": "how many ranks may share a GPU where a world has more ranks than there are GPUs: auto, never or a "
+        "number",
+    },
+    "--isolate": {"action": "store_true", "help": "fresh processes for every run, instead of warm ones"},
+    "--matrix": {"metavar": "FILE", "help": "matrix file (default: matrix.yaml of the project)"},
+    "--report-dir": {
+        "default": "conformance-report",
+        "metavar": "DIR",
+        "help": "where the report goes (default: %(default)s)",
+    },
+    "--record-dir": {"metavar": "DIR", "help": "where records go (default: DIR/records of the report)"},
+    "--baseline": {
+        "metavar": "DIR",
+        "help": "an earlier report: a case that passes and has drifted is a quality-warning",
+    },
+    "--defect": {"metavar": "ID", "help": "inject a known fault, or FILE.py:NAME; the laws that it violates must fail"},
+}
+
+
+def add_options(parser: pytest.Parser) -> list[str]:
+    """Add the options of the suite; returns those that cannot be added, since another plugin has claimed them."""
+    group = parser.getgroup("conformance", "FSDP2 + TP conformance suite")
+    claimed = []
+    for name, attributes in _OPTIONS.items():
+        try:
+            group.addoption(name, **attributes)
+        except (ValueError, argparse.ArgumentError):
+            claimed.append(name)
+            with suppress(argparse.ArgumentError):  # if only the destination is taken: pytest must know the option
+                group.addoption(name, **attributes, dest="claimed")
+    return claimed
+
+
+def clash(config: pytest.Config, name: str) -> str:
+    """Return one line about an option that another plugin has claimed: which plugin, and how to do without it."""
+    plugin = _claimant(config, name)
+    if plugin is None:
+        return f"{name} is an option of another plugin here too: leave that plugin out with -p no:NAME"
+    if plugin.endswith(".py"):
+        return f"{name} is an option of {plugin} here too: leave that file out with --noconftest"
+    return f"{name} is an option of the plugin {plugin} here too: leave that plugin out with -p no:{plugin}"
+
+
+def _claimant(config: pytest.Config, name: str) -> str | None:
+    """Return the name of the plugin that adds an option, found by asking each plugin once more for its options."""
+    destination = name.lstrip("-").replace("-", "_")
+    for hook in config.hook.pytest_addoption.get_hookimpls():
+        parser = MagicMock()
+        given = {"parser": parser, "pluginmanager": config.pluginmanager}
+        hook.function(*(given[argument] for argument in hook.argnames))
+        if any(name in call.args or call.kwargs.get("dest") == destination for call in parser.mock_calls):
+            return str(hook.plugin_name)
+    return None
