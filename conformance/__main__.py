@@ -1,9 +1,10 @@
-"""Entry of `python -m conformance`: one module of `conformance.cli` for each command, here they are only dispatched."""
+"""Entry of `conformance` and `python -m conformance`, which dispatch to one module of `conformance.cli` per command."""
 
 import argparse
 import os
 import sys
-from typing import TYPE_CHECKING
+
+import shtab
 
 from conformance.cli import (
     defects,
@@ -20,9 +21,8 @@ from conformance.cli import (
     versions,
     waive,
 )
-
-if TYPE_CHECKING:
-    from conformance.cli.command import Answer
+from conformance.cli.command import Answer, Parser
+from conformance.judge.verdicts import USAGE
 
 _COMMANDS = (list_cells, show, laws, predict, defects, verify, diff, html, versions, waive, schema, docs, spmd)
 _DESCRIPTION = """Commands besides running the suite with pytest:
@@ -35,17 +35,22 @@ _DESCRIPTION = """Commands besides running the suite with pytest:
   docs                generated parts of README and docs: checked, written
   spmd                a session over several hosts, under torchrun
 """
-_EXIT_USAGE = 2
+_EXIT_INTERRUPTED = 130
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; returns 0, 1 for problems, or 2 with one line on stderr for what cannot be used."""
-    options = _parser().parse_args(arguments)
+    """Run a command; returns 0, 1 for problems, or 4 with one line on stderr for what cannot be used."""
     try:
+        options = _parser().parse_args(arguments)
         answer: Answer = options.run(options)
     except ValueError as error:
-        print(f"conformance: {error}", file=sys.stderr)
-        return _EXIT_USAGE
+        return _complain(str(error), USAGE)
+    except OSError as error:
+        if error.filename is None:
+            raise  # of no file that the user has named
+        return _complain(f"{error.filename}: {error.strerror}", USAGE)
+    except KeyboardInterrupt:
+        return _complain("interrupted", _EXIT_INTERRUPTED)
     try:
         if answer.text:
             print(answer.text, flush=True)
@@ -54,12 +59,18 @@ def main(arguments: list[str] | None = None) -> int:
     return answer.status
 
 
+def _complain(problem: str, status: int) -> int:
+    print(f"conformance: {problem}", file=sys.stderr)
+    return status
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m conformance",
+    parser = Parser(
+        prog="conformance",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    shtab.add_argument_to(parser, help="print a completion script for this shell")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in _COMMANDS:
         command.add_parser(commands)

@@ -1,5 +1,12 @@
 """Generated blocks of markdown files, each between `<!-- NAME: begin -->` and `<!-- NAME: end -->`."""
 
+import re
+
+
+def block_names(text: str) -> list[str]:
+    """Return the names of the blocks of a text, in their order."""
+    return re.findall(r"<!-- ([\w-]+): begin -->", text)
+
 
 def block(text: str, name: str) -> str:
     """Return the content of a block. Raises ValueError if the text does not have both of its marks."""

@@ -2,10 +2,10 @@
 
 import argparse
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
-from conformance.project import PROJECT
-from conformance.pytest_plugin.plugin import DEFAULT_PROFILE
+from conformance.project import data_file
+from conformance.pytest_plugin.options import DEFAULT_PROFILE
 
 
 class Answer(NamedTuple):
@@ -13,7 +13,21 @@ class Answer(NamedTuple):
 
     text: str
     status: int = 0
-    """0, or 1 for problems; 2 is that of a ValueError, for what cannot be used."""
+    """0, or 1 for problems; 4 is that of a ValueError, for what cannot be used."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Parser that raises ValueError for arguments that are wrong, so that all mistakes are told in the same way.
+
+    Options have to be written out, since an abbreviation changes its meaning with the next option that is added.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ValueError with argparse's message, and where to look."""
+        raise ValueError(f"{message}; see {self.prog} --help")
 
 
 class Commands(Protocol):
@@ -25,7 +39,7 @@ class Commands(Protocol):
 
 def add_matrix(parser: argparse.ArgumentParser) -> None:
     """Add the option `--matrix`."""
-    parser.add_argument("--matrix", type=Path, default=PROJECT / "matrix.yaml", metavar="FILE", help="another matrix")
+    parser.add_argument("--matrix", type=Path, default=data_file("matrix.yaml"), metavar="FILE", help="another matrix")
 
 
 def add_profile(parser: argparse.ArgumentParser) -> None:

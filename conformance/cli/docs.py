@@ -1,13 +1,12 @@
 """`python -m conformance docs`: what README and docs say of the suite itself, generated and checked.
 
 Counts come from the matrix, the laws and the docstrings as they are; durations from docs/measured.json, which
-`python -m benchmarks.profiles` writes. What was measured of other cases than the profile has now is left out, with the
-command that measures it again.
+`python -m benchmarks.profiles` writes. A measurement of a profile that has other cases now is left out: a duration, and
+every block that begins with "Profile `NAME`, N cases". The text around such a block names the command that writes it.
 """
 
 import argparse
 import ast
-import datetime
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,13 +14,13 @@ from pathlib import Path
 import msgspec
 from tabulate import tabulate
 
-from conformance.cli.blocks import block, with_block
+from conformance.cli.blocks import block, block_names, with_block
 from conformance.cli.command import Answer, Commands
 from conformance.cli.laws import laws_markdown
 from conformance.cli.schema import as_json
 from conformance.judge.waivers import Waiver, load_waivers
 from conformance.plan.matrix import Matrix, load_matrix
-from conformance.project import LAYERS, PROJECT, TORCH_FREE
+from conformance.project import LAYERS, PROJECT, TORCH_FREE, data_file, require_checkout
 from conformance.report.schema import line_schema, report_schema
 
 MEASURED_FILE = PROJECT / "docs" / "measured.json"
@@ -36,6 +35,7 @@ _ABOUT = {
     "OPT, DATA, AXIS, ENV": "what is trained, on what; each option takes effect; preconditions of the suite",
 }
 """Subject of the laws, by family of ids."""
+_OF_PROFILE = re.compile(r"Profile `(\w+)`, (\d+) cases")
 _WRITE = "python -m conformance docs --write"
 
 
@@ -70,7 +70,8 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """Check the generated parts of the documentation, or write them."""
+    """Check the generated parts of the documentation, or write them. Raises ValueError outside of a checkout."""
+    require_checkout("docs")
     contents = generated()
     stale = [file for file, content in contents.items() if not file.exists() or file.read_text() != content]
     names = ", ".join(str(file.relative_to(PROJECT)) for file in stale)
@@ -86,7 +87,7 @@ def generated() -> dict[Path, str]:
 
     Raises ValueError for a file without the marks of a block.
     """
-    matrix, measured = load_matrix(PROJECT / "matrix.yaml"), read_measured()
+    matrix, measured = load_matrix(data_file("matrix.yaml")), read_measured()
     docs = PROJECT / "docs"
     readme = {
         "first-command": lambda: _first_command(matrix, measured),
@@ -95,11 +96,9 @@ def generated() -> dict[Path, str]:
         "profiles": lambda: _profiles(matrix, measured),
     }
     return {
+        **{file: _without_stale_blocks(file.read_text(), matrix) for file in sorted(docs.rglob("*.md"))},
         PROJECT / "README.md": _with_blocks(PROJECT / "README.md", readme),
         docs / "architecture.md": _with_blocks(docs / "architecture.md", {"packages": _packages}),
-        docs / "versions.md": _with_blocks(
-            docs / "versions.md", {"versions": lambda: _versions((docs / "versions.md").read_text(), matrix)}
-        ),
         docs / "laws.md": laws_markdown() + "\n",
         docs / "report.schema.json": as_json(report_schema()) + "\n",
         docs / "report_line.schema.json": as_json(line_schema()) + "\n",
@@ -132,19 +131,20 @@ def _profiles(matrix: Matrix, measured: Measured) -> str:
 
 def _current(matrix: Matrix, profile: str, duration: Duration | None) -> Duration | None:
     """Return the duration, or None if the profile had other cases when it was measured."""
-    return duration if duration and duration.cases == len(matrix.cases(profile)) else None
+    return duration if duration and _is_current(matrix, profile, duration.cases) else None
 
 
-def _versions(content: str, matrix: Matrix) -> str:
-    """Return the table of versions in a document, or how to make it if the profile had other cases then."""
-    table = block(content, "versions")
-    of = re.match(r"Profile `(\w+)`, (\d+) cases", table)
-    if of and of[1] in matrix.profiles and int(of[2]) == len(matrix.cases(of[1])):
-        return table
-    return (
-        "The table is not shown: `smoke` has other cases now. `ci/run_versions.sh VERSION...` runs them, and\n"
-        "`python -m conformance versions DIR... --write-docs` writes the table."
-    )
+def _is_current(matrix: Matrix, profile: str, cases: int) -> bool:
+    return profile in matrix.profiles and len(matrix.cases(profile)) == cases
+
+
+def _without_stale_blocks(text: str, matrix: Matrix) -> str:
+    """Return a document without the measurements of profiles that had other cases then."""
+    for name in block_names(text):
+        measured = _OF_PROFILE.match(block(text, name))
+        if measured and not _is_current(matrix, measured[1], int(measured[2])):
+            text = with_block(text, name, f"Not shown: `{measured[1]}` had other cases when it was measured.")
+    return text
 
 
 def _minutes(duration: Duration) -> str:
@@ -155,7 +155,7 @@ def _minutes(duration: Duration) -> str:
 def _findings(matrix: Matrix) -> str:
     """Return a table of the faults of torch that are waived: one row for each issue."""
     by_issue: dict[str, list[Waiver]] = {}
-    for waiver in load_waivers(PROJECT / "waivers.yaml", matrix, today=datetime.date.min):
+    for waiver in load_waivers(data_file("waivers.yaml"), matrix):
         by_issue.setdefault(waiver.issue, []).append(waiver)
     rows = []
     for issue, waivers in by_issue.items():

@@ -2,13 +2,14 @@
 
 import argparse
 from collections import defaultdict
+from collections.abc import Collection, Sequence
 
 from tabulate import tabulate
 
 from conformance.cli.command import Answer, Commands, add_matrix, add_profile
 from conformance.plan.cells import Cell
-from conformance.plan.matrix import Matrix, load_matrix
-from conformance.plan.selection import Selection, parse
+from conformance.plan.matrix import Case, Matrix, load_matrix
+from conformance.plan.selection import Selection, parse, parse_laws
 
 
 def add_parser(commands: Commands) -> None:
@@ -17,45 +18,51 @@ def add_parser(commands: Commands) -> None:
     add_matrix(parser)
     add_profile(parser)
     parser.add_argument("--cells", metavar="EXPR", help="only these cells, such as 'tp=2 and precision=fp32'")
+    parser.add_argument("--laws", metavar="IDS", help="only these laws, such as 'PAR-1,CLIP-*'")
     parser.add_argument("--cases", action="store_true", help="one case id (LAW/CELL) per line instead of the table")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """List the cells, or the cases, of a profile. Raises ValueError for a matrix, profile or selection that is none."""
+    """List the cells, or the cases, of a profile.
+
+    Raises ValueError for a matrix, profile or selection that is none, and for one that selects no case.
+    """
+    only = None if options.cells is None else parse(options.cells)
     matrix = load_matrix(options.matrix)
-    only = parse(options.cells) if options.cells else None
-    return Answer((list_cases if options.cases else list_cells)(matrix, options.profile, only=only))
+    laws = matrix.laws() if options.laws is None else parse_laws(options.laws, matrix.laws())
+    cases = [case for case in matrix.cases(options.profile, only=only) if case.law in laws]
+    if not cases:
+        raise ValueError(f"no case of profile {options.profile} is selected: `list` without --cells and --laws has all")
+    if options.cases:
+        return Answer("\n".join(case.id for case in cases))
+    excluded = _excluded(matrix, options.profile, only=only, laws=laws)
+    return Answer(_table(options.profile, cases, excluded))
 
 
-def list_cases(matrix: Matrix, profile: str, *, only: Selection | None) -> str:
-    """Return the ids of a profile's cases, one per line."""
-    return "\n".join(case.id for case in matrix.cases(profile, only=only))
-
-
-def list_cells(matrix: Matrix, profile: str, *, only: Selection | None) -> str:
-    """Return a table of a profile's cells with their laws, and of the cells that its families exclude by rule."""
+def _table(profile: str, cases: Sequence[Case], excluded: list[list[str]]) -> str:
+    """Return a table of the cells with their laws, and one of the cells that are excluded by rule."""
     laws = defaultdict[Cell, list[str]](list)
-    for case in matrix.cases(profile, only=only):
+    for case in cases:
         laws[case.cell].append(case.law)
     rows = [[cell.id, cell.world_size, len(of_cell), ", ".join(of_cell)] for cell, of_cell in laws.items()]
     rows.sort(key=lambda row: (row[1], row[0]))
     sections = [
         tabulate(rows, headers=["cell", "ranks", "laws", ""]),
-        f"profile {profile}: {sum(map(len, laws.values()))} cases on {len(laws)} cells",
+        f"profile {profile}: {len(cases)} cases on {len(laws)} cells",
     ]
-    excluded = _excluded(matrix, profile, only=only)
     if excluded:
         sections.append(tabulate(excluded, headers=["excluded cell", "family", "reason"]))
     return "\n\n".join(sections)
 
 
-def _excluded(matrix: Matrix, profile: str, *, only: Selection | None) -> list[list[str]]:
+def _excluded(matrix: Matrix, profile: str, *, only: Selection | None, laws: Collection[str]) -> list[list[str]]:
     chosen = matrix.profile(profile)
     selections = [selection for selection in (chosen.cells and parse(chosen.cells), only) if selection]
     return [
-        [cell.id, family, exclusion.reason]
-        for family in (matrix.families if chosen.families == "all" else chosen.families)
-        for cell, exclusion in matrix.excluded(family)
+        [cell.id, name, exclusion.reason]
+        for name, family in matrix.families.items()
+        if (chosen.families == "all" or name in chosen.families) and not set(laws).isdisjoint(family.laws)
+        for cell, exclusion in matrix.excluded(name)
         if all(selected(cell) for selected in selections)
     ]

@@ -5,21 +5,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-from tabulate import tabulate
 
 from conformance.cli.command import Answer, Commands
 
 if TYPE_CHECKING:
+    from conformance.cli.device_fit import DeviceFit
     from conformance.cli.prediction import Prediction, Request
     from conformance.cli.simulation import Simulation
-
-_GIB = 1024**3
 
 
 def add_parser(commands: Commands) -> None:
     """Add the command."""
     parser = commands.add_parser("predict", help="memory of each rank and bytes on the wire, for any size")
-    parser.add_argument("--model", required=True, help="shapes in conformance/models: llama3-8b, ...")
+    parser.add_argument(
+        "--model",
+        required=True,
+        help="shapes in conformance/models (llama3-8b, ...), a .yaml like those, or a config.json of Hugging Face",
+    )
     parser.add_argument("--mesh", required=True, help="dp8, dp64-tp8, hsdp16x8, ... up to 4096 in each dimension")
     parser.add_argument("--precision", default="bf16-mp", help="fp32, bf16-mp, bf16-reduce (default: %(default)s)")
     parser.add_argument(
@@ -39,6 +41,11 @@ def add_parser(commands: Commands) -> None:
         help="another value in the model's shape, such as n_layers=48; can be repeated",
     )
     parser.add_argument(
+        "--device-memory",
+        metavar="SIZE",
+        help="memory of the device, such as 80GiB: exit status 1 if the peak is larger, and what would fit",
+    )
+    parser.add_argument(
         "--simulate",
         action="store_true",
         help="also run two steps of the trainer with FSDP2 on fake tensors, in one process, and compare",
@@ -49,20 +56,28 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """Predict, and simulate if asked to. Raises ValueError for what cannot be predicted or simulated."""
-    from conformance.cli.prediction import Request, prediction
+    """Predict, compare with a device, and simulate if asked to; status 1 if the model does not fit into the device.
 
+    Raises ValueError for what cannot be predicted or simulated.
+    """
+    from conformance.cli.device_fit import device_fit, parse_bytes
+    from conformance.cli.prediction import Request, prediction
+    from conformance.cli.prediction_text import prediction_text, simulation_text
+
+    device_bytes = parse_bytes(options.device_memory) if options.device_memory is not None else None
     request = Request(**{name: getattr(options, name) for name in Request.__struct_fields__})
     predicted = prediction(request)
+    fit = device_fit(request, predicted.phases, device_bytes=device_bytes) if device_bytes else None
     if options.picture:
-        options.picture.write_text(chart(request, predicted))
+        _write_chart(options.picture, request, predicted, device_bytes)
     simulated = _simulation(request) if options.simulate else None
+    status = 1 if fit and not fit.fits else 0
     if options.json:
-        return Answer(as_json(predicted, simulated))
-    sections = [prediction_text(request, predicted)]
+        return Answer(as_json(predicted, fit, simulated), status)
+    sections = [prediction_text(request, predicted, fit)]
     if simulated:
         sections.append(simulation_text(predicted, simulated))
-    return Answer("\n\n".join(sections))
+    return Answer("\n\n".join(sections), status)
 
 
 def _simulation(request: "Request") -> "Simulation":
@@ -71,61 +86,20 @@ def _simulation(request: "Request") -> "Simulation":
     return simulation(request)
 
 
-def as_json(predicted: "Prediction", simulated: "Simulation | None" = None) -> str:
-    """Return all numbers as JSON; those of a simulation under `simulation`."""
-    more = {"simulation": simulated} if simulated else {}
-    return msgspec.json.format(msgspec.json.encode(msgspec.to_builtins(predicted) | more)).decode()
+def as_json(predicted: "Prediction", fit: "DeviceFit | None" = None, simulated: "Simulation | None" = None) -> str:
+    """Return all numbers as JSON; those of a device under `device`, those of a simulation under `simulation`."""
+    more = {"device": fit, "simulation": simulated}
+    given = {name: value for name, value in more.items() if value is not None}
+    return msgspec.json.format(msgspec.json.encode(msgspec.to_builtins(predicted) | given)).decode()
 
 
-def prediction_text(request: "Request", predicted: "Prediction") -> str:
-    """Return two tables: memory by phase, and what is sent, in GiB."""
-    name = " ".join([request.model, *(["with", *request.overrides] if request.overrides else [])])
-    memory = [[phase, use["peak_bytes"] / _GIB, use["end_bytes"] / _GIB] for phase, use in predicted.phases.items()]
-    sent = [[t["phase"], t["kind"], t["group"], t["dtype"], t["count"], t["nbytes"] / _GIB] for t in predicted.traffic]
-    where = "device" if request.offload == "none" else "host"
-    return "\n\n".join(
-        [
-            f"{name}, {predicted.parameters / 1e9:.2f} billion parameters: "
-            f"{request.mesh} ({predicted.ranks} ranks), {request.precision}, reshard {request.reshard}, "
-            f"{request.batch} x {request.seq_len} tokens",
-            tabulate(memory, headers=["phase", "peak (GiB)", "held afterwards (GiB)"], floatfmt=".2f"),
-            f"State on the {where}: {predicted.state_bytes / _GIB:.2f} GiB. Activations, an estimate: "
-            f"{predicted.activation_bytes / _GIB:.2f} GiB. Without workspaces, fragmentation and buffers of the "
-            "backend.\nBuffers live as in torch up to 2.13, verified on the CPU; on a GPU all of this is unverified.",
-            tabulate(sent, headers=["phase", "collective", "group", "dtype", "number", "sent (GiB)"], floatfmt=".3f"),
-        ]
-    )
+def _write_chart(file: Path, request: "Request", predicted: "Prediction", device_bytes: int | None) -> None:
+    """Write the chart. Raises ValueError if the file cannot be written."""
+    from conformance.cli.memory_chart import memory_chart
 
-
-def simulation_text(predicted: "Prediction", simulated: "Simulation") -> str:
-    """Return a table of what was simulated and what the memory model predicts, in GiB."""
-    metrics = {"state": simulated.state}
-    metrics |= {
-        f"{phase} {kind}": metric for phase, kinds in simulated.phases.items() for kind, metric in kinds.items()
-    }
-    rows = [[name, m.simulated_bytes / _GIB, m.predicted_bytes / _GIB, m.ratio] for name, m in metrics.items()]
-    seconds = f"{simulated.wall_s:.0f} s ({simulated.cpu_s:.0f} s of CPU time)"
-    operators, estimate = simulated.activation_bytes / _GIB, predicted.activation_bytes / _GIB
-    return "\n\n".join(
-        [
-            f"Simulated with torch {simulated.torch} in {seconds}:",
-            tabulate(
-                rows,
-                headers=["", "simulated (GiB)", "predicted (GiB)", "ratio"],
-                floatfmt=("", ".3f", ".3f", ".4f"),
-            ),
-            f"Both with the activations of the CPU's operators, {operators:.2f} GiB, since norms are not fused there; "
-            f"above, with the estimate of {estimate:.2f} GiB.",
-        ]
-    )
-
-
-def chart(request: "Request", predicted: "Prediction") -> str:
-    """Return the memory of each phase as an SVG file."""
-    from conformance.report.charts import predicted_memory
-
-    return predicted_memory(
-        {phase: use["peak_bytes"] for phase, use in predicted.phases.items()},
-        resident_bytes=predicted.state_bytes if request.offload == "none" else 0,
-        title=f"{request.model} on {request.mesh}: memory of each rank (dark: parameters and optimizer)",
-    )
+    model = Path(request.model)
+    title = f"{Path(model.parent.name, model.name)} on {request.mesh}: peak memory of each rank"
+    try:
+        file.write_text(memory_chart(predicted.phases, title=title, device_bytes=device_bytes))
+    except OSError as error:
+        raise ValueError(f"--picture {file} cannot be written: {error.strerror}") from None

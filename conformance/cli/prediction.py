@@ -1,39 +1,45 @@
 """Memory and traffic of a model of any size on a mesh of any size, from the models that the laws verify.
 
 Parameters, gradients, buffers of collectives and the optimizer follow the memory model that MEM-1 and MEM-3 compare
-with measurements, collectives the traffic model of MP-4. Activations are an estimate: what each layer saves for
-backward with fused attention and norms, and what its largest product needs in addition.
+with measurements, collectives the traffic model of MP-4. Activations are estimated, see `activation_estimate`.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import msgspec
 import torch
 from msgspec.structs import replace
 
-from conformance.memory_segment import MemorySegment
-from conformance.oracles.dtype_policy import dtype_policy
-from conformance.oracles.memory_model import group_bytes, predict, state_bytes
-from conformance.oracles.schedule import groups
+from conformance.cli.activation_estimate import estimated_profile, kept_for_backward
+from conformance.cli.model_shapes import read_model
+from conformance.oracles import memory_walk
+from conformance.oracles.memory_model import optimizer_bytes, parameter_bytes, predict, state_bytes
 from conformance.oracles.tp_schedule import local_shapes
-from conformance.oracles.traffic import add_up, step_events
+from conformance.oracles.traffic import add_up, ranks_in, sent_bytes, step_events
 from conformance.plan.mesh import Mesh
-from conformance.project import PACKAGE
+from reference_trainer.checks import require
 from reference_trainer.config import DataConfig, MeshConfig, ModelConfig, TrainerConfig
-from reference_trainer.overrides import override
+from reference_trainer.observer import Phase
 from reference_trainer.parallel_dims import ParallelDims, check_fits_mesh, resolve_mesh
-from reference_trainer.precision import PrecisionName
+from reference_trainer.precision import PRECISIONS, PrecisionName
 from reference_trainer.reshard import reshard_policy
-from reference_trainer.strict_yaml import convert, load
 
-MODELS = PACKAGE / "models"
-_MODES = ("always", "never", "default", "except-last")
+RESHARD_MODES = ("never", "except-last", "default", "always")
+"""Reshard modes that have a name, from the least communication to the least memory."""
+CHECKPOINTING = ("none", "selective", "full")
+"""Kinds of activation checkpointing, from the least recomputation to the least memory."""
+KINDS = ("sharded parameters", "optimizer state", *memory_walk.KINDS, "activations", "temporaries")
+"""Kinds of memory.
+
+`sharded parameters` include the RoPE table. `temporaries` are results that nothing keeps, activations that are
+recomputed, and gradients of activations and of the block that backward computes.
+"""
 _CHOICES = {
-    "precision": get_args(PrecisionName),
+    "precision": tuple(name for name in get_args(PrecisionName) if not PRECISIONS[name].norms_apart),
     "offload": ("none", "cpu"),
-    "activation_checkpointing": ("none", "selective", "full"),
+    "activation_checkpointing": CHECKPOINTING,
 }
 _FP32_BYTES = 4
 
@@ -42,7 +48,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Model, mesh and workload that are to be predicted."""
 
     model: str
-    """Name of a file in `conformance/models`, without `.yaml`."""
+    """Name of a file in `conformance/models`, without `.yaml`, or path of a `.yaml` or of a `config.json`."""
     mesh: str
     """Mesh as in matrix.yaml: dp8, dp64-tp8, hsdp2x4."""
     precision: str = "bf16-mp"
@@ -58,6 +64,32 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """`field=value` laid over the model's file, such as `n_layers=48`."""
 
 
+class PhaseMemory(msgspec.Struct, frozen=True):
+    """Memory of one phase on the device, with all that is held between steps."""
+
+    peak_bytes: int
+    end_bytes: int
+    kinds_at_peak: dict[str, int]
+    """Bytes at the peak by kind, all of `KINDS`; they add up to `peak_bytes`."""
+
+
+class PhaseTraffic(msgspec.Struct, frozen=True):
+    """Collectives of a rank in one step that have phase, kind, group and dtype in common."""
+
+    phase: str
+    kind: str
+    group: str
+    """Mesh dimension whose ranks take part."""
+    ranks: int
+    """Number of ranks that take part."""
+    dtype: str
+    count: int
+    input_bytes: int
+    """Bytes of the rank's inputs."""
+    sent_bytes: int
+    """Bytes that the rank sends if the ranks are arranged as a ring."""
+
+
 class Prediction(msgspec.Struct, frozen=True):
     """Prediction for one rank."""
 
@@ -69,17 +101,12 @@ class Prediction(msgspec.Struct, frozen=True):
     """Sharded parameters and optimizer state, in host memory if they are offloaded."""
     buffer_bytes: int
     """RoPE table, which is always on the device."""
-    phases: dict[str, dict[str, int]]
-    """By phase `peak_bytes` and `end_bytes`, with the buffers and, unless it is offloaded, the state."""
+    phases: dict[str, PhaseMemory]
+    """Memory by phase, in the order of time, with the buffers and, unless it is offloaded, the state."""
     activation_bytes: int
     """Estimate of the activations that are kept for backward."""
-    traffic: list[dict[str, Any]]
-    """Collectives that a rank issues in a step: phase, group, kind, dtype, count, nbytes of its inputs."""
-
-
-def model_names() -> list[str]:
-    """Return the names of the models whose shapes are shipped."""
-    return sorted(file.name.removesuffix(".yaml") for file in MODELS.glob("*.yaml"))
+    traffic: list[PhaseTraffic]
+    """Collectives that a rank issues in a step, in the order of phases."""
 
 
 def prediction(request: Request) -> Prediction:
@@ -88,35 +115,50 @@ def prediction(request: Request) -> Prediction:
     Raises ValueError for an unknown model, mesh or option, and for sizes that the mesh cannot shard.
     """
     config, dims = configuration(request)
-    shapes = local_shapes(config.model, tp=dims.tp, tp_rank=0)
-    full_shapes = local_shapes(config.model, tp=1, tp_rank=0)
-    profile = _profile(config, dims)
-    state, buffers = state_bytes(config, dims, shapes), buffer_bytes(config)
-    resident = buffers + (state if config.offload == "none" else 0)
-    phases = {
-        phase: {"peak_bytes": resident + usage.peak_bytes, "end_bytes": resident + usage.end_bytes}
-        for phase, usage in predict(config, dims, shapes, profile).items()
-    }
-    traffic = [
-        {"phase": phase, "group": group, "kind": kind, "dtype": dtype, "count": sent.count, "nbytes": sent.nbytes}
-        for (phase, group, kind, dtype), sent in sorted(add_up(step_events(config, dims, tp_rank=0)).items())
-    ]
     return Prediction(
-        parameters=_numel(full_shapes),
+        parameters=_numel(local_shapes(config.model, tp=1, tp_rank=0)),
         ranks=dims.world_size,
-        state_bytes=state,
-        buffer_bytes=buffers,
-        phases=phases,
-        activation_bytes=kept_for_backward(profile),
-        traffic=traffic,
+        state_bytes=state_bytes(config, dims, local_shapes(config.model, tp=dims.tp, tp_rank=0)),
+        buffer_bytes=buffer_bytes(config),
+        phases=phase_memory(config, dims),
+        activation_bytes=kept_for_backward(estimated_profile(config, dims)),
+        traffic=_traffic(config, dims),
     )
+
+
+def phase_memory(config: TrainerConfig, dims: ParallelDims) -> dict[str, PhaseMemory]:
+    """Return the memory of each phase on the device of rank 0, which has the largest shards."""
+    shapes = local_shapes(config.model, tp=dims.tp, tp_rank=0)
+    resident = {"sharded parameters": buffer_bytes(config), "optimizer state": 0}
+    if config.offload == "none":
+        resident["sharded parameters"] += parameter_bytes(config, dims, shapes)
+        resident["optimizer state"] = optimizer_bytes(config, dims, shapes)
+    usages = predict(config, dims, shapes, estimated_profile(config, dims), device_only=True)
+    return {phase: _with_resident(usage, resident) for phase, usage in usages.items()}
+
+
+def _with_resident(usage: memory_walk.Usage, resident: dict[str, int]) -> PhaseMemory:
+    nbytes = sum(resident.values())
+    return PhaseMemory(
+        nbytes + usage.peak_bytes, nbytes + usage.end_bytes, dict.fromkeys(KINDS, 0) | resident | usage.kinds_at_peak
+    )
+
+
+def _traffic(config: TrainerConfig, dims: ParallelDims) -> list[PhaseTraffic]:
+    """Collectives by phase, in the order of time; within a phase those of FSDP come first."""
+    rows = []
+    for (phase, group, kind, dtype), traffic in add_up(step_events(config, dims, tp_rank=0)).items():
+        ranks = ranks_in(group, dims)
+        sent = sent_bytes(kind, traffic.nbytes, ranks=ranks)
+        rows.append(PhaseTraffic(phase, kind, group, ranks, dtype, traffic.count, traffic.nbytes, sent))
+    order = get_args(Phase)
+    return sorted(rows, key=lambda row: order.index(row.phase))
 
 
 def configuration(request: Request) -> tuple[TrainerConfig, ParallelDims]:
     """Return the trainer's configuration, and its degrees of parallelism. Raises ValueError as `prediction` does."""
-    if request.model not in model_names():
-        raise ValueError(f"unknown model {request.model}: choose from {', '.join(model_names())}")
-    model = convert(override(load(MODELS / f"{request.model}.yaml"), request.overrides), ModelConfig)
+    model = read_model(request.model, request.overrides)
+    _require_modelled(model)
     for name, choices in _CHOICES.items():
         if getattr(request, name) not in choices:
             raise ValueError(f"{name} {getattr(request, name)}: choose from {', '.join(choices)}")
@@ -133,22 +175,33 @@ def configuration(request: Request) -> tuple[TrainerConfig, ParallelDims]:
         "model": replace(model, max_seq_len=max(model.max_seq_len, request.seq_len)),
     }
     config = msgspec.convert(msgspec.to_builtins(fields), TrainerConfig)
-    if config.precision == "bf16-mixed" or config.model.tied_embeddings:
-        raise ValueError("the memory model knows one group for each block: no bf16-mixed and no tied embeddings yet")
     dims = resolve_mesh(config.mesh, world_size=mesh.world_size)
     check_fits_mesh(config, dims)
     reshard_policy(config, dims, torch.device("cpu"))  # what the trainer refuses cannot be predicted
     return config, dims
 
 
+def _require_modelled(model: ModelConfig) -> None:
+    require(
+        not model.tied_embeddings,
+        "tied embeddings are not predicted, since the memory model knows no group that spans the model; "
+        "--set tied_embeddings=false counts the weight of the output twice",
+    )
+    require(
+        model.dropout == 0 and model.arithmetic == "float",
+        f"dropout {model.dropout} with arithmetic {model.arithmetic}: the estimate of activations is that of dropout 0 "
+        "and arithmetic float; leave both out",
+    )
+
+
 def _reshard(text: str) -> str | int | dict[str, str | int]:
     """A mode, or as JSON a number of ranks or a table. Raises ValueError for anything else."""
-    if text in _MODES:
+    if text in RESHARD_MODES:
         return text
     try:
         return msgspec.json.decode(text, type=int | dict[str, Literal["always", "never"] | int])
     except msgspec.DecodeError:
-        modes = ", ".join(_MODES)
+        modes = ", ".join(RESHARD_MODES)
         table = '{"layers.*": "never"}'
         raise ValueError(f"reshard {text}: choose from {modes}, or write a number of ranks or {table}") from None
 
@@ -158,60 +211,5 @@ def buffer_bytes(config: TrainerConfig) -> int:
     return 2 * config.model.max_seq_len * config.model.head_dim // 2 * _FP32_BYTES
 
 
-def kept_for_backward(profile: Sequence[MemorySegment]) -> int:
-    """Return the bytes of the activations between forward and backward."""
-    return next(segment.start_bytes for segment in profile if segment.mark == "backward")
-
-
 def _numel(shapes: dict[str, tuple[int, ...]]) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
-
-
-def _profile(config: TrainerConfig, dims: ParallelDims) -> list[MemorySegment]:
-    """Activations and gradients as a run without FSDP would hold them, group by group."""
-    compute = 4 if dtype_policy(config.precision).compute == "float32" else 2
-    model = config.model
-    tokens = config.data.global_batch_size // (dims.dp * config.accumulation) * config.data.seq_len
-    logits = tokens * model.vocab_size * _FP32_BYTES
-    names = [group.name for group in groups(config)]
-    saved = {name: _saved_bytes(config, dims, tokens, compute) for name in names}
-    hidden = tokens * model.dim * compute // dims.tp
-    # The embedding's output counts with the first block. The loss keeps logits as computed, and logarithms in fp32.
-    saved |= {"tok_embeddings": 0, "output": 2 * hidden + logits * compute // _FP32_BYTES + logits}
-    working = dict.fromkeys(names, tokens * max(model.ffn_dim, model.dim) * compute // dims.tp)
-    if compute < _FP32_BYTES:
-        working["output"] = max(working["output"], logits)  # raised to fp32, before the logarithm
-    recomputed = _saved_bytes(replace(config, activation_checkpointing="none"), dims, tokens, compute)
-    gradients = _unpadded(config, dims)
-    segments, held = [MemorySegment("forward", 0, 0, 0)], 0
-    for name in names:
-        segments.append(MemorySegment(f"forward {name}", held, held + saved[name] + working[name], held + saved[name]))
-        held += saved[name]
-        segments.append(MemorySegment(f"after-forward {name}", held, held, held))
-    gradients_of_logits = 2 * logits  # of the logarithms and of the logits
-    segments.append(MemorySegment("backward", held, held + gradients_of_logits, held))
-    for name in reversed(names):
-        again = recomputed - saved[name] if name.startswith("layers.") else 0
-        done = held - saved[name] + gradients[name]
-        segments.append(MemorySegment(f"backward {name}", held, held + again + gradients[name] + working[name], done))
-        held -= saved[name]
-        segments.append(MemorySegment(f"gradients {name}", done, done, held))
-        segments.append(MemorySegment(f"freed {name}", held, held, held))
-    return [*segments, MemorySegment("end", held, held, held)] * config.accumulation
-
-
-def _saved_bytes(config: TrainerConfig, dims: ParallelDims, tokens: int, compute: int) -> int:
-    """Activations of one block that are saved for backward.
-
-    Those are inputs and outputs of both norms, queries, keys and values (repeated for each query head), output of
-    attention, and four times the hidden layer of the feed-forward (gate, its activation, up, their product).
-    """
-    model = config.model
-    every = 8 * model.dim + 4 * model.ffn_dim
-    width = {"none": every, "selective": every // 2, "full": model.dim}[config.activation_checkpointing]
-    return tokens * width * compute // dims.tp
-
-
-def _unpadded(config: TrainerConfig, dims: ParallelDims) -> dict[str, int]:
-    unsharded = ParallelDims(dp_replicate=1, dp_shard=1, tp=dims.tp)
-    return group_bytes(config, unsharded, local_shapes(config.model, tp=dims.tp, tp_rank=0))

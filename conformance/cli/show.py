@@ -16,6 +16,9 @@ from conformance.defects.injection import Defect
 from conformance.laws.registry import AssertedLaw, asserted_laws
 from conformance.plan.cells import Cell
 from conformance.plan.matrix import Case, Matrix, load_matrix
+from conformance.plan.selection import parse
+from conformance.project import LAWS_ARGUMENTS
+from conformance.pytest_plugin.options import DEFAULT_PROFILE
 
 _WIDTH = 100
 
@@ -38,17 +41,25 @@ def run(options: argparse.Namespace) -> Answer:
 
 
 def show(matrix: Matrix, id_: str) -> str:
-    """Return the description of a cell, law or defect. Raises UnknownId if nothing has the id."""
-    cells = matrix.products
-    if id_ in cells:
-        return _cell_text(matrix, cells[id_])
+    """Return the description of a cell, law or defect; case does not matter. Raises UnknownId if nothing has the id."""
+    cells, lower = matrix.products, id_.lower()
+    if lower in cells:
+        return _cell_text(matrix, cells[lower])
     laws, by_id = asserted_laws(), {defect.id: defect for defect in defects()}  # laws and defects take torch
-    if id_ in laws:
-        return _law_text(matrix, laws[id_])
-    if id_.removesuffix(TWIN) in by_id:
-        return _defect_text(by_id[id_.removesuffix(TWIN)])
-    near = difflib.get_close_matches(id_, [*laws, *by_id, *cells], n=3)
-    raise UnknownId(f"no law, cell or defect has the id {id_}" + (f"; near: {', '.join(near)}" if near else ""))
+    if id_.upper() in laws:
+        return _law_text(matrix, laws[id_.upper()])
+    if lower.removesuffix(TWIN) in by_id:
+        return _defect_text(matrix, by_id[lower.removesuffix(TWIN)])
+    near = _near(lower, [*laws, *by_id, *cells])
+    hint = f"near: {', '.join(near)}" if near else "`conformance laws` names laws and defects, `conformance list` cells"
+    raise UnknownId(f"no law, cell or defect has the id `{id_}`; {hint}")
+
+
+def _near(lower: str, ids: list[str]) -> list[str]:
+    """Return up to three ids that are spelled nearly as the given one, or else that contain it."""
+    names = {name.lower(): name for name in ids}
+    near = difflib.get_close_matches(lower, names, n=3) or [name for name in names if lower in name][:3]
+    return [names[name] for name in near]
 
 
 def _law_text(matrix: Matrix, asserted: AssertedLaw) -> str:
@@ -65,16 +76,47 @@ def _law_text(matrix: Matrix, asserted: AssertedLaw) -> str:
     return f"{law.id}  {law.must}\n\n{_facts_text(facts)}"
 
 
-def _defect_text(defect: Defect) -> str:
+def _defect_text(matrix: Matrix, defect: Defect) -> str:
+    smallest = _smallest_cases(matrix, defect)
     facts = {
         "mechanism": defect.mechanism,
         "source": defect.source,
         "caught by": ", ".join(defect.laws),
-        "inject": f"pytest -n auto conformance/ --defect {defect.id}",
-        "benign twin": f"pytest -n auto conformance/ --defect {defect.id}{TWIN}",
+        "smallest cells": "\n".join(f"{cell}: {', '.join(laws)}" for cell, laws in _laws_by_cell(smallest).items()),
+        "inject": _command(defect.id, smallest),
+        "benign twin": _command(defect.id + TWIN, smallest),
         "shows on": f"{', '.join(defect.substrates)}, from torch {defect.since} on",
     }
     return f"{defect.id}  {defect.title}\n\n{_facts_text(facts)}"
+
+
+def _smallest_cases(matrix: Matrix, defect: Defect) -> list[Case]:
+    """Return the smallest case of each law that must catch the defect; none if only a device shows the defect."""
+    cases = matrix.cases(DEFAULT_PROFILE, only=parse(defect.cells)) if defect.cells else ()
+    smallest: dict[str, Case] = {}
+    for case in sorted(cases, key=lambda case: _size(case.cell)):
+        if case.law in defect.laws:
+            smallest.setdefault(case.law, case)
+    return list(smallest.values())
+
+
+def _size(cell: Cell) -> tuple[int, int, str]:
+    """Return a key to sort cells by: ranks, then axes with another value than their default."""
+    values, defaults = msgspec.structs.asdict(cell), msgspec.structs.asdict(Cell())
+    return cell.world_size, len(values.items() - defaults.items()), cell.id
+
+
+def _laws_by_cell(cases: list[Case]) -> dict[str, list[str]]:
+    laws: dict[str, list[str]] = {}
+    for case in cases:
+        laws.setdefault(case.cell.id, []).append(case.law)
+    return laws
+
+
+def _command(defect_id: str, smallest: list[Case]) -> str:
+    """Return the command that injects a defect into the smallest cell that shows it, or into all if none is known."""
+    selected = f" --laws {smallest[0].law} --cells {smallest[0].cell.id}" if smallest else ""
+    return f"pytest {LAWS_ARGUMENTS}{selected} --defect {defect_id}"
 
 
 def _cell_text(matrix: Matrix, cell: Cell) -> str:

@@ -11,7 +11,8 @@ import time
 import msgspec
 import torch
 
-from conformance.cli.prediction import Request, buffer_bytes, configuration, kept_for_backward
+from conformance.cli.activation_estimate import kept_for_backward
+from conformance.cli.prediction import Request, buffer_bytes, configuration
 from conformance.experiments.fake_step import fake_segments_without_fsdp, fake_step
 from conformance.experiments.simulation import simulated_world
 from conformance.instruments.fake_tensors import fake_tensors

@@ -10,7 +10,8 @@ from typing import cast
 import pytest
 
 from conformance.cli.command import Answer, Commands, add_profile
-from conformance.pytest_plugin.plugin import LAWS_DIRECTORY
+from conformance.judge.verdicts import SUITE_FAILED
+from conformance.project import LAWS_DIRECTORY
 from conformance.pytest_plugin.setup import POOLS
 from conformance.run.multihost import (
     SpanningPools,
@@ -23,7 +24,6 @@ from conformance.run.multihost import (
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 _STORE_LIMIT = timedelta(seconds=60)
-_SUITE_FAILED = 3
 
 
 def add_parser(commands: Commands) -> None:
@@ -60,7 +60,7 @@ def run_agent(report_directory: Path, *, profile: str, more: Sequence[str]) -> i
     if agent:
         return follow(store, agent=agent)
     pools = SpanningPools(store, places, address=address)
-    status = _SUITE_FAILED
+    status = SUITE_FAILED
     try:
         arguments = [str(LAWS_DIRECTORY), "-n0", f"--profile={profile}", f"--report-dir={directory}", *more]
         status = int(pytest.main(arguments, plugins=[_OnAllHosts(pools)]))

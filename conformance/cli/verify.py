@@ -17,7 +17,7 @@ from conformance.cli.command import Answer, Commands, add_matrix
 from conformance.judge.judge import Judged, judge
 from conformance.judge.measurements import Measurement
 from conformance.judge.support import Machine
-from conformance.judge.verdicts import CONFORMANT, INCOMPLETE, SUITE_FAILED, Verdict, exit_status
+from conformance.judge.verdicts import CONFORMANT, INCOMPLETE, SUITE_FAILED, USAGE, Verdict, exit_status
 from conformance.judge.waivers import Waiver, profile_waivers
 from conformance.laws.registry import asserted_laws
 from conformance.plan.matrix import Case, Matrix, Profile, load_matrix
@@ -29,7 +29,6 @@ from conformance.run.devices.hardware import Hardware
 from conformance.run.record import read_failures, read_record
 from conformance.run.store import RecordStore
 
-_USAGE = 4
 _NOT_JUDGED = (Verdict.NOT_RUN, Verdict.ERROR)
 _DIED = (Verdict.CRASH, Verdict.TIMEOUT)
 
@@ -64,23 +63,27 @@ class Verification(msgspec.Struct, frozen=True):
 def verify(directory: Path, *, matrix_file: Path, records: Path | None = None) -> Verification:
     """Check the report in a directory; `records` is the directory of its records if they are elsewhere.
 
-    Raises ValueError if there is no report, if it ends too early or cannot be read, or if it was written by another
-    suite, with another matrix or with another torch than are here: then its verdicts cannot be derived again.
+    A report none of whose cases can be judged again has that as its problem. Raises ValueError if there is no report,
+    if it ends too early or cannot be read, if there is no directory `records`, or if it was written by another suite,
+    with another matrix or with another torch than are here: then its verdicts cannot be derived again.
     """
+    if records and not records.is_dir():
+        raise ValueError(f"{records}: no directory of records; leave --record-dir out, or write the session's")
     report, stream = _read(directory)
     _require_same_suite(report)
     matrix = load_matrix(matrix_file)
     rules, day = matrix.profile(report.profile), datetime.date.fromisoformat(report.started[:10])
-    waivers = profile_waivers(matrix_file, matrix, rules, today=day)
+    waivers, _expired = profile_waivers(matrix_file, matrix, rules, today=day)
     problems = [*_wrong_sums(report, rules), *_wrong_lines(report, stream)]
     if report.matrix_digest != matrix.digest:
         raise ValueError(f"{directory}: judged with another matrix; name it with --matrix")
     records = records or directory / "records"
-    if report.cells != cell_facts(records, session=report.session):
-        problems.append("facts of cells are not those of the records")
+    problems += _wrong_facts(report, records)
     verifier = _Verifier(report, matrix, waivers, records)
     for result in report.cases:
         problems += [f"{result.id}: {problem}" for problem in verifier.problems(result)]
+    if not verifier.cases:
+        problems.append("no case could be judged again: the report has none that was judged")
     return Verification(verifier.cases, problems)
 
 
@@ -99,7 +102,7 @@ def _read(directory: Path) -> tuple[Report, _Stream]:
         results = [msgspec.json.decode(line, type=CaseLine) for line in lines]
         return report, _Stream(results, msgspec.json.decode(footer, type=Footer))
     except OSError as error:
-        raise ValueError(f"{directory}: no report: {error}") from None
+        raise ValueError(f"{error.filename}: no report: {error.strerror}") from None
     except ValueError as error:  # of msgspec, or of a file with fewer than two lines
         raise ValueError(f"{directory}: the report is cut off or was written by something else: {error}") from None
 
@@ -127,8 +130,17 @@ def _wrong_sums(report: Report, rules: Profile) -> Iterator[str]:
     # What fails outside of cases makes the exit status worse, never better.
     expected = exit_status(counts, allows=rules.allows)
     better = report.exit_code == CONFORMANT and expected != CONFORMANT
-    if better or report.exit_code not in (expected, SUITE_FAILED, _USAGE, INCOMPLETE):
+    if better or report.exit_code not in (expected, SUITE_FAILED, USAGE, INCOMPLETE):
         yield f"the report says exit status {report.exit_code}, the verdicts give {expected}"
+
+
+def _wrong_facts(report: Report, records: Path) -> Iterator[str]:
+    """Facts of cells that are not those of the records, or records that cannot be read."""
+    try:
+        if report.cells != cell_facts(records, session=report.session):
+            yield "facts of cells are not those of the records"
+    except msgspec.DecodeError as error:
+        yield f"{records}: a record is cut off or was written by something else: {error}"
 
 
 def _wrong_lines(report: Report, stream: _Stream) -> Iterator[str]:
@@ -203,7 +215,7 @@ class _Verifier:
     def _failures(self) -> set[str]:
         """Reasons of all runs of any cell that did not finish: a law may look at several cells."""
         reasons: set[str] = set()
-        for directory in self._store.directory.iterdir():
+        for directory in self._store.directory.glob("*/"):
             record = read_record(directory)
             failures = [*read_failures(directory), *([record.failure] if record and record.failure else [])]
             reasons.update(failure.reason for failure in failures)

@@ -1,4 +1,4 @@
-"""`python -m conformance`: what it prints, and that mistakes are one line and exit status 2."""
+"""`python -m conformance`: what it prints, and that mistakes are one line and exit status 4."""
 
 import re
 import subprocess
@@ -66,6 +66,8 @@ def test_profile_and_cells_select_cases(capsys: pytest.CaptureFixture[str], matr
     assert "excluded" not in printed(capsys, "list", matrix, "--profile=smoke")
     cases = printed(capsys, "list", matrix, "--profile=smoke", "--cells=reshard = never", "--cases")
     assert cases.splitlines() == ["PAR-1/dp2-fp32-never-meta", "PAR-5/dp2-fp32-never-meta"]
+    cases = printed(capsys, "list", matrix, "--cells=dp2-fp32-never-meta", "--laws=par-5", "--cases")
+    assert cases.splitlines() == ["PAR-5/dp2-fp32-never-meta"]
 
 
 def test_show_law(capsys: pytest.CaptureFixture[str], matrix: str) -> None:
@@ -98,11 +100,34 @@ def test_show_cell_is_a_configuration_of_the_trainer(
     assert "# excluded       one rank holds all\n" in printed(capsys, "show", matrix, "tp2-fp32-never-meta")
 
 
-@pytest.mark.parametrize("name", ["grads-summed", "grads-summed.twin"])
+@pytest.mark.parametrize("name", ["replica-desync", "replica-desync.twin", "Replica-Desync"])
 def test_show_defect(capsys: pytest.CaptureFixture[str], name: str) -> None:
-    text = printed(capsys, "show", name)
-    assert text.startswith("grads-summed  gradients are summed over the data-parallel ranks")
-    assert "caught by    PAR-1" in text
+    assert_expected_inline(
+        printed(capsys, "show", name),
+        """\
+replica-desync  replicas start from different weights
+
+mechanism       fully_shard never broadcasts; here the second replica's weights are scaled by 1.05
+source          https://github.com/pytorch/pytorch/issues/125431
+caught by       INIT-2, PAR-1, PAR-5
+smallest cells  hsdp2x2-fp32-default-meta-sgd: PAR-1, PAR-5
+                hsdp2x2-fp32-default-meta-tied: INIT-2
+inject          pytest conformance/ --laws PAR-1 --cells hsdp2x2-fp32-default-meta-sgd --defect replica-desync
+benign twin     pytest conformance/ --laws PAR-1 --cells hsdp2x2-fp32-default-meta-sgd --defect replica-desync.twin
+shows on        gloo, nccl-shared, nccl, from torch 2.6 on
+""",
+    )
+
+
+def test_a_defect_that_only_devices_show_has_no_smallest_cell(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "show", "record-stream-on-collectives")
+    assert "smallest cells  -\n" in text
+    assert "pytest conformance/ --defect record-stream-on-collectives\n" in text
+
+
+@pytest.mark.parametrize("name", ["par-5", "DP2-FP32-never-meta"])
+def test_show_ignores_case(capsys: pytest.CaptureFixture[str], matrix: str, name: str) -> None:
+    assert name.lower() in printed(capsys, "show", matrix, name).splitlines()[0].lower()
 
 
 def test_all_ids_of_the_project_can_be_shown() -> None:
@@ -116,18 +141,25 @@ def test_all_ids_of_the_project_can_be_shown() -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["show", "PAR1"], "no law, cell or defect has the id PAR1; near: PAR-1"),
+        (["show", "PAR1"], "no law, cell or defect has the id `PAR1`; near: PAR-1"),
         (["show", "dp2-fp32-never"], "near: dp2-fp32-never-meta"),
-        (["show", "grads-sumed"], "near: grads-summed"),
+        (["show", "GRADS-sumed"], "near: grads-summed"),
+        (["show", "clip"], "near: CLIP-"),
+        (["show", "nonsense"], "`conformance laws` names laws and defects, `conformance list` cells"),
         (["list", "--profile", "smok"], "did you mean `smoke`?"),
         (["list", "--cells", "mesh = dp3-"], "not a mesh"),
+        (["list", "--cells", "mesh = tp2 and reshard = never"], "no case of profile pr is selected"),
+        (["list", "--cells", ""], "the expression ends too early"),
         (["list", "--matrix", "absent.yaml"], "absent.yaml:1: cannot be read"),
+        (["nonsense"], "invalid choice: 'nonsense'"),
+        (["show"], "the following arguments are required: ID; see conformance show --help"),
     ],
 )
 def test_mistakes_are_told_on_stderr(
     capsys: pytest.CaptureFixture[str], matrix: str, arguments: list[str], problem: str
 ) -> None:
-    assert main([arguments[0], matrix, *arguments[1:]]) == 2
+    options = [matrix] if len(arguments) > 1 else []
+    assert main([arguments[0], *options, *arguments[1:]]) == 4
     output = capsys.readouterr()
     assert not output.out
     assert output.err.startswith("conformance: ")
@@ -162,7 +194,10 @@ def test_the_help_names_each_command_in_a_group(capsys: pytest.CaptureFixture[st
     assert all(re.search(rf"\b{command}\b", groups) for command in commands)
 
 
-def test_an_unknown_command_is_a_usage_error() -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["nonsense"])
-    assert ended.value.code == 2
+def test_ctrl_c_ends_with_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("conformance.cli.laws.run", interrupt)
+    assert main(["laws"]) == 130
+    assert capsys.readouterr().err == "conformance: interrupted\n"

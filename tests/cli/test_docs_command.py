@@ -8,7 +8,7 @@ import pytest
 
 from conformance.__main__ import main
 from conformance.cli import docs
-from conformance.cli.blocks import block, with_block
+from conformance.cli.blocks import block, block_names, with_block
 from conformance.cli.docs import Duration, Measured, generated
 from conformance.plan.matrix import load_matrix
 from conformance.project import PROJECT
@@ -19,6 +19,7 @@ PAGE = "before\n<!-- a: begin -->\nold\n<!-- a: end -->\nafter <!-- b: begin -->
 def test_a_block_is_replaced() -> None:
     assert block(PAGE, "a") == "old"
     assert block(PAGE, "b") == ""
+    assert block_names(PAGE) == ["a", "b"]
     changed = with_block(with_block(PAGE, "a", "new\nlines"), "b", "x")
     assert (block(changed, "a"), block(changed, "b")) == ("new\nlines", "x")
     assert with_block(changed, "a", "old").startswith("before\n<!-- a: begin -->\nold\n<!-- a: end -->\nafter")
@@ -77,13 +78,24 @@ def test_durations_of_other_cases_are_absent(project: Path, smoke_cases: int, mo
     assert block(readme, "profiles").count("not measured") == 3 + more_cases  # nobody measured the others
 
 
-@pytest.mark.parametrize(("more_cases", "shown"), [(0, "| PAR-1 "), (1, "The table is not shown")])
-def test_a_table_of_versions_with_other_cases_is_absent(
-    project: Path, smoke_cases: int, more_cases: int, shown: str
+@pytest.mark.parametrize(
+    ("document", "name"), [("versions.md", "versions"), ("performance.md", "workers"), ("performance.md", "breakdown")]
+)
+@pytest.mark.parametrize(
+    ("profile", "more_cases", "is_shown"), [("smoke", 0, True), ("smoke", 1, False), ("gone", 0, False)]
+)
+def test_measurements_of_other_cases_are_absent(
+    project: Path, smoke_cases: int, document: str, name: str, profile: str, more_cases: int, is_shown: bool
 ) -> None:
-    page = project / "docs" / "versions.md"
-    table = f"Profile `smoke`, {smoke_cases + more_cases} cases for each version of torch.\n\n| PAR-1 | 1 pass |"
-    page.write_text(with_block(page.read_text(), "versions", table))
-    content = block(generated()[page], "versions")
-    assert shown in content
-    assert ("| PAR-1 " in content) == (more_cases == 0)
+    page = project / "docs" / document
+    table = f"Profile `{profile}`, {smoke_cases + more_cases} cases on this machine.\n\n| PAR-1 | 1 pass |"
+    page.write_text(with_block(page.read_text(), name, table))
+    absent = f"Not shown: `{profile}` had other cases when it was measured."
+    assert block(generated()[page], name) == (table if is_shown else absent)
+
+
+def test_blocks_that_measure_no_profile_stay(project: Path) -> None:
+    page = project / "docs" / "performance.md"
+    growth = block(page.read_text(), "growth")
+    assert growth
+    assert block(generated()[page], "growth") == growth

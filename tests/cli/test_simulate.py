@@ -128,7 +128,7 @@ def test_text(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_what_cannot_be_simulated(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     shape = [f"--set={override}" for override in SMALL]
-    assert main(["predict", "--model=llama3-8b", "--mesh=dp64", "--seq-len=128", *shape, "--simulate", *options]) == 2
+    assert main(["predict", "--model=llama3-8b", "--mesh=dp64", "--seq-len=128", *shape, "--simulate", *options]) == 4
     assert message in capsys.readouterr().err
 
 

@@ -118,9 +118,37 @@ def test_a_missing_record(copy: Path) -> None:
     assert all("no record dp2-fp32-default-meta-sgd-noclip-seed3--" in problem for problem in problems)
 
 
+def test_a_record_that_is_cut_off(copy: Path) -> None:
+    for file in copy.glob("records/*/record.json"):
+        file.write_bytes(file.read_bytes()[:300])
+    problem, *_ = verify(copy, matrix_file=MATRIX).problems
+    assert "a record is cut off or was written by something else" in problem
+
+
+def test_a_death_of_which_no_record_is_left(copy: Path) -> None:
+    edit(copy, call_it_a_crash)
+    shutil.rmtree(copy / "records")
+    assert any("of which no record tells" in problem for problem in verify(copy, matrix_file=MATRIX).problems)
+
+
+def nothing_judged(report: dict[str, Any], rows: Rows) -> None:
+    del rows[1:-1]
+    report.update(cases=[], cells={})
+    for totals in (report, rows[-1]):
+        totals.update(verdicts={}, planned=0, executed=0, exit_code=5)
+
+
+def test_a_report_of_nothing(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit(copy, nothing_judged)
+    shutil.rmtree(copy / "records")
+    assert main(["verify", str(copy)]) == 1
+    assert capsys.readouterr().out.startswith("no case could be judged again: ")
+
+
 def test_records_elsewhere(copy: Path) -> None:
     (copy / "records").rename(copy / "elsewhere")
     assert verify(copy, matrix_file=MATRIX, records=copy / "elsewhere").problems == []
+    assert main(["verify", str(copy), "--record-dir", str(copy / "records")]) == 4
 
 
 @pytest.mark.parametrize(
@@ -139,7 +167,7 @@ def test_what_cannot_be_verified(
     edit(copy, change)
     with pytest.raises(ValueError, match=message):
         verify(copy, matrix_file=MATRIX)
-    assert main(["verify", str(copy)]) == 2
+    assert main(["verify", str(copy)]) == 4
     assert message in capsys.readouterr().err
 
 

@@ -1,0 +1,46 @@
+"""Shapes of the model that is predicted: by name, from a YAML file, or from a `config.json` of Hugging Face."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from conformance.cli.hf_config import trainer_shapes
+from conformance.project import PACKAGE
+from reference_trainer.config import ModelConfig
+from reference_trainer.overrides import override
+from reference_trainer.strict_yaml import Document, convert, load
+
+MODELS = PACKAGE / "models"
+_REQUIRED = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim")
+"""Sizes for which a default would be a guess."""
+
+
+def model_names() -> list[str]:
+    """Return the names of the models whose shapes are shipped."""
+    return sorted(file.name.removesuffix(".yaml") for file in MODELS.glob("*.yaml"))
+
+
+def read_model(model: str, overrides: Sequence[str]) -> ModelConfig:
+    """Return the shapes of a model: a name, or the path of a `.yaml` or `config.json` file, with overrides.
+
+    Raises ValueError for what is none of these, and for shapes that are incomplete or not those of a trainer's model.
+    """
+    document = override(_document(model), overrides)
+    missing = [name for name in _REQUIRED if name not in document.data]
+    if missing:
+        raise document.error("$", f"{', '.join(missing)} missing: write a line such as `{missing[0]}: NUMBER`")
+    return convert(document, ModelConfig)
+
+
+def _document(model: str) -> Document:
+    if model in model_names():
+        return load(MODELS / f"{model}.yaml")
+    path = Path(model)
+    match path.suffix:
+        case ".yaml" | ".yml":
+            return load(path)
+        case ".json":
+            return trainer_shapes(load(path))  # JSON is YAML
+    raise ValueError(
+        f"unknown model {model}: choose from {', '.join(model_names())}, or give the path of a .yaml like those in "
+        "conformance/models, or of a config.json of Hugging Face (Llama, Mistral)"
+    )
