@@ -56,7 +56,7 @@ def main() -> None:
     rows = [[name, f"{seconds:.1f}", f"{seconds / total_s:.0%}"] for name, seconds in seconds_by_activity.items()]
     table = tabulate(rows, headers=["activity", "seconds", "share"], tablefmt="github")
     text = (
-        f"Profile {report.profile}, {report.executed} cases, torch {report.environment['packages']['torch']}: "
+        f"Profile `{report.profile}`, {report.executed} cases, torch {report.environment['packages']['torch']}: "
         f"{report.duration_s:.0f} s, of which {1 - training_s / total_s:.0%} are not training.\n\n{table}"
     )
     print(text)

@@ -41,8 +41,8 @@ def main() -> None:
     empty = sum(not changes for changes in differences)
     text = (
         f"`python -m benchmarks.noise --sessions {arguments.sessions} --write`, torch {torch.__version__}, "
-        f"{len(os.sched_getaffinity(0))} processors: {len(reports[0].cases)} cases on {len(reports[0].cells)} cells, "
-        f"the same version each time; {empty} of {len(differences)} differences are empty."
+        f"{len(os.sched_getaffinity(0))} processors: {len(reports[0].cases)} cases on {len(reports[0].cells)} cells; "
+        f"{empty} of {len(differences)} differences between a session and the next are empty."
     )
     named = sorted({f"{change.kind}: {change.reason}" for changes in differences for change in changes})
     text += "".join(f"\n- {line}" for line in named)

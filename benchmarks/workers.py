@@ -1,4 +1,4 @@
-"""Time of a session by its number of workers: `python -m benchmarks.workers [--profile smoke] [--write]`.
+"""Time of a session by its number of workers: `python -m benchmarks.workers [--workers 0 2 auto] [--write]`.
 
 `-n auto` should be the fastest on every machine. `taskset` simulates fewer processors.
 """
@@ -22,14 +22,13 @@ DOCUMENT = PROJECT / "docs" / "performance.md"
 WORKERS = ("0", "1", "2", "3", "4", "auto")
 
 
-def session(workers: str, profile: str, directory: Path) -> tuple[float, float]:
-    """Run a session; returns its seconds, and the seconds that cases waited for processors or other workers."""
+def session(workers: str, profile: str, directory: Path) -> tuple[float, Report]:
+    """Run a session; returns its seconds and its report."""
     command = [sys.executable, "-m", "pytest", f"-n{workers}", "-q", "conformance/", f"--profile={profile}"]
     start_s = time.perf_counter()
     subprocess.run([*command, f"--report-dir={directory}"], cwd=PROJECT, stdout=subprocess.DEVNULL, check=True)
     took_s = time.perf_counter() - start_s
-    report = msgspec.json.decode((directory / "report.json").read_bytes(), type=Report)
-    return took_s, sum(case.wait_s for case in report.cases)
+    return took_s, msgspec.json.decode((directory / "report.json").read_bytes(), type=Report)
 
 
 def main() -> None:
@@ -37,17 +36,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Seconds of a session by its number of workers.")
     parser.add_argument("--profile", default="smoke")
     parser.add_argument("--workers", nargs="+", default=WORKERS)
+    parser.add_argument("--reports", type=Path, metavar="DIR", help="keep the report of each session in DIR/WORKERS")
     parser.add_argument("--write", action="store_true", help=f"put the table into {DOCUMENT.relative_to(PROJECT)}")
     arguments = parser.parse_args()
     rows = []
     for workers in arguments.workers:
-        with tempfile.TemporaryDirectory() as directory:
-            took_s, waited_s = session(workers, arguments.profile, Path(directory, "report"))
+        with tempfile.TemporaryDirectory() as scratch:
+            took_s, report = session(workers, arguments.profile, (arguments.reports or Path(scratch)) / workers)
+        waited_s = sum(case.wait_s for case in report.cases)
         rows.append([f"-n {workers}", f"{took_s:.0f}", f"{waited_s:.0f}"])
         print(*rows[-1], flush=True)
     table = tabulate(rows, headers=["workers", "seconds", "of which cases waited"], tablefmt="github")
     text = (
-        f"`python -m benchmarks.workers --profile {arguments.profile} --write`, torch {torch.__version__}, "
+        f"Profile `{arguments.profile}`, {report.planned} cases, torch {torch.__version__}, "
         f"{len(os.sched_getaffinity(0))} processors:\n\n{table}"
     )
     print(text)
