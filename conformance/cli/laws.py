@@ -6,8 +6,8 @@ from tabulate import tabulate
 
 from conformance.cli.command import Answer, Commands
 from conformance.defects.catalogue import defects
-from conformance.judge.law import in_order
 from conformance.laws.registry import asserted_laws
+from conformance.plan.scopes import in_order
 
 _INTRODUCTION = """# Laws
 

@@ -1,10 +1,11 @@
 """Laws: normative statements, each asserted by one test."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
+from conformance.plan.scopes import Scope, scope
 from conformance.plan.substrates import REAL, Substrate
 
 _ATTRIBUTE = "conformance_law"
@@ -24,12 +25,28 @@ class Law(msgspec.Struct, frozen=True):
     """First torch version for which the law holds."""
     substrates: tuple[Substrate, ...]
     """Substrates on which the law can be judged."""
+    scope: Scope
+    """Cells on which the law is judged."""
 
 
 def law(
-    law_id: str, *, reference: str, since: str = "2.6", substrates: tuple[Substrate, ...] = REAL
+    law_id: str,
+    *,
+    where: str,
+    gaps: Sequence[str] = (),
+    numbers: bool = False,
+    reference: str,
+    since: str = "2.6",
+    substrates: tuple[Substrate, ...] = REAL,
 ) -> Callable[[_Test], _Test]:
-    """Declare that the decorated test asserts a law. Raises ValueError if its docstring does not state a MUST."""
+    """Declare that the decorated test asserts a law on all cells that `where` selects, but for `gaps`.
+
+    `where` is the scope of the MUST, in the language of `--cells`. `gaps` names cells of which the MUST speaks and which
+    the law cannot judge yet, see `conformance.plan.gaps`. A law that judges the numbers of a run says `numbers=True`. These and the id are
+    literals: `plan.scopes.declared_scopes` reads them without importing the test. Raises ValueError if the docstring
+    does not state a MUST, for an expression that cannot be compiled, and for an unknown gap.
+    """
+    holds = scope(law_id, where=where, gaps=gaps, numbers=numbers)
 
     def declare(test: _Test) -> _Test:
         must = " ".join((test.__doc__ or "").strip().split("\n\n")[0].split())
@@ -37,7 +54,7 @@ def law(
             raise ValueError(
                 f"law {law_id}: the first paragraph of {test.__name__}'s docstring must say what MUST hold"
             )
-        setattr(test, _ATTRIBUTE, Law(law_id, must, reference, since, substrates))
+        setattr(test, _ATTRIBUTE, Law(law_id, must, reference, since, substrates, holds))
         return test
 
     return declare
@@ -47,12 +64,3 @@ def law_of(test: Any) -> Law | None:
     """Return the law that a test function asserts, if any."""
     declared = getattr(test, _ATTRIBUTE, None)
     return declared if isinstance(declared, Law) else None
-
-
-def in_order(law_id: str) -> tuple[str, int]:
-    """Return a key to sort laws by: `PAR-10` comes after `PAR-9`.
-
-    A case whose worker died before its law was known has the law `?`.
-    """
-    family, _, number = law_id.partition("-")
-    return family, int(number or 0)

@@ -33,7 +33,7 @@ CLIP_GRAD_NORM = "https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.
 CLIP_GRAD_VALUE = "https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_value_.html"
 
 
-@law("CLIP-1", reference=CLIP_GRAD_NORM)
+@law("CLIP-1", where="implementation = fsdp2", reference=CLIP_GRAD_NORM)
 def test_gradient_norm_is_that_of_the_full_gradients(run: Run, cell: Cell) -> None:
     """The norm that is logged MUST be that of the full gradients of one process, and the same number on every rank.
 
@@ -59,7 +59,7 @@ def test_gradient_norm_is_that_of_the_full_gradients(run: Run, cell: Cell) -> No
     compare.scalars(record.grad_norms, expected.grad_norms, name="norm", within=within)
 
 
-@law("CLIP-2", reference=CLIP_GRAD_NORM)
+@law("CLIP-2", where="implementation = fsdp2", numbers=True, reference=CLIP_GRAD_NORM)
 def test_gradients_are_scaled_to_the_norm(run: Run, cell: Cell) -> None:
     """Clipping MUST scale all gradients by the one factor that brings their norm down to the limit, and change no bit
     of gradients whose norm is below it.
@@ -100,7 +100,11 @@ def _scaled(gradients: Mapping[str, Tensor], factor: float) -> dict[str, Tensor]
     return {name: grad.double() * factor for name, grad in gradients.items()}
 
 
-@law("CLIP-3", reference=CLIP_GRAD_NORM)
+@law(
+    "CLIP-3",
+    where="world > 1 and world <= 4 and precision = fp32 and (features = 0 or features = 1 and norm_type = inf)",
+    reference=CLIP_GRAD_NORM,
+)
 def test_error_if_nonfinite_stops_every_rank(measure: Measure, cell: Cell) -> None:
     """A gradient that is not finite on one rank MUST raise an error on every rank if asked to, and otherwise on none.
 
@@ -123,7 +127,11 @@ def _agree(situation: str, outcomes: list[ClipOutcome]) -> bool:
     return not any(outcome.raised or (spread and outcome.norm_is_finite) for outcome in outcomes)
 
 
-@law("CLIP-4", reference=CLIP_GRAD_NORM)
+@law(
+    "CLIP-4",
+    where="world > 1 and world <= 4 and precision = fp32 and (features = 0 or features = 1 and (norm_type != 2 or clip = 0.1))",
+    reference=CLIP_GRAD_NORM,
+)
 def test_clip_grad_norm_returns_and_scales_by_the_full_norm(run: Run, measure: Measure, cell: Cell) -> None:
     """torch.nn.utils.clip_grad_norm_ MUST scale sharded gradients by their full norm and return it: as `full_tensor()`,
     and on every rank as the number that `item()` gives.
@@ -154,7 +162,7 @@ def test_clip_grad_norm_returns_and_scales_by_the_full_norm(run: Run, measure: M
     compare.scalars([rank.item for rank in ranks], norms, name="item()", within=within, each="rank")
 
 
-@law("CLIP-5", reference=CLIP_GRAD_NORM)
+@law("CLIP-5", where="implementation = fsdp2", reference=CLIP_GRAD_NORM)
 def test_collectives_of_clipping(run: Run, cell: Cell) -> None:
     """Clipping MUST issue the collectives that the norm needs on this mesh, in one order on every rank, and no others.
 
@@ -183,7 +191,12 @@ def _sent(event: Event | Collective, *, untold: bool) -> tuple[str, str, int, st
     return event.kind, event.group, event.numel, event.dtype, UNKNOWN if untold else event.reduce_op
 
 
-@law("CLIP-6", reference=CLIP_GRAD_NORM, since="2.13")
+@law(
+    "CLIP-6",
+    where="world > 1 and world <= 4 and precision = fp32 and (features = 0 or features = 1 and norm_type != 2)",
+    reference=CLIP_GRAD_NORM,
+    since="2.13",
+)
 def test_clip_grad_norm_error_if_nonfinite_raises_on_every_rank(measure: Measure, cell: Cell) -> None:
     """torch.nn.utils.clip_grad_norm_ with `error_if_nonfinite` MUST raise an error on every rank if a gradient has a
     NaN or an infinity anywhere, and change nothing then; without, it MUST raise none, and return a norm that tells.
@@ -201,7 +214,12 @@ def test_clip_grad_norm_error_if_nonfinite_raises_on_every_rank(measure: Measure
     compare.count(len(wrong), name="wrong outcomes", expected=0, detail="; ".join(wrong[:4]), unit=unit)
 
 
-@law("CLIP-7", reference=CLIP_GRAD_VALUE, since="2.13")
+@law(
+    "CLIP-7",
+    where="world > 1 and world <= 4 and precision = fp32 and (features = 0 or features = 1 and foreach_clip = false)",
+    reference=CLIP_GRAD_VALUE,
+    since="2.13",
+)
 def test_clip_grad_value_limits_each_element(measure: Measure, cell: Cell) -> None:
     """torch.nn.utils.clip_grad_value_ MUST bring each element of sharded gradients into [-value, value], and change no
     bit of an element that is there.

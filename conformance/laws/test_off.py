@@ -19,7 +19,13 @@ NO_CPU_BACKEND = "No backend type associated with device type cpu"
 REMEDY = 'init_process_group("cpu:gloo,cuda:nccl")'
 
 
-@law("OFF-1", reference=CPU_OFFLOAD)
+@law(
+    "OFF-1",
+    where="offload = cpu",
+    gaps=["second-run"],
+    numbers=True,
+    reference=CPU_OFFLOAD,
+)
 def test_cpu_offload_run_equals_one_without(run: Run, cell: Cell) -> None:
     """Norm, clipped gradients and optimizer steps of an offloaded run MUST equal those of the run without offload; in
     every bit if both compute on one kind of device.
@@ -47,7 +53,7 @@ def test_cpu_offload_run_equals_one_without(run: Run, cell: Cell) -> None:
         compare.count(wrong, name=name, expected=0, detail=detail, unit=unit)
 
 
-@law("OFF-2", reference=CPU_OFFLOAD)
+@law("OFF-2", where="implementation = fsdp2", reference=CPU_OFFLOAD)
 def test_cpu_offload_state_is_in_host_memory(run: Run, cell: Cell) -> None:
     """All sharded parameters, their gradients and the optimizer's state MUST be in host memory if they are offloaded,
     page-locked if asked; unsharded parameters, activations and buffers on the device, as is all without offload.
@@ -82,7 +88,7 @@ def _differences(measured: Mapping[str, object], expected: Mapping[str, object])
     ]
 
 
-@law("OFF-3", reference=CPU_OFFLOAD)
+@law("OFF-3", where="offload = cpu and features = 1", reference=CPU_OFFLOAD)
 def test_cpu_offload_mistakes_raise_on_every_rank(measure: Measure, cell: Cell) -> None:
     """Without a backend for CPU tensors the trainer MUST refuse to offload before it trains, and say what to write;
     torch MUST raise an error when gradients are clipped. Memory on the wrong device MUST raise torch's error.

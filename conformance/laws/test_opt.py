@@ -11,7 +11,7 @@ from conformance.plan.cells import Cell
 FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
 
 
-@law("OPT-1", reference=FULLY_SHARD)
+@law("OPT-1", where="implementation = fsdp2", reference=FULLY_SHARD)
 def test_optimizer_holds_the_sharded_parameters(run: Run, cell: Cell) -> None:
     """The optimizer MUST hold exactly the model's sharded parameters, each once, in the group that decays matrices and
     spares norms and biases.

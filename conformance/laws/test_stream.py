@@ -17,7 +17,13 @@ from conformance.torch_release import release
 AVOID_RECORD_STREAMS = "https://github.com/pytorch/pytorch/pull/150398"
 
 
-@law("STREAM-1", reference=AVOID_RECORD_STREAMS, since="2.8")
+@law(
+    "STREAM-1",
+    where="record_streams != unset",
+    gaps=["second-run"],
+    reference=AVOID_RECORD_STREAMS,
+    since="2.8",
+)
 def test_avoid_record_streams_variable_changes_nothing(run: Run, measure: Measure, cell: Cell) -> None:
     """Whatever TORCH_NCCL_AVOID_RECORD_STREAMS says, a run MUST be the same as without it: in every bit, in all
     collectives, and in the memory of each phase.
@@ -40,7 +46,12 @@ def test_avoid_record_streams_variable_changes_nothing(run: Run, measure: Measur
     compare.count(len(differences), name="phases with other memory", expected=0, detail=detail, unit="segments")
 
 
-@law("STREAM-2", reference=AVOID_RECORD_STREAMS, substrates=CUDA)
+@law(
+    "STREAM-2",
+    where="model = deep and features <= 2 and implementation = fsdp2",
+    reference=AVOID_RECORD_STREAMS,
+    substrates=CUDA,
+)
 def test_record_stream_holds_nothing(measure: Measure, cell: Cell) -> None:
     """Memory that the caching allocator holds at its peak for streams that have not caught up (`active` above
     `allocated`) MUST be zero, although the host runs ahead of the device: with any value of
@@ -57,7 +68,13 @@ def test_record_stream_holds_nothing(measure: Measure, cell: Cell) -> None:
         compare.count(held, name=name, expected=0, detail=detail, unit="bytes", kind="memory")
 
 
-@law("STREAM-5", reference="https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams")
+@law(
+    "STREAM-5",
+    where="world > 1 and world <= 4 and implementation = fsdp2",
+    gaps=["delayed-runs"],
+    numbers=True,
+    reference="https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams",
+)
 def test_delayed_collectives_and_copies_change_no_bit(run: Run, measure: Measure, cell: Cell) -> None:
     """Whatever is delayed - all-gathers, reduce-scatters, all-reduces, copies between device and host, or all of them,
     on the last rank, or on the streams of a device - a run MUST be the same in every bit.

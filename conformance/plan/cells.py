@@ -167,7 +167,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return cell_from_axes({**msgspec.structs.asdict(self), **changes})
 
     def facts(self) -> dict[str, AxisValue]:
-        """Return the facts that a selection can ask for: id, axes, and the sizes that follow from the mesh."""
+        """Return the facts that a selection can ask for: id, axes, `features`, and sizes that follow from the mesh."""
         mesh = Mesh.parse(self.mesh)
         return {
             "id": self.id,
@@ -177,7 +177,13 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             "dp_shard": mesh.dp_shard,
             "dp": mesh.dp_replicate * mesh.dp_shard,
             "tp": mesh.tp,
+            "features": self.features,
         }
+
+    @property
+    def features(self) -> int:
+        """Number of axes with another value than their default; mesh and seed do not count."""
+        return sum(getattr(self, name) != axis.default for name, axis in _AXES.items() if name not in ("mesh", "seed"))
 
 
 _AXES = {field.name: field for field in msgspec.structs.fields(Cell)}
@@ -229,6 +235,14 @@ _OPEN_TAGS: dict[str, tuple[str, Callable[[str], AxisValue]]] = {
     "steps": ("steps[0-9]+", lambda tag: int(tag.removeprefix("steps"))),
     "seed": ("seed[0-9]+", lambda tag: int(tag.removeprefix("seed"))),
 }
+
+
+def axis_default(name: str) -> AxisValue:
+    """Return the value that an axis has in a cell that does not name it; raises AxisError for an unknown axis."""
+    if name not in _AXES:
+        raise AxisError(f"unknown axis `{name}`{allowed(name, _AXES)}")
+    default: AxisValue = _AXES[name].default
+    return default
 
 
 def axis_names() -> tuple[str, ...]:

@@ -6,7 +6,7 @@ Cells: `mesh in (dp2, dp2-tp2) and not compile = true`, `tp > 1`; a word that st
 
 import operator
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, cast
@@ -18,7 +18,7 @@ from conformance.plan.cells import AxisValue, Cell, axis_choices, axis_names, ax
 from conformance.plan.mesh import AxisError
 from reference_trainer.strict_yaml import allowed
 
-Facts = dict[str, AxisValue]
+Facts = Mapping[str, AxisValue]
 Predicate = Callable[[Facts], bool]
 
 _GRAMMAR = r"""
@@ -48,6 +48,9 @@ _DEFAULTS = {name: msgspec.json.encode(value).decode().strip('"') for name, valu
 _TYPES = {name: type(value) for name, value in Cell().facts().items()}
 
 
+_NAMED = re.compile(r"([A-Za-z0-9_]+)\s*(?:[=<>]|!=|(?:not\s+)?in\s*\()")
+
+
 class SelectionError(ValueError):
     """Expression that cannot be compiled; the message points at the mistake with a caret."""
 
@@ -61,9 +64,18 @@ class Selection:
     predicate: Predicate = field(repr=False, compare=False)
     """Compiled expression, a predicate on the facts of a cell."""
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Axes and derived facts that the expression asks for; a word that stands alone asks for `id`."""
+        return frozenset(_NAMED.findall(self.text)) or frozenset({"id"})
+
     def __call__(self, cell: Cell) -> bool:
         """Return whether the cell is selected."""
-        return self.predicate(cell.facts())
+        return self.holds(cell.facts())
+
+    def holds(self, facts: Facts) -> bool:
+        """Return whether a cell with these facts is selected."""
+        return self.predicate(facts)
 
 
 def parse(text: str) -> Selection:

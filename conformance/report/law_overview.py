@@ -7,10 +7,10 @@ from itertools import groupby
 
 import msgspec
 
-from conformance.judge.law import in_order
 from conformance.judge.margins import margin_of
 from conformance.judge.measurements import Measurement
 from conformance.judge.verdicts import BAD, Verdict
+from conformance.plan.scopes import in_order
 from conformance.report.schema import CaseResult
 from conformance.report.wording import is_outside
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from tabulate import tabulate
 
-from conformance.judge.law import in_order
 from conformance.judge.verdicts import Verdict
+from conformance.plan.scopes import in_order
 from conformance.report.failure_groups import FailureGroup, failure_groups
 from conformance.report.failure_text import MAX_CAUSES, causes, details, reason_text, summary, title
 from conformance.report.headline import headline, headline_line

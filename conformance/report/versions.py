@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from conformance.judge.law import in_order
 from conformance.judge.verdicts import BAD
+from conformance.plan.scopes import in_order
 from conformance.report.headline import Headline, headline
 from conformance.report.law_overview import verdict_counts
 from conformance.report.schema import CaseResult, Report

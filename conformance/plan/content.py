@@ -1,0 +1,181 @@
+"""matrix.yaml as it is written: axes, sections of cells, cells that cannot be, and profiles."""
+
+import hashlib
+from collections.abc import Collection, Sequence
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from conformance.plan.cells import AxisValue, Cell, axis_names, axis_value
+from conformance.plan.mesh import AxisError
+from conformance.plan.selection import Selection, SelectionError, parse
+from reference_trainer.strict_yaml import Document, allowed, convert
+
+Name = Annotated[str, Meta(pattern=r"^[a-z0-9-]+\Z")]
+LawId = Annotated[str, Meta(pattern=r"^[A-Z]+-[0-9]+\Z")]
+Text = Annotated[str, Meta(pattern=r"\S")]
+Values = Annotated[list[AxisValue], Meta(min_length=1)]
+
+_MESH_FACTS = ("world", "dp_replicate", "dp_shard", "dp", "tp")
+
+
+class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Mapping in the file; a key that the file leaves out is not in the digest."""
+
+
+class Section(_Entry, frozen=True, kw_only=True):
+    """Cells that are derived in one way: singles (`meshes`), a covering array (`strength`), or a product of axes."""
+
+    note: Text
+    """Purpose of these cells."""
+    meshes: Annotated[list[str], Meta(min_length=1)] | None = None
+    """Meshes on which each value of an axis stands alone."""
+    strength: Annotated[int, Meta(ge=2, le=3)] | None = None
+    """Number of axes any values of which meet in a cell of the covering array."""
+    share: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    """Share of the combinations that the covering array must have."""
+    axes: dict[str, Values] | None = None
+    """Axes of a product or of a covering array of its own; without these, the axes of the matrix."""
+
+
+class Exclusion(_Entry, frozen=True, kw_only=True):
+    """Cells that cannot exist: torch or the trainer refuses each of them."""
+
+    when: Text
+    """Selection of the cells, see `conformance.plan.selection`."""
+    reason: Text
+    """Reason for which the cells cannot exist."""
+    reference: Text
+    """Source file or document that says so."""
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """Axes on which the rule depends: derived facts follow from the mesh."""
+        return frozenset("mesh" if name in _MESH_FACTS else name for name in self.selection.names)
+
+    @property
+    def selection(self) -> Selection:
+        """The selection, compiled once in a process."""
+        return compiled(self.when)
+
+    def matches(self, cell: Cell) -> bool:
+        """Return whether the rule excludes the cell."""
+        return self.selection(cell)
+
+
+class Profile(_Entry, frozen=True, kw_only=True):
+    """Named selection of cells, which all laws that hold there judge."""
+
+    note: Text
+    """Purpose of the profile."""
+    must: list[Name] = []
+    """Sections of which the profile has all cells."""
+    budget_s: Annotated[float, Meta(gt=0.0)] | None = None
+    """Time that the profile takes. Without `must` it has the first cells, in the order of the lock file, of which a
+    session ends in this time."""
+    cells: str | None = None
+    """Selection among these cells, see `conformance.plan.selection`."""
+    deadline_s: Annotated[float, Meta(gt=0.0)]
+    """Time limit of one case in seconds."""
+    requires_devices: Annotated[int, Meta(ge=0)] = 0
+    """Number of CUDA devices without which no case of the profile is run."""
+    allows: list[Literal["waived", "unsupported"]] = msgspec.field(default_factory=lambda: ["waived", "unsupported"])
+    """Verdicts with which a session is still conformant.
+
+    Without `waived` a known issue fails like any other; without `unsupported` a session with an unsupported case is
+    incomplete."""
+
+
+class Content(_Entry, frozen=True, kw_only=True):
+    """Content of matrix.yaml, as it is written there."""
+
+    schema: Literal[2]
+    """Version of the file format."""
+    axes: dict[str, Values]
+    """Values that cells combine: of each axis its default and others."""
+    alone: dict[str, Values] = {}
+    """Further values, which no combination has."""
+    cells: dict[Name, Section]
+    """Sections of cells by name."""
+    exclusions: list[Exclusion] = []
+    """Rules for cells that cannot exist."""
+    profiles: dict[Name, Profile]
+    """Profiles by name."""
+
+    def exclusion_of(self, cell: Cell) -> Exclusion | None:
+        """Return the first rule that excludes a cell, if any."""
+        return next((rule for rule in self.exclusions if rule.matches(cell)), None)
+
+    @property
+    def cellsdigest_of(self) -> str:
+        """SHA-256 of all that the derived cells depend on; the profiles are not part of it."""
+        return digest_of([self.axes, self.alone, self.cells, self.exclusions])
+
+
+_SELECTIONS: dict[str, Selection] = {}
+
+
+def compiled(text: str) -> Selection:
+    """Return a selection, compiled once in a process; raises SelectionError as `parse` does."""
+    if text not in _SELECTIONS:
+        _SELECTIONS[text] = parse(text)
+    return _SELECTIONS[text]
+
+
+def digest_of(value: object) -> str:
+    """Return the SHA-256 of a value, independent of the order of keys."""
+    return hashlib.sha256(msgspec.json.encode(value, order="sorted")).hexdigest()
+
+
+def read_content(document: Document) -> Content:
+    """Check a document; raises ConfigError as `matrix.load_matrix` does, for all but the profiles' cells."""
+    content = convert(document, Content)
+    for field in ("axes", "alone"):
+        for axis, values in getattr(content, field).items():
+            _check_axis(document, f"$.{field}.{axis}", axis, values)
+    for index, rule in enumerate(content.exclusions):
+        _check_exclusion(document, f"$.exclusions[{index}].when", rule)
+    for name, section in content.cells.items():
+        _check_section(document, f"$.cells.{name}", section)
+    return content
+
+
+def _check_section(document: Document, where: str, section: Section) -> None:
+    for axis, values in (section.axes or {}).items():
+        _check_axis(document, f"{where}.axes.{axis}", axis, values)
+    for mesh in section.meshes or []:
+        _check_axis(document, f"{where}.meshes", "mesh", [mesh])
+    if section.meshes and (section.strength or section.axes):
+        raise document.error(where, "singles (`meshes`) have the axes of the matrix: leave out `strength` and `axes`")
+    if not (section.meshes or section.strength or section.axes):
+        raise document.error(where, "write `meshes` (singles), `strength` (a covering array) or `axes` (a product)")
+
+
+def _check_exclusion(document: Document, where: str, rule: Exclusion) -> None:
+    try:
+        names = rule.selection.names
+    except SelectionError as error:
+        raise document.error(where, str(error)) from None
+    if wrong := sorted(names & {"id", "features"}):
+        raise document.error(where, f"an exclusion cannot ask for `{wrong[0]}`: name axes, or facts of the mesh")
+
+
+def _check_axis(document: Document, where: str, axis: str, values: Sequence[AxisValue]) -> None:
+    """Raise ConfigError for an unknown axis, a value that the axis cannot have, or a value given twice."""
+    if axis not in axis_names():
+        raise document.error(where, f"unknown axis `{axis}`{allowed(axis, axis_names())}")
+    for index, value in enumerate(values):
+        try:
+            axis_value(axis, value)
+        except AxisError as error:
+            raise document.error(f"{where}[{index}]", str(error)) from None
+    check_unique(document, where, values)
+
+
+def check_unique(document: Document, where: str, values: Collection[AxisValue]) -> None:
+    """Raise ConfigError for a value that is given twice."""
+    given = list(values)
+    for index, value in enumerate(given):
+        if value in given[:index]:
+            raise document.error(f"{where}[{index}]", f"`{value}` is given twice: keep one of them")

@@ -1,0 +1,143 @@
+"""Derivation of cells: each feature alone, covering arrays of the axes, and products of some axes.
+
+Most faults of software need no more than two or three features to show (NIST SP 800-142, section 2), while all
+combinations of two dozen axes would be billions of cells.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+from conformance.plan.cells import AxisValue, Cell, axis_default, cell_from_axes
+from conformance.plan.content import Content, Exclusion, Section, Values
+from conformance.plan.cost import estimated_s
+from conformance.plan.covering import Row, Rule, covering_rows
+
+
+def derive(content: Content) -> dict[str, list[Cell]]:
+    """Return the cells of each section, in the order of the file; a cell belongs to the first section that has it.
+
+    Covering arrays of the axes of the matrix count what cells of earlier sections cover. Raises ValueError for a
+    section without a cell of its own, and for an exclusion that matches nothing.
+    """
+    sections: dict[str, list[Cell]] = {}
+    known: dict[Cell, None] = {}
+    for name, section in content.cells.items():
+        own = [cell for cell in dict.fromkeys(_cells(content, section, list(known))) if cell not in known]
+        if not own:
+            raise ValueError(f"section `{name}` has no cell that no earlier section has: remove it, or widen its axes")
+        sections[name] = own
+        known |= dict.fromkeys(own)
+    for rule in content.exclusions:
+        if not any(affects(rule, axes) for axes in _combined(content)):
+            raise ValueError(f"the exclusion `{rule.when}` matches nothing: remove or correct it")
+    return sections
+
+
+def _cells(content: Content, section: Section, earlier: Sequence[Cell]) -> Iterator[Cell]:
+    if section.meshes:
+        return _singles(content, section.meshes)
+    axes = section.axes or content.axes
+    if section.strength is None:
+        return _product(content, axes)
+    return iter(covering_cells(content, axes, section.strength, earlier=earlier, share=section.share))
+
+
+def _combined(content: Content) -> Iterator[Mapping[str, Values]]:
+    """Yield the axes of the matrix, and those of each section."""
+    yield content.axes
+    yield from (section.axes for section in content.cells.values() if section.axes)
+
+
+def _singles(content: Content, meshes: Sequence[str]) -> Iterator[Cell]:
+    """Yield each mesh without any feature, and each value of another axis alone on each of the meshes."""
+    yield from (Cell(mesh=mesh) for mesh in (*content.axes.get("mesh", []), *content.alone.get("mesh", [])))
+    for axis, value in _features(content):
+        found = [single for mesh in meshes if (single := _single(content, Cell(mesh=mesh), axis, value)) is not None]
+        if not found:
+            others = (Cell(mesh=str(mesh)) for mesh in content.axes.get("mesh", []))
+            found = [next(filter(None, (_single(content, plain, axis, value) for plain in others)), Cell())]
+        yield from found
+
+
+def _features(content: Content) -> Iterator[tuple[str, AxisValue]]:
+    """Yield each value of each axis but the mesh that is not the axis's default."""
+    for axes in (content.axes, content.alone):
+        for axis, values in axes.items():
+            yield from ((axis, value) for value in values if axis != "mesh" and value != axis_default(axis))
+
+
+def _single(content: Content, plain: Cell, axis: str, value: AxisValue) -> Cell | None:
+    """Return the plain cell with the feature, and with as few others as it needs; None if at most two do not do."""
+    features = [(name, other) for name, other in _features(content) if name != axis]
+    for needed in range(3):
+        for others in itertools.combinations(features, needed):
+            if len({name for name, _ in others}) == needed:
+                cell = plain.but(**{axis: value}, **dict(others))
+                if content.exclusion_of(cell) is None:
+                    return cell
+    return None
+
+
+def _product(content: Content, axes: Mapping[str, Values]) -> Iterator[Cell]:
+    for values in itertools.product(*axes.values()):
+        cell = cell_from_axes(dict(zip(axes, values, strict=True)))
+        if content.exclusion_of(cell) is None:
+            yield cell
+
+
+def covering_cells(
+    content: Content, axes: Mapping[str, Values], strength: int, *, earlier: Sequence[Cell], share: float
+) -> list[Cell]:
+    """Return cells that, with those that are there already, have all allowed combinations of `strength` values."""
+    fixed = {axis: values[0] for axis, values in axes.items() if len(values) == 1}
+    free = {axis: values for axis, values in axes.items() if len(values) > 1}
+    rows = covering_rows(
+        free,
+        strength=strength,
+        rules=rules_of(content, free, fixed),
+        given=[row for row in (row_of(cell, free, fixed) for cell in earlier) if row is not None],
+        cost=lambda row: estimated_s(cell_from_axes({**fixed, **row})),
+        share=share,
+    )
+    return [cell_from_axes({**fixed, **row}) for row in rows]
+
+
+def rules_of(content: Content, free: Mapping[str, Values], fixed: Mapping[str, AxisValue]) -> list[Rule]:
+    """Return the exclusions as rules on rows of the free axes."""
+    return [_rule(rule, free, fixed) for rule in content.exclusions if affects(rule, {**free, **_lists(fixed)})]
+
+
+def _rule(exclusion: Exclusion, free: Mapping[str, Values], fixed: Mapping[str, AxisValue]) -> Rule:
+    decide = sorted(exclusion.axes & free.keys())
+
+    def forbids(row: Row) -> bool:
+        return exclusion.matches(cell_from_axes({**fixed, **{axis: row[axis] for axis in decide}}))
+
+    return Rule(decide, forbids)
+
+
+def _lists(fixed: Mapping[str, AxisValue]) -> dict[str, list[AxisValue]]:
+    return {axis: [value] for axis, value in fixed.items()}
+
+
+def row_of(cell: Cell, free: Mapping[str, Values], fixed: Mapping[str, AxisValue]) -> dict[str, AxisValue] | None:
+    """Return a cell as a row of the free axes; None if it has a value that neither these nor the fixed axes have.
+
+    An axis that neither names must have its default.
+    """
+    for axis in type(cell).__struct_fields__:
+        value = getattr(cell, axis)
+        if axis in free:
+            if value not in free[axis]:
+                return None
+        elif value != fixed.get(axis, axis_default(axis)):
+            return None
+    return {axis: getattr(cell, axis) for axis in free}
+
+
+def affects(exclusion: Exclusion, axes: Mapping[str, Values]) -> bool:
+    """Return whether a rule excludes any combination of the values of these axes."""
+    decide = {axis: values for axis, values in axes.items() if axis in exclusion.axes}
+    fixed = {axis: values[0] for axis, values in axes.items() if len(values) == 1}
+    rows = (dict(zip(decide, values, strict=True)) for values in itertools.product(*decide.values()))
+    return any(exclusion.matches(cell_from_axes({**fixed, **row})) for row in rows)

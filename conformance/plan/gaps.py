@@ -1,0 +1,67 @@
+"""Gaps: cells of which the MUST of laws speaks and which the laws cannot judge yet, each with the reason.
+
+`python -m conformance coverage` counts what each law leaves out.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from conformance.plan.selection import Selection, parse
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Cells that a law leaves out."""
+
+    cells: str
+    """Selection, see `conformance.plan.selection`."""
+    reason: str
+    """Reason for which the law cannot judge them."""
+
+    @cached_property
+    def selection(self) -> Selection:
+        """The compiled selection."""
+        return parse(self.cells)
+
+
+GAPS = {
+    # Numbers that no oracle knows.
+    "dropout-masks": Gap("dropout > 0.0", "no oracle draws the masks of a parallel run"),
+    "resumed": Gap("saved_on != none", "the steps before the checkpoint are in no record of the resumed run"),
+    "bf16-masters": Gap("precision = bf16-mixed", "no emulation has bf16 master weights"),
+    "16-bit-sums": Gap(
+        "precision in (bf16-reduce, bf16-params, fp16-reduce) and dp > 2",
+        "sums of more than two numbers in 16 bits depend on the order, which the emulation does not know",
+    ),
+    "compiled-roundings": Gap(
+        "compile = true and precision != fp32", "kernels of inductor keep in fp32 what the emulation rounds"
+    ),
+    "16-bit-micro-batches": Gap(
+        "precision != fp32", "with the number of micro-batches the roundings change, not their order alone"
+    ),
+    "16-bit-factor": Gap(
+        "precision not in (bf16-mp, fp16-mp)", "the factor between two errors is derived for sums in fp32 alone"
+    ),
+    "not-whole": Gap(
+        "optimizer != sgd or clip != 0.0 or steps != 1 or precision != fp32",
+        "only the first gradients, and the first update of SGD without clipping, are whole numbers",
+    ),
+    "compiled-recomputation": Gap("compile = true", "inductor rounds otherwise where it recomputes"),
+    "compiled-operators": Gap("compile = true", "operators inside of compiled graphs are not seen"),
+    # Cells that would be run for a law alone.
+    "second-run": Gap(
+        "features > 2", "the law needs another run of each cell; laws on the numbers of one run judge it"
+    ),
+    "second-build": Gap("features > 3", "the law needs another run of each cell; INIT-2 judges its weights"),
+    "repetition": Gap(
+        "features > 1 or features = 1 and dropout = 0.0 and compile = false and precision != bf16-mp",
+        "the law runs each cell twice, and what differs between runs shows without other features too",
+    ),
+    "delayed-runs": Gap(
+        "features > 1 or features = 1 and reshard != never and precision = fp32 and offload = none",
+        "the law runs each cell once more for each kind of delay",
+    ),
+    "wide-neighbours": Gap("features > 0 and world > 4", "the law needs two more runs of each cell"),
+    "mode-beside-others": Gap("features > 3", "MEM-1 judges the memory of these cells"),
+}
+"""Gaps by name, as `@law(..., gaps=[...])` names them."""

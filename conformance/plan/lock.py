@@ -1,0 +1,94 @@
+"""matrix.lock: the derived cells, best first, with their durations; generated, committed and reviewed.
+
+`python -m conformance lock` writes it. Without a lock file the cells of a matrix are derived when it is read, which
+takes seconds for small matrices.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from conformance.plan.cells import Cell, cell_from_id
+from conformance.plan.content import Content
+from conformance.plan.cost import estimated_s
+from conformance.plan.derivation import derive
+from reference_trainer.strict_yaml import ConfigError
+
+_HEADER = """\
+# Cells of {name}, best first, with section and expected duration in seconds: `python -m conformance lock` writes them.
+# digest {digest}
+"""
+_LINE = re.compile(r"([a-z0-9-]+) +([0-9.]+) +([a-z0-9_.+-]+)")
+_WRITE = "run `python -m conformance lock --write`"
+
+
+class PlannedCell(msgspec.Struct, frozen=True):
+    """Cell of the lock file."""
+
+    section: str
+    """Section that derived the cell first."""
+    seconds: float
+    """Time that a session takes longer with this cell than without it, measured on two processors."""
+    cell: Cell
+
+
+STARTUP_S = 11.0
+"""Time that a session takes without any cell: two workers import torch, collect, and start the first ranks."""
+
+
+def within(planned: Iterable[PlannedCell], budget_s: float) -> list[PlannedCell]:
+    """Return the first cells of which a session ends within a budget; always at least one."""
+    chosen, left_s = [], budget_s - STARTUP_S
+    for each in planned:
+        left_s -= each.seconds
+        if left_s < 0 and chosen:
+            break
+        chosen.append(each)
+    return chosen
+
+
+def lock_file(matrix_file: Path) -> Path:
+    """Return the path of the lock file of a matrix."""
+    return matrix_file.with_suffix(".lock")
+
+
+def locked_cells(matrix_file: Path, content: Content) -> list[PlannedCell]:
+    """Return the cells of a matrix in the order of its lock file; without one they are derived now.
+
+    Raises ConfigError for a lock file that belongs to another version of the matrix.
+    """
+    file = lock_file(matrix_file)
+    if not file.exists():
+        return planned_cells(derive(content))
+    lines = file.read_text().splitlines()
+    if f"# digest {content.cells_digest}" not in lines[:4]:
+        raise ConfigError(f"{file.name} is of another version of {matrix_file.name}: {_WRITE}")
+    return [_planned(file, number, line) for number, line in enumerate(lines, 1) if not line.startswith("#")]
+
+
+def _planned(file: Path, number: int, line: str) -> PlannedCell:
+    match = _LINE.fullmatch(line)
+    if match is None:
+        raise ConfigError(f"{file.name}:{number}: not `SECTION SECONDS CELL`: {_WRITE}")
+    return PlannedCell(match[1], float(match[2]), cell_from_id(match[3]))
+
+
+def planned_cells(
+    sections: Mapping[str, Sequence[Cell]], durations_s: Mapping[str, float] | None = None
+) -> list[PlannedCell]:
+    """Return the cells of all sections, in that order, with measured durations where there are any."""
+    known = durations_s or {}
+    return [
+        PlannedCell(name, known.get(cell.id, estimated_s(cell)), cell)
+        for name, cells in sections.items()
+        for cell in cells
+    ]
+
+
+def lock_text(matrix_file: Path, content: Content, planned: Sequence[PlannedCell]) -> str:
+    """Return the content of a lock file."""
+    width = max(len(each.section) for each in planned)
+    lines = [f"{each.section:<{width}} {each.seconds:6.2f}  {each.cell.id}\n" for each in planned]
+    return _HEADER.format(name=matrix_file.name, digest=content.cells_digest) + "".join(lines)

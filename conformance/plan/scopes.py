@@ -1,0 +1,99 @@
+"""Scopes of laws: where each law holds, as its test declares it.
+
+Declarations are read from the source of the tests, without importing them: they import torch, which a process that only
+plans does without.
+"""
+
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from conformance.plan.cells import Cell
+from conformance.plan.gaps import GAPS, Gap
+from conformance.plan.selection import Facts, Selection, parse
+from reference_trainer.strict_yaml import allowed
+
+_DECORATOR = "law"
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Cells on which a law is judged."""
+
+    law: str
+    """Id such as `PAR-1`."""
+    where: Selection
+    """Cells of which the law's MUST speaks."""
+    gaps: tuple[Gap, ...] = ()
+    """Cells of which the MUST speaks and which the law cannot judge yet."""
+    numbers: bool = False
+    """True if the law judges the numbers that a run computes: gradients, norms, updates or bits of its state."""
+
+    def holds(self, cell: Cell) -> bool:
+        """Return whether the law is judged on the cell."""
+        return self.judges(cell.facts())
+
+    def judges(self, facts: Facts) -> bool:
+        """Return whether the law is judged on a cell with these facts, which are computed once for many laws."""
+        return self.where.holds(facts) and self.gap(facts) is None
+
+    def gap(self, facts: Facts) -> Gap | None:
+        """Return the first gap that leaves out a cell of which the MUST speaks; None if there is none."""
+        if not self.where.holds(facts):
+            return None
+        return next((gap for gap in self.gaps if gap.selection.holds(facts)), None)
+
+
+def scope(law: str, *, where: str, gaps: Sequence[str] = (), numbers: bool = False) -> Scope:
+    """Return a scope; raises ValueError, with the law, for an expression that cannot be compiled and an unknown gap."""
+    for name in gaps:
+        if name not in GAPS:
+            raise ValueError(f"law {law}: unknown gap `{name}`{allowed(name, GAPS)}")
+    try:
+        return Scope(law, parse(where), tuple(GAPS[name] for name in gaps), numbers)
+    except ValueError as error:
+        raise ValueError(f"law {law}: {error}") from None
+
+
+def in_order(law: str) -> tuple[bool, str, int]:
+    """Return a key to sort laws by: preconditions come first, and `PAR-10` comes after `PAR-9`.
+
+    A case whose worker died before its law was known has the law `?`.
+    """
+    family, _, number = law.partition("-")
+    return family != "ENV", family, int(number or 0)
+
+
+@cache
+def declared_scopes(directory: Path) -> dict[str, Scope]:
+    """Return the scopes of all laws that the tests in a directory declare, by id of the law and in order.
+
+    Raises ValueError for a law that is declared twice, or otherwise than by literals.
+    """
+    scopes: dict[str, Scope] = {}
+    for file in sorted(directory.glob("test_*.py")):
+        for call in _declarations(ast.parse(file.read_text())):
+            declared = _scope_of(call, f"{file.name}:{call.lineno}")
+            if declared.law in scopes:
+                raise ValueError(f"{file.name}:{call.lineno}: law {declared.law} is declared twice")
+            scopes[declared.law] = declared
+    return {law: scopes[law] for law in sorted(scopes, key=in_order)}
+
+
+def _declarations(module: ast.Module) -> Iterator[ast.Call]:
+    """Yield the calls of the decorator `law`."""
+    for function in (node for node in module.body if isinstance(node, ast.FunctionDef)):
+        for decorator in function.decorator_list:
+            if isinstance(decorator, ast.Call) and getattr(decorator.func, "id", None) == _DECORATOR:
+                yield decorator
+
+
+def _scope_of(call: ast.Call, place: str) -> Scope:
+    wanted = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg in ("where", "gaps", "numbers")}
+    try:
+        law = ast.literal_eval(call.args[0])
+        return scope(law, **{str(name): ast.literal_eval(value) for name, value in wanted.items()})
+    except (IndexError, TypeError):
+        raise ValueError(f"{place}: write id, `where`, `gaps` and `numbers` of a law as literals") from None
