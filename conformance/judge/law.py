@@ -41,10 +41,11 @@ def law(
 ) -> Callable[[_Test], _Test]:
     """Declare that the decorated test asserts a law on all cells that `where` selects, but for `gaps`.
 
-    `where` is the scope of the MUST, in the language of `--cells`. `gaps` names cells of which the MUST speaks and which
-    the law cannot judge yet, see `conformance.plan.gaps`. A law that judges the numbers of a run says `numbers=True`. These and the id are
-    literals: `plan.scopes.declared_scopes` reads them without importing the test. Raises ValueError if the docstring
-    does not state a MUST, for an expression that cannot be compiled, and for an unknown gap.
+    `where` is the scope of the MUST, in the language of `--cells`. `gaps` names cells of which the MUST speaks and
+    that the law cannot judge yet, see `conformance.plan.gaps`. A law that judges the numbers of a run says
+    `numbers=True`. These and the id are literals: `plan.scopes.declared_scopes` reads them without importing the test.
+    Raises ValueError if the docstring does not state a MUST, for an expression that cannot be compiled, and for an
+    unknown gap.
     """
     holds = scope(law_id, where=where, gaps=gaps, numbers=numbers)
 

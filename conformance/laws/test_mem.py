@@ -49,7 +49,8 @@ def test_memory_of_a_simulated_world_matches_the_model(measure: Measure, cell: C
 
 @law(
     "MEM-2",
-    where="model = deep and features <= 3 and accumulation = 1 and offload = none and activation_checkpointing = none and implementation = fsdp2 and world > 1",
+    where="model = deep and features <= 3 and accumulation = 1 and offload = none and world > 1 "
+    "and activation_checkpointing = none and implementation = fsdp2",
     reference=PROFILER,
     substrates=("gloo",),
 )

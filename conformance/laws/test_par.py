@@ -103,7 +103,8 @@ def test_mixed_precision_error_equals_that_of_its_emulation(run: Run, cell: Cell
 
 @law(
     "PAR-4",
-    where="(reshard != default or forward_prefetch > 0 or backward_prefetch > 0 or activation_checkpointing != none) and implementation = fsdp2",
+    where="implementation = fsdp2 and (reshard != default or forward_prefetch > 0 or backward_prefetch > 0 "
+    "or activation_checkpointing != none)",
     gaps=["second-run", "compiled-recomputation"],
     numbers=True,
     reference=FULLY_SHARD,
