@@ -13,6 +13,7 @@ from conformance.cli import (
     html,
     laws,
     list_cells,
+    lock,
     predict,
     schema,
     show,
@@ -24,7 +25,7 @@ from conformance.cli import (
 from conformance.cli.command import Answer, Parser
 from conformance.judge.verdicts import USAGE
 
-_COMMANDS = (list_cells, show, laws, predict, defects, verify, diff, html, versions, waive, schema, docs, spmd)
+_COMMANDS = (list_cells, show, laws, predict, defects, verify, diff, html, versions, waive, schema, docs, lock, spmd)
 _DESCRIPTION = """Commands besides running the suite with pytest:
 
   list, show, laws    what there is: cells and cases, laws, defects
@@ -33,6 +34,7 @@ _DESCRIPTION = """Commands besides running the suite with pytest:
   verify, diff, html, versions, waive, schema
                       reports: checked, compared, shown, and their fields
   docs                generated parts of README and docs: checked, written
+  lock                matrix.lock, the derived cells: checked, written
   spmd                a session over several hosts, under torchrun
 """
 _EXIT_INTERRUPTED = 130

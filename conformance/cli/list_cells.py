@@ -2,14 +2,15 @@
 
 import argparse
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from tabulate import tabulate
 
 from conformance.cli.command import Answer, Commands, add_matrix, add_profile
 from conformance.plan.cells import Cell
-from conformance.plan.matrix import Case, Matrix, load_matrix
-from conformance.plan.selection import Selection, parse, parse_laws
+from conformance.plan.content import Exclusion
+from conformance.plan.matrix import Case, load_matrix
+from conformance.plan.selection import parse, parse_laws
 
 
 def add_parser(commands: Commands) -> None:
@@ -36,12 +37,11 @@ def run(options: argparse.Namespace) -> Answer:
         raise ValueError(f"no case of profile {options.profile} is selected: `list` without --cells and --laws has all")
     if options.cases:
         return Answer("\n".join(case.id for case in cases))
-    excluded = _excluded(matrix, options.profile, only=only, laws=laws)
-    return Answer(_table(options.profile, cases, excluded))
+    return Answer(_table(options.profile, cases, matrix.exclusions))
 
 
-def _table(profile: str, cases: Sequence[Case], excluded: list[list[str]]) -> str:
-    """Return a table of the cells with their laws, and one of the cells that are excluded by rule."""
+def _table(profile: str, cases: Sequence[Case], exclusions: Sequence[Exclusion]) -> str:
+    """Return a table of the cells with their laws, and one of the rules by which cells are excluded."""
     laws = defaultdict[Cell, list[str]](list)
     for case in cases:
         laws[case.cell].append(case.law)
@@ -51,18 +51,7 @@ def _table(profile: str, cases: Sequence[Case], excluded: list[list[str]]) -> st
         tabulate(rows, headers=["cell", "ranks", "laws", ""]),
         f"profile {profile}: {len(cases)} cases on {len(laws)} cells",
     ]
-    if excluded:
-        sections.append(tabulate(excluded, headers=["excluded cell", "family", "reason"]))
+    if exclusions:
+        rules = [[rule.when, rule.reason] for rule in exclusions]
+        sections.append(tabulate(rules, headers=["excluded cells", "reason"], maxcolwidths=[60, 80]))
     return "\n\n".join(sections)
-
-
-def _excluded(matrix: Matrix, profile: str, *, only: Selection | None, laws: Collection[str]) -> list[list[str]]:
-    chosen = matrix.profile(profile)
-    selections = [selection for selection in (chosen.cells and parse(chosen.cells), only) if selection]
-    return [
-        [cell.id, name, exclusion.reason]
-        for name, family in matrix.families.items()
-        if (chosen.families == "all" or name in chosen.families) and not set(laws).isdisjoint(family.laws)
-        for cell, exclusion in matrix.excluded(name)
-        if all(selected(cell) for selected in selections)
-    ]

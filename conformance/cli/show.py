@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> Answer:
 
 def show(matrix: Matrix, id_: str) -> str:
     """Return the description of a cell, law or defect; case does not matter. Raises UnknownId if nothing has the id."""
-    cells, lower = matrix.products, id_.lower()
+    cells, lower = matrix.cells, id_.lower()
     if lower in cells:
         return _cell_text(matrix, cells[lower])
     laws, by_id = asserted_laws(), {defect.id: defect for defect in defects()}  # laws and defects take torch
@@ -69,7 +69,8 @@ def _law_text(matrix: Matrix, asserted: AssertedLaw) -> str:
         "since": f"torch {law.since}",
         "substrates": ", ".join(law.substrates),
         "asserted in": asserted.where,
-        "families": ", ".join(name for name, family in matrix.families.items() if law.id in family.laws),
+        "where": law.scope.where.text,
+        "gaps": "\n".join(f"{gap.cells}: {gap.reason}" for gap in law.scope.gaps),
         "cases": _by_profile(matrix, lambda case: case.law == law.id),
         "must catch": ", ".join(defect.id for defect in defects() if law.id in defect.laws),
     }

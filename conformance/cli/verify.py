@@ -20,7 +20,8 @@ from conformance.judge.support import Machine
 from conformance.judge.verdicts import CONFORMANT, INCOMPLETE, SUITE_FAILED, USAGE, Verdict, exit_status
 from conformance.judge.waivers import Waiver, profile_waivers
 from conformance.laws.registry import asserted_laws
-from conformance.plan.matrix import Case, Matrix, Profile, load_matrix
+from conformance.plan.content import Profile
+from conformance.plan.matrix import Case, Matrix, load_matrix
 from conformance.report.cell_facts import cell_facts
 from conformance.report.environment import suite_digest
 from conformance.report.schema import CaseLine, CaseResult, Footer, Header, Report

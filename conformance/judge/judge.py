@@ -10,7 +10,8 @@ from conformance.judge.measurements import Measurement, collecting
 from conformance.judge.support import Machine, judging_substrate, unsupported
 from conformance.judge.verdicts import Verdict, classify
 from conformance.judge.waivers import Waiver, waiver_of
-from conformance.plan.matrix import Case, Profile
+from conformance.plan.content import Profile
+from conformance.plan.matrix import Case
 from conformance.plan.substrates import Substrate
 from conformance.run.case_runs import CaseRuns
 from conformance.run.devices.hardware import device_type

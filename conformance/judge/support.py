@@ -4,7 +4,7 @@ import msgspec
 
 from conformance.judge.law import Law
 from conformance.plan.cells import Cell
-from conformance.plan.matrix import Profile
+from conformance.plan.content import Profile
 from conformance.plan.substrates import Substrate
 from conformance.run.devices.hardware import Hardware, device_type
 from conformance.torch_release import release

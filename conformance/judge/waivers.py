@@ -11,7 +11,8 @@ from msgspec import Meta
 
 from conformance.judge.verdicts import Verdict
 from conformance.plan.cells import Cell
-from conformance.plan.matrix import LawId, Matrix, Profile, Text
+from conformance.plan.content import LawId, Profile, Text
+from conformance.plan.matrix import Matrix
 from conformance.plan.selection import parse
 from conformance.torch_release import Release, release
 from reference_trainer.strict_yaml import convert, load
@@ -94,7 +95,8 @@ def load_waivers(file: Path, matrix: Matrix) -> list[Waiver]:
 
 
 def _cells_of(law: str, matrix: Matrix) -> list[Cell]:
-    return [cell for name, family in matrix.families.items() if law in family.laws for cell in matrix.cells(name)]
+    scope = matrix.scopes.get(law)
+    return [cell for cell in matrix.cells.values() if scope is not None and scope.holds(cell)]
 
 
 def waiver_of(waivers: Sequence[Waiver], law: str, cell: Cell, *, device: str, torch: Release) -> Waiver | None:

@@ -116,7 +116,9 @@ class Combinations:
 
     def count_by_axes(self) -> dict[tuple[str, ...], int]:
         """Return the number of combinations of each `strength` axes; axes without a combination have 0."""
-        of_axis = {axis: np.array([n for n, own in enumerate(self.space.owners) if own == axis]) for axis in self.space.axes}
+        of_axis = {
+            axis: np.array([n for n, own in enumerate(self.space.owners) if own == axis]) for axis in self.space.axes
+        }
         return {
             axes: int(np.count_nonzero(self.members[np.ix_(*(of_axis[axis] for axis in axes))]))
             for axes in itertools.combinations(self.space.axes, self.strength)

@@ -108,7 +108,7 @@ class Content(_Entry, frozen=True, kw_only=True):
         return next((rule for rule in self.exclusions if rule.matches(cell)), None)
 
     @property
-    def cellsdigest_of(self) -> str:
+    def cells_digest(self) -> str:
         """SHA-256 of all that the derived cells depend on; the profiles are not part of it."""
         return digest_of([self.axes, self.alone, self.cells, self.exclusions])
 

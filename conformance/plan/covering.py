@@ -153,7 +153,9 @@ class _Builder:
             rates = []
             for value, own in enumerate(self.space.owners):
                 old = axis_of[own]
-                new_price = price if own not in self.prices.axes else self.prices.of([*(v for v in row if v != old), value])
+                new_price = (
+                    price if own not in self.prices.axes else self.prices.of([*(v for v in row if v != old), value])
+                )
                 rate = (total - gained[old] + gained[value]) / new_price
                 if rate > total / price:
                     rates.append((-rate, value))
@@ -166,11 +168,19 @@ class _Builder:
             else:
                 return tuple(sorted(row))
 
+
 EXPENSIVE_FIRST = True
 CLIMB_ALL = True
 
+
 def covering_rows(
-    axes: Axes, *, strength: int, rules: Iterable[Rule], given: Iterable[Row] = (), cost: Cost = EQUAL, until: float = 1.0
+    axes: Axes,
+    *,
+    strength: int,
+    rules: Iterable[Rule],
+    given: Iterable[Row] = (),
+    cost: Cost = EQUAL,
+    until: float = 1.0,
 ) -> list[dict[str, Any]]:
     if strength > len(axes):
         raise ValueError(f"strength {strength} needs at least as many axes with several values; there are {len(axes)}")
@@ -178,5 +188,5 @@ def covering_rows(
     wanted = learn_possible(constraints, strength)
     builder = _Builder(constraints, strength, cost)
     left = wanted.members & ~seen(given, axes, strength).members
-    rows = builder.rows(left, int((1-until) * len(wanted)))
+    rows = builder.rows(left, int((1 - until) * len(wanted)))
     return [constraints.space.row(row) for row in rows]

@@ -7,10 +7,12 @@ combinations of two dozen axes would be billions of cells.
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
+import msgspec
+
 from conformance.plan.cells import AxisValue, Cell, axis_default, cell_from_axes
 from conformance.plan.content import Content, Exclusion, Section, Values
-from conformance.plan.cost import estimated_s
-from conformance.plan.covering import Row, Rule, covering_rows
+from conformance.plan.cost import COST_AXES, worth_s
+from conformance.plan.covering import Cost, Row, Rule, covering_rows
 
 
 def derive(content: Content) -> dict[str, list[Cell]]:
@@ -43,20 +45,26 @@ def _cells(content: Content, section: Section, earlier: Sequence[Cell]) -> Itera
 
 
 def _combined(content: Content) -> Iterator[Mapping[str, Values]]:
-    """Yield the axes of the matrix, and those of each section."""
-    yield content.axes
+    """Yield the axes of the matrix with all their values, and those of each section."""
+    yield {axis: _values(content, axis) for axis in {**content.axes, **content.alone}}
     yield from (section.axes for section in content.cells.values() if section.axes)
 
 
 def _singles(content: Content, meshes: Sequence[str]) -> Iterator[Cell]:
     """Yield each mesh without any feature, and each value of another axis alone on each of the meshes."""
-    yield from (Cell(mesh=mesh) for mesh in (*content.axes.get("mesh", []), *content.alone.get("mesh", [])))
+    yield from (Cell(mesh=str(mesh)) for mesh in _values(content, "mesh"))
     for axis, value in _features(content):
         found = [single for mesh in meshes if (single := _single(content, Cell(mesh=mesh), axis, value)) is not None]
         if not found:
             others = (Cell(mesh=str(mesh)) for mesh in content.axes.get("mesh", []))
             found = [next(filter(None, (_single(content, plain, axis, value) for plain in others)), Cell())]
         yield from found
+
+
+def _values(content: Content, axis: str) -> Values:
+    """Return the values of an axis, its default among them."""
+    named = [*content.axes.get(axis, []), *content.alone.get(axis, [])]
+    return list(dict.fromkeys([axis_default(axis), *named]))
 
 
 def _features(content: Content) -> Iterator[tuple[str, AxisValue]]:
@@ -66,15 +74,18 @@ def _features(content: Content) -> Iterator[tuple[str, AxisValue]]:
             yield from ((axis, value) for value in values if axis != "mesh" and value != axis_default(axis))
 
 
-def _single(content: Content, plain: Cell, axis: str, value: AxisValue) -> Cell | None:
-    """Return the plain cell with the feature, and with as few others as it needs; None if at most two do not do."""
-    features = [(name, other) for name, other in _features(content) if name != axis]
-    for needed in range(3):
-        for others in itertools.combinations(features, needed):
-            if len({name for name, _ in others}) == needed:
-                cell = plain.but(**{axis: value}, **dict(others))
-                if content.exclusion_of(cell) is None:
-                    return cell
+def _single(content: Content, cell: Cell, axis: str, value: AxisValue, *, more: int = 2) -> Cell | None:
+    """Return the cell with the feature, and with as few others as it needs; None if `more` others do not do."""
+    featured = cell.but(**{axis: value})
+    rule = content.exclusion_of(featured)
+    if rule is None:
+        return featured
+    needed = [(name, other) for name, other in _features(content) if name in rule.axes - {axis, "mesh"}]
+    for depth in range(more):
+        for name, other in needed:
+            found = _single(content, featured, name, other, more=depth)
+            if found is not None and getattr(found, axis) == value:
+                return found
     return None
 
 
@@ -95,9 +106,9 @@ def covering_cells(
         free,
         strength=strength,
         rules=rules_of(content, free, fixed),
-        given=[row for row in (row_of(cell, free, fixed) for cell in earlier) if row is not None],
-        cost=lambda row: estimated_s(cell_from_axes({**fixed, **row})),
-        share=share,
+        given=[row_of(cell) for cell in earlier if all(getattr(cell, axis) == value for axis, value in fixed.items())],
+        cost=Cost(sorted(COST_AXES & free.keys()), lambda row: worth_s(cell_from_axes(_costly(fixed, row)))),
+        until=share,
     )
     return [cell_from_axes({**fixed, **row}) for row in rows]
 
@@ -120,19 +131,13 @@ def _lists(fixed: Mapping[str, AxisValue]) -> dict[str, list[AxisValue]]:
     return {axis: [value] for axis, value in fixed.items()}
 
 
-def row_of(cell: Cell, free: Mapping[str, Values], fixed: Mapping[str, AxisValue]) -> dict[str, AxisValue] | None:
-    """Return a cell as a row of the free axes; None if it has a value that neither these nor the fixed axes have.
+def row_of(cell: Cell) -> Row:
+    """Return a cell as a row of all axes."""
+    return msgspec.structs.asdict(cell)
 
-    An axis that neither names must have its default.
-    """
-    for axis in type(cell).__struct_fields__:
-        value = getattr(cell, axis)
-        if axis in free:
-            if value not in free[axis]:
-                return None
-        elif value != fixed.get(axis, axis_default(axis)):
-            return None
-    return {axis: getattr(cell, axis) for axis in free}
+
+def _costly(fixed: Row, row: Row) -> dict[str, AxisValue]:
+    return {axis: value for axis, value in {**fixed, **row}.items() if axis in COST_AXES}
 
 
 def affects(exclusion: Exclusion, axes: Mapping[str, Values]) -> bool:

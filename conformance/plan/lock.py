@@ -40,7 +40,8 @@ STARTUP_S = 11.0
 
 def within(planned: Iterable[PlannedCell], budget_s: float) -> list[PlannedCell]:
     """Return the first cells of which a session ends within a budget; always at least one."""
-    chosen, left_s = [], budget_s - STARTUP_S
+    chosen: list[PlannedCell] = []
+    left_s = budget_s - STARTUP_S
     for each in planned:
         left_s -= each.seconds
         if left_s < 0 and chosen:

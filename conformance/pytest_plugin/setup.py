@@ -13,7 +13,8 @@ import pytest
 from conformance.defects.catalogue import require_known
 from conformance.judge.support import Machine
 from conformance.judge.waivers import Waiver, expired_warning, profile_waivers
-from conformance.plan.matrix import Case, Matrix, Profile, load_matrix
+from conformance.plan.content import Profile
+from conformance.plan.matrix import Case, Matrix, load_matrix
 from conformance.plan.selection import parse, parse_laws
 from conformance.project import LAWS_DIRECTORY, data_file
 from conformance.pytest_plugin.order import parse_shard

@@ -78,7 +78,7 @@ def broken_metric(case: CaseResult) -> tuple[str, Measurement] | None:
 
 def _facts_of(cases: Sequence[CaseResult]) -> dict[str, Facts]:
     """Facts of all cells whose ids this version of the suite can read, by id."""
-    facts = {}
+    facts: dict[str, Facts] = {}
     for cell in dict.fromkeys(case.cell for case in cases):
         try:
             facts[cell] = cell_from_id(cell).facts()
