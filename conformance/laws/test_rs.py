@@ -24,11 +24,12 @@ def test_collectives_follow_reshard_after_forward_and_prefetch(run: Run, cell: C
     """
     config = cell.config
     dims = resolve_mesh(config.mesh, world_size=cell.world_size)
-    for facts in run(cell).ranks:
+    record = run(cell)
+    for facts in record.ranks:
         shapes = local_shapes(config.model, tp=dims.tp, tp_rank=facts.mesh_coordinate.get("tp", 0))
         expected = fsdp_events(config, dims, shard_numels(shapes, config, shards=dims.dp_shard))
         kept = [name for name in shapes if kept_after_forward(group_of(name, config), config)]
-        for step in range(cell.steps):
+        for step in record.steps:
             _check_events(facts, expected, step, config)
             _check_residency(facts, kept, step)
 
