@@ -46,7 +46,7 @@ def sampled(
 
 
 def all_bounds(axes: Mapping[str, Any], seed: int, steps: int, loss_scale: float) -> dict[str, Bound]:
-    """Return each bound that the oracles of tolerances derive for a cell and random gradients, by function and tensor."""
+    """Return each bound that the oracles derive for a cell and random gradients, by function and tensor."""
     config = Cell(**axes).config
     optimizer, order = config.optimizer, config.optimizer.norm_order
     fp32 = (torch.float32,) * 3
@@ -199,7 +199,7 @@ def test_rendering(of: Bound, text: str) -> None:
 # Numbers that the functions returned before they returned bounds.
 W, V = torch.full((3, 4), 0.25), torch.full((5,), 0.5, dtype=torch.bfloat16)
 RUN = ReferenceRun({"w": W}, [], [0.5], [{"w": W}] * 2, {"w": W + 0.125})
-ADAMW = OptimizerConfig()
+ADAMW, GRADIENTS = OptimizerConfig(), tolerance.fp32_gradients(Cell().config)
 
 
 @pytest.mark.parametrize(
@@ -211,9 +211,9 @@ ADAMW = OptimizerConfig()
             tolerance.fp16_gradients(Cell(precision="fp16-reduce").config, {"w": W}, loss_scale=0.25)["w"],
             0.16067863309170838,
         ),
-        (optimizer_tolerance.updates(tolerance.fp32_gradients(Cell().config), RUN, ADAMW)["w"], 3.9348306070869594e-05),
+        (optimizer_tolerance.updates(GRADIENTS, RUN, ADAMW)["w"], 3.9348306070869594e-05),
         (
-            optimizer_tolerance.moments(tolerance.fp32_gradients(Cell().config), RUN, ADAMW)["exp_avg_sq"],
+            optimizer_tolerance.moments(GRADIENTS, RUN, ADAMW)["exp_avg_sq"],
             7.798135328518049e-05,
         ),
         (tolerance.bf16_error_factor(Cell().config), 1.3228756555322954),

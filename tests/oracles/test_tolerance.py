@@ -16,8 +16,8 @@ from conformance.plan.cells import Cell
 from reference_trainer.config import OptimizerConfig
 
 
-def values(bounds: Mapping[str, Bound]) -> dict[str, float]:
-    return {name: bound.value for name, bound in bounds.items()}
+def values(bounds: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: bound.value if isinstance(bound, Bound) else values(bound) for name, bound in bounds.items()}
 
 
 def test_tolerances_of_the_tiny_workload() -> None:
