@@ -1,4 +1,4 @@
-"""Calls of each operator by phase: they show what is recomputed, and whether it is compiled."""
+"""Calls of each operator by phase: they show what is recomputed, and which implementation ran."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 from reference_trainer.observer import Observer, Phase
 
-_PHASES: tuple[Phase, ...] = ("forward", "backward", "clip")
+_PHASES: tuple[Phase, ...] = ("forward", "backward", "clip", "optimizer")
 
 
 class OperatorCount(Observer):
@@ -17,7 +17,7 @@ class OperatorCount(Observer):
         self._phase: Phase = "build"
 
     def facts(self) -> dict[str, dict[str, int]]:
-        """Return the number of calls in all steps by phase (`forward`, `backward`, `clip`) and name of the operator."""
+        """Return the number of calls in all steps by phase (forward, backward, clip, optimizer) and operator's name."""
         return {phase: dict(sorted(counts.items())) for phase, counts in self._counts.items()}
 
     def phase(self, name: Phase, *, step: int) -> None:

@@ -3,7 +3,7 @@
 from conformance.experiments.environment import probe
 from conformance.laws import compare
 from conformance.laws.fixtures import Measure
-from conformance.oracles import tolerance
+from conformance.oracles import optimizer_tolerance, tolerance
 from conformance.oracles.emulation import emulated_step
 from conformance.oracles.reference import ReferenceRun, Tensors, replay_updates
 from conformance.oracles.virtual_tp import sums_in_ring_order
@@ -41,7 +41,7 @@ def compare_updates(record: Record) -> None:
     __tracebackhide__ = True
     replayed, optimizer = replayed_parameters(record), record.cell.config.optimizer
     for kind, tensors in replayed.optimizer_state.items():
-        within = tolerance.replayed_state(replayed, optimizer)
+        within = optimizer_tolerance.replayed_state(replayed, optimizer)
         compare.tensors(record.select(f"final/{kind}/"), tensors, name=f"optimizer state {kind}", within=within)
 
 
@@ -62,7 +62,7 @@ def replayed_parameters(record: Record) -> ReferenceRun:
         replayed.parameters,
         name="change of parameters",
         origin=initial,
-        within=tolerance.replayed_updates(replayed, optimizer),
+        within=optimizer_tolerance.replayed_updates(replayed, optimizer),
     )
     return replayed
 

@@ -8,6 +8,7 @@ from conformance.judge.measurements import measure as report
 from conformance.laws import compare
 from conformance.laws.fixtures import Measure, Run
 from conformance.laws.steps import compare_steps, compare_updates
+from conformance.oracles.dtype_policy import optimizer_state
 from conformance.oracles.placement import expected_offloading, expected_places
 from conformance.plan.cells import Cell
 from conformance.run.record import Record
@@ -73,9 +74,10 @@ def test_cpu_offload_state_is_in_host_memory(run: Run, cell: Cell) -> None:
 
 def _report_state(record: Record) -> None:
     """Record the bytes of state that rank 0 holds; the law judges only their places."""
-    kinds = {"parameters": "final/parameter/", "gradients": "step0/gradient/", "optimizer state": "final/exp_avg"}
-    for name, prefix in kinds.items():
-        held = sum(tensor.nbytes for key, tensor in record.shards[0].items() if key.startswith(prefix))
+    state = tuple(f"final/{key}/" for key in optimizer_state(record.cell.config.optimizer))
+    kinds = {"parameters": ("final/parameter/",), "gradients": ("step0/gradient/",), "optimizer state": state}
+    for name, prefixes in kinds.items():
+        held = sum(tensor.nbytes for key, tensor in record.shards[0].items() if key.startswith(prefixes))
         report(f"{name} of rank 0", held, kind="memory", unit="bytes")
 
 

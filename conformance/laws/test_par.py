@@ -9,7 +9,7 @@ from conformance.judge.measurements import measure as report
 from conformance.laws import compare
 from conformance.laws.fixtures import Measure, Run
 from conformance.laws.steps import compare_steps, compare_updates, require_known_sum_order
-from conformance.oracles import tolerance
+from conformance.oracles import optimizer_tolerance, tolerance
 from conformance.oracles.cache import reference_run
 from conformance.oracles.emulation import emulated_step
 from conformance.oracles.reference import initial_model
@@ -52,10 +52,10 @@ def test_sharded_fp32_equals_one_process(run: Run, cell: Cell) -> None:
         expected.parameters,
         name="change of parameters",
         origin=expected.initial,
-        within=tolerance.updates(bound, expected, config.optimizer),
+        within=optimizer_tolerance.updates(bound, expected, config.optimizer),
     )
     for kind, tensors in expected.optimizer_state.items():
-        within = tolerance.moments(bound, expected, config.optimizer)[kind]
+        within = optimizer_tolerance.moments(bound, expected, config.optimizer)[kind]
         compare.tensors(record.select(f"final/{kind}/"), tensors, name=f"optimizer state {kind}", within=within)
     compare.scalars(record.losses, expected.losses, name="loss", within=bound)  # last: tensors show faults more clearly
 
@@ -172,7 +172,7 @@ def test_gradient_accumulation_equals_one_large_batch(run: Run, cell: Cell) -> N
         single.select("final/parameter/"),
         name="change of parameters",
         origin=single.select("initial/parameter/"),
-        within=tolerance.updates(bound, reference_run(config, dtype=torch.float64), config.optimizer),
+        within=optimizer_tolerance.updates(bound, reference_run(config, dtype=torch.float64), config.optimizer),
     )
     compare.scalars(record.losses, single.losses, name="loss", within=bound)
 

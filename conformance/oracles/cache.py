@@ -42,5 +42,5 @@ def _workload(config: TrainerConfig) -> TrainerConfig:
         gradient_sync="each",
         init="meta",
         checkpoint=None,
-        optimizer=msgspec.structs.replace(config.optimizer, foreach_clip=True),
+        optimizer=msgspec.structs.replace(config.optimizer, foreach_clip=True, implementation="auto"),
     )

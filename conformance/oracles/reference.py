@@ -39,7 +39,7 @@ class ReferenceRun:
     parameters: Tensors = field(default_factory=dict)
     """Parameters after the last step."""
     optimizer_state: dict[str, Tensors] = field(default_factory=dict)
-    """State after the last step by kind: `exp_avg` and `exp_avg_sq` of AdamW."""
+    """State after the last step: `exp_avg` and `exp_avg_sq` of AdamW, `momentum_buffer` of SGD with momentum."""
 
 
 def initial_model(config: TrainerConfig) -> Transformer:
@@ -52,7 +52,7 @@ def initial_model(config: TrainerConfig) -> Transformer:
 def train_reference(config: TrainerConfig, *, dtype: torch.dtype) -> ReferenceRun:
     """Train in one process, weights and computation in `dtype`, each step on the full global batch at once.
 
-    Raises ValueError for dropout, momentum or a learning-rate schedule.
+    Raises ValueError for dropout or a learning-rate schedule.
     """
 
     def gradients(model: Transformer, batch: Batch, valid_tokens: int) -> tuple[float, Tensors]:
@@ -103,8 +103,7 @@ def _train(
 def replay_updates(config: OptimizerConfig, initial: Tensors, gradients: Iterable[Tensors]) -> ReferenceRun:
     """Clip given gradients and apply them to `initial`, step after step, in fp64, whatever their dtypes are.
 
-    The gradients of each step are full tensors by parameter name. Raises ValueError for momentum or a learning-rate
-    schedule.
+    The gradients of each step are full tensors by parameter name. Raises ValueError for a learning-rate schedule.
     """
     parameters = {name: p.double() for name, p in initial.items()}
     run = ReferenceRun(initial={name: p.clone() for name, p in parameters.items()})
@@ -159,16 +158,19 @@ class _Update(ABC):
 
 
 class _Sgd(_Update):
-    """p <- p - lr (g + decay p); matrices decay, vectors do not."""
+    """b <- momentum b + g + decay p, from b = 0; p <- p - lr b. Matrices decay, vectors do not."""
 
     def __init__(self, config: OptimizerConfig) -> None:
-        if config.momentum:
-            raise ValueError("the reference's SGD has no momentum: use momentum 0")
         super().__init__(config)
+        self._buffers: Tensors = {}
+        self.state = {"momentum_buffer": self._buffers} if config.momentum else {}
 
     def step(self, parameters: Tensors, gradients: Tensors) -> None:
+        config = self._config
         for name, p in parameters.items():
-            p.sub_(self._config.lr * (gradients[name] + _decay(self._config, p) * p))
+            buffer = self._buffers.setdefault(name, torch.zeros_like(p))
+            buffer.mul_(config.momentum).add_(gradients[name] + _decay(config, p) * p)
+            p.sub_(config.lr * buffer)
 
 
 class _AdamW(_Update):

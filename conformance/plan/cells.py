@@ -66,8 +66,10 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     data-parallel ranks, or over both kinds of ranks. `integer`: computes with small integers, exactly. `deep`: so many
     layers that one layer or one parameter is small compared with the model. `half`: as deep, with half of the layers.
     `wide`: can be sharded over 1024 ranks."""
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """Name of the optimizer."""
+    optimizer: Literal["adamw", "sgd", "adamw-foreach", "adamw-fused", "sgd-momentum"] = "adamw"
+    """Optimizer, in the implementation that torch chooses: foreach on a CUDA device, a loop on the CPU.
+
+    `adamw-foreach`, `adamw-fused`: AdamW in that implementation on every device. `sgd-momentum`: SGD with momentum."""
     clip: Annotated[float, Meta(ge=0.0, le=sys.float_info.max)] = 1.0
     """Maximum norm of the gradients; 0.0: no clipping."""
     norm_type: Literal["2", "1", "3", "inf"] = "2"
@@ -198,7 +200,7 @@ _TAGS: dict[str, Callable[[Any], str]] = {
     "init": str,
     "weights": str,
     "model": lambda model: model.replace("-", ""),
-    "optimizer": str,
+    "optimizer": lambda name: name.replace("-", ""),
     "clip": lambda norm: f"clip{norm!r}" if norm else "noclip",
     "norm_type": lambda order: f"norm{order}",
     "foreach_clip": lambda _: "cliploop",

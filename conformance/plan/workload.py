@@ -51,10 +51,16 @@ _MODELS = {
     "half": replace(_TINY_MODEL, dim=64, n_layers=4, ffn_dim=256),
 }
 _DATA = DataConfig(seq_len=16, global_batch_size=16, min_valid_fraction=0.25)
-_LEARNING_RATE = {"adamw": 0.01, "sgd": 0.1}
 # AdamW's epsilon is of the order of the gradients: with the usual 1e-8 the update is insensitive to the gradients'
 # scale (a constant factor passes unseen) and infinitely sensitive to rounding where a gradient is nearly zero.
-_ADAMW_EPS = 0.001
+_ADAMW, _SGD = OptimizerConfig(name="adamw", lr=0.01, eps=0.001), OptimizerConfig(name="sgd", lr=0.1)
+_OPTIMIZERS = {
+    "adamw": _ADAMW,
+    "adamw-foreach": replace(_ADAMW, implementation="foreach"),
+    "adamw-fused": replace(_ADAMW, implementation="fused"),
+    "sgd": _SGD,
+    "sgd-momentum": replace(_SGD, momentum=0.9),
+}
 # The integer model is exact if all that scales is a power of two: learning rate and number of valid tokens.
 _INTEGER_DATA = replace(_DATA, min_valid_fraction=1.0)
 _INTEGER_LEARNING_RATE = 2.0**-4
@@ -120,10 +126,8 @@ def trainer_config(cell: "Cell") -> TrainerConfig:
 
 
 def _optimizer(cell: "Cell") -> OptimizerConfig:
-    optimizer = OptimizerConfig(
-        name=cell.optimizer,
-        lr=_LEARNING_RATE[cell.optimizer],
-        eps=_ADAMW_EPS,
+    optimizer = replace(
+        _OPTIMIZERS[cell.optimizer],
         max_norm=cell.clip,
         norm_type="inf" if cell.norm_type == "inf" else float(cell.norm_type),
         foreach_clip=cell.foreach_clip,
