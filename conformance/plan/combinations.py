@@ -116,7 +116,9 @@ class Combinations:
 
     def count_by_axes(self) -> dict[tuple[str, ...], int]:
         """Return the number of combinations of each `strength` axes; axes without a combination have 0."""
-        of_axis = {axis: np.array([n for n, own in enumerate(self.space.owners) if own == axis]) for axis in self.space.axes}
+        of_axis = {
+            axis: np.array([n for n, own in enumerate(self.space.owners) if own == axis]) for axis in self.space.axes
+        }
         return {
             axes: int(np.count_nonzero(self.members[np.ix_(*(of_axis[axis] for axis in axes))]))
             for axes in itertools.combinations(self.space.axes, self.strength)
@@ -275,8 +277,10 @@ def learn_possible(constraints: Constraints, strength: int) -> Combinations:
 
 def symmetric(members: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Return an array of combinations in which their values may be in any order."""
-    orders = itertools.permutations(range(members.ndim))
-    return np.logical_or.reduce([members.transpose(order) for order in orders])
+    either = members.copy()
+    for order in itertools.permutations(range(members.ndim)):
+        either |= members.transpose(order)
+    return either
 
 
 def gains(weights: NDArray[Any], options: Sequence[int], chosen: Sequence[int]) -> NDArray[np.int64]:
