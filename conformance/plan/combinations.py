@@ -277,8 +277,10 @@ def learn_possible(constraints: Constraints, strength: int) -> Combinations:
 
 def symmetric(members: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Return an array of combinations in which their values may be in any order."""
-    orders = itertools.permutations(range(members.ndim))
-    return np.logical_or.reduce([members.transpose(order) for order in orders])
+    either = members.copy()
+    for order in itertools.permutations(range(members.ndim)):
+        either |= members.transpose(order)
+    return either
 
 
 def gains(weights: NDArray[Any], options: Sequence[int], chosen: Sequence[int]) -> NDArray[np.int64]:
