@@ -91,6 +91,10 @@ def trainer_config(cell: "Cell") -> TrainerConfig:
     require(
         scales or cell.loss_scale == "fits", f"cell {cell.id}: loss_scale {cell.loss_scale} needs a precision of fp16"
     )
+    require(
+        cell.loss_scale == "fits" or cell.steps >= 4,
+        f"cell {cell.id}: loss_scale {cell.loss_scale} needs at least 4 steps, of which the first are skipped",
+    )
     data = _INTEGER_DATA if cell.model == "integer" else _DATA
     micro_batches = mesh.dp_replicate * mesh.dp_shard * cell.accumulation
     return TrainerConfig(
