@@ -95,7 +95,7 @@ def test_rules_that_contradict_each_other_leave_nothing() -> None:
 
 
 def test_rows_are_the_same_on_every_machine() -> None:
-    axes = {"a": [1, 2, 3], "b": ["x", "y"], "c": [True, False]}
+    axes: Axes = {"a": [1, 2, 3], "b": ["x", "y"], "c": [True, False]}
     cost = Cost(("a",), lambda row: 0.1 * row["a"])
     rows = covering_rows(axes, strength=2, rules=[], cost=cost)
     pairs = [(1, "x", False), (1, "y", True), (3, "x", True), (2, "x", True), (2, "y", False), (3, "y", False)]
@@ -134,7 +134,7 @@ def test_a_share_is_covered_by_the_cheapest_rows() -> None:
 
 
 def test_counts_by_axes() -> None:
-    axes = {"a": [1, 2], "b": [1, 2, 3], "c": [True, False]}
+    axes: Axes = {"a": [1, 2], "b": [1, 2, 3], "c": [True, False]}
     counts = seen([{"a": 1, "b": 1, "c": True}, {"a": 1, "b": 2, "c": True}], axes, 2).count_by_axes()
     assert counts == {("a", "b"): 2, ("a", "c"): 1, ("b", "c"): 2}
 
