@@ -74,7 +74,7 @@ class Profile(_Entry, frozen=True, kw_only=True):
     budget_s: Annotated[float, Meta(gt=0.0)] | None = None
     """Time that the profile takes. Without `must` it has the first cells, in the order of the lock file, of which a
     session ends in this time."""
-    cells: str | None = None
+    cells: Text | None = None
     """Selection among these cells, see `conformance.plan.selection`."""
     deadline_s: Annotated[float, Meta(gt=0.0)]
     """Time limit of one case in seconds."""
@@ -144,8 +144,7 @@ def read_content(document: Document) -> Content:
 def _check_section(document: Document, where: str, section: Section) -> None:
     for axis, values in (section.axes or {}).items():
         _check_axis(document, f"{where}.axes.{axis}", axis, values)
-    for mesh in section.meshes or []:
-        _check_axis(document, f"{where}.meshes", "mesh", [mesh])
+    _check_axis(document, f"{where}.meshes", "mesh", section.meshes or [])
     if section.meshes and (section.strength or section.axes):
         raise document.error(where, "singles (`meshes`) have the axes of the matrix: leave out `strength` and `axes`")
     if not (section.meshes or section.strength or section.axes):
