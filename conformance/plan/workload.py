@@ -133,7 +133,7 @@ def trainer_config(cell: "Cell") -> TrainerConfig:
 
 
 def _effects(cell: "Cell", mesh: Mesh) -> Iterator[tuple[bool, str]]:
-    """Yield what the mesh must have for an axis value to have an effect: whether it does, and what is missing if not."""
+    """Yield what axis values need to have an effect: whether it is there, and what is missing if not."""
     heads = _MODELS[cell.model].n_kv_heads
     yield mesh.tp > 1 or cell.sequence_parallel, "sequence_parallel false needs tensor parallelism"
     yield mesh.tp > 1 or not cell.loss_parallel, "loss_parallel needs tensor parallelism"
