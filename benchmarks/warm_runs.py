@@ -68,7 +68,7 @@ def _steps_s(facts: RankFacts) -> float:
 
 def warm_runs(cell: Cell, *, runs: int) -> list[Run]:
     """Run a cell with as many seeds after warm-up; returns the durations."""
-    with tempfile.TemporaryDirectory() as directory, Pools() as pools:
+    with tempfile.TemporaryDirectory() as directory, Pools(share_processors=False) as pools:
         store = RecordStore(
             Path(directory), "warm-runs", str(torch.__version__), defect=None, deadline_s=120.0, pools=pools
         )
