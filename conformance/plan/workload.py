@@ -149,6 +149,8 @@ def _effects(cell: "Cell", mesh: Mesh) -> Iterator[tuple[bool, str]]:
     fewer = mesh.tp == 1 and mesh.dp_shard > 2 and mesh.dp_shard % 2 == 0
     yield fewer or cell.reshard != "k2", "reshard k2 needs a multiple of 2 above 2 of shards, and no tensor parallelism"
     yield cell.saved_on != cell.mesh, f"saved_on {cell.saved_on} is the mesh itself: write `same`"
+    tp = 1 if cell.saved_on in ("none", "same") else Mesh.parse(cell.saved_on).tp
+    yield heads % tp == 0, f"{heads} heads of keys cannot be divided among {tp} tensor-parallel ranks that save"
 
 
 def _optimizer(cell: "Cell") -> OptimizerConfig:
