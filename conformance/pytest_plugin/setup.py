@@ -17,6 +17,7 @@ from conformance.plan.content import Profile
 from conformance.plan.matrix import Case, Matrix, load_matrix
 from conformance.plan.selection import parse, parse_laws
 from conformance.project import LAWS_DIRECTORY, data_file
+from conformance.pytest_plugin.named_cell import cases_of
 from conformance.pytest_plugin.order import parse_shard
 from conformance.report.baseline import Baseline
 from conformance.run.devices.hardware import Hardware, find_hardware
@@ -60,6 +61,8 @@ class SessionSetup:
     """Durations of cases in earlier sessions by id, which the controller passes to its workers."""
     repro_options: tuple[str, ...]
     """Options with which pytest repeats a case."""
+    shrink_s: float
+    """Time to search for the smallest failing cells, in seconds; none if not positive."""
 
     @property
     def machine(self) -> Machine:
@@ -83,9 +86,10 @@ def read_options(config: pytest.Config) -> SessionSetup:
         profile = matrix.profile(option.profile)
         selection = parse(option.cells) if option.cells is not None else None
         laws = parse_laws(option.laws, matrix.laws()) if option.laws is not None else matrix.laws()
-        cases = tuple(
-            case for case in matrix.cases(option.profile, only=selection, seed=option.seed) if case.law in laws
-        )
+        selected = matrix.cases(option.profile, only=selection, seed=option.seed)
+        if not selected and option.cells is not None:
+            selected = cases_of(option.cells, matrix, seed=option.seed)
+        cases = tuple(case for case in selected if case.law in laws)
         defect = require_known(option.defect) if option.defect else None
         hardware = _hardware(config)
         waivers, expired = profile_waivers(file, matrix, profile, today=datetime.date.today())
@@ -115,6 +119,7 @@ def read_options(config: pytest.Config) -> SessionSetup:
             ),
             durations_s=inherited.get("durations_s", {}),
             repro_options=tuple(_repro_options(option, defect)),
+            shrink_s=option.shrink,
         )
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
