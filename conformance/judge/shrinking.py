@@ -37,8 +37,8 @@ class Shrunk(msgspec.Struct, frozen=True, kw_only=True):
 def shrink(cell: Cell, fails: Fails, *, meshes: Sequence[str], guesses: Sequence[Cell] = ()) -> Shrunk:
     """Return the smallest cell on which a law fails as on `cell`, which is not asked for.
 
-    `meshes` are the meshes that may replace that of the cell. `guesses` are cells that may be close to the result, tried
-    first as far as `cell` has all that they have.
+    `meshes` are the meshes that may replace that of the cell. `guesses` are cells that may be close to the result,
+    tried first as far as `cell` has all that they have.
     """
     search = _Search(cell, fails, meshes)
     complete = True

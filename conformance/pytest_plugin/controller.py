@@ -17,7 +17,7 @@ from conformance.pytest_plugin.order import remember_durations, remembered_durat
 from conformance.pytest_plugin.progress import Progress
 from conformance.pytest_plugin.report_files import PLAN, ReportFiles
 from conformance.pytest_plugin.setup import SessionSetup
-from conformance.pytest_plugin.shrinking import smallest_cells
+from conformance.pytest_plugin.shrinking import has_combined, smallest_cells
 from conformance.pytest_plugin.told_failures import ToldFailures
 from conformance.report.cell_facts import cell_facts
 from conformance.report.environment import environment_facts, suite_digest
@@ -150,19 +150,16 @@ class Controller:
     def _with_smallest(self, report: Report, config: pytest.Config) -> Report:
         """Return the report with the smallest failing cells, if something failed; a mistake here costs no report."""
         groups = failure_groups(report)
-        if not groups or self._setup.shrink_s <= 0:
+        if self._setup.shrink_s <= 0 or not has_combined(self._setup, groups):
             return report
         reporter: pytest.TerminalReporter | None = config.pluginmanager.get_plugin("terminalreporter")
-        if reporter is not None and config.get_verbosity() > -2:
-            reporter.write_line(
-                f"\nsearching the smallest failing cells for up to {self._setup.shrink_s:g} s (--shrink; Ctrl-C ends it)"
-            )
+        if reporter is not None:
+            limit = f"at most {self._setup.shrink_s:g} s, see --shrink"
+            reporter.write_line(f"\nsearching the smallest failing cells ({limit})")
         try:
             return replace(report, smallest=smallest_cells(self._setup, report.cases, groups))
         except (KeyboardInterrupt, Exception) as error:
-            self._search_failure = (
-                f"the search for the smallest failing cells ended with {type(error).__name__}: {error}"
-            )
+            self._search_failure = f"no smallest failing cells: the search ended with {type(error).__name__}: {error}"
             return report
 
     def _begin_progress(self) -> None:

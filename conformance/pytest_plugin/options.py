@@ -34,7 +34,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "type": float,
         "default": 60.0,
         "metavar": "SECONDS",
-        "help": "after failures, time to search for the smallest cells on which they occur; 0: none (default: %(default)g)",
+        "help": "time to search for the smallest cells on which failures occur; 0: none (default: %(default)g)",
     },
     "--isolate": {"action": "store_true", "help": "fresh processes for every run, instead of warm ones"},
     "--matrix": {"metavar": "FILE", "help": "matrix file (default: matrix.yaml of the project)"},
