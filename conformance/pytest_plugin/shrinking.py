@@ -62,7 +62,8 @@ class Shrinker:
         self._matrix, self._judge = matrix, judge
         self._until_s = time.monotonic() + budget_s
         self._outcomes = {case.id: outcome_of(case.verdict, case.measured, case.reason) for case in cases}
-        self._judged = 0
+        self.judged = 0
+        """Number of cases that were judged besides those of the session."""
         self._is_interrupted = False
         self._found: list[Cell] = []
 
@@ -78,7 +79,7 @@ class Shrinker:
         cases = _shrinkable(group, self._matrix.scopes)
         if not cases or self._left_s() <= 0:
             return None
-        start_s, judged_before = time.monotonic(), self._judged
+        start_s, judged_before = time.monotonic(), self.judged
         first = min(cases, key=lambda case: (case.cell.world_size, case.cell.features))
         shrunk = self.search(first, guesses=[*self._found, *_in_common(first.cell, cases)])
         if not shrunk.complete and shrunk.cell == first.cell:
@@ -92,7 +93,7 @@ class Shrinker:
             bound={name: spelled(value) for name, value in shrunk.bound.items()},
             passes=all(self._outcomes[f"{first.law}/{c.id}"].verdict in _PASSED for c in shrunk.neighbours),
             complete=shrunk.complete,
-            judged=self._judged - judged_before,
+            judged=self.judged - judged_before,
             seconds=round(time.monotonic() - start_s, 2),
             repro=repeat(Case(first.law, shrunk.cell)),
         )
@@ -118,7 +119,7 @@ class Shrinker:
             return None
         if self._left_s() <= 0:
             raise SearchEnded
-        self._judged += 1
+        self.judged += 1
         try:
             judged = self._judge(case, max(1.0, self._left_s()))
         except KeyboardInterrupt:
