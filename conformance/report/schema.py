@@ -6,6 +6,7 @@ import msgspec
 
 from conformance.judge.measurements import Measurement
 from conformance.report.cell_facts import CellFacts
+from conformance.report.smallest import Smallest
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -89,6 +90,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cells: dict[str, CellFacts]
     """Facts about cells, by id; no verdict rests on them."""
     cases: list[CaseResult]
+    smallest: list[Smallest] = []
+    """Smallest failing cells that were searched for after the last case, at most one for each cause."""
 
 
 def report_schema() -> dict[str, Any]:
