@@ -14,8 +14,9 @@ _INTRODUCTION = """# Laws
 
 Written by `python -m conformance docs --write`; a test keeps it in step with the laws. `python -m conformance
 show LAW` adds numbers of cases. A law is judged on all cells of a session that are *where* it holds, but for the gaps
-below the table. It holds from the torch version on that stands there, on each of its substrates; those with devices are unverified where [gpu/status.md](gpu/status.md) says so. The defects are those that
-the law must catch, see [detection/kill_matrix.md](detection/kill_matrix.md)."""
+below the table. It holds from the torch version on that stands there, on each of its substrates; those with devices are
+unverified where [gpu/status.md](gpu/status.md) says so. The defects are those that the law must catch, see
+[detection/kill_matrix.md](detection/kill_matrix.md)."""
 
 _GAPS = """## Gaps
 
