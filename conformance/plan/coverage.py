@@ -5,6 +5,7 @@ judges the numbers of the run.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,10 +14,9 @@ import msgspec
 import numpy as np
 
 from conformance.plan.cells import AxisValue, Cell, axis_default, axis_value
-from conformance.plan.combinations import Axes, Combinations, Space, possible, seen
+from conformance.plan.combinations import Combinations, Space, possible, seen
 from conformance.plan.content import Content, Exclusion
 from conformance.plan.derivation import affects, row_of, rules_of
-from conformance.plan.gaps import Gap
 from conformance.plan.matrix import Matrix
 from conformance.plan.scopes import Scope
 from conformance.plan.selection import Facts
@@ -70,7 +70,7 @@ class LawCoverage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     judged: int
     """Number of these that the law judges, or in a session has judged."""
     left_out: list[LeftOut]
-    """Cells that the law leaves out, by reason."""
+    """Cells that the law leaves out, by reason, the most frequent reason first."""
 
     @property
     def pending(self) -> int:
@@ -125,7 +125,7 @@ class Impossible:
 
     exclusions: tuple[Exclusion, ...]
     """Smallest set of exclusions that leaves none; empty if more than two are needed."""
-    pairs: list[Pair]
+    pairs: Sequence[Pair]
 
 
 def profile_coverage(matrix: Matrix, profile: str) -> Coverage:
@@ -201,9 +201,9 @@ def _count_among(combinations: Combinations, values: Sequence[int]) -> int:
     return int(np.count_nonzero(combinations.members[np.ix_(*[list(values)] * combinations.strength)])) if values else 0
 
 
-def _excluded(content: Content, axes: Axes) -> Iterable[dict[str, AxisValue]]:
+def _excluded(content: Content, axes: dict[str, list[AxisValue]]) -> Iterable[dict[str, AxisValue]]:
     """Return the pairs of values of axes that the exclusions leave no cell for."""
-    allowed = possible(axes, strength=2, rules=rules_of(content, dict(axes), {}))
+    allowed = possible(axes, strength=2, rules=rules_of(content, axes, {}))
     return Combinations(allowed.space, allowed.space.combinations(2)) - allowed
 
 
@@ -227,10 +227,6 @@ def _law_coverage(scope: Scope, facts: Mapping[Cell, Facts], judged: Sequence[Ce
     )
 
 
-def _left_out(scope: Scope, spoken_of: Sequence[Facts]) -> list[LeftOut]:
-    """Count the cells of each gap, those without any left out."""
-    gaps: dict[Gap, int] = dict.fromkeys(scope.gaps, 0)
-    for facts in spoken_of:
-        if (gap := scope.gap(facts)) is not None:
-            gaps[gap] += 1
-    return [LeftOut(where=gap.cells, reason=gap.reason, cells=cells) for gap, cells in gaps.items() if cells]
+def _left_out(scope: Scope, spoken_of: Iterable[Facts]) -> list[LeftOut]:
+    gaps = Counter(gap for facts in spoken_of if (gap := scope.gap(facts)) is not None)
+    return [LeftOut(where=gap.cells, reason=gap.reason, cells=cells) for gap, cells in gaps.most_common()]

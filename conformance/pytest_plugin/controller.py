@@ -18,6 +18,7 @@ from conformance.pytest_plugin.report_files import PLAN, ReportFiles
 from conformance.pytest_plugin.setup import SessionSetup
 from conformance.pytest_plugin.told_failures import ToldFailures
 from conformance.report.cell_facts import cell_facts
+from conformance.report.coverage import session_coverage
 from conformance.report.environment import environment_facts, suite_digest
 from conformance.report.github import annotations
 from conformance.report.html import html_report
@@ -116,6 +117,9 @@ class Controller:
             exit_code=status,
             duration_s=round(time.monotonic() - self._start_s, 3),
             cells=cell_facts(self._setup.store.directory, session=self._header.session),
+            coverage=session_coverage(
+                self._setup.matrix, self._setup.profile_name, self._results.values(), seed=self._setup.seed
+            ),
             cases=sorted(self._results.values(), key=lambda result: result.id),
         )
         self._leave_files(self._report, junit=Path(session.config.option.xmlpath))

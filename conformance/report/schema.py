@@ -5,6 +5,7 @@ from typing import Any, Literal
 import msgspec
 
 from conformance.judge.measurements import Measurement
+from conformance.plan.coverage import Coverage
 from conformance.report.cell_facts import CellFacts
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -88,6 +89,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     duration_s: float
     cells: dict[str, CellFacts]
     """Facts about cells, by id; no verdict rests on them."""
+    coverage: Coverage
+    """Combinations and cells of the profile that the session has judged."""
     cases: list[CaseResult]
 
 
