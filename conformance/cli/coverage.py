@@ -69,7 +69,7 @@ def _numbers(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
 
 
 def _missing(matrix: Matrix, cells: Sequence[Cell], seen_on: Sequence[Cell], limit: int | None) -> Iterator[str]:
-    """Yield the number of missing pairs, with a table of the first ones."""
+    """Yield a table of the first missing pairs, if there are any, with the number of the others."""
     missing = covered(matrix.content, seen_on, 2).missing
     if not missing:
         return
@@ -98,7 +98,7 @@ def _excluded(content: Content) -> Iterator[str]:
 
 
 def _has(cell: Cell, pair: Mapping[str, AxisValue]) -> bool:
-    return all(getattr(cell, axis) == value for axis, value in pair.items())
+    return pair.items() <= msgspec.structs.asdict(cell).items()
 
 
 def _selection(pair: Mapping[str, AxisValue]) -> str:

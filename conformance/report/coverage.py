@@ -77,4 +77,4 @@ def _cells(tally: Tally) -> list[str]:
 
 
 def _of(tally: Tally) -> str:
-    return f"{share_text(tally)} of {tally.possible}"
+    return f"{share_text(tally)} of {tally.possible}" if tally.possible else "none possible"

@@ -42,7 +42,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: Kind
     case: str
-    """`LAW/CELL`; `CELL` for facts of a cell, empty for those of all cells; `pairs`, `triples` or `LAW` for coverage."""
+    """`LAW/CELL`; `CELL` for facts of a cell, empty of all cells; `LAW`, `pairs` or `triples` for coverage."""
     before: str
     """Verdict, value and unit of a metric, or share of coverage."""
     after: str
@@ -154,23 +154,24 @@ def _cells(before: Report, after: Report) -> Iterator[Change]:
 
 
 def _coverage(before: Coverage, after: Coverage) -> Iterator[Change]:
-    """What is seen, or judged, less than before: a smaller number or a smaller share.
+    """Pairs and triples of which a smaller number or share is seen, and laws that have judged fewer cells.
 
-    A number can fall with the share at 100 %: where a value has left an axis, or cells a law's `where`.
+    The number falls with the share at 100 % where an axis loses a value, or a law's `where` loses cells.
     """
     for name in ("pairs", "triples"):
         old, new = (getattr(side, name).values for side in (before, after))
-        yield from _fall(name, old, new, "combinations seen by laws on numbers")
+        if new.seen < old.seen or new.share < old.share:
+            yield _fall(name, old, new, "combinations seen by laws on numbers")
     for law, of_law in before.laws.items():
         now = after.laws.get(law)
-        new = Tally(now.judged, now.cells) if now else Tally(0, 0)
-        yield from _fall(law, Tally(of_law.judged, of_law.cells), new, "cells of which the MUST speaks, and judged")
+        judged = Tally(now.judged, now.cells) if now else Tally(0, 0)
+        if judged.seen < of_law.judged:
+            yield _fall(law, Tally(of_law.judged, of_law.cells), judged, "cells judged")
 
 
-def _fall(case: str, before: Tally, after: Tally, reason: str) -> Iterator[Change]:
-    if after.seen < before.seen or after.share < before.share:
-        old, new = (f"{share_text(each)}, {each.seen} of {each.possible}" for each in (before, after))
-        yield Change(kind="coverage-fell", case=case, before=old, after=new, reason=reason)
+def _fall(case: str, before: Tally, after: Tally, reason: str) -> Change:
+    old, new = (f"{each.seen} of {each.possible}, {share_text(each)}" for each in (before, after))
+    return Change(kind="coverage-fell", case=case, before=old, after=new, reason=reason)
 
 
 def _drift(case: str, drifted: Drifted) -> Change:

@@ -10,8 +10,8 @@ def counted(number: int, noun: str) -> str:
 
 
 def share_text(tally: Tally) -> str:
-    """Return the share that is seen, `98.7 %`: rounded down, so that 100 % means all."""
-    return f"{1000 * tally.seen // tally.possible / 10:g} %" if tally.possible else "100 %"
+    """Return the share that is seen, `98.7 %`: rounded down, so that 100 % means all; `-` if nothing is possible."""
+    return f"{1000 * tally.seen // tally.possible / 10:g} %" if tally.possible else "-"
 
 
 def value_text(metric: Measurement) -> str:

@@ -18,13 +18,12 @@ FACTS = CellFacts(
 )
 
 
-NOTHING = CombinationCoverage(values=Tally(0, 0), features=Tally(0, 0), axes={})
 COVERAGE = Coverage(
     pairs=CombinationCoverage(
         values=Tally(9, 10), features=Tally(1, 4), axes={"mesh": Tally(4, 4), "clip": Tally(5, 8)}
     ),
     triples=CombinationCoverage(
-        values=Tally(29, 30), features=Tally(0, 2), axes={"mesh": Tally(0, 0), "clip": Tally(5, 8)}
+        values=Tally(2999, 3000), features=Tally(0, 2), axes={"mesh": Tally(0, 0), "clip": Tally(5, 8)}
     ),
     laws={
         "PAR-1": LawCoverage(
@@ -59,7 +58,7 @@ def report(
     environment = {"packages": {"torch": torch}, "device": {"name": "Fake", "count": 2}}
     fixed: dict[str, Any] = {"session": "s", "profile": "pr", "seed": 0, "started": "2026-11-22T10:00:00"}
     fixed |= {"matrix_digest": "m", "defect": None, "selection": "", "exit_code": 0, "duration_s": 1.0, "verdicts": {}}
-    fixed |= {"coverage": Coverage(pairs=NOTHING, triples=NOTHING, laws={})}
+    fixed |= {"coverage": COVERAGE}
     fixed |= {"suite_digest": "d", "planned": len(cases), "executed": len(cases)}
     return Report(environment=environment, cases=list(cases), cells=cells or {}, **{**fixed, **other})
 
