@@ -207,7 +207,7 @@ OFFLOAD_COPY_UNFINISHED = Defect(
     source=_WRONG_EVENT,
     mechanism="backward ends without waiting for the copy",
     laws=("OFF-1",),
-    cells="id = dp2-fp32-default-meta-clip0.1-offloadcpu",
+    cells="id = dp2-fp32-default-meta-offloadcpu",
     inject=partial(delayed_copies_to_host, reused=False, awaited=False),
     inject_twin=partial(delayed_copies_to_host, reused=False, awaited=True),
     substrates=("gloo",),

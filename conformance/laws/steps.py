@@ -51,9 +51,8 @@ def replayed_parameters(record: Record) -> ReferenceRun:
     require_steps_taken(record)
     optimizer = record.cell.config.optimizer
     initial = record.select("initial/parameter/")
-    replayed = replay_updates(
-        optimizer, initial, [record.select(f"step{step}/gradient/") for step in record.steps_taken]
-    )
+    gradients = {step: record.select(f"step{step}/gradient/") for step in record.steps_taken}
+    replayed = replay_updates(record.cell.config, initial, gradients)
     rounding = tolerance.norm(replayed.gradients[0], order=optimizer.norm_order)
     norms = [norm for step, norm in zip(record.steps, record.grad_norms, strict=True) if step in record.steps_taken]
     compare.scalars(norms, replayed.grad_norms, name="gradient norm", within=rounding)

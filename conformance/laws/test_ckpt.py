@@ -17,7 +17,7 @@ CHECKPOINT = "https://docs.pytorch.org/docs/stable/distributed.checkpoint.html"
 ASYNC_SAVE = f"{CHECKPOINT}#torch.distributed.checkpoint.state_dict_saver.async_save"
 
 
-@law("CKPT-1", where="saved_on = same and saving = blocking", numbers=True, reference=CHECKPOINT)
+@law("CKPT-1", where="saved_on = same and saving = blocking", gaps=["large-models"], numbers=True, reference=CHECKPOINT)
 def test_checkpoint_resumes_bit_for_bit(run: Run, cell: Cell) -> None:
     """Saved, stopped and resumed in new processes on the same mesh, a run MUST go on in every bit as if it had not.
 
@@ -29,7 +29,7 @@ def test_checkpoint_resumes_bit_for_bit(run: Run, cell: Cell) -> None:
 @law(
     "CKPT-2",
     where="saved_on not in (none, same)",
-    gaps=["dropout-masks", "bf16-masters", "16-bit-sums", "compiled-roundings"],
+    gaps=["dropout-masks", "bf16-masters", "16-bit-sums", "compiled-roundings", "large-models"],
     numbers=True,
     reference=CHECKPOINT,
 )
@@ -50,7 +50,7 @@ def test_checkpoint_is_resumed_on_another_mesh(run: Run, cell: Cell) -> None:
     compare_steps(record)
 
 
-@law("CKPT-3", where="saved_on = same and saving = async", numbers=True, reference=ASYNC_SAVE)
+@law("CKPT-3", where="saved_on = same and saving = async", gaps=["large-models"], numbers=True, reference=ASYNC_SAVE)
 def test_async_checkpoint_does_not_see_later_steps(run: Run, cell: Cell) -> None:
     """A checkpoint saved while training goes on MUST be the state at the call, in every bit.
 

@@ -23,7 +23,7 @@ REMEDY = 'init_process_group("cpu:gloo,cuda:nccl")'
 @law(
     "OFF-1",
     where="offload = cpu",
-    gaps=["second-run"],
+    gaps=["second-run", "large-models"],
     numbers=True,
     reference=CPU_OFFLOAD,
 )
@@ -54,7 +54,7 @@ def test_cpu_offload_run_equals_one_without(run: Run, cell: Cell) -> None:
         compare.count(wrong, name=name, expected=0, detail=detail, unit=unit)
 
 
-@law("OFF-2", where="implementation = fsdp2", reference=CPU_OFFLOAD)
+@law("OFF-2", where="implementation = fsdp2", gaps=["large-models"], reference=CPU_OFFLOAD)
 def test_cpu_offload_state_is_in_host_memory(run: Run, cell: Cell) -> None:
     """All sharded parameters, their gradients and the optimizer's state MUST be in host memory if they are offloaded,
     page-locked if asked; unsharded parameters, activations and buffers on the device, as is all without offload.

@@ -55,13 +55,14 @@ def _momentum_updates(gradient_error: Bound, reference: ReferenceRun, config: Op
 
 
 def _conditions_of_change(reference: ReferenceRun, config: OptimizerConfig) -> dict[str, float]:
-    """Return by parameter the condition of the total change of SGD with momentum, lr times the sum of all buffers.
+    """Return by parameter the condition of the total change of SGD with momentum, the sum of all buffers times rates.
 
-    The gradient of a step is in the buffers of that step and of the n steps after it, and counts
-    1 + momentum + ... + momentum^n times.
+    The gradient of a step is in the buffer of the n-th step after it momentum^n times.
     """
-    steps = len(reference.gradients)
-    weights = [config.lr * (1 - config.momentum ** (steps - step)) / (1 - config.momentum) for step in range(steps)]
+    rates = reference.rates
+    weights = [
+        sum(rate * config.momentum**later for later, rate in enumerate(rates[step:])) for step in range(len(rates))
+    ]
     changes = {name: reference.parameters[name].double() - p.double() for name, p in reference.initial.items()}
     return _weighted_sum_condition(reference, config, weights=weights, total=changes)
 

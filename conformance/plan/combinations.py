@@ -299,7 +299,12 @@ def possible(axes: Axes, *, strength: int, rules: Iterable[Rule]) -> Combination
 def seen(rows: Iterable[Row], axes: Axes, strength: int) -> Combinations:
     """Return the combinations of values of the axes that rows contain; rows may lack axes or have other values."""
     space = Space(axes)
+    return contained(space, (space.values(row) for row in rows), strength)
+
+
+def contained(space: Space, rows: Iterable[Values], strength: int) -> Combinations:
+    """Return the combinations of the values of rows."""
     members = np.zeros((len(space),) * strength, dtype=bool)
     for row in rows:
-        members[np.ix_(*[space.values(row)] * strength)] = True
+        members[np.ix_(*[row] * strength)] = True
     return Combinations(space, members & space.combinations(strength))

@@ -38,6 +38,18 @@ STARTUP_S = 11.0
 """Time that a session takes without any cell: two workers import torch, collect, and start the first ranks."""
 
 
+_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def parse_budget(text: str) -> float:
+    """Return a time such as `90s`, `5m` or `1h` in seconds; raises ValueError for any other text and for none."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smh])", text)
+    seconds = float(match[1]) * _UNITS_S[match[2]] if match else 0.0
+    if seconds <= 0.0:
+        raise ValueError(f"budget `{text}`: write a time with its unit, such as 90s, 5m or 1h")
+    return seconds
+
+
 def within(planned: Iterable[PlannedCell], budget_s: float) -> list[PlannedCell]:
     """Return the first cells of which a session ends within a budget; always at least one."""
     chosen: list[PlannedCell] = []
