@@ -82,6 +82,8 @@ def _missing(matrix: Matrix, cells: Sequence[Cell], seen_on: Sequence[Cell], lim
 
 def _excluded(content: Content) -> Iterator[str]:
     """Yield the pairs that no cell can have, by exclusion."""
+    impossible_by_rules = impossible_pairs(content)
+    excluded = [pair for impossible in impossible_by_rules for pair in impossible.pairs]
     rows = [
         [
             len(impossible.pairs),
@@ -89,12 +91,12 @@ def _excluded(content: Content) -> Iterator[str]:
             "\nand ".join(rule.when for rule in impossible.exclusions) or "more than two exclusions together",
             "\nand ".join(rule.reason for rule in impossible.exclusions),
         ]
-        for impossible in impossible_pairs(content)
+        for impossible in impossible_by_rules
     ]
     if rows:
         headers = ["pairs", "for example", "impossible where", "reason"]
         table = tabulate(rows, headers=headers, maxcolwidths=[None, None, _WIDTH, _WIDTH])
-        yield f"{counted(sum(row[0] for row in rows), 'pair')} of values excluded:\n\n{table}"
+        yield f"{counted(len(excluded), 'pair')} of values excluded:\n\n{table}"
 
 
 def _has(cell: Cell, pair: Mapping[str, AxisValue]) -> bool:
