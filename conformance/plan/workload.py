@@ -133,7 +133,7 @@ def trainer_config(cell: "Cell") -> TrainerConfig:
 
 
 def _effects(cell: "Cell", mesh: Mesh) -> Iterator[tuple[bool, str]]:
-    """Yield what the mesh must have for an axis value to have an effect: whether it does, and what is missing if not."""
+    """Yield what axis values need to have an effect: whether it is there, and what is missing if not."""
     heads = _MODELS[cell.model].n_kv_heads
     yield mesh.tp > 1 or cell.sequence_parallel, "sequence_parallel false needs tensor parallelism"
     yield mesh.tp > 1 or not cell.loss_parallel, "loss_parallel needs tensor parallelism"
@@ -149,6 +149,8 @@ def _effects(cell: "Cell", mesh: Mesh) -> Iterator[tuple[bool, str]]:
     fewer = mesh.tp == 1 and mesh.dp_shard > 2 and mesh.dp_shard % 2 == 0
     yield fewer or cell.reshard != "k2", "reshard k2 needs a multiple of 2 above 2 of shards, and no tensor parallelism"
     yield cell.saved_on != cell.mesh, f"saved_on {cell.saved_on} is the mesh itself: write `same`"
+    tp = 1 if cell.saved_on in ("none", "same") else Mesh.parse(cell.saved_on).tp
+    yield heads % tp == 0, f"{heads} heads of keys cannot be divided among {tp} tensor-parallel ranks that save"
 
 
 def _optimizer(cell: "Cell") -> OptimizerConfig:
