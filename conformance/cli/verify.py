@@ -23,6 +23,7 @@ from conformance.laws.registry import asserted_laws
 from conformance.plan.content import Profile
 from conformance.plan.matrix import Case, Matrix, load_matrix
 from conformance.report.cell_facts import cell_facts
+from conformance.report.coverage import session_coverage
 from conformance.report.environment import suite_digest
 from conformance.report.schema import CaseLine, CaseResult, Footer, Header, Report
 from conformance.report.wording import counted
@@ -80,6 +81,8 @@ def verify(directory: Path, *, matrix_file: Path, records: Path | None = None) -
         raise ValueError(f"{directory}: judged with another matrix; name it with --matrix")
     records = records or directory / "records"
     problems += _wrong_facts(report, records)
+    if report.coverage != session_coverage(matrix, report.profile, report.cases, seed=report.seed):
+        problems.append("the coverage is not that of the cases")
     verifier = _Verifier(report, matrix, waivers, records)
     for result in report.cases:
         problems += [f"{result.id}: {problem}" for problem in verifier.problems(result)]

@@ -20,6 +20,7 @@ from conformance.pytest_plugin.setup import SessionSetup
 from conformance.pytest_plugin.shrinking import has_combined, smallest_cells
 from conformance.pytest_plugin.told_failures import ToldFailures
 from conformance.report.cell_facts import cell_facts
+from conformance.report.coverage import session_coverage
 from conformance.report.environment import environment_facts, suite_digest
 from conformance.report.failure_groups import failure_groups
 from conformance.report.github import annotations
@@ -120,6 +121,9 @@ class Controller:
             exit_code=status,
             duration_s=round(time.monotonic() - self._start_s, 3),
             cells={},
+            coverage=session_coverage(
+                self._setup.matrix, self._setup.profile_name, self._results.values(), seed=self._setup.seed
+            ),
             cases=sorted(self._results.values(), key=lambda result: result.id),
         )
         if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):

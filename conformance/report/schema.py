@@ -5,6 +5,7 @@ from typing import Any, Literal
 import msgspec
 
 from conformance.judge.measurements import Measurement
+from conformance.plan.coverage import Coverage
 from conformance.report.cell_facts import CellFacts
 from conformance.report.smallest import Smallest
 
@@ -89,6 +90,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     duration_s: float
     cells: dict[str, CellFacts]
     """Facts about cells, by id; no verdict rests on them."""
+    coverage: Coverage
+    """Combinations and cells of the profile that the session has judged."""
     cases: list[CaseResult]
     smallest: list[Smallest] = []
     """Smallest failing cells that were searched for after the last case, at most one for each cause."""
