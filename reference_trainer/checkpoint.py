@@ -232,13 +232,14 @@ def _state_dicts(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
     """States of model and optimizer.
 
     torch lets an optimizer that has not stepped yet step with gradients of zero (`_init_optim_state` in
-    torch/distributed/checkpoint/state_dict.py): moments stay zero, but a step is counted, which is undone here.
+    torch/distributed/checkpoint/state_dict.py). That counts a step, and SGD with momentum puts the decay of the
+    parameters into its buffers; both are undone here.
     """
     has_stepped = bool(trainer.optimizer.state)
     states = get_state_dict(trainer.model, trainer.optimizer)
     for state in () if has_stepped else trainer.optimizer.state.values():
-        if "step" in state:
-            state["step"].zero_()
+        for value in state.values():
+            value.zero_()
     return states
 
 

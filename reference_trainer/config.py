@@ -5,13 +5,12 @@ Fields of a `Struct` are checked when a file is converted (`load_config`). Relat
 """
 
 import math
-import re
 from collections.abc import Sequence
-from operator import attrgetter
 from pathlib import Path
 from typing import Literal
 
 from reference_trainer.checks import Config, at_least_one, fraction, not_negative, positive, require, require_each
+from reference_trainer.compatibility import check_compatibility
 from reference_trainer.overrides import override
 from reference_trainer.precision import PRECISIONS, PrecisionName
 from reference_trainer.strict_yaml import allowed, convert, load
@@ -110,6 +109,9 @@ class OptimizerConfig(Config, frozen=True, kw_only=True):
     """Optimizer, clipping and learning-rate schedule."""
 
     name: Literal["adamw", "sgd"] = "adamw"
+    implementation: Literal["auto", "for-loop", "foreach", "fused"] = "auto"
+    """`for-loop`: one parameter after the other. `foreach`: each operation on all parameters at once. `fused`: all
+    operations in one kernel. `auto`: torch's choice, foreach on a CUDA device and for-loop on the CPU."""
     lr: float = 0.003
     beta1: float = 0.9
     beta2: float = 0.95
@@ -117,7 +119,7 @@ class OptimizerConfig(Config, frozen=True, kw_only=True):
     weight_decay: float = 0.1
     """Decay of parameters with two or more dimensions; norms and biases are never decayed."""
     momentum: float = 0.0
-    """SGD only."""
+    """Fraction of the previous step's direction that a step keeps; SGD only."""
     max_norm: float = 1.0
     """Total norm to which gradients are scaled down; 0 turns clipping off."""
     norm_type: float | Literal["inf"] = 2.0
@@ -137,6 +139,10 @@ class OptimizerConfig(Config, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         require_each(self, "optimizer.", "lr", positive, "positive and finite")
         require_each(self, "optimizer.", "beta1 beta2 momentum", fraction, "at least 0 and below 1")
+        require(
+            self.name == "sgd" or not self.momentum,
+            f"optimizer.momentum {self.momentum} has no effect with {self.name}, which has beta1: use name sgd",
+        )
         names = "eps weight_decay max_norm warmup_steps"
         require_each(self, "optimizer.", names, not_negative, "finite and not negative")
         require(
@@ -156,6 +162,11 @@ class OptimizerConfig(Config, frozen=True, kw_only=True):
     def norm_order(self) -> float:
         """`norm_type` as a number."""
         return float(self.norm_type)
+
+    @property
+    def moments(self) -> int:
+        """Number of tensors of a parameter's size that the optimizer keeps for each parameter."""
+        return 2 if self.name == "adamw" else int(self.momentum > 0)
 
 
 class LossScaleConfig(Config, frozen=True, kw_only=True):
@@ -267,126 +278,7 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
         require_each(self, "", "accumulation steps", at_least_one, "at least 1")
         require_each(self, "", "forward_prefetch backward_prefetch", not_negative, "at least 0")
         require(0 <= self.seed < 2**64, f"seed is {self.seed}, must be at least 0 and below 2**64")
-        _check_reshard(self)
-        require(
-            self.offload == "cpu" or not self.pin_memory,
-            "pin_memory has no effect with offload none: set offload=cpu, or pin_memory=false",
-        )
-        require(
-            self.norms_in_tp or not self.sequence_parallel,
-            "norms_in_tp false leaves norms out of tensor parallelism, but sequence_parallel shards their activations: "
-            "set sequence_parallel=false, or norms_in_tp=true",
-        )
-        require(
-            self.data.seq_len <= self.model.max_seq_len,
-            f"data.seq_len {self.data.seq_len} is longer than model.max_seq_len {self.model.max_seq_len}",
-        )
-        require(
-            self.activation_checkpointing != "selective" or self.compile != "inductor",
-            "activation_checkpointing selective with compile inductor: the matrix products of inductor write into its "
-            "own buffers and cannot be kept; use activation_checkpointing full, or another compile",
-        )
-        require(
-            self.model.arithmetic == "float" or not self.loss_parallel,
-            "loss_parallel computes a cross entropy, which model.arithmetic integer does without: set it to false",
-        )
-        require(
-            (self.init == "checkpoint") == (self.checkpoint is not None),
-            f"init is {self.init} and checkpoint is {self.checkpoint}: a file is needed with init checkpoint, and only "
-            "with it",
-        )
-        require(
-            self.init == "checkpoint" or self.checkpoint_reader == "each-rank",
-            f"checkpoint_reader {self.checkpoint_reader} has no effect with init {self.init}: set init=checkpoint",
-        )
-        _check_norms_apart(self)
-        _check_numerics(self)
-        _check_implementation(self)
-
-
-def _check_norms_apart(config: TrainerConfig) -> None:
-    if not PRECISIONS[config.precision].norms_apart:
-        return
-    checkpointing = f"precision {config.precision} with activation_checkpointing {config.activation_checkpointing}"
-    require(
-        config.activation_checkpointing != "selective",
-        f"{checkpointing}: hooks of the norms' FSDP groups would lie inside what is recomputed, which torch 2.13 "
-        "refuses; use activation_checkpointing full",
-    )
-    require(
-        config.activation_checkpointing == "none" or not config.forward_prefetch,
-        f"{checkpointing} and forward_prefetch {config.forward_prefetch}: what is recomputed in backward enters the "
-        "norms' FSDP groups again, which would gather groups that nothing needs any more; use forward_prefetch 0, or "
-        "another of the two",
-    )
-    require(
-        config.compile == "none",
-        f"precision {config.precision} with compile {config.compile}: norms are FSDP groups of their own inside the "
-        "compiled blocks, whose hooks cannot be compiled; use compile none or another precision",
-    )
-
-
-def _check_numerics(config: TrainerConfig) -> None:
-    precision = PRECISIONS[config.precision]
-    require(
-        precision.compute == "float32" or not config.tf32,
-        f"tf32 has no effect with precision {config.precision}, whose products are not of fp32 numbers: set tf32=false",
-    )
-    require(
-        precision.scales_loss or config.loss_scale == LossScaleConfig(),
-        f"loss_scale has no effect with precision {config.precision}: set precision=fp16-mp, or leave it out",
-    )
-    require(
-        not (precision.scales_loss and config.optimizer.error_if_nonfinite),
-        f"optimizer.error_if_nonfinite with precision {config.precision}: gradients that overflow are how the loss "
-        "scale is found, their step is skipped; set optimizer.error_if_nonfinite=false",
-    )
-
-
-def _check_reshard(config: TrainerConfig) -> None:
-    table = config.reshard if isinstance(config.reshard, dict) else {}
-    for expression in table:
-        try:
-            re.compile(expression)
-        except re.error as error:
-            raise ValueError(f"reshard: {expression!r} is not a regular expression: {error}") from None
-    for ranks in (config.reshard, *table.values()):
-        require(not isinstance(ranks, int) or ranks >= 2, f"reshard to {ranks} ranks: must be at least 2")
-    require(
-        config.memory_bytes is None or (config.reshard == "auto" and config.memory_bytes >= 1),
-        f"memory_bytes is {config.memory_bytes}: at least 1, and only with reshard auto, which is {config.reshard}",
-    )
-
-
-_FSDP1_GOES_WITH: dict[str, tuple[object, ...]] = {
-    "init": ("full",),
-    "precision": ("fp32", "bf16-mp"),
-    "reshard": ("default", "never"),
-    "offload": ("none",),
-    "accumulation": (1,),
-    "activation_checkpointing": ("none",),
-    "compile": ("none",),
-    "norms_in_tp": (True,),
-    "mesh.dp_replicate": (1,),
-    "model.tied_embeddings": (False,),
-    "optimizer.norm_type": (2.0,),
-    "optimizer.error_if_nonfinite": (False,),
-    "optimizer.foreach_clip": (True,),
-}
-"""Values that an option may have with FSDP1: those that are compared; FSDP1 itself can do more."""
-
-
-def _check_implementation(config: TrainerConfig) -> None:
-    if config.implementation == "fsdp2":
-        require(config.limit_all_gathers, "limit_all_gathers false has no effect with fsdp2: set implementation=fsdp1")
-        return
-    for name, values in _FSDP1_GOES_WITH.items():
-        value = attrgetter(name)(config)
-        require(
-            value in values,
-            f"implementation fsdp1 with {name} {value}: it is for comparison alone; use implementation fsdp2, or "
-            f"{name} {' or '.join(map(str, values))}",
-        )
+        check_compatibility(self)
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainerConfig:

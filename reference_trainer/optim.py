@@ -9,6 +9,14 @@ from torch.optim.lr_scheduler import LambdaLR
 from reference_trainer.config import OptimizerConfig, TrainerConfig
 from reference_trainer.fsdp1 import summon_full_params
 
+_FOREACH_AND_FUSED: dict[str, tuple[bool | None, bool | None]] = {
+    "auto": (None, None),
+    "for-loop": (False, False),
+    "foreach": (True, False),
+    "fused": (False, True),
+}
+"""Arguments `foreach` and `fused` of torch's optimizers; None leaves the choice to torch."""
+
 
 def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, object]]:
     """Return an optimizer's groups: matrices, which decay, and norms and biases (one-dimensional), which do not."""
@@ -26,11 +34,13 @@ def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str,
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """Build the optimizer of a model that is sharded and initialised: it must hold the parameters that are trained."""
     groups = parameter_groups(model, weight_decay=config.weight_decay)
+    foreach, fused = _FOREACH_AND_FUSED[config.implementation]
     match config.name:
         case "adamw":
-            return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
+            betas = (config.beta1, config.beta2)
+            return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, foreach=foreach, fused=fused)
         case "sgd":
-            return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
+            return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, foreach=foreach, fused=fused)
 
 
 def lr_decay_steps(config: TrainerConfig) -> int | None:

@@ -151,8 +151,7 @@ def estimated_peak_bytes(config: TrainerConfig, dims: ParallelDims) -> int:
     parameters = sum(p.numel() for p in model.parameters()) // dims.tp
     largest_group = max(sum(p.numel() for p in block.parameters()) for block in model.blocks) // dims.tp
     compute_bytes = torch_dtype(PRECISIONS[config.precision].compute).itemsize
-    moments = {"adamw": 2, "sgd": 0}[config.optimizer.name]
-    state = parameters // dims.dp_shard * 4 * (2 + moments)  # with gradients
+    state = parameters // dims.dp_shard * 4 * (2 + config.optimizer.moments)  # with gradients
     on_device = state if config.offload == "none" else 0
     communication = largest_group * (compute_bytes + 4)  # gradients of a group, and the input of their reduction
     return on_device + parameters * compute_bytes + communication + _activation_bytes(config, dims, compute_bytes)

@@ -1,4 +1,4 @@
-"""Bounds: what is printed is what is applied, for every bound that a law may take from `oracles.tolerance`."""
+"""Bounds: what is printed is what is applied, for every bound that a law may take from the oracles of tolerances."""
 
 import ast
 import operator
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from conformance.bound import EXACT, Bound, bound
-from conformance.oracles import tolerance
+from conformance.oracles import optimizer_tolerance, tolerance
 from conformance.oracles.emulation import Emulation
 from conformance.oracles.reference import ReferenceRun, total_norm
 from conformance.plan.cells import Cell
@@ -25,6 +25,7 @@ AXES: list[dict[str, Any]] = [
     {"tf32": True},
     {"mesh": "dp8", "clip": 0.0},
     {"mesh": "dp2-tp2", "optimizer": "sgd"},
+    {"mesh": "dp2", "optimizer": "sgd-momentum"},
     {"mesh": "hsdp2x2", "precision": "fp16-reduce", "accumulation": 2},
     {"precision": "fp16-mp", "norm_type": "1"},
     {"mesh": "dp4", "precision": "bf16-mp", "norm_type": "inf"},
@@ -45,7 +46,7 @@ def sampled(
 
 
 def all_bounds(axes: Mapping[str, Any], seed: int, steps: int, loss_scale: float) -> dict[str, Bound]:
-    """Return each bound that `oracles.tolerance` derives for a cell and random gradients, by function and tensor."""
+    """Return each bound that the oracles derive for a cell and random gradients, by function and tensor."""
     config = Cell(**axes).config
     optimizer, order = config.optimizer, config.optimizer.norm_order
     fp32 = (torch.float32,) * 3
@@ -54,8 +55,9 @@ def all_bounds(axes: Mapping[str, Any], seed: int, steps: int, loss_scale: float
     initial = sampled(seed + 100, fp32)
     norms = [total_norm(of_step.values(), order=order) for of_step in gradients]
     run = ReferenceRun(initial, [], norms, gradients, sampled(seed + 200, fp32, like=initial))
+    run.optimizer_state = {"momentum_buffer": sampled(seed + 300, fp32)}
     emulated = Emulation(1.0, gradients[0], {name: 1.0 + index for index, name in enumerate(gradients[0])})
-    bounds: dict[str, Bound | Mapping[str, Bound]] = {
+    bounds: dict[str, Bound | Mapping[str, Any]] = {
         "fp32_loss": tolerance.fp32_loss(config),
         "fp16_gradients": tolerance.fp16_gradients(config, gradients[0], loss_scale=loss_scale),
         "fp16_gradients of zeros": tolerance.fp16_gradients(config, {"0": torch.zeros(2)}, loss_scale=loss_scale),
@@ -63,27 +65,27 @@ def all_bounds(axes: Mapping[str, Any], seed: int, steps: int, loss_scale: float
         "bf16_error_factor": tolerance.bf16_error_factor(config),
         "norm": tolerance.norm(mixed, order=order),
         "clipping": tolerance.clipping(mixed, order=order),
-        "replayed_updates": tolerance.replayed_updates(run, optimizer),
-        "replayed_state": tolerance.replayed_state(run, optimizer),
+        "replayed_updates": optimizer_tolerance.replayed_updates(run, optimizer),
+        "replayed_state": optimizer_tolerance.replayed_state(run, optimizer),
     }
     single = tolerance.fp32_gradients(config)
     for name, error in {"fp32_gradients": single, "both": tolerance.both(single)}.items():
         bounds |= {
             f"{name}": error,
             f"gradient_norm, {name}": tolerance.gradient_norm(error, gradients[0], order=order),
-            f"updates, {name}": tolerance.updates(error, run, optimizer),
-            f"moments, {name}": tolerance.moments(error, run, optimizer),
+            f"updates, {name}": optimizer_tolerance.updates(error, run, optimizer),
+            f"moments, {name}": optimizer_tolerance.moments(error, run, optimizer),
             f"clipped_gradients, {name}": tolerance.clipped_gradients(error, gradients[0], order=order),
         }
     return dict(_flat(bounds))
 
 
-def _flat(bounds: Mapping[str, Bound | Mapping[str, Bound]]) -> Iterator[tuple[str, Bound]]:
+def _flat(bounds: Mapping[str, Bound | Mapping[str, Any]]) -> Iterator[tuple[str, Bound]]:
     for name, value in bounds.items():
         if isinstance(value, Bound):
             yield name, value
         else:
-            yield from ((f"{name} of {tensor}", of_tensor) for tensor, of_tensor in value.items())
+            yield from ((f"{name} of {key}", of_key) for key, of_key in _flat(value))
 
 
 BOUNDS = st.builds(
@@ -197,7 +199,7 @@ def test_rendering(of: Bound, text: str) -> None:
 # Numbers that the functions returned before they returned bounds.
 W, V = torch.full((3, 4), 0.25), torch.full((5,), 0.5, dtype=torch.bfloat16)
 RUN = ReferenceRun({"w": W}, [], [0.5], [{"w": W}] * 2, {"w": W + 0.125})
-ADAMW = OptimizerConfig()
+ADAMW, GRADIENTS = OptimizerConfig(), tolerance.fp32_gradients(Cell().config)
 
 
 @pytest.mark.parametrize(
@@ -209,11 +211,14 @@ ADAMW = OptimizerConfig()
             tolerance.fp16_gradients(Cell(precision="fp16-reduce").config, {"w": W}, loss_scale=0.25)["w"],
             0.16067863309170838,
         ),
-        (tolerance.updates(tolerance.fp32_gradients(Cell().config), RUN, ADAMW)["w"], 3.9348306070869594e-05),
-        (tolerance.moments(tolerance.fp32_gradients(Cell().config), RUN, ADAMW)["exp_avg_sq"], 7.798135328518049e-05),
+        (optimizer_tolerance.updates(GRADIENTS, RUN, ADAMW)["w"], 3.9348306070869594e-05),
+        (
+            optimizer_tolerance.moments(GRADIENTS, RUN, ADAMW)["exp_avg_sq"],
+            7.798135328518049e-05,
+        ),
         (tolerance.bf16_error_factor(Cell().config), 1.3228756555322954),
         (tolerance.clipping({"w": W, "v": V}, order=2.0)["v"], 0.011719055360890962),
-        (tolerance.replayed_updates(RUN, ADAMW)["w"], 1.9626738566324417e-06),
+        (optimizer_tolerance.replayed_updates(RUN, ADAMW)["w"], 1.9626738566324417e-06),
     ],
     ids=["loss", "tf32", "fp16", "updates", "moments", "bf16", "clipping", "replayed"],
 )

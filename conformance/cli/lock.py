@@ -77,7 +77,7 @@ def _of_report(directory: Path) -> dict[str, float]:
 
 
 def _gains(content: Content, cells: Sequence[Cell], scopes: Mapping[str, Scope]) -> dict[str, dict[Hashable, float]]:
-    """Return what each cell adds: laws, defects of which it is a trigger, and pairs of values under a law on numbers."""
+    """Return what each cell adds: laws, defects that it triggers, and pairs of values under a law on numbers."""
     triggers = [(defect.id, parse(defect.cells), set(defect.laws)) for defect in defects() if defect.cells]
     gains: dict[str, dict[Hashable, float]] = {}
     for cell in cells:

@@ -39,7 +39,7 @@ PARTIAL_LOAD_STRICT_FALSE = Defect(
     source="https://github.com/pytorch/pytorch/issues/149516",
     mechanism="one weight is left out of the load, without an error",
     laws=("INIT-1", "INIT-2", "INIT-4"),
-    cells="id = dp4-fp32-default-checkpoint",
+    cells="id = dp2-fp32-default-checkpoint",
     inject=partial(skipped_key, skip=True),
     inject_twin=partial(skipped_key, skip=False),
 )
@@ -63,7 +63,7 @@ LOAD_RANK_LOCAL = Defect(
     source="https://github.com/allenai/OLMo-core/issues/319",
     mechanism="the second rank's shards are of other weights than the first's",
     laws=("INIT-2", "INIT-4"),
-    cells="id = dp4-fp32-default-checkpoint",
+    cells="id = dp2-fp32-default-checkpoint",
     inject=partial(second_rank_loads, seed=7),
     inject_twin=partial(second_rank_loads, seed=0),
 )
@@ -96,7 +96,7 @@ RESUME_MOMENTS_LOST = Defect(
     source="https://github.com/huggingface/transformers/issues/25849",
     mechanism="the optimizer's state is empty after it was loaded",
     laws=("CKPT-1",),
-    cells="id = dp2-fp32-default-meta-from.same-steps4",
+    cells="id = dp2-fp32-default-meta-from.same",
     inject=partial(after_resume, clear_moments),
     inject_twin=partial(after_resume, load_moments_again),
 )
@@ -120,7 +120,7 @@ RESUME_ONE_MOMENT_LOST = Defect(
     source="https://github.com/databricks/flashoptim/issues/3",
     mechanism="exp_avg_sq of the first layer is zero after it was loaded",
     laws=("CKPT-1",),
-    cells="id = dp2-fp32-default-meta-from.same-steps4",
+    cells="id = dp2-fp32-default-meta-from.same",
     inject=partial(optimizer_state, torch.zeros_like, key="exp_avg_sq", prefix="layers.0."),
     inject_twin=partial(optimizer_state, torch.clone, key="exp_avg_sq", prefix="layers.0."),
 )
@@ -130,7 +130,7 @@ RESUME_STEP_OFF = Defect(
     source="https://github.com/NVIDIA/Megatron-LM/issues/5974",
     mechanism="one is added to the counter that corrects the moments' bias",
     laws=("CKPT-1",),
-    cells="id = dp2-fp32-default-meta-from.same-steps4",
+    cells="id = dp2-fp32-default-meta-from.same",
     inject=partial(optimizer_state, lambda count: count + 1.0, key="step"),
     inject_twin=partial(optimizer_state, lambda count: count + 0.0, key="step"),
 )
@@ -148,7 +148,7 @@ RESUME_SCHEDULE_LOST = Defect(
     source="https://github.com/pytorch/torchtitan/issues/809",
     mechanism="the schedule's counter is set to 0 after it was loaded",
     laws=("CKPT-1",),
-    cells="id = dp2-fp32-default-meta-cosine-from.same-steps4",
+    cells="id = dp2-fp16mp-overflows-default-meta-drop0.1-cosine-from.same-steps4",
     inject=partial(after_resume, partial(restart_schedule, at=0)),
     inject_twin=partial(after_resume, partial(restart_schedule, at=None)),
 )
@@ -168,7 +168,7 @@ RESUME_RNG_LOST = Defect(
     source="https://github.com/pytorch/torchtitan/issues/816",
     mechanism="the generator is seeded as at the start of a run",
     laws=("CKPT-1",),
-    cells="id = dp2-fp32-default-meta-drop0.1-from.same-steps4",
+    cells="id = dp2-fp16mp-overflows-default-meta-drop0.1-cosine-from.same-steps4",
     inject=partial(after_resume, partial(seed_again, forget=True)),
     inject_twin=partial(after_resume, partial(seed_again, forget=False)),
 )
@@ -190,7 +190,7 @@ RESUME_DATA_OFF = Defect(
     source="https://github.com/pytorch/torchtitan/issues/816",
     mechanism="the number of steps that are done is one too small",
     laws=("CKPT-1",),
-    cells="id = dp2-fp32-default-meta-from.same-steps4",
+    cells="id = dp2-fp32-default-meta-from.same",
     inject=partial(steps_done, -1),
     inject_twin=partial(steps_done, 0),
 )
@@ -210,7 +210,7 @@ RESHARDED_ROWS_PERMUTED = Defect(
     source="https://github.com/pytorch/pytorch/issues/149516",
     mechanism="each rank's shards of matrices are rolled by a row after they were loaded",
     laws=("CKPT-2",),
-    cells="id = dp2-fp32-default-meta-from.tp2-steps4",
+    cells="id = dp2-fp32-default-meta-from.tp2",
     inject=partial(after_resume, partial(roll_rows, by=1)),
     inject_twin=partial(after_resume, partial(roll_rows, by=0)),
 )
@@ -231,7 +231,7 @@ ASYNC_SAVE_ALIASES = Defect(
     source="https://github.com/pytorch/pytorch/issues/144657",
     mechanism="the state is staged without a copy",
     laws=("CKPT-3",),
-    cells="id = dp2-fp32-default-meta-from.same-async-steps4",
+    cells="id = dp2-fp32-default-meta-from.same-async",
     inject=partial(staged, copied=False),
     inject_twin=partial(staged, copied=True),
 )

@@ -134,7 +134,7 @@ CLIP_NORM_OVER_REPLICAS = Defect(
     source="https://github.com/ByteDance-Seed/VeOmni/pull/184",
     mechanism="the sum is taken over all data-parallel ranks, also over those that hold the same shards",
     laws=("CLIP-1",),
-    cells="id = hsdp2x2-fp32-default-meta-clip0.1",
+    cells="id = hsdp2x2-fp32-default-meta",
     inject=partial(clipping_by_norm, norm_over("dp_replicate")),
     inject_twin=_by_full_norm,
 )
@@ -144,7 +144,7 @@ CLIP_NORM_COUNTS_COPIES = Defect(
     source="https://github.com/NVIDIA-NeMo/RL/issues/3788",
     mechanism="the sum is taken over the tensor-parallel ranks for all parameters, sharded or not",
     laws=("CLIP-1",),
-    cells="id = tp2-fp32-default-meta-clip0.1",
+    cells="id = tp2-fp32-default-meta",
     inject=partial(clipping_by_norm, norm_over("tp")),
     inject_twin=_by_full_norm,
 )
@@ -180,7 +180,7 @@ CLIP_NORM_TYPE_IGNORED = Defect(
     source="https://github.com/pytorch/torchtitan/pull/649",
     mechanism="norm_type is not passed on",
     laws=("CLIP-1", "CLIP-2"),
-    cells="id = dp2-fp32-default-meta-clip0.1-norm1",
+    cells="id = dp2-fp32-default-meta-norm1",
     inject=partial(clipping, with_options(norm_type=2.0)),
     inject_twin=partial(clipping, from_generator),
 )
@@ -197,7 +197,7 @@ INF_NORM_WRONG_ROOT = Defect(
     source="https://github.com/meta-pytorch/torchrec/pull/3199",
     mechanism="the p-th root is taken of a maximum, with an infinite p",
     laws=("CLIP-1", "CLIP-2"),
-    cells="id = dp2-fp32-default-meta-clip0.1-norminf",
+    cells="id = dp2-fp32-default-meta-norminf",
     inject=partial(clipping_by_norm, norm_over(root_of=root_as_if_finite)),
     inject_twin=_by_full_norm,
 )
@@ -207,7 +207,7 @@ INF_NORM_SUMMED = Defect(
     source="https://github.com/meta-pytorch/torchrec/pull/3199",
     mechanism="the reduction of a p-norm is used for a maximum",
     laws=("CLIP-1", "CLIP-2"),
-    cells="id = dp2-fp32-default-meta-clip0.1-norminf",
+    cells="id = dp2-fp32-default-meta-norminf",
     inject=partial(clipping_by_norm, norm_over(op=dist.ReduceOp.SUM)),
     inject_twin=_by_full_norm,
 )
@@ -253,7 +253,7 @@ CLIP_MIXED_MESH = Defect(
     source="https://github.com/meta-pytorch/torchtune/issues/2420",
     mechanism="gradients of two meshes cannot be stacked, so clip_grad_norm_ is called for each mesh",
     laws=("CLIP-1", "CLIP-2"),
-    cells="id = tp2-fp32-default-meta-clip0.1-nosp-normsdp",
+    cells="id = dp2-tp2-fp32-default-meta-nosp-normsdp",
     inject=partial(clipping, group_by_group(mesh_of)),
     inject_twin=partial(clipping, group_by_group(same_group)),
 )
@@ -331,7 +331,7 @@ CLIP_ORDER_OF_RANKS = Defect(
     source="https://github.com/NVIDIA/apex/issues/19",
     mechanism="groups are taken from a set, whose order differs between processes: ranks wait for each other forever",
     laws=("CLIP-1", "CLIP-2", "CLIP-5"),
-    cells="id = dp2-tp2-fp32-default-meta-clip0.1-norminf",
+    cells="id = dp2-tp2-fp32-default-meta-norminf",
     inject=partial(reduced_in_order, of_ranks=True),
     inject_twin=partial(reduced_in_order, of_ranks=False),
     hangs=True,

@@ -128,7 +128,7 @@ DTENSOR_SHARDS_ALIKE = Defect(
     source="https://github.com/pytorch/pytorch/issues/168058",
     mechanism="no offsets into the random sequence: each rank samples its shard from the same generator state",
     laws=("INIT-8",),
-    cells="id = dp4-fp32-default-meta-steps1",
+    cells="id = dp2-fp32-default-meta",
     inject=partial(dtensor_normal, sampled_from_equal_states),
     inject_twin=partial(dtensor_normal, sampled_in_full),
 )

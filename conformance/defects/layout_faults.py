@@ -46,7 +46,7 @@ TIED_UNTIED_BY_TO_EMPTY = Defect(
     source="https://github.com/volcengine/verl/issues/7834",
     mechanism="the output layer gets a new parameter before sharding; it starts with the embedding's values",
     laws=("INIT-7", "PAR-7", "PAR-1"),
-    cells="id in (dp2-fp32-default-meta-uneven-tied, dp4-fp32-default-meta-tied)",
+    cells="id = dp2-fp32-default-meta-tied",
     inject=partial(output_weight, tie_again=False),
     inject_twin=partial(output_weight, tie_again=True),
 )
@@ -87,7 +87,7 @@ TIED_UNEVEN_LAST_SHARD_STALE = Defect(
     source="https://github.com/pytorch/pytorch/issues/176076",
     mechanism="its shard is padded again, into a copy; the all-gather reads the copy, the optimizer does not",
     laws=("PAR-7", "PAR-1"),
-    cells="id = dp2-fp32-default-meta-uneven-tied",
+    cells="id = dp2-fp32-default-meta-tied",
     inject=partial(gathered_memory, forget_padded_tied_shard),
     inject_twin=partial(gathered_memory, move_shard),
 )
@@ -105,7 +105,7 @@ CAST_UNSEEN_BY_GATHER = Defect(
     source="https://github.com/pytorch/pytorch/issues/149205",
     mechanism="model.to(float32) reallocates the shards, and FSDP goes on to all-gather their old memory",
     laws=("MP-2",),
-    cells="id = dp1-bf16init-default-meta",
+    cells="id = dp2-bf16init-default-meta",
     inject=partial(gathered_memory, keep_memory_of_other_dtype),
     inject_twin=partial(gathered_memory, move_shard),
 )

@@ -99,7 +99,7 @@ LOSS_LOCAL_TOKEN_MEAN = Defect(
     source="https://github.com/huggingface/transformers/issues/34242",
     mechanism="FSDP averages the means of ranks: tokens weigh more on ranks that have fewer",
     laws=("PAR-1", "PAR-2"),
-    cells="id in (dp2-fp32-default-meta-sgd, dp2-bf16mp-default-meta-tied)",
+    cells="id in (dp2-fp32-default-meta-sgd, dp2-bf16mp-default-meta)",
     inject=partial(mean_over, own_tokens),
     inject_twin=partial(mean_over, step_tokens),
 )
@@ -165,7 +165,7 @@ LOSS_WRONG_PARALLEL_FACTOR = Defect(
     source="https://github.com/huggingface/transformers/issues/39648",
     mechanism="the factor that undoes FSDP's average counts tensor-parallel ranks as well",
     laws=("PAR-1", "PAR-9"),
-    cells="id in (tp2-fp32-default-meta-sgd, tp2-fp32-default-meta-integer-sgd-noclip-steps1)",
+    cells="id = tp2-fp32-default-meta-integer-sgd-noclip-steps1",
     inject=partial(backward_from, times_world),
     inject_twin=partial(backward_from, factor_last),
 )

@@ -15,8 +15,8 @@ from reference_trainer.model import Transformer
 
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard"
 _GROUP = f"{_FULLY_SHARD}._fsdp_param_group:FSDPParamGroup"
-_DEEP = "id in (dp4-fp32-table-meta-deep, dp4-fp32-table-meta)"
-_DEEP_AND_FSDP1 = "id in (dp4-fp32-table-meta-deep, dp4-fp32-table-meta, dp4-fp32-default-full-deep-fsdp1)"
+_DEEP = "id = dp4-fp32-table-meta-deep"
+_DEEP_AND_FSDP1 = "id in (dp4-fp32-table-meta-deep, dp4-fp32-default-full-deep-fsdp1)"
 
 
 def reshard_in(state: str, *, prefix: str = "", skip: bool) -> AbstractContextManager[None]:
@@ -198,7 +198,7 @@ WRAP_GRANULARITY = Defect(
     source="https://github.com/THUDM/slime/pull/617",
     mechanism="the policy that says which modules are groups matches no block, so that all blocks belong to the root",
     laws=("MEM-1", "MEM-5", "RS-1"),
-    cells="id in (dp4-fp32-table-meta-deep, dp4-fp32-always-meta-deep, dp4-fp32-table-meta)",
+    cells="id in (dp4-fp32-table-meta-deep, dp4-fp32-always-meta-deep)",
     inject=partial(repeated_call, "reference_trainer.parallelize", "apply_fsdp_to_block", times=0),
     inject_twin=partial(repeated_call, "reference_trainer.parallelize", "apply_fsdp_to_block", times=1),
 )
@@ -219,7 +219,7 @@ UNSHARDED_GRADIENTS_ACCUMULATED = Defect(
     source="https://github.com/volcengine/verl/issues/7711",
     mechanism="gradients are not reduced before the last micro-batch, though the configuration asks for each",
     laws=("MEM-1", "MEM-3", "RS-1"),
-    cells="id in (dp4-fp32-default-meta-deep-acc2, dp4-fp32-default-meta-acc2)",
+    cells="id = dp2-fp32-default-meta-acc2 or model = deep and accumulation > 1 and gradient_sync = each",
     inject=partial(gradients_reduced, last_only=True),
     inject_twin=partial(gradients_reduced, last_only=False),
 )

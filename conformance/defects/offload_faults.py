@@ -50,7 +50,7 @@ OFFLOAD_NORM_LOCAL = Defect(
     source="https://github.com/pytorch/pytorch/issues/148532",
     mechanism="the norm in host memory cannot be reduced by NCCL, and so is not",
     laws=("OFF-1", "CLIP-1"),
-    cells="id = dp2-fp32-default-meta-clip0.1-offloadcpu",
+    cells="id = dp2-fp32-default-meta-offloadcpu",
     inject=partial(clipping_if_offloaded, by_local_norm),
     inject_twin=partial(clipping_if_offloaded, clipped_copies),
 )
@@ -71,7 +71,7 @@ OFFLOAD_CLIP_FORGOTTEN = Defect(
     source="https://github.com/meta-pytorch/torchtune/issues/1977",
     mechanism="clipping fails with offloading, and is switched off there",
     laws=("OFF-1", "CLIP-2"),
-    cells="id = dp2-fp32-default-meta-clip0.1-offloadcpu",
+    cells="id = dp2-fp32-default-meta-offloadcpu",
     inject=partial(clipping_if_offloaded, norm_alone),
     inject_twin=partial(clipping_if_offloaded, clipped_copies),
 )
@@ -149,7 +149,7 @@ OFFLOAD_GROUP_FORGOTTEN = Defect(
     source="https://github.com/pytorch/torchtitan/issues/1168",
     mechanism="fully_shard is called without the policy for norm and output",
     laws=("OFF-2",),
-    cells="id = dp2-fp32-default-meta-clip0.1-offloadcpu",
+    cells="id = dp2-fp32-default-meta-offloadcpu",
     inject=partial(policy_of_ends, OffloadPolicy),
     inject_twin=partial(policy_of_ends, None),
 )

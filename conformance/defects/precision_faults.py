@@ -36,7 +36,7 @@ REDUCE_DTYPE_DROPPED = Defect(
     source="https://github.com/pytorch/pytorch/issues/118223",
     mechanism="the mixed-precision policy reduces in the parameters' compute dtype",
     laws=("MP-1", "MP-4", "PAR-2"),
-    cells="id = dp2-bf16mp-default-meta-acfull",
+    cells="id = dp2-bf16mp-default-meta",
     inject=partial(policy, reduce_dtype=_BF16),
     inject_twin=_policy_twin,
 )
@@ -46,7 +46,7 @@ PARAM_DTYPE_DROPPED = Defect(
     source="https://github.com/pytorch/pytorch/issues/153077",
     mechanism="the mixed-precision policy has no param_dtype",
     laws=("PAR-3", "PAR-2", "MP-1"),
-    cells="id = dp1-bf16mp-default-meta",
+    cells="id = dp2-bf16mp-default-meta",
     inject=partial(policy, param_dtype=None),
     inject_twin=_policy_twin,
 )
@@ -56,7 +56,7 @@ CAST_FORWARD_INPUTS = Defect(
     source="https://github.com/pytorch/torchtitan/issues/2881",
     mechanism="the mixed-precision policy has cast_forward_inputs=True, which casts every floating-point argument",
     laws=("MP-3", "MP-1", "PAR-2"),
-    cells="id = dp1-bf16mp-default-meta",
+    cells="id = dp2-bf16mp-default-meta",
     inject=partial(policy, cast_forward_inputs=True),
     inject_twin=_policy_twin,
 )
@@ -80,7 +80,7 @@ MASTER_WEIGHTS_BF16 = Defect(
     source="https://github.com/huggingface/accelerate/issues/3979",
     mechanism="the model is cast to bf16 before fully_shard, whose policy only casts down",
     laws=("MP-5", "MP-1", "MP-2"),
-    cells="id = dp1-bf16mp-default-meta",
+    cells="id = dp2-bf16mp-default-meta",
     inject=partial(parameters_cast, _BF16),
     inject_twin=partial(parameters_cast, _BF16, _FP32),
 )
@@ -109,7 +109,7 @@ ROPE_TABLE_BF16 = Defect(
     source="https://github.com/huggingface/transformers/pull/29285",
     mechanism="a cast of the model to bf16 reaches its buffers",
     laws=("MP-3", "MP-1", "PAR-2"),
-    cells="id = dp1-bf16mp-default-meta",
+    cells="id = dp2-bf16mp-default-meta",
     inject=partial(rope_table, torch.Tensor.bfloat16),
     inject_twin=_rope_table_twin,
 )
@@ -119,7 +119,7 @@ ROPE_TABLE_ROUNDED = Defect(
     source="https://github.com/EleutherAI/gpt-neox/pull/1016",
     mechanism="the model is cast to bf16 and back; the table's dtype is right, its bits are not",
     laws=("MP-3", "PAR-2"),
-    cells="id = dp1-bf16mp-default-meta",
+    cells="id = dp2-bf16mp-default-meta",
     inject=partial(rope_table, partial(through, dtype=_BF16)),
     inject_twin=_rope_table_twin,
 )
@@ -140,7 +140,7 @@ ROPE_COMPUTED_BF16 = Defect(
     source="https://github.com/NVIDIA/TransformerEngine/issues/1245",
     mechanism="attention gets the fp32 table, and casts it to the dtype of queries and keys",
     laws=("PAR-2",),
-    cells="id = dp1-bf16mp-default-meta",
+    cells="id = dp2-bf16mp-default-meta",
     inject=partial(rotation_table, lambda x, table: table.to(x.dtype)),
     inject_twin=partial(rotation_table, lambda _, table: through(table, torch.float64)),
 )
@@ -162,7 +162,7 @@ LOSS_ON_BF16_LOGITS = Defect(
     source="https://github.com/Modalities/modalities/pull/464",
     mechanism="the cross entropy takes bf16 logits as they are; FSDP2 casts parameters, it is no autocast",
     laws=("MP-1", "PAR-2"),
-    cells="id = dp1-bf16mp-default-meta",
+    cells="id = dp2-bf16mp-default-meta",
     inject=partial(logits_cast, None),
     inject_twin=partial(logits_cast, _FP32),
 )

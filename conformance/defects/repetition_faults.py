@@ -55,7 +55,7 @@ AC_RECOMPUTE_CAST_SKIP = Defect(
     source="https://github.com/pytorch/pytorch/issues/159359",
     mechanism="the RoPE table is cast to bf16 in recomputation alone; saved tensors then differ in dtype",
     laws=("MP-1", "MP-3", "MP-4"),
-    cells="id = dp1-bf16mp-default-meta-acfull",
+    cells="id = dp2-bf16mp-default-meta-acfull",
     inject=partial(recomputation, table_in_dtype_of_x),
     inject_twin=partial(recomputation, copied),
 )
@@ -129,7 +129,7 @@ AC_IGNORED = Defect(
     source="https://github.com/Lightning-AI/pytorch-lightning/pull/18006",
     mechanism="checkpointing is not applied whatever the configuration says; all numbers are right",
     laws=("AXIS-1", "MP-1", "MP-3"),
-    cells="id in (dp1-bf16mp-default-meta-acfull, dp2-fp32-default-meta-acfull-tied)",
+    cells="id = dp2-fp32-default-meta-acfull",
     inject=partial(checkpointing, "none"),
     inject_twin=partial(recomputation, copied, preserve_rng_state=False),
 )
@@ -154,7 +154,7 @@ DROPOUT_UNSEEDED = Defect(
     source="https://github.com/mosaicml/composer/issues/12",
     mechanism="the generator is seeded by torch.seed(), from the operating system",
     laws=("PAR-8",),
-    cells="id = dp2-bf16mp-default-meta-drop0.1",
+    cells="id = dp2-fp32-default-meta-drop0.1",
     inject=partial(dropout_seed, from_system=True),
     inject_twin=partial(dropout_seed, from_system=False),
 )

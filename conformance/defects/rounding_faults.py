@@ -43,7 +43,7 @@ GRADIENTS_ROUNDED = Defect(
     source="https://github.com/pytorch/pytorch/issues/153077",
     mechanism="a hook after the reduction casts to bf16 and back",
     laws=("PAR-2",),
-    cells="id = dp2-bf16mp-default-meta-acc2",
+    cells="id = dp2-bf16mp-default-meta",
     inject=partial(reduced_gradients, _BF16),
     inject_twin=partial(reduced_gradients, _FP64),
 )
@@ -78,7 +78,7 @@ MASTERS_ROUNDED = Defect(
     source="https://github.com/NVIDIA/apex/issues/1728",
     mechanism="after each step the optimizer writes back weights that it has rounded to bf16",
     laws=("MP-5", "PAR-2"),
-    cells="id = dp1-bf16mp-default-meta",
+    cells="id = dp2-bf16mp-default-meta",
     inject=partial(after_step, _BF16, moments=False),
     inject_twin=partial(after_step, _FP64, moments=False),
 )
@@ -88,7 +88,7 @@ MOMENTS_ROUNDED = Defect(
     source="https://github.com/databricks/flashoptim/issues/2",
     mechanism="after each step the optimizer rounds its state through bf16",
     laws=("MP-5", "PAR-2"),
-    cells="id = dp1-bf16mp-default-meta",
+    cells="id = dp2-bf16mp-default-meta",
     inject=partial(after_step, _BF16, moments=True),
     inject_twin=partial(after_step, _FP64, moments=True),
 )
@@ -111,7 +111,7 @@ LOAD_ROUNDS_WEIGHTS = Defect(
     source="https://github.com/TensorAuto/OpenTau/issues/185",
     mechanism="the loader goes through the compute dtype",
     laws=("MP-2",),
-    cells="id = dp1-bf16mp-default-checkpoint",
+    cells="id = dp2-bf16mp-default-checkpoint",
     inject=partial(loaded_weights, _BF16),
     inject_twin=partial(loaded_weights, _FP64),
 )
@@ -135,7 +135,7 @@ GATHER_THROUGH_FP8 = Defect(
     source="https://github.com/pytorch/ao/issues/4300",
     mechanism="all-gathered weights are cast to float8_e4m3fn and back to bf16",
     laws=("PAR-3", "PAR-2"),
-    cells="id = dp2-bf16mp-default-meta-acc2",
+    cells="id = dp2-bf16mp-default-meta",
     inject=partial(gathered_weights, torch.float8_e4m3fn),
     inject_twin=partial(gathered_weights, _FP64),
 )
@@ -145,7 +145,7 @@ BACKWARD_GATHER_ROUNDED = Defect(
     source="https://github.com/pytorch/ao/issues/4300",
     mechanism="weights that are gathered again in backward are rounded to bf16, as a compressed all-gather would",
     laws=("PAR-4", "PAR-1"),
-    cells="id = dp2-fp32-default-meta",
+    cells="id in (dp2-fp32-default-meta, dp2-fp32-never-meta)",
     inject=partial(gathered_weights, _BF16, in_backward_alone=True),
     inject_twin=partial(gathered_weights, _FP64, in_backward_alone=True),
 )

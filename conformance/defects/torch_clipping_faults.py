@@ -29,7 +29,7 @@ TORCH_CLIP_NORM_LOCAL = Defect(
     source="https://github.com/pytorch/pytorch/issues/170862",
     mechanism="the norms of the parameters are combined as if they were complete",
     laws=("CLIP-4",),
-    cells="id = dp2-fp32-default-meta-clip0.05",
+    cells="id = dp2-fp32-default-meta",
     inject=partial(torch_norm, is_local=True),
     inject_twin=partial(torch_norm, is_local=False),
 )
@@ -56,7 +56,7 @@ TORCH_CLIP_ONE_DTYPE = Defect(
     source="https://github.com/NVIDIA/Megatron-LM/pull/7279",
     mechanism="gradients are grouped by dtype, and the loop over the groups ends too early",
     laws=("CLIP-2",),
-    cells="id = dp2-bf16mixed-default-meta-clip0.1",
+    cells="id = dp2-bf16mixed-default-meta",
     inject=partial(dtypes_scaled, first_alone=True),
     inject_twin=partial(dtypes_scaled, first_alone=False),
 )
@@ -86,7 +86,7 @@ TORCH_CLIP_TAKES_INFINITY = Defect(
     source="https://github.com/pytorch/pytorch/issues/46849",
     mechanism="error_if_nonfinite looks for NaN alone",
     laws=("CLIP-6",),
-    cells="id = dp2-fp32-default-meta-clip0.05",
+    cells="id = dp2-fp32-default-meta",
     inject=partial(torch_finite_check, of_infinity=False),
     inject_twin=partial(torch_finite_check, of_infinity=True),
 )
@@ -108,7 +108,7 @@ TORCH_CLIP_VALUES_FROM_ABOVE = Defect(
     source="https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_value_.html",
     mechanism="the lower limit is not applied to the elements of sharded gradients",
     laws=("CLIP-7",),
-    cells="id = dp2-fp32-default-meta-clip0.05",
+    cells="id = dp2-fp32-default-meta",
     inject=partial(torch_minimum, left_out=True),
     inject_twin=partial(torch_minimum, left_out=False),
 )

@@ -47,7 +47,7 @@ SP_NORM_GRADIENT_UNREDUCED = Defect(
     source="https://github.com/pytorch/pytorch/issues/121295",
     mechanism="FSDPParam takes the local tensor of a partial gradient instead of reducing it over tp",
     laws=("PAR-1", "PAR-5"),
-    cells="id = tp2-fp32-default-meta-lp",
+    cells="id = tp2-fp32-default-meta",
     inject=partial(tensor_parallel_gradient, unreduced),
     inject_twin=partial(tensor_parallel_gradient, summed),
 )
@@ -65,7 +65,7 @@ SP_NORM_GRADIENT_AVERAGED = Defect(
     source="https://github.com/NVIDIA/TransformerEngine/issues/435",
     mechanism="an all-reduce outside of the model takes the mean; replicas stay equal",
     laws=("PAR-1",),
-    cells="id = tp2-fp32-default-meta-lp",
+    cells="id = tp2-fp32-default-meta",
     inject=partial(tensor_parallel_gradient, averaged),
     inject_twin=partial(tensor_parallel_gradient, summed),
 )
@@ -101,7 +101,7 @@ TP_TO_LOCAL_NO_GRAD_PLACEMENT = Defect(
     source="https://github.com/pytorch/torchtitan/issues/1805",
     mechanism="to_local() of a replicated input to local weights, without grad_placements=[Partial()]",
     laws=("PAR-1", "PAR-5", "MP-4"),
-    cells="id = tp2-fp32-default-meta-nosp",
+    cells="id = dp2-tp2-fp32-default-meta-nosp",
     inject=partial(local_input, None),
     inject_twin=partial(local_input, Partial()),
 )
@@ -132,7 +132,7 @@ ROWWISE_BIAS_SUMMED = Defect(
     source="https://github.com/huggingface/text-generation-inference/issues/1036",
     mechanism="each rank adds the bias to its partial sum, before these sums are reduced",
     laws=("PAR-1",),
-    cells="id = tp2-fp32-default-meta-nosp",
+    cells="id = dp2-tp2-fp32-default-meta-nosp",
     inject=partial(row_wise_bias, before_sum=lambda bias, _: bias),
     inject_twin=partial(row_wise_bias, before_sum=None),
 )
@@ -142,7 +142,7 @@ ROWWISE_BIAS_GRADIENT_TOO_SMALL = Defect(
     source="https://github.com/pytorch/torchtitan/pull/4332",
     mechanism="each rank adds its share of the bias, and autograd divides the replicated gradient as well",
     laws=("PAR-1",),
-    cells="id = tp2-fp32-default-meta-nosp",
+    cells="id = dp2-tp2-fp32-default-meta-nosp",
     inject=partial(row_wise_bias, before_sum=lambda bias, ranks: bias / ranks),
     inject_twin=partial(row_wise_bias, before_sum=None),
 )

@@ -42,7 +42,7 @@ GATHER_BEFORE_CAST = Defect(
     source="https://github.com/pytorch/torchtitan/issues/3123",
     mechanism="the all-gather communicates twice the bytes; every number is right",
     laws=("MP-4", "MP-1"),
-    cells="id = dp2-bf16mp-default-meta-acfull",
+    cells="id = dp2-bf16mp-default-meta",
     inject=partial(all_gather, dtype=torch.float32),
     inject_twin=all_gather,
 )
@@ -88,7 +88,7 @@ TP_GATHER_REPEATED = Defect(
     source="https://github.com/pytorch/torchtitan/issues/1867",
     mechanism="a needless redistribution to the sequence-parallel layout has to be undone by another all-gather",
     laws=("MP-4",),
-    cells="id = tp2-fp32-default-meta-lp",
+    cells="id = tp2-fp32-default-meta",
     inject=partial(module_inputs, times=2),
     inject_twin=partial(module_inputs, times=1),
 )

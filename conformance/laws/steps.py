@@ -3,7 +3,7 @@
 from conformance.experiments.environment import probe
 from conformance.laws import compare
 from conformance.laws.fixtures import Measure
-from conformance.oracles import tolerance
+from conformance.oracles import optimizer_tolerance, tolerance
 from conformance.oracles.emulation import emulated_step
 from conformance.oracles.reference import ReferenceRun, Tensors, replay_updates
 from conformance.oracles.virtual_tp import sums_in_ring_order
@@ -41,7 +41,7 @@ def compare_updates(record: Record) -> None:
     __tracebackhide__ = True
     replayed, optimizer = replayed_parameters(record), record.cell.config.optimizer
     for kind, tensors in replayed.optimizer_state.items():
-        within = tolerance.replayed_state(replayed, optimizer)
+        within = optimizer_tolerance.replayed_state(replayed, optimizer)
         compare.tensors(record.select(f"final/{kind}/"), tensors, name=f"optimizer state {kind}", within=within)
 
 
@@ -51,9 +51,8 @@ def replayed_parameters(record: Record) -> ReferenceRun:
     require_steps_taken(record)
     optimizer = record.cell.config.optimizer
     initial = record.select("initial/parameter/")
-    replayed = replay_updates(
-        optimizer, initial, [record.select(f"step{step}/gradient/") for step in record.steps_taken]
-    )
+    gradients = {step: record.select(f"step{step}/gradient/") for step in record.steps_taken}
+    replayed = replay_updates(record.cell.config, initial, gradients)
     rounding = tolerance.norm(replayed.gradients[0], order=optimizer.norm_order)
     norms = [norm for step, norm in zip(record.steps, record.grad_norms, strict=True) if step in record.steps_taken]
     compare.scalars(norms, replayed.grad_norms, name="gradient norm", within=rounding)
@@ -62,7 +61,7 @@ def replayed_parameters(record: Record) -> ReferenceRun:
         replayed.parameters,
         name="change of parameters",
         origin=initial,
-        within=tolerance.replayed_updates(replayed, optimizer),
+        within=optimizer_tolerance.replayed_updates(replayed, optimizer),
     )
     return replayed
 

@@ -12,7 +12,7 @@ FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard
 @law(
     "AXIS-1",
     where="features <= 2 and not mesh = dp1",
-    gaps=["wide-neighbours"],
+    gaps=["wide-neighbours", "large-models"],
     reference=FULLY_SHARD,
 )
 def test_axis_value_takes_effect(run: Run, cell: Cell) -> None:

@@ -20,7 +20,7 @@ AVOID_RECORD_STREAMS = "https://github.com/pytorch/pytorch/pull/150398"
 @law(
     "STREAM-1",
     where="record_streams != unset",
-    gaps=["second-run"],
+    gaps=["second-run", "large-models"],
     reference=AVOID_RECORD_STREAMS,
     since="2.8",
 )
@@ -71,7 +71,7 @@ def test_record_stream_holds_nothing(measure: Measure, cell: Cell) -> None:
 @law(
     "STREAM-5",
     where="world > 1 and world <= 4 and implementation = fsdp2",
-    gaps=["delayed-runs"],
+    gaps=["delayed-runs", "large-models"],
     numbers=True,
     reference="https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams",
 )

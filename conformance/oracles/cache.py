@@ -31,6 +31,7 @@ def _workload(config: TrainerConfig) -> TrainerConfig:
         loss_scale=LossScaleConfig(),
         tf32=False,
         reshard="default",
+        memory_bytes=None,
         offload="none",
         pin_memory=False,
         sequence_parallel=True,
@@ -42,5 +43,6 @@ def _workload(config: TrainerConfig) -> TrainerConfig:
         gradient_sync="each",
         init="meta",
         checkpoint=None,
-        optimizer=msgspec.structs.replace(config.optimizer, foreach_clip=True),
+        checkpoint_reader="each-rank",
+        optimizer=msgspec.structs.replace(config.optimizer, foreach_clip=True, implementation="auto"),
     )

@@ -13,15 +13,13 @@ import torch
 from torch import nn
 
 from conformance.torch_release import release
-from reference_trainer.config import TrainerConfig
+from reference_trainer.config import OptimizerConfig, TrainerConfig
 from reference_trainer.model import Attention, Block, Transformer
 
 Dtypes = dict[str, list[str]]
 """Sorted names of all dtypes of a thing, by its key in `instruments.dtypes`, such as `gradient/norm.weight`."""
 
 FP32, BF16, FP16 = "float32", "bfloat16", "float16"
-_STATE = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ()}
-"""Optimizer state of a parameter's size, by name of the optimizer."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +63,13 @@ def dtype_policy(precision: str) -> DtypePolicy:
     return _POLICIES[precision]
 
 
+def optimizer_state(config: OptimizerConfig) -> tuple[str, ...]:
+    """Return the keys of an optimizer's state that are tensors of the parameter's size."""
+    if config.name == "adamw":
+        return ("exp_avg", "exp_avg_sq")
+    return ("momentum_buffer",) if config.momentum else ()
+
+
 def expected_dtypes(config: TrainerConfig) -> Dtypes:
     """Return the dtypes of all things that `instruments.dtypes` looks at; the same on every rank of every mesh.
 
@@ -105,7 +110,7 @@ def _module_dtypes(model: Transformer, config: TrainerConfig, policy: DtypePolic
 def _state_dtypes(model: Transformer, config: TrainerConfig, policy: DtypePolicy) -> Iterator[tuple[str, str]]:
     """Dtypes of what is kept from step to step, and of gradients."""
     norms = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.RMSNorm))
-    state = (f"optimizer_state/{key}" for key in _STATE[config.optimizer.name])
+    state = (f"optimizer_state/{key}" for key in optimizer_state(config.optimizer))
     kinds = ("initial_parameter", "final_parameter", "gradient", *state)
     for name, _ in model.named_parameters():
         dtype = policy.sharded_norms if name.startswith(norms) else policy.sharded

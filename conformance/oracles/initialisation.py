@@ -4,8 +4,11 @@ import math
 
 import torch
 
+from conformance.oracles.dtype_policy import dtype_policy
+from conformance.oracles.reference import initial_model
 from reference_trainer.config import ModelConfig, TrainerConfig
 from reference_trainer.model import Transformer
+from reference_trainer.precision import PRECISIONS
 
 _X = 20.0
 """Exponent of improbability: a tensor of the right distribution exceeds a bound with probability e**-20 = 2e-9."""
@@ -16,6 +19,20 @@ def specified(config: ModelConfig, name: str) -> tuple[float, float]:
     if "norm" in name:
         return 1.0, config.norm_std
     return 0.0, config.bias_std if name.endswith(".bias") else config.init_std
+
+
+def initial_weights(config: TrainerConfig) -> dict[str, torch.Tensor]:
+    """Return the weights of one process with which a run begins, by name, in the dtypes in which they are sharded.
+
+    A model that is built in bf16 keeps what bf16 keeps of them, whatever it is cast to later.
+    """
+    policy, built = dtype_policy(config.precision), PRECISIONS[config.precision].build
+    weights = {}
+    for name, parameter in initial_model(config).named_parameters():
+        stored = getattr(torch, policy.sharded_norms if "norm" in name else policy.sharded)
+        sampled = parameter.detach()
+        weights[name] = (sampled if built is None else sampled.to(getattr(torch, built))).to(stored)
+    return weights
 
 
 def mean_bound(numel: int) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from conformance.memory_segment import MemorySegment
-from conformance.oracles.dtype_policy import dtype_policy
+from conformance.oracles.dtype_policy import dtype_policy, optimizer_state
 from conformance.oracles.memory_walk import Usage, Walk
 from conformance.oracles.schedule import group_of
 from conformance.oracles.torch_versions import UP_TO_2_13, VersionTraits
@@ -66,8 +66,7 @@ def optimizer_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Mapping[s
 
     `shapes` are the shapes that FSDP shards, by parameter.
     """
-    moments = {"adamw": 2, "sgd": 0}[config.optimizer.name]
-    return moments * parameter_bytes(config, dims, shapes)
+    return len(optimizer_state(config.optimizer)) * parameter_bytes(config, dims, shapes)
 
 
 def parameter_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Mapping[str, Sequence[int]]) -> int:

@@ -38,7 +38,7 @@ from conformance.oracles.schedule import (
 )
 from conformance.oracles.torch_versions import VersionTraits
 from conformance.oracles.tp_schedule import sharded_dim
-from reference_trainer.config import TrainerConfig
+from reference_trainer.config import OptimizerConfig, TrainerConfig
 from reference_trainer.parallel_dims import ParallelDims
 
 KINDS = {
@@ -171,27 +171,38 @@ class Walk:
     def after_backward(self) -> None:
         """Walk through clipping, which works in place, and the optimizer's step.
 
-        The implementation of the optimizer is torch's choice on the CPU, and the trainer has no option for it. On a GPU
-        torch chooses `foreach`, with temporaries for all parameters at once, which is not modelled.
+        Implementation `auto` is taken for torch's choice on the CPU, a loop; on a GPU it is `foreach`.
         """
         self._phase = "clip"
         self._note(self._scalars_of_norms() * torch.float32.itemsize)
         self._phase = "optimizer"
         self._note()
-        if self._config.optimizer.name == "adamw" and not self._offloads:
-            for shards in self._optimizer_groups:
-                self._adamw(shards)
+        if not self._offloads:
+            self._optimizer_step(self._config.optimizer)
         self._free_all([name for name in self._held if name.startswith("G ")])
         self._phase = "idle"
         self._note()
 
-    def _adamw(self, shards: Sequence[int]) -> None:
-        """One parameter after the other: a root and its quotient are computed while the last denominator is still held.
+    def _optimizer_step(self, options: OptimizerConfig) -> None:
+        """Temporaries of a step: AdamW's denominators, or SGD's sums of gradients and decay; none in fused kernels.
 
-        Source: `_single_tensor_adam` in torch/optim/adam.py.
+        In a loop AdamW computes a root and its quotient while it still holds the last denominator. `foreach` computes
+        all roots of a group, and goes on in place.
+
+        Sources: `_single_tensor_adam`, `_multi_tensor_adam` in torch/optim/adam.py; torch/optim/sgd.py.
         """
-        for before, shard in pairwise([0, *shards]):
-            self._note((before + 2 * shard) * self._master)
+        if options.implementation == "fused":
+            return
+        matrices, vectors = self._optimizer_groups
+        decaying = matrices if options.weight_decay else []
+        for shards in [matrices, vectors] if options.name == "adamw" else [decaying]:
+            if options.implementation == "foreach":
+                self._note(sum(shards) * self._master)
+            elif options.name == "adamw":
+                for before, shard in pairwise([0, *shards]):
+                    self._note((before + 2 * shard) * self._master)
+            else:
+                self._note(max(shards, default=0) * self._master)
 
     def _scalars_of_norms(self) -> int:
         """Return the number of scalars: norms, the norms in a stack, and reductions of the stack over the mesh.

@@ -7,7 +7,7 @@ these formulas against torch's own, and the gradients against finite differences
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -34,12 +34,14 @@ class ReferenceRun:
     """Mean loss of each step over its valid tokens, in nats."""
     grad_norms: list[float] = field(default_factory=list)
     """Total norm of each step's gradients, of the type that the configuration names, before clipping."""
+    rates: list[float] = field(default_factory=list)
+    """Learning rate of each step."""
     gradients: list[Tensors] = field(default_factory=list)
     """Gradients of each step before clipping."""
     parameters: Tensors = field(default_factory=dict)
     """Parameters after the last step."""
     optimizer_state: dict[str, Tensors] = field(default_factory=dict)
-    """State after the last step by kind: `exp_avg` and `exp_avg_sq` of AdamW."""
+    """State after the last step: `exp_avg` and `exp_avg_sq` of AdamW, `momentum_buffer` of SGD with momentum."""
 
 
 def initial_model(config: TrainerConfig) -> Transformer:
@@ -52,7 +54,7 @@ def initial_model(config: TrainerConfig) -> Transformer:
 def train_reference(config: TrainerConfig, *, dtype: torch.dtype) -> ReferenceRun:
     """Train in one process, weights and computation in `dtype`, each step on the full global batch at once.
 
-    Raises ValueError for dropout, momentum or a learning-rate schedule.
+    Raises ValueError for dropout.
     """
 
     def gradients(model: Transformer, batch: Batch, valid_tokens: int) -> tuple[float, Tensors]:
@@ -95,25 +97,41 @@ def _train(
         loss, grads = gradients(model, batch, int((batch[1] != IGNORED_LABEL).sum()))
         run.losses.append(loss)
         run.gradients.append(grads)
-        run.grad_norms.append(update.clip_and_step(parameters, grads))
+        run.rates.append(learning_rate(config, step))
+        run.grad_norms.append(update.clip_and_step(parameters, grads, lr=run.rates[-1]))
     run.parameters, run.optimizer_state = parameters, update.state
     return run
 
 
-def replay_updates(config: OptimizerConfig, initial: Tensors, gradients: Iterable[Tensors]) -> ReferenceRun:
+def replay_updates(config: TrainerConfig, initial: Tensors, gradients: Mapping[int, Tensors]) -> ReferenceRun:
     """Clip given gradients and apply them to `initial`, step after step, in fp64, whatever their dtypes are.
 
-    The gradients of each step are full tensors by parameter name. Raises ValueError for momentum or a learning-rate
-    schedule.
+    The gradients of each step, by its number, are full tensors by parameter name.
     """
     parameters = {name: p.double() for name, p in initial.items()}
     run = ReferenceRun(initial={name: p.clone() for name, p in parameters.items()})
-    update = _update(config)
-    for grads in gradients:
-        run.gradients.append(grads)
-        run.grad_norms.append(update.clip_and_step(parameters, {name: grad.double() for name, grad in grads.items()}))
+    update = _update(config.optimizer)
+    for step, of_step in gradients.items():
+        doubled = {name: grad.double() for name, grad in of_step.items()}
+        run.gradients.append(of_step)
+        run.rates.append(learning_rate(config, step))
+        run.grad_norms.append(update.clip_and_step(parameters, doubled, lr=run.rates[-1]))
     run.parameters, run.optimizer_state = parameters, update.state
     return run
+
+
+def learning_rate(config: TrainerConfig, step: int) -> float:
+    """Return the learning rate of a step; of the step after the last it is what the optimizer has at the end.
+
+    It rises linearly during warm-up, and then falls along a quarter of cos^2 to `final_lr_fraction` in the last of
+    `lr_decay_steps` steps, which are those of the run if they are not given (as arXiv:1608.03983, without restarts).
+    """
+    options, last = config.optimizer, (config.optimizer.lr_decay_steps or config.steps) - 1
+    warm, floor = options.warmup_steps, options.final_lr_fraction
+    if step < warm:
+        return options.lr * (step + 1) / (warm + 1)
+    fallen = min(1.0, (step - warm) / max(1, last - warm))
+    return options.lr * (floor + (1.0 - floor) * math.cos(math.pi / 2 * fallen) ** 2)
 
 
 def total_norm(gradients: Iterable[Tensor], *, order: float) -> float:
@@ -133,8 +151,6 @@ def clip_factor(norm: float, *, max_norm: float) -> float:
 
 
 def _update(config: OptimizerConfig) -> "_Update":
-    if config.warmup_steps or config.final_lr_fraction != 1.0:
-        raise ValueError("the reference does not know learning-rate schedules: use a cell without one")
     return _AdamW(config) if config.name == "adamw" else _Sgd(config)
 
 
@@ -146,29 +162,32 @@ class _Update(ABC):
         self.state: dict[str, Tensors] = {}
 
     @torch.no_grad()
-    def clip_and_step(self, parameters: Tensors, gradients: Tensors) -> float:
+    def clip_and_step(self, parameters: Tensors, gradients: Tensors, *, lr: float) -> float:
         """Clip, and change the parameters in place; returns the norm of the gradients before clipping."""
         norm = total_norm(gradients.values(), order=self._config.norm_order)
         factor = clip_factor(norm, max_norm=self._config.max_norm)
-        self.step(parameters, {name: grad * factor for name, grad in gradients.items()})
+        self.step(parameters, {name: grad * factor for name, grad in gradients.items()}, lr)
         return norm
 
     @abstractmethod
-    def step(self, parameters: Tensors, gradients: Tensors) -> None:
+    def step(self, parameters: Tensors, gradients: Tensors, lr: float) -> None:
         """Change the parameters in place."""
 
 
 class _Sgd(_Update):
-    """p <- p - lr (g + decay p); matrices decay, vectors do not."""
+    """b <- momentum b + g + decay p, from b = 0; p <- p - lr b. Matrices decay, vectors do not."""
 
     def __init__(self, config: OptimizerConfig) -> None:
-        if config.momentum:
-            raise ValueError("the reference's SGD has no momentum: use momentum 0")
         super().__init__(config)
+        self._buffers: Tensors = {}
+        self.state = {"momentum_buffer": self._buffers} if config.momentum else {}
 
-    def step(self, parameters: Tensors, gradients: Tensors) -> None:
+    def step(self, parameters: Tensors, gradients: Tensors, lr: float) -> None:
+        config = self._config
         for name, p in parameters.items():
-            p.sub_(self._config.lr * (gradients[name] + _decay(self._config, p) * p))
+            buffer = self._buffers.setdefault(name, torch.zeros_like(p))
+            buffer.mul_(config.momentum).add_(gradients[name] + _decay(config, p) * p)
+            p.sub_(lr * buffer)
 
 
 class _AdamW(_Update):
@@ -179,7 +198,7 @@ class _AdamW(_Update):
         self._step = 0
         self.state = {"exp_avg": {}, "exp_avg_sq": {}}
 
-    def step(self, parameters: Tensors, gradients: Tensors) -> None:
+    def step(self, parameters: Tensors, gradients: Tensors, lr: float) -> None:
         config = self._config
         self._step += 1
         for name, p in parameters.items():
@@ -189,8 +208,8 @@ class _AdamW(_Update):
             mean.mul_(config.beta1).add_(grad, alpha=1 - config.beta1)
             square.mul_(config.beta2).addcmul_(grad, grad, value=1 - config.beta2)
             corrected = square.sqrt() / (1 - config.beta2**self._step) ** 0.5
-            p.mul_(1 - config.lr * _decay(config, p))
-            p.sub_(config.lr / (1 - config.beta1**self._step) * mean / (corrected + config.eps))
+            p.mul_(1 - lr * _decay(config, p))
+            p.sub_(lr / (1 - config.beta1**self._step) * mean / (corrected + config.eps))
 
 
 def _decay(config: OptimizerConfig, parameter: Tensor) -> float:

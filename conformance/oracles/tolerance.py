@@ -6,7 +6,7 @@ of at most about sqrt(n) u relative to its terms. Errors of successive stages ar
 A deviation is a Frobenius norm relative to that of the full tensor, so single nearly cancelled elements do not count.
 Each bound is a formula over terms (`conformance.bound.Bound`), which reports show; a name stands for one number in a
 bound and the bounds inside of it. docs/tolerances.md tells how far the bounds are from correct programs and from
-defects.
+defects. Bounds on what the optimizer makes of gradients are in `optimizer_tolerance`.
 
 Where a function takes gradients, they are tensors of any shape and floating-point dtype by parameter name.
 """
@@ -20,16 +20,14 @@ from torch import Tensor
 from conformance.bound import EXACT, Bound, bound
 from conformance.oracles.dtype_policy import FP16, dtype_policy
 from conformance.oracles.emulation import Emulation
-from conformance.oracles.reference import ReferenceRun, clip_factor, total_norm
-from reference_trainer.config import ModelConfig, OptimizerConfig, TrainerConfig
+from conformance.oracles.reference import total_norm
+from reference_trainer.config import ModelConfig, TrainerConfig
 
 FP32_ROUNDOFF = 2.0**-24
 FP16_ROUNDOFF = 2.0**-11
 TF32_ROUNDOFF = 2.0**-11
 FP16_SMALLEST = 2.0**-24
 """Spacing of fp16 numbers below 2^-14: rounding there errs by at most half of it, however small the number."""
-_ROUNDINGS_PER_STEP = 10
-"""Number of roundings in an optimizer's step, see `replayed_state`."""
 
 
 def forward_stages(model: ModelConfig, *, seq_len: int) -> float:
@@ -148,57 +146,6 @@ def gradient_norm(gradient_error: Bound, gradients: Mapping[str, Tensor], *, ord
     return bound("e * c", e=gradient_error, c=norm_condition(gradients, order=order))
 
 
-def updates(gradient_error: Bound, reference: ReferenceRun, config: OptimizerConfig) -> dict[str, Bound]:
-    """Return the relative error of each parameter's total change, from that of the gradients.
-
-    An error e g_rms in every element of a gradient changes AdamW's first step g / (|g| + eps) by e g_rms times its
-    derivative eps / (|g| + eps)^2; later steps, averages over more gradients, are less sensitive. The steps' errors
-    are added: the total change is at most the sum of the steps. SGD is linear, its sensitivity is 1.
-    Clipping scales by the norm, whose error is another e times `norm_condition`. Each step also rounds the new
-    parameter to fp32, by up to u of the parameter's size, which counts where the change is small compared with the
-    parameter (norm weights near 1).
-    """
-    clip = clip_factor(reference.grad_norms[0], max_norm=config.max_norm)
-    terms: dict[str, float | Bound] = {
-        "steps": len(reference.gradients),
-        "e": gradient_error,
-        "c": norm_condition(reference.gradients[0], order=config.norm_order),
-        "u": FP32_ROUNDOFF,
-    }
-    return {
-        name: Bound(
-            "steps * (e * (c + s) + u * q)",
-            terms | {"s": _sensitivity(clip * grad.double(), config), "q": _size_over_change(reference, name)},
-        )
-        for name, grad in reference.gradients[0].items()
-    }
-
-
-def _size_over_change(reference: ReferenceRun, name: str) -> float:
-    final = reference.parameters[name].double()
-    return float(final.norm() / (final - reference.initial[name].double()).norm())
-
-
-def _sensitivity(gradient: Tensor, config: OptimizerConfig) -> float:
-    """Relative error of the optimizer's step over that of the gradient, in the root mean square."""
-    if config.name == "sgd":
-        return 1.0
-    size = gradient.abs()
-    derivative = config.eps / (size + config.eps).square()
-    step = size / (size + config.eps)
-    return _rms(size) * _rms(derivative) / _rms(step)
-
-
-def _rms(values: Tensor) -> float:
-    return float(values.square().mean().sqrt())
-
-
-def moments(gradient_error: Bound, reference: ReferenceRun, config: OptimizerConfig) -> Mapping[str, Bound]:
-    """Return the relative error of AdamW's state: linear and quadratic in the clipped gradients."""
-    error = clipped_gradients(gradient_error, reference.gradients[0], order=config.norm_order)
-    return {"exp_avg": error, "exp_avg_sq": bound("2 * m", m=error)}
-
-
 def clipped_gradients(gradient_error: Bound, gradients: Mapping[str, Tensor], *, order: float) -> Bound:
     """Return the relative error of clipped gradients: that of the gradients, and that of the norm in the factor."""
     return bound("e * (1 + c)", e=gradient_error, c=norm_condition(gradients, order=order))
@@ -275,35 +222,3 @@ def clipping(gradients: Mapping[str, Tensor], *, order: float) -> dict[str, Boun
 
 def _roundoff(tensor: Tensor) -> float:
     return torch.finfo(tensor.dtype).eps / 2
-
-
-def replayed_updates(reference: ReferenceRun, config: OptimizerConfig) -> dict[str, Bound]:
-    """Return the relative error of each parameter's total change, given the gradients that were applied.
-
-    Each step adds its error (see `replayed_state`) and rounds the new parameter to fp32.
-    """
-    terms: dict[str, float | Bound] = {
-        "r": replayed_state(reference, config),
-        "steps": len(reference.gradients),
-        "u": FP32_ROUNDOFF,
-    }
-    return {
-        name: Bound("r + steps * u * q", {**terms, "q": _size_over_change(reference, name)})
-        for name in reference.parameters
-    }
-
-
-def replayed_state(reference: ReferenceRun, config: OptimizerConfig) -> Bound:
-    """Return the relative error of the optimizer's state and steps, given the gradients that were applied.
-
-    A step rounds some ten times, each relative to what is rounded (products, quotients and roots: no cancellation but
-    in the first moment's average), and the gradient norm is a sum over all elements. The steps' errors are added.
-    """
-    clip_error = norm(reference.gradients[0], order=config.norm_order) if config.max_norm > 0 else EXACT
-    return bound(
-        "steps * (u * roundings + n)",
-        steps=len(reference.gradients),
-        u=FP32_ROUNDOFF,
-        roundings=_ROUNDINGS_PER_STEP,
-        n=clip_error,
-    )

@@ -66,8 +66,10 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     data-parallel ranks, or over both kinds of ranks. `integer`: computes with small integers, exactly. `deep`: so many
     layers that one layer or one parameter is small compared with the model. `half`: as deep, with half of the layers.
     `wide`: can be sharded over 1024 ranks."""
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """Name of the optimizer."""
+    optimizer: Literal["adamw", "sgd", "adamw-foreach", "adamw-fused", "sgd-momentum"] = "adamw"
+    """Optimizer, in the implementation that torch chooses: foreach on a CUDA device, a loop on the CPU.
+
+    `adamw-foreach`, `adamw-fused`: AdamW in that implementation on every device. `sgd-momentum`: SGD with momentum."""
     clip: Annotated[float, Meta(ge=0.0, le=sys.float_info.max)] = 1.0
     """Maximum norm of the gradients; 0.0: no clipping."""
     norm_type: Literal["2", "1", "3", "inf"] = "2"
@@ -145,8 +147,13 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def saver(self) -> "Cell":
-        """Cell whose run saves the state that this cell's run resumes."""
-        return self if self.saved_on == "same" else self.but(mesh=self.saved_on)
+        """Cell whose run saves the state that this cell's run resumes.
+
+        On another mesh, what only some meshes can do is left out.
+        """
+        if self.saved_on == "same":
+            return self
+        return self.but(mesh=self.saved_on, saved_on="same", **_ON_ANY_MESH)
 
     @property
     def steps_before_save(self) -> int:
@@ -188,6 +195,13 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 _AXES = {field.name: field for field in msgspec.structs.fields(Cell)}
 _ALWAYS_IN_ID = ("mesh", "precision", "reshard", "init")
+_ON_ANY_MESH: dict[str, AxisValue] = {
+    "reshard": "default",
+    "gradient_sync": "each",
+    "sequence_parallel": True,
+    "norms_in_tp": True,
+    "loss_parallel": False,
+}
 # How an id spells the value of each axis. A float is spelled by repr, which no two floats share.
 _TAGS: dict[str, Callable[[Any], str]] = {
     "mesh": str,
@@ -198,7 +212,7 @@ _TAGS: dict[str, Callable[[Any], str]] = {
     "init": str,
     "weights": str,
     "model": lambda model: model.replace("-", ""),
-    "optimizer": str,
+    "optimizer": lambda name: name.replace("-", ""),
     "clip": lambda norm: f"clip{norm!r}" if norm else "noclip",
     "norm_type": lambda order: f"norm{order}",
     "foreach_clip": lambda _: "cliploop",

@@ -277,8 +277,10 @@ def learn_possible(constraints: Constraints, strength: int) -> Combinations:
 
 def symmetric(members: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Return an array of combinations in which their values may be in any order."""
-    orders = itertools.permutations(range(members.ndim))
-    return np.logical_or.reduce([members.transpose(order) for order in orders])
+    either = members.copy()
+    for order in itertools.permutations(range(members.ndim)):
+        either |= members.transpose(order)
+    return either
 
 
 def gains(weights: NDArray[Any], options: Sequence[int], chosen: Sequence[int]) -> NDArray[np.int64]:
@@ -297,7 +299,12 @@ def possible(axes: Axes, *, strength: int, rules: Iterable[Rule]) -> Combination
 def seen(rows: Iterable[Row], axes: Axes, strength: int) -> Combinations:
     """Return the combinations of values of the axes that rows contain; rows may lack axes or have other values."""
     space = Space(axes)
+    return contained(space, (space.values(row) for row in rows), strength)
+
+
+def contained(space: Space, rows: Iterable[Values], strength: int) -> Combinations:
+    """Return the combinations of the values of rows."""
     members = np.zeros((len(space),) * strength, dtype=bool)
     for row in rows:
-        members[np.ix_(*[space.values(row)] * strength)] = True
+        members[np.ix_(*[row] * strength)] = True
     return Combinations(space, members & space.combinations(strength))

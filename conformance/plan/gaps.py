@@ -42,12 +42,20 @@ GAPS = {
     "16-bit-factor": Gap(
         "precision not in (bf16-mp, fp16-mp)", "the factor between two errors is derived for sums in fp32 alone"
     ),
+    "skipped-first-step": Gap(
+        "loss_scale = overflows",
+        "the law judges the first step, whose gradients have overflowed; PAR-2 judges the others",
+    ),
     "not-whole": Gap(
         "optimizer != sgd or clip != 0.0 or steps != 1 or precision != fp32",
         "only the first gradients, and the first update of SGD without clipping, are whole numbers",
     ),
     "compiled-recomputation": Gap("compile = true", "inductor rounds otherwise where it recomputes"),
     "compiled-operators": Gap("compile = true", "operators inside of compiled graphs are not seen"),
+    "integer-model": Gap(
+        "model = integer",
+        "oracles of dtypes and of rounding describe the float model; PAR-9 judges whole numbers in bits",
+    ),
     # Cells that would be run for a law alone.
     "second-run": Gap(
         "features > 2", "the law needs another run of each cell; laws on the numbers of one run judge it"
@@ -61,7 +69,10 @@ GAPS = {
         "features > 1 or features = 1 and reshard != never and precision = fp32 and offload = none",
         "the law runs each cell once more for each kind of delay",
     ),
+    "large-models": Gap(
+        "model in (deep, half, wide)", "a run takes many times as long; laws on memory judge these models in simulation"
+    ),
     "wide-neighbours": Gap("features > 0 and world > 4", "the law needs two more runs of each cell"),
-    "mode-beside-others": Gap("features > 3", "MEM-1 judges the memory of these cells"),
+    "modes-combined": Gap("features > 3", "MEM-1 judges the memory of these cells"),
 }
 """Gaps by name, as `@law(..., gaps=[...])` names them."""

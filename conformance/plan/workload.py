@@ -1,6 +1,7 @@
 """Workload on which the laws are judged: the trainer's configuration of each cell."""
 
 import shutil
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 from msgspec.structs import replace
@@ -51,10 +52,16 @@ _MODELS = {
     "half": replace(_TINY_MODEL, dim=64, n_layers=4, ffn_dim=256),
 }
 _DATA = DataConfig(seq_len=16, global_batch_size=16, min_valid_fraction=0.25)
-_LEARNING_RATE = {"adamw": 0.01, "sgd": 0.1}
 # AdamW's epsilon is of the order of the gradients: with the usual 1e-8 the update is insensitive to the gradients'
 # scale (a constant factor passes unseen) and infinitely sensitive to rounding where a gradient is nearly zero.
-_ADAMW_EPS = 0.001
+_ADAMW, _SGD = OptimizerConfig(name="adamw", lr=0.01, eps=0.001), OptimizerConfig(name="sgd", lr=0.1)
+_OPTIMIZERS = {
+    "adamw": _ADAMW,
+    "adamw-foreach": replace(_ADAMW, implementation="foreach"),
+    "adamw-fused": replace(_ADAMW, implementation="fused"),
+    "sgd": _SGD,
+    "sgd-momentum": replace(_SGD, momentum=0.9),
+}
 # The integer model is exact if all that scales is a power of two: learning rate and number of valid tokens.
 _INTEGER_DATA = replace(_DATA, min_valid_fraction=1.0)
 _INTEGER_LEARNING_RATE = 2.0**-4
@@ -85,6 +92,12 @@ def trainer_config(cell: "Cell") -> TrainerConfig:
     require(
         scales or cell.loss_scale == "fits", f"cell {cell.id}: loss_scale {cell.loss_scale} needs a precision of fp16"
     )
+    require(
+        cell.loss_scale == "fits" or cell.steps >= 4,
+        f"cell {cell.id}: loss_scale {cell.loss_scale} needs at least 4 steps, of which the first are skipped",
+    )
+    for holds, problem in _effects(cell, mesh):
+        require(holds, f"cell {cell.id}: {problem}")
     data = _INTEGER_DATA if cell.model == "integer" else _DATA
     micro_batches = mesh.dp_replicate * mesh.dp_shard * cell.accumulation
     return TrainerConfig(
@@ -119,11 +132,30 @@ def trainer_config(cell: "Cell") -> TrainerConfig:
     )
 
 
+def _effects(cell: "Cell", mesh: Mesh) -> Iterator[tuple[bool, str]]:
+    """Yield what axis values need to have an effect: whether it is there, and what is missing if not."""
+    heads = _MODELS[cell.model].n_kv_heads
+    yield mesh.tp > 1 or cell.sequence_parallel, "sequence_parallel false needs tensor parallelism"
+    yield mesh.tp > 1 or not cell.loss_parallel, "loss_parallel needs tensor parallelism"
+    yield heads % mesh.tp == 0, f"{heads} heads of keys cannot be divided among {mesh.tp} tensor-parallel ranks"
+    yield (
+        cell.accumulation > 1 or cell.gradient_sync == "each",
+        f"gradient_sync {cell.gradient_sync} needs accumulation",
+    )
+    replicas = mesh.dp_replicate > 1
+    yield replicas or cell.gradient_sync != "all-reduce-last", "gradient_sync all-reduce-last needs replicas (hsdp)"
+    # torch refuses to reshard to as many ranks as there are, and to reshard DTensors of tensor parallelism: see
+    # to_sharded_post_forward in torch/distributed/fsdp/_fully_shard/_fsdp_param.py.
+    fewer = mesh.tp == 1 and mesh.dp_shard > 2 and mesh.dp_shard % 2 == 0
+    yield fewer or cell.reshard != "k2", "reshard k2 needs a multiple of 2 above 2 of shards, and no tensor parallelism"
+    yield cell.saved_on != cell.mesh, f"saved_on {cell.saved_on} is the mesh itself: write `same`"
+    tp = 1 if cell.saved_on in ("none", "same") else Mesh.parse(cell.saved_on).tp
+    yield heads % tp == 0, f"{heads} heads of keys cannot be divided among {tp} tensor-parallel ranks that save"
+
+
 def _optimizer(cell: "Cell") -> OptimizerConfig:
-    optimizer = OptimizerConfig(
-        name=cell.optimizer,
-        lr=_LEARNING_RATE[cell.optimizer],
-        eps=_ADAMW_EPS,
+    optimizer = replace(
+        _OPTIMIZERS[cell.optimizer],
         max_norm=cell.clip,
         norm_type="inf" if cell.norm_type == "inf" else float(cell.norm_type),
         foreach_clip=cell.foreach_clip,

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from conformance.bound import EXACT, Bound, bound
-from conformance.oracles import tolerance
+from conformance.oracles import optimizer_tolerance, tolerance
 from conformance.oracles.emulation import Emulation
 from conformance.oracles.reference import ReferenceRun, total_norm
 from conformance.plan.cells import Cell
 from reference_trainer.config import OptimizerConfig
 
 
-def values(bounds: Mapping[str, Bound]) -> dict[str, float]:
-    return {name: bound.value for name, bound in bounds.items()}
+def values(bounds: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: bound.value if isinstance(bound, Bound) else values(bound) for name, bound in bounds.items()}
 
 
 def test_tolerances_of_the_tiny_workload() -> None:
@@ -30,7 +30,10 @@ def test_tolerances_of_the_tiny_workload() -> None:
     assert gradients.value == pytest.approx((3 * stages + sqrt(256)) / 2**24)
     assert 1e-6 < loss.value < gradients.value < 1e-4
     run = ReferenceRun(initial={}, gradients=[{"w": torch.ones(3)}])
-    assert values(tolerance.moments(bound("1"), run, OptimizerConfig())) == {"exp_avg": 2.0, "exp_avg_sq": 4.0}
+    assert values(optimizer_tolerance.moments(bound("1"), run, OptimizerConfig())) == {
+        "exp_avg": 2.0,
+        "exp_avg_sq": 4.0,
+    }
 
 
 @pytest.mark.parametrize(
@@ -99,10 +102,18 @@ def test_tolerance_of_updates() -> None:
             gradients=[{"w": torch.full((3,), 0.5)}] * 3,
             parameters={"w": torch.full((3,), final)},
         )
-        bounds = tolerance.updates(bound("error", error=error), run, OptimizerConfig(max_norm=0.0, **optimizer))
+        bounds = optimizer_tolerance.updates(
+            bound("error", error=error), run, OptimizerConfig(max_norm=0.0, **optimizer)
+        )
         return bounds["w"].value
 
     assert largest(name="sgd") == pytest.approx(3 * (2 * error + roundoff))
+    # Three equal gradients count 1 + 0.5 + 0.25, 1 + 0.5 and 1 times in a change that is as large as the first is here.
+    weighted = 0.1 * (1.75 + 1.5 + 1.0) * 0.5
+    momentum = {"name": "sgd", "momentum": 0.5, "lr": 0.1}
+    assert largest(**momentum, final=2.0 - weighted) == pytest.approx(
+        3 * (2 * error + roundoff * (2.0 - weighted) / weighted)
+    )
     # A small change of a large parameter is lost in the parameter's own rounding.
     assert largest(name="sgd", final=1.5) == pytest.approx(3 * (2 * error + 3 * roundoff))
     # AdamW's step g / (|g| + eps) hardly depends on a gradient that is large against eps.

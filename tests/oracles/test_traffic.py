@@ -69,6 +69,10 @@ FORWARD = "forward: S32 G16 S32 G16 S32 G16 G16"
             "forward: R32 R32 R32 G16 backward: R32 R32 R32 R32",
         ),
         (
+            but(activation_checkpointing="selective", model=msgspec.structs.replace(CONFIG.model, dropout=0.1)),
+            f"{FORWARD} backward: S32 R4 G16 S32 G16 S32 G16 S32 G16 S32 R4 R4 G16",
+        ),
+        (
             but(accumulation=2, gradient_sync="last"),
             "forward: S16 G8 S16 G8 S16 G8 G8 backward: S16 G8 S16 G8 S16 G8 "
             "forward: S16 G8 S16 G8 S16 G8 G8 backward: S16 R4 G8 S16 G8 S16 R4 R4 G8",
@@ -162,6 +166,7 @@ def test_one_process_sends_nothing() -> None:
     [
         {"mesh": "dp2-tp2", "precision": "bf16-mp", "accumulation": 2, "gradient_sync": "last"},
         {"mesh": "tp4", "activation_checkpointing": "full"},
+        {"mesh": "tp2", "activation_checkpointing": "full", "dropout": 0.1},
         {"mesh": "tp2", "tied_embeddings": True, "sequence_parallel": False, "loss_parallel": True, "clip": 0.0},
     ],
 )

@@ -70,6 +70,11 @@ def test_configurations_are_immutable_and_by_keyword() -> None:
         (DataConfig, {"min_valid_fraction": 0.0}, "data.min_valid_fraction is 0.0, must be above 0 and at most 1"),
         (OptimizerConfig, {"lr": float("inf")}, "optimizer.lr is inf, must be positive and finite"),
         (OptimizerConfig, {"beta2": 1.0}, "optimizer.beta2 is 1.0, must be at least 0 and below 1"),
+        (
+            OptimizerConfig,
+            {"momentum": 0.9},
+            "optimizer.momentum 0.9 has no effect with adamw, which has beta1",
+        ),
         (OptimizerConfig, {"max_norm": -1.0}, "optimizer.max_norm is -1.0, must be finite and not negative"),
         (OptimizerConfig, {"warmup_steps": -1}, "optimizer.warmup_steps is -1, must be finite and not negative"),
         (OptimizerConfig, {"final_lr_fraction": 1.5}, "optimizer.final_lr_fraction is 1.5, must be at least 0 and at"),
@@ -114,6 +119,11 @@ def test_configurations_are_immutable_and_by_keyword() -> None:
             {"implementation": "fsdp1", "init": "full", "reshard": "always"},
             "implementation fsdp1 with reshard always: it is for comparison alone; use implementation fsdp2, or "
             "reshard default or never",
+        ),
+        (
+            TrainerConfig,
+            {"implementation": "fsdp1", "init": "full", "optimizer": OptimizerConfig(implementation="fused")},
+            "implementation fsdp1 with optimizer.implementation fused: it is for comparison alone",
         ),
         (
             TrainerConfig,
@@ -327,7 +337,7 @@ def test_overrides_change_the_fields_they_name() -> None:
         (["mesh.tp=two"], "--set mesh.tp=two: Expected `int`, got `str` - at `$.mesh.tp`"),
         (["data.path=2.10"], "--set data.path=2.10: Expected `str | null`, got `float`: put the value in quotes - at"),
         (["mesh=2"], "--set mesh=2: Expected `object`, got `int` - at `$.mesh`"),
-        (["optimizer.lrr=1"], "--set optimizer.lrr=1: unknown field `lrr`; allowed: name, lr, "),
+        (["optimizer.lrr=1"], "--set optimizer.lrr=1: unknown field `lrr`; allowed: name, implementation, lr, "),
         (["optimiser.lr=1"], "--set optimiser.lr=1: unknown field `optimiser`; allowed: model, "),
         (["precision=fp16"], "--set precision=fp16: Invalid enum value 'fp16'; allowed: fp32, bf16-mp"),
         (["mesh.tp=0"], "--set mesh.tp=0: mesh.tp is 0, must be at least 1 - at `$.mesh`"),

@@ -13,6 +13,7 @@ from conformance.laws.axes.allocator import expandable_segments_take_effect
 from conformance.laws.axes.differences import batches, collectives, expect, held, layer_count, operators, same
 from conformance.laws.axes.mesh import mesh_takes_effect
 from conformance.laws.axes.numerics import loss_scale_takes_effect, tf32_takes_effect
+from conformance.laws.axes.optimizer import optimizer_takes_effect
 from conformance.laws.axes.prefetch import backward_prefetch_takes_effect, forward_prefetch_takes_effect
 from conformance.oracles.dtype_policy import dtype_policy
 from conformance.plan.cells import RECORD_STREAMS, AxisValue, Cell, axis_names
@@ -185,12 +186,6 @@ def _has_integer_gradients(record: Record) -> bool:
     return all(bool((scaled == scaled.round()).all()) for scaled in (grad.double() * 2**20 for grad in gradients))
 
 
-def _optimizer(record: Record, neighbour: Record) -> None:
-    final = ([key.split("/") for facts in run.ranks for key in facts.fingerprints] for run in (record, neighbour))
-    state, usual = ({kind for when, kind, _ in keys if when == "final"} - {"parameter", "buffer"} for keys in final)
-    expect(not state and usual == {"exp_avg", "exp_avg_sq"}, f"state of SGD {sorted(state)}, of AdamW {sorted(usual)}")
-
-
 def _clip(record: Record, neighbour: Record) -> None:
     expect(same(record, neighbour, "step0/gradient/"), "gradients before clipping differ")
     for run in (record, neighbour):
@@ -357,7 +352,7 @@ PROOFS: dict[str, Proof] = {
     "init": _init,
     "weights": _weights,
     "model": _model,
-    "optimizer": _optimizer,
+    "optimizer": optimizer_takes_effect,
     "clip": _clip,
     "norm_type": _norm_type,
     "foreach_clip": _foreach_clip,
