@@ -1,8 +1,9 @@
 """Faults that need two features: `python -m benchmarks.two_feature_faults [--only NAME ...] [--write]`.
 
-Each fault is one of the catalogue, in force only where a cell has both features. All laws judge one combined cell,
-whose other features have nothing to do with the fault. Prints for how many of the laws that fail the search for the
-smallest failing cell names just the two, and its cost: cases judged and seconds, for the first law and for all.
+Each fault is one of the catalogue, in force only where a cell has both features. All laws on numbers judge one
+combined cell, whose other features have nothing to do with the fault. Prints for how many of the laws that fail the
+search for the smallest failing cell names just the two, and its cost: cases judged and seconds, for the first law and
+for all.
 """
 
 import argparse
@@ -156,10 +157,11 @@ class Found(NamedTuple):
 
 
 def search(name: str, cell: Cell, pools: Pools, directory: Path) -> Iterator[Found]:
-    """Judge all laws on a cell with a fault; yields the smallest cell for each that fails, as a session does."""
+    """Judge the laws on numbers on a cell with a fault; yields the smallest cell of each that fails."""
     judge = CaseJudge(directory, pools)
     store = judge.store(defect=require_known(f"{__file__}:{name}"))
-    judged = [judge_case(Case(law, cell), store) for law in the_matrix().laws_on(cell)]
+    laws = [law for law in the_matrix().laws_on(cell) if the_matrix().scopes[law].numbers]
+    judged = [judge_case(Case(law, cell), store) for law in laws]
     results = [result_of(case) for case in judged]
     shrinker = Shrinker(the_matrix(), results, lambda case, _limit_s: judge_case(case, store), budget_s=LIMIT_S)
     guesses: list[Cell] = []
@@ -199,7 +201,15 @@ def row_of(name: str, pools: Pools) -> list[str]:
         found = list(search(name, cell, pools, Path(directory)))
     exact = [of_law for of_law in found if of_law.is_exact(fault.features)]
     for of_law in found:
-        print(name, of_law.law, of_law.shrunk.features, of_law.shrunk.bound, of_law.judged, f"{of_law.seconds:.1f}")
+        print(
+            name,
+            of_law.law,
+            of_law.shrunk.features,
+            of_law.shrunk.bound,
+            of_law.judged,
+            f"{of_law.seconds:.1f}",
+            flush=True,
+        )
     return [
         name.replace("_", " "),
         str(cell.features),
