@@ -15,23 +15,37 @@ from conformance.plan.cost import COST_AXES, worth_s
 from conformance.plan.covering import Cost, Row, Rule, covering_rows
 
 
+class DerivationError(ValueError):
+    """Mistake in a matrix that shows when its cells are derived."""
+
+    def __init__(self, where: str, message: str) -> None:
+        super().__init__(message)
+        self.where = where
+        """Path of the mistake in the file, such as `$.cells.pairs`."""
+
+
 def derive(content: Content) -> dict[str, list[Cell]]:
     """Return the cells of each section, in the order of the file; a cell belongs to the first section that has it.
 
-    Covering arrays of the axes of the matrix count what cells of earlier sections cover. Raises ValueError for a
-    section without a cell of its own, and for an exclusion that matches nothing.
+    Covering arrays of the axes of the matrix count what cells of earlier sections cover. Raises DerivationError for a
+    section without a cell of its own or with too few axes, and for an exclusion that matches nothing.
     """
     sections: dict[str, list[Cell]] = {}
     known: dict[Cell, None] = {}
     for name, section in content.cells.items():
-        own = [cell for cell in dict.fromkeys(_cells(content, section, list(known))) if cell not in known]
+        try:
+            own = [cell for cell in dict.fromkeys(_cells(content, section, list(known))) if cell not in known]
+        except ValueError as error:
+            raise DerivationError(f"$.cells.{name}", str(error)) from None
         if not own:
-            raise ValueError(f"section `{name}` has no cell that no earlier section has: remove it, or widen its axes")
+            message = f"section `{name}` has no cell that no earlier section has: remove it, or widen its axes"
+            raise DerivationError(f"$.cells.{name}", message)
         sections[name] = own
         known |= dict.fromkeys(own)
-    for rule in content.exclusions:
+    for index, rule in enumerate(content.exclusions):
         if not any(affects(rule, axes) for axes in _combined(content)):
-            raise ValueError(f"the exclusion `{rule.when}` matches nothing: remove or correct it")
+            message = f"the exclusion `{rule.when}` matches nothing: remove or correct it"
+            raise DerivationError(f"$.exclusions[{index}].when", message)
     return sections
 
 
