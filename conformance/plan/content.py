@@ -74,14 +74,8 @@ class Profile(_Entry, frozen=True, kw_only=True):
     must: list[Name] | Literal["all"] = []
     """Sections of which the profile has all cells."""
     budget_s: Annotated[float, Meta(gt=0.0)] | None = None
-<<<<<<< HEAD
     """Time that the profile takes: what `must` leaves of it goes to other cells, in the order of the lock file."""
-    cells: str | None = None
-=======
-    """Time that the profile takes. Without `must` it has the first cells, in the order of the lock file, of which a
-    session ends in this time."""
     cells: Text | None = None
->>>>>>> h-tests
     """Selection among these cells, see `conformance.plan.selection`."""
     deadline_s: Annotated[float, Meta(gt=0.0)]
     """Time limit of one case in seconds."""
@@ -151,16 +145,11 @@ def read_content(document: Document) -> Content:
 def _check_section(document: Document, where: str, section: Section) -> None:
     for axis, values in (section.axes or {}).items():
         _check_axis(document, f"{where}.axes.{axis}", axis, values)
-<<<<<<< HEAD
-    for mesh in section.meshes or []:
-        _check_axis(document, f"{where}.meshes", "mesh", [mesh])
+    _check_axis(document, f"{where}.meshes", "mesh", section.meshes or [])
     for axis, value in section.base.items():
         _check_axis(document, f"{where}.base.{axis}", axis, [value])
     if section.base and not section.meshes:
         raise document.error(f"{where}.base", "only singles (`meshes`) have a base: give an axis one value instead")
-=======
-    _check_axis(document, f"{where}.meshes", "mesh", section.meshes or [])
->>>>>>> h-tests
     if section.meshes and (section.strength or section.axes):
         raise document.error(where, "singles (`meshes`) have the axes of the matrix: leave out `strength` and `axes`")
     if not (section.meshes or section.strength or section.axes):
