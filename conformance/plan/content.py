@@ -69,11 +69,10 @@ class Profile(_Entry, frozen=True, kw_only=True):
 
     note: Text
     """Purpose of the profile."""
-    must: list[Name] = []
+    must: list[Name] | Literal["all"] = []
     """Sections of which the profile has all cells."""
     budget_s: Annotated[float, Meta(gt=0.0)] | None = None
-    """Time that the profile takes. Without `must` it has the first cells, in the order of the lock file, of which a
-    session ends in this time."""
+    """Time that the profile takes: what `must` leaves of it goes to other cells, in the order of the lock file."""
     cells: str | None = None
     """Selection among these cells, see `conformance.plan.selection`."""
     deadline_s: Annotated[float, Meta(gt=0.0)]

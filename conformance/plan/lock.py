@@ -4,8 +4,9 @@
 takes seconds for small matrices.
 """
 
+import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -38,16 +39,23 @@ STARTUP_S = 11.0
 """Time that a session takes without any cell: two workers import torch, collect, and start the first ranks."""
 
 
-def within(planned: Iterable[PlannedCell], budget_s: float) -> list[PlannedCell]:
-    """Return the first cells of which a session ends within a budget; always at least one."""
-    chosen: list[PlannedCell] = []
-    left_s = budget_s - STARTUP_S
-    for each in planned:
-        left_s -= each.seconds
-        if left_s < 0 and chosen:
-            break
-        chosen.append(each)
-    return chosen
+_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def parse_budget(text: str) -> float:
+    """Return a time such as `90s`, `5m` or `1h` in seconds; raises ValueError for any other text and for none."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smh])", text)
+    seconds = float(match[1]) * _UNITS_S[match[2]] if match else 0.0
+    if seconds <= 0.0:
+        raise ValueError(f"budget `{text}`: write a time with its unit, such as 90s, 5m or 1h")
+    return seconds
+
+
+def within(planned: Sequence[PlannedCell], budget_s: float) -> list[PlannedCell]:
+    """Return the first cells of which a session ends within a budget."""
+    ends_s = itertools.accumulate((each.seconds for each in planned), initial=STARTUP_S)
+    next(ends_s)
+    return [each for each, end_s in zip(planned, ends_s, strict=True) if end_s <= budget_s]
 
 
 def lock_file(matrix_file: Path) -> Path:

@@ -1,6 +1,7 @@
 """Workload on which the laws are judged: the trainer's configuration of each cell."""
 
 import shutil
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 from msgspec.structs import replace
@@ -97,6 +98,8 @@ def trainer_config(cell: "Cell") -> TrainerConfig:
         cell.loss_scale == "fits" or cell.steps >= 4,
         f"cell {cell.id}: loss_scale {cell.loss_scale} needs at least 4 steps, of which the first are skipped",
     )
+    for holds, problem in _effects(cell, mesh):
+        require(holds, f"cell {cell.id}: {problem}")
     data = _INTEGER_DATA if cell.model == "integer" else _DATA
     return TrainerConfig(
         model=replace(_MODELS[cell.model], tied_embeddings=cell.tied_embeddings, dropout=cell.dropout),
@@ -128,6 +131,27 @@ def trainer_config(cell: "Cell") -> TrainerConfig:
         seed=cell.seed,
         device="cpu",
     )
+
+
+def _effects(cell: "Cell", mesh: Mesh) -> Iterator[tuple[bool, str]]:
+    """Yield what axis values need to have an effect: whether it is there, and what is missing if not."""
+    heads = _MODELS[cell.model].n_kv_heads
+    yield mesh.tp > 1 or cell.sequence_parallel, "sequence_parallel false needs tensor parallelism"
+    yield mesh.tp > 1 or not cell.loss_parallel, "loss_parallel needs tensor parallelism"
+    yield heads % mesh.tp == 0, f"{heads} heads of keys cannot be divided among {mesh.tp} tensor-parallel ranks"
+    yield (
+        cell.accumulation > 1 or cell.gradient_sync == "each",
+        f"gradient_sync {cell.gradient_sync} needs accumulation",
+    )
+    replicas = mesh.dp_replicate > 1
+    yield replicas or cell.gradient_sync != "all-reduce-last", "gradient_sync all-reduce-last needs replicas (hsdp)"
+    # torch refuses to reshard to as many ranks as there are, and to reshard DTensors of tensor parallelism: see
+    # to_sharded_post_forward in torch/distributed/fsdp/_fully_shard/_fsdp_param.py.
+    fewer = mesh.tp == 1 and mesh.dp_shard > 2 and mesh.dp_shard % 2 == 0
+    yield fewer or cell.reshard != "k2", "reshard k2 needs a multiple of 2 above 2 of shards, and no tensor parallelism"
+    yield cell.saved_on != cell.mesh, f"saved_on {cell.saved_on} is the mesh itself: write `same`"
+    tp = 1 if cell.saved_on in ("none", "same") else Mesh.parse(cell.saved_on).tp
+    yield heads % tp == 0, f"{heads} heads of keys cannot be divided among {tp} tensor-parallel ranks that save"
 
 
 def _global_batch_size(mesh: Mesh, accumulation: int) -> int:

@@ -10,6 +10,7 @@ import pytest
 DEFAULT_PROFILE = "pr"
 _OPTIONS: dict[str, dict[str, Any]] = {
     "--profile": {"default": DEFAULT_PROFILE, "help": "profile of matrix.yaml (default: %(default)s)"},
+    "--budget": {"metavar": "T", "help": "only the first cells, best first, that take this time: 90s, 5m or 1h"},
     "--cells": {"metavar": "EXPR", "help": "only these cells, such as 'tp=2 and precision=fp32', or an id"},
     "--laws": {"metavar": "IDS", "help": "only these laws, such as 'PAR-1,CLIP-*'"},
     "--seed": {

@@ -14,6 +14,7 @@ from conformance.defects.catalogue import require_known
 from conformance.judge.support import Machine
 from conformance.judge.waivers import Waiver, expired_warning, profile_waivers
 from conformance.plan.content import Profile
+from conformance.plan.lock import parse_budget
 from conformance.plan.matrix import Case, Matrix, load_matrix
 from conformance.plan.selection import parse, parse_laws
 from conformance.project import LAWS_DIRECTORY, data_file
@@ -83,9 +84,9 @@ def read_options(config: pytest.Config) -> SessionSetup:
         profile = matrix.profile(option.profile)
         selection = parse(option.cells) if option.cells is not None else None
         laws = parse_laws(option.laws, matrix.laws()) if option.laws is not None else matrix.laws()
-        cases = tuple(
-            case for case in matrix.cases(option.profile, only=selection, seed=option.seed) if case.law in laws
-        )
+        budget_s = parse_budget(option.budget) if option.budget is not None else None
+        planned = matrix.cases(option.profile, only=selection, seed=option.seed, budget_s=budget_s)
+        cases = tuple(case for case in planned if case.law in laws)
         defect = require_known(option.defect) if option.defect else None
         hardware = _hardware(config)
         waivers, expired = profile_waivers(file, matrix, profile, today=datetime.date.today())
@@ -124,6 +125,7 @@ def _selection(config: pytest.Config) -> str:
     """Return the arguments and options that leave out cases of the profile, as a shell reads them."""
     option = config.option
     given = {
+        "--budget": [option.budget],
         "--cells": [option.cells],
         "--laws": [option.laws],
         "--shard": [option.shard],

@@ -108,6 +108,12 @@ def test_tolerance_of_updates() -> None:
         return bounds["w"].value
 
     assert largest(name="sgd") == pytest.approx(3 * (2 * error + roundoff))
+    # Three equal gradients count 1 + 0.5 + 0.25, 1 + 0.5 and 1 times in a change that is as large as the first is here.
+    weighted = 0.1 * (1.75 + 1.5 + 1.0) * 0.5
+    momentum = {"name": "sgd", "momentum": 0.5, "lr": 0.1}
+    assert largest(**momentum, final=2.0 - weighted) == pytest.approx(
+        3 * (2 * error + roundoff * (2.0 - weighted) / weighted)
+    )
     # A small change of a large parameter is lost in the parameter's own rounding.
     assert largest(name="sgd", final=1.5) == pytest.approx(3 * (2 * error + 3 * roundoff))
     # AdamW's step g / (|g| + eps) hardly depends on a gradient that is large against eps.
