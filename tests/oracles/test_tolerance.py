@@ -113,7 +113,7 @@ def test_tolerance_of_updates() -> None:
         run = ReferenceRun(
             initial={"w": torch.full((3,), 2.0)},
             grad_norms=[1.0] * 3,
-            rates=[0.001] * 3,
+            rates=[0.1] * 3,
             gradients=[{"w": torch.full((3,), 0.5)}] * 3,
             parameters={"w": torch.full((3,), final)},
         )
