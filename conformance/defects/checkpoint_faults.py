@@ -148,7 +148,7 @@ RESUME_SCHEDULE_LOST = Defect(
     source="https://github.com/pytorch/torchtitan/issues/809",
     mechanism="the schedule's counter is set to 0 after it was loaded",
     laws=("CKPT-1",),
-    cells="id = dp2-fp32-default-meta-cosine-from.same-steps4",
+    cells="id = dp2-fp16mp-overflows-default-meta-drop0.1-cosine-from.same-steps4",
     inject=partial(after_resume, partial(restart_schedule, at=0)),
     inject_twin=partial(after_resume, partial(restart_schedule, at=None)),
 )
@@ -168,7 +168,7 @@ RESUME_RNG_LOST = Defect(
     source="https://github.com/pytorch/torchtitan/issues/816",
     mechanism="the generator is seeded as at the start of a run",
     laws=("CKPT-1",),
-    cells="id = dp2-fp32-default-meta-drop0.1-from.same-steps4",
+    cells="id = dp2-fp16mp-overflows-default-meta-drop0.1-cosine-from.same-steps4",
     inject=partial(after_resume, partial(seed_again, forget=True)),
     inject_twin=partial(after_resume, partial(seed_again, forget=False)),
 )

@@ -169,7 +169,7 @@ RESUME_LOSS_SCALE_LOST = Defect(
     source="https://github.com/huggingface/accelerate/issues/4289",
     mechanism="the scaler's state is that of a new one after it was loaded",
     laws=("CKPT-1",),
-    cells="id = dp2-fp16mp-overflows-default-meta-from.same-steps4",
+    cells="id = dp2-fp16mp-overflows-default-meta-drop0.1-cosine-from.same-steps4",
     inject=partial(after_resume, partial(load_scaler_state, of_new_scaler=True)),
     inject_twin=partial(after_resume, partial(load_scaler_state, of_new_scaler=False)),
 )
@@ -193,7 +193,7 @@ SAVING_COUNTS_A_STEP = Defect(
     source="https://github.com/pytorch/pytorch/issues/164929",
     mechanism="get_state_dict lets the optimizer step with gradients of zero, and its counter is saved",
     laws=("CKPT-1",),
-    cells="id = dp2-fp16mp-overflows-default-meta-from.same-steps4",
+    cells="id = dp2-fp16mp-overflows-default-meta-drop0.1-cosine-from.same-steps4",
     inject=partial(optimizer_state, by_torch=True),
     inject_twin=partial(optimizer_state, by_torch=False),
 )

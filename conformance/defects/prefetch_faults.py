@@ -15,8 +15,7 @@ from reference_trainer.prefetch import forward_order
 
 _PREFETCH = "reference_trainer.prefetch"
 _PREFETCHED = (
-    "id in (dp4-fp32-default-meta-fpre1, dp4-fp32-default-meta-fpre1-bpre1, "
-    "dp4-fp32-default-meta-deep-fpre1-bpre1-acfull)"
+    "id = dp2-fp32-default-meta-fpre1 or model = deep and forward_prefetch = 1 and reshard in (default, always)"
 )
 
 PREFETCH_DROPPED = Defect(
@@ -88,7 +87,7 @@ PREFETCH_ORDER_OF_NESTED_GROUPS = Defect(
     source="https://github.com/ByteDance-Seed/VeOmni/pull/1043",
     mechanism="the order of backward is taken to be that of forward reversed, but it enters outer groups first",
     laws=("RS-1",),
-    cells="id = dp2-bf16mixed-default-meta-fpre2-bpre2",
+    cells="precision = bf16-mixed and backward_prefetch > 0 and reshard != never and dp_shard > 1",
     inject=partial(backward_order, reversed_forward=True),
     inject_twin=partial(backward_order, reversed_forward=False),
 )
@@ -123,7 +122,7 @@ PREFETCH_IN_RECOMPUTATION = Defect(
     source="https://github.com/NVIDIA-NeMo/Automodel/issues/3373",
     mechanism="recomputation in backward runs the hooks of forward, which prefetch the groups after the block",
     laws=("MEM-1", "RS-1"),
-    cells="id in (dp4-fp32-default-meta-fpre2-bpre2-acfull, dp4-fp32-default-meta-deep-fpre2-bpre1-acfull)",
+    cells="model = deep and activation_checkpointing = full and forward_prefetch = 2 and reshard not in (never, auto)",
     inject=partial(recomputation, prefetches=True),
     inject_twin=partial(recomputation, prefetches=False),
 )

@@ -185,7 +185,7 @@ OFFLOAD_SOURCE_REUSED = Defect(
     source=_COPY_RACE,
     mechanism="the buffer is free as soon as the host has issued the copy",
     laws=("OFF-1",),
-    cells="id = hsdp2x2-fp32-default-meta-clip0.1-offloadcpu",
+    cells="id = dp2-fp32-default-meta-offloadcpu",
     inject=partial(delayed_copies_to_host, reused=True, awaited=True),
     inject_twin=partial(delayed_copies_to_host, reused=False, awaited=True),
     substrates=("gloo",),

@@ -55,7 +55,7 @@ AC_RECOMPUTE_CAST_SKIP = Defect(
     source="https://github.com/pytorch/pytorch/issues/159359",
     mechanism="the RoPE table is cast to bf16 in recomputation alone; saved tensors then differ in dtype",
     laws=("MP-1", "MP-3", "MP-4"),
-    cells="id = dp1-bf16mp-default-meta-acfull",
+    cells="id = dp2-bf16mp-default-meta-acfull",
     inject=partial(recomputation, table_in_dtype_of_x),
     inject_twin=partial(recomputation, copied),
 )

@@ -111,7 +111,7 @@ LOAD_ROUNDS_WEIGHTS = Defect(
     source="https://github.com/TensorAuto/OpenTau/issues/185",
     mechanism="the loader goes through the compute dtype",
     laws=("MP-2",),
-    cells="id = dp1-bf16mp-default-checkpoint",
+    cells="id = dp2-bf16mp-default-checkpoint",
     inject=partial(loaded_weights, _BF16),
     inject_twin=partial(loaded_weights, _FP64),
 )

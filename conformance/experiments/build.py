@@ -51,15 +51,19 @@ def build_with_ledger(rank: RankWorld) -> BuildMemory:
 
 @experiment(needs=Needs.SHARDING)
 def sample_with_torch(rank: RankWorld) -> SampledShards:
-    """Initialise the sharded model with `torch.nn.init.normal_`."""
+    """Initialise each parameter of the sharded model with `torch.nn.init.normal_`, from the same seed.
+
+    Without a seed for each, ranks whose shards of an earlier parameter differ in size would sample all later ones from
+    different states, and a fault would not show.
+    """
     config = rank.config
     with torch.device("meta"):
         model = Transformer(config.model)
     parallelize(model, rank.mesh, config, reshard_policy(config, rank.dims, rank.device))
     model.to_empty(device=rank.device)
-    torch.manual_seed(config.seed)
     shards, layouts = {}, {}
     for name, parameter in model.named_parameters():
+        torch.manual_seed(config.seed)
         torch.nn.init.normal_(parameter)
         shards[name] = fingerprint(local(parameter).cpu())
         layouts[name] = fingerprint(shard_indices(parameter)) if isinstance(parameter, DTensor) else FULL_LAYOUT

@@ -6,13 +6,13 @@ from typing import Any
 
 import msgspec
 import torch
-from safetensors.torch import save_file
 
 from conformance.experiments.context import RankWorld, experiment
 from conformance.instruments.capture import Capture
 from conformance.instruments.delays import KINDS, delays
 from conformance.instruments.held_checkpoints import HeldCheckpoints
 from conformance.instruments.recorder import Recorder
+from conformance.instruments.tensor_file import write_tensors
 from conformance.plan.cells import ALLOCATOR_VARIABLES, RECORD_STREAMS
 from conformance.run.experiment import Needs
 from conformance.run.record import tensor_file
@@ -40,7 +40,7 @@ def train_cell(rank: RankWorld) -> dict[str, Any]:
         facts, tensors = recorder.finish(trainer, metrics)
     if config.compile != "none":
         torch.compiler.reset()  # or the rank's next task would run the graphs of this task
-    save_file(tensors, rank.directory / tensor_file(rank.rank))
+    write_tensors(rank.directory / tensor_file(rank.rank), tensors)
     return {"facts": msgspec.to_builtins(facts)}
 
 

@@ -35,7 +35,7 @@ def write_weights(path: Path, config: TrainerConfig, *, form: str) -> None:
 
 def _write_hf(directory: Path, tensors: dict[str, Tensor], config: ModelConfig) -> None:
     """Write two files, as for a large model, and their index."""
-    directory.mkdir()
+    directory.mkdir(exist_ok=True)  # a run that is saved and resumed writes the same files twice
     names = {name: hf_llama.to_hf_name(name) for name in tensors}
     files = {name: f"model-{1 + index % 2:05}-of-00002.safetensors" for index, name in enumerate(tensors)}
     for file in sorted(set(files.values())):

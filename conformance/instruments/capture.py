@@ -2,7 +2,7 @@
 
 Each rank keeps its own shards, and which elements of the full tensor they are. Nothing is communicated, so capturing is
 cheap and does not depend on the collectives that the run is judged by. Only the initial parameters are also gathered
-with `DTensor.full_tensor`, the product's own way, which INIT-2 compares with the reference.
+by DTensor's redistribution, the product's own way, which INIT-2 compares with the reference.
 """
 
 import hashlib
@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from conformance.instruments.sharding import full, local
+from conformance.instruments.sharding import full_tensors, local
 from reference_trainer.model import Transformer
 from reference_trainer.observer import Observer
 
 
 def fingerprint(tensor: Tensor) -> str:
     """Return a digest of shape, dtype and every bit of a tensor of any shape and dtype: 16 hexadecimal digits."""
-    header = f"{tuple(tensor.shape)} {tensor.dtype}".encode()
-    content = tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
-    return hashlib.sha256(header + content).hexdigest()[:16]
+    digest = hashlib.sha256(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+    digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data)
+    return digest.hexdigest()[:16]
 
 
 def shard_indices(parameter: DTensor) -> Tensor:
@@ -73,7 +73,8 @@ class Capture(Observer):
             if isinstance(parameter, DTensor):
                 self.tensors[f"layout/{name}"] = shard_indices(parameter)
                 self.layouts[name] = fingerprint(self.tensors[f"layout/{name}"])
-            self._add(f"initial/gathered/{name}", full(parameter))
+        for name, tensor in full_tensors(dict(model.named_parameters())).items():
+            self._add(f"initial/gathered/{name}", tensor)
         self._state("initial", model)
 
     def gradients(self, model: Transformer, *, step: int) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from conformance.instruments.dispatch_tap import Handler
 from conformance.instruments.facts import UNKNOWN, Collective
 from reference_trainer.model import Transformer
 from reference_trainer.observer import Observer, Phase
@@ -34,6 +35,8 @@ _REDUCE_OPS = {
     int(value): name  # type: ignore[call-overload]
     for name, value in dist.ReduceOp.RedOpType.__members__.items()
 }
+NAMESPACES = ("c10d", "_c10d_functional")
+"""Namespaces of the operators that communicate."""
 _NOT_COLLECTIVES = ("wait_tensor", "wrap_tensor", "send", "recv", "p2p", "check_for_nan", "monitored_barrier")
 
 
@@ -68,14 +71,17 @@ class CollectiveLog(Observer):
             for ranks, entry in self._entries
         ]
 
-    def listen(self, func: Any, args: Sequence[Any]) -> None:
-        """Write down an operator if it is a collective; to be a listener of a `DispatchTap`."""
-        if func.namespace not in ("c10d", "_c10d_functional"):
-            return
+    def listen(self, func: Any) -> Handler | None:
+        """Return the handler that writes down the calls of a collective; to be a listener of a `DispatchTap`."""
+        if func.namespace not in NAMESPACES:
+            return None
         kind = collective_kind(func._schema.name)
         if kind is None:
-            return
-        arguments = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+            return None
+        return partial(self._add, kind, [argument.name for argument in func._schema.arguments])
+
+    def _add(self, kind: str, names: Sequence[str], args: Sequence[Any]) -> None:
+        arguments = dict(zip(names, args, strict=False))
         tensors = _input_tensors(arguments)
         ranks = tuple(sorted(dist.get_process_group_ranks(_process_group(arguments))))
         entry = Collective(

@@ -8,12 +8,13 @@ memory is handed out again and filled with NaN meanwhile. On the CPU the last ra
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from conformance.instruments.collectives import collective_kind
-from conformance.instruments.dispatch_tap import DispatchTap
+from conformance.instruments.collectives import NAMESPACES, collective_kind
+from conformance.instruments.dispatch_tap import DispatchTap, Handler
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "copy")
 """Kinds of operators that can be delayed; `copy` is a copy between device and host."""
@@ -47,7 +48,10 @@ class _Delay:
         self._choices = {kind: _choices(kind) for kind in kinds}
         self._delay = delay
 
-    def listen(self, func: Any, args: Sequence[Any]) -> None:
+    def listen(self, func: Any) -> Handler:
+        return partial(self._before, func)
+
+    def _before(self, func: Any, args: Sequence[Any]) -> None:
         kind = _kind(func, args)
         if kind in self._choices and next(self._choices[kind]):
             self._delay()
@@ -63,7 +67,7 @@ def _choices(kind: str) -> Iterator[bool]:
 
 def _kind(func: Any, args: Sequence[Any]) -> str | None:
     name = str(func._schema.name)
-    if func.namespace in ("c10d", "_c10d_functional"):
+    if func.namespace in NAMESPACES:
         return collective_kind(name)
     if name in _COPIES and len({arg.device.type for arg in args if isinstance(arg, torch.Tensor)}) > 1:
         return "copy"

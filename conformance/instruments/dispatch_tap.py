@@ -20,12 +20,16 @@ except ImportError as error:  # pragma: no cover - no supported version lacks it
         "the suite needs another way to see operators, see conformance/instruments/dispatch_tap.py"
     ) from error
 
-Listener = Callable[[Any, Sequence[Any]], None]
-"""Function of (operator overload, positional arguments), called for each operator on plain tensors."""
+Handler = Callable[[Sequence[Any]], None]
+"""Function of the positional arguments of one call of an operator."""
+Listener = Callable[[Any], Handler | None]
+"""Function of an operator overload that returns the handler of the operator's calls, None for an operator to ignore.
+
+A tap asks each listener once for each operator: a run calls thousands of operators, but few different ones."""
 
 
 class DispatchTap(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that calls the listeners after each operator on plain tensors, and those of `before` before it.
+    """Dispatch mode that tells the listeners of each operator on plain tensors, and those of `before` before it runs.
 
     An operator on wrapper tensors (DTensor) is seen as the operators on their local tensors.
     """
@@ -33,6 +37,8 @@ class DispatchTap(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, listeners: Sequence[Listener], *, before: Sequence[Listener] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._listeners, self._before = tuple(listeners), tuple(before)
+        self._handlers: dict[Any, tuple[tuple[Handler, ...], tuple[Handler, ...]]] = {}
+        """Handlers before and after the calls of each operator seen so far."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -47,6 +53,15 @@ class DispatchTap(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Tell torch.compile the same, in versions of torch that ask this instead of `ignore_compile_internals`."""
         return True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Tell torch not to wrap `__torch_dispatch__` in `torch._dynamo.disable`, a quarter of the mode's overhead.
+
+        Nothing is traced here: torch.compile leaves the mode while it traces (`ignore_compile_internals`), and calls
+        its graphs with tracing disabled.
+        """
+        return False
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Open a context in which listeners see nothing, and nothing is slowed down; it must be inside of the tap."""
@@ -60,13 +75,23 @@ class DispatchTap(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # Let a DTensor unwrap itself first: what it runs inside comes back here on plain tensors.
-        if any(issubclass(t, DTensor) for t in types):
+        if types and any(issubclass(t, DTensor) for t in types):
             return NotImplemented
-        for listener in self._before:
-            listener(func, args)
-        result = func(*args, **(kwargs or {}))
+        before, after = self._handlers.get(func) or self._handlers_of(func)
+        for handle in before:
+            handle(args)
+        result = func(*args, **kwargs) if kwargs else func(*args)
         # Other subclasses (fake tensors of shape propagation) compute nothing that the run uses.
-        if all(t in (torch.Tensor, torch.nn.Parameter) for t in types):
-            for listener in self._listeners:
-                listener(func, args)
+        if not types or all(t in (torch.Tensor, torch.nn.Parameter) for t in types):
+            for handle in after:
+                handle(args)
         return result
+
+    def _handlers_of(self, func: Any) -> tuple[tuple[Handler, ...], tuple[Handler, ...]]:
+        """Ask the listeners for their handlers of an operator, and remember the answers."""
+        before, after = (
+            tuple(handler for handler in (listener(func) for listener in listeners) if handler is not None)
+            for listeners in (self._before, self._listeners)
+        )
+        self._handlers[func] = before, after
+        return before, after

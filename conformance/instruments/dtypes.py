@@ -1,12 +1,14 @@
 """Dtype audit: the dtypes, and the kinds of memory, of the tensors that a run uses, read where they are used."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from conformance.instruments.capture import fingerprint
+from conformance.instruments.dispatch_tap import Handler
 from conformance.instruments.sharding import local
 from reference_trainer.model import Attention, Block, Transformer
 from reference_trainer.observer import Observer, Phase
@@ -34,7 +36,7 @@ class DtypeAudit(Observer):
     """
 
     def __init__(self) -> None:
-        self._dtypes: dict[str, set[str]] = {}
+        self._dtypes: dict[str, set[torch.dtype]] = {}
         self._places: dict[str, set[str]] = {}
         self._tables: dict[str, set[str]] = {}
         self._phase: Phase = "build"
@@ -42,7 +44,9 @@ class DtypeAudit(Observer):
 
     def facts(self) -> dict[str, list[str]]:
         """Return the sorted names of dtypes, such as `float32`, by key."""
-        return _sorted(self._dtypes)
+        return _sorted(
+            {key: {str(dtype).removeprefix("torch.") for dtype in dtypes} for key, dtypes in self._dtypes.items()}
+        )
 
     def places(self) -> dict[str, list[str]]:
         """Return the kinds of memory by key: types of devices such as `cuda`, or `cpu pinned` if page-locked."""
@@ -89,16 +93,23 @@ class DtypeAudit(Observer):
                 if isinstance(value, Tensor) and value.ndim:
                     self._add(f"optimizer_state/{key}/{name}", [value])
 
-    def listen(self, func: Any, args: Sequence[Any]) -> None:
-        """Look at the operands of an operator; to be a listener of a `DispatchTap`."""
+    def listen(self, func: Any) -> Handler | None:
+        """Return the handler that looks at the operands of an operator; to be a listener of a `DispatchTap`."""
         name = func._schema.name
-        if self._phase not in _AUDITED_PHASES:
-            return
         if name in _MATMULS:
-            self._add(f"matmul/{self._phase}", args)
-        elif name.startswith(_ATTENTION):
-            self._add(f"attention/{self._phase}", args[:3])
-        elif name in _LOG_SOFTMAX:
+            return partial(self._operands, "matmul", None)
+        if name.startswith(_ATTENTION):
+            return partial(self._operands, "attention", 3)
+        if name in _LOG_SOFTMAX:
+            return self._logits
+        return None
+
+    def _operands(self, kind: str, count: int | None, args: Sequence[Any]) -> None:
+        if self._phase in _AUDITED_PHASES:
+            self._add(f"{kind}/{self._phase}", args[:count])
+
+    def _logits(self, args: Sequence[Any]) -> None:
+        if self._phase in _AUDITED_PHASES:
             self._add("loss", args[:1])
 
     def _hook(self, hook: Callable[..., None], key: str) -> Callable[..., None]:
@@ -136,14 +147,21 @@ class DtypeAudit(Observer):
             self._add(f"{when}_buffer/{name}", [buffer])
 
     def _add(self, key: str, tensors: Iterable[Any]) -> None:
-        present = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
-        self._dtypes.setdefault(key, set()).update(str(tensor.dtype).removeprefix("torch.") for tensor in present)
-        self._places.setdefault(key, set()).update(map(_place, present))
+        dtypes, places = self._dtypes.setdefault(key, set()), self._places.setdefault(key, set())
+        for tensor in tensors:
+            if isinstance(tensor, Tensor):
+                dtypes.add(tensor.dtype)
+                places.add(_place(tensor))
 
 
 def _place(tensor: Tensor) -> str:
-    shard = local(tensor)
-    return "cpu pinned" if shard.is_cpu and shard.is_pinned() else shard.device.type
+    """Return the kind of memory of a tensor, of any shape and dtype, or of this rank's shard of it.
+
+    Only processes that use a device have page-locked memory; others save the operators of the question.
+    """
+    if tensor.is_cpu and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return "cpu pinned" if local(tensor).is_pinned() else "cpu"
+    return tensor.device.type
 
 
 def _sorted(sets: dict[str, set[str]]) -> dict[str, list[str]]:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from conformance.instruments.dispatch_tap import Handler
 from reference_trainer.observer import Observer, Phase
 
 _PHASES: tuple[Phase, ...] = ("forward", "backward", "clip", "optimizer")
@@ -14,7 +15,7 @@ class OperatorCount(Observer):
 
     def __init__(self) -> None:
         self._counts: dict[str, Counter[str]] = {phase: Counter() for phase in _PHASES}
-        self._phase: Phase = "build"
+        self._current: Counter[str] | None = None
 
     def facts(self) -> dict[str, dict[str, int]]:
         """Return the number of calls in all steps by phase (forward, backward, clip, optimizer) and operator's name."""
@@ -22,9 +23,14 @@ class OperatorCount(Observer):
 
     def phase(self, name: Phase, *, step: int) -> None:
         """Remember the phase."""
-        self._phase = name
+        self._current = self._counts.get(name)
 
-    def listen(self, func: Any, args: Sequence[Any]) -> None:
-        """Count a call; to be a listener of a `DispatchTap`."""
-        if self._phase in self._counts:
-            self._counts[self._phase][func._schema.name] += 1
+    def listen(self, func: Any) -> Handler:
+        """Return the handler that counts the calls of an operator; to be a listener of a `DispatchTap`."""
+        name = func._schema.name
+
+        def count(_args: Sequence[Any]) -> None:
+            if self._current is not None:
+                self._current[name] += 1
+
+        return count

@@ -121,7 +121,7 @@ class Recorder(Observer):
     def finish(self, trainer: Trainer, metrics: list[StepMetrics]) -> tuple[RankFacts, dict[str, Tensor]]:
         """Capture the final state; returns the facts of this rank, and its tensors by the keys of `Capture`."""
         # The work of instruments does not belong to the run.
-        with self._tap.paused(), summon_full_params(trainer.model):
+        with self._tap.paused(), torch.no_grad(), summon_full_params(trainer.model):
             self._capture.final(trainer.model, trainer.optimizer)
             self._dtypes.final(trainer.model, trainer.optimizer)
         facts = RankFacts(
@@ -160,8 +160,15 @@ class Recorder(Observer):
         return facts, self._capture.tensors
 
     def _notify(self, event: str, *args: Any, **kwargs: Any) -> None:
-        # The work of instruments does not belong to the run. FSDP1's parameters are shown unsharded.
-        with self._tap.paused(), self._times.excluded(), self._profile.excluded(), summon_full_params(args[0]):
+        # The work of instruments does not belong to the run, and autograd need not know of it. FSDP1's parameters are
+        # shown unsharded.
+        with (
+            self._tap.paused(),
+            self._times.excluded(),
+            self._profile.excluded(),
+            torch.no_grad(),
+            summon_full_params(args[0]),
+        ):
             for instrument in self._instruments:
                 getattr(instrument, event)(*args, **kwargs)
 

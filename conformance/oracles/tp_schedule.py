@@ -108,13 +108,15 @@ class _Traffic:
 
         Selective checkpointing keeps the outputs of matrix products, but not those of collectives on them. An eager
         block is recomputed when backward asks for a tensor of it, up to the last tensor that backward needs: the sum
-        that leaves the last region is not needed. A compiled block is recomputed first, and completely.
+        that leaves the last region is not needed. Dropout draws the mask that backward asks for first when it is given
+        that sum: the block is then recomputed first, and completely. So is a compiled block.
         """
-        checkpointing, compiled = self._config.activation_checkpointing != "none", self._config.compile != "none"
-        if checkpointing and compiled:
+        checkpointing = self._config.activation_checkpointing != "none"
+        completely = self._config.compile != "none" or self._config.model.dropout > 0.0
+        if checkpointing and completely:
             self._block_forward("backward")
         self._leave_backward()
-        if checkpointing and not compiled:
+        if checkpointing and not completely:
             self._block_forward("backward", regions_left=1)
         self._enter_backward()
         self._leave_backward()

@@ -147,8 +147,13 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def saver(self) -> "Cell":
-        """Cell whose run saves the state that this cell's run resumes."""
-        return self if self.saved_on == "same" else self.but(mesh=self.saved_on)
+        """Cell whose run saves the state that this cell's run resumes.
+
+        On another mesh, what only some meshes can do is left out.
+        """
+        if self.saved_on == "same":
+            return self
+        return self.but(mesh=self.saved_on, saved_on="same", **_ON_ANY_MESH)
 
     @property
     def steps_before_save(self) -> int:
@@ -190,6 +195,13 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 _AXES = {field.name: field for field in msgspec.structs.fields(Cell)}
 _ALWAYS_IN_ID = ("mesh", "precision", "reshard", "init")
+_ON_ANY_MESH: dict[str, AxisValue] = {
+    "reshard": "default",
+    "gradient_sync": "each",
+    "sequence_parallel": True,
+    "norms_in_tp": True,
+    "loss_parallel": False,
+}
 # How an id spells the value of each axis. A float is spelled by repr, which no two floats share.
 _TAGS: dict[str, Callable[[Any], str]] = {
     "mesh": str,

@@ -10,6 +10,10 @@ COST_AXES = frozenset(
 _RUN_S = {1: 0.3, 2: 0.4, 3: 0.7, 4: 1.1, 6: 1.8, 8: 3.0}
 """Duration of a warm run of three steps without tensor parallelism, by ranks, on two processors."""
 
+_LARGEST_WORLD = 8
+_SIMULATED_S = 3.0
+"""Duration of a cell that is only simulated, in one process."""
+
 
 def estimated_s(cell: Cell) -> float:
     """Return the expected duration of a cell's runs and verdicts in seconds, on two processors.
@@ -18,7 +22,9 @@ def estimated_s(cell: Cell) -> float:
     longer than training.
     """
     mesh = Mesh.parse(cell.mesh)
-    of_world = next((run_s for ranks, run_s in _RUN_S.items() if mesh.world_size <= ranks), 0.4 * mesh.world_size)
+    if mesh.world_size > _LARGEST_WORLD:
+        return _SIMULATED_S
+    of_world = next(run_s for ranks, run_s in _RUN_S.items() if mesh.world_size <= ranks)
     seconds = of_world * (1.4 if mesh.tp > 1 else 1.0) * (0.6 + 0.4 * cell.steps / 3)
     seconds *= 1.0 + 0.3 * (cell.accumulation - 1)
     if cell.saved_on != "none":

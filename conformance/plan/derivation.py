@@ -51,7 +51,7 @@ def derive(content: Content) -> dict[str, list[Cell]]:
 
 def _cells(content: Content, section: Section, earlier: Sequence[Cell]) -> Iterator[Cell]:
     if section.meshes:
-        return _singles(content, section.meshes)
+        return _singles(content, section.meshes, section.base)
     axes = section.axes or content.axes
     if section.strength is None:
         return _product(content, axes)
@@ -64,15 +64,19 @@ def _combined(content: Content) -> Iterator[Mapping[str, Values]]:
     yield from (section.axes for section in content.cells.values() if section.axes)
 
 
-def _singles(content: Content, meshes: Sequence[str]) -> Iterator[Cell]:
-    """Yield each mesh without any feature, and each value of another axis alone on each of the meshes."""
-    yield from (Cell(mesh=str(mesh)) for mesh in _values(content, "mesh"))
+def _singles(content: Content, meshes: Sequence[str], base: Mapping[str, AxisValue]) -> Iterator[Cell]:
+    """Yield each mesh without any feature but the base, and each value of another axis alone on each of the meshes.
+
+    A feature that none of the meshes can have stands on the first mesh that can, if any.
+    """
+    plain = {str(mesh): Cell(mesh=str(mesh)).but(**base) for mesh in _values(content, "mesh")}
+    yield from (cell for cell in plain.values() if content.exclusion_of(cell) is None)
     for axis, value in _features(content):
-        found = [single for mesh in meshes if (single := _single(content, Cell(mesh=mesh), axis, value)) is not None]
-        if not found:
-            others = (Cell(mesh=str(mesh)) for mesh in content.axes.get("mesh", []))
-            found = [next(filter(None, (_single(content, plain, axis, value) for plain in others)), Cell())]
-        yield from found
+        if axis in base:
+            continue
+        found = [cell for mesh in meshes if (cell := _single(content, plain[mesh], axis, value)) is not None]
+        others = (_single(content, cell, axis, value) for cell in plain.values())
+        yield from found or itertools.islice(filter(None, others), 1)
 
 
 def _values(content: Content, axis: str) -> Values:

@@ -4,8 +4,9 @@
 takes seconds for small matrices.
 """
 
+import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -51,16 +52,11 @@ def parse_budget(text: str) -> float:
     return seconds
 
 
-def within(planned: Iterable[PlannedCell], budget_s: float) -> list[PlannedCell]:
-    """Return the first cells of which a session ends within a budget; always at least one."""
-    chosen: list[PlannedCell] = []
-    left_s = budget_s - STARTUP_S
-    for each in planned:
-        left_s -= each.seconds
-        if left_s < 0 and chosen:
-            break
-        chosen.append(each)
-    return chosen
+def within(planned: Sequence[PlannedCell], budget_s: float) -> list[PlannedCell]:
+    """Return the first cells of which a session ends within a budget."""
+    ends_s = itertools.accumulate((each.seconds for each in planned), initial=STARTUP_S)
+    next(ends_s)
+    return [each for each, end_s in zip(planned, ends_s, strict=True) if end_s <= budget_s]
 
 
 def lock_file(matrix_file: Path) -> Path:

@@ -77,20 +77,22 @@ class Matrix:
         return self.profiles[name]
 
     def profile_cells(self, name: str, *, budget_s: float | None = None) -> tuple[Cell, ...]:
-        """Return the cells of a profile, best first; with a budget those of which a session ends in that time.
+        """Return the cells of a profile, best first, or with a budget the first of which a session ends in that time.
 
         Raises ValueError for an unknown profile.
         """
         profile = self.profile(name)
         selected = compiled(profile.cells) if profile.cells else None
-        chosen = [
-            planned
-            for planned in self.planned
-            if (not profile.must or planned.section in profile.must) and (selected is None or selected(planned.cell))
-        ]
-        if budget_s is None and not profile.must:
-            budget_s = profile.budget_s
-        return tuple(planned.cell for planned in (chosen if budget_s is None else within(chosen, budget_s)))
+        planned = [each for each in self.planned if selected is None or selected(each.cell)]
+        if budget_s is not None:
+            return tuple(each.cell for each in within(planned, budget_s))
+        must = [each for each in planned if profile.must == "all" or each.section in profile.must]
+        more = within([each for each in planned if each not in must], self._left_s(profile, must))
+        chosen = {each.cell for each in (*must, *more)}
+        return tuple(each.cell for each in planned if each.cell in chosen)
+
+    def _left_s(self, profile: Profile, must: Sequence[PlannedCell]) -> float:
+        return 0.0 if profile.budget_s is None else profile.budget_s - sum(each.seconds for each in must)
 
     def cases(
         self, profile: str, *, only: Selection | None = None, seed: int = 0, budget_s: float | None = None
@@ -138,11 +140,12 @@ def load_matrix(path: Path, *, laws_directory: Path = LAWS_DIRECTORY) -> Matrix:
 def _check_profile(document: Document, where: str, matrix: Matrix, name: str) -> None:
     """Raise ConfigError for an unknown or repeated section, a wrong selection, or a profile without a case."""
     profile = matrix.profiles[name]
-    for index, section in enumerate(profile.must):
+    must = [] if profile.must == "all" else profile.must
+    for index, section in enumerate(must):
         if section not in matrix.content.cells:
             message = f"unknown section `{section}`{allowed(section, matrix.content.cells)}"
             raise document.error(f"{where}.must[{index}]", message)
-    check_unique(document, f"{where}.must", profile.must)
+    check_unique(document, f"{where}.must", must)
     try:
         cases = matrix.cases(name)
     except SelectionError as error:

@@ -7,22 +7,33 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from conformance.instruments.dispatch_tap import DispatchTap
+from conformance.instruments.dispatch_tap import DispatchTap, Handler
 
 
 def test_dispatch_tap_sees_local_tensors_of_dtensors(mesh: DeviceMesh) -> None:
     seen: list[tuple[str, tuple[type, ...]]] = []
+    asked: list[Any] = []
 
-    def listen(func: Any, args: Any) -> None:
-        seen.append((func._schema.name, tuple(type(arg) for arg in args if isinstance(arg, Tensor))))
+    def listen(func: Any) -> Handler:
+        asked.append(func)
+        name = func._schema.name
+        return lambda args: seen.append((name, tuple(type(arg) for arg in args if isinstance(arg, Tensor))))
 
     left = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
     right = distribute_tensor(torch.ones(4, 4), mesh, [Replicate()])
     with DispatchTap([listen]):
         product = left @ right
+        left @ right
     assert isinstance(product, DTensor)
-    assert ("aten::mm", (Tensor, Tensor)) in seen
+    assert seen.count(("aten::mm", (Tensor, Tensor))) == 2
+    assert asked.count(torch.ops.aten.mm.default) == 1
     assert all(DTensor not in kinds for _, kinds in seen)
     seen.clear()
     left @ right
     assert seen == []
+
+
+def test_operators_that_no_listener_handles_run(mesh: DeviceMesh) -> None:
+    with DispatchTap([lambda _: None]):
+        total = torch.ones(2) + distribute_tensor(torch.ones(2), mesh, [Replicate()]).to_local()
+    assert total.tolist() == [2.0, 2.0]

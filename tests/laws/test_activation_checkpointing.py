@@ -1,7 +1,6 @@
 """Activation checkpointing: the operators that each mode recomputes, and bitwise equal results of all modes."""
 
 from collections import Counter
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from conformance.instruments.dispatch_tap import DispatchTap
+from conformance.instruments.dispatch_tap import DispatchTap, Handler
 from conformance.laws import compare
 from conformance.plan.cells import AxisValue, Cell
 from conformance.run.case_runs import CaseRuns
@@ -44,8 +43,9 @@ def backward(model: Transformer) -> tuple[Counter[str], list[Tensor]]:
     loss = summed_cross_entropy(model(TOKENS), TOKENS.roll(-1, dims=1))
     counts: Counter[str] = Counter()
 
-    def count(func: Any, _args: Sequence[Any]) -> None:
-        counts[func._schema.name.removeprefix("aten::")] += 1
+    def count(func: Any) -> Handler:
+        name = func._schema.name.removeprefix("aten::")
+        return lambda _args: counts.update([name])
 
     with DispatchTap([count]):
         torch.autograd.backward(loss)

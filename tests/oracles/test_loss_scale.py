@@ -115,14 +115,17 @@ def test_a_resumed_run_of_skipped_steps_may_have_zeros_alone(moment: float) -> N
     resumed: Any = SimpleNamespace(
         ranks=[SimpleNamespace(fingerprints=["final/exp_avg/w", "final/parameter/w"])], select=lambda _prefix: tensors
     )
-    uninterrupted: Any = SimpleNamespace(ranks=[SimpleNamespace(fingerprints=["final/parameter/w"])])
     with pytest.raises(ConformanceFailure, match="final/exp_avg of no step") if moment else nullcontext():
-        assert _state_of_no_step(resumed, uninterrupted, "final") == ["exp_avg"]
+        assert _state_of_no_step(resumed, ["parameter"], when="final") == ["exp_avg"]
 
 
 @pytest.mark.parametrize(("counted", "left"), [([0.0], []), ([], []), ([1.0], [1.0])])
 def test_a_counter_at_zero_is_that_of_no_step(counted: list[float], left: list[float]) -> None:
-    assert _without_zero_counters(OptimizerGroup(0.0, 0.01, ["w"], counted)) == OptimizerGroup(0.0, 0.01, ["w"], left)
+    assert _without_zero_counters([group_of(counted)]) == [group_of(left)]
+
+
+def group_of(steps: list[float]) -> OptimizerGroup:
+    return OptimizerGroup(0.0, 0.01, ["w"], steps)
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
@@ -143,3 +146,21 @@ def test_a_scale_that_was_not_saved_begins_anew(tmp_path: Path) -> None:
             assert resumed.train_step(1).loss_scale == expected
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw-foreach", "adamw-fused", "sgd-momentum"])
+def test_an_optimizer_that_has_not_stepped_is_saved_without_a_trace_of_torchs_step(
+    tmp_path: Path, optimizer: Any
+) -> None:
+    """Saving steps once, with gradients of zero, to have a state: that counts, and puts decay into momentum buffers."""
+    config = Cell(mesh="dp1", optimizer=optimizer).config
+    init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1, timeout_s=60.0)
+    try:
+        trainer = Trainer(config, device=torch.device("cpu"), world_size=1)
+        Checkpoints(tmp_path / "saved").save(trainer, steps_done=0)
+        resumed = Trainer(config, device=torch.device("cpu"), world_size=1)
+        assert resume(resumed, tmp_path / "saved") == 0
+    finally:
+        dist.destroy_process_group()
+    assert {len(state) for state in resumed.optimizer.state.values()} == {1 if optimizer == "sgd-momentum" else 3}
+    assert not any(value.any() for state in resumed.optimizer.state.values() for value in state.values())

@@ -59,6 +59,20 @@ def test_a_step_without_activations() -> None:
     assert later["forward"].peak_bytes == 2 * block
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "temporaries"),
+    [("adamw", 9), ("adamw-foreach", 7), ("adamw-fused", 0), ("sgd", 4), ("sgd-momentum", 4)],
+)
+def test_temporaries_of_the_optimizer(optimizer: Any, temporaries: int) -> None:
+    """Count rows: three matrices of 2, 1 and 4 rows of 8 elements in fp32, and a vector, which is small."""
+    config, dims, _ = sizes_of(Cell(mesh="dp1", optimizer=optimizer))
+    shapes: dict[str, tuple[int, ...]] = {"layers.0.attention.wk.bias": (1,)}
+    shapes |= {f"layers.0.attention.{name}.weight": (rows, 8) for name, rows in {"wq": 2, "wk": 1, "wv": 4}.items()}
+    phases = predict(config, dims, shapes, [])
+    assert phases["optimizer"].peak_bytes == temporaries * 8 * 4
+    assert state_bytes(config, dims, shapes) == (57 * 4) * (1 + config.optimizer.moments)
+
+
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 def test_kinds_of_memory_add_up_to_the_peak(offload: Literal["none", "cpu"]) -> None:
     config, dims, shapes = sizes_of(Cell(mesh="dp4", precision="bf16-mp", reshard="always", offload=offload))

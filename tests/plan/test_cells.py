@@ -101,6 +101,9 @@ def test_mesh_sizes(size: Any) -> None:
     [
         ({}, "dp2-fp32-default-meta"),
         ({"precision": "bf16-mp"}, "dp2-bf16mp-default-meta"),
+        ({"optimizer": "adamw-foreach"}, "dp2-fp32-default-meta-adamwforeach"),
+        ({"optimizer": "adamw-fused", "clip": 0.0}, "dp2-fp32-default-meta-adamwfused-noclip"),
+        ({"optimizer": "sgd-momentum"}, "dp2-fp32-default-meta-sgdmomentum"),
         (
             {
                 "mesh": "dp2-tp2",

@@ -142,9 +142,7 @@ def test_cases_of_a_profile(folder: Path) -> None:
         Case("PAR-10", dp4),
         Case("PAR-10", dp4.but(reshard="always")),
     )
-    assert [case.id for case in matrix.cases("some", only=parse("reshard = always"))] == [
-        "PAR-10/dp4-fp32-always-meta"
-    ]
+    assert [case.id for case in matrix.cases("some", only=parse("reshard = always"))] == ["PAR-10/dp4-fp32-always-meta"]
     assert matrix.cases("some", only=parse("reshard = never")) == ()
     assert matrix.profile("some").deadline_s == 1.5
     cases = matrix.cases("all")
@@ -230,8 +228,16 @@ AXES_ALLOWED = "; allowed: mesh, precision, "
         ("reshard = always and tp in (2, 4)", "rehard = k2", "19: unknown name `rehard`; allowed: id, mesh, "),
         ("reshard = always and tp in (2, 4)", "dp2*", "19: an exclusion cannot ask for `id`: name axes, or facts of"),
         ("reshard = always and tp in (2, 4)", "features > 2", "19: an exclusion cannot ask for `features`: name axes"),
-        ("reshard = always and tp in (2, 4)", "tp = 4", "19: the exclusion `tp = 4` matches nothing: remove or correct"),
-        ("reshard = always and tp in (2, 4)", "''", "19: Expected `str` matching regex '\\\\S' - at `$.exclusions[0].when"),
+        (
+            "reshard = always and tp in (2, 4)",
+            "tp = 4",
+            "19: the exclusion `tp = 4` matches nothing: remove or correct",
+        ),
+        (
+            "reshard = always and tp in (2, 4)",
+            "''",
+            "19: Expected `str` matching regex '\\\\S' - at `$.exclusions[0].when",
+        ),
         ("reason: not implemented", "reason: ' '", "20: Expected `str` matching regex '\\\\S' - at"),
         ("    reference: torch/x.py\n", "", "19: Object missing required field `reference` - at `$.exclusions[0]`"),
         (", deadline_s: 60", "", "23: Object missing required field `deadline_s` - at `$.profiles.all`"),

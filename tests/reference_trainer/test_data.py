@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -147,6 +148,27 @@ def test_matrices_decay_and_vectors_do_not() -> None:
     assert all(names[id(p)].endswith(("norm.weight", ".bias")) for p in kept["params"])
     assert all(p.ndim == 2 and p is not frozen for p in decayed["params"])
     assert len(decayed["params"]) + len(kept["params"]) == len(names) - 1
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize(
+    ("implementation", "foreach", "fused"),
+    [("auto", None, None), ("for-loop", False, False), ("foreach", True, False), ("fused", False, True)],
+)
+def test_implementation_of_the_optimizer(name: Any, implementation: Any, foreach: object, fused: object) -> None:
+    optimizer = build_optimizer(Transformer(SMALL), OptimizerConfig(name=name, implementation=implementation))
+    assert {(group["foreach"], group["fused"]) for group in optimizer.param_groups} == {(foreach, fused)}
+
+
+@pytest.mark.parametrize(("options", "moments"), [({}, 2), ({"name": "sgd"}, 0), ({"name": "sgd", "momentum": 0.9}, 1)])
+def test_moments_are_those_that_torch_keeps(options: dict[str, Any], moments: int) -> None:
+    config, model = OptimizerConfig(**options), Transformer(SMALL)
+    optimizer = build_optimizer(model, config)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    kept = [sum(value.shape == p.shape for value in optimizer.state[p].values()) for p in model.parameters()]
+    assert set(kept) == {config.moments} == {moments}
 
 
 def test_groups_hold_tied_weights_once() -> None:

@@ -108,6 +108,7 @@ def test_auto_keeps_everything_if_it_fits() -> None:
     [
         ({"precision": "bf16-mp"}, -1),
         ({"optimizer": OptimizerConfig(name="sgd")}, -1),
+        ({"optimizer": OptimizerConfig(name="sgd", momentum=0.9)}, -1),
         ({"offload": "cpu"}, -1),
         ({"activation_checkpointing": "full"}, -1),
         ({"accumulation": 2}, -1),

@@ -64,6 +64,7 @@ class Rank:
             report = self._perform(msgspec.msgpack.decode(self._files.assignment.read_bytes(), type=Assignment))
             self._files.report.write_bytes(msgspec.msgpack.encode(report))
             channel.send(number)
+            gc.collect()  # while the pool reads the report
         os._exit(0)
 
     def _redirect_output(self) -> None:
@@ -106,9 +107,7 @@ class Rank:
         reset_process_state()
         env = {name: value.replace(RANK_IN_VALUE, str(self._rank)) for name, value in assignment.env.items()}
         with environment(env):
-            report = self._call(assignment)
-        gc.collect()
-        return report
+            return self._call(assignment)
 
     def _call(self, assignment: Assignment) -> RankReport:
         context = RankContext(
