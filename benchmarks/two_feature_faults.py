@@ -63,7 +63,7 @@ class Fault(NamedTuple):
     features: Mapping[str, AxisValue]
     """The two features, by axis."""
     holds: Condition
-    """Whether a configuration has what makes the defect act; one of the features may do so by itself."""
+    """Predicate of the configurations with both features."""
     method: str = "train_step"
     """Method of the trainer in which the defect is in force."""
 

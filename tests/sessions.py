@@ -43,7 +43,12 @@ class Ended:
 
 
 def suite(
-    directory: Path, *arguments: str, workers: int = 0, profile: str = "pr", cache: Path | None = None, shrink_s: float = 0.0
+    directory: Path,
+    *arguments: str,
+    workers: int = 0,
+    profile: str = "pr",
+    cache: Path | None = None,
+    shrink_s: float = 0.0,
 ) -> list[str]:
     """Return the command of a session, which without a directory `cache` for pytest's cache knows no durations."""
     options = [f"-n{workers}", f"--profile={profile}", f"--report-dir={directory}", f"--shrink={shrink_s}"]
