@@ -85,8 +85,8 @@ FAULTS = {
         {"offload": "cpu", "accumulation": 2},
         lambda config: config.offload == "cpu" and config.accumulation > 1,
     ),
-    "clipped_locally_by_the_largest_with_sgd": Fault(
-        "clip-norm-local",
+    "summed_by_sgd_with_the_largest_as_norm": Fault(
+        "grads-summed",
         {"norm_type": "inf", "optimizer": "sgd"},
         lambda config: config.optimizer.norm_type == "inf" and config.optimizer.name == "sgd",
     ),
