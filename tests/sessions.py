@@ -18,7 +18,7 @@ from tests import forked
 LIMIT_S = 100.0
 PYTEST = [sys.executable, "-m", "pytest"]
 NOBODY: frozenset[psutil.Process] = frozenset()
-ONE_CELL = "id = dp2-fp32-default-meta-sgd-noclip"
+ONE_CELL = "dp2-fp32-default-meta-sgd-noclip"
 
 
 @dataclass(frozen=True)
