@@ -31,7 +31,7 @@ TEXT = """\
 schema: 2
 axes:
   mesh: [dp2, tp2]
-  clip: [1.0, 0, 0.1]
+  clip: [1, 0, 0.1]
   compile: [false, true]
   dropout: [0.0, 0.1]
 alone:
