@@ -192,12 +192,13 @@ def bf16_error_factor(config: TrainerConfig) -> Bound:
     return bound("sqrt(1 + 3 * sqrt(4 / tokens))", tokens=tokens)
 
 
-def norm(gradients: Mapping[str, Tensor], *, order: float) -> Bound:
+def norm(gradients: Mapping[str, Tensor], *, order: float, roundings: float = 1.0) -> Bound:
     """Return the relative error of the total norm of given gradients.
 
     A maximum is exact; other norms are a sum over all elements, in fp32. torch gives the norm of each gradient in the
     gradient's dtype, so that the norm of a bf16 gradient is rounded before norms are combined
-    (https://docs.pytorch.org/docs/stable/generated/torch.linalg.vector_norm.html, `dtype`).
+    (https://docs.pytorch.org/docs/stable/generated/torch.linalg.vector_norm.html, `dtype`). `roundings` is the number
+    of roundings in that dtype, see `norm_roundings`.
     """
     if order == inf:
         return EXACT
@@ -205,16 +206,32 @@ def norm(gradients: Mapping[str, Tensor], *, order: float) -> Bound:
     terms: dict[str, float | Bound] = {"u": FP32_ROUNDOFF, "numel": sum(grad.numel() for grad in gradients.values())}
     if coarsest <= FP32_ROUNDOFF:
         return Bound("u * sqrt(numel)", terms)
-    return Bound("coarsest + u * sqrt(numel)", {**terms, "coarsest": coarsest})
+    return Bound("coarsest * roundings + u * sqrt(numel)", {**terms, "coarsest": coarsest, "roundings": roundings})
 
 
-def clipping(gradients: Mapping[str, Tensor], *, order: float) -> dict[str, Bound]:
+def norm_roundings(config: TrainerConfig) -> float:
+    """Return the number of roundings of the total norm in the dtype of sharded parameters, in units of its roundoff.
+
+    Each parameter's norm is rounded. RMSNorms are in fp32, and norms are combined in the largest dtype of a mesh, so
+    that there are more roundings only where RMSNorms are on another mesh than the other parameters, outside of tensor
+    parallelism. Then the norms of a mesh are rounded when they are combined; and for each mesh dimension over which
+    they are reduced, of n ranks, there are roundings of the p-th power, of n - 1 sums and of the p-th root
+    (`_NormPartial` in torch/distributed/tensor/_ops/_math_ops.py), the first two of which count p times less after the
+    root.
+    """
+    if config.norms_in_tp or config.mesh.tp == 1:
+        return 1.0
+    sizes = [ranks for ranks in (_shards(config), config.mesh.tp) if ranks > 1]
+    return 2.0 + sum(ranks / config.optimizer.norm_order + 1.0 for ranks in sizes)
+
+
+def clipping(gradients: Mapping[str, Tensor], *, order: float, roundings: float = 1.0) -> dict[str, Bound]:
     """Return the relative error of each clipped gradient, given the gradients before clipping.
 
-    The norm, norm + 1e-6, quotient and product are rounded, the last two in the gradient's dtype (a scalar tensor takes
-    the dtype of the tensor that it is multiplied with).
+    The norm, see there, norm + 1e-6, quotient and product are rounded, the last two in the gradient's dtype (a scalar
+    tensor takes the dtype of the tensor that it is multiplied with).
     """
-    error = norm(gradients, order=order)
+    error = norm(gradients, order=order, roundings=roundings)
     return {
         name: bound("n + u + 2 * v", n=error, u=FP32_ROUNDOFF, v=_roundoff(grad)) for name, grad in gradients.items()
     }

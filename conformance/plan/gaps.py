@@ -30,7 +30,7 @@ GAPS = {
     "resumed": Gap("saved_on != none", "the steps before the checkpoint are in no record of the resumed run"),
     "bf16-masters": Gap("precision = bf16-mixed", "no emulation has bf16 master weights"),
     "16-bit-sums": Gap(
-        "precision in (bf16-reduce, bf16-params, fp16-reduce) and dp > 2",
+        "precision in (bf16-reduce, bf16-params, fp16-reduce) and (dp_shard > 2 or dp_replicate > 2)",
         "sums of more than two numbers in 16 bits depend on the order, which the emulation does not know",
     ),
     "compiled-roundings": Gap(
@@ -71,6 +71,10 @@ GAPS = {
     ),
     "large-models": Gap(
         "model in (deep, half, wide)", "a run takes many times as long; laws on memory judge these models in simulation"
+    ),
+    "large-models-combined": Gap(
+        "model in (half, wide) or model = deep and features > 2",
+        "a run takes many times as long; the law judges small models with these features",
     ),
     "wide-neighbours": Gap("features > 0 and world > 4", "the law needs two more runs of each cell"),
     "modes-combined": Gap("features > 3", "MEM-1 judges the memory of these cells"),

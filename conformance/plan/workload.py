@@ -51,7 +51,9 @@ _MODELS = {
     "deep": replace(_TINY_MODEL, dim=64, n_layers=8, ffn_dim=256),
     "half": replace(_TINY_MODEL, dim=64, n_layers=4, ffn_dim=256),
 }
-_DATA = DataConfig(seq_len=16, global_batch_size=16, min_valid_fraction=0.25)
+_DATA = DataConfig(seq_len=16, min_valid_fraction=0.25)
+_GLOBAL_BATCH_SIZES = (16, 24)
+"""Samples per step; the second is for three data-parallel ranks, which do not divide the first."""
 # AdamW's epsilon is of the order of the gradients: with the usual 1e-8 the update is insensitive to the gradients'
 # scale (a constant factor passes unseen) and infinitely sensitive to rounding where a gradient is nearly zero.
 _ADAMW, _SGD = OptimizerConfig(name="adamw", lr=0.01, eps=0.001), OptimizerConfig(name="sgd", lr=0.1)
@@ -99,11 +101,10 @@ def trainer_config(cell: "Cell") -> TrainerConfig:
     for holds, problem in _effects(cell, mesh):
         require(holds, f"cell {cell.id}: {problem}")
     data = _INTEGER_DATA if cell.model == "integer" else _DATA
-    micro_batches = mesh.dp_replicate * mesh.dp_shard * cell.accumulation
     return TrainerConfig(
         model=replace(_MODELS[cell.model], tied_embeddings=cell.tied_embeddings, dropout=cell.dropout),
         mesh=MeshConfig(dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, tp=mesh.tp),
-        data=replace(data, global_batch_size=max(data.global_batch_size, micro_batches)),
+        data=replace(data, global_batch_size=_global_batch_size(mesh, cell.accumulation)),
         optimizer=_optimizer(cell),
         precision=cell.precision,
         tf32=cell.tf32,
@@ -149,8 +150,21 @@ def _effects(cell: "Cell", mesh: Mesh) -> Iterator[tuple[bool, str]]:
     fewer = mesh.tp == 1 and mesh.dp_shard > 2 and mesh.dp_shard % 2 == 0
     yield fewer or cell.reshard != "k2", "reshard k2 needs a multiple of 2 above 2 of shards, and no tensor parallelism"
     yield cell.saved_on != cell.mesh, f"saved_on {cell.saved_on} is the mesh itself: write `same`"
-    tp = 1 if cell.saved_on in ("none", "same") else Mesh.parse(cell.saved_on).tp
-    yield heads % tp == 0, f"{heads} heads of keys cannot be divided among {tp} tensor-parallel ranks that save"
+    if cell.saved_on not in ("none", "same"):
+        saves = Mesh.parse(cell.saved_on)
+        yield heads % saves.tp == 0, f"{heads} heads of keys cannot be divided among {saves.tp} ranks that save"
+        sizes = [_global_batch_size(of, cell.accumulation) for of in (saves, mesh)]
+        yield (
+            sizes[0] == sizes[1],
+            f"saved_on {cell.saved_on} has a global batch of {sizes[0]} samples, mesh {cell.mesh} of {sizes[1]}: the "
+            "trainer resumes a run with its own data only",
+        )
+
+
+def _global_batch_size(mesh: Mesh, accumulation: int) -> int:
+    """Return the smallest of the usual sizes that the micro-batches divide; in large worlds each has one sample."""
+    micro_batches = mesh.dp_replicate * mesh.dp_shard * accumulation
+    return next((size for size in _GLOBAL_BATCH_SIZES if size % micro_batches == 0), micro_batches)
 
 
 def _optimizer(cell: "Cell") -> OptimizerConfig:

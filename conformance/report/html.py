@@ -59,6 +59,7 @@ def html_report(report: Report, *, baseline: Report | None = None) -> str:
         headline=headline(report),
         failures=_failures(failure_groups(report)),
         details=failure_text.details,
+        commands=failure_text.commands,
         families=families,
         metrics=_metrics,
         grids=[(family, list(_grid(family))) for family in families],

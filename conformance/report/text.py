@@ -10,7 +10,7 @@ from conformance.judge.verdicts import Verdict
 from conformance.plan.scopes import in_order
 from conformance.report.coverage import coverage_line
 from conformance.report.failure_groups import FailureGroup, failure_groups
-from conformance.report.failure_text import MAX_CAUSES, causes, details, reason_text, summary, title
+from conformance.report.failure_text import MAX_CAUSES, causes, commands, details, reason_text, summary, title
 from conformance.report.headline import headline, headline_line
 from conformance.report.schema import Report
 from conformance.report.wording import counted
@@ -61,7 +61,7 @@ def _failures(groups: Sequence[FailureGroup]) -> Iterator[str]:
         first = cause[0]
         yield f"\n{first.verdict}: {first.cases[0].id}: {reason_text(first)}\n  {first.must}"
         yield from (f"  {line}" for line in details(cause))
-        yield f"  repeat: {first.repro}"
+        yield from (f"  {purpose}: {command}" for purpose, command in commands(first))
     if more := _more(groups):
         yield f"\n{more}"
 
@@ -74,7 +74,8 @@ def _failures_in_markdown(groups: Sequence[FailureGroup]) -> Iterator[str]:
         first = cause[0]
         item = [f"- **{first.verdict}** `{first.cases[0].id}`: {_plain(reason_text(first))}. {_plain(first.must)}"]
         item += [f"  - {_plain(line)}" for line in details(cause)]
-        yield "\n".join([*item, "", f"  ```\n  {first.repro}\n  ```"])
+        lines = "\n  ".join(command for _purpose, command in commands(first))
+        yield "\n".join([*item, "", f"  ```\n  {lines}\n  ```"])
     yield _more(groups)
 
 

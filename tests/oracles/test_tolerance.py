@@ -61,7 +61,21 @@ def test_rounding_of_a_norm_whose_terms_are_given() -> None:
     mixed = gradients | {"v": torch.ones(36, dtype=torch.bfloat16)}
     assert tolerance.norm(mixed, order=inf) == EXACT
     assert tolerance.norm(mixed, order=2.0).value == 1 / 2**8 + 10 / 2**24
+    assert tolerance.norm(mixed, order=2.0, roundings=3.0).value == 3 / 2**8 + 10 / 2**24
     assert values(tolerance.clipping(mixed, order=inf)) == {"w": 3 / 2**24, "v": 1 / 2**24 + 2 / 2**8}
+
+
+@pytest.mark.parametrize(
+    ("axes", "roundings"),
+    [
+        ({"mesh": "dp2-tp2"}, 1.0),
+        ({"mesh": "dp2-tp2", "sequence_parallel": False}, 1.0),
+        ({"mesh": "tp2", "sequence_parallel": False, "norms_in_tp": False}, 2.0 + 2.0),
+        ({"mesh": "dp4-tp2", "sequence_parallel": False, "norms_in_tp": False, "norm_type": "1"}, 2.0 + 5.0 + 3.0),
+    ],
+)
+def test_roundings_of_norms_that_no_fp32_gradient_raises(axes: dict[str, Any], roundings: float) -> None:
+    assert tolerance.norm_roundings(Cell(precision="bf16-mixed", **axes).config) == roundings
 
 
 @pytest.mark.parametrize("change", [{"n_layers": 3}, {"dim": 64}, {"ffn_dim": 128}, {"vocab_size": 122}])
@@ -99,6 +113,7 @@ def test_tolerance_of_updates() -> None:
         run = ReferenceRun(
             initial={"w": torch.full((3,), 2.0)},
             grad_norms=[1.0] * 3,
+            rates=[0.1] * 3,
             gradients=[{"w": torch.full((3,), 0.5)}] * 3,
             parameters={"w": torch.full((3,), final)},
         )
