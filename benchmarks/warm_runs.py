@@ -103,7 +103,7 @@ def main() -> int:
     )
     print(text)
     if arguments.write:
-        write_block(DOCUMENT, "warm runs", text)
+        write_block(DOCUMENT, "warm-runs", text)
     return 0
 
 

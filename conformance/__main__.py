@@ -7,6 +7,7 @@ import sys
 import shtab
 
 from conformance.cli import (
+    coverage,
     defects,
     diff,
     docs,
@@ -25,10 +26,27 @@ from conformance.cli import (
 from conformance.cli.command import Answer, Parser
 from conformance.judge.verdicts import USAGE
 
-_COMMANDS = (list_cells, show, laws, predict, defects, verify, diff, html, versions, waive, schema, docs, lock, spmd)
+_COMMANDS = (
+    list_cells,
+    show,
+    laws,
+    coverage,
+    predict,
+    defects,
+    verify,
+    diff,
+    html,
+    versions,
+    waive,
+    schema,
+    docs,
+    lock,
+    spmd,
+)
 _DESCRIPTION = """Commands besides running the suite with pytest:
 
   list, show, laws    what there is: cells and cases, laws, defects
+  coverage            pairs and triples of features that laws see, and what laws leave out
   predict             memory and traffic of a model of any size
   defects             proof that laws can fail: every known fault, and its benign twin
   verify, diff, html, versions, waive, schema

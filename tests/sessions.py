@@ -43,10 +43,15 @@ class Ended:
 
 
 def suite(
-    directory: Path, *arguments: str, workers: int = 0, profile: str = "pr", cache: Path | None = None
+    directory: Path,
+    *arguments: str,
+    workers: int = 0,
+    profile: str = "pr",
+    cache: Path | None = None,
+    shrink_s: float = 0.0,
 ) -> list[str]:
     """Return the command of a session, which without a directory `cache` for pytest's cache knows no durations."""
-    options = [f"-n{workers}", f"--profile={profile}", f"--report-dir={directory}"]
+    options = [f"-n{workers}", f"--profile={profile}", f"--report-dir={directory}", f"--shrink={shrink_s}"]
     options += ["-p", "no:hypothesispytest"]  # it loads for a second, for nothing
     options += ["-o", f"cache_dir={cache}"] if cache else ["-p", "no:cacheprovider"]
     return [*PYTEST, *options, *arguments]

@@ -7,14 +7,21 @@ from tabulate import tabulate
 from conformance.cli.command import Answer, Commands
 from conformance.defects.catalogue import defects
 from conformance.laws.registry import asserted_laws
+from conformance.plan.gaps import GAPS
 from conformance.plan.scopes import in_order
 
 _INTRODUCTION = """# Laws
 
 Written by `python -m conformance docs --write`; a test keeps it in step with the laws. `python -m conformance
-show LAW` adds families and numbers of cases. A law holds from the torch version on that stands there, on each of its
-substrates; those with devices are unverified where [gpu/status.md](gpu/status.md) says so. The defects are those that
-the law must catch, see [detection/kill_matrix.md](detection/kill_matrix.md)."""
+show LAW` adds numbers of cases. A law is judged on all cells of a session that are *where* it holds, but for the gaps
+below the table. It holds from the torch version on that stands there, on each of its substrates; those with devices are
+unverified where [gpu/status.md](gpu/status.md) says so. The defects are those that the law must catch, see
+[detection/kill_matrix.md](detection/kill_matrix.md)."""
+
+_GAPS = """## Gaps
+
+Cells of which the MUST of a law speaks and which the law cannot judge yet. `python -m conformance coverage` counts
+them for a profile."""
 
 
 def add_parser(commands: Commands) -> None:
@@ -38,6 +45,20 @@ def laws_markdown() -> str:
         law = asserted.law
         proofs = ", ".join(defect.id for defect in defects() if law_id in defect.laws)
         must = law.must.replace("|", "\\|")
-        rows.append([law_id, must, f"[source]({law.reference})", law.since, ", ".join(law.substrates), proofs or "-"])
-    headers = ["law", "MUST", "reference", "torch", "substrates", "defects"]
-    return f"{_INTRODUCTION}\n\n{tabulate(rows, headers=headers, tablefmt='github', disable_numparse=True)}"
+        substrates = ", ".join(law.substrates)
+        rows.append(
+            [law_id, must, law.scope.where.text, f"[source]({law.reference})", law.since, substrates, proofs or "-"]
+        )
+    headers = ["law", "MUST", "where", "reference", "torch", "substrates", "defects"]
+    laws = tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
+    return f"{_INTRODUCTION}\n\n{laws}\n\n{_GAPS}\n\n{_gaps()}"
+
+
+def _gaps() -> str:
+    """Return a table of what laws leave out of their MUST, with the reasons and the laws."""
+    laws = {law_id: asserted.law for law_id, asserted in asserted_laws().items()}
+    rows = [
+        [gap.cells, gap.reason, ", ".join(law for law in sorted(laws, key=in_order) if gap in laws[law].scope.gaps)]
+        for gap in GAPS.values()
+    ]
+    return tabulate(rows, headers=["cells", "reason", "laws"], tablefmt="github", disable_numparse=True)

@@ -7,6 +7,7 @@ of the report are added up again. A verdict that rests on a run which died is co
 import argparse
 import datetime
 import importlib.metadata
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,9 +23,12 @@ from conformance.judge.waivers import Waiver, profile_waivers
 from conformance.laws.registry import asserted_laws
 from conformance.plan.content import Profile
 from conformance.plan.matrix import Case, Matrix, load_matrix
+from conformance.pytest_plugin.named_cell import cases_of
 from conformance.report.cell_facts import cell_facts
+from conformance.report.coverage import session_coverage
 from conformance.report.environment import suite_digest
 from conformance.report.schema import CaseLine, CaseResult, Footer, Header, Report
+from conformance.report.smallest import Smallest
 from conformance.report.wording import counted
 from conformance.run.devices.hardware import Hardware
 from conformance.run.record import read_failures, read_record
@@ -80,9 +84,14 @@ def verify(directory: Path, *, matrix_file: Path, records: Path | None = None) -
         raise ValueError(f"{directory}: judged with another matrix; name it with --matrix")
     records = records or directory / "records"
     problems += _wrong_facts(report, records)
+    if report.coverage != session_coverage(matrix, report.profile, report.cases, seed=report.seed):
+        problems.append("the coverage is not that of the cases")
     verifier = _Verifier(report, matrix, waivers, records)
     for result in report.cases:
         problems += [f"{result.id}: {problem}" for problem in verifier.problems(result)]
+    for smallest in report.smallest:
+        if problem := verifier.problem_of_smallest(smallest):
+            problems.append(f"{smallest.case}: {problem}")
     if not verifier.cases:
         problems.append("no case could be judged again: the report has none that was judged")
     return Verification(verifier.cases, problems)
@@ -161,6 +170,8 @@ class _Verifier:
     def __init__(self, report: Report, matrix: Matrix, waivers: list[Waiver], records: Path) -> None:
         self.cases = 0
         """Number of cases that were judged again."""
+        self._matrix = matrix
+        self._verdicts = {case.id: Verdict(case.verdict) for case in report.cases}
         self._profile = matrix.profile(report.profile)
         self._waivers = waivers
         self._machine = Machine(
@@ -177,7 +188,8 @@ class _Verifier:
             replay=True,
             hardware=self._machine.hardware,
         )
-        self._by_id = {case.id: case for case in matrix.cases(report.profile, seed=report.seed)}
+        named = [case for word in shlex.split(report.selection) for case in cases_of(word, matrix, seed=report.seed)]
+        self._by_id = {case.id: case for case in (*named, *matrix.cases(report.profile, seed=report.seed))}
 
     def problems(self, result: CaseResult) -> Iterator[str]:
         """Yield what is wrong with one case of the report."""
@@ -185,7 +197,7 @@ class _Verifier:
         if reported in _NOT_JUDGED:
             return
         if case is None:
-            yield "no case of this profile"
+            yield "no case of this profile, nor of a cell that --cells has named"
             return
         self.cases += 1
         if reported in _DIED:
@@ -200,6 +212,20 @@ class _Verifier:
             yield f"the report says {reported}, the records give {verdict}: {judged.reason}"
         elif not _same(judged.measured, result.measured):
             yield f"the report has the metrics {result.measured}, the records give {judged.measured}"
+
+    def problem_of_smallest(self, smallest: Smallest) -> str:
+        """Return what is wrong with a smallest failing cell, on which a law must fail as in its case; empty if right.
+
+        Of a rank that died nothing can be judged again.
+        """
+        case = next((case for case in cases_of(smallest.cell, self._matrix) if case.law == smallest.law), None)
+        reported = self._verdicts.get(smallest.case)
+        if case is None or reported is None:
+            return "the smallest failing cell is none of the matrix, or its case none of the report"
+        verdict = self._judged(case).verdict
+        if reported in (verdict, *_DIED):
+            return ""
+        return f"the records give {verdict} on the smallest failing cell {smallest.cell}"
 
     def _judged(self, case: Case) -> Judged:
         law = asserted_laws()[case.law]

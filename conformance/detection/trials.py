@@ -13,6 +13,7 @@ from conformance.detection.case_judge import DEADLINE_S, CaseJudge, judge_case
 from conformance.judge.judge import Judged
 from conformance.judge.margins import margin
 from conformance.judge.verdicts import Verdict
+from conformance.plan.lock import lock_file
 from conformance.project import PROJECT, data_file
 
 HANG_DEADLINE_S = 5.0
@@ -130,7 +131,7 @@ def _caught_by_others(case_judge: CaseJudge, defect: Defect) -> tuple[str, ...]:
 def key_of(defect: Defect, *, profile: str) -> str:
     """Return a digest of all that a trial depends on.
 
-    That is the suite and the trainer without other defects, the matrix, torch, the profile and the defect.
+    That is the suite and the trainer without other defects, matrix.yaml and matrix.lock, torch, profile and defect.
     """
     shared = [
         file
@@ -139,7 +140,8 @@ def key_of(defect: Defect, *, profile: str) -> str:
         if not file.stem.endswith("_faults")
     ]
     digest = hashlib.sha256()
-    for file in (*shared, *sources_of(defect), data_file("matrix.yaml")):
+    matrix = data_file("matrix.yaml")
+    for file in (*shared, *sources_of(defect), matrix, lock_file(matrix)):
         digest.update(file.read_bytes())
     digest.update(f"{torch.__version__} {profile} {defect.id} {defect.cells}".encode())
     return digest.hexdigest()[:16]

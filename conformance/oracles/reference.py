@@ -34,14 +34,14 @@ class ReferenceRun:
     """Mean loss of each step over its valid tokens, in nats."""
     grad_norms: list[float] = field(default_factory=list)
     """Total norm of each step's gradients, of the type that the configuration names, before clipping."""
-    rates: list[float] = field(default_factory=list)
-    """Learning rate of each step."""
     gradients: list[Tensors] = field(default_factory=list)
     """Gradients of each step before clipping."""
     parameters: Tensors = field(default_factory=dict)
     """Parameters after the last step."""
     optimizer_state: dict[str, Tensors] = field(default_factory=dict)
     """State after the last step: `exp_avg` and `exp_avg_sq` of AdamW, `momentum_buffer` of SGD with momentum."""
+    rates: list[float] = field(default_factory=list)
+    """Learning rate of each step."""
 
 
 def initial_model(config: TrainerConfig) -> Transformer:

@@ -31,6 +31,8 @@ class Section(_Entry, frozen=True, kw_only=True):
     """Purpose of these cells."""
     meshes: Annotated[list[str], Meta(min_length=1)] | None = None
     """Meshes on which each value of an axis stands alone."""
+    base: dict[str, AxisValue] = {}
+    """Values that all singles have."""
     strength: Annotated[int, Meta(ge=2, le=3)] | None = None
     """Number of axes any values of which meet in a cell of the covering array."""
     share: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
@@ -73,7 +75,7 @@ class Profile(_Entry, frozen=True, kw_only=True):
     """Sections of which the profile has all cells."""
     budget_s: Annotated[float, Meta(gt=0.0)] | None = None
     """Time that the profile takes: what `must` leaves of it goes to other cells, in the order of the lock file."""
-    cells: str | None = None
+    cells: Text | None = None
     """Selection among these cells, see `conformance.plan.selection`."""
     deadline_s: Annotated[float, Meta(gt=0.0)]
     """Time limit of one case in seconds."""
@@ -143,8 +145,11 @@ def read_content(document: Document) -> Content:
 def _check_section(document: Document, where: str, section: Section) -> None:
     for axis, values in (section.axes or {}).items():
         _check_axis(document, f"{where}.axes.{axis}", axis, values)
-    for mesh in section.meshes or []:
-        _check_axis(document, f"{where}.meshes", "mesh", [mesh])
+    _check_axis(document, f"{where}.meshes", "mesh", section.meshes or [])
+    for axis, value in section.base.items():
+        _check_axis(document, f"{where}.base.{axis}", axis, [value])
+    if section.base and not section.meshes:
+        raise document.error(f"{where}.base", "only singles (`meshes`) have a base: give an axis one value instead")
     if section.meshes and (section.strength or section.axes):
         raise document.error(where, "singles (`meshes`) have the axes of the matrix: leave out `strength` and `axes`")
     if not (section.meshes or section.strength or section.axes):

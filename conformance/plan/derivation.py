@@ -15,29 +15,43 @@ from conformance.plan.cost import COST_AXES, worth_s
 from conformance.plan.covering import Cost, Row, Rule, covering_rows
 
 
+class DerivationError(ValueError):
+    """Mistake in a matrix that shows when its cells are derived."""
+
+    def __init__(self, where: str, message: str) -> None:
+        super().__init__(message)
+        self.where = where
+        """Path of the mistake in the file, such as `$.cells.pairs`."""
+
+
 def derive(content: Content) -> dict[str, list[Cell]]:
     """Return the cells of each section, in the order of the file; a cell belongs to the first section that has it.
 
-    Covering arrays of the axes of the matrix count what cells of earlier sections cover. Raises ValueError for a
-    section without a cell of its own, and for an exclusion that matches nothing.
+    Covering arrays of the axes of the matrix count what cells of earlier sections cover. Raises DerivationError for a
+    section without a cell of its own or with too few axes, and for an exclusion that matches nothing.
     """
     sections: dict[str, list[Cell]] = {}
     known: dict[Cell, None] = {}
     for name, section in content.cells.items():
-        own = [cell for cell in dict.fromkeys(_cells(content, section, list(known))) if cell not in known]
+        try:
+            own = [cell for cell in dict.fromkeys(_cells(content, section, list(known))) if cell not in known]
+        except ValueError as error:
+            raise DerivationError(f"$.cells.{name}", str(error)) from None
         if not own:
-            raise ValueError(f"section `{name}` has no cell that no earlier section has: remove it, or widen its axes")
+            message = f"section `{name}` has no cell that no earlier section has: remove it, or widen its axes"
+            raise DerivationError(f"$.cells.{name}", message)
         sections[name] = own
         known |= dict.fromkeys(own)
-    for rule in content.exclusions:
+    for index, rule in enumerate(content.exclusions):
         if not any(affects(rule, axes) for axes in _combined(content)):
-            raise ValueError(f"the exclusion `{rule.when}` matches nothing: remove or correct it")
+            message = f"the exclusion `{rule.when}` matches nothing: remove or correct it"
+            raise DerivationError(f"$.exclusions[{index}].when", message)
     return sections
 
 
 def _cells(content: Content, section: Section, earlier: Sequence[Cell]) -> Iterator[Cell]:
     if section.meshes:
-        return _singles(content, section.meshes)
+        return _singles(content, section.meshes, section.base)
     axes = section.axes or content.axes
     if section.strength is None:
         return _product(content, axes)
@@ -50,15 +64,19 @@ def _combined(content: Content) -> Iterator[Mapping[str, Values]]:
     yield from (section.axes for section in content.cells.values() if section.axes)
 
 
-def _singles(content: Content, meshes: Sequence[str]) -> Iterator[Cell]:
-    """Yield each mesh without any feature, and each value of another axis alone on each of the meshes."""
-    yield from (Cell(mesh=str(mesh)) for mesh in _values(content, "mesh"))
+def _singles(content: Content, meshes: Sequence[str], base: Mapping[str, AxisValue]) -> Iterator[Cell]:
+    """Yield each mesh without any feature but the base, and each value of another axis alone on each of the meshes.
+
+    A feature that none of the meshes can have stands on the first mesh that can, if any.
+    """
+    plain = {str(mesh): Cell(mesh=str(mesh)).but(**base) for mesh in _values(content, "mesh")}
+    yield from (cell for cell in plain.values() if content.exclusion_of(cell) is None)
     for axis, value in _features(content):
-        found = [single for mesh in meshes if (single := _single(content, Cell(mesh=mesh), axis, value)) is not None]
-        if not found:
-            others = (Cell(mesh=str(mesh)) for mesh in content.axes.get("mesh", []))
-            found = [next(filter(None, (_single(content, plain, axis, value) for plain in others)), Cell())]
-        yield from found
+        if axis in base:
+            continue
+        found = [cell for mesh in meshes if (cell := _single(content, plain[mesh], axis, value)) is not None]
+        others = (_single(content, cell, axis, value) for cell in plain.values())
+        yield from found or itertools.islice(filter(None, others), 1)
 
 
 def _values(content: Content, axis: str) -> Values:

@@ -15,13 +15,14 @@ from conformance.plan.cells import Cell, cell_from_id
 from conformance.plan.content import Content
 from conformance.plan.cost import estimated_s
 from conformance.plan.derivation import derive
+from conformance.plan.mesh import AxisError
 from reference_trainer.strict_yaml import ConfigError
 
 _HEADER = """\
 # Cells of {name}, best first, with section and expected duration in seconds: `python -m conformance lock` writes them.
 # digest {digest}
 """
-_LINE = re.compile(r"([a-z0-9-]+) +([0-9.]+) +([a-z0-9_.+-]+)")
+_LINE = re.compile(r"([a-z0-9-]+) +([0-9]+\.[0-9]+) +([a-z0-9_.+-]+)")
 _WRITE = "run `python -m conformance lock --write`"
 
 
@@ -66,7 +67,7 @@ def lock_file(matrix_file: Path) -> Path:
 def locked_cells(matrix_file: Path, content: Content) -> list[PlannedCell]:
     """Return the cells of a matrix in the order of its lock file; without one they are derived now.
 
-    Raises ConfigError for a lock file that belongs to another version of the matrix.
+    Raises ConfigError for a lock file that belongs to another version of the matrix, and for a line that is no cell.
     """
     file = lock_file(matrix_file)
     if not file.exists():
@@ -81,7 +82,10 @@ def _planned(file: Path, number: int, line: str) -> PlannedCell:
     match = _LINE.fullmatch(line)
     if match is None:
         raise ConfigError(f"{file.name}:{number}: not `SECTION SECONDS CELL`: {_WRITE}")
-    return PlannedCell(match[1], float(match[2]), cell_from_id(match[3]))
+    try:
+        return PlannedCell(match[1], float(match[2]), cell_from_id(match[3]))
+    except AxisError as error:
+        raise ConfigError(f"{file.name}:{number}: {error}; {_WRITE}") from None
 
 
 def planned_cells(

@@ -8,6 +8,7 @@ import msgspec
 
 from conformance.plan.cells import Cell
 from conformance.plan.content import Content, Exclusion, Profile, check_unique, compiled, digest_of, read_content
+from conformance.plan.derivation import DerivationError
 from conformance.plan.lock import PlannedCell, locked_cells, within
 from conformance.plan.scopes import Scope, declared_scopes
 from conformance.plan.selection import Selection, SelectionError
@@ -121,11 +122,16 @@ def load_matrix(path: Path, *, laws_directory: Path = LAWS_DIRECTORY) -> Matrix:
     """Read and check a matrix, its lock file, and the scopes of the laws.
 
     Raises ConfigError, with file and line, for all that `strict_yaml` refuses, for unknown axes, values, sections and
-    names in selections, for duplicates, for a profile without a cell, and for a lock file of another matrix.
+    names in selections, for duplicates, for a section or profile without a cell, for an exclusion that matches
+    nothing, and for a lock file of another matrix.
     """
     document = load(path)
     content = read_content(document)
-    matrix = Matrix(content, locked_cells(path, content), declared_scopes(laws_directory))
+    try:
+        planned = locked_cells(path, content)
+    except DerivationError as error:
+        raise document.error(error.where, str(error)) from None
+    matrix = Matrix(content, planned, declared_scopes(laws_directory))
     for name in matrix.profiles:
         _check_profile(document, f"$.profiles.{name}", matrix, name)
     return matrix

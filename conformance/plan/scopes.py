@@ -94,6 +94,8 @@ def _scope_of(call: ast.Call, place: str) -> Scope:
     wanted = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg in ("where", "gaps", "numbers")}
     try:
         law = ast.literal_eval(call.args[0])
-        return scope(law, **{str(name): ast.literal_eval(value) for name, value in wanted.items()})
-    except (IndexError, TypeError):
+        declared = {str(name): ast.literal_eval(value) for name, value in wanted.items()}
+        where = declared.pop("where")
+    except (IndexError, KeyError, ValueError):
         raise ValueError(f"{place}: write id, `where`, `gaps` and `numbers` of a law as literals") from None
+    return scope(law, where=where, **declared)

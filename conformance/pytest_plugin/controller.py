@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from conformance.judge.verdicts import CONFORMANT, SUITE_FAILED, Verdict, exit_status
 from conformance.pytest_plugin.junit import name_suite
@@ -16,9 +17,12 @@ from conformance.pytest_plugin.order import remember_durations, remembered_durat
 from conformance.pytest_plugin.progress import Progress
 from conformance.pytest_plugin.report_files import PLAN, ReportFiles
 from conformance.pytest_plugin.setup import SessionSetup
+from conformance.pytest_plugin.shrinking import has_combined, smallest_cells
 from conformance.pytest_plugin.told_failures import ToldFailures
 from conformance.report.cell_facts import cell_facts
+from conformance.report.coverage import session_coverage
 from conformance.report.environment import environment_facts, suite_digest
+from conformance.report.failure_groups import failure_groups
 from conformance.report.github import annotations
 from conformance.report.html import html_report
 from conformance.report.schema import CaseResult, Footer, Header, Report
@@ -43,6 +47,7 @@ class Controller:
         self._durations_s: dict[str, float] = {}
         self._collection_failed = False
         self._report: Report | None = None
+        self._search_failure = ""
         self._files.write_line(self._header)
 
     # Results.
@@ -100,7 +105,7 @@ class Controller:
         elif self._collection_failed or (session.testsfailed and status == CONFORMANT):
             status = SUITE_FAILED  # an item failed that is no case
         verdicts = {verdict.value: counts[verdict] for verdict in Verdict if counts[verdict]}
-        self._report = Report(
+        report = Report(
             session=self._header.session,
             environment=self._header.environment,
             profile=self._header.profile,
@@ -115,9 +120,16 @@ class Controller:
             verdicts=verdicts,
             exit_code=status,
             duration_s=round(time.monotonic() - self._start_s, 3),
-            cells=cell_facts(self._setup.store.directory, session=self._header.session),
+            cells={},
+            coverage=session_coverage(
+                self._setup.matrix, self._setup.profile_name, self._results.values(), seed=self._setup.seed
+            ),
             cases=sorted(self._results.values(), key=lambda result: result.id),
         )
+        if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            report = self._with_smallest(report, session.config)
+        cells = cell_facts(self._setup.store.directory, session=self._header.session)
+        self._report = replace(report, cells=cells)
         self._leave_files(self._report, junit=Path(session.config.option.xmlpath))
         remember_durations(session.config, self._results.values())
         session.exitstatus = SUITE_FAILED if self._files.unwritable else status
@@ -129,7 +141,7 @@ class Controller:
             return
         write = terminalreporter.write_line
         terminalreporter.section("conformance")
-        for warning in filter(None, [self._setup.expired_waivers, self._files.unwritable]):
+        for warning in filter(None, [self._setup.expired_waivers, self._files.unwritable, self._search_failure]):
             write(warning)
         place = f"report: {self._directory}"
         if self._files.has_earlier:
@@ -138,6 +150,21 @@ class Controller:
             write(line)
         if self._baseline:
             write(f"\n{self._baseline.difference(self._report)}")
+
+    def _with_smallest(self, report: Report, config: pytest.Config) -> Report:
+        """Return the report with the smallest failing cells, if something failed; a mistake here costs no report."""
+        groups = failure_groups(report)
+        if self._setup.shrink_s <= 0 or not has_combined(self._setup, groups):
+            return report
+        reporter: pytest.TerminalReporter | None = config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            limit = f"at most {self._setup.shrink_s:g} s, see --shrink"
+            reporter.write_line(f"\nsearching the smallest failing cells ({limit})")
+        try:
+            return replace(report, smallest=smallest_cells(self._setup, report.cases, groups))
+        except (KeyboardInterrupt, Exception) as error:
+            self._search_failure = f"no smallest failing cells: the search ended with {type(error).__name__}: {error}"
+            return report
 
     def _begin_progress(self) -> None:
         if self._progress is not None:

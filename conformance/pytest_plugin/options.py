@@ -31,6 +31,12 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "how many ranks may share a GPU where a world has more ranks than there are GPUs: auto, never or a "
         "number",
     },
+    "--shrink": {
+        "type": float,
+        "default": 60.0,
+        "metavar": "SECONDS",
+        "help": "time to search for the smallest cells on which failures occur; 0: none (default: %(default)g)",
+    },
     "--isolate": {"action": "store_true", "help": "fresh processes for every run, instead of warm ones"},
     "--matrix": {"metavar": "FILE", "help": "matrix file (default: matrix.yaml of the project)"},
     "--report-dir": {

@@ -18,6 +18,7 @@ from conformance.plan.lock import parse_budget
 from conformance.plan.matrix import Case, Matrix, load_matrix
 from conformance.plan.selection import parse, parse_laws
 from conformance.project import LAWS_DIRECTORY, data_file
+from conformance.pytest_plugin.named_cell import cases_of
 from conformance.pytest_plugin.order import parse_shard
 from conformance.report.baseline import Baseline
 from conformance.run.devices.hardware import Hardware, find_hardware
@@ -61,6 +62,8 @@ class SessionSetup:
     """Durations of cases in earlier sessions by id, which the controller passes to its workers."""
     repro_options: tuple[str, ...]
     """Options with which pytest repeats a case."""
+    shrink_s: float
+    """Time to search for the smallest failing cells, in seconds; none if not positive."""
 
     @property
     def machine(self) -> Machine:
@@ -86,6 +89,8 @@ def read_options(config: pytest.Config) -> SessionSetup:
         laws = parse_laws(option.laws, matrix.laws()) if option.laws is not None else matrix.laws()
         budget_s = parse_budget(option.budget) if option.budget is not None else None
         planned = matrix.cases(option.profile, only=selection, seed=option.seed, budget_s=budget_s)
+        if not planned and option.cells is not None:
+            planned = cases_of(option.cells, matrix, seed=option.seed)
         cases = tuple(case for case in planned if case.law in laws)
         defect = require_known(option.defect) if option.defect else None
         hardware = _hardware(config)
@@ -116,6 +121,7 @@ def read_options(config: pytest.Config) -> SessionSetup:
             ),
             durations_s=inherited.get("durations_s", {}),
             repro_options=tuple(_repro_options(option, defect)),
+            shrink_s=option.shrink,
         )
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None

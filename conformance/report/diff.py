@@ -8,10 +8,11 @@ from typing import Literal
 import msgspec
 
 from conformance.judge.verdicts import Verdict
+from conformance.plan.coverage import Coverage, Tally
 from conformance.report.drift import Drifted, drifted_facts, drifted_metrics, drifted_times
 from conformance.report.headline import restrictions
 from conformance.report.schema import CaseResult, Report
-from conformance.report.wording import counted
+from conformance.report.wording import counted, share_text
 
 Kind = Literal[
     "new-fail",
@@ -22,10 +23,13 @@ Kind = Literal[
     "removed",
     "support-gained",
     "support-lost",
+    "coverage-fell",
 ]
 """Kinds of change. Other programs read these words: `metric-moved` is a metric that has drifted."""
 HARMLESS: tuple[Kind, ...] = ("fixed", "new-case", "support-gained")
 """Changes that need no review before an upgrade."""
+WARNINGS: tuple[Kind, ...] = ("coverage-fell",)
+"""Changes that speak against the session, not against what it has judged: they do not count for the exit status."""
 RESTRICTIONS = "restrictions"
 """Key of what was compared: why a side does not tell the outcome of its profile; empty if it does."""
 _GOOD = (Verdict.PASS, Verdict.QUALITY_WARNING, Verdict.WAIVED)
@@ -38,12 +42,12 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: Kind
     case: str
-    """`LAW/CELL`; `CELL` for facts of a cell, empty for those of all cells."""
+    """`LAW/CELL`; `CELL` for facts of a cell, empty of all cells; `LAW`, `pairs` or `triples` for coverage."""
     before: str
-    """Verdict, or value and unit of a metric."""
+    """Verdict, value and unit of a metric, or share of coverage."""
     after: str
     reason: str = ""
-    """Reason of the verdict after, or name of the metric."""
+    """Reason of the verdict after, name of the metric, or subject of the coverage."""
     ratio: float | None = None
     """Quotient of a metric's value after and its value before."""
 
@@ -64,7 +68,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def exit_status(self) -> int:
         """1 if any change needs a review, otherwise 0."""
-        return int(any(kind not in HARMLESS for kind in self.counts))
+        return int(any(kind not in (*HARMLESS, *WARNINGS) for kind in self.counts))
 
 
 def read_report(directory: Path) -> Report:
@@ -94,7 +98,7 @@ def diff(before: Report, after: Report, *, any_suite: bool = False) -> Differenc
             f"judged by different suites ({before.suite_digest}, {after.suite_digest}): what differs may be the suite; "
             "run both with one, or compare all the same with --any-suite"
         )
-    changes = [*_cases(before, after), *_cells(before, after)]
+    changes = [*_cases(before, after), *_cells(before, after), *_coverage(before.coverage, after.coverage)]
     return Difference(before=_title(before), after=_title(after), changes=changes)
 
 
@@ -147,6 +151,27 @@ def _cells(before: Report, after: Report) -> Iterator[Change]:
     times = drifted_times(before.cells, after.cells)
     if times:
         yield _drift("", times)
+
+
+def _coverage(before: Coverage, after: Coverage) -> Iterator[Change]:
+    """Pairs and triples of which a smaller number or share is seen, and laws that have judged fewer cells.
+
+    The number falls with the share at 100 % where an axis loses a value, or a law's `where` loses cells.
+    """
+    for name in ("pairs", "triples"):
+        old, new = (getattr(side, name).values for side in (before, after))
+        if new.seen < old.seen or new.share < old.share:
+            yield _fall(name, old, new, "combinations seen by laws on numbers")
+    for law, of_law in before.laws.items():
+        now = after.laws.get(law)
+        judged = Tally(now.judged, now.cells) if now else Tally(0, 0)
+        if judged.seen < of_law.judged:
+            yield _fall(law, Tally(of_law.judged, of_law.cells), judged, "cells judged")
+
+
+def _fall(case: str, before: Tally, after: Tally, reason: str) -> Change:
+    old, new = (f"{each.seen} of {each.possible}, {share_text(each)}" for each in (before, after))
+    return Change(kind="coverage-fell", case=case, before=old, after=new, reason=reason)
 
 
 def _drift(case: str, drifted: Drifted) -> Change:

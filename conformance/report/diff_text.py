@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from tabulate import tabulate
 
-from conformance.report.diff import HARMLESS, RESTRICTIONS, Change, Difference
+from conformance.report.diff import HARMLESS, RESTRICTIONS, WARNINGS, Change, Difference
 
 _SHOWN = 30
 """Groups of drifted metrics, and other changes, that the terminal shows; JSON has all."""
@@ -61,9 +61,11 @@ def side_rows(difference: Difference) -> list[list[str]]:
 
 
 def verdict_rows(difference: Difference) -> list[list[str]]:
-    """Return a row for each change of a verdict, the harmless ones last."""
+    """Return a row for each change of a verdict, and of coverage: warnings and harmless ones last."""
     changes = filter(_is_of_verdict, difference.changes)
-    return [_verdict_row(change) for change in sorted(changes, key=lambda change: change.kind in HARMLESS)]
+    return [
+        _verdict_row(change) for change in sorted(changes, key=lambda change: change.kind in (*WARNINGS, *HARMLESS))
+    ]
 
 
 def metric_rows(difference: Difference) -> list[list[str]]:

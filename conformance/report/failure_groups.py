@@ -16,6 +16,7 @@ from conformance.report.matching_defects import MatchingDefects
 from conformance.report.ratio_names import are_equal, common_ratio, fitting_names, plausible_names
 from conformance.report.schema import CaseResult, Report
 from conformance.report.shared_axes import features, shared_values
+from conformance.report.smallest import Smallest
 from conformance.report.wording import is_outside
 
 OR = " or "
@@ -48,6 +49,8 @@ class FailureGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Reason of the first case."""
     repro: str
     """Command that repeats the first case."""
+    smallest: Smallest | None
+    """Smallest cell on which the law fails alike, if it was searched for."""
 
 
 def failure_groups(report: Report) -> list[FailureGroup]:
@@ -64,7 +67,8 @@ def failure_groups(report: Report) -> list[FailureGroup]:
         if case.verdict in _PASSED and case.cell in facts:
             passing[case.law].append(facts[case.cell])
     matching = MatchingDefects(report.cases, facts)
-    groups = [_group(cases, facts, passing, matching) for cases in _by_cause(failed, facts)]
+    smallest = {found.case: found for found in report.smallest}
+    groups = [_group(cases, facts, passing, matching, smallest) for cases in _by_cause(failed, facts)]
     return sorted(groups, key=lambda group: (group.verdict == Verdict.QUALITY_WARNING, -len(group.cases)))
 
 
@@ -140,6 +144,7 @@ def _group(
     facts: Mapping[str, Facts],
     passing: Mapping[str, Sequence[Facts]],
     matching: MatchingDefects,
+    smallest: Mapping[str, Smallest],
 ) -> FailureGroup:
     ordered = sorted(cases, key=lambda case: _complexity(case, facts))
     laws = list(dict.fromkeys(case.law for case in cases))
@@ -157,6 +162,7 @@ def _group(
         defects=matching.of(cases),
         reason=first.reason,
         repro=first.repro,
+        smallest=next((smallest[case.id] for case in cases if case.id in smallest), None),
     )
 
 

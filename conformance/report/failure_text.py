@@ -7,6 +7,7 @@ from conformance.judge.verdicts import Verdict
 from conformance.report.failure_groups import OR, FailureGroup, broken_metric
 from conformance.report.ratio_names import common_ratio
 from conformance.report.schema import CaseResult
+from conformance.report.smallest import smallest_text
 from conformance.report.wording import counted, derivation_text, terms_text, value_text
 
 MAX_CAUSES = 10
@@ -48,8 +49,10 @@ def reason_text(group: FailureGroup) -> str:
 
 
 def details(cause: Sequence[FailureGroup]) -> Iterator[str]:
-    """Yield lines about what is known besides the first reason: ratio, tensor, other laws, axes, defects, bound."""
+    """Yield lines about what is known besides the first reason: smallest cell, ratio, laws, axes, defects, bound."""
     group = cause[0]
+    if group.smallest:
+        yield smallest_text(group.smallest)
     worst = f"worst in {group.tensor}" if group.tensor else ""
     common = ", ".join(filter(None, [ratio_text(group.ratio, group.ratio_of), worst]))
     if common or len(group.cases) > 1:
@@ -63,6 +66,13 @@ def details(cause: Sequence[FailureGroup]) -> Iterator[str]:
     if group.defects:
         yield f"known faults with this signature: {', '.join(group.defects)}"
     yield from _bound_lines(group.cases[0])
+
+
+def commands(group: FailureGroup) -> Iterator[tuple[str, str]]:
+    """Yield purpose and command: `repeat` for the first case and, if it was searched for, for the smallest cell."""
+    yield "repeat", group.repro
+    if group.smallest and group.smallest.cell != group.cases[0].cell:
+        yield "repeat the smallest", group.smallest.repro
 
 
 def ratio_text(ratio: float | None, ratio_of: str) -> str:

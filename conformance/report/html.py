@@ -13,10 +13,12 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from conformance.instruments.communication import Communication
 from conformance.judge.measurements import Measurement
 from conformance.judge.verdicts import BAD, Verdict
+from conformance.plan.coverage import Coverage
 from conformance.report import failure_text
 from conformance.report.axis_map import axis_map, filter_tokens
 from conformance.report.cell_facts import CellFacts
 from conformance.report.charts import bounds_bar, timeline
+from conformance.report.coverage import AXIS_HEADERS, LAW_HEADERS, TOTAL_HEADERS, axis_rows, law_rows, total_rows
 from conformance.report.diff import Difference
 from conformance.report.diff_text import (
     METRIC_HEADERS,
@@ -55,10 +57,12 @@ def html_report(report: Report, *, baseline: Report | None = None) -> str:
         headline=headline(report),
         failures=_failures(failure_groups(report)),
         details=failure_text.details,
+        commands=failure_text.commands,
         families=families,
         metrics=_metrics,
         grids=[(family, list(_grid(family))) for family in families],
         map=axis_map(report.cases),
+        coverage=_coverage(report.coverage),
         tokens=tokens,
         axes=_filter_axes(tokens),
         verdicts=[verdict.value for verdict in Verdict if verdict.value in report.verdicts],
@@ -115,6 +119,14 @@ def _failures(groups: Sequence[FailureGroup]) -> dict[str, Any]:
         "summary": failure_text.summary(groups) if groups else "",
         "causes": failure_text.causes(groups),
         "shown": failure_text.MAX_CAUSES,
+    }
+
+
+def _coverage(covered: Coverage) -> dict[str, Any]:
+    return {
+        "totals": (TOTAL_HEADERS, total_rows(covered)),
+        "axes": (AXIS_HEADERS, axis_rows(covered)),
+        "laws": (LAW_HEADERS, law_rows(covered)),
     }
 
 

@@ -5,7 +5,9 @@ from typing import Any, Literal
 import msgspec
 
 from conformance.judge.measurements import Measurement
+from conformance.plan.coverage import Coverage
 from conformance.report.cell_facts import CellFacts
+from conformance.report.smallest import Smallest
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -88,7 +90,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     duration_s: float
     cells: dict[str, CellFacts]
     """Facts about cells, by id; no verdict rests on them."""
+    coverage: Coverage
+    """Combinations and cells of the profile that the session has judged."""
     cases: list[CaseResult]
+    smallest: list[Smallest] = []
+    """Smallest failing cells that were searched for after the last case, at most one for each cause."""
 
 
 def report_schema() -> dict[str, Any]:

@@ -8,8 +8,9 @@ from tabulate import tabulate
 
 from conformance.judge.verdicts import Verdict
 from conformance.plan.scopes import in_order
+from conformance.report.coverage import coverage_line
 from conformance.report.failure_groups import FailureGroup, failure_groups
-from conformance.report.failure_text import MAX_CAUSES, causes, details, reason_text, summary, title
+from conformance.report.failure_text import MAX_CAUSES, causes, commands, details, reason_text, summary, title
 from conformance.report.headline import headline, headline_line
 from conformance.report.schema import Report
 from conformance.report.wording import counted
@@ -19,7 +20,7 @@ _WITHOUT_JUDGEMENT = (Verdict.UNSUPPORTED, Verdict.NOT_RUN)
 
 
 def terminal_lines(report: Report, place: str) -> Iterator[str]:
-    """Yield the headline, what failed by cause, the table of laws, what was not judged, and the outcome once more.
+    """Yield the headline, what failed by cause, the table of laws, what was not judged, the coverage, and the outcome.
 
     `place` is a clause that says where the report is.
     """
@@ -31,6 +32,7 @@ def terminal_lines(report: Report, place: str) -> Iterator[str]:
     yield from _failures(failure_groups(report))
     yield f"\n{law_table(report, table_format='simple')}\n"
     yield from _briefly(report)
+    yield coverage_line(report.coverage)
     yield from _exposed_communication(report)
     yield from _waiting(report)
     yield f"\n{headline(report).outcome}: {ending(report)}; {place}"
@@ -40,7 +42,7 @@ def markdown(report: Report) -> str:
     """Return the end of a session as markdown for the readers of a pull request: what failed comes first."""
     blocks = [f"## {headline_line(report)}", _plain(headline(report).nothing_about), ending(report)]
     blocks += [*_failures_in_markdown(failure_groups(report)), law_table(report, table_format="github")]
-    blocks.append("\n".join(f"- {_plain(line)}" for line in _briefly(report)))
+    blocks.append("\n".join(f"- {_plain(line)}" for line in [*_briefly(report), coverage_line(report.coverage)]))
     return "\n\n".join(filter(None, blocks)) + "\n"
 
 
@@ -59,7 +61,7 @@ def _failures(groups: Sequence[FailureGroup]) -> Iterator[str]:
         first = cause[0]
         yield f"\n{first.verdict}: {first.cases[0].id}: {reason_text(first)}\n  {first.must}"
         yield from (f"  {line}" for line in details(cause))
-        yield f"  repeat: {first.repro}"
+        yield from (f"  {purpose}: {command}" for purpose, command in commands(first))
     if more := _more(groups):
         yield f"\n{more}"
 
@@ -72,7 +74,8 @@ def _failures_in_markdown(groups: Sequence[FailureGroup]) -> Iterator[str]:
         first = cause[0]
         item = [f"- **{first.verdict}** `{first.cases[0].id}`: {_plain(reason_text(first))}. {_plain(first.must)}"]
         item += [f"  - {_plain(line)}" for line in details(cause)]
-        yield "\n".join([*item, "", f"  ```\n  {first.repro}\n  ```"])
+        lines = "\n  ".join(command for _purpose, command in commands(first))
+        yield "\n".join([*item, "", f"  ```\n  {lines}\n  ```"])
     yield _more(groups)
 
 

@@ -1,11 +1,17 @@
-"""Wording that texts and HTML share: numbers with nouns, and metrics with their bounds."""
+"""Wording that texts and HTML share: numbers with nouns, shares, and metrics with their bounds."""
 
 from conformance.judge.measurements import Measurement
+from conformance.plan.coverage import Tally
 
 
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun: `1 case`, `4 cases`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def share_text(tally: Tally) -> str:
+    """Return the share that is seen, `98.7 %`: rounded down, so that 100 % means all; `-` if nothing is possible."""
+    return f"{1000 * tally.seen // tally.possible / 10:g} %" if tally.possible else "-"
 
 
 def value_text(metric: Measurement) -> str:

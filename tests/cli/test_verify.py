@@ -74,6 +74,10 @@ def call_it_a_crash(report: dict[str, Any], rows: Rows) -> None:
         totals.update(verdicts={"pass": 1, "crash": 1})
 
 
+def raise_the_coverage(report: dict[str, Any], rows: Rows) -> None:
+    report["coverage"]["triples"]["values"]["seen"] += 1
+
+
 def change_a_metric(report: dict[str, Any], rows: Rows) -> None:
     for case in (failed(report["cases"]), failed(rows)):
         next(iter(case["measured"].values()))["value"] *= 2
@@ -86,6 +90,7 @@ def change_a_metric(report: dict[str, Any], rows: Rows) -> None:
         (drop_the_failure, "2 cases planned, 1 listed"),
         (call_it_a_crash, "the report says crash because of 'rank 1 was killed by SIGKILL', of which no record tells"),
         (change_a_metric, "the report has the metrics"),
+        (raise_the_coverage, "the coverage is not that of the cases"),
         (lambda report, _rows: report.update(exit_code=0), "the report says exit status 0, the verdicts give 1"),
         (lambda report, _rows: report.update(executed=1), "the report counts 1 executed case, its cases say 2"),
         (lambda report, _rows: report.update(verdicts={"pass": 2}), "the report counts the verdicts {'pass': 2}"),

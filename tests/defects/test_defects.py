@@ -1,6 +1,7 @@
 """Detection power: every defect is caught by the laws that it names, and its benign twin passes them."""
 
 import dataclasses
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
@@ -12,7 +13,7 @@ import conformance.instruments.poison  # noqa: F401
 import reference_trainer.checkpoint  # noqa: F401 - so that all that a defect may replace is loaded
 from conformance.defects.catalogue import AND, TWIN, defects, ids, injected, sources_of
 from conformance.defects.injection import Defect, NotInjectable, repeated_call, replaced, replaced_call
-from conformance.detection.case_judge import CaseJudge
+from conformance.detection.case_judge import CaseJudge, the_matrix
 from conformance.detection.trials import escapes
 from conformance.judge.verdicts import Verdict, classify
 from conformance.laws.registry import law_tests
@@ -20,6 +21,7 @@ from conformance.oracles import dtype_policy as dtype_policies
 from conformance.oracles.dtype_policy import BF16, FP32, dtype_policy
 from conformance.outcomes import CellFailed
 from conformance.plan.cells import Cell
+from conformance.plan.selection import parse
 from conformance.run.case_runs import CaseRuns
 from conformance.run.pool import Pools
 from tests.pytest_plugin import miniatures
@@ -40,6 +42,14 @@ SHOWN_ON_CPU = [defect for defect in defects() if "gloo" in defect.substrates]
 
 def test_a_defect_has_cells_if_the_cpu_shows_it() -> None:
     assert [defect.id for defect in defects() if defect.cells] == [defect.id for defect in SHOWN_ON_CPU]
+
+
+@pytest.mark.parametrize("defect", SHOWN_ON_CPU, ids=by_id)
+def test_the_matrix_has_a_case_for_each_law_of_a_defect(defect: Defect) -> None:
+    cases = the_matrix().cases("pr", only=parse(defect.cells))
+    assert {case.law for case in cases} >= set(defect.laws)
+    # Only ids have so many dashes.
+    assert set(re.findall(r"[a-z0-9.]+(?:-[a-z0-9.]+){3,}", defect.cells)) <= the_matrix().cells.keys()
 
 
 def laws_to_fail(selection: str) -> set[str]:
@@ -103,8 +113,9 @@ def test_the_other_meaning_of_an_unset_reduce_dtype_is_caught(
     policy = dtype_policy("bf16-params")
     other = dataclasses.replace(policy, reduce=BF16 if policy.reduce == FP32 else FP32)
     monkeypatch.setitem(dtype_policies._POLICIES, "bf16-params", other)
-    results = case_judge.judge(case_judge.cases("id = dp2-bf16params-default-meta"), defect=None)
-    assert {judged.case.law for judged in results if judged.verdict == Verdict.FAIL} >= {"PAR-2", "MP-1", "MP-4"}
+    laws = ["PAR-2", "MP-1", "MP-4"]
+    results = case_judge.judge(case_judge.cases("id = dp2-bf16params-default-meta", only=laws), defect=None)
+    assert {judged.case.law: judged.verdict for judged in results} == dict.fromkeys(laws, Verdict.FAIL)
 
 
 @pytest.mark.parametrize(
@@ -223,8 +234,9 @@ def test_repeated_call_calls_the_original_as_often_as_it_is_told(times: int, res
 
 
 def test_a_defect_that_cannot_be_injected_is_the_suites_error(case_judge: CaseJudge) -> None:
-    results = case_judge.judge(case_judge.cases("id = dp2-fp32-default-meta-sgd"), defect="nonsense")
-    assert results
+    cases = case_judge.cases("id = dp2-fp32-default-meta-sgd", only=["INIT-1", "PAR-1", "CLIP-1"])
+    results = case_judge.judge(cases, defect="nonsense")
+    assert len(results) == len(cases) == 3
     for judged in results:
         assert judged.verdict == Verdict.ERROR
         assert judged.reason.endswith("NotInjectable: nonsense cannot be injected: KeyError: 'nonsense'")

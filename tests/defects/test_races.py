@@ -10,6 +10,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
 from conformance.defects.catalogue import defects, injected
 from conformance.detection.case_judge import CaseJudge
 from conformance.judge.verdicts import Verdict
+from conformance.plan.cells import Cell
+from conformance.plan.matrix import Case
 from conformance.plan.substrates import CUDA
 from conformance.run.pool import Pools
 
@@ -34,8 +36,9 @@ def test_defects_of_devices_change_nothing_in_a_run_without_streams(
     case_judge: CaseJudge, name: str, suffix: str
 ) -> None:
     """The attributes that they replace exist in this torch."""
-    cell = "hsdp2x2-bf16reduce-default-meta" if name.startswith("all") else "hsdp2x2-fp32-default-meta-offloadcpu"
-    (judged,) = case_judge.judge(case_judge.cases(f"id = {cell}", only=["STREAM-5"]), defect=name + suffix)
+    replicas = Cell(mesh="hsdp2x2")
+    cell = replicas.but(precision="bf16-reduce") if name.startswith("all") else replicas.but(offload="cpu")
+    (judged,) = case_judge.judge([Case("STREAM-5", cell)], defect=name + suffix)
     assert judged.verdict == Verdict.PASS, judged.reason
 
 

@@ -32,10 +32,14 @@ def test_every_axis_with_a_choice_is_varied() -> None:
 # Axes that decide which runs there are, and not how a run is configured.
 AXES_OF_RUNS = ("record_streams", "expandable_segments", "saved_on", "saving")
 NEEDED: dict[str, dict[str, Any]] = {
-    "loss_scale": {"precision": "fp16-mp"},
+    "loss_scale": {"precision": "fp16-mp", "steps": 8},
+    "reshard": {"mesh": "dp4"},
+    "gradient_sync": {"mesh": "hsdp2x2", "accumulation": 2},
+    "sequence_parallel": {"mesh": "tp2"},
+    "loss_parallel": {"mesh": "tp2"},
     "weights": {"init": "checkpoint"},
     "pin_memory": {"offload": "cpu"},
-    "norms_in_tp": {"sequence_parallel": False},
+    "norms_in_tp": {"mesh": "tp2", "sequence_parallel": False},
     "implementation": {"init": "full"},
     "limit_all_gathers": {"init": "full", "implementation": "fsdp1"},
 }
@@ -50,10 +54,23 @@ def test_every_axis_reaches_the_trainer(axis: str, value: Any) -> None:
 
 @pytest.mark.parametrize(
     "axes",
-    [{"weights": "hf"}, {"weights": "rank0", "init": "full"}, {"saving": "async"}, {"loss_scale": "overflows"}],
+    [
+        {"weights": "hf"},
+        {"weights": "rank0", "init": "full"},
+        {"saving": "async"},
+        {"loss_scale": "overflows"},
+        {"loss_scale": "overflows", "precision": "fp16-mp"},
+        {"sequence_parallel": False},
+        {"loss_parallel": True},
+        {"gradient_sync": "last"},
+        {"gradient_sync": "all-reduce-last", "accumulation": 2},
+        {"reshard": "k2"},
+        {"reshard": "k2", "mesh": "dp4-tp2"},
+    ],
+    ids=str,
 )
 def test_an_axis_without_effect_is_refused(axes: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"cell dp2-fp32-.*: (weights|saving|loss_scale) .* need"):
+    with pytest.raises(ValueError, match=r"cell dp\d-.*: \w+ .*needs? "):
         _ = Cell(**axes).config
 
 

@@ -162,7 +162,7 @@ def test_every_axis_is_in_the_id(cell: Cell, data: st.DataObject) -> None:
 
 def test_every_axis_has_a_tag_a_default_and_is_documented_in_order() -> None:
     assert tuple(cells._TAGS) == axis_names() == Cell.__struct_fields__
-    assert not set(axis_names()) & {"id", "world", "dp_replicate", "dp_shard", "dp", "tp"}
+    assert not set(axis_names()) & {"id", "features", "world", "dp_replicate", "dp_shard", "dp", "tp"}
 
 
 @pytest.mark.parametrize(
@@ -243,11 +243,17 @@ def test_what_is_the_id_of_no_cell(text: str) -> None:
 
 def test_facts() -> None:
     facts = Cell(mesh="hsdp2x3-tp4", clip=0).facts()
-    assert set(facts) == {*axis_names(), "id", "world", "dp_replicate", "dp_shard", "dp", "tp"}
+    assert set(facts) == {*axis_names(), "id", "features", "world", "dp_replicate", "dp_shard", "dp", "tp"}
     derived = {"world": 24, "dp_replicate": 2, "dp_shard": 3, "dp": 6, "tp": 4}
     assert {name: facts[name] for name in derived} == derived
     assert facts["id"] == "hsdp2x3-tp4-fp32-default-meta-noclip"
     assert Cell(mesh="hsdp2x3-tp4").world_size == 24
+
+
+def test_features_are_the_values_that_are_not_defaults() -> None:
+    """A mesh is no feature, and a seed neither."""
+    assert Cell(mesh="hsdp2x2", seed=3).facts()["features"] == 0
+    assert Cell(precision="fp32", clip=0.0, steps=8).features == 2
 
 
 def test_choices() -> None:

@@ -1,4 +1,4 @@
-"""matrix.yaml: expansion to cells and cases, and every mistake with file and line."""
+"""matrix.yaml: its cells and cases, and every mistake with file and line."""
 
 import json
 from pathlib import Path
@@ -9,166 +9,257 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conformance.plan.cells import Cell
+from conformance.plan.cost import estimated_s
+from conformance.plan.lock import STARTUP_S
 from conformance.plan.matrix import Case, Matrix, load_matrix
 from conformance.plan.selection import parse
 from reference_trainer.strict_yaml import ConfigError
 
 TEXT = """\
-schema: 1
-defaults: {steps: 4, clip: 0}
-families:
-  parity:
-    laws: [PAR-10, PAR-2, MP-1]
-    axes:
-      mesh: [dp2, tp2, dp2-tp2]
-      optimizer: [adamw, sgd]
+schema: 2
+axes:
+  mesh: [dp2, tp2, dp2-tp2]
+  optimizer: [adamw, sgd]
+  reshard: [default, always]
+alone:
+  seed: [1]
+cells:
+  singles:
+    note: each feature alone
+    meshes: [dp2]
+  pairs:
+    note: any two meet
+    strength: 2
+  product:
     note: why
-  reshard:
-    laws: [RS-1, PAR-2]
-    axes: {mesh: [dp2, tp2], reshard: [default, always]}
+    axes: {mesh: [dp4], clip: [0.0, 1], reshard: [default, always]}
 exclusions:
-  - when: {reshard: always, tp: [2, 4]}
+  - when: reshard = always and tp in (2, 4)
     reason: not implemented
     reference: torch/x.py
 profiles:
-  all: {families: all, deadline_s: 60}
+  all: {note: all, must: [singles, pairs, product], deadline_s: 60}
   some:
-    families: [reshard]
-    cells: mesh = dp2
+    note: some
+    must: [product]
+    cells: clip > 0.0
     deadline_s: 1.5
+  short: {note: short, budget_s: 12, deadline_s: 1}
 """
+LAWS = """\
+@law("PAR-10", where="mesh != tp2", reference="")
+def test_ten(): ...
+@law("PAR-2", where="optimizer = sgd", numbers=True)
+def test_two(): ...
+@law("ENV-1", where="features = 0")
+def test_env(): ...
+"""
+MESHES = ("dp2", "tp2", "dp2-tp2")
+PLAIN = Cell(mesh="dp2")
+PRODUCT = tuple(Cell(mesh="dp4", clip=clip, reshard=mode) for clip in (0.0, 1.0) for mode in ("default", "always"))
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("matrix")
+    directory = tmp_path_factory.mktemp("matrix")
+    (directory / "test_laws.py").write_text(LAWS)
+    return directory
 
 
 def read(folder: Path, text: str) -> Matrix:
     path = folder / "matrix.yaml"
     path.write_text(text)
-    return load_matrix(path)
+    return load_matrix(path, laws_directory=folder)
 
 
-def test_cells_of_a_family(folder: Path) -> None:
+def in_section(matrix: Matrix, name: str) -> tuple[Cell, ...]:
+    return tuple(planned.cell for planned in matrix.planned if planned.section == name)
+
+
+def test_singles_are_each_mesh_and_each_feature_alone(folder: Path) -> None:
+    assert in_section(read(folder, TEXT), "singles") == (
+        PLAIN,
+        Cell(mesh="tp2"),
+        Cell(mesh="dp2-tp2"),
+        PLAIN.but(optimizer="sgd"),
+        PLAIN.but(reshard="always"),
+        PLAIN.but(seed=1),
+    )
+
+
+def test_a_single_has_what_its_feature_needs(folder: Path) -> None:
+    """A feature that the section's mesh excludes is alone on another one."""
+    text = TEXT.replace("  optimizer: [adamw, sgd]\n", "  optimizer: [adamw, sgd]\n  accumulation: [1, 2]\n")
+    text = text.replace("reshard = always and tp in (2, 4)", "optimizer = sgd and accumulation = 1 or reshard = always")
+    text = text.replace("reshard = always", "reshard = always and tp = 1").replace("mesh: [dp4]", "mesh: [tp4]")
+    singles = in_section(read(folder, text), "singles")
+    assert PLAIN.but(optimizer="sgd", accumulation=2) in singles
+    assert Cell(mesh="tp2", reshard="always") in singles
+
+
+def test_pairs_of_the_axes_of_the_matrix_meet_in_any_section(folder: Path) -> None:
+    """Only what earlier sections lack is added; values that stand alone have no part in it."""
     matrix = read(folder, TEXT)
-    base = Cell(steps=4, clip=0)
-    parity = [base.but(mesh=mesh, optimizer=name) for mesh in ("dp2", "tp2", "dp2-tp2") for name in ("adamw", "sgd")]
-    assert matrix.cells("parity") == tuple(parity)
-    assert matrix.cells("reshard") == (base, base.but(reshard="always"), base.but(mesh="tp2"))
-    assert matrix.excluded("parity") == ()
-    assert matrix.excluded("reshard") == ((base.but(mesh="tp2", reshard="always"), matrix.exclusions[0]),)
+    pairs = in_section(matrix, "pairs")
+    seen = {(cell.mesh, cell.optimizer, cell.reshard) for cell in (*in_section(matrix, "singles"), *pairs)}
+    assert {(mesh, name) for mesh, name, _ in seen} == {(m, o) for m in MESHES for o in ("adamw", "sgd")}
+    assert {(mesh, mode) for mesh, _, mode in seen} == {*((m, "default") for m in MESHES), ("dp2", "always")}
+    assert {(name, mode) for _, name, mode in seen} == {(o, r) for o in ("adamw", "sgd") for r in ("default", "always")}
+    assert {cell.seed for cell in pairs} == {0}
+    assert len(pairs) == 3
+
+
+def test_a_product_has_all_cells_that_are_possible(folder: Path) -> None:
+    assert in_section(read(folder, TEXT), "product") == PRODUCT
+    with_tp = read(folder, TEXT.replace("mesh: [dp4]", "mesh: [dp4, tp4]"))
+    tp4 = Cell(mesh="tp4")
+    assert in_section(with_tp, "product") == (*PRODUCT, tp4.but(clip=0.0), tp4)
+
+
+def test_an_array_of_its_own_has_the_values_of_its_axes_alone(folder: Path) -> None:
+    axes = "{optimizer: [sgd], mesh: [dp2, dp4], accumulation: [1, 2, 4], reshard: [default, never]}"
+    text = TEXT.replace("  product:\n    note: why\n", "  product:\n    note: why\n    strength: 2\n")
+    text = text.replace("{mesh: [dp4], clip: [0.0, 1], reshard: [default, always]}", axes).replace("clip > 0.0", "tp=1")
+    cells = in_section(read(folder, text), "product")
+    assert {cell.optimizer for cell in cells} == {"sgd"}
+    assert {(cell.mesh, cell.accumulation) for cell in cells} >= {(m, a) for m in ("dp2", "dp4") for a in (2, 4)}
+    assert len(cells) < 2 * 3 * 2
+
+
+def test_a_cell_belongs_to_the_first_section_that_has_it(folder: Path) -> None:
+    matrix = read(folder, TEXT.replace("mesh: [dp4]", "mesh: [dp2, dp4]"))
+    assert PLAIN in in_section(matrix, "singles")
+    assert PLAIN not in in_section(matrix, "product")
+    assert len(matrix.cells) == len(matrix.planned)
 
 
 def test_cases_of_a_profile(folder: Path) -> None:
     matrix = read(folder, TEXT)
-    assert matrix.laws() == ("PAR-2", "PAR-10", "MP-1", "RS-1")
-    base = Cell(steps=4, clip=0)
-    always = base.but(reshard="always")
+    assert matrix.laws() == ("ENV-1", "PAR-2", "PAR-10")
+    dp4 = Cell(mesh="dp4")
     assert matrix.cases("some") == (
-        Case("PAR-2", base),
-        Case("PAR-2", always),
-        Case("RS-1", base),
-        Case("RS-1", always),
+        Case("ENV-1", dp4),
+        Case("PAR-10", dp4),
+        Case("PAR-10", dp4.but(reshard="always")),
     )
-    assert [case.id for case in matrix.cases("some", only=parse("reshard = always"))] == [
-        "PAR-2/dp2-fp32-always-meta-noclip-steps4",
-        "RS-1/dp2-fp32-always-meta-noclip-steps4",
-    ]
+    assert [case.id for case in matrix.cases("some", only=parse("reshard = always"))] == ["PAR-10/dp4-fp32-always-meta"]
     assert matrix.cases("some", only=parse("reshard = never")) == ()
-    cases = matrix.cases("all")
-    assert [case.law for case in cases] == ["PAR-2"] * 7 + ["PAR-10"] * 6 + ["MP-1"] * 6 + ["RS-1"] * 3
-    assert [case.cell for case in cases[:7]] == [*matrix.cells("parity"), always]
     assert matrix.profile("some").deadline_s == 1.5
+    cases = matrix.cases("all")
+    assert list(dict.fromkeys(case.cell for case in cases)) == list(matrix.cells.values())
+    assert {case.law for case in cases if case.cell.mesh == "tp2"} == {"ENV-1", "PAR-2"}
+
+
+def test_a_profile_with_a_budget_has_the_first_cells_that_end_in_time(folder: Path) -> None:
+    matrix = read(folder, TEXT)
+    first_two_s = STARTUP_S + estimated_s(PLAIN) + estimated_s(Cell(mesh="tp2"))
+    assert matrix.profile_cells("short", budget_s=first_two_s + 0.01) == (PLAIN, Cell(mesh="tp2"))
+    assert matrix.profile_cells("short") == matrix.profile_cells("short", budget_s=12)
+    assert matrix.profile_cells("short", budget_s=1e-3) == (PLAIN,), "never none"
+    assert matrix.profile_cells("some", budget_s=1e-3) == (Cell(mesh="dp4"),), "of the profile's cells"
+    assert matrix.profile_cells("all", budget_s=1e6) == matrix.profile_cells("all") == tuple(matrix.cells.values())
 
 
 def test_unknown_names(folder: Path) -> None:
-    matrix = read(folder, TEXT)
-    with pytest.raises(ValueError, match=r"unknown profile `sme`; allowed: all, some \(did you mean `some`\?\)"):
-        matrix.cases("sme")
-    for ask in (matrix.cells, matrix.excluded):
-        with pytest.raises(ValueError, match=r"unknown family `parities`; allowed: parity, reshard \(did you mean"):
-            ask("parities")
+    with pytest.raises(ValueError, match=r"unknown profile `sme`; allowed: all, some, short \(did you mean `some`\?\)"):
+        read(folder, TEXT).cases("sme")
 
 
 def test_digest_is_that_of_the_content(folder: Path) -> None:
     matrix = read(folder, TEXT)
     assert len(matrix.digest) == 64
-    assert read(folder, TEXT.replace("{steps: 4, clip: 0}", "{clip: 0,   steps: 4} # x")).digest == matrix.digest
-    assert read(folder, TEXT.replace("steps: 4", "steps: 5")).digest != matrix.digest
+    assert read(folder, TEXT.replace("[adamw, sgd]", "[adamw,   sgd] # x")).digest == matrix.digest
+    for old, new in (("[0.0, 1]", "[0.1, 1]"), ("deadline_s: 1.5", "deadline_s: 2.5")):
+        assert read(folder, TEXT.replace(old, new)).digest != matrix.digest
+
+
+AXES_ALLOWED = "; allowed: mesh, precision, "
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("schema: 1", "schema: 2", "1: Invalid enum value 2; allowed: 1 - at `$.schema`"),
+        ("schema: 2", "schema: 1", "1: Invalid enum value 1; allowed: 2 - at `$.schema`"),
         (
-            "schema: 1",
-            "scheme: 1",
-            "1: unknown field `scheme`; allowed: schema, defaults, families, exclusions, profiles",
+            "schema: 2",
+            "scheme: 2",
+            "1: unknown field `scheme`; allowed: schema, axes, alone, cells, exclusions, profiles (did you mean `schema",
         ),
-        ("schema: 1", "note: x", "1: unknown field `note`; allowed: schema"),
-        ("steps: 4", "step: 4", "2: unknown axis `step`; allowed: mesh, "),
-        ("steps: 4", "world: 4", "2: unknown axis `world`"),
-        ("steps: 4", "steps: 010", "2: `010` is octal in YAML 1.1 and decimal in YAML 1.2: write it without"),
-        ("steps: 4", "steps: four", "2: axis `steps` = 'four': Expected `int`, got `str` - at `$.defaults.steps`"),
-        ("steps: 4", "steps: 4, steps: 4", "2: duplicate key `steps`"),
-        ("steps: 4", "steps: [4]", "2: Expected `bool | int | float | str`, got `array` - at `$.defaults.steps`"),
-        ("  parity:", "  Parity:", "4: Expected `str` matching regex '^[a-z0-9-]+\\\\Z' - at `$.families.Parity`"),
-        ("[PAR-10, PAR-2, MP-1]", "[PAR10]", "5: Expected `str` matching regex '^[A-Z]+-[0-9]+\\\\Z' - at"),
-        ("[PAR-10, PAR-2, MP-1]", "[]", "5: Expected `array` of length >= 1 - at `$.families.parity.laws`"),
-        (", MP-1]", ",\n PAR-10]", "6: `PAR-10` is given twice: keep one of them - at `$.families.parity.laws[2]`"),
-        ("mesh: [dp2, tp2, dp2-tp2]", "msh: [dp2]", "7: unknown axis `msh`; allowed: mesh, "),
-        ("mesh: [dp2, tp2, dp2-tp2]", "mesh: []", "7: Expected `array` of length >= 1 - at"),
-        ("mesh: [dp2, tp2, dp2-tp2]", "mesh: dp2", "7: Expected `array`, got `str` - at"),
-        ("[dp2, tp2, dp2-tp2]", "[dp2,\n        tp1]", "8: axis `mesh` = 'tp1': not the canonical name"),
-        ("[adamw, sgd]", "[adamw, sdg]", "8: axis `optimizer` = 'sdg': Invalid enum value 'sdg'; allowed: adamw, sgd"),
-        ("[adamw, sgd]", "[sgd, adamw, sgd]", "8: `sgd` is given twice: keep one of them - at"),
-        ("optimizer: [adamw, sgd]", "clip: [1, 1.0]", "8: `1.0` is given twice"),
-        ("note: why", "nota: why", "9: unknown field `nota`; allowed: laws, axes, cover, note (did you mean `note`?)"),
-        ("note: why", "cover: 1", "9: Expected `int` >= 2 - at `$.families.parity.cover`"),
+        ("[adamw, sgd]", "[adamw, sdg]", "4: axis `optimizer` = 'sdg': Invalid enum value 'sdg'; allowed: adamw, sgd,"),
+        ("[adamw, sgd]", "[sgd,\n    adamw, sgd]", "5: `sgd` is given twice: keep one of them - at `$.axes.optimizer"),
+        ("[adamw, sgd]", "[]", "4: Expected `array` of length >= 1 - at `$.axes.optimizer`"),
+        ("[adamw, sgd]", "sgd", "4: Expected `array`, got `str` - at `$.axes.optimizer`"),
+        ("[adamw, sgd]", "[adamw, sgd]\n  optimizer: [sgd]", "5: duplicate key `optimizer`: keep one of them"),
+        ("  optimizer: [", "  optimiser: [", f"4: unknown axis `optimiser`{AXES_ALLOWED}"),
+        ("  optimizer: [", "  world: [", f"4: unknown axis `world`{AXES_ALLOWED}"),
+        ("seed: [1]", "seed: [010]", "7: `010` is octal in YAML 1.1 and decimal in YAML 1.2: write it without"),
+        ("seed: [1]", "seed: [one]", "7: axis `seed` = 'one': Expected `int`, got `str` - at `$.alone.seed[0]`"),
+        ("seed: [1]", "sede: [1]", f"7: unknown axis `sede`{AXES_ALLOWED}"),
+        ("  singles:", "  Singles:", "9: Expected `str` matching regex '^[a-z0-9-]+\\\\Z' - at `$.cells.Singles`"),
+        ("    note: each feature alone\n", "", "9: Object missing required field `note` - at `$.cells.singles`"),
+        ("meshes: [dp2]", "meshes: []", "11: Expected `array` of length >= 1 - at `$.cells.singles.meshes`"),
+        ("meshes: [dp2]", "meshes: [dp2,\n      tp1]", "12: axis `mesh` = 'tp1': not the canonical name of this mesh"),
+        ("meshes: [dp2]", "meshes: [dp2, dp2]", "11: `dp2` is given twice"),
+        ("meshes: [dp2]", "meshes: [dp2]\n    strength: 2", "9: singles (`meshes`) have the axes of the matrix: leave"),
+        ("meshes: [dp2]", "meshes: [dp2]\n    axes: {mesh: [dp2]}", "9: singles (`meshes`) have the axes"),
+        ("    strength: 2\n", "", "12: write `meshes` (singles), `strength` (a covering array) or `axes` (a product)"),
+        ("strength: 2", "strength: 1", "14: Expected `int` >= 2 - at `$.cells.pairs.strength`"),
+        ("strength: 2", "strength: 4", "14: Expected `int` <= 3 - at `$.cells.pairs.strength`"),
+        ("strength: 2", "share: 1.5", "14: Expected `float` <= 1.0 - at `$.cells.pairs.share`"),
+        ("strength: 2", "cover: 2", "14: unknown field `cover`; allowed: note, meshes, strength, share, axes"),
         (
-            "note: why",
-            "cover: 3",
-            "9: strength 3 needs at least as many axes with several values; there are 2 - at `$.families.parity.cover`",
+            "strength: 2",
+            "strength: 3\n    axes: {mesh: [dp2, tp2], optimizer: [adamw, sgd]}",
+            "12: strength 3 needs at least as many axes with several values; there are 2 - at `$.cells.pairs`",
         ),
-        ("tp: [2, 4]", "tpp: 2", "14: unknown axis `tpp`; allowed: id, mesh, "),
-        ("tp: [2, 4]", "tp: [2, '4']", "14: `tp` = '4': write a value of type int - at `$.exclusions[0].when.tp[1]`"),
-        ("tp: [2, 4]", "tp: true", "14: `tp` = True: write a value of type int - at `$.exclusions[0].when.tp`"),
-        ("tp: [2, 4]", "tp: []", "14: Expected `array` of length >= 1 - at `$.exclusions[0].when.tp`"),
-        ("tp: [2, 4]", "tp: [2, 2]", "14: `2` is given twice: keep one of them - at `$.exclusions[0].when.tp[1]`"),
-        ("tp: [2, 4]", "tp: 4", "14: matches nothing: remove or correct this exclusion - at `$.exclusions[0].when`"),
+        ("[0.0, 1]", "[1, 1.0]", "17: `1.0` is given twice"),
+        ("[0.0, 1]", "[-1]", "17: axis `clip` = -1: Expected `float` >= 0.0 - at `$.cells.product.axes.clip[0]`"),
+        ("clip: [", "klip: [", f"17: unknown axis `klip`{AXES_ALLOWED}"),
         (
-            "{reshard: always, tp: [2, 4]}",
-            "{reshard: k3}",
-            "14: axis `reshard` = 'k3': Invalid enum value 'k3'; allowed",
+            "mesh: [dp4], clip: [0.0, 1], reshard: [default, always]",
+            "mesh: [dp2], reshard: [always]",
+            "15: section `product` has no cell that no earlier section has: remove it, or widen its axes - at `$.cells",
         ),
-        ("{reshard: always, tp: [2, 4]}", "{}", "14: Expected `object` of length >= 1 - at `$.exclusions[0].when`"),
         (
-            "{reshard: always, tp: [2, 4]}",
-            "{optimizer: adamw}",
-            "10: all cells of `reshard` are excluded: remove the family, or add values to its axes - at",
+            "reshard = always and tp in (2, 4)",
+            "reshard = k3",
+            "19: axis `reshard` = 'k3': Invalid enum value 'k3'; allowed: always, never, ",
         ),
-        ("reason: not implemented", "reason: ' '", "15: Expected `str` matching regex '\\\\S' - at"),
-        ("    reference: torch/x.py\n", "", "14: Object missing required field `reference` - at `$.exclusions[0]`"),
-        ("families: all,", "families: al,", "18: Invalid enum value 'al'; allowed: list, all (did you mean `all`?)"),
-        ("deadline_s: 60", "deadline_s: 0", "18: Expected `float` > 0.0 - at `$.profiles.all.deadline_s`"),
-        (", deadline_s: 60", "", "18: Object missing required field `deadline_s` - at `$.profiles.all`"),
+        ("reshard = always and tp in (2, 4)", "rehard = k2", "19: unknown name `rehard`; allowed: id, mesh, "),
+        ("reshard = always and tp in (2, 4)", "dp2*", "19: an exclusion cannot ask for `id`: name axes, or facts of"),
+        ("reshard = always and tp in (2, 4)", "features > 2", "19: an exclusion cannot ask for `features`: name axes"),
         (
-            "[reshard]",
-            "[reshar]",
-            "20: unknown family `reshar`; allowed: parity, reshard (did you mean `reshard`?) - at",
+            "reshard = always and tp in (2, 4)",
+            "tp = 4",
+            "19: the exclusion `tp = 4` matches nothing: remove or correct",
         ),
-        ("[reshard]", "[reshard, reshard]", "20: `reshard` is given twice: keep one of them - at"),
-        ("[reshard]", "[]", "19: profile `some` selects nothing: name other families, or widen `cells` - at"),
-        ("cells: mesh = dp2", "cells: mesh = tp8", "19: profile `some` selects nothing"),
         (
-            "cells: mesh = dp2",
-            "cells: mesh = dpp",
-            "21: axis `mesh` = 'dpp': not a mesh; write dp2, tp4, dp2-tp2, hsdp2x2 (replicate x shard), hsdp2x2-tp2 or "
+            "reshard = always and tp in (2, 4)",
+            "''",
+            "19: Expected `str` matching regex '\\\\S' - at `$.exclusions[0].when",
+        ),
+        ("reason: not implemented", "reason: ' '", "20: Expected `str` matching regex '\\\\S' - at"),
+        ("    reference: torch/x.py\n", "", "19: Object missing required field `reference` - at `$.exclusions[0]`"),
+        (", deadline_s: 60", "", "23: Object missing required field `deadline_s` - at `$.profiles.all`"),
+        ("deadline_s: 60", "deadline_s: 0", "23: Expected `float` > 0.0 - at `$.profiles.all.deadline_s`"),
+        ("note: all, ", "", "23: Object missing required field `note` - at `$.profiles.all`"),
+        (
+            "pairs, product]",
+            "pairs, produc]",
+            "23: unknown section `produc`; allowed: singles, pairs, product (did you mean `product`?) - at `$.profiles.all",
+        ),
+        ("pairs, product]", "pairs, pairs]", "23: `pairs` is given twice: keep one of them - at `$.profiles.all.must"),
+        ("clip > 0.0", "clip > 7", "24: profile `some` selects nothing: name other sections, or widen `cells` - at"),
+        (
+            "clip > 0.0",
+            "mesh = dpp",
+            "27: axis `mesh` = 'dpp': not a mesh; write dp2, tp4, dp2-tp2, hsdp2x2 (replicate x shard), hsdp2x2-tp2 or "
             "dp1, with numbers from 1 to 4096 - at `$.profiles.some.cells`\n  mesh = dpp\n         ^",
         ),
-        ("cells: mesh = dp2", "cells: ''", "21: the expression ends too early; "),
+        ("clip > 0.0", "''", "27: Expected `str` matching regex '\\\\S' - at `$.profiles.some.cells`"),
+        ("budget_s: 12", "budget_s: 0", "29: Expected `float` > 0.0 - at `$.profiles.short.budget_s`"),
+        ("budget_s: 12", "allows: [fail]", "29: Invalid enum value 'fail'; allowed: waived, unsupported - at"),
+        ("budget_s: 12", "requires_devices: -1", "29: Expected `int` >= 0 - at `$.profiles.short.requires_devices`"),
     ],
 )
 def test_mistakes_have_a_line(folder: Path, old: str, new: str, message: str) -> None:
@@ -176,23 +267,6 @@ def test_mistakes_have_a_line(folder: Path, old: str, new: str, message: str) ->
     with pytest.raises(ConfigError) as caught:
         read(folder, TEXT.replace(old, new))
     assert str(caught.value).removeprefix(f"{folder}/").startswith(f"matrix.yaml:{message}")
-
-
-def test_a_covered_family(folder: Path) -> None:
-    """Every pair of values but the excluded pairs occurs, in fewer cells than the product; other axes have defaults."""
-    axes = "reshard: [default, always], accumulation: [1, 2, 4], optimizer: [sgd]"
-    text = TEXT.replace(
-        "axes: {mesh: [dp2, tp2], reshard: [default, always]}", f"cover: 2\n    axes: {{mesh: [dp2, tp2], {axes}}}"
-    )
-    matrix = read(folder, text)
-    cells = matrix.cells("reshard")
-    pairs = {(cell.mesh, cell.reshard) for cell in cells}
-    assert pairs == {("dp2", "default"), ("dp2", "always"), ("tp2", "default")}
-    assert {(cell.mesh, cell.accumulation) for cell in cells} == {(m, a) for m in ("dp2", "tp2") for a in (1, 2, 4)}
-    assert {(cell.optimizer, cell.steps, cell.clip) for cell in cells} == {("sgd", 4, 0.0)}
-    assert len(cells) < 2 * 3 * 2
-    assert cells == read(folder, text).cells("reshard")
-    assert matrix.excluded("reshard") == ()
 
 
 def test_seeds_are_added_after_cells_are_selected(folder: Path) -> None:
@@ -210,34 +284,36 @@ AXES: dict[str, list[Any]] = {
     "compile": [False, True],
 }
 # Never equal to a sampled cell, and hit by every sampled exclusion.
-FIXED = {"laws": ["B-1"], "axes": {"mesh": ["dp1", "dp2", "tp4"], "compile": [False, True], "seed": [1]}}
-FAMILIES = st.fixed_dictionaries(
+FIXED = {"note": "x", "axes": {"mesh": ["dp1", "dp2", "tp4"], "compile": [False, True], "seed": [1]}}
+SAMPLED = st.fixed_dictionaries(
     {}, optional={axis: st.lists(st.sampled_from(values), min_size=1, unique=True) for axis, values in AXES.items()}
-)
+).filter(bool)
 
 
 @settings(deadline=None)
-@given(axes=FAMILIES, worlds=st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=2, unique=True))
-def test_expansion(folder: Path, axes: dict[str, list[Any]], worlds: list[int]) -> None:
+@given(axes=SAMPLED, worlds=st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=2, unique=True))
+def test_products(folder: Path, axes: dict[str, list[Any]], worlds: list[int]) -> None:
     """The cells are the product of the axes less the exclusions, each once, and the same each time."""
+    when = f"world in ({', '.join(map(str, worlds))}) and compile = true"
     content = {
-        "schema": 1,
-        "families": {"sampled": {"laws": ["A-1", "B-1"], "axes": axes}, "fixed": FIXED},
-        "exclusions": [{"when": {"world": worlds, "compile": True}, "reason": "x", "reference": "x"}],
-        "profiles": {"all": {"families": "all", "deadline_s": 1}},
+        "schema": 2,
+        "axes": {"mesh": ["dp2"]},
+        "cells": {"sampled": {"note": "x", "axes": axes}, "fixed": FIXED},
+        "exclusions": [{"when": when, "reason": "x", "reference": "x"}],
+        "profiles": {"all": {"note": "x", "must": ["sampled", "fixed"], "deadline_s": 1}},
     }
     try:
         matrix = read(folder, json.dumps(content))
     except ConfigError as error:
-        assert "all cells of `sampled` are excluded" in str(error)  # noqa: PT017 - some samples leave no cell
+        assert "section `sampled` has no cell" in str(error)  # noqa: PT017 - some samples leave no cell
         return
-    kept, excluded = matrix.cells("sampled"), [cell for cell, _ in matrix.excluded("sampled")]
     size = 1
     for values in axes.values():
         size *= len(values)
-    assert len({cell.id for cell in (*kept, *excluded)}) == len(kept) + len(excluded) == size
-    assert all(cell.compile and cell.world_size in worlds for cell in excluded)
-    assert not any(cell.compile and cell.world_size in worlds for cell in kept)
-    cases = matrix.cases("all")
-    assert len({case.id for case in cases}) == len(cases) == 2 * len(kept) + len(matrix.cells("fixed"))
-    assert cases == read(folder, json.dumps(content)).cases("all")
+    cells = in_section(matrix, "sampled")
+    compiled = [value for value in axes.get("compile", [False]) if value]
+    excluded = len(compiled) * sum(Cell(mesh=mesh).world_size in worlds for mesh in axes.get("mesh", ["dp2"]))
+    others = size // (len(axes.get("compile", [False])) * len(axes.get("mesh", ["dp2"])))
+    assert len(set(cells)) == len(cells) == size - excluded * others
+    assert not any(cell.compile and cell.world_size in worlds for cell in matrix.cells.values())
+    assert read(folder, json.dumps(content)).cases("all") == matrix.cases("all")

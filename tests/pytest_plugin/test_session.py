@@ -54,6 +54,10 @@ def test_report(healthy: Ended) -> None:
         assert case.duration_s >= case.run_s + case.wait_s >= 0
         assert "MUST" in case.must
         assert case.repro.startswith("pytest -n0 --profile=pr ")
+    judged = {law: of_law.judged for law, of_law in report.coverage.laws.items() if of_law.judged}
+    assert judged == Counter(case.law for case in report.cases if case.verdict == "pass")
+    assert report.coverage.pairs.values.seen == report.coverage.laws["PAR-1"].pairs
+    assert "\ncoverage by laws on numbers: pairs " in healthy.output
     assert {case.law for case in report.cases} >= {"ENV-1", "PAR-1", "PAR-4", "RS-1", "MP-1", "INIT-1"}
 
 

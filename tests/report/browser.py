@@ -36,7 +36,7 @@ return [...document.querySelectorAll(arguments[0])].filter(seen).map(element => 
 
 
 class BrowserUnavailableError(RuntimeError):
-    """What is installed as browser or driver does not start on this machine: a sandbox may forbid it."""
+    """The browser or the driver that is installed does not start on this machine: a sandbox may forbid it."""
 
 
 class Browser:

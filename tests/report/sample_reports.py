@@ -3,6 +3,7 @@
 from typing import Any
 
 from conformance.judge.measurements import Measurement
+from conformance.plan.coverage import CombinationCoverage, Coverage, LawCoverage, LeftOut, Tally
 from conformance.report.cell_facts import CellFacts, Collective
 from conformance.report.schema import CaseResult, Report
 
@@ -14,6 +15,22 @@ FACTS = CellFacts(
     calibration_s=0.01,
     tokens_per_s=1.0,
     schedule=[GATHER] * 4,
+)
+
+
+COVERAGE = Coverage(
+    pairs=CombinationCoverage(
+        values=Tally(9, 10), features=Tally(1, 4), axes={"mesh": Tally(4, 4), "clip": Tally(5, 8)}
+    ),
+    triples=CombinationCoverage(
+        values=Tally(2999, 3000), features=Tally(0, 2), axes={"mesh": Tally(0, 0), "clip": Tally(5, 8)}
+    ),
+    laws={
+        "PAR-1": LawCoverage(
+            pairs=9, cells=7, judged=4, left_out=[LeftOut(where="dropout > 0.0", reason="no <oracle>", cells=2)]
+        ),
+        "MEM-1": LawCoverage(pairs=None, cells=3, judged=3, left_out=[]),
+    },
 )
 
 
@@ -41,6 +58,7 @@ def report(
     environment = {"packages": {"torch": torch}, "device": {"name": "Fake", "count": 2}}
     fixed: dict[str, Any] = {"session": "s", "profile": "pr", "seed": 0, "started": "2026-11-22T10:00:00"}
     fixed |= {"matrix_digest": "m", "defect": None, "selection": "", "exit_code": 0, "duration_s": 1.0, "verdicts": {}}
+    fixed |= {"coverage": COVERAGE}
     fixed |= {"suite_digest": "d", "planned": len(cases), "executed": len(cases)}
     return Report(environment=environment, cases=list(cases), cells=cells or {}, **{**fixed, **other})
 

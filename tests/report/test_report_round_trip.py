@@ -5,6 +5,7 @@ import pytest
 
 from conformance.judge.measurements import Measurement
 from conformance.report.schema import CaseResult, Report
+from tests.report.sample_reports import COVERAGE
 
 
 def test_report_round_trip() -> None:
@@ -40,6 +41,7 @@ def test_report_round_trip() -> None:
         exit_code=0,
         duration_s=1.0,
         cells={},
+        coverage=COVERAGE,
         cases=[case],
     )
     text = msgspec.json.encode(report)

@@ -54,6 +54,7 @@ def test_what_failed_comes_before_the_table_and_what_was_not_judged_after_it() -
     assert "\n  3 cases of PAR-10\n" in text
     assert "\nwaived, 2 cases: https://github.com/pytorch/pytorch/issues/1\n" in text
     assert "unsupported, 1 case: needs 2 GPUs" in text
+    assert "\ncoverage by laws on numbers: pairs 90 % of 10, triples 99.9 % of 3000\n" in text
     assert text.index("PAR-2 ") < text.index("PAR-10 "), "laws in their order"
 
 
@@ -189,6 +190,8 @@ def test_markdown() -> None:
 |-------|--------|--------|-----------|
 | PAR-1 |      1 |      2 |         3 |
 | PAR-2 |        |      2 |         2 |
+
+- coverage by laws on numbers: pairs 90 % of 10, triples 99.9 % of 3000
 """,
     )
 
@@ -196,5 +199,5 @@ def test_markdown() -> None:
 def test_markdown_has_no_marks_but_its_own_and_says_what_was_not_judged() -> None:
     text = markdown(session())
     assert r"loss is \*far\* off" in text
-    assert text.endswith("- unsupported, 1 case: needs 2 GPUs\n")
+    assert "\n- unsupported, 1 case: needs 2 GPUs\n" in text
     assert "\n- waived, 2 cases: https://github.com/pytorch/pytorch/issues/1\n" in text

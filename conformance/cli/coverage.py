@@ -1,0 +1,108 @@
+"""`python -m conformance coverage`: combinations that laws on numbers see in a profile, and what laws leave out."""
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+from tabulate import tabulate
+
+from conformance.cli.command import Answer, Commands, add_matrix, add_profile
+from conformance.plan.cells import AxisValue, Cell
+from conformance.plan.content import Content
+from conformance.plan.coverage import coverage, covered, impossible_pairs, laws_on, on_numbers
+from conformance.plan.matrix import Matrix, load_matrix
+from conformance.report.coverage import AXIS_HEADERS, LAW_HEADERS, TOTAL_HEADERS, axis_rows, law_rows, total_rows
+from conformance.report.shared_axes import spelled
+from conformance.report.wording import counted
+
+_SHOWN = 20
+"""Missing pairs that are listed without `--missing`."""
+_WIDTH = 70
+_LAW_WIDTHS = [*[None] * (len(LAW_HEADERS) - 2), _WIDTH, _WIDTH]
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the command."""
+    parser = commands.add_parser("coverage", help="pairs and triples that laws on numbers see, and what laws leave out")
+    add_matrix(parser)
+    add_profile(parser)
+    parser.add_argument(
+        "--missing",
+        default=str(_SHOWN),
+        metavar="N",
+        help="list up to N missing pairs, or `all` (default: %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="all numbers as JSON, as in report.json")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> Answer:
+    """Print the coverage of a profile. Raises ValueError for a matrix, a profile or a number that is none."""
+    limit = _limit(options.missing)
+    matrix = load_matrix(options.matrix)
+    cells = matrix.profile_cells(options.profile)
+    profile = coverage(matrix, cells)
+    if options.json:
+        return Answer(msgspec.json.format(msgspec.json.encode(profile), indent=1).decode())
+    seen_on = on_numbers(matrix, laws_on(matrix, cells))
+    sections = [
+        f"profile {options.profile}: {len(seen_on)} of {counted(len(cells), 'cell')} have a law on numbers",
+        _numbers(total_rows(profile), TOTAL_HEADERS),
+        _numbers(axis_rows(profile), AXIS_HEADERS),
+        *_missing(matrix, cells, seen_on, limit),
+        *_excluded(matrix.content),
+        tabulate(law_rows(profile), headers=LAW_HEADERS, disable_numparse=True, maxcolwidths=_LAW_WIDTHS),
+    ]
+    return Answer("\n\n".join(sections))
+
+
+def _limit(text: str) -> int | None:
+    """Return the number of missing pairs to list, None for all."""
+    if text != "all" and not text.isdecimal():
+        raise ValueError(f"--missing {text}: write a number of pairs, or `all`")
+    return None if text == "all" else int(text)
+
+
+def _numbers(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
+    """Return a table of which all columns but the first are numbers."""
+    return tabulate(rows, headers=headers, disable_numparse=True, colalign=["left", *["right"] * (len(headers) - 1)])
+
+
+def _missing(matrix: Matrix, cells: Sequence[Cell], seen_on: Sequence[Cell], limit: int | None) -> Iterator[str]:
+    """Yield a table of the first missing pairs, if there are any, with the number of the others."""
+    missing = covered(matrix.content, seen_on, 2).missing
+    if not missing:
+        return
+    shown = missing[:limit]
+    rows = [[_selection(pair), sum(_has(cell, pair) for cell in cells)] for pair in shown]
+    table = tabulate(rows, headers=["missing pair", "cells without a law on numbers"])
+    more = len(missing) - len(shown)
+    yield f"{table}\n... and {more} more: see --missing all" if more else table
+
+
+def _excluded(content: Content) -> Iterator[str]:
+    """Yield the pairs that no cell can have, by exclusion."""
+    impossible_by_rules = impossible_pairs(content)
+    excluded = [pair for impossible in impossible_by_rules for pair in impossible.pairs]
+    rows = [
+        [
+            len(impossible.pairs),
+            _selection(impossible.pairs[0]),
+            "\nand ".join(rule.when for rule in impossible.exclusions) or "more than two exclusions together",
+            "\nand ".join(rule.reason for rule in impossible.exclusions),
+        ]
+        for impossible in impossible_by_rules
+    ]
+    if rows:
+        headers = ["pairs", "for example", "impossible where", "reason"]
+        table = tabulate(rows, headers=headers, maxcolwidths=[None, None, _WIDTH, _WIDTH])
+        yield f"{counted(len(excluded), 'pair')} of values excluded:\n\n{table}"
+
+
+def _has(cell: Cell, pair: Mapping[str, AxisValue]) -> bool:
+    return pair.items() <= msgspec.structs.asdict(cell).items()
+
+
+def _selection(pair: Mapping[str, AxisValue]) -> str:
+    """Return values by axis as `--cells` takes them: `compile = true and offload = cpu`."""
+    return " and ".join(f"{axis} = {spelled(value)}" for axis, value in pair.items())

@@ -1,0 +1,80 @@
+"""Coverage in words and tables, and that of a session: what laws have judged of a profile."""
+
+from collections.abc import Iterable, Iterator
+
+from conformance.judge.verdicts import Verdict
+from conformance.plan.coverage import Coverage, LawCoverage, Tally, coverage
+from conformance.plan.matrix import Matrix
+from conformance.report.schema import CaseResult
+from conformance.report.wording import share_text
+
+_HAVE_JUDGED = (Verdict.PASS, Verdict.QUALITY_WARNING, Verdict.WAIVED, Verdict.FAIL, Verdict.UNEXPECTED_PASS)
+"""Verdicts of a law on a run that has ended; the others say nothing about the law."""
+
+_PENDING = "unsupported, not selected, or without a result"
+TOTAL_HEADERS = ["combinations", "share", "seen", "possible"]
+AXIS_HEADERS = ["axis", "pairs", "seen", "possible", "triples", "seen", "possible"]
+LAW_HEADERS = ["law", "pairs", "cells", "judged", "share", "not judged", "where", "reason"]
+
+
+def session_coverage(matrix: Matrix, profile: str, cases: Iterable[CaseResult], *, seed: int = 0) -> Coverage:
+    """Return the coverage of a session: of all cells of the profile, whatever the session has selected of them.
+
+    `seed` is the number that was added to the seed of each cell. A case of a law on numbers that has measured nothing,
+    such as one whose run has raised an exception, has judged nothing. Raises ValueError for an unknown profile.
+    """
+    cells = matrix.profile_cells(profile)
+    planned = {cell.but(seed=cell.seed + seed).id: cell.id for cell in cells}
+    on_numbers = {law for law, scope in matrix.scopes.items() if scope.numbers}
+    judged = {
+        (case.law, planned[case.cell])
+        for case in cases
+        if case.cell in planned and case.verdict in _HAVE_JUDGED and (case.measured or case.law not in on_numbers)
+    }
+    return coverage(matrix, cells, judged=judged)
+
+
+def coverage_line(covered: Coverage) -> str:
+    """Return one line: `coverage by laws on numbers: pairs 100 % of 3446, triples 78.7 % of 85934`."""
+    pairs, triples = covered.pairs.values, covered.triples.values
+    return f"coverage by laws on numbers: pairs {_of(pairs)}, triples {_of(triples)}"
+
+
+def total_rows(covered: Coverage) -> list[list[str]]:
+    """Return a row for pairs and triples, of any values and of values none of which is a default."""
+    return [
+        [f"{name} of {what}", *_cells(tally)]
+        for name, of_strength in (("pairs", covered.pairs), ("triples", covered.triples))
+        for what, tally in (("any values", of_strength.values), ("non-default values", of_strength.features))
+    ]
+
+
+def axis_rows(covered: Coverage) -> list[list[str]]:
+    """Return a row for each axis, with its pairs and triples: the axis of which least is seen comes first."""
+    pairs, triples = covered.pairs.axes, covered.triples.axes
+    worst_first = sorted(pairs, key=lambda axis: (pairs[axis].share, triples[axis].share))
+    return [[axis, *_cells(pairs[axis]), *_cells(triples[axis])] for axis in worst_first]
+
+
+def law_rows(covered: Coverage) -> list[list[str]]:
+    """Return a row for each law, and more where the law leaves out cells for several reasons."""
+    return [row for law, of_law in covered.laws.items() for row in _law_rows(law, of_law)]
+
+
+def _law_rows(law: str, of_law: LawCoverage) -> Iterator[list[str]]:
+    pairs = "" if of_law.pairs is None else str(of_law.pairs)
+    share = share_text(Tally(of_law.judged, of_law.cells))
+    first = [law, pairs, str(of_law.cells), str(of_law.judged), share]
+    reasons = [[str(gap.cells), gap.where, gap.reason] for gap in of_law.left_out]
+    if of_law.pending:
+        reasons.append([str(of_law.pending), "", _PENDING])
+    for index, reason in enumerate(reasons or [["", "", ""]]):
+        yield [*(first if index == 0 else [""] * len(first)), *reason]
+
+
+def _cells(tally: Tally) -> list[str]:
+    return [share_text(tally), str(tally.seen), str(tally.possible)]
+
+
+def _of(tally: Tally) -> str:
+    return f"{share_text(tally)} of {tally.possible}" if tally.possible else "none possible"

@@ -1,0 +1,90 @@
+"""Scopes of laws: what tests declare is read without importing them, and mistakes are named."""
+
+from pathlib import Path
+
+import pytest
+
+from conformance.laws.registry import asserted_laws
+from conformance.plan.cells import Cell
+from conformance.plan.gaps import GAPS
+from conformance.plan.matrix import load_matrix
+from conformance.plan.scopes import Scope, declared_scopes, in_order, scope
+from conformance.project import LAWS_DIRECTORY, PROJECT
+
+
+def declared(directory: Path, *declarations: str) -> dict[str, Scope]:
+    lines = (f"{declaration}\ndef test_{number}(): ...\n" for number, declaration in enumerate(declarations))
+    (directory / "test_laws.py").write_text("".join(lines))
+    return declared_scopes(directory)
+
+
+def test_what_is_read_is_what_the_decorator_declares() -> None:
+    decorated = {law: entry.law.scope for law, entry in asserted_laws().items()}
+    assert declared_scopes(LAWS_DIRECTORY) == decorated
+    assert list(declared_scopes(LAWS_DIRECTORY)) == sorted(decorated, key=in_order)
+
+
+def test_every_gap_leaves_a_cell_of_the_matrix_out_of_a_law() -> None:
+    matrix = load_matrix(PROJECT / "matrix.yaml")
+    all_facts = [cell.facts() for cell in matrix.cells.values()]
+    met = {
+        gap
+        for declared in matrix.scopes.values()
+        for gap in declared.gaps
+        if any(declared.where.holds(facts) and gap.selection.holds(facts) for facts in all_facts)
+    }
+    assert met == set(GAPS.values())
+
+
+def test_every_law_is_judged_on_a_cell_of_the_matrix() -> None:
+    matrix = load_matrix(PROJECT / "matrix.yaml")
+    judged = {case.law for profile in matrix.profiles for case in matrix.cases(profile)}
+    assert judged == set(matrix.laws())
+
+
+def test_a_gap_leaves_out_cells_of_where() -> None:
+    judged = scope("PAR-1", where="tp = 1", gaps=["dropout-masks", "resumed"])
+    plain, dropout = Cell(mesh="dp2"), Cell(mesh="dp2", dropout=0.1)
+    assert judged.holds(plain)
+    assert not judged.holds(dropout)
+    assert not judged.holds(Cell(mesh="tp2"))
+    assert judged.gap(dropout.facts()) is GAPS["dropout-masks"]
+    assert judged.gap(plain.facts()) is None
+    assert judged.gap(Cell(mesh="tp2", dropout=0.1).facts()) is None, "the law does not speak of it"
+
+
+def test_preconditions_come_first_and_numbers_ascend(tmp_path: Path) -> None:
+    names = ("PAR-10", "PAR-9", "ENV-2", "AMP-1")
+    assert list(declared(tmp_path, *(f"@law('{name}', where='tp = 1')" for name in names))) == [
+        "ENV-2",
+        "AMP-1",
+        "PAR-9",
+        "PAR-10",
+    ]
+
+
+def test_other_decorators_and_files_declare_nothing(tmp_path: Path) -> None:
+    (tmp_path / "more.py").write_text("@law('PAR-2', where='tp = 1')\ndef test_other(): ...\n")
+    assert list(declared(tmp_path, "@pytest.mark.slow\n@law('PAR-1', where='tp = 1')", "@other('PAR-3')")) == ["PAR-1"]
+
+
+@pytest.mark.parametrize(
+    ("declaration", "message"),
+    [
+        ("@law('PAR-1', where='tpp = 1')", "law PAR-1: unknown name `tpp`; allowed: id, mesh, "),
+        ("@law('PAR-1', where='tp = 1', gaps=['no-masks'])", "law PAR-1: unknown gap `no-masks`; allowed: dropout-"),
+        ("@law('PAR-1', where=WHERE)", "test_laws.py:1: write id, `where`, `gaps` and `numbers` of a law as literals"),
+        ("@law(PAR, where='tp = 1')", "test_laws.py:1: write id, "),
+        ("@law('PAR-1', where='tp = 1', gaps=[*GAPS])", "test_laws.py:1: write id, "),
+        ("@law('PAR-1')", "test_laws.py:1: write id, "),
+        ("@law(where='tp = 1')", "test_laws.py:1: write id, "),
+        (
+            "@law('PAR-1', where='tp = 1')\ndef test_one(): ...\n@law('PAR-1', where='tp = 2')",
+            "test_laws.py:3: law PAR-1 is declared twice",
+        ),
+    ],
+)
+def test_mistakes(tmp_path: Path, declaration: str, message: str) -> None:
+    with pytest.raises(ValueError, match="law") as caught:
+        declared(tmp_path, declaration)
+    assert str(caught.value).startswith(message)
