@@ -115,7 +115,9 @@ def measured_rows(seeds: int) -> dict[tuple[str, str], Row]:
         for seed in range(seeds):
             clean = session(Path(name, f"clean-{seed}"), seed=seed, cells="world <= 4", defect=None)
             if clean.exit_code != 0:
-                wrong = [f"{case.id}: {case.reason}" for case in clean.cases if case.verdict not in ("pass", "unsupported")]
+                wrong = [
+                    f"{case.id}: {case.reason}" for case in clean.cases if case.verdict not in ("pass", "unsupported")
+                ]
                 raise SystemExit(f"{len(wrong)} correct runs do not pass:\n" + "\n".join(wrong))
             add_clean(rows, clean)
         for defect in defects():

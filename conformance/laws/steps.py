@@ -28,7 +28,7 @@ def compare_steps(record: Record) -> None:
         if facts.skipped:  # gradients have overflowed: no numbers to compare
             compare.count(int(_overflows(expected.gradients)), name=f"overflow {name}", expected=1, unit="step")
         else:
-            within = tolerance.emulated_gradients(config, expected)
+            within = tolerance.emulated_gradients(config, expected, loss_scale=facts.loss_scale)
             compare.tensors(gradients, expected.gradients, name=f"gradient {name}", within=within)
         compare.scalars([loss], [expected.loss], name=f"loss {name}", within=tolerance.fp32_loss(config))
 

@@ -70,7 +70,9 @@ def test_worlds_span_two_hosts(hosts: TwoHosts, tmp_path: Path) -> None:
     ids = ("dp2-tp2-fp32-default-meta", "dp2-fp32-default-meta-sgd", "dp2-fp32-default-meta-clip0.1")
     cells = f"id in ({', '.join(ids)})"
     directory = tmp_path / "report"
-    status, report = finish(start(hosts, directory, "--cells", cells, "--laws=CLIP-1,INIT-1,PAR-1,PAR-5,RS-1", agents=2), directory)
+    status, report = finish(
+        start(hosts, directory, "--cells", cells, "--laws=CLIP-1,INIT-1,PAR-1,PAR-5,RS-1", agents=2), directory
+    )
     wrong = [(case.id, case.verdict, case.reason) for case in report.cases if case.verdict != "pass"]
     assert (status, wrong) == ([0, 0], []), output(directory)
     assert report.executed == report.planned
