@@ -21,6 +21,8 @@ NOBODY: frozenset[psutil.Process] = frozenset()
 CELL = "dp2-fp32-default-meta-sgd"
 TWO_CASES = ("--cells", f"id = {CELL}", "--laws", "PAR-1,PAR-5")
 """Selection of two laws on one cell; the defect `grads-summed` violates the first."""
+SIX_CASES = ("--cells", f"id in ({CELL}, dp2-fp32-default-meta-tied, dp2-fp32-default-meta-norminf)", *TWO_CASES[2:])
+"""Selection of two laws on three cells."""
 
 
 @dataclass(frozen=True)

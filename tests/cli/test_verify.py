@@ -147,7 +147,7 @@ def test_a_report_of_nothing(copy: Path, capsys: pytest.CaptureFixture[str]) -> 
     edit(copy, nothing_judged)
     shutil.rmtree(copy / "records")
     assert main(["verify", str(copy)]) == 1
-    assert capsys.readouterr().out.startswith("no case could be judged again: ")
+    assert "no case could be judged again: " in capsys.readouterr().out
 
 
 def test_records_elsewhere(copy: Path) -> None:

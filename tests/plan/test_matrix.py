@@ -204,7 +204,7 @@ AXES_ALLOWED = "; allowed: mesh, precision, "
         (
             "schema: 2",
             "scheme: 2",
-            "1: unknown field `scheme`; allowed: schema, axes, alone, cells, exclusions, profiles (did you mean `schema",
+            "1: unknown field `scheme`; allowed: schema, axes, alone, cells, exclusions, profiles (did you mean `",
         ),
         ("[adamw, sgd]", "[adamw, sdg]", "4: axis `optimizer` = 'sdg': Invalid enum value 'sdg'; allowed: adamw, sgd,"),
         ("[adamw, sgd]", "[sgd,\n    adamw, sgd]", "5: `sgd` is given twice: keep one of them - at `$.axes.optimizer"),
@@ -269,7 +269,7 @@ AXES_ALLOWED = "; allowed: mesh, precision, "
         (
             "pairs, product]",
             "pairs, produc]",
-            "23: unknown section `produc`; allowed: singles, pairs, product (did you mean `product`?) - at `$.profiles.all",
+            "23: unknown section `produc`; allowed: singles, pairs, product (did you mean `product`?) - at `$.",
         ),
         ("pairs, product]", "pairs, pairs]", "23: `pairs` is given twice: keep one of them - at `$.profiles.all.must"),
         ("must: [singles, pairs, product]", "must: some", "23: "),

@@ -13,7 +13,7 @@ from conformance.plan.cells import Cell
 from conformance.plan.matrix import Case, load_matrix
 from conformance.project import PROJECT
 from conformance.pytest_plugin.order import Shard, parse_shard
-from tests.sessions import finish, suite
+from tests.sessions import SIX_CASES, finish, suite
 
 CASES = st.lists(st.builds(Case, st.sampled_from(["PAR-1", "PAR-2", "MP-1"]), st.builds(Cell, seed=st.integers(0, 30))))
 
@@ -47,13 +47,10 @@ def test_shard_refuses_more_shards_than_cells() -> None:
         Shard(1, 2).of([Case("PAR-1", Cell()), Case("PAR-2", Cell())])
 
 
-CELLS = "mesh = dp1 and model = tiny and precision = fp32 and (optimizer = sgd or clip = 0)"
-
-
 def test_the_longest_cell_of_a_mesh_is_first(tmp_path: Path) -> None:
     """The controller remembers durations and passes them to its worker."""
     durations = tmp_path / "cache" / "v" / "conformance" / "durations_of_cases_s"
-    first = finish(suite(tmp_path / "a", "conformance/", "--cells", CELLS, cache=tmp_path / "cache"), tmp_path / "a")
+    first = finish(suite(tmp_path / "a", "conformance/", *SIX_CASES, cache=tmp_path / "cache"), tmp_path / "a")
     assert first.status == 0, first.output
     in_order = cells_in_order(first.directory)
     assert len(in_order) > 2
@@ -63,7 +60,7 @@ def test_the_longest_cell_of_a_mesh_is_first(tmp_path: Path) -> None:
 
     last = next(case for case in known if case.endswith(f"/{in_order[-1]}"))
     durations.write_text(json.dumps({**known, last: 1000.0}))
-    command = suite(tmp_path / "b", "conformance/", "--cells", CELLS, workers=1, cache=tmp_path / "cache")
+    command = suite(tmp_path / "b", "conformance/", *SIX_CASES, workers=1, cache=tmp_path / "cache")
     second = finish(command, tmp_path / "b")
     assert cells_in_order(second.directory)[0] == in_order[-1], second.output
     assert re.search(r"^\d+ cases on \d+ cells: about 17 min, as before$", second.output, re.MULTILINE)

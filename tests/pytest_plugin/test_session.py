@@ -19,15 +19,13 @@ from conformance.project import PROJECT
 from conformance.report.schema import CaseResult, Footer, Header
 from conformance.run.experiment import TRAINING
 from conformance.run.record import RecordFile
-from tests.sessions import TWO_CASES, Ended, alive, finish, suite
+from tests.sessions import SIX_CASES, TWO_CASES, Ended, alive, finish, suite
 
 # Two kinds of meshes, laws that compare one cell or two, and the laws on the environment.
 HEALTHY = ("--cells", "id in (tp2-fp32-default-meta, dp2-fp32-default-meta-sgd)")
 HEALTHY += ("--laws", "ENV-*,AXIS-1,INIT-1,PAR-1,PAR-5,RS-1")
 WAIVED_CELL = "dp2-tp2-fp32-default-meta"
 ENDING_LIMIT_S = 5.0
-SIX_CASES = ("--cells", "id in (dp2-fp32-default-meta-sgd, dp2-fp32-default-meta-tied, dp2-fp32-default-meta-norminf)")
-SIX_CASES += ("--laws", "PAR-1,PAR-5")
 
 
 @pytest.fixture(scope="module")
