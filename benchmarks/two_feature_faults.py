@@ -63,7 +63,7 @@ class Fault(NamedTuple):
     features: Mapping[str, AxisValue]
     """The two features, by axis."""
     holds: Condition
-    """Whether a configuration has what makes the defect act; one of the features may do so by itself."""
+    """Predicate of the configurations with both features."""
     method: str = "train_step"
     """Method of the trainer in which the defect is in force."""
 
@@ -85,8 +85,8 @@ FAULTS = {
         {"offload": "cpu", "accumulation": 2},
         lambda config: config.offload == "cpu" and config.accumulation > 1,
     ),
-    "clipped_locally_by_the_largest_with_sgd": Fault(
-        "clip-norm-local",
+    "summed_by_sgd_with_the_largest_as_norm": Fault(
+        "grads-summed",
         {"norm_type": "inf", "optimizer": "sgd"},
         lambda config: config.optimizer.norm_type == "inf" and config.optimizer.name == "sgd",
     ),

@@ -54,8 +54,14 @@ def all_bounds(axes: Mapping[str, Any], seed: int, steps: int, loss_scale: float
     mixed = sampled(seed, (torch.float32, torch.bfloat16, torch.float16))
     initial = sampled(seed + 100, fp32)
     norms = [total_norm(of_step.values(), order=order) for of_step in gradients]
-    run = ReferenceRun(initial, [], norms, gradients, sampled(seed + 200, fp32, like=initial))
-    run.optimizer_state = {"momentum_buffer": sampled(seed + 300, fp32)}
+    run = ReferenceRun(
+        initial,
+        grad_norms=norms,
+        rates=[optimizer.lr] * steps,
+        gradients=gradients,
+        parameters=sampled(seed + 200, fp32, like=initial),
+        optimizer_state={"momentum_buffer": sampled(seed + 300, fp32)},
+    )
     emulated = Emulation(1.0, gradients[0], {name: 1.0 + index for index, name in enumerate(gradients[0])})
     bounds: dict[str, Bound | Mapping[str, Any]] = {
         "fp32_loss": tolerance.fp32_loss(config),
@@ -198,7 +204,7 @@ def test_rendering(of: Bound, text: str) -> None:
 
 # Numbers that the functions returned before they returned bounds.
 W, V = torch.full((3, 4), 0.25), torch.full((5,), 0.5, dtype=torch.bfloat16)
-RUN = ReferenceRun({"w": W}, [], [0.5], [{"w": W}] * 2, {"w": W + 0.125})
+RUN = ReferenceRun({"w": W}, grad_norms=[0.5], rates=[0.001] * 2, gradients=[{"w": W}] * 2, parameters={"w": W + 0.125})
 ADAMW, GRADIENTS = OptimizerConfig(), tolerance.fp32_gradients(Cell().config)
 
 

@@ -1,10 +1,12 @@
 """Comparisons that several laws share: each step of a run with what one process computes from the same state."""
 
+from functools import lru_cache
+
 from conformance.experiments.environment import probe
 from conformance.laws import compare
 from conformance.laws.fixtures import Measure
 from conformance.oracles import optimizer_tolerance, tolerance
-from conformance.oracles.emulation import emulated_step
+from conformance.oracles.emulation import Emulation, emulated_step
 from conformance.oracles.reference import ReferenceRun, Tensors, replay_updates
 from conformance.oracles.virtual_tp import sums_in_ring_order
 from conformance.outcomes import ConformanceFailure, Unsupported
@@ -21,15 +23,25 @@ def compare_steps(record: Record) -> None:
     config = record.cell.config
     for loss, facts in zip(record.losses, record.ranks[0].steps, strict=True):
         step, name = facts.step, f"of step {facts.step}, emulated"
-        masters = record.select(f"step{step}/parameter/")
-        expected = emulated_step(config, masters, step=step, loss_scale=facts.loss_scale, device=record.device_type)
+        expected = emulation_of(record, step)
         gradients = record.select(f"step{step}/gradient/")
         if facts.skipped:  # gradients have overflowed: no numbers to compare
             compare.count(int(_overflows(expected.gradients)), name=f"overflow {name}", expected=1, unit="step")
         else:
-            within = tolerance.emulated_gradients(config, expected)
+            within = tolerance.emulated_gradients(config, expected, loss_scale=facts.loss_scale)
             compare.tensors(gradients, expected.gradients, name=f"gradient {name}", within=within)
         compare.scalars([loss], [expected.loss], name=f"loss {name}", within=tolerance.fp32_loss(config))
+
+
+@lru_cache(maxsize=32)
+def emulation_of(record: Record, step: int) -> Emulation:
+    """Return the emulation of a step of a run, from the weights with which the step began.
+
+    Several laws compare the same step with it, one after another.
+    """
+    (scale,) = (facts.loss_scale for facts in record.ranks[0].steps if facts.step == step)
+    masters = record.select(f"step{step}/parameter/")
+    return emulated_step(record.cell.config, masters, step=step, loss_scale=scale, device=record.device_type)
 
 
 def _overflows(gradients: Tensors) -> bool:

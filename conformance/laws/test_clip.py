@@ -49,7 +49,7 @@ def test_gradient_norm_is_that_of_the_full_gradients(run: Run, cell: Cell) -> No
         [norm for step, norm in zip(record.steps, record.grad_norms, strict=True) if step in record.steps_taken],
         [total_norm(gradients.values(), order=order) for gradients in own],
         name="norm, compared with that of the run's own gradients",
-        within=tolerance.norm(own[0], order=order),
+        within=tolerance.norm(own[0], order=order, roundings=tolerance.norm_roundings(config)),
     )
     logged = {tuple(step.grad_norm for step in facts.steps) for facts in record.ranks}
     detail = f"ranks log {sorted(logged, key=str)}"
@@ -79,7 +79,7 @@ def test_gradients_are_scaled_to_the_norm(run: Run, cell: Cell) -> None:
         if factor == 1.0:
             compare.bits(after, before, name="gradients that are within the limit")
         else:
-            within = tolerance.clipping(before, order=order)
+            within = tolerance.clipping(before, order=order, roundings=tolerance.norm_roundings(config))
             name = "clipped gradients, compared with the run's own"
             compare.tensors(after, _scaled(before, factor), name=name, within=within)
     if _has_reference(record):

@@ -8,10 +8,9 @@ from conformance.judge.law import law
 from conformance.judge.measurements import measure as report
 from conformance.laws import compare
 from conformance.laws.fixtures import Measure, Run
-from conformance.laws.steps import compare_steps, compare_updates, require_known_sum_order
+from conformance.laws.steps import compare_steps, compare_updates, emulation_of, require_known_sum_order
 from conformance.oracles import optimizer_tolerance, tolerance
 from conformance.oracles.cache import reference_run
-from conformance.oracles.emulation import emulated_step
 from conformance.oracles.reference import initial_model
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell
@@ -63,7 +62,7 @@ def test_sharded_fp32_equals_one_process(run: Run, cell: Cell) -> None:
 @law(
     "PAR-2",
     where="precision != fp32 and implementation = fsdp2",
-    gaps=["dropout-masks", "resumed", "bf16-masters", "16-bit-sums", "compiled-roundings", "large-models"],
+    gaps=["dropout-masks", "resumed", "bf16-masters", "compiled-roundings", "large-models"],
     numbers=True,
     reference=MIXED_PRECISION,
 )
@@ -94,9 +93,7 @@ def test_mixed_precision_error_equals_that_of_its_emulation(run: Run, cell: Cell
     """
     config = cell.config
     record, exact = run(cell), reference_run(config, dtype=torch.float64).gradients[0]
-    initial = record.select("initial/parameter/")
-    scale = record.ranks[0].steps[0].loss_scale
-    emulated = emulated_step(config, initial, step=0, loss_scale=scale, device=record.device_type).gradients
+    emulated = emulation_of(record, 0).gradients
     errors = [compare.distance(gradients, exact) for gradients in (record.select("step0/gradient/"), emulated)]
     compare.ratio(*errors, name="error over that of the emulation", factor=tolerance.bf16_error_factor(config))
 
@@ -180,7 +177,7 @@ def test_gradient_accumulation_equals_one_large_batch(run: Run, cell: Cell) -> N
 @law(
     "PAR-7",
     where="(model in (uneven, uneven-tp, even) or tied_embeddings = true) and implementation = fsdp2",
-    gaps=["dropout-masks", "resumed", "bf16-masters", "16-bit-sums", "compiled-roundings", "large-models"],
+    gaps=["dropout-masks", "resumed", "bf16-masters", "compiled-roundings", "large-models"],
     numbers=True,
     reference=FULLY_SHARD,
 )

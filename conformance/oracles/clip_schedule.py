@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 import torch
 
+from conformance.oracles.dtype_policy import dtype_policy
 from conformance.oracles.schedule import Event
 from conformance.oracles.torch_versions import traits_of
 from reference_trainer.config import TrainerConfig
@@ -22,15 +23,19 @@ def clip_events(parameters: Iterable[str], config: TrainerConfig, dims: Parallel
     """Return all collectives of clipping in one step, the same on every rank; `parameters` names all parameters.
 
     The norm is taken, and reported, even where nothing is clipped. RMSNorms outside of tensor parallelism are on a mesh
-    of their own, and come second: the model begins with its embedding.
+    of their own, and come second: the model begins with its embedding. Norms of one mesh are stacked in the largest of
+    their gradients' dtypes, which is that of RMSNorms where these are among them.
     """
-    names = list(parameters)
+    names, policy = list(parameters), dtype_policy(config.precision)
     outside_tp = [name for name in names if "norm" in name] if dims.tp > 1 and not config.norms_in_tp else []
-    events = _norm(len(names) - len(outside_tp), ("dp_shard", "tp"), config, dims)
-    return events + (_norm(len(outside_tp), ("dp_shard",), config, dims) if outside_tp else [])
+    dtype = policy.sharded if outside_tp else policy.sharded_norms
+    events = _norm(len(names) - len(outside_tp), ("dp_shard", "tp"), config, dims, dtype)
+    return events + (_norm(len(outside_tp), ("dp_shard",), config, dims, policy.sharded_norms) if outside_tp else [])
 
 
-def _norm(parameters: int, groups: tuple[str, ...], config: TrainerConfig, dims: ParallelDims) -> list[Event]:
+def _norm(
+    parameters: int, groups: tuple[str, ...], config: TrainerConfig, dims: ParallelDims, dtype: str
+) -> list[Event]:
     largest = config.optimizer.norm_order == math.inf
     traits = traits_of(str(torch.__version__))
     one_by_one = not largest and traits.norms_reduced_one_by_one
@@ -38,4 +43,4 @@ def _norm(parameters: int, groups: tuple[str, ...], config: TrainerConfig, dims:
     sizes = {"dp_shard": dims.dp_shard, "tp": dims.tp}
     alone = ("dp_shard",) if traits.one_rank_communicates and not largest else ()
     reduced = (group for group in groups if sizes[group] > 1 or group in alone)
-    return [Event("clip", "all_reduce", group, numel, "float32", op) for group in reduced]
+    return [Event("clip", "all_reduce", group, numel, dtype, op) for group in reduced]

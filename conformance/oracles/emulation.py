@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
-from math import ceil, log2
 from operator import add
 
 import torch
@@ -207,13 +206,15 @@ def _divisors(config: TrainerConfig) -> tuple[float, float, float]:
 
     Each reduction is a mean, but in fp16 neither sums shall overflow nor gradients vanish: there the first divisor is
     about the root of the number of ranks, a power of two, and the last is the rest of it
-    (`_get_gradient_divide_factors` in torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py). The suite's meshes
-    have powers of two of ranks.
+    (`_get_gradient_divide_factors` in torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py). It grows while it
+    divides the number of ranks: of three ranks it is 2, and the last 1.5.
     """
     size, replicas = _data_parallel_size(config), config.mesh.dp_replicate
     if dtype_policy(config.precision).reduce != FP16:
         return 1.0, size / replicas, float(replicas)
-    before = 2.0 ** ceil(log2(size) / 2)
+    before = 1.0
+    while size % before == 0 and size / before > before:
+        before *= 2
     return before, 1.0, size / before
 
 

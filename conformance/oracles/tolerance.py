@@ -12,7 +12,7 @@ Where a function takes gradients, they are tensors of any shape and floating-poi
 """
 
 from collections.abc import Mapping
-from math import inf, sqrt
+from math import inf, log2, sqrt
 
 import torch
 from torch import Tensor
@@ -151,25 +151,59 @@ def clipped_gradients(gradient_error: Bound, gradients: Mapping[str, Tensor], *,
     return bound("e * (1 + c)", e=gradient_error, c=norm_condition(gradients, order=order))
 
 
-def emulated_gradients(config: TrainerConfig, emulated: Emulation) -> dict[str, Bound]:
+def emulated_gradients(config: TrainerConfig, emulated: Emulation, *, loss_scale: float = 1.0) -> dict[str, Bound]:
     """Return the relative deviation of each gradient of a run from the emulation, which rounds where the run does.
 
     What is left open is the order of sums. Over two ranks a sum has one order, and of tensor-parallel sums in bf16 the
     order is known (`virtual_tp.sums_in_ring_order`): no bit may differ, as products of equal shapes are equal in every
     bit with one torch on one machine. A sum over n > 2 data-parallel ranks in any order has an error of at most
     (n - 1) u times the sum of its terms' sizes (Higham, "Accuracy and Stability of Numerical Algorithms", 2nd edition,
-    section 4.2), in the run as in the emulation. In fp32 with tensor parallelism, compiled, or with TF32, of which the
-    emulation knows nothing, run and emulation are computations of their own, each with the error of `fp32_gradients`.
+    section 4.2), in the run as in the emulation; what is rounded after it, see `_roundings_of_sums`, adds one u each.
+    In fp16 the last division also errs by half of FP16_SMALLEST in each element of the gradient of the scaled loss.
+    In fp32 with tensor parallelism, compiled, or with TF32, of which the emulation knows nothing, run and emulation are
+    computations of their own, each with the error of `fp32_gradients`.
     """
     if config.precision == "fp32" and (config.mesh.tp > 1 or config.compile != "none" or config.tf32):
         return dict.fromkeys(emulated.gradients, both(fp32_gradients(config)))
-    ranks = max(_shards(config), config.mesh.dp_replicate)
-    if ranks <= 2:
+    reduced, added = _roundings_of_sums(config)
+    if not reduced:
         return dict.fromkeys(emulated.conditions, EXACT)
+    dtype = dtype_policy(config.precision).reduce
+    roundoff = torch.finfo(getattr(torch, dtype)).eps / 2
+    sums: dict[str, float | Bound] = {"n": reduced, "r": roundoff, "m": added, "u": FP32_ROUNDOFF}
+    bounds = {name: Bound("2 * (n * r + m * u) * k", {**sums, "k": k}) for name, k in emulated.conditions.items()}
+    if dtype != FP16:
+        return bounds
     return {
-        name: bound("2 * (ranks - 1) * u * k", ranks=ranks, u=FP32_ROUNDOFF, k=condition)
-        for name, condition in emulated.conditions.items()
+        name: bound(
+            "s + (m + 1) * eta * sqrt(numel) / max(scale * norm, eta)",
+            s=error,
+            m=added,
+            eta=FP16_SMALLEST,
+            numel=emulated.gradients[name].numel(),
+            scale=loss_scale,
+            norm=float(emulated.gradients[name].double().norm()),
+        )
+        for name, error in bounds.items()
     }
+
+
+def _roundings_of_sums(config: TrainerConfig) -> tuple[int, int]:
+    """Return the numbers of roundings from the first sum without known order on: in the dtype of reductions, and after.
+
+    Shards are summed, divided, then replicas; quotients by powers of two are exact. Reductions of micro-batches are
+    added: shards that are reduced before the replicas (`all-reduce-last`) in the dtype of reductions, others in that of
+    the masters. A sum of sums that have one order, such as that of micro-batches before their only reduction, is equal
+    in run and emulation and does not count.
+    """
+    shards, replicas = _shards(config), config.mesh.dp_replicate
+    if max(shards, replicas) <= 2:
+        return 0, 0
+    later = config.accumulation - 1 if config.gradient_sync != "last" else 0
+    postponed = config.gradient_sync == "all-reduce-last"
+    of_shards = shards - 1 + later * postponed if shards > 2 else 0
+    quotients = sum(not log2(ranks).is_integer() for ranks in (shards, replicas))
+    return of_shards + replicas - 1 + quotients, 0 if postponed else later
 
 
 def both(error: Bound) -> Bound:
@@ -192,12 +226,13 @@ def bf16_error_factor(config: TrainerConfig) -> Bound:
     return bound("sqrt(1 + 3 * sqrt(4 / tokens))", tokens=tokens)
 
 
-def norm(gradients: Mapping[str, Tensor], *, order: float) -> Bound:
+def norm(gradients: Mapping[str, Tensor], *, order: float, roundings: float = 1.0) -> Bound:
     """Return the relative error of the total norm of given gradients.
 
     A maximum is exact; other norms are a sum over all elements, in fp32. torch gives the norm of each gradient in the
     gradient's dtype, so that the norm of a bf16 gradient is rounded before norms are combined
-    (https://docs.pytorch.org/docs/stable/generated/torch.linalg.vector_norm.html, `dtype`).
+    (https://docs.pytorch.org/docs/stable/generated/torch.linalg.vector_norm.html, `dtype`). `roundings` is the number
+    of roundings in that dtype, see `norm_roundings`.
     """
     if order == inf:
         return EXACT
@@ -205,16 +240,32 @@ def norm(gradients: Mapping[str, Tensor], *, order: float) -> Bound:
     terms: dict[str, float | Bound] = {"u": FP32_ROUNDOFF, "numel": sum(grad.numel() for grad in gradients.values())}
     if coarsest <= FP32_ROUNDOFF:
         return Bound("u * sqrt(numel)", terms)
-    return Bound("coarsest + u * sqrt(numel)", {**terms, "coarsest": coarsest})
+    return Bound("coarsest * roundings + u * sqrt(numel)", {**terms, "coarsest": coarsest, "roundings": roundings})
 
 
-def clipping(gradients: Mapping[str, Tensor], *, order: float) -> dict[str, Bound]:
+def norm_roundings(config: TrainerConfig) -> float:
+    """Return the number of roundings of the total norm in the dtype of sharded parameters, in units of its roundoff.
+
+    Each parameter's norm is rounded. RMSNorms are in fp32, and norms are combined in the largest dtype of a mesh, so
+    that there are more roundings only where RMSNorms are on another mesh than the other parameters, outside of tensor
+    parallelism. Then the norms of a mesh are rounded when they are combined; and for each mesh dimension over which
+    they are reduced, of n ranks, there are roundings of the p-th power, of n - 1 sums and of the p-th root
+    (`_NormPartial` in torch/distributed/tensor/_ops/_math_ops.py), the first two of which count p times less after the
+    root.
+    """
+    if config.norms_in_tp or config.mesh.tp == 1:
+        return 1.0
+    sizes = [ranks for ranks in (_shards(config), config.mesh.tp) if ranks > 1]
+    return 2.0 + sum(ranks / config.optimizer.norm_order + 1.0 for ranks in sizes)
+
+
+def clipping(gradients: Mapping[str, Tensor], *, order: float, roundings: float = 1.0) -> dict[str, Bound]:
     """Return the relative error of each clipped gradient, given the gradients before clipping.
 
-    The norm, norm + 1e-6, quotient and product are rounded, the last two in the gradient's dtype (a scalar tensor takes
-    the dtype of the tensor that it is multiplied with).
+    The norm, see there, norm + 1e-6, quotient and product are rounded, the last two in the gradient's dtype (a scalar
+    tensor takes the dtype of the tensor that it is multiplied with).
     """
-    error = norm(gradients, order=order)
+    error = norm(gradients, order=order, roundings=roundings)
     return {
         name: bound("n + u + 2 * v", n=error, u=FP32_ROUNDOFF, v=_roundoff(grad)) for name, grad in gradients.items()
     }

@@ -29,10 +29,6 @@ GAPS = {
     "dropout-masks": Gap("dropout > 0.0", "no oracle draws the masks of a parallel run"),
     "resumed": Gap("saved_on != none", "the steps before the checkpoint are in no record of the resumed run"),
     "bf16-masters": Gap("precision = bf16-mixed", "no emulation has bf16 master weights"),
-    "16-bit-sums": Gap(
-        "precision in (bf16-reduce, bf16-params, fp16-reduce) and (dp_shard > 2 or dp_replicate > 2)",
-        "sums of more than two numbers in 16 bits depend on the order, which the emulation does not know",
-    ),
     "compiled-roundings": Gap(
         "compile = true and precision != fp32", "kernels of inductor keep in fp32 what the emulation rounds"
     ),

@@ -150,8 +150,15 @@ def _effects(cell: "Cell", mesh: Mesh) -> Iterator[tuple[bool, str]]:
     fewer = mesh.tp == 1 and mesh.dp_shard > 2 and mesh.dp_shard % 2 == 0
     yield fewer or cell.reshard != "k2", "reshard k2 needs a multiple of 2 above 2 of shards, and no tensor parallelism"
     yield cell.saved_on != cell.mesh, f"saved_on {cell.saved_on} is the mesh itself: write `same`"
-    tp = 1 if cell.saved_on in ("none", "same") else Mesh.parse(cell.saved_on).tp
-    yield heads % tp == 0, f"{heads} heads of keys cannot be divided among {tp} tensor-parallel ranks that save"
+    if cell.saved_on not in ("none", "same"):
+        saves = Mesh.parse(cell.saved_on)
+        yield heads % saves.tp == 0, f"{heads} heads of keys cannot be divided among {saves.tp} ranks that save"
+        sizes = [_global_batch_size(of, cell.accumulation) for of in (saves, mesh)]
+        yield (
+            sizes[0] == sizes[1],
+            f"saved_on {cell.saved_on} has a global batch of {sizes[0]} samples, mesh {cell.mesh} of {sizes[1]}: the "
+            "trainer resumes a run with its own data only",
+        )
 
 
 def _global_batch_size(mesh: Mesh, accumulation: int) -> int:

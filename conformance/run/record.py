@@ -62,6 +62,7 @@ class Record:
     def __init__(self, directory: Path, content: RecordFile) -> None:
         self.directory, self.header = directory, content.header
         self._ranks = content.ranks
+        self._full: dict[str, dict[str, Any]] = {}
 
     @property
     def cell(self) -> Cell:
@@ -110,10 +111,12 @@ class Record:
 
         Raises KeyError if there is none, ConformanceFailure if a rank's tensor has another shape than its shard.
         """
-        names = [key.removeprefix(prefix) for key in self.shards[0] if key.startswith(prefix)]
-        if not names:
-            raise KeyError(f"record of {self.cell.id} holds no tensor below {prefix}")
-        return {name: self._assemble(prefix, name) for name in names}
+        if prefix not in self._full:
+            names = [key.removeprefix(prefix) for key in self.shards[0] if key.startswith(prefix)]
+            if not names:
+                raise KeyError(f"record of {self.cell.id} holds no tensor below {prefix}")
+            self._full[prefix] = {name: self._assemble(prefix, name) for name in names}
+        return dict(self._full[prefix])  # many laws ask for the same tensors, which none of them changes
 
     def is_partitioned(self, name: str) -> bool:
         """Return whether the ranks of a parameter hold each of its elements, all equally often."""

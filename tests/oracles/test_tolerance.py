@@ -61,7 +61,21 @@ def test_rounding_of_a_norm_whose_terms_are_given() -> None:
     mixed = gradients | {"v": torch.ones(36, dtype=torch.bfloat16)}
     assert tolerance.norm(mixed, order=inf) == EXACT
     assert tolerance.norm(mixed, order=2.0).value == 1 / 2**8 + 10 / 2**24
+    assert tolerance.norm(mixed, order=2.0, roundings=3.0).value == 3 / 2**8 + 10 / 2**24
     assert values(tolerance.clipping(mixed, order=inf)) == {"w": 3 / 2**24, "v": 1 / 2**24 + 2 / 2**8}
+
+
+@pytest.mark.parametrize(
+    ("axes", "roundings"),
+    [
+        ({"mesh": "dp2-tp2"}, 1.0),
+        ({"mesh": "dp2-tp2", "sequence_parallel": False}, 1.0),
+        ({"mesh": "tp2", "sequence_parallel": False, "norms_in_tp": False}, 2.0 + 2.0),
+        ({"mesh": "dp4-tp2", "sequence_parallel": False, "norms_in_tp": False, "norm_type": "1"}, 2.0 + 5.0 + 3.0),
+    ],
+)
+def test_roundings_of_norms_that_no_fp32_gradient_raises(axes: dict[str, Any], roundings: float) -> None:
+    assert tolerance.norm_roundings(Cell(precision="bf16-mixed", **axes).config) == roundings
 
 
 @pytest.mark.parametrize("change", [{"n_layers": 3}, {"dim": 64}, {"ffn_dim": 128}, {"vocab_size": 122}])
@@ -83,6 +97,38 @@ def test_no_bit_may_differ_from_the_emulation_where_sums_have_one_order() -> Non
     assert largest("dp4") == largest("dp4", precision="bf16-mp") == pytest.approx(2 * 3 * 1.5 / 2**24)
     assert largest("dp4") < largest("dp8") < largest("tp2")
     assert largest("tp2") == largest("dp2", compile=True)
+    assert largest("hsdp2x2", precision="bf16-reduce", accumulation=2) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axes", "in_reductions", "later"),
+    [
+        ("dp4", {"accumulation": 2}, 3, 1),
+        ("dp4", {"accumulation": 2, "gradient_sync": "last"}, 3, 0),
+        ("dp3", {}, 2 + 1, 0),  # the quotient by three is rounded
+        ("hsdp2x4", {}, 3 + 1, 0),
+        ("hsdp4x2", {"accumulation": 2}, 3, 1),  # pairs of shards have one order
+        ("hsdp2x4", {"accumulation": 2, "gradient_sync": "all-reduce-last"}, 3 + 1 + 1, 0),
+        ("hsdp4x2", {"accumulation": 2, "gradient_sync": "all-reduce-last"}, 3, 0),
+    ],
+)
+def test_roundings_from_the_first_sum_without_an_order_on(
+    mesh: str, axes: dict[str, Any], in_reductions: int, later: int
+) -> None:
+    """In units of the last place of fp32: a 16-bit number has 2^16 (bf16) or 2^13 (fp16) of them."""
+    emulated = Emulation(1.0, {"w": torch.ones(4)}, {"w": 1.5})
+    errors = {
+        precision: tolerance.emulated_gradients(
+            Cell(mesh=mesh, precision=precision, **axes).config, emulated, loss_scale=2.0**10
+        )["w"].value
+        for precision in ("bf16-mp", "bf16-reduce", "fp16-reduce")
+    }
+    assert errors["bf16-mp"] == pytest.approx(2 * 1.5 * (in_reductions + later) / 2**24)
+    assert errors["bf16-reduce"] == pytest.approx(2 * 1.5 * (in_reductions * 2**16 + later) / 2**24)
+    # Half of the smallest number for each reduction, here and there, above a norm of 2 that is scaled by 2^10.
+    assert errors["fp16-reduce"] == pytest.approx(
+        2 * 1.5 * (in_reductions * 2**13 + later) / 2**24 + (later + 1) * 2.0**-24 * 2 / 2**11
+    )
 
 
 def test_the_factor_of_bf16_errors_shrinks_with_the_number_of_tokens() -> None:
@@ -99,6 +145,7 @@ def test_tolerance_of_updates() -> None:
         run = ReferenceRun(
             initial={"w": torch.full((3,), 2.0)},
             grad_norms=[1.0] * 3,
+            rates=[0.1] * 3,
             gradients=[{"w": torch.full((3,), 0.5)}] * 3,
             parameters={"w": torch.full((3,), final)},
         )

@@ -10,6 +10,7 @@ import pytest
 from conformance.instruments.facts import Collective
 from conformance.laws.fixtures import Run
 from conformance.laws.test_mp import test_collective_bytes_equal_the_traffic_model as mp_4
+from conformance.oracles.clip_schedule import clip_events
 from conformance.oracles.tp_schedule import local_shapes, sharded_dim, tensor_parallel_events
 from conformance.oracles.traffic import Traffic, add_up, ranks_in, sent_bytes, step_events
 from conformance.outcomes import ConformanceFailure
@@ -151,6 +152,17 @@ def test_bytes_of_an_unknown_collective() -> None:
 @pytest.mark.parametrize(("group", "ranks"), [("dp_shard", 4), ("tp", 8), ("dp_shard/2", 2), ("world", 96)])
 def test_ranks_of_a_group(group: str, ranks: int) -> None:
     assert ranks_in(group, ParallelDims(dp_replicate=3, dp_shard=4, tp=8)) == ranks
+
+
+def test_norms_are_reduced_in_the_largest_dtype_of_their_mesh() -> None:
+    names, dims = ["output.weight", "norm.weight"], resolve_mesh(CONFIG.mesh, world_size=4)
+    assert {event.dtype for event in clip_events(names, but(precision="bf16-mixed"), dims)} == {"float32"}
+    apart = clip_events(names, but(precision="bf16-mixed", sequence_parallel=False, norms_in_tp=False), dims)
+    assert [(event.group, event.dtype) for event in apart] == [
+        ("dp_shard", "bfloat16"),
+        ("tp", "bfloat16"),
+        ("dp_shard", "float32"),
+    ]
 
 
 def test_one_process_sends_nothing() -> None:
