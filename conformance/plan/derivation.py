@@ -72,7 +72,8 @@ def _singles(content: Content, meshes: Sequence[str], base: Mapping[str, AxisVal
 
     A feature that none of the meshes can have stands on the first mesh that can, if any.
     """
-    plain = {str(mesh): Cell(mesh=str(mesh)).but(**base) for mesh in _values(content, "mesh")}
+    all_meshes = dict.fromkeys([*_values(content, "mesh"), *meshes])
+    plain = {str(mesh): Cell(mesh=str(mesh)).but(**base) for mesh in all_meshes}
     yield from (cell for cell in plain.values() if content.exclusion_of(cell) is None)
     for axis, value in _features(content):
         if axis in base:
