@@ -90,8 +90,8 @@ FAULTS = {
         {"norm_type": "inf", "optimizer": "sgd"},
         lambda config: config.optimizer.norm_type == "inf" and config.optimizer.name == "sgd",
     ),
-    "unreduced_if_never_resharded_and_recomputed": Fault(
-        "backward-hooks-not-attached",
+    "not_averaged_if_never_resharded_and_recomputed": Fault(
+        "loss-dp-factor-forgotten",
         {"reshard": "never", "activation_checkpointing": "full"},
         lambda config: config.reshard == "never" and config.activation_checkpointing == "full",
     ),
@@ -105,8 +105,8 @@ FAULTS = {
         {"tied_embeddings": True, "accumulation": 2},
         lambda config: config.model.tied_embeddings and config.accumulation > 1,
     ),
-    "unreduced_if_prefetched_both_ways": Fault(
-        "backward-hooks-not-attached",
+    "same_data_if_prefetched_both_ways": Fault(
+        "wrong-data-per-rank",
         {"forward_prefetch": 1, "backward_prefetch": 2},
         lambda config: config.forward_prefetch == 1 and config.backward_prefetch == 2,
     ),
