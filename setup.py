@@ -1,6 +1,6 @@
 """Build of wheels; all else is in pyproject.toml.
 
-A checkout uses matrix.yaml and waivers.yaml at its top. A wheel has them in the package, where
+A checkout uses matrix.yaml, matrix.lock and waivers.yaml at its top. A wheel has them in the package, where
 `conformance.project.data_file` looks for them.
 """
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-DATA_FILES = ("matrix.yaml", "waivers.yaml")
+DATA_FILES = ("matrix.yaml", "matrix.lock", "waivers.yaml")
 
 
 class BuildWithDataFiles(build_py):

@@ -14,7 +14,8 @@ from conformance.project import PROJECT
 from conformance.report.environment import suite_digest
 
 PACKAGES = ("conformance", "reference_trainer")
-SOURCES = ("LICENSE", "MANIFEST.in", "README.md", "matrix.yaml", "pyproject.toml", "setup.py", "waivers.yaml")
+DATA_FILES = ("matrix.yaml", "matrix.lock", "waivers.yaml")
+SOURCES = ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py", *DATA_FILES)
 BUILD = "import setuptools.build_meta as build; build.build_sdist('..')"
 
 
@@ -65,11 +66,11 @@ def test_a_wheel_has_all_files_of_the_packages(wheel: Path) -> None:
         for file in (PROJECT / package).rglob("*.*")
         if file.is_file() and file.parent.name != "__pycache__"
     }
-    assert names == sources | {"conformance/matrix.yaml", "conformance/waivers.yaml"}
+    assert names == sources | {f"conformance/{name}" for name in DATA_FILES}
 
 
 def test_a_wheel_has_the_matrix_and_the_waivers_of_the_checkout(site: Path) -> None:
-    for name in ("matrix.yaml", "waivers.yaml"):
+    for name in DATA_FILES:
         assert (site / "conformance" / name).read_bytes() == (PROJECT / name).read_bytes()
 
 

@@ -23,6 +23,7 @@ class DerivationError(ValueError):
         self.where = where
         """Path of the mistake in the file, such as `$.cells.pairs`."""
 
+
 _ROUNDS = {2: 10, 3: 0}
 """Rounds in which an array is improved, by strength: with three axes a round takes longer than what it saves."""
 

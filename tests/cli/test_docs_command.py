@@ -60,7 +60,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of what generated parts are made of, and of the files that have them."""
     shutil.copytree(PROJECT / "docs", tmp_path / "docs")
     shutil.copy(PROJECT / "README.md", tmp_path)
-    for name in ("conformance", "matrix.yaml", "reference_trainer", "waivers.yaml"):
+    for name in ("conformance", "matrix.yaml", "matrix.lock", "reference_trainer", "waivers.yaml"):
         (tmp_path / name).symlink_to(PROJECT / name)
     monkeypatch.setattr(docs, "PROJECT", tmp_path)
     monkeypatch.setattr(docs, "MEASURED_FILE", tmp_path / "docs" / "measured.json")

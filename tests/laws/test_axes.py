@@ -35,7 +35,7 @@ def test_an_axis_without_a_proof_is_an_error(run: Run) -> None:
 
 
 def test_every_value_of_the_axes_of_the_matrix_is_looked_at() -> None:
-    """Values that one section alone has are those of simulated worlds and of whole numbers, judged by models of them."""
+    """Values of one section alone are those of simulated worlds and of whole numbers, judged by models of them."""
     base, content = Cell(mesh="dp1"), MATRIX.content
     values = {(axis, value) for axes in (content.axes, content.alone) for axis in axes for value in axes[axis]}
     assert {(axis, value) for axis, value in values if value != getattr(base, axis)} <= DEAD.keys()
