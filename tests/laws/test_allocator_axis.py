@@ -13,11 +13,13 @@ from conformance.judge.support import Machine, unsupported
 from conformance.laws.axes.proofs import prove
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import ALLOCATOR_VARIABLES, Cell
+from conformance.plan.scopes import scope
 from conformance.plan.substrates import CUDA, REAL
 from conformance.run.devices.hardware import NO_DEVICES, Hardware
 from conformance.run.pool import Pools, Task, latched
 from tests.run.devices.fake_devices import some_devices
 
+EVERYWHERE = scope("PAR-1", where="world >= 1")
 ON, OFF, UNSET = (Cell(expandable_segments=value) for value in ("1", "0", "unset"))
 
 
@@ -83,9 +85,9 @@ def test_expandable_segments_are_read_from_the_allocators_snapshot() -> None:
 
 @pytest.mark.parametrize("cell", [ON, OFF], ids=["on", "off"])
 def test_expandable_segments_need_a_device(cell: Cell) -> None:
-    law = Law("AXIS-1", "It MUST.", "", "2.6", REAL)
+    law = Law("AXIS-1", "It MUST.", "", "2.6", REAL, EVERYWHERE)
     cpu = Machine(hardware=NO_DEVICES, torch_version="2.13.0", max_world_size=8)
     assert unsupported(law, cell, cpu) == "needs CUDA expandable segments; this run is on the CPU"
     gpus = msgspec.structs.replace(cpu, hardware=Hardware(devices=some_devices(2)))
-    for on_gpus in (law, Law("MEM-10", "It MUST.", "", "2.6", CUDA)):
+    for on_gpus in (law, Law("MEM-10", "It MUST.", "", "2.6", CUDA, EVERYWHERE)):
         assert unsupported(on_gpus, cell, gpus) is None

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.plan.ordering import best_first
+from conformance.plan.ordering import Gains, best_first
 
 NAMES = "abcdefgh"
 GAINS = st.dictionaries(
@@ -12,14 +12,14 @@ GAINS = st.dictionaries(
 SECONDS = st.fixed_dictionaries({name: st.sampled_from([0.25, 0.5, 1.0, 4.0]) for name in NAMES})
 
 
-def rate(name: str, gains: dict[str, dict[int, float]], seconds: dict[str, float], before: list[str]) -> float:
+def rate(name: str, gains: dict[str, Gains], seconds: dict[str, float], before: list[str]) -> float:
     """Return what a name adds to those before it, per second."""
     seen = {what for other in before for what in gains[other]}
     return sum(weight for what, weight in gains[name].items() if what not in seen) / seconds[name]
 
 
 @given(GAINS, SECONDS)
-def test_each_name_adds_most_of_those_left(gains: dict[str, dict[int, float]], seconds: dict[str, float]) -> None:
+def test_each_name_adds_most_of_those_left(gains: dict[str, Gains], seconds: dict[str, float]) -> None:
     """Values and durations are sums and powers of two: rates are exact, so that ties are ties."""
     ordered = best_first(list(gains), gains, seconds)
     assert sorted(ordered) == sorted(gains)
@@ -32,10 +32,10 @@ def test_each_name_adds_most_of_those_left(gains: dict[str, dict[int, float]], s
 
 
 @given(GAINS, SECONDS)
-def test_the_order_is_the_same_each_time(gains: dict[str, dict[int, float]], seconds: dict[str, float]) -> None:
+def test_the_order_is_the_same_each_time(gains: dict[str, Gains], seconds: dict[str, float]) -> None:
     assert best_first(list(gains), gains, seconds) == best_first(list(gains), gains, seconds)
 
 
 def test_a_short_cell_comes_before_a_longer_one_that_adds_more() -> None:
-    gains = {"long": {1: 1.0, 2: 1.0, 3: 1.0}, "short": {1: 1.0}, "same": {1: 1.0}}
+    gains: dict[str, Gains] = {"long": {1: 1.0, 2: 1.0, 3: 1.0}, "short": {1: 1.0}, "same": {1: 1.0}}
     assert best_first(list(gains), gains, {"long": 4.0, "short": 1.0, "same": 1.0}) == ["short", "long", "same"]

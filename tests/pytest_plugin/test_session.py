@@ -22,8 +22,10 @@ from conformance.run.record import RecordFile
 from tests.sessions import SIX_CASES, TWO_CASES, Ended, alive, finish, suite
 
 # Two kinds of meshes, laws that compare one cell or two, and the laws on the environment.
-HEALTHY = ("--cells", "id in (tp2-fp32-default-meta, dp2-fp32-default-meta-sgd)")
-HEALTHY += ("--laws", "ENV-*,AXIS-1,INIT-1,PAR-1,PAR-5,RS-1")
+HEALTHY = (
+    *("--cells", "id in (tp2-fp32-default-meta, dp2-fp32-never-meta)"),
+    *("--laws", "ENV-*,AXIS-1,INIT-1,MP-1,PAR-1,PAR-4,PAR-5,RS-1"),
+)
 WAIVED_CELL = "dp2-tp2-fp32-default-meta"
 ENDING_LIMIT_S = 5.0
 

@@ -14,6 +14,7 @@ from conformance.judge.support import Machine, unsupported
 from conformance.judge.verdicts import Verdict, exit_status
 from conformance.laws.registry import law_tests
 from conformance.plan.cells import Cell
+from conformance.plan.scopes import scope
 from conformance.plan.substrates import CUDA, REAL, SIMULATED, Substrate
 from conformance.project import PROJECT
 from conformance.run.devices import nvml as module
@@ -39,6 +40,7 @@ from conformance.run.ranks.messages import RANK_IN_VALUE
 from tests.run.devices.fake_devices import FakeDevices, some_devices
 from tests.sessions import finish, suite
 
+EVERYWHERE = scope("PAR-1", where="world >= 1")
 THREE = some_devices(3)
 
 
@@ -228,7 +230,7 @@ def machine(hardware: Hardware) -> Machine:
 
 
 def test_unsupported_says_what_is_missing() -> None:
-    law = Law("MEM-10", "It MUST.", "", "2.6", CUDA)
+    law = Law("MEM-10", "It MUST.", "", "2.6", CUDA, EVERYWHERE)
     shared = Hardware(devices=some_devices(1), ranks_per_device=2)
     assert unsupported(law, Cell(mesh="dp2"), machine(shared)) is None
     missing = unsupported(law, Cell(mesh="dp4"), machine(shared))
@@ -240,7 +242,7 @@ def test_unsupported_says_what_is_missing() -> None:
 
 
 def test_pinned_memory_needs_an_accelerator() -> None:
-    law = Law("OFF-1", "It MUST.", "", "2.6", REAL)
+    law = Law("OFF-1", "It MUST.", "", "2.6", REAL, EVERYWHERE)
     cell = Cell(mesh="dp2", offload="cpu", pin_memory=True)
     assert unsupported(law, cell, machine(Hardware(devices=THREE))) is None
     missing = unsupported(law, cell, machine(NO_DEVICES))
@@ -248,7 +250,7 @@ def test_pinned_memory_needs_an_accelerator() -> None:
 
 
 def test_tf32_needs_a_cuda_device() -> None:
-    law = Law("PAR-1", "It MUST.", "", "2.6", REAL)
+    law = Law("PAR-1", "It MUST.", "", "2.6", REAL, EVERYWHERE)
     assert unsupported(law, Cell(tf32=True), machine(Hardware(devices=THREE))) is None
     missing = unsupported(law, Cell(tf32=True), machine(NO_DEVICES))
     assert missing == "needs a CUDA device, which rounds products to TF32; this run is on the CPU"
