@@ -23,7 +23,6 @@ from tabulate import tabulate
 from benchmarks.documents import PROJECT, write_block
 from conformance.defects.catalogue import defects
 from conformance.judge.measurements import Measurement
-from conformance.plan.matrix import load_matrix
 from conformance.report.schema import CaseResult, Report
 
 DOCUMENT = PROJECT / "docs" / "tolerances.md"
@@ -100,23 +99,11 @@ def add_defect(rows: dict[tuple[str, str], Row], report: Report, laws: tuple[str
                 rows[key].defect = min(rows[key].defect, (of_bound, value, str(report.defect)))
 
 
-def with_seeds(seeds: int, directory: Path) -> Path:
-    """Write a matrix with the laws that have tolerances; cells without a seed of their own occur with each seed."""
-    matrix = msgspec.to_builtins(load_matrix(PROJECT / "matrix.yaml"))
-    for family in matrix["families"].values():
-        family["laws"] = [law for law in family["laws"] if law in LAWS]
-        family["axes"].setdefault("seed", list(range(seeds)))
-    matrix["families"] = {name: family for name, family in matrix["families"].items() if family["laws"]}
-    matrix["profiles"] = {"pr": {"families": "all", "deadline_s": 120.0}}
-    file = directory / "matrix.yaml"
-    file.write_bytes(msgspec.json.encode(matrix))
-    return file
-
-
-def session(matrix: Path, directory: Path, *, cells: str, defect: str | None) -> Report:
-    """Run the laws with tolerances on the selected cells."""
+def session(directory: Path, *, seed: int, cells: str, defect: str | None) -> Report:
+    """Run the laws with tolerances on the selected cells of profile `pr`."""
     command = [sys.executable, "-m", "pytest", "-n", "auto", "-q", "conformance/laws/", f"--report-dir={directory}"]
-    command += [f"--matrix={matrix}", f"--cells={cells}", *([f"--defect={defect}"] if defect else [])]
+    command += [f"--laws={','.join(LAWS)}", f"--seed={seed}", f"--cells={cells}"]
+    command += [f"--defect={defect}"] if defect else []
     subprocess.run(command, cwd=PROJECT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
     return msgspec.json.decode((directory / "report.json").read_bytes(), type=Report)
 
@@ -125,19 +112,21 @@ def measured_rows(seeds: int) -> dict[tuple[str, str], Row]:
     """Run all sessions. Raises SystemExit if a correct run does not pass, since its bound separates nothing."""
     rows: dict[tuple[str, str], Row] = defaultdict(Row)
     with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        matrix = with_seeds(seeds, directory)
-        clean = session(matrix, directory / "clean", cells="world <= 4", defect=None)
-        if clean.exit_code != 0:
-            wrong = [f"{case.id}: {case.reason}" for case in clean.cases if case.verdict not in ("pass", "unsupported")]
-            raise SystemExit(f"{len(wrong)} correct runs do not pass:\n" + "\n".join(wrong))
-        add_clean(rows, clean)
+        for seed in range(seeds):
+            clean = session(Path(name, f"clean-{seed}"), seed=seed, cells="world <= 4", defect=None)
+            if clean.exit_code != 0:
+                wrong = [
+                    f"{case.id}: {case.reason}" for case in clean.cases if case.verdict not in ("pass", "unsupported")
+                ]
+                raise SystemExit(f"{len(wrong)} correct runs do not pass:\n" + "\n".join(wrong))
+            add_clean(rows, clean)
         for defect in defects():
             laws = tuple(law for law in defect.laws if law in LAWS)
-            if laws:
-                report = session(matrix, directory / defect.id, cells=defect.cells, defect=defect.id)
+            for seed in range(seeds if laws else 0):
+                directory = Path(name, f"{defect.id}-{seed}")
+                report = session(directory, seed=seed, cells=defect.cells, defect=defect.id)
                 add_defect(rows, report, laws)
-                print(f"{defect.id}: {report.verdicts}", file=sys.stderr)
+                print(f"{defect.id}, seed {seed}: {report.verdicts}", file=sys.stderr)
     return dict(sorted(rows.items()))
 
 

@@ -63,7 +63,7 @@ class Fault(NamedTuple):
     features: Mapping[str, AxisValue]
     """The two features, by axis."""
     holds: Condition
-    """Whether a configuration has what makes the defect act; one of the features may do so by itself."""
+    """Predicate of the configurations with both features."""
     method: str = "train_step"
     """Method of the trainer in which the defect is in force."""
 
@@ -85,13 +85,13 @@ FAULTS = {
         {"offload": "cpu", "accumulation": 2},
         lambda config: config.offload == "cpu" and config.accumulation > 1,
     ),
-    "clipped_locally_by_the_largest_with_sgd": Fault(
-        "clip-norm-local",
+    "summed_by_sgd_with_the_largest_as_norm": Fault(
+        "grads-summed",
         {"norm_type": "inf", "optimizer": "sgd"},
         lambda config: config.optimizer.norm_type == "inf" and config.optimizer.name == "sgd",
     ),
-    "unreduced_if_never_resharded_and_recomputed": Fault(
-        "backward-hooks-not-attached",
+    "not_averaged_if_never_resharded_and_recomputed": Fault(
+        "loss-dp-factor-forgotten",
         {"reshard": "never", "activation_checkpointing": "full"},
         lambda config: config.reshard == "never" and config.activation_checkpointing == "full",
     ),
@@ -105,8 +105,8 @@ FAULTS = {
         {"tied_embeddings": True, "accumulation": 2},
         lambda config: config.model.tied_embeddings and config.accumulation > 1,
     ),
-    "unreduced_if_prefetched_both_ways": Fault(
-        "backward-hooks-not-attached",
+    "same_data_if_prefetched_both_ways": Fault(
+        "wrong-data-per-rank",
         {"forward_prefetch": 1, "backward_prefetch": 2},
         lambda config: config.forward_prefetch == 1 and config.backward_prefetch == 2,
     ),

@@ -18,7 +18,9 @@ from tests import forked
 LIMIT_S = 100.0
 PYTEST = [sys.executable, "-m", "pytest"]
 NOBODY: frozenset[psutil.Process] = frozenset()
-ONE_CELL = "id = dp2-fp32-default-meta-sgd-noclip"
+CELL = "dp2-fp32-default-meta-sgd"
+TWO_CASES = ("--cells", f"id = {CELL}", "--laws", "PAR-1,PAR-5")
+"""Selection of two laws on one cell; the defect `grads-summed` violates the first."""
 
 
 @dataclass(frozen=True)

@@ -29,15 +29,18 @@ from tests import forked
 FILE = Path(__file__).with_name("wrong_inputs.txt")
 LIMIT_S = 100.0
 MATRIX = """\
-schema: 1
-families:
-  parity:
-    laws: [PAR-1, PAR-5]
-    axes: {mesh: [dp2, tp2], reshard: [default, never]}
+schema: 2
+axes:
+  mesh: [dp2, tp2]
+  reshard: [default, never]
+  optimizer: [adamw, sgd]
+cells:
+  singles: {note: each feature alone, meshes: [dp2]}
+  pairs: {note: any two meet, strength: 2}
 exclusions:
-  - {when: {mesh: tp2, reshard: never}, reason: one rank holds all, reference: nowhere}
+  - {when: mesh = tp2 and reshard = never, reason: one rank holds all, reference: nowhere}
 profiles:
-  pr: {families: all, deadline_s: 60}
+  pr: {note: all, must: [singles, pairs], deadline_s: 60}
 """
 WAIVERS = """\
 schema: 1

@@ -207,7 +207,7 @@ INF_NORM_SUMMED = Defect(
     source="https://github.com/meta-pytorch/torchrec/pull/3199",
     mechanism="the reduction of a p-norm is used for a maximum",
     laws=("CLIP-1", "CLIP-2"),
-    cells="id = dp2-fp32-default-meta-norminf",
+    cells="id = dp2-fp32-default-meta-norminf or norm_type = inf and clip = 0.1 and compile = false and world <= 4",
     inject=partial(clipping_by_norm, norm_over(op=dist.ReduceOp.SUM)),
     inject_twin=_by_full_norm,
 )

@@ -165,7 +165,7 @@ LOSS_WRONG_PARALLEL_FACTOR = Defect(
     source="https://github.com/huggingface/transformers/issues/39648",
     mechanism="the factor that undoes FSDP's average counts tensor-parallel ranks as well",
     laws=("PAR-1", "PAR-9"),
-    cells="id = tp2-fp32-default-meta-integer-sgd-noclip-steps1",
+    cells="id in (tp2-fp32-default-meta, tp2-fp32-default-meta-integer-sgd-noclip-steps1)",
     inject=partial(backward_from, times_world),
     inject_twin=partial(backward_from, factor_last),
 )

@@ -129,7 +129,7 @@ RESUME_MOMENTUM_LOST = Defect(
     source="https://github.com/KempnerInstitute/KempnerForge/pull/115",
     mechanism="buffers are zero after they were loaded",
     laws=("CKPT-1",),
-    cells="id = dp2-fp32-default-meta-sgdmomentum-from.same-steps4",
+    cells="id = dp2-fp32-default-meta-sgdmomentum-from.same",
     inject=partial(optimizer_state, torch.zeros_like, key="momentum_buffer"),
     inject_twin=partial(optimizer_state, torch.clone, key="momentum_buffer"),
 )

@@ -87,7 +87,7 @@ PREFETCH_ORDER_OF_NESTED_GROUPS = Defect(
     source="https://github.com/ByteDance-Seed/VeOmni/pull/1043",
     mechanism="the order of backward is taken to be that of forward reversed, but it enters outer groups first",
     laws=("RS-1",),
-    cells="precision = bf16-mixed and backward_prefetch > 0 and reshard != never and dp_shard > 1",
+    cells="precision = bf16-mixed and backward_prefetch > 0 and reshard != never and dp_shard > 1 and world <= 4",
     inject=partial(backward_order, reversed_forward=True),
     inject_twin=partial(backward_order, reversed_forward=False),
 )
@@ -122,7 +122,7 @@ PREFETCH_IN_RECOMPUTATION = Defect(
     source="https://github.com/NVIDIA-NeMo/Automodel/issues/3373",
     mechanism="recomputation in backward runs the hooks of forward, which prefetch the groups after the block",
     laws=("MEM-1", "RS-1"),
-    cells="model = deep and activation_checkpointing = full and forward_prefetch = 2 and reshard not in (never, auto)",
+    cells="activation_checkpointing = full and forward_prefetch > 0 and reshard not in (never, auto) and world <= 4",
     inject=partial(recomputation, prefetches=True),
     inject_twin=partial(recomputation, prefetches=False),
 )

@@ -44,7 +44,7 @@ HSDP_DIVIDE_FACTOR = Defect(
     source="https://github.com/pytorch/pytorch/issues/155903",
     mechanism="the divide factor counts the ranks of the reduce-scatter alone",
     laws=("PAR-1", "PAR-9"),
-    cells="id = hsdp2x2-fp32-default-meta-integer-sgd-noclip-steps1",
+    cells="id in (hsdp2x2-fp32-default-meta, hsdp2x2-fp32-default-meta-integer-sgd-noclip-steps1)",
     inject=partial(reduced_by_sum, lambda shards, _replicas: shards),
     inject_twin=partial(reduced_by_sum, lambda shards, replicas: shards * replicas),
 )

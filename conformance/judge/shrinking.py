@@ -12,7 +12,9 @@ from conformance.plan.cells import AxisValue, Cell, axis_default, axis_names
 from conformance.plan.mesh import Mesh
 
 Fails = Callable[[Cell], bool | None]
-"""Whether the law fails alike on a cell; None if it cannot be judged there. Raises SearchEnded to end the search."""
+"""Function that returns whether the law fails alike on a cell, None if it cannot be judged there.
+
+Raises SearchEnded to end the search."""
 _SMALL_WORLD = 2
 
 
@@ -114,17 +116,17 @@ class _Search:
         features = _without(features_of(cell), "mesh")
         needed, undecided = dict[str, AxisValue](), list(features)
         while undecided and not self.take_any(iter([with_only(cell, needed)])):
-            without, enough = 0, len(undecided)
-            while enough - without > 1:
-                middle = (without + enough) // 2
+            without, sufficient = 0, len(undecided)
+            while sufficient - without > 1:
+                middle = (without + sufficient) // 2
                 first = {name: features[name] for name in undecided[:middle]}
                 if self.take_any(iter([with_only(cell, first | needed)])):
-                    enough = middle
+                    sufficient = middle
                 else:
                     without = middle
-            last = undecided[enough - 1]
+            last = undecided[sufficient - 1]
             needed[last] = features[last]
-            undecided = undecided[: enough - 1]
+            undecided = undecided[: sufficient - 1]
 
     def reset_one_by_one(self) -> None:
         """Reset one axis, or two where one alone cannot be reset, as long as the law still fails."""

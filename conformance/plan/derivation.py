@@ -23,6 +23,9 @@ class DerivationError(ValueError):
         self.where = where
         """Path of the mistake in the file, such as `$.cells.pairs`."""
 
+_ROUNDS = {2: 10, 3: 0}
+"""Rounds in which an array is improved, by strength: with three axes a round takes longer than what it saves."""
+
 
 def derive(content: Content) -> dict[str, list[Cell]]:
     """Return the cells of each section, in the order of the file; a cell belongs to the first section that has it.
@@ -69,7 +72,8 @@ def _singles(content: Content, meshes: Sequence[str], base: Mapping[str, AxisVal
 
     A feature that none of the meshes can have stands on the first mesh that can, if any.
     """
-    plain = {str(mesh): Cell(mesh=str(mesh)).but(**base) for mesh in _values(content, "mesh")}
+    all_meshes = dict.fromkeys([*_values(content, "mesh"), *meshes])
+    plain = {str(mesh): Cell(mesh=str(mesh)).but(**base) for mesh in all_meshes}
     yield from (cell for cell in plain.values() if content.exclusion_of(cell) is None)
     for axis, value in _features(content):
         if axis in base:
@@ -127,6 +131,7 @@ def covering_cells(
         given=[row_of(cell) for cell in earlier if all(getattr(cell, axis) == value for axis, value in fixed.items())],
         cost=Cost(sorted(COST_AXES & free.keys()), lambda row: worth_s(cell_from_axes(_costly(fixed, row)))),
         until=share,
+        rounds=_ROUNDS[strength],
     )
     return [cell_from_axes({**fixed, **row}) for row in rows]
 

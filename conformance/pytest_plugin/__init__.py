@@ -1,6 +1,7 @@
 """Pytest plugin: a session of pytest that collects, orders, judges and reports the cases of a profile.
 
-May import everything but laws, experiments, detection and cli; torch-free. Start reading at `plugin` (options,
-activation), then `session` (hooks of every process) and `controller` (results and report). `setup` reads the options,
-`order` has shards and the order of cases, `interruption` the early end of a session.
+May import everything but experiments, detection and cli, of laws the registry alone; torch-free. Start reading at
+`plugin` (options, activation), then `session` (hooks of every process) and `controller` (results and report). `setup`
+reads the options, `order` has shards and the order of cases, `interruption` the early end of a session, `shrinking` the
+search for the smallest failing cells at its end.
 """

@@ -20,18 +20,19 @@ LAW_HEADERS = ["law", "pairs", "cells", "judged", "share", "not judged", "where"
 def session_coverage(matrix: Matrix, profile: str, cases: Iterable[CaseResult], *, seed: int = 0) -> Coverage:
     """Return the coverage of a session: of all cells of the profile, whatever the session has selected of them.
 
+    A session with a larger budget than its profile has judged other cells of the matrix, too, which are added.
     `seed` is the number that was added to the seed of each cell. A case of a law on numbers that has measured nothing,
     such as one whose run has raised an exception, has judged nothing. Raises ValueError for an unknown profile.
     """
-    cells = matrix.profile_cells(profile)
-    planned = {cell.but(seed=cell.seed + seed).id: cell.id for cell in cells}
+    planned = {cell.but(seed=cell.seed + seed).id: cell for cell in matrix.cells.values()}
     on_numbers = {law for law, scope in matrix.scopes.items() if scope.numbers}
     judged = {
-        (case.law, planned[case.cell])
+        (case.law, planned[case.cell].id)
         for case in cases
         if case.cell in planned and case.verdict in _HAVE_JUDGED and (case.measured or case.law not in on_numbers)
     }
-    return coverage(matrix, cells, judged=judged)
+    cells = dict.fromkeys([*matrix.profile_cells(profile), *(matrix.cells[cell] for _, cell in sorted(judged))])
+    return coverage(matrix, list(cells), judged=judged)
 
 
 def coverage_line(covered: Coverage) -> str:

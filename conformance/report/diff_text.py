@@ -4,22 +4,26 @@ from collections.abc import Mapping, Sequence
 
 from tabulate import tabulate
 
-from conformance.report.diff import HARMLESS, RESTRICTIONS, WARNINGS, Change, Difference
+from conformance.report.diff import HARMLESS, RESTRICTIONS, WARNINGS, Change, Difference, Kind
 
+_METRIC: Kind = "metric-moved"
 _SHOWN = 30
 """Groups of drifted metrics, and other changes, that the terminal shows; JSON has all."""
 SIDE_HEADERS = ["", "before", "after"]
 VERDICT_HEADERS = ["change", "case", "before", "after", "reason"]
+COVERAGE_HEADERS = ["coverage", "before", "after", "of what"]
 METRIC_HEADERS = ["law", "metric", "cases", "after / before", "for example", "before", "after"]
 
 
 def as_text(difference: Difference) -> str:
-    """Return what was compared, changes of verdicts, and drifted metrics by law and name, for a terminal."""
+    """Return what was compared, changes of verdicts, drifted metrics by law and name, and coverage, for a terminal."""
     sections = [title(difference), _sides(difference, "simple")]
     if verdicts := [_verdict_row(change) for change in difference.changes if _is_of_verdict(change)]:
         sections.append(_limited(verdicts, VERDICT_HEADERS))
     if metrics := metric_rows(difference):
         sections.append(_limited(metrics, METRIC_HEADERS))
+    if fallen := coverage_rows(difference):
+        sections.append(_limited(fallen, COVERAGE_HEADERS))
     return "\n\n".join([*sections, summary(difference)])
 
 
@@ -31,6 +35,8 @@ def as_markdown(difference: Difference) -> str:
     if metrics := metric_rows(difference):
         table = tabulate(metrics, headers=METRIC_HEADERS, tablefmt="github", disable_numparse=True)
         sections += ["## Metrics", table]
+    if fallen := coverage_rows(difference):
+        sections += ["## Coverage", tabulate(fallen, headers=COVERAGE_HEADERS, tablefmt="github")]
     return "\n\n".join(sections) + "\n"
 
 
@@ -61,18 +67,22 @@ def side_rows(difference: Difference) -> list[list[str]]:
 
 
 def verdict_rows(difference: Difference) -> list[list[str]]:
-    """Return a row for each change of a verdict, and of coverage: warnings and harmless ones last."""
+    """Return a row for each change of a verdict, the harmless ones last."""
     changes = filter(_is_of_verdict, difference.changes)
-    return [
-        _verdict_row(change) for change in sorted(changes, key=lambda change: change.kind in (*WARNINGS, *HARMLESS))
-    ]
+    return [_verdict_row(change) for change in sorted(changes, key=lambda change: change.kind in HARMLESS)]
+
+
+def coverage_rows(difference: Difference) -> list[list[str]]:
+    """Return a row for pairs, triples and each law of which less was seen or judged than before."""
+    fallen = (change for change in difference.changes if change.kind in WARNINGS)
+    return [[change.case, change.before, change.after, change.reason] for change in fallen]
 
 
 def metric_rows(difference: Difference) -> list[list[str]]:
     """Return a row for each law and name of drifted metrics, the largest groups first."""
     by_name: dict[tuple[str, str], list[Change]] = {}
     for change in difference.changes:
-        if not _is_of_verdict(change):
+        if change.kind == _METRIC:
             law = change.case.partition("/")[0] if "/" in change.case else ""
             by_name.setdefault((law, change.reason), []).append(change)
     rows = []
@@ -84,7 +94,7 @@ def metric_rows(difference: Difference) -> list[list[str]]:
 
 
 def _is_of_verdict(change: Change) -> bool:
-    return change.kind != "metric-moved"
+    return change.kind not in (_METRIC, *WARNINGS)
 
 
 def _verdict_row(change: Change) -> list[str]:

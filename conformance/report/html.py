@@ -21,9 +21,11 @@ from conformance.report.charts import bounds_bar, timeline
 from conformance.report.coverage import AXIS_HEADERS, LAW_HEADERS, TOTAL_HEADERS, axis_rows, law_rows, total_rows
 from conformance.report.diff import Difference
 from conformance.report.diff_text import (
+    COVERAGE_HEADERS,
     METRIC_HEADERS,
     SIDE_HEADERS,
     VERDICT_HEADERS,
+    coverage_rows,
     metric_rows,
     side_rows,
     summary,
@@ -91,6 +93,7 @@ def html_difference(difference: Difference) -> str:
         sides=(SIDE_HEADERS, side_rows(difference)),
         verdicts=(VERDICT_HEADERS, verdict_rows(difference)),
         metrics=(METRIC_HEADERS, metric_rows(difference)),
+        coverage=(COVERAGE_HEADERS, coverage_rows(difference)),
     )
 
 

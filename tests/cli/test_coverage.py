@@ -18,7 +18,7 @@ cells:
 exclusions:
   - {when: mesh = tp2 and compile = true, reason: torch refuses it, reference: torch/x.py}
 profiles:
-  pr: {note: why, deadline_s: 60}
+  pr: {note: why, must: all, deadline_s: 60}
 """
 
 

@@ -31,7 +31,7 @@ TEXT = """\
 schema: 2
 axes:
   mesh: [dp2, tp2]
-  clip: [1.0, 0, 0.1]
+  clip: [1, 0, 0.1]
   compile: [false, true]
   dropout: [0.0, 0.1]
 alone:
@@ -174,7 +174,7 @@ def combinations(cells: Iterable[Cell], strength: int) -> Iterator[tuple[tuple[s
 @settings(max_examples=25, deadline=None)
 @given(st.sets(st.sampled_from(RULES)), st.sets(st.integers(0, 35)), st.sampled_from([2, 3]))
 def test_counts_are_those_of_all_combinations_of_all_cells(rules: set[str], picked: set[int], strength: int) -> None:
-    """Here every cell is axes, which the axes of the project are too many for."""
+    """Here all cells can be listed, unlike those of the project."""
     described = content(AXES, *sorted(rules))
     every = [cell_from_axes(dict(zip(AXES, values, strict=True))) for values in itertools.product(*AXES.values())]
     allowed = [cell for cell in every if described.exclusion_of(cell) is None]

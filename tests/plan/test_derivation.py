@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from conformance.plan.cells import AxisValue, Cell, axis_default, cell_from_axes
-from conformance.plan.content import Exclusion, Values
+from conformance.plan.content import Exclusion, Section, Values
 from conformance.plan.cost import estimated_s
 from conformance.plan.derivation import covering_cells
 from conformance.plan.matrix import load_matrix
@@ -19,51 +19,71 @@ VALUES: dict[str, Values] = {
     for axis in {**CONTENT.axes, **CONTENT.alone}
 }
 FEATURES = [(axis, value) for axis, values in VALUES.items() for value in values if value != axis_default(axis)]
-SINGLES = [planned.cell for planned in MATRIX.planned if planned.section == "singles"]
-NO_FEATURES = ("mesh", "seed")
+PLAIN = [
+    (section, Cell(mesh=mesh).but(**section.base))
+    for section in CONTENT.cells.values()
+    for mesh in section.meshes or []
+]
+"""Cells of sections of singles without the single feature."""
 
 
 def possible(cell: Cell) -> bool:
     return CONTENT.exclusion_of(cell) is None
 
 
-def needed(axis: str, value: AxisValue, mesh: str) -> int | None:
-    """Return the number of other features that a feature needs on a mesh; None if it is impossible with two."""
-    plain = Cell(mesh=mesh).but(**{axis: value})
-    if possible(plain):
-        return 0
-    others = [(name, other) for name, other in FEATURES if name not in (axis, *NO_FEATURES)]
-    for count in (1, 2):
-        for chosen in itertools.combinations(others, count):
-            names = [name for name, _ in chosen]
-            if len(set(names)) == count and possible(plain.but(**dict(chosen))):
-                return count
+def needed(featured: Cell, fixed: set[str]) -> int | None:
+    """Return the number of other features with which a cell is possible: at most two, and else None."""
+    cells = [featured]
+    for count in range(3):
+        if any(map(possible, cells)):
+            return count
+        cells = [cell.but(**{axis: value}) for cell in cells for axis, value in remedies(cell) if axis not in fixed]
     return None
 
 
+def remedies(cell: Cell) -> list[tuple[str, AxisValue]]:
+    """Return the features that could make a cell possible: those of axes of the rule that excludes the cell."""
+    rule = CONTENT.exclusion_of(cell)
+    return [(axis, value) for axis, value in FEATURES if rule is not None and axis in rule.axes - {"mesh"}]
+
+
+@pytest.mark.parametrize(("section", "plain"), PLAIN, ids=lambda each: each.id if isinstance(each, Cell) else "")
+def test_every_value_is_alone_on_the_meshes_of_singles_with_as_few_others_as_it_needs(
+    section: Section, plain: Cell
+) -> None:
+    """So that a failure in a combined cell has a plain neighbour."""
+    for axis, value in FEATURES:
+        featured = plain.but(**{axis: value})
+        least = needed(featured, {axis, "mesh", *section.base})
+        if axis != "mesh" and axis not in section.base and least is not None:
+            cells = [cell for cell in MATRIX.cells.values() if is_more(cell, featured, {axis, "mesh", *section.base})]
+            assert min((cell.features for cell in cells), default=None) == featured.features + least, (axis, value)
+
+
+def is_more(cell: Cell, featured: Cell, axes: set[str]) -> bool:
+    return all(getattr(cell, axis) == getattr(featured, axis) for axis in axes)
+
+
 @pytest.mark.parametrize(("axis", "value"), FEATURES, ids=str)
-def test_every_value_is_alone_on_each_mesh_of_the_singles_on_which_it_can_be(axis: str, value: AxisValue) -> None:
-    """With as few other features as it needs, so that a failure in a combined cell has a plain neighbour."""
-    if axis == "mesh":
-        assert Cell(mesh=str(value)) in SINGLES
-        return
-    meshes = [mesh for mesh in CONTENT.cells["singles"].meshes or [] if needed(axis, value, mesh) is not None]
-    for mesh in meshes or [None]:
-        own = 0 if axis in NO_FEATURES else 1
-        least = min((cell.features - own for cell in SINGLES if has(cell, axis, value, mesh)), default=None)
-        assert least == (needed(axis, value, mesh) if mesh else least)
-        assert least is not None, f"{axis} = {value} is alone nowhere"
+def test_every_value_is_alone_somewhere(axis: str, value: AxisValue) -> None:
+    cells = [Cell(mesh=str(mesh)).but(**{axis: value}) for mesh in (VALUES["mesh"] if axis != "mesh" else [value])]
+    least = min(count for cell in cells if (count := needed(cell, {axis, "mesh"})) is not None)
+    own = 0 if axis in ("mesh", "seed") else 1
+    assert min(cell.features for cell in MATRIX.cells.values() if getattr(cell, axis) == value) == least + own
 
 
-def has(cell: Cell, axis: str, value: AxisValue, mesh: str | None) -> bool:
-    return getattr(cell, axis) == value and mesh in (None, cell.mesh)
+def refusal(cell: Cell) -> str:
+    """Return why no trainer can have the configuration of a cell; empty if one can."""
+    try:
+        return "" if cell.config else "no configuration"
+    except ValueError as error:
+        return str(error)
 
 
 def test_no_cell_of_the_matrix_is_excluded_or_refused() -> None:
-    wrong = [cell.id for cell in MATRIX.cells.values() if not possible(cell)]
-    assert wrong == []
-    for cell in MATRIX.cells.values():
-        assert cell.config.steps == cell.steps, "no cell raises"
+    cells = MATRIX.cells.values()
+    assert [cell.id for cell in cells if not possible(cell)] == []
+    assert {cell.id: why for cell in cells if (why := refusal(cell))} == {}
 
 
 def cells_of(exclusion: Exclusion) -> Iterator[Cell]:
@@ -89,14 +109,7 @@ def test_each_exclusion_is_a_refusal(exclusion: Exclusion) -> None:
     """What the rule says cannot be is refused, before any rank trains; by this rule's reason, since no other holds."""
     cells = excluded_by(exclusion)
     assert cells, "other rules exclude all of this"
-    accepted = []
-    for cell in cells:
-        try:
-            _ = cell.config
-        except ValueError:
-            continue
-        accepted.append(cell.id)
-    assert accepted == []
+    assert [cell.id for cell in cells if not refusal(cell)] == []
 
 
 def test_a_covering_array_counts_the_cells_that_are_there() -> None:

@@ -150,14 +150,35 @@ def test_cases_of_a_profile(folder: Path) -> None:
     assert {case.law for case in cases if case.cell.mesh == "tp2"} == {"ENV-1", "PAR-2"}
 
 
-def test_a_profile_with_a_budget_has_the_first_cells_that_end_in_time(folder: Path) -> None:
+def test_a_budget_has_the_first_cells_that_end_in_time(folder: Path) -> None:
     matrix = read(folder, TEXT)
     first_two_s = STARTUP_S + estimated_s(PLAIN) + estimated_s(Cell(mesh="tp2"))
     assert matrix.profile_cells("short", budget_s=first_two_s + 0.01) == (PLAIN, Cell(mesh="tp2"))
     assert matrix.profile_cells("short") == matrix.profile_cells("short", budget_s=12)
-    assert matrix.profile_cells("short", budget_s=1e-3) == (PLAIN,), "never none"
-    assert matrix.profile_cells("some", budget_s=1e-3) == (Cell(mesh="dp4"),), "of the profile's cells"
-    assert matrix.profile_cells("all", budget_s=1e6) == matrix.profile_cells("all") == tuple(matrix.cells.values())
+    assert matrix.profile_cells("short", budget_s=1e-3) == ()
+    assert {cell.clip for cell in matrix.profile_cells("some", budget_s=1e6)} == {1.0}, "of the cells that it selects"
+    assert matrix.profile_cells("all", budget_s=1e6) == tuple(matrix.cells.values())
+
+
+def test_a_profile_has_its_sections_and_what_else_its_budget_allows(folder: Path) -> None:
+    """In the order of the plan, which is best first, whatever their section."""
+    must_s = sum(map(estimated_s, PRODUCT))
+    budget_s = STARTUP_S + must_s + estimated_s(PLAIN) + 0.01
+    text = TEXT.replace("budget_s: 12", f"budget_s: {budget_s}, must: [product]")
+    assert read(folder, text).profile_cells("short") == (PLAIN, *PRODUCT)
+    assert read(folder, TEXT.replace("budget_s: 12", "must: [product]")).profile_cells("short") == PRODUCT
+    everything = read(folder, TEXT.replace("budget_s: 12", "must: all"))
+    assert everything.profile_cells("short") == tuple(everything.cells.values())
+
+
+def test_singles_of_a_base_have_its_values(folder: Path) -> None:
+    text = TEXT.replace("meshes: [dp2]\n", "meshes: [dp8]\n    base: {optimizer: sgd}\n")
+    singles = in_section(read(folder, text), "singles")
+    assert {cell.optimizer for cell in singles} == {"sgd"}
+    meshes = [cell.mesh for cell in singles if cell.features == 1 and cell.seed == 0]
+    assert meshes == [*MESHES, "dp8"]
+    assert singles[-2:] == (Cell(mesh="dp8", optimizer="sgd", reshard="always"), singles[-1])
+    assert singles[-1] == Cell(mesh="dp8", optimizer="sgd", seed=1)
 
 
 def test_unknown_names(folder: Path) -> None:
@@ -202,11 +223,13 @@ AXES_ALLOWED = "; allowed: mesh, precision, "
         ("meshes: [dp2]", "meshes: [dp2, dp2]", "11: `dp2` is given twice"),
         ("meshes: [dp2]", "meshes: [dp2]\n    strength: 2", "9: singles (`meshes`) have the axes of the matrix: leave"),
         ("meshes: [dp2]", "meshes: [dp2]\n    axes: {mesh: [dp2]}", "9: singles (`meshes`) have the axes"),
+        ("meshes: [dp2]", "meshes: [dp2]\n    base: {optimiser: sgd}", "12: unknown axis `optimiser`; allowed: mesh, "),
+        ("strength: 2", "strength: 2\n    base: {optimizer: sgd}", "15: only singles (`meshes`) have a base: give an"),
         ("    strength: 2\n", "", "12: write `meshes` (singles), `strength` (a covering array) or `axes` (a product)"),
         ("strength: 2", "strength: 1", "14: Expected `int` >= 2 - at `$.cells.pairs.strength`"),
         ("strength: 2", "strength: 4", "14: Expected `int` <= 3 - at `$.cells.pairs.strength`"),
         ("strength: 2", "share: 1.5", "14: Expected `float` <= 1.0 - at `$.cells.pairs.share`"),
-        ("strength: 2", "cover: 2", "14: unknown field `cover`; allowed: note, meshes, strength, share, axes"),
+        ("strength: 2", "cover: 2", "14: unknown field `cover`; allowed: note, meshes, base, strength, share, "),
         (
             "strength: 2",
             "strength: 3\n    axes: {mesh: [dp2, tp2], optimizer: [adamw, sgd]}",
@@ -249,6 +272,7 @@ AXES_ALLOWED = "; allowed: mesh, precision, "
             "23: unknown section `produc`; allowed: singles, pairs, product (did you mean `product`?) - at `$.profiles.all",
         ),
         ("pairs, product]", "pairs, pairs]", "23: `pairs` is given twice: keep one of them - at `$.profiles.all.must"),
+        ("must: [singles, pairs, product]", "must: some", "23: "),
         ("clip > 0.0", "clip > 7", "24: profile `some` selects nothing: name other sections, or widen `cells` - at"),
         (
             "clip > 0.0",

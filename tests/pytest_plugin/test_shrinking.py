@@ -1,6 +1,6 @@
 """Search for smallest failing cells after a session: its answers, its time, its end, and what the report says."""
 
-import subprocess
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from conformance.report.schema import CaseResult, Report
 from conformance.report.smallest import Smallest, smallest_text
 from conformance.report.text import markdown, terminal_lines
 from tests.report import sample_reports
-from tests.sessions import finish, suite
+from tests.sessions import PYTEST, finish, suite
 
 MATRIX = load_matrix(data_file("matrix.yaml"))
 LAW = "PAR-1"
@@ -207,8 +207,7 @@ def test_a_session_names_both_features_and_a_command_that_repeats_the_smallest_c
     assert (ended.status, report.verdicts, report.planned) == (1, {"fail": 1}, 1)
     assert "fails with accumulation = 2 and offload = cpu; passes without either" in ended.output
     assert verify(tmp_path / "report", matrix_file=data_file("matrix.yaml")).problems == []
-    words = found.repro.replace("conformance-report-repro", str(tmp_path / "again"))
-    command = f"{words} --shrink=0 -q -p no:cacheprovider"
-    again = subprocess.run(command, shell=True, cwd=PROJECT, capture_output=True, text=True, check=False)
-    assert again.returncode == 1, again.stdout
-    assert f"FAILED conformance/laws/test_par.py::test_sharded_fp32_equals_one_process[{found.cell}]" in again.stdout
+    repeated = shlex.split(found.repro)
+    arguments = [*repeated[repeated.index("-n0") :], "--shrink=0", f"--report-dir={tmp_path / 'again'}"]
+    again = finish([*PYTEST, *arguments], tmp_path / "again")
+    assert again.verdicts == {f"{LAW}/{found.cell}": "fail"}, again.output

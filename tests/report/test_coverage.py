@@ -8,7 +8,8 @@ from conformance.plan.coverage import Coverage, Tally
 from conformance.plan.matrix import Matrix, load_matrix
 from conformance.report.coverage import axis_rows, coverage_line, law_rows, session_coverage, total_rows
 from conformance.report.diff import diff
-from conformance.report.html import html_report
+from conformance.report.diff_text import as_markdown, as_text
+from conformance.report.html import html_difference, html_report
 from conformance.report.schema import CaseResult
 from conformance.report.wording import share_text
 from tests.report.sample_reports import COVERAGE, case, deviation, report
@@ -20,7 +21,8 @@ alone: {seed: [1]}
 cells:
   every: {note: why, axes: {mesh: [dp2, tp2], compile: [false, true]}}
 profiles:
-  all: {note: why, deadline_s: 60}
+  all: {note: why, must: all, deadline_s: 60}
+  small: {note: why, must: all, cells: mesh = dp2, deadline_s: 60}
 """
 LAWS = """\
 @law("NUM-1", where="world > 1", numbers=True)
@@ -68,6 +70,14 @@ def test_cells_with_another_seed_are_those_of_the_profile(matrix: Matrix) -> Non
     cases = [case(each.id, loss=deviation(1e-6)) for each in cells]
     assert judged(matrix, *cases, seed=3) == (4, {"ANY-1": 2, "NUM-1": 4})
     assert judged(matrix, *cases, seed=2) == (0, {})
+
+
+def test_cells_beyond_the_profile_count_once_they_are_judged(matrix: Matrix) -> None:
+    """`--budget` can be larger than that of the profile."""
+    cases = [case(f"NUM-1/{mesh}-fp32-default-meta", loss=deviation(1e-6)) for mesh in ("dp2", "tp2")]
+    small, more = (session_coverage(matrix, "small", cases[:number]) for number in (1, 2))
+    assert [(each.laws["NUM-1"].judged, each.laws["NUM-1"].cells) for each in (small, more)] == [(1, 2), (2, 3)]
+    assert (small.pairs.values, more.pairs.values) == (Tally(1, 4), Tally(2, 4))
 
 
 @pytest.mark.parametrize(
@@ -146,3 +156,6 @@ def test_a_fall_is_a_warning(after: Coverage, fallen: tuple[str, str, str] | Non
         [("coverage-fell", *fallen)] if fallen else []
     )
     assert difference.exit_status == 0
+    for text in (as_text(difference), as_markdown(difference), html_difference(difference)):
+        assert ("coverage-fell" in text) == bool(fallen)
+        assert all(told in text for told in fallen or ["no difference"])

@@ -18,11 +18,12 @@ from tests.run.two_hosts import ADDRESSES, TwoHosts, two_hosts
 
 LIMIT_S = 150.0
 MATRIX = """
-schema: 1
-families:
-  parity: {laws: [PAR-1, PAR-5], axes: {mesh: [dp2], seed: [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]}}
+schema: 2
+axes: {mesh: [dp2]}
+cells:
+  seeds: {note: one cell, axes: {mesh: [dp2], seed: [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]}}
 profiles:
-  smoke: {families: all, deadline_s: 10}
+  pr: {note: all, must: [seeds], deadline_s: 10}
 """
 PORT = 29613
 
@@ -42,7 +43,7 @@ def start(hosts: TwoHosts, directory: Path, *arguments: str, agents: int) -> lis
     for host in (0, 1):
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--nproc-per-node={agents}"]
         command += [f"--node-rank={host}", f"--master-addr={ADDRESSES[0]}", f"--master-port={PORT}"]
-        command += ["-m", "conformance", "spmd", "--profile=smoke", f"--report-dir={directory}", "--", *arguments]
+        command += ["-m", "conformance", "spmd", "--profile=pr", f"--report-dir={directory}", "--", *arguments]
         processes.append(hosts.popen(host, command, output=directory.with_suffix(f".host{host}"), cwd=PROJECT))
     return processes
 
@@ -69,7 +70,9 @@ def test_worlds_span_two_hosts(hosts: TwoHosts, tmp_path: Path) -> None:
     ids = ("dp2-tp2-fp32-default-meta", "dp2-fp32-default-meta-sgd", "dp2-fp32-default-meta-clip0.1")
     cells = f"id in ({', '.join(ids)})"
     directory = tmp_path / "report"
-    status, report = finish(start(hosts, directory, "--cells", cells, agents=2), directory)
+    status, report = finish(
+        start(hosts, directory, "--cells", cells, "--laws=CLIP-1,INIT-1,PAR-1,PAR-5,RS-1", agents=2), directory
+    )
     wrong = [(case.id, case.verdict, case.reason) for case in report.cases if case.verdict != "pass"]
     assert (status, wrong) == ([0, 0], []), output(directory)
     assert report.executed == report.planned
@@ -84,7 +87,7 @@ def test_a_cut_link_is_a_verdict_in_time(hosts: TwoHosts, tmp_path: Path) -> Non
     directory = tmp_path / "report"
     matrix = tmp_path / "matrix.yaml"
     matrix.write_text(MATRIX)
-    processes = start(hosts, directory, f"--matrix={matrix}", agents=1)
+    processes = start(hosts, directory, f"--matrix={matrix}", "--laws=PAR-1,PAR-5", agents=1)
     until_s = time.monotonic() + LIMIT_S
     report = directory / "report.jsonl"
     while not report.exists() or report.read_text().count('"verdict":"pass"') < 2:

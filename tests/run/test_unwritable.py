@@ -10,7 +10,7 @@ import pytest
 from conformance.run.case_runs import to_failure
 from conformance.run.failures import RunFailed
 from conformance.run.ranks.messages import RankReport
-from tests.sessions import ONE_CELL, Ended, finish, suite
+from tests.sessions import TWO_CASES, Ended, finish, suite
 
 
 def mounted(directory: Path, options: str) -> Iterator[Path]:
@@ -36,7 +36,7 @@ def read_only(tmp_path: Path) -> Iterator[Path]:
 
 
 def session(report: Path, output: Path, *options: str) -> Ended:
-    return finish(suite(report, "conformance/", "--cells", ONE_CELL, *options), output / "session")
+    return finish(suite(report, "conformance/", *TWO_CASES, *options), output / "session")
 
 
 @pytest.mark.parametrize("records_only", [False, True])

@@ -24,16 +24,12 @@ Proof = Callable[[Record, Record], None]
 
 _BASE = Cell(mesh="dp1")
 _FSDP2: dict[str, AxisValue] = {"implementation": "fsdp2", "limit_all_gathers": True}
+_WITHOUT_TP: dict[str, AxisValue] = {"sequence_parallel": True, "norms_in_tp": True, "loss_parallel": False}
 _WITHOUT: dict[str, dict[str, AxisValue]] = {
-    "mesh": {
-        "gradient_sync": "each",
-        "reshard": "default",
-        "sequence_parallel": True,
-        "norms_in_tp": True,
-        "loss_parallel": False,
-        **_FSDP2,
-    },
+    "mesh": {"gradient_sync": "each", "reshard": "default", **_WITHOUT_TP, **_FSDP2},
     "precision": {"loss_scale": "fits"},
+    "steps": {"loss_scale": "fits"},
+    "accumulation": {"gradient_sync": "each"},
     "init": {"weights": "safetensors", **_FSDP2},
     "saved_on": {"saving": "blocking"},
     "offload": {"pin_memory": False},
@@ -49,10 +45,10 @@ def neighbours(cell: Cell) -> Iterator[tuple[str, Cell, Cell]]:
     """Yield the name of each axis that is not at its default, with the cell to look at and that cell's neighbour."""
     for axis in axis_names():
         if getattr(cell, axis) != getattr(_BASE, axis):
-            # One process has no replicas whose gradients are postponed, no fewer ranks to reshard to, and no options
-            # of tensor parallelism; one micro-batch has no other to wait for. Other values of init have no format of
-            # weights, runs that are not resumed have no way of saving, other precisions have no loss scale. FSDP1 does
-            # not run in one process, and has only one value of init.
+            # One process has no tensor parallelism, no replicas whose gradients are postponed, and no fewer ranks to
+            # reshard to. Other values of init have no format of weights, runs that are not resumed have no way of
+            # saving, other precisions and short runs have no loss scale that overflows, one micro-batch has none to
+            # postpone to. FSDP1 does not run in one process, and has only one value of init.
             shown = cell.but(**_WITHOUT.get(axis, {}))
             yield axis, shown, shown.but(**{axis: getattr(_BASE, axis)})
 
