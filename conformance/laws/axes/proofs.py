@@ -34,7 +34,6 @@ _WITHOUT: dict[str, dict[str, AxisValue]] = {
     "saved_on": {"saving": "blocking"},
     "offload": {"pin_memory": False},
     "sequence_parallel": {"norms_in_tp": True},
-    "accumulation": {"gradient_sync": "each"},
     "implementation": {"limit_all_gathers": True},
 }
 _EXPENSIVE = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_dot_product")
