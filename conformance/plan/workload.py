@@ -136,6 +136,10 @@ def trainer_config(cell: "Cell") -> TrainerConfig:
 def _effects(cell: "Cell", mesh: Mesh) -> Iterator[tuple[bool, str]]:
     """Yield what axis values need to have an effect: whether it is there, and what is missing if not."""
     heads = _MODELS[cell.model].n_kv_heads
+    yield (
+        cell.model != "integer" or cell.precision == "fp32",
+        "model integer needs precision fp32, which holds its sums",
+    )
     yield mesh.tp > 1 or cell.sequence_parallel, "sequence_parallel false needs tensor parallelism"
     yield mesh.tp > 1 or not cell.loss_parallel, "loss_parallel needs tensor parallelism"
     yield heads % mesh.tp == 0, f"{heads} heads of keys cannot be divided among {mesh.tp} tensor-parallel ranks"

@@ -1,7 +1,54 @@
-"""Proofs that loss scaling and TF32 take effect: the changes that each must make to the record of a neighbour."""
+"""Proofs that precision, loss scaling and TF32 take effect, from the records of a cell and of its neighbour."""
+
+import torch
 
 from conformance.laws.axes.differences import expect, same
+from conformance.oracles.dtype_policy import dtype_policy
+from conformance.oracles.torch_versions import traits_of
+from conformance.plan.mesh import Mesh
 from conformance.run.record import Record
+from reference_trainer.precision import PRECISIONS
+
+_PASSES = ("forward", "backward")
+
+
+def precision_takes_effect(record: Record, neighbour: Record) -> None:
+    """Raise ConformanceFailure unless weights, products and reductions of both have the dtypes of their precisions."""
+    for run in (record, neighbour):
+        policy = dtype_policy(run.cell.precision)
+        in_bf16 = run.cell.precision == "bf16-init"
+        alone = Mesh.parse(run.cell.mesh).dp_shard == 1 and not traits_of(run.header.torch).one_rank_communicates
+        expected = {
+            "matrix products": {policy.compute},
+            "all-gathers": set() if alone else {policy.compute},
+            "reduce-scatters": set() if alone else {policy.reduce},
+            "norms": {policy.sharded_norms},
+            "other parameters": {policy.sharded},
+            "fp32 weights begin as bf16 numbers": {str(in_bf16)},
+            "the loss is scaled": {str(PRECISIONS[run.cell.precision].scales_loss)},
+        }
+        measured = _dtypes(run)
+        wrong = {what: sorted(dtypes) for what, dtypes in measured.items() if dtypes != expected[what]}
+        expect(not wrong, f"{run.cell.id}: {wrong}, expected { ({what: sorted(expected[what]) for what in wrong}) }")
+
+
+def _dtypes(record: Record) -> dict[str, set[str]]:
+    facts = record.ranks[0]
+    initial = {key.partition("/")[2]: set(names) for key, names in facts.dtypes.items() if key.startswith("initial_p")}
+    weights = [weight for weight in record.select("initial/parameter/").values() if weight.dtype == torch.float32]
+    sent = {
+        kind: {e.dtype for e in facts.collectives if (e.kind, e.group) == (kind, "dp_shard") and e.phase in _PASSES}
+        for kind in ("all_gather", "reduce_scatter")
+    }
+    return {
+        "matrix products": set(facts.dtypes.get("matmul/forward", [])),
+        "all-gathers": sent["all_gather"],
+        "reduce-scatters": sent["reduce_scatter"],
+        "norms": set().union(*(dtypes for name, dtypes in initial.items() if "norm" in name)),
+        "other parameters": set().union(*(dtypes for name, dtypes in initial.items() if "norm" not in name)),
+        "fp32 weights begin as bf16 numbers": {str(all(bool((w.bfloat16() == w).all()) for w in weights))},
+        "the loss is scaled": {str(step.loss_scale != 1.0) for step in facts.steps},
+    }
 
 
 def loss_scale_takes_effect(record: Record, neighbour: Record) -> None:
