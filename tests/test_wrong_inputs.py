@@ -104,6 +104,7 @@ def require(row: Row, ended: Ended) -> None:
 def files(directory: Path) -> None:
     """Make what the commands name: files with mistakes, and reports that are less than that."""
     from conformance.plan.matrix import load_matrix
+    from conformance.report.coverage import session_coverage
     from conformance.report.environment import suite_digest
     from tests.report.sample_reports import case, report
 
@@ -118,9 +119,11 @@ def files(directory: Path) -> None:
     (directory / "fault.py").write_text("fault = 1\n")
     good = report(case("PAR-1/dp2-fp32-default-meta"))
     replaced = partial(msgspec.structs.replace, good)
+    matrix = load_matrix(PROJECT / "matrix.yaml")
     unjudged = report(
         suite_digest=suite_digest(),
-        matrix_digest=load_matrix(PROJECT / "matrix.yaml").digest,
+        matrix_digest=matrix.digest,
+        coverage=session_coverage(matrix, good.profile, []),
         exit_code=5,
     )
     here = {"packages": {"torch": importlib.metadata.version("torch")}, "hardware": {}, "max_world_size": 8}

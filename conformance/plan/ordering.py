@@ -4,7 +4,7 @@ import heapq
 from collections.abc import Hashable, Mapping, Sequence
 
 Gains = Mapping[Hashable, float]
-"""What a cell adds, with weights: each counts once, for the first cell that has it."""
+"""Weights of the properties of a cell; a property counts once, for the first cell that has it."""
 
 
 def best_first(names: Sequence[str], gains: Mapping[str, Gains], seconds: Mapping[str, float]) -> list[str]:

@@ -106,7 +106,7 @@ def excluded_by(exclusion: Exclusion) -> list[Cell]:
 
 @pytest.mark.parametrize("exclusion", CONTENT.exclusions, ids=lambda rule: rule.when)
 def test_each_exclusion_is_a_refusal(exclusion: Exclusion) -> None:
-    """What the rule says cannot be is refused, before any rank trains; by this rule's reason, since no other holds."""
+    """No trainer accepts the cells of a rule, and no other rule excludes the ones that are tried."""
     cells = excluded_by(exclusion)
     assert cells, "other rules exclude all of this"
     assert [cell.id for cell in cells if not refusal(cell)] == []
