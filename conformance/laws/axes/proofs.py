@@ -137,7 +137,9 @@ def _model(record: Record, neighbour: Record) -> None:
             mesh = Mesh.parse(record.cell.mesh)
             differs = uneven > usual if mesh.dp_shard * mesh.tp > 2 else uneven == usual
             expect(differs, f"unequal shards: {sorted(uneven)}, of tiny {sorted(usual)}")
-            sizes, usual_sizes = ([each.shape for each in run.ranks[0].parameters.values()] for run in (record, neighbour))
+            sizes, usual_sizes = (
+                [each.shape for each in run.ranks[0].parameters.values()] for run in (record, neighbour)
+            )
             expect(sizes != usual_sizes, "parameters have the sizes of tiny")
         case "integer":
             integral, usually = (_has_integer_gradients(run) for run in (record, neighbour))
