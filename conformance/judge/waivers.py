@@ -79,7 +79,7 @@ def load_waivers(file: Path, matrix: Matrix) -> list[Waiver]:
     that apply to the same case.
     """
     waivers = convert(load(file), Waivers).waivers
-    cells = {w.law: _cells_of(w.law, matrix) for w in waivers}
+    cells = {w.law: matrix.cells_of(w.law) for w in waivers}
     for waiver in waivers:
         try:
             selected = parse(waiver.cells)
@@ -92,11 +92,6 @@ def load_waivers(file: Path, matrix: Matrix) -> list[Waiver]:
         if waiver.overlaps(other, cells[waiver.law]):
             raise ValueError(f"{file.name}: two waivers of {waiver.law} apply to the same case: narrow one of them")
     return waivers
-
-
-def _cells_of(law: str, matrix: Matrix) -> list[Cell]:
-    scope = matrix.scopes.get(law)
-    return [cell for cell in matrix.cells.values() if scope is not None and scope.holds(cell)]
 
 
 def waiver_of(waivers: Sequence[Waiver], law: str, cell: Cell, *, device: str, torch: Release) -> Waiver | None:

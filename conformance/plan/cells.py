@@ -125,7 +125,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         for name, value in msgspec.structs.asdict(self).items():
             msgspec.structs.force_setattr(self, name, axis_value(name, value))
 
-    @property
+    @cached_property
     def id(self) -> str:
         """Readable, stable and unique name of this cell, in `[a-z0-9_.+-]`."""
         tags = [
@@ -173,8 +173,12 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Return a copy with other values; raises AxisError for an unknown axis or value."""
         return cell_from_axes({**msgspec.structs.asdict(self), **changes})
 
-    def facts(self) -> dict[str, AxisValue]:
+    def facts(self) -> Mapping[str, AxisValue]:
         """Return the facts that a selection can ask for: id, axes, `features`, and sizes that follow from the mesh."""
+        return self._facts
+
+    @cached_property
+    def _facts(self) -> Mapping[str, AxisValue]:
         mesh = Mesh.parse(self.mesh)
         return {
             "id": self.id,

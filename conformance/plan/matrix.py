@@ -39,6 +39,7 @@ class Matrix:
         """All cells, best first."""
         self.scopes = dict(scopes)
         """Scopes of all laws by id, in the order in which laws are listed."""
+        self._laws: dict[Cell, list[str]] = {}
         self._cases: dict[tuple[str, float | None], tuple[Case, ...]] = {}
 
     @property
@@ -112,10 +113,16 @@ class Matrix:
             return tuple(Case(case.law, case.cell.but(seed=case.cell.seed + seed)) for case in cases)
         return cases
 
+    def cells_of(self, law: str) -> list[Cell]:
+        """Return the cells on which a law holds; none for an unknown law."""
+        return [cell for cell in self.cells.values() if law in self.laws_on(cell)]
+
     def laws_on(self, cell: Cell) -> list[str]:
         """Return the ids of the laws that hold on a cell, in order."""
-        facts = cell.facts()
-        return [law for law, scope in self.scopes.items() if scope.judges(facts)]
+        if cell not in self._laws:
+            facts = cell.facts()
+            self._laws[cell] = [law for law, scope in self.scopes.items() if scope.judges(facts)]
+        return self._laws[cell]
 
 
 def load_matrix(path: Path, *, laws_directory: Path = LAWS_DIRECTORY) -> Matrix:
