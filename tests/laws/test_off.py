@@ -28,7 +28,7 @@ def judge(cell: Cell, **changes: str) -> None:
     offloading |= {name: value for name, value in changes.items() if name in offloading}
     places |= {name: value for name, value in changes.items() if name not in offloading}
     facts = SimpleNamespace(rank=0, offloading=offloading, places={thing: [place] for thing, place in places.items()})
-    record: Any = SimpleNamespace(ranks=[facts], shards=[{}], device_type="cuda")
+    record: Any = SimpleNamespace(cell=cell, ranks=[facts], shards=[{}], device_type="cuda")
     run: Any = lambda _cell: record  # noqa: E731
     laws.test_cpu_offload_state_is_in_host_memory(run, cell)
 

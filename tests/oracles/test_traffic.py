@@ -233,6 +233,6 @@ def test_the_law_sees_one_wrong_collective(
         if (e.step, e.phase, e.kind, e.group) == (1, phase, kind, group)
     )
     wrong = msgspec.structs.replace(facts, collectives=fault(facts.collectives, index))
-    falsified: Any = SimpleNamespace(ranks=[*record.ranks[:3], wrong])
+    falsified: Any = SimpleNamespace(ranks=[*record.ranks[:3], wrong], steps=record.steps)
     with pytest.raises(ConformanceFailure, match=rf"rank 3, step 1, {phase}: {kind} over {group} .*measured \d+ bytes"):
         mp_4(lambda cell, *, repeat=0: falsified, cell)
