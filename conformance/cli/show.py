@@ -4,6 +4,7 @@ import argparse
 import difflib
 import textwrap
 from collections.abc import Callable
+from contextlib import suppress
 from io import StringIO
 
 import msgspec
@@ -14,8 +15,9 @@ from conformance.cli.command import Answer, Commands, add_matrix
 from conformance.defects.catalogue import TWIN, defects
 from conformance.defects.injection import Defect
 from conformance.laws.registry import AssertedLaw, asserted_laws
-from conformance.plan.cells import Cell
+from conformance.plan.cells import Cell, cell_from_id
 from conformance.plan.matrix import Case, Matrix, load_matrix
+from conformance.plan.mesh import AxisError
 from conformance.plan.selection import parse
 from conformance.project import LAWS_ARGUMENTS
 from conformance.pytest_plugin.options import DEFAULT_PROFILE
@@ -45,6 +47,8 @@ def show(matrix: Matrix, id_: str) -> str:
     cells, lower = matrix.cells, id_.lower()
     if lower in cells:
         return _cell_text(matrix, cells[lower])
+    with suppress(AxisError):
+        return _cell_text(matrix, cell_from_id(lower))
     laws, by_id = asserted_laws(), {defect.id: defect for defect in defects()}  # laws and defects take torch
     if id_.upper() in laws:
         return _law_text(matrix, laws[id_.upper()])
@@ -136,6 +140,8 @@ def _cell_text(matrix: Matrix, cell: Cell) -> str:
         **laws,
         "excluded": exclusion.reason if exclusion else "",
     }
+    if exclusion:
+        return f"{cell.id}\n\n{_facts_text(facts)}"
     comments = "".join(f"# {line}\n" for line in [cell.id, "", *_facts_text(facts).splitlines()]).replace("# \n", "#\n")
     return comments + _configuration(cell)
 

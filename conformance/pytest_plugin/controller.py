@@ -68,11 +68,8 @@ class Controller:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node: object, ids: list[str]) -> None:
-        """Remember the cases that a worker has collected. Raises pytest.UsageError for a problem in the plan."""
+        """Remember the cases that a worker has collected."""
         first, self._planned = not self._planned, list(ids)
-        problem = self._read_plan().get("problem")
-        if problem:
-            raise pytest.UsageError(problem)
         if first and ids:
             self._begin_progress()
 
@@ -196,7 +193,7 @@ class Controller:
             )
 
     def _read_plan(self) -> dict[str, Any]:
-        """Return the plan of this session, which collecting processes write: `cases` by node id, and a `problem`."""
+        """Return the plan of this session, which collecting processes write: `cases` by node id."""
         file = self._directory / PLAN
         if not file.exists():
             return {}

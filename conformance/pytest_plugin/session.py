@@ -21,7 +21,6 @@ from conformance.judge.support import judging_substrate
 from conformance.judge.verdicts import Verdict, classify
 from conformance.outcomes import CellFailed
 from conformance.plan.matrix import Case
-from conformance.project import LAWS_DIRECTORY
 from conformance.pytest_plugin.controller import Controller
 from conformance.pytest_plugin.interruption import BriefInterrupt, EndsWorkers, end_cleanly_on_signals
 from conformance.pytest_plugin.junit import case_properties
@@ -112,7 +111,6 @@ class Session:
         for case in setup.cases:
             self._cases.setdefault(case.law, []).append(case)
         self._asserted: dict[str, str] = {}
-        self._collected_files: set[Path] = set()
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         """Start the rank server of a process that will run cases, so that both import torch at the same time."""
@@ -137,7 +135,6 @@ class Session:
     @pytest.hookimpl(tryfirst=True)
     def pytest_pycollect_makeitem(self, collector: pytest.Collector, name: str, obj: Any) -> list[pytest.Item] | None:
         """Collect no item for a law without a cell in this selection; raises UsageError for a second test of a law."""
-        self._collected_files.add(collector.path.resolve())
         law = law_of(obj)
         if law is None:
             return None
@@ -166,25 +163,16 @@ class Session:
         items.sort(key=lambda item: order.key(item.stash[_ITEM].case if _ITEM in item.stash else None))
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Write the plan; raises UsageError if all files of laws were collected and a law of the matrix has no test."""
+        """Write the plan."""
         # Imported modules stay. Otherwise every garbage collection would traverse torch: while torch is imported (see
         # `start_session`), while laws judge, and several times at the end, which takes longest of all.
         gc.freeze()
         gc.enable()
         items = {item.nodeid: item.stash[_ITEM] for item in session.items if _ITEM in item.stash}
-        all_files = self._collected_files.issuperset(
-            LAWS_DIRECTORY.glob("test_*.py")
-        )  # not so with --lf, --ignore, ...
-        unasserted = self._cases.keys() - self._asserted.keys()
-        problem = None
-        if all_files and unasserted and not session.testsfailed:
-            problem = f"matrix.yaml names laws that no test asserts: {', '.join(sorted(unasserted))}"
-        if problem and self._setup.is_controller:
-            raise pytest.UsageError(problem)  # a worker would end without a message: the controller reads the plan
         if not session.config.option.collectonly:
-            self._write_plan(items, problem)
+            self._write_plan(items)
 
-    def _write_plan(self, items: dict[str, _Item], problem: str | None) -> None:
+    def _write_plan(self, items: dict[str, _Item]) -> None:
         """Write the plan, from which the controller reports cases that no worker does; all processes write the same."""
         directory = self._setup.report_directory
         directory.mkdir(parents=True, exist_ok=True)
@@ -198,7 +186,7 @@ class Session:
             for nodeid, item in items.items()
         }
         partial = directory / f"plan.{uuid.uuid4().hex}.part"
-        partial.write_bytes(msgspec.json.encode({"session": self._setup.name, "cases": plan, "problem": problem}))
+        partial.write_bytes(msgspec.json.encode({"session": self._setup.name, "cases": plan}))
         partial.rename(directory / PLAN)
 
     # Verdicts.
