@@ -226,10 +226,6 @@ def _server_code(control_fd: int, directory: Path) -> str:
 
 
 def _server_environment() -> dict[str, str]:
-    """Return an environment with one thread per library (ranks set that of torch) and gloo on the loopback.
-
-    Gloo connects two ranks when they first communicate in a group. Otherwise each group connects all its ranks, and
-    takes them apart again: 50 of 800 ms of a warm run on dp2-tp2. Older versions of torch ignore the variable.
-    """
+    """Return an environment with one thread per library (ranks set that of torch) and gloo on the loopback."""
     single = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-    return {"GLOO_SOCKET_IFNAME": "lo", "TORCH_GLOO_LAZY_INIT": "1", **os.environ, **single}
+    return {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **single}
