@@ -4,6 +4,7 @@ import datetime
 import json
 import time
 from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,14 @@ class Controller:
 
     # End.
 
-    @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> Generator[None]:
         """Give every planned case a verdict, and write the report; statuses of usage and internal errors stay."""
+        with self._files.noting():  # pytest's junit.xml, for which a full disk has no space either
+            yield
+        self._finish(session, exitstatus)
+
+    def _finish(self, session: pytest.Session, exitstatus: int) -> None:
         self._add_missing()
         counts = Counter(Verdict(result.verdict) for result in self._results.values())
         status = exit_status(counts, allows=self._setup.profile.allows)

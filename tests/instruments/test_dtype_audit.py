@@ -202,8 +202,8 @@ def test_lost_updates_fail(finished: FinishedRun) -> None:
         (lambda names: {"parameters": ["?", *names[1:]]}, r"holds \[\('\?', .*\)\] and misses \[\('"),
         (lambda names: {"parameters": names[1:]}, r"holds \[\] and misses \[\('"),
         (lambda names: {"parameters": [*names, names[0]]}, r"holds \[\('.*\)\] and misses \[\]"),
-        (lambda _: {"weight_decay": 0.5}, r"holds \[\('.*', 0\.5, 0\.01\).* and misses"),
-        (lambda _: {"lr": 0.5}, r"holds \[\('.*, 0\.5\).* and misses"),
+        (lambda _: {"weight_decay": 0.5}, r"holds \[\('.*', 0\.5, '0\.01'\).* and misses"),
+        (lambda _: {"lr": 0.5}, r"holds \[\('.*, '0\.5'\).* and misses"),
     ],
     ids=["stranger", "left-out", "twice", "weight-decay", "learning-rate"],
 )

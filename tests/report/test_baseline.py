@@ -14,7 +14,7 @@ from conformance.report.schema import Report
 from tests.report.sample_reports import bytes_of, case, report
 from tests.sessions import finish, suite
 
-CELLS = "id = dp1-fp32-default-meta-sgd"
+CELLS = "id = dp2-fp32-default-meta-sgd"
 
 
 def written(directory: Path, report: Report) -> Path:
