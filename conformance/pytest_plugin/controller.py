@@ -218,8 +218,9 @@ class Controller:
         if self._files.has_earlier:
             self._files.keep_earlier()
         else:
-            with self._files.noting():
-                name_suite(junit, report)
+            if not self._files.unwritable:
+                with self._files.noting():
+                    name_suite(junit, report)
             self._files.write_line(footer)
             baseline = self._baseline.report if self._baseline else None
             self._files.publish(
