@@ -53,10 +53,12 @@ def parallelize(
 
     # 1. Tensor parallelism decides the placements of parameters.
     if "tp" in (mesh.mesh_dim_names or ()):
+        # One object for all blocks: torch.compile compares meshes by identity, and would compile each block by itself.
+        tp_mesh = mesh["tp"]
         for block in chosen.values():
-            apply_tp_to_block(block, mesh["tp"], config)
+            apply_tp_to_block(block, tp_mesh, config)
         if ends:
-            apply_tp_to_ends(model, mesh["tp"], config)
+            apply_tp_to_ends(model, tp_mesh, config)
 
     # 2. Activation checkpointing marks what is recomputed in backward.
     if config.activation_checkpointing != "none":

@@ -64,11 +64,11 @@ def known_durations_s(file: Path) -> dict[str, float]:
     if not file.exists():
         return {}
     rows = (line.split() for line in file.read_text().splitlines() if not line.startswith("#"))
-    return {row[2]: float(row[1]) for row in rows if len(row) == 3}
+    return {row[2]: float(row[1]) for row in rows if len(row) == 3 and not row[1].startswith("~")}
 
 
 def _of_report(directory: Path) -> dict[str, float]:
-    """Return the durations of cells in a report: half of what all cases took, since two workers share them."""
+    """Return the durations of cells in a report: of their runs, and half of judging, which two workers share."""
     report = msgspec.json.decode((directory / "report.json").read_bytes(), type=Report)
     seconds: dict[str, float] = defaultdict(float)
     for case in report.cases:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from conformance.instruments.sharding import full_tensors, local
+from conformance.instruments.sharding import full, local
 from reference_trainer.model import Transformer
 from reference_trainer.observer import Observer
 
@@ -73,8 +73,9 @@ class Capture(Observer):
             if isinstance(parameter, DTensor):
                 self.tensors[f"layout/{name}"] = shard_indices(parameter)
                 self.layouts[name] = fingerprint(self.tensors[f"layout/{name}"])
-        for name, tensor in full_tensors(dict(model.named_parameters())).items():
-            self._add(f"initial/gathered/{name}", tensor)
+        # One at a time: several redistributions in flight crash gloo, see findings/async_redistribution_on_gloo.py.
+        for name, parameter in model.named_parameters():
+            self._add(f"initial/gathered/{name}", full(parameter))
         self._state("initial", model)
 
     def gradients(self, model: Transformer, *, step: int) -> None:

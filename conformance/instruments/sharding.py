@@ -1,10 +1,8 @@
 """Sharded state of a model, from public attributes alone."""
 
-from collections.abc import Mapping
-
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from reference_trainer.fsdp1 import FSDP1Model, own_name
 
@@ -39,17 +37,6 @@ def local(tensor: Tensor) -> Tensor:
 def full(tensor: Tensor) -> Tensor:
     """Return the full tensor on every rank, detached, in the dtype of its shards. A collective if it is sharded."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-def full_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what `full` does of each tensor; all gathers start before the first of them is waited for."""
-    started = {name: _replicated(tensor) if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
-    return {name: full(tensor) for name, tensor in started.items()}
-
-
-def _replicated(tensor: DTensor) -> DTensor:
-    """Start to gather a tensor on every rank."""
-    return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim, async_op=True)
 
 
 def shared_parameters(model: nn.Module) -> list[list[str]]:

@@ -74,7 +74,8 @@ class Profile(_Entry, frozen=True, kw_only=True):
     must: list[Name] | Literal["all"] = []
     """Sections of which the profile has all cells."""
     budget_s: Annotated[float, Meta(gt=0.0)] | None = None
-    """Time that the profile takes: what `must` leaves of it goes to other cells, in the order of the lock file."""
+    """Time that the profile may take by the durations of the lock file: what `must` leaves of it goes to other cells,
+    in the order of that file."""
     cells: Text | None = None
     """Selection among these cells, see `conformance.plan.selection`."""
     deadline_s: Annotated[float, Meta(gt=0.0)]

@@ -8,11 +8,11 @@ COST_AXES = frozenset(
 )
 """Axes on which `estimated_s` depends."""
 _RUN_S = {1: 0.3, 2: 0.4, 3: 0.7, 4: 1.1, 6: 1.8, 8: 3.0}
-"""Duration of a warm run of three steps without tensor parallelism, by ranks, on two processors."""
+"""Rough duration of a warm run of three steps without tensor parallelism, by ranks, on two processors."""
 
 _LARGEST_WORLD = 8
 _SIMULATED_S = 3.0
-"""Duration of a cell that is only simulated, in one process."""
+"""Rough duration of a cell that is only simulated, in one process."""
 
 
 def estimated_s(cell: Cell) -> float:

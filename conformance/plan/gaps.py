@@ -53,6 +53,10 @@ GAPS = {
         "oracles of dtypes and of rounding describe the float model; PAR-9 judges whole numbers in bits",
     ),
     # Cells that would be run for a law alone.
+    "norms-on-one-shard": Gap(
+        "norms_in_tp = false and dp_shard = 1",
+        "that norms are on a mesh of their own shows in reductions over dp_shard, which need two shards",
+    ),
     "second-run": Gap(
         "features > 2", "the law needs another run of each cell; laws on the numbers of one run judge it"
     ),

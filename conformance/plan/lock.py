@@ -19,10 +19,10 @@ from conformance.plan.mesh import AxisError
 from reference_trainer.strict_yaml import ConfigError
 
 _HEADER = """\
-# Cells of {name}, best first, with section and expected duration in seconds: `python -m conformance lock` writes them.
+# Cells of {name}, best first: section, duration in seconds (~ estimated), id. `python -m conformance lock` writes them.
 # digest {digest}
 """
-_LINE = re.compile(r"([a-z0-9-]+) +([0-9]+\.[0-9]+) +([a-z0-9_.+-]+)")
+_LINE = re.compile(r"([a-z0-9-]+) +(~?)([0-9]+\.[0-9]+) +([a-z0-9_.+-]+)")
 _WRITE = "run `python -m conformance lock --write`"
 
 
@@ -32,12 +32,16 @@ class PlannedCell(msgspec.Struct, frozen=True):
     section: str
     """Section that derived the cell first."""
     seconds: float
-    """Time that a session takes longer with this cell than without it, measured on two processors."""
+    """Time that a session on two processors takes longer with this cell than without it."""
     cell: Cell
+    measured: bool = False
+    """True if the time is of a report; it is an estimate of `plan.cost` otherwise."""
 
 
 STARTUP_S = 11.0
-"""Time that a session takes without any cell: two workers import torch, collect, and start the first ranks."""
+"""Time that a session takes without any cell: two workers import torch, collect, and start the first ranks.
+
+Estimated, as the durations of cells are until `conformance lock --durations` has a report of an idle machine."""
 
 
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0}
@@ -83,7 +87,7 @@ def _planned(file: Path, number: int, line: str) -> PlannedCell:
     if match is None:
         raise ConfigError(f"{file.name}:{number}: not `SECTION SECONDS CELL`: {_WRITE}")
     try:
-        return PlannedCell(match[1], float(match[2]), cell_from_id(match[3]))
+        return PlannedCell(match[1], float(match[3]), cell_from_id(match[4]), measured=not match[2])
     except AxisError as error:
         raise ConfigError(f"{file.name}:{number}: {error}; {_WRITE}") from None
 
@@ -94,7 +98,7 @@ def planned_cells(
     """Return the cells of all sections, in that order, with measured durations where there are any."""
     known = durations_s or {}
     return [
-        PlannedCell(name, known.get(cell.id, estimated_s(cell)), cell)
+        PlannedCell(name, known.get(cell.id, estimated_s(cell)), cell, measured=cell.id in known)
         for name, cells in sections.items()
         for cell in cells
     ]
@@ -103,5 +107,9 @@ def planned_cells(
 def lock_text(matrix_file: Path, content: Content, planned: Sequence[PlannedCell]) -> str:
     """Return the content of a lock file."""
     width = max(len(each.section) for each in planned)
-    lines = [f"{each.section:<{width}} {each.seconds:6.2f}  {each.cell.id}\n" for each in planned]
+    lines = [f"{each.section:<{width}} {_duration(each):>7}  {each.cell.id}\n" for each in planned]
     return _HEADER.format(name=matrix_file.name, digest=content.cells_digest) + "".join(lines)
+
+
+def _duration(planned: PlannedCell) -> str:
+    return f"{'' if planned.measured else '~'}{planned.seconds:.2f}"

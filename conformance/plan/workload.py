@@ -179,7 +179,8 @@ def _optimizer(cell: "Cell") -> OptimizerConfig:
         foreach_clip=cell.foreach_clip,
     )
     if cell.schedule == "cosine":
-        optimizer = replace(optimizer, warmup_steps=1, final_lr_fraction=0.1)
+        # The same schedule for runs of any length: CKPT-2 compares with a run that ends where another one was saved.
+        optimizer = replace(optimizer, warmup_steps=1, lr_decay_steps=4, final_lr_fraction=0.1)
     return replace(optimizer, lr=_INTEGER_LEARNING_RATE, weight_decay=0.0) if cell.model == "integer" else optimizer
 
 

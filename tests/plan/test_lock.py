@@ -75,7 +75,12 @@ def test_a_lock_file_has_the_cells_best_first(file: Path, capsys: pytest.Capture
 def test_measured_durations_stay(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = write_lock(file)
     first = lines[2].split()[2]
-    assert f"{estimated_s(cell_from_id(first)):.2f}" in lines[2]
+    estimate = f" ~{estimated_s(cell_from_id(first)):.2f} "
+    assert estimate in lines[2]
+    lock_file(file).write_text("".join([*lines[:2], f"singles ~99.25 {first}\n", *lines[3:]]))
+    assert main(["lock", f"--matrix={file}"]) == 1
+    assert estimate in write_lock(file)[2], "an estimate is made again"
+    capsys.readouterr()
     lock_file(file).write_text("".join([*lines[:2], f"singles 99.25 {first}\n", *lines[3:]]))
     assert load_matrix(file).seconds[first] == 99.25
     assert main(["lock", f"--matrix={file}"]) == 1

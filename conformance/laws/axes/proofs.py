@@ -41,9 +41,12 @@ _EXPENSIVE = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_dot_product
 
 
 def neighbours(cell: Cell) -> Iterator[tuple[str, Cell, Cell]]:
-    """Yield the name of each axis that is not at its default, with the cell to look at and that cell's neighbour."""
+    """Yield the name of each axis that is not at its default, with the cell to look at and that cell's neighbour.
+
+    That a mesh takes effect is asked once for each, on its cell without features.
+    """
     for axis in axis_names():
-        if getattr(cell, axis) != getattr(_BASE, axis):
+        if getattr(cell, axis) != getattr(_BASE, axis) and not (axis == "mesh" and cell.features):
             # One process has no tensor parallelism, no replicas whose gradients are postponed, and no fewer ranks to
             # reshard to. Other values of init have no format of weights, runs that are not resumed have no way of
             # saving, other precisions and short runs have no loss scale that overflows, one micro-batch has none to
