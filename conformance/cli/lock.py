@@ -68,11 +68,11 @@ def known_durations_s(file: Path) -> dict[str, float]:
 
 
 def _of_report(directory: Path) -> dict[str, float]:
-    """Return the durations of cells in a report: of their runs, and half of judging, which two workers share."""
+    """Return the durations of cells in a report: of their runs and of judging, in a session with one worker."""
     report = msgspec.json.decode((directory / "report.json").read_bytes(), type=Report)
     seconds: dict[str, float] = defaultdict(float)
     for case in report.cases:
-        seconds[case.cell] += case.run_s + (case.duration_s - case.run_s - case.wait_s) / 2
+        seconds[case.cell] += case.duration_s - case.wait_s
     return {cell: round(max(of_cell, 0.01), 2) for cell, of_cell in seconds.items()}
 
 

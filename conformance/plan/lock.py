@@ -39,7 +39,7 @@ class PlannedCell(msgspec.Struct, frozen=True):
 
 
 STARTUP_S = 11.0
-"""Time that a session takes without any cell: two workers import torch, collect, and start the first ranks.
+"""Time that a session takes without any cell: a worker imports torch, collects, and starts the first ranks.
 
 Estimated, as the durations of cells are until `conformance lock --durations` has a report of an idle machine."""
 

@@ -173,7 +173,7 @@ class Controller:
         if self._progress is not None:
             plan = self._read_plan()["cases"]
             planned = {nodeid: f"{case['law']}/{case['cell']}" for nodeid, case in plan.items()}
-            self._progress.begin(planned, self._durations_s)
+            self._progress.begin(planned, self._durations_s, self._setup.matrix.seconds)
 
     def _add_missing(self) -> None:
         missing = [nodeid for nodeid in self._planned if nodeid not in self._results]

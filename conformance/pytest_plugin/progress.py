@@ -13,6 +13,7 @@ from typing import TextIO
 import pytest
 
 from conformance.judge.verdicts import BAD
+from conformance.plan.lock import STARTUP_S
 from conformance.report.wording import counted
 
 _INTERVAL_S = 30.0
@@ -28,6 +29,7 @@ class Progress:
         """Take a stream for the lines, the number of processes that run cases, and the time between lines."""
         self._out, self._workers, self._interval_s = out, workers, interval_s
         self._durations_s: Mapping[str, float] = {}
+        self._cells_s: Mapping[str, float] = {}
         self._planned: Mapping[str, str] = {}
         self._started_s: dict[str, float] = {}
         self._ended = 0
@@ -36,12 +38,15 @@ class Progress:
         self._lock = threading.Lock()
         self._over = threading.Event()
 
-    def begin(self, planned: Mapping[str, str], durations_s: Mapping[str, float]) -> None:
+    def begin(
+        self, planned: Mapping[str, str], durations_s: Mapping[str, float], cells_s: Mapping[str, float]
+    ) -> None:
         """Write the estimate, and start writing lines.
 
-        `planned` has the ids of all cases by node id, `durations_s` the durations of cases in earlier sessions by id.
+        `planned` has the ids of all cases by node id, `durations_s` the durations of cases in earlier sessions by id,
+        `cells_s` those of cells in the lock file of the matrix by id.
         """
-        self._planned, self._durations_s = planned, durations_s
+        self._planned, self._durations_s, self._cells_s = planned, durations_s, cells_s
         self._write(self.estimate())
         threading.Thread(target=self._run, name="conformance-progress", daemon=True).start()
 
@@ -67,12 +72,15 @@ class Progress:
         self._over.set()
 
     def estimate(self) -> str:
-        """Return what is planned, and how long it took in earlier sessions."""
+        """Return what is planned, and how long it took here, or where the lock file of the matrix was written."""
         cells = {case.partition("/")[2] for case in self._planned.values()}
-        known_s = self._known_s(self._planned.values())
-        takes = (
-            "no earlier session tells how long" if known_s is None else f"about {_duration_text(known_s)}, as before"
-        )
+        if (known_s := self._known_s(self._planned.values())) is not None:
+            takes = f"about {_duration_text(STARTUP_S + known_s)}, as before"
+        elif cells <= self._cells_s.keys():
+            all_s = STARTUP_S + sum(self._cells_s[cell] for cell in cells)
+            takes = f"about {_duration_text(all_s)} on two processors (matrix.lock)"
+        else:
+            takes = "no earlier session tells how long"
         return f"{counted(len(self._planned), 'case')} on {counted(len(cells), 'cell')}: {takes}"
 
     def line(self, now_s: float) -> str:
