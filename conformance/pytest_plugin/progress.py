@@ -38,9 +38,7 @@ class Progress:
         self._lock = threading.Lock()
         self._over = threading.Event()
 
-    def begin(
-        self, planned: Mapping[str, str], durations_s: Mapping[str, float], cells_s: Mapping[str, float]
-    ) -> None:
+    def begin(self, planned: Mapping[str, str], durations_s: Mapping[str, float], cells_s: Mapping[str, float]) -> None:
         """Write the estimate, and start writing lines.
 
         `planned` has the ids of all cases by node id, `durations_s` the durations of cases in earlier sessions by id,
