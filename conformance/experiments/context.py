@@ -105,7 +105,7 @@ def rank_world(context: RankContext, job: Job, *, world: World, process_group: b
 
     After an error nothing is destroyed: other ranks may be in a collective, and the process serves no further task.
     """
-    config = _with_weights(context, job)
+    config = _compiled_for_device(context, _with_weights(context, job))
     if world == "none":
         yield RankWorld(context, job, config, device_of(context))
         return
@@ -149,6 +149,12 @@ def start_process_group(context: RankContext, *, backend: str | None = None) -> 
     if backend is None:
         dist.all_reduce(torch.zeros(1, dtype=torch.float32))  # on the CPU: needs no backend of a device
     return device
+
+
+def _compiled_for_device(context: RankContext, config: TrainerConfig) -> TrainerConfig:
+    """Return the configuration with inductor, if blocks are compiled and the rank has a device of its own."""
+    compiles = context.device and config.compile != "none"
+    return msgspec.structs.replace(config, compile="inductor") if compiles else config
 
 
 def _with_weights(context: RankContext, job: Job) -> TrainerConfig:
