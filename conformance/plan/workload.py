@@ -150,6 +150,9 @@ def _effects(cell: "Cell", mesh: Mesh) -> Iterator[tuple[bool, str]]:
     )
     replicas = mesh.dp_replicate > 1
     yield replicas or cell.gradient_sync != "all-reduce-last", "gradient_sync all-reduce-last needs replicas (hsdp)"
+    # The trainer refuses it with inductor, which devices use; a cell is to be the same everywhere.
+    selective = cell.activation_checkpointing == "selective"
+    yield not (cell.compile and selective), "selective activation checkpointing is not compiled by inductor"
     # torch refuses to reshard to as many ranks as there are, and to reshard DTensors of tensor parallelism: see
     # to_sharded_post_forward in torch/distributed/fsdp/_fully_shard/_fsdp_param.py.
     fewer = mesh.tp == 1 and mesh.dp_shard > 2 and mesh.dp_shard % 2 == 0

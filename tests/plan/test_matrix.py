@@ -44,7 +44,7 @@ profiles:
     must: [product]
     cells: clip > 0.0
     deadline_s: 1.5
-  short: {note: short, budget_s: 12, deadline_s: 1}
+  short: {note: short, budget_s: 19, deadline_s: 1}
 """
 LAWS = """\
 @law("PAR-10", where="mesh != tp2", reference="")
@@ -154,7 +154,7 @@ def test_a_budget_has_the_first_cells_that_end_in_time(folder: Path) -> None:
     matrix = read(folder, TEXT)
     first_two_s = STARTUP_S + estimated_s(PLAIN) + estimated_s(Cell(mesh="tp2"))
     assert matrix.profile_cells("short", budget_s=first_two_s + 0.01) == (PLAIN, Cell(mesh="tp2"))
-    assert matrix.profile_cells("short") == matrix.profile_cells("short", budget_s=12)
+    assert matrix.profile_cells("short") == matrix.profile_cells("short", budget_s=19)
     assert matrix.profile_cells("short", budget_s=1e-3) == ()
     assert {cell.clip for cell in matrix.profile_cells("some", budget_s=1e6)} == {1.0}, "of the cells that it selects"
     assert matrix.profile_cells("all", budget_s=1e6) == tuple(matrix.cells.values())
@@ -164,10 +164,10 @@ def test_a_profile_has_its_sections_and_what_else_its_budget_allows(folder: Path
     """In the order of the plan, which is best first, whatever their section."""
     must_s = sum(map(estimated_s, PRODUCT))
     budget_s = STARTUP_S + must_s + estimated_s(PLAIN) + 0.01
-    text = TEXT.replace("budget_s: 12", f"budget_s: {budget_s}, must: [product]")
+    text = TEXT.replace("budget_s: 19", f"budget_s: {budget_s}, must: [product]")
     assert read(folder, text).profile_cells("short") == (PLAIN, *PRODUCT)
-    assert read(folder, TEXT.replace("budget_s: 12", "must: [product]")).profile_cells("short") == PRODUCT
-    everything = read(folder, TEXT.replace("budget_s: 12", "must: all"))
+    assert read(folder, TEXT.replace("budget_s: 19", "must: [product]")).profile_cells("short") == PRODUCT
+    everything = read(folder, TEXT.replace("budget_s: 19", "must: all"))
     assert everything.profile_cells("short") == tuple(everything.cells.values())
 
 
@@ -281,9 +281,9 @@ AXES_ALLOWED = "; allowed: mesh, precision, "
             "dp1, with numbers from 1 to 4096 - at `$.profiles.some.cells`\n  mesh = dpp\n         ^",
         ),
         ("clip > 0.0", "''", "27: Expected `str` matching regex '\\\\S' - at `$.profiles.some.cells`"),
-        ("budget_s: 12", "budget_s: 0", "29: Expected `float` > 0.0 - at `$.profiles.short.budget_s`"),
-        ("budget_s: 12", "allows: [fail]", "29: Invalid enum value 'fail'; allowed: waived, unsupported - at"),
-        ("budget_s: 12", "requires_devices: -1", "29: Expected `int` >= 0 - at `$.profiles.short.requires_devices`"),
+        ("budget_s: 19", "budget_s: 0", "29: Expected `float` > 0.0 - at `$.profiles.short.budget_s`"),
+        ("budget_s: 19", "allows: [fail]", "29: Invalid enum value 'fail'; allowed: waived, unsupported - at"),
+        ("budget_s: 19", "requires_devices: -1", "29: Expected `int` >= 0 - at `$.profiles.short.requires_devices`"),
     ],
 )
 def test_mistakes_have_a_line(folder: Path, old: str, new: str, message: str) -> None:
