@@ -5,6 +5,7 @@ minutes a process dies of SIGSEGV or SIGABRT ("malloc(): unaligned tcache chunk 
 all-gather. The functional operator alone does the same (`_c10d_functional.all_gather_into_tensor`, two in flight are
 enough), its all-reduce and reduce-scatter do not within the same time, nor does `all_gather_into_tensor(async_op=True)`
 of `torch.distributed`, nor do redistributions that are waited for one by one. The cause inside of torch is not known.
+Seen with torch 2.13.0 on the CPU; other versions were not tried.
 
 Prints how each process ended. Exit status 1 if one of them died. Needs torch alone, two processes; takes a minute if
 nothing happens.
