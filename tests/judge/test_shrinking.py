@@ -63,7 +63,7 @@ def test_few_questions_are_asked(cell: Cell, data: st.DataObject) -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from([cell for cell in COMBINED if cell.features >= 12]), st.data())
 def test_features_that_need_no_others_are_found_by_bisection(cell: Cell, data: st.DataObject) -> None:
-    """For each of two features a bisection and the question whether more is needed, then both are reset once."""
+    """Each feature takes a bisection and the question whether more is needed; both features are reset at the end."""
     features = {name: value for name, value in features_of(cell).items() if name != "mesh"}
     needed = {name: features[name] for name in data.draw(st.sampled_from(list(itertools.combinations(features, 2))))}
     asked: list[Cell] = []
