@@ -101,7 +101,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """Operators that each block recomputes in backward; `selective`: all but matrix products and attention."""
     compile: bool = False
-    """True if the blocks are compiled: on a device and on two ranks by inductor, on more ranks by aot_eager."""
+    """True if the blocks are compiled: on devices by inductor, on the CPU as `workload.compile_backend` says."""
     tied_embeddings: bool = False
     """True if the output layer shares the weight of the embedding."""
     dropout: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.0

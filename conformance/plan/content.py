@@ -25,12 +25,12 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Section(_Entry, frozen=True, kw_only=True):
-    """Cells that are derived in one way: singles (`meshes`), a covering array (`strength`), or a product of axes."""
+    """Cells derived in one way: singles (`meshes` alone), a covering array (`strength`), or a product of `axes`."""
 
     note: Text
     """Purpose of these cells."""
     meshes: Annotated[list[str], Meta(min_length=1)] | None = None
-    """Meshes on which each value of an axis stands alone."""
+    """Meshes on which each value of an axis stands alone; with `strength`, those of the covering array."""
     base: dict[str, AxisValue] = {}
     """Values that all singles have."""
     strength: Annotated[int, Meta(ge=2, le=3)] | None = None
@@ -149,10 +149,10 @@ def _check_section(document: Document, where: str, section: Section) -> None:
     _check_axis(document, f"{where}.meshes", "mesh", section.meshes or [])
     for axis, value in section.base.items():
         _check_axis(document, f"{where}.base.{axis}", axis, [value])
-    if section.base and not section.meshes:
+    if section.base and (section.strength or not section.meshes):
         raise document.error(f"{where}.base", "only singles (`meshes`) have a base: give an axis one value instead")
-    if section.meshes and (section.strength or section.axes):
-        raise document.error(where, "singles (`meshes`) have the axes of the matrix: leave out `strength` and `axes`")
+    if section.meshes and section.axes:
+        raise document.error(where, "with `meshes` the axes are those of the matrix: leave out `axes`")
     if not (section.meshes or section.strength or section.axes):
         raise document.error(where, "write `meshes` (singles), `strength` (a covering array) or `axes` (a product)")
 

@@ -24,7 +24,7 @@ class DerivationError(ValueError):
         """Path of the mistake in the file, such as `$.cells.pairs`."""
 
 
-_ROUNDS = {2: 10, 3: 0}
+_ROUNDS = {2: 15, 3: 0}
 """Rounds in which an array is improved, by strength: with three axes a round takes longer than what it saves."""
 
 
@@ -54,11 +54,13 @@ def derive(content: Content) -> dict[str, list[Cell]]:
 
 
 def _cells(content: Content, section: Section, earlier: Sequence[Cell]) -> Iterator[Cell]:
-    if section.meshes:
-        return _singles(content, section.meshes, section.base)
-    axes = section.axes or content.axes
     if section.strength is None:
-        return _product(content, axes)
+        if section.meshes:
+            return _singles(content, section.meshes, section.base)
+        return _product(content, section.axes or {})
+    axes = section.axes or content.axes
+    if section.meshes:
+        axes = {**axes, "mesh": [*section.meshes]}
     return iter(covering_cells(content, axes, section.strength, earlier=earlier, share=section.share))
 
 

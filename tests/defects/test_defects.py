@@ -114,8 +114,9 @@ def test_the_other_meaning_of_an_unset_reduce_dtype_is_caught(
     other = dataclasses.replace(policy, reduce=BF16 if policy.reduce == FP32 else FP32)
     monkeypatch.setitem(dtype_policies._POLICIES, "bf16-params", other)
     laws = ["PAR-2", "MP-1", "MP-4"]
-    results = case_judge.judge(case_judge.cases("id = dp2-bf16params-default-meta", only=laws), defect=None)
-    assert {judged.case.law: judged.verdict for judged in results} == dict.fromkeys(laws, Verdict.FAIL)
+    cells = "mesh = dp2 and precision = bf16-params"
+    results = case_judge.judge(case_judge.cases(cells, only=laws), defect=None)
+    assert {(judged.case.law, judged.verdict) for judged in results} == {(law, Verdict.FAIL) for law in laws}
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ PLAIN = [
     (section, Cell(mesh=mesh).but(**section.base))
     for section in CONTENT.cells.values()
     for mesh in section.meshes or []
+    if section.strength is None
 ]
 """Cells of sections of singles without the single feature."""
 
@@ -122,6 +123,23 @@ def test_a_covering_array_counts_the_cells_that_are_there() -> None:
         assert met == set(itertools.product(axes[first], axes[second]))
 
 
+@pytest.mark.parametrize(
+    ("mesh", "axis", "value"),
+    [
+        (mesh, axis, value)
+        for section in CONTENT.cells.values()
+        if section.strength == 2
+        for mesh in section.meshes or []
+        for axis in CONTENT.axes
+        for value in VALUES[axis]
+        if axis != "mesh" and value in CONTENT.axes[axis]
+    ],
+)
+def test_a_mesh_of_a_covering_array_meets_each_value(mesh: str, axis: str, value: AxisValue) -> None:
+    cells = [cell for cell in MATRIX.cells.values() if cell.mesh == mesh and getattr(cell, axis) == value]
+    assert cells or needed(Cell(mesh=mesh).but(**{axis: value}), {axis, "mesh"}) is None
+
+
 def test_a_share_of_the_combinations_takes_fewer_cells() -> None:
     axes: dict[str, Values] = {"mesh": ["dp2", "dp4", "tp2"], "accumulation": [1, 2, 4], "steps": [3, 8]}
     whole, half = (covering_cells(CONTENT, axes, 2, earlier=[], share=share) for share in (1.0, 0.5))
@@ -136,8 +154,8 @@ def test_a_share_of_the_combinations_takes_fewer_cells() -> None:
         {"accumulation": 4},
         {"steps": 8},
         {"saved_on": "same"},
+        {"precision": "bf16-mp"},
         {"init": "checkpoint"},
-        {"offload": "cpu"},
         {"compile": True},
         {"model": "deep"},
     ],

@@ -221,8 +221,11 @@ AXES_ALLOWED = "; allowed: mesh, precision, "
         ("meshes: [dp2]", "meshes: []", "11: Expected `array` of length >= 1 - at `$.cells.singles.meshes`"),
         ("meshes: [dp2]", "meshes: [dp2,\n      tp1]", "12: axis `mesh` = 'tp1': not the canonical name of this mesh"),
         ("meshes: [dp2]", "meshes: [dp2, dp2]", "11: `dp2` is given twice"),
-        ("meshes: [dp2]", "meshes: [dp2]\n    strength: 2", "9: singles (`meshes`) have the axes of the matrix: leave"),
-        ("meshes: [dp2]", "meshes: [dp2]\n    axes: {mesh: [dp2]}", "9: singles (`meshes`) have the axes"),
+        (
+            "meshes: [dp2]",
+            "meshes: [dp2]\n    axes: {mesh: [dp2]}",
+            "9: with `meshes` the axes are those of the matrix",
+        ),
         ("meshes: [dp2]", "meshes: [dp2]\n    base: {optimiser: sgd}", "12: unknown axis `optimiser`; allowed: mesh, "),
         ("strength: 2", "strength: 2\n    base: {optimizer: sgd}", "15: only singles (`meshes`) have a base: give an"),
         ("    strength: 2\n", "", "12: write `meshes` (singles), `strength` (a covering array) or `axes` (a product)"),

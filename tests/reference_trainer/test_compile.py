@@ -8,6 +8,7 @@ import torch
 from conformance.experiments import context
 from conformance.experiments.simulation import simulated_world
 from conformance.plan.cells import Cell
+from conformance.plan.mesh import Mesh
 from conformance.plan.workload import compile_backend
 from conformance.run.ranks.messages import RankContext
 from reference_trainer.config import TrainerConfig
@@ -27,13 +28,14 @@ def test_one_graph_serves_all_blocks(mesh: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "has_compiler", "backend"), [(2, True, "inductor"), (2, False, "aot_eager"), (4, True, "aot_eager")]
+    ("mesh", "has_compiler", "backend"),
+    [("dp1", True, "inductor"), ("dp1", False, "aot_eager"), ("dp2", True, "aot_eager"), ("tp2", True, "aot_eager")],
 )
-def test_inductor_compiles_on_two_ranks(
-    ranks: int, has_compiler: bool, backend: str, monkeypatch: pytest.MonkeyPatch
+def test_inductor_compiles_on_one_rank(
+    mesh: str, has_compiler: bool, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}" if has_compiler else None)
-    assert compile_backend(ranks) == backend
+    assert compile_backend(Mesh.parse(mesh)) == backend
 
 
 @pytest.mark.parametrize(
