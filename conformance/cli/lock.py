@@ -21,7 +21,7 @@ from conformance.project import LAWS_DIRECTORY
 from conformance.report.schema import Report
 from reference_trainer.strict_yaml import load
 
-_DEFECT, _LAW, _PAIR = 1.0, 0.1, 0.001
+_DEFECT, _LAW, _PAIR = 1.0, 0.05, 0.0002
 """Weights of a defect that a cell shows to a law, of a law that no earlier cell has, and of a pair of values."""
 
 

@@ -253,7 +253,7 @@ CLIP_MIXED_MESH = Defect(
     source="https://github.com/meta-pytorch/torchtune/issues/2420",
     mechanism="gradients of two meshes cannot be stacked, so clip_grad_norm_ is called for each mesh",
     laws=("CLIP-1", "CLIP-2"),
-    cells="id = dp2-tp2-fp32-default-meta-nosp-normsdp",
+    cells="mesh = dp2-tp2 and norms_in_tp = false and clip > 0 and compile = false and saved_on = none",
     inject=partial(clipping, group_by_group(mesh_of)),
     inject_twin=partial(clipping, group_by_group(same_group)),
 )

@@ -150,7 +150,7 @@ POISON_OVERWRITTEN = Defect(
     source="https://github.com/pytorch/pytorch/issues/122801",
     mechanism="a forgotten tensor holds zeros, which INIT-1 takes for initial values: its control must say so",
     laws=("INIT-5",),
-    cells="id = dp4-fp32-default-meta",
+    cells="id = dp2-fp32-default-meta",
     inject=partial(poisoned_memory, Tensor.zero_),
     inject_twin=partial(poisoned_memory, Tensor.clone),
 )
@@ -176,7 +176,7 @@ BACKEND_COPIES_TWICE = Defect(
     source="https://github.com/xorbitsai/xoscar/pull/38",
     mechanism="a buffer of the backend's own, in memory that no model of the trainer accounts for",
     laws=("MEM-2",),
-    cells="id = dp4-fp32-default-meta-deep",
+    cells="id = dp4-fp32-table-meta-deep",
     inject=partial(backend_buffers, copies=2),
     inject_twin=partial(backend_buffers, copies=0),
 )

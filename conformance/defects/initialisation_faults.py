@@ -183,7 +183,7 @@ LAYERS_ALIKE = Defect(
     source="https://github.com/allenai/OLMo-core/issues/307",
     mechanism="the generator's key leaves out the number of the layer",
     laws=("INIT-3", "INIT-2"),
-    cells="id = dp4-fp32-default-meta",
+    cells="id = dp2-fp32-default-meta",
     inject=partial(generator_names, without_layer),
     inject_twin=partial(generator_names, str),
 )
@@ -204,7 +204,7 @@ INIT_STD_WRONG = Defect(
     source="https://github.com/pytorch/torchtitan/issues/4600",
     mechanism="all normal numbers are scaled by 1.5",
     laws=("INIT-3", "INIT-2"),
-    cells="id = dp4-fp32-default-meta",
+    cells="id = dp2-fp32-default-meta",
     inject=partial(normal_scale, 1.5),
     inject_twin=partial(normal_scale, 1.0),
 )
@@ -237,7 +237,7 @@ FULL_MODEL_HELD = Defect(
     source="https://github.com/pytorch/torchtitan/issues/1777",
     mechanism="full tensors that were sampled are kept until the end",
     laws=("INIT-6",),
-    cells="id = dp4-fp32-default-meta-deep",
+    cells="id = dp4-fp32-table-meta-deep",
     inject=partial(kept_while_building, full_value),
     inject_twin=partial(kept_while_building, shape_alone),
 )

@@ -62,7 +62,7 @@ TP_RANKS_DIFFERENT_DATA = Defect(
     source="https://github.com/huggingface/accelerate/issues/3092",
     mechanism="the sampler takes the global rank, modulo the number of data-parallel ranks, for the data-parallel rank",
     laws=("DATA-1", "PAR-1", "PAR-5"),
-    cells="id = dp2-tp2-fp32-default-meta",
+    cells="id = dp2-tp2-fp32-default-meta-nosp",
     inject=partial(samples_of, rank_modulo_size),
     inject_twin=partial(samples_of, rank_without_tp),
 )

@@ -1,6 +1,7 @@
 """matrix.yaml as it is written: axes, sections of cells, cells that cannot be, and profiles."""
 
 import hashlib
+import itertools
 from collections.abc import Collection, Sequence
 from typing import Annotated, Literal
 
@@ -108,6 +109,12 @@ class Content(_Entry, frozen=True, kw_only=True):
     def exclusion_of(self, cell: Cell) -> Exclusion | None:
         """Return the first rule that excludes a cell, if any."""
         return next((rule for rule in self.exclusions if rule.matches(cell)), None)
+
+    @property
+    def combined_meshes(self) -> list[str]:
+        """Meshes that cells combine with features, each once."""
+        of_sections = (section.meshes or [] for section in self.cells.values() if section.strength is not None)
+        return list(dict.fromkeys([*map(str, self.axes.get("mesh", [])), *itertools.chain(*of_sections)]))
 
     @property
     def cells_digest(self) -> str:

@@ -108,8 +108,7 @@ class Shrinker:
                 return None
             return outcome == expected
 
-        meshes = [str(mesh) for mesh in self._matrix.content.axes.get("mesh", [])]
-        return shrink(case.cell, fails, meshes=meshes, guesses=guesses)
+        return shrink(case.cell, fails, meshes=self._matrix.content.combined_meshes, guesses=guesses)
 
     def _outcome(self, case: Case) -> Outcome | None:
         """Return the outcome of a case, None for one that cannot be; raises SearchEnded if there is no time for it."""

@@ -14,7 +14,7 @@ from conformance.plan.matrix import load_matrix
 from conformance.project import data_file
 
 MATRIX = load_matrix(data_file("matrix.yaml"))
-MESHES = [str(mesh) for mesh in MATRIX.content.axes["mesh"]]
+MESHES = MATRIX.content.combined_meshes
 COMBINED = [cell for cell in MATRIX.cells.values() if cell.features >= 4 and cell.world_size <= 8]
 
 
