@@ -67,7 +67,7 @@ def output(directory: Path) -> str:
 
 
 def test_worlds_span_two_hosts(hosts: TwoHosts, tmp_path: Path) -> None:
-    ids = ("dp2-tp2-fp32-default-meta", "dp2-fp32-default-meta-sgd", "dp2-fp32-default-meta-clip0.1")
+    ids = ("dp2-tp2-fp32-default-meta-nosp", "dp2-fp32-default-meta-sgd", "dp2-fp32-default-meta-clip0.1")
     cells = f"id in ({', '.join(ids)})"
     directory = tmp_path / "report"
     status, report = finish(
