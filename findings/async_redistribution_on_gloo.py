@@ -6,7 +6,7 @@ of gloo, at the end of `AsyncAllgatherCoalescedWork::allgather_coalesced`, where
 are destroyed, while another worker is inside `gloo::allgather`. The functional all-gather, which DTensor uses, takes
 this path, and so does `ProcessGroup.allgather_into_tensor_coalesced`, which dies as soon. `all_gather_into_tensor` of
 `torch.distributed` takes another one and does not die within 60,000 calls, 40 in flight, nor does the functional
-operator with one call in flight within 330,000, nor with a process group of a single worker thread within 57,000. Why
+operator with one call in flight within 240,000, nor with a process group of a single worker thread within 57,000. Why
 memory is corrupted is not known. Seen with torch 2.9.1, 2.13.0 and 2.15.0 on the CPU.
 
 Prints how each process ended. Exit status 1 if one of them died. Needs torch alone, two processes; takes a minute if

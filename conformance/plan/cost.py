@@ -1,7 +1,8 @@
 """Expected durations of cells: a model by which cells that have never been timed are chosen and ordered.
 
-Factors are the rounded coefficients of a least-squares fit to the logarithms of the durations in matrix.lock, of cells
-with many features that are not compiled: two thirds are within 15 % of the fit.
+Bases of meshes and factors are rounded coefficients of a least-squares fit to the logarithms of 318 measured durations,
+of cells with many features that are not compiled (standard deviation of the residuals: 0.15). What compilation, three
+mesh dimensions, one rank, and eight ranks without replicas take is a rough figure from a few cells or from none.
 """
 
 from conformance.plan.cells import Cell

@@ -1,6 +1,7 @@
 """Compiled blocks: one graph for all of them, and the backend that a cell is compiled with."""
 
 import shutil
+from typing import Literal
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def test_inductor_compiles_on_one_rank(
     ("device", "given", "used"),
     [("", "aot_eager", "aot_eager"), ("GPU-1", "aot_eager", "inductor"), ("GPU-1", "none", "none")],
 )
-def test_inductor_compiles_on_devices(device: str, given: str, used: str) -> None:
+def test_inductor_compiles_on_devices(device: str, given: Literal["none", "aot_eager"], used: str) -> None:
     rank = RankContext(rank=0, world_size=8, rendezvous="", timeout_s=1.0, device=device)
-    config = TrainerConfig(compile=given)  # type: ignore[arg-type]
+    config = TrainerConfig(compile=given)
     assert context._compiled_for_device(rank, config).compile == used
