@@ -21,8 +21,9 @@ from conformance.project import LAWS_DIRECTORY
 from conformance.report.schema import Report
 from reference_trainer.strict_yaml import load
 
-_DEFECT, _LAW, _PAIR = 1.0, 0.05, 0.0002
-"""Weights of a defect that a cell shows to a law, of a law that no earlier cell has, and of a pair of values."""
+_DEFECT, _OTHER_LAW, _LAW, _PAIR = 1.0, 0.05, 0.05, 0.0002
+"""Weights of a defect that a cell shows, of another law to which it shows the defect, of a law that no earlier cell
+has, and of a pair of values."""
 
 
 def add_parser(commands: Commands) -> None:
@@ -86,7 +87,8 @@ def _gains(content: Content, cells: Sequence[Cell], scopes: Mapping[str, Scope])
         gain: dict[Hashable, float] = dict.fromkeys(laws, _LAW)
         for defect, trigger, of_defect in triggers:
             if laws & of_defect and trigger.holds(facts):
-                gain |= dict.fromkeys(((defect, law) for law in laws & of_defect), _DEFECT / len(of_defect))
+                gain[defect] = _DEFECT
+                gain |= dict.fromkeys(((defect, law) for law in laws & of_defect), _OTHER_LAW / len(of_defect))
         if any(scopes[law].numbers for law in laws):
             values = [(axis, facts[axis]) for axis in content.axes]
             gain |= dict.fromkeys(itertools.combinations(values, 2), _PAIR)

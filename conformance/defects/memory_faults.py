@@ -16,7 +16,8 @@ from reference_trainer.model import Transformer
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard"
 _GROUP = f"{_FULLY_SHARD}._fsdp_param_group:FSDPParamGroup"
 _DEEP = "id = dp4-fp32-table-meta-deep"
-_DEEP_AND_FSDP1 = "id in (dp4-fp32-table-meta-deep, dp4-fp32-default-full-deep-fsdp1)"
+_DEEP_AND_PLAIN = "id in (dp4-fp32-table-meta-deep, dp2-fp32-default-meta)"
+_FSDP1 = "id = dp4-fp32-default-full-deep-fsdp1"
 
 
 def reshard_in(state: str, *, prefix: str = "", skip: bool) -> AbstractContextManager[None]:
@@ -38,7 +39,7 @@ RESHARD_AFTER_BACKWARD_SKIPPED = Defect(
     source="https://github.com/pytorch/pytorch/issues/149029",
     mechanism="the reshard of post-backward does nothing",
     laws=("MEM-1", "MEM-8", "RS-1"),
-    cells=_DEEP_AND_FSDP1,
+    cells=f"{_DEEP_AND_PLAIN} or {_FSDP1}",
     inject=partial(reshard_in, "POST_BACKWARD", skip=True),
     inject_twin=partial(reshard_in, "POST_BACKWARD", skip=False),
 )
@@ -48,7 +49,7 @@ ONE_LAYER_NOT_RESHARDED = Defect(
     source="https://github.com/pytorch/torchtitan/issues/1253",
     mechanism="the reshard of post-forward leaves out the second block",
     laws=("MEM-1", "RS-1"),
-    cells=_DEEP,
+    cells=_DEEP_AND_PLAIN,
     inject=partial(reshard_in, "FORWARD", prefix="layers.1", skip=True),
     inject_twin=partial(reshard_in, "FORWARD", prefix="layers.1", skip=False),
 )
@@ -101,7 +102,7 @@ GATHER_BUFFERS_KEPT = Defect(
     source="https://github.com/pytorch/pytorch/issues/147168",
     mechanism="buffers of collectives are freed only when the stream has caught up",
     laws=("MEM-1", "MEM-8"),
-    cells=_DEEP_AND_FSDP1,
+    cells=f"{_DEEP} or {_FSDP1}",
     inject=partial(gather_outputs, kept=True),
     inject_twin=partial(gather_outputs, kept=False),
 )
@@ -188,7 +189,7 @@ PREFETCH_OF_WRONG_GROUP = Defect(
     source="https://github.com/pytorch/pytorch/issues/158719",
     mechanism="the index of the prefetched group in the order of forward is off by one",
     laws=("MEM-1", "RS-1"),
-    cells=_DEEP,
+    cells=_DEEP_AND_PLAIN,
     inject=partial(backward_prefetch_of, groups_ahead=2),
     inject_twin=partial(backward_prefetch_of, groups_ahead=1),
 )
@@ -198,7 +199,7 @@ WRAP_GRANULARITY = Defect(
     source="https://github.com/THUDM/slime/pull/617",
     mechanism="the policy that says which modules are groups matches no block, so that all blocks belong to the root",
     laws=("MEM-1", "MEM-5", "RS-1"),
-    cells="id in (dp4-fp32-table-meta-deep, dp4-fp32-always-meta-deep)",
+    cells="id in (dp2-fp32-default-meta, dp4-fp32-table-meta-deep, dp4-fp32-always-meta-deep)",
     inject=partial(repeated_call, "reference_trainer.parallelize", "apply_fsdp_to_block", times=0),
     inject_twin=partial(repeated_call, "reference_trainer.parallelize", "apply_fsdp_to_block", times=1),
 )

@@ -55,6 +55,15 @@ class CaseJudge:
         cases = the_matrix().cases(self.profile, only=parse(selection))
         return [case for case in cases if only is None or case.law in only]
 
+    def cases_of(self, selection: str, laws: Sequence[str]) -> list[Case]:
+        """Return the cases of the profile on the selected cells, and for a law without one its first case at all."""
+        cases = self.cases(selection, only=laws)
+        holds = parse(selection)
+        for law in set(laws) - {case.law for case in cases}:
+            planned = (each.cell for each in the_matrix().planned if holds(each.cell))
+            cases += [Case(law, cell) for cell in planned if law in the_matrix().laws_on(cell)][:1]
+        return cases
+
     def judge(self, cases: Sequence[Case], *, defect: str | None, deadline_s: float = DEADLINE_S) -> list[Judged]:
         """Judge each case with a deadline of its own, in seconds; records are shared between them."""
         store = self.store(defect=defect, deadline_s=deadline_s)

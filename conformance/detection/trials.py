@@ -66,7 +66,7 @@ def try_defect(case_judge: CaseJudge, defect: Defect) -> Trial:
     fail by traces of these.
     """
     start_s = time.monotonic()
-    cases = case_judge.cases(defect.cells, only=defect.laws)
+    cases = case_judge.cases_of(defect.cells, defect.laws)
     of_twin = case_judge.judge(cases, defect=defect.id + TWIN)
     of_defect = case_judge.judge(cases, defect=defect.id, deadline_s=_deadline_s(defect))
     laws = {law: _law_trial(law, defect, of_defect, of_twin) for law in defect.laws}
@@ -87,7 +87,7 @@ def escapes(case_judge: CaseJudge, defect: Defect) -> list[str]:
     """
     left = list(defect.laws)
     store = case_judge.store(defect=defect.id, deadline_s=_deadline_s(defect))
-    for case in case_judge.cases(defect.cells, only=defect.laws):
+    for case in case_judge.cases_of(defect.cells, defect.laws):
         if case.law in left and _is_kill(judge_case(case, store), defect):
             left.remove(case.law)
     return left

@@ -89,12 +89,12 @@ def _applied(mesh: DeviceMesh, operator: Callable[..., Tensor], shapes: Sequence
             continue
         assert isinstance(result, DTensor)
         outcome.computed += 1
-        outcome.wrong += _wrong(result.full_tensor(), expected)
+        outcome.wrong += _wrong_here(result, expected)
         torch.autograd.backward(result.sum())
         for x, distributed in zip(plain, given, strict=True):
             assert isinstance(distributed.grad, DTensor)
             assert x.grad is not None
-            outcome.wrong += _wrong(distributed.grad.full_tensor(), x.grad)
+            outcome.wrong += _wrong_here(distributed.grad, x.grad)
     return outcome
 
 
@@ -159,6 +159,13 @@ def _shard(plain: Tensor, mesh: DeviceMesh, layout: Layout) -> Tensor:
         elif isinstance(placement, Partial):
             shard = shard - sum(range(1, size)) if index == 0 else torch.full_like(shard, index)
     return shard.clone()
+
+
+def _wrong_here(measured: DTensor, expected: Tensor) -> int:
+    """Return the number of wrong elements on this rank: of its shard, which spares a collective, or else of the sum."""
+    if measured.shape == expected.shape and all(type(at) in (Replicate, Shard) for at in measured.placements):
+        return _wrong(measured.to_local(), _shard(expected, measured.device_mesh, measured.placements))
+    return _wrong(measured.full_tensor(), expected)
 
 
 def _wrong(measured: Tensor, expected: Tensor) -> int:

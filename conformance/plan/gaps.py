@@ -72,10 +72,6 @@ GAPS = {
     "large-models": Gap(
         "model in (deep, half, wide)", "a run takes many times as long; laws on memory judge these models in simulation"
     ),
-    "large-models-combined": Gap(
-        "model in (half, wide) or model = deep and features > 2",
-        "a run takes many times as long; the law judges small models with these features",
-    ),
     "wide-neighbours": Gap("features > 0 and world > 4", "the law needs two more runs of each cell"),
     "modes-combined": Gap("features > 3", "MEM-1 judges the memory of these cells"),
 }

@@ -119,6 +119,7 @@ class CaseRuns:
             msgspec.to_builtins(job_of(cell, directory, kept=kept, defect=store.defect)),
             kind=f"{self._kind(cell)} alone" if header.alone else self._kind(cell),
             accelerated=device_type(header.substrate) == "cuda",
+            compiles=cell.compile,
         )
         environment = {**store.hardware.environment(header.substrate), **cell.environment}
         world_size = 1 if header.alone else cell.world_size
@@ -136,6 +137,7 @@ class CaseRuns:
             msgspec.to_builtins(job_of(saver, directory, defect=store.defect)),
             kind=f"{self._kind(saver)} saves",
             accelerated=device_type(substrate) == "cuda",
+            compiles=saver.compile,
         )
         environment = store.hardware.environment(substrate)
         pools.run(task, world_size=saver.world_size, deadline_s=deadline_s, env=environment)

@@ -169,7 +169,8 @@ class Pools:
                 world.close()
             self._make_room(len(ranks))
             lease = self._lease_devices(len(ranks)) if task.accelerated else None
-            world = World(self._running_server(), world_size=world_size, ranks=ranks, lease=lease)
+            server = self._running_server()
+            world = World(server, world_size=world_size, ranks=ranks, lease=lease, compiles=task.compiles)
         self._pools[key] = world
         return world
 

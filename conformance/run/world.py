@@ -23,7 +23,9 @@ _STOP_POLL_S = 0.05
 class World:
     """Rank processes that serve one task after another, until a task fails or leaves something behind."""
 
-    def __init__(self, server: ServerProcess, *, world_size: int, ranks: range, lease: Lease | None) -> None:
+    def __init__(
+        self, server: ServerProcess, *, world_size: int, ranks: range, lease: Lease | None, compiles: bool = False
+    ) -> None:
         self._server = server
         self._lease = lease
         self._directory = Path(tempfile.mkdtemp(prefix=f"world{world_size}-", dir=server.directory))
@@ -33,7 +35,9 @@ class World:
         self._exit_codes: list[int | None] | None = None
         self._ranks: list[RankHandle] = []
         try:
-            self._ranks = server.start(ranks, world_size=world_size, directory=self._directory, lease=lease)
+            self._ranks = server.start(
+                ranks, world_size=world_size, directory=self._directory, lease=lease, compiles=compiles
+            )
             self._await_start()
         except BaseException:
             self.close()

@@ -77,6 +77,15 @@ def case_judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CaseJudge]:
         yield CaseJudge(tmp_path_factory.mktemp("records"), pools)
 
 
+def test_a_law_without_a_case_in_the_profile_is_judged_on_the_first_cell_of_the_matrix(case_judge: CaseJudge) -> None:
+    defect = BY_ID["wrap-granularity"]
+    smoke = CaseJudge(case_judge.directory, case_judge.pools, profile="smoke")
+    for judge in (case_judge, smoke):
+        assert {case.law for case in judge.cases_of(defect.cells, defect.laws)} == set(defect.laws)
+    (case,) = smoke.cases_of("world = 8 and features = 0 and tp = 1 and dp_replicate = 2", ["PAR-1"])
+    assert case.cell.mesh == "hsdp2x4"
+
+
 @pytest.mark.parametrize(("inject", "twin"), [("grads-summed.twin", "grads-summed"), ("grads-summed.twin",) * 2])
 def test_a_defect_that_does_nothing_escapes_and_a_wrong_twin_fails(
     case_judge: CaseJudge, monkeypatch: pytest.MonkeyPatch, inject: str, twin: str

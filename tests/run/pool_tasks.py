@@ -217,3 +217,12 @@ def fail_with_dump(context: RankContext, payload: dict[str, Any]) -> None:
         sleep()
     leave_dump(context, payload)
     raise_error()
+
+
+def compile_a_square(context: RankContext, payload: dict[str, Any]) -> dict[str, Any]:
+    """Compile and call a function; returns its result, and whether the compiler was there before."""
+    preloaded = "torch._inductor.lowering" in sys.modules
+    square = torch.compile(torch.square, backend="aot_eager")
+    result = square(torch.tensor(3.0)).item()
+    torch.compiler.reset()
+    return {"preloaded": preloaded, "result": result}

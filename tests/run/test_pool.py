@@ -138,6 +138,13 @@ def test_training_step(pools: Pools) -> None:
     assert len(first[0]) == 3
 
 
+def test_ranks_that_compile_find_the_compiler_imported(pools: Pools) -> None:
+    for kind, compiles in (("plain", False), ("compiled", True)):
+        task = Task(f"{TASKS}:compile_a_square", {}, kind=kind, compiles=compiles)
+        values = pools.run(task, world_size=2, deadline_s=DEADLINE_S)
+        assert values == [{"preloaded": compiles, "result": 9.0}] * 2
+
+
 def test_infinities_survive(pools: Pools) -> None:
     not_a_number, infinite, negative_zero = run(pools, "return_infinities")[0]
     assert math.isnan(not_a_number)

@@ -153,12 +153,16 @@ class ServerProcess:
                 start_new_session=True,  # Ctrl-C reaches the owner only
             )
 
-    def start(self, ranks: range, *, world_size: int, directory: Path, lease: Lease | None) -> list[RankHandle]:
+    def start(
+        self, ranks: range, *, world_size: int, directory: Path, lease: Lease | None, compiles: bool = False
+    ) -> list[RankHandle]:
         """Fork these ranks of a world; each holds the lease too and has one of its devices."""
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in ranks]
         slots, locks = (lease.slots, lease.fds) if lease else ((), ())
         devices = tuple(slots[index % len(slots)] for index in range(len(ranks))) if slots else ()
-        request = StartRanks(list(ranks), world_size=world_size, directory=str(directory), devices=devices)
+        request = StartRanks(
+            list(ranks), world_size=world_size, directory=str(directory), devices=devices, compiles=compiles
+        )
         pids = self._ask(request, fds=[*(theirs.fileno() for _, theirs in pairs), *locks])
         handles = []
         for rank, pid, (ours, theirs) in zip(ranks, pids, pairs, strict=True):

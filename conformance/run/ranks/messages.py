@@ -35,6 +35,8 @@ class Task(msgspec.Struct, frozen=True):
     """Ranks serve tasks of one kind only, since a process may keep state from task to task."""
     accelerated: bool = False
     """True if each rank needs a device, which ranks may have to share."""
+    compiles: bool = False
+    """True if ranks compile: the rank server imports the compiler once, instead of each rank."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,8 @@ class StartRanks(msgspec.Struct, frozen=True, tag=True):
     directory: str
     devices: tuple[str, ...] = ()
     """Device of each rank, or an empty tuple."""
+    compiles: bool = False
+    """True if the server shall import the compiler before it forks the ranks."""
 
 
 class KillRanks(msgspec.Struct, frozen=True, tag=True):

@@ -1,7 +1,10 @@
 """Modules that the rank server imports once, so that every rank is forked with them."""
 
 import importlib
+import os
 from contextlib import suppress
+from functools import cache
+from unittest.mock import patch
 
 from conformance.project import PACKAGE
 
@@ -20,6 +23,8 @@ PRELOADED_MODULES = (
     "torch.optim",
     "torch.utils._sympy.reference",
 )
+_COMPILER_MODULES = ("torch._functorch.aot_autograd", "torch._inductor.lowering")
+"""Modules that import all but a few small ones of those that the first compilation imports (1 s in every rank)."""
 
 
 def preload() -> None:
@@ -32,6 +37,17 @@ def preload() -> None:
             importlib.import_module(name)
     for name in experiment_modules():
         importlib.import_module(name)
+
+
+@cache
+def preload_compiler() -> None:
+    """Import what torch.compile needs with the backends `aot_eager` and `inductor`."""
+    # In releases such as torch 2.6 the import starts processes that compile for Triton, which the server would end as
+    # strays of its ranks.
+    with patch.dict(os.environ, {"TORCH_WARM_POOL": "0"}):
+        for name in _COMPILER_MODULES:
+            with suppress(ImportError):
+                importlib.import_module(name)
 
 
 def experiment_modules() -> list[str]:

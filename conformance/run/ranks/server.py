@@ -25,7 +25,7 @@ import msgspec
 import psutil
 
 from conformance.run.ranks.messages import MAX_WORLD_SIZE, KillRanks, StartRanks
-from conformance.run.ranks.preload import preload
+from conformance.run.ranks.preload import preload, preload_compiler
 from conformance.run.ranks.process import Rank
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
@@ -77,6 +77,8 @@ class RankServer:
 
     def _start(self, request: StartRanks, fds: list[int]) -> list[int]:
         """Fork ranks, which alone keep the locks open and so hold their devices until they die."""
+        if request.compiles:
+            preload_compiler()
         channels = fds[: len(request.ranks)]
         pids = [self._fork(request, index, channels=channels) for index in range(len(channels))]
         self._ranks.update(pids)
