@@ -17,7 +17,8 @@ _FULLY_SHARD = "torch.distributed.fsdp._fully_shard"
 _GROUP = f"{_FULLY_SHARD}._fsdp_param_group:FSDPParamGroup"
 _DEEP = "id = dp4-fp32-table-meta-deep"
 _DEEP_AND_PLAIN = "id in (dp4-fp32-table-meta-deep, dp2-fp32-default-meta)"
-_FSDP1 = "id = dp4-fp32-default-full-deep-fsdp1"
+_DEEP_AND_FSDP1 = "id in (dp4-fp32-table-meta-deep, dp4-fp32-default-full-deep-fsdp1)"
+_DEEP_PLAIN_AND_FSDP1 = "id in (dp4-fp32-table-meta-deep, dp2-fp32-default-meta, dp4-fp32-default-full-deep-fsdp1)"
 
 
 def reshard_in(state: str, *, prefix: str = "", skip: bool) -> AbstractContextManager[None]:
@@ -39,7 +40,7 @@ RESHARD_AFTER_BACKWARD_SKIPPED = Defect(
     source="https://github.com/pytorch/pytorch/issues/149029",
     mechanism="the reshard of post-backward does nothing",
     laws=("MEM-1", "MEM-8", "RS-1"),
-    cells=f"{_DEEP_AND_PLAIN} or {_FSDP1}",
+    cells=_DEEP_PLAIN_AND_FSDP1,
     inject=partial(reshard_in, "POST_BACKWARD", skip=True),
     inject_twin=partial(reshard_in, "POST_BACKWARD", skip=False),
 )
@@ -102,7 +103,7 @@ GATHER_BUFFERS_KEPT = Defect(
     source="https://github.com/pytorch/pytorch/issues/147168",
     mechanism="buffers of collectives are freed only when the stream has caught up",
     laws=("MEM-1", "MEM-8"),
-    cells=f"{_DEEP} or {_FSDP1}",
+    cells=_DEEP_AND_FSDP1,
     inject=partial(gather_outputs, kept=True),
     inject_twin=partial(gather_outputs, kept=False),
 )

@@ -23,7 +23,7 @@ from tests.sessions import SIX_CASES, TWO_CASES, Ended, alive, finish, suite
 
 # Two kinds of meshes, laws that compare one cell or two, and the laws on the environment.
 HEALTHY = (
-    *("--cells", "id in (tp2-fp32-default-meta, dp2-fp32-never-meta)"),
+    *("--cells", "id in (tp2-fp32-default-meta, dp2-fp32-default-meta-fpre1)"),
     *("--laws", "ENV-*,AXIS-1,INIT-1,MP-1,PAR-1,PAR-4,PAR-5,RS-1"),
 )
 WAIVED_CELL = "dp2-tp2-fp32-default-meta"
