@@ -1,5 +1,6 @@
 """Cases of the matrix judged in this process, without pytest, with a defect or without."""
 
+import itertools
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -56,13 +57,17 @@ class CaseJudge:
         return [case for case in cases if only is None or case.law in only]
 
     def cases_of(self, selection: str, laws: Sequence[str]) -> list[Case]:
-        """Return the cases of the profile on the selected cells, and for a law without one its first case at all."""
+        """Return the cases of the profile on the selected cells, and for a law without one its first of the matrix."""
         cases = self.cases(selection, only=laws)
-        holds = parse(selection)
-        for law in set(laws) - {case.law for case in cases}:
-            planned = (each.cell for each in the_matrix().planned if holds(each.cell))
-            cases += [Case(law, cell) for cell in planned if law in the_matrix().laws_on(cell)][:1]
-        return cases
+        in_profile = {case.law for case in cases}
+        elsewhere = [law for law in laws if law not in in_profile]
+        return [*cases, *(case for law in elsewhere for case in self._first_case(law, selection))]
+
+    def _first_case(self, law: str, selection: str) -> list[Case]:
+        """Return the first case of the law on the selected cells of any profile, as a list, which is empty if none."""
+        holds, matrix = parse(selection), the_matrix()
+        cells = (each.cell for each in matrix.planned if holds(each.cell) and law in matrix.laws_on(each.cell))
+        return [Case(law, cell) for cell in itertools.islice(cells, 1)]
 
     def judge(self, cases: Sequence[Case], *, defect: str | None, deadline_s: float = DEADLINE_S) -> list[Judged]:
         """Judge each case with a deadline of its own, in seconds; records are shared between them."""

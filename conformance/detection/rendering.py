@@ -17,7 +17,8 @@ every law that it names; its benign twin, the same place changed in a correct wa
 far outside of its bounds the worst metric was, where 1 is at a bound: how many times the bound a rounding error was,
 and how many times half of the distance between its bounds a number of bytes was away from their middle; *exact* where
 only one value is right, *stated* where the law compares facts and no metrics. The twin's percentage is its margin:
-100 % is at a bound."""
+100 % is at a bound. A law for which the profile has no cell that triggers the defect is judged on the first cell of
+the matrix that does."""
 _HEADERS = ["defect", "law", "caught on", "margin", "twin"]
 _LAW_HEADERS = ["law", "defects", "smallest margin"]
 

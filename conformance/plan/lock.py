@@ -41,8 +41,7 @@ class PlannedCell(msgspec.Struct, frozen=True):
 STARTUP_S = 13.0
 """Time that a session takes without the durations of its cells: a worker imports torch, collects, and starts ranks.
 
-What ranks do for the first time is part of it where a short session has other first cells than that which was timed: a
-session of 47 s by its cells takes 60 s on two processors."""
+What ranks do for the first time is part of it where a short session has other first cells than that which was timed."""
 
 
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0}
