@@ -1,7 +1,7 @@
-"""Duration of profiles and of the README's first command: `python -m benchmarks.profiles smoke pr --first-command`.
+"""Durations of profiles and the README's first command: `python -m benchmarks.profiles smoke pr [--first-command]`.
 
-A profile is run in this environment as `pytest -n auto conformance/ --profile PROFILE`. The first command is run in a
-fresh clone of the last commit, set-up included. Durations go to docs/measured.json, from which
+A profile is run in this environment as `pytest -n auto conformance/ --profile PROFILE`, `--runs` times. The first
+command is run once in a fresh clone of the last commit, set-up included. Durations go to docs/measured.json, from which
 `python -m conformance docs --write` makes the tables; they are stale as soon as a profile has other cases.
 """
 
@@ -15,51 +15,56 @@ from pathlib import Path
 
 import msgspec
 
-from conformance.cli.docs import MEASURED_FILE, Duration, Measured, read_measured
+from conformance.cli.docs import MEASURED_FILE, Durations, Measured, read_measured
 from conformance.project import PROJECT
 from conformance.report.schema import Report
 
 
-def profile_duration(profile: str, directory: Path) -> Duration:
-    """Run a profile in this environment, and return how long it took."""
+def profile_durations(profile: str, directory: Path, *, runs: int) -> Durations:
+    """Run a profile in this environment, as often as asked, and return how long it took."""
     command = [sys.executable, "-m", "pytest", "-n", "auto", "conformance/", "-q", f"--profile={profile}"]
-    return _timed([*command, f"--report-dir={directory}"], cwd=PROJECT, report_directory=directory)
+    return _timed([*command, f"--report-dir={directory}"], cwd=PROJECT, report_directory=directory, runs=runs)
 
 
-def first_command_duration(directory: Path) -> Duration:
-    """Run the README's first command in a fresh clone of the last commit, and return how long it took."""
+def first_command_durations(directory: Path) -> Durations:
+    """Run the README's first command in a fresh clone of the last commit, once, and return how long it took."""
     subprocess.run(["git", "clone", "--quiet", str(PROJECT), str(directory)], check=True)
     report = directory / "conformance-report"
-    return _timed(["make", "conformance", "PROFILE=smoke"], cwd=directory, report_directory=report)
+    return _timed(["make", "conformance", "PROFILE=smoke"], cwd=directory, report_directory=report, runs=1)
 
 
-def _timed(command: list[str], *, cwd: Path, report_directory: Path) -> Duration:
-    start_s = time.monotonic()
-    subprocess.run(command, cwd=cwd, check=True)
-    duration_s = time.monotonic() - start_s
+def _timed(command: list[str], *, cwd: Path, report_directory: Path, runs: int) -> Durations:
+    durations_s = [_duration_s(command, cwd=cwd) for _ in range(runs)]
     report = msgspec.json.decode((report_directory / "report.json").read_bytes(), type=Report)
-    return Duration(
+    return Durations(
         cases=report.planned,
-        duration_s=round(duration_s),
+        durations_s=tuple(round(duration_s) for duration_s in durations_s),
         processors=len(os.sched_getaffinity(0)),
         torch=report.environment["packages"]["torch"],
     )
+
+
+def _duration_s(command: list[str], *, cwd: Path) -> float:
+    start_s = time.monotonic()
+    subprocess.run(command, cwd=cwd, check=True)
+    return time.monotonic() - start_s
 
 
 def main() -> None:
     """Measure what the arguments name, and write docs/measured.json."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("profiles", nargs="*", metavar="PROFILE", help="smoke, pr, nightly or certify")
+    parser.add_argument("--runs", type=int, default=3, help="runs of each profile (default: %(default)s)")
     parser.add_argument(
         "--first-command", action="store_true", help="also the README's first command, in a fresh clone"
     )
-    parser.add_argument("--reports", type=Path, metavar="DIR", help="keep the report of each profile in DIR/PROFILE")
+    parser.add_argument("--reports", type=Path, metavar="DIR", help="keep the last reports in DIR/PROFILE")
     options = parser.parse_args()
     measured = read_measured()
     with tempfile.TemporaryDirectory() as scratch:
         reports = options.reports or Path(scratch)
-        profiles = {name: profile_duration(name, reports / name) for name in options.profiles}
-        first = first_command_duration(Path(scratch, "clone")) if options.first_command else measured.first_command
+        profiles = {name: profile_durations(name, reports / name, runs=options.runs) for name in options.profiles}
+        first = first_command_durations(Path(scratch, "clone")) if options.first_command else measured.first_command
     everything = Measured(first_command=first, profiles=measured.profiles | profiles)
     MEASURED_FILE.write_bytes(msgspec.json.format(msgspec.json.encode(everything), indent=1) + b"\n")
 

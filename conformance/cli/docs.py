@@ -10,6 +10,7 @@ import ast
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 from tabulate import tabulate
@@ -39,12 +40,12 @@ _OF_PROFILE = re.compile(r"Profile `(\w+)`, (\d+) cases")
 _WRITE = "python -m conformance docs --write"
 
 
-class Duration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Measured duration of a session."""
+class Durations(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Measured durations of a session that was repeated, in seconds."""
 
     cases: int
-    """Cases that the session had; the duration is stale as soon as the profile has more or fewer."""
-    duration_s: int
+    """Cases that the session had; the durations are stale as soon as the profile has more or fewer."""
+    durations_s: Annotated[tuple[int, ...], msgspec.Meta(min_length=1)]
     processors: int
     torch: str
 
@@ -52,9 +53,9 @@ class Duration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Content of docs/measured.json."""
 
-    first_command: Duration | None = None
-    """Duration of the README's first command in a fresh clone, set-up included."""
-    profiles: dict[str, Duration] = {}
+    first_command: Durations | None = None
+    """Durations of the README's first command in a fresh clone, set-up included."""
+    profiles: dict[str, Durations] = {}
 
 
 def read_measured() -> Measured:
@@ -113,25 +114,25 @@ def _with_blocks(file: Path, contents: Mapping[str, Callable[[], str]]) -> str:
 
 
 def _first_command(matrix: Matrix, measured: Measured) -> str:
-    duration = _current(matrix, "smoke", measured.first_command)
-    if duration is None:
+    took = _current(matrix, "smoke", measured.first_command)
+    if took is None:
         return f"How long the first command takes has not been measured (`{_MEASURE} --first-command`)."
-    return f"The first command takes {_minutes(duration)} on {duration.processors} processors, installation included."
+    return f"The first command takes {_minutes(took)} on {took.processors} processors, installation included."
 
 
 def _profiles(matrix: Matrix, measured: Measured) -> str:
     rows = []
     for name, profile in matrix.profiles.items():
         cases = matrix.cases(name)
-        duration = _current(matrix, name, measured.profiles.get(name))
-        took = f"{_minutes(duration)}, {duration.processors} processors" if duration else "not measured"
-        rows.append([f"`{name}`", profile.note, len({case.cell for case in cases}), len(cases), took])
+        took = _current(matrix, name, measured.profiles.get(name))
+        takes = f"{_minutes(took)}, {took.processors} processors" if took else "not measured"
+        rows.append([f"`{name}`", profile.note, len({case.cell for case in cases}), len(cases), takes])
     return tabulate(rows, headers=["profile", "for", "cells", "cases", "takes"], tablefmt="github")
 
 
-def _current(matrix: Matrix, profile: str, duration: Duration | None) -> Duration | None:
-    """Return the duration, or None if the profile had other cases when it was measured."""
-    return duration if duration and _is_current(matrix, profile, duration.cases) else None
+def _current(matrix: Matrix, profile: str, took: Durations | None) -> Durations | None:
+    """Return the durations, or None if the profile had other cases when it was measured."""
+    return took if took and _is_current(matrix, profile, took.cases) else None
 
 
 def _is_current(matrix: Matrix, profile: str, cases: int) -> bool:
@@ -147,9 +148,11 @@ def _without_stale_blocks(text: str, matrix: Matrix) -> str:
     return text
 
 
-def _minutes(duration: Duration) -> str:
-    minutes = duration.duration_s / 60
-    return f"{minutes:.0f} min" if minutes >= 10 else f"{minutes:.1f} min"
+def _minutes(took: Durations) -> str:
+    """Return the shortest and the longest duration in words."""
+    shortest, longest = min(took.durations_s) / 60, max(took.durations_s) / 60
+    digits = 0 if longest >= 10 else 1
+    return " to ".join(dict.fromkeys(f"{minutes:.{digits}f}" for minutes in (shortest, longest))) + " min"
 
 
 def _findings(matrix: Matrix) -> str:
