@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 from safetensors import safe_open
 
-from conformance.instruments.facts import RankFacts
+from conformance.instruments.facts import FULL_LAYOUT, RankFacts
 from conformance.outcomes import ConformanceFailure, Failure
 from conformance.plan.cells import Cell
 from conformance.plan.substrates import Substrate
@@ -109,14 +109,38 @@ class Record:
 
         Elements that no rank holds are NaN. Shapes and dtypes are those of the full parameters.
 
-        Raises KeyError if there is none, ConformanceFailure if a rank's tensor has another shape than its shard.
+        Raises KeyError if there is none, ConformanceFailure if a rank's tensor has another shape than its shard, or if
+        ranks that hold the same elements hold other bits.
         """
         if prefix not in self._full:
+            self._require_equal_copies(prefix)
             names = [key.removeprefix(prefix) for key in self.shards[0] if key.startswith(prefix)]
             if not names:
                 raise KeyError(f"record of {self.cell.id} holds no tensor below {prefix}")
             self._full[prefix] = {name: self._assemble(prefix, name) for name in names}
         return dict(self._full[prefix])  # many laws ask for the same tensors, which none of them changes
+
+    @cached_property
+    def unequal_copies(self) -> list[tuple[str, int]]:
+        """Key and rank of each captured tensor that has other bits than the copy of a rank before.
+
+        Copies are tensors of one key that hold the same elements of the full tensor.
+        """
+        first: dict[tuple[str, str], str] = {}
+        unequal = []
+        for facts in self.ranks:
+            for key, fingerprint in facts.fingerprints.items():
+                _, kind, name = key.split("/", 2)
+                layout = FULL_LAYOUT if kind == "gathered" else facts.layouts.get(name, FULL_LAYOUT)
+                if first.setdefault((key, layout), fingerprint) != fingerprint:
+                    unequal.append((key, facts.rank))
+        return unequal
+
+    def _require_equal_copies(self, prefix: str) -> None:
+        """An assembled tensor has the elements of one rank, and is to stand for the copies of all."""
+        for key, rank in self.unequal_copies:
+            if key.startswith(prefix):
+                raise ConformanceFailure(f"{key}: rank {rank} holds other bits than a rank with the same elements")
 
     def is_partitioned(self, name: str) -> bool:
         """Return whether the ranks of a parameter hold each of its elements, all equally often."""

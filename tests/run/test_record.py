@@ -1,5 +1,6 @@
 """Records: full tensors are assembled from the shards of all ranks."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -15,7 +16,9 @@ from conformance.plan.cells import Cell
 from conformance.run.record import Header, Record, RecordFile, read_record, tensor_file, write_record
 
 
-def record_of_two_ranks(directory: Path, shards: list[dict[str, Tensor]]) -> Record:
+def record_of_two_ranks(
+    directory: Path, shards: list[dict[str, Tensor]], facts_of_ranks: Sequence[dict[str, Any]] = ({}, {})
+) -> Record:
     parameters = {"w": {"group": "", "shape": [3, 2], "shard_dims": {"dp_shard": 0}}}
     kinds = {field.name: get_origin(field.type) for field in msgspec.structs.fields(RankFacts)}
     empty: dict[str, Any] = {name: kind() for name, kind in kinds.items() if kind in (list, dict)}
@@ -32,7 +35,7 @@ def record_of_two_ranks(directory: Path, shards: list[dict[str, Tensor]]) -> Rec
     for rank, tensors in enumerate(shards):
         save_file(tensors, directory / tensor_file(rank))
     header = Header(cell=Cell(), session="s", torch="2", substrate="gloo", defect=None)
-    ranks = msgspec.Raw(msgspec.json.encode([{"rank": rank, **facts} for rank in range(len(shards))]))
+    ranks = msgspec.Raw(msgspec.json.encode([{"rank": rank, **facts, **facts_of_ranks[rank]} for rank in (0, 1)]))
     return Record(directory, RecordFile(header=header, ranks=ranks))
 
 
@@ -60,6 +63,25 @@ def test_select_fills_holes_with_nan_and_refuses_shards_of_another_shape(tmp_pat
     del wrong["final/parameter/w"]
     with pytest.raises(ConformanceFailure, match="rank 1 holds nothing"):
         record_of_two_ranks(tmp_path, [shard, wrong]).select("final/parameter/")
+
+
+@pytest.mark.parametrize(
+    ("layouts", "is_refused"), [(("all", "all"), True), (("first half", "second half"), False), ((), True)]
+)
+def test_select_refuses_copies_that_differ(tmp_path: Path, layouts: tuple[str, ...], is_refused: bool) -> None:
+    """Only one rank's copy is assembled; elements of different shards are no copies of each other."""
+    key = "final/parameter/w"
+    facts = [
+        {"fingerprints": {key: f"bits of rank {rank}"}, "layouts": {"w": layouts[rank]} if layouts else {}}
+        for rank in (0, 1)
+    ]
+    shard = {"layout/w": torch.tensor([[0, 1]]), key: torch.ones(1, 2), "initial/parameter/w": torch.ones(1, 2)}
+    record = record_of_two_ranks(tmp_path, [shard, shard], facts)
+    assert "w" in record.select("initial/parameter/")
+    assert record.unequal_copies == ([(key, 1)] if is_refused else [])
+    if is_refused:
+        with pytest.raises(ConformanceFailure, match="w: rank 1 holds other bits"):
+            record.select("final/parameter/")
 
 
 @pytest.mark.parametrize(
