@@ -129,7 +129,7 @@ RESUME_STEP_OFF = Defect(
     title="the optimizer's step counter is restored off by one",
     source="https://github.com/NVIDIA/Megatron-LM/issues/5974",
     mechanism="one is added to the counter that corrects the moments' bias",
-    laws=("CKPT-1",),
+    laws=("CKPT-1", "OPT-2"),
     cells="id = dp2-fp32-default-meta-from.same",
     inject=partial(optimizer_state, lambda count: count + 1.0, key="step"),
     inject_twin=partial(optimizer_state, lambda count: count + 0.0, key="step"),

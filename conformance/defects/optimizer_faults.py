@@ -266,3 +266,29 @@ FOREACH_SKIPS_TENSOR = Defect(
     inject=partial(foreach_step, without_last_tensor),
     inject_twin=partial(foreach_step, one_by_one),
 )
+
+
+def adam_in(dtype: torch.dtype | None) -> AbstractContextManager[None]:
+    """Let AdamW step with copies of all tensors in another dtype, or (None) in their own."""
+
+    def step(original: Callable[..., None], *tensors_by_kind: list[Tensor], **options: Any) -> None:
+        *kinds, counters = tensors_by_kind
+        copies = [[tensor.to(dtype or tensor.dtype, copy=True) for tensor in tensors] for tensors in kinds]
+        original(*copies, counters, **options)
+        for tensors, of_kind in zip(kinds, copies, strict=True):
+            for tensor, copy in zip(tensors, of_kind, strict=True):
+                tensor.copy_(copy)
+
+    return replaced_call("torch.optim.adam", "_single_tensor_adam", step)
+
+
+BF16_MASTERS_STEP_IN_FP32 = Defect(
+    id="bf16-masters-step-in-fp32",
+    title="AdamW steps in fp32 with parameters that are bf16, and rounds once",
+    source="https://github.com/pytorch/pytorch/pull/178034",
+    mechanism="parameters, gradients and moments are cast to fp32 for the step, and back",
+    laws=("OPT-2",),
+    cells="id = dp2-bf16mixed-default-meta",
+    inject=partial(adam_in, torch.float32),
+    inject_twin=partial(adam_in, None),
+)

@@ -1,5 +1,6 @@
 """Faults of accumulation and reduction: what is added up, over which ranks, and which ranks participate."""
 
+import inspect
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -32,9 +33,9 @@ GRADIENTS_SUMMED = Defect(
     title="gradients are summed over the data-parallel ranks instead of averaged",
     source="https://github.com/pytorch/pytorch/issues/155903",
     mechanism="the divide factors of the gradient reduction are SUM without a division",
-    laws=("PAR-1", "PAR-9", "STREAM-3"),
+    laws=("PAR-1", "PAR-2", "PAR-9", "STREAM-3"),
     cells="id in (dp2-fp32-default-meta-sgd, dp2-fp32-default-meta-integer-sgd-noclip-steps1)"
-    " or id = dp2-fp32-default-full-fsdp1",
+    " or id in (dp2-fp32-default-full-fsdp1, dp2-bf16mixed-default-meta)",
     inject=partial(reduced_by_sum, lambda _shards, _replicas: 1),
     inject_twin=partial(reduced_by_sum, lambda shards, replicas: shards * replicas),
 )
@@ -98,6 +99,31 @@ GRADIENT_ACCUMULATION_OVERWRITES = Defect(
     cells="id = dp2-fp32-default-meta-acc2",
     inject=partial(accumulation, overwrite=True),
     inject_twin=partial(accumulation, overwrite=False),
+)
+
+
+def partial_sums(*, overwrite: bool) -> AbstractContextManager[None]:
+    """Forget the partial sums that wait for the all-reduce when another micro-batch is reduced, or copy them."""
+
+    def foreach_reduce(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        call = inspect.signature(original).bind(*args, **kwargs)
+        held = call.arguments["partial_reduce_output"]
+        if held is not None and not call.arguments["all_reduce_grads"]:
+            call.arguments["partial_reduce_output"] = None if overwrite else held.clone()
+        return original(*call.args, **call.kwargs)
+
+    return replaced_call(f"{_FULLY_SHARD}._fsdp_param_group", "foreach_reduce", foreach_reduce)
+
+
+HSDP_PARTIAL_SUM_OVERWRITTEN = Defect(
+    id="hsdp-partial-sum-overwritten",
+    title="gradients that are all-reduced after the last micro-batch lack all but the last two micro-batches",
+    source="https://github.com/pytorch/pytorch/pull/194628",
+    mechanism="a reduce-scattered gradient replaces the partial sum to which it is to be added",
+    laws=("PAR-1", "PAR-6"),
+    cells="id = hsdp2x2-fp32-default-meta-acc4-syncallreducelast",
+    inject=partial(partial_sums, overwrite=True),
+    inject_twin=partial(partial_sums, overwrite=False),
 )
 
 

@@ -6,6 +6,7 @@ from conformance.experiments.environment import probe
 from conformance.laws import compare
 from conformance.laws.fixtures import Measure
 from conformance.oracles import optimizer_tolerance, tolerance
+from conformance.oracles.dtype_policy import FP32, dtype_policy
 from conformance.oracles.emulation import Emulation, emulated_step
 from conformance.oracles.reference import ReferenceRun, Tensors, replay_updates
 from conformance.oracles.virtual_tp import sums_in_ring_order
@@ -48,9 +49,24 @@ def _overflows(gradients: Tensors) -> bool:
     return not all(bool(grad.isfinite().all()) for grad in gradients.values())
 
 
+def without_checkpoint(cell: Cell) -> Cell:
+    """Return the cell of the run that never stopped, for a cell that is resumed on the same mesh."""
+    return cell.but(saved_on="none", saving="blocking")
+
+
+def run_before_save(cell: Cell) -> Cell:
+    """Return the cell whose final state is what the checkpoint of a resumed cell holds."""
+    return cell.saver.but(saved_on="none", saving="blocking", steps=cell.steps_before_save)
+
+
 def compare_updates(record: Record) -> None:
-    """Compare norms, parameters and optimizer state with those that the recorded gradients of taken steps imply."""
+    """Compare norms, parameters and optimizer state with those that the recorded gradients of taken steps imply.
+
+    Masters below fp32 are left to OPT-2: they lose updates, and no useful bound in fp64 is left.
+    """
     __tracebackhide__ = True
+    if dtype_policy(record.cell.precision).sharded != FP32:
+        return
     replayed, optimizer = replayed_parameters(record), record.cell.config.optimizer
     for kind, tensors in replayed.optimizer_state.items():
         within = optimizer_tolerance.replayed_state(replayed, optimizer)

@@ -1,10 +1,14 @@
-"""OPT: which parameters the optimizer trains."""
+"""OPT: which parameters the optimizer trains, and how it changes them."""
 
 from collections import Counter
+from functools import partial
 
 from conformance.judge.law import law
 from conformance.laws import compare
 from conformance.laws.fixtures import Run
+from conformance.laws.steps import run_before_save, without_checkpoint
+from conformance.oracles.dtype_policy import optimizer_state
+from conformance.oracles.plain_optimizer import Start, plain_updates
 from conformance.oracles.reference import initial_model, learning_rate
 from conformance.plan.cells import Cell
 
@@ -33,6 +37,35 @@ def test_optimizer_holds_the_sharded_parameters(run: Run, cell: Cell) -> None:
         detail = f"rank {facts.rank} holds {wrong[:3]} and misses {missing[:3]} (name, weight decay, learning rate)"
         unit = f"entries, of {expected.total()}"
         compare.count(len(wrong) + len(missing), name="wrong in the optimizer", expected=0, detail=detail, unit=unit)
+
+
+@law("OPT-2", where="implementation = fsdp2", gaps=["large-models"], numbers=True, reference=FULLY_SHARD)
+def test_optimizer_steps_as_on_plain_tensors(run: Run, cell: Cell) -> None:
+    """On each rank the optimizer MUST leave parameters and state that torch's optimizer leaves on plain tensors of the
+    same shards, in every bit: from the start of the run, or from the state that a checkpoint has restored.
+
+    Wrong if DTensor changes an operation, an update is lost, a learning rate or decay is another than the schedule's,
+    or a step counter of a resumed run begins anew. Gradients after clipping are those of the run.
+    """
+    record = run(cell)
+    begins = record.steps[0] == 0
+    when, steps_taken = ("initial", 0) if begins else ("resumed", _steps_taken_before(run, cell))
+    kinds = set() if begins else {*optimizer_state(cell.config.optimizer)} & {*record.kinds("resumed")}
+    for rank in range(cell.world_size):
+        shards = partial(record.shards_below, rank=rank)
+        start = Start(steps_taken, {kind: shards(f"{when}/{kind}/") for kind in kinds})
+        gradients = {step: shards(f"step{step}/clipped/") for step in record.steps_taken}
+        expected = plain_updates(
+            cell.config, shards(f"{when}/parameter/"), gradients, start=start, device=record.device_type
+        )
+        for kind, tensors in expected.items():
+            compare.bits(shards(f"final/{kind}/"), tensors, name=f"{kind} of rank {rank} after the last step")
+
+
+def _steps_taken_before(run: Run, cell: Cell) -> int:
+    """Return the number of steps that the optimizer of a resumed cell had taken when it was saved."""
+    saved = run(without_checkpoint(cell) if cell.saved_on == "same" else run_before_save(cell))
+    return sum(step < cell.steps_before_save for step in saved.steps_taken)
 
 
 def _spelled(rate: float) -> str:

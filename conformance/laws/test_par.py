@@ -61,7 +61,7 @@ def test_sharded_fp32_equals_one_process(run: Run, cell: Cell) -> None:
 @law(
     "PAR-2",
     where="precision != fp32 and implementation = fsdp2",
-    gaps=["dropout-masks", "resumed", "bf16-masters", "compiled-roundings", "large-models"],
+    gaps=["dropout-masks", "resumed", "compiled-roundings", "large-models"],
     numbers=True,
     reference=MIXED_PRECISION,
 )
@@ -170,7 +170,7 @@ def test_gradient_accumulation_equals_one_large_batch(run: Run, cell: Cell) -> N
 @law(
     "PAR-7",
     where="(model in (uneven, uneven-tp, even) or tied_embeddings = true) and implementation = fsdp2",
-    gaps=["dropout-masks", "resumed", "bf16-masters", "compiled-roundings", "large-models"],
+    gaps=["dropout-masks", "resumed", "compiled-roundings", "large-models"],
     numbers=True,
     reference=FULLY_SHARD,
 )

@@ -28,7 +28,6 @@ GAPS = {
     # Numbers that no oracle knows.
     "dropout-masks": Gap("dropout > 0.0", "no oracle draws the masks of a parallel run"),
     "resumed": Gap("saved_on != none", "the steps before the checkpoint are in no record of the resumed run"),
-    "bf16-masters": Gap("precision = bf16-mixed", "no emulation has bf16 master weights"),
     "compiled-roundings": Gap(
         "compile = true and precision != fp32", "kernels of inductor keep in fp32 what the emulation rounds"
     ),

@@ -120,6 +120,14 @@ class Record:
             self._full[prefix] = {name: self._assemble(prefix, name) for name in names}
         return dict(self._full[prefix])  # many laws ask for the same tensors, which none of them changes
 
+    def kinds(self, when: str) -> list[str]:
+        """Return the kinds of tensors that were captured at a time: KIND of the keys `WHEN/KIND/NAME`, sorted."""
+        return sorted({key.split("/")[1] for key in self.ranks[0].fingerprints if key.startswith(f"{when}/")})
+
+    def shards_below(self, prefix: str, *, rank: int) -> "dict[str, Tensor]":
+        """Return a rank's tensors whose keys begin with `WHEN/KIND/`, by the rest of the key."""
+        return {key.removeprefix(prefix): t for key, t in self.shards[rank].items() if key.startswith(prefix)}
+
     @cached_property
     def unequal_copies(self) -> list[tuple[str, int]]:
         """Key and rank of each captured tensor that has other bits than the copy of a rank before.

@@ -1,0 +1,78 @@
+"""Steps of torch's optimizer on plain tensors: the shards of one rank, without FSDP2 and DTensor.
+
+Kernels that are given the same shards round alike in every bit, whichever implementation is asked for; that holds for
+bf16 masters too, where updates below half a unit in the last place are lost and a bound on rounding would allow nearly
+everything. (Full tensors would not do: vectorised kernels round the last elements of a tensor in another way.) A fault
+of torch's optimizer itself is on both sides; `reference` has the formulas by which fp32 masters are judged.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from conformance.oracles.dtype_policy import optimizer_state
+from conformance.oracles.reference import Tensors, learning_rate
+from reference_trainer.config import OptimizerConfig, TrainerConfig
+
+_IMPLEMENTATIONS: dict[str, dict[str, bool]] = {
+    "auto": {},
+    "for-loop": {"foreach": False, "fused": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a rank's optimizer goes on from; by default it begins."""
+
+    steps_taken: int = 0
+    state: Mapping[str, Tensors] = field(default_factory=dict)
+    """Shards by kind of optimizer state and parameter name."""
+
+
+def plain_updates(
+    config: TrainerConfig,
+    initial: Tensors,
+    gradients: Mapping[int, Tensors],
+    *,
+    start: Start,
+    device: torch.device | str = "cpu",
+) -> dict[str, Tensors]:
+    """Return what one rank holds after all steps: `parameter` and each kind of optimizer state, by parameter name.
+
+    An optimizer that begins, and takes no step, has no state.
+
+    `gradients` are those that the optimizer steps with, after clipping, by step and parameter name. All tensors are
+    shards of any shape, in the dtypes of the run, on the CPU; the optimizer steps on `device`.
+    """
+    parameters = {name: p.to(device, copy=True) for name, p in initial.items()}
+    optimizer = _optimizer(config.optimizer, parameters.values())
+    for name, p in parameters.items() if start.state else ():
+        loaded = {kind: tensors[name].to(device, copy=True) for kind, tensors in start.state.items()}
+        counter = {"step": torch.tensor(float(start.steps_taken))} if config.optimizer.name == "adamw" else {}
+        optimizer.state[p] = counter | loaded
+    for step, of_step in gradients.items():
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config, step)
+        for name, p in parameters.items():
+            p.grad = of_step[name].to(device)
+        optimizer.step()
+    kinds = optimizer_state(config.optimizer) if optimizer.state else ()
+    states = {kind: {name: optimizer.state[p][kind].cpu() for name, p in parameters.items()} for kind in kinds}
+    return {"parameter": {name: p.cpu() for name, p in parameters.items()}, **states}
+
+
+def _optimizer(options: OptimizerConfig, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """Build the optimizer that the options describe; matrices decay, vectors do not."""
+    parameters = list(parameters)
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": options.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    how = _IMPLEMENTATIONS[options.implementation]
+    if options.name == "sgd":
+        return torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum, **how)
+    return torch.optim.AdamW(groups, lr=options.lr, betas=(options.beta1, options.beta2), eps=options.eps, **how)
