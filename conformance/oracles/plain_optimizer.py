@@ -26,7 +26,7 @@ _IMPLEMENTATIONS: dict[str, dict[str, bool]] = {
 
 @dataclass(frozen=True)
 class Start:
-    """What a rank's optimizer goes on from; by default it begins."""
+    """State from which a rank's optimizer goes on; without arguments, that of an optimizer that has taken no step."""
 
     steps_taken: int = 0
     state: Mapping[str, Tensors] = field(default_factory=dict)
