@@ -168,8 +168,9 @@ def snapshot() -> dict[str, int]:
             if isinstance(owner, ModuleType) and is_own_class:
                 yield from members(f"{prefix}.{name}", value)
 
-    torch_modules = ("fsdp.", "tensor.", "checkpoint.", "_functional_collectives")
-    prefixes = ("reference_trainer.", "torch.nn.utils.", *(f"torch.distributed.{name}" for name in torch_modules))
+    distributed = ("fsdp.", "tensor.", "checkpoint.", "_functional_collectives")
+    torch_modules = ("nn.utils.", "optim.", *(f"distributed.{name}" for name in distributed))
+    prefixes = ("reference_trainer.", *(f"torch.{name}" for name in torch_modules))
     others = ("torch", "torch.distributed", "torch.nn.init", "psutil", "conformance.instruments.poison")
     modules = {name: module for name, module in sys.modules.items() if name.startswith(prefixes) or name in others}
     return {attribute: identity for name, module in modules.items() for attribute, identity in members(name, module)}

@@ -112,9 +112,7 @@ def test_a_run_of_skipped_steps_is_a_failure(taken: list[int]) -> None:
 def test_a_resumed_run_of_skipped_steps_may_have_zeros_alone(moment: float) -> None:
     """An optimizer that has not stepped is saved with zeros by torch; the run that never stopped has no moments."""
     tensors = {"w": torch.tensor([0.0, moment])}
-    resumed: Any = SimpleNamespace(
-        ranks=[SimpleNamespace(fingerprints=["final/exp_avg/w", "final/parameter/w"])], select=lambda _prefix: tensors
-    )
+    resumed: Any = SimpleNamespace(kinds=lambda _when: ["exp_avg", "parameter"], select=lambda _prefix: tensors)
     with pytest.raises(ConformanceFailure, match="final/exp_avg of no step") if moment else nullcontext():
         assert _state_of_no_step(resumed, ["parameter"], when="final") == ["exp_avg"]
 
