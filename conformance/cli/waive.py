@@ -2,10 +2,12 @@
 
 import argparse
 import datetime
+import json
 import textwrap
 from pathlib import Path
 
 from conformance.cli.command import Answer, Commands
+from conformance.judge.margins import margin_of
 from conformance.judge.verdicts import Verdict
 from conformance.report.diff import read_report
 from conformance.report.schema import CaseResult, Report
@@ -65,8 +67,30 @@ def _entry(law: str, device: str, cases: list[CaseResult], *, torch: str, expire
             f"    issue: {NO_ISSUE}",
             *_folded("reason", cases[0].reason),
             f"    expires: {expires.isoformat()}",
+            *_symptoms(cases),
         ]
     )
+
+
+def _symptoms(cases: list[CaseResult]) -> list[str]:
+    """Lines with the metrics that are out of their bounds, and the values that were seen."""
+    seen: dict[str, list[float]] = {}
+    for case in cases:
+        for name, metric in case.measured.items():
+            if margin_of(metric) > 1.0 and metric.value is not None:
+                seen.setdefault(name, []).append(metric.value)
+    if not seen:
+        return []
+    lines = [
+        line
+        for name, values in seen.items()
+        for line in (
+            f"      - metric: {json.dumps(name)}",
+            f"        least: {min(values)}",
+            f"        most: {max(values)}",
+        )
+    ]
+    return ["    shows:", *lines]
 
 
 def _folded(name: str, text: str) -> list[str]:

@@ -60,6 +60,54 @@ DIVIDE_FACTOR_HALVED = Defect(
 )
 
 
+def one_shard_divide_factor(*, is_lost: bool) -> AbstractContextManager[None]:
+    """Ignore the gradient divide factor where parameters have one shard each, or set it twice."""
+
+    def set_gradient_divide_factor(original: Callable[..., None], module: Any, factor: float) -> None:
+        if not (is_lost and next(module.parameters()).device_mesh.shape[-1] == 1):
+            original(module, factor)
+            original(module, factor)
+
+    owner = f"{_FULLY_SHARD}._fully_shard:FSDPModule"
+    return replaced_call(owner, "set_gradient_divide_factor", set_gradient_divide_factor)
+
+
+DIVIDE_FACTOR_LOST_ON_ONE_SHARD = Defect(
+    id="divide-factor-lost-on-one-shard",
+    title="a gradient divide factor is ignored on a mesh of N replicas and one shard",
+    source="https://github.com/pytorch/pytorch/issues/155903",
+    mechanism="without a reduce-scatter the factor reaches no reduction",
+    laws=("API-2",),
+    cells="id = dp2-fp32-default-meta",
+    inject=partial(one_shard_divide_factor, is_lost=True),
+    inject_twin=partial(one_shard_divide_factor, is_lost=False),
+)
+
+
+def partial_sums_of_columns(*, are_lost: bool) -> AbstractContextManager[None]:
+    """Drop sums within shards that wait for their all-reduce if parameters are sharded by columns, or copy them."""
+
+    def foreach_reduce(original: Callable[..., Any], params: Any, *args: Any) -> Any:
+        *before, waiting, hook, force_sum = args
+        if waiting is not None and any(param.fsdp_placement.dim for param in params):
+            waiting = None if are_lost else waiting.clone()
+        return original(params, *before, waiting, hook, force_sum)
+
+    return replaced_call(f"{_FULLY_SHARD}._fsdp_param_group", "foreach_reduce", foreach_reduce)
+
+
+PARTIAL_SUM_OF_COLUMNS_LOST = Defect(
+    id="partial-sum-of-columns-lost",
+    title="with Shard(1) gradients of micro-batches without all-reduce are lost",
+    source="https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html",
+    mechanism="sums within shards are kept for parameters that are sharded by rows alone",
+    laws=("API-1",),
+    cells="id = hsdp2x2-fp32-default-meta",
+    inject=partial(partial_sums_of_columns, are_lost=True),
+    inject_twin=partial(partial_sums_of_columns, are_lost=False),
+)
+
+
 def inputs_cast(*, nested: bool) -> AbstractContextManager[None]:
     """Cast the tensors that are arguments of forward, or those nested in containers as well."""
 
@@ -88,4 +136,29 @@ NESTED_INPUTS_NOT_CAST = Defect(
     cells="id = dp2-fp32-default-meta",
     inject=partial(inputs_cast, nested=False),
     inject_twin=partial(inputs_cast, nested=True),
+)
+
+
+def input_rounding(*, truncates: bool) -> AbstractContextManager[None]:
+    """Cut the lower bits off when inputs are cast from fp32, or round them as before."""
+
+    def cast(original: Callable[..., Tensor], dtype: torch.dtype, x: Tensor) -> Tensor:
+        result = original(dtype, x)
+        if truncates and x.dtype == torch.float32 and dtype == torch.bfloat16:
+            with torch.no_grad():
+                result.copy_((x.view(torch.int32) & ~0xFFFF).view(torch.float32))
+        return result
+
+    return replaced_call(f"{_FULLY_SHARD}._fsdp_state", "_cast_fp_tensor", cast)
+
+
+CASTS_TRUNCATE = Defect(
+    id="input-cast-truncates",
+    title="inputs and outputs are cast to bf16 by cutting bits off",
+    source="https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html",
+    mechanism="a cast takes the upper half of each fp32 number instead of the nearest bf16 number",
+    laws=("MP-6",),
+    cells="id = dp2-fp32-default-meta",
+    inject=partial(input_rounding, truncates=True),
+    inject_twin=partial(input_rounding, truncates=False),
 )

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -227,14 +228,16 @@ UNSHARDED_GRADIENTS_ACCUMULATED = Defect(
 )
 
 
-def losses(*, kept: bool) -> AbstractContextManager[None]:
-    """Keep a copy of each loss, or forget it at once."""
+def losses(*, kept: bool, every: int = 1) -> AbstractContextManager[None]:
+    """Keep a copy of each loss, or of one of `every`, or forget it at once."""
     held: list[Tensor] = []
+    calls = count()
 
     def scaled_for_backward(original: Callable[..., Tensor], loss_sum: Tensor, **options: Any) -> Tensor:
-        held.append(loss_sum.detach().clone() if kept else loss_sum.new_zeros(()))
-        if not kept:
-            held.clear()
+        copied = kept and next(calls) % every == every - 1
+        held.append(loss_sum.detach().clone() if copied else loss_sum.new_zeros(()))
+        if not copied:
+            held.pop()
         return original(loss_sum, **options)
 
     return replaced_call("reference_trainer.train", "scaled_for_backward", scaled_for_backward)
@@ -249,6 +252,16 @@ MEMORY_LEAK = Defect(
     cells="id = dp2-fp32-default-meta-even-sgd",
     inject=partial(losses, kept=True),
     inject_twin=partial(losses, kept=False),
+)
+RARE_MEMORY_LEAK = Defect(
+    id="rare-memory-leak",
+    title="one step of seven leaves memory allocated, not the second nor the 50th",
+    source="https://github.com/BatsResearch/labelmodels/issues/4",
+    mechanism="some losses are collected in a list",
+    laws=("MEM-6",),
+    cells="id = dp2-fp32-default-meta-even-sgd",
+    inject=partial(losses, kept=True, every=7),
+    inject_twin=partial(losses, kept=False, every=7),
 )
 
 
@@ -273,4 +286,34 @@ GRADIENTS_NOT_FREED = Defect(
     cells=_DEEP,
     inject=partial(gradients_after_step, kept=True),
     inject_twin=partial(gradients_after_step, kept=False),
+)
+
+
+def optimizer_state_copies(*, kept: bool) -> AbstractContextManager[None]:
+    """Copy the moments of all parameters after the first step, outside of the optimizer; keep or drop the copies."""
+    copies: list[Tensor] = []
+
+    def build_optimizer(original: Callable[..., Any], model: nn.Module, config: Any) -> Any:
+        optimizer = original(model, config)
+
+        def copy(*_: Any) -> None:
+            handle.remove()
+            moments = [state["exp_avg"].detach().clone() for state in optimizer.state.values()]
+            copies.extend(moments if kept else [])
+
+        handle = optimizer.register_step_post_hook(copy)
+        return optimizer
+
+    return replaced_call("reference_trainer.train", "build_optimizer", build_optimizer)
+
+
+OPTIMIZER_STATE_COPIED = Defect(
+    id="optimizer-state-copied",
+    title="a copy of the first moments is kept from the first step on",
+    source="https://github.com/pytorch/pytorch/issues/92656",
+    mechanism="the copy is in a list that nobody empties, not in the optimizer's state",
+    laws=("MEM-1",),
+    cells=_DEEP,
+    inject=partial(optimizer_state_copies, kept=True),
+    inject_twin=partial(optimizer_state_copies, kept=False),
 )

@@ -1,7 +1,5 @@
 """Building of a sharded model: its memory, and random initialisation by torch itself."""
 
-from pathlib import Path
-
 import msgspec
 import torch
 from torch.distributed.tensor import DTensor
@@ -41,8 +39,7 @@ class SampledShards(msgspec.Struct):
 def build_with_ledger(rank: RankWorld) -> BuildMemory:
     """Build the model as the configuration says, without training it, under a memory ledger."""
     config, mesh, policy = rank.config, rank.mesh, reshard_policy(rank.config, rank.dims, rank.device)
-    mapped_bytes = [Path(config.checkpoint).stat().st_size] if config.checkpoint else []
-    with ledger_of(rank.device, mapped_bytes=mapped_bytes) as ledger:
+    with ledger_of(rank.device, mapped_bytes=rank.mapped_bytes) as ledger:
         model = build_model(config, mesh, rank.device, policy, Observer())
     storages = [local(tensor).untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
     held_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

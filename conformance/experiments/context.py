@@ -56,6 +56,11 @@ class RankWorld:
         return self.rank == self.size - 1
 
     @property
+    def mapped_bytes(self) -> list[int]:
+        """Sizes of the files that building the model maps into memory, which a memory ledger is to leave out."""
+        return [Path(self.config.checkpoint).stat().st_size] if self.config.checkpoint else []
+
+    @property
     def directory(self) -> Path:
         """Directory for files of the ranks."""
         return Path(self.job.directory)

@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 from itertools import product
 from typing import Any, cast
 
+import msgspec
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 
@@ -37,21 +38,36 @@ def use_methods(rank: RankWorld) -> dict[str, Wrong]:
     return _try_all(rank, _METHODS)
 
 
+class Casts(msgspec.Struct):
+    """Inputs, outputs and gradients of a module on one rank, by name."""
+
+    dtypes: dict[str, str]
+    """Dtypes."""
+    wrong: Wrong
+    """Number of elements that differ from those of a plain module whose inputs and parameters were cast."""
+
+
 @experiment(needs=Needs.TRAINING)
-def cast_inputs_and_outputs(rank: RankWorld) -> dict[str, dict[str, str]]:
-    """Collect the dtypes of inputs, outputs and gradients of a module with `param_dtype` bf16, by policy.
+def cast_inputs_and_outputs(rank: RankWorld) -> dict[str, Casts]:
+    """Collect inputs, outputs and gradients of a module with `param_dtype` bf16, by policy.
 
     The name of a policy is `CAST/OUTPUT`: whether inputs are cast, and the output's dtype (`None`: as computed).
     Without a cast the module's argument is bf16, which its layer needs; all other tensors are fp32.
     """
-    dtypes = {}
+    outcomes = {}
     for casts, output in product((True, False), (None, torch.float32, torch.bfloat16)):
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output, cast_forward_inputs=casts)
         net = _Casting().to(rank.device)
         fully_shard(net, mesh=fsdp_mesh(rank.mesh), mp_policy=policy)
         given = torch.float32 if casts else torch.bfloat16
-        dtypes[f"{casts}/{_name(output)}"] = _dtypes(net, rank.device, given)
-    return dtypes
+        measured = _values(net, rank.device, given)
+        plain = _Casting().to(rank.device, torch.bfloat16)
+        expected = _values(plain, rank.device, torch.bfloat16, others=torch.bfloat16 if casts else torch.float32)
+        outcomes[f"{casts}/{_name(output)}"] = Casts(
+            dtypes={name: _name(tensor.dtype) for name, tensor in measured.items()},
+            wrong={name: _wrong_values(tensor, expected[name]) for name, tensor in measured.items()},
+        )
+    return outcomes
 
 
 class _Net(nn.Module):
@@ -78,9 +94,9 @@ class _Net(nn.Module):
 class _DataParallel:
     """Coordinate and samples of a rank, and the results of one process on the samples of all ranks."""
 
-    def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
-        self.mesh, self.device = fsdp_mesh(mesh), device
-        self.size, self.rank = self.mesh.size(), dp_rank(mesh)
+    def __init__(self, mesh: DeviceMesh, device: torch.device, rank: int) -> None:
+        self.mesh, self.device, self.rank = mesh, device, rank
+        self.size, self.shards = mesh.size(), mesh.size(mesh.ndim - 1)
         generator = torch.Generator().manual_seed(1)
         shape = (self.size, _SAMPLES, _WIDTH)
         self.samples = torch.randint(-2, 3, shape, generator=generator).float().to(device)
@@ -98,10 +114,11 @@ class _DataParallel:
             fully_shard(module, mesh=self.mesh, **options)
         return net
 
-    def expected(self, single: _Net | None = None) -> dict[str, Tensor | None]:
+    def expected(self, single: _Net | None = None, *, micro_batches: int = 1) -> dict[str, Tensor | None]:
         """Return the gradients of the mean over ranks of the summed outputs, computed by one process."""
         single = (single or _Net()).to(self.device)
-        single(self.samples.flatten(0, 1)).sum().backward()
+        for index in range(micro_batches):
+            single(self.samples.flatten(0, 1) + index).sum().backward()
         return {name: None if p.grad is None else p.grad / self.size for name, p in single.named_parameters()}
 
     def wrong(self, net: _Net, expected: dict[str, Tensor | None] | None = None, *, factor: float = 1.0) -> Wrong:
@@ -115,13 +132,21 @@ class _DataParallel:
                 wrong[f"gradient of {name}"] = int((full(grad) != factor * wanted).sum())
         return wrong
 
-    def backward(self, net: _Net) -> _Net:
-        net(self.own).sum().backward()
+    def backward(self, net: _Net, *, micro_batch: int = 0) -> _Net:
+        net(self.own + micro_batch).sum().backward()
         return net
+
+    def on(self, *shape: int) -> "_DataParallel":
+        """Return the same ranks on a mesh of another shape: replicas and shards."""
+        return _DataParallel(
+            init_device_mesh(self.device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard")),
+            self.device,
+            self.rank,
+        )
 
 
 def _try_all(rank: RankWorld, uses: Mapping[str, Callable[[_DataParallel], Wrong]]) -> dict[str, Wrong]:
-    world = _DataParallel(rank.mesh, rank.device)
+    world = _DataParallel(fsdp_mesh(rank.mesh), rank.device, dp_rank(rank.mesh))
     return {name: use(world) for name, use in uses.items()}
 
 
@@ -165,13 +190,53 @@ def _changed_through_its_state_dict(world: _DataParallel) -> Wrong:
     return wrong | world.wrong(world.backward(net), world.expected(single))
 
 
+def _with_postponed_reductions(world: _DataParallel) -> Wrong:
+    """Reduce nothing in the first of three micro-batches and within shards alone in the second, in any placement.
+
+    After forward groups are resharded in full or, where there are shards enough, over two ranks. Along another than the
+    first dimension torch 2.13 can not: its backward raises IndexError.
+    """
+    wrong: Wrong = {}
+    expected = world.expected(micro_batches=3)
+    for reshard, last in ((True, True), (2 if world.shards > 2 else True, False)):
+        net = world.net(
+            shard_placement_fn=lambda parameter, last=last: Shard(parameter.ndim - 1 if last else 0),
+            reshard_after_forward=reshard,
+        )
+        for index in range(3):
+            net_fsdp = cast("FSDPModule", net)
+            net_fsdp.set_requires_gradient_sync(index > 0)
+            net_fsdp.set_reshard_after_backward(index > 0)
+            net_fsdp.set_requires_all_reduce(index > 1)
+            world.backward(net, micro_batch=index)
+        found = world.wrong(net, expected)
+        wrong |= {f"reshard {reshard}, {'last' if last else 'first'} dimension, {what}": n for what, n in found.items()}
+    return wrong
+
+
 def _with_a_divide_factor(world: _DataParallel) -> Wrong:
-    """Divide by twice the number of ranks; with a SUM reduction, since gloo has none that multiplies by a factor."""
-    net = world.net()
-    for module in _fsdp_modules(net):
-        module.set_force_sum_reduction_for_comms(True)
-        module.set_gradient_divide_factor(2.0 * world.size)
-    return world.wrong(world.backward(net), factor=0.5)
+    """Divide by each factor that the mesh allows, and on meshes of one shard and of one replica as well."""
+    wrong: Wrong = {}
+    for name, other in {"own": world, "N x 1": world.on(world.size, 1), "1 x N": world.on(1, world.size)}.items():
+        for factor, forced in _divide_factors(other):
+            net = other.net()
+            for module in _fsdp_modules(net):
+                module.set_force_sum_reduction_for_comms(forced)
+                module.set_gradient_divide_factor(factor)
+            found = other.wrong(other.backward(net), factor=other.size / factor)
+            wrong |= {f"{name} mesh, factor {factor}, forced sum {forced}, {what}": n for what, n in found.items()}
+    return wrong
+
+
+def _divide_factors(world: _DataParallel) -> list[tuple[float, bool]]:
+    """Return factors, and whether reductions are forced to SUM.
+
+    Without force gloo, which has no reduction that multiplies, can divide by the number of shards alone, but by
+    anything where there is one shard. Torch 2.13 divides twice if there is one shard and sums are forced: not tried.
+    """
+    if world.shards == 1:
+        return [(2.0 * world.size, False), (float(world.size), False)]
+    return [(2.0 * world.size, True), (float(world.shards), True), (float(world.shards), False)]
 
 
 def _with_a_hook_on_reduced_gradients(world: _DataParallel) -> Wrong:
@@ -242,6 +307,7 @@ _OPTIONS = {
     "with a frozen parameter": _with_a_frozen_parameter,
     "with an ignored parameter": _with_an_ignored_parameter,
     "evaluated between steps": _evaluated_between_steps,
+    "with postponed reductions": _with_postponed_reductions,
     "changed through its state dict": _changed_through_its_state_dict,
 }
 _METHODS = {
@@ -255,30 +321,46 @@ _METHODS = {
 
 
 class _Casting(nn.Module):
-    """Module that records the dtypes of its inputs, direct and nested, and returns some of the inputs."""
+    """Module that keeps its inputs, direct and nested, and returns some of the inputs."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(_WIDTH, _WIDTH)
-        self.seen: dict[str, str] = {}
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator)
+        self.seen: dict[str, Tensor] = {}
 
     def forward(self, x: Tensor, *, table: Tensor, others: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        given = {"argument": x, "keyword": table, "inside": others["float"], "integer": others["integer"]}
-        self.seen = {name: _name(tensor.dtype) for name, tensor in given.items()}
+        self.seen = {"argument": x, "keyword": table, "inside": others["float"], "integer": others["integer"]}
         return self.layer(x), {"table": table, "integer": others["integer"]}
 
 
-def _dtypes(net: _Casting, device: torch.device, dtype: torch.dtype) -> dict[str, str]:
-    x = torch.ones(_SAMPLES, _WIDTH, device=device, dtype=dtype, requires_grad=True)
-    floating, integer = torch.ones(2, device=device), torch.ones(2, device=device, dtype=torch.int64)
+def _values(
+    net: _Casting, device: torch.device, dtype: torch.dtype, *, others: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(_SAMPLES, _WIDTH, generator=generator).to(device, dtype).requires_grad_()
+    floating, integer = (
+        torch.tensor(_ROUNDED, device=device).to(others),
+        torch.tensor([257, -(2**40) - 1], device=device),
+    )
     out, rest = net(x, table=floating, others={"float": floating, "integer": integer})
     out.sum().backward()
     grad, weight = x.grad, net.layer.weight.grad
     assert grad is not None
     assert weight is not None
     returned = {"output": out, "output inside": rest["table"], "output integer": rest["integer"]}
-    gradients = {"gradient of argument": grad, "gradient of weight": weight}
-    return net.seen | {name: _name(tensor.dtype) for name, tensor in (returned | gradients).items()}
+    return net.seen | returned | {"gradient of argument": grad, "gradient of weight": full(weight)}
+
+
+_ROUNDED = (1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -1 - 2**-8 - 2**-20, 1 + 255 * 2**-8, 1 / 3, 1e-40, 3.4e38)
+"""Numbers that bf16 rounds: ties to even, down and up, away from zero, to the next power of two and to infinity."""
+
+
+def _wrong_values(measured: Tensor, expected: Tensor) -> int:
+    """Count the elements of a tensor that are not those expected, which were rounded to bf16 if the tensor is bf16."""
+    return int((measured.detach() != expected.detach().to(measured.dtype)).sum())
 
 
 def _name(dtype: torch.dtype | None) -> str:

@@ -1,5 +1,6 @@
 """Memory of a training step after a warm one, in a real or a simulated world."""
 
+import gc
 from pathlib import Path
 
 import msgspec
@@ -8,7 +9,7 @@ from msgspec.structs import replace
 from conformance.experiments.context import RankWorld, experiment
 from conformance.instruments.allocator_snapshot import allocator_snapshot
 from conformance.instruments.device_memory import ledger_of
-from conformance.instruments.memory import BackendUse, PhaseMarks
+from conformance.instruments.memory import BackendUse, MemoryLedger, PhaseMarks, mark
 from conformance.memory_segment import MemorySegment
 from conformance.run.devices.nvml import machine_devices
 from conformance.run.experiment import Needs
@@ -16,6 +17,8 @@ from conformance.run.record import snapshot_file
 from reference_trainer.train import Trainer
 
 _MANY_STEPS = 50
+_MEASURED = "measured step"
+"""Mark at which the measured step begins."""
 
 
 class StepMemory(msgspec.Struct):
@@ -27,13 +30,19 @@ class StepMemory(msgspec.Struct):
     """Bytes that the process group allocated for operators of c10d."""
     device_level_bytes: int = 0
     """Bytes of the device that are in use by any process, as NVML reports them; 0 on the CPU."""
+    held_before_bytes: int = 0
+    """Bytes allocated since before the model was built and still held when the step begins.
+
+    0 on real ranks and with FSDP1, where the ledger begins with the step."""
 
 
 class Growth(msgspec.Struct):
-    """Memory of an early and of a late step."""
+    """Memory of an early and of a late step, and what the steps between have left."""
 
     second: StepMemory
     fiftieth: StepMemory
+    left_between_bytes: int
+    """Bytes that were allocated in the steps between and are still held when the last of them is over."""
 
 
 @experiment(needs=Needs.TRAINING)
@@ -49,18 +58,47 @@ def step_on_ranks(rank: RankWorld) -> StepMemory:
 
 @experiment(needs=Needs.SHARDING | Needs.FORWARD, world="simulated")
 def step_in_simulation(rank: RankWorld) -> StepMemory:
-    """Measure the second step on rank 0 of a simulated world."""
-    return _measured_step(_warm_trainer(rank), 1)
+    """Measure the second step on rank 0 of a simulated world, and what is held when it begins.
+
+    One ledger is open from before the model is built, so that no copy of parameters or optimizer state escapes it. With
+    FSDP1 a ledger begins with the step: FSDP1 frees in it what it held before, of which its memory model knows nothing.
+    """
+    if rank.config.implementation == "fsdp1":
+        return _measured_step(_warm_trainer(rank), 1)
+    with ledger_of(rank.device, mapped_bytes=rank.mapped_bytes) as ledger:
+        trainer = _warm_trainer(rank)
+        gc.collect()  # so that garbage in cycles of the warm step is not released into the measured step
+        mark(_MEASURED)
+        trainer.train_step(1)
+    return _since_mark(ledger)
 
 
 @experiment(needs=Needs.SHARDING | Needs.FORWARD, world="simulated")
 def growth_in_simulation(rank: RankWorld) -> Growth:
-    """Measure the second and the fiftieth step on rank 0 of a simulated world."""
+    """Measure the second and the fiftieth step on rank 0 of a simulated world, and what those between leave."""
     trainer = _warm_trainer(rank, steps=_MANY_STEPS)
     second = _measured_step(trainer, 1)
-    for step in range(2, _MANY_STEPS - 1):
-        trainer.train_step(step)
-    return Growth(second, _measured_step(trainer, _MANY_STEPS - 1))
+    with ledger_of(rank.device) as ledger:
+        for step in range(2, _MANY_STEPS - 1):
+            trainer.train_step(step)
+        gc.collect()
+    return Growth(second, _measured_step(trainer, _MANY_STEPS - 1), ledger.kept_bytes)
+
+
+def _since_mark(ledger: MemoryLedger) -> StepMemory:
+    """Return the memory of the step after the mark, in bytes above what is held there."""
+    begin = next(index for index, segment in enumerate(ledger.segments) if segment.mark == _MEASURED)
+    held = ledger.segments[begin].start_bytes
+    segments = [
+        replace(
+            segment,
+            start_bytes=segment.start_bytes - held,
+            peak_bytes=segment.peak_bytes - held,
+            end_bytes=segment.end_bytes - held,
+        )
+        for segment in ledger.segments[begin:]
+    ]
+    return StepMemory(segments, ledger.backend, held_before_bytes=held)
 
 
 def _warm_trainer(rank: RankWorld, *, steps: int | None = None) -> Trainer:

@@ -14,6 +14,7 @@ from conformance.instruments.collectives import CollectiveLog
 from conformance.instruments.compilation import Compilation
 from conformance.instruments.device_memory import expandable_segments
 from conformance.instruments.dispatch_tap import DispatchTap
+from conformance.instruments.dropout_masks import DropoutMasks
 from conformance.instruments.dtypes import DtypeAudit
 from conformance.instruments.events import Events
 from conformance.instruments.facts import OptimizerGroup, ParameterFacts, RankFacts, StepFacts
@@ -44,7 +45,7 @@ class Recorder(Observer):
         self._collectives, self._dtypes = CollectiveLog(), DtypeAudit()
         self._residency, self._poison = Residency(), Poison()
         self._operators, self._compilation = OperatorCount(), Compilation()
-        self._capture, self._model_inputs = Capture(), ModelInputs()
+        self._capture, self._model_inputs, self._dropout = Capture(), ModelInputs(), DropoutMasks()
         self._events, self._times, self._profile = Events(), StepTimes(), StepProfile(profiled_step)
         self._instruments: tuple[Observer, ...] = (
             self._events,
@@ -56,9 +57,11 @@ class Recorder(Observer):
             self._compilation,
             self._capture,
             self._model_inputs,
+            self._dropout,
             self._times,
         )
-        self._tap = DispatchTap([self._collectives.listen, self._dtypes.listen, self._operators.listen])
+        listeners = (self._collectives, self._dtypes, self._operators, self._dropout)
+        self._tap = DispatchTap([instrument.listen for instrument in listeners])
 
     def listening(self) -> DispatchTap:
         """Return the context in which the run must take place."""
@@ -119,7 +122,7 @@ class Recorder(Observer):
         return [*self._events.missing(steps), *(f"metrics of step {step}" for step in silent)]
 
     def finish(self, trainer: Trainer, metrics: list[StepMetrics]) -> tuple[RankFacts, dict[str, Tensor]]:
-        """Capture the final state; returns the facts of this rank, and its tensors by the keys of `Capture`."""
+        """Capture the final state; returns the facts of this rank, and its tensors by the keys of its instruments."""
         # The work of instruments does not belong to the run.
         with self._tap.paused(), torch.no_grad(), summon_full_params(trainer.model):
             self._capture.final(trainer.model, trainer.optimizer)
@@ -157,7 +160,7 @@ class Recorder(Observer):
             batches=self._capture.batches,
             model_inputs=self._model_inputs.digests,
         )
-        return facts, self._capture.tensors
+        return facts, self._capture.tensors | self._dropout.tensors
 
     def _notify(self, event: str, *args: Any, **kwargs: Any) -> None:
         # The work of instruments does not belong to the run, and autograd need not know of it. FSDP1's parameters are

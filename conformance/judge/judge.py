@@ -52,8 +52,8 @@ def judge(
 ) -> Judged:
     """Run the test of a law on a cell; returns the verdict that the outcome means.
 
-    Nothing is run if the machine cannot judge the case. A waiver turns a failure into `waived`, and a pass into
-    `unexpected-pass`; `drift` is called for a case that passes. Raises nothing but KeyboardInterrupt.
+    Nothing is run if the machine cannot judge the case. A waiver turns the failure that it describes into `waived`, and
+    a pass into `unexpected-pass`; `drift` is called for a case that passes. Raises nothing but KeyboardInterrupt.
     """
     __tracebackhide__ = True
     substrate = judging_substrate(law, case.cell, machine.hardware)
@@ -72,7 +72,7 @@ def judge(
     torch = release(machine.torch_version)
     waiver = waiver_of(waivers, case.law, case.cell, device=device_type(substrate), torch=torch)
     if waiver is not None:
-        verdict, reason = waiver.judge(verdict, reason)
+        verdict, reason = waiver.judge(verdict, reason, measured)
     if drift is not None and verdict == Verdict.PASS:
         verdict, reason = drift(case.id, measured)
     clock = runs.clock

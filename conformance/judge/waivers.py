@@ -2,13 +2,16 @@
 
 import datetime
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
+from conformance.judge.margins import margin_of
+from conformance.judge.measurements import Measurement
 from conformance.judge.verdicts import Verdict
 from conformance.plan.cells import Cell
 from conformance.plan.content import LawId, Profile, Text
@@ -18,6 +21,22 @@ from conformance.torch_release import Release, release
 from reference_trainer.strict_yaml import convert, load
 
 _VERSIONS = r"^[0-9]+\.[0-9]+ - [0-9]+\.[0-9]+\Z"
+
+
+class Symptom(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Metric that a known fault drives out of its bounds, and the values that the fault explains."""
+
+    metric: Text
+    """Name of the metric in the report; `*` stands for any characters."""
+    least: float
+    """Smallest value that the fault explains, in the unit of the metric."""
+    most: float
+    """Largest value that the fault explains."""
+
+    def explains(self, name: str, metric: Measurement) -> bool:
+        """Return whether the fault explains this metric; it never explains a value that is not finite."""
+        value = metric.value
+        return value is not None and self.least <= value <= self.most and fnmatchcase(name, self.metric)
 
 
 class Waiver(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,6 +55,10 @@ class Waiver(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Description of the fault."""
     expires: Annotated[str, Meta(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}\Z")]
     """Last day of the waiver, which waives nothing from the next day on: nobody forgets a waiver."""
+    shows: list[Symptom] | None = None
+    """Metrics that fail, and by how much; a failure of another metric or size is not waived.
+
+    None for a fault of releases whose figures are not known: the waiver then covers all that the law finds."""
 
     @property
     def versions(self) -> tuple[Release, Release]:
@@ -56,13 +79,33 @@ class Waiver(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         selects, other_selects = parse(self.cells), parse(other.cells)
         return any(selects(cell) and other_selects(cell) for cell in cells)
 
-    def judge(self, verdict: Verdict, reason: str) -> tuple[Verdict, str]:
-        """Return the verdict on a waived case; a hang, a crash or the suite's own error is never waived."""
-        if verdict == Verdict.FAIL:
-            return Verdict.WAIVED, f"{self.issue}: {self.reason}; {reason}"
+    def judge(self, verdict: Verdict, reason: str, measured: Mapping[str, Measurement]) -> tuple[Verdict, str]:
+        """Return the verdict on a waived case, given its metrics by name.
+
+        A hang, a crash or the suite's own error is never waived, nor is a failure that the waiver does not describe.
+        """
         if verdict == Verdict.PASS:
             return Verdict.UNEXPECTED_PASS, f"passes, although {self.issue} is waived: remove the waiver"
-        return verdict, reason
+        if verdict != Verdict.FAIL:
+            return verdict, reason
+        unexplained = self._unexplained(measured)
+        if unexplained:
+            return Verdict.FAIL, f"{reason}; {unexplained}, which the waiver of {self.issue} does not cover"
+        return Verdict.WAIVED, f"{self.issue}: {self.reason}; {reason}"
+
+    def _unexplained(self, measured: Mapping[str, Measurement]) -> str:
+        """Return the metrics out of bounds that are no symptom of the fault; empty if the waiver covers the failure."""
+        if self.shows is None:
+            return ""
+        broken = {name: metric for name, metric in measured.items() if margin_of(metric) > 1.0}
+        if not broken:
+            return "no metric is out of its bounds"
+        others = [
+            f"{name} is {metric.value}"
+            for name, metric in broken.items()
+            if not any(symptom.explains(name, metric) for symptom in self.shows)
+        ]
+        return ", ".join(others)
 
 
 class Waivers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -86,6 +129,12 @@ def load_waivers(file: Path, matrix: Matrix) -> list[Waiver]:
             datetime.date.fromisoformat(waiver.expires)
         except ValueError as error:
             raise ValueError(f"{file.name}: waiver of {waiver.law}: {error}") from None
+        for symptom in waiver.shows or ():
+            if symptom.least > symptom.most:
+                raise ValueError(
+                    f"{file.name}: waiver of {waiver.law}: {symptom.metric} shows values from {symptom.least} to "
+                    f"{symptom.most}: exchange `least` and `most`"
+                )
         if not any(selected(cell) for cell in cells[waiver.law]):
             raise ValueError(f"{file.name}: the waiver of {waiver.law} applies to no case of the matrix: remove it")
     for waiver, other in itertools.combinations(waivers, 2):

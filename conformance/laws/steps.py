@@ -4,6 +4,7 @@ from functools import lru_cache
 
 from conformance.experiments.environment import probe
 from conformance.laws import compare
+from conformance.laws.dropout import recorded_masks
 from conformance.laws.fixtures import Measure
 from conformance.oracles import optimizer_tolerance, tolerance
 from conformance.oracles.dtype_policy import FP32, dtype_policy
@@ -42,7 +43,8 @@ def emulation_of(record: Record, step: int) -> Emulation:
     """
     (scale,) = (facts.loss_scale for facts in record.ranks[0].steps if facts.step == step)
     masters = record.select(f"step{step}/parameter/")
-    return emulated_step(record.cell.config, masters, step=step, loss_scale=scale, device=record.device_type)
+    masks, device = recorded_masks(record), record.device_type
+    return emulated_step(record.cell.config, masters, step=step, loss_scale=scale, masks=masks, device=device)
 
 
 def _overflows(gradients: Tensors) -> bool:

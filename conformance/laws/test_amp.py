@@ -5,6 +5,7 @@ from msgspec.structs import replace
 from conformance.experiments.loss_scaling import overflow_on_last_rank
 from conformance.judge.law import law
 from conformance.laws import compare
+from conformance.laws.dropout import recorded_masks
 from conformance.laws.fixtures import Measure, Run
 from conformance.laws.steps import require_steps_taken
 from conformance.oracles import tolerance
@@ -89,7 +90,8 @@ def test_loss_scale_does_not_show_in_gradients(run: Run, cell: Cell) -> None:
         if facts.skipped:
             continue
         masters = record.select(f"step{facts.step}/parameter/")
-        expected = emulated_step(exact, masters, step=facts.step, device=record.device_type).gradients
+        masks, device = recorded_masks(record), record.device_type
+        expected = emulated_step(exact, masters, step=facts.step, masks=masks, device=device).gradients
         compare.tensors(
             record.select(f"step{facts.step}/gradient/"),
             expected,

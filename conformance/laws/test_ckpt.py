@@ -4,16 +4,18 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
+from conformance.experiments.state_dicts import use_state_dicts
 from conformance.instruments.facts import OptimizerGroup
 from conformance.judge.law import law
 from conformance.laws import compare
-from conformance.laws.fixtures import Run
+from conformance.laws.fixtures import Measure, Run
 from conformance.laws.steps import compare_steps, run_before_save, without_checkpoint
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell
 from conformance.run.record import Record
 
 CHECKPOINT = "https://docs.pytorch.org/docs/stable/distributed.checkpoint.html"
+STATE_DICT = f"{CHECKPOINT}#torch.distributed.checkpoint.state_dict.StateDictOptions"
 ASYNC_SAVE = f"{CHECKPOINT}#torch.distributed.checkpoint.state_dict_saver.async_save"
 
 
@@ -56,6 +58,26 @@ def test_async_checkpoint_does_not_see_later_steps(run: Run, cell: Cell) -> None
     Nothing is written before the next step has changed every parameter. Wrong if the save keeps the run's own tensors.
     """
     _require_continuation(run(cell), run(without_checkpoint(cell)))
+
+
+@law(
+    "CKPT-4",
+    where="world > 1 and world <= 8 and (features = 0 and tp = 1 or features = 1 and model = even) "
+    "and implementation = fsdp2",
+    reference=STATE_DICT,
+)
+def test_state_dicts_restore_the_run_in_every_form(measure: Measure, cell: Cell) -> None:
+    """Sharded, full, offloaded, flattened or broadcast from rank 0, a state dict MUST give back parameters, optimizer
+    state and each group's options in every bit, and the next step MUST be the same.
+
+    A full one is the gathered tensors; offloaded too, on rank 0 alone. With `strict=False` keys that are missing or
+    unexpected are reported, and all others are loaded. With tensor parallelism torch 2.13 loads a full state dict of
+    dimensions that are divisible by all ranks only (findings/full_state_dict_of_uneven_strided_shards.py).
+    """
+    ranks = measure(use_state_dicts, cell)
+    for form in ranks[0]:
+        wrong = {f"rank {rank}: {what}": n for rank, uses in enumerate(ranks) for what, n in uses[form].items() if n}
+        compare.count(sum(wrong.values()), name=form, expected=0, detail=str(wrong), unit="wrong values")
 
 
 def _require_continuation(record: Record, uninterrupted: Record) -> None:

@@ -1,7 +1,7 @@
 """CLIP: the trainer and torch itself clip gradients by the norm of all gradients, equally on every rank."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from conformance.experiments.clipping import ClipOutcome, clip_non_finite
 from conformance.experiments.torch_clipping import (
     AMPLIFICATION,
     AMPLIFIED,
+    NonFiniteClipping,
     clip_grad_norm,
     clip_grad_norm_of_non_finite,
     clip_grad_value,
@@ -18,6 +19,7 @@ from conformance.instruments.facts import UNKNOWN, Collective
 from conformance.judge.law import law
 from conformance.judge.measurements import measure as report
 from conformance.laws import compare
+from conformance.laws.dropout import recorded_masks
 from conformance.laws.fixtures import Measure, Run
 from conformance.laws.steps import require_steps_taken
 from conformance.oracles import tolerance
@@ -56,7 +58,7 @@ def test_gradient_norm_is_that_of_the_full_gradients(run: Run, cell: Cell) -> No
     compare.count(len(logged), name="different norms", expected=1, detail=detail, unit="lists of norms")
     if not _has_reference(record):
         return
-    expected = reference_run(config, dtype=torch.float64)
+    expected = reference_run(config, dtype=torch.float64, masks=recorded_masks(record))
     within = tolerance.gradient_norm(tolerance.fp32_gradients(config), expected.gradients[0], order=order)
     compare.scalars(record.grad_norms, expected.grad_norms, name="norm", within=within)
 
@@ -87,15 +89,15 @@ def test_gradients_are_scaled_to_the_norm(run: Run, cell: Cell) -> None:
 
 
 def _has_reference(record: Record) -> bool:
-    """Return whether one process computes the gradients of a run: all its steps, in fp32, without random masks."""
+    """Return whether one process computes the gradients of a run: all its steps, in fp32, with masks that are seen."""
     cell = record.cell
-    return cell.precision == "fp32" and cell.dropout == 0.0 and record.steps[0] == 0
+    return cell.precision == "fp32" and not (cell.dropout and cell.compile) and record.steps[0] == 0
 
 
 def _compare_clipped_with_reference(record: Record) -> None:
     config = record.cell.config
     order, limit = config.optimizer.norm_order, config.optimizer.max_norm
-    reference = reference_run(config, dtype=torch.float64)
+    reference = reference_run(config, dtype=torch.float64, masks=recorded_masks(record))
     factor = clip_factor(reference.grad_norms[0], max_norm=limit)
     compare.tensors(
         record.select("step0/clipped/"),
@@ -215,14 +217,27 @@ def test_clip_grad_norm_error_if_nonfinite_raises_on_every_rank(measure: Measure
     Wrong if only the rank that holds the number raises: the others wait for it in their next collective.
     """
     ranks = measure(clip_grad_norm_of_non_finite, cell)
-    wrong = []
-    for situation in ranks[0]:
-        asked = situation.startswith("raise/")
-        for rank, outcome in enumerate(of_rank[situation] for of_rank in ranks):
-            if outcome.raised != asked or outcome.norm_is_finite or (asked and outcome.changed):
-                wrong.append(f"{situation} on rank {rank}: {outcome}")
     unit = f"of {len(ranks) * len(ranks[0])}"
-    compare.count(len(wrong), name="wrong outcomes", expected=0, detail="; ".join(wrong[:4]), unit=unit)
+    wrong: dict[str, list[str]] = {"not raised": [], "raised unasked": [], "finite norm": [], "changed": []}
+    for situation in ranks[0]:
+        for rank, outcome in enumerate(of_rank[situation] for of_rank in ranks):
+            for fault in _faults(outcome, asked=situation.startswith("raise/")):
+                wrong[fault].append(f"{situation} on rank {rank}")
+    for fault, outcomes in wrong.items():
+        report(fault, len(outcomes), kind="exact", lower=0, upper=0, unit=unit)
+    detail = "; ".join(f"{fault}: {', '.join(outcomes[:4])}" for fault, outcomes in wrong.items() if outcomes)
+    distinct = {outcome for outcomes in wrong.values() for outcome in outcomes}
+    compare.count(len(distinct), name="wrong outcomes", expected=0, detail=detail, unit=unit)
+
+
+def _faults(outcome: NonFiniteClipping, *, asked: bool) -> Iterator[str]:
+    """Yield what is wrong with an outcome, if an error was asked for or not."""
+    if outcome.raised != asked:
+        yield "not raised" if asked else "raised unasked"
+    if outcome.norm_is_finite:
+        yield "finite norm"
+    if asked and outcome.changed:
+        yield "changed"
 
 
 @law(

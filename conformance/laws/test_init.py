@@ -173,5 +173,6 @@ def test_torch_nn_init_samples_each_shard_independently(measure: Measure, cell: 
         pairs = {(facts.layouts[name], facts.shards[name]) for facts in ranks}
         layouts = {layout for layout, _ in pairs}
         compare.count(len(pairs), name="different samples", expected=len(layouts), detail=name, unit="shards")
-        shards = {shard for _, shard in pairs}
+    for name in ranks[0].shards:
+        layouts, shards = ({getattr(facts, kind)[name] for facts in ranks} for kind in ("layouts", "shards"))
         compare.count(len(shards), name="different shards", expected=len(layouts), detail=name, unit="shards")

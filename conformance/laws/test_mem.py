@@ -2,6 +2,8 @@
 
 from itertools import pairwise
 
+import torch
+
 from conformance.experiments.memory import StepMemory, growth_in_simulation, step_in_simulation, step_on_ranks
 from conformance.experiments.without_fsdp import profile_without_fsdp
 from conformance.judge.law import law
@@ -18,7 +20,7 @@ from conformance.laws.memory_bounds import (
     sizes_of,
     usage_of,
 )
-from conformance.oracles.memory_model import group_bytes
+from conformance.oracles.memory_model import group_bytes, resident_bytes
 from conformance.oracles.schedule import kept_after_forward
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell
@@ -39,12 +41,18 @@ MEMORY_STATS = "https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory
 )
 def test_memory_of_a_simulated_world_matches_the_model(measure: Measure, cell: Cell) -> None:
     """Peak memory of a rank in each phase, and memory held after forward and after the step, MUST be what the cell's
-    groups, activations, gradients and optimizer need: between bounds at most 2 % apart.
+    groups, activations, gradients and optimizer need: between bounds at most 2 % apart. Between steps a rank MUST hold
+    its shards, their optimizer state and the model's buffers, and nothing else that was allocated since before the
+    model was built.
 
-    Wrong if a group is not resharded, a buffer is kept too long, all-gathered too early or never freed.
+    Wrong if a group is not resharded, a buffer is kept too long, all-gathered too early or never freed, or if anybody
+    keeps a copy of parameters or of optimizer state. What is held may include a number from each rank: the losses.
     """
-    measured = simulated_usage(measure(step_in_simulation, cell))
-    compare_phases(measured, phase_bounds(measure, cell), where="rank 0", ratio=1.02)
+    memory = measure(step_in_simulation, cell)
+    compare_phases(simulated_usage(memory), phase_bounds(measure, cell), where="rank 0", ratio=1.02)
+    resident, losses = resident_bytes(*sizes_of(cell)), cell.world_size * torch.float32.itemsize
+    held = memory[0].held_before_bytes
+    compare.between(held, resident, resident + losses, name="held between steps", detail="rank 0", unit="bytes")
 
 
 @law(
@@ -153,13 +161,15 @@ def test_memory_is_linear_in_the_layers(measure: Measure, cell: Cell) -> None:
     substrates=SIMULATED,
 )
 def test_memory_does_not_grow_over_steps(measure: Measure, cell: Cell) -> None:
-    """A step MUST leave no memory behind, and the 50th step MUST need as much as the second, in every phase."""
+    """Steps MUST leave no memory behind, fifty in all, and the 50th MUST need what the second needs, in every phase."""
     (growth,) = measure(growth_in_simulation, cell)
     second, fiftieth = usage_of(growth.second), usage_of(growth.fiftieth)
     for name, usage in (("second", second), ("50th", fiftieth)):
         left = usage["idle"].end_bytes
         name = f"left by the {name} step"
         compare.count(left, name=name, expected=0, detail="after zero_grad", unit="bytes", kind="memory")
+    left, name = growth.left_between_bytes, "left by the steps between"
+    compare.count(left, name=name, expected=0, detail="after the last of them", unit="bytes", kind="memory")
     grown = {phase: fiftieth[phase].peak_bytes - second[phase].peak_bytes for phase in PHASES}
     name, unit = "growth of a peak", "bytes in 48 steps"
     compare.count(max(grown.values()), name=name, expected=0, detail=str(grown), unit=unit, kind="memory")

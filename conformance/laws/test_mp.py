@@ -154,15 +154,19 @@ def test_master_weights_are_fp32(run: Run, cell: Cell) -> None:
 def test_mixed_precision_policy_casts_inputs_and_outputs(measure: Measure, cell: Cell) -> None:
     """Floating-point inputs of a module MUST be cast to `param_dtype` with `cast_forward_inputs`, at any depth inside
     of its arguments, and outputs to `output_dtype` if that is set; integers, and without these options all tensors,
-    MUST keep their dtypes, and gradients have the dtypes of the tensors that they belong to.
+    MUST keep their dtypes, and gradients have the dtypes of the tensors that they belong to. Casts MUST round to the
+    nearest number, ties to even.
     """
     for rank, by_policy in enumerate(measure(cast_inputs_and_outputs, cell)):
-        for policy, dtypes in by_policy.items():
+        for policy, casts in by_policy.items():
+            dtypes = casts.dtypes
             expected = _cast_dtypes(*policy.split("/"))
             wrong = {what: dtype for what, dtype in dtypes.items() if dtype != expected.pop(what)}
             wrong |= dict.fromkeys(expected, "missing")
             detail = f"rank {rank}, cast_forward_inputs/output_dtype {policy}: {wrong}"
             compare.count(len(wrong), name="wrong dtypes", expected=0, detail=detail, unit=f"of {len(dtypes)}")
+            detail = f"rank {rank}, cast_forward_inputs/output_dtype {policy}: {casts.wrong}"
+            compare.count(sum(casts.wrong.values()), name="wrong elements", expected=0, detail=detail, unit="elements")
 
 
 def _cast_dtypes(casts: str, output: str) -> dict[str, str]:

@@ -6,6 +6,7 @@ from torch import Tensor
 from conformance.judge.law import law
 from conformance.judge.measurements import measure as report
 from conformance.laws import compare
+from conformance.laws.dropout import masks_of_rank, recorded_masks
 from conformance.laws.fixtures import Measure, Run
 from conformance.laws.steps import compare_steps, compare_updates, emulation_of, require_known_sum_order
 from conformance.oracles import optimizer_tolerance, tolerance
@@ -20,6 +21,7 @@ from reference_trainer.integer_model import EXACT_BELOW, largest_partial_sum
 FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
 MIXED_PRECISION = f"{FULLY_SHARD}#torch.distributed.fsdp.MixedPrecisionPolicy"
 GRADIENT_SYNC = f"{FULLY_SHARD}#torch.distributed.fsdp.FSDPModule.set_requires_gradient_sync"
+DROPOUT = "https://docs.pytorch.org/docs/stable/generated/torch.nn.Dropout.html"
 RANDOMNESS = "https://docs.pytorch.org/docs/stable/notes/randomness.html"
 
 
@@ -37,9 +39,11 @@ def test_sharded_fp32_equals_one_process(run: Run, cell: Cell) -> None:
     One process in fp64 is the reference, and in fp32 shows that the bound leaves room for rounding alone.
     """
     config = cell.config
-    record, expected = run(cell), reference_run(config, dtype=torch.float64)
+    record = run(cell)
+    masks = recorded_masks(record)
+    expected = reference_run(config, dtype=torch.float64, masks=masks)
     bound, reference = tolerance.fp32_gradients(config), expected.gradients[0]
-    single = reference_run(config, dtype=torch.float32).gradients[0]
+    single = reference_run(config, dtype=torch.float32, masks=masks).gradients[0]
     compare.tensors(single, reference, name="own error of one process in fp32", within=bound)
     compare.tensors(record.select("step0/gradient/"), reference, name="gradient at step 0", within=bound)
     compare_steps(record)
@@ -91,7 +95,8 @@ def test_mixed_precision_error_equals_that_of_its_emulation(run: Run, cell: Cell
     Wrong if something is rounded more often than it has to be, or if bf16 did not run at all.
     """
     config = cell.config
-    record, exact = run(cell), reference_run(config, dtype=torch.float64).gradients[0]
+    record = run(cell)
+    exact = reference_run(config, dtype=torch.float64, masks=recorded_masks(record)).gradients[0]
     emulated = emulation_of(record, 0).gradients
     errors = [compare.distance(gradients, exact) for gradients in (record.select("step0/gradient/"), emulated)]
     compare.ratio(*errors, name="error over that of the emulation", factor=tolerance.bf16_error_factor(config))
@@ -140,7 +145,7 @@ def test_replicas_are_equal(run: Run, cell: Cell) -> None:
 @law(
     "PAR-6",
     where="accumulation > 1 and implementation = fsdp2",
-    gaps=["16-bit-micro-batches", "second-run", "dropout-masks", "large-models"],
+    gaps=["16-bit-micro-batches", "second-run", "masks-of-micro-batches", "large-models"],
     numbers=True,
     reference=GRADIENT_SYNC,
 )
@@ -232,6 +237,67 @@ def test_integer_model_is_exact_on_every_mesh(run: Run, cell: Cell) -> None:
     assert record.losses == expected.losses, f"losses: measured {record.losses}, expected {expected.losses}"
     compare.bits(record.select("step0/gradient/"), _fp32(expected.gradients[0]), name="gradient")
     compare.bits(record.select("final/parameter/"), _fp32(expected.parameters), name="parameters")
+
+
+@law(
+    "PAR-10",
+    where="dropout > 0.0",
+    gaps=["compiled-operators", "large-models"],
+    reference=DROPOUT,
+)
+def test_dropout_masks_are_equal_where_activations_are(run: Run, cell: Cell) -> None:
+    """Dropout MUST drop each element with its probability, the same elements on ranks that replicate activations and in
+    recomputation, and others in each layer, micro-batch and step and on ranks with other activations.
+
+    Wrong if ranks share a seed, or do not where they must, or if the generator's state is not kept for recomputation.
+    That kept elements are rescaled is judged by the laws on numbers, whose oracles replay the masks.
+    """
+    record = run(cell)
+    masks = recorded_masks(record)
+    assert masks is not None
+    _require_none(_repeated_masks(record), name="repeated masks")
+    _require_none(_masks_recomputed_otherwise(record), name="other masks in recomputation")
+    kept = torch.cat([mask.flatten() for step in record.steps for mask in masks.of(step)])
+    share, within = 1.0 - float(kept.double().mean()), tolerance.dropped_share(cell.dropout, samples=kept.numel())
+    if abs(share - cell.dropout) > within:
+        raise ConformanceFailure(f"a share of {share:.4f} is dropped, expected {cell.dropout} within {within:.4f}")
+
+
+def _require_none(wrong: list[str], *, name: str) -> None:
+    __tracebackhide__ = True
+    compare.count(len(wrong), name=name, expected=0, detail=", ".join(wrong[:4]), unit="masks")
+
+
+def _repeated_masks(record: Record) -> list[str]:
+    """Masks that have been drawn before, in another place; replicas of activations count as one place."""
+    seen: dict[bytes, str] = {}
+    repeated = []
+    for facts in record.ranks:
+        at = facts.mesh_coordinate
+        if at.get("tp", 0) and not record.cell.sequence_parallel:
+            continue
+        for step in record.steps:
+            for call, mask in enumerate(masks_of_rank(record, facts.rank, step, phase="forward")):
+                place = f"call {call} of step {step} on rank {facts.rank}"
+                if (first := seen.setdefault(mask.numpy().tobytes(), place)) != place:
+                    repeated.append(f"{place} as in {first}")
+    return repeated
+
+
+def _masks_recomputed_otherwise(record: Record) -> list[str]:
+    """Recomputed masks that are not those of forward."""
+    otherwise = []
+    for rank in range(len(record.ranks)):
+        for step in record.steps:
+            forward, backward = (masks_of_rank(record, rank, step, phase=phase) for phase in ("forward", "backward"))
+            recomputes = record.cell.activation_checkpointing != "none"
+            if len(backward) != len(forward) * recomputes:
+                raise ConformanceFailure(f"rank {rank}, step {step}: {len(backward)} masks are recomputed")
+            pairs = enumerate(zip(forward, backward, strict=True) if recomputes else ())
+            otherwise += [
+                f"call {call} of step {step} on rank {rank}" for call, (a, b) in pairs if not torch.equal(a, b)
+            ]
+    return otherwise
 
 
 def _fp32(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -5,21 +5,23 @@ from functools import lru_cache
 import msgspec
 import torch
 
+from conformance.oracles.dropout import Masks
 from conformance.oracles.reference import ReferenceRun, train_reference
 from reference_trainer.config import LossScaleConfig, MeshConfig, TrainerConfig
 
 
-def reference_run(config: TrainerConfig, *, dtype: torch.dtype) -> ReferenceRun:
+def reference_run(config: TrainerConfig, *, dtype: torch.dtype, masks: Masks | None = None) -> ReferenceRun:
     """Return the training run of one process in `dtype`, for weights as for computation.
 
-    It does not depend on mesh, precision, accumulation and other options that only move data.
+    It does not depend on mesh, precision, accumulation and other options that only move data, but for the masks of
+    dropout.
     """
-    return _reference(_workload(config), dtype)
+    return _reference(_workload(config), dtype, masks)
 
 
 @lru_cache(maxsize=64)
-def _reference(config: TrainerConfig, dtype: torch.dtype) -> ReferenceRun:
-    return train_reference(config, dtype=dtype)
+def _reference(config: TrainerConfig, dtype: torch.dtype, masks: Masks | None) -> ReferenceRun:
+    return train_reference(config, dtype=dtype, masks=masks)
 
 
 def _workload(config: TrainerConfig) -> TrainerConfig:

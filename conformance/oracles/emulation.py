@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's standard name
 from torch import Tensor
 
+from conformance.oracles.dropout import Masks, replay
 from conformance.oracles.dtype_policy import FP16, dtype_policy
 from conformance.oracles.reference import Batch, Tensors, initial_model
 from conformance.oracles.torch_versions import traits_of
@@ -45,6 +46,7 @@ def emulated_step(
     *,
     step: int,
     loss_scale: float = 1.0,
+    masks: Masks | None = None,
     device: torch.device | str = "cpu",
 ) -> Emulation:
     """Compute one step on the mesh of `config`, which must be resolved.
@@ -54,10 +56,11 @@ def emulated_step(
 
     The emulation computes on `device`, which must be of the run's type: kernels of another type round in other places.
     Tensors that are given or returned are on the CPU. Sums over more than two data-parallel ranks are taken in one
-    order of many, see `tolerance.emulated_gradients`. Raises ValueError for a model with dropout.
+    order of many, see `tolerance.emulated_gradients`. Dropout drops what `masks` say; raises ValueError if they are
+    missing.
     """
-    if config.model.dropout:
-        raise ValueError("the emulation does not know dropout: use a cell without it")
+    if config.model.dropout and masks is None:
+        raise ValueError("the emulation draws no masks of dropout: give those of a run")
     compute = getattr(torch, dtype_policy(config.precision).compute)
     inputs, labels = Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed).global_batch(step)
     batch = (inputs.to(device), labels.to(device))
@@ -68,7 +71,9 @@ def emulated_step(
         parameter.data = masters[name].to(compute)
     forward = _tensor_parallel(config, model)
     with _one_thread():
-        loss, gradients = _local_gradients(config, model, forward, batch, scale=scale * loss_scale)
+        loss, gradients = _local_gradients(
+            config, model, forward, batch, masks.of(step) if masks else (), scale=scale * loss_scale
+        )
     rounds = _reduce_scatter_inputs(config, gradients, copied=forward.copied if forward else ())
     reduced = _reduced(config, rounds, masters)
     sizes = _reduced(config, [[_absolute(grads) for grads in ranks] for ranks in rounds], masters)
@@ -78,7 +83,13 @@ def emulated_step(
 
 
 def _local_gradients(
-    config: TrainerConfig, model: Transformer, forward: TensorParallelForward | None, batch: Batch, *, scale: float
+    config: TrainerConfig,
+    model: Transformer,
+    forward: TensorParallelForward | None,
+    batch: Batch,
+    masks: Sequence[Tensor],
+    *,
+    scale: float,
 ) -> tuple[float, list[list[Tensors]]]:
     """Summed loss of a batch, and the gradients of `scale` times it by micro-batch and data-parallel rank."""
     parameters = _leaves(model, forward)
@@ -90,7 +101,9 @@ def _local_gradients(
                 leaf.grad_dtype = _grad_dtype(config, index)
         ranks = []
         for rank in range(_data_parallel_size(config)):
-            loss_sum, grads = _backward(parameters, loss_of, _micro_batch(config, batch, rank, index), scale=scale)
+            replay(model, _micro_batch(config, masks, rank, index))
+            inputs, labels = _micro_batch(config, batch, rank, index)
+            loss_sum, grads = _backward(parameters, loss_of, (inputs, labels), scale=scale)
             loss += loss_sum
             ranks.append(grads)
         gradients.append(ranks)
@@ -160,10 +173,9 @@ def _backward(
     return float(loss_sum.detach()), dict(zip(parameters, grads, strict=True))
 
 
-def _micro_batch(config: TrainerConfig, batch: Batch, rank: int, index: int) -> Batch:
+def _micro_batch(config: TrainerConfig, batch: Sequence[Tensor], rank: int, index: int) -> list[Tensor]:
     """Consecutive samples belong to a rank, and within it to a micro-batch."""
-    inputs, labels = (t.chunk(_data_parallel_size(config))[rank].chunk(config.accumulation)[index] for t in batch)
-    return inputs, labels
+    return [t.chunk(_data_parallel_size(config))[rank].chunk(config.accumulation)[index] for t in batch]
 
 
 def _reduce_scatter_inputs(

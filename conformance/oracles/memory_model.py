@@ -61,6 +61,17 @@ def state_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Mapping[str, 
     return parameter_bytes(config, dims, shapes) + optimizer_bytes(config, dims, shapes)
 
 
+def resident_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Mapping[str, Sequence[int]]) -> int:
+    """Return the bytes of tensors that a rank holds between steps.
+
+    They are its state, AdamW's counter of each parameter, and the model's table of rotations, both in fp32. `shapes`
+    are the shapes that FSDP shards, by parameter.
+    """
+    counters = len(shapes) if config.optimizer.name == "adamw" else 0
+    rotations = config.model.max_seq_len * config.model.head_dim  # a cosine and a sine for each pair of elements
+    return state_bytes(config, dims, shapes) + torch.float32.itemsize * (counters + rotations)
+
+
 def optimizer_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Mapping[str, Sequence[int]]) -> int:
     """Return the bytes of the optimizer's moments, each as large as the sharded parameters.
 

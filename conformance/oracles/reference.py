@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from conformance.oracles.dropout import Masks, replay
 from reference_trainer.config import OptimizerConfig, TrainerConfig
 from reference_trainer.data import IGNORED_LABEL, Batches
 from reference_trainer.init_weights import init_weights
@@ -51,10 +52,10 @@ def initial_model(config: TrainerConfig) -> Transformer:
     return model
 
 
-def train_reference(config: TrainerConfig, *, dtype: torch.dtype) -> ReferenceRun:
+def train_reference(config: TrainerConfig, *, dtype: torch.dtype, masks: Masks | None = None) -> ReferenceRun:
     """Train in one process, weights and computation in `dtype`, each step on the full global batch at once.
 
-    Raises ValueError for dropout.
+    Dropout drops what `masks` say; raises ValueError if they are missing.
     """
 
     def gradients(model: Transformer, batch: Batch, valid_tokens: int) -> tuple[float, Tensors]:
@@ -63,7 +64,7 @@ def train_reference(config: TrainerConfig, *, dtype: torch.dtype) -> ReferenceRu
         grads = torch.autograd.grad(loss_sum / valid_tokens, parameters)
         return float(loss_sum.detach()) / valid_tokens, dict(zip(names, grads, strict=True))
 
-    return _train(initial_model(config).to(dtype), config, gradients)
+    return _train(initial_model(config).to(dtype), config, gradients, masks)
 
 
 def summed_loss(model: Transformer, batch: Batch) -> Tensor:
@@ -84,16 +85,18 @@ def _train(
     model: Transformer,
     config: TrainerConfig,
     gradients: Callable[[Transformer, Batch, int], tuple[float, Tensors]],
+    masks: Masks | None,
 ) -> ReferenceRun:
     """Training loop around a function that computes the gradients of one step."""
-    if config.model.dropout:
-        raise ValueError("the reference does not know dropout: use a cell without it")
+    if config.model.dropout and masks is None:
+        raise ValueError("the reference draws no masks of dropout: give those of a run")
     batches = Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     run = ReferenceRun(initial={name: p.clone() for name, p in parameters.items()})
     update = _update(config.optimizer)
     for step in range(config.steps):
         batch = batches.global_batch(step)
+        replay(model, masks.of(step) if masks else ())
         loss, grads = gradients(model, batch, int((batch[1] != IGNORED_LABEL).sum()))
         run.losses.append(loss)
         run.gradients.append(grads)

@@ -12,7 +12,7 @@ Where a function takes gradients, they are tensors of any shape and floating-poi
 """
 
 from collections.abc import Mapping
-from math import inf, log2, sqrt
+from math import inf, log, log2, sqrt
 
 import torch
 from torch import Tensor
@@ -273,3 +273,13 @@ def clipping(gradients: Mapping[str, Tensor], *, order: float, roundings: float 
 
 def _roundoff(tensor: Tensor) -> float:
     return torch.finfo(tensor.dtype).eps / 2
+
+
+def dropped_share(probability: float, *, samples: int) -> float:
+    """Return how far the share of dropped elements may be from their probability, by Bernstein's inequality.
+
+    Of n independent samples with variance v = p (1 - p) the mean is farther from p than sqrt(2 v L / n) + 2 L / (3 n)
+    with a probability of at most 2 exp(-L); here it is 1e-9.
+    """
+    log_of_odds = log(2e9)
+    return sqrt(2 * probability * (1 - probability) * log_of_odds / samples) + 2 * log_of_odds / (3 * samples)

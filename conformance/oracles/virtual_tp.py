@@ -107,9 +107,9 @@ class TensorParallelForward:
         x: Tensor = model.tok_embeddings(tokens)  # only one rank knows a token, the others add zero
         for name, block in cast("list[tuple[str, Block]]", list(model.layers.named_children())):
             normed = self._norm(f"layers.{name}.attention_norm", x)
-            x = x + self._region(block.attention, normed, model.rope_table)
+            x = x + block.dropout(self._region(block.attention, normed, model.rope_table))
             normed = self._norm(f"layers.{name}.ffn_norm", x)
-            x = x + self._region(block.feed_forward, normed)
+            x = x + block.dropout(self._region(block.feed_forward, normed))
         copies = _copies(self._norm("norm", x), self._tp, self._dim)
         weights = self._shards(model.output.weight, 0)
         return torch.cat([F.linear(copy, weight) for copy, weight in zip(copies, weights, strict=True)], -1)

@@ -26,7 +26,8 @@ class Gap:
 
 GAPS = {
     # Numbers that no oracle knows.
-    "dropout-masks": Gap("dropout > 0.0", "no oracle draws the masks of a parallel run"),
+    "dropout-masks": Gap("dropout > 0.0 and compile = true", "masks that compiled graphs draw are not seen"),
+    "masks-of-micro-batches": Gap("dropout > 0.0", "micro-batches draw other masks than one large batch"),
     "resumed": Gap("saved_on != none", "the steps before the checkpoint are in no record of the resumed run"),
     "compiled-roundings": Gap(
         "compile = true and precision != fp32", "kernels of inductor keep in fp32 what the emulation rounds"

@@ -9,15 +9,17 @@ from expecttest import assert_expected_inline
 
 from conformance.__main__ import main
 from conformance.cli.waive import NO_ISSUE, draft_waivers
-from conformance.judge.waivers import Waivers
+from conformance.judge.measurements import Measurement
+from conformance.judge.waivers import Symptom, Waivers
 from conformance.plan.cells import Cell
 from reference_trainer.strict_yaml import convert, load
 from tests.report.sample_reports import case, report
 
+LOSS = Measurement(kind="exact", value=2.5, lower=0.0, upper=0.0, unit="")
 TODAY = datetime.date(2026, 11, 22)
 FAILED = report(
     case("PAR-1/dp2-fp32-default-meta", "fail"),
-    case("PAR-1/dp4-fp32-default-meta", "fail"),
+    case("PAR-1/dp4-fp32-default-meta", "fail", loss=LOSS),
     case("MP-1/dp2-bf16mp-default-meta", "fail"),
     case("MP-3/dp2-bf16mp-default-meta", "timeout"),
     case("MP-5/dp2-bf16mp-default-meta"),
@@ -38,6 +40,10 @@ def test_a_draft_for_each_law() -> None:
     reason: >-
       why fail
     expires: 2027-02-20
+    shows:
+      - metric: "loss"
+        least: 2.5
+        most: 2.5
   - law: MP-1
     cells: >-
       id = dp2-bf16mp-default-meta
@@ -52,7 +58,9 @@ def test_a_draft_for_each_law() -> None:
 
 
 def test_a_draft_is_refused_until_there_is_an_issue(tmp_path: Path) -> None:
-    odd = msgspec.structs.replace(FAILED.cases[0], reason="loss: measured 'x' # 50% [off], " * 12)
+    odd = msgspec.structs.replace(
+        FAILED.cases[0], reason="loss: measured 'x' # 50% [off], " * 12, measured={"loss #1: 'x'": LOSS}
+    )
     text = "schema: 1\nwaivers:\n" + draft_waivers(msgspec.structs.replace(FAILED, cases=[odd]), today=TODAY)
     file = tmp_path / "waivers.yaml"
     file.write_text(text)
@@ -61,6 +69,7 @@ def test_a_draft_is_refused_until_there_is_an_issue(tmp_path: Path) -> None:
     file.write_text(text.replace(NO_ISSUE, "https://github.com/pytorch/pytorch/issues/1"))
     (waiver,) = convert(load(file), Waivers).waivers
     assert waiver.reason == odd.reason.strip()
+    assert waiver.shows == [Symptom(metric="loss #1: 'x'", least=2.5, most=2.5)]
     assert waiver.matches("PAR-1", Cell(mesh="dp2"), device="cpu", torch=(2, 15))
     assert not waiver.matches("PAR-1", Cell(mesh="dp4"), device="cpu", torch=(2, 15))
 

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conformance.judge.measurements import Measurement
 from conformance.judge.verdicts import Verdict
-from conformance.judge.waivers import Waiver, expired_warning, load_waivers, profile_waivers, waiver_of
+from conformance.judge.waivers import Symptom, Waiver, expired_warning, load_waivers, profile_waivers, waiver_of
 from conformance.plan.cells import Cell
 from conformance.plan.matrix import Matrix, load_matrix
 from conformance.project import PROJECT
@@ -50,16 +51,47 @@ def test_matches_law_cells_device_and_versions() -> None:
     assert not matches(torch=(2, 14))
 
 
+def metric(value: float | None) -> Measurement:
+    """A number that must be 0."""
+    return Measurement(kind="exact", value=value, lower=0, upper=0, unit="")
+
+
 def test_a_failure_is_waived_and_a_pass_is_reported() -> None:
-    verdict, reason = WAIVER.judge(Verdict.FAIL, "measured 2")
+    verdict, reason = WAIVER.judge(Verdict.FAIL, "measured 2", {})
     assert verdict == Verdict.WAIVED
     assert reason == "https://github.com/pytorch/pytorch/issues/1: it is so; measured 2"
-    assert WAIVER.judge(Verdict.PASS, "")[0] == Verdict.UNEXPECTED_PASS
+    assert WAIVER.judge(Verdict.PASS, "", {})[0] == Verdict.UNEXPECTED_PASS
 
 
 @pytest.mark.parametrize("verdict", [Verdict.TIMEOUT, Verdict.CRASH, Verdict.ERROR, Verdict.UNSUPPORTED])
 def test_nothing_else_is_waived(verdict: Verdict) -> None:
-    assert WAIVER.judge(verdict, "why") == (verdict, "why")
+    assert WAIVER.judge(verdict, "why", {}) == (verdict, "why")
+
+
+@pytest.mark.parametrize(
+    ("measured", "other"),
+    [
+        ({"norm of rank 1": metric(2.0)}, ""),
+        ({"norm of rank 0": metric(1.0), "norm of rank 3": metric(2.0), "loss": metric(0.0)}, ""),
+        ({"norm of rank 1": metric(2.1)}, "norm of rank 1 is 2.1"),
+        ({"norm of rank 1": metric(0.5)}, "norm of rank 1 is 0.5"),
+        ({"norm of rank 1": metric(None)}, "norm of rank 1 is None"),
+        ({"norm of rank 1": metric(2.0), "loss": metric(2.0)}, "loss is 2.0"),
+        ({"norm of rank 1": metric(0.0)}, "no metric is out of its bounds"),
+        ({}, "no metric is out of its bounds"),
+    ],
+)
+def test_a_waiver_covers_what_it_shows_and_nothing_else(measured: dict[str, Measurement], other: str) -> None:
+    shows = [Symptom(metric="norm of rank *", least=1.0, most=2.0)]
+    verdict, reason = msgspec.structs.replace(WAIVER, shows=shows).judge(Verdict.FAIL, "broken", measured)
+    assert verdict == (Verdict.FAIL if other else Verdict.WAIVED)
+    assert not other or reason == f"broken; {other}, which the waiver of {WAIVER.issue} does not cover"
+
+
+def test_waivers_for_the_newest_torch_say_what_fails(matrix: Matrix) -> None:
+    """A waiver without symptoms hides every other failure of its law; older releases are not run for their figures."""
+    waivers = load_waivers(PROJECT / "waivers.yaml", matrix)
+    assert [w.law for w in waivers if w.versions[1] >= (2, 13) and w.shows is None] == []
 
 
 def test_the_waiver_of_a_case() -> None:
@@ -147,6 +179,8 @@ def test_waivers_overlap_if_some_case_has_both(one: tuple[str, str], two: tuple[
         ({"issue": "none"}, "issue"),
         ({"device": "tpu"}, "device"),
         ({"until": "2027"}, "until"),
+        ({"shows": [{"metric": "loss", "least": 2, "most": 1}]}, "from 2.0 to 1.0: exchange `least` and `most`"),
+        ({"shows": [{"metric": "loss", "least": 2}]}, "most"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, matrix: Matrix, changes: dict[str, object], message: str) -> None:

@@ -215,7 +215,7 @@ def test_the_order_of_a_backend_is_recognised() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (changed(CONFIG, model=changed_model(dropout=0.1)), "not know dropout"),
+        (changed(CONFIG, model=changed_model(dropout=0.1)), "draws no masks"),
         (changed(CONFIG, mesh=MeshConfig()), "mesh.dp_shard is auto"),
     ],
 )

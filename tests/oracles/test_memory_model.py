@@ -16,7 +16,7 @@ from conformance.laws import test_mem as laws
 from conformance.laws.fixtures import Measure
 from conformance.laws.memory_bounds import sizes_of
 from conformance.memory_segment import MemorySegment
-from conformance.oracles.memory_model import group_bytes, predict, state_bytes
+from conformance.oracles.memory_model import group_bytes, predict, resident_bytes, state_bytes
 from conformance.oracles.torch_versions import FROM_2_15, UP_TO_2_13, VersionTraits, gradients_stay
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell
@@ -228,7 +228,7 @@ def step_memory(cell: Cell, change: Mapping[str, tuple[int, int]]) -> StepMemory
     for phase, usage in predict(*sizes_of(cell), empty_profile()).items():
         peak, rest = change.get(phase, (0, 0))
         segments.append(MemorySegment(phase, 0, usage.peak_bytes + peak, usage.end_bytes + rest))
-    return StepMemory(segments, [])
+    return StepMemory(segments, [], held_before_bytes=resident_bytes(*sizes_of(cell)))
 
 
 def returning(result: object) -> Measure:
@@ -290,13 +290,20 @@ def test_equal_peaks_of_all_modes_fail() -> None:
         laws.test_reshard_modes_are_ordered_by_peak(returning(step_memory(CELL, {})), CELL)
 
 
-@pytest.mark.parametrize(("left", "grown", "message"), [(8, 0, "left by the 50th step"), (0, 8, "growth of a peak")])
-def test_growth_fails(left: int, grown: int, message: str) -> None:
+@pytest.mark.parametrize(
+    ("left", "grown", "between", "message"),
+    [
+        (8, 0, 0, "left by the 50th step"),
+        (0, 8, 0, "growth of a peak"),
+        (0, 0, 4, "left by the steps between"),
+    ],
+)
+def test_growth_fails(left: int, grown: int, between: int, message: str) -> None:
     second = step_memory(CELL, {})
     fiftieth = step_memory(CELL, {"idle": (0, left), "backward": (grown, 0)})
-    laws.test_memory_does_not_grow_over_steps(returning(Growth(second, second)), CELL)
+    laws.test_memory_does_not_grow_over_steps(returning(Growth(second, second, 0)), CELL)
     with pytest.raises(ConformanceFailure, match=message):
-        laws.test_memory_does_not_grow_over_steps(returning(Growth(second, fiftieth)), CELL)
+        laws.test_memory_does_not_grow_over_steps(returning(Growth(second, fiftieth, between)), CELL)
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def test_total_norm_takes_any_iterable() -> None:
     [
         (
             msgspec.structs.replace(CONFIG, model=msgspec.structs.replace(CONFIG.model, dropout=0.1)),
-            "not know dropout",
+            "draws no masks",
         ),
     ],
 )

@@ -44,13 +44,13 @@ def test_every_law_is_judged_on_a_cell_of_the_matrix() -> None:
 
 def test_a_gap_leaves_out_cells_of_where() -> None:
     judged = scope("PAR-1", where="tp = 1", gaps=["dropout-masks", "resumed"])
-    plain, dropout = Cell(mesh="dp2"), Cell(mesh="dp2", dropout=0.1)
+    plain, dropout = Cell(mesh="dp2"), Cell(mesh="dp2", dropout=0.1, compile=True)
     assert judged.holds(plain)
     assert not judged.holds(dropout)
     assert not judged.holds(Cell(mesh="tp2"))
     assert judged.gap(dropout.facts()) is GAPS["dropout-masks"]
     assert judged.gap(plain.facts()) is None
-    assert judged.gap(Cell(mesh="tp2", dropout=0.1).facts()) is None, "the law does not speak of it"
+    assert judged.gap(Cell(mesh="tp2", dropout=0.1, compile=True).facts()) is None, "the law does not speak of it"
 
 
 def test_preconditions_come_first_and_numbers_ascend(tmp_path: Path) -> None:

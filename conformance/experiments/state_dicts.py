@@ -1,0 +1,127 @@
+"""State dicts of torch.distributed.checkpoint, in each form that its options have: taken, loaded and trained on."""
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+from conformance.experiments.context import RankWorld, experiment
+from conformance.experiments.fsdp_api import Wrong
+from conformance.instruments.sharding import full, local
+from conformance.run.experiment import Needs
+from reference_trainer.train import Trainer
+
+_FORMS = {
+    "sharded": StateDictOptions(),
+    "flattened": StateDictOptions(flatten_optimizer_state_dict=True),
+    "full": StateDictOptions(full_state_dict=True),
+    "offloaded": StateDictOptions(cpu_offload=True),
+    "broadcast": StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True),
+}
+_LEFT_OUT, _ADDED = "layers.1.feed_forward.w1.weight", "layers.1.feed_forward.w9.weight"
+
+
+@experiment(needs=Needs.TRAINING)
+def use_state_dicts(rank: RankWorld) -> dict[str, Wrong]:
+    """Load the state after one step, in each form, into a trainer with another state; at last, train the next step.
+
+    Each form's counts are of tensors or options of this rank that are wrong.
+    """
+    source, target = rank.trainer(), rank.trainer()
+    source.train_step(0)
+    taken = {form: _taken(source, options) for form, options in _FORMS.items()}
+    before, gathered, schedule = _state(source), _gathered(source), deepcopy(source.schedule.state_dict())
+    source.train_step(1)
+    after = _state(source)
+    wrong = {}
+    for form, options in _FORMS.items():
+        model, optimizer = taken[form]
+        content = _wrong_content(model, gathered, options, rank=rank.rank)
+        _change(target)
+        # One by one: set_state_dict hangs, see findings/broadcast_of_states_skipped_by_other_ranks.py.
+        set_model_state_dict(target.model, model, options=options)
+        set_optimizer_state_dict(target.model, target.optimizer, optimizer, options=options)
+        wrong[form] = {"content": content, "loaded": _differing(_state(target), before)}
+    target.schedule.load_state_dict(schedule)
+    target.train_step(1)
+    wrong["next step"] = {"state": _differing(_state(target), after)}
+    wrong["not strict"] = _load_with_other_keys(source, target)
+    return wrong
+
+
+def _taken(trainer: Trainer, options: StateDictOptions) -> Any:
+    """Return the states of model and optimizer, with memory of their own."""
+    return deepcopy(get_state_dict(trainer.model, trainer.optimizer, options=options))
+
+
+def _state(trainer: Trainer) -> dict[str, Any]:
+    """Return copies of this rank's shards of parameters and optimizer state, and the options of each group."""
+    state: dict[str, Any] = {}
+    for name, parameter in trainer.model.named_parameters():
+        state[name] = local(parameter).clone()
+        for kind, value in trainer.optimizer.state[parameter].items():
+            state[f"{name}/{kind}"] = local(value).clone()
+    for index, group in enumerate(trainer.optimizer.param_groups):
+        state.update({f"group {index}/{key}": value for key, value in group.items() if key != "params"})
+    return state
+
+
+def _gathered(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: full(parameter.detach()).clone() for name, parameter in trainer.model.named_parameters()}
+
+
+@torch.no_grad()
+def _change(trainer: Trainer) -> None:
+    """Change all that a state dict is to restore."""
+    trainer.optimizer.state.clear()
+    for parameter in trainer.model.parameters():
+        local(parameter).mul_(0.5).add_(1.0)
+    for group in trainer.optimizer.param_groups:
+        group.update(lr=3.0 * group["lr"], weight_decay=group["weight_decay"] + 1.0)
+
+
+def _wrong_content(model: dict[str, Any], gathered: dict[str, Tensor], options: StateDictOptions, *, rank: int) -> int:
+    """Count the parameters of a model's state that are not as the options say."""
+    if options.full_state_dict and options.cpu_offload and rank:
+        return len(model)
+    if not options.full_state_dict:
+        kept = {name: full(tensor.to(gathered[name].device)) for name, tensor in model.items()}
+        return _differing(kept, gathered)
+    plain = {name: tensor for name, tensor in model.items() if not isinstance(tensor, DTensor)}
+    return _differing({name: tensor.to(gathered[name].device) for name, tensor in plain.items()}, gathered)
+
+
+def _differing(measured: dict[str, Any], expected: dict[str, Any]) -> int:
+    """Count the names whose values differ in a bit, or which one side lacks."""
+    names = measured.keys() & expected.keys()
+    return len(measured.keys() ^ expected.keys()) + sum(not _same(measured[name], expected[name]) for name in names)
+
+
+def _same(measured: Any, expected: Any) -> bool:
+    """Return whether values are the same in every bit; torch may make a list of a tuple, such as `betas`."""
+    if isinstance(expected, Tensor):
+        return isinstance(measured, Tensor) and measured.dtype == expected.dtype and torch.equal(measured, expected)
+    if isinstance(expected, tuple):
+        return list(measured) == list(expected)
+    return bool(measured == expected)
+
+
+def _load_with_other_keys(source: Trainer, target: Trainer) -> Wrong:
+    """Load a model's state that lacks one parameter and has another too many, with `strict=False`."""
+    model, _ = _taken(source, StateDictOptions())
+    model[_ADDED] = model.pop(_LEFT_OUT)
+    _change(target)
+    expected = {name: local(p).clone() for name, p in source.model.named_parameters()}
+    expected[_LEFT_OUT] = local(target.model.get_parameter(_LEFT_OUT)).clone()
+    keys = set_model_state_dict(target.model, model, options=StateDictOptions(strict=False))
+    measured = {name: local(p) for name, p in target.model.named_parameters()}
+    unreported = int(keys.missing_keys != [_LEFT_OUT]) + int(keys.unexpected_keys != [_ADDED])
+    return {"loaded": _differing(measured, expected), "unreported keys": unreported}

@@ -1,0 +1,47 @@
+"""Masks of dropout: which elements each call keeps, in forward and where activations are recomputed."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conformance.instruments.dispatch_tap import Handler
+from reference_trainer.observer import Observer, Phase
+
+
+class DropoutMasks(Observer):
+    """Listener of the dispatch tap that keeps the masks that dropout samples, in the order of its calls.
+
+    `tensors` holds them by the key `stepN/dropout/PHASE/MICRO_BATCH/CALL`: bool, of the shape of the activations, True
+    for an element that is kept. PHASE is `forward`, or `backward` for recomputation, which starts with the last block.
+    On the CPU dropout is `aten::bernoulli_` and a product; hooks of modules would break graphs of torch.compile, and
+    miss the last dropout of a block, before whose end recomputation stops. Not seen are dropout inside of compiled
+    graphs and that of devices, which is one kernel.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._phase: Phase = "build"
+        self._step, self._micro_batch = -1, -1
+        self._calls: Counter[str] = Counter()
+
+    def phase(self, name: Phase, *, step: int) -> None:
+        """Remember the phase; a forward phase begins a micro-batch."""
+        if step != self._step:
+            self._step, self._micro_batch = step, -1
+        self._micro_batch += name == "forward"
+        self._phase = name
+
+    def listen(self, func: Any) -> Handler | None:
+        """Return the handler that keeps what is sampled; to be a listener of a `DispatchTap`."""
+        return self._keep if func._schema.name == "aten::bernoulli_" else None
+
+    def _keep(self, args: Sequence[Any]) -> None:
+        if self._phase not in ("forward", "backward"):
+            return
+        prefix = f"step{self._step}/dropout/{self._phase}/{self._micro_batch}"
+        # A copy as bool: dropout goes on to divide what it has sampled, in place.
+        self.tensors[f"{prefix}/{self._calls[prefix]}"] = args[0].to(torch.bool).cpu()
+        self._calls[prefix] += 1
