@@ -14,9 +14,10 @@ from conformance.judge.law import law_of
 from conformance.judge.support import Machine, unsupported
 from conformance.laws import test_fsdp1 as laws
 from conformance.laws import test_stream as streams
+from conformance.laws.memory_bounds import sizes_of
 from conformance.memory_segment import MemorySegment
 from conformance.oracles.fsdp1_memory import predict_fsdp1
-from conformance.oracles.memory_model import predict
+from conformance.oracles.memory_model import predict, resident_bytes
 from conformance.oracles.tp_schedule import local_shapes
 from conformance.outcomes import ConformanceFailure, Unsupported
 from conformance.plan.cells import Cell
@@ -79,7 +80,7 @@ def test_gradients_are_held_in_both_dtypes_while_they_are_reduced() -> None:
     assert mixed["backward"].peak_bytes == held
 
 
-def measured(*, fsdp1: int = 0, fsdp2: int = 0) -> Any:
+def measured(*, fsdp1: int = 0, fsdp2: int = 0, left: int = 0) -> Any:
     """Return the fixture `measure`, with the predictions for no activations and so many additional bytes."""
 
     def measure(experiment: Any, cell: Cell, *, on_device: bool = False) -> list[Any]:
@@ -88,7 +89,9 @@ def measured(*, fsdp1: int = 0, fsdp2: int = 0) -> Any:
             return [segments()]
         more = fsdp1 if cell.implementation == "fsdp1" else fsdp2
         peaks = {phase: usage.peak_bytes + more for phase, usage in predicted(cell).items()}
-        return [StepMemory([MemorySegment(phase, 0, peak, 0) for phase, peak in peaks.items()], [])]
+        segments_of_step = [MemorySegment(phase, 0, peak, 0) for phase, peak in peaks.items()]
+        held = 0 if cell.implementation == "fsdp1" else resident_bytes(*sizes_of(cell)) + left
+        return [StepMemory(segments_of_step, [], held_before_bytes=held)]
 
     return measure
 
@@ -101,6 +104,11 @@ def test_what_the_models_say_passes(axes: dict[str, Any]) -> None:
 def test_more_than_fsdp1_and_the_own_buffers_fails() -> None:
     with pytest.raises(ConformanceFailure, match=r"FSDP2's peak of forward of rank 0 .*: measured"):
         laws.test_fsdp2_holds_no_more_than_fsdp1_and_its_own_buffers(measured(fsdp2=1024), CELL)
+
+
+def test_what_is_left_from_the_step_before_counts() -> None:
+    with pytest.raises(ConformanceFailure, match=r"FSDP2's peak of forward of rank 0 .*: measured"):
+        laws.test_fsdp2_holds_no_more_than_fsdp1_and_its_own_buffers(measured(left=1024), CELL)
 
 
 @pytest.mark.parametrize("off", [-1024, 1024])
