@@ -25,6 +25,7 @@ from conformance.cli import (
 )
 from conformance.cli.command import Answer, Parser
 from conformance.judge.verdicts import USAGE
+from conformance.run.devices.hardware import ONE_THREAD
 
 _COMMANDS = (
     list_cells,
@@ -60,6 +61,7 @@ _EXIT_INTERRUPTED = 130
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; returns 0, 1 for problems, or 4 with one line on stderr for what cannot be used."""
+    os.environ.update(ONE_THREAD)  # of commands that judge; no torch is imported yet
     try:
         options = _parser().parse_args(arguments)
         answer: Answer = options.run(options)

@@ -22,6 +22,8 @@ from conformance.run.store import RecordStore
 # that send Ctrl-C would wait for ever. Children inherit the default action once this process has a handler of its own.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+torch.set_num_threads(1)  # as in every process that judges, see `hardware.ONE_THREAD`
+
 
 LONG = (
     "defects/test_defects",

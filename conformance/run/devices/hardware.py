@@ -30,6 +30,11 @@ _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
 # https://docs.nvidia.com/cuda/cublas/#results-reproducibility,
 # https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
 DETERMINISM = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+"""Variables of processes whose libraries compute in one thread; they are read when torch is imported.
+
+Tensors of the suite are small: waking a second thread takes longer than a kernel (the square root of a vector in MKL),
+and the threads of a process that judges would take the processors of its ranks."""
 # NVLink multicast does not support several ranks on a device. Each rank takes few multiprocessors, or a collective of
 # one rank could keep the kernels of the ranks that it waits for from starting.
 _MULTI_RANK = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from conformance.run.devices.hardware import ONE_THREAD
 from conformance.run.devices.leases import Lease
 from conformance.run.failures import PoolError
 from conformance.run.ranks.flight_recorder import summary
@@ -231,5 +232,4 @@ def _server_code(control_fd: int, directory: Path) -> str:
 
 def _server_environment() -> dict[str, str]:
     """Return an environment with one thread per library (ranks set that of torch) and gloo on the loopback."""
-    single = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-    return {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **single}
+    return {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **ONE_THREAD}
