@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from conformance.oracles.outline import outline
 from conformance.torch_release import release
 from reference_trainer.config import OptimizerConfig, TrainerConfig
 from reference_trainer.model import Attention, Block, Transformer
@@ -78,8 +79,7 @@ def expected_dtypes(config: TrainerConfig) -> Dtypes:
     if config.model.arithmetic != "float":
         raise ValueError(f"no dtype policy for model.arithmetic {config.model.arithmetic}: use a cell of a float model")
     policy = dtype_policy(config.precision)
-    with torch.device("meta"):
-        model = Transformer(config.model)
+    model = outline(config.model)
     dtype_of = {
         **dict(_module_dtypes(model, config, policy)),
         **dict(_state_dtypes(model, config, policy)),

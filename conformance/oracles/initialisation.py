@@ -5,9 +5,9 @@ import math
 import torch
 
 from conformance.oracles.dtype_policy import dtype_policy
+from conformance.oracles.outline import outline
 from conformance.oracles.reference import initial_model
 from reference_trainer.config import ModelConfig, TrainerConfig
-from reference_trainer.model import Transformer
 from reference_trainer.precision import PRECISIONS
 
 _X = 20.0
@@ -57,8 +57,7 @@ def building_memory(config: TrainerConfig, held_bytes: int) -> tuple[int, int]:
     `held_bytes` (shards, buffers) are left at the end. Parameters are in fp32, and no dimension is tensor-parallel but
     for `meta` and `checkpoint`: memory that gloo sends in the background is released out of the profiler's sight.
     """
-    with torch.device("meta"):
-        model = Transformer(config.model)
+    model = outline(config.model)
     sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
     largest, full = max(sizes.values()), sum(sizes.values())
     blocks = [sum(parameter.nbytes for parameter in block.parameters()) for block in model.blocks]

@@ -6,10 +6,8 @@ unsharded parameters, activations and buffers are not.
 
 from collections.abc import Iterable
 
-import torch
-
+from conformance.oracles.outline import outline
 from reference_trainer.config import TrainerConfig
-from reference_trainer.model import Transformer
 
 _OFFLOADED = ("initial_parameter", "final_parameter", "gradient", "optimizer_state")
 _PINNED = ("final_parameter", "gradient")
@@ -19,8 +17,7 @@ page-locked. On a GPU: unverified."""
 
 def expected_offloading(config: TrainerConfig) -> dict[str, str]:
     """Return the offloading policy of each parameter, as `instruments.offloading` reads it: `none`, `cpu`, ..."""
-    with torch.device("meta"):
-        names = [name for name, _ in Transformer(config.model).named_parameters()]
+    names = [name for name, _ in outline(config.model).named_parameters()]
     return dict.fromkeys(names, "none" if config.offload == "none" else _host(config))
 
 

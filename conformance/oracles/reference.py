@@ -5,16 +5,18 @@ optimizers, clipping or loss functions cannot be on both sides of a comparison. 
 these formulas against torch's own, and the gradients against finite differences.
 """
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from conformance.oracles.dropout import Masks, replay
-from reference_trainer.config import OptimizerConfig, TrainerConfig
+from reference_trainer.config import ModelConfig, OptimizerConfig, TrainerConfig
 from reference_trainer.data import IGNORED_LABEL, Batches
 from reference_trainer.init_weights import init_weights
 from reference_trainer.model import Transformer
@@ -46,9 +48,14 @@ class ReferenceRun:
 
 
 def initial_model(config: TrainerConfig) -> Transformer:
-    """Return the unsharded model with its initial weights, fp32 on the CPU."""
-    model = Transformer(config.model)
-    init_weights(model, seed=config.seed)
+    """Return an unsharded model with the initial weights, fp32 on the CPU; each call returns another object."""
+    return copy.deepcopy(_initial_model(config.model, config.seed))
+
+
+@lru_cache(maxsize=4)
+def _initial_model(config: ModelConfig, seed: int) -> Transformer:
+    model = Transformer(config)
+    init_weights(model, seed=seed)
     return model
 
 

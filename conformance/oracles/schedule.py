@@ -16,9 +16,9 @@ import msgspec
 import torch
 
 from conformance.oracles.dtype_policy import dtype_policy
+from conformance.oracles.outline import outline
 from conformance.oracles.torch_versions import traits_of
 from reference_trainer.config import TrainerConfig
-from reference_trainer.model import Transformer
 from reference_trainer.parallel_dims import ParallelDims
 
 _EMBEDDING, _NORM, _OUTPUT = "tok_embeddings", "norm", "output"
@@ -154,8 +154,7 @@ def _automatic(config: TrainerConfig) -> Literal["never", "default"]:
 
     Parameters, gradients, two Adam moments and as much again fit by far, or the parameters alone do not.
     """
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in Transformer(config.model).parameters())
+    parameters = sum(p.numel() for p in outline(config.model).parameters())
     tokens = config.data.global_batch_size * config.data.seq_len
     if (config.memory_bytes or 0) > 64 * parameters * (1 + tokens):
         return "never"

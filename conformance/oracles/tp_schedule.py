@@ -17,10 +17,10 @@ feed-forward do both.
 import torch
 
 from conformance.oracles.dtype_policy import dtype_policy
+from conformance.oracles.outline import outline
 from conformance.oracles.schedule import Event, Kind, communicates
 from conformance.oracles.torch_versions import traits_of
 from reference_trainer.config import ModelConfig, TrainerConfig
-from reference_trainer.model import Transformer
 from reference_trainer.parallel_dims import ParallelDims
 
 _ROWS = ("tok_embeddings", "output", "wq", "wk", "wv", "w1", "w3")
@@ -48,10 +48,8 @@ def local_shapes(model: ModelConfig, *, tp: int, tp_rank: int) -> dict[str, tupl
 
     Where `tp` does not divide a dimension, the last ranks have less of it.
     """
-    with torch.device("meta"):
-        parameters = dict(Transformer(model).named_parameters())
     shapes = {}
-    for name, parameter in parameters.items():
+    for name, parameter in outline(model).named_parameters():
         shape, dim = list(parameter.shape), sharded_dim(name)
         if dim is not None:
             chunk = -(-shape[dim] // tp)
