@@ -5,6 +5,7 @@ import torch
 from conformance.experiments.device_memory import step_on_device
 from conformance.experiments.memory import step_in_simulation
 from conformance.experiments.training import train_with_delays
+from conformance.instruments.facts import UnorderedOperators
 from conformance.judge.law import law
 from conformance.laws import compare
 from conformance.laws.axes.proofs import prove
@@ -88,3 +89,40 @@ def test_delayed_collectives_and_copies_change_no_bit(run: Run, measure: Measure
             wrong = [key for key, value in fingerprints.items() if facts.fingerprints[key] != value]
             name, detail = f"changed with {operators} delayed", f"rank {facts.rank}: {', '.join(wrong[:4])}"
             compare.count(len(wrong), name=name, expected=0, detail=detail, unit="tensors")
+
+
+@law(
+    "STREAM-6",
+    where="world > 1 and implementation = fsdp2",
+    reference="https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams",
+    substrates=("gloo",),
+)
+def test_fully_shard_orders_conflicting_accesses_of_streams(run: Run, cell: Cell) -> None:
+    """Every two conflicting accesses of different streams MUST be ordered by events: in the last step, two operators
+    that access the same bytes of memory, of which one writes, or of which one may be given the memory that the other
+    has used.
+
+    Wrong if a stream does not wait for another one, or if memory is released too early. The ranks are on the CPU, where
+    FSDP issues the same streams and events as on a device and all runs in order: the law judges what any timing of
+    streams could do, not what has happened.
+    """
+    record = run(cell)
+    for facts in record.ranks:
+        assert facts.streams is not None, "the record of a run of FSDP2 on the CPU has a trace of its streams"
+        if len(facts.streams.operators) < 2 or not facts.streams.waits:
+            raise RuntimeError(
+                f"no trace: torch {torch.__version__} does not ask torch.cpu for streams, {facts.streams}"
+            )
+        pairs = facts.streams.unordered
+        detail = f"rank {facts.rank}: {_described(pairs[0])}" if pairs else ""
+        name = "pairs of operators that nothing orders"
+        compare.count(len(pairs), name=name, expected=0, detail=detail, unit="kinds of pairs")
+
+
+def _described(pair: UnorderedOperators) -> str:
+    memory = "may be given memory that was used by" if pair.reused else "accesses memory with"
+    first, second = (
+        f"{issued.operator} on {issued.stream} at {' < '.join(issued.stack[:4])}"
+        for issued in (pair.first, pair.second)
+    )
+    return f"{second}, {memory} {first}"
