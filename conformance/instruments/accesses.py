@@ -3,8 +3,7 @@
 What an operator writes stands in its schema. The operators that communicate, and one of FSDP2's, do not say it.
 """
 
-import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,16 +42,22 @@ class AccessedTensors:
     initializes: bool
     """True if results are written; `empty` allocates alone."""
 
-    def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Tensor, bool]]:
-        """Yield each tensor in the arguments of a call that has memory, and whether it is written."""
+    def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Tensor, bool]]:
+        """Return each tensor in the arguments of a call, and whether it is written."""
+        found: list[tuple[Tensor, bool]] = []
         for position, name, writes in self.slots:
             value = args[position] if position < len(args) else kwargs.get(name)
-            for tensor in _tensors(value):
-                yield tensor, writes
+            if isinstance(value, Tensor):
+                found.append((value, writes))
+            elif value is not None:
+                found += [(tensor, writes) for tensor in _tensors(value)]
+        return found
 
-    def results(self, result: Any) -> Iterator[Tensor]:
-        """Yield the tensors in the result of a call that may be new memory."""
-        return _tensors(result) if self.allocates else iter(())
+    def results(self, result: Any) -> list[Tensor]:
+        """Return the tensors in the result of a call that may be new memory of the CPU."""
+        if not self.allocates:
+            return []
+        return [tensor for tensor in _tensors(result) if tensor.is_cpu and tensor.numel()]
 
 
 def accessed_tensors(schema: Any) -> AccessedTensors | None:
@@ -79,25 +84,20 @@ def _is_written(argument: Any) -> bool:
     return argument.alias_info is not None and bool(argument.alias_info.is_write)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a value or nested lists of values that have memory of the CPU."""
+def _tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in a value, or in nested lists of values."""
     if isinstance(value, Tensor):
-        if value.is_cpu and value.numel():
-            yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
+        return [value]
+    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, list | tuple) else []
 
 
 def byte_range(tensor: Tensor) -> tuple[int, int]:
     """Return the offsets, in bytes from the begin of its storage, of a tensor's first byte and behind its last one."""
-    last = (
-        tensor.numel() - 1
-        if tensor.is_contiguous()
-        else sum(map(operator.mul, (size - 1 for size in tensor.shape), tensor.stride()))
-    )
-    start = int(tensor.storage_offset())
-    return start * tensor.itemsize, (start + int(last) + 1) * tensor.itemsize
+    start, itemsize = int(tensor.storage_offset()), tensor.itemsize
+    if tensor.is_contiguous():
+        return start * itemsize, (start + tensor.numel()) * itemsize
+    last = sum(int(size - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start * itemsize, (start + last + 1) * itemsize
 
 
 class _Identity:
@@ -114,8 +114,8 @@ class _Identity:
 
 def identity_of(tensor: Tensor) -> int | None:
     """Return the number of a tensor's storage, None if it has none yet."""
-    identity = getattr(tensor.untyped_storage(), _IDENTITY, None)
-    return None if identity is None else int(identity.number)
+    identity: _Identity | None = getattr(tensor.untyped_storage(), _IDENTITY, None)
+    return None if identity is None else identity.number
 
 
 def identify(tensor: Tensor, number: int, entries: list[Entry]) -> None:

@@ -122,7 +122,7 @@ class StreamTrace(Observer):
 
     def __init__(self, step: int) -> None:
         self._step, self._is_open = step, False
-        self._entries: list[Entry] = []
+        self.entries: list[Entry] = []
         self._streams = [Stream(self, 0, "default stream")]
         self.current = self._streams[0]
 
@@ -155,7 +155,7 @@ class StreamTrace(Observer):
     def add(self, entry: Entry) -> None:
         """Note what the host did."""
         if self._is_open:
-            self._entries.append(entry)
+            self.entries.append(entry)
 
     def event(self, **_options: Any) -> Event:
         """Return a new event."""
@@ -197,11 +197,11 @@ class StreamTrace(Observer):
         for tensor in accessed.results(result):
             if identity_of(tensor) is None:
                 number = self._identify(tensor)
-                self._entries.append(Allocation(number, stream))
+                self.entries.append(Allocation(number, stream))
                 if accessed.initializes:
                     accesses.append(self._access(tensor, writes=True))
         if accesses:
-            self._entries.append(Operation(stream, operator, accesses, _site(sys._getframe(3))))
+            self.entries.append(Operation(stream, operator, accesses, _site(sys._getframe(3))))
 
     def _access(self, tensor: Tensor, writes: bool) -> Access:
         start, stop = byte_range(tensor)
@@ -209,13 +209,13 @@ class StreamTrace(Observer):
 
     def _identify(self, tensor: Tensor) -> int:
         number = next(_numbers)
-        identify(tensor, number, self._entries)
+        identify(tensor, number, self.entries)
         return number
 
     def facts(self) -> StreamFacts:
         """Return what the trace shows, and forget the trace."""
-        entries = [*self._entries]
-        self._entries.clear()  # storages that still live hold the list
+        entries = [*self.entries]
+        self.entries.clear()  # storages that still live hold the list
         names = [stream.name for stream in self._streams]
         return StreamFacts(
             operators=dict(Counter(names[entry.stream] for entry in entries if isinstance(entry, Operation))),
