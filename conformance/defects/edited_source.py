@@ -17,7 +17,7 @@ def edited(owner: str, name: str, statement: str, *, into: Sequence[str]) -> Abs
     """Replace a statement, wherever it stands in the function `name` of `owner`, by others.
 
     `owner` is `package.module` or `package.module:Class`; line numbers stay those of the source. Raises NotInjectable
-    if there is no such function, or no such statement in it.
+    if there is no such function, or no such statement in it. Without other statements this one is left out.
     """
 
     def make(original: Any) -> Callable[..., Any]:
