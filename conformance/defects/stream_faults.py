@@ -1,8 +1,27 @@
-"""Faults of FSDP2's streams: a wait, an event or a reference of its source is left out, one by one.
+"""Faults of FSDP2's streams: a wait, an event or a reference of torch's source is left out, one by one.
 
 On the CPU nothing of it changes a run, since all operators run in the order of issue: only the trace of STREAM-6 shows
-it. Waits that are left out here alone are those that nothing else stands in for; docs/detection/stream_waits.md lists
-all that FSDP2 has. A twin does the same in another way, or twice.
+it. A twin does the same in another way, or twice. torch 2.13 has more waits; left out alone, these are no fault that a
+trace could show.
+
+Another wait stands in:
+- `_root_pre_forward`: of `all_gather_stream` for computation. It waits for the copies, which have waited.
+- `_post_forward`, `_wait_all_gather_streams_on_event`: of `all_gather_stream` for the copies out. The buffer belongs to
+  the stream of the copies in, and the next all-gather waits for these.
+- `_root_post_backward_final_callback`: for the last reduce-scatters. `finalize_backward` has waited for later events of
+  that stream, or of the all-reduces, which had waited for it. Without a cast, a division or replicas the first stands
+  in for the second as well: `gradients-before-reduce-scatter` leaves out both.
+- the event behind an all-reduce: the one behind the whole reduction is recorded later on the same stream.
+- the event of a reduce-scatter whose all-reduce is postponed: the next one adds to its result on the same stream.
+
+The trainer does not come there:
+- `_root_pre_forward`: for `set_post_optim_event`. `foreach_reduce`: for an all-reduce hook.
+- `post_backward`: for a group of which only some modules ran. `_reset_iter_state`.
+- `_wait_for_post_backward`: `finalize_backward` has waited, as long as each backward is the last one.
+- `finalize_backward`: for an all-gather that nobody waited for.
+- `Work.wait` of all-gathers with `async_op`. It is no event either, and no trace would have it.
+
+The CPU has no such thing: the event behind a copy to pinned memory, and the host's waiting for it.
 """
 
 from collections.abc import Iterator

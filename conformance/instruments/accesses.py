@@ -35,6 +35,8 @@ _UNDECLARED_WRITES = {
 class AccessedTensors:
     """Tensors among the arguments and results of an operator that its calls access."""
 
+    operator: str
+    """Name of the operator, such as `aten::mm`."""
     slots: tuple[tuple[int, str, bool], ...]
     """Position and name of each argument with tensors, and whether it is written."""
     allocates: bool
@@ -60,8 +62,9 @@ class AccessedTensors:
         return [tensor for tensor in _tensors(result) if tensor.is_cpu and tensor.numel()]
 
 
-def accessed_tensors(schema: Any) -> AccessedTensors | None:
-    """Return the tensors that calls of an operator access, by its schema; None if they access none, as views do."""
+def accessed_tensors(func: Any) -> AccessedTensors | None:
+    """Return the tensors that calls of an operator overload access, by its schema; None if there are none: a view."""
+    schema = func._schema
     undeclared = _UNDECLARED_WRITES.get(schema.name) or _UNDECLARED_WRITES.get(schema.name.partition("::")[0]) or ()
     slots = tuple(
         (position, argument.name, _is_written(argument) or argument.name in undeclared)
@@ -76,8 +79,8 @@ def accessed_tensors(schema: Any) -> AccessedTensors | None:
         return None
     allocates = any(r.alias_info is None and "Tensor" in str(r.type) for r in schema.returns)
     if schema.name in _UNINITIALIZED:
-        return AccessedTensors((), allocates=True, initializes=False)
-    return AccessedTensors(slots, allocates, initializes=True) if slots or allocates else None
+        return AccessedTensors(schema.name, (), allocates=True, initializes=False)
+    return AccessedTensors(schema.name, slots, allocates, initializes=True) if slots or allocates else None
 
 
 def _is_written(argument: Any) -> bool:

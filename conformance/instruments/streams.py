@@ -178,20 +178,17 @@ class StreamTrace(Observer):
 
         To be a listener of a `DispatchTap` for outcomes.
         """
-        accessed = accessed_tensors(func._schema)
+        accessed = accessed_tensors(func)
         if accessed is None:
             return None
-        operator = func._schema.name
 
         def note(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
             if self._is_open:
-                self._note(operator, accessed, args, kwargs, result)
+                self._note(accessed, args, kwargs, result)
 
         return note
 
-    def _note(
-        self, operator: str, accessed: AccessedTensors, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
-    ) -> None:
+    def _note(self, accessed: AccessedTensors, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         stream = self.current.number
         accesses = [self._access(tensor, writes) for tensor, writes in accessed.arguments(args, kwargs)]
         for tensor in accessed.results(result):
@@ -201,7 +198,7 @@ class StreamTrace(Observer):
                 if accessed.initializes:
                     accesses.append(self._access(tensor, writes=True))
         if accesses:
-            self.entries.append(Operation(stream, operator, accesses, _site(sys._getframe(3))))
+            self.entries.append(Operation(stream, accessed.operator, accesses, _site(sys._getframe(3))))
 
     def _access(self, tensor: Tensor, writes: bool) -> Access:
         start, stop = byte_range(tensor)
@@ -247,8 +244,8 @@ def _readable(site: Site) -> list[str]:
 
 
 def _imported_from(file: str) -> str:
-    parents = [path for path in map(Path, sys.path) if str(path) and Path(file).is_relative_to(path)]
-    return str(Path(file).relative_to(max(parents, key=lambda path: len(path.parts)))) if parents else file
+    parents = [path for path in sys.path if path and Path(file).is_relative_to(path)]
+    return str(Path(file).relative_to(max(parents, key=len))) if parents else file
 
 
 def _assigned_name(frame: FrameType) -> str | None:

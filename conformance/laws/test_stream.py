@@ -1,11 +1,11 @@
-"""STREAM: memory that torch keeps alive because another stream still uses it."""
+"""STREAM: memory that several streams use: kept alive for them, and accessed in order."""
 
 import torch
 
 from conformance.experiments.device_memory import step_on_device
 from conformance.experiments.memory import step_in_simulation
 from conformance.experiments.training import train_with_delays
-from conformance.instruments.facts import UnorderedOperators
+from conformance.instruments.facts import IssuedOperator, UnorderedOperators
 from conformance.judge.law import law
 from conformance.laws import compare
 from conformance.laws.axes.proofs import prove
@@ -106,13 +106,9 @@ def test_fully_shard_orders_conflicting_accesses_of_streams(run: Run, cell: Cell
     FSDP issues the same streams and events as on a device and all runs in order: the law judges what any timing of
     streams could do, not what has happened.
     """
-    record = run(cell)
-    for facts in record.ranks:
-        assert facts.streams is not None, "the record of a run of FSDP2 on the CPU has a trace of its streams"
-        if len(facts.streams.operators) < 2 or not facts.streams.waits:
-            raise RuntimeError(
-                f"no trace: torch {torch.__version__} does not ask torch.cpu for streams, {facts.streams}"
-            )
+    for facts in run(cell).ranks:
+        if facts.streams is None or len(facts.streams.operators) < 2 or not facts.streams.waits:
+            raise RuntimeError(f"torch {torch.__version__} asks torch.cpu for no streams: {facts.streams} on a rank")
         pairs = facts.streams.unordered
         detail = f"rank {facts.rank}: {_described(pairs[0])}" if pairs else ""
         name = "pairs of operators that nothing orders"
@@ -120,9 +116,11 @@ def test_fully_shard_orders_conflicting_accesses_of_streams(run: Run, cell: Cell
 
 
 def _described(pair: UnorderedOperators) -> str:
-    memory = "may be given memory that was used by" if pair.reused else "accesses memory with"
-    first, second = (
-        f"{issued.operator} on {issued.stream} at {' < '.join(issued.stack[:4])}"
-        for issued in (pair.first, pair.second)
-    )
-    return f"{second}, {memory} {first}"
+    relation = "may be given the memory of" if pair.reused else "accesses the same memory as"
+    return f"{_place(pair.second)} {relation} {_place(pair.first)}"
+
+
+def _place(issued: IssuedOperator) -> str:
+    """Name an operator with the frames of FSDP that issued it, or with the innermost ones if it is not FSDP's."""
+    frames = [frame for frame in issued.stack if "/_fully_shard/" in frame] or issued.stack
+    return f"{issued.operator} on {issued.stream} ({', from '.join(frames[:3])})"
