@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -52,14 +52,14 @@ from conformance.instruments.happens_before import (
 )
 from reference_trainer.observer import Observer, Phase
 
-_FRAMES = 12
+_FRAMES = 8
 """Number of innermost frames that are kept of where an operator was issued."""
 _numbers = itertools.count(1)
 """Numbers of events and storages; a storage that outlives its trace has a number that no later trace uses."""
 _PLUMBING = ("torch/_ops.py", "torch/utils/_contextlib.py", "torch/nn/modules/module.py", "torch/_compile.py")
 """Files whose frames tell nothing about where an operator was issued."""
-Site = tuple[tuple[CodeType, int], ...]
-"""Code and line of the innermost frames, innermost first."""
+Site = list[Any]
+"""Code and line of each of the innermost frames in turn, innermost first: one object for the garbage collector."""
 
 
 class Stream:
@@ -230,17 +230,21 @@ def _unordered(race: Race, names: Sequence[str]) -> UnorderedOperators:
 
 
 def _site(frame: FrameType | None) -> Site:
-    site: list[tuple[CodeType, int]] = []
-    while frame is not None and len(site) < _FRAMES:
-        site.append((frame.f_code, frame.f_lineno))
+    site: Site = []
+    for _ in range(_FRAMES):
+        if frame is None:
+            break
+        site += (frame.f_code, frame.f_lineno)
         frame = frame.f_back
-    return tuple(site)
+    return site
 
 
 def _readable(site: Site) -> list[str]:
     """Return `FILE:LINE FUNCTION` of each frame; files are named from the directory that they are imported from."""
-    lines = [(_imported_from(code.co_filename), line, code.co_name) for code, line in site]
-    return [f"{file}:{line} {function}" for file, line, function in lines if file not in _PLUMBING]
+    frames = [
+        (_imported_from(code.co_filename), line, code.co_name) for code, line in zip(site[::2], site[1::2], strict=True)
+    ]
+    return [f"{file}:{line} {function}" for file, line, function in frames if file not in _PLUMBING]
 
 
 def _imported_from(file: str) -> str:
