@@ -32,7 +32,7 @@ _ABOUT = {
     "INIT, CKPT": "`to_empty` leaves nothing uninitialised, no mesh changes the weights, runs resume bit by bit",
     "RS, MEM": "collectives follow the schedule, and memory the model, in each phase and reshard mode",
     "CLIP, OFF": "gradients are clipped by the norm of all of them, on every mesh, offloaded to the CPU or not",
-    "STREAM, API, DT": "`record_stream` and late collectives, FSDP2's own interface, DTensor's redistributions",
+    "STREAM, API, DT": "streams wait for each other, late or not; FSDP2's own interface, DTensor's redistributions",
     "OPT, DATA, AXIS, ENV": "what is trained, on what; each option takes effect; preconditions of the suite",
 }
 """Subject of the laws, by family of ids."""

@@ -43,6 +43,7 @@ _FAULTS = (
     "prefetch",
     "waiting",
     "race",
+    "stream",
 )
 
 

@@ -12,6 +12,7 @@ from conformance.instruments.capture import Capture
 from conformance.instruments.delays import KINDS, delays
 from conformance.instruments.held_checkpoints import HeldCheckpoints
 from conformance.instruments.recorder import Recorder
+from conformance.instruments.streams import StreamTrace
 from conformance.instruments.tensor_file import write_tensors
 from conformance.plan.cells import ALLOCATOR_VARIABLES, RECORD_STREAMS
 from conformance.run.experiment import Needs
@@ -28,7 +29,9 @@ def train_cell(rank: RankWorld) -> dict[str, Any]:
     """
     config = rank.config
     variables = {name: os.environ.get(name) for name in (RECORD_STREAMS, *ALLOCATOR_VARIABLES)}
-    recorder = Recorder(rank=rank.rank, variables=variables, profiled_step=_profiled_step(rank))
+    recorder = Recorder(
+        rank=rank.rank, variables=variables, profiled_step=_profiled_step(rank), streams=_stream_trace(rank)
+    )
     with recorder.listening():
         trainer = rank.trainer(recorder)
         first = resume(trainer, _checkpoints(rank)) if rank.job.steps_before_save else 0
@@ -52,6 +55,12 @@ def _profiled_step(rank: RankWorld) -> int | None:
     steps = rank.config.steps - rank.job.steps_before_save
     wanted = rank.context.device and rank.rank == 0 and rank.job.defect is None
     return rank.config.steps - 1 if wanted and steps > 1 else None
+
+
+def _stream_trace(rank: RankWorld) -> StreamTrace | None:
+    """Return a trace of the streams in the last step of a run of FSDP2 on the CPU."""
+    is_traced = rank.device.type == "cpu" and rank.config.implementation == "fsdp2"
+    return StreamTrace(rank.config.steps - 1) if is_traced else None
 
 
 @experiment(needs=Needs.TRAINING)

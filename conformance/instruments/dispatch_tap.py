@@ -5,9 +5,9 @@
 collectives under stable names. This is the only module of the suite that touches it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -26,19 +26,33 @@ Listener = Callable[[Any], Handler | None]
 """Function of an operator overload that returns the handler of the operator's calls, None for an operator to ignore.
 
 A tap asks each listener once for each operator: a run calls thousands of operators, but few different ones."""
+OutcomeHandler = Callable[[Sequence[Any], Mapping[str, Any], Any], None]
+"""Function of the positional arguments, the keyword arguments and the result of one call of an operator."""
+OutcomeListener = Callable[[Any], OutcomeHandler | None]
+"""Function of an operator overload that returns the handler of its calls with their results; see `Listener`."""
+_Handlers = tuple[tuple[Handler, ...], tuple[Handler, ...], tuple[OutcomeHandler, ...]]
+"""Handlers of an operator: before its calls, after them, and of their outcomes."""
+_Answer = TypeVar("_Answer")
 
 
 class DispatchTap(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that tells the listeners of each operator on plain tensors, and those of `before` before it runs.
 
-    An operator on wrapper tensors (DTensor) is seen as the operators on their local tensors.
+    Those of `outcomes` are told the result, too. An operator on wrapper tensors (DTensor) is seen as the operators on
+    their local tensors.
     """
 
-    def __init__(self, listeners: Sequence[Listener], *, before: Sequence[Listener] = ()) -> None:
+    def __init__(
+        self,
+        listeners: Sequence[Listener],
+        *,
+        before: Sequence[Listener] = (),
+        outcomes: Sequence[OutcomeListener] = (),
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._listeners, self._before = tuple(listeners), tuple(before)
-        self._handlers: dict[Any, tuple[tuple[Handler, ...], tuple[Handler, ...]]] = {}
-        """Handlers before and after the calls of each operator seen so far."""
+        self._listeners, self._before, self._outcomes = tuple(listeners), tuple(before), tuple(outcomes)
+        self._handlers: dict[Any, _Handlers] = {}
+        """Handlers of the calls of each operator seen so far."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -77,7 +91,7 @@ class DispatchTap(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Let a DTensor unwrap itself first: what it runs inside comes back here on plain tensors.
         if types and any(issubclass(t, DTensor) for t in types):
             return NotImplemented
-        before, after = self._handlers.get(func) or self._handlers_of(func)
+        before, after, outcomes = self._handlers.get(func) or self._handlers_of(func)
         for handle in before:
             handle(args)
         result = func(*args, **kwargs) if kwargs else func(*args)
@@ -85,13 +99,16 @@ class DispatchTap(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not types or all(t in (torch.Tensor, torch.nn.Parameter) for t in types):
             for handle in after:
                 handle(args)
+            for handle_outcome in outcomes:
+                handle_outcome(args, kwargs or {}, result)
         return result
 
-    def _handlers_of(self, func: Any) -> tuple[tuple[Handler, ...], tuple[Handler, ...]]:
+    def _handlers_of(self, func: Any) -> _Handlers:
         """Ask the listeners for their handlers of an operator, and remember the answers."""
-        before, after = (
-            tuple(handler for handler in (listener(func) for listener in listeners) if handler is not None)
-            for listeners in (self._before, self._listeners)
-        )
-        self._handlers[func] = before, after
-        return before, after
+        handlers = _answers(self._before, func), _answers(self._listeners, func), _answers(self._outcomes, func)
+        self._handlers[func] = handlers
+        return handlers
+
+
+def _answers(listeners: Sequence[Callable[[Any], _Answer | None]], func: Any) -> tuple[_Answer, ...]:
+    return tuple(handler for handler in (listener(func) for listener in listeners) if handler is not None)

@@ -84,6 +84,38 @@ class CompilationFacts(msgspec.Struct, frozen=True):
     """Forward passes of a block that ended outside of compiled graphs."""
 
 
+class IssuedOperator(msgspec.Struct, frozen=True):
+    """Operator that the host issued on a stream."""
+
+    operator: str
+    """Name, such as `fsdp::chunk_cat`."""
+    stream: str
+    """Name that FSDP has for the stream, such as `all_gather_stream`."""
+    stack: list[str]
+    """Place where it was issued, innermost first, each frame as `FILE:LINE FUNCTION`."""
+
+
+class UnorderedOperators(msgspec.Struct, frozen=True):
+    """Two operators on different streams that access the same memory, of which at least one writes, in any order."""
+
+    first: IssuedOperator
+    """Operator that was issued first."""
+    second: IssuedOperator
+    reused: bool
+    """True if the memory was released in between, and is the second operator's only if the allocator reuses it."""
+
+
+class StreamFacts(msgspec.Struct, frozen=True):
+    """Streams in one step of a run on the CPU, see `streams.StreamTrace`."""
+
+    operators: dict[str, int]
+    """Number of operators by stream."""
+    waits: int
+    """Number of times that a stream was told to wait for an event."""
+    unordered: list[UnorderedOperators]
+    """First pair of each kind, see `happens_before.races`."""
+
+
 class RankFacts(msgspec.Struct, frozen=True):
     """Measurements of one rank in one training run."""
 
@@ -151,3 +183,5 @@ class RankFacts(msgspec.Struct, frozen=True):
 
     Samples are those of all micro-batches of this rank.
     """
+    streams: StreamFacts | None = None
+    """Streams and what orders them; None where they are not traced: on devices, and in runs of FSDP1."""

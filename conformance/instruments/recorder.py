@@ -1,6 +1,7 @@
 """Recorder: all instruments of one rank's training run, and the facts that they leave."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from itertools import zip_longest
 from typing import Any
@@ -26,6 +27,7 @@ from conformance.instruments.prefetching import backward_prefetch_of
 from conformance.instruments.residency import Residency
 from conformance.instruments.sharding import fsdp_group_of, sharded_parameters, shared_parameters
 from conformance.instruments.step_profile import StepProfile
+from conformance.instruments.streams import StreamTrace
 from conformance.instruments.timing import StepTimes, calibration_s
 from reference_trainer.fsdp1 import summon_full_params
 from reference_trainer.model import Transformer
@@ -36,7 +38,14 @@ from reference_trainer.train import StepMetrics, Trainer
 class Recorder(Observer):
     """Observer of a trainer that passes each event to every instrument, and collects their facts."""
 
-    def __init__(self, *, rank: int, variables: dict[str, str | None], profiled_step: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        rank: int,
+        variables: dict[str, str | None],
+        profiled_step: int | None = None,
+        streams: StreamTrace | None = None,
+    ) -> None:
         self._rank, self._variables = rank, variables
         self._parameters: dict[str, ParameterFacts] = {}
         self._shared: dict[str, list[list[str]]] = {}
@@ -60,12 +69,18 @@ class Recorder(Observer):
             self._dropout,
             self._times,
         )
+        self._streams = streams
+        if streams:
+            self._instruments += (streams,)
         listeners = (self._collectives, self._dtypes, self._operators, self._dropout)
-        self._tap = DispatchTap([instrument.listen for instrument in listeners])
+        outcomes = [streams.listen] if streams else []
+        self._tap = DispatchTap([instrument.listen for instrument in listeners], outcomes=outcomes)
 
-    def listening(self) -> DispatchTap:
-        """Return the context in which the run must take place."""
-        return self._tap
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Open the context in which the run must take place."""
+        with self._streams.installed() if self._streams else nullcontext(), self._tap:
+            yield
 
     def phase(self, name: Phase, *, step: int) -> None:
         """Tell every instrument the phase that begins."""
@@ -159,6 +174,7 @@ class Recorder(Observer):
             layouts=self._capture.layouts,
             batches=self._capture.batches,
             model_inputs=self._model_inputs.digests,
+            streams=self._streams.facts() if self._streams else None,
         )
         return facts, self._capture.tensors | self._dropout.tensors
 

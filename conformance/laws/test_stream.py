@@ -1,10 +1,11 @@
-"""STREAM: memory that torch keeps alive because another stream still uses it."""
+"""STREAM: memory that several streams use: kept alive for them, and accessed in order."""
 
 import torch
 
 from conformance.experiments.device_memory import step_on_device
 from conformance.experiments.memory import step_in_simulation
 from conformance.experiments.training import train_with_delays
+from conformance.instruments.facts import IssuedOperator, UnorderedOperators
 from conformance.judge.law import law
 from conformance.laws import compare
 from conformance.laws.axes.proofs import prove
@@ -88,3 +89,38 @@ def test_delayed_collectives_and_copies_change_no_bit(run: Run, measure: Measure
             wrong = [key for key, value in fingerprints.items() if facts.fingerprints[key] != value]
             name, detail = f"changed with {operators} delayed", f"rank {facts.rank}: {', '.join(wrong[:4])}"
             compare.count(len(wrong), name=name, expected=0, detail=detail, unit="tensors")
+
+
+@law(
+    "STREAM-6",
+    where="world > 1 and implementation = fsdp2",
+    reference="https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams",
+    substrates=("gloo",),
+)
+def test_fully_shard_orders_conflicting_accesses_of_streams(run: Run, cell: Cell) -> None:
+    """Every two conflicting accesses of different streams MUST be ordered by events: in the last step, two operators
+    that access the same bytes of memory, of which one writes, or of which one may be given the memory that the other
+    has used.
+
+    Wrong if a stream does not wait for another one, or if memory is released too early. The ranks are on the CPU, where
+    FSDP issues the same streams and events as on a device and all runs in order: the law judges what any timing of
+    streams could do, not what has happened.
+    """
+    for facts in run(cell).ranks:
+        if facts.streams is None or len(facts.streams.operators) < 2 or not facts.streams.waits:
+            raise RuntimeError(f"torch {torch.__version__} asks torch.cpu for no streams: {facts.streams} on a rank")
+        pairs = facts.streams.unordered
+        detail = f"rank {facts.rank}: {_described(pairs[0])}" if pairs else ""
+        name = "pairs of operators that nothing orders"
+        compare.count(len(pairs), name=name, expected=0, detail=detail, unit="kinds of pairs")
+
+
+def _described(pair: UnorderedOperators) -> str:
+    relation = "may be given the memory of" if pair.reused else "accesses the same memory as"
+    return f"{_place(pair.second)} {relation} {_place(pair.first)}"
+
+
+def _place(issued: IssuedOperator) -> str:
+    """Name an operator with the frames of FSDP that issued it, or with the innermost ones if it is not FSDP's."""
+    frames = [frame for frame in issued.stack if "/_fully_shard/" in frame] or issued.stack
+    return f"{issued.operator} on {issued.stream} ({', from '.join(frames[:3])})"
