@@ -76,23 +76,24 @@ def cast_inputs_and_outputs(rank: RankWorld) -> dict[str, Casts]:
 
 
 class _Net(nn.Module):
-    """Net of two layers, and a third layer that forward does not use."""
+    """Net of two layers and a parameter of one element, and a third layer that forward does not use."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(_WIDTH, _INNER), nn.Linear(_INNER, _WIDTH)
         self.spare = nn.Linear(_WIDTH, _WIDTH)
+        self.shift = nn.Parameter(torch.zeros(1))
         generator = torch.Generator().manual_seed(0)
         for parameter in self.parameters():
             parameter.data = torch.randint(-2, 3, parameter.shape, generator=generator).float()
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.second(self.first(x).relu())
+        out: Tensor = self.second(self.first(x).relu()) + self.shift
         return out
 
     def doubled(self, x: Tensor) -> Tensor:
         """Compute with the parameters in a method that is not `forward`."""
-        out: Tensor = 2 * self.second(self.first(x).relu())
+        out: Tensor = 2 * (self.second(self.first(x).relu()) + self.shift)
         return out
 
 
