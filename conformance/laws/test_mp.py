@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from conformance.experiments.fsdp_api import cast_inputs_and_outputs
+from conformance.experiments.fsdp_casts import cast_inputs_and_outputs
 from conformance.instruments.capture import fingerprint
 from conformance.instruments.facts import Collective
 from conformance.judge.law import law

@@ -1,4 +1,4 @@
-"""What full activation checkpointing may hold of a block: its input, and nothing that it computes."""
+"""Memory that full activation checkpointing may hold of a block: its input, and nothing that it computes."""
 
 from typing import Any
 
