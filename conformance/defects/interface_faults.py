@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from conformance.defects.injection import Defect, replaced_call
+from conformance.defects.precision_faults import through
 
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard"
 
@@ -81,6 +82,29 @@ DIVIDE_FACTOR_LOST_ON_ONE_SHARD = Defect(
     cells="id = dp2-fp32-default-meta",
     inject=partial(one_shard_divide_factor, is_lost=True),
     inject_twin=partial(one_shard_divide_factor, is_lost=False),
+)
+
+
+def divide_factor_of_bf16(*, is_lost: bool) -> AbstractContextManager[None]:
+    """Ignore the gradient divide factor of parameters that compute in bf16, or hand it on."""
+
+    def foreach_reduce(original: Callable[..., Any], params: Any, *args: Any) -> Any:
+        *before, factor, group, stream, reduces, waiting, hook, force_sum = args
+        factor = None if is_lost and params[0].param_dtype == torch.bfloat16 else factor
+        return original(params, *before, factor, group, stream, reduces, waiting, hook, force_sum)
+
+    return replaced_call(f"{_FULLY_SHARD}._fsdp_param_group", "foreach_reduce", foreach_reduce)
+
+
+DIVIDE_FACTOR_LOST_IN_BF16 = Defect(
+    id="divide-factor-lost-in-bf16",
+    title="a gradient divide factor is ignored in mixed precision",
+    source="https://github.com/pytorch/pytorch/issues/155903",
+    mechanism="where gradients are cast before they are reduced, the factor is left out",
+    laws=("API-2",),
+    cells="id = dp2-bf16mp-default-meta",
+    inject=partial(divide_factor_of_bf16, is_lost=True),
+    inject_twin=partial(divide_factor_of_bf16, is_lost=False),
 )
 
 
@@ -161,4 +185,29 @@ CASTS_TRUNCATE = Defect(
     cells="id = dp2-fp32-default-meta",
     inject=partial(input_rounding, truncates=True),
     inject_twin=partial(input_rounding, truncates=False),
+)
+
+
+def fp16_input_rounding(dtype: torch.dtype) -> AbstractContextManager[None]:
+    """Cast inputs to fp16 by way of another dtype."""
+
+    def cast(original: Callable[..., Tensor], target: torch.dtype, x: Tensor) -> Tensor:
+        result = original(target, x)
+        if x.dtype == torch.float32 and target == torch.float16:
+            with torch.no_grad():
+                result.copy_(through(x, dtype))
+        return result
+
+    return replaced_call(f"{_FULLY_SHARD}._fsdp_state", "_cast_fp_tensor", cast)
+
+
+FP16_INPUTS_THROUGH_BF16 = Defect(
+    id="fp16-inputs-through-bf16",
+    title="inputs are rounded to bf16 before they are cast to fp16",
+    source="https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html",
+    mechanism="one function casts for both dtypes",
+    laws=("MP-6",),
+    cells="id = dp2-fp16mp-default-meta",
+    inject=partial(fp16_input_rounding, torch.bfloat16),
+    inject_twin=partial(fp16_input_rounding, torch.float64),
 )

@@ -265,6 +265,35 @@ RARE_MEMORY_LEAK = Defect(
 )
 
 
+def counters(*, kept: bool) -> AbstractContextManager[None]:
+    """Keep a copy of AdamW's counter of the last parameter after each step, or forget it at once."""
+    held: list[Tensor] = []
+
+    def build_optimizer(original: Callable[..., Any], model: nn.Module, config: Any) -> Any:
+        optimizer = original(model, config)
+
+        def copy(*_: Any) -> None:
+            *_, last = optimizer.state.values()
+            held.extend([last["step"].clone()] if kept and "step" in last else [])
+
+        optimizer.register_step_post_hook(copy)
+        return optimizer
+
+    return replaced_call("reference_trainer.train", "build_optimizer", build_optimizer)
+
+
+ADAMW_LEAK = Defect(
+    id="adamw-memory-leak",
+    title="each step of AdamW leaves memory allocated",
+    source="https://github.com/BatsResearch/labelmodels/issues/4",
+    mechanism="counters of steps are collected in a list",
+    laws=("MEM-6",),
+    cells="id = dp2-tp2-fp32-default-meta-even",
+    inject=partial(counters, kept=True),
+    inject_twin=partial(counters, kept=False),
+)
+
+
 def gradients_after_step(*, kept: bool) -> AbstractContextManager[None]:
     """Set gradients to zero instead of freeing them, or free them."""
 

@@ -1,7 +1,7 @@
 """Faults of mixed precision that leave every dtype right: numbers are rounded once more than they should be."""
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -46,6 +46,67 @@ GRADIENTS_ROUNDED = Defect(
     cells="id = dp2-bf16mp-default-meta",
     inject=partial(reduced_gradients, _BF16),
     inject_twin=partial(reduced_gradients, _FP64),
+)
+
+
+def _without_last_bits(tensor: Tensor, bits: int) -> Tensor:
+    """Return fp32 numbers with the last bits of their mantissas set to zero, other numbers as they are."""
+    if tensor.dtype != torch.float32:
+        return tensor
+    return (tensor.view(torch.int32) & -(1 << bits)).view(torch.float32)
+
+
+@contextmanager
+def tensor_parallel_sums(*, lost_bits: int) -> Iterator[None]:
+    """Cut the last bits off sums over tensor-parallel ranks."""
+
+    def summed(original: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
+        return _without_last_bits(original(*args, **options), lost_bits)
+
+    collectives = "torch.distributed._functional_collectives"
+    with replaced_call(collectives, "all_reduce", summed), replaced_call(collectives, "reduce_scatter_tensor", summed):
+        yield
+
+
+TENSOR_PARALLEL_SUMS_CUT = Defect(
+    id="tp-sums-cut",
+    title="sums over tensor-parallel ranks lose four bits of 24",
+    source="https://github.com/pytorch/pytorch/issues/153077",
+    mechanism="a reduction that computes in a shorter dtype and returns fp32",
+    laws=("PAR-1",),
+    cells="id = tp2-fp32-default-meta",
+    inject=partial(tensor_parallel_sums, lost_bits=4),
+    inject_twin=partial(tensor_parallel_sums, lost_bits=0),
+)
+
+
+def sums_of_many_shards(*, lost_bits: int) -> AbstractContextManager[None]:
+    """Cut the last bits off gradients that more than two ranks have reduced."""
+
+    def reduce_scatter(
+        original: Callable[..., Any], comm: Any, output_tensor: Tensor, *, group: Any, **options: Any
+    ) -> Any:
+        work = original(comm, output_tensor, group=group, **options)
+        if work is not None:
+            work.wait()
+        if group.size() > 2:
+            output_tensor.copy_(_without_last_bits(output_tensor, lost_bits))
+        return work
+
+    return replaced_call(
+        "torch.distributed.fsdp._fully_shard._fsdp_collectives:DefaultReduceScatter", "__call__", reduce_scatter
+    )
+
+
+SUMS_OF_MANY_SHARDS_CUT = Defect(
+    id="many-shards-sums-cut",
+    title="gradients of more than two shards lose two bits of 24",
+    source="https://github.com/pytorch/pytorch/issues/153077",
+    mechanism="partial sums are handed on in a shorter dtype",
+    laws=("API-1",),
+    cells="id = hsdp2x2-fp32-default-meta",
+    inject=partial(sums_of_many_shards, lost_bits=2),
+    inject_twin=partial(sums_of_many_shards, lost_bits=0),
 )
 
 

@@ -6,8 +6,9 @@ from copy import deepcopy
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from conformance.defects.injection import Defect, replaced_call
 
@@ -117,4 +118,59 @@ MISSING_KEYS_UNREPORTED = Defect(
     cells="id = dp2-fp32-default-meta",
     inject=partial(reported_keys, are_lost=True),
     inject_twin=partial(reported_keys, are_lost=False),
+)
+
+
+def first_state(*, moves: bool) -> AbstractContextManager[None]:
+    """Let the step that gives an optimizer its state change parameters, or look for that state twice."""
+
+    def init_optim_state(original: Callable[..., None], optimizer: torch.optim.Optimizer) -> None:
+        if moves and not optimizer.state:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            optimizer.zero_grad()
+        original(optimizer)
+        original(optimizer)
+
+    return replaced_call(_STATE_DICT, "_init_optim_state", init_optim_state)
+
+
+FIRST_STATE_DECAYS_WEIGHTS = Defect(
+    id="first-state-decays-weights",
+    title="a state dict taken before the first step decays the weights",
+    source="https://github.com/pytorch/pytorch/issues/164929",
+    mechanism="the step with zero gradients that creates the optimizer's state has the configured learning rate",
+    laws=("CKPT-5",),
+    cells="id = dp2-fp32-default-meta-sgd",
+    inject=partial(first_state, moves=True),
+    inject_twin=partial(first_state, moves=False),
+)
+
+
+def model_state(*, rounds: bool) -> AbstractContextManager[None]:
+    """Round the state of a model that has bf16 parameters to bf16 numbers, or copy it."""
+
+    def get_model_state_dict(original: Callable[..., Any], model: nn.Module, info: Any) -> Any:
+        has_bf16 = any(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
+        state = original(model, info)
+        return {key: _rounded(value) if rounds and has_bf16 else value for key, value in state.items()}
+
+    return replaced_call(_STATE_DICT, "_get_model_state_dict", get_model_state_dict)
+
+
+def _rounded(value: Any) -> Any:
+    return value.bfloat16().to(value.dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+FP32_NORMS_ROUNDED_IN_STATE_DICT = Defect(
+    id="fp32-norms-rounded-in-state-dict",
+    title="a state dict of bf16 weights has rounded those in fp32, too",
+    source=_DOCUMENTATION,
+    mechanism="all weights are taken in the dtype of the first",
+    laws=("CKPT-4",),
+    cells="precision = bf16-mixed and offload = cpu and optimizer != sgd and mesh = dp2",
+    inject=partial(model_state, rounds=True),
+    inject_twin=partial(model_state, rounds=False),
 )

@@ -62,6 +62,27 @@ TORCH_CLIP_ONE_DTYPE = Defect(
 )
 
 
+def norm_of_dtypes(*, fp32_alone: bool) -> AbstractContextManager[None]:
+    """Let torch.nn.utils.clip_grad_norm_ take the norm of the fp32 gradients alone, or of all."""
+
+    def get_total_norm(original: Callable[..., Tensor], tensors: Iterable[Tensor], *options: Any) -> Tensor:
+        return original([t for t in tensors if t.dtype == torch.float32 or not fp32_alone], *options)
+
+    return replaced_call(_CLIP_GRAD, "_get_total_norm", get_total_norm)
+
+
+TORCH_NORM_OF_ONE_DTYPE = Defect(
+    id="torch-norm-of-one-dtype",
+    title="torch clips by the norm of the gradients of one dtype",
+    source="https://github.com/NVIDIA/Megatron-LM/pull/7279",
+    mechanism="gradients are grouped by dtype, and only the last group counts",
+    laws=("CLIP-4",),
+    cells="mesh = dp2 and precision = bf16-mixed and offload = cpu and clip = 1000.0 and saved_on = none",
+    inject=partial(norm_of_dtypes, fp32_alone=True),
+    inject_twin=partial(norm_of_dtypes, fp32_alone=False),
+)
+
+
 def torch_finite_check(*, of_infinity: bool) -> AbstractContextManager[None]:
     """Let torch.nn.utils.clip_grad_norm_ raise an error for a norm that is NaN, and for an infinite one or not."""
 

@@ -1,5 +1,6 @@
 """State dicts of torch.distributed.checkpoint, in each form that its options have: taken, loaded and trained on."""
 
+from collections.abc import Collection
 from copy import deepcopy
 from typing import Any
 
@@ -26,6 +27,10 @@ _FORMS = {
     "offloaded": StateDictOptions(cpu_offload=True),
     "broadcast": StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True),
 }
+_NOT_STRICT = {
+    "not strict": StateDictOptions(strict=False),
+    "full, not strict": StateDictOptions(full_state_dict=True, strict=False),
+}
 _LEFT_OUT, _ADDED = "layers.1.feed_forward.w1.weight", "layers.1.feed_forward.w9.weight"
 
 
@@ -37,12 +42,14 @@ def use_state_dicts(rank: RankWorld) -> dict[str, Wrong]:
     """
     source, target = rank.trainer(), rank.trainer()
     source.train_step(0)
-    taken = {form: _taken(source, options) for form, options in _FORMS.items()}
+    # Of an optimizer without state torch 2.13 loads no full state dict: "Expected device to be set".
+    forms = {form: of for form, of in _FORMS.items() if source.optimizer.state or not of.full_state_dict}
+    taken = {form: _taken(source, options) for form, options in forms.items()}
     before, gathered, schedule = _state(source), _gathered(source), deepcopy(source.schedule.state_dict())
     source.train_step(1)
     after = _state(source)
     wrong = {}
-    for form, options in _FORMS.items():
+    for form, options in forms.items():
         model, optimizer = taken[form]
         content = _wrong_content(model, gathered, options, rank=rank.rank)
         _change(target)
@@ -53,8 +60,36 @@ def use_state_dicts(rank: RankWorld) -> dict[str, Wrong]:
     target.schedule.load_state_dict(schedule)
     target.train_step(1)
     wrong["next step"] = {"state": _differing(_state(target), after)}
-    wrong["not strict"] = _load_with_other_keys(source, target)
+    for form, options in _NOT_STRICT.items():
+        wrong[form] = _load_with_other_keys(source, target, options)
     return wrong
+
+
+@experiment(needs=Needs.TRAINING)
+def take_state_dict_before_training(rank: RankWorld) -> dict[str, int]:
+    """Train a step after the state of an untrained model and optimizer was taken, and compare with a run without that.
+
+    Returns the number of this rank's values that differ after the step: by kind of optimizer state, of parameters, and
+    of options of groups.
+    """
+    plain, saved = rank.trainer(), rank.trainer()
+    _taken(saved, StateDictOptions())
+    for trainer in (plain, saved):
+        trainer.train_step(0)
+    expected, measured = _state(plain), _state(saved)
+    parameters = {name for name, _ in plain.model.named_parameters()}
+    wrong = dict.fromkeys({_kind(name, parameters) for name in expected}, 0)
+    for name in expected.keys() | measured.keys():
+        differs = name not in expected or name not in measured or not _same(measured[name], expected[name])
+        wrong[_kind(name, parameters)] = wrong.get(_kind(name, parameters), 0) + differs
+    return wrong
+
+
+def _kind(name: str, parameters: Collection[str]) -> str:
+    """Return the kind of a value of `_state`."""
+    if name in parameters:
+        return "parameters"
+    return "options" if name.startswith("group ") else name.rpartition("/")[2]
 
 
 def _taken(trainer: Trainer, options: StateDictOptions) -> Any:
@@ -114,14 +149,16 @@ def _same(measured: Any, expected: Any) -> bool:
     return bool(measured == expected)
 
 
-def _load_with_other_keys(source: Trainer, target: Trainer) -> Wrong:
-    """Load a model's state that lacks one parameter and has another too many, with `strict=False`."""
-    model, _ = _taken(source, StateDictOptions())
+def _load_with_other_keys(source: Trainer, target: Trainer, options: StateDictOptions) -> Wrong:
+    """Load a model's state that lacks one parameter and has another too many, with options that are not strict."""
+    model, _ = _taken(source, options)
     model[_ADDED] = model.pop(_LEFT_OUT)
     _change(target)
     expected = {name: local(p).clone() for name, p in source.model.named_parameters()}
     expected[_LEFT_OUT] = local(target.model.get_parameter(_LEFT_OUT)).clone()
-    keys = set_model_state_dict(target.model, model, options=StateDictOptions(strict=False))
+    keys = set_model_state_dict(target.model, model, options=options)
     measured = {name: local(p) for name, p in target.model.named_parameters()}
-    unreported = int(keys.missing_keys != [_LEFT_OUT]) + int(keys.unexpected_keys != [_ADDED])
+    # Of a full state dict torch 2.13 reports no missing key, see findings/missing_keys_of_full_state_dict.py.
+    missing = [] if options.full_state_dict else [_LEFT_OUT]
+    unreported = int(keys.missing_keys != missing) + int(keys.unexpected_keys != [_ADDED])
     return {"loaded": _differing(measured, expected), "unreported keys": unreported}

@@ -150,7 +150,11 @@ def _set_last_element(grad: Tensor, number: float) -> None:
 def _norm_or_error(model: Transformer, config: OptimizerConfig, *, error_if_nonfinite: bool) -> tuple[bool, float]:
     try:
         norm = clip_grad_norm_(
-            model.parameters(), config.max_norm, norm_type=config.norm_order, error_if_nonfinite=error_if_nonfinite
+            model.parameters(),
+            config.max_norm,
+            norm_type=config.norm_order,
+            error_if_nonfinite=error_if_nonfinite,
+            foreach=config.foreach_clip,
         )
     except RuntimeError as error:
         if "non-finite" not in str(error):
@@ -162,9 +166,11 @@ def _norm_or_error(model: Transformer, config: OptimizerConfig, *, error_if_nonf
 def _clipped_by_value(model: Transformer, config: OptimizerConfig) -> ValueClipping:
     limit = config.max_norm / 5
     before = _flat_gradients(model)
-    clip_grad_value_(model.parameters(), limit, foreach=config.foreach_clip)
     limit_in_fp32 = float(torch.tensor(limit))
-    expected = before.clamp(-limit_in_fp32, limit_in_fp32)
+    # Plain tensors: kernels compare in fp32 and round the limit to the gradient's dtype.
+    clamped = [local(grad).float().clamp(-limit_in_fp32, limit_in_fp32).to(grad.dtype) for grad in _gradients(model)]
+    expected = torch.cat([grad.double().flatten() for grad in clamped])
+    clip_grad_value_(model.parameters(), limit, foreach=config.foreach_clip)
     outside = int((before.abs() > limit_in_fp32).sum())
     wrong = int((_flat_gradients(model) != expected).sum())
     return ValueClipping(outside=outside, inside=before.numel() - outside, wrong=wrong)

@@ -9,7 +9,12 @@ from conformance.plan.cells import Cell
 FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
 
 
-@law("API-1", where="features = 0 and tp = 1 and world in (1, 2, 4, 8)", reference=FULLY_SHARD, since="2.13")
+@law(
+    "API-1",
+    where="(features = 0 or features = 1 and precision in (bf16-mp, fp16-reduce)) and tp = 1 and world in (1, 2, 4, 8)",
+    reference=FULLY_SHARD,
+    since="2.13",
+)
 def test_fully_shard_options_change_no_gradient(measure: Measure, cell: Cell) -> None:
     """However parameters are sharded (`shard_placement_fn`), whichever are frozen, ignored or not used, after an
     evaluation and after a change through the state dict, gradients MUST be those of one process, in every bit.
@@ -17,7 +22,12 @@ def test_fully_shard_options_change_no_gradient(measure: Measure, cell: Cell) ->
     _require_nothing_wrong(measure(use_options, cell))
 
 
-@law("API-2", where="features = 0 and tp = 1 and world in (2, 4, 8)", reference=FULLY_SHARD, since="2.13")
+@law(
+    "API-2",
+    where="(features = 0 or features = 1 and precision in (bf16-mp, fp16-reduce)) and tp = 1 and world in (2, 4, 8)",
+    reference=FULLY_SHARD,
+    since="2.13",
+)
 def test_fsdp_module_methods_do_what_they_are_for(measure: Measure, cell: Cell) -> None:
     """Methods of FSDPModule MUST do what they are documented to, and nothing else: gradients are divided by the factor
     that is set, hooks see what is reduced, parameters are unsharded when and as long as they were asked for, and

@@ -140,8 +140,9 @@ def _agree(situation: str, outcomes: list[ClipOutcome]) -> bool:
 
 @law(
     "CLIP-4",
-    where="world in (2, 3, 4) and precision = fp32 and "
-    "(features = 0 or features = 1 and (norm_type != 2 or clip = 0.1))",
+    where="world > 1 and implementation = fsdp2 and (features = 0 or features = 1 and precision = fp32 "
+    "and (norm_type != 2 or clip = 0.1 or model = uneven or foreach_clip = false) or precision = bf16-mixed "
+    "and offload = cpu and saved_on = none and norms_in_tp = true and clip != 0.0 and norm_type != inf)",
     reference=CLIP_GRAD_NORM,
 )
 def test_clip_grad_norm_returns_and_scales_by_the_full_norm(run: Run, measure: Measure, cell: Cell) -> None:
@@ -206,7 +207,9 @@ def _sent(event: Event | Collective, *, untold: bool) -> tuple[str, str, int, st
 
 @law(
     "CLIP-6",
-    where="world > 1 and world <= 4 and precision = fp32 and (features = 0 or features = 1 and norm_type != 2)",
+    where="world > 1 and implementation = fsdp2 and (features = 0 or features = 1 and precision = fp32 "
+    "and (norm_type != 2 or foreach_clip = false) or precision = bf16-mixed "
+    "and offload = cpu and saved_on = none and norms_in_tp = true and clip != 0.0 and norm_type != inf)",
     reference=CLIP_GRAD_NORM,
     since="2.13",
 )
@@ -242,7 +245,8 @@ def _faults(outcome: NonFiniteClipping, *, asked: bool) -> Iterator[str]:
 
 @law(
     "CLIP-7",
-    where="world > 1 and world <= 4 and precision = fp32 and (features = 0 or features = 1 and foreach_clip = false)",
+    where="world > 1 and implementation = fsdp2 "
+    "and (features = 0 or features = 1 and (precision = bf16-mixed or foreach_clip = false))",
     reference=CLIP_GRAD_VALUE,
     since="2.13",
 )

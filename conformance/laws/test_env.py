@@ -43,7 +43,10 @@ def test_collectives_are_exact_in_every_dtype(measure: Measure, cell: Cell) -> N
 
 @law("ENV-2", where="features = 0", reference="https://docs.pytorch.org/docs/stable/notes/randomness.html")
 def test_ranks_run_the_same_software_in_the_same_state(measure: Measure, cell: Cell) -> None:
-    """All ranks MUST run the same torch with the same backend, number of threads and global state."""
+    """All ranks MUST run the same torch with the same backend, number of threads and global state.
+
+    A precondition, for jobs whose ranks start on several hosts: those of one host are forked from one process.
+    """
     ranks = _environments(measure, cell)
     for fact in ("torch", "python", "numpy", "threads", "default_dtype", "grad_enabled", "backend"):
         values = {str(getattr(facts, fact)) for facts in ranks}
@@ -55,7 +58,10 @@ def test_ranks_run_the_same_software_in_the_same_state(measure: Measure, cell: C
 
 @law("ENV-3", where="features = 0", reference="https://docs.python.org/3/library/time.html#time.monotonic")
 def test_machine_has_memory_and_one_clock(measure: Measure, cell: Cell) -> None:
-    """The machine MUST have memory for a run, and one monotonic clock for all ranks."""
+    """The machine MUST have memory for a run, and one monotonic clock for all ranks.
+
+    A precondition: without it, runs are killed, and the rank that failed first is not known.
+    """
     ranks = _environments(measure, cell)
     needed = max(_MIN_AVAILABLE_BYTES, cell.world_size * _RANK_BYTES)
     available = min(facts.available_memory_bytes for facts in ranks)

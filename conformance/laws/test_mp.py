@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from conformance.experiments.fsdp_api import cast_inputs_and_outputs
+from conformance.experiments.fsdp_casts import cast_inputs_and_outputs
 from conformance.instruments.capture import fingerprint
 from conformance.instruments.facts import Collective
 from conformance.judge.law import law
@@ -150,7 +150,12 @@ def test_master_weights_are_fp32(run: Run, cell: Cell) -> None:
     compare_updates(record)
 
 
-@law("MP-6", where="features = 0 and tp = 1", reference=FULLY_SHARD, since="2.13")
+@law(
+    "MP-6",
+    where="(features = 0 or features = 1 and precision = fp16-mp) and tp = 1",
+    reference=FULLY_SHARD,
+    since="2.13",
+)
 def test_mixed_precision_policy_casts_inputs_and_outputs(measure: Measure, cell: Cell) -> None:
     """Floating-point inputs of a module MUST be cast to `param_dtype` with `cast_forward_inputs`, at any depth inside
     of its arguments, and outputs to `output_dtype` if that is set; integers, and without these options all tensors,
@@ -160,7 +165,7 @@ def test_mixed_precision_policy_casts_inputs_and_outputs(measure: Measure, cell:
     for rank, by_policy in enumerate(measure(cast_inputs_and_outputs, cell)):
         for policy, casts in by_policy.items():
             dtypes = casts.dtypes
-            expected = _cast_dtypes(*policy.split("/"))
+            expected = _cast_dtypes(*policy.split("/"), low="float16" if cell.precision == "fp16-mp" else "bfloat16")
             wrong = {what: dtype for what, dtype in dtypes.items() if dtype != expected.pop(what)}
             wrong |= dict.fromkeys(expected, "missing")
             detail = f"rank {rank}, cast_forward_inputs/output_dtype {policy}: {wrong}"
@@ -169,15 +174,15 @@ def test_mixed_precision_policy_casts_inputs_and_outputs(measure: Measure, cell:
             compare.count(sum(casts.wrong.values()), name="wrong elements", expected=0, detail=detail, unit="elements")
 
 
-def _cast_dtypes(casts: str, output: str) -> dict[str, str]:
-    given = "float32" if casts == "True" else "bfloat16"
-    inside = "bfloat16" if casts == "True" else "float32"
+def _cast_dtypes(casts: str, output: str, *, low: str) -> dict[str, str]:
+    given = "float32" if casts == "True" else low
+    inside = low if casts == "True" else "float32"
     return {
-        "argument": "bfloat16",
+        "argument": low,
         "keyword": inside,
         "inside": inside,
         "integer": "int64",
-        "output": "bfloat16" if output == "None" else output,
+        "output": low if output == "None" else output,
         "output inside": inside if output == "None" else output,
         "output integer": "int64",
         "gradient of argument": given,

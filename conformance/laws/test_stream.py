@@ -31,7 +31,8 @@ def test_avoid_record_streams_variable_changes_nothing(run: Run, measure: Measur
 
     From torch 2.8 on nothing but a warning depends on the variable. AXIS-1's proof is repeated first: ranks had the
     variable before they made their process group. Memory is that of a simulated world, without the blocks that several
-    streams of a GPU use.
+    streams of a GPU use. Gloo does not read the variable: on the CPU the law is for what torch does with it above the
+    backend.
     """
     unset = cell.but(record_streams="unset")
     record, other = run(cell), run(unset)

@@ -134,8 +134,11 @@ def _data_parallel_size(config: TrainerConfig) -> int:
 
 
 def _tensor_parallel(config: TrainerConfig, model: Transformer) -> TensorParallelForward | None:
-    tp = config.mesh.tp
-    return TensorParallelForward(model, tp=tp, sequence_parallel=config.sequence_parallel) if tp > 1 else None
+    if config.mesh.tp == 1:
+        return None
+    return TensorParallelForward(
+        model, tp=config.mesh.tp, sequence_parallel=config.sequence_parallel, norms_in_tp=config.norms_in_tp
+    )
 
 
 def _leaves(model: Transformer, forward: TensorParallelForward | None) -> Tensors:

@@ -160,10 +160,10 @@ def emulated_gradients(config: TrainerConfig, emulated: Emulation, *, loss_scale
     (n - 1) u times the sum of its terms' sizes (Higham, "Accuracy and Stability of Numerical Algorithms", 2nd edition,
     section 4.2), in the run as in the emulation; what is rounded after it, see `_roundings_of_sums`, adds one u each.
     In fp16 the last division also errs by half of FP16_SMALLEST in each element of the gradient of the scaled loss.
-    In fp32 with tensor parallelism, compiled, or with TF32, of which the emulation knows nothing, run and emulation are
-    computations of their own, each with the error of `fp32_gradients`.
+    In fp32 with more than two tensor-parallel ranks, compiled, or with TF32, of which the emulation knows nothing, run
+    and emulation are computations of their own, each with the error of `fp32_gradients`.
     """
-    if config.precision == "fp32" and (config.mesh.tp > 1 or config.compile != "none" or config.tf32):
+    if config.precision == "fp32" and (config.mesh.tp > 2 or config.compile != "none" or config.tf32):
         return dict.fromkeys(emulated.gradients, both(fp32_gradients(config)))
     reduced, added = _roundings_of_sums(config)
     if not reduced:

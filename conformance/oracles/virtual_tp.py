@@ -88,8 +88,9 @@ class TensorParallelForward:
     Logits have shape (batch, seq_len, vocab_size) and the dtype of the model's parameters.
     """
 
-    def __init__(self, model: Transformer, *, tp: int, sequence_parallel: bool) -> None:
+    def __init__(self, model: Transformer, *, tp: int, sequence_parallel: bool, norms_in_tp: bool = True) -> None:
         self._model, self._tp, self._sequence_parallel = model, tp, sequence_parallel
+        self._norms_in_tp = norms_in_tp
         self._dim = 1 if sequence_parallel else None
         """Dimension along which activations are reduce-scattered, the sequence; None if they are all-reduced."""
         self.copied: dict[str, list[Tensor]] = {}
@@ -140,7 +141,7 @@ class TensorParallelForward:
         norm = self._model.get_submodule(name)
         if not self._sequence_parallel:
             # A view, for autograd to add up the norm's own terms first, as where the module's input is made a DTensor.
-            normed: Tensor = norm(x.view_as(x))
+            normed: Tensor = norm(x.view_as(x) if self._norms_in_tp else x)
             return normed
         ranks = zip(self.copied[f"{name}.weight"], self._shards(x, 1), strict=True)
         return torch.cat([functional_call(norm, {"weight": weight}, (shard,)) for weight, shard in ranks], 1)
