@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from conformance.run.pool import Pools, RankContext, RankReport, Task
+from conformance.run.pool import Pools, RankContext, RankReport, Task, require_runnable
 
 Outcome = Literal["wrong", "right", "refused", "hangs", "dies", "error"]
 """`wrong`: the fault is there. `hangs`: a rank did not end; `dies`: a signal ended a rank. `error`: the program itself
@@ -35,10 +35,12 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
 def run_program(pools: Pools, file: Path, *, ranks: int, limit_s: float = LIMIT_S) -> Shown:
     """Run a program on so many ranks; all processes have ended afterwards, also those of a program that hangs.
 
-    `pools` must isolate tasks (`Pools(isolate=True)`), so that no program sees what another has left.
+    `pools` must isolate tasks (`Pools(isolate=True)`), so that no program sees what another has left. Raises ValueError
+    for a limit that is not positive.
     """
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     task = Task(f"{__name__}:perform", {"file": str(file)}, kind=file.stem)
+    require_runnable(task, world_size=ranks, deadline_s=limit_s)
     reports = pools.run_ranks(task, range(ranks), world_size=ranks, deadline_s=limit_s, env=env)
     return Shown(outcome=_outcome(reports), output="".join(map(_output, reports)))
 
