@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from conformance.experiments.operator_samples import Sample, sample
@@ -62,7 +64,7 @@ def _of_two_tensors(reduction: str) -> Iterator[Sample]:
 def _of_classes(reduction: str) -> Iterator[Sample]:
     for name in ("cross_entropy", "nll_loss"):
         operator = getattr(functional, name)
-        options = {"": {}, ", ignored": {"ignore_index": 1}}
+        options: dict[str, dict[str, Any]] = {"": {}, ", ignored": {"ignore_index": 1}}
         if name == "cross_entropy":
             options |= {", smoothed": {"label_smoothing": 0.25}}
         for text, option in options.items():
@@ -95,14 +97,11 @@ def _of_more_tensors(reduction: str) -> Iterator[Sample]:
     yield sample(f"cosine_embedding_loss, {reduction}", call, "a b positive", "a b positive", "a signs", exact=False)
     call = partial(functional.triplet_margin_loss, reduction=reduction)
     yield sample(f"triplet_margin_loss, {reduction}", call, "a b", "a b", "a b", exact=False)
-    yield sample(f"ctc_loss, {reduction}", _ctc(reduction), "4 a b", exact=False)
+    yield sample(f"ctc_loss, {reduction}", partial(_ctc, reduction=reduction), "4 a b", exact=False)
 
 
-def _ctc(reduction: str):  # type: ignore[no-untyped-def]
-    def call(x: torch.Tensor) -> torch.Tensor:
-        count = x.size(1)
-        targets = torch.ones(count, 1, dtype=torch.long)
-        lengths = (4,) * count, (1,) * count
-        return functional.ctc_loss(x.log_softmax(-1), targets, *lengths, blank=0, reduction=reduction)
-
-    return call
+def _ctc(x: Tensor, *, reduction: str) -> Tensor:
+    """Return the loss of sequences of four steps whose only label is 1."""
+    count = x.size(1)
+    targets, steps, labels = torch.full((count, 1), 1), torch.full((count,), 4), torch.full((count,), 1)
+    return functional.ctc_loss(x.log_softmax(-1), targets, steps, labels, reduction=reduction)

@@ -61,6 +61,11 @@ class Wrong(msgspec.Struct, frozen=True, kw_only=True):
     example: str
     """The first of these layouts, with what was expected and measured."""
 
+    @property
+    def name(self) -> str:
+        """Name of the metric: operator, fault and size."""
+        return f"{self.operator}: {self.fault} of {self.size} shards"
+
 
 class Swept(msgspec.Struct, kw_only=True):
     """Outcome of the sweep on one rank."""

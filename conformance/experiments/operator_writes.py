@@ -111,7 +111,7 @@ _VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "flat view": lambda x: x.view(-1),
     "reshaped row": lambda x: x.view(-1, x.size(-1))[0],
     "diagonal": lambda x: x.diagonal(),
-    "first of split": lambda x: x.split(1)[0],
+    "first of split": lambda x: torch.split(x, 1)[0],
     "first of chunks": lambda x: x.chunk(2)[0],
     "last of unbind": lambda x: x.unbind(0)[-1],
     "unsqueezed": lambda x: x.unsqueeze(0),
