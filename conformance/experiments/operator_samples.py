@@ -88,6 +88,8 @@ class Sample:
     arguments: tuple[Argument, ...]
     exact: bool = True
     """True if the result and the gradients are the same in every bit, whatever the order of sums."""
+    writes: bool = False
+    """True if the call changes an argument."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -213,20 +213,26 @@ def _on_full_tensors(sample: Sample, full: Sequence[Tensor]) -> Outcome | None:
 
 
 def _called(sample: Sample, given: Sequence[Tensor], *, differentiated: int) -> Outcome:
-    """Call an operator without gradients, and once more for those of the first arguments."""
-    arguments = [x.clone() for x in given]
-    with torch.no_grad():
-        results = _flat(sample.call(*arguments))
-    return Outcome(results, arguments, _gradients(sample, given, differentiated) if differentiated else [])
+    """Call an operator for its result and the gradients of the first arguments; one that writes once more without."""
+    if sample.writes:
+        arguments = [x.clone() for x in given]
+        with torch.no_grad():
+            results = _flat(sample.call(*arguments))
+        return Outcome(results, arguments, _gradients(sample, given, differentiated)[1] if differentiated else [])
+    results, gradients = _gradients(sample, given, differentiated)
+    return Outcome(results, [], gradients)
 
 
-def _gradients(sample: Sample, given: Sequence[Tensor], count: int) -> list[Tensor | None]:
-    leaves = [x.clone().requires_grad_(x.is_floating_point() and index < count) for index, x in enumerate(given)]
-    inner = [x * 1 if x.requires_grad else x for x in leaves]  # a leaf must not be changed in place
-    outputs = [x for x in _flat(sample.call(*inner)) if isinstance(x, Tensor) and x.requires_grad]
+def _gradients(sample: Sample, given: Sequence[Tensor], count: int) -> tuple[list[Any], list[Tensor | None]]:
+    """Return results, and gradients of the first arguments."""
+    leaves = [x.detach().requires_grad_(x.is_floating_point() and index < count) for index, x in enumerate(given)]
+    # A leaf must not be changed in place.
+    inner = [x * 1 if x.requires_grad else x.clone() for x in leaves] if sample.writes else leaves
+    results = _flat(sample.call(*inner))
+    outputs = [x for x in results if isinstance(x, Tensor) and x.requires_grad]
     if outputs:
         torch.autograd.backward(outputs, [_weights(x) for x in outputs])
-    return [x.grad for x in leaves[:count]]
+    return results, [x.grad for x in leaves[:count]]
 
 
 def _weights(output: Tensor) -> Tensor | None:

@@ -1,6 +1,7 @@
 """Operators that change their argument in place, themselves or through a view of it."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,10 @@ from conformance.experiments.operator_samples import Sample, sample
 
 def writes() -> Iterator[Sample]:
     """Yield a sample of each operator in place, and of each view that is written to."""
+    yield from (replace(each, writes=True) for each in _samples())
+
+
+def _samples() -> Iterator[Sample]:
     for name, call in _IN_PLACE.items():
         yield sample(name, call, "a b")
     for name, (call, other) in _IN_PLACE_BY_ANOTHER.items():
