@@ -1,5 +1,7 @@
 """gloo's reduce-scatter with ReduceOp.AVG gives the sum.
 
+FSDP2 averages gradients so, unless it is told to sum.
+
 severity: high
 visible: silent
 training: FSDP2's gradients are too large by the number of shards

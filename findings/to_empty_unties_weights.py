@@ -1,5 +1,7 @@
 """`to_empty` of a model on the meta device replaces a tied weight by two.
 
+`Module._apply` makes a new parameter for each name.
+
 severity: medium
 visible: silent
 training: embedding and output layer are trained apart

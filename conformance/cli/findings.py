@@ -9,9 +9,18 @@ from packaging.version import Version
 
 from conformance.cli.command import Answer, Commands
 from conformance.cli.schema import as_json
-from conformance.findings.execution import LIMIT_S, Outcome, Shown, run_program
+from conformance.findings.execution import LIMIT_S, PRESENT, Shown, run_program
 from conformance.findings.programs import Finding, findings
-from conformance.findings.table import PAGE, VERSIONS_FILE, installed, page, read_versions, with_version
+from conformance.findings.table import (
+    PAGE,
+    REPORTS,
+    VERSIONS_FILE,
+    installed,
+    page,
+    read_versions,
+    report,
+    with_version,
+)
 from conformance.project import require_checkout
 from conformance.run.pool import Pools
 from reference_trainer.strict_yaml import allowed
@@ -32,7 +41,7 @@ def add_parser(commands: Commands) -> None:
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print outcomes and what the programs print as JSON")
     output.add_argument("--verbose", action="store_true", help="print what the programs print, too")
-    output.add_argument("--write", action="store_true", help="keep the outcomes, and write findings/README.md")
+    output.add_argument("--write", action="store_true", help="keep the outcomes; write findings/README.md, reports")
     parser.set_defaults(run=run)
 
 
@@ -50,7 +59,7 @@ def run(options: argparse.Namespace) -> Answer:
     outcomes = {name: each.outcome for name, each in shown.items()}
     status = _PROGRAM_FAILED if "error" in outcomes.values() else 0
     if options.write:
-        return Answer(_written(known, outcomes), status)
+        return Answer(_written(known, shown), status)
     return Answer(_json(chosen, shown) if options.json else _text(chosen, shown, verbose=options.verbose), status)
 
 
@@ -67,8 +76,15 @@ def _torch_version() -> str:
     return Version(importlib.metadata.version("torch")).public
 
 
-def _written(known: Sequence[Finding], outcomes: dict[str, Outcome]) -> str:
-    versions = with_version(read_versions(), _torch_version(), outcomes, [finding.name for finding in known])
+def _written(known: Sequence[Finding], shown: dict[str, Shown]) -> str:
+    """Keep the outcomes; write the page, and reports of those faults that no thread describes and this torch shows."""
+    torch, outcomes = _torch_version(), {name: each.outcome for name, each in shown.items()}
+    versions = with_version(read_versions(), torch, outcomes, [finding.name for finding in known])
+    REPORTS.mkdir(exist_ok=True)
+    for finding in known:
+        if not finding.has_thread and outcomes.get(finding.name) in PRESENT:
+            text = report(finding, versions, torch=torch, output=shown[finding.name].output)
+            (REPORTS / f"{finding.name}.md").write_text(text)
     VERSIONS_FILE.write_bytes(msgspec.json.format(msgspec.json.encode(versions), indent=1) + b"\n")
     PAGE.write_text(page(known, versions))
     return f"written: {VERSIONS_FILE}, {PAGE}"

@@ -32,7 +32,8 @@ _LOG = ("a b", "a b distribution")
 def _of_two_tensors(reduction: str) -> Iterator[Sample]:
     for name in ["l1_loss", "mse_loss", "smooth_l1_loss", "huber_loss"]:
         call = partial(getattr(functional, name), reduction=reduction)
-        yield sample(f"{name}, {reduction}", call, "a b", "a b", exact=False)
+        # No two numbers are equal, where the gradient of l1_loss jumps.
+        yield sample(f"{name}, {reduction}", call, "a b", "a b unit", exact=False)
     call = partial(functional.mse_loss, reduction=reduction)
     yield sample(f"mse_loss of three dims, {reduction}", call, "a b 3", "a b 3", exact=False)
     for name in ("soft_margin_loss", "hinge_embedding_loss"):

@@ -88,6 +88,8 @@ class Sample:
     arguments: tuple[Argument, ...]
     exact: bool = True
     """True if the result and the gradients are the same in every bit, whatever the order of sums."""
+    elementwise: bool = False
+    """True if each element of the result depends on the same element of the arguments alone."""
     writes: bool = False
     """True if the call changes an argument."""
 

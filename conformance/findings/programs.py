@@ -25,6 +25,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Name of the program, without `.py`."""
     title: Text
     """Sentence that says what is wrong: the first paragraph."""
+    details: Text
+    """Cause, as far as it is known: the paragraphs after the title."""
     severity: Literal["high", "medium", "low"]
     """Damage to a training run that meets the fault."""
     visible: Literal["silent", "hang", "loud"]
@@ -64,8 +66,8 @@ def findings(directory: Path = DIRECTORY) -> list[Finding]:
 def read_finding(file: Path) -> Finding:
     """Return what a program's docstring says, without importing the program.
 
-    The first paragraph is the title, the last consists of lines `FIELD: VALUE`. Raises ValueError for a field that is
-    missing, unknown or wrong.
+    The first paragraph is the title, the last consists of lines `FIELD: VALUE`, and those between are the details.
+    Raises ValueError for a field that is missing, unknown or wrong.
     """
     paragraphs = (ast.get_docstring(ast.parse(file.read_text())) or "").split("\n\n")
     fields = dict(_field(line, file) for line in paragraphs[-1].splitlines())
@@ -73,6 +75,7 @@ def read_finding(file: Path) -> Finding:
         raise ValueError(f"{file.name}: write a docstring that ends with lines `severity: high`, ...")
     try:
         about = {**fields, "name": file.stem, "title": " ".join(paragraphs[0].split())}
+        about["details"] = "\n\n".join(paragraphs[1:-1])
         return msgspec.convert(about, Finding, strict=False)
     except msgspec.ValidationError as error:
         raise ValueError(f"{file.name}: the fields of its docstring: {error}") from None

@@ -11,6 +11,7 @@ from conformance.findings.programs import DIRECTORY, NO_THREAD, Finding
 
 VERSIONS_FILE = DIRECTORY / "versions.json"
 PAGE = DIRECTORY / "README.md"
+REPORTS = DIRECTORY / "reports"
 WORST = 6
 _INTRODUCTION = """# Faults of released torch
 
@@ -26,6 +27,29 @@ torchrun makes status 1 of 2; `conformance findings` tells them apart. All outco
 Outcomes: **wrong** (the fault is there), right, refused (torch says that it cannot), **hangs**, **dies**, error (the
 program failed and says nothing about torch), and nothing where it was not run. "None known" means that no thread was
 found in a stored copy of GitHub's; it is no proof. [Reports](reports) are texts to file for those."""
+
+_REPORT = """# {title}
+
+{details}
+
+In training: {training}. To avoid it: {avoid}.
+
+`torchrun --nproc-per-node {ranks} {name}.py` ends with status 1 if the fault is there:
+
+```python
+{program}
+```
+
+It prints with torch {torch}, on CPUs and gloo:
+
+```
+{output}
+```
+
+Outcomes by version of torch:
+
+{outcomes}
+"""
 
 Versions = dict[str, dict[str, Outcome]]
 """Outcome by name of the program, by version of torch."""
@@ -64,6 +88,23 @@ def _all(findings: Sequence[Finding], versions: Versions) -> str:
         for finding in findings
     ]
     return _markdown(rows, headers)
+
+
+def report(finding: Finding, versions: Versions, *, torch: str, output: str) -> str:
+    """Return a text to file upstream: what is wrong and why, the program, what it prints, and versions that show it."""
+    outcomes = "\n".join(f"- {version}: {of[finding.name]}" for version, of in versions.items() if finding.name in of)
+    return _REPORT.format(
+        title=finding.title.rstrip("."),
+        details=finding.details,
+        training=finding.training,
+        avoid=finding.avoid,
+        ranks=finding.ranks,
+        name=finding.name,
+        program=finding.file.read_text().strip(),
+        torch=torch,
+        output=output.strip(),
+        outcomes=outcomes,
+    )
 
 
 def worst(findings: Sequence[Finding], versions: Versions) -> str:

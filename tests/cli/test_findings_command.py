@@ -11,6 +11,8 @@ from conformance.findings import programs, table
 
 PROGRAM = '''"""The {name} is wrong.
 
+It adds up.
+
 severity: {severity}
 visible: silent
 training: all of it
@@ -37,6 +39,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for owner in (command, table):
         monkeypatch.setattr(owner, "PAGE", tmp_path / "README.md")
         monkeypatch.setattr(owner, "VERSIONS_FILE", tmp_path / "versions.json")
+    monkeypatch.setattr(command, "REPORTS", tmp_path / "reports")
     monkeypatch.setattr(command, "_torch_version", lambda: "2.13.0")
     return tmp_path
 
@@ -67,6 +70,17 @@ def test_outcomes_are_kept_by_version(directory: Path, capsys: pytest.CaptureFix
     assert main(["findings", "--write"]) == 0
     assert json.loads((directory / "versions.json").read_text()) == {"2.13.0": {"sum": "wrong", "mean": "right"}}
     assert "| **wrong** |" in (directory / "README.md").read_text()
+    assert not list((directory / "reports").iterdir()), "a thread describes both"
+
+
+def test_faults_that_no_thread_describes_get_a_report(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = directory / "sum.py"
+    file.write_text(file.read_text().replace("https://example.com/issues/12", "none known"))
+    assert main(["findings", "sum", "--write"]) == 0
+    text = (directory / "reports" / "sum.md").read_text()
+    assert text.startswith("# The sum is wrong\n\nIt adds up.\n")
+    assert "expected 0, got 1\n" in text
+    assert "- 2.13.0: wrong\n" in text
 
 
 @pytest.mark.parametrize(
