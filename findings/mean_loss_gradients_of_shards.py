@@ -33,9 +33,7 @@ for name in ("l1_loss", "mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin
         loss = getattr(functional, name)(shards, distribute_tensor(target, mesh, [Shard(0)]))
         loss.backward()
         got = (loss.full_tensor().item(), shards.grad.full_tensor()[0, 0].item())
-        statuses.append(
-            int(not torch.allclose(torch.tensor(got), torch.tensor([expected.item(), full.grad[0, 0].item()])))
-        )
+        statuses.append(int(not torch.allclose(torch.tensor(got), torch.tensor(expected))))
     except (RuntimeError, NotImplementedError) as error:
         got = f"refused: {str(error).splitlines()[0][:80]}"
         statuses.append(2)

@@ -42,7 +42,9 @@ def run_program(pools: Pools, file: Path, *, ranks: int, limit_s: float = LIMIT_
     task = Task(f"{__name__}:perform", {"file": str(file)}, kind=file.stem)
     require_runnable(task, world_size=ranks, deadline_s=limit_s)
     reports = pools.run_ranks(task, range(ranks), world_size=ranks, deadline_s=limit_s, env=env)
-    return Shown(outcome=_outcome(reports), output="".join(map(_output, reports)))
+    outcome = _outcome(reports)
+    tracebacks = [report.traceback for report in reports if outcome == "error"]
+    return Shown(outcome=outcome, output="".join([*map(_printed, reports), *tracebacks]))
 
 
 def perform(_context: RankContext, payload: dict[str, Any]) -> int:
@@ -67,10 +69,9 @@ def _outcome(reports: Sequence[RankReport]) -> Outcome:
     return next(outcome for status, outcome in _BY_STATUS.items() if status in statuses)
 
 
-def _output(report: RankReport) -> str:
-    """Return what a rank has printed, and how it ended if it did not finish."""
-    printed = "".join(line + "\n" for line in report.output_tail.splitlines() if "Gloo] Rank" not in line)
-    return printed + report.traceback
+def _printed(report: RankReport) -> str:
+    """Return what a rank has printed, without what gloo says of its connections."""
+    return "".join(line + "\n" for line in report.output_tail.splitlines() if "Gloo] Rank" not in line)
 
 
 def _free_port() -> int:
