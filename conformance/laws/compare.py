@@ -126,7 +126,7 @@ def none(measured: Mapping[str, int], *, details: Mapping[str, str], unit: str) 
     """
     __tracebackhide__ = True
     for name, faults in measured.items():
-        measure(name, faults, kind="exact", lower=0, upper=0, unit=unit, at=details[name])
+        measure(name, faults, kind="exact", lower=0, upper=0, unit=unit, at=details.get(name, ""))
     present = [name for name, faults in measured.items() if faults]
     if present:
         first, others = present[0], ", ".join(present[1:])
