@@ -20,7 +20,7 @@ from conformance.cli.command import Answer, Commands
 from conformance.cli.laws import laws_markdown
 from conformance.cli.schema import as_json
 from conformance.findings.programs import findings
-from conformance.findings.table import PAGE, page, read_versions, worst
+from conformance.findings.table import CATALOGUE, catalogue, read_versions, worst
 from conformance.plan.matrix import Matrix, load_matrix
 from conformance.project import LAYERS, PROJECT, TORCH_FREE, data_file, require_checkout
 from conformance.report.schema import line_schema, report_schema
@@ -103,7 +103,7 @@ def generated() -> dict[Path, str]:
         docs / "architecture.md": _with_blocks(docs / "architecture.md", {"packages": _packages}),
         docs / "laws.md": laws_markdown() + "\n",
         docs / "report.schema.json": as_json(report_schema()) + "\n",
-        PAGE: page(findings(), read_versions()),
+        CATALOGUE: catalogue(findings(), read_versions()),
         docs / "report_line.schema.json": as_json(line_schema()) + "\n",
     }
 

@@ -12,11 +12,11 @@ from conformance.cli.schema import as_json
 from conformance.findings.execution import LIMIT_S, PRESENT, Shown, run_program
 from conformance.findings.programs import Finding, findings
 from conformance.findings.table import (
-    PAGE,
+    CATALOGUE,
     REPORTS,
     VERSIONS_FILE,
+    catalogue,
     installed,
-    page,
     read_versions,
     report,
     with_version,
@@ -77,7 +77,7 @@ def _torch_version() -> str:
 
 
 def _written(known: Sequence[Finding], shown: dict[str, Shown]) -> str:
-    """Keep the outcomes; write the page, and reports of those faults that no thread describes and this torch shows."""
+    """Keep the outcomes; write the catalogue, and reports of faults that this torch shows and no thread describes."""
     torch, outcomes = _torch_version(), {name: each.outcome for name, each in shown.items()}
     versions = with_version(read_versions(), torch, outcomes, [finding.name for finding in known])
     REPORTS.mkdir(exist_ok=True)
@@ -86,8 +86,8 @@ def _written(known: Sequence[Finding], shown: dict[str, Shown]) -> str:
             text = report(finding, versions, torch=torch, output=shown[finding.name].output)
             (REPORTS / f"{finding.name}.md").write_text(text)
     VERSIONS_FILE.write_bytes(msgspec.json.format(msgspec.json.encode(versions), indent=1) + b"\n")
-    PAGE.write_text(page(known, versions))
-    return f"written: {VERSIONS_FILE}, {PAGE}"
+    CATALOGUE.write_text(catalogue(known, versions))
+    return f"written: {VERSIONS_FILE}, {CATALOGUE}"
 
 
 def _json(chosen: Sequence[Finding], shown: dict[str, Shown]) -> str:

@@ -274,8 +274,8 @@ def _differences(measured: Outcome, expected: Outcome, *, roundings: float) -> I
         ("argument", measured.arguments, expected.arguments),
     )
     for fault, of_shards, of_full in kinds:
-        texts = [_difference(m, e, roundings=roundings) for m, e in zip(of_shards, of_full, strict=True)]
-        different = [text for text in texts if text]
+        differences = [_difference(m, e, roundings=roundings) for m, e in zip(of_shards, of_full, strict=True)]
+        different = [text for text in differences if text]
         if different:
             yield fault, different[0]
 

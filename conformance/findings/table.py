@@ -10,7 +10,7 @@ from conformance.findings.execution import PRESENT, Outcome
 from conformance.findings.programs import DIRECTORY, NO_THREAD, Finding
 
 VERSIONS_FILE = DIRECTORY / "versions.json"
-PAGE = DIRECTORY / "README.md"
+CATALOGUE = DIRECTORY / "README.md"
 REPORTS = DIRECTORY / "reports"
 WORST = 6
 _INTRODUCTION = """# Faults of released torch
@@ -67,7 +67,7 @@ def with_version(versions: Versions, torch: str, outcomes: Mapping[str, Outcome]
     return {version: every[version] for version in sorted(every, key=Version)}
 
 
-def page(findings: Sequence[Finding], versions: Versions) -> str:
+def catalogue(findings: Sequence[Finding], versions: Versions) -> str:
     """Return `findings/README.md`."""
     return f"{_INTRODUCTION}\n\n{_all(findings, versions)}\n"
 

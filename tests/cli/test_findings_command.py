@@ -37,7 +37,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(programs, "DIRECTORY", tmp_path)
     monkeypatch.setattr(command, "findings", lambda: programs.findings(tmp_path))
     for owner in (command, table):
-        monkeypatch.setattr(owner, "PAGE", tmp_path / "README.md")
+        monkeypatch.setattr(owner, "CATALOGUE", tmp_path / "README.md")
         monkeypatch.setattr(owner, "VERSIONS_FILE", tmp_path / "versions.json")
     monkeypatch.setattr(command, "REPORTS", tmp_path / "reports")
     monkeypatch.setattr(command, "_torch_version", lambda: "2.13.0")

@@ -1,4 +1,4 @@
-"""What programs of findings say of themselves, and the tables that are made of it."""
+"""Docstrings of the programs of findings, and the tables that are made of them."""
 
 import ast
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from conformance.findings.programs import DIRECTORY, Finding, findings, read_finding
-from conformance.findings.table import WORST, page, read_versions, with_version, worst
+from conformance.findings.table import WORST, catalogue, read_versions, with_version, worst
 from conformance.laws.registry import asserted_laws
 
 HEADER = '''"""It is wrong.
@@ -94,12 +94,12 @@ def test_a_version_is_added_in_its_place(program: Path) -> None:
     versions = with_version({"2.9.0": {"it_is": "right"}}, "2.13.0", {"it_is": "wrong"}, ["it_is"])
     versions = with_version(versions, "2.10.0", {"it_is": "refused", "gone": "right"}, ["it_is"])
     assert versions == {"2.9.0": {"it_is": "right"}, "2.10.0": {"it_is": "refused"}, "2.13.0": {"it_is": "wrong"}}
-    text = page([read_finding(program)], versions)
+    text = catalogue([read_finding(program)], versions)
     assert "| right   | refused  | **wrong** | PAR-1 | [none known](reports/it_is.md) | do not" in text
     assert "| 2.13    | [It is wrong](findings/it_is.py) |" in worst([read_finding(program)], versions)
 
 
-def test_the_page_is_current() -> None:
+def test_the_catalogue_is_current() -> None:
     known = findings()
-    assert (DIRECTORY / "README.md").read_text() == page(known, read_versions()), "conformance docs --write"
+    assert (DIRECTORY / "README.md").read_text() == catalogue(known, read_versions()), "conformance docs --write"
     assert len(worst(known, read_versions()).splitlines()) == 2 + WORST
