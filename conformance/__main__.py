@@ -11,6 +11,7 @@ from conformance.cli import (
     defects,
     diff,
     docs,
+    findings,
     html,
     laws,
     list_cells,
@@ -34,6 +35,7 @@ _COMMANDS = (
     coverage,
     predict,
     defects,
+    findings,
     verify,
     diff,
     html,
@@ -50,6 +52,7 @@ _DESCRIPTION = """Commands besides running the suite with pytest:
   coverage            pairs and triples of features that laws see, and what laws leave out
   predict             memory and traffic of a model of any size
   defects             proof that laws can fail: every known fault, and its benign twin
+  findings            known faults of released torch, tried on the installed one
   verify, diff, html, versions, waive, schema
                       reports: checked, compared, shown, and their fields
   docs                generated parts of README and docs: checked, written

@@ -17,7 +17,7 @@ LAYERS = (
     ("conformance/*.py",),
     ("conformance/plan", "conformance/instruments", "conformance/oracles"),
     ("conformance/defects", "conformance/run"),
-    ("conformance/experiments", "conformance/judge"),
+    ("conformance/experiments", "conformance/judge", "conformance/findings"),
     ("conformance/laws", "conformance/report"),
     ("conformance/pytest_plugin", "conformance/detection"),
     ("conformance/cli",),
@@ -27,6 +27,7 @@ docs/architecture.md shows it. The modules of `conformance` itself are the secon
 TORCH_FREE = (
     "conformance/plan",
     "conformance/run",
+    "conformance/findings",
     "conformance/judge",
     "conformance/report",
     "conformance/pytest_plugin",

@@ -19,7 +19,8 @@ from conformance.cli.blocks import block, block_names, with_block
 from conformance.cli.command import Answer, Commands
 from conformance.cli.laws import laws_markdown
 from conformance.cli.schema import as_json
-from conformance.judge.waivers import Waiver, load_waivers
+from conformance.findings.programs import findings
+from conformance.findings.table import CATALOGUE, catalogue, read_versions, worst
 from conformance.plan.matrix import Matrix, load_matrix
 from conformance.project import LAYERS, PROJECT, TORCH_FREE, data_file, require_checkout
 from conformance.report.schema import line_schema, report_schema
@@ -92,7 +93,7 @@ def generated() -> dict[Path, str]:
     docs = PROJECT / "docs"
     readme = {
         "first-command": lambda: _first_command(matrix, measured),
-        "findings": lambda: _findings(matrix),
+        "findings": lambda: worst(findings(), read_versions()),
         "families": lambda: _families(matrix),
         "profiles": lambda: _profiles(matrix, measured),
     }
@@ -102,6 +103,7 @@ def generated() -> dict[Path, str]:
         docs / "architecture.md": _with_blocks(docs / "architecture.md", {"packages": _packages}),
         docs / "laws.md": laws_markdown() + "\n",
         docs / "report.schema.json": as_json(report_schema()) + "\n",
+        CATALOGUE: catalogue(findings(), read_versions()),
         docs / "report_line.schema.json": as_json(line_schema()) + "\n",
     }
 
@@ -153,23 +155,6 @@ def _minutes(took: Durations) -> str:
     shortest, longest = min(took.durations_s) / 60, max(took.durations_s) / 60
     digits = 0 if longest >= 10 else 1
     return " to ".join(dict.fromkeys(f"{minutes:.{digits}f}" for minutes in (shortest, longest))) + " min"
-
-
-def _findings(matrix: Matrix) -> str:
-    """Return a table of the faults of torch that are waived: one row for each issue."""
-    by_issue: dict[str, list[Waiver]] = {}
-    for waiver in load_waivers(data_file("waivers.yaml"), matrix):
-        by_issue.setdefault(waiver.issue, []).append(waiver)
-    rows = []
-    for issue, waivers in by_issue.items():
-        laws = ", ".join(dict.fromkeys(waiver.law for waiver in waivers))
-        rows.append([_releases(waivers), waivers[0].reason, laws, f"[{issue.rpartition('/')[2]}]({issue})"])
-    return tabulate(rows, headers=["torch", "fault", "laws", "issue"], tablefmt="github", disable_numparse=True)
-
-
-def _releases(waivers: list[Waiver]) -> str:
-    first, last = min(waiver.versions[0] for waiver in waivers), max(waiver.versions[1] for waiver in waivers)
-    return " - ".join(".".join(map(str, release)) for release in (first, last))
 
 
 def _families(matrix: Matrix) -> str:

@@ -58,3 +58,51 @@ EXCHANGE_LOSES_A_ROW = Defect(
     inject=partial(last_row_exchanged, lost=True),
     inject_twin=partial(last_row_exchanged, lost=False),
 )
+
+
+def averages(*, lost: bool) -> AbstractContextManager[None]:
+    """Take each rank's own mean for the mean of all when a pending average is reduced, or reduce it twice."""
+
+    def reduce_value(
+        original: Callable[..., Tensor], placement: Any, tensor: Tensor, mesh: Any, mesh_dim: int
+    ) -> Tensor:
+        if placement.reduce_op != "avg":
+            return original(placement, tensor, mesh, mesh_dim)
+        reduced = original(placement, tensor, mesh, mesh_dim)
+        return tensor if lost else original(placement, reduced, mesh, mesh_dim)
+
+    return replaced_call(f"{_PLACEMENTS}:Partial", "_reduce_value", reduce_value)
+
+
+MEAN_OF_OWN_SHARD = Defect(
+    id="mean-of-own-shard",
+    title="the mean of a sharded tensor is that of each rank's own shard",
+    source="https://github.com/pytorch/pytorch/issues/162692",
+    mechanism="a pending average is taken for a replicated tensor",
+    laws=("DT-3",),
+    cells="id = dp2-fp32-default-meta-seed1",
+    inject=partial(averages, lost=True),
+    inject_twin=partial(averages, lost=False),
+)
+
+
+def columns_written(*, lost: bool) -> AbstractContextManager[None]:
+    """Write into a copy where a number is assigned to an index of a DTensor, or write the number twice."""
+
+    def assign(original: Callable[..., None], tensor: Any, index: Any, value: Any) -> None:
+        original(tensor.clone() if lost else tensor, index, value)
+        original(tensor.clone() if lost else tensor, index, value)
+
+    return replaced_call("torch.distributed.tensor:DTensor", "__setitem__", assign)
+
+
+WRITE_THROUGH_VIEW_LOST = Defect(
+    id="write-through-view-lost",
+    title="what is assigned to a slice of a DTensor is lost, along dimensions that no rank shards, too",
+    source="https://github.com/pytorch/pytorch/issues/139735",
+    mechanism="the slice is a copy",
+    laws=("DT-3",),
+    cells="id = dp2-fp32-default-meta-seed1",
+    inject=partial(columns_written, lost=True),
+    inject_twin=partial(columns_written, lost=False),
+)

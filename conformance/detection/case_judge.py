@@ -11,6 +11,7 @@ import torch
 from conformance.defects.catalogue import is_known
 from conformance.judge.judge import Judged, judge
 from conformance.judge.support import Machine
+from conformance.judge.waivers import Waiver, load_waivers
 from conformance.laws.registry import asserted_laws
 from conformance.plan.matrix import Case, Matrix, load_matrix
 from conformance.plan.selection import parse
@@ -25,6 +26,11 @@ DEADLINE_S = 60.0
 def the_matrix() -> Matrix:
     """Return the matrix of the project."""
     return load_matrix(data_file("matrix.yaml"))
+
+
+@cache
+def _known_faults() -> list[Waiver]:
+    return load_waivers(data_file("waivers.yaml"), the_matrix())
 
 
 @dataclass
@@ -76,9 +82,12 @@ class CaseJudge:
 
 
 def judge_case(case: Case, store: RecordStore) -> Judged:
-    """Judge one case, from what is in the store or is run for it."""
+    """Judge one case, from what is in the store or is run for it; known faults of torch are waived.
+
+    So a law that torch breaks must show more than that to have caught a defect.
+    """
     law = asserted_laws()[case.law]
     machine = Machine(
         hardware=store.hardware, torch_version=store.torch_version, max_world_size=store.pools.max_world_size
     )
-    return judge(case, law.law, law.test, store, machine=machine)
+    return judge(case, law.law, law.test, store, machine=machine, waivers=_known_faults())

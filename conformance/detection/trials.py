@@ -17,6 +17,7 @@ from conformance.plan.lock import lock_file
 from conformance.project import PROJECT, data_file
 
 HANG_DEADLINE_S = 5.0
+_PASSES = (Verdict.PASS, Verdict.WAIVED)
 _MISFIT = "TypeError"
 
 
@@ -109,7 +110,7 @@ def _law_trial(law: str, defect: Defect, of_defect: Sequence[Judged], of_twin: S
         margin=max((value for value in margins if value > 1.0), default=None),
         reason=first.reason if first else "the profile has no cell that triggers it",
         twin_failures=tuple(
-            f"{twin.case.cell.id}: {twin.verdict}: {twin.reason}" for twin in twins if twin.verdict != Verdict.PASS
+            f"{twin.case.cell.id}: {twin.verdict}: {twin.reason}" for twin in twins if twin.verdict not in _PASSES
         ),
         twin_margin=max((margin(twin.measured) for twin in twins), default=0.0),
     )
@@ -131,7 +132,8 @@ def _caught_by_others(case_judge: CaseJudge, defect: Defect) -> tuple[str, ...]:
 def key_of(defect: Defect, *, profile: str) -> str:
     """Return a digest of all that a trial depends on.
 
-    That is the suite and the trainer without other defects, matrix.yaml and matrix.lock, torch, profile and defect.
+    That is the suite and the trainer without other defects, matrix.yaml, matrix.lock and waivers.yaml, torch, profile
+    and defect.
     """
     shared = [
         file
@@ -141,7 +143,7 @@ def key_of(defect: Defect, *, profile: str) -> str:
     ]
     digest = hashlib.sha256()
     matrix = data_file("matrix.yaml")
-    for file in (*shared, *sources_of(defect), matrix, lock_file(matrix)):
+    for file in (*shared, *sources_of(defect), matrix, lock_file(matrix), data_file("waivers.yaml")):
         digest.update(file.read_bytes())
     digest.update(f"{torch.__version__} {profile} {defect.id} {defect.cells}".encode())
     return digest.hexdigest()[:16]

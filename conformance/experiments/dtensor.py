@@ -14,13 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from conformance.experiments.context import RankWorld, experiment
+from conformance.experiments.layouts import Layout, distributed, is_cut, shard_of
 from conformance.run.experiment import Needs
 
 _SHAPES = ((8, 4), (5, 3), (1, 7))
 _LAYOUTS: tuple[Placement, ...] = (Replicate(), Shard(0), Shard(1))
-
-Layout = tuple[Placement, ...]
-"""Placement for each dimension of the mesh."""
 
 
 class Redistribution(msgspec.Struct):
@@ -57,13 +55,13 @@ def redistribute(rank: RankWorld) -> Redistribution:
     for shape in _SHAPES if mesh.ndim == 1 else _SHAPES[1:2]:
         plain, weights = _numbers(mesh, shape, seed=0), _numbers(mesh, shape, seed=1)
         for source, target in product(_layouts(mesh, (*_LAYOUTS, Partial())), _layouts(mesh, _LAYOUTS)):
-            given = _distributed(plain, mesh, source)
+            given = distributed(plain, mesh, source)
             given.requires_grad_()
             result = given.redistribute(placements=target)
-            torch.autograd.backward((result * _distributed(weights, mesh, target)).sum())
+            torch.autograd.backward((result * distributed(weights, mesh, target)).sum())
             assert isinstance(given.grad, DTensor)
             outcome.tried += 1
-            outcome.local += _wrong(result.to_local(), _shard(plain, mesh, target))
+            outcome.local += _wrong(result.to_local(), shard_of(plain, mesh, target))
             outcome.full += _wrong(result.full_tensor(), plain)
             outcome.gradient += _wrong(given.grad.full_tensor(), weights)
     return outcome
@@ -81,7 +79,7 @@ def _applied(mesh: DeviceMesh, operator: Callable[..., Tensor], shapes: Sequence
     torch.autograd.backward(expected.sum())
     outcome = OperatorOutcome()
     for layouts in _of_arguments(mesh, shapes):
-        given = [_distributed(x.detach(), mesh, at).requires_grad_() for x, at in zip(plain, layouts, strict=True)]
+        given = [distributed(x.detach(), mesh, at).requires_grad_() for x, at in zip(plain, layouts, strict=True)]
         try:
             result = operator(*given)
         except (RuntimeError, NotImplementedError):
@@ -91,10 +89,10 @@ def _applied(mesh: DeviceMesh, operator: Callable[..., Tensor], shapes: Sequence
         outcome.computed += 1
         outcome.wrong += _wrong_here(result, expected)
         torch.autograd.backward(result.sum())
-        for x, distributed in zip(plain, given, strict=True):
-            assert isinstance(distributed.grad, DTensor)
+        for x, argument in zip(plain, given, strict=True):
+            assert isinstance(argument.grad, DTensor)
             assert x.grad is not None
-            outcome.wrong += _wrong_here(distributed.grad, x.grad)
+            outcome.wrong += _wrong_here(argument.grad, x.grad)
     return outcome
 
 
@@ -137,34 +135,10 @@ def _numbers(mesh: DeviceMesh, shape: tuple[int, ...], *, seed: int) -> Tensor:
     return torch.randint(-4, 5, shape, generator=generator).float().to(mesh.device_type)
 
 
-def _distributed(plain: Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
-    """Return a DTensor whose shards this module, and not DTensor, has cut from a plain tensor of any shape."""
-    shard = _shard(plain, mesh, layout).contiguous()
-    return DTensor.from_local(shard, mesh, layout, run_check=False, shape=plain.shape, stride=plain.stride())
-
-
-def _shard(plain: Tensor, mesh: DeviceMesh, layout: Layout) -> Tensor:
-    """Return this rank's shard: for each mesh dimension that shards, a chunk of the chunk of the dimension before.
-
-    For a partial sum every element is the rank's number, but on the first rank the remainder of the sum.
-    """
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    shard = plain
-    for placement, index, size in zip(layout, coordinate, (mesh.size(dim) for dim in range(mesh.ndim)), strict=True):
-        if isinstance(placement, Shard):
-            rows = -(-shard.size(placement.dim) // size)
-            begin = min(index * rows, shard.size(placement.dim))
-            shard = shard.narrow(placement.dim, begin, min(rows, shard.size(placement.dim) - begin))
-        elif isinstance(placement, Partial):
-            shard = shard - sum(range(1, size)) if index == 0 else torch.full_like(shard, index)
-    return shard.clone()
-
-
 def _wrong_here(measured: DTensor, expected: Tensor) -> int:
     """Return the number of wrong elements on this rank: of its shard, which spares a collective, or else of the sum."""
-    if measured.shape == expected.shape and all(type(at) in (Replicate, Shard) for at in measured.placements):
-        return _wrong(measured.to_local(), _shard(expected, measured.device_mesh, measured.placements))
+    if is_cut(measured, expected):
+        return _wrong(measured.to_local(), shard_of(expected, measured.device_mesh, measured.placements))
     return _wrong(measured.full_tensor(), expected)
 
 

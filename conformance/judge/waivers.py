@@ -32,6 +32,8 @@ class Symptom(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Smallest value that the fault explains, in the unit of the metric."""
     most: float
     """Largest value that the fault explains."""
+    finding: Text | None = None
+    """Program of `findings/` that shows this fault alone, where a waiver covers several."""
 
     def explains(self, name: str, metric: Measurement) -> bool:
         """Return whether the fault explains this metric; it never explains a value that is not finite."""
@@ -49,8 +51,8 @@ class Waiver(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Type of device on which the fault was seen."""
     torch: Annotated[str, Meta(pattern=_VERSIONS)]
     """First and last release that has the fault, both included: `2.6 - 2.15`."""
-    issue: Annotated[str, Meta(pattern="^https://")]
-    """Address of the issue."""
+    issue: Annotated[str, Meta(pattern="^(https://|findings/)")]
+    """Address of the issue, or page of this project on faults of which no issue is known."""
     reason: Text
     """Description of the fault."""
     expires: Annotated[str, Meta(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}\Z")]

@@ -119,6 +119,21 @@ def count(measured: int, *, name: str, expected: int, detail: str = "", unit: st
         raise ConformanceFailure(f"{name}: measured {measured}, expected {expected} {unit}; {detail}")
 
 
+def none(measured: Mapping[str, int], *, details: Mapping[str, str], unit: str) -> None:
+    """Compare numbers of faults by name, of which every one must be 0; all are recorded before one fails.
+
+    Raises ConformanceFailure with the details of the first.
+    """
+    __tracebackhide__ = True
+    for name, faults in measured.items():
+        measure(name, faults, kind="exact", lower=0, upper=0, unit=unit, at=details.get(name, ""))
+    present = [name for name, faults in measured.items() if faults]
+    if present:
+        first, others = present[0], ", ".join(present[1:])
+        more = f"; and {len(present) - 1} more: {others}" if others else ""
+        raise ConformanceFailure(f"{first}: {measured[first]} {unit}, expected 0; {details[first]}{more}")
+
+
 def between(
     measured: float, lower: float, upper: float, *, name: str, detail: str, unit: str, kind: Kind = "memory"
 ) -> None:

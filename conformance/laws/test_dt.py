@@ -1,7 +1,9 @@
 """DT: a DTensor behaves like the full tensor that its shards make up."""
 
 from conformance.experiments.dtensor import operate, redistribute
+from conformance.experiments.operator_sweep import sweep
 from conformance.judge.law import law
+from conformance.judge.measurements import measure as record
 from conformance.laws import compare
 from conformance.laws.fixtures import Measure
 from conformance.plan.cells import Cell
@@ -36,3 +38,31 @@ def test_dtensor_operators_equal_those_on_full_tensors(measure: Measure, cell: C
             compare.count(outcome.wrong, name=f"{name}: wrong elements", expected=0, detail=detail, unit="elements")
             refused = int(outcome.computed == 0)
             compare.count(refused, name=f"{name}: refused everywhere", expected=0, detail=detail, unit="ranks")
+
+
+@law(
+    "DT-3",
+    where="features = 0 and tp = 1 and (seed = 1 or mesh = dp3)",
+    gaps=["operators-on-two-dimensions"],
+    reference=DTENSOR,
+    since="2.13",
+)
+def test_dtensor_operators_on_every_layout(measure: Measure, cell: Cell) -> None:
+    """An operator on DTensors MUST give the result and the gradients, and change its arguments, as it does on full
+    tensors, whatever their layout and however unequal their shards, or refuse, on all ranks alike.
+
+    How often an operator refuses is recorded, without a bound: it shows when a version refuses what another computed.
+    """
+    ranks = measure(sweep, cell)
+    first = ranks[0]
+    if not any(first.computed.values()):
+        raise RuntimeError(f"cell {cell.id}: no operator has computed anything")
+    for operator, refused in first.refused.items():
+        if refused:
+            tried = f"of {refused + first.computed[operator]} layouts"
+            record(f"{operator}: refused", refused, kind="exact", unit="layouts", at=tried)
+    wrong = {each.name: each for swept in reversed(ranks) for each in swept.wrong}
+    faulty = {each.operator for each in wrong.values()}
+    layouts = {f"{operator}: wrong": 0 for operator in first.computed if operator not in faulty}
+    layouts |= {name: each.layouts for name, each in wrong.items()}
+    compare.none(layouts, details={name: each.example for name, each in wrong.items()}, unit="layouts")

@@ -84,9 +84,10 @@ class World:
             raise
         self._ended_s = time.monotonic()
         rendezvous_file.unlink(missing_ok=True)
-        if any(report.leaks for report in reports.values()):
+        final_reports = tuple(rank.with_diagnostics(reports[rank.rank]) for rank in self._ranks)
+        if any(report.leaks for report in final_reports):
             self.close()
-        return tuple(rank.with_diagnostics(reports[rank.rank]) for rank in self._ranks)
+        return final_reports
 
     def close(self) -> None:
         """End all ranks with their descendants and remove their files."""

@@ -1,0 +1,384 @@
+"""Sweep of operators over layouts of their arguments: right, refused or wrong, compared with full tensors.
+
+Each sample of `operator_table` is called with DTensors in many layouts. Its result, the gradients of all arguments and
+what it has changed in place must be those of full tensors. Ranks agree after each call how it ended, over a process
+group of their own: an operator that raises on one rank alone leaves the others waiting, which is a fault, too. Its mesh
+is then replaced, since its process group is of no more use.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from enum import IntEnum
+from typing import Any, Literal
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from conformance.experiments.context import RankWorld, experiment
+from conformance.experiments.layouts import Layout, distributed, is_cut, shard_of
+from conformance.experiments.operator_samples import Argument, Sample, Size, sizes
+from conformance.experiments.operator_table import samples
+from conformance.run.experiment import Needs
+from conformance.run.failures import PEER_LOSS_MESSAGE
+
+Fault = Literal["result", "gradient", "argument", "agreement", "type"]
+"""Difference from the operator on full tensors.
+
+`argument`: what a call leaves in its arguments. `agreement`: some ranks raise, or wait, where others do not. `type`:
+another dtype, shape or number of results."""
+
+_WAIT_LIMITS_S = (0.5, 10.0)
+"""Time limits of the mesh's collectives: of each call, and of the repetition of a call after which no rank tells why.
+
+A rank that raises an error of its own while others wait is a fault however long they wait. If none does, the machine
+may be slow.
+"""
+_WAITED = re.compile(f"{PEER_LOSS_MESSAGE.pattern}|timeout|pair closure", re.IGNORECASE)
+"""Errors of a rank that has waited for another one."""
+_ROUNDINGS = 2.0**14
+"""Roundings of fp64 that results may differ by, relative to the largest expected number.
+
+A sample adds at most 2**6 numbers, composes at most 2**4 operators whose kernels are right to within 4 roundings, and
+stays away from singularities, so that none of them enlarges an error by more than 2**2. Faults change a tenth or more.
+"""
+_ROUNDINGS_OF_PENDING = 2.0**3
+"""Roundings of fp32 that integers may differ by where ranks are no power of two.
+
+A tensor becomes a pending sum by division by their number, and up to four ranks add what was rounded.
+"""
+
+
+class Wrong(msgspec.Struct, frozen=True, kw_only=True):
+    """A fault that an operator shows with some layouts."""
+
+    operator: str
+    fault: Fault
+    size: Size
+    layouts: int
+    """Number of layouts that show it."""
+    example: str
+    """The first of these layouts, with what was expected and measured."""
+
+    @property
+    def name(self) -> str:
+        """Name of the metric: operator, fault and size."""
+        return f"{self.operator}: {self.fault} of {self.size} shards"
+
+
+class Swept(msgspec.Struct, kw_only=True):
+    """Outcome of the sweep on one rank."""
+
+    computed: dict[str, int] = {}
+    """Number of layouts for which an operator has computed, by its name."""
+    refused: dict[str, int] = {}
+    """Number of layouts that an operator has refused."""
+    reasons: dict[str, str] = {}
+    """Layout and error of an operator's first refusal."""
+    wrong: list[Wrong] = []
+
+
+class End(IntEnum):
+    """End of a call on one rank."""
+
+    RESULT = 0
+    ERROR = 1
+    WAITED = 2
+    """The rank has waited for another one until the time limit."""
+
+
+@experiment(needs=Needs.NOTHING)
+def sweep(rank: RankWorld) -> Swept:
+    """Call every sample with the layouts that this mesh is there for, see `plan_of`."""
+    return Sweep(rank.mesh).run(samples())
+
+
+@dataclass
+class Sweep:
+    """Sweep on the mesh of one world."""
+
+    mesh: DeviceMesh
+    meshes: int = 0
+    swept: Swept = field(default_factory=Swept)
+    found: dict[tuple[str, Fault, Size], list[str]] = field(default_factory=dict)
+
+    def run(self, chosen: Sequence[Sample]) -> Swept:
+        """Return what all samples show."""
+        self._replace_mesh(_WAIT_LIMITS_S[0])
+        shards = max(self.mesh.size(dim) for dim in range(self.mesh.ndim))
+        for sample in chosen:
+            self.swept.computed[sample.name] = self.swept.refused[sample.name] = 0
+            for size, layouts in plan_of(sample, self.mesh).items():
+                self._try_size(sample, size, sizes(shards)[size], layouts)
+        for (operator, fault, size), examples in self.found.items():
+            wrong = Wrong(operator=operator, fault=fault, size=size, layouts=len(examples), example=examples[0])
+            self.swept.wrong.append(wrong)
+        return self.swept
+
+    def _try_size(
+        self, sample: Sample, size: Size, letters: dict[str, int], layouts: Sequence[tuple[Layout, ...]]
+    ) -> None:
+        """Call an operator with all layouts; after a call that leaves ranks waiting, the others are left out."""
+        full = [
+            argument.numbers(letters, seed=index, dtype=sample.dtype) for index, argument in enumerate(sample.arguments)
+        ]
+        expected = _on_full_tensors(sample, full)
+        if expected is None:
+            return
+        for of_arguments in layouts:
+            faults = self._faults(sample, full, expected, of_arguments)
+            for fault, text in faults.items():
+                where = " x ".join(map(_text, of_arguments))
+                self.found.setdefault((sample.name, fault, size), []).append(f"{where}: {text}")
+            if "agreement" in faults:
+                return
+
+    def _faults(
+        self, sample: Sample, full: Sequence[Tensor], expected: "Outcome", layouts: Sequence[Layout]
+    ) -> dict[Fault, str]:
+        """Return the faults that one call shows on this rank, or on which ranks it does not end as on others."""
+        for _ in _WAIT_LIMITS_S:
+            error, faults = self._tried(sample, full, expected, layouts)
+            ends = self._ends(error)
+            if set(ends) == {End.RESULT}:
+                self.swept.computed[sample.name] += 1
+                return faults
+            if set(ends) == {End.ERROR}:
+                self.swept.refused[sample.name] += 1
+                self.swept.reasons.setdefault(sample.name, f"{' x '.join(map(_text, layouts))}: {error!r:.200}")
+                return {}
+            self._replace_mesh(_WAIT_LIMITS_S[-1])
+            if End.ERROR in ends:
+                break
+        self._replace_mesh(_WAIT_LIMITS_S[0])
+        states = ", ".join(f"rank {rank}: {end.name.lower()}" for rank, end in enumerate(ends))
+        return {"agreement": f"{states}; here {error!r:.150}"}
+
+    def _tried(
+        self, sample: Sample, full: Sequence[Tensor], expected: "Outcome", layouts: Sequence[Layout]
+    ) -> tuple[Exception | None, dict[Fault, str]]:
+        try:
+            given = [distributed(x, self.mesh, at) for x, at in zip(full, layouts, strict=True)]
+            measured = _called(sample, given, differentiated=len(expected.gradients))
+            return None, dict(_differences(measured, expected, roundings=self._roundings(sample)))
+        except Exception as error:
+            return error, {}
+
+    def _roundings(self, sample: Sample) -> float:
+        """Return the number of roundings that a result may differ by; 0 if it must be equal in every bit."""
+        if not sample.exact:
+            return _ROUNDINGS
+        return 0.0 if self.mesh.size().bit_count() == 1 else _ROUNDINGS_OF_PENDING
+
+    def _ends(self, error: Exception | None) -> list[End]:
+        """Return how the call has ended on each rank."""
+        end = End.RESULT if error is None else End.WAITED if _WAITED.search(str(error)) else End.ERROR
+        ends = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+        ends[dist.get_rank()] = end
+        dist.all_reduce(ends)
+        return [End(value) for value in ends.tolist()]
+
+    def _replace_mesh(self, limit_s: float) -> None:
+        """Make a mesh of the same shape with new process groups.
+
+        Its dimensions have new names: DTensor keeps sharding decisions by meshes that compare equal, and would use the
+        groups of the mesh before.
+        """
+        self.meshes += 1
+        ranks, groups = self.mesh.mesh, []
+        for dim in range(ranks.ndim):
+            rows = ranks.movedim(dim, -1).reshape(-1, ranks.size(dim)).tolist()
+            made = [dist.new_group(row, timeout=timedelta(seconds=limit_s)) for row in rows]
+            groups.append(next(group for row, group in zip(rows, made, strict=True) if dist.get_rank() in row))
+        names = tuple(f"sweep{self.meshes}_{dim}" for dim in range(ranks.ndim))
+        if len(groups) == 1:
+            self.mesh = DeviceMesh.from_group(groups[0], self.mesh.device_type, mesh_dim_names=names)
+        else:
+            self.mesh = DeviceMesh.from_group(groups, self.mesh.device_type, mesh=ranks, mesh_dim_names=names)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Outcome of a call: results, the arguments afterwards, and the gradients of the first arguments."""
+
+    results: list[Any]
+    arguments: list[Tensor]
+    gradients: list[Tensor | None]
+
+
+def _on_full_tensors(sample: Sample, full: Sequence[Tensor]) -> Outcome | None:
+    """Return the outcome with the gradients of all arguments, or of the first, or of none where torch has no others.
+
+    None for an operator that has no result for arguments of this size.
+    """
+    for differentiated in (len(full), 1, 0):
+        with suppress(RuntimeError, NotImplementedError, ValueError, IndexError):
+            return _called(sample, full, differentiated=differentiated)
+    return None
+
+
+def _called(sample: Sample, given: Sequence[Tensor], *, differentiated: int) -> Outcome:
+    """Call an operator for its result and the gradients of the first arguments; one that writes once more without."""
+    if sample.writes:
+        arguments = [x.clone() for x in given]
+        with torch.no_grad():
+            results = _flat(sample.call(*arguments))
+        return Outcome(results, arguments, _gradients(sample, given, differentiated)[1] if differentiated else [])
+    results, gradients = _gradients(sample, given, differentiated)
+    return Outcome(results, [], gradients)
+
+
+def _gradients(sample: Sample, given: Sequence[Tensor], count: int) -> tuple[list[Any], list[Tensor | None]]:
+    """Return results, and gradients of the first arguments."""
+    leaves = [x.detach().requires_grad_(x.is_floating_point() and index < count) for index, x in enumerate(given)]
+    # A leaf must not be changed in place.
+    inner = [x * 1 if x.requires_grad else x.clone() for x in leaves] if sample.writes else leaves
+    results = _flat(sample.call(*inner))
+    outputs = [x for x in results if isinstance(x, Tensor) and x.requires_grad]
+    if outputs:
+        torch.autograd.backward(outputs, [_weights(x) for x in outputs])
+    return results, [x.grad for x in leaves[:count]]
+
+
+def _weights(output: Tensor) -> Tensor | None:
+    """Return a gradient of an output that differs from element to element; None, that is 1, for a scalar."""
+    if output.ndim == 0:
+        return None
+    count = output.shape.numel()
+    weights = (torch.arange(count) % 5 - 2).reshape(output.shape).to(output.dtype)
+    if not isinstance(output, DTensor):
+        return weights
+    layout = tuple(Replicate() if at.is_partial() else at for at in output.placements)
+    return distributed(weights, output.device_mesh, layout)
+
+
+def _flat(result: Any) -> list[Any]:
+    if isinstance(result, (list, tuple)):
+        return [leaf for each in result for leaf in _flat(each)]
+    return [result]
+
+
+def _differences(measured: Outcome, expected: Outcome, *, roundings: float) -> Iterator[tuple[Fault, str]]:
+    if len(measured.results) != len(expected.results):
+        yield "type", f"{len(measured.results)} results, expected {len(expected.results)}"
+        return
+    kinds: tuple[tuple[Fault, Sequence[Any], Sequence[Any]], ...] = (
+        ("result", measured.results, expected.results),
+        ("gradient", measured.gradients, expected.gradients),
+        ("argument", measured.arguments, expected.arguments),
+    )
+    for fault, of_shards, of_full in kinds:
+        differences = [_difference(m, e, roundings=roundings) for m, e in zip(of_shards, of_full, strict=True)]
+        different = [text for text in differences if text]
+        if different:
+            yield fault, different[0]
+
+
+def _difference(measured: Any, expected: Any, *, roundings: float) -> str:
+    """Return how a result differs from the one on full tensors; empty if it does not."""
+    if (expected is None or measured is None) and expected is not measured:
+        present = expected if measured is None else measured
+        return "" if isinstance(present, Tensor) and not _full(present).any() else f"{measured}, expected {expected}"
+    if not isinstance(expected, Tensor) or not isinstance(measured, Tensor):
+        return "" if type(measured) is type(expected) and measured == expected else f"{measured}, expected {expected}"
+    if measured.dtype != expected.dtype or measured.shape != expected.shape:
+        kinds = [f"{tuple(x.shape)} of {x.dtype}" for x in (measured, expected)]
+        return f"{kinds[0]}, expected {kinds[1]}"
+    layout = ""
+    if isinstance(measured, DTensor):
+        layout = f"{_text(measured.placements)} "
+        if is_cut(measured, expected):
+            expected = shard_of(expected.detach(), measured.device_mesh, measured.placements)
+            measured = measured.to_local()
+        else:
+            measured = measured.full_tensor()
+    measured, expected = measured.detach(), expected.detach()
+    if measured.shape != expected.shape:
+        return f"{layout}shard of shape {tuple(measured.shape)}, expected {tuple(expected.shape)}"
+    if _are_equal(measured, expected, roundings=roundings):
+        return ""
+    return f"{layout}{_numbers(measured)}, expected {_numbers(expected)}"
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _are_equal(measured: Tensor, expected: Tensor, *, roundings: float) -> bool:
+    if not roundings or not expected.is_floating_point():
+        return bool(((measured == expected) | (measured.isnan() & expected.isnan())).all())
+    finite = expected[expected.isfinite()]
+    scale = max(1.0, float(finite.abs().max()) if finite.numel() else 1.0)
+    bound = roundings * torch.finfo(expected.dtype).eps / 2 * scale
+    return torch.allclose(measured, expected, rtol=0.0, atol=bound, equal_nan=True)
+
+
+def _numbers(tensor: Tensor) -> str:
+    numbers = [round(number, 4) if isinstance(number, float) else number for number in tensor.flatten()[:6].tolist()]
+    return f"{numbers}"
+
+
+def _text(layout: Sequence[Placement]) -> str:
+    return f"({', '.join(str(at) for at in layout)})"
+
+
+# Layouts
+
+
+_PENDING = (Partial("sum"), Partial("max"))
+
+
+def plan_of(sample: Sample, mesh: DeviceMesh) -> dict[Size, list[tuple[Layout, ...]]]:
+    """Return the layouts to try by size of shards; what a world has no time for, another one has.
+
+    Two ranks: all arguments sharded alike along the first dimension, unevenly, and evenly along the last, which tells
+    nothing more of an operator on elements. More ranks: uneven shards in layouts that one or all arguments have, and
+    shards that not every rank has. A mesh of two dimensions: pairs of placements, of all arguments alike.
+    """
+    arguments = sample.arguments
+    first, last = _alike(arguments, Shard(0)), _alike(arguments, Shard(-1))
+    if mesh.ndim == 2:
+        return {"even": _on_two_dimensions(arguments)}
+    if mesh.size() == 2:
+        return {"uneven": _each([first]), "even": _each([last])[: not sample.elementwise]}
+    return {"uneven": _one_or_all(arguments), "empty": _each([first])}
+
+
+def _each(layouts: Sequence[Sequence[Placement]]) -> list[tuple[Layout, ...]]:
+    """Return layouts of a mesh of one dimension, each once."""
+    return list(dict.fromkeys(tuple((at,) for at in of_arguments) for of_arguments in layouts))
+
+
+def _alike(arguments: Sequence[Argument], at: Placement) -> tuple[Placement, ...]:
+    return tuple(_possible(at, argument) for argument in arguments)
+
+
+def _one_or_all(arguments: Sequence[Argument]) -> list[tuple[Layout, ...]]:
+    """Return layouts of arguments: all sharded alike or pending, or one of them and the others replicated."""
+    replicated: tuple[Placement, ...] = (Replicate(),) * len(arguments)
+    dims = [Shard(dim) for dim in range(-1, max(argument.ndim for argument in arguments))]
+    chosen = [replicated, *(_alike(arguments, at) for at in dims)]
+    for index, argument in enumerate(arguments):
+        for at in (Shard(0), *(_PENDING if index == 0 else ())):
+            chosen.append((*replicated[:index], _possible(at, argument), *replicated[index + 1 :]))
+    return _each(chosen)
+
+
+def _on_two_dimensions(arguments: Sequence[Argument]) -> list[tuple[Layout, ...]]:
+    pending = Partial("sum")
+    pairs = ((Shard(0), Shard(0)), (Shard(0), Shard(1)), (Shard(1), Shard(0)), (pending, Shard(0)))
+    chosen = (tuple(tuple(_possible(at, argument) for at in pair) for argument in arguments) for pair in pairs)
+    return list(dict.fromkeys(chosen))
+
+
+def _possible(at: Placement, argument: Argument) -> Placement:
+    """Return the placement if the argument can have it, else a replicated one."""
+    if isinstance(at, Shard):
+        return at if at.dim < argument.ndim and argument.ndim else Replicate()
+    return at if argument.is_differentiable or not at.is_partial() else Replicate()

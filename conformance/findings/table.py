@@ -1,0 +1,149 @@
+"""Tables of findings: what the installed torch shows, and the page `findings/README.md` with all versions."""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+from packaging.version import Version
+from tabulate import tabulate
+
+from conformance.findings.execution import PRESENT, Outcome
+from conformance.findings.programs import DIRECTORY, NO_THREAD, Finding
+
+VERSIONS_FILE = DIRECTORY / "versions.json"
+CATALOGUE = DIRECTORY / "README.md"
+REPORTS = DIRECTORY / "reports"
+WORST = 6
+_INTRODUCTION = """# Faults of released torch
+
+Written by `conformance findings --write`, which runs every program on the installed torch and keeps the outcome in
+`versions.json`. Each program needs torch alone, prints what it expected and what it got, and ends with status 1 if the
+fault is there, 0 if not, and 2 if torch refuses or lacks what it needs:
+
+    torchrun --nproc-per-node RANKS findings/NAME.py
+    conformance findings                             # all of them on the installed torch
+
+torchrun makes status 1 of 2; `conformance findings` tells them apart. All outcomes are those of CPUs and gloo.
+
+Outcomes: **wrong** (the fault is there), right, refused (torch says that it cannot), **hangs**, **dies**, error (the
+program failed and says nothing about torch), and nothing where it was not run. "None known" means that no thread was
+found in a stored copy of GitHub's; it is no proof. [Reports](reports) are texts to file for those."""
+
+_REPORT = """# {title}
+
+{details}
+
+In training: {training}. To avoid it: {avoid}.
+
+`torchrun --nproc-per-node {ranks} {name}.py` ends with status 1 if the fault is there:
+
+```python
+{program}
+```
+
+It prints with torch {torch}, on CPUs and gloo:
+
+```
+{output}
+```
+
+Outcomes by version of torch:
+
+{outcomes}
+"""
+
+Versions = dict[str, dict[str, Outcome]]
+"""Outcome by name of the program, by version of torch."""
+
+
+def read_versions() -> Versions:
+    """Return the outcomes of all versions on which the programs were run; empty without the file."""
+    return msgspec.json.decode(VERSIONS_FILE.read_bytes(), type=Versions) if VERSIONS_FILE.exists() else {}
+
+
+def with_version(versions: Versions, torch: str, outcomes: Mapping[str, Outcome], names: Sequence[str]) -> Versions:
+    """Return outcomes with those of a version of torch added to it, of the programs that there are, in order."""
+    known = {**versions.get(torch, {}), **outcomes}
+    every = {**versions, torch: {name: known[name] for name in names if name in known}}
+    return {version: every[version] for version in sorted(every, key=Version)}
+
+
+def catalogue(findings: Sequence[Finding], versions: Versions) -> str:
+    """Return `findings/README.md`."""
+    return f"{_INTRODUCTION}\n\n{_all(findings, versions)}\n"
+
+
+def _all(findings: Sequence[Finding], versions: Versions) -> str:
+    headers = ["program", "what", "severity", "training", *versions, "law", "thread", "how to avoid it"]
+    rows = [
+        [
+            f"[{finding.name}]({finding.name}.py), {finding.ranks}",
+            finding.title,
+            f"{finding.severity}, {finding.visible}",
+            finding.training,
+            *(_emphasised(of_version.get(finding.name, "")) for of_version in versions.values()),
+            finding.law,
+            _thread(finding),
+            finding.avoid,
+        ]
+        for finding in findings
+    ]
+    return _markdown(rows, headers)
+
+
+def report(finding: Finding, versions: Versions, *, torch: str, output: str) -> str:
+    """Return a text to file upstream: what is wrong and why, the program, what it prints, and versions that show it."""
+    outcomes = "\n".join(f"- {version}: {of[finding.name]}" for version, of in versions.items() if finding.name in of)
+    return _REPORT.format(
+        title=finding.title.rstrip("."),
+        details=finding.details,
+        training=finding.training,
+        avoid=finding.avoid,
+        ranks=finding.ranks,
+        name=finding.name,
+        program=finding.file.read_text().strip(),
+        torch=torch,
+        output=output.strip(),
+        outcomes=outcomes,
+    )
+
+
+def worst(findings: Sequence[Finding], versions: Versions) -> str:
+    """Return a table of the findings that do most damage and are seen least, with the versions that show them."""
+    rows = [
+        [
+            _seen(finding, versions),
+            f"[{finding.title.rstrip('.')}](findings/{finding.name}.py)",
+            finding.law,
+            _thread(finding, reports="findings/reports"),
+        ]
+        for finding in findings[:WORST]
+    ]
+    return _markdown(rows, ["torch", "fault", "law", "thread"])
+
+
+def installed(findings: Sequence[Finding], outcomes: Mapping[str, Outcome]) -> str:
+    """Return the table that the command prints, for a terminal."""
+    rows = [
+        [outcomes[f.name], f"{f.severity}, {f.visible}", f.name, f.training if outcomes[f.name] in PRESENT else ""]
+        for f in findings
+    ]
+    return tabulate(rows, headers=["outcome", "severity", "finding", "what training sees"], tablefmt="simple")
+
+
+def _seen(finding: Finding, versions: Versions) -> str:
+    shown = [version for version, outcomes in versions.items() if outcomes.get(finding.name) in PRESENT]
+    return ", ".join(".".join(version.split(".")[:2]) for version in shown) or "-"
+
+
+def _emphasised(outcome: str) -> str:
+    return f"**{outcome}**" if outcome in PRESENT else outcome
+
+
+def _thread(finding: Finding, *, reports: str = "reports") -> str:
+    if not finding.has_thread:
+        return f"[{NO_THREAD}]({reports}/{finding.name}.md)"
+    return f"[{finding.thread.rpartition('/')[2]}]({finding.thread})"
+
+
+def _markdown(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
+    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)

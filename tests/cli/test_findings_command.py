@@ -1,0 +1,97 @@
+"""`python -m conformance findings`: its table, its JSON and its exit status, with programs of the test's own."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from conformance.__main__ import main
+from conformance.cli import findings as command
+from conformance.findings import programs, table
+
+PROGRAM = '''"""The {name} is wrong.
+
+It adds up.
+
+severity: {severity}
+visible: silent
+training: all of it
+thread: https://example.com/issues/12
+law: none
+avoid: do not
+ranks: 1
+"""
+
+import sys
+
+print("expected 0, got {status}")
+sys.exit({status})
+'''
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put two programs in the place of those of the project: one shows its fault, the other does not."""
+    for name, severity, status in (("sum", "high", "1"), ("mean", "low", "0")):
+        (tmp_path / f"{name}.py").write_text(PROGRAM.format(name=name, severity=severity, status=status))
+    monkeypatch.setattr(programs, "DIRECTORY", tmp_path)
+    monkeypatch.setattr(command, "findings", lambda: programs.findings(tmp_path))
+    for owner in (command, table):
+        monkeypatch.setattr(owner, "CATALOGUE", tmp_path / "README.md")
+        monkeypatch.setattr(owner, "VERSIONS_FILE", tmp_path / "versions.json")
+    monkeypatch.setattr(command, "REPORTS", tmp_path / "reports")
+    monkeypatch.setattr(command, "_torch_version", lambda: "2.13.0")
+    return tmp_path
+
+
+def test_the_table_says_what_the_installed_torch_shows(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["findings"]) == 0
+    head, _, wrong, right = (" ".join(line.split()) for line in capsys.readouterr().out.splitlines()[2:])
+    assert head == "outcome severity finding what training sees"
+    assert wrong == "wrong high, silent sum all of it"
+    assert right == "right low, silent mean"
+
+
+def test_json_has_what_programs_print(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["findings", "sum", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["torch"] == "2.13.0"
+    (entry,) = report["findings"]
+    assert (entry["name"], entry["outcome"], entry["output"]) == ("sum", "wrong", "expected 0, got 1\n")
+
+
+def test_a_program_that_fails_by_itself_is_told(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (directory / "sum.py").write_text(PROGRAM.format(name="sum", severity="high", status="1 / 0"))
+    assert main(["findings", "sum"]) == 3
+    assert "ZeroDivisionError: division by zero" in capsys.readouterr().out
+
+
+def test_outcomes_are_kept_by_version(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["findings", "--write"]) == 0
+    assert json.loads((directory / "versions.json").read_text()) == {"2.13.0": {"sum": "wrong", "mean": "right"}}
+    assert "| **wrong** |" in (directory / "README.md").read_text()
+    assert not list((directory / "reports").iterdir()), "a thread describes both"
+
+
+def test_faults_that_no_thread_describes_get_a_report(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = directory / "sum.py"
+    file.write_text(file.read_text().replace("https://example.com/issues/12", "none known"))
+    assert main(["findings", "sum", "--write"]) == 0
+    text = (directory / "reports" / "sum.md").read_text()
+    assert text.startswith("# The sum is wrong\n\nIt adds up.\n")
+    assert "expected 0, got 1\n" in text
+    assert "- 2.13.0: wrong\n" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["summ"], "(did you mean `sum`?)"),
+        (["--limit", "0", "sum"], "deadline_s is 0.0: give a positive number"),
+    ],
+)
+def test_mistakes_are_told(
+    directory: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], problem: str
+) -> None:
+    assert main(["findings", *arguments]) == 4
+    assert problem in capsys.readouterr().err

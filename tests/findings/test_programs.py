@@ -1,0 +1,105 @@
+"""Docstrings of the programs of findings, and the tables that are made of them."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from conformance.findings.programs import DIRECTORY, Finding, findings, read_finding
+from conformance.findings.table import WORST, catalogue, read_versions, with_version, worst
+from conformance.laws.registry import asserted_laws
+
+HEADER = '''"""It is wrong.
+
+Why it is.
+
+severity: high
+visible: silent
+training: nothing is learnt
+thread: none known
+law: PAR-1
+avoid: do not
+ranks: 2
+"""
+'''
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    file = tmp_path / "it_is.py"
+    file.write_text(HEADER)
+    return file
+
+
+def test_a_program_says_what_it_is_about(program: Path) -> None:
+    finding = read_finding(program)
+    assert (finding.name, finding.title, finding.severity, finding.ranks) == ("it_is", "It is wrong.", "high", 2)
+    assert not finding.has_thread
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("severity: high", "severity: huge", "Invalid enum value 'huge'"),
+        ("severity: high\n", "", "missing required field `severity`"),
+        ("severity: high", "severity: high\nnotes: none", "unknown field `notes`"),
+        ("thread: none known", "thread: somewhere", "thread"),
+        ("law: PAR-1", "law: PAR", "law"),
+        ("ranks: 2", "ranks: 0", "ranks"),
+        ("avoid: do not", "avoid it", "must end with lines `FIELD: VALUE`, found 'avoid it'"),
+        (HEADER, "", "must end with"),
+    ],
+)
+def test_mistakes_are_told(program: Path, old: str, new: str, problem: str) -> None:
+    program.write_text(HEADER.replace(old, new) or "pass\n")
+    with pytest.raises(ValueError, match=re.escape(problem) if old != HEADER else "it_is.py: write a docstring"):
+        read_finding(program)
+
+
+def test_the_worst_come_first() -> None:
+    orders = [finding.order for finding in findings()]
+    assert orders == sorted(orders)
+    assert orders[0][:2] == (0, 0)
+
+
+@pytest.mark.parametrize("finding", findings(), ids=lambda finding: finding.name)
+def test_programs_are_short_and_need_torch_alone(finding: Finding) -> None:
+    text = finding.file.read_text()
+    imported = {
+        name.split(".")[0]
+        for node in ast.walk(ast.parse(text))
+        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else _names(node))
+    }
+    assert imported <= {"torch", "sys", "os", "signal", "time", "datetime"}
+    assert len(text.splitlines()) < 50
+    assert "expected" in text
+    assert "got" in text or finding.name == "async_redistribution_on_gloo", "whose processes die"
+
+
+def _names(node: ast.AST) -> list[str]:
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+
+
+def test_the_laws_exist() -> None:
+    assert {finding.law for finding in findings()} - {"none"} <= asserted_laws().keys()
+
+
+def test_faults_that_no_thread_describes_have_a_report() -> None:
+    reports = {file.stem for file in (DIRECTORY / "reports").glob("*.md")}
+    assert reports == {finding.name for finding in findings() if not finding.has_thread}
+
+
+def test_a_version_is_added_in_its_place(program: Path) -> None:
+    versions = with_version({"2.9.0": {"it_is": "right"}}, "2.13.0", {"it_is": "wrong"}, ["it_is"])
+    versions = with_version(versions, "2.10.0", {"it_is": "refused", "gone": "right"}, ["it_is"])
+    assert versions == {"2.9.0": {"it_is": "right"}, "2.10.0": {"it_is": "refused"}, "2.13.0": {"it_is": "wrong"}}
+    text = catalogue([read_finding(program)], versions)
+    assert "| right   | refused  | **wrong** | PAR-1 | [none known](reports/it_is.md) | do not" in text
+    assert "| 2.13    | [It is wrong](findings/it_is.py) |" in worst([read_finding(program)], versions)
+
+
+def test_the_catalogue_is_current() -> None:
+    known = findings()
+    assert (DIRECTORY / "README.md").read_text() == catalogue(known, read_versions()), "conformance docs --write"
+    assert len(worst(known, read_versions()).splitlines()) == 2 + WORST
