@@ -1,9 +1,10 @@
-"""Memory of a step on CUDA devices while the host runs ahead of them. Not yet run on hardware: docs/gpu/status.md."""
+"""Memory of a step on devices while the host runs ahead of them. Not yet run on CUDA: docs/gpu/status.md."""
 
 import msgspec
 import torch
 
 from conformance.experiments.context import RankWorld, experiment
+from conformance.instruments import accelerators
 from conformance.run.experiment import Needs
 from reference_trainer.observer import Observer, Phase
 
@@ -25,14 +26,14 @@ class DevicePeaks(msgspec.Struct):
 
 @experiment(needs=Needs.TRAINING)
 def step_on_device(rank: RankWorld) -> DevicePeaks:
-    """Measure the second step on a rank's CUDA device while the host runs ahead of the device."""
+    """Measure the second step on a rank's device while the host runs ahead of the device."""
     device = rank.device
     observer = _HostAhead(device)
     before = allocator_bytes(device, "current")
     trainer = rank.trainer(observer)
     trainer.train_step(0)
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
+    accelerators.synchronize()
+    accelerators.reset_peaks(device)
     trainer.train_step(1)
     peaks = allocator_bytes(device, "peak")
     return DevicePeaks(**{kind: peak - before[kind] for kind, peak in peaks.items()})
@@ -53,6 +54,6 @@ class _HostAhead(Observer):
 
 
 def allocator_bytes(device: torch.device, when: str) -> dict[str, int]:
-    """Return the `allocated`, `active` and `reserved` bytes of a CUDA device; `when` is `current` or `peak`."""
-    statistics = torch.cuda.memory_stats(device)
+    """Return the `allocated`, `active` and `reserved` bytes of a device; `when` is `current` or `peak`."""
+    statistics = accelerators.statistics(device)
     return {kind: statistics[f"{kind}_bytes.all.{when}"] for kind in ("allocated", "active", "reserved")}

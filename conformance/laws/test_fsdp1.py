@@ -15,7 +15,7 @@ from conformance.oracles.emulation import emulated_step
 from conformance.oracles.fsdp1_memory import predict_fsdp1
 from conformance.oracles.memory_model import predict, resident_bytes
 from conformance.plan.cells import Cell
-from conformance.plan.substrates import CUDA, SIMULATED
+from conformance.plan.substrates import SIMULATED, STREAMS
 from conformance.run.record import Record
 
 FSDP1 = "https://docs.pytorch.org/docs/stable/fsdp.html#torch.distributed.fsdp.FullyShardedDataParallel"
@@ -40,7 +40,11 @@ def test_fsdp1_and_fsdp2_compute_the_same(run: Run, cell: Cell) -> None:
 
 
 @law(
-    "STREAM-4", where="implementation = fsdp1 and model = deep", reference=FSDP1_AND_FSDP2, since="2.8", substrates=CUDA
+    "STREAM-4",
+    where="implementation = fsdp1 and model = deep",
+    reference=FSDP1_AND_FSDP2,
+    since="2.8",
+    substrates=STREAMS,
 )
 def test_fsdp2_active_peak_is_at_most_fsdp1s(measure: Measure, cell: Cell) -> None:
     """While the host runs ahead of the device, the peak of FSDP2's `active` memory (in use, or freed but held for a
@@ -92,7 +96,7 @@ def _distances(newer: Record, older: Record) -> dict[str, Bound]:
     """
     masters = newer.select("step0/parameter/")
     configs = [record.cell.config for record in (newer, older)]
-    new, old = (emulated_step(config, masters, step=0, device=newer.device_type) for config in configs)
+    new, old = (emulated_step(config, masters, step=0, device=newer.kernel_type) for config in configs)
     return {
         name: bound("e + d", e=error, d=compare.deviation(new.gradients[name], old.gradients[name]))
         for name, error in tolerance.emulated_gradients(configs[1], old).items()

@@ -11,7 +11,7 @@ from conformance.laws.axes.proofs import prove
 from conformance.laws.fixtures import Measure, Run
 from conformance.outcomes import ConformanceFailure, Unsupported
 from conformance.plan.cells import RECORD_STREAMS, Cell
-from conformance.plan.substrates import CUDA
+from conformance.plan.substrates import STREAMS
 from conformance.torch_release import release
 
 AVOID_RECORD_STREAMS = "https://github.com/pytorch/pytorch/pull/150398"
@@ -50,7 +50,7 @@ def test_avoid_record_streams_variable_changes_nothing(run: Run, measure: Measur
     "STREAM-2",
     where="model = deep and features <= 2 and implementation = fsdp2",
     reference=AVOID_RECORD_STREAMS,
-    substrates=CUDA,
+    substrates=STREAMS,
 )
 def test_record_stream_holds_nothing(measure: Measure, cell: Cell) -> None:
     """Memory that the caching allocator holds at its peak for streams that have not caught up (`active` above

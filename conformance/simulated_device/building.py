@@ -17,10 +17,15 @@ from pathlib import Path
 from filelock import FileLock
 
 from conformance.outcomes import Unsupported
+from conformance.torch_release import release
 
 MODULE = "simdev"
 """Name of the extension module."""
+LIBRARY_VARIABLE = "CONFORMANCE_SIM_LIBRARY"
+"""Environment variable with the path of the compiled device, which ranks load."""
 CACHE_VARIABLE = "XDG_CACHE_HOME"
+SINCE = "2.13"
+"""First torch release with which the device was compiled; it uses C++ interfaces that older ones lack."""
 _SOURCES = Path(__file__).parent / "csrc"
 _FLAGS = ("-O1", "-g0", "-DAT_PER_OPERATOR_HEADERS")  # optimised code would save nothing: kernels are torch's own
 _LIMIT_S = 1800.0
@@ -35,6 +40,9 @@ def device_library() -> Path:
 
     Raises Unsupported, with the package to install or the compiler's message, if it cannot be built.
     """
+    torch = importlib.metadata.version("torch")
+    if release(torch) < release(SINCE):
+        raise Unsupported(f"the simulated accelerator is for torch {SINCE} and later; this is {torch}")
     compiler = _compiler()
     directory = cache_directory() / _key(compiler)
     library = directory / f"{MODULE}.so"

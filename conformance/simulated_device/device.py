@@ -25,8 +25,6 @@ BACKEND = "simccl"
 """Backend of process groups, for tensors on the device and on the host."""
 BACKENDS = f"cpu:{BACKEND},{NAME}:{BACKEND}"
 """Backends for `init_process_group`. The one for the host lets the device go on while the host waits for its peers."""
-LIBRARY_VARIABLE = "CONFORMANCE_SIM_LIBRARY"
-"""Environment variable with the compiled device, which ranks load."""
 
 
 @cache
@@ -53,10 +51,9 @@ def device() -> torch.device:
     return torch.device(NAME, 0)
 
 
-def follow(schedule: str) -> None:
-    """Run all that is queued, then follow another schedule, such as `lazy`; see `schedules`."""
-    parsed = Schedule.parse(schedule)
-    _extension().follow(parsed.policy, parsed.number, parsed.number)
+def follow(schedule: Schedule) -> None:
+    """Run all that is queued, then follow another schedule."""
+    _extension().follow(schedule.policy, schedule.number, schedule.number)
 
 
 def poison(on: bool) -> None:

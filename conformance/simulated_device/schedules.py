@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Self
 
 VARIABLE = "CONFORMANCE_SIM_SCHEDULE"
-"""Environment variable with the schedule of a rank; without it, it is `eager`."""
+"""Environment variable with the schedule of a rank."""
+DEFAULT = "lazy"
+"""Schedule of a session that names none: the furthest from the CPU, on which everything runs at once."""
 FSDP2_STREAMS = {"copy_in": 1, "all_gather": 2, "reduce_scatter": 3, "all_reduce": 4}
 """Numbers of FSDP2's streams in the order of their creation, which is that of `FSDPCommContext.lazy_init`."""
 _POLICIES = ("eager", "lazy", "random", "starve")  # in the order of `Policy` in csrc/scheduler.h
@@ -32,3 +34,7 @@ class Schedule:
         if name not in _POLICIES or takes_number != number.isdecimal() or (not takes_number and number):
             raise ValueError(f"the schedule is {text!r}: write eager, lazy, random:SEED or starve:NUMBER-OF-STREAM")
         return cls(_POLICIES.index(name), int(number or 0))
+
+    def of_rank(self, rank: int) -> "Schedule":
+        """Return the schedule of a rank: each has a random one of its own, and all share any other."""
+        return Schedule(self.policy, self.number + rank) if _POLICIES[self.policy] == "random" else self
