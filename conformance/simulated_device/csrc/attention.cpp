@@ -23,11 +23,14 @@ at::Tensor scaled_dot_product_attention(
     bool is_causal,
     std::optional<double> scale,
     bool enable_gqa) {
-  std::optional<at::Tensor> host_mask;
-  if (mask && mask->defined()) host_mask = kernel_view(*mask);
-  int64_t choice = at::_fused_sdp_choice(
-      kernel_view(query), kernel_view(key), kernel_view(value), host_mask, dropout, is_causal, scale, enable_gqa);
-  if (choice == kFlashAttention)
+  auto choice = [&] {
+    BelowDispatch below;
+    std::optional<at::Tensor> host_mask;
+    if (mask && mask->defined()) host_mask = kernel_view(*mask);
+    return at::_fused_sdp_choice(
+        kernel_view(query), kernel_view(key), kernel_view(value), host_mask, dropout, is_causal, scale, enable_gqa);
+  };
+  if (choice() == kFlashAttention)
     return std::get<0>(
         at::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout, is_causal, mask, scale));
   return std::get<0>(at::_scaled_dot_product_attention_math(

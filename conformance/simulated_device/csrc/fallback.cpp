@@ -270,6 +270,12 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
+// Operators that torch would decompose for a device without a kernel, with other rounding than the CPU's kernel.
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+  for (const char* name : {"silu_backward", "mish_backward", "native_channel_shuffle"})
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+
 TORCH_LIBRARY_IMPL(_, AutogradPrivateUse1, library) {
   library.fallback(torch::CppFunction::makeFallthrough());
 }
