@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from conformance.simulated_device.building import MODULE
 from conformance.simulated_device.schedules import Schedule
+from conformance.simulated_device.trace import Access
 
 NAME = "sim"
 """Type of the device."""
@@ -71,9 +72,9 @@ def start_trace() -> None:
     _extension().start_trace()
 
 
-def stop_trace() -> list[tuple[Any, ...]]:
-    """Return the records since `start_trace`, see `trace.Access`."""
-    return list(_extension().stop_trace())
+def stop_trace() -> list[Access]:
+    """Return what the host has issued since `start_trace`."""
+    return [Access(*record) for record in _extension().stop_trace()]
 
 
 def host_access(name: str, begin: int, size_bytes: int, *, write: bool) -> None:

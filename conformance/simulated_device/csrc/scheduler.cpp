@@ -79,10 +79,15 @@ void Scheduler::step(int64_t stream) {
 void Scheduler::run(const Task& task, int64_t stream) {
   if (!task.run) return;
   ++executed_;
+  auto failed = [&](const char* reason) {
+    TORCH_CHECK(false, "simulated device: ", task.name, ", queued on stream ", stream, ", failed: ", reason);
+  };
   try {
     task.run();
+  } catch (const c10::Error& error) {
+    failed(error.what_without_backtrace());
   } catch (const std::exception& error) {
-    TORCH_CHECK(false, "simulated device: ", task.name, ", queued on stream ", stream, ", failed: ", error.what());
+    failed(error.what());
   }
 }
 
