@@ -23,7 +23,7 @@ from conformance.simulated_device import device as simulated
 from conformance.simulated_device.schedules import FSDP2_STREAMS, Schedule
 from reference_trainer.checkpoint import Checkpoints, resume
 
-SCHEDULES = ("eager", "lazy", "random:1", *(f"starve:{number}" for number in FSDP2_STREAMS.values()))
+SCHEDULES = ("eager", "lazy", *(f"starve:{number}" for number in FSDP2_STREAMS.values()), "random:1")
 """Schedules under which a run on the simulated device must be the same."""
 
 

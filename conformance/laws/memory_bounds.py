@@ -62,9 +62,12 @@ def phase_bounds(measure: Measure, cell: Cell, *, in_flight: bool = False, on_de
     """Return the bounds on memory of each phase of a step.
 
     With `in_flight`, threads of each process group may hold the buffer of their last operator. With `on_device`,
-    activations are those of the device's operators.
+    activations are those of the device's operators, and the optimizer is the one that torch chooses there.
     """
     config, dims, shapes = sizes_of(cell)
+    if on_device and config.optimizer.implementation == "auto":
+        optimizer = msgspec.structs.replace(config.optimizer, implementation="foreach")
+        config = msgspec.structs.replace(config, optimizer=optimizer)
     (profile,) = measure(profile_without_fsdp, cell, on_device=on_device)
     predicted = predict(config, dims, shapes, profile, traits=traits_of(str(torch.__version__)))
     state, largest = state_bytes(config, dims, shapes), max(group_bytes(config, dims, shapes).values())

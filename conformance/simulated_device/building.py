@@ -88,14 +88,15 @@ def _files() -> list[Path]:
 
 def _build(directory: Path, compiler: str) -> None:
     """Compile in `directory`; the library appears there when it is complete."""
-    note = f"building the simulated accelerator for this torch, once; takes minutes ({directory / 'build.log'})"
+    log_file = directory / "build.log"
+    note = f"building the simulated accelerator for this torch, once; may take minutes ({log_file})"
     print(note, file=sys.stderr, flush=True)
     command = [sys.executable, "-m", f"{__package__}.building", str(directory)]
-    jobs = {"MAX_JOBS": os.environ.get("MAX_JOBS", str(len(os.sched_getaffinity(0)))), "CXX": compiler}
-    with (directory / "build.log").open("w") as log:
-        done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=_LIMIT_S, env=os.environ | jobs)
+    environment = os.environ | {"CXX": compiler}
+    with log_file.open("w") as log:
+        done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=_LIMIT_S, env=environment)
     if done.returncode:
-        raise Unsupported(f"the simulated accelerator cannot be compiled: {_first_error(directory / 'build.log')}")
+        raise Unsupported(f"the simulated accelerator cannot be compiled: {_first_error(log_file)}")
 
 
 def _first_error(log: Path) -> str:
@@ -104,12 +105,16 @@ def _first_error(log: Path) -> str:
 
 
 def compile_in(directory: Path) -> None:
-    """Compile the device with torch's extension builder, which uses ninja if there is one."""
+    """Compile the device with torch's extension builder.
+
+    All sources are one translation unit: torch's headers, which take nearly all of the time, are then read once.
+    """
     from setuptools import Distribution
     from torch.utils.cpp_extension import BuildExtension, CppExtension
 
-    sources = [str(file) for file in _files() if file.suffix == ".cpp"]
-    extension = CppExtension(MODULE, sources, extra_compile_args=list(_FLAGS))
+    unit = directory / f"{MODULE}.cpp"
+    unit.write_text("".join(f'#include "{file}"\n' for file in _files() if file.suffix == ".cpp"))
+    extension = CppExtension(MODULE, [str(unit)], extra_compile_args=list(_FLAGS))
     command = BuildExtension(Distribution({"name": MODULE, "ext_modules": [extension]}), no_python_abi_suffix=True)
     command.build_lib = command.build_temp = str(directory / "build")
     command.ensure_finalized()

@@ -15,7 +15,8 @@ from tests.run.devices.fake_devices import FakeDevices
 from tests.simulated_device.processes import library
 
 OFFLOADED = Cell(mesh="dp2").but(offload="cpu", pin_memory=True)
-REPLICAS = Cell(mesh="hsdp2x2")
+REPLICAS = Cell(mesh="hsdp2x1")
+"""Two replicas that shard over one rank each: the fewest ranks that reduce over replicas."""
 DEFECTS = {
     "all-reduce-buffer-released": (REPLICAS.but(precision="bf16-reduce"), "lazy"),
     "offload-source-released": (REPLICAS.but(offload="cpu", pin_memory=True), "starve:4"),

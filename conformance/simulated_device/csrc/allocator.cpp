@@ -20,7 +20,6 @@ constexpr size_t kLargeSegmentBytes = 20 << 20; // ... and below this one
 constexpr size_t kRoundSegmentBytes = 2 << 20;
 
 constexpr size_t kGuardBytes = 4096; // between segments: nothing is merged over it
-constexpr int kPoison = 0xFF; // NaN in each floating-point dtype, -1 in integers
 
 size_t rounded(size_t bytes, size_t multiple) {
   return (bytes + multiple - 1) / multiple * multiple;
@@ -31,7 +30,7 @@ size_t segment_bytes(size_t bytes) {
   return bytes < kMinLargeSegmentBytes ? kLargeSegmentBytes : rounded(bytes, kRoundSegmentBytes);
 }
 
-Range range_of(const Block& block) {
+Range bytes_of(const Block& block) {
   auto begin = reinterpret_cast<uint64_t>(block.begin);
   return {begin, begin + block.bytes, true};
 }
@@ -86,7 +85,7 @@ Block* CachingAllocator::malloc(size_t bytes, int64_t stream) {
   count(statistics_.allocated_bytes, block->bytes);
   count(statistics_.active_bytes, block->bytes);
   count(statistics_.requested_bytes, bytes);
-  trace().add("alloc", stream, "", 0, {range_of(*block)});
+  trace().add("alloc", stream, "", 0, {bytes_of(*block)});
   return block;
 }
 
@@ -148,7 +147,7 @@ void CachingAllocator::free(Block* block) {
   count(statistics_.allocated_bytes, -static_cast<int64_t>(block->bytes));
   count(statistics_.requested_bytes, -static_cast<int64_t>(block->requested_bytes));
   if (block->recorded.empty()) return release(block);
-  trace().add("free_later", block->stream, "", 0, {range_of(*block)});
+  trace().add("free_later", block->stream, "", 0, {bytes_of(*block)});
   for (int64_t stream : block->recorded) held_.push_back({scheduler().end_of(stream), block});
   block->pending = static_cast<int>(block->recorded.size());
   release_caught_up();
@@ -169,7 +168,7 @@ void CachingAllocator::release_caught_up() {
 }
 
 void CachingAllocator::release(Block* block) {
-  trace().add("free", block->stream, "", 0, {range_of(*block)});
+  trace().add("free", block->stream, "", 0, {bytes_of(*block)});
   count(statistics_.active, -1);
   count(statistics_.active_bytes, -static_cast<int64_t>(block->bytes));
   block->recorded.clear();
@@ -219,7 +218,7 @@ void CachingAllocator::recordStream(const c10::DataPtr& data, c10::Stream stream
   Lock lock;
   auto found = in_use_.find(data.get());
   if (found == in_use_.end()) return; // nothing was allocated
-  trace().add("record_stream", stream.id(), "", 0, {range_of(*found->second)});
+  trace().add("record_stream", stream.id(), "", 0, {bytes_of(*found->second)});
   if (stream.id() != found->second->stream) found->second->recorded.insert(stream.id());
 }
 

@@ -9,6 +9,7 @@
 
 namespace sim {
 
+constexpr int kPoison = 0xFF; // each byte of fresh memory: NaN in each floating-point dtype, -1 in integers
 constexpr size_t kMemoryBytes = size_t{1} << 36; // reserved addresses; pages exist once they are written
 
 // Maps the memory; to be called once in each process, after its last fork: children would share the bytes.

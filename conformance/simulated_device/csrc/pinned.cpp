@@ -5,12 +5,12 @@
 #include <cstring>
 
 #include "lock.h"
+#include "memory_map.h"
 
 namespace sim {
 
 namespace {
 constexpr size_t kAlignBytes = 512;
-constexpr int kPoison = 0xFF;
 } // namespace
 
 // Sizes are rounded up to powers of two, as by torch's host allocator: ATen/core/CachingHostAllocator.h.

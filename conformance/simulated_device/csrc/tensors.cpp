@@ -37,7 +37,7 @@ at::Tensor empty_strided(
   return at::detail::empty_strided_generic(sizes, strides, &allocator(), kKeys, c10::dtype_or_default(dtype));
 }
 
-at::Tensor as_strided(
+at::Tensor strided_view(
     const at::Tensor& self, at::IntArrayRef sizes, at::IntArrayRef strides, std::optional<int64_t> offset) {
   auto view = at::detail::make_tensor<at::TensorImpl>(
       at::TensorImpl::VIEW, at::Storage(self.storage()), self.key_set(), self.dtype());
@@ -46,7 +46,7 @@ at::Tensor as_strided(
 }
 
 at::Tensor reshape_alias(const at::Tensor& self, at::IntArrayRef sizes, at::IntArrayRef strides) {
-  return as_strided(self, sizes, strides, self.storage_offset());
+  return strided_view(self, sizes, strides, self.storage_offset());
 }
 
 at::Tensor view(const at::Tensor& self, at::IntArrayRef wanted) {
@@ -56,7 +56,7 @@ at::Tensor view(const at::Tensor& self, at::IntArrayRef wanted) {
       strides,
       "view size is not compatible with input tensor's size and stride (at least one dimension spans across two "
       "contiguous subspaces). Use .reshape(...) instead.");
-  return as_strided(self, sizes, *strides, self.storage_offset());
+  return strided_view(self, sizes, *strides, self.storage_offset());
 }
 
 at::Tensor unfold(const at::Tensor& self, int64_t dim, int64_t size, int64_t step) {
@@ -67,7 +67,7 @@ at::Tensor unfold(const at::Tensor& self, int64_t dim, int64_t size, int64_t ste
   strides.push_back(strides[dim]);
   sizes[dim] = (self.size(dim) - size) / step + 1;
   strides[dim] *= step;
-  return as_strided(self, sizes, strides, self.storage_offset());
+  return strided_view(self, sizes, strides, self.storage_offset());
 }
 
 const at::Tensor& resize_(const at::Tensor& self, at::IntArrayRef sizes, std::optional<at::MemoryFormat>) {
@@ -106,7 +106,7 @@ void record_stream(at::Tensor& self, at::Stream stream) {
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("empty.memory_format", empty_memory_format);
   library.impl("empty_strided", empty_strided);
-  library.impl("as_strided", as_strided);
+  library.impl("as_strided", strided_view);
   library.impl("_reshape_alias", reshape_alias);
   library.impl("view", view);
   library.impl("unfold", unfold);
