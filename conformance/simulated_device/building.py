@@ -109,12 +109,12 @@ def compile_in(directory: Path) -> None:
 
     All sources are one translation unit: torch's headers, which take nearly all of the time, are then read once.
     """
-    from setuptools import Distribution
+    from setuptools import Distribution  # type: ignore[import-untyped]  # torch depends on it
     from torch.utils.cpp_extension import BuildExtension, CppExtension
 
     unit = directory / f"{MODULE}.cpp"
     unit.write_text("".join(f'#include "{file}"\n' for file in _files() if file.suffix == ".cpp"))
-    extension = CppExtension(MODULE, [str(unit)], extra_compile_args=list(_FLAGS))
+    extension = CppExtension(MODULE, [str(unit)], extra_compile_args=list(_FLAGS))  # type: ignore[no-untyped-call]
     command = BuildExtension(Distribution({"name": MODULE, "ext_modules": [extension]}), no_python_abi_suffix=True)
     command.build_lib = command.build_temp = str(directory / "build")
     command.ensure_finalized()

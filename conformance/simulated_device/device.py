@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.backend_registration import generate_methods_for_privateuse1_backend, rename_privateuse1_backend
 
 from conformance.simulated_device.building import MODULE
 from conformance.simulated_device.schedules import Schedule
@@ -40,9 +41,10 @@ def load(library: Path) -> ModuleType:
     extension = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(extension)
     sys.modules[MODULE] = extension
-    torch.utils.rename_privateuse1_backend(NAME)
-    torch._register_device_module(NAME, _DeviceModule())  # the only way, see docs/notes/private_names.md
-    torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)
+    rename_privateuse1_backend(NAME)
+    # The only way: see docs/notes/private_names.md.
+    torch._register_device_module(NAME, _DeviceModule())  # type: ignore[no-untyped-call]
+    generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)
     dist.Backend.register_backend(BACKEND, _make_backend, devices=[NAME])
     return extension
 

@@ -188,12 +188,13 @@ def pinned_memory_is_kept_for_a_copy() -> None:
 
 def mixed_devices_are_refused() -> None:
     x, host = torch.ones(4, device="sim"), torch.ones(4)
-    for operator in (
+    operators: list[Callable[[], torch.Tensor]] = [
         lambda: x + host,
         lambda: torch.cat([x, host]),
         lambda: torch.nn.functional.linear(x, host.view(1, 4)),
         lambda: torch.add(x, x, out=host),
-    ):
+    ]
+    for operator in operators:
         with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
             operator()
     with pytest.raises(TypeError, match="can't convert sim:0 device type tensor to numpy"):
@@ -220,7 +221,7 @@ def operators_round_as_the_cpu_does() -> None:
     for where in ("cpu", "sim"):
         x = heads.to(where).detach().requires_grad_()
         out = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
-        torch.nn.functional.silu(out).square().sum().backward()
+        torch.nn.functional.silu(out).square().sum().backward()  # type: ignore[no-untyped-call]
         assert x.grad is not None
         results.append((out.detach().cpu(), x.grad.cpu()))
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
