@@ -1,7 +1,7 @@
 """Build of the simulated device: compiled on first use, and kept for each torch, Python and compiler.
 
-The process that calls `device_library` needs no torch: torch's extension builder runs in a process of its own,
-`python -m conformance.simulated_device.building DIRECTORY`.
+The process that calls `device_library` needs no torch: torch's extension builder runs in a process of its own, see
+`compiling`.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ CACHE_VARIABLE = "XDG_CACHE_HOME"
 SINCE = "2.13"
 """First torch release with which the device was compiled; it uses C++ interfaces that older ones lack."""
 _SOURCES = Path(__file__).parent / "csrc"
-_FLAGS = ("-O1", "-g0", "-DAT_PER_OPERATOR_HEADERS")  # optimised code would save nothing: kernels are torch's own
+FLAGS = ("-O1", "-g0", "-DAT_PER_OPERATOR_HEADERS")  # optimised code would save nothing: kernels are torch's own
 _LIMIT_S = 1800.0
 _REMEDIES = {
     "compiler": "a C++ compiler: install g++ (apt install g++, dnf install gcc-c++), or set CXX",
@@ -78,11 +78,12 @@ def _key(compiler: str) -> str:
     """Return a name for all that the compiled device depends on."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     torch = importlib.metadata.version("torch")
-    parts = [version, torch, sys.version, platform.machine(), *_FLAGS, *(file.read_text() for file in _files())]
-    return f"torch-{torch}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}"
+    facts = [version, torch, sys.version, platform.machine(), *FLAGS, *(file.read_text() for file in source_files())]
+    return f"torch-{torch}-{hashlib.sha256(chr(0).join(facts).encode()).hexdigest()[:16]}"
 
 
-def _files() -> list[Path]:
+def source_files() -> list[Path]:
+    """Return the sources of the device and their headers."""
     return sorted(_SOURCES.iterdir())
 
 
@@ -91,7 +92,7 @@ def _build(directory: Path, compiler: str) -> None:
     log_file = directory / "build.log"
     note = f"building the simulated accelerator for this torch, once; may take minutes ({log_file})"
     print(note, file=sys.stderr, flush=True)
-    command = [sys.executable, "-m", f"{__package__}.building", str(directory)]
+    command = [sys.executable, "-m", f"{__package__}.compiling", str(directory)]
     environment = os.environ | {"CXX": compiler}
     with log_file.open("w") as log:
         done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=_LIMIT_S, env=environment)
@@ -102,27 +103,3 @@ def _build(directory: Path, compiler: str) -> None:
 def _first_error(log: Path) -> str:
     lines = log.read_text().splitlines()
     return next((line for line in lines if "error" in line), lines[-1] if lines else "no output") + f" ({log})"
-
-
-def compile_in(directory: Path) -> None:
-    """Compile the device with torch's extension builder.
-
-    All sources are one translation unit: torch's headers, which take nearly all of the time, are then read once.
-    """
-    from setuptools import Distribution  # type: ignore[import-untyped]  # torch depends on it
-    from torch.utils.cpp_extension import BuildExtension, CppExtension
-
-    unit = directory / f"{MODULE}.cpp"
-    unit.write_text("".join(f'#include "{file}"\n' for file in _files() if file.suffix == ".cpp"))
-    extension = CppExtension(MODULE, [str(unit)], extra_compile_args=list(_FLAGS))  # type: ignore[no-untyped-call]
-    command = BuildExtension(Distribution({"name": MODULE, "ext_modules": [extension]}), no_python_abi_suffix=True)
-    command.build_lib = command.build_temp = str(directory / "build")
-    command.ensure_finalized()
-    command.run()
-    (built,) = (directory / "build").glob(f"{MODULE}*.so")
-    built.rename(directory / f"{MODULE}.so")
-    shutil.rmtree(directory / "build")
-
-
-if __name__ == "__main__":
-    compile_in(Path(sys.argv[1]))
