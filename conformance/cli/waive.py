@@ -11,7 +11,7 @@ from conformance.judge.margins import margin_of
 from conformance.judge.verdicts import Verdict
 from conformance.report.diff import read_report
 from conformance.report.schema import CaseResult, Report
-from conformance.run.devices.hardware import device_type
+from conformance.run.devices.hardware import kernel_type
 from conformance.torch_release import release
 
 LASTS_DAYS = 90
@@ -42,7 +42,7 @@ def draft_waivers(report: Report, *, today: datetime.date) -> str:
     failed: dict[tuple[str, str], list[CaseResult]] = {}
     for case in report.cases:
         if case.verdict == Verdict.FAIL:
-            failed.setdefault((case.law, device_type(case.substrate)), []).append(case)
+            failed.setdefault((case.law, kernel_type(case.substrate)), []).append(case)
     torch = str(report.environment["packages"]["torch"])
     expires = today + datetime.timedelta(days=LASTS_DAYS)
     entries = [_entry(law, device, cases, torch=torch, expires=expires) for (law, device), cases in failed.items()]

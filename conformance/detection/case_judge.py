@@ -16,6 +16,7 @@ from conformance.laws.registry import asserted_laws
 from conformance.plan.matrix import Case, Matrix, load_matrix
 from conformance.plan.selection import parse
 from conformance.project import data_file
+from conformance.run.devices.hardware import NO_DEVICES, Hardware
 from conformance.run.pool import Pools
 from conformance.run.store import RecordStore
 
@@ -41,6 +42,7 @@ class CaseJudge:
     """Directory for records."""
     pools: Pools
     profile: str = "pr"
+    hardware: Hardware = NO_DEVICES
 
     def store(self, *, defect: str | None = None, deadline_s: float = DEADLINE_S) -> RecordStore:
         """Return a record store; ranks are shared between known defects, see `trials.try_defect`.
@@ -55,6 +57,7 @@ class CaseJudge:
             deadline_s=deadline_s,
             pools=self.pools,
             shares_ranks=defect is None or is_known(defect),
+            hardware=self.hardware,
         )
 
     def cases(self, selection: str, *, only: Container[str] | None = None) -> list[Case]:

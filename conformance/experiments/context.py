@@ -1,5 +1,6 @@
 """Set-up that all experiments share: configuration, device, process group, and the session's defect, if any."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,10 @@ from conformance.experiments.simulation import simulated_world
 from conformance.experiments.weight_files import write_weights
 from conformance.run.experiment import Experiment, Job, Needs, Result
 from conformance.run.ranks.messages import RankContext
+from conformance.simulated_device import device as simulated
+from conformance.simulated_device import schedules
+from conformance.simulated_device.building import LIBRARY_VARIABLE
+from conformance.simulated_device.schedules import Schedule
 from reference_trainer.config import TrainerConfig
 from reference_trainer.mesh import backends, build_mesh, destroy_process_group, init_process_group
 from reference_trainer.observer import Observer
@@ -124,11 +129,13 @@ def rank_world(context: RankContext, job: Job, *, world: World, process_group: b
 
 
 def device_of(context: RankContext) -> torch.device:
-    """Return the device that the rank has leased, the only device that CUDA shows to the rank, or else the CPU.
+    """Return the device that the rank has leased, the only one that CUDA shows to it, the simulated one, or the CPU.
 
     On a device every knob of bitwise determinism is pinned; the variables that cuBLAS and NCCL read are in
     `hardware.DETERMINISM`.
     """
+    if LIBRARY_VARIABLE in os.environ:
+        return _simulated_device(context)
     if not context.device:
         return torch.device("cpu")
     torch.use_deterministic_algorithms(True)
@@ -138,6 +145,20 @@ def device_of(context: RankContext) -> torch.device:
     return device
 
 
+def _simulated_device(context: RankContext) -> torch.device:
+    """Return the simulated device as a new process has it, with the schedule of the session.
+
+    Each rank draws a random schedule of its own.
+    """
+    simulated.load(Path(os.environ[LIBRARY_VARIABLE]))
+    schedule = Schedule.parse(os.environ[schedules.VARIABLE])
+    simulated.follow(schedule.of_rank(context.rank))
+    simulated.poison(True)
+    torch.accelerator.empty_cache()
+    torch.accelerator.reset_peak_memory_stats()
+    return simulated.device()
+
+
 def start_process_group(context: RankContext, *, backend: str | None = None) -> torch.device:
     """Make the default process group, by default with backends for host and device; returns the device of this rank.
 
@@ -145,7 +166,7 @@ def start_process_group(context: RankContext, *, backend: str | None = None) -> 
     """
     device = device_of(context)
     init_process_group(
-        backend or backends(device, cpu_tensors=True),
+        backend or (simulated.BACKENDS if device.type == simulated.NAME else backends(device, cpu_tensors=True)),
         init_method=context.rendezvous,
         rank=context.rank,
         world_size=context.world_size,

@@ -1,12 +1,19 @@
-"""Memory of a step on CUDA devices while the host runs ahead of them. Not yet run on hardware: docs/gpu/status.md."""
+"""Memory of a step on devices while the host runs ahead of them. Not yet run on CUDA: docs/gpu/status.md."""
+
+import gc
 
 import msgspec
 import torch
 
 from conformance.experiments.context import RankWorld, experiment
+from conformance.instruments import accelerators
 from conformance.run.experiment import Needs
+from conformance.simulated_device import device as simulated
+from conformance.simulated_device.schedules import Schedule
 from reference_trainer.observer import Observer, Phase
 
+ENDS = ("eager", "lazy")
+"""Schedules of the simulated device between which those of any device lie."""
 _WIDTH = 4096
 _PRODUCTS = 50
 """Number of products: 7 TFLOP, over 0.1 s on the fastest devices, while the host issues a full pass of `deep`."""
@@ -24,15 +31,30 @@ class DevicePeaks(msgspec.Struct):
 
 
 @experiment(needs=Needs.TRAINING)
-def step_on_device(rank: RankWorld) -> DevicePeaks:
-    """Measure the second step on a rank's CUDA device while the host runs ahead of the device."""
+def step_on_device(rank: RankWorld) -> dict[str, DevicePeaks]:
+    """Measure the second step on a rank's device, by how far the device is behind the host.
+
+    `behind` on CUDA, where the host runs ahead as far as it can. The simulated device is measured at both ends of what
+    timings can do: `eager`, where it keeps up, and `lazy`, where it is as far behind as events permit.
+    """
+    if rank.device.type != simulated.NAME:
+        return {"behind": _peaks(rank, _HostAhead(rank.device))}
+    peaks = {}
+    for name in ENDS:
+        simulated.follow(Schedule.parse(name))
+        peaks[name] = _peaks(rank, Observer())
+        gc.collect()
+        torch.accelerator.empty_cache()  # or what one run left in the pools of its streams would count for the next
+    return peaks
+
+
+def _peaks(rank: RankWorld, observer: Observer) -> DevicePeaks:
     device = rank.device
-    observer = _HostAhead(device)
     before = allocator_bytes(device, "current")
     trainer = rank.trainer(observer)
     trainer.train_step(0)
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
+    accelerators.synchronize()
+    accelerators.reset_peaks(device)
     trainer.train_step(1)
     peaks = allocator_bytes(device, "peak")
     return DevicePeaks(**{kind: peak - before[kind] for kind, peak in peaks.items()})
@@ -53,6 +75,6 @@ class _HostAhead(Observer):
 
 
 def allocator_bytes(device: torch.device, when: str) -> dict[str, int]:
-    """Return the `allocated`, `active` and `reserved` bytes of a CUDA device; `when` is `current` or `peak`."""
-    statistics = torch.cuda.memory_stats(device)
+    """Return the `allocated`, `active` and `reserved` bytes of a device; `when` is `current` or `peak`."""
+    statistics = accelerators.statistics(device)
     return {kind: statistics[f"{kind}_bytes.all.{when}"] for kind in ("allocated", "active", "reserved")}

@@ -12,9 +12,17 @@ from torch.nn.utils import clip_grad_norm_
 
 from conformance.experiments.context import RankWorld, experiment, start_process_group
 from conformance.run.experiment import Needs
+from conformance.simulated_device import device as simulated
 from reference_trainer.model import Transformer
 from reference_trainer.parallelize import parallelize
 from reference_trainer.reshard import reshard_policy
+
+_ONLY_FOR_DEVICES = {
+    "cpu": ("cuda:gloo", "meta"),
+    "sim": (f"sim:{simulated.BACKEND}", "sim"),
+    "cuda": ("cuda:nccl", "cuda"),
+}
+"""Backend that serves no CPU tensors, and a device on which offloaded parameters must not be, by type of device."""
 
 
 class OffloadErrors(msgspec.Struct):
@@ -34,12 +42,12 @@ def offload_with_mistakes(rank: RankWorld) -> OffloadErrors:
 
     On the CPU, gloo stands in for NCCL, registered for CUDA tensors only, and the wrong device is `meta`.
     """
-    cuda = rank.device.type == "cuda"
-    start_process_group(rank.context, backend="cuda:nccl" if cuda else "cuda:gloo")
+    backend, device = _ONLY_FOR_DEVICES[rank.device.type]
+    start_process_group(rank.context, backend=backend)
     return OffloadErrors(
         trainer=_error_of(rank.trainer),
         clip=_error_of(_clip_on_cpu),
-        to_empty=_error_of(lambda: _forward_on("cuda" if cuda else "meta", rank)),
+        to_empty=_error_of(lambda: _forward_on(device, rank)),
     )
 
 

@@ -1,6 +1,9 @@
 """Training runs: the run that leaves a cell's record, the run that it resumes from, and runs with delayed operators."""
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,12 @@ from conformance.instruments.tensor_file import write_tensors
 from conformance.plan.cells import ALLOCATOR_VARIABLES, RECORD_STREAMS
 from conformance.run.experiment import Needs
 from conformance.run.record import tensor_file
+from conformance.simulated_device import device as simulated
+from conformance.simulated_device.schedules import FSDP2_STREAMS, Schedule
 from reference_trainer.checkpoint import Checkpoints, resume
+
+SCHEDULES = ("eager", "lazy", *(f"starve:{number}" for number in FSDP2_STREAMS.values()), "random:1")
+"""Schedules under which a run on the simulated device must be the same."""
 
 
 @experiment(needs=Needs.TRAINING)
@@ -68,19 +76,36 @@ def train_with_delays(rank: RankWorld) -> dict[str, dict[str, str]]:
     """Train as `train_cell` does with delayed operators; returns fingerprints of all captured tensors.
 
     The outer key names the delayed operators: `all`, and on a device, where streams can overtake each other, also each
-    of `delays.KINDS` alone. The inner key is that of `Capture`.
+    of `delays.KINDS` alone; on the simulated device, what is delayed is the schedule's choice. The inner key is that of
+    `Capture`.
     """
     fingerprints = {}
-    alone = {kind: (kind,) for kind in KINDS} if rank.device.type == "cuda" else {}
-    for name, kinds in {"all": KINDS, **alone}.items():
+    for name, delayed in _delays(rank).items():
         capture = Capture()
-        with delays(kinds, device=rank.device, is_last=rank.is_last):
+        with delayed():
             trainer = rank.trainer(capture)
             for step in range(rank.config.steps):
                 trainer.train_step(step)
         capture.final(trainer.model, trainer.optimizer)
         fingerprints[name] = capture.fingerprints
     return fingerprints
+
+
+def _delays(rank: RankWorld) -> dict[str, Callable[[], AbstractContextManager[object]]]:
+    """Return the contexts in which operators are delayed, by what is delayed."""
+    if rank.device.type == simulated.NAME:
+        return {name: partial(_scheduled, name, rank=rank.rank) for name in SCHEDULES}
+    alone = {kind: (kind,) for kind in KINDS} if rank.device.type == "cuda" else {}
+    return {
+        name: partial(delays, kinds, device=rank.device, is_last=rank.is_last)
+        for name, kinds in {"all": KINDS, **alone}.items()
+    }
+
+
+@contextmanager
+def _scheduled(name: str, *, rank: int) -> Iterator[None]:
+    simulated.follow(Schedule.parse(name).of_rank(rank))
+    yield
 
 
 @experiment(needs=Needs.TRAINING)

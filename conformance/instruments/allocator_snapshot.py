@@ -21,7 +21,7 @@ def allocator_snapshot(file: Path, device: torch.device) -> Iterator[None]:
     Does nothing on the CPU, and for a torch that lacks the functions.
     """
     memory = torch.cuda.memory
-    if device.type == "cpu" or not all(hasattr(memory, name) for name in _NEEDED):
+    if device.type != "cuda" or not all(hasattr(memory, name) for name in _NEEDED):
         yield
         return
     memory._record_memory_history(max_entries=_MAX_ENTRIES)

@@ -24,14 +24,16 @@ def fingerprint(tensor: Tensor) -> str:
 
 
 def shard_indices(parameter: DTensor) -> Tensor:
-    """Return the indices into the flattened full tensor of the elements in this rank's shard: int64, of its shape.
+    """Return the indices into the flattened full tensor of the elements in this rank's shard.
+
+    They are int64, of the shard's shape, and on the CPU.
 
     Each mesh dimension cuts what is left of the tensor as `torch.chunk` does. FSDP2 cuts what tensor parallelism has
     left, although its mesh dimension comes first, and its placement then has a `split_factor`.
     (`distribute_tensor` cuts uneven dimensions elsewhere than `fully_shard` up to torch 2.8:
     https://github.com/pytorch/pytorch/pull/163843.)
     """
-    indices = torch.arange(parameter.numel(), device=parameter.to_local().device).view(parameter.shape)
+    indices = torch.arange(parameter.numel(), device="cpu").view(parameter.shape)
     mesh, placements = parameter.device_mesh, parameter.placements
     for index in sorted(range(mesh.ndim), key=lambda index: hasattr(placements[index], "split_factor")):
         if not placements[index].is_replicate():

@@ -1,6 +1,6 @@
-"""Memory of a CUDA device by segments, from the caching allocator's public statistics.
+"""Memory of a device by segments, from the caching allocator's public statistics.
 
-Not yet run on a device, see docs/gpu/status.md.
+Not yet run on a CUDA device, see docs/gpu/status.md.
 
 `requested_bytes` counts the bytes that torch asked for: the allocator rounds a request up to 512 bytes and more, and
 reserves whole segments of the device (`reserved`); NVML tells what the device has given to any process. The host counts
@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
+from conformance.instruments import accelerators
 from conformance.instruments.memory import MemoryLedger, listening, memory_ledger
 from conformance.memory_segment import MemorySegment
 
@@ -25,11 +26,11 @@ _KINDS = ("requested", "allocated", "active", "reserved")
 def expandable_segments(
     device: torch.device, *, snapshot: Callable[[], Sequence[Mapping[str, object]]] = torch.cuda.memory_snapshot
 ) -> bool | None:
-    """Return whether the allocator of a device has segments that grow, None on the CPU.
+    """Return whether the allocator of a device has segments that grow, None for other devices than CUDA's.
 
     https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.memory_snapshot.html
     """
-    if device.type == "cpu":
+    if device.type != "cuda":
         return None
     return any(segment["is_expandable"] for segment in snapshot())
 
@@ -41,9 +42,7 @@ def ledger_of(device: torch.device, *, mapped_bytes: Collection[int] = ()) -> Ab
     """
     if device.type == "cpu":
         return memory_ledger(mapped_bytes=mapped_bytes)
-    return device_ledger(
-        lambda: torch.cuda.memory_stats(device), reset=lambda: torch.cuda.reset_peak_memory_stats(device)
-    )
+    return device_ledger(lambda: accelerators.statistics(device), reset=lambda: accelerators.reset_peaks(device))
 
 
 @contextmanager

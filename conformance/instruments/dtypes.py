@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from conformance.instruments import accelerators
 from conformance.instruments.capture import fingerprint
 from conformance.instruments.dispatch_tap import Handler
 from conformance.instruments.sharding import local
@@ -159,7 +160,7 @@ def _place(tensor: Tensor) -> str:
 
     Only processes that use a device have page-locked memory; others save the operators of the question.
     """
-    if tensor.is_cpu and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if tensor.is_cpu and accelerators.is_in_use():
         return "cpu pinned" if local(tensor).is_pinned() else "cpu"
     return tensor.device.type
 

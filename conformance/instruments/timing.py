@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
+from conformance.instruments import accelerators
 from reference_trainer.observer import Observer, Phase
 
 _WIDTH, _PRODUCTS, _REPEATS = 64, 16, 3
@@ -30,8 +31,7 @@ def _time_s(matrix: torch.Tensor) -> float:
 
 def _now_s(clock: Callable[[], float] = time.perf_counter) -> float:
     """Point in time when all that was issued so far is done."""
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # in a rank on a device, and nowhere else
-        torch.cuda.synchronize()
+    accelerators.synchronize()
     return clock()
 
 

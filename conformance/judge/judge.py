@@ -14,7 +14,7 @@ from conformance.plan.content import Profile
 from conformance.plan.matrix import Case
 from conformance.plan.substrates import Substrate
 from conformance.run.case_runs import CaseRuns
-from conformance.run.devices.hardware import device_type
+from conformance.run.devices.hardware import kernel_type
 from conformance.run.store import RecordStore
 from conformance.torch_release import release
 
@@ -70,7 +70,7 @@ def judge(
         except BaseException as raised:  # pytest's outcomes do not derive from Exception
             (verdict, reason), error = classify(raised), raised
     torch = release(machine.torch_version)
-    waiver = waiver_of(waivers, case.law, case.cell, device=device_type(substrate), torch=torch)
+    waiver = waiver_of(waivers, case.law, case.cell, device=kernel_type(substrate), torch=torch)
     if waiver is not None:
         verdict, reason = waiver.judge(verdict, reason, measured)
     if drift is not None and verdict == Verdict.PASS:

@@ -9,6 +9,8 @@ from conformance.plan.substrates import Substrate
 from conformance.run.devices.hardware import Hardware, device_type
 from conformance.torch_release import release
 
+_NAMES = {"cpu": "the CPU", "sim": "the simulated accelerator"}
+
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """Hardware and software on which cases are judged."""
@@ -29,9 +31,11 @@ def unsupported(law: Law, cell: Cell, machine: Machine, *, profile: Profile | No
         return _no_devices(cell, machine.hardware)
     if release(machine.torch_version) < release(law.since):
         return f"{law.id} holds from torch {law.since} on; this is {machine.torch_version}"
-    on_cpu = _needs_device(cell) if device_type(substrate) == "cpu" else None
-    if on_cpu:
-        return f"needs {on_cpu}; this run is on the CPU"
+    if substrate == "sim" and machine.hardware.simulated and machine.hardware.simulated.lacks:
+        return machine.hardware.simulated.lacks
+    lacking = _needs_device(cell, device=device_type(substrate))
+    if lacking:
+        return f"needs {lacking}; this run is on {_NAMES[device_type(substrate)]}"
     if substrate != "simulated" and cell.world_size > machine.max_world_size:
         return f"needs {cell.world_size} ranks; {substrate} runs at most {machine.max_world_size} here"
     return None
@@ -49,9 +53,11 @@ def _no_devices(cell: Cell, hardware: Hardware) -> str:
     return f"needs {_gpus(cell.world_size)} (nccl){sharing}; {_count(len(hardware.devices))} found"
 
 
-def _needs_device(cell: Cell) -> str | None:
-    """Return what a cell needs that only a device has, or None."""
-    if cell.pin_memory:
+def _needs_device(cell: Cell, *, device: str) -> str | None:
+    """Return what a cell needs that this type of device has not, or None."""
+    if device == "cuda":
+        return None
+    if cell.pin_memory and device == "cpu":
         return "an accelerator for which host memory is pinned"
     if cell.tf32:
         return "a CUDA device, which rounds products to TF32"

@@ -10,7 +10,7 @@ from conformance.experiments.without_fsdp import profile_without_fsdp
 from conformance.laws import compare
 from conformance.laws.fixtures import Measure
 from conformance.oracles.dtype_policy import dtype_policy
-from conformance.oracles.memory_model import group_bytes, predict, state_bytes, usage_by_phase
+from conformance.oracles.memory_model import group_bytes, padding_bytes, predict, state_bytes, usage_by_phase
 from conformance.oracles.memory_walk import Usage
 from conformance.oracles.torch_versions import traits_of
 from conformance.oracles.tp_schedule import local_shapes, tensor_parallel_events
@@ -62,19 +62,24 @@ def phase_bounds(measure: Measure, cell: Cell, *, in_flight: bool = False, on_de
     """Return the bounds on memory of each phase of a step.
 
     With `in_flight`, threads of each process group may hold the buffer of their last operator. With `on_device`,
-    activations are those of the device's operators.
+    activations are those of the device's operators, and the optimizer is the one that torch chooses there: its
+    temporaries have the size of all shards of a rank, without the padding that the prediction counts.
     """
     config, dims, shapes = sizes_of(cell)
+    if on_device and config.optimizer.implementation == "auto":
+        optimizer = msgspec.structs.replace(config.optimizer, implementation="foreach")
+        config = msgspec.structs.replace(config, optimizer=optimizer)
     (profile,) = measure(profile_without_fsdp, cell, on_device=on_device)
     predicted = predict(config, dims, shapes, profile, traits=traits_of(str(torch.__version__)))
     state, largest = state_bytes(config, dims, shapes), max(group_bytes(config, dims, shapes).values())
     reduced = largest // itemsize_bytes(config, "compute") * _FP32_BYTES
     held = {"forward": largest, "backward": reduced} if in_flight else {}
     held = {phase: size + _tensor_parallel_buffer_bytes(config, dims, phase) for phase, size in held.items()}
+    unpadded = {"optimizer": padding_bytes(config, dims, shapes)} if on_device else {}
     less = _COPIES_OF_A_ROW * config.model.dim * _FP32_BYTES if in_flight and config.model.vocab_size % dims.tp else 0
 
     def around(phase: str, value: int) -> Bounds:
-        return Bounds(state + value - less, state + value + SCALARS_BYTES + held.get(phase, 0))
+        return Bounds(state + value - less - unpadded.get(phase, 0), state + value + SCALARS_BYTES + held.get(phase, 0))
 
     busy = _BUSY_PHASES if in_flight else PHASES
     peaks = {(phase, "peak"): around(phase, predicted[phase].peak_bytes) for phase in busy}

@@ -43,7 +43,7 @@ def emulation_of(record: Record, step: int) -> Emulation:
     """
     (scale,) = (facts.loss_scale for facts in record.ranks[0].steps if facts.step == step)
     masters = record.select(f"step{step}/parameter/")
-    masks, device = recorded_masks(record), record.device_type
+    masks, device = recorded_masks(record), record.kernel_type
     return emulated_step(record.cell.config, masters, step=step, loss_scale=scale, masks=masks, device=device)
 
 

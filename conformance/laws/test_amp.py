@@ -90,7 +90,7 @@ def test_loss_scale_does_not_show_in_gradients(run: Run, cell: Cell) -> None:
         if facts.skipped:
             continue
         masters = record.select(f"step{facts.step}/parameter/")
-        masks, device = recorded_masks(record), record.device_type
+        masks, device = recorded_masks(record), record.kernel_type
         expected = emulated_step(exact, masters, step=facts.step, masks=masks, device=device).gradients
         compare.tensors(
             record.select(f"step{facts.step}/gradient/"),

@@ -15,7 +15,7 @@ from conformance.oracles.emulation import emulated_step
 from conformance.oracles.fsdp1_memory import predict_fsdp1
 from conformance.oracles.memory_model import predict, resident_bytes
 from conformance.plan.cells import Cell
-from conformance.plan.substrates import CUDA, SIMULATED
+from conformance.plan.substrates import SIMULATED, STREAMS
 from conformance.run.record import Record
 
 FSDP1 = "https://docs.pytorch.org/docs/stable/fsdp.html#torch.distributed.fsdp.FullyShardedDataParallel"
@@ -40,19 +40,29 @@ def test_fsdp1_and_fsdp2_compute_the_same(run: Run, cell: Cell) -> None:
 
 
 @law(
-    "STREAM-4", where="implementation = fsdp1 and model = deep", reference=FSDP1_AND_FSDP2, since="2.8", substrates=CUDA
+    "STREAM-4",
+    where="implementation = fsdp1 and model = deep",
+    reference=FSDP1_AND_FSDP2,
+    since="2.8",
+    substrates=STREAMS,
 )
 def test_fsdp2_active_peak_is_at_most_fsdp1s(measure: Measure, cell: Cell) -> None:
     """While the host runs ahead of the device, the peak of FSDP2's `active` memory (in use, or freed but held for a
     stream) MUST be at most FSDP1's, with limit_all_gathers and without.
+
+    On the simulated accelerator the device is as far behind as events permit; where it keeps up, as on the CPU, the
+    peaks are reported, and MEM-8 bounds them.
     """
     older, newer = (measure(step_on_device, of) for of in (cell, with_fsdp2(cell)))
     for rank, (of_fsdp1, of_fsdp2) in enumerate(zip(older, newer, strict=True)):
-        for kind in ("allocated", "reserved"):
-            for name, peaks in (("FSDP1", of_fsdp1), ("FSDP2", of_fsdp2)):
-                report(f"{kind}, {name}, rank {rank}", getattr(peaks, kind), kind="memory", unit="bytes")
-        detail = f"FSDP2, rank {rank}"
-        compare.between(of_fsdp2.active, 0, of_fsdp1.active, name="active peak", detail=detail, unit="bytes")
+        for name, by_timing in (("FSDP1", of_fsdp1), ("FSDP2", of_fsdp2)):
+            for timing, peaks in by_timing.items():
+                for kind in ("allocated", "active", "reserved"):
+                    value = getattr(peaks, kind)
+                    report(f"{kind}, {name}, device {timing}, rank {rank}", value, kind="memory", unit="bytes")
+        (timing,) = of_fsdp2.keys() - {"eager"}
+        active, limit = of_fsdp2[timing].active, of_fsdp1[timing].active
+        compare.between(active, 0, limit, name="active peak", detail=f"FSDP2, rank {rank}", unit="bytes")
 
 
 @law("MEM-8", where="model = deep and implementation = fsdp1", reference=FSDP1_AND_FSDP2, substrates=SIMULATED)
@@ -92,7 +102,7 @@ def _distances(newer: Record, older: Record) -> dict[str, Bound]:
     """
     masters = newer.select("step0/parameter/")
     configs = [record.cell.config for record in (newer, older)]
-    new, old = (emulated_step(config, masters, step=0, device=newer.device_type) for config in configs)
+    new, old = (emulated_step(config, masters, step=0, device=newer.kernel_type) for config in configs)
     return {
         name: bound("e + d", e=error, d=compare.deviation(new.gradients[name], old.gradients[name]))
         for name, error in tolerance.emulated_gradients(configs[1], old).items()

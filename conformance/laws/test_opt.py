@@ -56,7 +56,7 @@ def test_optimizer_steps_as_on_plain_tensors(run: Run, cell: Cell) -> None:
         start = Start(steps_taken, {kind: shards(f"{when}/{kind}/") for kind in kinds})
         gradients = {step: shards(f"step{step}/clipped/") for step in record.steps_taken}
         expected = plain_updates(
-            cell.config, shards(f"{when}/parameter/"), gradients, start=start, device=record.device_type
+            cell.config, shards(f"{when}/parameter/"), gradients, start=start, device=record.kernel_type
         )
         for kind, tensors in expected.items():
             compare.bits(shards(f"final/{kind}/"), tensors, name=f"{kind} of rank {rank} after the last step")

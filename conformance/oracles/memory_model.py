@@ -89,6 +89,19 @@ def parameter_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Mapping[s
     return master * sum(-(-rows // dims.dp_shard) * math.prod(rest) for rows, *rest in shapes.values())
 
 
+def padding_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Mapping[str, Sequence[int]]) -> int:
+    """Return the bytes of padding of the last rank, which has the most.
+
+    `shapes` are the shapes that FSDP shards, by parameter.
+    """
+    master = int(getattr(torch, dtype_policy(config.precision).sharded).itemsize)
+    ranks, padding = dims.dp_shard, 0
+    for rows, *rest in shapes.values():
+        shard = -(-rows // ranks)
+        padding += (shard - max(0, rows - (ranks - 1) * shard)) * math.prod(rest)
+    return master * padding
+
+
 def group_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
     """Return the bytes of each group's unsharded parameters, with padding, in the dtype of computation.
 

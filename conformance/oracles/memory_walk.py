@@ -171,7 +171,8 @@ class Walk:
     def after_backward(self) -> None:
         """Walk through clipping, which works in place, and the optimizer's step.
 
-        Implementation `auto` is taken for torch's choice on the CPU, a loop; on a GPU it is `foreach`.
+        Implementation `auto` is taken for torch's choice on the CPU, a loop. On a device it is `foreach`, which the
+        caller has to name.
         """
         self._phase = "clip"
         self._note(self._scalars_of_norms() * torch.float32.itemsize)

@@ -10,9 +10,9 @@ from conformance.oracles.outline import outline
 from reference_trainer.config import TrainerConfig
 
 _OFFLOADED = ("initial_parameter", "final_parameter", "gradient", "optimizer_state")
-_PINNED = ("final_parameter", "gradient")
-"""Things in page-locked memory. FSDP page-locks parameters when it is first used; the optimizer's state never is
-page-locked. On a GPU: unverified."""
+_PINNED = ("initial_parameter", "final_parameter", "gradient")
+"""Things in page-locked memory: parameters as soon as they are initialised, never the optimizer's state. So it is on
+the simulated accelerator with `init` meta; with other ways of initialisation, and on a GPU: unverified."""
 
 
 def expected_offloading(config: TrainerConfig) -> dict[str, str]:

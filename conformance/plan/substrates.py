@@ -2,16 +2,19 @@
 
 `simulated`: one process is rank 0 of torch's fake process group, whose collectives do nothing. It proves which
 collectives are issued and what is allocated, in worlds of any size. `gloo`: a process for each rank, all on the CPU. It
-proves numerics too. `nccl-shared` (several ranks on a CUDA device) and `nccl` (a CUDA device for each rank) also prove
-what streams and the caching allocator of a device do.
+proves numerics too. `sim`: the same on a simulated accelerator, whose streams, pinned memory and caching allocator are
+models; it proves the logic of FSDP, and never anything about a device. `nccl-shared` (several ranks on a CUDA device)
+and `nccl` (a CUDA device for each rank) prove what streams and the caching allocator of a device do.
 """
 
 from typing import Literal
 
-Substrate = Literal["simulated", "gloo", "nccl-shared", "nccl"]
-REAL: tuple[Substrate, ...] = ("gloo", "nccl-shared", "nccl")
+Substrate = Literal["simulated", "gloo", "sim", "nccl-shared", "nccl"]
+REAL: tuple[Substrate, ...] = ("gloo", "sim", "nccl-shared", "nccl")
 """Substrates with real processes and real collectives."""
 SIMULATED: tuple[Substrate, ...] = ("simulated",)
 """One process and torch's fake process group: worlds of any size."""
 CUDA: tuple[Substrate, ...] = ("nccl-shared", "nccl")
 """Substrates with streams and the caching allocator of a device."""
+STREAMS: tuple[Substrate, ...] = ("sim", *CUDA)
+"""Substrates with streams and a caching allocator, of a device or of a model of one."""

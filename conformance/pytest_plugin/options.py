@@ -23,7 +23,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--accelerator": {
         "default": "auto",
         "metavar": "WHAT",
-        "help": "auto (CUDA devices if available), cpu or cuda",
+        "help": "auto (CUDA devices if available), cpu, cuda, or sim[:SCHEDULE] (a simulated accelerator)",
     },
     "--share-gpu": {
         "default": "auto",

@@ -166,6 +166,8 @@ def _hardware(config: pytest.Config) -> Hardware:
     """Return the hardware that the options allow to use. Raises ValueError as `find_hardware` does."""
     option, given = config.option, config.stash.get(HARDWARE, None)
     if given is not None and option.accelerator != "cpu":
+        if option.accelerator.startswith("sim"):
+            raise ValueError("--accelerator sim: the simulated accelerator is for the ranks of one host")
         return given
     return find_hardware(machine_devices(), accelerator=option.accelerator, share_gpu=option.share_gpu)
 

@@ -18,6 +18,9 @@ from conformance.run.devices.hardware import Hardware
 
 _SUITE = [PROJECT / name for name in ("conformance", "reference_trainer")]
 _CPU_IS_BLIND_TO = "NCCL, CUDA streams, GPU memory, pinned host memory"
+_SIMULATION_IS_BLIND_TO = (
+    "CUDA's kernels and allocator, NCCL, the driver, fragmentation, speed (the simulated accelerator is a model)"
+)
 _SHARED_DEVICE_IS_BLIND_TO = "bandwidth, overlap and peer-to-peer copies in worlds that share a GPU"
 _PACKAGES = ("torch", "numpy", "pytest", "pytest-xdist", "msgspec", "safetensors")
 _VARIABLE_PREFIXES = ("CUBLAS", "CUDA", "GLOO", "MKL", "NCCL", "OMP", "PYTORCH", "TORCH")
@@ -43,6 +46,8 @@ def environment_facts(hardware: Hardware) -> dict[str, Any]:
 
 def _device(hardware: Hardware) -> dict[str, Any]:
     """Device that ranks compute on, if the case and the law allow."""
+    if hardware.simulated:
+        return {"type": "sim", "name": f"simulated accelerator, schedule {hardware.simulated.schedule}", "count": 1}
     if not hardware.devices:
         return {"type": "cpu", "name": _processor_name(), "count": len(os.sched_getaffinity(0))}
     names = dict.fromkeys(device.name for device in hardware.devices)
@@ -51,6 +56,8 @@ def _device(hardware: Hardware) -> dict[str, Any]:
 
 def _cannot_show(hardware: Hardware) -> str:
     """Return the subjects, with commas, about which no case on this machine says anything; empty if there are none."""
+    if hardware.simulated:
+        return _SIMULATION_IS_BLIND_TO
     if not hardware.devices:
         return _CPU_IS_BLIND_TO
     return _SHARED_DEVICE_IS_BLIND_TO if hardware.ranks_per_device > 1 else ""

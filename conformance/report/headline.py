@@ -58,7 +58,8 @@ def restrictions(report: Report) -> Iterator[str]:
 
 def _device(report: Report) -> str:
     device = report.environment["device"]
-    name = "CPU" if device.get("type") == "cpu" else f"{device['count']} x {device['name']}"
+    names = {"cpu": "CPU", "sim": device.get("name")}
+    name = names.get(device.get("type")) or f"{device['count']} x {device['name']}"
     judged = sorted({case.substrate for case in report.cases if case.verdict not in _NOT_JUDGED} - {""})
     return f"{name} ({', '.join(judged)})" if judged else name
 

@@ -17,6 +17,7 @@ from conformance.run.failures import FailureKind, PoolError, RunFailed, find_cau
 from conformance.run.ranks.client import ServerProcess
 from conformance.run.ranks.messages import MAX_WORLD_SIZE, RankContext, RankReport, Task, require_json_like
 from conformance.run.world import World
+from conformance.simulated_device.building import LIBRARY_VARIABLE
 
 __all__ = ["FailureKind", "PoolError", "Pools", "RankContext", "RankReport", "RunFailed", "Task"]
 
@@ -25,7 +26,18 @@ IDLE_LIMIT_S = 30.0  # forking ranks again takes a tenth of a second; each rank 
 IDLE_POLL_S = 0.2
 
 # Libraries read these variables once per process, so ranks that have used other values cannot serve the task.
-LATCHED_PREFIXES = ("CUBLAS", "CUDA", "GLOO_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "PYTORCH_", "TORCH")
+LATCHED_PREFIXES = (
+    "CUBLAS",
+    "CUDA",
+    "GLOO_",
+    "MKL_",
+    "NCCL_",
+    "NVIDIA_",
+    "OMP_",
+    "PYTORCH_",
+    "TORCH",
+    LIBRARY_VARIABLE,
+)
 
 
 class PoolKey(NamedTuple):

@@ -15,7 +15,7 @@ from conformance.instruments.facts import FULL_LAYOUT, RankFacts
 from conformance.outcomes import ConformanceFailure, Failure
 from conformance.plan.cells import Cell
 from conformance.plan.substrates import Substrate
-from conformance.run.devices.hardware import device_type
+from conformance.run.devices.hardware import device_type, kernel_type
 from conformance.run.experiment import TRAINING
 
 if TYPE_CHECKING:
@@ -70,9 +70,14 @@ class Record:
         return self.header.cell
 
     @property
-    def device_type(self) -> Literal["cpu", "cuda"]:
+    def device_type(self) -> Literal["cpu", "sim", "cuda"]:
         """Type of the device that computed; tensors of the record are on the CPU."""
         return device_type(self.header.substrate)
+
+    @property
+    def kernel_type(self) -> Literal["cpu", "cuda"]:
+        """Type of the device on which an oracle rounds as the run did."""
+        return kernel_type(self.header.substrate)
 
     @cached_property
     def ranks(self) -> list[RankFacts]:

@@ -120,10 +120,11 @@ def test_a_peak_of_fsdp1_that_is_not_understood_fails(off: int) -> None:
 def on_device(fsdp1: int, fsdp2: int, *, held: int = 0) -> Any:
     """Return the fixture `measure` on two ranks with these peaks, the second of which holds more for streams."""
 
-    def measure(experiment: Any, cell: Cell) -> list[DevicePeaks]:
+    def measure(experiment: Any, cell: Cell) -> list[dict[str, DevicePeaks]]:
         assert experiment is step_on_device
         peak = fsdp1 if cell.implementation == "fsdp1" else fsdp2
-        return [DevicePeaks(allocated=peak, active=peak + more, reserved=2 * peak) for more in (0, held)]
+        peaks = [DevicePeaks(allocated=peak, active=peak + more, reserved=2 * peak) for more in (0, held)]
+        return [{"behind": of_rank} for of_rank in peaks]
 
     return measure
 

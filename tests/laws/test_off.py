@@ -13,8 +13,12 @@ from conformance.oracles.placement import expected_offloading, expected_places
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell
 
-HOST = {"initial_parameter/w": "cpu", "optimizer_state/exp_avg/w": "cpu"}
-PINNED = {"final_parameter/w": "cpu pinned", "gradient/w": "cpu pinned"}
+HOST = {"optimizer_state/exp_avg/w": "cpu"}
+PINNED = {
+    "initial_parameter/w": "cpu pinned",
+    "final_parameter/w": "cpu pinned",
+    "gradient/w": "cpu pinned",
+}
 DEVICE = {"unsharded_parameter/w": "cuda", "initial_buffer/t": "cuda", "logits": "cuda", "matmul/forward": "cuda"}
 
 

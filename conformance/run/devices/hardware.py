@@ -1,4 +1,4 @@
-"""Hardware for worlds of ranks: one CUDA device for each rank, several ranks on a device, or the processors."""
+"""Hardware for worlds of ranks: CUDA devices, for one rank each or several, simulated devices, or the processors."""
 
 import json
 import math
@@ -6,15 +6,19 @@ import re
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
-from typing import Literal, get_args
+from typing import Literal
 
 import msgspec
 
+from conformance.outcomes import Unsupported
 from conformance.plan.substrates import Substrate
 from conformance.run.devices.nvml import Device, DeviceInterface, visible_devices
 from conformance.run.ranks.messages import RANK_IN_VALUE
+from conformance.simulated_device import schedules
+from conformance.simulated_device.building import LIBRARY_VARIABLE, device_library
 
-Accelerator = Literal["auto", "cpu", "cuda"]
+ACCELERATORS = ("auto", "cpu", "cuda", "sim")
+"""Values of `--accelerator`; `sim` may be followed by a schedule, as in `sim:random:7`."""
 SHARED_RANKS = 4
 """Maximum number of ranks on one device with `--share-gpu auto`.
 
@@ -50,6 +54,17 @@ _SOCKETS = {
 }
 
 
+class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True):
+    """Simulated accelerator that a session uses in place of the machine's devices."""
+
+    schedule: str
+    """When queued operators run, see `schedules`."""
+    library: str = ""
+    """Path of the compiled device; empty if it cannot be compiled here."""
+    lacks: str = ""
+    """Reason why it cannot be compiled here."""
+
+
 class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     """CUDA devices that a session may use, and the number of ranks that may share a device."""
 
@@ -58,18 +73,24 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     nccl: tuple[int, ...] = ()
     """Version of NCCL, such as (2, 29, 7)."""
     driver: str | None = None
+    simulated: SimulatedDevice | None = None
 
     def substrate(self, world_size: int, among: tuple[Substrate, ...]) -> Substrate | None:
         """Return the strongest of these substrates on which this machine can run a world, or None.
 
         `simulated` comes before all others: a law that holds in simulated worlds is about a model of memory or of
-        collectives, and needs no devices.
+        collectives, and needs no devices. A session on the simulated accelerator uses it for each law that holds there.
         """
         if "simulated" in among:
             return "simulated"
         fits = world_size <= len(self.devices)
         shared = world_size <= len(self.devices) * self.ranks_per_device
-        available: dict[Substrate, bool] = {"nccl": fits, "nccl-shared": shared and not fits, "gloo": True}
+        available: dict[Substrate, bool] = {
+            "nccl": fits,
+            "nccl-shared": shared and not fits,
+            "sim": self.simulated is not None,
+            "gloo": True,
+        }
         return next((substrate for substrate, here in available.items() if here and substrate in among), None)
 
     def environment(self, substrate: Substrate) -> dict[str, str]:
@@ -78,6 +99,8 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
             return DETERMINISM
         if substrate == "nccl-shared":
             return DETERMINISM | (_MULTI_RANK if self.nccl >= MULTI_RANK_SINCE else _SOCKETS)
+        if substrate == "sim" and self.simulated is not None:
+            return {LIBRARY_VARIABLE: self.simulated.library, schedules.VARIABLE: self.simulated.schedule}
         return {}
 
 
@@ -90,20 +113,31 @@ def devices_for(world_size: int, *, among: int) -> int:
     return math.ceil(world_size / math.ceil(world_size / among))
 
 
-def device_type(substrate: str) -> Literal["cpu", "cuda"]:
+def device_type(substrate: str) -> Literal["cpu", "sim", "cuda"]:
     """Return the type of the device on which ranks of a substrate compute."""
+    if substrate == "sim":
+        return "sim"
+    return kernel_type(substrate)
+
+
+def kernel_type(substrate: str) -> Literal["cpu", "cuda"]:
+    """Return the type of the device whose kernels compute, and round: the CPU's on the simulated accelerator too."""
     return "cuda" if substrate.startswith("nccl") else "cpu"
 
 
 def find_hardware(interface: DeviceInterface, *, accelerator: str, share_gpu: str) -> Hardware:
     """Return the hardware of this machine, as far as the options allow.
 
-    Raises ValueError for options that are unknown, for `cuda` where there is no device, or as `visible_devices` does.
+    The simulated accelerator is compiled, which takes minutes, if this machine has not compiled it yet. Raises
+    ValueError for options that are unknown, for `cuda` where there is no device, or as `visible_devices` does.
     """
-    if accelerator not in get_args(Accelerator):
+    kind, _, schedule = accelerator.partition(":")
+    if kind not in ACCELERATORS or (schedule and kind != "sim"):
         raise ValueError(
-            f"--accelerator {accelerator}: write {', '.join(get_args(Accelerator)[:-1])} or {get_args(Accelerator)[-1]}"
+            f"--accelerator {accelerator}: write {', '.join(ACCELERATORS[:-1])} or {ACCELERATORS[-1]}[:SCHEDULE]"
         )
+    if kind == "sim":
+        return Hardware(simulated=_simulated_device(schedule or schedules.DEFAULT))
     ranks_per_device = _ranks_per_device(share_gpu)
     devices = () if accelerator == "cpu" else visible_devices(interface)
     if accelerator == "cuda" and not devices:
@@ -111,6 +145,14 @@ def find_hardware(interface: DeviceInterface, *, accelerator: str, share_gpu: st
     if not devices:
         return Hardware(ranks_per_device=ranks_per_device)
     return Hardware(devices=devices, ranks_per_device=ranks_per_device, nccl=nccl_version(), driver=interface.driver())
+
+
+def _simulated_device(schedule: str) -> SimulatedDevice:
+    schedules.Schedule.parse(schedule)
+    try:
+        return SimulatedDevice(schedule=schedule, library=str(device_library()))
+    except Unsupported as missing:
+        return SimulatedDevice(schedule=schedule, lacks=str(missing))
 
 
 def _ranks_per_device(share_gpu: str) -> int:

@@ -206,7 +206,7 @@ def test_find_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("accelerator", "share_gpu", "message"),
     [
-        ("gpu", "auto", "--accelerator gpu: write auto, cpu or cuda"),
+        ("gpu", "auto", r"--accelerator gpu: write auto, cpu, cuda or sim\[:SCHEDULE\]"),
         ("cuda", "auto", "--accelerator cuda: no CUDA device is visible; check the driver"),
         ("auto", "0", "--share-gpu 0: write auto, never, or how many ranks may share a GPU"),
         ("auto", "many", "--share-gpu many"),

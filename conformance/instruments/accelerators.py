@@ -1,0 +1,39 @@
+"""Accelerator of a rank, whatever it is: what the suite asks of a device beyond tensors, streams and events.
+
+All goes through `torch.accelerator` and the module of the device, so that a device of another vendor needs nothing
+here: docs/simulated_accelerator.md lists what it has to offer.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+
+def is_in_use() -> bool:
+    """Return whether this process uses an accelerator; False on a machine with devices for a rank on the CPU."""
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and bool(torch.get_device_module(accelerator).is_initialized())
+
+
+def synchronize() -> None:
+    """Wait for all that this process has issued, if it uses an accelerator."""
+    if is_in_use():
+        torch.accelerator.synchronize()
+
+
+def statistics(device: torch.device) -> Mapping[str, int]:
+    """Return the statistics of the device's caching allocator, by the names of `torch.cuda.memory_stats`.
+
+    `torch.accelerator` has them since torch 2.9.
+    """
+    if device.type == "cuda":
+        return torch.cuda.memory_stats(device)
+    return torch.accelerator.memory_stats(device)
+
+
+def reset_peaks(device: torch.device) -> None:
+    """Make the present values of the statistics their peaks."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        torch.accelerator.reset_peak_memory_stats(device)

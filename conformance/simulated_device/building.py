@@ -1,0 +1,105 @@
+"""Build of the simulated device: compiled on first use, and kept for each torch, Python and compiler.
+
+The process that calls `device_library` needs no torch: torch's extension builder runs in a process of its own, see
+`compiling`.
+"""
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from filelock import FileLock
+
+from conformance.outcomes import Unsupported
+from conformance.torch_release import release
+
+MODULE = "simdev"
+"""Name of the extension module."""
+LIBRARY_VARIABLE = "CONFORMANCE_SIM_LIBRARY"
+"""Environment variable with the path of the compiled device, which ranks load."""
+CACHE_VARIABLE = "XDG_CACHE_HOME"
+SINCE = "2.13"
+"""First torch release with which the device was compiled; it uses C++ interfaces that older ones lack."""
+_SOURCES = Path(__file__).parent / "csrc"
+FLAGS = ("-O1", "-g0", "-DAT_PER_OPERATOR_HEADERS")  # optimised code would save nothing: kernels are torch's own
+_LIMIT_S = 1800.0
+_REMEDIES = {
+    "compiler": "a C++ compiler: install g++ (apt install g++, dnf install gcc-c++), or set CXX",
+    "headers": "Python's headers: install those of this Python (apt install python3-dev, dnf install python3-devel)",
+}
+
+
+def device_library() -> Path:
+    """Return the compiled device; builds it, which takes minutes, if this machine has none for this torch.
+
+    Raises Unsupported, with the package to install or the compiler's message, if it cannot be built.
+    """
+    torch = importlib.metadata.version("torch")
+    if release(torch) < release(SINCE):
+        raise Unsupported(f"the simulated accelerator is for torch {SINCE} and later; this is {torch}")
+    compiler = _compiler()
+    directory = cache_directory() / _key(compiler)
+    library = directory / f"{MODULE}.so"
+    if library.exists():
+        return library
+    directory.mkdir(parents=True, exist_ok=True)
+    with FileLock(directory / "lock"):
+        if not library.exists():
+            _build(directory, compiler)
+    return library
+
+
+def cache_directory() -> Path:
+    """Return the user's directory for compiled devices, `$XDG_CACHE_HOME/fsdp2-tp-conformance/simulated_device`."""
+    return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache", "fsdp2-tp-conformance", "simulated_device")
+
+
+def _compiler() -> str:
+    """Return the path of the C++ compiler that torch's extension builder would use."""
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        raise _lacking("compiler")
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        raise _lacking("headers")
+    return compiler
+
+
+def _lacking(what: str) -> Unsupported:
+    return Unsupported(f"the simulated accelerator is compiled on first use and needs {_REMEDIES[what]}")
+
+
+def _key(compiler: str) -> str:
+    """Return a name for all that the compiled device depends on."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    torch = importlib.metadata.version("torch")
+    facts = [version, torch, sys.version, platform.machine(), *FLAGS, *(file.read_text() for file in source_files())]
+    return f"torch-{torch}-{hashlib.sha256(chr(0).join(facts).encode()).hexdigest()[:16]}"
+
+
+def source_files() -> list[Path]:
+    """Return the sources of the device and their headers."""
+    return sorted(_SOURCES.iterdir())
+
+
+def _build(directory: Path, compiler: str) -> None:
+    """Compile in `directory`; the library appears there when it is complete."""
+    log_file = directory / "build.log"
+    note = f"building the simulated accelerator for this torch, once; may take minutes ({log_file})"
+    print(note, file=sys.stderr, flush=True)
+    command = [sys.executable, "-m", f"{__package__}.compiling", str(directory)]
+    environment = os.environ | {"CXX": compiler}
+    with log_file.open("w") as log:
+        done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=_LIMIT_S, env=environment)
+    if done.returncode:
+        raise Unsupported(f"the simulated accelerator cannot be compiled: {_first_error(log_file)}")
+
+
+def _first_error(log: Path) -> str:
+    lines = log.read_text().splitlines()
+    return next((line for line in lines if "error" in line), lines[-1] if lines else "no output") + f" ({log})"

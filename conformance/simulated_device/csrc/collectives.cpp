@@ -1,0 +1,236 @@
+#include "collectives.h"
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/utils/pybind.h>
+
+#include <optional>
+
+#include "device.h"
+#include "lock.h"
+#include "views.h"
+
+namespace sim {
+
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+using Gloo = c10::intrusive_ptr<c10d::Backend>;
+
+// Collective in a stream. It keeps its tensors until somebody waits for it, as ProcessGroupNCCL does since torch 2.8;
+// `wait` makes the current stream wait, not the host.
+class StreamWork final : public c10d::Work {
+ public:
+  StreamWork(Point done, int64_t event, Tensors inputs, Tensors outputs)
+      : done_(done),
+        event_(event),
+        inputs_(std::move(inputs)),
+        outputs_(std::move(outputs)),
+        future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {
+    future_->markCompleted(c10::IValue(outputs_));
+  }
+
+  bool isCompleted() override {
+    Lock lock;
+    return scheduler().reached(done_);
+  }
+  bool isSuccess() const override {
+    return true;
+  }
+  bool wait(std::chrono::milliseconds) override {
+    synchronize();
+    return true;
+  }
+  void synchronize() override {
+    Lock lock;
+    if (current_stream() != done_.stream) {
+      trace().add("wait", current_stream(), "", event_);
+      scheduler().enqueue(current_stream(), {"wait", nullptr, done_});
+    }
+    inputs_.clear();
+  }
+  Tensors result() override {
+    return outputs_;
+  }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    return future_;
+  }
+
+ private:
+  Point done_;
+  int64_t event_;
+  Tensors inputs_, outputs_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+class SimulatedBackend final : public c10d::Backend {
+ public:
+  explicit SimulatedBackend(Gloo gloo) : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)) {}
+
+  const std::string getBackendName() const override {
+    return "simccl";
+  }
+  bool supportsCoalescing() const override {
+    return false;
+  }
+  void shutdown() override {
+    drain();
+  }
+
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
+    return issue("broadcast", tensors, tensors, options, [](auto& gloo, auto&, auto& to, auto& options) {
+      return gloo->broadcast(to, options);
+    });
+  }
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    return issue("all_reduce", tensors, tensors, options, [](auto& gloo, auto&, auto& to, auto& options) {
+      return gloo->allreduce(to, options);
+    });
+  }
+  WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
+    return issue("all_reduce", tensors, tensors, options, [](auto& gloo, auto&, auto& to, auto& options) {
+      return gloo->allreduce_coalesced(to, options);
+    });
+  }
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
+    return issue("reduce", tensors, tensors, options, [](auto& gloo, auto&, auto& to, auto& options) {
+      return gloo->reduce(to, options);
+    });
+  }
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
+    return issue("all_gather", {input}, {output}, options, [](auto& gloo, auto& from, auto& to, auto& options) {
+      return gloo->_allgather_base(to[0], from[0], options);
+    });
+  }
+  WorkPtr allgather(
+      std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
+    return issue("all_gather", inputs, outputs.at(0), options, [](auto& gloo, auto& from, auto& to, auto& options) {
+      std::vector<Tensors> lists{to};
+      return gloo->allgather(lists, from, options);
+    });
+  }
+  WorkPtr allgather_into_tensor_coalesced(
+      Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
+    return issue("all_gather", inputs, outputs, options, [](auto& gloo, auto& from, auto& to, auto& options) {
+      return gloo->allgather_into_tensor_coalesced(to, from, options);
+    });
+  }
+  WorkPtr _reduce_scatter_base(
+      at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override {
+    return issue("reduce_scatter", {input}, {output}, options, [](auto& gloo, auto& from, auto& to, auto& options) {
+      return gloo->_reduce_scatter_base(to[0], from[0], options);
+    });
+  }
+  WorkPtr reduce_scatter(
+      Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& options) override {
+    return issue("reduce_scatter", inputs.at(0), outputs, options, [](auto& gloo, auto& from, auto& to, auto& options) {
+      std::vector<Tensors> lists{from};
+      return gloo->reduce_scatter(to, lists, options);
+    });
+  }
+  WorkPtr reduce_scatter_tensor_coalesced(
+      Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) override {
+    return issue("reduce_scatter", inputs, outputs, options, [](auto& gloo, auto& from, auto& to, auto& options) {
+      return gloo->reduce_scatter_tensor_coalesced(to, from, options);
+    });
+  }
+  WorkPtr alltoall_base(
+      at::Tensor& output,
+      at::Tensor& input,
+      std::vector<int64_t>& output_sizes,
+      std::vector<int64_t>& input_sizes,
+      const c10d::AllToAllOptions& options) override {
+    auto run = [sent = input_sizes, received = output_sizes](auto& gloo, auto& from, auto& to, auto& options) mutable {
+      return gloo->alltoall_base(to[0], from[0], received, sent, options);
+    };
+    return issue("all_to_all", {input}, {output}, options, run);
+  }
+  WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override {
+    Tensors list = inputs.empty() ? Tensors() : inputs[0];
+    return issue("scatter", list, outputs, options, [](auto& gloo, auto& from, auto& to, auto& options) {
+      std::vector<Tensors> lists(from.empty() ? 0 : 1, from);
+      return gloo->scatter(to, lists, options);
+    });
+  }
+  WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
+    Tensors list = outputs.empty() ? Tensors() : outputs[0];
+    return issue("gather", inputs, list, options, [](auto& gloo, auto& from, auto& to, auto& options) {
+      std::vector<Tensors> lists(to.empty() ? 0 : 1, to);
+      return gloo->gather(lists, from, options);
+    });
+  }
+  WorkPtr barrier(const c10d::BarrierOptions& options) override {
+    host_wait_device();
+    return gloo_->barrier(options);
+  }
+
+ private:
+  // A device makes progress while its host waits for other hosts. Without that, one rank could wait here for a peer that
+  // waits in a collective of the device for this rank's.
+  void drain() {
+    Lock lock;
+    scheduler().drain();
+  }
+
+  template <class Options, class Run>
+  WorkPtr issue(const char* name, Tensors inputs, Tensors outputs, const Options& options, Run run) {
+    const Tensors& any = inputs.empty() ? outputs : inputs;
+    if (!is_on_device(any.at(0))) {
+      drain();
+      return run(gloo_, inputs, outputs, const_cast<Options&>(options));
+    }
+    Lock lock;
+    int64_t caller = current_stream();
+    if (options.asyncOp) enter_own_stream();
+    WorkPtr work = issue_on_current_stream(name, std::move(inputs), std::move(outputs), options, std::move(run));
+    exchange_stream(caller);
+    return work;
+  }
+
+  // Asynchronous collectives have a stream of their own, which first waits for what the caller has issued.
+  void enter_own_stream() {
+    if (!stream_) stream_ = scheduler().new_stream();
+    int64_t event = new_event();
+    Point ready = scheduler().enqueue(current_stream(), {"record"});
+    trace().add("record", current_stream(), "", event);
+    exchange_stream(*stream_);
+    trace().add("wait", *stream_, "", event);
+    scheduler().enqueue(*stream_, {"wait", nullptr, ready});
+  }
+
+  template <class Options, class Run>
+  WorkPtr issue_on_current_stream(
+      const char* name, Tensors inputs, Tensors outputs, const Options& options, Run run) {
+    std::vector<Range> ranges;
+    Tensors from, to;
+    for (const auto& tensor : inputs) {
+      ranges.push_back(range_of(tensor, false));
+      from.push_back(kernel_view(tensor));
+    }
+    for (const auto& tensor : outputs) {
+      ranges.push_back(range_of(tensor, true));
+      to.push_back(kernel_view(tensor));
+    }
+    auto task = [gloo = gloo_, from, to, options, run]() mutable {
+      BelowDispatch below;
+      WithoutPython others;
+      run(gloo, from, to, options)->wait();
+    };
+    Point done = queue(name, std::move(ranges), std::move(task), true);
+    int64_t event = new_event();
+    trace().add("record", current_stream(), "", event);
+    if (!options.asyncOp) inputs.clear();
+    return c10::make_intrusive<StreamWork>(done, event, std::move(inputs), std::move(outputs));
+  }
+
+  Gloo gloo_;
+  std::optional<int64_t> stream_;
+};
+
+} // namespace
+
+void bind_collectives(pybind11::module_& module) {
+  module.def("make_backend", [](Gloo gloo) -> Gloo { return c10::make_intrusive<SimulatedBackend>(std::move(gloo)); });
+}
+
+} // namespace sim

@@ -1,0 +1,96 @@
+#include "pinned.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+
+#include "lock.h"
+#include "memory_map.h"
+
+namespace sim {
+
+namespace {
+constexpr size_t kAlignBytes = 512;
+} // namespace
+
+// Sizes are rounded up to powers of two, as by torch's host allocator: ATen/core/CachingHostAllocator.h.
+c10::DataPtr PinnedAllocator::allocate(size_t bytes) {
+  c10::Device host(c10::DeviceType::CPU);
+  if (!bytes) return {nullptr, nullptr, &free_data, host};
+  Lock lock;
+  size_t size = kAlignBytes;
+  while (size < bytes) size *= 2;
+  auto block = reusable(size);
+  if (block == free_.end()) {
+    auto* begin = static_cast<char*>(std::aligned_alloc(kAlignBytes, size));
+    TORCH_CHECK_WITH(OutOfMemoryError, begin, "no ", size, " bytes of host memory to pin");
+    block = free_.emplace(begin, Block{size, -++blocks_ever_, {}}).first;
+  }
+  char* begin = block->first;
+  block->second.uses.clear();
+  in_use_.insert(free_.extract(block));
+  if (poison_) std::memset(begin, kPoison, bytes);
+  return {begin, begin, &free_data, host};
+}
+
+PinnedAllocator::Blocks::iterator PinnedAllocator::reusable(size_t bytes) {
+  return std::find_if(free_.begin(), free_.end(), [bytes](const auto& entry) {
+    const auto& uses = entry.second.uses;
+    return entry.second.bytes == bytes &&
+        std::all_of(uses.begin(), uses.end(), [](Point use) { return scheduler().reached(use); });
+  });
+}
+
+void PinnedAllocator::free_data(void* data) {
+  if (!data) return;
+  Lock lock;
+  auto& self = pinned_memory();
+  self.free_.insert(self.in_use_.extract(static_cast<char*>(data)));
+}
+
+void PinnedAllocator::poison(bool on) {
+  poison_ = on;
+}
+
+bool PinnedAllocator::contains(const void* address) {
+  Lock lock;
+  return holding(address) != in_use_.end();
+}
+
+void PinnedAllocator::use(const void* address, Point point) {
+  auto block = holding(address);
+  if (block != in_use_.end()) block->second.uses.push_back(point);
+}
+
+PinnedAllocator::Blocks::iterator PinnedAllocator::holding(const void* address) {
+  auto next = in_use_.upper_bound(static_cast<char*>(const_cast<void*>(address)));
+  if (next == in_use_.begin()) return in_use_.end();
+  auto block = std::prev(next);
+  return address < block->first + block->second.bytes ? block : in_use_.end();
+}
+
+std::pair<int64_t, uint64_t> PinnedAllocator::block_of(uint64_t address) const {
+  for (const Blocks* blocks : {&in_use_, &free_}) {
+    auto next = blocks->upper_bound(reinterpret_cast<char*>(address));
+    if (next == blocks->begin()) continue;
+    auto block = std::prev(next);
+    auto begin = reinterpret_cast<uint64_t>(block->first);
+    if (address < begin + block->second.bytes) return {block->second.number, begin};
+  }
+  return {0, 0};
+}
+
+c10::DeleterFnPtr PinnedAllocator::raw_deleter() const {
+  return &free_data;
+}
+
+void PinnedAllocator::copy_data(void* to, const void* from, size_t bytes) const {
+  std::memcpy(to, from, bytes);
+}
+
+PinnedAllocator& pinned_memory() {
+  static auto* instance = new PinnedAllocator; // never destroyed: tensors outlive static objects
+  return *instance;
+}
+
+} // namespace sim

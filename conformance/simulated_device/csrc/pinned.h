@@ -1,0 +1,48 @@
+// Page-locked memory of the host. The device copies from and to it while the host goes on, so a freed block is handed
+// out again only when the copies that use it are done.
+#pragma once
+
+#include <c10/core/Allocator.h>
+
+#include <map>
+#include <utility>
+#include <vector>
+
+#include "scheduler.h"
+
+namespace sim {
+
+class PinnedAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t bytes) override;
+  c10::DeleterFnPtr raw_deleter() const override;
+  void copy_data(void* to, const void* from, size_t bytes) const override;
+
+  // Fills blocks that are handed out with NaN.
+  void poison(bool on);
+  bool contains(const void* address);
+  // A copy that ends at `point` uses the block with this address.
+  void use(const void* address, Point point);
+  // Number (negative, unlike those of segments of the device) and first byte of the block with this address.
+  std::pair<int64_t, uint64_t> block_of(uint64_t address) const;
+
+ private:
+  struct Block {
+    size_t bytes;
+    int64_t number;
+    std::vector<Point> uses;
+  };
+  using Blocks = std::map<char*, Block>;
+
+  static void free_data(void* data);
+  Blocks::iterator reusable(size_t bytes);
+  Blocks::iterator holding(const void* address);
+
+  Blocks in_use_, free_;
+  int64_t blocks_ever_ = 0;
+  bool poison_ = false;
+};
+
+PinnedAllocator& pinned_memory();
+
+} // namespace sim

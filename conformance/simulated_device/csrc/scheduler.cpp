@@ -1,0 +1,131 @@
+#include "scheduler.h"
+
+#include <c10/util/Exception.h>
+
+#include <utility>
+
+#include "lock.h"
+#include "trace.h"
+
+namespace sim {
+
+namespace {
+thread_local int64_t current = 0;
+}
+
+int64_t Scheduler::new_stream() {
+  queues_.emplace_back();
+  return count() - 1;
+}
+
+void Scheduler::follow(Policy policy, uint64_t seed, int64_t starved) {
+  drain();
+  policy_ = policy;
+  starved_ = count() - 1 + starved;
+  random_ = (seed + 1) * 0x9E3779B97F4A7C15u; // never 0, where xorshift would stay
+}
+
+Point Scheduler::enqueue(int64_t stream, Task task) {
+  Queue& queue = queues_.at(stream);
+  Point point{stream, ++queue.issued};
+  int64_t collective = task.is_collective ? ++collectives_issued_ : 0;
+  if (collective) collectives_[collective] = point;
+  queue.entries.push_back({std::move(task), collective});
+  advance(stream);
+  return point;
+}
+
+void Scheduler::advance(int64_t issued_on) {
+  if (policy_ == Policy::kEager || (policy_ == Policy::kStarved && issued_on != starved_)) reach(end_of(issued_on));
+  if (policy_ != Policy::kRandom) return;
+  for (uint64_t steps = draw(3); steps > 0; --steps) {
+    int64_t stream = static_cast<int64_t>(draw(queues_.size()));
+    if (!queues_[stream].entries.empty()) step(stream);
+  }
+}
+
+Point Scheduler::end_of(int64_t stream) const {
+  return {stream, queues_.at(stream).issued};
+}
+
+bool Scheduler::reached(Point point) const {
+  return queues_.at(point.stream).done >= point.position;
+}
+
+void Scheduler::reach(Point point) {
+  while (!reached(point)) step(point.stream);
+}
+
+void Scheduler::drain() {
+  for (int64_t stream = 0; stream < count(); ++stream) reach(end_of(stream));
+}
+
+// Runs the first task of a stream, after all that it depends on.
+void Scheduler::step(int64_t stream) {
+  Queue& queue = queues_[stream];
+  TORCH_INTERNAL_ASSERT(!queue.entries.empty(), "stream ", stream, " waits for itself");
+  auto entry = std::move(queue.entries.front());
+  queue.entries.pop_front();
+  reach(entry.task.after);
+  if (entry.collective) {
+    while (collectives_.begin()->first < entry.collective) reach(Point(collectives_.begin()->second));
+  }
+  if (entry.collective) collectives_.erase(entry.collective);
+  ++queue.done;
+  run(entry.task, stream);
+}
+
+// A task fails far from where it was issued: the message says which it was.
+void Scheduler::run(const Task& task, int64_t stream) {
+  if (!task.run) return;
+  ++executed_;
+  auto failed = [&](const char* reason) {
+    TORCH_CHECK(false, "simulated device: ", task.name, ", queued on stream ", stream, ", failed: ", reason);
+  };
+  try {
+    task.run();
+  } catch (const c10::Error& error) {
+    failed(error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    failed(error.what());
+  }
+}
+
+uint64_t Scheduler::draw(uint64_t limit) {
+  random_ ^= random_ << 13;
+  random_ ^= random_ >> 7;
+  random_ ^= random_ << 17;
+  return (random_ >> 16) % limit;
+}
+
+Scheduler& scheduler() {
+  static Scheduler* instance = new Scheduler; // never destroyed: tensors outlive static objects
+  return *instance;
+}
+
+int64_t current_stream() {
+  return current;
+}
+
+int64_t exchange_stream(int64_t stream) {
+  return std::exchange(current, stream);
+}
+
+void host_wait_event(Point point, int64_t event) {
+  Lock lock;
+  trace().add("host_wait_event", point.stream, "", event);
+  scheduler().reach(point);
+}
+
+void host_wait_stream(int64_t stream) {
+  Lock lock;
+  trace().add("host_wait_stream", stream);
+  scheduler().reach(scheduler().end_of(stream));
+}
+
+void host_wait_device() {
+  Lock lock;
+  for (int64_t stream = 0; stream < scheduler().count(); ++stream) host_wait_stream(stream);
+}
+
+} // namespace sim

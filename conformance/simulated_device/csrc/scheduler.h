@@ -1,0 +1,97 @@
+// Streams as queues without threads: a deterministic scheduler decides when a queued task runs.
+//
+// A task runs after all earlier tasks of its stream, after the point that it waits for, and (collectives) after all
+// collectives that this process issued before. Every order that these rules allow is one that a device could have
+// taken; a schedule picks one of them.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <string>
+
+namespace sim {
+
+enum class Policy {
+  kEager, // at once: the device keeps up with the host
+  kLazy, // only when the host waits for it, and no more than that needs: the device is as late as can be
+  kRandom, // after each task that is issued, a few steps of streams drawn from a seed
+  kStarved, // one stream lazily, all others eagerly
+};
+
+// Place in a stream: reached when the stream has done as many tasks. The default is always reached.
+struct Point {
+  int64_t stream = 0;
+  int64_t position = 0;
+};
+
+struct Task {
+  std::string name;
+  std::function<void()> run; // nothing for a mere point or wait
+  Point after = {};
+  bool is_collective = false;
+};
+
+class Scheduler {
+ public:
+  int64_t new_stream();
+  int64_t count() const {
+    return static_cast<int64_t>(queues_.size());
+  }
+
+  // Runs all that is queued, then follows another schedule. `seed` is for kRandom; `starved` is the number of a stream
+  // among those that are created from now on, the first is 1, for kStarved.
+  void follow(Policy policy, uint64_t seed, int64_t starved);
+
+  // Queues a task; returns the point that is reached when it has run.
+  Point enqueue(int64_t stream, Task task);
+
+  // The point behind all tasks that a stream has so far.
+  Point end_of(int64_t stream) const;
+  bool reached(Point point) const;
+
+  // Runs what is needed to reach a point, or all tasks.
+  void reach(Point point);
+  void drain();
+
+  int64_t executed() const {
+    return executed_;
+  }
+
+ private:
+  struct Queue {
+    struct Entry {
+      Task task;
+      int64_t collective; // number among this process's collectives, 0 for other tasks
+    };
+    std::deque<Entry> entries;
+    int64_t issued = 0, done = 0;
+  };
+
+  void step(int64_t stream);
+  void run(const Task& task, int64_t stream);
+  void advance(int64_t issued_on);
+  uint64_t draw(uint64_t limit);
+
+  std::deque<Queue> queues_ = std::deque<Queue>(1); // the first is the default stream
+  std::map<int64_t, Point> collectives_; // points of those that have not run
+  int64_t collectives_issued_ = 0, executed_ = 0;
+  Policy policy_ = Policy::kEager;
+  int64_t starved_ = 0;
+  uint64_t random_ = 1;
+};
+
+Scheduler& scheduler();
+
+// Stream on which this thread issues.
+int64_t current_stream();
+// Makes another stream current; returns the former.
+int64_t exchange_stream(int64_t stream);
+
+// The host waits: for a point, which the trace knows as `event` or as the end of a stream, or for all streams.
+void host_wait_event(Point point, int64_t event);
+void host_wait_stream(int64_t stream);
+void host_wait_device();
+
+} // namespace sim

@@ -1,0 +1,35 @@
+// Tensors as kernels see them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <functional>
+
+#include "trace.h"
+
+namespace sim {
+
+// Switches off all that lies above kernels (autograd, autocast, Python modes), as kernels run whenever a schedule wants.
+struct BelowDispatch {
+  BelowDispatch();
+
+ private:
+  c10::impl::ExcludeDispatchKeyGuard guard_;
+};
+
+bool is_on_device(const at::Tensor& tensor);
+
+// CPU tensor over the bytes of a tensor on the device or the host. It owns nothing, as nothing that a kernel or a copy
+// engine uses.
+at::Tensor kernel_view(const at::Tensor& tensor);
+
+// Bytes that a strided tensor covers.
+Range range_of(const at::Tensor& tensor, bool write);
+
+// Applies a function to each defined tensor in a value: a tensor, or a list of (optional) tensors.
+c10::IValue map_tensors(const c10::IValue& value, const std::function<at::Tensor(const at::Tensor&)>& change);
+void for_each_tensor(const c10::IValue& value, const std::function<void(const at::Tensor&)>& act);
+
+} // namespace sim

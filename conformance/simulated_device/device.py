@@ -1,0 +1,163 @@
+"""Simulated device as the accelerator of a process, under the name `sim`.
+
+A process is made one with the device after its last fork, and for good: torch allows one device of this kind
+(PrivateUse1). What torch asks of a device module, and no more, is in `_DeviceModule`.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.backend_registration import generate_methods_for_privateuse1_backend, rename_privateuse1_backend
+
+from conformance.simulated_device.building import MODULE
+from conformance.simulated_device.schedules import Schedule
+from conformance.simulated_device.trace import Access
+
+NAME = "sim"
+"""Type of the device."""
+BACKEND = "simccl"
+"""Backend of process groups, for tensors on the device and on the host."""
+BACKENDS = f"cpu:{BACKEND},{NAME}:{BACKEND}"
+"""Backends for `init_process_group`. The one for the host lets the device go on while the host waits for its peers."""
+
+
+@cache
+def load(library: Path) -> ModuleType:
+    """Make the device the accelerator of this process; returns the extension module.
+
+    Raises RuntimeError if the process has another accelerator of this kind.
+    """
+    spec = importlib.util.spec_from_file_location(MODULE, library)
+    assert spec is not None
+    assert spec.loader is not None, "a file whose name ends in .so has a loader"
+    extension = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(extension)
+    sys.modules[MODULE] = extension
+    rename_privateuse1_backend(NAME)
+    # The only way: see docs/notes/private_names.md.
+    torch._register_device_module(NAME, _DeviceModule())  # type: ignore[no-untyped-call]
+    generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)
+    dist.Backend.register_backend(BACKEND, _make_backend, devices=[NAME])
+    return extension
+
+
+def device() -> torch.device:
+    """Return the only device."""
+    return torch.device(NAME, 0)
+
+
+def follow(schedule: Schedule) -> None:
+    """Run all that is queued, then follow another schedule."""
+    _extension().follow(schedule.policy, schedule.number, schedule.number)
+
+
+def poison(on: bool) -> None:
+    """Fill memory that is handed out with NaN before its first use, or no longer."""
+    _extension().poison(on)
+
+
+def counts() -> dict[str, Any]:
+    """Return how many operators the device was given, how many tasks it has run, and for what the host had to wait."""
+    return dict(_extension().counts())
+
+
+def start_trace() -> None:
+    """Begin to record what the host issues."""
+    _extension().start_trace()
+
+
+def stop_trace() -> list[Access]:
+    """Return what the host has issued since `start_trace`."""
+    return [Access(*record) for record in _extension().stop_trace()]
+
+
+def host_access(name: str, begin: int, size_bytes: int, *, write: bool) -> None:
+    """Record that the host uses memory at an address, if it is pinned."""
+    _extension().host_access(name, begin, size_bytes, write)
+
+
+def _extension() -> Any:
+    extension = sys.modules.get(MODULE)
+    if extension is None:
+        raise RuntimeError("this process has no simulated device: call conformance.simulated_device.device.load first")
+    return extension
+
+
+def _make_backend(store: Any, rank: int, size: int, timeout: Any) -> Any:
+    return _extension().make_backend(dist.ProcessGroupGloo(store, rank, size, timeout))
+
+
+class _DeviceModule(ModuleType):
+    """Module `torch.sim`: what FSDP, DeviceMesh and autocast ask of the module of a device."""
+
+    def __init__(self) -> None:
+        super().__init__(f"torch.{NAME}")
+
+    @staticmethod
+    def Stream(device: Any = None, priority: int = 0, **_: Any) -> torch.Stream:  # noqa: N802 (as in torch.cuda)
+        return torch.Stream(device=globals()["device"](), priority=priority)
+
+    @staticmethod
+    def Event(*_: Any, **__: Any) -> torch.Event:  # noqa: N802 (as in torch.cuda)
+        return torch.Event(device=device())
+
+    @staticmethod
+    def current_stream(_: Any = None) -> torch.Stream:
+        return torch.accelerator.current_stream(device())
+
+    @staticmethod
+    @contextmanager
+    def stream(stream: torch.Stream | None) -> Iterator[None]:
+        if stream is None:
+            yield
+            return
+        before = torch.accelerator.current_stream(device())
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
+
+    @staticmethod
+    def current_device() -> int:
+        return 0
+
+    @staticmethod
+    def device_count() -> int:
+        return 1
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    @staticmethod
+    def is_initialized() -> bool:
+        return True
+
+    @staticmethod
+    def set_device(_: Any) -> None:
+        """There is one device."""
+
+    @staticmethod
+    def synchronize(_: Any = None) -> None:
+        torch.accelerator.synchronize(device())
+
+    @staticmethod
+    def _is_in_bad_fork() -> bool:
+        return False
+
+    @staticmethod
+    def manual_seed_all(_: int) -> None:
+        """Random numbers are the CPU's, whose generator torch.manual_seed has set already."""
+
+    @staticmethod
+    def get_amp_supported_dtype() -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]

@@ -1,0 +1,28 @@
+"""Trace of the simulated device: what the host issued, in order, for a checker of happens-before."""
+
+from typing import NamedTuple
+
+Bytes = tuple[int, int, int]
+"""Block, first byte and the byte behind the last, counted from the begin of the block.
+
+Blocks of the device have positive numbers; they are whole segments of the caching allocator, so that memory that is
+handed out again keeps its place. Blocks of pinned host memory have negative ones."""
+
+
+class Access(NamedTuple):
+    """Operator, or event, as the host issued it.
+
+    Kinds: `op` (an operator, copy or collective is queued on `stream`), `record` and `wait` (of `event`, by a stream),
+    `host_wait_event`, `host_wait_stream`, `host` (the host uses pinned memory), `alloc`, `record_stream`, `free_later`
+    (freed, but for the streams that record_stream named) and `free` (the memory may be handed out again).
+    """
+
+    kind: str
+    stream: int
+    name: str
+    """Operator, such as `aten::add.Tensor`, `copy_device_to_pinned` or `all_gather`."""
+    event: int
+    """Number of the event; each `record` has a new one."""
+    reads: tuple[Bytes, ...]
+    writes: tuple[Bytes, ...]
+    """Bytes that an operator writes, or the block that is allocated or freed."""

@@ -1,0 +1,54 @@
+"""Faults of buffers that only a device shows, on the simulated one: caught under a named schedule, twins clean."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from conformance.detection.case_judge import CaseJudge
+from conformance.judge.judge import Judged
+from conformance.judge.verdicts import Verdict
+from conformance.plan.cells import Cell
+from conformance.plan.matrix import Case
+from conformance.run.devices.hardware import find_hardware
+from conformance.run.pool import Pools
+from tests.run.devices.fake_devices import FakeDevices
+from tests.simulated_device.processes import library
+
+OFFLOADED = Cell(mesh="dp2").but(offload="cpu", pin_memory=True)
+REPLICAS = Cell(mesh="hsdp2x1")
+"""Two replicas that shard over one rank each: the fewest ranks that reduce over replicas."""
+DEFECTS = {
+    "all-reduce-buffer-released": (REPLICAS.but(precision="bf16-reduce"), "lazy"),
+    "offload-source-released": (REPLICAS.but(offload="cpu", pin_memory=True), "starve:4"),
+    "offload-copy-not-awaited": (OFFLOADED, "lazy"),
+}
+"""Cell that shows a defect, and a schedule under which its run differs from that of an eager device."""
+DEADLINE_S = 300.0
+
+
+@pytest.fixture(scope="module")
+def case_judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CaseJudge]:
+    hardware = find_hardware(FakeDevices(), accelerator="sim:eager", share_gpu="auto")
+    with Pools() as pools:
+        yield CaseJudge(tmp_path_factory.mktemp("records"), pools, hardware=hardware)
+
+
+def judged(case_judge: CaseJudge, name: str, suffix: str) -> Judged:
+    (result,) = case_judge.judge([Case("STREAM-5", DEFECTS[name][0])], defect=name + suffix, deadline_s=DEADLINE_S)
+    return result
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_race_is_caught_under_a_schedule(case_judge: CaseJudge, name: str) -> None:
+    result = judged(case_judge, name, "")
+    if library() is None:
+        assert result.verdict == Verdict.UNSUPPORTED
+        return
+    assert result.verdict == Verdict.FAIL, result.reason
+    assert result.reason.startswith(f"changed under schedule {DEFECTS[name][1]}: measured"), result.reason
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_the_twin_of_a_race_is_clean_under_each_schedule(case_judge: CaseJudge, name: str) -> None:
+    result = judged(case_judge, name, ".twin")
+    assert result.verdict == (Verdict.PASS if library() else Verdict.UNSUPPORTED), result.reason
