@@ -80,7 +80,7 @@ MEAN_OF_OWN_SHARD = Defect(
     source="https://github.com/pytorch/pytorch/issues/162692",
     mechanism="a pending average is taken for a replicated tensor",
     laws=("DT-3",),
-    cells="id = dp2-fp32-default-meta-seed1",
+    cells="id = dp2-fp32-default-meta-integer",
     inject=partial(averages, lost=True),
     inject_twin=partial(averages, lost=False),
 )
@@ -102,7 +102,7 @@ WRITE_THROUGH_VIEW_LOST = Defect(
     source="https://github.com/pytorch/pytorch/issues/139735",
     mechanism="the slice is a copy",
     laws=("DT-3",),
-    cells="id = dp2-fp32-default-meta-seed1",
+    cells="id = dp2-fp32-default-meta-integer",
     inject=partial(columns_written, lost=True),
     inject_twin=partial(columns_written, lost=False),
 )

@@ -288,7 +288,7 @@ ADAMW_LEAK = Defect(
     source="https://github.com/BatsResearch/labelmodels/issues/4",
     mechanism="counters of steps are collected in a list",
     laws=("MEM-6",),
-    cells="id = dp2-tp2-fp32-default-meta-even",
+    cells="id = dp2-fp32-default-meta-even",
     inject=partial(counters, kept=True),
     inject_twin=partial(counters, kept=False),
 )

@@ -42,8 +42,7 @@ def test_dtensor_operators_equal_those_on_full_tensors(measure: Measure, cell: C
 
 @law(
     "DT-3",
-    where="features = 0 and tp = 1 and (seed = 1 or mesh = dp3)",
-    gaps=["operators-on-two-dimensions"],
+    where="id in (dp2-fp32-default-meta-integer, dp3-fp32-default-meta)",
     reference=DTENSOR,
     since="2.13",
 )

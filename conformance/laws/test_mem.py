@@ -176,7 +176,7 @@ def test_memory_is_linear_in_the_layers(measure: Measure, cell: Cell) -> None:
 @law(
     "MEM-6",
     where="model = even and implementation = fsdp2 and world <= 4 and saved_on = none and compile = false "
-    "and (features <= 2 or accumulation > 1 and offload = cpu and dropout = 0.0)",
+    "and (features <= 2 and (tp = 1 or optimizer = sgd) or accumulation > 1 and offload = cpu and dropout = 0.0)",
     reference=RESHARD_AFTER_FORWARD,
     substrates=SIMULATED,
 )

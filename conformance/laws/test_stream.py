@@ -98,6 +98,7 @@ def test_delayed_collectives_and_copies_change_no_bit(run: Run, measure: Measure
 @law(
     "STREAM-6",
     where="world > 1 and implementation = fsdp2",
+    gaps=["large-models"],
     reference="https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams",
     substrates=("gloo",),
 )

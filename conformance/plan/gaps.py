@@ -52,9 +52,6 @@ GAPS = {
         "model = integer",
         "oracles of dtypes and of rounding describe the float model; PAR-9 judges whole numbers in bits",
     ),
-    "operators-on-two-dimensions": Gap(
-        "dp_replicate > 1", "what the sweep of operators shows on a mesh of two dimensions is not explained yet"
-    ),
     # Cells that would be run for a law alone.
     "norms-on-one-shard": Gap(
         "norms_in_tp = false and dp_shard = 1",
