@@ -80,7 +80,7 @@ PAR-5  Ranks that hold the same elements of a parameter, gradient, buffer or mom
 
 reference    https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 since        torch 2.6
-substrates   gloo, nccl-shared, nccl
+substrates   gloo, sim, nccl-shared, nccl
 asserted in  conformance/laws/test_par.py:LINE test_replicas_are_equal
 where        world > 1
 gaps         model in (deep, half, wide): a run takes many times as long; laws on memory judge these models in simulation
@@ -113,7 +113,7 @@ caught by       INIT-2, PAR-1, PAR-5
 smallest cells  hsdp2x2-fp32-default-meta: INIT-2, PAR-1, PAR-5
 inject          pytest conformance/ --laws INIT-2 --cells hsdp2x2-fp32-default-meta --defect replica-desync
 benign twin     pytest conformance/ --laws INIT-2 --cells hsdp2x2-fp32-default-meta --defect replica-desync.twin
-shows on        gloo, nccl-shared, nccl, from torch 2.6 on
+shows on        gloo, sim, nccl-shared, nccl, from torch 2.6 on
 """,
     )
 
