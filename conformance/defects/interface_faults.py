@@ -102,7 +102,7 @@ DIVIDE_FACTOR_LOST_IN_BF16 = Defect(
     source="https://github.com/pytorch/pytorch/issues/155903",
     mechanism="where gradients are cast before they are reduced, the factor is left out",
     laws=("API-2",),
-    cells="id = dp2-bf16mp-default-meta",
+    cells="id = dp2-bf16mp-default-meta and world = 2",
     inject=partial(divide_factor_of_bf16, is_lost=True),
     inject_twin=partial(divide_factor_of_bf16, is_lost=False),
 )

@@ -27,6 +27,7 @@ The CPU has no such thing: the event behind a copy to pinned memory, and the hos
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 from conformance.defects.edited_source import edited
 from conformance.defects.injection import Defect
@@ -37,206 +38,227 @@ _COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 """Module that calls the functions of `_fsdp_collectives`, and has imported them."""
 _GROUP = f"{_COLLECTIVES}:FSDPParamGroup"
 _STATE = "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState"
+_LAWS = ("STREAM-6",)
 _PLAIN = "id = dp2-fp32-default-meta"
 _REPLICAS = "id = hsdp2x2-fp32-default-meta-integer-sgd-noclip-steps1"
 _CAST_ON_REPLICAS = "mesh = hsdp2x2 and precision = bf16-reduce"
 _TWO_RANKS = "id in (dp4-fp32-k2-meta, dp4-bf16reduce-k2-layerwise-even-bpre1-from.same)"
 
 
-def _fault(
-    *,
-    id: str,
-    title: str,
-    mechanism: str,
-    owner: str,
-    name: str,
-    statement: str,
-    into: str = "pass",
-    twin: str | None = None,
-    cells: str = _PLAIN,
-    source: str = _STREAMS,
-) -> Defect:
-    """Return the defect that has `into` for a statement of torch; the twin has another, or the statement twice."""
-    return Defect(
-        id=id,
-        title=title,
-        source=source,
-        mechanism=mechanism,
-        laws=("STREAM-6",),
-        cells=cells,
-        inject=partial(edited, owner, name, statement, into=[into]),
-        inject_twin=partial(edited, owner, name, statement, into=[statement, statement] if twin is None else [twin]),
-        substrates=("gloo",),
-        since="2.13",
-    )
+def _statement(owner: str, name: str, statement: str, *, into: str = "pass", twin: str | None = None) -> dict[str, Any]:
+    """Return what injects a defect that has `into` for a statement of torch; the twin has another, or it twice."""
+    return {
+        "inject": partial(edited, owner, name, statement, into=[into]),
+        "inject_twin": partial(edited, owner, name, statement, into=[statement, statement] if twin is None else [twin]),
+        "substrates": ("gloo",),
+        "since": "2.13",
+    }
 
 
-COPY_OUT_BEFORE_ALL_GATHER = _fault(
+COPY_OUT_BEFORE_ALL_GATHER = Defect(
     id="copy-out-before-all-gather",
     title="parameters are copied out of an all-gather that is under way",
+    source=_STREAMS,
     mechanism="the stream of computation does not wait for the event behind the all-gather",
-    owner=_COLLECTIVES,
-    name="foreach_all_gather_copy_out",
-    statement="device_handle.current_stream().wait_event(all_gather_event)",
+    laws=_LAWS,
+    cells=_PLAIN,
+    **_statement(
+        _COLLECTIVES, "foreach_all_gather_copy_out", "device_handle.current_stream().wait_event(all_gather_event)"
+    ),
 )
-ALL_GATHER_NOT_RECORDED = _fault(
+ALL_GATHER_NOT_RECORDED = Defect(
     id="all-gather-not-recorded",
     title="parameters are copied out behind an event that nobody recorded",
+    source=_STREAMS,
     mechanism="waiting for an event that was never recorded delays nothing",
-    owner=_COLLECTIVES,
-    name="foreach_all_gather",
-    statement="all_gather_event = all_gather_stream.record_event()",
-    into="all_gather_event = device_handle.Event()",
+    laws=_LAWS,
+    cells=_PLAIN,
+    **_statement(
+        _COLLECTIVES,
+        "foreach_all_gather",
+        "all_gather_event = all_gather_stream.record_event()",
+        into="all_gather_event = device_handle.Event()",
+    ),
 )
-ALL_GATHER_BEFORE_COPY_IN = _fault(
+ALL_GATHER_BEFORE_COPY_IN = Defect(
     id="all-gather-before-copy-in",
     title="shards are gathered before they are copied into the buffer",
+    source=_STREAMS,
     mechanism="the stream of the all-gather does not wait for that of the copies",
-    owner=_COLLECTIVES,
-    name="foreach_all_gather",
-    statement="all_gather_stream.wait_stream(all_gather_copy_in_stream)",
+    laws=_LAWS,
+    cells=_PLAIN,
+    **_statement(_COLLECTIVES, "foreach_all_gather", "all_gather_stream.wait_stream(all_gather_copy_in_stream)"),
 )
-COPY_IN_BEFORE_OPTIMIZER = _fault(
+COPY_IN_BEFORE_OPTIMIZER = Defect(
     id="copy-in-before-optimizer",
     title="shards are gathered while the optimizer may be writing them",
+    source=_STREAMS,
     mechanism="the stream of the copies does not wait for that of computation when forward begins",
-    owner=_STATE,
-    name="_root_pre_forward",
-    statement="self._comm_ctx.all_gather_copy_in_stream.wait_stream(current_stream)",
+    laws=_LAWS,
+    cells=_PLAIN,
+    **_statement(_STATE, "_root_pre_forward", "self._comm_ctx.all_gather_copy_in_stream.wait_stream(current_stream)"),
 )
-GATHERED_RELEASED_IN_FORWARD = _fault(
+GATHERED_RELEASED_IN_FORWARD = Defect(
     id="gathered-released-in-forward",
     title="in forward, the buffer of an all-gather is reused while parameters are copied out of it",
+    source=_STREAMS,
     mechanism="the stream that it was allocated on does not wait for the copies before it is released",
-    owner=_GROUP,
-    name="wait_for_unshard",
-    statement="self._wait_all_gather_streams_on_event(prev_all_gather_state.event)",
+    laws=_LAWS,
+    cells=_PLAIN,
+    **_statement(_GROUP, "wait_for_unshard", "self._wait_all_gather_streams_on_event(prev_all_gather_state.event)"),
 )
-GATHERED_NOT_KEPT = _fault(
+GATHERED_NOT_KEPT = Defect(
     id="gathered-not-kept",
     title="in forward, the buffer of an all-gather is released as soon as the copies out of it are issued",
+    source=_STREAMS,
     mechanism="nothing refers to it until the next group has waited",
-    owner=_GROUP,
-    name="wait_for_unshard",
-    statement="self.comm_ctx.all_gather_state = AllGatherState(self._all_gather_result, all_gather_copy_out_event)",
-    twin="self._wait_all_gather_streams_on_event(all_gather_copy_out_event)",
+    laws=_LAWS,
+    cells=_PLAIN,
+    **_statement(
+        _GROUP,
+        "wait_for_unshard",
+        "self.comm_ctx.all_gather_state = AllGatherState(self._all_gather_result, all_gather_copy_out_event)",
+        twin="self._wait_all_gather_streams_on_event(all_gather_copy_out_event)",
+    ),
 )
-LAST_GATHERED_RELEASED = _fault(
+LAST_GATHERED_RELEASED = Defect(
     id="last-gathered-released",
     title="after forward, the buffer of the last all-gather is reused while parameters are copied out of it",
+    source=_STREAMS,
     mechanism="the stream that it was allocated on does not wait for the copies before it is released",
-    owner=_STATE,
-    name="_post_forward",
-    statement="self._comm_ctx.all_gather_copy_in_stream.wait_event(all_gather_state.event)",
+    laws=_LAWS,
+    cells=_PLAIN,
+    **_statement(
+        _STATE, "_post_forward", "self._comm_ctx.all_gather_copy_in_stream.wait_event(all_gather_state.event)"
+    ),
 )
-GATHERED_RELEASED_IN_BACKWARD = _fault(
+GATHERED_RELEASED_IN_BACKWARD = Defect(
     id="gathered-released-in-backward",
     title="in backward, the buffer of an all-gather is reused while parameters are copied out of it",
+    source=_STREAMS,
     mechanism="the stream that it was allocated on does not wait for the copies before it is released",
-    owner=_GROUP,
-    name="wait_for_unshard",
-    statement="self._wait_all_gather_streams_on_event(all_gather_copy_out_event)",
+    laws=_LAWS,
+    cells=_PLAIN,
+    **_statement(_GROUP, "wait_for_unshard", "self._wait_all_gather_streams_on_event(all_gather_copy_out_event)"),
 )
-COPY_OUT_NOT_RECORDED = _fault(
+COPY_OUT_NOT_RECORDED = Defect(
     id="copy-out-not-recorded",
     title="buffers of all-gathers are released behind an event that nobody recorded",
+    source=_STREAMS,
     mechanism="waiting for an event that was never recorded delays nothing",
-    owner=_GROUP,
-    name="wait_for_unshard",
-    statement="all_gather_copy_out_event.record()",
+    laws=_LAWS,
+    cells=_PLAIN,
+    **_statement(_GROUP, "wait_for_unshard", "all_gather_copy_out_event.record()"),
 )
-REDUCE_SCATTER_BEFORE_COPY_IN = _fault(
+REDUCE_SCATTER_BEFORE_COPY_IN = Defect(
     id="reduce-scatter-before-copy-in",
     title="gradients are reduced before they are computed and copied into the buffer",
+    source=_STREAMS,
     mechanism="the stream of the reduce-scatter does not wait for that of computation",
-    owner=_COLLECTIVES,
-    name="foreach_reduce",
-    statement="reduce_scatter_stream.wait_stream(current_stream)",
+    laws=_LAWS,
+    cells=_PLAIN,
+    **_statement(_COLLECTIVES, "foreach_reduce", "reduce_scatter_stream.wait_stream(current_stream)"),
 )
-REDUCED_RELEASED = _fault(
+REDUCED_RELEASED = Defect(
     id="reduced-released",
     title="the input of a reduce-scatter is reused while the reduce-scatter is under way",
+    source=_STREAMS,
     mechanism="the stream that it was allocated on does not wait for the reduce-scatter before it is released",
-    owner=_GROUP,
-    name="post_backward",
-    statement="self.device_handle.current_stream().wait_event(oldest.event)",
+    laws=_LAWS,
+    cells=_PLAIN,
+    **_statement(_GROUP, "post_backward", "self.device_handle.current_stream().wait_event(oldest.event)"),
 )
-REDUCED_NOT_KEPT = _fault(
+REDUCED_NOT_KEPT = Defect(
     id="reduced-not-kept",
     title="the input of a reduce-scatter is released as soon as the reduce-scatter is issued",
+    source=_STREAMS,
     mechanism="nothing refers to it until the next group has waited",
-    owner=_GROUP,
-    name="post_backward",
-    statement=(
-        "self.comm_ctx.reduce_scatter_states.append(ReduceScatterState(reduce_scatter_input, reduce_scatter_event))"
+    laws=_LAWS,
+    cells=_PLAIN,
+    **_statement(
+        _GROUP,
+        "post_backward",
+        "self.comm_ctx.reduce_scatter_states.append(ReduceScatterState(reduce_scatter_input, reduce_scatter_event))",
+        twin="self.device_handle.current_stream().wait_event(reduce_scatter_event)",
     ),
-    twin="self.device_handle.current_stream().wait_event(reduce_scatter_event)",
 )
-REDUCE_SCATTER_NOT_RECORDED = _fault(
+REDUCE_SCATTER_NOT_RECORDED = Defect(
     id="reduce-scatter-not-recorded",
     title="inputs of reduce-scatters are released behind an event that nobody recorded",
+    source=_STREAMS,
     mechanism="waiting for an event that was never recorded delays nothing",
-    owner=_COLLECTIVES,
-    name="foreach_reduce",
-    statement="reduce_scatter_event = reduce_scatter_stream.record_event()",
-    into="reduce_scatter_event = device_handle.Event()",
+    laws=_LAWS,
+    cells=_PLAIN,
+    **_statement(
+        _COLLECTIVES,
+        "foreach_reduce",
+        "reduce_scatter_event = reduce_scatter_stream.record_event()",
+        into="reduce_scatter_event = device_handle.Event()",
+    ),
 )
-ALL_REDUCE_BEFORE_REDUCE_SCATTER = _fault(
+ALL_REDUCE_BEFORE_REDUCE_SCATTER = Defect(
     id="all-reduce-before-reduce-scatter",
     title="gradients are reduced over replicas before they are reduced over shards",
+    source=_STREAMS,
     mechanism="the stream of the all-reduce does not wait for that of the reduce-scatter",
-    owner=_COLLECTIVES,
-    name="foreach_reduce",
-    statement="all_reduce_stream.wait_stream(reduce_scatter_stream)",
+    laws=_LAWS,
     cells=_REPLICAS,
+    **_statement(_COLLECTIVES, "foreach_reduce", "all_reduce_stream.wait_stream(reduce_scatter_stream)"),
 )
-GRADIENTS_BEFORE_ALL_REDUCE = _fault(
+GRADIENTS_BEFORE_ALL_REDUCE = Defect(
     id="gradients-before-all-reduce",
     title="gradients are clipped and used while they are reduced over replicas",
+    source=_STREAMS,
     mechanism="at the end of backward, the stream of computation does not wait for the reductions",
-    owner=_GROUP,
-    name="finalize_backward",
-    statement="self.device_handle.current_stream().wait_event(event)",
+    laws=_LAWS,
     cells=_REPLICAS,
+    **_statement(_GROUP, "finalize_backward", "self.device_handle.current_stream().wait_event(event)"),
 )
-REDUCTION_NOT_RECORDED = _fault(
+REDUCTION_NOT_RECORDED = Defect(
     id="reduction-not-recorded",
     title="gradients are clipped and used behind an event that nobody recorded",
+    source=_STREAMS,
     mechanism="waiting for an event that was never recorded delays nothing",
-    owner=_COLLECTIVES,
-    name="foreach_reduce",
-    statement="post_reduce_event = post_reduce_stream.record_event()",
-    into="post_reduce_event = device_handle.Event()",
+    laws=_LAWS,
     cells=_REPLICAS,
+    **_statement(
+        _COLLECTIVES,
+        "foreach_reduce",
+        "post_reduce_event = post_reduce_stream.record_event()",
+        into="post_reduce_event = device_handle.Event()",
+    ),
 )
-ALL_REDUCED_NOT_KEPT = _fault(
+ALL_REDUCED_NOT_KEPT = Defect(
     id="all-reduced-not-kept",
     title="the buffer of an all-reduce is reused by the next group's reduce-scatter while it is under way",
-    mechanism="nothing refers to the buffer in reduce_dtype once its cast to the dtype of gradients is issued",
-    owner=_GROUP,
-    name="post_backward",
-    statement="self._all_reduce_state = AllReduceState(all_reduce_input, all_reduce_event)",
-    twin="self.comm_ctx.reduce_scatter_stream.wait_event(self._post_reduce_event)",
-    cells=_CAST_ON_REPLICAS,
     source=_ALIASED,
+    mechanism="nothing refers to the buffer in reduce_dtype once its cast to the dtype of gradients is issued",
+    laws=_LAWS,
+    cells=_CAST_ON_REPLICAS,
+    **_statement(
+        _GROUP,
+        "post_backward",
+        "self._all_reduce_state = AllReduceState(all_reduce_input, all_reduce_event)",
+        twin="self.comm_ctx.reduce_scatter_stream.wait_event(self._post_reduce_event)",
+    ),
 )
-RESHARDED_NOT_AWAITED = _fault(
+RESHARDED_NOT_AWAITED = Defect(
     id="resharded-not-awaited",
     title="after resharding to two ranks, shards are gathered before they are written",
+    source=_STREAMS,
     mechanism="the stream of the copies does not wait for the event behind the resharding",
-    owner=_GROUP,
-    name="unshard",
-    statement="self._wait_all_gather_streams_on_event(self._reshard_after_forward_event)",
+    laws=_LAWS,
     cells=_TWO_RANKS,
+    **_statement(_GROUP, "unshard", "self._wait_all_gather_streams_on_event(self._reshard_after_forward_event)"),
 )
-RESHARDING_NOT_RECORDED = _fault(
+RESHARDING_NOT_RECORDED = Defect(
     id="resharding-not-recorded",
     title="after resharding to two ranks, shards are gathered behind an event that nobody recorded",
+    source=_STREAMS,
     mechanism="waiting for an event that was never recorded delays nothing",
-    owner=_GROUP,
-    name="reshard",
-    statement="self._reshard_after_forward_event.record()",
+    laws=_LAWS,
     cells=_TWO_RANKS,
+    **_statement(_GROUP, "reshard", "self._reshard_after_forward_event.record()"),
 )
 
 _LAST_WAITS = (

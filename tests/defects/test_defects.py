@@ -82,7 +82,7 @@ def test_benign_twins_pass(case_judge: CaseJudge, selection: str) -> None:
         laws = {law for name in group for law in twins[name].laws}
         results = case_judge.judge(case_judge.cases(selection, only=laws), defect=AND.join(group))
         assert results
-        assert [judged for judged in results if judged.verdict != Verdict.PASS] == []
+        assert [judged for judged in results if judged.verdict not in (Verdict.PASS, Verdict.WAIVED)] == []
 
 
 def without_common_attributes(names: Sequence[str]) -> list[list[str]]:
