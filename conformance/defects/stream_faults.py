@@ -39,7 +39,7 @@ _COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 _GROUP = f"{_COLLECTIVES}:FSDPParamGroup"
 _STATE = "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState"
 _LAWS = ("STREAM-6",)
-_PLAIN = "id = dp2-fp32-default-meta"
+_PLAIN = "id = dp2-fp32-default-meta and world = 2"
 _REPLICAS = "id = hsdp2x2-fp32-default-meta-integer-sgd-noclip-steps1"
 _CAST_ON_REPLICAS = "mesh = hsdp2x2 and precision = bf16-reduce"
 _TWO_RANKS = "id in (dp4-fp32-k2-meta, dp4-bf16reduce-k2-layerwise-even-bpre1-from.same)"
