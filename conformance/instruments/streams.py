@@ -150,6 +150,8 @@ class StreamTrace(Observer):
         with ExitStack() as stack:
             for name, replacement in replacements.items():
                 stack.enter_context(patch.object(torch.cpu, name, replacement))
+            # FSDP asks for it where it waits for an all-gather that no module has waited for, whatever its mesh's device
+            stack.enter_context(patch.object(torch.accelerator, "current_stream", replacements["current_stream"]))
             yield
 
     def add(self, entry: Entry) -> None:
