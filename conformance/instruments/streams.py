@@ -150,7 +150,7 @@ class StreamTrace(Observer):
         with ExitStack() as stack:
             for name, replacement in replacements.items():
                 stack.enter_context(patch.object(torch.cpu, name, replacement))
-            # FSDP asks for it where it waits for an all-gather that no module has waited for, whatever its mesh's device
+            # FSDP asks for it, whatever its device, where it waits for an all-gather that no module has waited for.
             stack.enter_context(patch.object(torch.accelerator, "current_stream", replacements["current_stream"]))
             yield
 
