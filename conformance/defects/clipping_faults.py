@@ -134,7 +134,7 @@ CLIP_NORM_OVER_REPLICAS = Defect(
     source="https://github.com/ByteDance-Seed/VeOmni/pull/184",
     mechanism="the sum is taken over all data-parallel ranks, also over those that hold the same shards",
     laws=("CLIP-1",),
-    cells="id = hsdp2x2-fp32-default-meta",
+    cells="id = hsdp2x2-fp32-default-meta-integer-sgd-noclip-steps1",
     inject=partial(clipping_by_norm, norm_over("dp_replicate")),
     inject_twin=_by_full_norm,
 )
@@ -180,7 +180,8 @@ CLIP_NORM_TYPE_IGNORED = Defect(
     source="https://github.com/pytorch/torchtitan/pull/649",
     mechanism="norm_type is not passed on",
     laws=("CLIP-1", "CLIP-2"),
-    cells="id = dp2-fp32-default-meta-norm1",
+    cells="id in (dp2-fp32-default-meta-norm1, "
+    "dp2-fp16reduce-always-checkpoint-rank0-clip0.1-norm3-fpre1-bpre2-offloadcpu-acfull-tied-cosine)",
     inject=partial(clipping, with_options(norm_type=2.0)),
     inject_twin=partial(clipping, from_generator),
 )
@@ -292,7 +293,8 @@ CLIP_SCALES_UP = Defect(
     source="https://github.com/pytorch/pytorch/pull/73405",
     mechanism="the factor is not limited to 1",
     laws=("CLIP-2",),
-    cells="id = dp2-fp32-default-meta-clip1000.0",
+    cells="id in (dp2-fp32-default-meta-clip1000.0, "
+    "dp2-bf16mixed-table-full-uneven-sgdmomentum-clip1000.0-cliploop-acc2-bpre2-synclast-offloadcpu)",
     inject=partial(clipping_by_norm, norm_over(), limit_factor=False),
     inject_twin=_by_full_norm,
 )
@@ -381,7 +383,7 @@ CLIP_ERROR_ON_ONE_REPLICA = Defect(
     source="https://github.com/pytorch/pytorch/issues/170862",
     mechanism="error_if_nonfinite looks at the rank's norm, which the ranks of another replica do not share",
     laws=("CLIP-3",),
-    cells="id in (hsdp2x2-fp32-default-meta, hsdp2x2-fp32-default-meta-norminf)",
+    cells="id = hsdp2x2-fp32-default-meta",
     inject=partial(finite_check, agreed=False),
     inject_twin=partial(finite_check, agreed=True),
 )

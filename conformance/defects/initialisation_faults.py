@@ -76,7 +76,7 @@ REPLICA_DESYNC = Defect(
     source="https://github.com/pytorch/pytorch/issues/125431",
     mechanism="fully_shard never broadcasts; here the second replica's weights are scaled by 1.05",
     laws=("INIT-2", "PAR-1", "PAR-5"),
-    cells="id = hsdp2x2-fp32-default-meta",
+    cells="id in (hsdp2x2-fp32-default-meta, hsdp2x2-fp32-default-meta-integer-sgd-noclip-steps1)",
     inject=partial(replica_scale, 1.05),
     inject_twin=partial(replica_scale, 1.0),
 )
@@ -136,7 +136,8 @@ LAST_ROW_UNINIT = Defect(
     source="https://github.com/pytorch/pytorch/issues/176076",
     mechanism="initialisation leaves out the last row of the last rank's shard of the embedding",
     laws=("INIT-1", "INIT-2"),
-    cells="id = dp2-fp32-default-meta-uneven",
+    cells="id in (dp2-fp32-default-meta-uneven, "
+    "dp2-bf16reduce-always-meta-uneven-adamwfused-norm1-cliploop-acc2-bpre1-synclast-acfull-tied-drop0.1-cosine)",
     inject=partial(uninitialised, last_row, restore=True),
     inject_twin=partial(uninitialised, last_row, restore=False),
 )

@@ -126,7 +126,7 @@ FSDP_TP_STRIDED_LAYOUT_LOST = Defect(
     source="https://github.com/pytorch/pytorch/issues/129229",
     mechanism="the shard of a tensor-parallel shard is recorded as Shard instead of _StridedShard",
     laws=("PAR-7", "PAR-1"),
-    cells="id = dp2-tp2-fp32-default-meta-even",
+    cells="id in (dp2-tp2-fp32-default-meta-even, dp2-tp2-fp32-default-meta-nosp)",
     inject=partial(strided_shard, keep=False),
     inject_twin=partial(strided_shard, keep=True),
 )

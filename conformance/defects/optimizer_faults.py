@@ -189,7 +189,7 @@ FUSED_DECAY_COUPLED = Defect(
     source="https://github.com/deepspeedai/DeepSpeed/pull/8307",
     mechanism="the kernel of Adam steps in place of that of AdamW",
     laws=("PAR-1",),
-    cells="id = dp2-tp2-fp32-default-meta-adamwfused",
+    cells="id = dp2-fp32-default-meta-adamwfused",
     inject=partial(fused_adamw, decays_gradients),
     inject_twin=partial(fused_adamw, decays_before),
 )

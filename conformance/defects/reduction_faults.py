@@ -120,8 +120,8 @@ HSDP_PARTIAL_SUM_OVERWRITTEN = Defect(
     title="gradients that are all-reduced after the last micro-batch lack all but the last two micro-batches",
     source="https://github.com/pytorch/pytorch/pull/194628",
     mechanism="a reduce-scattered gradient replaces the partial sum to which it is to be added",
-    laws=("PAR-1", "PAR-6"),
-    cells="id = hsdp2x2-fp32-default-meta-acc4-syncallreducelast",
+    laws=("PAR-9",),
+    cells="id = hsdp2x2-fp32-default-meta-integer-sgd-noclip-acc4-syncallreducelast-steps1",
     inject=partial(partial_sums, overwrite=True),
     inject_twin=partial(partial_sums, overwrite=False),
 )
@@ -145,7 +145,8 @@ GRADIENT_ACCUMULATION_BF16 = Defect(
     source="https://github.com/volcengine/verl/issues/7711",
     mechanism="without communication gradients stay in the compute dtype instead of the reduce dtype",
     laws=("PAR-2",),
-    cells="id = dp2-bf16mp-default-meta-acc2-synclast",
+    cells="id in (dp2-bf16mp-default-meta-acc2-synclast, "
+    "dp2-bf16mixed-table-full-uneven-sgdmomentum-clip1000.0-cliploop-acc2-bpre2-synclast-offloadcpu)",
     inject=partial(unsharded_accumulation, torch.bfloat16),
     inject_twin=partial(unsharded_accumulation, torch.float32),
 )

@@ -55,7 +55,8 @@ AC_RECOMPUTE_CAST_SKIP = Defect(
     source="https://github.com/pytorch/pytorch/issues/159359",
     mechanism="the RoPE table is cast to bf16 in recomputation alone; saved tensors then differ in dtype",
     laws=("MP-1", "MP-3", "MP-4"),
-    cells="id = dp2-bf16mp-default-meta-acfull",
+    cells="id in (dp2-bf16mp-default-meta-acfull, "
+    "dp2-bf16reduce-always-meta-uneven-adamwfused-norm1-cliploop-acc2-bpre1-synclast-acfull-tied-drop0.1-cosine)",
     inject=partial(recomputation, table_in_dtype_of_x),
     inject_twin=partial(recomputation, copied),
 )
@@ -65,7 +66,8 @@ AC_RECOMPUTE_CAST_SILENT = Defect(
     source="https://github.com/pytorch/pytorch/issues/148831",
     mechanism="the RoPE table is cast to bf16 in recomputation alone, with determinism_check='none'",
     laws=("MP-3", "MP-1", "PAR-2"),
-    cells="id = dp2-bf16mp-default-meta-acfull",
+    cells="id in (dp2-bf16mp-default-meta-acfull, "
+    "dp2-bf16reduce-always-meta-uneven-adamwfused-norm1-cliploop-acc2-bpre1-synclast-acfull-tied-drop0.1-cosine)",
     inject=partial(recomputation, table_in_dtype_of_x, determinism_check="none"),
     inject_twin=partial(recomputation, copied, determinism_check="none"),
 )
@@ -82,7 +84,7 @@ AC_RECOMPUTE_INPUT_ROUNDED = Defect(
     source="https://github.com/pytorch/pytorch/issues/171779",
     mechanism="a block's input is rounded to bf16, and cast back, in recomputation alone",
     laws=("PAR-4", "PAR-1"),
-    cells="id = dp2-tp2-fp32-default-meta-acfull",
+    cells="id = dp2-fp32-default-meta-acfull",
     inject=partial(recomputation, x_rounded),
     inject_twin=partial(recomputation, copied),
 )

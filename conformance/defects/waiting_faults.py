@@ -34,7 +34,7 @@ RESULT_BEFORE_ITS_TIME = Defect(
     source="https://github.com/pytorch/pytorch/issues/180665",
     mechanism="the code waits for a fixed time instead of the collective's end",
     laws=("STREAM-5",),
-    cells="mesh = dp2-tp2 and precision = fp32",
+    cells="id = tp2-fp32-default-meta",
     inject=partial(fixed_wait, too_short=True),
     inject_twin=partial(fixed_wait, too_short=False),
 )

@@ -38,7 +38,7 @@ class PlannedCell(msgspec.Struct, frozen=True):
     """True if the time is of a report; it is an estimate of `plan.cost` otherwise."""
 
 
-STARTUP_S = 13.0
+STARTUP_S = 8.0
 """Time that a session takes without the durations of its cells: a worker imports torch, collects, and starts ranks.
 
 What ranks do for the first time is part of it where a short session has other first cells than that which was timed."""
