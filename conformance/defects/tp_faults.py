@@ -107,11 +107,10 @@ TP_TO_LOCAL_NO_GRAD_PLACEMENT = Defect(
 )
 
 
-def row_wise_bias(*, before_sum: Callable[[Tensor, int], Tensor] | None) -> AbstractContextManager[None]:
-    """Add the bias of the feed-forward network's row-wise layer here: after the sum over ranks, or before it.
+def row_wise_bias(before_sum: Callable[[Tensor, int], Tensor]) -> AbstractContextManager[None]:
+    """Add `before_sum(bias, ranks)` for the feed-forward network's row-wise layer on each rank, before the sum.
 
-    Before it each rank adds `before_sum(bias, ranks)`. This fits activations that are replicated between
-    tensor-parallel regions.
+    This fits activations that are replicated between tensor-parallel regions.
     """
 
     def forward(_original: object, network: FeedForward, x: Tensor) -> Tensor:
@@ -119,11 +118,15 @@ def row_wise_bias(*, before_sum: Callable[[Tensor, int], Tensor] | None) -> Abst
         weight, bias = network.w2.weight, _local(network.w2.bias)
         assert isinstance(weight, DTensor)
         mesh = weight.device_mesh
-        partial_sum = F.linear(hidden, weight.to_local(), before_sum(bias, mesh.size()) if before_sum else None)
-        total = DTensor.from_local(partial_sum, mesh, [Partial()]).redistribute(placements=[Replicate()]).to_local()
-        return total if before_sum else total + bias
+        partial_sum = F.linear(hidden, weight.to_local(), before_sum(bias, mesh.size()))
+        return DTensor.from_local(partial_sum, mesh, [Partial()]).redistribute(placements=[Replicate()]).to_local()
 
     return replaced_call("reference_trainer.model:FeedForward", "forward", forward)
+
+
+def _share(bias: Tensor, ranks: int) -> Tensor:
+    """Return a rank's share of a bias, as DTensor adds it, with the gradient of the whole bias."""
+    return bias - (bias - bias / ranks).detach()
 
 
 ROWWISE_BIAS_SUMMED = Defect(
@@ -133,8 +136,8 @@ ROWWISE_BIAS_SUMMED = Defect(
     mechanism="each rank adds the bias to its partial sum, before these sums are reduced",
     laws=("PAR-1",),
     cells="id = dp2-tp2-fp32-default-meta-nosp",
-    inject=partial(row_wise_bias, before_sum=lambda bias, _: bias),
-    inject_twin=partial(row_wise_bias, before_sum=None),
+    inject=partial(row_wise_bias, lambda bias, _: bias),
+    inject_twin=partial(row_wise_bias, _share),
 )
 ROWWISE_BIAS_GRADIENT_TOO_SMALL = Defect(
     id="rowwise-bias-grad-divided",
@@ -143,6 +146,6 @@ ROWWISE_BIAS_GRADIENT_TOO_SMALL = Defect(
     mechanism="each rank adds its share of the bias, and autograd divides the replicated gradient as well",
     laws=("PAR-1",),
     cells="id = dp2-tp2-fp32-default-meta-nosp",
-    inject=partial(row_wise_bias, before_sum=lambda bias, ranks: bias / ranks),
-    inject_twin=partial(row_wise_bias, before_sum=None),
+    inject=partial(row_wise_bias, lambda bias, ranks: bias / ranks),
+    inject_twin=partial(row_wise_bias, _share),
 )

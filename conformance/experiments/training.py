@@ -11,11 +11,12 @@ import msgspec
 import torch
 
 from conformance.experiments.context import RankWorld, experiment
+from conformance.experiments.device_streams import DeviceStreamTrace
 from conformance.instruments.capture import Capture
 from conformance.instruments.delays import KINDS, delays
 from conformance.instruments.held_checkpoints import HeldCheckpoints
 from conformance.instruments.recorder import Recorder
-from conformance.instruments.streams import StreamTrace
+from conformance.instruments.streams import StreamTrace, TracedStep
 from conformance.instruments.tensor_file import write_tensors
 from conformance.plan.cells import ALLOCATOR_VARIABLES, RECORD_STREAMS
 from conformance.run.experiment import Needs
@@ -65,10 +66,11 @@ def _profiled_step(rank: RankWorld) -> int | None:
     return rank.config.steps - 1 if wanted and steps > 1 else None
 
 
-def _stream_trace(rank: RankWorld) -> StreamTrace | None:
-    """Return a trace of the streams in the last step of a run of FSDP2 on the CPU."""
-    is_traced = rank.device.type == "cpu" and rank.config.implementation == "fsdp2"
-    return StreamTrace(rank.config.steps - 1) if is_traced else None
+def _stream_trace(rank: RankWorld) -> TracedStep | None:
+    """Return a trace of the streams in the last step of a run of FSDP2 on the CPU or on the simulated device."""
+    kinds: dict[str, type[TracedStep]] = {"cpu": StreamTrace, simulated.NAME: DeviceStreamTrace}
+    kind = kinds.get(rank.device.type)
+    return kind(rank.config.steps - 1) if kind and rank.config.implementation == "fsdp2" else None
 
 
 @experiment(needs=Needs.TRAINING)

@@ -106,7 +106,7 @@ class UnorderedOperators(msgspec.Struct, frozen=True):
 
 
 class StreamFacts(msgspec.Struct, frozen=True):
-    """Streams in one step of a run on the CPU, see `streams.StreamTrace`."""
+    """Streams in one step of a run on the CPU or on the simulated device, see `streams.TracedStep`."""
 
     operators: dict[str, int]
     """Number of operators by stream."""
@@ -184,4 +184,4 @@ class RankFacts(msgspec.Struct, frozen=True):
     Samples are those of all micro-batches of this rank.
     """
     streams: StreamFacts | None = None
-    """Streams and what orders them; None where they are not traced: on devices, and in runs of FSDP1."""
+    """Streams and what orders them; None where they are not traced: on CUDA devices, and in runs of FSDP1."""

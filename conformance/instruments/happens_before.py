@@ -13,11 +13,17 @@ stream that it was allocated on, without waiting for other streams
 (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams). So the first access to what is allocated next must
 come after all accesses to what was released. Whether the sizes fit is not asked: a release is a fault of its own.
 
+What the host itself does with memory, such as reading pinned memory, is an operator of stream `HOST`: it comes after
+what the host has waited for, and before all that the host issues next.
+
 Nothing here imports torch: a trace is plain data, from a run on the CPU (`streams.py`) or from a device.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+
+HOST = -1
+"""Number of the stream of what the host itself does."""
 
 
 class Access(NamedTuple):
@@ -76,13 +82,23 @@ class Allocation(NamedTuple):
     stream: int
 
 
+class Recorded(NamedTuple):
+    """Stream that the allocator lets finish, once the storage is released, before it hands out the memory again.
+
+    So does `Tensor.record_stream`.
+    """
+
+    storage: int
+    stream: int
+
+
 class Release(NamedTuple):
     """Storage that nothing refers to any longer."""
 
     storage: int
 
 
-Entry = Operation | Record | Wait | HostWait | HostSynchronize | Allocation | Release
+Entry = Operation | Record | Wait | HostWait | HostSynchronize | Allocation | Recorded | Release
 """Something that the host did; a trace has its entries in the order in which the host did them."""
 
 
@@ -110,6 +126,12 @@ class _Storage:
         self.number, self.owner, self.former = number, owner, former
         self.uses: dict[tuple[int, int, int, bool], _Use] = {}
         """Last use by stream, start, stop, and whether it writes: what comes after it comes after earlier ones, too."""
+        self.recorded: set[int] = set()
+        """Streams that the allocator lets finish before it hands out the memory again."""
+
+    def uses_at_reuse(self) -> dict[tuple[int, int, int, bool], _Use]:
+        """Return the uses that an allocator does not wait for."""
+        return {key: use for key, use in self.uses.items() if key[0] not in self.recorded}
 
 
 class _Checker:
@@ -139,6 +161,9 @@ class _Checker:
                         self._host_knows(clock)
                 case Allocation(storage, stream):
                     self._storages[storage] = _Storage(storage, stream, self._released.pop(stream, []))
+                case Recorded(storage, stream):
+                    if storage in self._storages:
+                        self._storages[storage].recorded.add(stream)
                 case Release(storage):
                     self._release(self._storages.pop(storage, None))
 
@@ -164,10 +189,13 @@ class _Checker:
                 storage = storage or self._storages.setdefault(access.storage, _Storage(access.storage, None, []))
                 yield from _conflicts(storage, access, operation, clock)
                 storage.uses[operation.stream, access.start, access.stop, access.writes] = _Use(number, operation)
+        if operation.stream == HOST:
+            self._host_knows(clock)
 
     def _release(self, storage: _Storage | None) -> None:
         """Let the allocator have the memory, and what it had before if nothing has used it since."""
         if storage is not None and storage.owner is not None:
+            storage.uses = storage.uses_at_reuse()
             released = [*storage.former, *([storage] if storage.uses else [])]
             self._released.setdefault(storage.owner, []).extend(released)
 

@@ -27,7 +27,7 @@ from conformance.instruments.prefetching import backward_prefetch_of
 from conformance.instruments.residency import Residency
 from conformance.instruments.sharding import fsdp_group_of, sharded_parameters, shared_parameters
 from conformance.instruments.step_profile import StepProfile
-from conformance.instruments.streams import StreamTrace
+from conformance.instruments.streams import TracedStep
 from conformance.instruments.timing import StepTimes, calibration_s
 from reference_trainer.fsdp1 import summon_full_params
 from reference_trainer.model import Transformer
@@ -44,7 +44,7 @@ class Recorder(Observer):
         rank: int,
         variables: dict[str, str | None],
         profiled_step: int | None = None,
-        streams: StreamTrace | None = None,
+        streams: TracedStep | None = None,
     ) -> None:
         self._rank, self._variables = rank, variables
         self._parameters: dict[str, ParameterFacts] = {}

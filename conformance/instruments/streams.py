@@ -19,7 +19,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -114,24 +114,51 @@ class Event:
         return True
 
 
-class StreamTrace(Observer):
+class TracedStep(Observer):
     """Trace of one training step, and of the optimizer step before it, whose results the step gathers.
 
-    Leaves `streams` of `facts.RankFacts`.
+    Leaves `streams` of `facts.RankFacts`. Subclasses say how a device is traced.
     """
 
     def __init__(self, step: int) -> None:
         self._step, self._is_open = step, False
-        self.entries: list[Entry] = []
-        self._streams = [Stream(self, 0, "default stream")]
-        self.current = self._streams[0]
 
     def phase(self, name: Phase, *, step: int) -> None:
         """Open and close the trace."""
         if (name, step) in (("optimizer", self._step - 1), ("data", self._step)):
-            self._is_open = True
+            self.open()
         elif (name, step) == ("idle", self._step):
-            self._is_open = False
+            self.end()
+
+    def open(self) -> None:
+        """Begin to trace, unless that has begun."""
+        self._is_open = True
+
+    def end(self) -> None:
+        """Trace no more."""
+        self._is_open = False
+
+    def installed(self) -> AbstractContextManager[None]:
+        """Return the context that the whole run must take place in."""
+        raise NotImplementedError
+
+    def listen(self, func: Any) -> OutcomeHandler | None:
+        """Return the handler of an operator's calls, to be a listener of a `DispatchTap` for outcomes."""
+        raise NotImplementedError
+
+    def facts(self) -> StreamFacts:
+        """Return what the trace shows, and forget the trace."""
+        raise NotImplementedError
+
+
+class StreamTrace(TracedStep):
+    """Trace of a step on the CPU."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(step)
+        self.entries: list[Entry] = []
+        self._streams = [Stream(self, 0, "default stream")]
+        self.current = self._streams[0]
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -164,7 +191,7 @@ class StreamTrace(Observer):
         return Event(self, next(_numbers))
 
     def _new_stream(self, priority: int = 0, **_options: Any) -> Stream:
-        self._streams.append(Stream(self, len(self._streams), _assigned_name(sys._getframe(1)) or "unnamed stream"))
+        self._streams.append(Stream(self, len(self._streams), assigned_name(sys._getframe(1)) or "unnamed stream"))
         return self._streams[-1]
 
     @contextmanager
@@ -200,7 +227,7 @@ class StreamTrace(Observer):
                 if accessed.initializes:
                     accesses.append(self._access(tensor, writes=True))
         if accesses:
-            self.entries.append(Operation(stream, accessed.operator, accesses, _site(sys._getframe(3))))
+            self.entries.append(Operation(stream, accessed.operator, accesses, site_of(sys._getframe(3))))
 
     def _access(self, tensor: Tensor, writes: bool) -> Access:
         start, stop = byte_range(tensor)
@@ -215,23 +242,28 @@ class StreamTrace(Observer):
         """Return what the trace shows, and forget the trace."""
         entries = [*self.entries]
         self.entries.clear()  # storages that still live hold the list
-        names = [stream.name for stream in self._streams]
-        return StreamFacts(
-            operators=dict(Counter(names[entry.stream] for entry in entries if isinstance(entry, Operation))),
-            waits=sum(isinstance(entry, Wait) for entry in entries),
-            unordered=[_unordered(race, names) for race in races(entries)],
-        )
+        return stream_facts(entries, {stream.number: stream.name for stream in self._streams})
 
 
-def _unordered(race: Race, names: Sequence[str]) -> UnorderedOperators:
+def stream_facts(entries: Sequence[Entry], names: Mapping[int, str]) -> StreamFacts:
+    """Return what a trace shows; streams have the names by their numbers."""
+    return StreamFacts(
+        operators=dict(Counter(names[entry.stream] for entry in entries if isinstance(entry, Operation))),
+        waits=sum(isinstance(entry, Wait) for entry in entries),
+        unordered=[_unordered(race, names) for race in races(entries)],
+    )
+
+
+def _unordered(race: Race, names: Mapping[int, str]) -> UnorderedOperators:
     first, second = (
-        IssuedOperator(operation.operator, names[operation.stream], _readable(operation.site))
+        IssuedOperator(operation.operator, names[operation.stream], _readable(operation.site or []))
         for operation in (race.first, race.second)
     )
     return UnorderedOperators(first, second, race.reused)
 
 
-def _site(frame: FrameType | None) -> Site:
+def site_of(frame: FrameType | None) -> Site:
+    """Return where an operator was issued, as seen from a frame."""
     site: Site = []
     for _ in range(_FRAMES):
         if frame is None:
@@ -254,7 +286,7 @@ def _imported_from(file: str) -> str:
     return str(Path(file).relative_to(max(parents, key=len))) if parents else file
 
 
-def _assigned_name(frame: FrameType) -> str | None:
+def assigned_name(frame: FrameType) -> str | None:
     """Return the variable or attribute that the running line assigns to: FSDP's streams have telling names."""
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
     match = re.match(r"\s*(?:\w+\.)*(\w+)\s*=[^=]", line)

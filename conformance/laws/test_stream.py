@@ -100,20 +100,20 @@ def test_delayed_collectives_and_copies_change_no_bit(run: Run, measure: Measure
     where="world > 1 and implementation = fsdp2",
     gaps=["large-models"],
     reference="https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams",
-    substrates=("gloo",),
+    substrates=("gloo", "sim"),
 )
 def test_fully_shard_orders_conflicting_accesses_of_streams(run: Run, cell: Cell) -> None:
     """Every two conflicting accesses of different streams MUST be ordered by events: in the last step, two operators
     that access the same bytes of memory, of which one writes, or of which one may be given the memory that the other
     has used.
 
-    Wrong if a stream does not wait for another one, or if memory is released too early. The ranks are on the CPU, where
-    FSDP issues the same streams and events as on a device and all runs in order: the law judges what any timing of
-    streams could do, not what has happened.
+    Wrong if a stream does not wait for another one, or if memory is released too early. On the CPU FSDP issues the same
+    streams and events as on a device, and all runs in order: the law judges what any timing of streams could do, not
+    what has happened. The simulated device adds what the host does with pinned memory.
     """
     for facts in run(cell).ranks:
         if facts.streams is None or len(facts.streams.operators) < 2 or not facts.streams.waits:
-            raise RuntimeError(f"torch {torch.__version__} asks torch.cpu for no streams: {facts.streams} on a rank")
+            raise RuntimeError(f"torch {torch.__version__} asks the device for no streams: {facts.streams} on a rank")
         pairs = facts.streams.unordered
         detail = f"rank {facts.rank}: {_described(pairs[0])}" if pairs else ""
         name = "pairs of operators that nothing orders"

@@ -79,6 +79,11 @@ def stop_trace() -> list[Access]:
     return [Access(*record) for record in _extension().stop_trace()]
 
 
+def trace_size() -> int:
+    """Return how many entries the trace has since `start_trace`."""
+    return int(_extension().trace_size())
+
+
 def host_access(name: str, begin: int, size_bytes: int, *, write: bool) -> None:
     """Record that the host uses memory at an address, if it is pinned."""
     _extension().host_access(name, begin, size_bytes, write)

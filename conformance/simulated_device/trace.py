@@ -13,8 +13,9 @@ class Access(NamedTuple):
     """Operator, or event, as the host issued it.
 
     Kinds: `op` (an operator, copy or collective is queued on `stream`), `record` and `wait` (of `event`, by a stream),
-    `host_wait_event`, `host_wait_stream`, `host` (the host uses pinned memory), `alloc`, `record_stream`, `free_later`
-    (freed, but for the streams that record_stream named) and `free` (the memory may be handed out again).
+    `host_wait_event`, `host_wait_stream`, `host` (the host uses pinned memory), `alloc`, `alloc_pinned` (when no stream
+    uses the block any longer), `record_stream`, `free_later` (freed, but for the streams that record_stream named) and
+    `free` (the memory may be handed out again).
     """
 
     kind: str

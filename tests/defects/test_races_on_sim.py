@@ -33,8 +33,8 @@ def case_judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CaseJudge]:
         yield CaseJudge(tmp_path_factory.mktemp("records"), pools, hardware=hardware)
 
 
-def judged(case_judge: CaseJudge, name: str, suffix: str) -> Judged:
-    (result,) = case_judge.judge([Case("STREAM-5", DEFECTS[name][0])], defect=name + suffix, deadline_s=DEADLINE_S)
+def judged(case_judge: CaseJudge, name: str, suffix: str, *, law: str = "STREAM-5") -> Judged:
+    (result,) = case_judge.judge([Case(law, DEFECTS[name][0])], defect=name + suffix, deadline_s=DEADLINE_S)
     return result
 
 
@@ -51,4 +51,21 @@ def test_a_race_is_caught_under_a_schedule(case_judge: CaseJudge, name: str) -> 
 @pytest.mark.parametrize("name", DEFECTS)
 def test_the_twin_of_a_race_is_clean_under_each_schedule(case_judge: CaseJudge, name: str) -> None:
     result = judged(case_judge, name, ".twin")
+    assert result.verdict == (Verdict.PASS if library() else Verdict.UNSUPPORTED), result.reason
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_race_is_found_in_the_trace(case_judge: CaseJudge, name: str) -> None:
+    """Whatever the schedule: the checker asks what any timing of the streams could do."""
+    result = judged(case_judge, name, "", law="STREAM-6")
+    if library() is None:
+        assert result.verdict == Verdict.UNSUPPORTED
+        return
+    assert result.verdict == Verdict.FAIL, result.reason
+    assert "/_fully_shard/" in result.reason or " on host " in result.reason, result.reason
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_the_trace_of_a_twin_has_no_race(case_judge: CaseJudge, name: str) -> None:
+    result = judged(case_judge, name, ".twin", law="STREAM-6")
     assert result.verdict == (Verdict.PASS if library() else Verdict.UNSUPPORTED), result.reason

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from conformance.instruments.happens_before import (
+    HOST,
     Access,
     Allocation,
     Entry,
@@ -14,6 +15,7 @@ from conformance.instruments.happens_before import (
     Operation,
     Race,
     Record,
+    Recorded,
     Release,
     Wait,
     races,
@@ -217,3 +219,42 @@ def test_random_traces_race_if_they_do_by_definition(seed: int) -> None:
                 trace.append(Operation(stream, f"operator {number}", [access]))
     second = {trace.index(race.second) for race in races(trace)}
     assert second == {b for _, b in _by_definition(trace)}
+
+
+@pytest.mark.parametrize(
+    "trace",
+    [
+        pytest.param([writes(COPY), HostSynchronize(COPY), reads(HOST)], id="the host has waited"),
+        pytest.param([writes(COPY), Record(EVENT, COPY), HostWait(EVENT), reads(HOST)], id="for an event"),
+        pytest.param([writes(HOST), reads(COPY)], id="the host wrote before it issued"),
+        pytest.param([writes(HOST), reads(HOST)], id="the host alone"),
+    ],
+)
+def test_what_orders_the_host_and_a_stream(trace: list[Entry]) -> None:
+    assert races(trace) == []
+
+
+@pytest.mark.parametrize(
+    ("trace", "pair"),
+    [
+        ([writes(COPY), reads(HOST)], ("write", COPY, "read", HOST, False)),
+        ([reads(COPY), writes(HOST)], ("read", COPY, "write", HOST, False)),
+        ([writes(COPY), HostSynchronize(COMPUTE), reads(HOST)], ("write", COPY, "read", HOST, False)),
+    ],
+)
+def test_what_the_host_must_wait_for(trace: list[Entry], pair: tuple[str, int, str, int, bool]) -> None:
+    assert pairs(trace) == [pair]
+
+
+def test_what_the_host_has_seen_orders_all_that_it_issues_later() -> None:
+    """The host waits for COPY, and what it issues on COMPUTE afterwards comes after COPY."""
+    assert races([writes(COPY), HostSynchronize(COPY), reads(HOST, OTHER), writes(COMPUTE)]) == []
+
+
+def test_memory_is_not_handed_out_before_recorded_streams_are_done() -> None:
+    used: list[Entry] = [Allocation(TENSOR, COMPUTE), writes(COMPUTE), Record(EVENT, COMPUTE), Wait(EVENT, COPY)]
+    used.append(reads(COPY))
+    reuse: list[Entry] = [Release(TENSOR), Allocation(OTHER, COMPUTE), writes(COMPUTE, OTHER)]
+    assert pairs([*used, *reuse]) == [("read", COPY, "write", COMPUTE, True)]
+    assert pairs([*used, Recorded(TENSOR, COPY), *reuse]) == []
+    assert pairs([*used, Recorded(TENSOR, REDUCE), *reuse]) == [("read", COPY, "write", COMPUTE, True)]

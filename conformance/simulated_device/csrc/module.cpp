@@ -78,6 +78,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     trace().start();
   });
   module.def("stop_trace", &stop_trace);
+  module.def("trace_size", [] {
+    Lock lock;
+    return trace().size();
+  });
   module.def("host_access", &host_access);
   module.def("counts", &counts);
 }

@@ -6,6 +6,7 @@
 
 #include "lock.h"
 #include "memory_map.h"
+#include "trace.h"
 
 namespace sim {
 
@@ -30,6 +31,8 @@ c10::DataPtr PinnedAllocator::allocate(size_t bytes) {
   block->second.uses.clear();
   in_use_.insert(free_.extract(block));
   if (poison_) std::memset(begin, kPoison, bytes);
+  auto address = reinterpret_cast<uint64_t>(begin);
+  trace().add("alloc_pinned", -1, "", 0, {{address, address + size, true}});
   return {begin, begin, &free_data, host};
 }
 

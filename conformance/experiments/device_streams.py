@@ -1,0 +1,206 @@
+"""Trace of streams on the simulated device: what it was told to do, and what the host did with pinned memory.
+
+The device notes all operators, copies, collectives, events and uses of its allocator itself; the host's own operators
+on pinned memory are seen by the dispatch tap. What the device notes does not say who issued it: each dispatched
+operator marks how far the trace had come, so that an entry belongs to the operator whose mark follows it.
+"""
+
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from conformance.instruments.accesses import accessed_tensors, byte_range
+from conformance.instruments.dispatch_tap import OutcomeHandler
+from conformance.instruments.facts import StreamFacts
+from conformance.instruments.happens_before import (
+    HOST,
+    Access,
+    Allocation,
+    Entry,
+    HostSynchronize,
+    HostWait,
+    Operation,
+    Record,
+    Recorded,
+    Release,
+    Wait,
+)
+from conformance.instruments.streams import Site, TracedStep, assigned_name, site_of, stream_facts
+from conformance.simulated_device import device as simulated
+from conformance.simulated_device.trace import Access as Noted
+from conformance.simulated_device.trace import Bytes
+
+
+class DeviceStreamTrace(TracedStep):
+    """Trace of a step on the simulated device."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(step)
+        self._first: int | None = None
+        """Length of the trace when the step began; what the allocator did before counts, too."""
+        self._marks: list[int] = []
+        self._sites: list[Site] = []
+        self._names = {0: "default stream", HOST: "host"}
+        self._noted: list[Noted] = []
+
+    def open(self) -> None:
+        """Begin to trace, unless that has begun."""
+        super().open()
+        if self._first is None:
+            self._first = simulated.trace_size()
+
+    def end(self) -> None:
+        """Trace no more."""
+        if self._is_open:
+            self._noted = simulated.stop_trace()
+        super().end()
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Open the context of a run: the device notes what it is told, and FSDP's streams have telling names."""
+        module = torch.get_device_module(simulated.NAME)
+        new_stream: Callable[..., torch.Stream] = module.Stream
+
+        def named(*args: Any, **options: Any) -> torch.Stream:
+            stream = new_stream(*args, **options)
+            self._names[stream.stream_id] = assigned_name(sys._getframe(1)) or "unnamed stream"
+            return stream
+
+        simulated.start_trace()
+        try:
+            with patch.object(module, "Stream", named):
+                yield
+        finally:
+            self.end()
+
+    def listen(self, func: Any) -> OutcomeHandler:
+        """Return the handler that marks the calls of an operator, and notes what they do with pinned memory."""
+        accessed = accessed_tensors(func)
+
+        def mark(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+            if not self._is_open:
+                return
+            if accessed:
+                _note_host(accessed.operator, accessed.arguments(args, kwargs))
+            self._marks.append(simulated.trace_size())
+            self._sites.append(site_of(sys._getframe(1).f_back))  # in a thread of autograd the tap has no caller
+
+        return mark
+
+    def facts(self) -> StreamFacts:
+        """Return what the trace shows, and forget the trace."""
+        entries = entries_of(self._noted, first=self._first or 0, site=self._site)
+        streams = {entry.stream for entry in self._noted}
+        names = {stream: self._names.get(stream, f"stream {stream}") for stream in streams | {HOST}}
+        self._noted, self._marks, self._sites = [], [], []
+        return stream_facts(entries, names)
+
+    def _site(self, position: int) -> Site | None:
+        """Return where the entry at a position of the trace was issued: by the operator whose mark is behind it."""
+        index = bisect_right(self._marks, position)
+        return self._sites[index] if index < len(self._sites) else None
+
+
+def _note_host(operator: str, accesses: Sequence[tuple[Tensor, bool]]) -> None:
+    """Note the accesses of an operator that runs on the host: one with a tensor on the device runs there."""
+    if all(tensor.is_cpu for tensor, _ in accesses):
+        for tensor, writes in accesses:
+            start, stop = byte_range(tensor)
+            address = tensor.untyped_storage().data_ptr() + start
+            simulated.host_access(operator, address, stop - start, write=writes)
+
+
+@dataclass
+class _Memory:
+    """Allocated memory: which storage the bytes of a block belong to at a point of the trace."""
+
+    storages: dict[int, dict[int, tuple[int, int, int]]] = field(default_factory=dict)
+    """End, storage and stream of what is allocated, by block and first byte."""
+    count: int = 0
+
+    def allocate(self, at: Bytes, stream: int) -> int:
+        """Return the number of a new storage."""
+        block, begin, end = at
+        self.count += 1
+        self.storages.setdefault(block, {})[begin] = (end, self.count, stream)
+        return self.count
+
+    def release(self, at: Bytes) -> int | None:
+        """Return the number of a storage that is no longer allocated; None for one that was allocated before all."""
+        block, begin, _ = at
+        return self.storages.get(block, {}).pop(begin, (0, None, 0))[1]
+
+    def storage_of(self, at: Bytes) -> int:
+        """Return the number of the storage that bytes belong to; what was allocated before all is one for each block.
+
+        Such numbers are negative.
+        """
+        block, begin, _ = at
+        for first, (end, storage, _) in self.storages.get(block, {}).items():
+            if first <= begin < end:
+                return storage
+        return -1 - 2 * abs(block) - (block < 0)
+
+
+def entries_of(noted: Sequence[Noted], *, first: int, site: Callable[[int], Site | None]) -> list[Entry]:
+    """Return what the checker is to know of a device's trace, from position `first` on.
+
+    `site` returns where the entry at a position was issued.
+    """
+    memory = _Memory()
+    for each in noted[:first]:
+        _follow(memory, each)
+    entries: list[Entry] = [
+        Allocation(storage, stream)
+        for block, allocated in memory.storages.items()
+        for _, storage, stream in allocated.values()
+        if block > 0
+    ]
+    for position, each in enumerate(noted[first:], first):
+        entry = _operation(memory, each, site(position)) if each.kind in ("op", "host") else _follow(memory, each)
+        if entry is not None:
+            entries.append(entry)
+    return entries
+
+
+def _operation(memory: _Memory, noted: Noted, site: Site | None) -> Operation | None:
+    accesses = [
+        Access(memory.storage_of(at), at[1], at[2], writes)
+        for ranges, writes in ((noted.reads, False), (noted.writes, True))
+        for at in ranges
+    ]
+    return Operation(noted.stream, noted.name, accesses, site) if accesses else None
+
+
+def _follow(memory: _Memory, noted: Noted) -> Entry | None:
+    """Return the entry for events, waits and the allocator, whose blocks `memory` follows.
+
+    Memory that waits for streams is released at once, but for their uses: when the memory is free, it may be reused as
+    early as any allocator may. Pinned memory is handed out when no stream uses it any longer.
+    """
+    match noted.kind:
+        case "record":
+            return Record(noted.event, noted.stream)
+        case "wait":
+            return Wait(noted.event, noted.stream)
+        case "host_wait_event":
+            return HostWait(noted.event)
+        case "host_wait_stream":
+            return HostSynchronize(noted.stream)
+        case "alloc":
+            return Allocation(memory.allocate(noted.writes[0], noted.stream), noted.stream)
+        case "alloc_pinned":
+            memory.allocate(noted.writes[0], HOST)
+        case "record_stream":
+            return Recorded(memory.storage_of((noted.writes or noted.reads)[0]), noted.stream)
+        case "free_later" | "free":
+            released = memory.release((noted.writes or noted.reads)[0])
+            return None if released is None else Release(released)
+    return None
