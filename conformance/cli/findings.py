@@ -15,6 +15,7 @@ from conformance.findings.table import (
     CATALOGUE,
     REPORTS,
     VERSIONS_FILE,
+    Versions,
     catalogue,
     installed,
     read_versions,
@@ -77,17 +78,24 @@ def _torch_version() -> str:
 
 
 def _written(known: Sequence[Finding], shown: dict[str, Shown]) -> str:
-    """Keep the outcomes; write the catalogue, and reports of faults that this torch shows and no thread describes."""
+    """Keep the outcomes; write the catalogue, and reports of faults without a thread that no later torch shows."""
     torch, outcomes = _torch_version(), {name: each.outcome for name, each in shown.items()}
     versions = with_version(read_versions(), torch, outcomes, [finding.name for finding in known])
     REPORTS.mkdir(exist_ok=True)
     for finding in known:
-        if not finding.has_thread and outcomes.get(finding.name) in PRESENT:
+        if finding.name in shown and not finding.has_thread and torch == _last_to_show(finding, versions):
             text = report(finding, versions, torch=torch, output=shown[finding.name].output)
             (REPORTS / f"{finding.name}.md").write_text(text)
     VERSIONS_FILE.write_bytes(msgspec.json.format(msgspec.json.encode(versions), indent=1) + b"\n")
     CATALOGUE.write_text(catalogue(known, versions))
     return f"written: {VERSIONS_FILE}, {CATALOGUE}"
+
+
+def _last_to_show(finding: Finding, versions: Versions) -> str | None:
+    """Return the last version of torch that shows a fault, or None: a report has what that one prints."""
+    return max(
+        (v for v, outcomes in versions.items() if outcomes.get(finding.name) in PRESENT), key=Version, default=None
+    )
 
 
 def _json(chosen: Sequence[Finding], shown: dict[str, Shown]) -> str:
