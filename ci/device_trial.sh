@@ -90,7 +90,7 @@ for race in all-reduce-buffer-released:hsdp2x2-bf16reduce-default-meta \
   session "race-${race%%:*}" 40 "$race_status" --defect "${race%%:*}" --laws STREAM-5 --cells "id = ${race#*:}"
 done
 rest_s=$(($(left_s) - 40))
-((rest_s > 30)) && session smoke "$rest_s" 0 --budget "$((rest_s * 2 / 3))s"
+((rest_s > 30)) && session smoke "$rest_s" 0 --profile smoke --budget "$((rest_s * 2 / 3))s"
 
 "$python" - "$out" <<'PYTHON' | tee "$out/summary.txt"
 import collections, json, pathlib, sys
