@@ -18,7 +18,7 @@ mkdir -p "$1" && out=$(cd "$1" && pwd) || exit 4
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 wheels=${2:-device-wheels} python=${PYTHON:-python3} accelerator=${ACCELERATOR:-cuda}
 race_status=1
-[[ $accelerator == cpu ]] && race_status=0 # the CPU has no streams that could race
+[[ $accelerator == cpu ]] && race_status='0 5' # the CPU has no streams that could race, nor pinned memory
 begin=$SECONDS total_s=${TOTAL_S:-570}
 : >"$out/stages.tsv"
 
@@ -37,7 +37,7 @@ install_wheels() { # into a folder of its own: the environment of torch stays as
   export PYTHONPATH="$out/packages${PYTHONPATH:+:$PYTHONPATH}"
 }
 
-stage() { # NAME LIMIT_S EXPECTED_STATUS COMMAND...
+stage() { # NAME LIMIT_S EXPECTED_STATUSES COMMAND...
   local name=$1 limit_s=$2 expected=$3 start=$SECONDS status
   shift 3
   ((limit_s > $(left_s) - 10)) && limit_s=$(($(left_s) - 10))
@@ -49,12 +49,12 @@ stage() { # NAME LIMIT_S EXPECTED_STATUS COMMAND...
   timeout --kill-after=10 "$limit_s" "$@" >"$out/$name.log" 2>&1
   status=$?
   local state="exit status $status, expected $expected"
-  [[ $status == "$expected" ]] && state=expected
+  [[ " $expected " == *" $status "* ]] && state=expected
   [[ $status == 124 || $status == 137 ]] && state="cut off"
   printf '%s\t%s\t%s\t%s\n' "$name" "$state" "$((SECONDS - start))" "$*" >>"$out/stages.tsv"
 }
 
-session() { # NAME LIMIT_S EXPECTED_STATUS ARGUMENTS...: a session with a report of its own
+session() { # NAME LIMIT_S EXPECTED_STATUSES ARGUMENTS...: a session with a report of its own
   local name=$1 limit_s=$2 expected=$3
   shift 3
   stage "$name" "$limit_s" "$expected" "$python" -m pytest -p conformance.pytest_plugin.plugin -n0 -q conformance/ \
