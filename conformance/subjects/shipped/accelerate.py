@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from conformance.subjects.cells import SubjectCell
 from conformance.subjects.loop import DataGroup, scalar
 from conformance.subjects.protocol import Batch, Run, StepObserver
-from conformance.subjects.shipped.workload import Decoder, OfDecoder
+from conformance.subjects.shipped.workload import Decoder, OfDecoder, feature_scale
 
 _SHIM = "accelerate.state.PartialState._shared_state['distributed_type'] = MULTI_GPU"
 
@@ -168,7 +168,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
             module.reset_parameters()
         if isinstance(module, Decoder):
             with torch.no_grad():
-                module.positions.copy_(torch.linspace(0.0, 1.0, module.positions.numel()))
+                module.scale.copy_(feature_scale())
 
 
 def _forget() -> None:

@@ -13,14 +13,13 @@ from lightning.fabric.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import Optimizer
 
 from conformance.subjects.cells import SubjectCell
 from conformance.subjects.decorated import ParallelConfig
 from conformance.subjects.loop import DataGroup, scalar
 from conformance.subjects.protocol import Batch, Run, StepObserver
-from conformance.subjects.shipped.workload import OfDecoder
+from conformance.subjects.shipped.workload import Decoder, OfDecoder, apply_tensor_parallelism, feature_scale
 
 
 class Fabric(OfDecoder):
@@ -59,10 +58,25 @@ class Fabric(OfDecoder):
         """Do what is needed after `no_backward_sync`: nothing, in Fabric as it is released."""
 
 
+class CompleteDecoder(Decoder):
+    """Decoder that initialises its own buffer, where Fabric asks each module to initialise itself."""
+
+    def reset_parameters(self) -> None:
+        """Compute the buffer."""
+        self.scale.copy_(feature_scale())
+
+
 class FabricWithFix(Fabric):
-    """Fabric with gradient synchronisation switched on again after `no_backward_sync`."""
+    """Fabric with gradient synchronisation switched on again after `no_backward_sync`, and a model that it initialises.
+
+    Of modules without `reset_parameters` Fabric leaves parameters and buffers uninitialised, with a warning.
+    """
 
     name = "fabric-with-fix"
+
+    def model(self) -> nn.Module:
+        """Return the decoder."""
+        return CompleteDecoder()
 
     def after_block(self, model: nn.Module) -> None:
         """Set what `_FSDPNoSync.__exit__` should set: it sets `enabled`, which is False in the last micro-batch."""
@@ -125,8 +139,7 @@ class FabricRun:
 
 def _sharded(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
     if mesh["tensor_parallel"].size() > 1:
-        for layer in model.layers:
-            parallelize_module(layer, mesh["tensor_parallel"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        apply_tensor_parallelism(model, mesh["tensor_parallel"])
     for layer in model.layers:
         fully_shard(layer, mesh=mesh["data_parallel"], mp_policy=config.mixed_precision)
     fully_shard(model, mesh=mesh["data_parallel"], mp_policy=config.mixed_precision)

@@ -5,8 +5,10 @@ Tried with transformers 5.23.0. https://huggingface.co/docs/transformers/main/en
 
 import tempfile
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
@@ -57,13 +59,14 @@ class TransformersNative(OfDecoder):
             dp_replicate_size=cell.shape.get("dp_replicate", 1),
             fsdp_mixed_precision=cell.precision == "bf16",
         )
-        with tempfile.TemporaryDirectory() as directory:
-            self._save(directory)
+        with tempfile.TemporaryDirectory() as own:
+            directory = self._saved(own)
             model: nn.Module = LlamaForCausalLM.from_pretrained(
                 directory, distributed_config=options, dtype=torch.float32
             )
+            dist.barrier()  # until all have read what rank 0 has written
         model.train()
-        data = DataGroup(rank=torch.distributed.get_rank(), ranks=cell.data_ranks, copies=1)
+        data = DataGroup(rank=dist.get_rank(), ranks=cell.data_ranks, copies=1)
         return Loop(
             model=model,
             optimizer=self.make_optimizer(model.parameters()),
@@ -75,6 +78,11 @@ class TransformersNative(OfDecoder):
             device=device,
         )
 
-    def _save(self, directory: str) -> None:
-        model = self.model()
-        model.save_pretrained(directory)  # type: ignore[operator]
+    def _saved(self, directory: str) -> str:
+        """Save the model in rank 0's directory, and return that; transformers lets rank 0 write alone."""
+        shared = [directory]
+        dist.broadcast_object_list(shared)
+        model: Any = self.model()
+        model.save_pretrained(shared[0])
+        dist.barrier()
+        return shared[0]

@@ -5,6 +5,15 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn.functional import cross_entropy, gelu
 from torch.optim import Optimizer
 
@@ -30,22 +39,27 @@ class FeedForward(nn.Module):
         return x + self.down(gelu(self.up(self.norm(x))))  # type: ignore[no-any-return]
 
 
-class Decoder(nn.Module):
-    """Embedding, layers and head; a buffer that is computed and not loaded has the positions."""
+def feature_scale() -> Tensor:
+    """Return the content of the decoder's buffer, of shape (DIM,)."""
+    return torch.linspace(0.5, 1.5, DIM)
 
-    positions: Tensor
+
+class Decoder(nn.Module):
+    """Embedding, layers and head; a buffer that is computed and not loaded scales the features."""
+
+    scale: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCAB_SIZE, DIM)
         self.layers = nn.ModuleList(FeedForward() for _ in range(LAYERS))
         self.head = nn.Linear(DIM, VOCAB_SIZE, bias=False)
-        self.register_buffer("positions", torch.linspace(0.0, 1.0, SEQ_LEN), persistent=False)
+        self.register_buffer("scale", feature_scale(), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits (samples, tokens, VOCAB_SIZE) of tokens (samples, tokens)."""
         x = self.embedding(tokens)
-        x = x + self.positions[: tokens.shape[1], None].to(x.dtype)
+        x = x * self.scale.to(x.dtype)
         for layer in self.layers:
             x = layer(x)
         return self.head(x)  # type: ignore[no-any-return]
@@ -62,6 +76,18 @@ def tokens_and_labels(generator: torch.Generator) -> dict[str, Tensor]:
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the summed cross entropy of the labels that count."""
     return cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum", ignore_index=IGNORED)
+
+
+def apply_tensor_parallelism(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard layers over features, and what is between them over the sequence; all parameters are on the mesh then."""
+    plan: dict[str, ParallelStyle] = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "layers.*.norm": SequenceParallel(),
+        "layers.*.up": ColwiseParallel(input_layouts=Shard(1)),
+        "layers.*.down": RowwiseParallel(output_layouts=Shard(1)),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh, plan)
 
 
 class OfDecoder:
