@@ -102,6 +102,7 @@ def generated() -> dict[Path, str]:
         PROJECT / "README.md": _with_blocks(PROJECT / "README.md", readme),
         docs / "architecture.md": _with_blocks(docs / "architecture.md", {"packages": _packages}),
         docs / "judge_your_trainer.md": _with_blocks(docs / "judge_your_trainer.md", {"subject-laws": _subject_laws}),
+        docs / "subjects.md": _subjects(),
         docs / "laws.md": laws_markdown() + "\n",
         docs / "report.schema.json": as_json(report_schema()) + "\n",
         CATALOGUE: catalogue(findings(), read_versions()),
@@ -172,6 +173,13 @@ def _subject_laws() -> str:
 
     rows = [[f"`{law.id}`", law.suite_law, law.must] for law in LAWS]
     return tabulate(rows, headers=["law", "like", "MUST"], tablefmt="github", disable_numparse=True)
+
+
+def _subjects() -> str:
+    """Return the page of subjects by laws."""
+    from conformance.subjects.keeping import as_markdown, read_kept  # torch is for those who ask for this page
+
+    return as_markdown(read_kept())
 
 
 def _packages() -> str:

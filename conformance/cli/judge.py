@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from conformance.cli.command import Answer, Commands
-from conformance.project import PACKAGE
+from conformance.project import PACKAGE, require_checkout
 from conformance.run.pool import Pools
 from reference_trainer.strict_yaml import allowed
 
@@ -39,6 +39,7 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument("--cells", metavar="ID,...", help="run these cells alone, such as dp2-fp32")
     parser.add_argument("--no-faults", action="store_true", help="do not test whether the laws see faults")
+    parser.add_argument("--keep", action="store_true", help="keep the verdicts for docs/subjects.md, in a checkout")
     parser.add_argument("--json", action="store_true", help="print verdicts, metrics and bounds as JSON")
     parser.add_argument("--limit", type=float, default=60.0, metavar="S", help="seconds for a run (default: 60)")
     parser.set_defaults(run=run)
@@ -55,6 +56,8 @@ def run(options: argparse.Namespace) -> Answer:
         raise ValueError("no subject: write MODULE:NAME or FILE.py:NAME, or begin with --init")
     if ":" not in options.subject:
         raise ValueError(f"subject is {options.subject!r}: write MODULE:NAME or FILE.py:NAME")
+    if options.keep:
+        require_checkout("--keep")
     # Torch is for those who judge: no other command pays for its import.
     from conformance.subjects.judging import judge_subject
     from conformance.subjects.running import SubjectRuns
@@ -66,6 +69,10 @@ def run(options: argparse.Namespace) -> Answer:
     with tempfile.TemporaryDirectory() as directory, Pools() as pools:
         runs = SubjectRuns(options.subject, pools, Path(directory), options.limit)
         report = judge_subject(runs, cells=cells, with_faults=not options.no_faults)
+    if options.keep:
+        from conformance.subjects.keeping import keep
+
+        keep(options.subject, report)
     if options.json:
         return Answer(msgspec.json.format(msgspec.json.encode(report), indent=1).decode(), report.status)
     return Answer(as_text(report), report.status)

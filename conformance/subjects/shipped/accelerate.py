@@ -34,6 +34,8 @@ class WithoutShim(OfDecoder):
         """Return the reason for cells other than FSDP of data."""
         if cell.mesh != "dp2":
             return f"this adapter has no {cell.mesh}"
+        if cell.init == "meta" and not self.shims:
+            return "on its path without FSDP accelerate copies the model, which a model on the meta device refuses"
         return None
 
     def build(self, cell: SubjectCell, *, device: torch.device, max_norm: float) -> Run:
