@@ -24,7 +24,7 @@ def judge_subject(
 
     Raises SubjectMistake, with one line, for a subject that cannot be judged at all.
     """
-    start_s, description = time.monotonic(), runs.description()
+    start_s, description = time.monotonic(), runs.description
     verdicts: list[SubjectVerdict] = []
     policies: list[SubjectPolicy] = []
     for cell in cells:

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from conformance.run.case_runs import to_failure
 from conformance.run.failures import RunFailed
 from conformance.run.pool import Pools, Task
 from conformance.run.ranks.messages import RankReport
-from conformance.subjects.cells import Layout, SubjectCell
+from conformance.subjects.cells import CELLS, Layout, SubjectCell
 from conformance.subjects.evidence import Evidence, Reference, SubjectRecord
 from conformance.subjects.facts import Description, ReferenceFacts, ReferenceJob, SubjectFacts, TrainJob
 from conformance.subjects.protocol import SubjectMistake
@@ -44,15 +45,20 @@ class SubjectRuns:
     _references: dict[Layout, Reference] = field(default_factory=dict)
     _count: int = 0
 
+    @cached_property
     def description(self) -> Description:
-        """Return what the subject says of itself; raises SubjectMistake if it cannot be loaded."""
+        """Subject as its author describes it; raises SubjectMistake if it cannot be loaded."""
         return msgspec.convert(self._alone("describe", {"subject": self.name}), Description)
 
     def reference(self, layout: Layout) -> Reference:
         """Return the reference for a division of the data, which is run once; raises SubjectMistake if it fails."""
         if layout not in self._references:
             directory = self._new_directory()
-            job = ReferenceJob(subject=self.name, layout=layout, bf16=True, directory=str(directory))
+            bf16 = any(
+                cell.precision == "bf16" and cell.layout == layout and cell.id not in self.description.unsupported
+                for cell in CELLS
+            )
+            job = ReferenceJob(subject=self.name, layout=layout, bf16=bf16, directory=str(directory))
             facts = msgspec.convert(self._alone("train_reference", _payload(job)), ReferenceFacts)
             self._references[layout] = Reference(directory, REFERENCE_FILE, facts)
         return self._references[layout]

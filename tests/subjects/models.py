@@ -42,6 +42,11 @@ class Random(Model):
         return dropout_of(super().forward(x))
 
 
+class OnlyFp32(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float())
+
+
 def batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
     labels = torch.randint(8, (6,), generator=generator)
     ignored = torch.rand(6, generator=generator) < 0.4
@@ -89,6 +94,16 @@ in_fp32 = subject(model=Model, loss=loss, batch=batch)
 @declared
 def right(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
     return shard(model, mesh, config)
+
+
+@subject(model=OnlyFp32, loss=loss, batch=batch)
+def without_fp64(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    return shard(model, mesh, config)
+
+
+@subject(model=Model, loss=loss, batch=batch, mesh_names={"dp_shard": "fsdp"})
+def own_mesh_names(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    return shard(model, mesh["fsdp"], config)
 
 
 @in_fp32

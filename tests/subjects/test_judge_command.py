@@ -65,7 +65,7 @@ def test_json_has_verdicts_with_measured_numbers(capsys: pytest.CaptureFixture[s
     [
         ("tests.subjects.nowhere:right", "no module `tests.subjects.nowhere` for tests.subjects.nowhere:right"),
         ("nowhere.py:right", "no file nowhere.py"),
-        ("tests.subjects.models:wrong", "tests.subjects.models has no `wrong`; subjects there: right, plain_ddp"),
+        ("tests.subjects.models:wrong", "tests.subjects.models has no `wrong`; subjects there: right, "),
         ("tests.subjects.models:not_decorated", "decorate parallelize(model, mesh, config) with"),
         ("tests.subjects.models:no_module", "model= returned a int: give a function that returns an nn.Module"),
         ("tests.subjects.models:dropout", "switch dropout off"),

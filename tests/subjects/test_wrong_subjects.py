@@ -76,6 +76,17 @@ def test_gradients_may_be_summed_if_that_is_declared(pools: Pools, tmp_path: Pat
     assert judged(pools, tmp_path, "sum_declared").status == 0
 
 
+def test_a_model_that_cannot_compute_in_fp64_is_compared_in_fp32(pools: Pools, tmp_path: Path) -> None:
+    report = judged(pools, tmp_path, "without_fp64")
+    assert report.status == 0
+    assert [policy.reference_dtype for policy in report.policies] == ["fp32"]
+    assert "compared with one process in fp32" in as_text(report)
+
+
+def test_mesh_dimensions_may_have_other_names(pools: Pools, tmp_path: Path) -> None:
+    assert judged(pools, tmp_path, "own_mesh_names").status == 0
+
+
 def test_an_adapter_that_shows_another_optimizer_is_blind(pools: Pools, tmp_path: Path) -> None:
     report = judged(pools, tmp_path, "hidden_optimizer", faults=True)
     assert set(report.blind_to) == {"local-norm", "parameter-skipped", "stale-shard", "parameters-frozen"}
