@@ -13,6 +13,7 @@ Other folders hold what these four work with:
 - `laws`: the statements that MUST hold, each with the test that asserts it.
 - `oracles`: the expected results, computed a second time without FSDP2.
 - `defects`: known faults that can be injected, and `detection`, which checks that the laws notice them.
+- `subjects`: other people's trainers, with laws of their own that `conformance judge` asks for.
 - `pytest_plugin`: hooks that make a pytest session of the laws. `cli`: the commands of `python -m conformance`.
 
 Imports point one way, bottom up, in the order of `project.LAYERS`. Processes that only plan, start, judge and report

@@ -13,6 +13,7 @@ from conformance.cli import (
     docs,
     findings,
     html,
+    judge,
     laws,
     list_cells,
     lock,
@@ -34,6 +35,7 @@ _COMMANDS = (
     laws,
     coverage,
     predict,
+    judge,
     defects,
     findings,
     verify,
@@ -51,6 +53,7 @@ _DESCRIPTION = """Commands besides running the suite with pytest:
   list, show, laws    what there is: cells and cases, laws, defects
   coverage            pairs and triples of features that laws see, and what laws leave out
   predict             memory and traffic of a model of any size
+  judge               verdicts on your own trainer: on a function that makes a model parallel
   defects             proof that laws can fail: every known fault, and its benign twin
   findings            known faults of released torch, tried on the installed one
   verify, diff, html, versions, waive, schema

@@ -19,7 +19,7 @@ LAYERS = (
     ("conformance/defects", "conformance/run"),
     ("conformance/experiments", "conformance/judge", "conformance/findings"),
     ("conformance/laws", "conformance/report"),
-    ("conformance/pytest_plugin", "conformance/detection"),
+    ("conformance/pytest_plugin", "conformance/detection", "conformance/subjects"),
     ("conformance/cli",),
 )
 """Order of imports: a module may import its own package and those of earlier layers. `tests/test_quality.py` holds it,

@@ -101,6 +101,8 @@ def generated() -> dict[Path, str]:
         **{file: _without_stale_blocks(file.read_text(), matrix) for file in sorted(docs.rglob("*.md"))},
         PROJECT / "README.md": _with_blocks(PROJECT / "README.md", readme),
         docs / "architecture.md": _with_blocks(docs / "architecture.md", {"packages": _packages}),
+        docs / "judge_your_trainer.md": _with_blocks(docs / "judge_your_trainer.md", {"subject-laws": _subject_laws}),
+        docs / "subjects.md": _subjects(),
         docs / "laws.md": laws_markdown() + "\n",
         docs / "report.schema.json": as_json(report_schema()) + "\n",
         CATALOGUE: catalogue(findings(), read_versions()),
@@ -163,6 +165,21 @@ def _families(matrix: Matrix) -> str:
     if named != (ids := sorted({law.partition("-")[0] for law in matrix.laws()})):
         raise ValueError(f"_ABOUT names laws {named}, the matrix has {ids}: say in _ABOUT what each is about")
     return tabulate(_ABOUT.items(), headers=["laws", "what MUST hold"], tablefmt="github")
+
+
+def _subject_laws() -> str:
+    """Return a table of the laws for subjects."""
+    from conformance.subjects.laws import LAWS  # torch is for those who ask for this page
+
+    rows = [[f"`{law.id}`", law.suite_law, law.must] for law in LAWS]
+    return tabulate(rows, headers=["law", "like", "MUST"], tablefmt="github", disable_numparse=True)
+
+
+def _subjects() -> str:
+    """Return the page of subjects by laws."""
+    from conformance.subjects.keeping import as_markdown, read_kept  # torch is for those who ask for this page
+
+    return as_markdown(read_kept())
 
 
 def _packages() -> str:

@@ -20,7 +20,7 @@ from conformance.instruments.streams import StreamTrace, TracedStep
 from conformance.instruments.tensor_file import write_tensors
 from conformance.plan.cells import ALLOCATOR_VARIABLES, RECORD_STREAMS
 from conformance.run.experiment import Needs
-from conformance.run.record import tensor_file
+from conformance.run.shards import tensor_file
 from conformance.simulated_device import device as simulated
 from conformance.simulated_device.schedules import FSDP2_STREAMS, Schedule
 from reference_trainer.checkpoint import Checkpoints, resume

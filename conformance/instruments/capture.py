@@ -6,13 +6,13 @@ by DTensor's redistribution, the product's own way, which INIT-2 compares with t
 """
 
 import hashlib
+from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from conformance.instruments.sharding import full, local
-from reference_trainer.model import Transformer
 from reference_trainer.observer import Observer
 
 
@@ -53,12 +53,13 @@ class Capture(Observer):
 
     WHEN is `initial`, `resumed`, `stepN` (after backward) or `final`; KIND is `parameter`, `buffer`, `gradient`,
     `clipped` for gradients after clipping, a key of the optimizer state such as `exp_avg`, or `gathered` for parameters
-    gathered by torch. `layout/NAME` holds a parameter's `shard_indices`.
+    gathered by torch. `layout/NAME` holds a parameter's `shard_indices`. `named` gives NAME from a name in the model.
 
     Leaves `fingerprints`, `layouts` and `batches` of `facts.RankFacts`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, named: Callable[[str], str] = str) -> None:
+        self._named = named
         self.tensors: dict[str, Tensor] = {}
         self.fingerprints: dict[str, str] = {}
         self.layouts: dict[str, str] = {}
@@ -69,52 +70,55 @@ class Capture(Observer):
         inputs, labels = (torch.cat(tensors) for tensors in zip(*micro_batches, strict=True))
         self.batches.append({"inputs": fingerprint(inputs), "labels": fingerprint(labels)})
 
-    def initialized(self, model: Transformer) -> None:
+    def initialized(self, model: nn.Module) -> None:
         """Keep layouts, gathered parameters, and the initial parameters and buffers."""
-        for name, parameter in model.named_parameters():
+        for name, parameter in self._parameters(model):
             if isinstance(parameter, DTensor):
                 self.tensors[f"layout/{name}"] = shard_indices(parameter)
                 self.layouts[name] = fingerprint(self.tensors[f"layout/{name}"])
         # One at a time: several redistributions in flight crash gloo, see findings/async_redistribution_on_gloo.py.
-        for name, parameter in model.named_parameters():
+        for name, parameter in self._parameters(model):
             self._add(f"initial/gathered/{name}", full(parameter))
         self._state("initial", model)
 
-    def gradients(self, model: Transformer, *, step: int) -> None:
+    def gradients(self, model: nn.Module, *, step: int) -> None:
         """Keep the gradients of a step, and the parameters that they were computed at."""
-        for name, parameter in model.named_parameters():
+        for name, parameter in self._parameters(model):
             self._add(f"step{step}/parameter/{name}", parameter)
             if parameter.grad is not None:
                 self._add(f"step{step}/gradient/{name}", parameter.grad)
 
-    def clipped(self, model: Transformer, *, norm: Tensor, step: int) -> None:
+    def clipped(self, model: nn.Module, *, norm: Tensor, step: int) -> None:
         """Keep the gradients that the optimizer is about to step with."""
-        for name, parameter in model.named_parameters():
+        for name, parameter in self._parameters(model):
             if parameter.grad is not None:
                 self._add(f"step{step}/clipped/{name}", parameter.grad)
 
-    def resumed(self, model: Transformer, optimizer: torch.optim.Optimizer) -> None:
+    def resumed(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Keep the state that a checkpoint has restored."""
         self._state("resumed", model)
         self._optimizer_state("resumed", model, optimizer)
 
-    def final(self, model: Transformer, optimizer: torch.optim.Optimizer) -> None:
+    def final(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Keep the final state. Call it after the last step."""
         self._state("final", model)
         self._optimizer_state("final", model, optimizer)
 
-    def _optimizer_state(self, when: str, model: Transformer, optimizer: torch.optim.Optimizer) -> None:
-        for name, parameter in model.named_parameters():
+    def _optimizer_state(self, when: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for name, parameter in self._parameters(model):
             for key, value in optimizer.state.get(parameter, {}).items():
                 # Other shapes: a step counter, or a flat shard of FSDP1.
                 if isinstance(value, Tensor) and value.shape == parameter.shape:
                     self._add(f"{when}/{key}/{name}", value)
 
-    def _state(self, when: str, model: Transformer) -> None:
-        for name, parameter in model.named_parameters():
+    def _state(self, when: str, model: nn.Module) -> None:
+        for name, parameter in self._parameters(model):
             self._add(f"{when}/parameter/{name}", parameter)
         for name, buffer in model.named_buffers():
-            self._add(f"{when}/buffer/{name}", buffer)
+            self._add(f"{when}/buffer/{self._named(name)}", buffer)
+
+    def _parameters(self, model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
+        return ((self._named(name), parameter) for name, parameter in model.named_parameters())
 
     def _add(self, key: str, tensor: Tensor) -> None:
         # A copy: the run goes on to overwrite its parameters, of which a tensor "gathered" from one rank is a view.

@@ -7,13 +7,12 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from conformance.instruments.dispatch_tap import Handler
 from conformance.instruments.facts import UNKNOWN, Collective
-from reference_trainer.model import Transformer
 from reference_trainer.observer import Observer, Phase
 
 # Names of operators differ between torch versions and between the imperative (c10d) and the functional collectives.
@@ -53,18 +52,15 @@ class CollectiveLog(Observer):
         """Remember the phase for the collectives that follow."""
         self._step, self._phase, self._during = step, name, ""
 
-    def sharded(self, model: Transformer) -> None:
+    def sharded(self, model: nn.Module) -> None:
         """Hook the forward of each module sharded by FSDP2, but the root's."""
         for name in [name for name, module in model.named_modules() if name and isinstance(module, FSDPModule)]:
             # Before FSDP's own hook, in which it gathers.
             model.get_submodule(name).register_forward_pre_hook(partial(self._enter, name), prepend=True)
 
-    def facts(self, mesh: DeviceMesh) -> list[Collective]:
-        """Return all collectives in the order in which this rank issued them; the mesh names their groups."""
-        names = {
-            tuple(sorted(dist.get_process_group_ranks(mesh.get_group(name)))): name
-            for name in mesh.mesh_dim_names or ()
-        }
+    def facts(self, mesh: DeviceMesh | None) -> list[Collective]:
+        """Return all collectives in the order in which this rank issued them; the mesh, if any, names their groups."""
+        names = _group_names(mesh) if mesh is not None else {}
         names.setdefault(tuple(range(dist.get_world_size())), "world")
         return [
             msgspec.structs.replace(entry, group=names.get(ranks) or _subgroup_name(ranks, names) or entry.group)
@@ -100,6 +96,12 @@ class CollectiveLog(Observer):
     def _enter(self, name: str, *_unused: Any) -> None:
         if self._phase == "forward":  # in backward modules are entered to be computed again
             self._during = name
+
+
+def _group_names(mesh: DeviceMesh) -> dict[tuple[int, ...], str]:
+    """Return the mesh dimension by its ranks, of the groups to which this rank belongs."""
+    names = mesh.mesh_dim_names or ()
+    return {tuple(sorted(dist.get_process_group_ranks(mesh.get_group(name)))): name for name in names}
 
 
 def _subgroup_name(ranks: tuple[int, ...], names: Mapping[tuple[int, ...], str]) -> str | None:

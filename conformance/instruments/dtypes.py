@@ -11,7 +11,7 @@ from conformance.instruments import accelerators
 from conformance.instruments.capture import fingerprint
 from conformance.instruments.dispatch_tap import Handler
 from conformance.instruments.sharding import local
-from reference_trainer.model import Attention, Block, Transformer
+from reference_trainer.model import Attention, Block
 from reference_trainer.observer import Observer, Phase
 
 _AUDITED_PHASES: tuple[Phase, ...] = ("forward", "backward")
@@ -41,7 +41,7 @@ class DtypeAudit(Observer):
         self._places: dict[str, set[str]] = {}
         self._tables: dict[str, set[str]] = {}
         self._phase: Phase = "build"
-        self._model: Transformer | None = None
+        self._model: nn.Module | None = None
 
     def facts(self) -> dict[str, list[str]]:
         """Return the sorted names of dtypes, such as `float32`, by key."""
@@ -63,7 +63,7 @@ class DtypeAudit(Observer):
         if name == "optimizer" and self._model is not None:
             self.gradients(self._model, step=step)
 
-    def initialized(self, model: Transformer) -> None:
+    def initialized(self, model: nn.Module) -> None:
         """Look at the initial state, and hook the modules."""
         self._model = model
         self._state("initial", model)
@@ -80,13 +80,13 @@ class DtypeAudit(Observer):
                 module.register_forward_hook(self._hook(self._after, f"block_output/{name}"))
         model.register_forward_hook(self._hook(self._after, "logits"))
 
-    def gradients(self, model: Transformer, *, step: int) -> None:
+    def gradients(self, model: nn.Module, *, step: int) -> None:
         """Look at the gradients."""
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 self._add(f"gradient/{name}", [parameter.grad])
 
-    def final(self, model: Transformer, optimizer: torch.optim.Optimizer) -> None:
+    def final(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Look at the final state. Call it after the last step."""
         self._state("final", model)
         for name, parameter in model.named_parameters():
@@ -141,7 +141,7 @@ class DtypeAudit(Observer):
     def _after(self, key: str, _module: nn.Module, _inputs: tuple[Any, ...], output: Tensor) -> None:
         self._add(key, [output])
 
-    def _state(self, when: str, model: Transformer) -> None:
+    def _state(self, when: str, model: nn.Module) -> None:
         for name, parameter in model.named_parameters():
             self._add(f"{when}_parameter/{name}", [parameter])
         for name, buffer in model.named_buffers():

@@ -11,11 +11,11 @@ from conformance.__main__ import main
 from conformance.project import PROJECT
 from tests.test_quality import PRIVATE_NAMES_ALLOWED_IN
 
-GENERATED = ("docs/laws.md", "docs/detection/kill_matrix.md")
+GENERATED = ("docs/laws.md", "docs/subjects.md", "docs/detection/kill_matrix.md")
 """Pages that a command writes as a whole; of others it writes blocks between markers."""
 DIARY = "CHANGELOG.md"
 """Page that tells of what is no more: of paths that are gone, of counts and times as they were."""
-MAX_WORDS = 16_400
+MAX_WORDS = 17_200
 WRAP = 100
 
 _LINK = re.compile(r"\]\(([^)\s]+)\)")

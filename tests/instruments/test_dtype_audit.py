@@ -22,7 +22,8 @@ from conformance.oracles.dtype_policy import dtype_policy, expected_dtypes
 from conformance.oracles.reference import initial_model
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell, axis_choices
-from conformance.run.record import Header, Record, RecordFile, tensor_file
+from conformance.run.record import Header, Record, RecordFile
+from conformance.run.shards import tensor_file
 from reference_trainer.train import Trainer
 
 LAWS: dict[str, Callable[..., None]] = {

@@ -13,7 +13,8 @@ from torch import Tensor
 from conformance.instruments.facts import RankFacts
 from conformance.outcomes import ConformanceFailure, Failure
 from conformance.plan.cells import Cell
-from conformance.run.record import Header, Record, RecordFile, read_record, tensor_file, write_record
+from conformance.run.record import Header, Record, RecordFile, read_record, write_record
+from conformance.run.shards import tensor_file
 
 
 def record_of_two_ranks(

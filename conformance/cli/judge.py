@@ -1,0 +1,99 @@
+"""`python -m conformance judge SUBJECT`: other people's trainers, judged."""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from conformance.cli.command import Answer, Commands
+from conformance.project import PACKAGE, require_checkout
+from conformance.run.pool import Pools
+from reference_trainer.strict_yaml import allowed
+
+if TYPE_CHECKING:
+    from conformance.subjects.cells import SubjectCell
+
+TEMPLATE = PACKAGE / "subjects" / "example.py.txt"
+"""Commented example that `--init` writes."""
+_EXAMPLE = Path("my_subject.py")
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "judge", help="is my own parallelisation right? exit status 1 if not, 4 if it cannot be judged"
+    )
+    parser.add_argument(
+        "subject", nargs="?", metavar="SUBJECT", help="MODULE:NAME or FILE.py:NAME, decorated with subject(...)"
+    )
+    parser.add_argument(
+        "--init",
+        nargs="?",
+        type=Path,
+        const=_EXAMPLE,
+        metavar="FILE",
+        help=f"write an example to begin with (default: {_EXAMPLE})",
+    )
+    parser.add_argument("--cells", metavar="ID,...", help="run these cells alone, such as dp2-fp32")
+    parser.add_argument("--no-faults", action="store_true", help="do not test whether the laws see faults")
+    parser.add_argument("--keep", action="store_true", help="keep the verdicts for docs/subjects.md, in a checkout")
+    parser.add_argument("--json", action="store_true", help="print verdicts, metrics and bounds as JSON")
+    parser.add_argument("--limit", type=float, default=60.0, metavar="S", help="seconds for a run (default: 60)")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> Answer:
+    """Judge a subject, or write an example.
+
+    Raises ValueError, with one line, for a subject that cannot be judged.
+    """
+    if options.init is not None:
+        return _write_example(options.init, options.subject)
+    if options.subject is None:
+        raise ValueError("no subject: write MODULE:NAME or FILE.py:NAME, or begin with --init")
+    if ":" not in options.subject:
+        raise ValueError(f"subject is {options.subject!r}: write MODULE:NAME or FILE.py:NAME")
+    if options.keep:
+        require_checkout("--keep")
+    # Torch is for those who judge: no other command pays for its import.
+    from conformance.subjects.judging import judge_subject
+    from conformance.subjects.running import SubjectRuns
+    from conformance.subjects.text import as_text
+
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # the command is a script: Python looks in the script's directory
+    cells = _cells(options.cells)
+    with tempfile.TemporaryDirectory() as directory, Pools() as pools:
+        runs = SubjectRuns(options.subject, pools, Path(directory), options.limit)
+        report = judge_subject(runs, cells=cells, with_faults=not options.no_faults)
+    if options.keep:
+        from conformance.subjects.keeping import keep
+
+        keep(options.subject, report)
+    if options.json:
+        return Answer(msgspec.json.format(msgspec.json.encode(report), indent=1).decode(), report.status)
+    return Answer(as_text(report), report.status)
+
+
+def _write_example(file: Path, subject: str | None) -> Answer:
+    if subject is not None:
+        raise ValueError("--init writes an example, and judges nothing: leave out the subject")
+    if file.suffix != ".py":
+        raise ValueError(f"{file} is no Python file: give a name that ends in .py")
+    if file.exists():
+        raise ValueError(f"{file} exists: give another name, or remove it")
+    file.write_text(TEMPLATE.read_text().replace("FILE:", f"{file.name}:"))
+    return Answer(f"written: {file}\nnext: conformance judge {file}:parallelize")
+
+
+def _cells(ids: str | None) -> "list[SubjectCell]":
+    from conformance.subjects.cells import CELLS
+
+    by_id = {cell.id: cell for cell in CELLS}
+    for cell_id in ids.split(",") if ids is not None else ():
+        if cell_id not in by_id:
+            raise ValueError(f"no cell `{cell_id}`{allowed(cell_id, by_id)}")
+    return [by_id[cell_id] for cell_id in ids.split(",")] if ids is not None else list(CELLS)

@@ -1,0 +1,108 @@
+"""Data of subjects: the micro-batches of each data-parallel rank, and tensors inside of batches."""
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from conformance.subjects.cells import Layout
+from conformance.subjects.protocol import Batch, Subject, SubjectMistake
+
+_IGNORED_LABEL = -100
+"""Label of tokens that do not count, by convention of `torch.nn.functional.cross_entropy`."""
+
+
+def micro_batches(subject: Subject, layout: Layout, *, step: int, data_rank: int) -> list[Batch]:
+    """Return the micro-batches of one data-parallel rank in a step; they depend on nothing else."""
+    made = [_batch(subject, step, data_rank, index) for index in range(layout.accumulation[step])]
+    return [halved(batch) for batch in made] if layout.uneven and data_rank % 2 else made
+
+
+def all_micro_batches(subject: Subject, layout: Layout, *, step: int) -> list[Batch]:
+    """Return the micro-batches of all ranks in a step."""
+    ranks = range(layout.data_ranks)
+    return [batch for rank in ranks for batch in micro_batches(subject, layout, step=step, data_rank=rank)]
+
+
+def _batch(subject: Subject, step: int, data_rank: int, index: int) -> Batch:
+    generator = torch.Generator().manual_seed(10_000 * step + 100 * data_rank + index)
+    return subject.batch(generator)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
+    """Return a batch with a function applied to each tensor in it; what is no tensor is left alone."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        return {key: map_tensors(function, value) for key, value in batch.items()}
+    if isinstance(batch, list | tuple) and not hasattr(batch, "_fields"):
+        return type(batch)(map_tensors(function, value) for value in batch)
+    return batch
+
+
+def tensors(batch: Batch) -> Iterator[Tensor]:
+    """Yield the tensors of a batch, of any shape and dtype."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from tensors(value)
+    elif isinstance(batch, list | tuple):
+        for value in batch:
+            yield from tensors(value)
+
+
+def samples(batch: Batch) -> int:
+    """Return the number of samples of a batch: the size of dimension 0, in which all tensors agree.
+
+    Raises SubjectMistake if they do not, or if there is no tensor.
+    """
+    sizes = {tensor.shape[0] if tensor.ndim else 0 for tensor in tensors(batch)}
+    if len(sizes) != 1 or not max(sizes):
+        raise SubjectMistake(
+            f"batch() returned {_described(batch)}: give a tensor, or a dict, list or tuple of tensors "
+            "whose dimension 0 is the samples"
+        )
+    return sizes.pop()
+
+
+def halved(batch: Batch) -> Batch:
+    """Return the first half of the samples of a batch."""
+    kept = (samples(batch) + 1) // 2
+    return map_tensors(lambda tensor: tensor[:kept], batch)
+
+
+def permuted(batch: Batch, *, seed: int) -> Batch:
+    """Return a batch with its samples in another order."""
+    order = torch.randperm(samples(batch), generator=torch.Generator().manual_seed(seed))
+    return map_tensors(lambda tensor: tensor[order], batch)
+
+
+def to_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
+    """Return a batch with its floating-point tensors in a dtype."""
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, batch)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Return a batch with its tensors on a device."""
+    return map_tensors(lambda tensor: tensor.to(device), batch)
+
+
+def default_count(batch: Batch) -> int:
+    """Return the number of labels that are not ignored, or of samples if the batch has no integer `labels`.
+
+    Labels are those of a mapping's key `labels`, or the second of two tensors.
+    """
+    labels = batch.get("labels") if isinstance(batch, Mapping) else _second(batch)
+    if isinstance(labels, Tensor) and not labels.is_floating_point():
+        return int((labels != _IGNORED_LABEL).sum())
+    return samples(batch)
+
+
+def _second(batch: Batch) -> object:
+    return batch[1] if isinstance(batch, list | tuple) and len(batch) == 2 else None
+
+
+def _described(batch: Batch) -> str:
+    shapes = [tuple(tensor.shape) for tensor in tensors(batch)]
+    return f"a {type(batch).__name__} with tensors of shapes {shapes}"

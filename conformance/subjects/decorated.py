@@ -1,0 +1,227 @@
+"""Subjects made of a function `parallelize(model, mesh, config)`; the suite supplies all else."""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import SGD, Optimizer
+
+from conformance.subjects.cells import MESHES, MeshName, Precision, SubjectCell
+from conformance.subjects.data import default_count
+from conformance.subjects.loop import DataGroup, Loop
+from conformance.subjects.protocol import Batch, Run, SubjectMistake
+
+Reduction = Literal["mean", "sum"]
+Clip = Callable[[Iterable[nn.Parameter], float], Tensor]
+_PARAMETERS = ("model", "mesh", "config")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Configuration in which `parallelize` is asked to prepare a model."""
+
+    mesh: MeshName
+    precision: Precision
+    on_meta: bool
+    """True if the model is on the meta device; the suite materialises and initialises it afterwards."""
+
+    @property
+    def mixed_precision(self) -> MixedPrecisionPolicy:
+        """Policy for `fully_shard`: with bf16, compute in bf16 and reduce in fp32."""
+        if self.precision == "fp32":
+            return MixedPrecisionPolicy()
+        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """Return SGD with momentum, whose updates are as accurate as gradients."""
+    return SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def clip_with_torch(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Clip gradients with `torch.nn.utils.clip_grad_norm_`; returns their norm before, a scalar."""
+    return clip_grad_norm_(parameters, max_norm)
+
+
+@dataclass(frozen=True)
+class FunctionSubject:
+    """Subject whose parallelisation is one function, see `protocol.Subject`."""
+
+    function: Callable[..., Any]
+    make_model: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, Batch], Tensor]
+    batch: Callable[[torch.Generator], Batch]
+    count: Callable[[Batch], int]
+    make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
+    clip: Clip
+    initialize: Callable[[nn.Module], object] | None
+    meshes: Sequence[MeshName]
+    precisions: Sequence[Precision]
+    mesh_names: Mapping[str, str]
+    reduction: Reduction
+    shims: Sequence[str] = field(default=())
+
+    @property
+    def name(self) -> str:
+        """Name of the function, with its module."""
+        return f"{self.function.__module__}:{self.function.__name__}"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function, as if it were not decorated."""
+        return self.function(*args, **kwargs)
+
+    def versions(self) -> Mapping[str, str]:
+        """Return the version of torch, the only package that the suite knows to be judged."""
+        return {"torch": str(torch.__version__)}
+
+    def unsupported(self, cell: SubjectCell) -> str | None:
+        """Return the declaration that a cell needs and the decorator lacks, or None."""
+        if cell.mesh not in self.meshes:
+            return f"this subject does not declare meshes=[..., {cell.mesh!r}]"
+        if cell.precision not in self.precisions:
+            return f"this subject does not declare precisions=[..., {cell.precision!r}]"
+        if cell.init == "meta" and self.initialize is None:
+            return "this subject does not declare initialize=, a function that initialises a materialised model"
+        return None
+
+    def model(self) -> nn.Module:
+        """Return the user's model."""
+        model = self.make_model()
+        if not isinstance(model, nn.Module):
+            raise SubjectMistake(f"model= returned a {type(model).__name__}: give a function that returns an nn.Module")
+        return model
+
+    def build(self, cell: SubjectCell, *, device: torch.device, max_norm: float) -> Run:
+        """Make the model, and give it to the function; on the meta device, materialise it afterwards."""
+        mesh = self._mesh(cell, device)
+        config = ParallelConfig(cell.mesh, cell.precision, on_meta=cell.init == "meta")
+        with torch.device("meta" if config.on_meta else device):
+            model = self.model()
+        model, optimizer = _unpacked(self.function(model, mesh, config), model)
+        if config.on_meta:
+            self._materialize(model, device)
+        return Loop(
+            model=model,
+            optimizer=optimizer or self.make_optimizer(model.parameters()),
+            loss=self.loss,
+            count=self.count,
+            clip=lambda parameters: self.clip(parameters, max_norm),
+            data=_data_group(mesh, cell),
+            averaged=self.reduction == "mean",
+            device=device,
+        )
+
+    def _materialize(self, model: nn.Module, device: torch.device) -> None:
+        """Materialise and initialise the model, unless the function has done so."""
+        if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
+            model.to_empty(device=device)
+        if self.initialize is not None:
+            self.initialize(model)
+
+    def _mesh(self, cell: SubjectCell, device: torch.device) -> DeviceMesh:
+        names = tuple(self.mesh_names.get(name, name) for name in cell.shape)
+        return init_device_mesh(device.type, tuple(cell.shape.values()), mesh_dim_names=names)
+
+
+def subject(
+    *,
+    model: Callable[[], nn.Module],
+    loss: Callable[[nn.Module, Batch], Tensor],
+    batch: Callable[[torch.Generator], Batch],
+    count: Callable[[Batch], int] = default_count,
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = sgd,
+    clip: Clip = clip_with_torch,
+    initialize: Callable[[nn.Module], object] | None = None,
+    meshes: Sequence[MeshName] = ("dp2",),
+    precisions: Sequence[Precision] = ("fp32",),
+    mesh_names: Mapping[str, str] | None = None,
+    reduction: Reduction = "mean",
+) -> Callable[[Callable[..., Any]], FunctionSubject]:
+    """Make a subject of `parallelize(model, mesh, config)`, for `conformance judge MODULE:FUNCTION`.
+
+    The function shards the model over the mesh, as `config` (`ParallelConfig`) says, and returns it, or nothing if it
+    changes the model in place. If the trainer makes its optimizer itself, the function returns model and optimizer.
+
+    Args:
+        model: makes the model that one process trains, in fp32 and without dropout; a class will do.
+        loss: function of model and batch that returns the sum of the losses of samples or tokens, a scalar.
+        batch: function of a `torch.Generator` that returns a micro-batch: a tensor, or a dict, list or tuple of
+            tensors, whose dimension 0 is the samples.
+        count: number by which a batch counts in the mean; by default its labels other than -100, or its samples.
+        optimizer: makes the optimizer of parameters. The reference uses it, too.
+        clip: function of parameters and a limit that clips gradients and returns their norm before.
+        initialize: initialises a materialised model; declares that the function takes a model on the meta device.
+        meshes: those that the function can handle, of `dp2`, `hsdp2x2` and `dp2-tp2`.
+        precisions: those that the function can handle, of `fp32` and `bf16`.
+        mesh_names: names of mesh dimensions, by the suite's: `dp_replicate`, `dp_shard`, `tp`.
+        reduction: what happens to gradients of data-parallel ranks: `mean` (the default of FSDP2) or `sum`.
+
+    Raises SubjectMistake, a ValueError, for arguments that cannot be used.
+    """
+    for name, value, allowed in (("meshes", meshes, MESHES), ("precisions", precisions, ("fp32", "bf16"))):
+        unknown = [value] if isinstance(value, str) else [entry for entry in value if entry not in allowed]
+        if unknown:
+            raise SubjectMistake(f"{name}={value!r}: give a list of {', '.join(map(repr, allowed))}")
+    for name, function in (("model", model), ("loss", loss), ("batch", batch), ("count", count)):
+        if not callable(function):
+            raise SubjectMistake(f"{name}= is a {type(function).__name__}: give a function")
+    if reduction not in ("mean", "sum"):
+        raise SubjectMistake(f"reduction={reduction!r}: give 'mean' or 'sum'")
+
+    def declare(function: Callable[..., Any]) -> FunctionSubject:
+        _require_signature(function)
+        return FunctionSubject(
+            function=function,
+            make_model=model,
+            loss=loss,
+            batch=batch,
+            count=count,
+            make_optimizer=optimizer,
+            clip=clip,
+            initialize=initialize,
+            meshes=tuple(meshes),
+            precisions=tuple(precisions),
+            mesh_names=mesh_names or {},
+            reduction=reduction,
+        )
+
+    return declare
+
+
+def _require_signature(function: Callable[..., Any]) -> None:
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*_PARAMETERS)
+    except TypeError as error:
+        name = getattr(function, "__name__", repr(function))
+        own = f"{name}({', '.join(signature.parameters)})"
+        raise SubjectMistake(f"{own} cannot be called with ({', '.join(_PARAMETERS)}): {error}") from None
+
+
+def _unpacked(returned: Any, model: nn.Module) -> tuple[nn.Module, Optimizer | None]:
+    """Return model and optimizer from what the function returned."""
+    match returned:
+        case None:
+            return model, None
+        case nn.Module():
+            return returned, None
+        case (nn.Module() as parallel, Optimizer() as optimizer):
+            return parallel, optimizer
+    raise SubjectMistake(
+        f"parallelize returned a {type(returned).__name__}: return the model, nothing, or (model, optimizer)"
+    )
+
+
+def _data_group(mesh: DeviceMesh, cell: SubjectCell) -> DataGroup:
+    """Return the place of this rank among those that see different data."""
+    rank = 0
+    for index, (name, size) in enumerate(cell.shape.items()):
+        if name != "tp":
+            rank = rank * size + mesh.get_local_rank(index)
+    return DataGroup(rank=rank, ranks=cell.data_ranks, copies=cell.world_size // cell.data_ranks)

@@ -1,0 +1,109 @@
+"""Facts of subjects: what ranks and the reference leave for the laws. All are of builtin types."""
+
+import msgspec
+
+from conformance.subjects.cells import Layout, SubjectCell
+
+
+class ShardedParameter(msgspec.Struct, frozen=True):
+    """Layout of one parameter on one rank."""
+
+    shape: list[int]
+    """Shape of the full parameter."""
+    dtype: str
+    is_dtensor: bool
+    shard_ranks: list[list[int]]
+    """Ranks among which the parameter is sharded, for each mesh dimension that shards it."""
+    is_trained: bool
+
+
+class SubjectFacts(msgspec.Struct, frozen=True):
+    """Measurements of one rank of a subject."""
+
+    rank: int
+    data_rank: int
+    parameters: dict[str, ShardedParameter]
+    """Layouts by the name in the model of one process."""
+    fingerprints: dict[str, str]
+    layouts: dict[str, str]
+    losses: list[float]
+    grad_norms: list[float]
+    held: list[str]
+    """Parameters that the optimizer holds, each as often as it holds it; `?` for a tensor that the model lacks."""
+    uninitialised: dict[str, int]
+    """Elements that nobody initialised when the model was built, by parameter or buffer; those with 0 are left out."""
+    matmul_dtypes: list[str]
+    """Dtypes of the operands of matrix products in forward."""
+    gradient_dtypes: list[str]
+    reductions: list[str]
+    """Collectives that reduce gradients in backward: kind, dtype and operation, each once."""
+    gathers_in_forward: int
+    """Number of all-gathers in forward."""
+
+
+class OwnErrors(msgspec.Struct, frozen=True):
+    """Deviations of one process from a more accurate process, each the largest of several orders of sums."""
+
+    by_name: dict[str, float]
+    """Relative Frobenius deviation by parameter."""
+    overall: float
+    """Deviation of all tensors together, relative to all."""
+
+
+class ReferenceFacts(msgspec.Struct, frozen=True):
+    """Measurements of the model in one process."""
+
+    dtype: str
+    """Dtype of the more accurate process."""
+    why_not_fp64: str
+    """Error that the model raises in fp64, if it does."""
+    parameters: list[str]
+    untrained: list[str]
+    """Parameters that get no gradient in one process, or do not require one."""
+    max_norm: float
+    losses: list[float]
+    grad_norms: list[float]
+    loss_error: float
+    norm_error: float
+    gradients: list[OwnErrors]
+    """Own errors of fp32 by step."""
+    updates: list[OwnErrors]
+    """Own errors of the change since the start, by step."""
+    bf16_gradients: OwnErrors | None
+    """Own errors of bf16 in the first step."""
+    bf16_matmul_dtypes: list[str]
+    varies: bool
+    """True if ranks have different numbers of what counts."""
+
+
+class ReferenceJob(msgspec.Struct, frozen=True, kw_only=True):
+    """Payload of the task that trains a subject's model in one process."""
+
+    subject: str
+    layout: Layout
+    bf16: bool
+    directory: str
+
+
+class TrainJob(msgspec.Struct, frozen=True, kw_only=True):
+    """Payload of the task that trains a subject on the ranks of a cell."""
+
+    subject: str
+    cell: SubjectCell
+    max_norm: float
+    names: list[str]
+    """Names of the parameters in the model of one process."""
+    weights: str
+    """File with the initial weights of the reference."""
+    directory: str
+    fault: str | None = None
+
+
+class Description(msgspec.Struct, frozen=True):
+    """Subject, as its author describes it."""
+
+    name: str
+    versions: dict[str, str]
+    shims: list[str]
+    unsupported: dict[str, str]
+    """Reason by the id of each cell that the subject cannot run."""

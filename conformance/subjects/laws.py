@@ -1,0 +1,294 @@
+"""Laws for subjects: relations that every correct parallelisation keeps, with bounds that are measured."""
+
+from torch import Tensor
+
+from conformance.laws import compare
+from conformance.oracles import tolerance
+from conformance.oracles.reference import clip_factor, total_norm
+from conformance.outcomes import ConformanceFailure, Unsupported
+from conformance.subjects.cells import SubjectCell
+from conformance.subjects.declaring import SUBJECT_LAWS, in_bf16, in_fp32, subject_law
+from conformance.subjects.evidence import Evidence
+
+
+@subject_law("fsdp-is-on", suite_law="AXIS-1")
+def fsdp_is_on(evidence: Evidence) -> None:
+    """Every parameter MUST be a DTensor that is sharded over ranks with different data, and parameters MUST be gathered
+    in forward.
+
+    Wrong if the wrapping has silently done nothing, or something else (DDP), or has left a layer out: all comparisons
+    would hold.
+    """
+    record = evidence.record
+    data_ranks = {facts.rank: facts.data_rank for facts in record.ranks}
+    everywhere = [(name, parameter) for facts in record.ranks for name, parameter in facts.parameters.items()]
+    plain = [name for name, parameter in everywhere if not parameter.is_dtensor]
+    unsharded = [
+        name
+        for name, parameter in everywhere
+        if not any(len({data_ranks[rank] for rank in ranks}) > 1 for ranks in parameter.shard_ranks)
+    ]
+    without_gather = [f"rank {facts.rank}" for facts in record.ranks if not facts.gathers_in_forward]
+    faults = {
+        "parameters that are no DTensor": _unique(plain),
+        "parameters that are not sharded over data-parallel ranks": _unique(unsharded),
+        "ranks that gather nothing in forward": without_gather,
+    }
+    counts = {name: len(found) for name, found in faults.items()}
+    compare.none(counts, details={name: _some(found) for name, found in faults.items()}, unit="seen")
+
+
+@subject_law("partition", suite_law="PAR-7")
+def shards_partition_parameters(evidence: Evidence) -> None:
+    """The ranks MUST hold each element of each sharded parameter, all elements equally often.
+
+    Wrong if a shard is lost, is held twice, or has another shape than its placements say.
+    """
+    record = evidence.record
+    wrong = [name for name in record.ranks[0].layouts if not record.is_partitioned(name)]
+    record.select("initial/parameter/")  # refuses shards whose shape is not that of their placements
+    compare.count(len(wrong), name="parameters not partitioned", expected=0, detail=_some(wrong), unit="parameters")
+
+
+@subject_law("replicas", suite_law="PAR-5")
+def copies_are_equal(evidence: Evidence) -> None:
+    """Ranks that hold the same elements MUST hold the same bits: of parameters, buffers, gradients before and after
+    clipping, from the start to the end.
+
+    Wrong if a gradient is not reduced over replicas, or an update is lost on one rank.
+    """
+    unequal = evidence.record.unequal_copies
+    detail = "; ".join(f"{key} on rank {rank}" for key, rank in unequal[:3])
+    compare.count(len(unequal), name="unequal copies", expected=0, detail=detail, unit="tensors")
+
+
+@subject_law("initialised", suite_law="INIT-1")
+def nothing_is_left_uninitialised(evidence: Evidence) -> None:
+    """Every element of every parameter and buffer MUST be initialised when the model is built.
+
+    Wrong if a buffer is forgotten after `to_empty`. Memory that torch hands out is NaN meanwhile.
+    """
+    left: dict[str, int] = {}
+    for facts in evidence.record.ranks:
+        for name, elements in facts.uninitialised.items():
+            left[name] = left.get(name, 0) + elements
+    detail = _some([f"{name} ({elements})" for name, elements in left.items()])
+    compare.count(sum(left.values()), name="uninitialised elements", expected=0, detail=detail, unit="elements")
+
+
+def _from_full_weights(cell: SubjectCell) -> bool:
+    return cell.init == "full"
+
+
+@subject_law("initial-weights", suite_law="INIT-2", where=_from_full_weights)
+def initial_weights_are_those_of_one_process(evidence: Evidence) -> None:
+    """A model that is made with its weights MUST keep them, in every bit, when it is made parallel.
+
+    Wrong if ranks have other weights than rank 0, or shards are in another order.
+    """
+    measured = evidence.record.select("initial/parameter/")
+    expected = {name: tensor.float() for name, tensor in evidence.reference.below("initial/").items()}
+    compare.bits(measured, expected, name="initial weights")
+
+
+@subject_law("optimizer-holds-each-once", suite_law="OPT-1")
+def optimizer_holds_each_parameter_once(evidence: Evidence) -> None:
+    """The optimizer MUST hold each trainable parameter of the model exactly once, and nothing else.
+
+    Wrong if it was made before the model was sharded, or of parameters that are told apart by their memory's address.
+    """
+    for facts in evidence.record.ranks:
+        expected = [name for name, parameter in facts.parameters.items() if parameter.is_trained]
+        missing = [name for name in expected if name not in facts.held]
+        foreign = facts.held.count("?")
+        repeated = sorted({name for name in facts.held if name != "?" and facts.held.count(name) > 1})
+        detail = (
+            f"rank {facts.rank}: missing {_some(missing)}; more than once {_some(repeated)}; "
+            f"{foreign} tensors that are no parameters of the model"
+        )
+        wrong = len(missing) + len(repeated) + foreign
+        compare.count(wrong, name="wrong in the optimizer", expected=0, detail=detail, unit="entries")
+
+
+@subject_law("every-gradient")
+def every_parameter_gets_a_gradient(evidence: Evidence) -> None:
+    """Every parameter that one process gives a gradient MUST get one in every step, on every rank.
+
+    Wrong if gradients are not synchronised after an accumulated step, or a layer is cut off.
+    """
+    trained = _trained(evidence)
+    for step in evidence.steps:
+        for rank, shards in enumerate(evidence.record.shards):
+            without = [name for name in trained if f"step{step}/gradient/{name}" not in shards]
+            detail = f"step {step}, rank {rank}: {_some(without)}"
+            name = f"parameters without gradient, of {len(trained)}"
+            compare.count(len(without), name=name, expected=0, detail=detail, unit="parameters")
+
+
+@subject_law("every-update")
+def every_parameter_moves(evidence: Evidence) -> None:
+    """Every parameter that a step of one process changes MUST change in that step.
+
+    Wrong if the optimizer holds other tensors than the model, or skips a parameter.
+    """
+    record, reference = evidence.record, evidence.reference
+    expected_before = reference.below("initial/")
+    before = {name: tensor.float() for name, tensor in expected_before.items()}
+    for step in evidence.steps:
+        after, expected = record.parameters_after(step), reference.below(f"step{step}/parameter/")
+        moving = [name for name in expected if _clearly_differ(expected[name], expected_before[name])]
+        still = [name for name in moving if bool((after[name] == before[name].to(after[name].dtype)).all())]
+        name = f"parameters that do not move, of {len(moving)}"
+        compare.count(len(still), name=name, expected=0, detail=f"step {step}: {_some(still)}", unit="parameters")
+        before, expected_before = after, expected
+
+
+def _clearly_differ(after: Tensor, before: Tensor) -> bool:
+    """Return whether a change is larger than what rounding the parameter to fp32 can hide."""
+    return float((after - before).norm()) > 16 * tolerance.FP32_ROUNDOFF * float(before.norm())
+
+
+@subject_law("gradients", suite_law="PAR-1", where=in_fp32)
+def gradients_are_those_of_one_process(evidence: Evidence) -> None:
+    """Gradients in fp32 MUST be those of one process, in every step: of the mean over all that counts in the step.
+
+    Wrong if they are summed over ranks instead of averaged, micro-batches or ranks count alike that are not alike, or
+    shards are stale.
+    """
+    for step in evidence.steps:
+        expected = evidence.reference.below(f"step{step}/gradient/")
+        measured = {name: grad for name, grad in evidence.record.gradients(step).items() if name in expected}
+        name = f"gradient at step {step}"
+        compare.tensors(measured, expected, name=name, within=evidence.reference.of_gradients(step))
+
+
+@subject_law("parameters", suite_law="PAR-1", where=in_fp32)
+def parameters_are_those_of_one_process(evidence: Evidence) -> None:
+    """After each step the change of every parameter since the start MUST be that of one process.
+
+    Wrong if an update is lost on one rank, or gradients are clipped by another norm.
+    """
+    reference = evidence.reference
+    origin, trained = reference.below("initial/"), _trained(evidence)
+    for step in evidence.steps:
+        expected = reference.below(f"step{step}/parameter/")
+        after = evidence.record.parameters_after(step)
+        compare.tensors(
+            {name: after[name] for name in trained},
+            {name: expected[name] for name in trained},
+            name=f"change of parameters by step {step}",
+            origin=origin,
+            within=reference.of_updates(step),
+        )
+
+
+@subject_law("loss", suite_law="PAR-1", where=in_fp32)
+def losses_are_those_of_one_process(evidence: Evidence) -> None:
+    """The loss of each step MUST be that of one process, and the same number on every rank.
+
+    Wrong if it is a rank's own, or the mean of the ranks' means.
+    """
+    facts = evidence.reference.facts
+    logged = {repr(rank.losses) for rank in evidence.record.ranks}  # NaN equals itself as a text only
+    compare.count(len(logged), name="different losses", expected=1, detail=_some(sorted(logged)), unit="lists")
+    within = evidence.reference.of_number(facts.loss_error)
+    compare.scalars(evidence.record.ranks[0].losses, facts.losses, name="loss", within=within)
+
+
+@subject_law("gradient-norm", suite_law="CLIP-1")
+def norm_is_that_of_the_full_gradients(evidence: Evidence) -> None:
+    """The norm by which gradients are clipped MUST be that of the full gradients, and the same on every rank.
+
+    Wrong if it is a rank's own, or if replicas count more than once. In fp32 it is also that of one process.
+    """
+    record, reference = evidence.record, evidence.reference
+    logged = {repr(rank.grad_norms) for rank in record.ranks}  # NaN equals itself as a text only
+    compare.count(len(logged), name="different norms", expected=1, detail=_some(sorted(logged)), unit="lists")
+    own = [record.gradients(step) for step in evidence.steps]
+    if not own[0]:
+        raise ConformanceFailure("no parameter has a gradient at step 0")
+    compare.scalars(
+        record.ranks[0].grad_norms,
+        [total_norm(gradients.values(), order=2.0) for gradients in own],
+        name="norm, compared with that of the run's own gradients",
+        within=tolerance.norm(own[0], order=2.0),
+    )
+    if in_fp32(evidence.cell):
+        within = reference.of_number(reference.facts.norm_error)
+        compare.scalars(record.ranks[0].grad_norms, reference.facts.grad_norms, name="norm", within=within)
+
+
+@subject_law("clipping", suite_law="CLIP-2")
+def gradients_are_scaled_by_one_factor(evidence: Evidence) -> None:
+    """Clipping MUST scale all gradients by the one factor that brings their norm down to the limit.
+
+    Wrong if it is left out, reaches some gradients only, or scales each rank's by a norm of its own.
+    """
+    limit = evidence.reference.facts.max_norm
+    for step in evidence.steps:
+        before, after = (evidence.record.gradients(step, clipped=clipped) for clipped in (False, True))
+        if not before:
+            raise ConformanceFailure(f"no parameter has a gradient at step {step}")
+        factor = clip_factor(total_norm(before.values(), order=2.0), max_norm=limit)
+        scaled = {name: gradient.double() * factor for name, gradient in before.items()}
+        within = tolerance.clipping(before, order=2.0)
+        compare.tensors(after, scaled, name=f"clipped gradients at step {step}", within=within)
+
+
+@subject_law("bf16-is-used", suite_law="MP-1", where=in_bf16)
+def products_are_in_bf16(evidence: Evidence) -> None:
+    """Matrix products in forward MUST be in the dtypes in which one process with bf16 parameters computes them.
+
+    Wrong if mixed precision is forgotten, for the model or for a layer.
+    """
+    measured, expected = evidence.record.ranks[0].matmul_dtypes, evidence.reference.facts.bf16_matmul_dtypes
+    other = [dtype for dtype in measured if dtype not in expected]
+    missing = [dtype for dtype in expected if dtype not in measured]
+    detail = f"products are in {_some(measured)}, those of one process in {_some(expected)}"
+    compare.count(len(other) + len(missing), name="other dtypes", expected=0, detail=detail, unit="dtypes")
+
+
+@subject_law("fp32-masters", suite_law="MP-2", where=in_bf16)
+def masters_are_in_fp32(evidence: Evidence) -> None:
+    """Parameters that the optimizer updates, and the gradients that it steps with, MUST be in fp32.
+
+    Wrong if the model was cast to bf16: small updates are lost.
+    """
+    facts = evidence.record.ranks[0]
+    other = [f"{name} ({p.dtype})" for name, p in facts.parameters.items() if p.dtype != "float32"]
+    other += [f"gradients in {dtype}" for dtype in facts.gradient_dtypes if dtype != "float32"]
+    compare.count(len(other), name="not in fp32", expected=0, detail=_some(other), unit="parameters or gradients")
+
+
+@subject_law("bf16-gradients", suite_law="MP-3", where=in_bf16)
+def bf16_gradients_are_as_accurate_as_in_one_process(evidence: Evidence) -> None:
+    """Gradients in mixed precision MUST be no farther from fp64 than those of one process in bf16.
+
+    Wrong if gradients are added up in bf16, or a sum is lost. One process is torch's autocast, or cast parameters.
+    """
+    errors = evidence.reference.facts.bf16_gradients
+    if errors is None:
+        raise Unsupported("the reference was not run in bf16")
+    expected = evidence.reference.below("step0/gradient/")
+    measured = {name: grad for name, grad in evidence.record.gradients(0).items() if name in expected}
+    within = evidence.reference.of_bf16_gradients(errors)
+    compare.tensors(measured, expected, name="gradient at step 0", within=within)
+
+
+def _trained(evidence: Evidence) -> list[str]:
+    """Return the parameters that get a gradient in one process."""
+    return [name for name in evidence.reference.facts.parameters if name not in evidence.reference.facts.untrained]
+
+
+def _unique(names: list[str]) -> list[str]:
+    return list(dict.fromkeys(names))
+
+
+def _some(names: list[str], *, count: int = 3) -> str:
+    """Return the first of some names, and how many more there are."""
+    more = f" and {len(names) - count} more" if len(names) > count else ""
+    return (", ".join(names[:count]) or "none") + more
+
+
+LAWS = tuple(SUBJECT_LAWS)
+"""All laws for subjects, in the order of reports."""

@@ -1,0 +1,85 @@
+"""Loop that the suite supplies to subjects that are one function: loss normalisation, accumulation, clipping, step."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from conformance.subjects.data import to_device
+from conformance.subjects.protocol import Batch, StepObserver
+
+
+@dataclass(frozen=True)
+class DataGroup:
+    """Place of a rank among those that see different data."""
+
+    rank: int
+    ranks: int
+    copies: int
+    """Number of ranks that see the same data."""
+
+    def total(self, number: float) -> float:
+        """Return the sum of a number over the ranks with different data. A collective of the world, in fp64."""
+        tensor = torch.tensor(number, dtype=torch.float64)
+        dist.all_reduce(tensor)
+        return float(tensor) / self.copies
+
+
+@dataclass
+class Loop:
+    """One rank that trains a model, see `protocol.Run`; the loss is the mean over all that counts in a step."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    loss: Callable[[nn.Module, Batch], Tensor]
+    count: Callable[[Batch], int]
+    clip: Callable[[Iterable[nn.Parameter]], Tensor]
+    data: DataGroup
+    averaged: bool
+    """True if the gradients of ranks with different data are averaged, False if they are summed."""
+    device: torch.device
+
+    @property
+    def data_rank(self) -> int:
+        """Index of this rank among those with different data."""
+        return self.data.rank
+
+    def step(self, step: int, micro_batches: Sequence[Batch], observer: StepObserver) -> float:
+        """Train a step; returns its mean loss."""
+        count = self.data.total(sum(self.count(batch) for batch in micro_batches))
+        scale = (self.data.ranks if self.averaged else 1) / count
+        loss_sum = 0.0
+        for index, batch in enumerate(micro_batches):
+            set_gradient_sync(self.model, is_last=index == len(micro_batches) - 1)
+            observer.phase("forward", step=step)
+            loss = self.loss(self.model, to_device(batch, self.device))
+            observer.phase("backward", step=step)
+            torch.autograd.backward(loss * scale)
+            loss_sum += scalar(loss)
+        observer.gradients(self.model, step=step)
+        observer.phase("clip", step=step)
+        norm = self.clip(self.model.parameters())
+        observer.clipped(self.model, norm=norm, step=step)
+        observer.phase("optimizer", step=step)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        observer.phase("idle", step=step)
+        return self.data.total(loss_sum) / count
+
+
+def scalar(tensor: Tensor) -> float:
+    """Return the number in a scalar tensor, plain or DTensor."""
+    tensor = tensor.detach()
+    return float(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+
+
+def set_gradient_sync(model: nn.Module, *, is_last: bool) -> None:
+    """Let FSDP2 reduce gradients in the last micro-batch of a step alone."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_requires_gradient_sync(is_last, recurse=False)

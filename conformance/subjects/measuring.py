@@ -1,0 +1,166 @@
+"""Recorder of a subject: the suite's instruments around a step that somebody else takes."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from conformance.instruments.capture import Capture
+from conformance.instruments.collectives import CollectiveLog
+from conformance.instruments.dispatch_tap import DispatchTap
+from conformance.instruments.dtypes import DtypeAudit
+from conformance.instruments.sharding import local
+from conformance.instruments.tensor_file import write_tensors
+from conformance.run.shards import tensor_file
+from conformance.subjects.facts import ShardedParameter, SubjectFacts
+from conformance.subjects.loop import scalar
+from conformance.subjects.protocol import Run, SubjectMistake, reference_name
+from reference_trainer.observer import Phase
+
+MATMULS_IN_FORWARD = "matmul/forward"
+_REDUCTIONS = ("reduce_scatter", "all_reduce")
+
+
+@contextmanager
+def uninitialised_is_nan() -> Iterator[None]:
+    """Let torch fill new memory with NaN, or the largest integer, so that zero pages cannot pass for initialised.
+
+    https://docs.pytorch.org/docs/stable/deterministic.html#torch.utils.deterministic.fill_uninitialized_memory
+    """
+    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    if not torch.empty(1).isnan():
+        raise RuntimeError(f"torch {torch.__version__} does not fill uninitialised memory: INIT cannot be judged")
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
+
+
+def uninitialised_elements(tensor: Tensor) -> int:
+    """Return the number of elements of this rank's shard, of any shape and dtype, that nobody initialised."""
+    shard = local(tensor)
+    if shard.is_floating_point() or shard.is_complex():
+        return int(shard.isnan().sum())
+    return 0 if shard.dtype == torch.bool else int((shard == torch.iinfo(shard.dtype).max).sum())
+
+
+class SubjectRecorder:
+    """Observer of one rank of a subject, see `protocol.StepObserver`, and the facts that it leaves."""
+
+    def __init__(self, run: Run, *, names: Sequence[str]) -> None:
+        self._run, self._known = run, frozenset(names)
+        self._capture, self._dtypes, self._collectives = Capture(named=self._named), DtypeAudit(), CollectiveLog()
+        self._tap = DispatchTap([self._dtypes.listen, self._collectives.listen])
+        self._norms: list[float] = []
+        self._uninitialised: dict[str, int] = {}
+        self._parameters: dict[str, ShardedParameter] = {}
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Open the context in which steps must take place."""
+        with self._tap:
+            yield
+
+    @torch.no_grad()
+    def built(self) -> None:
+        """Look at the model that the subject has built. Raises SubjectMistake if it is another model."""
+        model = self._run.model
+        parameters = {self._named(name): parameter for name, parameter in model.named_parameters()}
+        self._require_known(parameters)
+        state = {**parameters, **{self._named(name): buffer for name, buffer in model.named_buffers()}}
+        on_meta = sorted(name for name, tensor in state.items() if tensor.is_meta)
+        if on_meta:
+            raise SubjectMistake(f"{on_meta[0]} and {len(on_meta) - 1} more are on the meta device: materialise them")
+        counts = {name: uninitialised_elements(tensor) for name, tensor in state.items()}
+        self._uninitialised = {name: count for name, count in counts.items() if count}
+        self._parameters = {name: _layout_of(parameter) for name, parameter in parameters.items()}
+        self._capture.initialized(model)
+        self._dtypes.initialized(model)
+        self._collectives.sharded(model)
+
+    def phase(self, name: Phase, *, step: int) -> None:
+        """Tell instruments the phase that begins."""
+        self._dtypes.phase(name, step=step)
+        self._collectives.phase(name, step=step)
+
+    def gradients(self, model: nn.Module, *, step: int) -> None:
+        """Keep the gradients."""
+        with self._tap.paused(), torch.no_grad():
+            self._capture.gradients(model, step=step)
+            self._dtypes.gradients(model, step=step)
+
+    def clipped(self, model: nn.Module, *, norm: Tensor, step: int) -> None:
+        """Keep the clipped gradients and their norm."""
+        with torch.no_grad():
+            self._norms.append(scalar(torch.as_tensor(norm)))
+            with self._tap.paused():
+                self._capture.clipped(model, norm=norm, step=step)
+
+    @torch.no_grad()
+    def finish(self, losses: Sequence[float], directory: Path) -> SubjectFacts:
+        """Keep the final state, and write all tensors; returns the facts of this rank.
+
+        Raises SubjectMistake if a step was not told.
+        """
+        if len(self._norms) != len(losses):
+            raise SubjectMistake(f"{len(losses)} steps were taken, and {len(self._norms)} were told to the observer")
+        run, rank = self._run, dist.get_rank()
+        self._capture.final(run.model, run.optimizer)
+        write_tensors(directory / tensor_file(rank), self._capture.tensors)
+        dtypes, collectives = self._dtypes.facts(), self._collectives.facts(None)
+        reductions = [entry for entry in collectives if entry.phase == "backward" and entry.kind in _REDUCTIONS]
+        return SubjectFacts(
+            rank=rank,
+            data_rank=run.data_rank,
+            parameters=self._parameters,
+            fingerprints=self._capture.fingerprints,
+            layouts=self._capture.layouts,
+            losses=list(losses),
+            grad_norms=self._norms,
+            held=self._held(run.model, run.optimizer),
+            uninitialised=self._uninitialised,
+            matmul_dtypes=dtypes.get(MATMULS_IN_FORWARD, []),
+            gradient_dtypes=sorted({d for key, of in dtypes.items() if key.startswith("gradient/") for d in of}),
+            reductions=sorted({f"{entry.kind} {entry.dtype} {entry.reduce_op}" for entry in reductions}),
+            gathers_in_forward=sum(entry.phase == "forward" and entry.kind == "all_gather" for entry in collectives),
+        )
+
+    def _named(self, name: str) -> str:
+        return reference_name(name, self._known)
+
+    def _require_known(self, parameters: dict[str, nn.Parameter]) -> None:
+        missing, unknown = sorted(self._known - parameters.keys()), sorted(parameters.keys() - self._known)
+        if missing or unknown:
+            raise SubjectMistake(
+                f"the parallel model lacks parameters {missing[:3]} of the model of one process, and has "
+                f"{unknown[:3]} which that lacks: both must have the same names, but for those of wrappers"
+            )
+
+    def _held(self, model: nn.Module, optimizer: Optimizer) -> list[str]:
+        names = {id(parameter): self._named(name) for name, parameter in model.named_parameters()}
+        return [names.get(id(parameter), "?") for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _layout_of(parameter: nn.Parameter) -> ShardedParameter:
+    is_dtensor = isinstance(parameter, DTensor)
+    return ShardedParameter(
+        shape=list(parameter.shape),
+        dtype=str(parameter.dtype).removeprefix("torch."),
+        is_dtensor=is_dtensor,
+        shard_ranks=_shard_ranks(parameter) if isinstance(parameter, DTensor) else [],
+        is_trained=parameter.requires_grad,
+    )
+
+
+def _shard_ranks(parameter: DTensor) -> list[list[int]]:
+    mesh = parameter.device_mesh
+    dims = [index for index, placement in enumerate(parameter.placements) if hasattr(placement, "dim")]
+    return [sorted(dist.get_process_group_ranks(mesh.get_group(index))) for index in dims]

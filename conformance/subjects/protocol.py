@@ -1,0 +1,97 @@
+"""Subject: a way to train in parallel that can be judged, and what the suite asks of it.
+
+An adapter never gathers, averages over ranks for the suite, or compares: what it returns is measured, not believed.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from conformance.subjects.cells import SubjectCell
+from reference_trainer.observer import Phase
+
+Batch = Any
+"""Samples for one forward pass: a tensor, or a mapping, list or tuple of such; samples are dimension 0."""
+
+
+class SubjectMistake(ValueError):
+    """The subject cannot be judged because of what its author has written; the message says what to do."""
+
+
+class StepObserver(Protocol):
+    """Methods that a run calls while it takes a step, so that the suite sees the moments in between."""
+
+    def phase(self, name: Phase, *, step: int) -> None:
+        """Tell the phase that begins: `forward` and `backward` of each micro-batch, `clip`, `optimizer`, `idle`."""
+
+    def gradients(self, model: nn.Module, *, step: int) -> None:
+        """Tell that all gradients of the step are reduced, and not clipped yet."""
+
+    def clipped(self, model: nn.Module, *, norm: Tensor, step: int) -> None:
+        """Tell that the optimizer is about to step; `norm`, a scalar, was the gradients' norm before clipping."""
+
+
+class Run(Protocol):
+    """One rank of a subject that has been built."""
+
+    @property
+    def model(self) -> nn.Module:
+        """Parallel model."""
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """Optimizer that trains it."""
+
+    @property
+    def data_rank(self) -> int:
+        """Index of this rank among those that see different data."""
+
+    def step(self, step: int, micro_batches: Sequence[Batch], observer: StepObserver) -> float:
+        """Train a step: forward and backward of each micro-batch, clip, step; returns the loss that is logged."""
+
+
+class Subject(Protocol):
+    """Way to train in parallel."""
+
+    name: str
+    shims: Sequence[str]
+    """Private names that were touched to make the subject run here; a report names them."""
+
+    def versions(self) -> Mapping[str, str]:
+        """Return the versions of the packages that are judged."""
+
+    def unsupported(self, cell: SubjectCell) -> str | None:
+        """Return why the subject cannot run a cell, or None."""
+
+    def model(self) -> nn.Module:
+        """Return the model for one process, in fp32, without dropout: the reference trains this one."""
+
+    def batch(self, generator: torch.Generator) -> Batch:
+        """Return a micro-batch whose samples depend on the generator alone."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the loss of a micro-batch, a scalar: a sum over samples or tokens."""
+
+    def count(self, batch: Batch) -> int:
+        """Return the number by which the loss of a batch counts: its samples, or valid tokens."""
+
+    def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        """Return the optimizer that the reference trains with."""
+
+    def build(self, cell: SubjectCell, *, device: torch.device, max_norm: float) -> Run:
+        """Build the parallel model and its optimizer on this rank; the default process group exists."""
+
+
+_WRAPPERS = ("_forward_module", "module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+"""Names that wrappers put into the names of parameters."""
+
+
+def reference_name(name: str, known: Iterable[str]) -> str:
+    """Return the name that a parameter has in the model of one process: without the names of wrappers.
+
+    A name that the model itself has is left alone, so that a model may call its own modules `module`.
+    """
+    return name if name in known else ".".join(word for word in name.split(".") if word not in _WRAPPERS)

@@ -1,0 +1,212 @@
+"""Model of a subject in one process: what it computes in fp64, and how far fp32 and bf16 are from that by themselves.
+
+For models of others no bound on rounding errors can be derived from shapes. It is measured: one process trains in fp64,
+and then in fp32 several times, with samples and micro-batches in other orders. The largest deviation of these is the
+model's own error, and `laws` allow a parallel run a stated multiple of it.
+"""
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from conformance.instruments.dispatch_tap import DispatchTap
+from conformance.instruments.dtypes import DtypeAudit
+from conformance.laws import compare
+from conformance.oracles.reference import clip_factor, total_norm
+from conformance.subjects.cells import Layout
+from conformance.subjects.data import all_micro_batches, permuted, samples, to_dtype
+from conformance.subjects.facts import OwnErrors
+from conformance.subjects.measuring import MATMULS_IN_FORWARD
+from conformance.subjects.protocol import Batch, Subject, SubjectMistake
+
+SEED = 0
+ORDERS = 4
+"""Number of fp32 runs, each with another order of sums."""
+RANDOM_ABOVE = 1e-2
+"""Relative deviation of gradients in fp32 that no rounding explains: the model is random."""
+Tensors = dict[str, Tensor]
+
+
+@dataclass
+class Trajectory:
+    """Run of a model in one process; lists are by step, tensors by name of the parameter, in the dtype of the run."""
+
+    initial: Tensors
+    gradients: list[Tensors] = field(default_factory=list)
+    parameters: list[Tensors] = field(default_factory=list)
+    """Parameters after each step."""
+    norms: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+
+def initial_model(subject: Subject) -> nn.Module:
+    """Return the model of one process with its initial weights, the same at each call.
+
+    Raises SubjectMistake for what cannot be a reference.
+    """
+    torch.manual_seed(SEED)
+    model = subject.model()
+    if not isinstance(model, nn.Module):
+        raise SubjectMistake(f"model() returned a {type(model).__name__}: give a function that returns an nn.Module")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise SubjectMistake("model() has no parameter that requires a gradient")
+    wrong = [name for name, p in model.named_parameters() if p.is_meta or p.dtype != torch.float32]
+    if wrong:
+        raise SubjectMistake(f"{wrong[0]} of model() is on the meta device, or not in fp32: the reference needs both")
+    return model
+
+
+def promoted(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Return a copy of a model in a real dtype; complex buffers get the complex dtype of that precision.
+
+    `Module.to` would make complex tensors real, and the reference wrong (`freqs_cis` of Llama).
+    """
+    model = copy.deepcopy(model)
+    for parameter in model.parameters():
+        parameter.data = _in(dtype, parameter.data)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, _in(dtype, buffer))
+    return model
+
+
+def _in(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        return tensor.to(dtype.to_complex()) if dtype.itemsize >= torch.float32.itemsize else tensor
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def train(subject: Subject, layout: Layout, *, dtype: torch.dtype, order: int, max_norm: float | None) -> Trajectory:
+    """Train the model in one process; `order` 0 leaves samples and micro-batches as they come.
+
+    Without `max_norm` the limit of clipping is half of the first norm, see `half_of`.
+    """
+    model = promoted(initial_model(subject), dtype)
+    optimizer = subject.make_optimizer([p for p in model.parameters() if p.requires_grad])
+    torch.manual_seed(SEED + order)
+    run = Trajectory(initial=_copies(model.named_parameters()))
+    for step in range(len(layout.accumulation)):
+        batches = [to_dtype(batch, dtype) for batch in all_micro_batches(subject, layout, step=step)]
+        run.losses.append(_accumulate(subject, model, batches, order=order))
+        gradients = _copies((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
+        run.gradients.append(gradients)
+        run.norms.append(total_norm(gradients.values(), order=2.0))
+        factor = clip_factor(run.norms[-1], max_norm=half_of(run.norms[0]) if max_norm is None else max_norm)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+        optimizer.step()
+        optimizer.zero_grad()
+        run.parameters.append(_copies(model.named_parameters()))
+    return run
+
+
+def half_of(norm: float) -> float:
+    """Return the limit of clipping for a run whose first norm is given: clipping must happen to be judged."""
+    return norm / 2
+
+
+def _accumulate(subject: Subject, model: nn.Module, batches: Sequence[Batch], *, order: int) -> float:
+    """Add up the gradients of the mean loss of micro-batches, in the order with a number; returns the loss."""
+    total = sum(subject.count(batch) for batch in batches)
+    if not total:
+        raise SubjectMistake("count() is 0 for all batches of a step: nothing counts")
+    loss_sum = 0.0
+    for batch in _reordered(batches, order):
+        loss = subject.loss(model, batch)
+        _require_loss(loss)
+        torch.autograd.backward(loss / total)
+        loss_sum += float(loss.detach())
+    return loss_sum / total
+
+
+def _require_loss(loss: object) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
+        raise SubjectMistake(f"loss() returned a {type(loss).__name__}{shape}: return a scalar tensor, a sum of losses")
+    if not loss.requires_grad:
+        raise SubjectMistake("loss() returned a tensor without gradient: it must depend on the model's parameters")
+    if not loss.isfinite():
+        raise SubjectMistake(f"loss() returned {float(loss.detach())} in one process")
+
+
+def _reordered(batches: Sequence[Batch], order: int) -> list[Batch]:
+    if not order:
+        for batch in batches:
+            samples(batch)
+        return list(batches)
+    places = torch.randperm(len(batches), generator=torch.Generator().manual_seed(order)).tolist()
+    return [permuted(batches[place], seed=order) for place in places]
+
+
+def own_errors(runs: Sequence[Mapping[str, Tensor]], exact: Mapping[str, Tensor], origin: Tensors | None) -> OwnErrors:
+    """Return the largest deviations of some runs from a more accurate one; with an origin, of the change since then."""
+    by_name = {
+        name: max(_finite(compare.deviation(run[name], exact[name], origin[name] if origin else None)) for run in runs)
+        for name in exact
+    }
+    start = origin or {name: torch.zeros_like(tensor) for name, tensor in exact.items()}
+    size = compare.distance(exact, start)
+    distances = [compare.distance(run, exact) for run in runs]
+    return OwnErrors(by_name, max(distances) / size if size else max(distances))
+
+
+def _finite(deviation: float) -> float:
+    if deviation == float("inf"):
+        raise SubjectMistake("gradients or parameters of model() are not finite in one process")
+    return deviation
+
+
+def require_deterministic(errors: OwnErrors) -> None:
+    """Raise SubjectMistake for a model whose gradients depend on more than the order of sums."""
+    if errors.overall > RANDOM_ABOVE:
+        raise SubjectMistake(
+            f"gradients of model() deviate by {errors.overall:.2g} from themselves with another seed and another order "
+            "of samples: switch dropout off, and let no sample depend on others"
+        )
+
+
+def bf16_gradients(subject: Subject, layout: Layout, kind: Literal["cast", "autocast"]) -> tuple[Tensors, list[str]]:
+    """Return the gradients of the first step, computed in bf16, and the dtypes of matrix products in forward.
+
+    `cast`: parameters and inputs are cast to bf16, and gradients are added up in fp32, as FSDP2 does it. `autocast`:
+    torch decides for each operation.
+    """
+    audit, tap = _matmul_audit()
+    masters = initial_model(subject)
+    sums = {name: torch.zeros_like(p) for name, p in masters.named_parameters() if p.requires_grad}
+    batches = all_micro_batches(subject, layout, step=0)
+    total = sum(subject.count(batch) for batch in batches)
+    for batch in batches:
+        model = _parameters_in_bf16(masters) if kind == "cast" else masters
+        inputs = to_dtype(batch, torch.bfloat16) if kind == "cast" else batch
+        audit.phase("forward", step=0)
+        with tap, torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+            loss = subject.loss(model, inputs)
+        audit.phase("backward", step=0)
+        torch.autograd.backward(loss / total)
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                sums[name] += parameter.grad
+        model.zero_grad()
+    return sums, audit.facts().get(MATMULS_IN_FORWARD, [])
+
+
+def _matmul_audit() -> tuple[DtypeAudit, DispatchTap]:
+    audit = DtypeAudit()
+    return audit, DispatchTap([audit.listen])
+
+
+def _parameters_in_bf16(model: nn.Module) -> nn.Module:
+    model = copy.deepcopy(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    return model
+
+
+def _copies(named: Iterable[tuple[str, Tensor | None]]) -> Tensors:
+    return {name: tensor.detach().clone() for name, tensor in named if tensor is not None}

@@ -1,0 +1,88 @@
+"""Hugging Face transformers with its native FSDP2, `from_pretrained(..., distributed_config=...)`.
+
+Tried with transformers 5.23.0. https://huggingface.co/docs/transformers/main/en/main_classes/model
+"""
+
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.distributed import DistributedConfig
+
+from conformance.subjects.cells import SubjectCell
+from conformance.subjects.decorated import clip_with_torch
+from conformance.subjects.loop import DataGroup, Loop
+from conformance.subjects.protocol import Batch, Run
+from conformance.subjects.shipped.workload import DIM, LAYERS, SEQ_LEN, VOCAB_SIZE, OfDecoder, token_loss
+
+
+class TransformersNative(OfDecoder):
+    """Llama that transformers loads and shards; the loop is the suite's, clipping is torch's."""
+
+    name = "transformers"
+    shims: Sequence[str] = ()
+    packages = ("transformers",)
+
+    def unsupported(self, cell: SubjectCell) -> str | None:
+        """Return the reason for tensor parallelism, and for the meta device, which `from_pretrained` uses by itself."""
+        if "tp" in cell.shape:
+            return "transformers leaves norms off the tensor-parallel mesh, and clip_grad_norm_ refuses two meshes"
+        return "from_pretrained makes the model on the meta device by itself" if cell.init == "meta" else None
+
+    def model(self) -> nn.Module:
+        """Return a small Llama."""
+        config = LlamaConfig(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=DIM,
+            intermediate_size=2 * DIM,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=SEQ_LEN,
+            use_cache=False,
+        )
+        model: nn.Module = LlamaForCausalLM(config)
+        return model
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the summed loss."""
+        return token_loss(model(input_ids=batch["input_ids"]).logits, batch["labels"])
+
+    def build(self, cell: SubjectCell, *, device: torch.device, max_norm: float) -> Run:
+        """Save the model, and load it sharded."""
+        options = DistributedConfig(
+            fsdp_size=cell.shape["dp_shard"],
+            dp_replicate_size=cell.shape.get("dp_replicate", 1),
+            fsdp_mixed_precision=cell.precision == "bf16",
+        )
+        with tempfile.TemporaryDirectory() as own:
+            directory = self._saved(own)
+            model: nn.Module = LlamaForCausalLM.from_pretrained(
+                directory, distributed_config=options, dtype=torch.float32
+            )
+            dist.barrier()  # until all have read what rank 0 has written
+        model.train()
+        data = DataGroup(rank=dist.get_rank(), ranks=cell.data_ranks, copies=1)
+        return Loop(
+            model=model,
+            optimizer=self.make_optimizer(model.parameters()),
+            loss=self.loss,
+            count=self.count,
+            clip=lambda parameters: clip_with_torch(parameters, max_norm),
+            data=data,
+            averaged=True,
+            device=device,
+        )
+
+    def _saved(self, directory: str) -> str:
+        """Save the model in rank 0's directory, and return that; transformers lets rank 0 write alone."""
+        shared = [directory]
+        dist.broadcast_object_list(shared)
+        model: Any = self.model()
+        model.save_pretrained(shared[0])
+        dist.barrier()
+        return shared[0]

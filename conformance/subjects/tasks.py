@@ -1,0 +1,161 @@
+"""Tasks of ranks for subjects: describe one, train its model in one process, and train it on all ranks."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from conformance.experiments.context import start_process_group
+from conformance.instruments.capture import shard_indices
+from conformance.instruments.sharding import local
+from conformance.instruments.tensor_file import write_tensors
+from conformance.run.ranks.messages import RankContext
+from conformance.subjects import reference
+from conformance.subjects.cells import CELLS, Layout
+from conformance.subjects.data import micro_batches
+from conformance.subjects.facts import Description, ReferenceFacts, ReferenceJob, TrainJob
+from conformance.subjects.faults import FAULTS
+from conformance.subjects.loading import load_subject
+from conformance.subjects.measuring import SubjectRecorder, uninitialised_is_nan
+from conformance.subjects.protocol import Subject, reference_name
+from conformance.subjects.reference import Trajectory, own_errors, train
+from reference_trainer.mesh import destroy_process_group
+
+REFERENCE_FILE = "reference.safetensors"
+"""Tensors of the more accurate process: `initial/NAME`, and by step `stepN/gradient/NAME`, `stepN/parameter/NAME`."""
+WEIGHTS_FILE = "weights.safetensors"
+"""Initial weights in fp32, by name."""
+
+
+def describe(_context: RankContext, payload: dict[str, Any]) -> Any:
+    """Return the Description of the subject that `payload["subject"]` names."""
+    subject = load_subject(payload["subject"])
+    reasons = {cell.id: subject.unsupported(cell) for cell in CELLS}
+    return msgspec.to_builtins(
+        Description(
+            name=subject.name,
+            versions=dict(subject.versions()),
+            shims=list(subject.shims),
+            unsupported={cell: reason for cell, reason in reasons.items() if reason is not None},
+        )
+    )
+
+
+def train_reference(_context: RankContext, payload: dict[str, Any]) -> Any:
+    """Train a subject's model in one process; returns ReferenceFacts, and writes tensors into the job's directory."""
+    job = msgspec.convert(payload, ReferenceJob)
+    subject = load_subject(job.subject)
+    exact, why_not_fp64 = _most_accurate(subject, job.layout)
+    max_norm = reference.half_of(exact.norms[0])
+    orders = range(reference.ORDERS)
+    runs = [train(subject, job.layout, dtype=torch.float32, order=order, max_norm=max_norm) for order in orders]
+    steps = range(len(job.layout.accumulation))
+    gradients = [own_errors([run.gradients[step] for run in runs], exact.gradients[step], None) for step in steps]
+    reference.require_deterministic(gradients[0])
+    updates = [
+        own_errors([run.parameters[step] for run in runs], exact.parameters[step], exact.initial) for step in steps
+    ]
+    _write(Path(job.directory), exact, runs[0])
+    bf16, matmuls = _bf16(subject, job.layout, exact) if job.bf16 else (None, [])
+    trained = {name for of_step in exact.gradients for name in of_step}
+    facts = ReferenceFacts(
+        dtype="fp32" if why_not_fp64 else "fp64",
+        why_not_fp64=why_not_fp64,
+        parameters=list(exact.initial),
+        untrained=sorted(exact.initial.keys() - trained),
+        max_norm=max_norm,
+        losses=exact.losses,
+        grad_norms=exact.norms,
+        loss_error=max(_relative(run.losses, exact.losses) for run in runs),
+        norm_error=max(_relative(run.norms, exact.norms) for run in runs),
+        gradients=gradients,
+        updates=updates,
+        bf16_gradients=bf16,
+        bf16_matmul_dtypes=matmuls,
+        varies=_varies(subject, job.layout),
+    )
+    return msgspec.to_builtins(facts)
+
+
+def train_subject(context: RankContext, payload: dict[str, Any]) -> Any:
+    """Train a subject on this rank; returns SubjectFacts, and writes tensors into the job's directory."""
+    job = msgspec.convert(payload, TrainJob)
+    subject = load_subject(job.subject)
+    device = start_process_group(context)
+    torch.manual_seed(reference.SEED)
+    with uninitialised_is_nan():
+        run = subject.build(job.cell, device=device, max_norm=job.max_norm)
+    recorder = SubjectRecorder(run, names=job.names)
+    recorder.built()
+    load_weights(run.model, Path(job.weights))
+    if job.fault is not None:
+        FAULTS[job.fault](run, job.max_norm)
+    layout, losses = job.cell.layout, []
+    with recorder.listening():
+        for step in range(len(layout.accumulation)):
+            batches = micro_batches(subject, layout, step=step, data_rank=run.data_rank)
+            losses.append(run.step(step, batches, recorder))
+    facts = recorder.finish(losses, Path(job.directory))
+    destroy_process_group()
+    return msgspec.to_builtins(facts)
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, file: Path) -> None:
+    """Copy this rank's shards of the weights in a file, full tensors by name in the model of one process."""
+    with safe_open(file, framework="pt") as weights:
+        known = frozenset(weights.keys())
+        for name, parameter in model.named_parameters():
+            full = weights.get_tensor(reference_name(name, known))
+            shard = local(parameter)
+            shard.copy_(full.flatten()[shard_indices(parameter)] if isinstance(parameter, DTensor) else full)
+
+
+def _most_accurate(subject: Subject, layout: Layout) -> tuple[Trajectory, str]:
+    """Return the run in fp64, or in fp32 for a model that cannot compute in fp64, with the reason."""
+    reference.initial_model(subject)  # what is wrong with it is no matter of fp64
+    try:
+        return train(subject, layout, dtype=torch.float64, order=0, max_norm=None), ""
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return train(subject, layout, dtype=torch.float32, order=0, max_norm=None), reason
+
+
+def _bf16(subject: Subject, layout: Layout, exact: Trajectory) -> tuple[Any, list[str]]:
+    cast, matmuls = reference.bf16_gradients(subject, layout, "cast")
+    autocast, _ = reference.bf16_gradients(subject, layout, "autocast")
+    names = exact.gradients[0]
+    runs = [{name: run[name] for name in names} for run in (cast, autocast)]
+    return own_errors(runs, exact.gradients[0], None), matmuls
+
+
+def _write(directory: Path, exact: Trajectory, single: Trajectory) -> None:
+    tensors: dict[str, Tensor] = {f"initial/{name}": tensor for name, tensor in exact.initial.items()}
+    for step, (gradients, parameters) in enumerate(zip(exact.gradients, exact.parameters, strict=True)):
+        tensors |= {f"step{step}/gradient/{name}": tensor for name, tensor in gradients.items()}
+        tensors |= {f"step{step}/parameter/{name}": tensor for name, tensor in parameters.items()}
+    write_tensors(directory / REFERENCE_FILE, _contiguous(tensors))
+    write_tensors(directory / WEIGHTS_FILE, _contiguous(single.initial))
+
+
+def _contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+
+
+def _relative(measured: list[float], exact: list[float]) -> float:
+    return max(abs(m - e) / abs(e) if e else abs(m) for m, e in zip(measured, exact, strict=True))
+
+
+def _varies(subject: Subject, layout: Layout) -> bool:
+    """Return whether the ranks have different numbers of what counts in some step."""
+    steps, ranks = range(len(layout.accumulation)), range(layout.data_ranks)
+    counts = [
+        {sum(map(subject.count, micro_batches(subject, layout, step=step, data_rank=rank))) for rank in ranks}
+        for step in steps
+    ]
+    return any(len(of_step) > 1 for of_step in counts)

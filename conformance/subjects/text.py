@@ -1,0 +1,109 @@
+"""Verdicts on a subject as a person reads them."""
+
+from collections.abc import Sequence
+
+from tabulate import tabulate
+
+from conformance.judge.margins import margin_of
+from conformance.judge.verdicts import BAD, Verdict
+from conformance.subjects.cells import FIRST
+from conformance.subjects.schema import SubjectPolicy, SubjectReport, SubjectVerdict
+
+_NOT_HELD = ""
+"""Entry of the table for a law that says nothing of a cell."""
+
+
+def as_text(report: SubjectReport) -> str:
+    """Return the report: a table of laws by cells, what has failed and why, and what the laws could not see."""
+    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    sections = [
+        f"{report.subject}: {versions}",
+        *(f"shims (private names): {', '.join(report.shims)}" for _ in report.shims[:1]),
+        _table(report.verdicts),
+        _failures(report.verdicts),
+        _unsupported(report.verdicts),
+        _policies(report.policies),
+        _faults(report),
+        _conclusion(report),
+    ]
+    return "\n\n".join(section for section in sections if section)
+
+
+def _table(verdicts: Sequence[SubjectVerdict]) -> str:
+    cells = list(dict.fromkeys(entry.cell for entry in verdicts if entry.verdict != Verdict.UNSUPPORTED))
+    laws = dict.fromkeys((entry.law, entry.suite_law) for entry in verdicts if entry.cell in cells)
+    by_place = {(entry.law, entry.cell): entry for entry in verdicts}
+    rows = [
+        [law, suite_law, *(_entry(by_place.get((law, cell))) for cell in cells), _margin(verdicts, law)]
+        for law, suite_law in laws
+    ]
+    return tabulate(rows, headers=["law", "like", *cells, "of its bound"], tablefmt="simple", disable_numparse=True)
+
+
+def _entry(entry: SubjectVerdict | None) -> str:
+    if entry is None:
+        return _NOT_HELD
+    return entry.verdict.upper() if entry.verdict in BAD else entry.verdict
+
+
+def _margin(verdicts: Sequence[SubjectVerdict], law: str) -> str:
+    """Return how much of its bound the largest rounding error takes, over all cells."""
+    rounded = [m for entry in verdicts if entry.law == law for m in entry.measured.values() if m.kind == "rounding"]
+    return f"{max(map(margin_of, rounded)):.2g}" if rounded else ""
+
+
+def _failures(verdicts: Sequence[SubjectVerdict]) -> str:
+    """Return a line for each failure; cells that fail in the same way share one."""
+    cells: dict[tuple[str, str, str], list[str]] = {}
+    for entry in verdicts:
+        if entry.verdict in BAD:
+            law = "all laws" if not entry.measured and _all_alike(verdicts, entry) else entry.law
+            of_failure = cells.setdefault((entry.verdict, law, entry.reason), [])
+            of_failure += [entry.cell] if entry.cell not in of_failure else []
+    return "\n".join(f"{verdict}: {law}, {', '.join(at)}: {why}" for (verdict, law, why), at in cells.items())
+
+
+def _all_alike(verdicts: Sequence[SubjectVerdict], entry: SubjectVerdict) -> bool:
+    return all(other.reason == entry.reason for other in verdicts if other.cell == entry.cell)
+
+
+def _unsupported(verdicts: Sequence[SubjectVerdict]) -> str:
+    reasons: dict[str, list[str]] = {}
+    for entry in verdicts:
+        if entry.verdict == Verdict.UNSUPPORTED:
+            cells = reasons.setdefault(entry.reason, [])
+            cells += [entry.cell] if entry.cell not in cells else []
+    return "\n".join(f"unsupported: {', '.join(cells)}: {reason}" for reason, cells in reasons.items())
+
+
+def _policies(policies: Sequence[SubjectPolicy]) -> str:
+    """Return what was measured of dtypes and reductions; cells that agree share a line."""
+    cells: dict[str, list[str]] = {}
+    for policy in policies:
+        products, gradients = "/".join(policy.matmul_dtypes), "/".join(policy.gradient_dtypes)
+        text = (
+            f"products in {products or 'nothing'}, gradients {gradients or 'none'}, reduced by "
+            f"{', '.join(policy.reductions) or 'nothing'}; compared with one process in {policy.reference_dtype}"
+        )
+        cells.setdefault(text, []).append(policy.cell)
+    return "\n".join(f"measured: {', '.join(at)}: {text}" for text, at in cells.items())
+
+
+def _faults(report: SubjectReport) -> str:
+    if not report.faults:
+        return (
+            f"faults: not tried, so nothing says that laws see this subject ({FIRST.id} must run, without --no-faults)"
+        )
+    return "\n".join(f"fault {seen.fault}: {', '.join(seen.laws) or 'NO LAW SEES IT'}" for seen in report.faults)
+
+
+def _conclusion(report: SubjectReport) -> str:
+    bad = sum(entry.verdict in BAD for entry in report.verdicts)
+    passed = sum(entry.verdict == Verdict.PASS for entry in report.verdicts)
+    if report.blind_to:
+        return f"blind to {', '.join(report.blind_to)}: these verdicts do not count"
+    outcome = "conformant" if report.status == 0 else "NOT conformant"
+    return (
+        f"{outcome}: {passed} verdicts pass, {bad} do not; bounds on rounding are measured, not derived "
+        f"({report.duration_s:g} s)"
+    )

@@ -1,0 +1,256 @@
+"""Subjects of the tests: a function that is right, and functions that are wrong in one thing each."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.functional import cross_entropy, gelu
+from torch.nn.functional import dropout as dropout_of
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from conformance.subjects import ParallelConfig, subject
+from conformance.subjects.decorated import FunctionSubject, clip_with_torch, sgd
+
+WIDTH = 16
+
+
+class Model(nn.Module):
+    """Two layers and a table that is computed, not loaded."""
+
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, 8)
+        self.register_buffer("table", torch.arange(WIDTH) / WIDTH, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(gelu(self.up(self.norm(x) + self.table.to(x.dtype))))  # type: ignore[no-any-return]
+
+
+class Random(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return dropout_of(super().forward(x))
+
+
+class OnlyFp32(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float())
+
+
+def batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    labels = torch.randint(8, (6,), generator=generator)
+    ignored = torch.rand(6, generator=generator) < 0.4
+    return torch.randn(6, WIDTH, generator=generator), labels.masked_fill(ignored, -100)
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return cross_entropy(model(batch[0]).float(), batch[1], reduction="sum")
+
+
+def initialize(model: nn.Module) -> None:
+    forget_table(model)
+    model.table = torch.arange(WIDTH) / WIDTH
+
+
+def forget_table(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.LayerNorm):
+            module.reset_parameters()
+
+
+def shard(model: Any, mesh: DeviceMesh, config: ParallelConfig, **options: Any) -> nn.Module:
+    names = mesh.mesh_dim_names or ()
+    if "tp" in names:
+        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        mesh = mesh["dp_shard"]
+    options = {"mp_policy": config.mixed_precision, **options}
+    for layer in (model.up, model.down):
+        fully_shard(layer, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    return model  # type: ignore[no-any-return]
+
+
+declared = subject(
+    model=Model,
+    loss=loss,
+    batch=batch,
+    initialize=initialize,
+    meshes=["dp2", "hsdp2x2"],
+    precisions=["fp32", "bf16"],
+)
+in_fp32 = subject(model=Model, loss=loss, batch=batch)
+
+
+@declared
+def right(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    return shard(model, mesh, config)
+
+
+@subject(model=OnlyFp32, loss=loss, batch=batch)
+def without_fp64(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    return shard(model, mesh, config)
+
+
+@subject(model=Model, loss=loss, batch=batch, mesh_names={"dp_shard": "fsdp"})
+def own_mesh_names(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    return shard(model, mesh["fsdp"], config)
+
+
+@in_fp32
+def plain_ddp(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+@in_fp32
+def forgotten_layer(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> None:
+    fully_shard([model.norm, model.up], mesh=mesh)
+
+
+@in_fp32
+def gradients_not_divided(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    sharded = shard(model, mesh, config)
+    for module in sharded.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return sharded
+
+
+@subject(model=Model, loss=loss, batch=batch, reduction="sum")
+def sum_declared(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    return gradients_not_divided(model, mesh, config)  # type: ignore[no-any-return]
+
+
+def clip_locally(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    gradients = [p.grad.to_local() for p in parameters if isinstance(p.grad, DTensor)]
+    norm: Tensor = torch.stack([gradient.norm() for gradient in gradients]).norm()
+    for gradient in gradients:
+        gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+@subject(model=Model, loss=loss, batch=batch, clip=clip_locally)
+def local_clip(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    return shard(model, mesh, config)
+
+
+def do_not_clip(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    return clip_with_torch(parameters, float("inf"))
+
+
+@subject(model=Model, loss=loss, batch=batch, clip=do_not_clip)
+def no_clip(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    return shard(model, mesh, config)
+
+
+@subject(model=Model, loss=loss, batch=batch, initialize=forget_table)
+def buffer_not_initialised(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    return shard(model, mesh, config)
+
+
+@in_fp32
+def optimizer_first(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> tuple[nn.Module, Optimizer]:
+    optimizer = sgd(model.parameters())
+    return shard(model, mesh, config), optimizer
+
+
+@subject(model=Model, loss=loss, batch=batch, precisions=["fp32", "bf16"])
+def precision_forgotten(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    return shard(model, mesh, config, mp_policy=ParallelConfig("dp2", "fp32", on_meta=False).mixed_precision)
+
+
+@subject(model=Model, loss=loss, batch=batch, precisions=["fp32", "bf16"])
+def masters_in_bf16(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    return shard(model.bfloat16() if config.precision == "bf16" else model, mesh, config)
+
+
+@in_fp32
+def other_weights_on_each_rank(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    torch.manual_seed(dist.get_rank())
+    forget_table(model)
+    return shard(model, mesh, config)
+
+
+@subject(model=Model, loss=loss, batch=batch, meshes=["dp2", "hsdp2x2"])
+def not_replicated(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    return shard(model, mesh["dp_shard"], config)
+
+
+@in_fp32
+def frozen_layer(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> tuple[nn.Module, Optimizer]:
+    sharded = shard(model, mesh, config)
+    return sharded, sgd([p for name, p in sharded.named_parameters() if not name.startswith("norm")])
+
+
+@in_fp32
+def raises(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    if dist.get_rank() == 1:
+        raise RuntimeError("no such layer")
+    return shard(model, mesh, config)
+
+
+@in_fp32
+def returns_a_number(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> int:
+    return 3
+
+
+@subject(model=Random, loss=loss, batch=batch)
+def dropout(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    return shard(model, mesh, config)
+
+
+@subject(model=Model, loss=lambda model, batch: model(batch[0]), batch=batch)
+def vector_loss(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    return shard(model, mesh, config)
+
+
+@subject(model=Model, loss=loss, batch=lambda generator: (torch.ones(2), torch.ones(3)))
+def wrong_batch(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    return shard(model, mesh, config)
+
+
+@subject(model=lambda: 3, loss=loss, batch=batch)  # type: ignore[arg-type,return-value]
+def no_module(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    return shard(model, mesh, config)
+
+
+class HiddenOptimizer(FunctionSubject):
+    """Adapter that shows an optimizer, and steps with another."""
+
+    def build(self, *args: Any, **kwargs: Any) -> Any:
+        run: Any = super().build(*args, **kwargs)
+        hidden = run.optimizer
+        run.optimizer = Shown(hidden)
+        return run
+
+
+class Shown:
+    """Stands for an optimizer: steps, and has no hooks that anybody calls."""
+
+    def __init__(self, hidden: Optimizer) -> None:
+        self._hidden, self.param_groups, self.state = hidden, hidden.param_groups, hidden.state
+
+    def register_step_pre_hook(self, _hook: object) -> None:
+        pass
+
+    register_step_post_hook = register_step_pre_hook
+
+    def step(self) -> None:
+        self._hidden.step()
+
+    def zero_grad(self) -> None:
+        self._hidden.zero_grad()
+
+
+hidden_optimizer = HiddenOptimizer(**{name: getattr(right, name) for name in right.__dataclass_fields__})
+not_decorated = shard

@@ -1,0 +1,107 @@
+"""Wrong functions, each with the law that must see what is wrong with it; and a right one, which all laws pass."""
+
+from pathlib import Path
+
+import pytest
+
+from conformance.judge.verdicts import Verdict
+from conformance.run.pool import Pools
+from conformance.subjects.cells import CELLS, FIRST, SubjectCell
+from conformance.subjects.faults import FAULTS
+from conformance.subjects.judging import judge_subject
+from conformance.subjects.laws import LAWS
+from conformance.subjects.running import SubjectRuns
+from conformance.subjects.schema import SubjectReport
+from conformance.subjects.text import as_text
+
+BY_ID = {cell.id: cell for cell in CELLS}
+
+
+def judged(pools: Pools, directory: Path, name: str, *cells: SubjectCell, faults: bool = False) -> SubjectReport:
+    runs = SubjectRuns(f"tests.subjects.models:{name}", pools, directory)
+    return judge_subject(runs, cells=cells or (FIRST,), with_faults=faults)
+
+
+def failing(report: SubjectReport) -> set[str]:
+    return {entry.law for entry in report.verdicts if entry.verdict == Verdict.FAIL}
+
+
+def test_a_right_function_passes_and_every_fault_is_seen(pools: Pools, tmp_path: Path) -> None:
+    report = judged(pools, tmp_path, "right", *CELLS, faults=True)
+    text = as_text(report)
+    assert report.status == 0, text
+    assert {entry.cell for entry in report.verdicts if entry.verdict == Verdict.UNSUPPORTED} == {
+        "dp2-tp2-fp32",
+        "dp2-tp2-bf16",
+    }
+    assert {entry.law for entry in report.verdicts if entry.verdict == Verdict.PASS} == {law.id for law in LAWS}
+    assert [seen.fault for seen in report.faults] == list(FAULTS)
+    assert not report.blind_to, text
+
+
+@pytest.mark.parametrize(
+    ("name", "cell", "law"),
+    [
+        ("plain_ddp", "dp2-fp32", "fsdp-is-on"),
+        ("forgotten_layer", "dp2-fp32", "fsdp-is-on"),
+        ("forgotten_layer", "dp2-fp32", "gradients"),
+        ("gradients_not_divided", "dp2-fp32", "gradients"),
+        ("local_clip", "dp2-fp32", "gradient-norm"),
+        ("local_clip", "dp2-fp32", "parameters"),
+        ("no_clip", "dp2-fp32", "clipping"),
+        ("buffer_not_initialised", "dp2-fp32-meta", "initialised"),
+        ("optimizer_first", "dp2-fp32", "optimizer-holds-each-once"),
+        ("optimizer_first", "dp2-fp32", "every-update"),
+        ("precision_forgotten", "dp2-bf16", "bf16-is-used"),
+        ("masters_in_bf16", "dp2-bf16", "fp32-masters"),
+        ("other_weights_on_each_rank", "dp2-fp32", "initial-weights"),
+        ("not_replicated", "hsdp2x2-fp32", "replicas"),
+        ("frozen_layer", "dp2-fp32", "optimizer-holds-each-once"),
+        ("frozen_layer", "dp2-fp32", "every-update"),
+    ],
+)
+def test_a_wrong_function_fails_by_the_law_that_sees_it(
+    pools: Pools, tmp_path: Path, name: str, cell: str, law: str
+) -> None:
+    report = judged(pools, tmp_path, name, BY_ID[cell])
+    assert law in failing(report), as_text(report)
+    assert report.status == 1
+
+
+def test_ddp_fails_by_nothing_but_being_no_fsdp(pools: Pools, tmp_path: Path) -> None:
+    assert failing(judged(pools, tmp_path, "plain_ddp")) == {"fsdp-is-on"}
+
+
+def test_gradients_may_be_summed_if_that_is_declared(pools: Pools, tmp_path: Path) -> None:
+    assert judged(pools, tmp_path, "sum_declared").status == 0
+
+
+def test_a_model_that_cannot_compute_in_fp64_is_compared_in_fp32(pools: Pools, tmp_path: Path) -> None:
+    report = judged(pools, tmp_path, "without_fp64")
+    assert report.status == 0
+    assert [policy.reference_dtype for policy in report.policies] == ["fp32"]
+    assert "compared with one process in fp32" in as_text(report)
+
+
+def test_mesh_dimensions_may_have_other_names(pools: Pools, tmp_path: Path) -> None:
+    assert judged(pools, tmp_path, "own_mesh_names").status == 0
+
+
+def test_an_adapter_that_shows_another_optimizer_is_blind(pools: Pools, tmp_path: Path) -> None:
+    report = judged(pools, tmp_path, "hidden_optimizer", faults=True)
+    assert set(report.blind_to) == {"local-norm", "parameter-skipped", "stale-shard", "parameters-frozen"}
+    assert report.status == 1
+    assert "these verdicts do not count" in as_text(report)
+
+
+def test_a_rank_that_raises_fails_all_laws_with_one_line(pools: Pools, tmp_path: Path) -> None:
+    report = judged(pools, tmp_path, "raises")
+    assert {entry.verdict for entry in report.verdicts} == {Verdict.FAIL}
+    (line,) = [line for line in as_text(report).splitlines() if line.startswith("fail:")]
+    assert "all laws, dp2-fp32: rank 1 raised RuntimeError: no such layer (models.py:" in line
+
+
+def test_a_function_that_returns_no_model_is_told(pools: Pools, tmp_path: Path) -> None:
+    report = judged(pools, tmp_path, "returns_a_number")
+    assert "parallelize returned a int: return the model, nothing, or (model, optimizer)" in as_text(report)
+    assert report.status == 1
