@@ -126,6 +126,17 @@ def gradients_not_divided(model: nn.Module, mesh: DeviceMesh, config: ParallelCo
     return sharded
 
 
+@subject(model=Model, loss=loss, batch=batch, precisions=["fp32", "bf16"])
+def not_divided_in_bf16(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    return (gradients_not_divided if config.precision == "bf16" else shard)(model, mesh, config)
+
+
+@in_fp32
+def without_gradient(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    model.up.requires_grad_(False)
+    return shard(model, mesh, config)
+
+
 @subject(model=Model, loss=loss, batch=batch, reduction="sum")
 def sum_declared(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
     return gradients_not_divided(model, mesh, config)  # type: ignore[no-any-return]

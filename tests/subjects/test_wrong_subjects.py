@@ -1,15 +1,19 @@
 """Wrong functions, each with the law that must see what is wrong with it; and a right one, which all laws pass."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from conformance.judge.verdicts import Verdict
+from conformance.outcomes import ConformanceFailure
 from conformance.run.pool import Pools
 from conformance.subjects.cells import CELLS, FIRST, SubjectCell
+from conformance.subjects.evidence import Evidence, Reference, SubjectRecord
 from conformance.subjects.faults import FAULTS
 from conformance.subjects.judging import judge_subject
-from conformance.subjects.laws import LAWS
+from conformance.subjects.laws import LAWS, shards_partition_parameters
 from conformance.subjects.running import SubjectRuns
 from conformance.subjects.schema import SubjectReport
 from conformance.subjects.text import as_text
@@ -58,6 +62,9 @@ def test_a_right_function_passes_and_every_fault_is_seen(pools: Pools, tmp_path:
         ("not_replicated", "hsdp2x2-fp32", "replicas"),
         ("frozen_layer", "dp2-fp32", "optimizer-holds-each-once"),
         ("frozen_layer", "dp2-fp32", "every-update"),
+        ("without_gradient", "dp2-fp32", "every-gradient"),
+        ("local_clip", "dp2-fp32", "loss"),
+        ("not_divided_in_bf16", "dp2-bf16", "bf16-gradients"),
     ],
 )
 def test_a_wrong_function_fails_by_the_law_that_sees_it(
@@ -66,6 +73,14 @@ def test_a_wrong_function_fails_by_the_law_that_sees_it(
     report = judged(pools, tmp_path, name, BY_ID[cell])
     assert law in failing(report), as_text(report)
     assert report.status == 1
+
+
+def test_a_parameter_that_is_not_partitioned_fails() -> None:
+    facts = SimpleNamespace(layouts={"weight": "digest"})
+    record = SimpleNamespace(ranks=[facts], is_partitioned=lambda name: False, select=lambda prefix: {})
+    evidence = Evidence(cast("SubjectRecord", record), cast("Reference", None))
+    with pytest.raises(ConformanceFailure, match="parameters not partitioned: measured 1, expected 0"):
+        shards_partition_parameters(evidence)
 
 
 def test_ddp_fails_by_nothing_but_being_no_fsdp(pools: Pools, tmp_path: Path) -> None:
