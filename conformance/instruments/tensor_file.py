@@ -22,6 +22,7 @@ _NAMES = {
     torch.bfloat16: "BF16",
     torch.float32: "F32",
     torch.float64: "F64",
+    torch.complex64: "C64",
 }
 _LENGTH_BYTES = 8
 """Bytes of the header's length, which come first; the header is padded to a multiple of them."""

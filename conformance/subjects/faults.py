@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from conformance.instruments.sharding import local
-from conformance.subjects.protocol import Run
+from conformance.subjects.protocol import Built
 
 
-def sum_gradients(run: Run, _max_norm: float) -> None:
+def sum_gradients(run: Built, _max_norm: float) -> None:
     """Make gradients the sum over all ranks, not the mean."""
 
     def multiply(parameter: Tensor) -> None:
@@ -28,7 +28,7 @@ def sum_gradients(run: Run, _max_norm: float) -> None:
         parameter.register_post_accumulate_grad_hook(multiply)  # type: ignore[no-untyped-call]
 
 
-def clip_by_local_norm(run: Run, max_norm: float) -> None:
+def clip_by_local_norm(run: Built, max_norm: float) -> None:
     """Let each rank clip by the norm of its own shards, to a limit below all norms."""
 
     def clip(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -40,7 +40,7 @@ def clip_by_local_norm(run: Run, max_norm: float) -> None:
     run.optimizer.register_step_pre_hook(clip)
 
 
-def skip_parameter(run: Run, _max_norm: float) -> None:
+def skip_parameter(run: Built, _max_norm: float) -> None:
     """Take the gradient of one parameter away before the optimizer steps."""
     skipped = _trained(run)[0]
 
@@ -50,7 +50,7 @@ def skip_parameter(run: Run, _max_norm: float) -> None:
     run.optimizer.register_step_pre_hook(forget)
 
 
-def keep_stale_shard(run: Run, _max_norm: float) -> None:
+def keep_stale_shard(run: Built, _max_norm: float) -> None:
     """Undo the first update of one shard of the last rank."""
     shards = [local(parameter) for parameter in _trained(run)]
     shard = next((shard for shard in shards if shard.numel()), None)
@@ -58,12 +58,12 @@ def keep_stale_shard(run: Run, _max_norm: float) -> None:
         _undo(run.optimizer, [shard], steps=1)
 
 
-def freeze_parameters(run: Run, _max_norm: float) -> None:
+def freeze_parameters(run: Built, _max_norm: float) -> None:
     """Undo every update of every parameter."""
     _undo(run.optimizer, [local(parameter) for parameter in _trained(run)], steps=None)
 
 
-FAULTS: Mapping[str, Callable[[Run, float], None]] = {
+FAULTS: Mapping[str, Callable[[Built, float], None]] = {
     "gradients-summed": sum_gradients,
     "local-norm": clip_by_local_norm,
     "parameter-skipped": skip_parameter,
@@ -92,7 +92,7 @@ def _undo(optimizer: Optimizer, shards: list[Tensor], *, steps: int | None) -> N
     optimizer.register_step_post_hook(restore)
 
 
-def _trained(run: Run) -> list[nn.Parameter]:
+def _trained(run: Built) -> list[nn.Parameter]:
     return [parameter for parameter in run.model.parameters() if parameter.requires_grad]
 
 

@@ -19,7 +19,7 @@ from conformance.instruments.tensor_file import write_tensors
 from conformance.run.shards import tensor_file
 from conformance.subjects.facts import ShardedParameter, SubjectFacts
 from conformance.subjects.loop import scalar
-from conformance.subjects.protocol import Run, SubjectMistake, reference_name
+from conformance.subjects.protocol import Built, SubjectMistake, reference_name
 from reference_trainer.observer import Phase
 
 MATMULS_IN_FORWARD = "matmul/forward"
@@ -55,7 +55,7 @@ def uninitialised_elements(tensor: Tensor) -> int:
 class SubjectRecorder:
     """Observer of one rank of a subject, see `protocol.StepObserver`, and the facts that it leaves."""
 
-    def __init__(self, run: Run, *, names: Sequence[str]) -> None:
+    def __init__(self, run: Built, *, names: Sequence[str]) -> None:
         self._run, self._known = run, frozenset(names)
         self._capture, self._dtypes, self._collectives = Capture(named=self._named), DtypeAudit(), CollectiveLog()
         self._tap = DispatchTap([self._dtypes.listen, self._collectives.listen])

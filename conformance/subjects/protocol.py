@@ -4,7 +4,7 @@ An adapter never gathers, averages over ranks for the suite, or compares: what i
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ class StepObserver(Protocol):
         """Tell that the optimizer is about to step; `norm`, a scalar, was the gradients' norm before clipping."""
 
 
-class Run(Protocol):
+class Built(Protocol):
     """One rank of a subject that has been built."""
 
     @property
@@ -49,8 +49,20 @@ class Run(Protocol):
     def data_rank(self) -> int:
         """Index of this rank among those that see different data."""
 
+
+class Run(Built, Protocol):
+    """One rank of a subject whose steps the suite asks for, one by one."""
+
     def step(self, step: int, micro_batches: Sequence[Batch], observer: StepObserver) -> float:
         """Train a step: forward and backward of each micro-batch, clip, step; returns the loss that is logged."""
+
+
+@runtime_checkable
+class WholeRun(Built, Protocol):
+    """One rank of a subject that has a loop of its own, which takes all steps in one call."""
+
+    def train(self, steps: Sequence[Sequence[Batch]], observer: StepObserver) -> list[float]:
+        """Train on the micro-batches of each step; returns the loss of each step that is logged."""
 
 
 class Subject(Protocol):
@@ -81,7 +93,7 @@ class Subject(Protocol):
     def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Return the optimizer that the reference trains with."""
 
-    def build(self, cell: SubjectCell, *, device: torch.device, max_norm: float) -> Run:
+    def build(self, cell: SubjectCell, *, device: torch.device, max_norm: float) -> Run | WholeRun:
         """Build the parallel model and its optimizer on this rank; the default process group exists."""
 
 

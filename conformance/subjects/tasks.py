@@ -22,7 +22,7 @@ from conformance.subjects.facts import Description, ReferenceFacts, ReferenceJob
 from conformance.subjects.faults import FAULTS
 from conformance.subjects.loading import load_subject
 from conformance.subjects.measuring import SubjectRecorder, uninitialised_is_nan
-from conformance.subjects.protocol import Subject, reference_name
+from conformance.subjects.protocol import Subject, WholeRun, reference_name
 from conformance.subjects.reference import Trajectory, own_errors, train
 from reference_trainer.mesh import destroy_process_group
 
@@ -95,11 +95,14 @@ def train_subject(context: RankContext, payload: dict[str, Any]) -> Any:
     load_weights(run.model, Path(job.weights))
     if job.fault is not None:
         FAULTS[job.fault](run, job.max_norm)
-    layout, losses = job.cell.layout, []
+    layout = job.cell.layout
+    steps = range(len(layout.accumulation))
+    batches = [micro_batches(subject, layout, step=step, data_rank=run.data_rank) for step in steps]
     with recorder.listening():
-        for step in range(len(layout.accumulation)):
-            batches = micro_batches(subject, layout, step=step, data_rank=run.data_rank)
-            losses.append(run.step(step, batches, recorder))
+        if isinstance(run, WholeRun):
+            losses = run.train(batches, recorder)
+        else:
+            losses = [run.step(step, of_step, recorder) for step, of_step in enumerate(batches)]
     facts = recorder.finish(losses, Path(job.directory))
     destroy_process_group()
     return msgspec.to_builtins(facts)

@@ -21,8 +21,12 @@ from conformance.subjects.decorated import FunctionSubject, clip_with_torch, sgd
 WIDTH = 16
 
 
+def angles() -> Tensor:
+    return torch.polar(torch.ones(WIDTH), torch.arange(WIDTH) / WIDTH)
+
+
 class Model(nn.Module):
-    """Two layers and a table that is computed, not loaded."""
+    """Two layers and a table of complex numbers, as of RoPE, that is computed, not loaded."""
 
     table: Tensor
 
@@ -31,10 +35,10 @@ class Model(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.up = nn.Linear(WIDTH, 2 * WIDTH)
         self.down = nn.Linear(2 * WIDTH, 8)
-        self.register_buffer("table", torch.arange(WIDTH) / WIDTH, persistent=False)
+        self.register_buffer("table", angles(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(gelu(self.up(self.norm(x) + self.table.to(x.dtype))))  # type: ignore[no-any-return]
+        return self.down(gelu(self.up(self.norm(x) + self.table.real.to(x.dtype))))  # type: ignore[no-any-return]
 
 
 class Random(Model):
@@ -59,7 +63,7 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def initialize(model: nn.Module) -> None:
     forget_table(model)
-    model.table = torch.arange(WIDTH) / WIDTH
+    model.table = angles()
 
 
 def forget_table(model: nn.Module) -> None:

@@ -40,7 +40,7 @@ class WithoutShim(OfDecoder):
 
     def build(self, cell: SubjectCell, *, device: torch.device, max_norm: float) -> Run:
         """Prepare model and optimizer together, as accelerate's documentation does."""
-        _forget()
+        forget_state()
         self.apply_shim()
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
@@ -173,7 +173,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
                 module.scale.copy_(feature_scale())
 
 
-def _forget() -> None:
+def forget_state() -> None:
     """Forget the state of an earlier run in this process."""
     for state in (AcceleratorState, PartialState, GradientState):
         state._reset_state() if hasattr(state, "_reset_state") else state._shared_state.clear()

@@ -16,7 +16,7 @@ from transformers.distributed import DistributedConfig
 from conformance.subjects.cells import SubjectCell
 from conformance.subjects.decorated import clip_with_torch
 from conformance.subjects.loop import DataGroup, Loop
-from conformance.subjects.protocol import Batch, Run
+from conformance.subjects.protocol import Batch, Run, WholeRun
 from conformance.subjects.shipped.workload import DIM, LAYERS, SEQ_LEN, VOCAB_SIZE, OfDecoder, token_loss
 
 
@@ -25,7 +25,7 @@ class TransformersNative(OfDecoder):
 
     name = "transformers"
     shims: Sequence[str] = ()
-    packages = ("transformers",)
+    packages: tuple[str, ...] = ("transformers",)
 
     def unsupported(self, cell: SubjectCell) -> str | None:
         """Return the reason for tensor parallelism, and for the meta device, which `from_pretrained` uses by itself."""
@@ -52,20 +52,9 @@ class TransformersNative(OfDecoder):
         """Return the summed loss."""
         return token_loss(model(input_ids=batch["input_ids"]).logits, batch["labels"])
 
-    def build(self, cell: SubjectCell, *, device: torch.device, max_norm: float) -> Run:
-        """Save the model, and load it sharded."""
-        options = DistributedConfig(
-            fsdp_size=cell.shape["dp_shard"],
-            dp_replicate_size=cell.shape.get("dp_replicate", 1),
-            fsdp_mixed_precision=cell.precision == "bf16",
-        )
-        with tempfile.TemporaryDirectory() as own:
-            directory = self._saved(own)
-            model: nn.Module = LlamaForCausalLM.from_pretrained(
-                directory, distributed_config=options, dtype=torch.float32
-            )
-            dist.barrier()  # until all have read what rank 0 has written
-        model.train()
+    def build(self, cell: SubjectCell, *, device: torch.device, max_norm: float) -> Run | WholeRun:
+        """Load the model sharded, and train it with the suite's loop."""
+        model = self.load_sharded(cell)
         data = DataGroup(rank=dist.get_rank(), ranks=cell.data_ranks, copies=1)
         return Loop(
             model=model,
@@ -77,6 +66,21 @@ class TransformersNative(OfDecoder):
             averaged=True,
             device=device,
         )
+
+    def load_sharded(self, cell: SubjectCell) -> nn.Module:
+        """Save the model, and load it sharded as the cell says."""
+        options = DistributedConfig(
+            fsdp_size=cell.shape["dp_shard"],
+            dp_replicate_size=cell.shape.get("dp_replicate", 1),
+            fsdp_mixed_precision=cell.precision == "bf16",
+        )
+        with tempfile.TemporaryDirectory() as own:
+            directory = self._saved(own)
+            model: nn.Module = LlamaForCausalLM.from_pretrained(
+                directory, distributed_config=options, dtype=torch.float32
+            )
+            dist.barrier()  # until all have read what rank 0 has written
+        return model.train()
 
     def _saved(self, directory: str) -> str:
         """Save the model in rank 0's directory, and return that; transformers lets rank 0 write alone."""
