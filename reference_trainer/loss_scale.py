@@ -4,10 +4,9 @@ The loss is multiplied by a power of two before backward, and reduced gradients 
 at them. A scale that makes a gradient overflow is halved, and that step is skipped.
 """
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.amp import GradScaler
 
 from reference_trainer.config import TrainerConfig
@@ -30,10 +29,17 @@ class LossScaler(GradScaler):
             growth_interval=options.growth_interval,
             enabled=PRECISIONS[config.precision].scales_loss,
         )
+        self._is_offloaded = config.offload == "cpu"
 
-    def _unscale_grads_(self, *args: Any) -> dict[torch.device, torch.Tensor]:
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
         """By device a scalar, 1.0 if something has overflowed; torch's own scaler for FSDP1 extends the same method."""
-        overflows: dict[torch.device, torch.Tensor] = super()._unscale_grads_(*args)
+        if self._is_offloaded:
+            # torch copies both to the gradients' device without waiting, and the host then reads what may not be there
+            # (torch 2.13; for FSDP1: https://github.com/pytorch/pytorch/pull/176429). Can go once GradScaler waits.
+            inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
+        overflows: dict[torch.device, Tensor] = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         for overflowed in overflows.values():
             dist.all_reduce(overflowed, dist.ReduceOp.MAX)
         return overflows

@@ -26,6 +26,8 @@ class BuildMemory(msgspec.Struct):
     """Bytes still held when the model is built, see `MemoryLedger`."""
     held_bytes: int
     """Bytes of the storages of all parameters and buffers, with the padding that FSDP adds on the last ranks."""
+    on_device: bool
+    """True if these are bytes of a device, False if they are the host's."""
 
 
 class SampledShards(msgspec.Struct):
@@ -43,7 +45,12 @@ def build_with_ledger(rank: RankWorld) -> BuildMemory:
         model = build_model(config, mesh, rank.device, policy, Observer())
     storages = [local(tensor).untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
     held_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-    return BuildMemory(peak_bytes=ledger.peak_bytes, kept_bytes=ledger.kept_bytes, held_bytes=held_bytes)
+    return BuildMemory(
+        peak_bytes=ledger.peak_bytes,
+        kept_bytes=ledger.kept_bytes,
+        held_bytes=held_bytes,
+        on_device=rank.device.type != "cpu",
+    )
 
 
 @experiment(needs=Needs.SHARDING)

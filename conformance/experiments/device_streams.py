@@ -184,6 +184,10 @@ def _follow(memory: _Memory, noted: Noted) -> Entry | None:
 
     Memory that waits for streams is released at once, but for their uses: when the memory is free, it may be reused as
     early as any allocator may. Pinned memory is handed out when no stream uses it any longer.
+
+    The host's waiting for what it reads (`item`, a copy in pageable memory) or for all streams orders nothing: loops
+    wait so to log a loss or to take the time of a step, and instruments to see a tensor, and without them a run must be
+    free of races, too. The trace on the CPU has no such waits either.
     """
     match noted.kind:
         case "record":

@@ -12,6 +12,7 @@ from conformance.laws.fixtures import Measure
 from conformance.oracles.dtype_policy import dtype_policy
 from conformance.oracles.memory_model import group_bytes, padding_bytes, predict, state_bytes, usage_by_phase
 from conformance.oracles.memory_walk import Usage
+from conformance.oracles.plain_optimizer import chosen_on_device
 from conformance.oracles.torch_versions import traits_of
 from conformance.oracles.tp_schedule import local_shapes, tensor_parallel_events
 from conformance.plan.cells import Cell
@@ -66,9 +67,8 @@ def phase_bounds(measure: Measure, cell: Cell, *, in_flight: bool = False, on_de
     temporaries have the size of all shards of a rank, without the padding that the prediction counts.
     """
     config, dims, shapes = sizes_of(cell)
-    if on_device and config.optimizer.implementation == "auto":
-        optimizer = msgspec.structs.replace(config.optimizer, implementation="foreach")
-        config = msgspec.structs.replace(config, optimizer=optimizer)
+    if on_device:
+        config = chosen_on_device(config)
     (profile,) = measure(profile_without_fsdp, cell, on_device=on_device)
     predicted = predict(config, dims, shapes, profile, traits=traits_of(str(torch.__version__)))
     state, largest = state_bytes(config, dims, shapes), max(group_bytes(config, dims, shapes).values())

@@ -153,7 +153,7 @@ def test_peak_memory_of_building(measure: Measure, cell: Cell) -> None:
     Measured by torch's allocator reports. Wrong if a full model, or a second copy of it, is there at any time.
     """
     for rank, memory in enumerate(measure(build_with_ledger, cell)):
-        least, most = building_memory(cell.config, memory.held_bytes)
+        least, most = building_memory(cell.config, memory.held_bytes, on_device=memory.on_device)
         name, detail = "peak while building", f"rank {rank}"
         compare.between(memory.peak_bytes, least, most, name=name, detail=detail, unit="bytes")
 

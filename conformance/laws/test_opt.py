@@ -8,7 +8,7 @@ from conformance.laws import compare
 from conformance.laws.fixtures import Run
 from conformance.laws.steps import run_before_save, without_checkpoint
 from conformance.oracles.dtype_policy import optimizer_state
-from conformance.oracles.plain_optimizer import Start, plain_updates
+from conformance.oracles.plain_optimizer import Start, chosen_on_device, plain_updates
 from conformance.oracles.reference import initial_model, learning_rate
 from conformance.plan.cells import Cell
 
@@ -48,6 +48,9 @@ def test_optimizer_steps_as_on_plain_tensors(run: Run, cell: Cell) -> None:
     or a step counter of a resumed run begins anew. Gradients after clipping are those of the run.
     """
     record = run(cell)
+    on_device = record.device_type != "cpu" and cell.config.offload == "none"
+    config = chosen_on_device(cell.config) if on_device else cell.config
+    device = record.kernel_type if on_device else "cpu"
     begins = record.steps[0] == 0
     when, steps_taken = ("initial", 0) if begins else ("resumed", _steps_taken_before(run, cell))
     kinds = set() if begins else {*optimizer_state(cell.config.optimizer)} & {*record.kinds("resumed")}
@@ -55,9 +58,8 @@ def test_optimizer_steps_as_on_plain_tensors(run: Run, cell: Cell) -> None:
         shards = partial(record.shards_below, rank=rank)
         start = Start(steps_taken, {kind: shards(f"{when}/{kind}/") for kind in kinds})
         gradients = {step: shards(f"step{step}/clipped/") for step in record.steps_taken}
-        expected = plain_updates(
-            cell.config, shards(f"{when}/parameter/"), gradients, start=start, device=record.kernel_type
-        )
+        initial = shards(f"{when}/parameter/")
+        expected = plain_updates(config, initial, gradients, start=start, device=device)
         for kind, tensors in expected.items():
             compare.bits(shards(f"final/{kind}/"), tensors, name=f"{kind} of rank {rank} after the last step")
 

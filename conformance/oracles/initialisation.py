@@ -51,11 +51,13 @@ def spread_bounds(numel: int) -> tuple[float, float]:
     return max(0.0, 1.0 - 2.0 * math.sqrt(share)), 1.0 + 2.0 * math.sqrt(share) + 2.0 * share
 
 
-def building_memory(config: TrainerConfig, held_bytes: int) -> tuple[int, int]:
+def building_memory(config: TrainerConfig, held_bytes: int, *, on_device: bool) -> tuple[int, int]:
     """Return lower and upper bound, in bytes, of the peak memory of a rank while it builds the model.
 
-    `held_bytes` (shards, buffers) are left at the end. Parameters are in fp32, and no dimension is tensor-parallel but
-    for `meta` and `checkpoint`: memory that gloo sends in the background is released out of the profiler's sight.
+    `held_bytes` (shards, buffers) are left at the end. Full parameters are sampled on the host: with `on_device`, where
+    the memory of the device is measured, none need be there. Parameters are in fp32, and no dimension is
+    tensor-parallel but for `meta` and `checkpoint`: memory that gloo sends in the background is released out of the
+    profiler's sight.
     """
     model = outline(config.model)
     sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
@@ -66,7 +68,7 @@ def building_memory(config: TrainerConfig, held_bytes: int) -> tuple[int, int]:
     computed = max(largest, _ROPE_TEMPORARIES * table) + _SCALARS_BYTES
     match config.init:
         case "meta":  # one full parameter is sampled at a time
-            return held_bytes + largest, held_bytes + computed
+            return held_bytes + (0 if on_device else largest), held_bytes + computed
         case "checkpoint":  # which need not be copied if it is read from a mapped file
             return held_bytes, held_bytes + computed
         case "layerwise":

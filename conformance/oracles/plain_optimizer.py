@@ -9,6 +9,7 @@ of torch's optimizer itself is on both sides; `reference` has the formulas by wh
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -63,6 +64,17 @@ def plain_updates(
     kinds = optimizer_state(config.optimizer) if optimizer.state else ()
     states = {kind: {name: optimizer.state[p][kind].cpu() for name, p in parameters.items()} for kind in kinds}
     return {"parameter": {name: p.cpu() for name, p in parameters.items()}, **states}
+
+
+def chosen_on_device(config: TrainerConfig) -> TrainerConfig:
+    """Return a configuration in which `auto` is replaced by what torch chooses on a device: lists of tensors.
+
+    In bf16 an update is rounded otherwise there than in a loop.
+    """
+    if config.optimizer.implementation != "auto":
+        return config
+    optimizer = msgspec.structs.replace(config.optimizer, implementation="foreach")
+    return msgspec.structs.replace(config, optimizer=optimizer)
 
 
 def _optimizer(options: OptimizerConfig, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:

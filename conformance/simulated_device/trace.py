@@ -13,7 +13,8 @@ class Access(NamedTuple):
     """Operator, or event, as the host issued it.
 
     Kinds: `op` (an operator, copy or collective is queued on `stream`), `record` and `wait` (of `event`, by a stream),
-    `host_wait_event`, `host_wait_stream`, `host` (the host uses pinned memory), `alloc`, `alloc_pinned` (when no stream
+    `host_wait_event`, `host_wait_stream`, `host_wait_read` (for a number, or a copy in pageable memory),
+    `host_wait_device` (for all streams), `host` (the host uses pinned memory), `alloc`, `alloc_pinned` (when no stream
     uses the block any longer), `record_stream`, `free_later` (freed, but for the streams that record_stream named) and
     `free` (the memory may be handed out again).
     """

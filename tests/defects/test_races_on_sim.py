@@ -23,6 +23,8 @@ DEFECTS = {
     "offload-copy-not-awaited": (OFFLOADED, "lazy"),
 }
 """Cell that shows a defect, and a schedule under which its run differs from that of an eager device."""
+HIDDEN_BY_WAITS = ("copy-in-before-optimizer", "gathered-released-in-forward")
+"""Races on dp2 that the host's waits would hide: for a loss, and for the copy that an instrument takes."""
 DEADLINE_S = 300.0
 
 
@@ -34,7 +36,8 @@ def case_judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CaseJudge]:
 
 
 def judged(case_judge: CaseJudge, name: str, suffix: str, *, law: str = "STREAM-5") -> Judged:
-    (result,) = case_judge.judge([Case(law, DEFECTS[name][0])], defect=name + suffix, deadline_s=DEADLINE_S)
+    cell = DEFECTS[name][0] if name in DEFECTS else Cell(mesh="dp2")
+    (result,) = case_judge.judge([Case(law, cell)], defect=name + suffix, deadline_s=DEADLINE_S)
     return result
 
 
@@ -54,7 +57,7 @@ def test_the_twin_of_a_race_is_clean_under_each_schedule(case_judge: CaseJudge, 
     assert result.verdict == (Verdict.PASS if library() else Verdict.UNSUPPORTED), result.reason
 
 
-@pytest.mark.parametrize("name", DEFECTS)
+@pytest.mark.parametrize("name", [*DEFECTS, *HIDDEN_BY_WAITS])
 def test_a_race_is_found_in_the_trace(case_judge: CaseJudge, name: str) -> None:
     """Whatever the schedule: the checker asks what any timing of the streams could do."""
     result = judged(case_judge, name, "", law="STREAM-6")
@@ -65,7 +68,7 @@ def test_a_race_is_found_in_the_trace(case_judge: CaseJudge, name: str) -> None:
     assert "/_fully_shard/" in result.reason or " on host " in result.reason, result.reason
 
 
-@pytest.mark.parametrize("name", DEFECTS)
+@pytest.mark.parametrize("name", [*DEFECTS, *HIDDEN_BY_WAITS])
 def test_the_trace_of_a_twin_has_no_race(case_judge: CaseJudge, name: str) -> None:
     result = judged(case_judge, name, ".twin", law="STREAM-6")
     assert result.verdict == (Verdict.PASS if library() else Verdict.UNSUPPORTED), result.reason

@@ -88,6 +88,12 @@ def test_the_host_must_wait_before_it_reads_what_a_stream_copies_to_pinned_memor
     assert races(entries([copy, noted("host_wait_stream", COPY), read])) == []
 
 
+@pytest.mark.parametrize("kind", ["host_wait_read", "host_wait_device"])
+def test_waits_of_those_who_look_order_nothing(kind: str) -> None:
+    write, read = noted("op", COPY, writes=FIRST), noted("op", COMPUTE, reads=FIRST)
+    assert len(races(entries([write, noted(kind, COPY), read]))) == 1
+
+
 def test_pinned_memory_is_handed_out_when_no_stream_uses_it() -> None:
     copy, write = noted("op", COPY, reads=(PINNED, 0, 8)), noted("host", HOST, writes=(PINNED, 0, 8))
     allocation = noted("alloc_pinned", writes=(PINNED, 0, 512))

@@ -57,7 +57,8 @@ void to_host(const at::Tensor& to, const at::Tensor& from, bool non_blocking) {
       std::move(ranges),
       copying(kernel_view(to), kernel_view(from)));
   if (pinned) pinned_memory().use(to.storage().data(), done);
-  if (!pinned || !non_blocking) host_wait_stream(done.stream);
+  if (!pinned) host_wait_read(done.stream);
+  else if (!non_blocking) host_wait_stream(done.stream);
 }
 
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
@@ -91,7 +92,7 @@ at::Scalar local_scalar_dense(const at::Tensor& tensor) {
     value = at::_local_scalar_dense(view);
   });
   statistics().waits["item"]++;
-  host_wait_stream(done.stream);
+  host_wait_read(done.stream);
   return value;
 }
 

@@ -123,9 +123,16 @@ void host_wait_stream(int64_t stream) {
   scheduler().reach(scheduler().end_of(stream));
 }
 
+void host_wait_read(int64_t stream) {
+  Lock lock;
+  trace().add("host_wait_read", stream);
+  scheduler().reach(scheduler().end_of(stream));
+}
+
 void host_wait_device() {
   Lock lock;
-  for (int64_t stream = 0; stream < scheduler().count(); ++stream) host_wait_stream(stream);
+  trace().add("host_wait_device", current_stream());
+  for (int64_t stream = 0; stream < scheduler().count(); ++stream) scheduler().reach(scheduler().end_of(stream));
 }
 
 } // namespace sim

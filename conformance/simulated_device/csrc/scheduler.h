@@ -89,9 +89,11 @@ int64_t current_stream();
 // Makes another stream current; returns the former.
 int64_t exchange_stream(int64_t stream);
 
-// The host waits: for a point, which the trace knows as `event` or as the end of a stream, or for all streams.
+// The host waits: for a point, which the trace knows as `event` or as the end of a stream, for what it reads (a
+// number, or a copy in pageable memory), or for all streams.
 void host_wait_event(Point point, int64_t event);
 void host_wait_stream(int64_t stream);
+void host_wait_read(int64_t stream);
 void host_wait_device();
 
 } // namespace sim

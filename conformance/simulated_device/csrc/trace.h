@@ -14,8 +14,8 @@ struct Range {
 };
 
 // Kinds: `op` (an operator, copy or collective is queued on `stream`), `record` and `wait` (of `event`, by a stream),
-// `host_wait_event`, `host_wait_stream`, `host` (the host itself reads or writes pinned memory), `alloc`, `alloc_pinned`,
-// `free_later` (free, but for streams that record_stream named), `free` (may be handed out again), `record_stream`.
+// `host_wait_event`, `host_wait_stream`, `host_wait_read` (number, copy), `host_wait_device` (all streams), `host` (the
+// host itself reads or writes pinned memory), `alloc`, `alloc_pinned`, `free_later` (free, but for streams that record_stream named), `free` (may be handed out again), `record_stream`.
 struct Record {
   const char* kind;
   int64_t stream;
