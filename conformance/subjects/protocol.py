@@ -58,7 +58,7 @@ class Run(Built, Protocol):
 
 
 @runtime_checkable
-class WholeRun(Built, Protocol):
+class LoopedRun(Built, Protocol):
     """One rank of a subject that has a loop of its own, which takes all steps in one call."""
 
     def train(self, steps: Sequence[Sequence[Batch]], observer: StepObserver) -> list[float]:
@@ -93,7 +93,7 @@ class Subject(Protocol):
     def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Return the optimizer that the reference trains with."""
 
-    def build(self, cell: SubjectCell, *, device: torch.device, max_norm: float) -> Run | WholeRun:
+    def build(self, cell: SubjectCell, *, device: torch.device, max_norm: float) -> Run | LoopedRun:
         """Build the parallel model and its optimizer on this rank; the default process group exists."""
 
 

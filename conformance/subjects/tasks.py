@@ -22,7 +22,7 @@ from conformance.subjects.facts import Description, ReferenceFacts, ReferenceJob
 from conformance.subjects.faults import FAULTS
 from conformance.subjects.loading import load_subject
 from conformance.subjects.measuring import SubjectRecorder, uninitialised_is_nan
-from conformance.subjects.protocol import Subject, WholeRun, reference_name
+from conformance.subjects.protocol import LoopedRun, Subject, reference_name
 from conformance.subjects.reference import Trajectory, own_errors, train
 from reference_trainer.mesh import destroy_process_group
 
@@ -99,7 +99,7 @@ def train_subject(context: RankContext, payload: dict[str, Any]) -> Any:
     steps = range(len(layout.accumulation))
     batches = [micro_batches(subject, layout, step=step, data_rank=run.data_rank) for step in steps]
     with recorder.listening():
-        if isinstance(run, WholeRun):
+        if isinstance(run, LoopedRun):
             losses = run.train(batches, recorder)
         else:
             losses = [run.step(step, of_step, recorder) for step, of_step in enumerate(batches)]

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from conformance.subjects.cells import SubjectCell
-from conformance.subjects.protocol import Batch, StepObserver, WholeRun
+from conformance.subjects.protocol import Batch, LoopedRun, StepObserver
 from conformance.subjects.shipped.accelerate import forget_state
 from conformance.subjects.shipped.transformers import TransformersNative
 
@@ -32,7 +32,7 @@ class HuggingFaceTrainer(TransformersNative):
             return "on the CPU the Trainer refuses tensor parallelism: ParallelismConfig wants an accelerator"
         return super().unsupported(cell)
 
-    def build(self, cell: SubjectCell, *, device: torch.device, max_norm: float) -> WholeRun:
+    def build(self, cell: SubjectCell, *, device: torch.device, max_norm: float) -> LoopedRun:
         """Load the model sharded, and make a Trainer and its optimizer."""
         forget_state()
         model = self.load_sharded(cell)
@@ -40,7 +40,7 @@ class HuggingFaceTrainer(TransformersNative):
 
 
 class TrainerRun:
-    """One rank that trains by `Trainer.train`, see `protocol.WholeRun`."""
+    """One rank that trains by `Trainer.train`, see `protocol.LoopedRun`."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, accumulation: Sequence[int], max_norm: float) -> None:
         self.model, self.optimizer = model, optimizer

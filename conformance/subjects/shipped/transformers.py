@@ -16,7 +16,7 @@ from transformers.distributed import DistributedConfig
 from conformance.subjects.cells import SubjectCell
 from conformance.subjects.decorated import clip_with_torch
 from conformance.subjects.loop import DataGroup, Loop
-from conformance.subjects.protocol import Batch, Run, WholeRun
+from conformance.subjects.protocol import Batch, LoopedRun, Run
 from conformance.subjects.shipped.workload import DIM, LAYERS, SEQ_LEN, VOCAB_SIZE, OfDecoder, token_loss
 
 
@@ -52,7 +52,7 @@ class TransformersNative(OfDecoder):
         """Return the summed loss."""
         return token_loss(model(input_ids=batch["input_ids"]).logits, batch["labels"])
 
-    def build(self, cell: SubjectCell, *, device: torch.device, max_norm: float) -> Run | WholeRun:
+    def build(self, cell: SubjectCell, *, device: torch.device, max_norm: float) -> Run | LoopedRun:
         """Load the model sharded, and train it with the suite's loop."""
         model = self.load_sharded(cell)
         data = DataGroup(rank=dist.get_rank(), ranks=cell.data_ranks, copies=1)
