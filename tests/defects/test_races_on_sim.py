@@ -15,6 +15,7 @@ from tests.run.devices.fake_devices import FakeDevices
 from tests.simulated_device.processes import library
 
 OFFLOADED = Cell(mesh="dp2").but(offload="cpu", pin_memory=True)
+FP16_OFFLOADED = Cell(mesh="dp2").but(offload="cpu", precision="fp16-mp")
 REPLICAS = Cell(mesh="hsdp2x1")
 """Two replicas that shard over one rank each: the fewest ranks that reduce over replicas."""
 DEFECTS = {
@@ -71,4 +72,10 @@ def test_a_race_is_found_in_the_trace(case_judge: CaseJudge, name: str) -> None:
 @pytest.mark.parametrize("name", [*DEFECTS, *HIDDEN_BY_WAITS])
 def test_the_trace_of_a_twin_has_no_race(case_judge: CaseJudge, name: str) -> None:
     result = judged(case_judge, name, ".twin", law="STREAM-6")
+    assert result.verdict == (Verdict.PASS if library() else Verdict.UNSUPPORTED), result.reason
+
+
+def test_offloaded_gradients_are_unscaled_by_what_has_arrived(case_judge: CaseJudge) -> None:
+    """`torch.amp.GradScaler` alone lets the host read its scale before the copy ends, see `loss_scale.LossScaler`."""
+    (result,) = case_judge.judge([Case("STREAM-6", FP16_OFFLOADED)], defect=None, deadline_s=DEADLINE_S)
     assert result.verdict == (Verdict.PASS if library() else Verdict.UNSUPPORTED), result.reason
