@@ -37,7 +37,8 @@ class LossScaler(GradScaler):
         """By device a scalar, 1.0 if something has overflowed; torch's own scaler for FSDP1 extends the same method."""
         if self._is_offloaded:
             # torch copies both to the gradients' device without waiting, and the host then reads what may not be there
-            # (torch 2.13; for FSDP1: https://github.com/pytorch/pytorch/pull/176429). Can go once GradScaler waits.
+            # (torch 2.13; reported for FSDP1 in https://github.com/pytorch/pytorch/pull/176429, which 2.13 does not
+            # have). Can go once GradScaler waits.
             inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
         overflows: dict[torch.device, Tensor] = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         for overflowed in overflows.values():

@@ -17,7 +17,7 @@ DIRECTORY = PROJECT / "docs" / "subjects"
 _INTRODUCTION = """# Other people's trainers
 
 Written by `python -m conformance docs --write` from `docs/subjects/`, which `conformance judge SUBJECT --keep` writes.
-Each trainer ran on the CPU, in an environment of its own ([judge_your_trainer.md](judge_your_trainer.md)). A law is
+Each trainer ran on the CPU ([judge_your_trainer.md](judge_your_trainer.md)). A law is
 `pass` if it holds on all cells that were run; `-` where it was not judged."""
 
 
