@@ -5,6 +5,7 @@ What an operator writes stands in its schema. The operators that communicate, an
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -62,6 +63,7 @@ class AccessedTensors:
         return [tensor for tensor in _tensors(result) if tensor.is_cpu and tensor.numel()]
 
 
+@cache
 def accessed_tensors(func: Any) -> AccessedTensors | None:
     """Return the tensors that calls of an operator overload access, by its schema; None if there are none: a view."""
     schema = func._schema

@@ -7,6 +7,7 @@ collectives under stable names. This is the only module of the suite that touche
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -89,14 +90,14 @@ class DispatchTap(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # Let a DTensor unwrap itself first: what it runs inside comes back here on plain tensors.
-        if types and any(issubclass(t, DTensor) for t in types):
+        if types and _any_dtensor(tuple(types)):
             return NotImplemented
         before, after, outcomes = self._handlers.get(func) or self._handlers_of(func)
         for handle in before:
             handle(args)
         result = func(*args, **kwargs) if kwargs else func(*args)
         # Other subclasses (fake tensors of shape propagation) compute nothing that the run uses.
-        if not types or all(t in (torch.Tensor, torch.nn.Parameter) for t in types):
+        if not types or _all_plain(tuple(types)):
             for handle in after:
                 handle(args)
             for handle_outcome in outcomes:
@@ -108,6 +109,16 @@ class DispatchTap(TorchDispatchMode):  # type: ignore[no-untyped-call]
         handlers = _answers(self._before, func), _answers(self._listeners, func), _answers(self._outcomes, func)
         self._handlers[func] = handlers
         return handlers
+
+
+@cache
+def _any_dtensor(types: tuple[type, ...]) -> bool:
+    return any(issubclass(t, DTensor) for t in types)
+
+
+@cache
+def _all_plain(types: tuple[type, ...]) -> bool:
+    return all(t in (torch.Tensor, torch.nn.Parameter) for t in types)
 
 
 def _answers(listeners: Sequence[Callable[[Any], _Answer | None]], func: Any) -> tuple[_Answer, ...]:

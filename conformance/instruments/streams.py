@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -59,7 +59,10 @@ _numbers = itertools.count(1)
 _PLUMBING = ("torch/_ops.py", "torch/utils/_contextlib.py", "torch/nn/modules/module.py", "torch/_compile.py")
 """Files whose frames tell nothing about where an operator was issued."""
 Site = list[Any]
-"""Code and line of each of the innermost frames in turn, innermost first: one object for the garbage collector."""
+"""Code and instruction of each of the innermost frames in turn, innermost first.
+
+One object for the garbage collector. The line of an instruction is looked up for the few sites that a reader sees:
+a frame decodes its line table for `f_lineno`, once for each operator of a step."""
 
 
 class Stream:
@@ -268,7 +271,7 @@ def site_of(frame: FrameType | None) -> Site:
     for _ in range(_FRAMES):
         if frame is None:
             break
-        site += (frame.f_code, frame.f_lineno)
+        site += (frame.f_code, frame.f_lasti)
         frame = frame.f_back
     return site
 
@@ -276,9 +279,14 @@ def site_of(frame: FrameType | None) -> Site:
 def _readable(site: Site) -> list[str]:
     """Return `FILE:LINE FUNCTION` of each frame; files are named from the directory that they are imported from."""
     frames = [
-        (_imported_from(code.co_filename), line, code.co_name) for code, line in zip(site[::2], site[1::2], strict=True)
+        (_imported_from(code.co_filename), _line(code, instruction), code.co_name)
+        for code, instruction in zip(site[::2], site[1::2], strict=True)
     ]
     return [f"{file}:{line} {function}" for file, line, function in frames if file not in _PLUMBING]
+
+
+def _line(code: CodeType, instruction: int) -> int | None:
+    return next((line for start, stop, line in code.co_lines() if start <= instruction < stop), None)
 
 
 def _imported_from(file: str) -> str:
