@@ -22,6 +22,7 @@ from reference_trainer.loop import Saving, train
 from reference_trainer.mesh import backends, check_device, choose_device, destroy_process_group, init_process_group
 from reference_trainer.nonfinite import NonFiniteError
 from reference_trainer.parallel_dims import check_fits_mesh, resolve_mesh
+from reference_trainer.pipeline import check_pipeline
 from reference_trainer.reshard import reshard_policy
 from reference_trainer.weights import check_checkpoint
 
@@ -99,6 +100,7 @@ def _prepare(arguments: argparse.Namespace, *, world_size: int) -> tuple[Trainer
     config = load_config(arguments.config, arguments.overrides)
     dims = resolve_mesh(config.mesh, world_size=world_size)
     check_fits_mesh(config, dims)
+    check_pipeline(config, dims)
     Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
     check_checkpoint(config)
     saving = Saving(

@@ -5,6 +5,7 @@ each rank's shards. `layerwise` materialises, initialises and shards one block a
 full model on every rank before it shards.
 """
 
+from collections.abc import Sequence
 from typing import Literal, cast
 
 import torch
@@ -14,7 +15,7 @@ from reference_trainer.config import TrainerConfig
 from reference_trainer.fsdp1 import FSDP1Model
 from reference_trainer.init_weights import init_weights
 from reference_trainer.mixed_precision import set_parameter_dtypes, torch_dtype
-from reference_trainer.model import Transformer
+from reference_trainer.model import StageLayers, Transformer
 from reference_trainer.observer import Observer
 from reference_trainer.parallelize import (
     apply_tp,
@@ -28,20 +29,28 @@ from reference_trainer.weights import load_weights
 
 
 def build_model(
-    config: TrainerConfig, mesh: DeviceMesh, device: torch.device, policy: ReshardPolicy, observer: Observer
+    config: TrainerConfig,
+    mesh: DeviceMesh,
+    device: torch.device,
+    policy: ReshardPolicy,
+    observer: Observer,
+    *,
+    stages: Sequence[StageLayers] | None = None,
 ) -> Transformer:
-    """Build the sharded model, in training mode, with weights as `config.init` says.
+    """Build the sharded model, or `stages` of it, in training mode, with weights as `config.init` says.
 
     Raises ValueError for a checkpoint that cannot be loaded.
     """
     observer.phase("build", step=-1)
     match config.init:
         case "meta" | "checkpoint":
-            model = _shard_first(config, mesh, device, policy, observer)
+            model = _shard_first(_on_meta_device(config, stages), config, mesh, device, policy, observer)
         case "layerwise":
-            model = _layer_by_layer(config, mesh, device, policy, observer)
+            model = _layer_by_layer(_on_meta_device(config, stages), config, mesh, device, policy, observer)
         case "full":
-            model = _initialise_first(config, mesh, device, policy, observer)
+            with device:
+                model = Transformer(config.model, stages)
+            model = _initialise_first(model, config, mesh, device, policy, observer)
     precision = PRECISIONS[config.precision]
     if precision.build:
         model.to(torch_dtype(precision.shard))
@@ -50,9 +59,13 @@ def build_model(
 
 
 def _shard_first(
-    config: TrainerConfig, mesh: DeviceMesh, device: torch.device, policy: ReshardPolicy, observer: Observer
+    model: Transformer,
+    config: TrainerConfig,
+    mesh: DeviceMesh,
+    device: torch.device,
+    policy: ReshardPolicy,
+    observer: Observer,
 ) -> Transformer:
-    model = _on_meta_device(config)
     parallelize(model, mesh, config, policy)
     observer.sharded(model)
     _materialise(model, device, offload=config.offload)
@@ -73,15 +86,19 @@ def _materialise(model: Transformer, device: torch.device, *, offload: Literal["
 
 
 def _layer_by_layer(
-    config: TrainerConfig, mesh: DeviceMesh, device: torch.device, policy: ReshardPolicy, observer: Observer
+    model: Transformer,
+    config: TrainerConfig,
+    mesh: DeviceMesh,
+    device: torch.device,
+    policy: ReshardPolicy,
+    observer: Observer,
 ) -> Transformer:
-    model = _on_meta_device(config)
-    for index, block in enumerate(model.blocks):
+    for index, block in model.blocks.items():
         block.to_empty(device=device)
         observer.materialized(model)
         init_weights(model, seed=config.seed, prefix=f"layers.{index}.")
         parallelize_block(model, index, mesh, config, policy)
-    for module in (model.tok_embeddings, model.norm, model.output):
+    for module in model.ends.values():
         module.to_empty(device=device)
     model.tie_weights()
     model.rope_table = torch.empty_like(model.rope_table, device=device)
@@ -94,10 +111,13 @@ def _layer_by_layer(
 
 
 def _initialise_first(
-    config: TrainerConfig, mesh: DeviceMesh, device: torch.device, policy: ReshardPolicy, observer: Observer
+    model: Transformer,
+    config: TrainerConfig,
+    mesh: DeviceMesh,
+    device: torch.device,
+    policy: ReshardPolicy,
+    observer: Observer,
 ) -> Transformer:
-    with device:
-        model = Transformer(config.model)
     set_parameter_dtypes(model, config.precision)
     observer.materialized(model)
     init_weights(model, seed=config.seed)
@@ -116,8 +136,8 @@ def _wrap_in_fsdp1(model: Transformer, mesh: DeviceMesh, config: TrainerConfig, 
     return cast("Transformer", FSDP1Model(model, mesh, config, device))
 
 
-def _on_meta_device(config: TrainerConfig) -> Transformer:
+def _on_meta_device(config: TrainerConfig, stages: Sequence[StageLayers] | None) -> Transformer:
     with torch.device("meta"):
-        model = Transformer(config.model)
+        model = Transformer(config.model, stages)
     set_parameter_dtypes(model, config.precision)
     return model

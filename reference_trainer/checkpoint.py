@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
@@ -32,12 +32,14 @@ from reference_trainer.weights import read_dcp_metadata
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-_FORMAT = 1
+_FORMAT = 2
 _MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-(\d{8})")
 _MUST_AGREE = ("model", "optimizer", "data", "seed")
 """Fields in which a resumed run must be the saved run; mesh, precision and the like may change. The optimizer's
 `lr_decay_steps`, and `steps`, may change as `_require_same_run` says."""
+_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+"""The optimizer's state by parameter, without the lists of its groups, which differ between stages of a pipeline."""
 _SCALE = ("scale", "_growth_tracker")
 """Entries of the loss scaler's state that change; the others are configuration."""
 
@@ -219,6 +221,8 @@ def _state(trainer: Trainer) -> dict[str, Any]:
     names = trainer.mesh.mesh_dim_names or ()
     tp_rank = trainer.mesh.get_local_rank("tp") if "tp" in names else 0
     rank_of_mesh = f"{trainer.dims.dp}x{trainer.dims.tp}.{dp_rank(trainer.mesh)}.{tp_rank}"
+    if trainer.dims.pp > 1:
+        rank_of_mesh += f".{trainer.dims.pp}.{trainer.mesh.get_local_rank('pp')}"
     return {
         "model": model,
         "optimizer": optimizer,
@@ -236,7 +240,7 @@ def _state_dicts(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
     parameters into its buffers; both are undone here.
     """
     has_stepped = bool(trainer.optimizer.state)
-    states = get_state_dict(trainer.model, trainer.optimizer)
+    states = get_state_dict(trainer.model, trainer.optimizer, options=_OPTIONS)
     for state in () if has_stepped else trainer.optimizer.state.values():
         for value in state.values():
             value.zero_()
@@ -246,7 +250,11 @@ def _state_dicts(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
 def _restore(trainer: Trainer, state: dict[str, Any]) -> None:
     """Hand the loaded state over to the trainer; parameters hold theirs already."""
     set_state_dict(
-        trainer.model, trainer.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        trainer.model,
+        trainer.optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=_OPTIONS,
     )
     trainer.schedule.load_state_dict(state["schedule"])
     for value in state["rng"].values():

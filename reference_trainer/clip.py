@@ -7,7 +7,7 @@ takes of NaN and a number depends on their order.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -28,19 +28,21 @@ def clip_gradients(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool = True,
+    over_stages: Callable[[Tensor], list[Tensor]] = lambda norm: [norm],
 ) -> Tensor:
     """Scale all gradients down to a total norm of `max_norm` (0: leave them), and return the norm before.
 
     Gradients may be DTensors, of one mesh or of several, and plain tensors, which must be equal on all ranks. The norm
     is a plain scalar. With `error_if_nonfinite`, raises NonFiniteGradientsError on all ranks of the world, before
-    anything is scaled, if the norm is not finite on any.
+    anything is scaled, if the norm is not finite on any. `over_stages` returns, for the norm of this rank's stages of a
+    pipeline, those of all stages.
     """
     meshes = _by_mesh([p for p in parameters if p.grad is not None])
     norms = [
         _norm([p.grad for p in same_mesh if p.grad is not None], mesh, norm_type=norm_type, foreach=foreach)
         for mesh, same_mesh in meshes.items()
     ]
-    norm = _norm_of_norms(norms, norm_type=norm_type)
+    norm = _norm_of_norms(over_stages(_norm_of_norms(norms, norm_type=norm_type)), norm_type=norm_type)
     if error_if_nonfinite:
         _require_finite(norm)
     if max_norm > 0:

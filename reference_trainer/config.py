@@ -6,6 +6,7 @@ Fields of a `Struct` are checked when a file is converted (`load_config`). Relat
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +15,8 @@ from reference_trainer.compatibility import check_compatibility
 from reference_trainer.overrides import override
 from reference_trainer.precision import PRECISIONS, PrecisionName
 from reference_trainer.strict_yaml import allowed, convert, load
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble", "zbv-zero-bubble"]
 
 
 class ModelConfig(Config, frozen=True, kw_only=True):
@@ -72,17 +75,38 @@ class ModelConfig(Config, frozen=True, kw_only=True):
 class MeshConfig(Config, frozen=True, kw_only=True):
     """Degrees of parallelism; their product is the number of processes."""
 
+    pp: int = 1
+    """Ranks over which layers are cut into the stages of a pipeline."""
     dp_replicate: int = 1
     """Replicas that hold the same shards (HSDP)."""
     dp_shard: int | Literal["auto"] = "auto"
-    """Ranks over which parameters are sharded; `auto`: the number of processes / (dp_replicate x tp)."""
+    """Ranks over which parameters are sharded; `auto`: the number of processes / (pp x dp_replicate x
+    tp)."""
     tp: int = 1
     """Tensor-parallel ranks."""
 
     def __post_init__(self) -> None:
-        for name in ("dp_replicate", "dp_shard", "tp"):
+        for name in ("pp", "dp_replicate", "dp_shard", "tp"):
             degree = getattr(self, name)
             require(degree == "auto" or degree >= 1, f"mesh.{name} is {degree}, must be at least 1")
+
+
+class PipelineConfig(Config, frozen=True, kw_only=True):
+    """Stages of a pipeline, and the schedule by which the micro-batches of a step pass through them."""
+
+    schedule: ScheduleName = "1f1b"
+    """Schedule of torch.distributed.pipelining. With `gpipe` and `1f1b` each rank has one stage, with the others
+    several. `zbv-zero-bubble` gives a rank one stage on the way down and one on the way up, all others go round."""
+    stages_per_rank: int | None = None
+    """Stages of each rank. None: 1 with `gpipe` and `1f1b`, otherwise 2."""
+    cuts: tuple[int, ...] | None = None
+    """Layer with which each stage but the first begins. None: stages have equally many layers, or one more."""
+
+    def __post_init__(self) -> None:
+        cuts = self.cuts or ()
+        require(all(a < b for a, b in pairwise((0, *cuts))), f"pipeline.cuts {list(cuts)} must rise, from 1 on")
+        stages = self.stages_per_rank or 1
+        require(stages >= 1, f"pipeline.stages_per_rank is {stages}, must be at least 1")
 
 
 class DataConfig(Config, frozen=True, kw_only=True):
@@ -197,6 +221,8 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
 
     model: ModelConfig = ModelConfig()
     mesh: MeshConfig = MeshConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    """Pipeline, with mesh.pp above 1 only."""
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     precision: PrecisionName = "fp32"
@@ -217,10 +243,11 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     """Round the factors of matrix products to TF32, which has fp16's digits; precision fp32 on a CUDA device only."""
     reshard: Reshard = "default"
     """Groups of parameters that are freed after forward. `default`: all but the last group (norm and output), which
-    backward needs at once; `except-last`: all but the last group and the last block. A number: all groups stay sharded
-    over so many ranks. A table of regular expressions over the names of groups (`tok_embeddings`, `layers.0`, ...,
-    `output`): the first that matches the full name decides, between always, never and a number; a group that none
-    matches is always resharded. `auto`: never if the estimated peak then fits, else default."""
+    backward needs at once; in a pipeline none, since each micro-batch would gather them again. `except-last`: all but
+    the last group and the last block. A number: all groups stay sharded over so many ranks. A table of regular
+    expressions over the names of groups (`tok_embeddings`, `layers.0`, ..., `output`): the first that matches the full
+    name decides, between always, never and a number; a group that none matches is always resharded. `auto`: never if
+    the estimated peak then fits, else default, in a pipeline always."""
     memory_bytes: int | None = None
     """Memory of each process that `auto` may count on. None: that of the device."""
     init: Init = "meta"
@@ -254,7 +281,7 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     compile: Literal["none", "inductor", "aot_eager"] = "none"
     """Backend with which each block is compiled."""
     accumulation: int = 1
-    """Micro-batches per optimizer step."""
+    """Micro-batches per optimizer step; a pipeline needs at least as many as it has ranks."""
     forward_prefetch: int = 0
     """Number of groups that a group prefetches in forward, before it computes. 0, FSDP's default: none; communication
     overlaps only as far as the CPU runs ahead of the device."""
@@ -263,7 +290,8 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     the reverse of the order in which forward left the groups, as with 1."""
     gradient_sync: GradientSync = "each"
     """Micro-batches after which gradients are reduced. `last`: only the last, until then every rank holds unsharded
-    gradients. `all-reduce-last` (HSDP): reduce-scattered after each, all-reduced after the last."""
+    gradients. `all-reduce-last` (HSDP): reduce-scattered after each, all-reduced after the last. A pipeline reduces
+    after the last of its micro-batches, whatever this says: leave it out."""
     implementation: Literal["fsdp2", "fsdp1"] = "fsdp2"
     """`fsdp1`: FullyShardedDataParallel, to compare FSDP2 with; supports few of the other options."""
     limit_all_gathers: bool = True

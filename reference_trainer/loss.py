@@ -3,6 +3,7 @@
 A mean over each rank's own tokens would weight them by rank: wrong as soon as ranks have different numbers of them.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
@@ -18,8 +19,13 @@ from reference_trainer.data import IGNORED_LABEL
 
 def sum_over_dp(value: Tensor, mesh: DeviceMesh) -> Tensor:
     """Sum a plain tensor in place over the ranks that see different data, one mesh dimension after the other."""
+    return sum_over(value, mesh, ("dp_replicate", "dp_shard"))
+
+
+def sum_over(value: Tensor, mesh: DeviceMesh, dims: Sequence[str]) -> Tensor:
+    """Sum a plain tensor in place over dimensions of the mesh, outermost first; those that it lacks are left out."""
     for name in mesh.mesh_dim_names or ():
-        if name != "tp" and mesh[name].size() > 1:
+        if name in dims and mesh[name].size() > 1:
             dist.all_reduce(value, group=mesh.get_group(name))
     return value
 

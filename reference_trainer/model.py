@@ -6,8 +6,8 @@ Sources: RMSNorm arXiv:1910.07467, RoPE arXiv:2104.09864, SwiGLU arXiv:2002.0520
 arXiv:2305.13245.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's standard name
@@ -136,19 +136,40 @@ class Block(nn.Module):
         return out
 
 
-class Transformer(nn.Module):
-    """Language model from tokens to logits."""
+class StageLayers(NamedTuple):
+    """Layers of one stage of a pipeline; the first stage has the embedding as well, the last one norm and output."""
 
+    layers: range
+    first: bool
+    last: bool
+
+
+class Transformer(nn.Module):
+    """Language model from tokens to logits, or the stages of a pipeline that one rank holds of it.
+
+    Names of parameters are those of the full model. Embedding, norm and output that a rank does not hold are
+    identities, and layers that it does not hold are missing from `layers`.
+    """
+
+    tok_embeddings: nn.Embedding
+    norm: nn.RMSNorm
+    output: nn.Linear
     rope_table: Tensor
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, stages: Sequence[StageLayers] | None = None) -> None:
         super().__init__()
         self.config = config
-        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
-        self.norm = ARITHMETIC[config.arithmetic].norm(config.dim, eps=config.norm_eps)
-        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        held = [StageLayers(range(config.n_layers), first=True, last=True)] if stages is None else stages
+        self.is_first, self.is_last = any(stage.first for stage in held), any(stage.last for stage in held)
+        absent: Any = nn.Identity()
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim) if self.is_first else absent
+        self.layers = nn.ModuleDict({str(index): Block(config) for stage in held for index in stage.layers})
+        norm = ARITHMETIC[config.arithmetic].norm
+        self.norm = norm(config.dim, eps=config.norm_eps) if self.is_last else absent
+        self.output = nn.Linear(config.dim, config.vocab_size, bias=False) if self.is_last else absent
         self.tie_weights()
+        # In a tuple, which registers no modules: those of the stages are this model's own.
+        self.stages = tuple(Stage(self, stage) for stage in stages or ())
         # Not persistent: recomputed, never loaded. Whoever materialises the model must fill it (see init_weights).
         empty_table = torch.empty(2, config.max_seq_len, config.head_dim // 2, dtype=torch.float32)
         self.register_buffer("rope_table", empty_table, persistent=False)
@@ -159,14 +180,45 @@ class Transformer(nn.Module):
             self.output.weight = self.tok_embeddings.weight
 
     @property
-    def blocks(self) -> list[Block]:
-        """Layers, with their type."""
-        return cast("list[Block]", list(self.layers))
+    def blocks(self) -> dict[int, Block]:
+        """Layers that are held, by index."""
+        return {int(index): cast("Block", block) for index, block in self.layers.items()}
+
+    @property
+    def ends(self) -> dict[str, nn.Module]:
+        """Embedding, norm and output by name, as far as they are held."""
+        ends = {"tok_embeddings": self.tok_embeddings, "norm": self.norm, "output": self.output}
+        return {name: module for name, module in ends.items() if not isinstance(module, nn.Identity)}
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map tokens, int64 of shape (batch, seq_len), to logits (batch, seq_len, vocab_size) in the compute dtype."""
-        x = self.tok_embeddings(tokens)
-        for layer in self.layers:
-            x = layer(x, self.rope_table)
-        logits: Tensor = self.output(self.norm(x))
-        return logits
+        return _through(self, tokens, self.rope_table)
+
+
+class Stage(nn.Module):
+    """One stage of a pipeline: consecutive layers of a model, whose modules it shares."""
+
+    tok_embeddings: nn.Embedding
+    norm: nn.RMSNorm
+    output: nn.Linear
+
+    def __init__(self, model: Transformer, stage: StageLayers) -> None:
+        super().__init__()
+        absent: Any = nn.Identity()
+        self.tok_embeddings = model.tok_embeddings if stage.first else absent
+        self.layers = nn.ModuleDict({str(index): model.layers[str(index)] for index in stage.layers})
+        self.norm, self.output = (model.norm, model.output) if stage.last else (absent, absent)
+        self._rope_table: Callable[[], Tensor] = lambda: model.rope_table  # whose buffer `to_empty` replaces
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map tokens or activations, of shape (batch, seq_len, dim), to activations or logits."""
+        return _through(self, x, self._rope_table())
+
+
+def _through(model: Transformer | Stage, x: Tensor, table: Tensor) -> Tensor:
+    """Map tokens or activations through all that a model or a stage holds."""
+    x = model.tok_embeddings(x)
+    for layer in model.layers.values():
+        x = layer(x, table)
+    out: Tensor = model.output(model.norm(x))
+    return out

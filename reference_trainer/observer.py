@@ -9,6 +9,9 @@ from reference_trainer.model import Transformer
 
 Phase = Literal["build", "data", "forward", "backward", "unscale", "clip", "optimizer", "idle"]
 """Phases of a run; `idle` is the time between two steps."""
+StageAction = Literal["forward", "backward", "backward-input", "backward-weight"]
+"""Computation of a pipeline's stage on one micro-batch. Backward is one action, or that of the inputs and later that of
+the parameters."""
 
 
 class Observer:
@@ -41,6 +44,9 @@ class Observer:
 
     def batch(self, micro_batches: list[tuple[Tensor, Tensor]], *, step: int) -> None:
         """This rank is about to train on these (inputs, labels), int64 of shape (samples, seq_len) each."""
+
+    def stage_action(self, action: StageAction, *, stage: int, micro_batch: int, step: int) -> None:
+        """A stage of the pipeline is about to compute, in a phase of its own: `forward` or `backward`."""
 
     def gradients(self, model: Transformer, *, step: int) -> None:
         """All gradients of the step are reduced and unscaled, none is clipped."""

@@ -13,11 +13,12 @@ class ParallelDims:
     dp_replicate: int
     dp_shard: int
     tp: int
+    pp: int = 1
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.dp_replicate * self.dp_shard * self.tp
+        return self.pp * self.dp_replicate * self.dp_shard * self.tp
 
     @property
     def dp(self) -> int:
@@ -26,19 +27,20 @@ class ParallelDims:
 
     def mesh_shape(self) -> dict[str, int]:
         """Return name and size of each dimension of the mesh, outermost first."""
-        degrees = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
+        degrees = {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
         return {name: degree for name, degree in degrees.items() if degree > 1 or name == "dp_shard"}
 
 
 def resolve_mesh(mesh: MeshConfig, *, world_size: int) -> ParallelDims:
     """Fit the configured degrees to the number of processes. Raises ValueError where they do not fit."""
-    others = mesh.dp_replicate * mesh.tp
+    others = mesh.pp * mesh.dp_replicate * mesh.tp
     dp_shard = mesh.dp_shard if mesh.dp_shard != "auto" else max(1, world_size // others)
-    dims = ParallelDims(dp_replicate=mesh.dp_replicate, dp_shard=dp_shard, tp=mesh.tp)
+    dims = ParallelDims(pp=mesh.pp, dp_replicate=mesh.dp_replicate, dp_shard=dp_shard, tp=mesh.tp)
+    pipeline = f"pp {dims.pp} x " if dims.pp > 1 else ""
     require(
         dims.world_size == world_size,
-        f"mesh dp_replicate {dims.dp_replicate} x dp_shard {mesh.dp_shard} x tp {dims.tp} does not fit the number of "
-        f"processes, {world_size}: start {dims.world_size} processes, or change mesh.dp_shard, mesh.tp",
+        f"mesh {pipeline}dp_replicate {dims.dp_replicate} x dp_shard {mesh.dp_shard} x tp {dims.tp} does not fit the "
+        f"number of processes, {world_size}: start {dims.world_size} processes, or change mesh.dp_shard, mesh.tp",
     )
     return dims
 

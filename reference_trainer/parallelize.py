@@ -48,7 +48,7 @@ def parallelize(
     parallelised, too: embedding, norm, output and the root. The ends come after all blocks. The order of the five steps
     is a contract.
     """
-    indices = range(len(model.blocks)) if blocks is None else blocks
+    indices = model.blocks if blocks is None else blocks
     chosen = {f"layers.{index}": model.blocks[index] for index in indices}
 
     # 1. Tensor parallelism decides the placements of parameters.
@@ -80,8 +80,8 @@ def parallelize(
     if ends:
         apply_fsdp_to_ends(model, policy, fsdp, norms_apart=norms_apart)
 
-    # 5. Prefetching names groups: all of them must exist.
-    if ends:
+    # 5. Prefetching names groups: all of them must exist, which those of a pipeline's other stages do not.
+    if ends and not model.stages:
         apply_prefetch(model, config)
 
 
@@ -99,7 +99,7 @@ def parallelize_ends(model: Transformer, mesh: DeviceMesh, config: TrainerConfig
 
 def apply_tp(model: Transformer, mesh: DeviceMesh, config: TrainerConfig) -> None:
     """Apply tensor parallelism to the full model, and nothing else; `mesh` has one dimension."""
-    for block in model.blocks:
+    for block in model.blocks.values():
         apply_tp_to_block(block, mesh, config)
     apply_tp_to_ends(model, mesh, config)
 
@@ -159,7 +159,7 @@ def apply_tp_to_ends(model: Transformer, mesh: DeviceMesh, config: TrainerConfig
     }
     if norms := _norm_style(config):
         plan["norm"] = norms
-    parallelize_module(model, mesh, plan)
+    parallelize_module(model, mesh, {name: style for name, style in plan.items() if name in model.ends})
     model.tie_weights()  # each style has made a parameter of its own, with the same placement: rows of the vocabulary
 
 
@@ -238,15 +238,17 @@ def apply_fsdp_to_ends(
 
     Tied embeddings form one group with norm and output: a parameter can belong to one group only.
     """
-    tied = model.config.tied_embeddings
-    if not tied:
-        fully_shard(model.tok_embeddings, reshard_after_forward=policy.of("tok_embeddings"), **options)
-    if norms_apart:
-        fully_shard(model.norm, reshard_after_forward=policy.of("norm"), **options)
-    last = [*([model.tok_embeddings] if tied else []), *([] if norms_apart else [model.norm]), model.output]
-    fully_shard(last, reshard_after_forward=policy.of("output"), **options)
-    # The root owns no parameters, so it has nothing to reshard; it drives the others (streams, end of backward).
-    fully_shard(model, reshard_after_forward=False, **options)
+    ends = model.ends
+    if "tok_embeddings" in ends and not model.config.tied_embeddings:
+        fully_shard(ends.pop("tok_embeddings"), reshard_after_forward=policy.of("tok_embeddings"), **options)
+    if "norm" in ends and norms_apart:
+        fully_shard(ends.pop("norm"), reshard_after_forward=policy.of("norm"), **options)
+    if ends:
+        fully_shard(list(ends.values()), reshard_after_forward=policy.of("output"), **options)
+    # The root owns no parameters, so it has nothing to reshard; it drives the others (streams, end of backward). Each
+    # stage of a pipeline is a root.
+    for root in model.stages or (model,):
+        fully_shard(root, reshard_after_forward=False, **options)
 
 
 def _fsdp_options(config: TrainerConfig, mesh: DeviceMesh) -> dict[str, Any]:

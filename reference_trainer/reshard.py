@@ -78,7 +78,7 @@ def reshard_policy(config: TrainerConfig, dims: ParallelDims, device: torch.devi
         case dict():
             policy = _from_table(mode, names)
         case str():
-            policy = {name: _named(mode, name, config) for name in names}
+            policy = {name: _named(mode, name, config, dims) for name in names}
         case int():
             policy = dict.fromkeys(names, mode)
     for ranks in {after for after in policy.values() if not isinstance(after, bool)}:
@@ -86,11 +86,16 @@ def reshard_policy(config: TrainerConfig, dims: ParallelDims, device: torch.devi
     return ReshardPolicy(policy)
 
 
-def _named(mode: str, name: str, config: TrainerConfig) -> bool:
-    """Backward begins with the last group and the last block: freeing them means to all-gather them at once again."""
+def _named(mode: str, name: str, config: TrainerConfig, dims: ParallelDims) -> bool:
+    """Backward begins with the last group and the last block: freeing them means to all-gather them at once again.
+
+    In a pipeline forwards of other micro-batches lie between a forward and its backward, and each would all-gather
+    what the one before has freed: by default nothing is freed before the last backward.
+    """
     last_group = name in ("norm", "output")
     last_block = name.startswith(f"layers.{config.model.n_layers - 1}")
-    kept = {"always": False, "never": True, "default": last_group, "except-last": last_group or last_block}
+    by_default = last_group or dims.pp > 1
+    kept = {"always": False, "never": True, "default": by_default, "except-last": last_group or last_block}
     return not kept[mode]
 
 
@@ -125,15 +130,15 @@ def _check_ranks(ranks: int, dims: ParallelDims) -> None:
 
 
 def _choose(config: TrainerConfig, dims: ParallelDims, device: torch.device) -> ReshardPolicy:
-    """Keep everything if it fits, which saves the all-gathers of backward; else the default."""
+    """Keep everything if it fits, which saves the all-gathers of backward; else the default, in a pipeline nothing."""
     needed, present = estimated_peak_bytes(config, dims), config.memory_bytes or device_memory_bytes(device)
     fits = needed <= _USABLE * present
-    mode = "never" if fits else "default"
+    mode = "never" if fits else ("default" if dims.pp == 1 else "always")
     reason = (
         f"reshard auto: {mode}, since keeping all parameters needs about {needed / _GIB:.3g} GiB for each rank, and "
         f"{_USABLE:.0%} of {present / _GIB:.3g} GiB may be used"
     )
-    return ReshardPolicy({name: _named(mode, name, config) for name in group_names(config)}, reason)
+    return ReshardPolicy({name: _named(mode, name, config, dims) for name in group_names(config)}, reason)
 
 
 def device_memory_bytes(device: torch.device) -> int:
@@ -148,8 +153,8 @@ def estimated_peak_bytes(config: TrainerConfig, dims: ParallelDims) -> int:
     """Estimate the peak of a rank that keeps all parameters unsharded, in the middle of backward; for `auto` alone."""
     with torch.device("meta"):
         model = Transformer(config.model)
-    parameters = sum(p.numel() for p in model.parameters()) // dims.tp
-    largest_group = max(sum(p.numel() for p in block.parameters()) for block in model.blocks) // dims.tp
+    parameters = sum(p.numel() for p in model.parameters()) // dims.tp // dims.pp
+    largest_group = max(sum(p.numel() for p in block.parameters()) for block in model.blocks.values()) // dims.tp
     compute_bytes = torch_dtype(PRECISIONS[config.precision].compute).itemsize
     state = parameters // dims.dp_shard * 4 * (2 + config.optimizer.moments)  # with gradients
     on_device = state if config.offload == "none" else 0

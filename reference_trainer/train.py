@@ -1,11 +1,13 @@
 """Trainer: build a parallel model, then repeat forward, backward, clip, step.
 
 Reading order: checks, precision, compatibility, config, model, init_weights, weights, parallel_dims, mesh,
-mixed_precision, reshard, prefetch, parallelize, fsdp1, build, loss, loss_scale, clip, optim, data, observer, this file,
-checkpoint, nonfinite, console, loop, __main__.
+mixed_precision, reshard, prefetch, parallelize, fsdp1, build, pipeline, loss, loss_scale, clip, optim, data, observer,
+this file, checkpoint, nonfinite, console, loop, __main__.
 """
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,7 +23,7 @@ from reference_trainer.loss import (
     count_valid_tokens,
     loss_context,
     scaled_for_backward,
-    sum_over_dp,
+    sum_over,
     summed_loss,
 )
 from reference_trainer.loss_scale import LossScaler
@@ -30,6 +32,7 @@ from reference_trainer.observer import Observer
 from reference_trainer.optim import build_optimizer, build_schedule
 from reference_trainer.parallel_dims import ParallelDims, check_fits_mesh, resolve_mesh
 from reference_trainer.parallelize import set_gradient_sync
+from reference_trainer.pipeline import Pipeline, check_pipeline, gather_over_stages, held_stages
 from reference_trainer.reshard import reshard_policy
 from reference_trainer.stopwatch import TRAINING
 
@@ -65,17 +68,26 @@ class Trainer:
         self.observer = observer or Observer()
         self.dims: ParallelDims = resolve_mesh(config.mesh, world_size=world_size)
         check_fits_mesh(config, self.dims)
+        check_pipeline(config, self.dims)
         check_offload(config, device)
         set_tf32(config, device)
         self.batches = Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
         self.mesh = build_mesh(self.dims, device)
         self.reshard = reshard_policy(config, self.dims, device)
         self.observer.reshard_policy(self.reshard.after_forward)
-        self.model = build_model(config, self.mesh, device, self.reshard, self.observer)
+        stages = held_stages(config, self.dims, self.mesh)
+        self.model = build_model(config, self.mesh, device, self.reshard, self.observer, stages=stages)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.schedule = build_schedule(self.optimizer, config)
         self.scaler = LossScaler(config, device)
         self._seed_dropout()
+        self._valid_tokens = 0
+        self._loss_sum = torch.zeros((), device=device)
+        self._pipeline: Pipeline | None = None
+        if stages is not None:
+            self._pipeline = Pipeline(
+                self.model, config, self.mesh, device, loss=self._loss_of_last_stage, observer=self.observer
+            )
 
     @TRAINING
     def train_step(self, step: int) -> StepMetrics:
@@ -86,13 +98,9 @@ class Trainer:
             step, dp_rank=dp_rank(self.mesh), dp_size=self.dims.dp, accumulation=self.config.accumulation
         )
         observer.batch(micro_batches, step=step)
-        valid_tokens = count_valid_tokens([labels for _, labels in micro_batches], self.mesh, self.device)
-
-        loss_sum = torch.zeros((), device=self.device)
-        for index, (inputs, labels) in enumerate(micro_batches):
-            last = index == len(micro_batches) - 1
-            set_gradient_sync(self.model, self.config.gradient_sync, last=last)
-            loss_sum += self._forward_backward(inputs, labels, valid_tokens=valid_tokens, step=step)
+        self._valid_tokens = count_valid_tokens([labels for _, labels in micro_batches], self.mesh, self.device)
+        self._loss_sum = torch.zeros((), device=self.device)
+        self._forward_backward(micro_batches, step=step)
         if self.scaler.is_enabled():
             observer.phase("unscale", step=step)
             self.scaler.unscale_(self.optimizer)
@@ -110,23 +118,47 @@ class Trainer:
         self.schedule.step()
         self.optimizer.zero_grad()
         observer.phase("idle", step=step)
-        loss = sum_over_dp(loss_sum, self.mesh) / valid_tokens
-        return StepMetrics(step, float(loss), float(norm), valid_tokens, lr, scale, skipped)
+        loss = sum_over(self._loss_sum, self.mesh, ("pp", "dp_replicate", "dp_shard")) / self._valid_tokens
+        return StepMetrics(step, float(loss), float(norm), self._valid_tokens, lr, scale, skipped)
 
-    def _forward_backward(self, inputs: Tensor, labels: Tensor, *, valid_tokens: int, step: int) -> Tensor:
-        """Accumulate the gradient of the step's mean loss; returns the micro-batch's summed loss, a detached scalar.
+    def _forward_backward(self, micro_batches: list[tuple[Tensor, Tensor]], *, step: int) -> None:
+        """Accumulate the gradient of the step's mean loss, and the summed loss of its micro-batches."""
+        if self._pipeline:
+            self.scaler.scale(torch.zeros((), device=self.device))  # creates the scale, also where no loss is scaled
+            with self._loss_context():
+                self._pipeline.run(micro_batches, step=step)
+            return
+        for index, (inputs, labels) in enumerate(micro_batches):
+            set_gradient_sync(self.model, self.config.gradient_sync, last=index == len(micro_batches) - 1)
+            with self._loss_context():
+                self.observer.phase("forward", step=step)
+                logits = self.model(inputs.to(self.device))
+                loss_sum = self._summed_loss(logits, labels.to(self.device))
+                self.observer.phase("backward", step=step)
+                torch.autograd.backward(self._start_of_backward(loss_sum))
+            self._add_loss(loss_sum)
 
-        `inputs` and `labels` are int64 of shape (samples, seq_len).
-        """
-        with loss_context(parallel=self.config.loss_parallel and self.dims.tp > 1):
-            self.observer.phase("forward", step=step)
-            logits = self.model(inputs.to(self.device))
-            loss_sum = summed_loss(logits, labels.to(self.device), arithmetic=self.config.model.arithmetic)
-            self.observer.phase("backward", step=step)
-            mean = scaled_for_backward(loss_sum, dp_size=self.dims.dp, valid_tokens=valid_tokens)
-            torch.autograd.backward(self.scaler.scale(mean))
+    def _loss_context(self) -> AbstractContextManager[None]:
+        return loss_context(parallel=self.config.loss_parallel and self.dims.tp > 1)
+
+    def _summed_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return summed_loss(logits, labels, arithmetic=self.config.model.arithmetic)
+
+    def _start_of_backward(self, loss_sum: Tensor) -> Tensor:
+        """Return the scalar from which backward starts, from a micro-batch's summed loss."""
+        mean = scaled_for_backward(loss_sum, dp_size=self.dims.dp, valid_tokens=self._valid_tokens)
+        return self.scaler.scale(mean)
+
+    def _loss_of_last_stage(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the scalar from which backward starts; labels are int64 of shape (samples, seq_len)."""
+        loss_sum = self._summed_loss(logits, labels)
+        self._add_loss(loss_sum)
+        return self._start_of_backward(loss_sum)
+
+    def _add_loss(self, loss_sum: Tensor) -> None:
+        """Add a micro-batch's summed loss to that of the step."""
         loss_sum = loss_sum.detach()
-        return loss_sum.full_tensor() if isinstance(loss_sum, DTensor) else loss_sum
+        self._loss_sum += loss_sum.full_tensor() if isinstance(loss_sum, DTensor) else loss_sum
 
     def _clip(self) -> Tensor:
         """Clip gradients; returns the total norm before, a plain scalar."""
@@ -139,11 +171,13 @@ class Trainer:
             norm_type=options.norm_order,
             error_if_nonfinite=options.error_if_nonfinite,
             foreach=options.foreach_clip,
+            over_stages=partial(gather_over_stages, mesh=self.mesh),
         )
 
     def _seed_dropout(self) -> None:
         """Seed dropout so that masks differ where activations differ, and agree where they are replicated."""
         names = self.mesh.mesh_dim_names or ()
         tp_rank = self.mesh.get_local_rank("tp") if "tp" in names and self.config.sequence_parallel else 0
-        sequence = np.random.SeedSequence([self.config.seed, dp_rank(self.mesh), tp_rank])
+        stages = [self.mesh.get_local_rank("pp")] if "pp" in names else []
+        sequence = np.random.SeedSequence([self.config.seed, dp_rank(self.mesh), tp_rank, *stages])
         torch.manual_seed(int(sequence.generate_state(1, np.uint64)[0]))

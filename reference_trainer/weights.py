@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from reference_trainer import hf_llama
 from reference_trainer.checks import require
-from reference_trainer.config import TrainerConfig
+from reference_trainer.config import ModelConfig, TrainerConfig
 from reference_trainer.init_weights import assign, init_buffers
 from reference_trainer.model import Transformer
 from reference_trainer.progress import LoadPlanner, progress
@@ -103,7 +103,7 @@ def open_checkpoint(path: Path | str, model: Transformer) -> Iterator[tuple[Form
         shapes = {
             name: _shape(stored[stored_name].get_slice(stored_name), path, name) for name, stored_name in names.items()
         }
-        _require_same_parameters(shapes, model, path)
+        _require_same_parameters(shapes, model.config, path)
         yield ("hf" if is_hf else "safetensors"), lambda name: stored[names[name]].get_tensor(names[name])
 
 
@@ -139,8 +139,9 @@ def _shape(entry: Any, path: Path | str, name: str) -> list[int]:
     return list(shape)
 
 
-def _require_same_parameters(stored: Mapping[str, list[int]], model: Transformer, path: Path | str) -> None:
-    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+def _require_same_parameters(stored: Mapping[str, list[int]], config: ModelConfig, path: Path | str) -> None:
+    with torch.device("meta"):
+        shapes = {name: list(parameter.shape) for name, parameter in Transformer(config).named_parameters()}
     missing, superfluous = sorted(shapes.keys() - stored.keys()), sorted(stored.keys() - shapes.keys())
     require(
         not missing and not superfluous,
@@ -187,7 +188,7 @@ def stored_in_dcp(path: Path | str, model: Transformer) -> str:
     stored = {name.removeprefix(prefix): size for name, size in tensors.items() if name.startswith(prefix)}
     if model.config.tied_embeddings:
         stored.pop("output.weight", None)
-    _require_same_parameters(stored, model, path)
+    _require_same_parameters(stored, model.config, path)
     return prefix
 
 

@@ -21,7 +21,7 @@ def block_before_optimizer(*, unshard: bool) -> AbstractContextManager[None]:
     def build_optimizer(
         original: Callable[..., torch.optim.Optimizer], model: Transformer, config: OptimizerConfig
     ) -> torch.optim.Optimizer:
-        block: Any = model.layers[0]  # fully_shard has added the methods of FSDPModule
+        block: Any = model.blocks[0]  # fully_shard has added the methods of FSDPModule
         if unshard:
             block.unshard()
         else:

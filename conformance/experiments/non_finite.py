@@ -32,7 +32,7 @@ class NonFiniteInjector(Observer):
     def initialized(self, model: Transformer) -> None:
         """Remember the model, and register a hook on its first block."""
         self._model = model
-        model.layers[0].register_forward_hook(self._hook_backward)
+        model.blocks[0].register_forward_hook(self._hook_backward)
 
     def phase(self, name: Phase, *, step: int) -> None:
         """Change a gradient that is still scaled."""

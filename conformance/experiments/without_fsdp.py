@@ -48,7 +48,7 @@ def parallelize_without_fsdp(model: Transformer, config: TrainerConfig, device: 
         parameter.data = parameter.data.to(mixed_precision_policy(config.precision).param_dtype)
     if tp > 1:
         apply_tp(model, build_mesh(ParallelDims(dp_replicate=1, dp_shard=1, tp=tp), device)["tp"], config)
-    for block in model.blocks:
+    for block in model.blocks.values():
         if config.activation_checkpointing != "none":
             apply_ac(block, mode=config.activation_checkpointing)
 
@@ -109,5 +109,5 @@ def _forward_backward(
 
 def _groups(model: Transformer) -> Groups:
     """Return the modules of each group that FSDP shards, see `oracles.schedule.groups`."""
-    blocks: dict[str, list[nn.Module]] = {f"layers.{index}": [block] for index, block in enumerate(model.blocks)}
+    blocks: dict[str, list[nn.Module]] = {f"layers.{index}": [block] for index, block in model.blocks.items()}
     return {"tok_embeddings": [model.tok_embeddings], **blocks, "output": [model.norm, model.output]}

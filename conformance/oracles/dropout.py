@@ -40,5 +40,5 @@ def replay(model: Transformer, masks: Sequence[Tensor]) -> None:
     if not masks:
         return
     of_calls = iter(masks)
-    for block in model.blocks:
+    for block in model.blocks.values():
         block.dropout = _Replayed(model.config.dropout, of_calls)  # type: ignore[assignment]

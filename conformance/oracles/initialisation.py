@@ -62,7 +62,7 @@ def building_memory(config: TrainerConfig, held_bytes: int, *, on_device: bool) 
     model = outline(config.model)
     sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
     largest, full = max(sizes.values()), sum(sizes.values())
-    blocks = [sum(parameter.nbytes for parameter in block.parameters()) for block in model.blocks]
+    blocks = [sum(parameter.nbytes for parameter in block.parameters()) for block in model.blocks.values()]
     group = max(*blocks, full - sum(blocks))
     table = model.rope_table.nbytes
     computed = max(largest, _ROPE_TEMPORARIES * table) + _SCALARS_BYTES

@@ -126,7 +126,7 @@ def test_only_modules_called_in_forward_or_backward_are_seen() -> None:
     model(torch.zeros(1, 4, dtype=torch.int64))
     assert {thing.split("/")[0] for thing in audit.facts()} == {"initial_parameter", "initial_buffer"}
     audit.phase("forward", step=0)
-    model.layers[0](torch.zeros(1, 4, model.config.dim), model.rope_table)
+    model.blocks[0](torch.zeros(1, 4, model.config.dim), model.rope_table)
     seen = audit.facts()
     assert seen["block_input/layers.0"] == seen["module_output/layers.0.attention.wq"] == ["float32"]
     assert not [thing for thing in seen if "layers.1" in thing and "initial" not in thing]

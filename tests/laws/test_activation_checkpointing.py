@@ -32,7 +32,7 @@ def model_with(mode: Mode) -> Transformer:
     model = Transformer(MODEL)
     init_weights(model, seed=0)
     if mode != "none":
-        for block in model.blocks:
+        for block in model.blocks.values():
             apply_ac(block, mode=mode)
     return model
 
@@ -77,7 +77,7 @@ def test_recomputation_changes_no_bit() -> None:
     assert all(map(torch.equal, full, none))
     assert all(map(torch.equal, selective, none))
     forgetful = model_with("full")
-    for block in forgetful.layers:
+    for block in forgetful.blocks.values():
         block.recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # type: ignore[assignment]
     assert not all(map(torch.equal, backward(forgetful)[1], none))
 

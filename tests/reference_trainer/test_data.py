@@ -141,7 +141,7 @@ def test_schedule_scales_every_group() -> None:
 
 def test_matrices_decay_and_vectors_do_not() -> None:
     model = Transformer(SMALL)
-    frozen = model.layers[0].get_parameter("attention.wq.weight").requires_grad_(False)
+    frozen = model.blocks[0].get_parameter("attention.wq.weight").requires_grad_(False)
     decayed, kept = build_optimizer(model, OptimizerConfig(weight_decay=0.3)).param_groups
     assert (decayed["weight_decay"], kept["weight_decay"]) == (0.3, 0.0)
     names = {id(p): name for name, p in model.named_parameters()}

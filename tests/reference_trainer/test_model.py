@@ -198,6 +198,6 @@ def test_initialisation_fills_parameters_and_buffers_of_a_meta_model() -> None:
 
 def test_a_module_without_a_rule_is_refused() -> None:
     model = Transformer(SMALL)
-    model.layers.append(nn.BatchNorm1d(4))
+    model.layers["2"] = nn.BatchNorm1d(4)
     with pytest.raises(ValueError, match=r"no initialisation rule for layers\.2\.weight of BatchNorm1d: add one to"):
         init_weights(model, seed=0)

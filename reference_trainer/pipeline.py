@@ -1,0 +1,267 @@
+"""Pipeline parallelism: which layers each rank's stages hold, and a step's micro-batches on their way through them.
+
+Schedules are those of torch.distributed.pipelining (https://docs.pytorch.org/docs/stable/distributed.pipelining.html).
+They reduce gradients once, after the last micro-batch of a stage.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import DeviceMesh
+
+from reference_trainer.checks import require
+from reference_trainer.config import ScheduleName, TrainerConfig
+from reference_trainer.mixed_precision import torch_dtype
+from reference_trainer.model import StageLayers, Transformer
+from reference_trainer.observer import Observer, StageAction
+from reference_trainer.parallel_dims import ParallelDims
+from reference_trainer.precision import PRECISIONS
+
+
+@dataclass(frozen=True)
+class _Schedule:
+    """Schedule of torch: its class in torch.distributed.pipelining, and how it places stages on ranks."""
+
+    name: str
+    placement: Literal["one", "loop", "v"]
+    """`one` stage on each rank; `loop`: stage i on rank i modulo their number; `v`: there and back again."""
+
+
+_SCHEDULES: dict[ScheduleName, _Schedule] = {
+    "gpipe": _Schedule("ScheduleGPipe", "one"),
+    "1f1b": _Schedule("Schedule1F1B", "one"),
+    "interleaved-1f1b": _Schedule("ScheduleInterleaved1F1B", "loop"),
+    "looped-bfs": _Schedule("ScheduleLoopedBFS", "loop"),
+    "interleaved-zero-bubble": _Schedule("ScheduleInterleavedZeroBubble", "loop"),
+    "zbv-zero-bubble": _Schedule("ScheduleZBVZeroBubble", "v"),
+}
+_BACKWARD_OF_INPUTS = ("interleaved-zero-bubble", "zbv-zero-bubble")
+"""Schedules that compute gradients of activations and of parameters apart."""
+
+
+def stages_per_rank(config: TrainerConfig) -> int:
+    """Return the number of stages that each rank has."""
+    default = 1 if _SCHEDULES[config.pipeline.schedule].placement == "one" else 2
+    return config.pipeline.stages_per_rank or default
+
+
+def stage_layers(config: TrainerConfig, pp: int) -> list[StageLayers]:
+    """Return the layers of each stage of a pipeline over `pp` ranks, first to last."""
+    count, layers = pp * stages_per_rank(config), config.model.n_layers
+    even = [layers * index // count for index in range(1, count)]
+    bounds = [0, *(config.pipeline.cuts or even), layers]
+    return [
+        StageLayers(range(bounds[index], bounds[index + 1]), first=index == 0, last=index == count - 1)
+        for index in range(count)
+    ]
+
+
+def stages_of_rank(config: TrainerConfig, pp: int, *, pp_rank: int) -> list[int]:
+    """Return the numbers of the stages that a rank of the pipeline has, in the order of the model."""
+    count = stages_per_rank(config)
+    if _SCHEDULES[config.pipeline.schedule].placement == "v":
+        return [pp_rank, 2 * pp - 1 - pp_rank]
+    return [pp_rank + pp * index for index in range(count)]
+
+
+def held_stages(config: TrainerConfig, dims: ParallelDims, mesh: DeviceMesh) -> list[StageLayers] | None:
+    """Return the stages that this rank holds; None without a pipeline."""
+    if dims.pp == 1:
+        return None
+    stages = stage_layers(config, dims.pp)
+    return [stages[index] for index in stages_of_rank(config, dims.pp, pp_rank=mesh.get_local_rank("pp"))]
+
+
+def check_pipeline(config: TrainerConfig, dims: ParallelDims) -> None:
+    """Raise ValueError for a pipeline that cannot be cut or scheduled, and for what does not go with one."""
+    options = config.pipeline
+    if dims.pp == 1:
+        require(options == type(options)(), "pipeline has no effect with mesh.pp 1: set mesh.pp, or leave it out")
+        return
+    schedule, per_rank = _SCHEDULES[options.schedule], stages_per_rank(config)
+    require(
+        hasattr(pipelining, schedule.name),
+        f"pipeline.schedule {options.schedule}: torch {torch.__version__} has no torch.distributed.pipelining."
+        f"{schedule.name}; use another schedule, or another torch",
+    )
+    allowed = {"one": per_rank == 1, "loop": per_rank >= 2, "v": per_rank == 2}
+    require(
+        allowed[schedule.placement],
+        f"pipeline.stages_per_rank {per_rank} with schedule {options.schedule}, which needs "
+        f"{ {'one': 'one stage', 'loop': 'two or more stages', 'v': 'two stages'}[schedule.placement] } per rank",
+    )
+    stages = dims.pp * per_rank
+    require(
+        config.model.n_layers >= stages,
+        f"a pipeline of mesh.pp {dims.pp} x {per_rank} stages per rank needs as many layers, but model.n_layers is "
+        f"{config.model.n_layers}: use fewer stages",
+    )
+    cuts = options.cuts
+    require(
+        cuts is None or (len(cuts) == stages - 1 and (not cuts or cuts[-1] < config.model.n_layers)),
+        f"pipeline.cuts {list(cuts or ())}: {stages} stages of {config.model.n_layers} layers have {stages - 1} cuts "
+        f"between 1 and {config.model.n_layers - 1}",
+    )
+    require(
+        config.accumulation >= dims.pp,
+        f"a pipeline over mesh.pp {dims.pp} ranks needs at least as many micro-batches, but accumulation is "
+        f"{config.accumulation}: set accumulation={dims.pp} or more",
+    )
+    rounds = max(1, config.accumulation // dims.pp)
+    require(
+        schedule.placement != "loop" or config.accumulation % rounds == 0,
+        f"accumulation {config.accumulation} with schedule {options.schedule}: its micro-batches pass in rounds of "
+        f"mesh.pp {dims.pp}; use a multiple",
+    )
+    _check_goes_with_pipeline(config)
+
+
+def _check_goes_with_pipeline(config: TrainerConfig) -> None:
+    name = f"a pipeline with schedule {config.pipeline.schedule}"
+    require(
+        not config.model.tied_embeddings,
+        f"{name} and model.tied_embeddings: embedding and output are on different stages, each with a gradient of its "
+        "own for the shared weight; set model.tied_embeddings=false",
+    )
+    require(
+        config.checkpoint_reader == "each-rank",
+        f"{name} and checkpoint_reader {config.checkpoint_reader}: torch broadcasts a state dict to ranks "
+        "that hold the same parameters; use checkpoint_reader each-rank",
+    )
+    require(
+        config.gradient_sync == "each",
+        f"{name} and gradient_sync {config.gradient_sync}: gradients are reduced once, after the last micro-batch, in "
+        "any case; leave gradient_sync out",
+    )
+    require(config.implementation == "fsdp2", f"{name} and implementation {config.implementation}: use fsdp2")
+    for option in ("forward_prefetch", "backward_prefetch"):
+        require(
+            not getattr(config, option),
+            f"{name} and {option} {getattr(config, option)}: the schedule enters groups in an order of its own; set "
+            f"{option}=0",
+        )
+    require(
+        config.reshard in ("default", "never") or config.pipeline.schedule not in _BACKWARD_OF_INPUTS,
+        f"{name} and reshard {config.reshard}: torch loses gradients of groups that are resharded after forward, see "
+        "findings/zero_bubble_loses_gradients.py; use reshard never, or another schedule",
+    )
+    require(
+        config.compile == "none" or config.pipeline.schedule not in _BACKWARD_OF_INPUTS,
+        f"{name} and compile {config.compile}: a compiled backward computes all gradients at once; use compile "
+        "none, or another schedule",
+    )
+    require(
+        config.activation_checkpointing == "none" or config.pipeline.schedule not in _BACKWARD_OF_INPUTS,
+        f"{name} and activation_checkpointing {config.activation_checkpointing}: each of the two parts of backward "
+        "would recompute activations; use activation_checkpointing none, or another schedule",
+    )
+
+
+class _ObservedStage(pipelining.PipelineStage):
+    """Stage that tells the observer what the schedule has it do."""
+
+    observe: Callable[[StageAction, int], None]
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Compute the activations of a micro-batch."""
+        self.observe("forward", fwd_chunk_id)
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Compute the gradients of a micro-batch, or those of its input alone."""
+        self.observe("backward" if kwargs.get("full_backward", True) else "backward-input", bwd_chunk_id)
+        return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Compute the gradients of the parameters that `backward-input` has left."""
+        self.observe("backward-weight", bwd_chunk_id)
+        return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+
+class Pipeline:
+    """Stages of this rank, and the schedule that runs micro-batches through them.
+
+    `loss` maps logits and labels of a micro-batch to the scalar from which backward starts; it is called on the rank
+    that has the last stage.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        config: TrainerConfig,
+        mesh: DeviceMesh,
+        device: torch.device,
+        *,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        observer: Observer,
+    ) -> None:
+        self._model, self._device, self._group = model, device, mesh.get_group("pp")
+        pp, pp_rank = mesh["pp"].size(), mesh.get_local_rank("pp")
+        names = mesh.mesh_dim_names or ()
+        samples = config.data.global_batch_size // _dp(mesh) // config.accumulation
+        sequence = config.data.seq_len
+        if "tp" in names and config.sequence_parallel:
+            sequence //= mesh["tp"].size()
+        compute = torch_dtype(PRECISIONS[config.precision].compute)
+        tokens = torch.empty(samples, config.data.seq_len, dtype=torch.int64, device="meta")
+        activations = torch.empty(samples, sequence, config.model.dim, dtype=compute, device="meta", requires_grad=True)
+        logits = torch.empty(samples, config.data.seq_len, config.model.vocab_size, dtype=compute, device="meta")
+        count = pp * stages_per_rank(config)
+        self._step = 0
+        stages = []
+        for index, module in zip(stages_of_rank(config, pp, pp_rank=pp_rank), model.stages, strict=True):
+            stage = _ObservedStage(
+                module,
+                index,
+                count,
+                device,
+                # Given, so that torch does not run the model to learn them.
+                input_args=tokens if index == 0 else activations,
+                output_args=logits if index == count - 1 else activations,
+                group=self._group,
+            )
+            stage.observe = lambda action, micro_batch, index=index: observer.stage_action(  # type: ignore[misc]
+                action, stage=index, micro_batch=micro_batch, step=self._step
+            )
+            stages.append(stage)
+        schedule = _SCHEDULES[config.pipeline.schedule]
+        self._schedule = getattr(pipelining, schedule.name)(
+            stages[0] if schedule.placement == "one" else stages,
+            n_microbatches=config.accumulation,
+            loss_fn=loss,
+            scale_grads=False,
+        )
+        # torch 2.13 can drop the logits, which nobody reads.
+        takes = inspect.signature(self._schedule.step).parameters
+        self._options = {"return_outputs": False} if "return_outputs" in takes else {}
+
+    def run(self, micro_batches: list[tuple[Tensor, Tensor]], *, step: int) -> None:
+        """Accumulate and reduce the gradients of a step's micro-batches.
+
+        Each has inputs and labels, int64 of shape (samples, seq_len).
+        """
+        self._step = step
+        inputs, labels = (torch.cat(tensors).to(self._device) for tensors in zip(*micro_batches, strict=True))
+        first = (inputs,) if self._model.is_first else ()
+        last = {"target": labels, "losses": []} if self._model.is_last else {}
+        self._schedule.step(*first, **last, **self._options)
+
+
+def _dp(mesh: DeviceMesh) -> int:
+    names = mesh.mesh_dim_names or ()
+    return mesh["dp_shard"].size() * (mesh["dp_replicate"].size() if "dp_replicate" in names else 1)
+
+
+def gather_over_stages(value: Tensor, mesh: DeviceMesh) -> list[Tensor]:
+    """Return a plain scalar of each rank of the pipeline, in their order; the scalar itself without a pipeline."""
+    if "pp" not in (mesh.mesh_dim_names or ()):
+        return [value]
+    values = [torch.empty_like(value) for _ in range(mesh["pp"].size())]
+    dist.all_gather(values, value, group=mesh.get_group("pp"))
+    return values
