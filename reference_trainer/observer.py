@@ -46,7 +46,7 @@ class Observer:
         """This rank is about to train on these (inputs, labels), int64 of shape (samples, seq_len) each."""
 
     def stage_action(self, action: StageAction, *, stage: int, micro_batch: int, step: int) -> None:
-        """A stage of the pipeline is about to compute, in a phase of its own: `forward` or `backward`."""
+        """A stage of the pipeline is about to compute; the phase `forward` or `backward` has begun."""
 
     def gradients(self, model: Transformer, *, step: int) -> None:
         """All gradients of the step are reduced and unscaled, none is clipped."""

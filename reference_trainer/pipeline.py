@@ -7,6 +7,7 @@ They reduce gradients once, after the last micro-batch of a stage.
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -201,7 +202,7 @@ class Pipeline:
         loss: Callable[[Tensor, Tensor], Tensor],
         observer: Observer,
     ) -> None:
-        self._model, self._device, self._group = model, device, mesh.get_group("pp")
+        self._model, self._device, self._observer = model, device, observer
         pp, pp_rank = mesh["pp"].size(), mesh.get_local_rank("pp")
         names = mesh.mesh_dim_names or ()
         samples = config.data.global_batch_size // _dp(mesh) // config.accumulation
@@ -224,11 +225,9 @@ class Pipeline:
                 # Given, so that torch does not run the model to learn them.
                 input_args=tokens if index == 0 else activations,
                 output_args=logits if index == count - 1 else activations,
-                group=self._group,
+                group=mesh.get_group("pp"),
             )
-            stage.observe = lambda action, micro_batch, index=index: observer.stage_action(  # type: ignore[misc]
-                action, stage=index, micro_batch=micro_batch, step=self._step
-            )
+            stage.observe = partial(self._observe, index)
             stages.append(stage)
         schedule = _SCHEDULES[config.pipeline.schedule]
         self._schedule = getattr(pipelining, schedule.name)(
@@ -240,6 +239,10 @@ class Pipeline:
         # torch 2.13 can drop the logits, which nobody reads.
         takes = inspect.signature(self._schedule.step).parameters
         self._options = {"return_outputs": False} if "return_outputs" in takes else {}
+
+    def _observe(self, stage: int, action: StageAction, micro_batch: int) -> None:
+        self._observer.phase("forward" if action == "forward" else "backward", step=self._step)
+        self._observer.stage_action(action, stage=stage, micro_batch=micro_batch, step=self._step)
 
     def run(self, micro_batches: list[tuple[Tensor, Tensor]], *, step: int) -> None:
         """Accumulate and reduce the gradients of a step's micro-batches.

@@ -58,6 +58,10 @@ class CollectiveLog(Observer):
             # Before FSDP's own hook, in which it gathers.
             model.get_submodule(name).register_forward_pre_hook(partial(self._enter, name), prepend=True)
 
+    def count(self) -> int:
+        """Return the number of collectives so far."""
+        return len(self._entries)
+
     def facts(self, mesh: DeviceMesh | None) -> list[Collective]:
         """Return all collectives in the order in which this rank issued them; the mesh, if any, names their groups."""
         names = _group_names(mesh) if mesh is not None else {}

@@ -78,7 +78,11 @@ class DtypeAudit(Observer):
             elif isinstance(module, Block):
                 module.register_forward_pre_hook(self._hook(self._before_block, name))
                 module.register_forward_hook(self._hook(self._after, f"block_output/{name}"))
-        model.register_forward_hook(self._hook(self._after, "logits"))
+        stages = getattr(model, "stages", ())  # other people's models have none
+        if not stages:
+            model.register_forward_hook(self._hook(self._after, "logits"))
+        elif model.is_last:
+            stages[-1].register_forward_hook(self._hook(self._after, "logits"))
 
     def gradients(self, model: nn.Module, *, step: int) -> None:
         """Look at the gradients."""

@@ -116,6 +116,33 @@ class StreamFacts(msgspec.Struct, frozen=True):
     """First pair of each kind, see `happens_before.races`."""
 
 
+class StageActionFacts(msgspec.Struct, frozen=True):
+    """Computation of a stage on one micro-batch, as it begins."""
+
+    step: int
+    action: str
+    """See `reference_trainer.observer.StageAction`."""
+    stage: int
+    micro_batch: int
+    held: list[int]
+    """Micro-batches of which this stage has activations alive, rising."""
+    collectives: int
+    """Number of collectives of the run before it, see `RankFacts.collectives`."""
+
+
+class Transfer(msgspec.Struct, frozen=True):
+    """Tensor that a rank sends to another rank of its pipeline, or receives."""
+
+    step: int
+    """Step; -1 while the model is built."""
+    direction: str
+    """`send` or `recv`."""
+    peer: int
+    """Number of the other rank in the process group of the pipeline."""
+    numel: int
+    dtype: str
+
+
 class RankFacts(msgspec.Struct, frozen=True):
     """Measurements of one rank in one training run."""
 
@@ -183,5 +210,9 @@ class RankFacts(msgspec.Struct, frozen=True):
 
     Samples are those of all micro-batches of this rank.
     """
+    stage_actions: list[StageActionFacts] = []
+    """Computations of this rank's stages in their order; none without a pipeline."""
+    transfers: list[Transfer] = []
+    """Transfers within the pipeline in the order of issue."""
     streams: StreamFacts | None = None
     """Streams and what orders them; None where they are not traced: on CUDA devices, and in runs of FSDP1."""

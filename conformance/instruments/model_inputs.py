@@ -24,13 +24,14 @@ class ModelInputs(Observer):
     def phase(self, name: Phase, *, step: int) -> None:
         """Remember the phase; when the optimizer is about to step, digest the tokens of the step."""
         self._phase = name
-        if name == "optimizer":
+        if name == "optimizer" and self._tokens:  # only the first stage of a pipeline has tokens
             self.digests.append(fingerprint(torch.cat(self._tokens)))
             self._tokens.clear()
 
     def initialized(self, model: Transformer) -> None:
-        """Hook the model's forward."""
-        model.register_forward_pre_hook(self._before_forward)
+        """Hook the forward of the model, or of the first stage of a pipeline."""
+        if model.is_first:
+            (model.stages[0] if model.stages else model).register_forward_pre_hook(self._before_forward)
 
     def _before_forward(self, _model: nn.Module, inputs: tuple[Any, ...]) -> None:
         if self._phase == "forward":

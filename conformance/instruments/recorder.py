@@ -22,6 +22,7 @@ from conformance.instruments.facts import OptimizerGroup, ParameterFacts, RankFa
 from conformance.instruments.model_inputs import ModelInputs
 from conformance.instruments.offloading import offloading_of
 from conformance.instruments.operators import OperatorCount
+from conformance.instruments.pipeline_log import PipelineLog
 from conformance.instruments.poison import Poison
 from conformance.instruments.prefetching import backward_prefetch_of
 from conformance.instruments.residency import Residency
@@ -31,7 +32,7 @@ from conformance.instruments.streams import TracedStep
 from conformance.instruments.timing import StepTimes, calibration_s
 from reference_trainer.fsdp1 import summon_full_params
 from reference_trainer.model import Transformer
-from reference_trainer.observer import Observer, Phase
+from reference_trainer.observer import Observer, Phase, StageAction
 from reference_trainer.train import StepMetrics, Trainer
 
 
@@ -55,6 +56,7 @@ class Recorder(Observer):
         self._residency, self._poison = Residency(), Poison()
         self._operators, self._compilation = OperatorCount(), Compilation()
         self._capture, self._model_inputs, self._dropout = Capture(), ModelInputs(), DropoutMasks()
+        self._pipeline = PipelineLog(self._collectives.count)
         self._events, self._times, self._profile = Events(), StepTimes(), StepProfile(profiled_step)
         self._instruments: tuple[Observer, ...] = (
             self._events,
@@ -67,12 +69,13 @@ class Recorder(Observer):
             self._capture,
             self._model_inputs,
             self._dropout,
+            self._pipeline,
             self._times,
         )
         self._streams = streams
         if streams:
             self._instruments += (streams,)
-        listeners = (self._collectives, self._dtypes, self._operators, self._dropout)
+        listeners = (self._collectives, self._dtypes, self._operators, self._dropout, self._pipeline)
         outcomes = [streams.listen] if streams else []
         self._tap = DispatchTap([instrument.listen for instrument in listeners], outcomes=outcomes)
 
@@ -122,6 +125,10 @@ class Recorder(Observer):
     def batch(self, micro_batches: list[tuple[Tensor, Tensor]], *, step: int) -> None:
         """Pass the batch to every instrument."""
         self._notify("batch", micro_batches, step=step)
+
+    def stage_action(self, action: StageAction, *, stage: int, micro_batch: int, step: int) -> None:
+        """Tell the log of the pipeline, outside of which nothing may keep activations alive."""
+        self._pipeline.stage_action(action, stage=stage, micro_batch=micro_batch, step=step)
 
     def gradients(self, model: Transformer, *, step: int) -> None:
         """Tell every instrument that gradients are reduced and unscaled."""
@@ -174,6 +181,8 @@ class Recorder(Observer):
             layouts=self._capture.layouts,
             batches=self._capture.batches,
             model_inputs=self._model_inputs.digests,
+            stage_actions=self._pipeline.actions,
+            transfers=self._pipeline.transfers,
             streams=self._streams.facts() if self._streams else None,
         )
         return facts, self._capture.tensors | self._dropout.tensors

@@ -77,7 +77,7 @@ def smaller_meshes(mesh: str, meshes: Sequence[str]) -> list[str]:
 
 def _fits(mesh: Mesh, other: Mesh) -> bool:
     """Return whether a mesh is larger than another one in no dimension."""
-    return mesh.dp_replicate <= other.dp_replicate and mesh.dp_shard <= other.dp_shard and mesh.tp <= other.tp
+    return all(getattr(mesh, name) <= getattr(other, name) for name in mesh.__struct_fields__)
 
 
 def _is_smaller(guess: Cell, cell: Cell, meshes: Sequence[str]) -> bool:

@@ -6,7 +6,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from conformance.instruments.facts import RankFacts
 from conformance.oracles.dropout import CALLS_PER_BLOCK, Masks
+from conformance.oracles.pipeline import layers_of
 from conformance.outcomes import ConformanceFailure, Unsupported
 from conformance.plan.mesh import Mesh
 from conformance.run.record import Record
@@ -42,6 +44,27 @@ def masks_of_rank(record: Record, rank: int, step: int, *, phase: str) -> list[T
     return [below[key] for key in keys if below]
 
 
+def _masks_over_stages(record: Record, facts: RankFacts, step: int) -> list[Tensor]:
+    """Return the forward masks of the stages of one pipeline, as `masks_of_rank` does of a rank with all layers.
+
+    `facts` are those of any rank of the pipeline.
+    """
+    config, found = record.cell.config, dict[tuple[int, int], list[Tensor]]()
+    for other in record.ranks:
+        if other.mesh_coordinate | {"pp": 0} != facts.mesh_coordinate | {"pp": 0}:
+            continue
+        below = record.shards_below(f"step{step}/dropout/forward/", rank=other.rank)
+        forwards = [a for a in other.stage_actions if a.step == step and a.action == "forward"]
+        for number, action in enumerate(forwards):
+            for place, layer in enumerate(layers_of(action.stage, config)):
+                calls = [f"{number}/{place * CALLS_PER_BLOCK + call}" for call in range(CALLS_PER_BLOCK)]
+                found[action.micro_batch, layer] = [below[call] for call in calls if call in below]
+    keys = [(index, layer) for index in range(config.accumulation) for layer in range(config.model.n_layers)]
+    if any(len(found.get(key, [])) != CALLS_PER_BLOCK for key in keys):
+        raise ConformanceFailure(f"pipeline of rank {facts.rank}, step {step}: a layer drops nothing in a micro-batch")
+    return [mask for key in keys for mask in found[key]]
+
+
 def _place(call: int, calls: int, phase: str) -> int:
     """Place of a call in its phase: backward recomputes the last block first, and each from its beginning."""
     block, within = divmod(call, CALLS_PER_BLOCK)
@@ -53,7 +76,14 @@ def _masks_of_step(record: Record, step: int) -> Sequence[Tensor]:
     config, mesh = record.cell.config, Mesh.parse(record.cell.mesh)
     by_coordinate: dict[int, list[list[Tensor]]] = {}
     for facts in sorted(record.ranks, key=lambda facts: facts.mesh_coordinate.get("tp", 0)):
-        masks = masks_of_rank(record, facts.rank, step, phase="forward")
+        if facts.mesh_coordinate.get("pp", 0):
+            continue  # the first stage stands for its pipeline
+        is_cut = "pp" in facts.mesh_coordinate
+        masks = (
+            _masks_over_stages(record, facts, step)
+            if is_cut
+            else masks_of_rank(record, facts.rank, step, phase="forward")
+        )
         if not masks:
             raise ConformanceFailure(f"rank {facts.rank}, step {step}: nothing is dropped")
         at = facts.mesh_coordinate

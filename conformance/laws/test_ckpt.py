@@ -20,7 +20,13 @@ STATE_DICT = f"{CHECKPOINT}#torch.distributed.checkpoint.state_dict.StateDictOpt
 ASYNC_SAVE = f"{CHECKPOINT}#torch.distributed.checkpoint.state_dict_saver.async_save"
 
 
-@law("CKPT-1", where="saved_on = same and saving = blocking", gaps=["large-models"], numbers=True, reference=CHECKPOINT)
+@law(
+    "CKPT-1",
+    where="saved_on = same and saving = blocking",
+    gaps=["large-models"],
+    numbers=True,
+    reference=CHECKPOINT,
+)
 def test_checkpoint_resumes_bit_for_bit(run: Run, cell: Cell) -> None:
     """Saved, stopped and resumed in new processes on the same mesh, a run MUST go on in every bit as if it had not.
 
@@ -52,7 +58,13 @@ def test_checkpoint_is_resumed_on_another_mesh(run: Run, cell: Cell) -> None:
     compare_steps(record)
 
 
-@law("CKPT-3", where="saved_on = same and saving = async", gaps=["large-models"], numbers=True, reference=ASYNC_SAVE)
+@law(
+    "CKPT-3",
+    where="saved_on = same and saving = async",
+    gaps=["large-models"],
+    numbers=True,
+    reference=ASYNC_SAVE,
+)
 def test_async_checkpoint_does_not_see_later_steps(run: Run, cell: Cell) -> None:
     """A checkpoint saved while training goes on MUST be the state at the call, in every bit.
 
@@ -66,6 +78,7 @@ def test_async_checkpoint_does_not_see_later_steps(run: Run, cell: Cell) -> None
     where="world > 1 and world <= 8 and implementation = fsdp2 and (features = 1 and model = even "
     "or tp = 1 and (features = 0 or precision = bf16-mixed and offload = cpu and optimizer != sgd and saved_on = none "
     "and tied_embeddings = false))",
+    gaps=["pipelines"],
     reference=STATE_DICT,
 )
 def test_state_dicts_restore_the_run_in_every_form(measure: Measure, cell: Cell) -> None:
@@ -87,6 +100,7 @@ def test_state_dicts_restore_the_run_in_every_form(measure: Measure, cell: Cell)
     "CKPT-5",
     where="world > 1 and world <= 4 and tp = 1 and implementation = fsdp2 "
     "and (features = 0 or features = 1 and optimizer in (sgd, sgd-momentum))",
+    gaps=["pipelines"],
     reference=STATE_DICT,
     since="2.13",
 )

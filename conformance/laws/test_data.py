@@ -32,6 +32,7 @@ def test_each_data_parallel_coordinate_sees_its_samples(run: Run, cell: Cell) ->
             f"step {step}, {what}": digest
             for step, digests in enumerate(steps)
             for what, digest in digests[coordinate].items()
+            if what != "model inputs" or at.get("pp", 0) == 0  # the first stage has the tokens
         }
         measured = _seen(facts)
         wrong = [what for what in expected | measured if measured.get(what) != expected.get(what)]

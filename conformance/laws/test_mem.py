@@ -36,6 +36,7 @@ MEMORY_STATS = "https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory
 @law(
     "MEM-1",
     where="model in (deep, wide) and implementation = fsdp2",
+    gaps=["pipelines"],
     reference=RESHARD_AFTER_FORWARD,
     substrates=SIMULATED,
 )
@@ -78,6 +79,7 @@ def _require_inputs_of_blocks(measure: Measure, cell: Cell) -> None:
     "MEM-2",
     where="model = deep and features <= 3 and accumulation = 1 and offload = none and world > 1 "
     "and activation_checkpointing = none and implementation = fsdp2",
+    gaps=["pipelines"],
     reference=PROFILER,
     substrates=("gloo",),
 )
@@ -101,6 +103,7 @@ def test_gloo_allocates_copies_of_full_buffers(measure: Measure, cell: Cell) -> 
 @law(
     "MEM-3",
     where="model = deep and implementation = fsdp2 and world > 1",
+    gaps=["pipelines"],
     reference=RESHARD_AFTER_FORWARD,
     substrates=("gloo",),
 )
@@ -122,7 +125,7 @@ def test_memory_on_every_rank_matches_the_model(measure: Measure, cell: Cell) ->
 @law(
     "MEM-4",
     where="model = deep and mesh = dp4 and reshard != always and implementation = fsdp2",
-    gaps=["modes-combined"],
+    gaps=["modes-combined", "pipelines"],
     reference=RESHARD_AFTER_FORWARD,
     substrates=SIMULATED,
 )
@@ -146,6 +149,7 @@ def test_reshard_after_forward_keeps_the_groups_of_its_mode(measure: Measure, ce
 @law(
     "MEM-5",
     where="model = deep and reshard in (always, never, default) and features <= 3 and implementation = fsdp2",
+    gaps=["pipelines"],
     reference=RESHARD_AFTER_FORWARD,
     substrates=SIMULATED,
 )
@@ -177,6 +181,7 @@ def test_memory_is_linear_in_the_layers(measure: Measure, cell: Cell) -> None:
     "MEM-6",
     where="model = even and implementation = fsdp2 and world <= 4 and saved_on = none and compile = false "
     "and (features <= 2 and (tp = 1 or optimizer = sgd) or accumulation > 1 and offload = cpu and dropout = 0.0)",
+    gaps=["pipelines"],
     reference=RESHARD_AFTER_FORWARD,
     substrates=SIMULATED,
 )
@@ -198,6 +203,7 @@ def test_memory_does_not_grow_over_steps(measure: Measure, cell: Cell) -> None:
 @law(
     "MEM-7",
     where="model = deep and reshard = default and features <= 2 and implementation = fsdp2 and world > 1",
+    gaps=["pipelines"],
     reference=RESHARD_AFTER_FORWARD,
     substrates=SIMULATED,
 )
@@ -217,6 +223,7 @@ def test_reshard_modes_are_ordered_by_peak(measure: Measure, cell: Cell) -> None
 @law(
     "MEM-10",
     where="model = deep and implementation = fsdp2 and features <= 3",
+    gaps=["pipelines"],
     reference=MEMORY_STATS,
     since="2.9",
     substrates=STREAMS,

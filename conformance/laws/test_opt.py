@@ -8,6 +8,7 @@ from conformance.laws import compare
 from conformance.laws.fixtures import Run
 from conformance.laws.steps import run_before_save, without_checkpoint
 from conformance.oracles.dtype_policy import optimizer_state
+from conformance.oracles.pipeline import held_by
 from conformance.oracles.plain_optimizer import Start, chosen_on_device, plain_updates
 from conformance.oracles.reference import initial_model, learning_rate
 from conformance.plan.cells import Cell
@@ -24,10 +25,10 @@ def test_optimizer_holds_the_sharded_parameters(run: Run, cell: Cell) -> None:
     """
     config = cell.config
     decay, lr = config.optimizer.weight_decay, _spelled(learning_rate(config, config.steps))
-    expected = Counter(
-        (name, decay if p.ndim >= 2 else 0.0, lr) for name, p in initial_model(config).named_parameters()
-    )
+    parameters = dict(initial_model(config).named_parameters())
     for facts in run(cell).ranks:
+        own = held_by(facts.mesh_coordinate.get("pp", 0), parameters, config)
+        expected = Counter((name, decay if p.ndim >= 2 else 0.0, lr) for name, p in own.items())
         held = Counter(
             (name, group.weight_decay, _spelled(group.lr))
             for group in facts.optimizer_groups

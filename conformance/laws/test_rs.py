@@ -15,7 +15,7 @@ RESHARD_AFTER_FORWARD = (
 )
 
 
-@law("RS-1", where="implementation = fsdp2", gaps=["large-models"], reference=RESHARD_AFTER_FORWARD)
+@law("RS-1", where="implementation = fsdp2", gaps=["large-models", "pipelines"], reference=RESHARD_AFTER_FORWARD)
 def test_collectives_follow_reshard_after_forward_and_prefetch(run: Run, cell: Cell) -> None:
     """Number, order, phase, size and dtype of FSDP's collectives MUST be those of the reshard mode and of prefetching,
     in every step; in forward each MUST be issued when its group is entered, or the group that prefetches it.

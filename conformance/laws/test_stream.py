@@ -21,7 +21,7 @@ AVOID_RECORD_STREAMS = "https://github.com/pytorch/pytorch/pull/150398"
 @law(
     "STREAM-1",
     where="record_streams != unset",
-    gaps=["second-run", "large-models"],
+    gaps=["second-run", "large-models", "pipelines"],
     reference=AVOID_RECORD_STREAMS,
     since="2.8",
 )
@@ -51,6 +51,7 @@ def test_avoid_record_streams_variable_changes_nothing(run: Run, measure: Measur
 @law(
     "STREAM-2",
     where="model = deep and features <= 2 and implementation = fsdp2",
+    gaps=["pipelines"],
     reference=AVOID_RECORD_STREAMS,
     substrates=STREAMS,
 )
@@ -75,7 +76,7 @@ def test_record_stream_holds_nothing(measure: Measure, cell: Cell) -> None:
 @law(
     "STREAM-5",
     where="world > 1 and world <= 4 and implementation = fsdp2",
-    gaps=["delayed-runs", "large-models"],
+    gaps=["delayed-runs", "large-models", "pipelines"],
     numbers=True,
     reference="https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams",
 )

@@ -20,7 +20,7 @@ from reference_trainer.parallel_dims import ParallelDims
 
 
 def clip_events(parameters: Iterable[str], config: TrainerConfig, dims: ParallelDims) -> list[Event]:
-    """Return all collectives of clipping in one step, the same on every rank; `parameters` names all parameters.
+    """Return all collectives of clipping in one step on a rank that has these parameters.
 
     The norm is taken, and reported, even where nothing is clipped. RMSNorms outside of tensor parallelism are on a mesh
     of their own, and come second: the model begins with its embedding. Norms of one mesh are stacked in the largest of
@@ -30,7 +30,9 @@ def clip_events(parameters: Iterable[str], config: TrainerConfig, dims: Parallel
     outside_tp = [name for name in names if "norm" in name] if dims.tp > 1 and not config.norms_in_tp else []
     dtype = policy.sharded if outside_tp else policy.sharded_norms
     events = _norm(len(names) - len(outside_tp), ("dp_shard", "tp"), config, dims, dtype)
-    return events + (_norm(len(outside_tp), ("dp_shard",), config, dims, policy.sharded_norms) if outside_tp else [])
+    events += _norm(len(outside_tp), ("dp_shard",), config, dims, policy.sharded_norms) if outside_tp else []
+    of_stages = [Event("clip", "all_gather", "pp", 1, policy.sharded_norms)] if dims.pp > 1 else []
+    return events + of_stages
 
 
 def _norm(

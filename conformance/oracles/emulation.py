@@ -20,7 +20,9 @@ from torch import Tensor
 
 from conformance.oracles.dropout import Masks, replay
 from conformance.oracles.dtype_policy import FP16, dtype_policy
+from conformance.oracles.pipeline import backward_order
 from conformance.oracles.reference import Batch, Tensors, initial_model
+from conformance.oracles.schedule import gradient_sync
 from conformance.oracles.torch_versions import traits_of
 from conformance.oracles.virtual_tp import TensorParallelForward, ring_sum, vocabulary_parallel_loss
 from reference_trainer.config import TrainerConfig
@@ -91,14 +93,17 @@ def _local_gradients(
     *,
     scale: float,
 ) -> tuple[float, list[list[Tensors]]]:
-    """Summed loss of a batch, and the gradients of `scale` times it by micro-batch and data-parallel rank."""
+    """Summed loss of a batch, and the gradients of `scale` times it by micro-batch and data-parallel rank.
+
+    Micro-batches come in the order in which their gradients are added up.
+    """
     parameters = _leaves(model, forward)
     loss_of = _loss_function(config, forward or model)
     loss, gradients = 0.0, []
-    for index in range(config.accumulation):
+    for place, index in enumerate(backward_order(config)):
         if _has_gradients_of_own_dtypes(config):
             for leaf in parameters.values():
-                leaf.grad_dtype = _grad_dtype(config, index)
+                leaf.grad_dtype = _grad_dtype(config, place)
         ranks = []
         for rank in range(_data_parallel_size(config)):
             replay(model, _micro_batch(config, masks, rank, index))
@@ -117,13 +122,13 @@ def _has_gradients_of_own_dtypes(config: TrainerConfig) -> bool:
     return keeps and policy.reduce != policy.compute
 
 
-def _grad_dtype(config: TrainerConfig, index: int) -> torch.dtype | None:
+def _grad_dtype(config: TrainerConfig, place: int) -> torch.dtype | None:
     """Dtype to which autograd casts the gradients of a micro-batch, one by one, before it adds those of a tied weight.
 
     None leaves gradients as they are computed, so that a norm's stay in fp32; but where a first gradient is only kept
     for others to be added to it, FSDPParamGroup lets autograd cast it (`_set_unsharded_grad_dtypes`, torch 2.15).
     """
-    is_only_kept = config.gradient_sync == "last" and index == 0 and config.accumulation > 1
+    is_only_kept = gradient_sync(config) == "last" and place == 0 and config.accumulation > 1
     return getattr(torch, dtype_policy(config.precision).reduce) if is_only_kept else None
 
 
@@ -190,7 +195,7 @@ def _reduce_scatter_inputs(
     gradients that are added up before are added up by each rank, in the dtype of the reduce-scatter.
     """
     on_the_wire = getattr(torch, dtype_policy(config.precision).reduce)
-    if config.gradient_sync == "last":
+    if gradient_sync(config) == "last":
         by_rank = zip(*gradients, strict=True)
         totals = [_sum([_to(grads, on_the_wire) for grads in of_rank]) for of_rank in by_rank]
         return [[_summed_over_copies(total, copied) for total in totals]]
@@ -211,7 +216,7 @@ def _reduced(config: TrainerConfig, rounds: Sequence[Sequence[Tensors]], masters
     before, between, after = _divisors(config)
     sums = [_reduce_scattered(config, [_quotients(grads, before) for grads in ranks]) for ranks in rounds]
     sums = [[_quotients(of_replica, between) for of_replica in replicas] for replicas in sums]
-    if config.gradient_sync == "all-reduce-last":
+    if gradient_sync(config) == "all-reduce-last":
         sums = [[_sum(of_replica) for of_replica in zip(*sums, strict=True)]]
     return _sum([_cast_like(_quotients(_sum(replicas), after), masters) for replicas in sums])
 

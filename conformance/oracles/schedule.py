@@ -18,7 +18,7 @@ import torch
 from conformance.oracles.dtype_policy import dtype_policy
 from conformance.oracles.outline import outline
 from conformance.oracles.torch_versions import traits_of
-from reference_trainer.config import TrainerConfig
+from reference_trainer.config import GradientSync, TrainerConfig
 from reference_trainer.parallel_dims import ParallelDims
 
 _EMBEDDING, _NORM, _OUTPUT = "tok_embeddings", "norm", "output"
@@ -128,7 +128,8 @@ def ranks_after_forward(group: str, config: TrainerConfig) -> int:
     """Return the number of ranks over which a group is sharded between forward and backward.
 
     1 stands for unsharded, 0 for all ranks as before. `default` keeps norm and output unsharded, which backward needs
-    at once, and `except-last` also the last block. In a table the first expression that matches the full name decides.
+    at once, in a pipeline all groups, and `except-last` also the last block. In a table the first expression that
+    matches the full name decides.
     """
     mode, last_block = config.reshard, f"layers.{config.model.n_layers - 1}"
     match mode:
@@ -143,13 +144,13 @@ def ranks_after_forward(group: str, config: TrainerConfig) -> int:
     kept = {
         "always": False,
         "never": True,
-        "default": group in (_NORM, _OUTPUT),
+        "default": group in (_NORM, _OUTPUT) or config.mesh.pp > 1,
         "except-last": group in (_NORM, _OUTPUT) or group.startswith(last_block),
     }
     return int(kept[mode])
 
 
-def _automatic(config: TrainerConfig) -> Literal["never", "default"]:
+def _automatic(config: TrainerConfig) -> Literal["never", "default", "always"]:
     """Mode that `auto` must choose where there is no doubt. Raises ValueError where there is.
 
     Parameters, gradients, two Adam moments and as much again fit by far, or the parameters alone do not.
@@ -159,14 +160,19 @@ def _automatic(config: TrainerConfig) -> Literal["never", "default"]:
     if (config.memory_bytes or 0) > 64 * parameters * (1 + tokens):
         return "never"
     if (config.memory_bytes or math.inf) < 2 * parameters:
-        return "default"
+        return "default" if config.mesh.pp == 1 else "always"
     raise ValueError(f"memory_bytes {config.memory_bytes}: what auto chooses is not clear; give it much more, or less")
+
+
+def gradient_sync(config: TrainerConfig) -> GradientSync:
+    """Return after which micro-batches gradients are reduced: in a pipeline after the last one of each stage."""
+    return config.gradient_sync if config.mesh.pp == 1 else "last"
 
 
 def communicates(config: TrainerConfig, micro_batch: int) -> tuple[bool, bool]:
     """Return whether the backward of a micro-batch reduces gradients within shard groups, and whether over replicas."""
     last = micro_batch == config.accumulation - 1
-    return {"each": (True, True), "last": (last, last), "all-reduce-last": (True, last)}[config.gradient_sync]
+    return {"each": (True, True), "last": (last, last), "all-reduce-last": (True, last)}[gradient_sync(config)]
 
 
 def fsdp_events(config: TrainerConfig, dims: ParallelDims, numels: Mapping[str, int]) -> list[Event]:

@@ -21,6 +21,7 @@ from conformance.bound import EXACT, Bound, bound
 from conformance.oracles.dtype_policy import FP16, dtype_policy
 from conformance.oracles.emulation import Emulation
 from conformance.oracles.reference import total_norm
+from conformance.oracles.schedule import gradient_sync
 from reference_trainer.config import ModelConfig, TrainerConfig
 
 FP32_ROUNDOFF = 2.0**-24
@@ -199,8 +200,8 @@ def _roundings_of_sums(config: TrainerConfig) -> tuple[int, int]:
     shards, replicas = _shards(config), config.mesh.dp_replicate
     if max(shards, replicas) <= 2:
         return 0, 0
-    later = config.accumulation - 1 if config.gradient_sync != "last" else 0
-    postponed = config.gradient_sync == "all-reduce-last"
+    later = config.accumulation - 1 if gradient_sync(config) != "last" else 0
+    postponed = gradient_sync(config) == "all-reduce-last"
     of_shards = shards - 1 + later * postponed if shards > 2 else 0
     quotients = sum(not log2(ranks).is_integer() for ranks in (shards, replicas))
     return of_shards + replicas - 1 + quotients, 0 if postponed else later

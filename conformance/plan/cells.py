@@ -59,13 +59,14 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     `safetensors`: the trainer's. `hf`: Hugging Face's Llama, in several files. `dcp`: torch.distributed.checkpoint.
     `rank0`: the trainer's, read by rank 0 alone and broadcast."""
-    model: Literal["tiny", "even", "uneven", "uneven-tp", "integer", "deep", "half", "wide"] = "tiny"
+    model: Literal["tiny", "even", "uneven", "uneven-tp", "integer", "cut", "deep", "half", "wide"] = "tiny"
     """Name of the workload.
 
-    `tiny`: the usual one. `even`: all sizes divide evenly. `uneven`, `uneven-tp`: shards differ in size over
-    data-parallel ranks, or over both kinds of ranks. `integer`: computes with small integers, exactly. `deep`: so many
-    layers that one layer or one parameter is small compared with the model. `half`: as deep, with half of the layers.
-    `wide`: can be sharded over 1024 ranks."""
+    `tiny`: the usual one. `even`: all sizes divide evenly. `uneven`, `uneven-tp`: shards differ in size over data-
+    parallel ranks, or over both kinds of ranks. `integer`: computes with small integers, exactly. `cut`: has enough
+    layers for a pipeline, of which its stages do not have equally many. `deep`: so many layers that one layer or one
+    parameter is small compared with the model. `half`: as deep, with half of the layers. `wide`: can be sharded over
+    1024 ranks."""
     optimizer: Literal["adamw", "sgd", "adamw-foreach", "adamw-fused", "sgd-momentum"] = "adamw"
     """Optimizer, in the implementation that torch chooses: foreach on a CUDA device, a loop on the CPU.
 
@@ -78,6 +79,10 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """True if clipping works on lists of tensors (`foreach`), False if on one tensor after the other."""
     accumulation: Literal[1, 2, 4] = 1
     """Number of micro-batches per step."""
+    pipeline: Literal[
+        "1f1b", "gpipe", "interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble", "zbv-zero-bubble"
+    ] = "1f1b"
+    """Schedule of a pipeline, on a mesh that has one; `gpipe` and `1f1b` have one stage on each rank, others two."""
     forward_prefetch: Literal[0, 1, 2] = 0
     """Number of groups that a group prefetches in forward; 0: FSDP's default, which is none."""
     backward_prefetch: Literal[0, 1, 2] = 0
@@ -188,6 +193,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             "dp_shard": mesh.dp_shard,
             "dp": mesh.dp_replicate * mesh.dp_shard,
             "tp": mesh.tp,
+            "pp": mesh.pp,
             "features": self.features,
         }
 
@@ -201,6 +207,7 @@ _AXES = {field.name: field for field in msgspec.structs.fields(Cell)}
 _ALWAYS_IN_ID = ("mesh", "precision", "reshard", "init")
 _ON_ANY_MESH: dict[str, AxisValue] = {
     "reshard": "default",
+    "pipeline": "1f1b",
     "gradient_sync": "each",
     "sequence_parallel": True,
     "norms_in_tp": True,
@@ -221,6 +228,7 @@ _TAGS: dict[str, Callable[[Any], str]] = {
     "norm_type": lambda order: f"norm{order}",
     "foreach_clip": lambda _: "cliploop",
     "accumulation": lambda count: f"acc{count}",
+    "pipeline": lambda schedule: schedule.replace("-", ""),
     "forward_prefetch": lambda count: f"fpre{count}",
     "backward_prefetch": lambda count: f"bpre{count}",
     "gradient_sync": lambda mode: f"sync{mode.replace('-', '')}",

@@ -57,6 +57,7 @@ def estimated_s(cell: Cell) -> float:
 
 def _of_mesh(mesh: Mesh) -> float:
     of_world = next(run_s for ranks, run_s in _WORLD_S.items() if mesh.world_size <= ranks)
+    of_world *= 1.6 if mesh.pp > 1 else 1.0  # twice as many layers; a rough figure
     return of_world * (1.9 if mesh.tp > 1 else 1.0) * (1.4 if mesh.dp_replicate > 1 else 1.0)
 
 

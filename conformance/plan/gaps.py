@@ -52,6 +52,7 @@ GAPS = {
         "model = integer",
         "oracles of dtypes and of rounding describe the float model; PAR-9 judges whole numbers in bits",
     ),
+    "pipelines": Gap("pp > 1", "the law expects every rank to hold the full model, in one forward and one backward"),
     # Cells that would be run for a law alone.
     "norms-on-one-shard": Gap(
         "norms_in_tp = false and dp_shard = 1",

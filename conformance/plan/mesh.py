@@ -6,8 +6,12 @@ from typing import Self
 import msgspec
 
 _NUMBER = "([1-9][0-9]{0,3})"
-_MESH = re.compile(f"(?=.)(?:dp{_NUMBER}|hsdp{_NUMBER}x{_NUMBER})?(?:(?:^|-)tp{_NUMBER})?")
-_MESH_HELP = "write dp2, tp4, dp2-tp2, hsdp2x2 (replicate x shard), hsdp2x2-tp2 or dp1, with numbers from 1 to 4096"
+_MESH = re.compile(
+    f"(?=.)(?:pp{_NUMBER})?(?:(?:^|(?<=.)-)(?:dp{_NUMBER}|hsdp{_NUMBER}x{_NUMBER}))?(?:(?:^|(?<=.)-)tp{_NUMBER})?"
+)
+_MESH_HELP = (
+    "write dp2, tp4, dp2-tp2, hsdp2x2 (replicate x shard), hsdp2x2-tp2, pp2-dp2 or dp1, with numbers from 1 to 4096"
+)
 
 
 class AxisError(ValueError):
@@ -15,7 +19,7 @@ class AxisError(ValueError):
 
 
 class Mesh(msgspec.Struct, frozen=True):
-    """A device mesh: replicas of shards of tensor-parallel groups."""
+    """A device mesh: stages of a pipeline, each with replicas of shards of tensor-parallel groups."""
 
     dp_replicate: int = 1
     """Number of replicas of the sharded model (HSDP)."""
@@ -23,6 +27,8 @@ class Mesh(msgspec.Struct, frozen=True):
     """Number of ranks that the parameters are sharded over."""
     tp: int = 1
     """Number of tensor-parallel ranks."""
+    pp: int = 1
+    """Number of ranks over which the layers are cut into stages."""
 
     def __post_init__(self) -> None:
         for name, size in msgspec.structs.asdict(self).items():
@@ -35,10 +41,10 @@ class Mesh(msgspec.Struct, frozen=True):
         match = _MESH.fullmatch(text)
         if match is None:
             raise AxisError(f"axis `mesh` = {text!r}: not a mesh; {_MESH_HELP}")
-        shard, replicate, hybrid_shard, tp = (int(group or 1) for group in match.groups())
-        if max(shard, replicate, hybrid_shard, tp) > 4096:
+        pp, shard, replicate, hybrid_shard, tp = (int(group or 1) for group in match.groups())
+        if max(pp, shard, replicate, hybrid_shard, tp) > 4096:
             raise AxisError(f"axis `mesh` = {text!r}: too large; {_MESH_HELP}")
-        mesh = cls(dp_replicate=replicate, dp_shard=shard * hybrid_shard, tp=tp)
+        mesh = cls(dp_replicate=replicate, dp_shard=shard * hybrid_shard, tp=tp, pp=pp)
         if mesh.name != text:
             raise AxisError(f"axis `mesh` = {text!r}: not the canonical name of this mesh; write {mesh.name!r}")
         return mesh
@@ -51,9 +57,10 @@ class Mesh(msgspec.Struct, frozen=True):
         else:
             data = f"dp{self.dp_shard}" if self.dp_shard > 1 else ""
         tensor = f"tp{self.tp}" if self.tp > 1 else ""
-        return "-".join(filter(None, (data, tensor))) or "dp1"
+        pipeline = f"pp{self.pp}" if self.pp > 1 else ""
+        return "-".join(filter(None, (pipeline, data, tensor))) or "dp1"
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.dp_replicate * self.dp_shard * self.tp
+        return self.pp * self.dp_replicate * self.dp_shard * self.tp

@@ -14,6 +14,7 @@ from reference_trainer.config import (
     MeshConfig,
     ModelConfig,
     OptimizerConfig,
+    PipelineConfig,
     TrainerConfig,
 )
 from reference_trainer.precision import PRECISIONS
@@ -44,6 +45,8 @@ _MODELS = {
     # Two tensor-parallel ranks have equal shards, which data-parallel ranks cannot shard evenly.
     "uneven-tp": replace(_TINY_MODEL, dim=36, n_heads=6, n_kv_heads=2, ffn_dim=50),
     "integer": replace(_TINY_MODEL, arithmetic="integer"),
+    # Two or four stages of a pipeline do not all have as many layers.
+    "cut": replace(_TINY_MODEL, n_layers=5),
     # In worlds of up to 1024 ranks each rank has a shard of every parameter.
     "wide": replace(
         _TINY_MODEL, vocab_size=1024, dim=1024, n_layers=4, n_heads=8, n_kv_heads=8, ffn_dim=1024, bias=False
@@ -103,7 +106,8 @@ def trainer_config(cell: "Cell") -> TrainerConfig:
     data = _INTEGER_DATA if cell.model == "integer" else _DATA
     return TrainerConfig(
         model=replace(_MODELS[cell.model], tied_embeddings=cell.tied_embeddings, dropout=cell.dropout),
-        mesh=MeshConfig(dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, tp=mesh.tp),
+        mesh=MeshConfig(pp=mesh.pp, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, tp=mesh.tp),
+        pipeline=PipelineConfig(schedule=cell.pipeline),
         data=replace(data, global_batch_size=_global_batch_size(mesh, cell.accumulation)),
         optimizer=_optimizer(cell),
         precision=cell.precision,
@@ -140,6 +144,12 @@ def _effects(cell: "Cell", mesh: Mesh) -> Iterator[tuple[bool, str]]:
         cell.model != "integer" or cell.precision == "fp32",
         "model integer needs precision fp32, which holds its sums",
     )
+    yield mesh.pp > 1 or cell.pipeline == "1f1b", f"pipeline {cell.pipeline} needs a mesh with a pipeline (pp)"
+    if mesh.pp > 1:
+        stages, layers = mesh.pp * (1 if cell.pipeline in ("1f1b", "gpipe") else 2), _MODELS[cell.model].n_layers
+        yield layers >= stages, f"{stages} stages of a pipeline cannot be cut from {layers} layers"
+        yield cell.accumulation >= mesh.pp, f"a pipeline over {mesh.pp} ranks needs as many micro-batches"
+        yield not cell.tied_embeddings, "the trainer does not tie weights of different stages"
     yield mesh.tp > 1 or cell.sequence_parallel, "sequence_parallel false needs tensor parallelism"
     yield mesh.tp > 1 or not cell.loss_parallel, "loss_parallel needs tensor parallelism"
     yield heads % mesh.tp == 0, f"{heads} heads of keys cannot be divided among {mesh.tp} tensor-parallel ranks"

@@ -76,7 +76,8 @@ class CapturedShards(ABC):
         """
         if prefix not in self._full:
             self._require_equal_copies(prefix)
-            names = [key.removeprefix(prefix) for key in self.shards[0] if key.startswith(prefix)]
+            keys = dict.fromkeys(key for shards in self.shards for key in shards if key.startswith(prefix))
+            names = [key.removeprefix(prefix) for key in keys]
             if not names:
                 raise KeyError(f"record of {self._name} holds no tensor below {prefix}")
             self._full[prefix] = {name: self._assemble(prefix, name) for name in names}
@@ -84,7 +85,13 @@ class CapturedShards(ABC):
 
     def kinds(self, when: str) -> list[str]:
         """Return the kinds of tensors that were captured at a time: KIND of the keys `WHEN/KIND/NAME`, sorted."""
-        return sorted({key.split("/")[1] for key in self.ranks[0].fingerprints if key.startswith(f"{when}/")})
+        keys = {key for facts in self.ranks for key in facts.fingerprints if key.startswith(f"{when}/")}
+        return sorted({key.split("/")[1] for key in keys})
+
+    @cached_property
+    def parameters(self) -> Mapping[str, ParameterShape]:
+        """Facts of each parameter on the first rank that holds it: a rank of a pipeline holds those of its stages."""
+        return {name: facts for rank in reversed(self.ranks) for name, facts in rank.parameters.items()}
 
     def shards_below(self, prefix: str, *, rank: int) -> "dict[str, Tensor]":
         """Return a rank's tensors whose keys begin with `WHEN/KIND/`, by the rest of the key."""
@@ -114,17 +121,21 @@ class CapturedShards(ABC):
 
     def is_partitioned(self, name: str) -> bool:
         """Return whether the ranks of a parameter hold each of its elements, all equally often."""
-        numel = math.prod(self.ranks[0].parameters[name].shape)
-        owners = sum(shards[f"layout/{name}"].flatten().bincount(minlength=numel) for shards in self.shards)
+        numel, layout = math.prod(self.parameters[name].shape), f"layout/{name}"
+        held = [shards[layout] for shards in self.shards if layout in shards]
+        owners = sum(indices.flatten().bincount(minlength=numel) for indices in held)
         return bool((owners == owners[0]).all()) and int(owners[0]) > 0  # type: ignore[index]
 
     def _assemble(self, prefix: str, name: str) -> "Tensor":
-        facts = self.ranks[0].parameters.get(name)
-        if facts is None or f"layout/{name}" not in self.shards[0] or prefix.endswith("/gathered/"):
-            return self.shards[0][prefix + name]
-        full = self.shards[0][prefix + name].new_full((math.prod(facts.shape),), math.nan)
+        facts, layout = self.parameters.get(name), f"layout/{name}"
+        first = next(shards for shards in self.shards if prefix + name in shards)
+        if facts is None or layout not in first or prefix.endswith("/gathered/"):
+            return first[prefix + name]
+        full = first[prefix + name].new_full((math.prod(facts.shape),), math.nan)
         for rank, shards in enumerate(self.shards):
-            shard, indices = shards.get(prefix + name), shards[f"layout/{name}"]
+            if name not in self.ranks[rank].parameters:
+                continue
+            shard, indices = shards.get(prefix + name), shards[layout]
             if shard is None or shard.shape != indices.shape:
                 held = "nothing" if shard is None else f"a tensor of shape {tuple(shard.shape)}"
                 raise ConformanceFailure(

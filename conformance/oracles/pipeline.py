@@ -1,0 +1,178 @@
+"""Pipeline model: what each rank's stages compute and transfer in a step, and when their groups are gathered.
+
+Sources: GPipe arXiv:1811.06965 (all forwards, then all backwards); 1F1B arXiv:2006.09503 and its interleaved form
+arXiv:2104.04473 section 2.2; looped BFS arXiv:2211.05953; zero bubble arXiv:2401.10241, of whose orders the model knows
+what any valid order has in common. Nothing here asks torch or the trainer.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+from conformance.oracles.schedule import entered, groups, kept_after_forward
+from reference_trainer.config import TrainerConfig
+
+_ONE_STAGE = ("gpipe", "1f1b")
+_SPLIT = ("interleaved-zero-bubble", "zbv-zero-bubble")
+
+
+_LAYER = re.compile(r"\blayers\.(\d+)")
+_FIRST, _LAST = re.compile(r"\btok_embeddings\b"), re.compile(r"(^|/)(norm|output|logits|loss)\b")
+Thing = TypeVar("Thing")
+
+
+class Action(NamedTuple):
+    """Computation of a stage on a micro-batch."""
+
+    kind: str
+    """`forward`, `backward`, or the halves of backward: `backward-input` and `backward-weight`."""
+    stage: int
+    micro_batch: int
+
+
+def owners(config: TrainerConfig) -> list[int]:
+    """Return the rank of the pipeline that holds each stage."""
+    pp, schedule = config.mesh.pp, config.pipeline.schedule
+    if schedule in _ONE_STAGE:
+        return list(range(pp))
+    down = list(range(pp))
+    return down + (down[::-1] if schedule == "zbv-zero-bubble" else down)
+
+
+def layers_of(stage: int, config: TrainerConfig) -> list[int]:
+    """Return the layers of a stage: equally many in each, the remainder spread over the model."""
+    count, layers = len(owners(config)), config.model.n_layers
+    return list(range(layers * stage // count, layers * (stage + 1) // count))
+
+
+def groups_of(stage: int, config: TrainerConfig) -> list[str]:
+    """Return the FSDP groups of a stage in the order in which forward enters them."""
+    names, layers = entered(groups(config)), layers_of(stage, config)
+    inside = {f"layers.{layer}" for layer in layers}
+    chosen = {name for name in names if ".".join(name.split(".")[:2]) in inside}
+    chosen |= {"tok_embeddings"} if stage == 0 else set()
+    chosen |= {"norm", "output"} & set(names) if stage == len(owners(config)) - 1 else set()
+    return [name for name in names if name in chosen]
+
+
+def held_by(rank: int, things: Mapping[str, Thing], config: TrainerConfig) -> dict[str, Thing]:
+    """Return the entries that a rank of the pipeline has, of entries whose keys name parameters, buffers or modules.
+
+    A key may say more than a name, such as `module_input/layers.2.attention.wq`; one that names none is every rank's.
+    Without a pipeline each rank has all.
+    """
+    own = [stage for stage, owner in enumerate(owners(config)) if owner == rank]
+    layers = {layer for stage in own for layer in layers_of(stage, config)}
+
+    def is_held(thing: str) -> bool:
+        if match := _LAYER.search(thing):
+            return int(match[1]) in layers
+        if _FIRST.search(thing):
+            return 0 in own
+        return len(owners(config)) - 1 in own or not _LAST.search(thing)
+
+    return {thing: value for thing, value in things.items() if is_held(thing)}
+
+
+def backward_kinds(config: TrainerConfig) -> tuple[str, ...]:
+    """Return the actions that make up a backward."""
+    return ("backward-input", "backward-weight") if config.pipeline.schedule in _SPLIT else ("backward",)
+
+
+def order(config: TrainerConfig, *, rank: int) -> list[Action] | None:
+    """Return the actions of a rank of the pipeline in their order; None for a schedule that leaves the order open."""
+    own = [stage for stage, owner in enumerate(owners(config)) if owner == rank]
+    micro_batches = range(config.accumulation)
+    match config.pipeline.schedule:
+        case "gpipe":
+            return [Action(kind, own[0], index) for kind in ("forward", "backward") for index in micro_batches]
+        case "1f1b":
+            forwards, backwards = ([Action(kind, own[0], i) for i in micro_batches] for kind in ("forward", "backward"))
+            return _one_by_one(forwards, backwards, ahead=config.mesh.pp - rank)
+        case "interleaved-1f1b":
+            pp, rounds = config.mesh.pp, max(1, config.accumulation // config.mesh.pp)
+            of_round = config.accumulation // rounds
+            batches = [range(start, start + of_round) for start in range(0, config.accumulation, of_round)]
+            forwards = [Action("forward", s, i) for batch in batches for s in own for i in batch]
+            backwards = [Action("backward", s, i) for batch in batches for s in reversed(own) for i in batch]
+            # The forwards before the first backward (arXiv:2104.04473), and the one that alternates with it.
+            return _one_by_one(forwards, backwards, ahead=(len(own) - 1) * of_round + 2 * (pp - 1 - rank) + 1)
+        case "looped-bfs":
+            forwards = [Action("forward", s, i) for s in own for i in micro_batches]
+            return forwards + [Action("backward", s, i) for s in reversed(own) for i in reversed(micro_batches)]
+        case _:
+            return None
+
+
+def _one_by_one(forwards: Sequence[Action], backwards: Sequence[Action], *, ahead: int) -> list[Action]:
+    """Return `ahead` forwards, then a backward and a forward in turn, then the remaining backwards."""
+    actions = [*forwards[:ahead]]
+    following = iter(forwards[ahead:])
+    for backward in backwards:
+        actions += [backward, *(forward for forward in [next(following, None)] if forward)]
+    return actions
+
+
+def backward_order(config: TrainerConfig) -> list[int]:
+    """Return the micro-batches in the order in which each stage adds up their gradients."""
+    rising = list(range(config.accumulation))
+    return rising[::-1] if config.mesh.pp > 1 and config.pipeline.schedule == "looped-bfs" else rising
+
+
+def violations(actions: Sequence[Action], config: TrainerConfig, *, rank: int) -> list[str]:
+    """Return what keeps a rank's actions from being a valid order: once each, and none before what it needs."""
+    own = [stage for stage, owner in enumerate(owners(config)) if owner == rank]
+    kinds = ("forward", *backward_kinds(config))
+    wanted = Counter(Action(kind, s, i) for kind in kinds for s in own for i in range(config.accumulation))
+    wrong = [f"{action}: {Counter(actions)[action]} times" for action in (wanted - Counter(actions))]
+    wrong += [f"{action}: too often" for action in (Counter(actions) - wanted)]
+    position = {action: index for index, action in enumerate(actions)}
+    for action in wanted:
+        needed = [Action(kind, action.stage, action.micro_batch) for kind in kinds[: kinds.index(action.kind)]]
+        wrong += [f"{action} before {other}" for other in needed if position.get(action, 0) < position.get(other, 0)]
+    return wrong
+
+
+def transfers(actions: Iterable[Action], config: TrainerConfig) -> Counter[tuple[str, int]]:
+    """Return the number of tensors that these actions of one rank receive and send, by direction and other rank."""
+    rank_of, count = owners(config), Counter[tuple[str, int]]()
+    last = len(rank_of) - 1
+    for action in actions:
+        if action.kind == "backward-weight":
+            continue
+        step = 1 if action.kind == "forward" else -1
+        for direction, neighbour in (("recv", action.stage - step), ("send", action.stage + step)):
+            if 0 <= neighbour <= last and rank_of[neighbour] != rank_of[action.stage]:
+                count[direction, rank_of[neighbour]] += 1
+    return count
+
+
+def held(actions: Sequence[Action], stage: int, config: TrainerConfig) -> list[int]:
+    """Return the micro-batches whose activations a stage needs after these actions, rising."""
+    done = backward_kinds(config)[-1]
+    forward = {a.micro_batch for a in actions if a.stage == stage and a.kind == "forward"}
+    return sorted(forward - {a.micro_batch for a in actions if a.stage == stage and a.kind == done})
+
+
+def most_held(config: TrainerConfig, *, rank: int) -> int | None:
+    """Return the most micro-batches that a rank with one stage ever holds; None for ranks with several stages."""
+    pp, micro_batches = config.mesh.pp, config.accumulation
+    return {"gpipe": micro_batches, "1f1b": min(micro_batches, pp - rank)}.get(config.pipeline.schedule)
+
+
+def gathers(actions: Iterable[Action], config: TrainerConfig) -> Counter[str]:
+    """Return how often each group of a rank is gathered in a step: whenever an action finds it sharded.
+
+    Forward shards groups again as the reshard mode says, backward does not: gradients stay unsharded until all
+    micro-batches have added to them.
+    """
+    unsharded: set[str] = set()
+    count = Counter[str]()
+    for action in actions:
+        for group in groups_of(action.stage, config):
+            count[group] += group not in unsharded
+            unsharded.add(group)
+            if action.kind == "forward" and not kept_after_forward(group, config):
+                unsharded.discard(group)
+    return count
