@@ -44,6 +44,7 @@ _FAULTS = (
     "waiting",
     "race",
     "stream",
+    "pipeline",
 )
 
 

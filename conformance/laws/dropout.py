@@ -1,7 +1,7 @@
 """Masks of dropout in a record, put together to those of the global batch, which oracles replay."""
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -74,16 +74,12 @@ def _place(call: int, calls: int, phase: str) -> int:
 def _masks_of_step(record: Record, step: int) -> Sequence[Tensor]:
     """Masks of the global batch: samples belong to a data-parallel rank, and within it to a micro-batch."""
     config, mesh = record.cell.config, Mesh.parse(record.cell.mesh)
+    of_one_rank = partial(masks_of_rank, phase="forward")
     by_coordinate: dict[int, list[list[Tensor]]] = {}
     for facts in sorted(record.ranks, key=lambda facts: facts.mesh_coordinate.get("tp", 0)):
         if facts.mesh_coordinate.get("pp", 0):
             continue  # the first stage stands for its pipeline
-        is_cut = "pp" in facts.mesh_coordinate
-        masks = (
-            _masks_over_stages(record, facts, step)
-            if is_cut
-            else masks_of_rank(record, facts.rank, step, phase="forward")
-        )
+        masks = _masks_over_stages(record, facts, step) if config.mesh.pp > 1 else of_one_rank(record, facts.rank, step)
         if not masks:
             raise ConformanceFailure(f"rank {facts.rank}, step {step}: nothing is dropped")
         at = facts.mesh_coordinate

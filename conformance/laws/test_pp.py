@@ -175,7 +175,11 @@ def _early_reductions(
     `last` is the number of collectives before the last action of each stage. Layers have equally many elements, so that
     a reduction does not tell its stage; but only the groups of stages that are done can have been reduced.
     """
-    at = [index for index, e in enumerate(facts.collectives) if e.step == step and (e.kind, e.group) in kinds]
+    at = [
+        index
+        for index, e in enumerate(facts.collectives)
+        if (e.step, e.phase) == (step, "backward") and (e.kind, e.group) in kinds
+    ]
     early, done = 0, 0
     for stage, begins in sorted(last.items(), key=lambda item: item[1]):
         early += max(0, sum(index < begins for index in at) - done)

@@ -23,16 +23,17 @@ def clip_events(parameters: Iterable[str], config: TrainerConfig, dims: Parallel
     """Return all collectives of clipping in one step on a rank that has these parameters.
 
     The norm is taken, and reported, even where nothing is clipped. RMSNorms outside of tensor parallelism are on a mesh
-    of their own, and come second: the model begins with its embedding. Norms of one mesh are stacked in the largest of
+    of their own, and come second, unless the first parameter is one, in a stage that does not begin with the embedding.
+    In a pipeline each rank then gathers the norms of all stages. Norms of one mesh are stacked in the largest of
     their gradients' dtypes, which is that of RMSNorms where these are among them.
     """
     names, policy = list(parameters), dtype_policy(config.precision)
     outside_tp = [name for name in names if "norm" in name] if dims.tp > 1 and not config.norms_in_tp else []
     dtype = policy.sharded if outside_tp else policy.sharded_norms
-    events = _norm(len(names) - len(outside_tp), ("dp_shard", "tp"), config, dims, dtype)
-    events += _norm(len(outside_tp), ("dp_shard",), config, dims, policy.sharded_norms) if outside_tp else []
+    inside = _norm(len(names) - len(outside_tp), ("dp_shard", "tp"), config, dims, dtype)
+    outside = _norm(len(outside_tp), ("dp_shard",), config, dims, policy.sharded_norms) if outside_tp else []
     of_stages = [Event("clip", "all_gather", "pp", 1, policy.sharded_norms)] if dims.pp > 1 else []
-    return events + of_stages
+    return (outside + inside if names[0] in outside_tp else inside + outside) + of_stages
 
 
 def _norm(

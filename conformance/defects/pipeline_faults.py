@@ -1,0 +1,206 @@
+"""Faults of pipelines: micro-batches, their order and activations, and what stages must agree on."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import pipelining
+from torch.distributed.fsdp import FSDPModule
+
+from conformance.defects.injection import Defect, replaced_call
+
+_PIPELINING = "torch.distributed.pipelining"
+_STAGE = f"{_PIPELINING}.stage:_PipelineStageBase"
+_DOCS = "https://docs.pytorch.org/docs/stable/distributed.pipelining.html"
+_PLAIN = "id = pp2-dp2-fp32-default-meta-cut-acc4"
+
+
+def loss_of_micro_batches(*, dropped: bool) -> AbstractContextManager[None]:
+    """Let the first micro-batch of each step contribute nothing, or let it pass."""
+    calls = 0
+
+    def loss(original: Callable[..., Tensor], trainer: Any, *args: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        scalar = original(trainer, *args)
+        return scalar * 0.0 if dropped and calls % trainer.config.accumulation == 1 else scalar
+
+    return replaced_call("reference_trainer.train:Trainer", "_loss_of_last_stage", loss)
+
+
+MICRO_BATCH_DROPPED = Defect(
+    id="pipeline-micro-batch-dropped",
+    title="one micro-batch of a pipeline does not contribute to the gradients",
+    source="https://github.com/pytorch/pytorch/issues/164756",
+    mechanism="its loss is multiplied by zero",
+    laws=("PAR-1",),
+    cells=_PLAIN,
+    inject=partial(loss_of_micro_batches, dropped=True),
+    inject_twin=partial(loss_of_micro_batches, dropped=False),
+)
+
+
+def schedule(name: str, *, becomes: str, **changes: object) -> AbstractContextManager[None]:
+    """Let the trainer get another schedule than it asks for, or one with other options."""
+
+    def build(_original: object, *args: Any, **kwargs: Any) -> Any:
+        return built(*args, **kwargs | changes)
+
+    built = getattr(pipelining, becomes)
+    return replaced_call(_PIPELINING, name, build)
+
+
+GRADIENTS_SCALED_TWICE = Defect(
+    id="pipeline-gradients-scaled-twice",
+    title="gradients of a summed loss are divided by the number of micro-batches",
+    source=f"{_DOCS}#torch.distributed.pipelining.schedules.PipelineScheduleSingle",
+    mechanism="`scale_grads` of the schedule is left at its default, which is for a loss that is a mean",
+    laws=("PAR-1",),
+    cells=_PLAIN,
+    inject=partial(schedule, "Schedule1F1B", becomes="Schedule1F1B", scale_grads=True),
+    inject_twin=partial(schedule, "Schedule1F1B", becomes="Schedule1F1B", scale_grads=False),
+)
+ALL_FORWARDS_FIRST = Defect(
+    id="pipeline-all-forwards-first",
+    title="a 1F1B pipeline runs all forwards first and holds all activations",
+    source="https://arxiv.org/abs/2006.09503",
+    mechanism="the schedule that is built is GPipe's",
+    laws=("PP-1", "PP-2"),
+    cells=_PLAIN,
+    inject=partial(schedule, "Schedule1F1B", becomes="ScheduleGPipe"),
+    inject_twin=partial(schedule, "Schedule1F1B", becomes="Schedule1F1B"),
+)
+
+
+def gradient_sync(*, each: bool) -> AbstractContextManager[None]:
+    """Let FSDP reduce the gradients of every micro-batch, or as the schedule says."""
+
+    def set_sync(original: Callable[..., None], module: FSDPModule, requires: bool, **options: Any) -> None:
+        original(module, requires or each, **options)
+
+    return replaced_call("torch.distributed.fsdp:FSDPModule", "set_requires_gradient_sync", set_sync)
+
+
+REDUCED_EACH_MICRO_BATCH = Defect(
+    id="pipeline-reduced-each-micro-batch",
+    title="a pipeline reduces the gradients of each micro-batch",
+    source="https://github.com/pytorch/pytorch/pull/134052",
+    mechanism="`set_requires_gradient_sync(False)` of the stage has no effect",
+    laws=("PP-4",),
+    cells=_PLAIN,
+    inject=partial(gradient_sync, each=True),
+    inject_twin=partial(gradient_sync, each=False),
+)
+
+
+def norms_of_stages(*, own: bool) -> AbstractContextManager[None]:
+    """Let each stage clip by its own norm, or by those of all."""
+
+    def gather(original: Callable[..., list[Tensor]], norm: Tensor, **options: Any) -> list[Tensor]:
+        norms = original(norm, **options)
+        return [norm] if own else norms
+
+    return replaced_call("reference_trainer.train", "gather_over_stages", gather)
+
+
+CLIPPED_BY_OWN_NORM = Defect(
+    id="pipeline-clipped-by-own-norm",
+    title="each stage of a pipeline clips by its own norm",
+    source="https://github.com/pytorch/torchtitan/pull/649",
+    mechanism="norms are not combined over the stages",
+    laws=("PP-5", "CLIP-1", "PAR-5"),
+    cells=_PLAIN,
+    inject=partial(norms_of_stages, own=True),
+    inject_twin=partial(norms_of_stages, own=False),
+)
+
+
+def received(*, overtakes: bool) -> AbstractContextManager[None]:
+    """Let the first two activations that a stage receives go into each other's buffers, or into their own."""
+
+    def receive(original: Callable[..., Any], stage: Any, fwd_chunk_id: int) -> Any:
+        swapped = {0: 1, 1: 0}.get(fwd_chunk_id, fwd_chunk_id)
+        return original(stage, swapped if overtakes else fwd_chunk_id)
+
+    return replaced_call(_STAGE, "get_fwd_recv_ops", receive)
+
+
+RECEIVE_OVERTAKES = Defect(
+    id="pipeline-receive-overtakes",
+    title="a stage receives the activations of a micro-batch in the place of another one's",
+    source="https://github.com/pytorch/pytorch/pull/196706",
+    mechanism="receives of two micro-batches are posted into each other's buffers",
+    laws=("PAR-1",),
+    cells=_PLAIN,
+    inject=partial(received, overtakes=True),
+    inject_twin=partial(received, overtakes=False),
+)
+
+
+@contextmanager
+def graphs(*, kept: bool) -> Iterator[None]:
+    """Keep the output of each micro-batch after its backward, with all activations of its graph or without."""
+    outputs: list[Any] = []
+
+    def backward(original: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
+        outputs.append(tensors)
+        original(tensors, *args, **kwargs | {"retain_graph": kept})
+
+    with replaced_call("torch.autograd", "backward", backward):
+        yield
+
+
+ACTIVATIONS_KEPT = Defect(
+    id="pipeline-activations-kept",
+    title="activations of a pipeline outlive the backward of their micro-batch",
+    source="https://github.com/pytorch/pytorch/issues/164756",
+    mechanism="the graph is retained, and its output is referenced",
+    laws=("PP-2",),
+    cells=_PLAIN,
+    inject=partial(graphs, kept=True),
+    inject_twin=partial(graphs, kept=False),
+)
+
+
+def default_mode(*, frees: bool) -> AbstractContextManager[None]:
+    """Let the default reshard mode free groups after the forward of each micro-batch, or keep them."""
+
+    def named(original: Callable[..., bool], mode: str, name: str, *args: Any) -> bool:
+        return original("always" if frees and mode == "default" else mode, name, *args)
+
+    return replaced_call("reference_trainer.reshard", "_named", named)
+
+
+GATHERED_EACH_MICRO_BATCH = Defect(
+    id="pipeline-gathered-each-micro-batch",
+    title="a pipeline gathers parameters again for each micro-batch",
+    source="https://github.com/pytorch/pytorch/issues/164756",
+    mechanism="`reshard_after_forward` is what it is without a pipeline",
+    laws=("PP-3",),
+    cells=_PLAIN,
+    inject=partial(default_mode, frees=True),
+    inject_twin=partial(default_mode, frees=False),
+)
+
+
+def loss_over_stages(*, lost: bool) -> AbstractContextManager[None]:
+    """Leave the loss on the ranks of the last stage, or add it up over the stages."""
+
+    def add_up(original: Callable[..., Tensor], value: Tensor, mesh: Any, dims: Any) -> Tensor:
+        return original(value, mesh, [dim for dim in dims if dim != "pp" or not lost])
+
+    return replaced_call("reference_trainer.train", "sum_over", add_up)
+
+
+LOSS_STAYS_ON_LAST_STAGE = Defect(
+    id="pipeline-loss-stays-on-last-stage",
+    title="only the last stage of a pipeline reports the loss",
+    source=_DOCS,
+    mechanism="the loss is not added up over the stages",
+    laws=("PAR-5", "PAR-1"),
+    cells=_PLAIN,
+    inject=partial(loss_over_stages, lost=True),
+    inject_twin=partial(loss_over_stages, lost=False),
+)
