@@ -88,7 +88,8 @@ def test_a_module_that_raises_is_told_with_its_line(capsys: pytest.CaptureFixtur
 def test_options_that_do_not_fit_are_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "(did you mean `dp2-fp32`?)" in judge(capsys, "a:b", "--cells", "dp2-fp23")[1]
     assert "no subject: write MODULE:NAME" in judge(capsys)[1]
-    assert judge(capsys, "right") == (4, "conformance: subject is 'right': write MODULE:NAME or FILE.py:NAME\n")
+    assert "--list judges nothing: leave out the subject" in judge(capsys, "a:b", "--list")[1]
+    assert "--init judges nothing: leave out the subject" in judge(capsys, "a:b", "--init")[1]
     assert "give a name that ends in .py" in judge(capsys, "--init", str(tmp_path / "x.txt"))[1]
 
 
