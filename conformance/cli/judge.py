@@ -73,9 +73,11 @@ def run(options: argparse.Namespace) -> Answer:
 
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # the command is a script: Python looks in the script's directory
-    cells = _cells(options.cells)
+    cells, named = _cells(options.cells)
     with tempfile.TemporaryDirectory() as directory, Pools() as pools:
         runs = SubjectRuns(subject, pools, Path(directory), options.limit)
+        if other := named - {runs.description.name}:
+            raise ValueError(f"--cells names cells of {min(other)}: the subject is {runs.description.name}")
         report = judge_subject(runs, cells=cells, with_faults=not options.no_faults)
     if options.keep:
         from conformance.subjects.keeping import keep
@@ -95,11 +97,15 @@ def _write_example(file: Path) -> Answer:
     return Answer(f"written: {file}\nnext: conformance judge {file}:parallelize")
 
 
-def _cells(ids: str | None) -> "list[SubjectCell]":
-    from conformance.subjects.cells import CELLS
+def _cells(names: str | None) -> "tuple[list[SubjectCell], set[str]]":
+    """Return the cells with these ids, or all, and the subjects that they name, as cells in reports do."""
+    from conformance.subjects.cells import CELLS, split_name
 
     by_id = {cell.id: cell for cell in CELLS}
-    for cell_id in ids.split(",") if ids is not None else ():
+    if names is None:
+        return list(CELLS), set()
+    split = [split_name(name) for name in names.split(",")]
+    for _, cell_id in split:
         if cell_id not in by_id:
             raise ValueError(f"no cell `{cell_id}`{allowed(cell_id, by_id)}")
-    return [by_id[cell_id] for cell_id in ids.split(",")] if ids is not None else list(CELLS)
+    return [by_id[cell_id] for _, cell_id in split], {subject for subject, _ in split if subject}

@@ -8,8 +8,9 @@ from tabulate import tabulate
 
 from conformance.judge.verdicts import BAD, Verdict
 from conformance.project import PROJECT
+from conformance.subjects.cells import split_name
 from conformance.subjects.laws import LAWS
-from conformance.subjects.schema import SubjectReport, SubjectVerdict
+from conformance.subjects.schema import NOT_JUDGED, SubjectReport, SubjectVerdict
 
 DIRECTORY = PROJECT / "docs" / "subjects"
 """Directory of the results, one file for each subject."""
@@ -42,7 +43,7 @@ def keep(name: str, report: SubjectReport) -> Path:
     laws: dict[str, dict[str, Verdict]] = {}
     failing: dict[str, SubjectVerdict] = {}
     for entry in report.verdicts:
-        laws.setdefault(entry.law, {})[entry.cell] = entry.verdict
+        laws.setdefault(entry.law, {})[split_name(entry.cell)[1]] = entry.verdict
         if entry.verdict in BAD:
             failing.setdefault(entry.law, entry)
     kept = KeptSubject(
@@ -64,7 +65,7 @@ def _lines(failing: Iterable[SubjectVerdict]) -> list[str]:
     """Return a line for each reason, with the laws and the cell."""
     laws: dict[tuple[str, str], list[str]] = {}
     for entry in failing:
-        laws.setdefault((entry.cell, entry.reason), []).append(entry.law)
+        laws.setdefault((split_name(entry.cell)[1], entry.reason), []).append(entry.law)
     return [f"{', '.join(of_reason)} on {cell}: {reason}" for (cell, reason), of_reason in laws.items()]
 
 
@@ -89,7 +90,7 @@ def as_markdown(kept: dict[str, KeptSubject]) -> str:
 
 
 def _summary(subject: KeptSubject, law: str) -> str:
-    verdicts = [verdict for verdict in subject.laws.get(law, {}).values() if verdict != Verdict.UNSUPPORTED]
+    verdicts = [verdict for verdict in subject.laws.get(law, {}).values() if verdict not in NOT_JUDGED]
     if not verdicts:
         return "-"
     bad = sum(verdict in BAD for verdict in verdicts)
@@ -98,7 +99,7 @@ def _summary(subject: KeptSubject, law: str) -> str:
 
 def _about(name: str, subject: KeptSubject) -> Sequence[str]:
     cells = dict.fromkeys(
-        cell for of_law in subject.laws.values() for cell, verdict in of_law.items() if verdict != Verdict.UNSUPPORTED
+        cell for of_law in subject.laws.values() for cell, verdict in of_law.items() if verdict not in NOT_JUDGED
     )
     return [
         name,

@@ -19,13 +19,16 @@ REPORT = SubjectReport(
     versions={"other": "1.0"},
     shims=["other._private"],
     verdicts=[
-        verdict("loss", "dp2-fp32", Verdict.PASS),
-        verdict("loss", "hsdp2x2-fp32", Verdict.FAIL, "rank 1 raised"),
-        verdict("gradients", "hsdp2x2-fp32", Verdict.FAIL, "rank 1 raised"),
-        verdict("clipping", "dp2-bf16", Verdict.UNSUPPORTED, "not declared"),
+        verdict("loss", "other/dp2-fp32", Verdict.PASS),
+        verdict("loss", "other/hsdp2x2-fp32", Verdict.FAIL, "rank 1 raised"),
+        verdict("gradients", "other/hsdp2x2-fp32", Verdict.FAIL, "rank 1 raised"),
+        verdict("clipping", "other/dp2-bf16", Verdict.UNSUPPORTED, "not declared"),
     ],
     policies=[],
-    faults=[FaultSeen(fault="stale-shard", laws=[]), FaultSeen(fault="local-norm", laws=["clipping"])],
+    faults=[
+        FaultSeen(fault="stale-shard", cell="other/dp2-fp32", laws=[]),
+        FaultSeen(fault="local-norm", cell="other/dp2-fp32", laws=["clipping"]),
+    ],
     duration_s=3.0,
 )
 
@@ -38,10 +41,10 @@ def test_verdicts_are_kept_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyP
     lines = [" ".join(line.split()) for line in keeping.as_markdown({"other": kept}).splitlines()]
     assert "| `loss` | **fail** on 1 of 2 |" in lines
     assert "| `clipping` | - |" in lines
-    row = "| other | `conformance judge package:Other` | other 1.0 | dp2-fp32, hsdp2x2-fp32 | stale-shard | "
-    assert f"{row}`other._private` | 3 s |" in lines
+    row = "| other | `conformance judge package:Other` | other 1.0 | dp2-fp32, hsdp2x2-fp32 | "
+    assert f"{row}stale-shard on other/dp2-fp32 | `other._private` | 3 s |" in lines
 
 
 def test_a_blind_subject_is_not_conformant() -> None:
-    assert REPORT.blind_to == ["stale-shard"]
+    assert REPORT.blind_to == ["stale-shard on other/dp2-fp32"]
     assert REPORT.status == 1
