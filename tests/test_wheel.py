@@ -74,6 +74,11 @@ def test_a_wheel_has_the_matrix_and_the_waivers_of_the_checkout(site: Path) -> N
         assert (site / "conformance" / name).read_bytes() == (PROJECT / name).read_bytes()
 
 
+def test_a_wheel_registers_the_suites_subjects(site: Path, tmp_path: Path) -> None:
+    listed = python(site, tmp_path, "-m", "conformance", "judge", "--list").splitlines()[2:]
+    assert {"fabric", "reference", "torchtitan"} <= {line.split()[0] for line in listed}
+
+
 def test_a_wheel_is_the_same_suite_without_a_commit(site: Path, tmp_path: Path) -> None:
     """Reports of a wheel and of its checkout can be compared; the commit would be that of the directory around."""
     run(["git", "init", "--quiet"], site)

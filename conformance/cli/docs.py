@@ -67,13 +67,19 @@ def read_measured() -> Measured:
 def add_parser(commands: Commands) -> None:
     """Add the command."""
     parser = commands.add_parser("docs", help="are generated parts of README and docs stale? exit status 1 if any is")
-    parser.add_argument("--write", action="store_true", help="bring them up to date")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--write", action="store_true", help="bring them up to date")
+    output.add_argument(
+        "--subjects-html", type=Path, metavar="FILE", help="write docs/subjects.md as HTML, with cells and reasons"
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> Answer:
     """Check the generated parts of the documentation, or write them. Raises ValueError outside of a checkout."""
     require_checkout("docs")
+    if options.subjects_html is not None:
+        return _write_subjects_html(options.subjects_html)
     contents = generated()
     stale = [file for file, content in contents.items() if not file.exists() or file.read_text() != content]
     names = ", ".join(str(file.relative_to(PROJECT)) for file in stale)
@@ -177,9 +183,18 @@ def _subject_laws() -> str:
 
 def _subjects() -> str:
     """Return the page of subjects by laws."""
-    from conformance.subjects.keeping import as_markdown, read_kept  # torch is for those who ask for this page
+    from conformance.subjects.keeping import read_kept  # torch is for those who ask for this page
+    from conformance.subjects.overview import as_markdown
 
     return as_markdown(read_kept())
+
+
+def _write_subjects_html(file: Path) -> Answer:
+    from conformance.subjects.keeping import read_kept
+    from conformance.subjects.overview import as_html
+
+    file.write_text(as_html(read_kept()))
+    return Answer(f"written: {file}")
 
 
 def _packages() -> str:

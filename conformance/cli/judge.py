@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from conformance.cli import known_subjects
 from conformance.cli.command import Answer, Commands
 from conformance.project import PACKAGE, require_checkout
 from conformance.run.pool import Pools
@@ -27,8 +28,12 @@ def add_parser(commands: Commands) -> None:
         "judge", help="is my own parallelisation right? exit status 1 if not, 4 if it cannot be judged"
     )
     parser.add_argument(
-        "subject", nargs="?", metavar="SUBJECT", help="MODULE:NAME or FILE.py:NAME, decorated with subject(...)"
+        "subject",
+        nargs="?",
+        metavar="SUBJECT",
+        help="MODULE:NAME or FILE.py:NAME, decorated with subject(...), or a name of --list",
     )
+    parser.add_argument("--list", action="store_true", help="list the subjects that installed packages register")
     parser.add_argument(
         "--init",
         nargs="?",
@@ -46,16 +51,19 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """Judge a subject, or write an example.
+    """Judge a subject, list those that are known, or write an example.
 
     Raises ValueError, with one line, for a subject that cannot be judged.
     """
+    if options.subject is not None and (options.list or options.init is not None):
+        raise ValueError(f"--{'list' if options.list else 'init'} judges nothing: leave out the subject")
+    if options.list:
+        return Answer(known_subjects.as_text(known_subjects.known_subjects()))
     if options.init is not None:
-        return _write_example(options.init, options.subject)
+        return _write_example(options.init)
     if options.subject is None:
-        raise ValueError("no subject: write MODULE:NAME or FILE.py:NAME, or begin with --init")
-    if ":" not in options.subject:
-        raise ValueError(f"subject is {options.subject!r}: write MODULE:NAME or FILE.py:NAME")
+        raise ValueError("no subject: write MODULE:NAME, FILE.py:NAME or a name of --list, or begin with --init")
+    subject = known_subjects.resolve(options.subject)
     if options.keep:
         require_checkout("--keep")
     # Torch is for those who judge: no other command pays for its import.
@@ -65,9 +73,11 @@ def run(options: argparse.Namespace) -> Answer:
 
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # the command is a script: Python looks in the script's directory
-    cells = _cells(options.cells)
+    cells, named = _cells(options.cells)
     with tempfile.TemporaryDirectory() as directory, Pools() as pools:
-        runs = SubjectRuns(options.subject, pools, Path(directory), options.limit)
+        runs = SubjectRuns(subject, pools, Path(directory), options.limit)
+        if other := named - {runs.description.name}:
+            raise ValueError(f"--cells names cells of {min(other)}: the subject is {runs.description.name}")
         report = judge_subject(runs, cells=cells, with_faults=not options.no_faults)
     if options.keep:
         from conformance.subjects.keeping import keep
@@ -78,9 +88,7 @@ def run(options: argparse.Namespace) -> Answer:
     return Answer(as_text(report), report.status)
 
 
-def _write_example(file: Path, subject: str | None) -> Answer:
-    if subject is not None:
-        raise ValueError("--init writes an example, and judges nothing: leave out the subject")
+def _write_example(file: Path) -> Answer:
     if file.suffix != ".py":
         raise ValueError(f"{file} is no Python file: give a name that ends in .py")
     if file.exists():
@@ -89,11 +97,15 @@ def _write_example(file: Path, subject: str | None) -> Answer:
     return Answer(f"written: {file}\nnext: conformance judge {file}:parallelize")
 
 
-def _cells(ids: str | None) -> "list[SubjectCell]":
-    from conformance.subjects.cells import CELLS
+def _cells(names: str | None) -> "tuple[list[SubjectCell], set[str]]":
+    """Return the cells with these ids, or all, and the subjects that they name, as cells in reports do."""
+    from conformance.subjects.cells import CELLS, split_name
 
     by_id = {cell.id: cell for cell in CELLS}
-    for cell_id in ids.split(",") if ids is not None else ():
+    if names is None:
+        return list(CELLS), set()
+    split = [split_name(name) for name in names.split(",")]
+    for _, cell_id in split:
         if cell_id not in by_id:
             raise ValueError(f"no cell `{cell_id}`{allowed(cell_id, by_id)}")
-    return [by_id[cell_id] for cell_id in ids.split(",")] if ids is not None else list(CELLS)
+    return [by_id[cell_id] for _, cell_id in split], {subject for subject, _ in split if subject}

@@ -48,6 +48,10 @@ class SubjectCell(msgspec.Struct, frozen=True, kw_only=True):
         }
         return "-".join([self.mesh, self.precision, *(tag for tag, is_on in tags.items() if is_on)])
 
+    def name_for(self, subject: str) -> str:
+        """Return the name in reports, such as `fabric/dp2-fp32`, so that those of several subjects fit together."""
+        return f"{subject}/{self.id}"
+
     @property
     def shape(self) -> Mapping[str, int]:
         """Ranks by dimension of the mesh."""
@@ -69,10 +73,8 @@ class SubjectCell(msgspec.Struct, frozen=True, kw_only=True):
         return Layout(self.data_ranks, self.accumulation, self.uneven)
 
 
-FIRST = SubjectCell()
-"""Cell that every subject must be able to run, and on which its eyes are tested."""
 CELLS = (
-    FIRST,
+    SubjectCell(),
     SubjectCell(accumulation=_ACCUMULATED),
     SubjectCell(accumulation=_ACCUMULATED, uneven=True),
     SubjectCell(init="meta"),
@@ -82,3 +84,11 @@ CELLS = (
     SubjectCell(mesh="dp2-tp2", precision="bf16"),
 )
 """All cells, in the order in which they are run."""
+FIRST_OF_MESHES = tuple(SubjectCell(mesh=mesh) for mesh in MESHES)
+"""Cell of each mesh on which it is tested whether the laws see faults."""
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Return subject and id of a cell's name in a report; no subject for an id alone."""
+    subject, _, cell_id = name.rpartition("/")
+    return subject, cell_id

@@ -2,12 +2,12 @@
 
 import importlib.metadata
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from conformance.judge.measurements import collecting
 from conformance.judge.verdicts import Verdict, classify
 from conformance.outcomes import CellFailed
-from conformance.subjects.cells import CELLS, FIRST, SubjectCell
+from conformance.subjects.cells import CELLS, FIRST_OF_MESHES, SubjectCell
 from conformance.subjects.declaring import SubjectLaw
 from conformance.subjects.evidence import Evidence
 from conformance.subjects.facts import Description
@@ -28,9 +28,10 @@ def judge_subject(
     verdicts: list[SubjectVerdict] = []
     policies: list[SubjectPolicy] = []
     for cell in cells:
-        evidence, of_cell = _verdicts(runs, cell, description)
+        hung = next((entry.cell for entry in verdicts if entry.verdict == Verdict.TIMEOUT), None)
+        evidence, of_cell = _verdicts(runs, cell, description, hung=hung)
         verdicts += of_cell
-        policies += [_policy(evidence)] if evidence else []
+        policies += [_policy(evidence, cell.name_for(description.name))] if evidence else []
     return SubjectReport(
         subject=description.name,
         torch=importlib.metadata.version("torch"),
@@ -38,59 +39,65 @@ def judge_subject(
         shims=description.shims,
         verdicts=verdicts,
         policies=policies,
-        faults=_faults(runs, verdicts) if with_faults else [],
+        faults=list(_faults(runs, verdicts)) if with_faults else [],
         duration_s=round(time.monotonic() - start_s, 1),
     )
 
 
 def _verdicts(
-    runs: SubjectRuns, cell: SubjectCell, description: Description
+    runs: SubjectRuns, cell: SubjectCell, description: Description, *, hung: str | None
 ) -> tuple[Evidence | None, list[SubjectVerdict]]:
-    """Run a cell and judge it; returns no evidence for a cell that was not run to its end."""
+    """Run a cell and judge it; returns no evidence for a cell that was not run to its end.
+
+    After a cell that hung nothing is run: each of the others would probably take all of its time, too.
+    """
+    name = cell.name_for(description.name)
     if cell.id in description.unsupported:
-        return None, _without_run(cell, Verdict.UNSUPPORTED, description.unsupported[cell.id])
+        return None, _without_run(cell, name, Verdict.UNSUPPORTED, description.unsupported[cell.id])
+    if hung is not None:
+        return None, _without_run(cell, name, Verdict.NOT_RUN, f"cell {hung} hung")
     if cell.uneven and not runs.reference(cell.layout).facts.varies:
-        return None, _without_run(cell, Verdict.UNSUPPORTED, "count() is the same for all batches")
+        return None, _without_run(cell, name, Verdict.UNSUPPORTED, "count() is the same for all batches")
     try:
         evidence = runs.run(cell)
     except CellFailed as failed:
-        return None, _without_run(cell, *classify(failed))
-    return evidence, _judged(evidence)
+        return None, _without_run(cell, name, *classify(failed))
+    return evidence, _judged(evidence, name)
 
 
-def _judged(evidence: Evidence) -> list[SubjectVerdict]:
-    return [_judge(law, evidence) for law in LAWS if law.where(evidence.cell)]
+def _judged(evidence: Evidence, name: str) -> list[SubjectVerdict]:
+    return [_judge(law, evidence, name) for law in LAWS if law.where(evidence.cell)]
 
 
-def _judge(law: SubjectLaw, evidence: Evidence) -> SubjectVerdict:
+def _judge(law: SubjectLaw, evidence: Evidence, name: str) -> SubjectVerdict:
     verdict, reason = Verdict.PASS, ""
     with collecting() as measured:
         try:
             law.test(evidence)
         except Exception as error:
             verdict, reason = classify(error)
-    return _verdict(law, evidence.cell, verdict, reason, measured=measured)
+    return _verdict(law, name, verdict, reason, measured=measured)
 
 
-def _without_run(cell: SubjectCell, verdict: Verdict, reason: str) -> list[SubjectVerdict]:
-    return [_verdict(law, cell, verdict, reason) for law in LAWS if law.where(cell)]
+def _without_run(cell: SubjectCell, name: str, verdict: Verdict, reason: str) -> list[SubjectVerdict]:
+    return [_verdict(law, name, verdict, reason) for law in LAWS if law.where(cell)]
 
 
-def _verdict(law: SubjectLaw, cell: SubjectCell, verdict: Verdict, reason: str, **fields: object) -> SubjectVerdict:
+def _verdict(law: SubjectLaw, cell: str, verdict: Verdict, reason: str, **fields: object) -> SubjectVerdict:
     return SubjectVerdict(
         law=law.id,
         suite_law=law.suite_law,
-        cell=cell.id,
+        cell=cell,
         verdict=verdict,
         reason=reason,
         **fields,  # type: ignore[arg-type]
     )
 
 
-def _policy(evidence: Evidence) -> SubjectPolicy:
+def _policy(evidence: Evidence, name: str) -> SubjectPolicy:
     facts = evidence.record.ranks[0]
     return SubjectPolicy(
-        cell=evidence.cell.id,
+        cell=name,
         matmul_dtypes=facts.matmul_dtypes,
         gradient_dtypes=facts.gradient_dtypes,
         reductions=facts.reductions,
@@ -98,17 +105,21 @@ def _policy(evidence: Evidence) -> SubjectPolicy:
     )
 
 
-def _faults(runs: SubjectRuns, verdicts: Sequence[SubjectVerdict]) -> list[FaultSeen]:
-    """Return the laws that see each fault, of those that hold on the subject; none if no law holds."""
-    holding = {entry.law for entry in verdicts if entry.cell == FIRST.id and entry.verdict == Verdict.PASS}
-    if not holding:
-        return []
-    return [FaultSeen(fault=fault, laws=_seen_by(runs, fault, holding)) for fault in FAULTS]
+def _faults(runs: SubjectRuns, verdicts: Sequence[SubjectVerdict]) -> Iterator[FaultSeen]:
+    """Yield the laws that see each fault, of those that hold, on the first cell of each mesh on which any holds.
 
-
-def _seen_by(runs: SubjectRuns, fault: str, holding: set[str]) -> list[str]:
-    try:
-        verdicts = _judged(runs.run(FIRST, fault=fault))
-    except CellFailed:
-        return []  # a run that ends says nothing of what laws see
-    return [entry.law for entry in verdicts if entry.verdict == Verdict.FAIL and entry.law in holding]
+    A run that ends says nothing of what laws see; after one that hung no fault is tried.
+    """
+    for cell in FIRST_OF_MESHES:
+        name = cell.name_for(runs.description.name)
+        holding = {entry.law for entry in verdicts if entry.cell == name and entry.verdict == Verdict.PASS}
+        for fault in FAULTS if holding else ():
+            try:
+                judged = _judged(runs.run(cell, fault=fault), name)
+            except CellFailed as failed:
+                yield FaultSeen(fault=fault, cell=name, laws=[])
+                if classify(failed)[0] == Verdict.TIMEOUT:
+                    return
+                continue
+            failing = [entry.law for entry in judged if entry.verdict == Verdict.FAIL and entry.law in holding]
+            yield FaultSeen(fault=fault, cell=name, laws=failing)

@@ -7,6 +7,9 @@ import msgspec
 from conformance.judge.measurements import Measurement
 from conformance.judge.verdicts import BAD, CONFORMANT, NOT_CONFORMANT, SUITE_FAILED, Verdict
 
+NOT_JUDGED = (Verdict.UNSUPPORTED, Verdict.NOT_RUN)
+"""Verdicts that say nothing of the subject."""
+
 
 class SubjectVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """Verdict on a subject for one law on one cell."""
@@ -14,6 +17,7 @@ class SubjectVerdict(msgspec.Struct, frozen=True, kw_only=True):
     law: str
     suite_law: str
     cell: str
+    """Name of the cell, with that of the subject: `fabric/dp2-fp32`."""
     verdict: Verdict
     reason: str = ""
     measured: dict[str, Measurement] = {}
@@ -35,6 +39,7 @@ class FaultSeen(msgspec.Struct, frozen=True, kw_only=True):
     """Fault that was put around the subject's step, and the laws that fail then."""
 
     fault: str
+    cell: str
     laws: list[str]
     """Empty if no law sees the fault: the subject is blind."""
 
@@ -54,8 +59,8 @@ class SubjectReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def blind_to(self) -> list[str]:
-        """Faults that no law sees."""
-        return [seen.fault for seen in self.faults if not seen.laws]
+        """Faults that no law sees, each with the cell."""
+        return [f"{seen.fault} on {seen.cell}" for seen in self.faults if not seen.laws]
 
     @property
     def status(self) -> int:

@@ -6,8 +6,8 @@ from tabulate import tabulate
 
 from conformance.judge.margins import margin_of
 from conformance.judge.verdicts import BAD, Verdict
-from conformance.subjects.cells import FIRST
-from conformance.subjects.schema import SubjectPolicy, SubjectReport, SubjectVerdict
+from conformance.subjects.cells import FIRST_OF_MESHES, split_name
+from conformance.subjects.schema import NOT_JUDGED, SubjectPolicy, SubjectReport, SubjectVerdict
 
 _NOT_HELD = ""
 """Entry of the table for a law that says nothing of a cell."""
@@ -21,7 +21,7 @@ def as_text(report: SubjectReport) -> str:
         *(f"shims (private names): {', '.join(report.shims)}" for _ in report.shims[:1]),
         _table(report.verdicts),
         _failures(report.verdicts),
-        _unsupported(report.verdicts),
+        _not_judged(report.verdicts),
         _policies(report.policies),
         _faults(report),
         _conclusion(report),
@@ -30,14 +30,16 @@ def as_text(report: SubjectReport) -> str:
 
 
 def _table(verdicts: Sequence[SubjectVerdict]) -> str:
-    cells = list(dict.fromkeys(entry.cell for entry in verdicts if entry.verdict != Verdict.UNSUPPORTED))
+    """Return laws by cells, whose ids stand without the subject's name, which is the same for all."""
+    cells = list(dict.fromkeys(entry.cell for entry in verdicts if entry.verdict not in NOT_JUDGED))
     laws = dict.fromkeys((entry.law, entry.suite_law) for entry in verdicts if entry.cell in cells)
     by_place = {(entry.law, entry.cell): entry for entry in verdicts}
     rows = [
         [law, suite_law, *(_entry(by_place.get((law, cell))) for cell in cells), _margin(verdicts, law)]
         for law, suite_law in laws
     ]
-    return tabulate(rows, headers=["law", "like", *cells, "of its bound"], tablefmt="simple", disable_numparse=True)
+    headers = ["law", "like", *(split_name(cell)[1] for cell in cells), "of its bound"]
+    return tabulate(rows, headers=headers, tablefmt="simple", disable_numparse=True)
 
 
 def _entry(entry: SubjectVerdict | None) -> str:
@@ -67,13 +69,14 @@ def _all_alike(verdicts: Sequence[SubjectVerdict], entry: SubjectVerdict) -> boo
     return all(other.reason == entry.reason for other in verdicts if other.cell == entry.cell)
 
 
-def _unsupported(verdicts: Sequence[SubjectVerdict]) -> str:
-    reasons: dict[str, list[str]] = {}
+def _not_judged(verdicts: Sequence[SubjectVerdict]) -> str:
+    """Return a line for each reason for which cells were not run, or not judged by a law."""
+    cells: dict[tuple[str, str], list[str]] = {}
     for entry in verdicts:
-        if entry.verdict == Verdict.UNSUPPORTED:
-            cells = reasons.setdefault(entry.reason, [])
-            cells += [entry.cell] if entry.cell not in cells else []
-    return "\n".join(f"unsupported: {', '.join(cells)}: {reason}" for reason, cells in reasons.items())
+        if entry.verdict in NOT_JUDGED:
+            of_reason = cells.setdefault((entry.verdict, entry.reason), [])
+            of_reason += [entry.cell] if entry.cell not in of_reason else []
+    return "\n".join(f"{verdict}: {', '.join(at)}: {reason}" for (verdict, reason), at in cells.items())
 
 
 def _policies(policies: Sequence[SubjectPolicy]) -> str:
@@ -90,11 +93,16 @@ def _policies(policies: Sequence[SubjectPolicy]) -> str:
 
 
 def _faults(report: SubjectReport) -> str:
+    """Return a line for each fault and the laws that see it; cells on which they are the same share it."""
     if not report.faults:
-        return (
-            f"faults: not tried, so nothing says that laws see this subject ({FIRST.id} must run, without --no-faults)"
-        )
-    return "\n".join(f"fault {seen.fault}: {', '.join(seen.laws) or 'NO LAW SEES IT'}" for seen in report.faults)
+        some = " or ".join(cell.id for cell in FIRST_OF_MESHES)
+        return f"faults: not tried, so nothing says that laws see this subject ({some} must run, without --no-faults)"
+    cells: dict[str, dict[str, list[str]]] = {}
+    for seen in report.faults:
+        cells.setdefault(seen.fault, {}).setdefault(", ".join(seen.laws) or "NO LAW SEES IT", []).append(seen.cell)
+    return "\n".join(
+        f"fault {fault}, {', '.join(at)}: {laws}" for fault, by_laws in cells.items() for laws, at in by_laws.items()
+    )
 
 
 def _conclusion(report: SubjectReport) -> str:

@@ -1,5 +1,6 @@
 """Subjects of the tests: a function that is right, and functions that are wrong in one thing each."""
 
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -217,6 +218,26 @@ def raises(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Mod
 @in_fp32
 def returns_a_number(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> int:
     return 3
+
+
+@declared
+def hangs(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    if config.precision == "bf16" and dist.get_rank() == 1:
+        time.sleep(1000)
+    return shard(model, mesh, config)
+
+
+def hang_if_norm_is_large(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Hang at norms that only a fault brings about: the limit is half of the first norm."""
+    norm = clip_with_torch(parameters, max_norm)
+    if float(norm.full_tensor() if isinstance(norm, DTensor) else norm) > 3 * max_norm:
+        time.sleep(1000)
+    return norm
+
+
+@subject(model=Model, loss=loss, batch=batch, clip=hang_if_norm_is_large)
+def hangs_with_a_fault(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    return shard(model, mesh, config)
 
 
 @subject(model=Random, loss=loss, batch=batch)

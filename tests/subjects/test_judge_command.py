@@ -54,6 +54,7 @@ def test_json_has_verdicts_with_measured_numbers(capsys: pytest.CaptureFixture[s
     report = json.loads(text)
     assert status == 0
     assert report["faults"] == []
+    assert {entry["cell"] for entry in report["verdicts"]} == {"tests.subjects.models:right/dp2-fp32"}
     (gradients,) = [entry for entry in report["verdicts"] if entry["law"] == "gradients"]
     metric = gradients["measured"]["gradient at step 0"]
     assert 0 < metric["value"] < metric["upper"] < 1e-4
@@ -88,8 +89,17 @@ def test_a_module_that_raises_is_told_with_its_line(capsys: pytest.CaptureFixtur
 def test_options_that_do_not_fit_are_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "(did you mean `dp2-fp32`?)" in judge(capsys, "a:b", "--cells", "dp2-fp23")[1]
     assert "no subject: write MODULE:NAME" in judge(capsys)[1]
-    assert judge(capsys, "right") == (4, "conformance: subject is 'right': write MODULE:NAME or FILE.py:NAME\n")
+    assert "--list judges nothing: leave out the subject" in judge(capsys, "a:b", "--list")[1]
+    assert "--init judges nothing: leave out the subject" in judge(capsys, "a:b", "--init")[1]
     assert "give a name that ends in .py" in judge(capsys, "--init", str(tmp_path / "x.txt"))[1]
+
+
+def test_cells_may_be_named_as_in_a_report(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "tests.subjects.models:right"
+    status, text = judge(capsys, name, "--cells", f"{name}/dp2-fp32", "--no-faults")
+    assert status == 0, text
+    problem = f"conformance: --cells names cells of fabric: the subject is {name}\n"
+    assert judge(capsys, name, "--cells", "fabric/dp2-fp32") == (4, problem)
 
 
 def test_a_function_of_other_parameters_is_refused() -> None:

@@ -9,21 +9,24 @@ import pytest
 from conformance.judge.verdicts import Verdict
 from conformance.outcomes import ConformanceFailure
 from conformance.run.pool import Pools
-from conformance.subjects.cells import CELLS, FIRST, SubjectCell
+from conformance.subjects.cells import CELLS, FIRST_OF_MESHES, SubjectCell, split_name
 from conformance.subjects.evidence import Evidence, Reference, SubjectRecord
 from conformance.subjects.faults import FAULTS
 from conformance.subjects.judging import judge_subject
 from conformance.subjects.laws import LAWS, shards_partition_parameters
-from conformance.subjects.running import SubjectRuns
+from conformance.subjects.running import LIMIT_S, SubjectRuns
 from conformance.subjects.schema import SubjectReport
 from conformance.subjects.text import as_text
 
 BY_ID = {cell.id: cell for cell in CELLS}
+DP2, HSDP, TP = FIRST_OF_MESHES
 
 
-def judged(pools: Pools, directory: Path, name: str, *cells: SubjectCell, faults: bool = False) -> SubjectReport:
-    runs = SubjectRuns(f"tests.subjects.models:{name}", pools, directory)
-    return judge_subject(runs, cells=cells or (FIRST,), with_faults=faults)
+def judged(
+    pools: Pools, directory: Path, name: str, *cells: SubjectCell, faults: bool = False, limit_s: float = LIMIT_S
+) -> SubjectReport:
+    runs = SubjectRuns(f"tests.subjects.models:{name}", pools, directory, limit_s)
+    return judge_subject(runs, cells=cells or (DP2,), with_faults=faults)
 
 
 def failing(report: SubjectReport) -> set[str]:
@@ -35,11 +38,12 @@ def test_a_right_function_passes_and_every_fault_is_seen(pools: Pools, tmp_path:
     text = as_text(report)
     assert report.status == 0, text
     assert {entry.cell for entry in report.verdicts if entry.verdict == Verdict.UNSUPPORTED} == {
-        "dp2-tp2-fp32",
-        "dp2-tp2-bf16",
+        "tests.subjects.models:right/dp2-tp2-fp32",
+        "tests.subjects.models:right/dp2-tp2-bf16",
     }
     assert {entry.law for entry in report.verdicts if entry.verdict == Verdict.PASS} == {law.id for law in LAWS}
-    assert [seen.fault for seen in report.faults] == list(FAULTS)
+    tried = [(split_name(seen.cell)[1], seen.fault) for seen in report.faults]
+    assert tried == [(cell.id, fault) for cell in (DP2, HSDP) for fault in FAULTS]
     assert not report.blind_to, text
 
 
@@ -104,7 +108,8 @@ def test_mesh_dimensions_may_have_other_names(pools: Pools, tmp_path: Path) -> N
 
 def test_an_adapter_that_shows_another_optimizer_is_blind(pools: Pools, tmp_path: Path) -> None:
     report = judged(pools, tmp_path, "hidden_optimizer", faults=True)
-    assert set(report.blind_to) == {"local-norm", "parameter-skipped", "stale-shard", "parameters-frozen"}
+    unseen = ("local-norm", "parameter-skipped", "stale-shard", "parameters-frozen")
+    assert report.blind_to == [f"{fault} on tests.subjects.models:right/dp2-fp32" for fault in unseen]
     assert report.status == 1
     assert "these verdicts do not count" in as_text(report)
 
@@ -113,10 +118,36 @@ def test_a_rank_that_raises_fails_all_laws_with_one_line(pools: Pools, tmp_path:
     report = judged(pools, tmp_path, "raises")
     assert {entry.verdict for entry in report.verdicts} == {Verdict.FAIL}
     (line,) = [line for line in as_text(report).splitlines() if line.startswith("fail:")]
-    assert "all laws, dp2-fp32: rank 1 raised RuntimeError: no such layer (models.py:" in line
+    assert (
+        "all laws, tests.subjects.models:raises/dp2-fp32: rank 1 raised RuntimeError: no such layer (models.py:" in line
+    )
 
 
 def test_a_function_that_returns_no_model_is_told(pools: Pools, tmp_path: Path) -> None:
     report = judged(pools, tmp_path, "returns_a_number")
     assert "parallelize returned a int: return the model, nothing, or (model, optimizer)" in as_text(report)
     assert report.status == 1
+
+
+def test_after_a_cell_that_hangs_no_other_is_run(pools: Pools, tmp_path: Path) -> None:
+    """The cells before it are judged, and whether faults are seen on them; each of the rest would cost its limit."""
+    after = (BY_ID["dp2-bf16"], HSDP, TP)
+    report = judged(pools, tmp_path, "hangs", DP2, *after, faults=True, limit_s=10.0)
+    verdicts = {cell.id: {entry.verdict for entry in report.verdicts if entry.cell.endswith(cell.id)} for cell in after}
+    assert verdicts == {
+        "dp2-bf16": {Verdict.TIMEOUT},
+        "hsdp2x2-fp32": {Verdict.NOT_RUN},
+        "dp2-tp2-fp32": {Verdict.UNSUPPORTED},
+    }
+    assert not report.blind_to
+    assert {split_name(seen.cell)[1] for seen in report.faults} == {"dp2-fp32"}
+    assert report.duration_s < 25
+    assert report.status == 1
+    line = "not-run: tests.subjects.models:hangs/hsdp2x2-fp32: cell tests.subjects.models:hangs/dp2-bf16 hung"
+    assert line in as_text(report).splitlines()
+
+
+def test_after_a_fault_that_hangs_no_other_is_tried(pools: Pools, tmp_path: Path) -> None:
+    report = judged(pools, tmp_path, "hangs_with_a_fault", faults=True, limit_s=5.0)
+    assert [seen.fault for seen in report.faults] == ["gradients-summed"]
+    assert report.blind_to == ["gradients-summed on tests.subjects.models:hangs_with_a_fault/dp2-fp32"]

@@ -1,26 +1,33 @@
 """Hugging Face accelerate with its FSDP2 plugin.
 
-Tried with accelerate 1.15.0. Without an accelerator it runs plain DDP in place of FSDP, without a warning; the shim
-below lets it take the path that it takes with GPUs. https://huggingface.co/docs/accelerate/concept_guides/fsdp1_vs_fsdp2
+Tried with accelerate 1.15.0. Without an accelerator it runs plain DDP in place of FSDP, without a warning; the first
+shim below lets it take the path that it takes with GPUs. For tensor parallelism over FSDP2 it imports a class from
+transformers that transformers 5.23.0 no longer has; a model whose parameters are all on the tensor-parallel mesh does
+not use it. https://huggingface.co/docs/accelerate/concept_guides/fsdp1_vs_fsdp2
 """
 
+import importlib.metadata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, GradientAccumulationPlugin
 from torch import nn
 from torch.optim import Optimizer
+from transformers.integrations import tensor_parallel
 
 from conformance.subjects.cells import SubjectCell
 from conformance.subjects.loop import DataGroup, scalar
 from conformance.subjects.protocol import Batch, Run, StepObserver
-from conformance.subjects.shipped.workload import Decoder, OfDecoder, feature_scale
+from conformance.subjects.shipped.workload import Decoder, OfDecoder, apply_tensor_parallelism, feature_scale
 
 _SHIM = "accelerate.state.PartialState._shared_state['distributed_type'] = MULTI_GPU"
+_TP_CLASS = "ReplicateParallel"
+_TP_SHIM = f"transformers.integrations.tensor_parallel.{_TP_CLASS} = object"
 
 
 class WithoutShim(OfDecoder):
@@ -31,10 +38,10 @@ class WithoutShim(OfDecoder):
     packages = ("accelerate",)
 
     def unsupported(self, cell: SubjectCell) -> str | None:
-        """Return the reason for cells other than FSDP of data."""
+        """Return the reason for meshes of two dimensions, and for the meta device."""
         if cell.mesh != "dp2":
-            return f"this adapter has no {cell.mesh}"
-        if cell.init == "meta" and not self.shims:
+            return "on its path without FSDP accelerate runs DDP"
+        if cell.init == "meta":
             return "on its path without FSDP accelerate copies the model, which a model on the meta device refuses"
         return None
 
@@ -49,13 +56,15 @@ class WithoutShim(OfDecoder):
             auto_wrap_policy="transformer_based_wrap",
             transformer_cls_names_to_wrap=["FeedForward"],
         )
+        tp = cell.shape.get("tp", 1)
         accelerator = Accelerator(
             cpu=True,
             fsdp_plugin=plugin,
+            parallelism_config=_parallelism(cell),
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         )
         model, optimizer = self.prepare(accelerator, cell, device)
-        data = DataGroup(rank=accelerator.process_index, ranks=cell.data_ranks, copies=1)
+        data = DataGroup(rank=accelerator.process_index // tp, ranks=cell.data_ranks, copies=tp)
         return AccelerateRun(self, accelerator, model, optimizer, data, max_norm)
 
     def apply_shim(self) -> None:
@@ -65,6 +74,8 @@ class WithoutShim(OfDecoder):
         """Make model and optimizer, on the meta device if the cell says so, and prepare both."""
         with torch.device("meta" if cell.init == "meta" else device):
             model: nn.Module = self.model()
+        if "tp" in cell.shape:
+            apply_tensor_parallelism(model, accelerator.torch_device_mesh["tp"])
         model, optimizer = accelerator.prepare(model, self.make_optimizer(model.parameters()))
         if cell.init == "meta":
             materialize(model, device)
@@ -75,7 +86,14 @@ class Accelerate(WithoutShim):
     """accelerate on the path that it takes with GPUs."""
 
     name = "accelerate"
-    shims = (_SHIM,)
+    shims: Sequence[str] = (_SHIM,)
+
+    def unsupported(self, cell: SubjectCell) -> str | None:
+        """Return the reason for tensor parallelism, if transformers lacks the class that accelerate imports."""
+        if "tp" in cell.shape and not hasattr(tensor_parallel, _TP_CLASS):
+            version = importlib.metadata.version("transformers")
+            return f"accelerate imports {_TP_CLASS} from transformers, and transformers {version} has none"
+        return None
 
     def apply_shim(self) -> None:
         """Let accelerate believe that there are GPUs, while tensors stay on the CPU."""
@@ -84,9 +102,20 @@ class Accelerate(WithoutShim):
 
 
 class AccelerateWithFix(Accelerate):
-    """accelerate with an optimizer that is made of the prepared model's parameters."""
+    """accelerate with an optimizer that is made of the prepared model's parameters, and with tensor parallelism."""
 
     name = "accelerate-with-fix"
+    shims = (_SHIM, _TP_SHIM)
+
+    def unsupported(self, cell: SubjectCell) -> str | None:
+        """Return None: every cell is run."""
+        return None
+
+    def apply_shim(self) -> None:
+        """Give transformers the class that accelerate imports, too."""
+        super().apply_shim()
+        if not hasattr(tensor_parallel, _TP_CLASS):
+            setattr(tensor_parallel, _TP_CLASS, object)
 
     def prepare(self, accelerator: Any, cell: SubjectCell, device: torch.device) -> tuple[nn.Module, Any]:
         """Prepare the model, materialise it, and only then make the optimizer."""
@@ -160,6 +189,13 @@ class AccelerateRun:
         observer.phase("backward", step=step)
         self.accelerator.backward(loss * (self.data.ranks / count))
         return scalar(loss)
+
+
+def _parallelism(cell: SubjectCell) -> ParallelismConfig | None:
+    """Return the meshes of more than one dimension; FSDP alone needs no configuration."""
+    if len(cell.shape) == 1:
+        return None
+    return ParallelismConfig(**{f"{name}_size": size for name, size in cell.shape.items()})
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:

@@ -1,0 +1,114 @@
+"""Subjects that are known by name: entry points of installed packages, the suite's own adapters among them.
+
+A package registers subjects in its pyproject.toml. An extra `subject-NAME` has what `NAME` and `NAME-...` need beside
+the package itself:
+
+    [project.entry-points."conformance.subjects"]
+    my-trainer = "my_package.subject:parallelize"
+
+    [project.optional-dependencies]
+    subject-my-trainer = ["lightning"]
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, entry_points, version
+
+from packaging.requirements import Requirement
+from tabulate import tabulate
+
+from reference_trainer.strict_yaml import allowed
+
+GROUP = "conformance.subjects"
+"""Group of the entry points."""
+_PLACES = ("MODULE:NAME", "FILE.py:NAME")
+
+
+@dataclass(frozen=True)
+class KnownSubject:
+    """Subject that an installed package registers."""
+
+    name: str
+    target: str
+    """Module and name, as `conformance judge` takes them."""
+    package: str
+    """Package that registers the subject, with its version."""
+    requirements: Sequence[Requirement]
+    """Requirements of its extra: those of the package itself are installed with it."""
+
+    @property
+    def missing(self) -> list[str]:
+        """Requirements of which no version is installed."""
+        return [str(requirement) for requirement in self.requirements if _installed(requirement) is None]
+
+
+def known_subjects() -> list[KnownSubject]:
+    """Return all subjects that installed packages register, by name."""
+    return sorted(map(_known, entry_points(group=GROUP)), key=lambda subject: (subject.name, subject.package))
+
+
+def resolve(name: str) -> str:
+    """Return module or file, and name, of a subject: as given, or as a package has registered them.
+
+    Raises ValueError, with what is allowed, for a name that nobody or more than one package registers, and for a
+    subject whose extra is not installed.
+    """
+    if ":" in name:
+        return name
+    known = known_subjects()
+    named = [subject for subject in known if subject.name == name]
+    if not named:
+        raise ValueError(f"unknown subject `{name}`{allowed(name, [*_PLACES, *(subject.name for subject in known)])}")
+    if len(named) > 1:
+        packages = " and ".join(f"{subject.package} ({subject.target})" for subject in named)
+        raise ValueError(f"subject `{name}` is registered by {packages}: write MODULE:NAME")
+    (subject,) = named
+    if subject.missing:
+        needed = " ".join(subject.missing)
+        raise ValueError(f"subject `{name}` needs packages that are not installed: pip install {needed}")
+    return subject.target
+
+
+def as_text(known: Sequence[KnownSubject]) -> str:
+    """Return a table of subjects: names, where they come from, and what of it is installed."""
+    rows = [
+        [subject.name, subject.target, subject.package, ", ".join(map(_state, subject.requirements)) or "nothing more"]
+        for subject in known
+    ]
+    return tabulate(rows, headers=["subject", "is", "registered by", "needs"], disable_numparse=True)
+
+
+def _known(entry: EntryPoint) -> KnownSubject:
+    distribution, words = entry.dist, entry.name.split("-")
+    extras = ["-".join(["subject", *words[:end]]) for end in range(1, len(words) + 1)]
+    return KnownSubject(
+        name=entry.name,
+        target=f"{entry.module}:{entry.attr}",
+        package=f"{distribution.name} {distribution.version}" if distribution else "",
+        requirements=tuple(_of_extras(distribution, extras)) if distribution else (),
+    )
+
+
+def _of_extras(distribution: Distribution, extras: Sequence[str]) -> Iterator[Requirement]:
+    """Yield requirements that a package has with extras alone, without their markers."""
+    for text in distribution.requires or ():
+        requirement = Requirement(text)
+        marker, requirement.marker = requirement.marker, None
+        if marker and not marker.evaluate() and any(marker.evaluate({"extra": extra}) for extra in extras):
+            yield requirement
+
+
+def _installed(requirement: Requirement) -> str | None:
+    """Return the installed version, or None."""
+    try:
+        return version(requirement.name)
+    except PackageNotFoundError:
+        return None
+
+
+def _state(requirement: Requirement) -> str:
+    installed = _installed(requirement)
+    if installed is None:
+        return f"{requirement} (not installed)"
+    suits = requirement.specifier.contains(installed, prereleases=True)
+    return f"{requirement.name} {installed}" if suits else f"{requirement} (installed: {installed})"
