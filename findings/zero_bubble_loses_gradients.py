@@ -7,7 +7,7 @@ contains: nothing is left for the second half. `_assert_unsharded` knows only wh
 severity: high
 visible: silent
 training: a part of the micro-batches does not contribute to gradients
-thread: none known; https://github.com/pytorch/pytorch/issues/164756 is about when groups are gathered
+thread: none known
 law: PAR-1
 avoid: reshard_after_forward=False on all modules of a stage
 ranks: 2
