@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - the field's standard name
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from reference_trainer.data import IGNORED_LABEL
@@ -68,6 +69,11 @@ def summed_loss(logits: Tensor, labels: Tensor, *, arithmetic: Literal["float", 
     if arithmetic == "float":
         return summed_cross_entropy(logits, labels)
     return F.nll_loss(logits.float().flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORED_LABEL)
+
+
+def full_loss(loss_sum: Tensor) -> Tensor:
+    """Return a detached loss as a plain scalar: computed on sharded logits, each rank has a part of it."""
+    return loss_sum.full_tensor() if isinstance(loss_sum, DTensor) else loss_sum
 
 
 def loss_context(*, parallel: bool) -> AbstractContextManager[None]:

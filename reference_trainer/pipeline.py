@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from reference_trainer.checks import require
 from reference_trainer.config import ScheduleName, TrainerConfig
+from reference_trainer.loss import full_loss
 from reference_trainer.mixed_precision import torch_dtype
 from reference_trainer.model import StageLayers, Transformer
 from reference_trainer.observer import Observer, StageAction
@@ -188,8 +189,8 @@ class _ObservedStage(pipelining.PipelineStage):
 class Pipeline:
     """Stages of this rank, and the schedule that runs micro-batches through them.
 
-    `loss` maps logits and labels of a micro-batch to the scalar from which backward starts; it is called on the rank
-    that has the last stage.
+    On the rank that has the last stage, `loss` maps logits and labels of a micro-batch to its summed loss, a scalar,
+    and `start_of_backward` the loss to the scalar from which backward starts.
     """
 
     def __init__(
@@ -200,9 +201,13 @@ class Pipeline:
         device: torch.device,
         *,
         loss: Callable[[Tensor, Tensor], Tensor],
+        start_of_backward: Callable[[Tensor], Tensor],
         observer: Observer,
     ) -> None:
         self._model, self._device, self._observer = model, device, observer
+        self._loss, self._start_of_backward = loss, start_of_backward
+        self._losses: list[Tensor] = []
+        """Losses of the micro-batches so far, while a step runs."""
         pp, pp_rank = mesh["pp"].size(), mesh.get_local_rank("pp")
         names = mesh.mesh_dim_names or ()
         samples = config.data.global_batch_size // _dp(mesh) // config.accumulation
@@ -233,7 +238,7 @@ class Pipeline:
         self._schedule = getattr(pipelining, schedule.name)(
             stages[0] if schedule.placement == "one" else stages,
             n_microbatches=config.accumulation,
-            loss_fn=loss,
+            loss_fn=self._loss_of_micro_batch,
             scale_grads=False,
         )
         # torch 2.13 can drop the logits, which nobody reads.
@@ -244,16 +249,24 @@ class Pipeline:
         self._observer.phase("forward" if action == "forward" else "backward", step=self._step)
         self._observer.stage_action(action, stage=stage, micro_batch=micro_batch, step=self._step)
 
-    def run(self, micro_batches: list[tuple[Tensor, Tensor]], *, step: int) -> None:
-        """Accumulate and reduce the gradients of a step's micro-batches.
+    def _loss_of_micro_batch(self, logits: Tensor, labels: Tensor) -> Tensor:
+        loss_sum = self._loss(logits, labels)
+        self._losses.append(full_loss(loss_sum.detach()))
+        return self._start_of_backward(loss_sum)
 
-        Each has inputs and labels, int64 of shape (samples, seq_len).
+    def run(self, micro_batches: list[tuple[Tensor, Tensor]], *, step: int) -> Tensor | float:
+        """Accumulate and reduce the gradients of a step's micro-batches; returns their summed loss, a detached scalar.
+
+        Each has inputs and labels, int64 of shape (samples, seq_len). The loss is 0.0 without the last stage.
         """
         self._step = step
         inputs, labels = (torch.cat(tensors).to(self._device) for tensors in zip(*micro_batches, strict=True))
         first = (inputs,) if self._model.is_first else ()
         last = {"target": labels, "losses": []} if self._model.is_last else {}
         self._schedule.step(*first, **last, **self._options)
+        loss_sum = sum(self._losses)
+        self._losses.clear()
+        return loss_sum
 
 
 def _dp(mesh: DeviceMesh) -> int:

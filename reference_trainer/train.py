@@ -12,7 +12,6 @@ from functools import partial
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from reference_trainer.build import build_model
 from reference_trainer.clip import clip_gradients
@@ -21,6 +20,7 @@ from reference_trainer.data import Batches
 from reference_trainer.fsdp1 import FSDP1Model
 from reference_trainer.loss import (
     count_valid_tokens,
+    full_loss,
     loss_context,
     scaled_for_backward,
     sum_over,
@@ -82,11 +82,16 @@ class Trainer:
         self.scaler = LossScaler(config, device)
         self._seed_dropout()
         self._valid_tokens = 0
-        self._loss_sum = torch.zeros((), device=device)
         self._pipeline: Pipeline | None = None
         if stages is not None:
             self._pipeline = Pipeline(
-                self.model, config, self.mesh, device, loss=self._loss_of_last_stage, observer=self.observer
+                self.model,
+                config,
+                self.mesh,
+                device,
+                loss=self._summed_loss,
+                start_of_backward=self._start_of_backward,
+                observer=self.observer,
             )
 
     @TRAINING
@@ -99,8 +104,7 @@ class Trainer:
         )
         observer.batch(micro_batches, step=step)
         self._valid_tokens = count_valid_tokens([labels for _, labels in micro_batches], self.mesh, self.device)
-        self._loss_sum = torch.zeros((), device=self.device)
-        self._forward_backward(micro_batches, step=step)
+        loss_sum = self._forward_backward(micro_batches, step=step)
         if self.scaler.is_enabled():
             observer.phase("unscale", step=step)
             self.scaler.unscale_(self.optimizer)
@@ -118,25 +122,36 @@ class Trainer:
         self.schedule.step()
         self.optimizer.zero_grad()
         observer.phase("idle", step=step)
-        loss = sum_over(self._loss_sum, self.mesh, ("pp", "dp_replicate", "dp_shard")) / self._valid_tokens
+        loss = sum_over(loss_sum, self.mesh, ("pp", "dp_replicate", "dp_shard")) / self._valid_tokens
         return StepMetrics(step, float(loss), float(norm), self._valid_tokens, lr, scale, skipped)
 
-    def _forward_backward(self, micro_batches: list[tuple[Tensor, Tensor]], *, step: int) -> None:
-        """Accumulate the gradient of the step's mean loss, and the summed loss of its micro-batches."""
+    def _forward_backward(self, micro_batches: list[tuple[Tensor, Tensor]], *, step: int) -> Tensor:
+        """Accumulate the gradient of the step's mean loss; returns the summed loss of this rank's micro-batches.
+
+        In a pipeline that is zero on ranks without the last stage.
+        """
+        loss_sum = torch.zeros((), device=self.device)
         if self._pipeline:
-            self.scaler.scale(torch.zeros((), device=self.device))  # creates the scale, also where no loss is scaled
+            self.scaler.scale(loss_sum)  # creates the scale, also where no loss is scaled
             with self._loss_context():
-                self._pipeline.run(micro_batches, step=step)
-            return
+                return loss_sum + self._pipeline.run(micro_batches, step=step)
         for index, (inputs, labels) in enumerate(micro_batches):
             set_gradient_sync(self.model, self.config.gradient_sync, last=index == len(micro_batches) - 1)
-            with self._loss_context():
-                self.observer.phase("forward", step=step)
-                logits = self.model(inputs.to(self.device))
-                loss_sum = self._summed_loss(logits, labels.to(self.device))
-                self.observer.phase("backward", step=step)
-                torch.autograd.backward(self._start_of_backward(loss_sum))
-            self._add_loss(loss_sum)
+            loss_sum += full_loss(self._micro_batch(inputs, labels, step=step))
+        return loss_sum
+
+    def _micro_batch(self, inputs: Tensor, labels: Tensor, *, step: int) -> Tensor:
+        """Accumulate the gradient of a micro-batch; returns its summed loss, a detached scalar.
+
+        `inputs` and `labels` are int64 of shape (samples, seq_len).
+        """
+        with self._loss_context():
+            self.observer.phase("forward", step=step)
+            logits = self.model(inputs.to(self.device))
+            loss_sum = self._summed_loss(logits, labels.to(self.device))
+            self.observer.phase("backward", step=step)
+            torch.autograd.backward(self._start_of_backward(loss_sum))
+        return loss_sum.detach()
 
     def _loss_context(self) -> AbstractContextManager[None]:
         return loss_context(parallel=self.config.loss_parallel and self.dims.tp > 1)
@@ -148,17 +163,6 @@ class Trainer:
         """Return the scalar from which backward starts, from a micro-batch's summed loss."""
         mean = scaled_for_backward(loss_sum, dp_size=self.dims.dp, valid_tokens=self._valid_tokens)
         return self.scaler.scale(mean)
-
-    def _loss_of_last_stage(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the scalar from which backward starts; labels are int64 of shape (samples, seq_len)."""
-        loss_sum = self._summed_loss(logits, labels)
-        self._add_loss(loss_sum)
-        return self._start_of_backward(loss_sum)
-
-    def _add_loss(self, loss_sum: Tensor) -> None:
-        """Add a micro-batch's summed loss to that of the step."""
-        loss_sum = loss_sum.detach()
-        self._loss_sum += loss_sum.full_tensor() if isinstance(loss_sum, DTensor) else loss_sum
 
     def _clip(self) -> Tensor:
         """Clip gradients; returns the total norm before, a plain scalar."""

@@ -163,6 +163,7 @@ def configuration(request: Request) -> tuple[TrainerConfig, ParallelDims]:
         if getattr(request, name) not in choices:
             raise ValueError(f"{name} {getattr(request, name)}: choose from {', '.join(choices)}")
     mesh = Mesh.parse(request.mesh)
+    require(mesh.pp == 1, f"mesh {request.mesh}: there is no model of a pipeline's memory yet; give a mesh without pp")
     samples = request.batch * request.accumulation * mesh.dp_replicate * mesh.dp_shard
     fields = {
         "mesh": MeshConfig(dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, tp=mesh.tp),

@@ -19,15 +19,13 @@ _PLAIN = "id = pp2-dp2-fp32-default-meta-cut-acc4"
 
 def loss_of_micro_batches(*, dropped: bool) -> AbstractContextManager[None]:
     """Let the first micro-batch of each step contribute nothing, or let it pass."""
-    calls = 0
 
-    def loss(original: Callable[..., Tensor], trainer: Any, *args: Any) -> Tensor:
-        nonlocal calls
-        calls += 1
-        scalar = original(trainer, *args)
-        return scalar * 0.0 if dropped and calls % trainer.config.accumulation == 1 else scalar
+    def loss(original: Callable[..., Tensor], stages: Any, *args: Any) -> Tensor:
+        is_first = not stages._losses
+        scalar = original(stages, *args)
+        return scalar * 0.0 if dropped and is_first else scalar
 
-    return replaced_call("reference_trainer.train:Trainer", "_loss_of_last_stage", loss)
+    return replaced_call("reference_trainer.pipeline:Pipeline", "_loss_of_micro_batch", loss)
 
 
 MICRO_BATCH_DROPPED = Defect(

@@ -111,8 +111,8 @@ def _leaves_traces(stage: int, config: TrainerConfig) -> bool:
 
 @law("PP-3", where="pp > 1 and dp_shard > 1", reference=UNSHARD)
 def test_groups_are_gathered_as_often_as_the_reshard_mode_says(run: Run, cell: Cell) -> None:
-    """With a mode that keeps a group after forward, the group MUST be gathered once per step, whatever the number of
-    micro-batches; with one that frees it, once for each forward or backward that finds it sharded.
+    """A group that the mode keeps after forward MUST be gathered once per step, whatever the number of micro-batches;
+    a group that it frees, once for each forward or backward that finds the group sharded.
 
     Wrong if a pipeline gathers again what it has, or keeps what the mode promises to free.
     """

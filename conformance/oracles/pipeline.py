@@ -130,7 +130,8 @@ def violations(actions: Sequence[Action], config: TrainerConfig, *, rank: int) -
     position = {action: index for index, action in enumerate(actions)}
     for action in wanted:
         needed = [Action(kind, action.stage, action.micro_batch) for kind in kinds[: kinds.index(action.kind)]]
-        wrong += [f"{action} before {other}" for other in needed if position.get(action, 0) < position.get(other, 0)]
+        early = [other for other in needed if action in position and position[action] < position.get(other, 0)]
+        wrong += [f"{action} before {other}" for other in early]
     return wrong
 
 

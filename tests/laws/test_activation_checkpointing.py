@@ -78,7 +78,7 @@ def test_recomputation_changes_no_bit() -> None:
     assert all(map(torch.equal, selective, none))
     forgetful = model_with("full")
     for block in forgetful.blocks.values():
-        block.recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # type: ignore[assignment]
+        block.recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     assert not all(map(torch.equal, backward(forgetful)[1], none))
 
 

@@ -43,17 +43,19 @@ CELLS = st.builds(
 @pytest.mark.parametrize(
     ("text", "sizes", "world"),
     [
-        ("dp1", (1, 1, 1), 1),
-        ("dp2", (1, 2, 1), 2),
-        ("tp4", (1, 1, 4), 4),
-        ("dp2-tp2", (1, 2, 2), 4),
-        ("hsdp2x2", (2, 2, 1), 4),
-        ("hsdp2x1", (2, 1, 1), 2),
-        ("hsdp2x3-tp4", (2, 3, 4), 24),
-        ("dp4096", (1, 4096, 1), 4096),
+        ("dp1", (1, 1, 1, 1), 1),
+        ("dp2", (1, 2, 1, 1), 2),
+        ("tp4", (1, 1, 4, 1), 4),
+        ("dp2-tp2", (1, 2, 2, 1), 4),
+        ("hsdp2x2", (2, 2, 1, 1), 4),
+        ("hsdp2x1", (2, 1, 1, 1), 2),
+        ("hsdp2x3-tp4", (2, 3, 4, 1), 24),
+        ("dp4096", (1, 4096, 1, 1), 4096),
+        ("pp2", (1, 1, 1, 2), 2),
+        ("pp2-hsdp2x2-tp2", (2, 2, 2, 2), 16),
     ],
 )
-def test_mesh_names(text: str, sizes: tuple[int, int, int], world: int) -> None:
+def test_mesh_names(text: str, sizes: tuple[int, int, int, int], world: int) -> None:
     mesh = Mesh.parse(text)
     assert msgspec.structs.astuple(mesh) == sizes
     assert (mesh.name, mesh.world_size) == (text, world)
@@ -74,6 +76,8 @@ def test_mesh_round_trip(mesh: Mesh) -> None:
         ("hsdp1x2", "dp2"),
         ("hsdp1x1-tp3", "tp3"),
         ("-tp2", "tp2"),
+        ("pp1-dp2", "dp2"),
+        ("pp2-dp1", "pp2"),
     ],
 )
 def test_mesh_must_be_canonical(text: str, canonical: str) -> None:
@@ -83,7 +87,23 @@ def test_mesh_must_be_canonical(text: str, canonical: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "dp", "dp0", "dp02", "dp5000", "dp10000", "dp2tp2", "tp2-dp2", "dp2-", "hsdp2", "DP2", "dp2\n", "dp\u0663"],
+    [
+        "",
+        "dp",
+        "dp0",
+        "dp02",
+        "dp5000",
+        "dp10000",
+        "dp2tp2",
+        "tp2-dp2",
+        "dp2-pp2",
+        "pp2dp2",
+        "dp2-",
+        "hsdp2",
+        "DP2",
+        "dp2\n",
+        "dp\u0663",
+    ],
 )
 def test_mesh_must_be_a_mesh(text: str) -> None:
     with pytest.raises(AxisError, match=r"axis `mesh` = .*; write dp2, tp4, .* numbers from 1 to 4096"):
@@ -162,7 +182,7 @@ def test_every_axis_is_in_the_id(cell: Cell, data: st.DataObject) -> None:
 
 def test_every_axis_has_a_tag_a_default_and_is_documented_in_order() -> None:
     assert tuple(cells._TAGS) == axis_names() == Cell.__struct_fields__
-    assert not set(axis_names()) & {"id", "features", "world", "dp_replicate", "dp_shard", "dp", "tp"}
+    assert not set(axis_names()) & {"id", "features", "world", "dp_replicate", "dp_shard", "dp", "tp", "pp"}
 
 
 @pytest.mark.parametrize(
@@ -243,8 +263,8 @@ def test_what_is_the_id_of_no_cell(text: str) -> None:
 
 def test_facts() -> None:
     facts = Cell(mesh="hsdp2x3-tp4", clip=0).facts()
-    assert set(facts) == {*axis_names(), "id", "features", "world", "dp_replicate", "dp_shard", "dp", "tp"}
-    derived = {"world": 24, "dp_replicate": 2, "dp_shard": 3, "dp": 6, "tp": 4}
+    assert set(facts) == {*axis_names(), "id", "features", "world", "dp_replicate", "dp_shard", "dp", "tp", "pp"}
+    derived = {"world": 24, "dp_replicate": 2, "dp_shard": 3, "dp": 6, "tp": 4, "pp": 1}
     assert {name: facts[name] for name in derived} == derived
     assert facts["id"] == "hsdp2x3-tp4-fp32-default-meta-noclip"
     assert Cell(mesh="hsdp2x3-tp4").world_size == 24

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from conformance.plan.cells import AxisValue, Cell, axis_default, cell_from_axes
+from conformance.plan.cells import AxisValue, Cell, axis_default, axis_names, cell_from_axes
 from conformance.plan.content import Exclusion, Section, Values
 from conformance.plan.cost import estimated_s
 from conformance.plan.derivation import covering_cells
@@ -88,13 +88,26 @@ def test_no_cell_of_the_matrix_is_excluded_or_refused() -> None:
 
 
 def cells_of(exclusion: Exclusion) -> Iterator[Cell]:
-    """Yield the cells that a rule excludes: combinations of the axes that decide it, without and with one feature."""
-    axes = {axis: values for axis, values in VALUES.items() if axis in exclusion.axes}
+    """Yield the cells that a rule excludes: combinations of the axes that decide it, without and with one feature.
+
+    A section with an axis of its own, such as pipelines, adds its values.
+    """
+    sections: dict[str, list[AxisValue]] = {}
+    for section in CONTENT.cells.values():
+        own = section.axes or {}
+        for axis, values in own.items() if own.keys() - VALUES.keys() else ():
+            sections.setdefault(axis, []).extend(values)
+    axes = {
+        axis: list(dict.fromkeys([axis_default(axis), *VALUES.get(axis, []), *sections.get(axis, [])]))
+        for axis in axis_names()
+        if axis in exclusion.axes
+    }
     for values in itertools.product(*axes.values()):
         cell = cell_from_axes(dict(zip(axes, values, strict=True)))
         if exclusion.matches(cell):
             yield cell
-            yield from (cell.but(**{axis: value}) for axis, value in FEATURES if axis not in axes)
+            of_sections = [(axis, value) for axis, values in sections.items() for value in values]
+            yield from (cell.but(**{axis: value}) for axis, value in FEATURES + of_sections if axis not in axes)
 
 
 def excluded_by(exclusion: Exclusion) -> list[Cell]:

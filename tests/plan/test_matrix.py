@@ -280,8 +280,8 @@ AXES_ALLOWED = "; allowed: mesh, precision, "
         (
             "clip > 0.0",
             "mesh = dpp",
-            "27: axis `mesh` = 'dpp': not a mesh; write dp2, tp4, dp2-tp2, hsdp2x2 (replicate x shard), hsdp2x2-tp2 or "
-            "dp1, with numbers from 1 to 4096 - at `$.profiles.some.cells`\n  mesh = dpp\n         ^",
+            "27: axis `mesh` = 'dpp': not a mesh; write dp2, tp4, dp2-tp2, hsdp2x2 (replicate x shard), hsdp2x2-tp2, "
+            "pp2-dp2 or dp1, with numbers from 1 to 4096 - at `$.profiles.some.cells`\n  mesh = dpp\n         ^",
         ),
         ("clip > 0.0", "''", "27: Expected `str` matching regex '\\\\S' - at `$.profiles.some.cells`"),
         ("budget_s: 19", "budget_s: 0", "29: Expected `float` > 0.0 - at `$.profiles.short.budget_s`"),

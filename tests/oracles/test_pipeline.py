@@ -1,0 +1,129 @@
+"""Pipeline model on known cases: the orders of the papers, and what any valid order has in common."""
+
+from collections import Counter
+
+import pytest
+from msgspec.structs import replace
+
+from conformance.oracles.pipeline import (
+    Action,
+    gathers,
+    groups_of,
+    held,
+    held_by,
+    layers_of,
+    most_held,
+    order,
+    owners,
+    transfers,
+    violations,
+)
+from conformance.plan.cells import Cell
+from reference_trainer.config import TrainerConfig
+
+PLAIN = Cell(mesh="pp2-dp2", model="cut", accumulation=4)
+LETTERS = {"forward": "F", "backward": "B", "backward-input": "I", "backward-weight": "W"}
+
+
+def config(schedule: str, *, reshard: str = "default") -> TrainerConfig:
+    return PLAIN.but(pipeline=schedule, reshard=reshard).config
+
+
+def actions(text: str) -> list[Action]:
+    """Return the actions that `F0.1 B0.1` spells: kind, stage and micro-batch."""
+    kinds = {letter: kind for kind, letter in LETTERS.items()}
+    return [Action(kinds[word[0]], *map(int, word[1:].split("."))) for word in text.split()]
+
+
+def spelled(order: list[Action] | None) -> str:
+    return " ".join(f"{LETTERS[kind]}{stage}.{index}" for kind, stage, index in order or [])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rank", "expected"),
+    [
+        ("gpipe", 0, "F0.0 F0.1 F0.2 F0.3 B0.0 B0.1 B0.2 B0.3"),
+        ("1f1b", 0, "F0.0 F0.1 B0.0 F0.2 B0.1 F0.3 B0.2 B0.3"),
+        ("1f1b", 1, "F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 F1.3 B1.3"),
+        ("looped-bfs", 1, "F1.0 F1.1 F1.2 F1.3 F3.0 F3.1 F3.2 F3.3 B3.3 B3.2 B3.1 B3.0 B1.3 B1.2 B1.1 B1.0"),
+        # Figure 4 of arXiv:2104.04473, for two ranks: rounds of two micro-batches.
+        ("interleaved-1f1b", 0, "F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1 B2.2 B2.3 B0.2 B0.3"),
+        ("interleaved-1f1b", 1, "F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 F1.3 B1.1 F3.2 B3.2 F3.3 B3.3 B1.2 B1.3"),
+    ],
+)
+def test_order_of_a_schedule(schedule: str, rank: int, expected: str) -> None:
+    assert spelled(order(config(schedule), rank=rank)) == expected
+    assert not violations(actions(expected), config(schedule), rank=rank)
+
+
+def test_zero_bubble_leaves_the_order_open() -> None:
+    assert order(config("zbv-zero-bubble"), rank=0) is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        ("F0.0 F0.1 B0.0 F0.2 B0.1 F0.3 B0.2", "0 times"),
+        ("F0.0 F0.1 B0.0 F0.2 B0.1 F0.3 B0.2 B0.3 B0.3", "too often"),
+        ("F0.0 F0.1 B0.0 F0.2 B0.1 B0.3 F0.3 B0.2", "before"),
+        ("F0.0 F0.1 B0.0 F0.2 B0.1 F0.3 B0.2 B0.3 F1.0", "too often"),
+    ],
+)
+def test_an_invalid_order_is_named(wrong: str, what: str) -> None:
+    (violation,) = violations(actions(wrong), config("1f1b"), rank=0)
+    assert what in violation
+
+
+def test_stages_on_ranks() -> None:
+    assert owners(config("1f1b")) == [0, 1]
+    assert owners(config("looped-bfs")) == [0, 1, 0, 1]
+    assert owners(config("zbv-zero-bubble")) == [0, 1, 1, 0]
+
+
+def test_layers_and_groups_of_stages() -> None:
+    two, four = config("1f1b"), config("looped-bfs")
+    assert [layers_of(stage, two) for stage in range(2)] == [[0, 1], [2, 3, 4]]
+    assert [layers_of(stage, four) for stage in range(4)] == [[0], [1], [2], [3, 4]]
+    assert groups_of(0, two) == ["tok_embeddings", "layers.0", "layers.1"]
+    assert groups_of(1, two) == ["layers.2", "layers.3", "layers.4", "output"]
+
+
+def test_things_of_a_rank() -> None:
+    things = dict.fromkeys(
+        ["tok_embeddings.weight", "module_input/layers.2.attention.wq", "norm.weight", "logits", "rope_table"], 1
+    )
+    assert list(held_by(0, things, config("1f1b"))) == ["tok_embeddings.weight", "rope_table"]
+    assert list(held_by(1, things, config("1f1b"))) == [
+        "module_input/layers.2.attention.wq",
+        "norm.weight",
+        "logits",
+        "rope_table",
+    ]
+    assert held_by(0, things, Cell(model="cut").config) == things
+
+
+def test_transfers_cross_ranks_only() -> None:
+    one, back = config("1f1b"), config("zbv-zero-bubble")
+    assert transfers(actions("F0.0 B0.0"), one) == Counter({("send", 1): 1, ("recv", 1): 1})
+    # The bend of the V is on one rank.
+    assert transfers(actions("F1.0 F2.0 I2.0 W2.0 I1.0"), back) == Counter({("recv", 0): 2, ("send", 0): 2})
+
+
+def test_activations_are_held_until_the_whole_backward() -> None:
+    assert held(actions("F0.0 F0.1 B0.0"), 0, config("1f1b")) == [1]
+    assert held(actions("F0.0 F0.1 I0.0"), 0, config("zbv-zero-bubble")) == [0, 1]
+    assert held(actions("F0.0 F0.1 I0.0 W0.0"), 0, config("zbv-zero-bubble")) == [1]
+    assert [most_held(config("1f1b"), rank=rank) for rank in range(2)] == [2, 1]
+    assert most_held(config("gpipe"), rank=1) == 4
+
+
+def test_gathers_by_reshard_mode() -> None:
+    done = order(config("gpipe"), rank=0) or []
+    assert gathers(done, config("gpipe")) == Counter(["tok_embeddings", "layers.0", "layers.1"])
+    always = gathers(done, config("gpipe", reshard="always"))
+    assert always == Counter({"tok_embeddings": 5, "layers.0": 5, "layers.1": 5})  # backward frees nothing
+
+
+def test_a_single_micro_batch_per_round() -> None:
+    rounds = replace(config("interleaved-1f1b"), accumulation=2)
+    assert not violations(order(rounds, rank=0) or [], rounds, rank=0)
