@@ -95,9 +95,9 @@ def cells_of(exclusion: Exclusion) -> Iterator[Cell]:
     sections: dict[str, list[AxisValue]] = {}
     for section in CONTENT.cells.values():
         own = section.axes or {}
-        for axis, values in own.items() if own.keys() - VALUES.keys() else ():
-            sections.setdefault(axis, []).extend(values)
-    axes = {
+        for axis, listed in own.items() if own.keys() - VALUES.keys() else ():
+            sections.setdefault(axis, []).extend(listed)
+    axes: dict[str, list[AxisValue]] = {
         axis: list(dict.fromkeys([axis_default(axis), *VALUES.get(axis, []), *sections.get(axis, [])]))
         for axis in axis_names()
         if axis in exclusion.axes
@@ -106,7 +106,7 @@ def cells_of(exclusion: Exclusion) -> Iterator[Cell]:
         cell = cell_from_axes(dict(zip(axes, values, strict=True)))
         if exclusion.matches(cell):
             yield cell
-            of_sections = [(axis, value) for axis, values in sections.items() for value in values]
+            of_sections = [(axis, value) for axis, listed in sections.items() for value in listed]
             yield from (cell.but(**{axis: value}) for axis, value in FEATURES + of_sections if axis not in axes)
 
 
