@@ -15,7 +15,7 @@ from conformance.report.law_overview import NOT_JUDGED
 from conformance.report.schema import CaseResult
 from conformance.report.shared_axes import spelled
 
-_DIMENSIONS = ("dp_shard", "dp_replicate", "tp")
+_DIMENSIONS = ("pp", "dp_shard", "dp_replicate", "tp")
 _DEFAULTS: dict[str, AxisValue] = {**dict.fromkeys(_DIMENSIONS, 1), **msgspec.structs.asdict(Cell())}
 _AXES = tuple(name for name in _DEFAULTS if name != "mesh")
 

@@ -8,7 +8,7 @@ from conformance.plan.selection import Facts
 
 RATIO_SPREAD = 0.01
 """Largest relative difference of two ratios that count as equal."""
-_SIZES = ("dp_shard", "dp_replicate", "tp", "dp", "world", "accumulation")
+_SIZES = ("dp_shard", "dp_replicate", "tp", "pp", "dp", "world", "accumulation")
 
 
 def fitting_names(ratio: float, facts: Facts) -> list[str]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from conformance.plan.cells import AxisValue, Cell, axis_names
 from conformance.plan.selection import Facts
 
-_SIZES = ("dp_shard", "dp_replicate", "tp", "dp", "world")
+_SIZES = ("dp_shard", "dp_replicate", "tp", "pp", "dp", "world")
 _DEFAULTS = Cell().facts()
 
 
