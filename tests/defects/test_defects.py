@@ -168,10 +168,17 @@ def snapshot() -> dict[str, int]:
             if isinstance(owner, ModuleType) and is_own_class:
                 yield from members(f"{prefix}.{name}", value)
 
-    distributed = ("fsdp.", "tensor.", "checkpoint.", "_functional_collectives")
+    distributed = ("fsdp.", "tensor.", "checkpoint.", "_functional_collectives", "pipelining")
     torch_modules = ("nn.utils.", "optim.", *(f"distributed.{name}" for name in distributed))
     prefixes = ("reference_trainer.", *(f"torch.{name}" for name in torch_modules))
-    others = ("torch", "torch.distributed", "torch.nn.init", "psutil", "conformance.instruments.poison")
+    others = (
+        "torch",
+        "torch.autograd",
+        "torch.distributed",
+        "torch.nn.init",
+        "psutil",
+        "conformance.instruments.poison",
+    )
     modules = {name: module for name, module in sys.modules.items() if name.startswith(prefixes) or name in others}
     return {attribute: identity for name, module in modules.items() for attribute, identity in members(name, module)}
 
