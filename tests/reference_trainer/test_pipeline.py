@@ -4,7 +4,9 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from conformance.laws.axes.proofs import prove
 from conformance.laws.fixtures import Run
+from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell
 from reference_trainer.config import MeshConfig, ModelConfig, PipelineConfig, ScheduleName, TrainerConfig
 from reference_trainer.model import Transformer
@@ -107,3 +109,11 @@ def test_schedules_that_add_up_in_one_order_compute_the_same_bits(run: Run) -> N
     assert one.losses == other.losses
     for name, tensor in one.select("final/parameter/").items():
         assert torch.equal(tensor, other.select("final/parameter/")[name]), name
+
+
+def test_the_schedule_takes_effect(run: Run) -> None:
+    """The proof of AXIS-1, which is asked of no cell with a pipeline yet."""
+    cell = Cell(mesh="pp2", model="cut", accumulation=2, steps=2)
+    prove("pipeline", run(cell.but(pipeline="gpipe")), run(cell))
+    with pytest.raises(ConformanceFailure, match="in the same order"):
+        prove("pipeline", run(cell), run(cell))

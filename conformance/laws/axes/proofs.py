@@ -240,6 +240,15 @@ def _gradient_sync(record: Record, neighbour: Record) -> None:
     expect(kept[0] * factor == kept[1], f"{kept[0]} other reductions, {kept[1]} if each micro-batch is reduced")
 
 
+def _pipeline(record: Record, neighbour: Record) -> None:
+    orders = [
+        [[(a.action, a.stage, a.micro_batch) for a in facts.stage_actions] for facts in run.ranks]
+        for run in (record, neighbour)
+    ]
+    expect(all(orders[0]), "a rank has no stage that does anything")
+    expect(orders[0] != orders[1], "stages do the same in the same order with the schedule 1f1b")
+
+
 def _sequence_parallel(record: Record, neighbour: Record) -> None:
     scatters, usual = (collectives(run, "forward", "reduce_scatter", "tp") for run in (record, neighbour))
     expect(
@@ -337,6 +346,7 @@ PROOFS: dict[str, Proof] = {
     "norm_type": _norm_type,
     "foreach_clip": _foreach_clip,
     "accumulation": _accumulation,
+    "pipeline": _pipeline,
     "forward_prefetch": forward_prefetch_takes_effect,
     "backward_prefetch": backward_prefetch_takes_effect,
     "gradient_sync": _gradient_sync,
