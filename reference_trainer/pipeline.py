@@ -189,8 +189,7 @@ class _ObservedStage(pipelining.PipelineStage):
 class Pipeline:
     """Stages of this rank, and the schedule that runs micro-batches through them.
 
-    On the rank that has the last stage, `loss` maps logits and labels of a micro-batch to its summed loss, a scalar,
-    and `start_of_backward` the loss to the scalar from which backward starts.
+    On the rank that has the last stage, `loss` maps logits and labels of a micro-batch to its summed loss, a scalar.
     """
 
     def __init__(
@@ -201,11 +200,11 @@ class Pipeline:
         device: torch.device,
         *,
         loss: Callable[[Tensor, Tensor], Tensor],
-        start_of_backward: Callable[[Tensor], Tensor],
         observer: Observer,
     ) -> None:
         self._model, self._device, self._observer = model, device, observer
-        self._loss, self._start_of_backward = loss, start_of_backward
+        self._loss = loss
+        self._start_of_backward: Callable[[Tensor], Tensor] | None = None
         self._losses: list[Tensor] = []
         """Losses of the micro-batches so far, while a step runs."""
         pp, pp_rank = mesh["pp"].size(), mesh.get_local_rank("pp")
@@ -252,14 +251,23 @@ class Pipeline:
     def _loss_of_micro_batch(self, logits: Tensor, labels: Tensor) -> Tensor:
         loss_sum = self._loss(logits, labels)
         self._losses.append(full_loss(loss_sum.detach()))
+        if self._start_of_backward is None:
+            raise RuntimeError("a stage computes a loss outside of `run`")
         return self._start_of_backward(loss_sum)
 
-    def run(self, micro_batches: list[tuple[Tensor, Tensor]], *, step: int) -> Tensor | float:
+    def run(
+        self,
+        micro_batches: list[tuple[Tensor, Tensor]],
+        *,
+        start_of_backward: Callable[[Tensor], Tensor],
+        step: int,
+    ) -> Tensor | float:
         """Accumulate and reduce the gradients of a step's micro-batches; returns their summed loss, a detached scalar.
 
-        Each has inputs and labels, int64 of shape (samples, seq_len). The loss is 0.0 without the last stage.
+        Each has inputs and labels, int64 of shape (samples, seq_len). `start_of_backward` maps the summed loss of a
+        micro-batch to the scalar from which its backward starts. The loss is 0.0 without the last stage.
         """
-        self._step = step
+        self._start_of_backward, self._step = start_of_backward, step
         inputs, labels = (torch.cat(tensors).to(self._device) for tensors in zip(*micro_batches, strict=True))
         first = (inputs,) if self._model.is_first else ()
         last = {"target": labels, "losses": []} if self._model.is_last else {}

@@ -81,17 +81,10 @@ class Trainer:
         self.schedule = build_schedule(self.optimizer, config)
         self.scaler = LossScaler(config, device)
         self._seed_dropout()
-        self._valid_tokens = 0
         self._pipeline: Pipeline | None = None
         if stages is not None:
             self._pipeline = Pipeline(
-                self.model,
-                config,
-                self.mesh,
-                device,
-                loss=self._summed_loss,
-                start_of_backward=self._start_of_backward,
-                observer=self.observer,
+                self.model, config, self.mesh, device, loss=self._summed_loss, observer=self.observer
             )
 
     @TRAINING
@@ -103,8 +96,8 @@ class Trainer:
             step, dp_rank=dp_rank(self.mesh), dp_size=self.dims.dp, accumulation=self.config.accumulation
         )
         observer.batch(micro_batches, step=step)
-        self._valid_tokens = count_valid_tokens([labels for _, labels in micro_batches], self.mesh, self.device)
-        loss_sum = self._forward_backward(micro_batches, step=step)
+        valid_tokens = count_valid_tokens([labels for _, labels in micro_batches], self.mesh, self.device)
+        loss_sum = self._accumulate(micro_batches, valid_tokens=valid_tokens, step=step)
         if self.scaler.is_enabled():
             observer.phase("unscale", step=step)
             self.scaler.unscale_(self.optimizer)
@@ -122,10 +115,10 @@ class Trainer:
         self.schedule.step()
         self.optimizer.zero_grad()
         observer.phase("idle", step=step)
-        loss = sum_over(loss_sum, self.mesh, ("pp", "dp_replicate", "dp_shard")) / self._valid_tokens
-        return StepMetrics(step, float(loss), float(norm), self._valid_tokens, lr, scale, skipped)
+        loss = sum_over(loss_sum, self.mesh, ("pp", "dp_replicate", "dp_shard")) / valid_tokens
+        return StepMetrics(step, float(loss), float(norm), valid_tokens, lr, scale, skipped)
 
-    def _forward_backward(self, micro_batches: list[tuple[Tensor, Tensor]], *, step: int) -> Tensor:
+    def _accumulate(self, micro_batches: list[tuple[Tensor, Tensor]], *, valid_tokens: int, step: int) -> Tensor:
         """Accumulate the gradient of the step's mean loss; returns the summed loss of this rank's micro-batches.
 
         In a pipeline that is zero on ranks without the last stage.
@@ -133,15 +126,16 @@ class Trainer:
         loss_sum = torch.zeros((), device=self.device)
         if self._pipeline:
             self.scaler.scale(loss_sum)  # creates the scale, also where no loss is scaled
+            start = partial(self._start_of_backward, valid_tokens=valid_tokens)
             with self._loss_context():
-                return loss_sum + self._pipeline.run(micro_batches, step=step)
+                return loss_sum + self._pipeline.run(micro_batches, start_of_backward=start, step=step)
         for index, (inputs, labels) in enumerate(micro_batches):
             set_gradient_sync(self.model, self.config.gradient_sync, last=index == len(micro_batches) - 1)
-            loss_sum += full_loss(self._micro_batch(inputs, labels, step=step))
+            loss_sum += self._forward_backward(inputs, labels, valid_tokens=valid_tokens, step=step)
         return loss_sum
 
-    def _micro_batch(self, inputs: Tensor, labels: Tensor, *, step: int) -> Tensor:
-        """Accumulate the gradient of a micro-batch; returns its summed loss, a detached scalar.
+    def _forward_backward(self, inputs: Tensor, labels: Tensor, *, valid_tokens: int, step: int) -> Tensor:
+        """Accumulate the gradient of the step's mean loss; returns the micro-batch's summed loss, a detached scalar.
 
         `inputs` and `labels` are int64 of shape (samples, seq_len).
         """
@@ -150,8 +144,8 @@ class Trainer:
             logits = self.model(inputs.to(self.device))
             loss_sum = self._summed_loss(logits, labels.to(self.device))
             self.observer.phase("backward", step=step)
-            torch.autograd.backward(self._start_of_backward(loss_sum))
-        return loss_sum.detach()
+            torch.autograd.backward(self._start_of_backward(loss_sum, valid_tokens=valid_tokens))
+        return full_loss(loss_sum.detach())
 
     def _loss_context(self) -> AbstractContextManager[None]:
         return loss_context(parallel=self.config.loss_parallel and self.dims.tp > 1)
@@ -159,10 +153,9 @@ class Trainer:
     def _summed_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return summed_loss(logits, labels, arithmetic=self.config.model.arithmetic)
 
-    def _start_of_backward(self, loss_sum: Tensor) -> Tensor:
+    def _start_of_backward(self, loss_sum: Tensor, *, valid_tokens: int) -> Tensor:
         """Return the scalar from which backward starts, from a micro-batch's summed loss."""
-        mean = scaled_for_backward(loss_sum, dp_size=self.dims.dp, valid_tokens=self._valid_tokens)
-        return self.scaler.scale(mean)
+        return self.scaler.scale(scaled_for_backward(loss_sum, dp_size=self.dims.dp, valid_tokens=valid_tokens))
 
     def _clip(self) -> Tensor:
         """Clip gradients; returns the total norm before, a plain scalar."""

@@ -181,7 +181,7 @@ CLIP_NORM_TYPE_IGNORED = Defect(
     mechanism="norm_type is not passed on",
     laws=("CLIP-1", "CLIP-2"),
     cells="id in (dp2-fp32-default-meta-norm1, "
-    "dp2-fp16reduce-always-checkpoint-rank0-clip0.1-norm3-fpre1-bpre2-offloadcpu-acfull-tied-cosine)",
+    "dp2-bf16reduce-table-full-uneven-clip0.1-norm3-fpre1-bpre2-offloadcpu-acfull-tied)",
     inject=partial(clipping, with_options(norm_type=2.0)),
     inject_twin=partial(clipping, from_generator),
 )
@@ -294,7 +294,7 @@ CLIP_SCALES_UP = Defect(
     mechanism="the factor is not limited to 1",
     laws=("CLIP-2",),
     cells="id in (dp2-fp32-default-meta-clip1000.0, "
-    "dp2-bf16mixed-table-full-uneven-sgdmomentum-clip1000.0-cliploop-acc2-bpre2-synclast-offloadcpu)",
+    "dp2-bf16mixed-exceptlast-layerwise-uneven-clip1000.0-norm1-cliploop-bpre2-offloadcpu-acfull)",
     inject=partial(clipping_by_norm, norm_over(), limit_factor=False),
     inject_twin=_by_full_norm,
 )

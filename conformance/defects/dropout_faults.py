@@ -98,8 +98,7 @@ DROPOUT_RECOMPUTED_OTHERWISE = Defect(
     source="https://docs.pytorch.org/docs/stable/checkpoint.html",
     mechanism="activations are checkpointed with preserve_rng_state=False",
     laws=("PAR-10", "PAR-2"),
-    cells="id = dp2-bf16reduce-always-meta-uneven-adamwfused-norm1-cliploop-acc2-bpre1-synclast-acfull-tied-drop0.1"
-    "-cosine",
+    cells="id = dp2-bf16reduce-table-meta-uneven-sgd-norm1-cliploop-fpre1-bpre1-acfull-tied-drop0.1",
     inject=partial(recomputation, copied, preserve_rng_state=False),
     inject_twin=partial(recomputation, copied),
 )

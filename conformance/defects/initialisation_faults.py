@@ -137,7 +137,7 @@ LAST_ROW_UNINIT = Defect(
     mechanism="initialisation leaves out the last row of the last rank's shard of the embedding",
     laws=("INIT-1", "INIT-2"),
     cells="id in (dp2-fp32-default-meta-uneven, "
-    "dp2-bf16reduce-always-meta-uneven-adamwfused-norm1-cliploop-acc2-bpre1-synclast-acfull-tied-drop0.1-cosine)",
+    "dp2-bf16reduce-table-meta-uneven-sgd-norm1-cliploop-fpre1-bpre1-acfull-tied-drop0.1)",
     inject=partial(uninitialised, last_row, restore=True),
     inject_twin=partial(uninitialised, last_row, restore=False),
 )

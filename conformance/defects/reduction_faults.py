@@ -145,8 +145,7 @@ GRADIENT_ACCUMULATION_BF16 = Defect(
     source="https://github.com/volcengine/verl/issues/7711",
     mechanism="without communication gradients stay in the compute dtype instead of the reduce dtype",
     laws=("PAR-2",),
-    cells="id in (dp2-bf16mp-default-meta-acc2-synclast, "
-    "dp2-bf16mixed-table-full-uneven-sgdmomentum-clip1000.0-cliploop-acc2-bpre2-synclast-offloadcpu)",
+    cells="id = dp2-bf16mp-default-meta-acc2-synclast",
     inject=partial(unsharded_accumulation, torch.bfloat16),
     inject_twin=partial(unsharded_accumulation, torch.float32),
 )

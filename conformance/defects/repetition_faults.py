@@ -56,7 +56,7 @@ AC_RECOMPUTE_CAST_SKIP = Defect(
     mechanism="the RoPE table is cast to bf16 in recomputation alone; saved tensors then differ in dtype",
     laws=("MP-1", "MP-3", "MP-4"),
     cells="id in (dp2-bf16mp-default-meta-acfull, "
-    "dp2-bf16reduce-always-meta-uneven-adamwfused-norm1-cliploop-acc2-bpre1-synclast-acfull-tied-drop0.1-cosine)",
+    "dp2-bf16reduce-table-meta-uneven-sgd-norm1-cliploop-fpre1-bpre1-acfull-tied-drop0.1)",
     inject=partial(recomputation, table_in_dtype_of_x),
     inject_twin=partial(recomputation, copied),
 )
@@ -67,7 +67,7 @@ AC_RECOMPUTE_CAST_SILENT = Defect(
     mechanism="the RoPE table is cast to bf16 in recomputation alone, with determinism_check='none'",
     laws=("MP-3", "MP-1", "PAR-2"),
     cells="id in (dp2-bf16mp-default-meta-acfull, "
-    "dp2-bf16reduce-always-meta-uneven-adamwfused-norm1-cliploop-acc2-bpre1-synclast-acfull-tied-drop0.1-cosine)",
+    "dp2-bf16reduce-table-meta-uneven-sgd-norm1-cliploop-fpre1-bpre1-acfull-tied-drop0.1)",
     inject=partial(recomputation, table_in_dtype_of_x, determinism_check="none"),
     inject_twin=partial(recomputation, copied, determinism_check="none"),
 )

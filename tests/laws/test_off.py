@@ -31,7 +31,8 @@ def judge(cell: Cell, **changes: str) -> None:
     offloading = expected_offloading(cell.config)
     offloading |= {name: value for name, value in changes.items() if name in offloading}
     places |= {name: value for name, value in changes.items() if name not in offloading}
-    facts = SimpleNamespace(rank=0, offloading=offloading, places={thing: [place] for thing, place in places.items()})
+    seen = {thing: [place] for thing, place in places.items()}
+    facts = SimpleNamespace(rank=0, mesh_coordinate={}, offloading=offloading, places=seen)
     record: Any = SimpleNamespace(cell=cell, ranks=[facts], shards=[{}], device_type="cuda")
     run: Any = lambda _cell: record  # noqa: E731
     laws.test_cpu_offload_state_is_in_host_memory(run, cell)
