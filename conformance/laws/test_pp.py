@@ -203,7 +203,7 @@ def test_every_stage_clips_by_the_norm_of_all(run: Run, cell: Cell) -> None:
             [norm if norm is not None else float("nan") for norm in norms],
             [expected] * len(norms),
             name=f"norm at step {step}",
-            within=tolerance.norm(gradients, order=order),
+            within=tolerance.norm(gradients, order=order, roundings=tolerance.norm_roundings(config)),
             each="rank",
         )
 
