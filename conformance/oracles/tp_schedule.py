@@ -18,7 +18,7 @@ import torch
 
 from conformance.oracles.dtype_policy import dtype_policy
 from conformance.oracles.outline import outline
-from conformance.oracles.schedule import Event, Kind, communicates
+from conformance.oracles.schedule import Event, Kind, communicates, gradient_sync
 from conformance.oracles.torch_versions import traits_of
 from reference_trainer.config import ModelConfig, TrainerConfig
 from reference_trainer.parallel_dims import ParallelDims
@@ -158,7 +158,7 @@ class _Traffic:
         reduces, _ = communicates(self._config, micro_batch)
         if not self._config.sequence_parallel or not reduces:
             return
-        accumulated = self._config.gradient_sync == "last" and micro_batch > 0
+        accumulated = gradient_sync(self._config) == "last" and micro_batch > 0
         wide = accumulated or traits_of(str(torch.__version__)).gradients_have_own_dtypes
         dtype = self._policy.reduce if wide else self._policy.compute
         for _ in range(norms):
