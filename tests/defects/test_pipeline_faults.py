@@ -1,4 +1,4 @@
-"""What the laws of pipelines say of faults that no cell of the matrix can show."""
+"""Verdicts of the laws of pipelines on faults that no cell of the matrix can show."""
 
 from pathlib import Path
 
