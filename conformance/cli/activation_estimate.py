@@ -5,13 +5,16 @@ addition.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
 from conformance.memory_segment import MemorySegment
+from conformance.oracles import pipeline
 from conformance.oracles.dtype_policy import dtype_policy
 from conformance.oracles.memory_model import group_bytes
 from conformance.oracles.schedule import groups
+from conformance.oracles.torch_versions import UP_TO_2_13, gradients_stay
 from conformance.oracles.tp_schedule import local_shapes
 from reference_trainer.config import TrainerConfig
 from reference_trainer.parallel_dims import ParallelDims
@@ -20,12 +23,27 @@ _FP32_BYTES = 4
 
 
 def kept_for_backward(profile: Sequence[MemorySegment]) -> int:
-    """Return the bytes of the activations between forward and backward."""
+    """Return the bytes of the activations before the first backward."""
     return next(segment.start_bytes for segment in profile if segment.mark == "backward")
 
 
-def estimated_profile(config: TrainerConfig, dims: ParallelDims) -> list[MemorySegment]:
-    """Return activations and gradients as a run without FSDP would hold them, group by group, of all micro-batches."""
+@dataclass(frozen=True)
+class _Costs:
+    """Bytes of each group for one micro-batch."""
+
+    saved: dict[str, int]
+    """Activations that are kept for backward."""
+    working: dict[str, int]
+    """Results that nothing keeps."""
+    recomputed: dict[str, int]
+    """Activations that backward computes again."""
+    gradients: dict[str, int]
+    """Gradients of the group's parameters."""
+    gradients_of_logits: int
+    """Gradients of the logarithms and of the logits."""
+
+
+def _costs(config: TrainerConfig, dims: ParallelDims) -> _Costs:
     compute = 4 if dtype_policy(config.precision).compute == "float32" else 2
     model = config.model
     tokens = config.data.global_batch_size // (dims.dp * config.accumulation) * config.data.seq_len
@@ -38,23 +56,78 @@ def estimated_profile(config: TrainerConfig, dims: ParallelDims) -> list[MemoryS
     working = dict.fromkeys(names, tokens * max(model.ffn_dim, model.dim) * compute // dims.tp)
     if compute < _FP32_BYTES:
         working["output"] = max(working["output"], logits)  # raised to fp32, before the logarithm
-    recomputed = _saved_bytes(replace(config, activation_checkpointing="none"), dims, tokens, compute)
-    gradients = _unpadded(config, dims)
-    segments, held = [MemorySegment("forward", 0, 0, 0)], 0
-    for name in names:
-        segments.append(MemorySegment(f"forward {name}", held, held + saved[name] + working[name], held + saved[name]))
-        held += saved[name]
-        segments.append(MemorySegment(f"after-forward {name}", held, held, held))
-    gradients_of_logits = 2 * logits  # of the logarithms and of the logits
-    segments.append(MemorySegment("backward", held, held + gradients_of_logits, held))
-    for name in reversed(names):
-        again = recomputed - saved[name] if name.startswith("layers.") else 0
-        done = held - saved[name] + gradients[name]
-        segments.append(MemorySegment(f"backward {name}", held, held + again + gradients[name] + working[name], done))
-        held -= saved[name]
-        segments.append(MemorySegment(f"gradients {name}", done, done, held))
-        segments.append(MemorySegment(f"freed {name}", held, held, held))
-    return [*segments, MemorySegment("end", held, held, held)] * config.accumulation
+    every = _saved_bytes(replace(config, activation_checkpointing="none"), dims, tokens, compute)
+    recomputed = {name: every - saved[name] if name.startswith("layers.") else 0 for name in names}
+    return _Costs(saved, working, recomputed, _unpadded(config, dims), 2 * logits)
+
+
+def estimated_profile(config: TrainerConfig, dims: ParallelDims) -> list[MemorySegment]:
+    """Return activations and gradients as a run without FSDP would hold them, group by group, of all micro-batches."""
+    walk = _Walk(_costs(config, dims), [group.name for group in groups(config)], stay=False)
+    walk.forward()
+    walk.backward(has_logits=True)
+    return walk.segments * config.accumulation
+
+
+def estimated_stage_profile(config: TrainerConfig, dims: ParallelDims, *, stage: int) -> list[MemorySegment]:
+    """Return as `estimated_profile` does what a stage holds, in the order of a schedule with one stage on each rank.
+
+    Raises ValueError for a schedule that leaves the order open.
+    """
+    actions = pipeline.order(config, rank=stage)
+    if actions is None:
+        raise ValueError(f"schedule {config.pipeline.schedule} leaves the order of its actions open")
+    walk = _Walk(_costs(config, dims), pipeline.groups_of(stage, config), stay=gradients_stay(config, UP_TO_2_13))
+    for action in actions:
+        if action.kind == "forward":
+            walk.forward()
+        else:
+            walk.backward(has_logits=stage == dims.pp - 1)
+    walk.reduce()
+    return walk.segments
+
+
+class _Walk:
+    """Walk through the groups of a model or stage; `stay` says whether gradients wait with their parameters."""
+
+    def __init__(self, costs: _Costs, names: Sequence[str], *, stay: bool) -> None:
+        self.segments: list[MemorySegment] = []
+        self._costs, self._names, self._stay = costs, names, stay
+        self._held = 0
+        self._waiting: set[str] = set()
+        """Groups whose gradients are held."""
+
+    def _add(self, mark: str, *, more: int = 0, then: int = 0) -> None:
+        """Add a segment that needs `more` bytes at its peak, and ends with `then` more than it began with."""
+        self.segments.append(MemorySegment(mark, self._held, self._held + max(more, then), self._held + then))
+        self._held += then
+
+    def forward(self) -> None:
+        self._add("forward")
+        for name in self._names:
+            saved = self._costs.saved[name]
+            self._add(f"forward {name}", more=saved + self._costs.working[name], then=saved)
+            self._add(f"after-forward {name}")
+
+    def backward(self, *, has_logits: bool) -> None:
+        self._add("backward", more=self._costs.gradients_of_logits if has_logits else 0)
+        for name in reversed(self._names):
+            gradients = self._costs.gradients[name]
+            more = self._costs.recomputed[name] + gradients + self._costs.working[name]
+            stay = 0 if name in self._waiting else gradients
+            self._add(f"backward {name}", more=more, then=stay - self._costs.saved[name])
+            self._add(f"gradients {name}", then=0 if self._stay else -gradients)
+            self._waiting |= {name} if self._stay else set()
+            self._add(f"freed {name}")
+        self._add("end")
+
+    def reduce(self) -> None:
+        """Release gradients that wait, in the order of forward, as a pipeline reduces them."""
+        self._add("reduce")
+        for name in self._names:
+            self._add(f"gradients {name}", then=-self._costs.gradients[name] if name in self._waiting else 0)
+            self._add(f"freed {name}")
+        self._add("end")
 
 
 def _saved_bytes(config: TrainerConfig, dims: ParallelDims, tokens: int, compute: int) -> int:

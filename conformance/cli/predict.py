@@ -22,7 +22,9 @@ def add_parser(commands: Commands) -> None:
         required=True,
         help="shapes in conformance/models (llama3-8b, ...), a .yaml like those, or a config.json of Hugging Face",
     )
-    parser.add_argument("--mesh", required=True, help="dp8, dp64-tp8, hsdp16x8, ... up to 4096 in each dimension")
+    parser.add_argument(
+        "--mesh", required=True, help="dp8, dp64-tp8, pp4-dp16, hsdp16x8, ... up to 4096 in each dimension"
+    )
     parser.add_argument("--precision", default="bf16-mp", help="fp32, bf16-mp, bf16-reduce (default: %(default)s)")
     parser.add_argument(
         "--reshard", default="default", help='a mode, a number of ranks, or a table: \'{"layers.*": "never"}\''
@@ -30,6 +32,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--seq-len", type=int, default=8192, help="tokens of a sample (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=1, help="samples of each rank (default: %(default)s)")
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches (default: %(default)s)")
+    parser.add_argument("--pipeline", default="1f1b", help="schedule of a mesh with pp: 1f1b or gpipe")
     parser.add_argument("--offload", default="none", help="none or cpu")
     parser.add_argument("--activation-checkpointing", default="none", help="none, selective or full")
     parser.add_argument(

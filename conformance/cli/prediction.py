@@ -12,9 +12,11 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
-from conformance.cli.activation_estimate import estimated_profile, kept_for_backward
+from conformance.cli.activation_estimate import estimated_profile, estimated_stage_profile, kept_for_backward
 from conformance.cli.model_shapes import read_model
-from conformance.oracles import memory_walk
+from conformance.memory_segment import MemorySegment
+from conformance.oracles import memory_walk, pipeline
+from conformance.oracles.dtype_policy import dtype_policy
 from conformance.oracles.memory_model import optimizer_bytes, parameter_bytes, predict, state_bytes
 from conformance.oracles.tp_schedule import local_shapes
 from conformance.oracles.traffic import add_up, ranks_in, sent_bytes, step_events
@@ -23,6 +25,7 @@ from reference_trainer.checks import require
 from reference_trainer.config import DataConfig, MeshConfig, ModelConfig, TrainerConfig
 from reference_trainer.observer import Phase
 from reference_trainer.parallel_dims import ParallelDims, check_fits_mesh, resolve_mesh
+from reference_trainer.pipeline import check_pipeline
 from reference_trainer.precision import PRECISIONS, PrecisionName
 from reference_trainer.reshard import reshard_policy
 
@@ -36,7 +39,10 @@ KINDS = ("sharded parameters", "optimizer state", *memory_walk.KINDS, "activatio
 `sharded parameters` include the RoPE table. `temporaries` are results that nothing keeps, activations that are
 recomputed, and gradients of activations and of the block that backward computes.
 """
+PIPELINES = ("1f1b", "gpipe")
+"""Schedules of pipelines whose order the models know, with one stage on each rank."""
 _CHOICES = {
+    "pipeline": PIPELINES,
     "precision": tuple(name for name in get_args(PrecisionName) if not PRECISIONS[name].norms_apart),
     "offload": ("none", "cpu"),
     "activation_checkpointing": CHECKPOINTING,
@@ -58,6 +64,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     batch: int = 1
     """Samples of each data-parallel rank and micro-batch."""
     accumulation: int = 1
+    pipeline: str = "1f1b"
+    """Schedule of a mesh with pp, one of `PIPELINES`."""
     offload: str = "none"
     activation_checkpointing: str = "none"
     overrides: Sequence[str] = ()
@@ -90,6 +98,17 @@ class PhaseTraffic(msgspec.Struct, frozen=True):
     """Bytes that the rank sends if the ranks are arranged as a ring."""
 
 
+class ModeOfPipeline(msgspec.Struct, frozen=True):
+    """Reshard mode under a pipeline, and its price: memory, or gathers for each micro-batch."""
+
+    reshard: str
+    peak_bytes: int
+    all_gathers: int
+    """All-gathers of FSDP on the rank that needs most memory, in one step."""
+    gathered_bytes: int
+    """Bytes of the rank's inputs to them."""
+
+
 class Prediction(msgspec.Struct, frozen=True):
     """Prediction for one rank."""
 
@@ -101,12 +120,18 @@ class Prediction(msgspec.Struct, frozen=True):
     """Sharded parameters and optimizer state, in host memory if they are offloaded."""
     buffer_bytes: int
     """RoPE table, which is always on the device."""
+    stage: int
+    """Rank of the pipeline that is predicted, the one that needs most; 0 without a pipeline."""
+    stage_peaks_bytes: list[int]
+    """Peak of each rank of the pipeline."""
+    modes: list[ModeOfPipeline]
+    """Reshard modes of a pipeline; none without one."""
     phases: dict[str, PhaseMemory]
     """Memory by phase, in the order of time, with the buffers and, unless it is offloaded, the state."""
     activation_bytes: int
     """Estimate of the activations that are kept for backward."""
     traffic: list[PhaseTraffic]
-    """Collectives that a rank issues in a step, in the order of phases."""
+    """Collectives that a rank issues in a step, and transfers between stages (`send`), in the order of phases."""
 
 
 def prediction(request: Request) -> Prediction:
@@ -115,44 +140,96 @@ def prediction(request: Request) -> Prediction:
     Raises ValueError for an unknown model, mesh or option, and for sizes that the mesh cannot shard.
     """
     config, dims = configuration(request)
+    peaks = [peak_bytes(_stage_memory(config, dims, stage)) for stage in range(dims.pp)]
+    stage = peaks.index(max(peaks))
     return Prediction(
         parameters=_numel(local_shapes(config.model, tp=1, tp_rank=0)),
         ranks=dims.world_size,
-        state_bytes=state_bytes(config, dims, local_shapes(config.model, tp=dims.tp, tp_rank=0)),
+        state_bytes=state_bytes(config, dims, stage_shapes(config, dims, stage)),
         buffer_bytes=buffer_bytes(config),
+        stage=stage,
+        stage_peaks_bytes=peaks,
+        modes=[_mode(request, mode) for mode in RESHARD_MODES] if dims.pp > 1 else [],
         phases=phase_memory(config, dims),
-        activation_bytes=kept_for_backward(estimated_profile(config, dims)),
-        traffic=_traffic(config, dims),
+        activation_bytes=kept_for_backward(_profile(config, dims, stage)),
+        traffic=_traffic(config, dims, stage),
     )
 
 
-def phase_memory(config: TrainerConfig, dims: ParallelDims) -> dict[str, PhaseMemory]:
-    """Return the memory of each phase on the device of rank 0, which has the largest shards."""
+def stage_shapes(config: TrainerConfig, dims: ParallelDims, stage: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes that FSDP shards on a rank of the pipeline, by parameter."""
     shapes = local_shapes(config.model, tp=dims.tp, tp_rank=0)
+    return pipeline.held_by(stage, shapes, config) if dims.pp > 1 else shapes
+
+
+def peak_bytes(phases: dict[str, PhaseMemory]) -> int:
+    """Return the largest peak of all phases."""
+    return max(memory.peak_bytes for memory in phases.values())
+
+
+def phase_memory(config: TrainerConfig, dims: ParallelDims) -> dict[str, PhaseMemory]:
+    """Return the memory of each phase on the device of rank 0, which has the largest shards.
+
+    In a pipeline it is the first rank of the stage that needs most.
+    """
+    return max((_stage_memory(config, dims, stage) for stage in range(dims.pp)), key=peak_bytes)
+
+
+def _profile(config: TrainerConfig, dims: ParallelDims, stage: int) -> list[MemorySegment]:
+    return estimated_profile(config, dims) if dims.pp == 1 else estimated_stage_profile(config, dims, stage=stage)
+
+
+def _mode(request: Request, mode: str) -> ModeOfPipeline:
+    config, dims = configuration(replace(request, reshard=mode))
+    peaks = [peak_bytes(_stage_memory(config, dims, stage)) for stage in range(dims.pp)]
+    events = step_events(config, dims, tp_rank=0, pp_rank=peaks.index(max(peaks)))
+    gathers = [event for event in events if (event.kind, event.group) == ("all_gather", "dp_shard")]
+    return ModeOfPipeline(mode, max(peaks), len(gathers), sum(event.nbytes for event in gathers))
+
+
+def _stage_memory(config: TrainerConfig, dims: ParallelDims, stage: int) -> dict[str, PhaseMemory]:
+    shapes = stage_shapes(config, dims, stage)
     resident = {"sharded parameters": buffer_bytes(config), "optimizer state": 0}
     if config.offload == "none":
         resident["sharded parameters"] += parameter_bytes(config, dims, shapes)
         resident["optimizer state"] = optimizer_bytes(config, dims, shapes)
-    usages = predict(config, dims, shapes, estimated_profile(config, dims), device_only=True)
+    if dims.pp > 1:
+        itemsize = int(getattr(torch, dtype_policy(config.precision).compute).itemsize)
+        resident["communication buffers"] = pipeline.received_numel(config, dims, rank=stage) * itemsize
+    usages = predict(config, dims, shapes, _profile(config, dims, stage), device_only=True)
     return {phase: _with_resident(usage, resident) for phase, usage in usages.items()}
 
 
 def _with_resident(usage: memory_walk.Usage, resident: dict[str, int]) -> PhaseMemory:
     nbytes = sum(resident.values())
-    return PhaseMemory(
-        nbytes + usage.peak_bytes, nbytes + usage.end_bytes, dict.fromkeys(KINDS, 0) | resident | usage.kinds_at_peak
-    )
+    kinds = {kind: resident.get(kind, 0) + usage.kinds_at_peak.get(kind, 0) for kind in KINDS}
+    return PhaseMemory(nbytes + usage.peak_bytes, nbytes + usage.end_bytes, kinds)
 
 
-def _traffic(config: TrainerConfig, dims: ParallelDims) -> list[PhaseTraffic]:
+def _traffic(config: TrainerConfig, dims: ParallelDims, stage: int) -> list[PhaseTraffic]:
     """Collectives by phase, in the order of time; within a phase those of FSDP come first."""
     rows = []
-    for (phase, group, kind, dtype), traffic in add_up(step_events(config, dims, tp_rank=0)).items():
+    for (phase, group, kind, dtype), traffic in add_up(step_events(config, dims, tp_rank=0, pp_rank=stage)).items():
         ranks = ranks_in(group, dims)
         sent = sent_bytes(kind, traffic.nbytes, ranks=ranks)
         rows.append(PhaseTraffic(phase, kind, group, ranks, dtype, traffic.count, traffic.nbytes, sent))
+    rows += _transfers(config, dims, stage) if dims.pp > 1 else []
     order = get_args(Phase)
     return sorted(rows, key=lambda row: order.index(row.phase))
+
+
+def _transfers(config: TrainerConfig, dims: ParallelDims, stage: int) -> list[PhaseTraffic]:
+    """Activations and their gradients that a rank sends to its neighbours in the pipeline."""
+    dtype = dtype_policy(config.precision).compute
+    nbytes = pipeline.activation_numel(config, dims) * int(getattr(torch, dtype).itemsize)
+    rows = []
+    for phase in ("forward", "backward"):
+        actions = [action for action in pipeline.order(config, rank=stage) or () if action.kind == phase]
+        transfers = pipeline.transfers(actions, config)
+        count = sum(number for (direction, _), number in transfers.items() if direction == "send")
+        if count:
+            rows.append(PhaseTraffic(phase, "send", "pp", 2, dtype, count, count * nbytes, count * nbytes))
+    return rows
 
 
 def configuration(request: Request) -> tuple[TrainerConfig, ParallelDims]:
@@ -163,21 +240,26 @@ def configuration(request: Request) -> tuple[TrainerConfig, ParallelDims]:
         if getattr(request, name) not in choices:
             raise ValueError(f"{name} {getattr(request, name)}: choose from {', '.join(choices)}")
     mesh = Mesh.parse(request.mesh)
-    require(mesh.pp == 1, f"mesh {request.mesh}: there is no model of a pipeline's memory yet; give a mesh without pp")
     samples = request.batch * request.accumulation * mesh.dp_replicate * mesh.dp_shard
     fields = {
-        "mesh": MeshConfig(dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, tp=mesh.tp),
+        "mesh": MeshConfig(pp=mesh.pp, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, tp=mesh.tp),
         "data": DataConfig(seq_len=request.seq_len, global_batch_size=samples),
         "precision": request.precision,
         "reshard": _reshard(request.reshard),
         "accumulation": request.accumulation,
         "offload": request.offload,
+        "pipeline": {"schedule": request.pipeline} if mesh.pp > 1 else {},
         "activation_checkpointing": request.activation_checkpointing,
         "model": replace(model, max_seq_len=max(model.max_seq_len, request.seq_len)),
     }
     config = msgspec.convert(msgspec.to_builtins(fields), TrainerConfig)
     dims = resolve_mesh(config.mesh, world_size=mesh.world_size)
     check_fits_mesh(config, dims)
+    check_pipeline(config, dims)
+    require(
+        dims.pp == 1 or request.reshard in RESHARD_MODES,
+        f"reshard {request.reshard} with mesh {request.mesh}: in a pipeline choose from {', '.join(RESHARD_MODES)}",
+    )
     reshard_policy(config, dims, torch.device("cpu"))  # what the trainer refuses cannot be predicted
     return config, dims
 

@@ -23,6 +23,8 @@ def prediction_text(request: "Request", predicted: "Prediction", fit: "DeviceFit
     sections = [_heading(request, predicted), _memory(request, predicted), _NOT_COUNTED]
     if fit:
         sections.append(_fit(request, fit))
+    if predicted.modes:
+        sections.append(_modes(predicted))
     return "\n\n".join([*sections, _traffic(predicted)])
 
 
@@ -104,6 +106,18 @@ def _memory(request: "Request", predicted: "Prediction") -> str:
             f"State on the {where}: {predicted.state_bytes / _GIB:.2f} GiB. Activations that are kept for backward, an "
             f"estimate: {predicted.activation_bytes / _GIB:.2f} GiB.",
         ]
+    )
+
+
+def _modes(predicted: "Prediction") -> str:
+    """Both sides of the trade under a pipeline: memory, and gathers."""
+    rows = [[m.reshard, m.peak_bytes / _GIB, m.all_gathers, m.gathered_bytes / _GIB] for m in predicted.modes]
+    headers = ["--reshard", "peak (GiB)", "all-gathers", "their inputs (GiB)"]
+    peaks = ", ".join(f"{peak / _GIB:.2f}" for peak in predicted.stage_peaks_bytes)
+    return (
+        f"Peaks of the ranks of the pipeline: {peaks} GiB; all else is of rank {predicted.stage}.\n"
+        "Reshard modes, each on the rank that needs most, in one step:\n"
+        + tabulate(rows, headers=headers, floatfmt=".2f")
     )
 
 

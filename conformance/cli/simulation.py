@@ -53,6 +53,10 @@ def simulation(request: Request) -> Simulation:
             f"offload {config.offload} cannot be simulated: the simulated device is the CPU, whose memory is the "
             "host's; leave out --simulate or --offload"
         )
+    if dims.pp > 1:
+        raise ValueError(
+            f"mesh {request.mesh} cannot be simulated: stages would wait for each other; leave out --simulate"
+        )
     _require_fakes()
     start_s, cpu_start_s = time.perf_counter(), time.process_time()
     step = fake_step(config, dims)

@@ -65,7 +65,7 @@ ALL_FORWARDS_FIRST = Defect(
     title="a 1F1B pipeline runs all forwards first and holds all activations",
     source="https://arxiv.org/abs/2006.09503",
     mechanism="the schedule that is built is GPipe's",
-    laws=("PP-1", "PP-2"),
+    laws=("PP-1", "PP-2", "MEM-1"),
     cells=_PLAIN,
     inject=partial(schedule, "Schedule1F1B", becomes="ScheduleGPipe"),
     inject_twin=partial(schedule, "Schedule1F1B", becomes="Schedule1F1B"),
@@ -159,6 +159,34 @@ ACTIVATIONS_KEPT = Defect(
     cells=_PLAIN,
     inject=partial(graphs, kept=True),
     inject_twin=partial(graphs, kept=False),
+)
+
+
+@contextmanager
+def sent_gradients(*, kept: bool) -> Iterator[None]:
+    """Keep the gradients that a stage has sent until the next step, or none."""
+    sent: list[Tensor] = []
+
+    def send(original: Callable[..., list[Any]], stage: Any, bwd_chunk_id: int) -> list[Any]:
+        transfers = original(stage, bwd_chunk_id)
+        if bwd_chunk_id == 0:
+            sent.clear()
+        sent.extend(transfer.tensor for transfer in transfers if kept)
+        return transfers
+
+    with replaced_call(_STAGE, "get_bwd_send_ops", send):
+        yield
+
+
+SENT_GRADIENTS_KEPT = Defect(
+    id="pipeline-sent-gradients-kept",
+    title="a stage holds the gradients that it has sent until the step is over",
+    source=_DOCS,
+    mechanism="`bwd_cache` keeps the gradients of the stage's inputs of all micro-batches",
+    laws=("MEM-1",),
+    cells=_PLAIN,
+    inject=partial(sent_gradients, kept=True),
+    inject_twin=partial(sent_gradients, kept=False),
 )
 
 

@@ -28,12 +28,13 @@ from reference_trainer.observer import Observer
 from reference_trainer.parallel_dims import ParallelDims, resolve_mesh
 from reference_trainer.train import Trainer
 
-World = Literal["ranks", "simulated", "none"]
+World = Literal["ranks", "simulated", "stages", "none"]
 """World in which an experiment takes place.
 
 `ranks`: every rank of the cell, in one process group. `simulated`: one process, which is rank 0 of torch's fake process
-group of the cell's size. `none`: one process without a process group and without the session's defect, for values with
-which laws compare."""
+group of the cell's size. `stages`: one process for each rank of the cell's pipeline, each the first of the cell's ranks
+that have its stages, in a fake process group of its own. `none`: one process without a process group and without the
+session's defect, for values with which laws compare."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,8 @@ def experiment(
         return Experiment(
             name=f"{function.__module__}:{function.__name__}",
             needs=needs,
-            alone=world != "ranks",
+            alone=world in ("simulated", "none"),
+            by_stage=world == "stages",
             result=get_type_hints(function)["return"],
             perform=perform,
         )
@@ -120,8 +122,9 @@ def rank_world(context: RankContext, job: Job, *, world: World, process_group: b
         yield RankWorld(context, job, config, device_of(context))
         return
     with injected(job.defect):
-        if world == "simulated":
-            with simulated_world(job.world_size):
+        if world in ("simulated", "stages"):
+            first = context.rank * (job.world_size // config.mesh.pp)
+            with simulated_world(job.world_size, rank=first):
                 yield RankWorld(context, job, config, torch.device("cpu"))
             return
         yield RankWorld(context, job, config, start_process_group(context) if process_group else device_of(context))

@@ -63,8 +63,16 @@ def step_in_simulation(rank: RankWorld) -> StepMemory:
     One ledger is open from before the model is built, so that no copy of parameters or optimizer state escapes it. With
     FSDP1 a ledger begins with the step: FSDP1 frees in it what it held before, of which its memory model knows nothing.
     """
-    if rank.config.implementation == "fsdp1":
-        return _measured_step(_warm_trainer(rank), 1)
+    return _measured_step(_warm_trainer(rank), 1) if rank.config.implementation == "fsdp1" else _second_step(rank)
+
+
+@experiment(needs=Needs.SHARDING | Needs.FORWARD, world="stages")
+def step_of_stages(rank: RankWorld) -> StepMemory:
+    """Measure as `step_in_simulation` does, on the first rank of each stage of a pipeline."""
+    return _second_step(rank)
+
+
+def _second_step(rank: RankWorld) -> StepMemory:
     with ledger_of(rank.device, mapped_bytes=rank.mapped_bytes) as ledger:
         trainer = _warm_trainer(rank)
         gc.collect()  # so that garbage in cycles of the warm step is not released into the measured step

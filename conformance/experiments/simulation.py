@@ -5,20 +5,33 @@ Such a run proves facts that do not depend on numbers: which collectives are iss
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 @contextmanager
-def simulated_world(size: int) -> Iterator[None]:
-    """Make this process rank 0 of a world of this size. Raises RuntimeError for a torch without the fake backend."""
+def simulated_world(size: int, *, rank: int = 0) -> Iterator[None]:
+    """Make this process one rank of a world of this size. Raises RuntimeError for a torch without the fake backend."""
     try:
         from torch.testing._internal.distributed.fake_pg import FakeStore
     except ImportError as error:
         raise RuntimeError(f"torch {torch.__version__} has no fake process group: {error}") from None
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
-        yield
+        with patch.object(dist, "recv", _receive_ones):
+            yield
     finally:
         dist.destroy_process_group()
+
+
+def _receive_ones(tensor: Tensor, *_arguments: Any, **_options: Any) -> None:
+    """Receive from a peer that agrees: the stages of a pipeline ask each other whether all know their shapes.
+
+    The fake process group would leave the tensor as it is. torch.distributed.pipelining votes so from 2.13 on
+    (`_warmup_forward_vote` in torch/distributed/pipelining/stage.py).
+    """
+    tensor.fill_(1)

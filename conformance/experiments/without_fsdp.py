@@ -22,7 +22,7 @@ from reference_trainer.init_weights import init_weights
 from reference_trainer.loss import loss_context, summed_loss
 from reference_trainer.mesh import build_mesh
 from reference_trainer.mixed_precision import mixed_precision_policy
-from reference_trainer.model import Transformer
+from reference_trainer.model import Stage, Transformer
 from reference_trainer.parallel_dims import ParallelDims
 from reference_trainer.parallelize import apply_ac, apply_tp
 
@@ -61,7 +61,7 @@ def segments_without_fsdp(
     Gradients have the dtypes that FSDP gives them in this version of torch, and are kept for as many micro-batches.
     """
     traits = traits_of(str(torch.__version__))
-    marks = GroupMarks(_groups(model))
+    marks = GroupMarks(group_modules(model))
     micro_batches = batches.micro_batches(0, dp_rank=0, dp_size=dims.dp, accumulation=config.accumulation)
     for _warm in (True, False):
         with ledger() as measured:
@@ -70,12 +70,12 @@ def segments_without_fsdp(
                 marks.reduces = reduces
                 marks.releases = reduces or not gradients_stay(config, traits)
                 if traits.gradients_have_own_dtypes and config.implementation == "fsdp2":
-                    _set_grad_dtypes(model, config, reduces=reduces)
+                    set_grad_dtypes(model, config, reduces=reduces)
                 _forward_backward(model, marks, config, inputs, labels)
     return measured.segments
 
 
-def _set_grad_dtypes(model: Transformer, config: TrainerConfig, *, reduces: bool) -> None:
+def set_grad_dtypes(model: nn.Module, config: TrainerConfig, *, reduces: bool) -> None:
     """Set `grad_dtype` before backward as FSDP does if gradients are reduced in a wider dtype.
 
     See `_set_unsharded_grad_dtypes` of torch 2.15, torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py. Gradients
@@ -107,7 +107,9 @@ def _forward_backward(
     mark("end")
 
 
-def _groups(model: Transformer) -> Groups:
+def group_modules(model: Transformer | Stage) -> Groups:
     """Return the modules of each group that FSDP shards, see `oracles.schedule.groups`."""
-    blocks: dict[str, list[nn.Module]] = {f"layers.{index}": [block] for index, block in model.blocks.items()}
-    return {"tok_embeddings": [model.tok_embeddings], **blocks, "output": [model.norm, model.output]}
+    groups: dict[str, list[nn.Module]] = {"tok_embeddings": [model.tok_embeddings]}
+    groups |= {f"layers.{index}": [block] for index, block in model.layers.items()}
+    groups["output"] = [model.norm, model.output]
+    return {name: modules for name, modules in groups.items() if not isinstance(modules[0], nn.Identity)}

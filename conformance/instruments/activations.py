@@ -41,8 +41,14 @@ class GroupMarks:
                 self._release(name)
         self._waiting = set(self._groups)
 
+    def release_all(self) -> None:
+        """Set the marks at the end of backward for all groups, in the order of forward, as a pipeline reduces them."""
+        for name in self._groups:
+            self._release(name)
+        self._waiting = set(self._groups)
+
     def _release(self, name: str) -> None:
-        self._waiting.remove(name)
+        self._waiting.discard(name)
         parameters = [parameter for module in self._groups[name] for parameter in module.parameters()]
         mark(f"after-backward {name}")
         if self.reduces:

@@ -33,6 +33,9 @@ def unsupported(law: Law, cell: Cell, machine: Machine, *, profile: Profile | No
         return f"{law.id} holds from torch {law.since} on; this is {machine.torch_version}"
     if substrate == "sim" and machine.hardware.simulated and machine.hardware.simulated.lacks:
         return machine.hardware.simulated.lacks
+    if cell.pipeline == "zbv-zero-bubble" and substrate == "gloo" and release(machine.torch_version) < (2, 13):
+        # `_get_init_p2p_neighbors_ops` in torch/distributed/pipelining/stage.py; seen with 2.11, mended in 2.13.
+        return f"torch {machine.torch_version} has the stages of one rank send to each other, which gloo cannot do"
     lacking = _needs_device(cell, device=device_type(substrate))
     if lacking:
         return f"needs {lacking}; this run is on {_NAMES[device_type(substrate)]}"

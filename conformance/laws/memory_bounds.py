@@ -1,16 +1,27 @@
 """Bounds on memory by phase, computed from a cell, and comparisons with them."""
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 import torch
 
-from conformance.experiments.memory import StepMemory
+from conformance.experiments.memory import StepMemory, step_in_simulation, step_of_stages
+from conformance.experiments.stages_without_fsdp import profile_stages_without_fsdp
 from conformance.experiments.without_fsdp import profile_without_fsdp
 from conformance.laws import compare
 from conformance.laws.fixtures import Measure
+from conformance.memory_segment import MemorySegment
+from conformance.oracles import pipeline
 from conformance.oracles.dtype_policy import dtype_policy
-from conformance.oracles.memory_model import group_bytes, padding_bytes, predict, state_bytes, usage_by_phase
+from conformance.oracles.memory_model import (
+    group_bytes,
+    padding_bytes,
+    predict,
+    resident_bytes,
+    state_bytes,
+    usage_by_phase,
+)
 from conformance.oracles.memory_walk import Usage
 from conformance.oracles.plain_optimizer import chosen_on_device
 from conformance.oracles.torch_versions import traits_of
@@ -46,11 +57,25 @@ class PhaseBounds(msgspec.Struct, frozen=True):
     """Bounds by name of the phase, and `peak` or `rest` (held at the end of the phase)."""
 
 
-def sizes_of(cell: Cell) -> tuple[TrainerConfig, ParallelDims, dict[str, tuple[int, ...]]]:
-    """Return the configuration of a cell, its degrees of parallelism, and the shapes that FSDP shards, by parameter."""
+class SimulatedStep(NamedTuple):
+    """Memory of a simulated step of one rank, with what it must be."""
+
+    where: str
+    memory: StepMemory
+    bounds: PhaseBounds
+    resident_bytes: int
+    """Bytes that the rank must hold between steps."""
+
+
+def sizes_of(cell: Cell, *, stage: int = 0) -> tuple[TrainerConfig, ParallelDims, dict[str, tuple[int, ...]]]:
+    """Return the configuration of a cell, its degrees of parallelism, and the shapes that FSDP shards, by parameter.
+
+    In a pipeline the parameters are those of a rank of the pipeline, `stage`.
+    """
     config = cell.config
     dims = resolve_mesh(config.mesh, world_size=cell.world_size)
-    return config, dims, local_shapes(config.model, tp=dims.tp, tp_rank=0)
+    shapes = local_shapes(config.model, tp=dims.tp, tp_rank=0)
+    return config, dims, pipeline.held_by(stage, shapes, config) if dims.pp > 1 else shapes
 
 
 def itemsize_bytes(config: TrainerConfig, what: str) -> int:
@@ -66,10 +91,16 @@ def phase_bounds(measure: Measure, cell: Cell, *, in_flight: bool = False, on_de
     activations are those of the device's operators, and the optimizer is the one that torch chooses there: its
     temporaries have the size of all shards of a rank, without the padding that the prediction counts.
     """
-    config, dims, shapes = sizes_of(cell)
+    (profile,) = measure(profile_without_fsdp, cell, on_device=on_device)
+    return _bounds(cell, profile, in_flight=in_flight, on_device=on_device)
+
+
+def _bounds(
+    cell: Cell, profile: Sequence[MemorySegment], *, in_flight: bool = False, on_device: bool = False, stage: int = 0
+) -> PhaseBounds:
+    config, dims, shapes = sizes_of(cell, stage=stage)
     if on_device:
         config = chosen_on_device(config)
-    (profile,) = measure(profile_without_fsdp, cell, on_device=on_device)
     predicted = predict(config, dims, shapes, profile, traits=traits_of(str(torch.__version__)))
     state, largest = state_bytes(config, dims, shapes), max(group_bytes(config, dims, shapes).values())
     reduced = largest // itemsize_bytes(config, "compute") * _FP32_BYTES
@@ -87,6 +118,28 @@ def phase_bounds(measure: Measure, cell: Cell, *, in_flight: bool = False, on_de
         (phase, "rest"): around(phase, predicted[phase].end_bytes) for phase in ("forward", "idle") if not in_flight
     }
     return PhaseBounds(state, peaks | rests)
+
+
+def simulated_steps(measure: Measure, cell: Cell) -> list[SimulatedStep]:
+    """Return the simulated steps of rank 0, or in a pipeline of the first rank of each stage."""
+    if cell.config.mesh.pp == 1:
+        (memory,) = measure(step_in_simulation, cell)
+        return [SimulatedStep("rank 0", memory, phase_bounds(measure, cell), resident_bytes(*sizes_of(cell)))]
+    (profiles,) = measure(profile_stages_without_fsdp, cell)
+    return [
+        SimulatedStep(
+            f"rank {stage} of the pipeline",
+            memory,
+            _bounds(cell, profiles[stage], stage=stage),
+            resident_bytes(*sizes_of(cell, stage=stage)) + _received_bytes(cell, stage),
+        )
+        for stage, memory in enumerate(measure(step_of_stages, cell))
+    ]
+
+
+def _received_bytes(cell: Cell, stage: int) -> int:
+    config, dims, _ = sizes_of(cell)
+    return pipeline.received_numel(config, dims, rank=stage) * itemsize_bytes(config, "compute")
 
 
 def _tensor_parallel_buffer_bytes(config: TrainerConfig, dims: ParallelDims, phase: str) -> int:

@@ -32,8 +32,8 @@ def unscale_events(config: TrainerConfig, dims: ParallelDims) -> list[Event]:
     """
     if not PRECISIONS[config.precision].scales_loss:
         return []
-    sizes = {"dp_replicate": dims.dp_replicate, "dp_shard": dims.dp_shard, "tp": dims.tp}
+    sizes = {"pp": dims.pp, "dp_replicate": dims.dp_replicate, "dp_shard": dims.dp_shard, "tp": dims.tp}
     wide = [name for name, size in sizes.items() if size > 1]
-    sharding = [name for name in wide if name != "dp_replicate"]
+    sharding = [name for name in wide if name in ("dp_shard", "tp")]
     everybody = "world" if len(wide) > 1 else next(iter(wide), "dp_shard")
     return [Event("unscale", "all_reduce", group, 1, "float32", "MAX") for group in (*sharding, everybody)]

@@ -93,6 +93,7 @@ class Walk:
         self._replicated_over_tp = sum(sharded_dim(name) is None for name in shapes)
         self._optimizer_groups: tuple[list[int], list[int]] = ([], [])
         """Elements of shards of matrices, and of vectors, in the order of the optimizer."""
+        self._is_stage = config.mesh.pp > 1
         self._parameters: dict[str, list[_Parameter]] = {}
         """Parameters by group."""
         for name, (rows, *rest) in shapes.items():
@@ -100,6 +101,7 @@ class Walk:
             parameter = _Parameter(rows * row, shard * row, shard * row * dims.dp_shard)
             self._parameters.setdefault(group_of(name, config), []).append(parameter)
             self._optimizer_groups[0 if rest else 1].append(parameter.shard)
+        self._last_group = list(self._parameters)[-1]
         self._shard = {group: sum(p.shard for p in parameters) for group, parameters in self._parameters.items()}
         self._held: dict[str, int] = {}
         self._phase = "forward"
@@ -124,7 +126,8 @@ class Walk:
         usage.end_bytes = sum(self._held.values()) + self._model_bytes
         if usage.end_bytes + extra > usage.peak_bytes:
             usage.peak_bytes = usage.end_bytes + extra
-            usage.kinds_at_peak = self._by_kind() | {"activations": self._model_bytes, "temporaries": extra}
+            activations = self._model_bytes + self._held.get("tokens", 0)
+            usage.kinds_at_peak = self._by_kind() | {"activations": activations, "temporaries": extra}
 
     def _by_kind(self) -> dict[str, int]:
         held = [(name.split()[0], nbytes) for name, nbytes in self._held.items()]
@@ -135,12 +138,16 @@ class Walk:
     def micro_batches(self, profile: Sequence[MemorySegment]) -> None:
         """Walk through forward and backward of all micro-batches; `profile` has their segments without FSDP."""
         begun = 0
+        if self._is_stage:
+            self._held["tokens"] = self._tokens_bytes()
         for segment in profile:
             self._model_bytes = segment.start_bytes
             match segment.mark.split():
                 case ["forward"]:
                     self._begin_micro_batch(begun)
                     begun += 1
+                case ["reduce"]:
+                    self._reduces = self._all_reduces = True
                 case ["backward"]:
                     self._phase = "backward"
                 case ["end"]:
@@ -161,12 +168,19 @@ class Walk:
             self._model_bytes = segment.end_bytes
             self._note()
         self._model_bytes = 0
+        self._held.pop("tokens", None)
         self._note()
+
+    def _tokens_bytes(self) -> int:
+        """Return the bytes of inputs and labels: the trainer puts those of a step's micro-batches into one tensor."""
+        data = self._config.data
+        return 2 * data.global_batch_size // self._dims.dp * data.seq_len * torch.int64.itemsize
 
     def _begin_micro_batch(self, index: int) -> None:
         self._phase = "forward"
         self._left.clear()
-        self._reduces, self._all_reduces = communicates(self._config, index)
+        # A pipeline reduces when all micro-batches are over, see `reduce`.
+        self._reduces, self._all_reduces = (False, False) if self._is_stage else communicates(self._config, index)
 
     def after_backward(self) -> None:
         """Walk through clipping, which works in place, and the optimizer's step.
@@ -236,7 +250,7 @@ class Walk:
             self._reshard_to(ranks, group)
         if ranks != 1:
             self._free(f"U {group}")
-        if group == "output":  # the last group: the root's forward is over
+        if group == self._last_group:  # the root's forward is over
             self._free(f"A {group}")
 
     def _reshard_to(self, ranks: int, group: str) -> None:
@@ -259,7 +273,8 @@ class Walk:
             self._add_up(group)
         elif self._reduces:
             self._take_own_shard(group)
-        self._free(f"U {group}")
+        if self._reduces or not self._is_stage:  # a stage keeps what its next micro-batches need
+            self._free(f"U {group}")
         if not self._reduces:
             self._set_aside(group)
             self._free("B")

@@ -7,11 +7,12 @@ what any valid order has in common. Nothing here asks torch or the trainer.
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from conformance.oracles.schedule import entered, groups, kept_after_forward
 from reference_trainer.config import TrainerConfig
+from reference_trainer.parallel_dims import ParallelDims
 
 _ONE_STAGE = ("gpipe", "1f1b")
 _SPLIT = ("interleaved-zero-bubble", "zbv-zero-bubble")
@@ -40,6 +41,11 @@ def owners(config: TrainerConfig) -> list[int]:
     return down + (down[::-1] if schedule == "zbv-zero-bubble" else down)
 
 
+def stages_of(rank: int, config: TrainerConfig) -> list[int]:
+    """Return the stages of a rank of the pipeline, in the order of the model."""
+    return [stage for stage, owner in enumerate(owners(config)) if owner == rank]
+
+
 def layers_of(stage: int, config: TrainerConfig) -> list[int]:
     """Return the layers of a stage: equally many in each, the remainder spread over the model."""
     count, layers = len(owners(config)), config.model.n_layers
@@ -62,7 +68,7 @@ def held_by(rank: int, things: Mapping[str, Thing], config: TrainerConfig) -> di
     A key may say more than a name, such as `module_input/layers.2.attention.wq`; one that names none is every rank's.
     Without a pipeline each rank has all.
     """
-    own = [stage for stage, owner in enumerate(owners(config)) if owner == rank]
+    own = stages_of(rank, config)
     layers = {layer for stage in own for layer in layers_of(stage, config)}
 
     def is_held(thing: str) -> bool:
@@ -82,7 +88,7 @@ def backward_kinds(config: TrainerConfig) -> tuple[str, ...]:
 
 def order(config: TrainerConfig, *, rank: int) -> list[Action] | None:
     """Return the actions of a rank of the pipeline in their order; None for a schedule that leaves the order open."""
-    own = [stage for stage, owner in enumerate(owners(config)) if owner == rank]
+    own = stages_of(rank, config)
     micro_batches = range(config.accumulation)
     match config.pipeline.schedule:
         case "gpipe":
@@ -122,7 +128,7 @@ def backward_order(config: TrainerConfig) -> list[int]:
 
 def violations(actions: Sequence[Action], config: TrainerConfig, *, rank: int) -> list[str]:
     """Return what keeps a rank's actions from being a valid order: once each, and none before what it needs."""
-    own = [stage for stage, owner in enumerate(owners(config)) if owner == rank]
+    own = stages_of(rank, config)
     kinds = ("forward", *backward_kinds(config))
     wanted = Counter(Action(kind, s, i) for kind in kinds for s in own for i in range(config.accumulation))
     wrong = [f"{action}: {Counter(actions)[action]} times" for action in (wanted - Counter(actions))]
@@ -156,6 +162,24 @@ def held(actions: Sequence[Action], stage: int, config: TrainerConfig) -> list[i
     return sorted(forward - {a.micro_batch for a in actions if a.stage == stage and a.kind == done})
 
 
+def activation_numel(config: TrainerConfig, dims: ParallelDims) -> int:
+    """Return the elements of a rank's part of the activations of a micro-batch, as stages transfer them."""
+    samples = config.data.global_batch_size // config.accumulation // dims.dp
+    tokens = samples * config.data.seq_len // (dims.tp if config.sequence_parallel else 1)
+    return tokens * config.model.dim
+
+
+def received_numel(config: TrainerConfig, dims: ParallelDims, *, rank: int) -> int:
+    """Return the elements of the buffers in which a rank receives activations and gradients of all micro-batches.
+
+    Each stage has its buffers from the first step on (`args_recv_info` and `grad_recv_info` in
+    torch/distributed/pipelining/stage.py).
+    """
+    last = len(owners(config)) - 1
+    neighbours = sum((stage > 0) + (stage < last) for stage in stages_of(rank, config))
+    return neighbours * config.accumulation * activation_numel(config, dims)
+
+
 def most_held(config: TrainerConfig, *, rank: int) -> int | None:
     """Return the most micro-batches that a rank with one stage ever holds; None for ranks with several stages."""
     pp, micro_batches = config.mesh.pp, config.accumulation
@@ -163,17 +187,21 @@ def most_held(config: TrainerConfig, *, rank: int) -> int | None:
 
 
 def gathers(actions: Iterable[Action], config: TrainerConfig) -> Counter[str]:
-    """Return how often each group of a rank is gathered in a step: whenever an action finds it sharded.
+    """Return how often each group of a rank is gathered in a step, see `gathered`."""
+    return Counter(group for _, group in gathered(actions, config))
+
+
+def gathered(actions: Iterable[Action], config: TrainerConfig) -> Iterator[tuple[Action, str]]:
+    """Return the groups of a rank that are gathered, with the action that gathers: whenever it finds them sharded.
 
     Forward shards groups again as the reshard mode says, backward does not: gradients stay unsharded until all
     micro-batches have added to them.
     """
     unsharded: set[str] = set()
-    count = Counter[str]()
     for action in actions:
         for group in groups_of(action.stage, config):
-            count[group] += group not in unsharded
+            if group not in unsharded:
+                yield action, group
             unsharded.add(group)
             if action.kind == "forward" and not kept_after_forward(group, config):
                 unsharded.discard(group)
-    return count

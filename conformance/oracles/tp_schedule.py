@@ -14,8 +14,11 @@ The embedding, sharded by rows of the vocabulary, only leaves a region, the outp
 feed-forward do both.
 """
 
+from itertools import product
+
 import torch
 
+from conformance.oracles import pipeline
 from conformance.oracles.dtype_policy import dtype_policy
 from conformance.oracles.outline import outline
 from conformance.oracles.schedule import Event, Kind, communicates, gradient_sync
@@ -58,16 +61,18 @@ def local_shapes(model: ModelConfig, *, tp: int, tp_rank: int) -> dict[str, tupl
     return shapes
 
 
-def tensor_parallel_events(config: TrainerConfig, dims: ParallelDims) -> list[Event]:
+def tensor_parallel_events(config: TrainerConfig, dims: ParallelDims, *, pp_rank: int = 0) -> list[Event]:
     """Return all collectives over `tp` in forward and backward of one optimizer step, in the order of every rank.
 
+    In a pipeline they are those of the stages of `pp_rank`, micro-batch by micro-batch, which is not their order.
     Sizes are those of the largest rank: a rank that has less of an uneven dimension pads it before it is sent.
     """
     if dims.tp == 1:
         return []
-    traffic = _Traffic(config, dims)
-    for micro_batch in range(config.accumulation):
-        traffic.run(micro_batch)
+    traffic, stages = _Traffic(config, dims), pipeline.owners(config)
+    for micro_batch, stage in product(range(config.accumulation), pipeline.stages_of(pp_rank, config)):
+        layers = pipeline.layers_of(stage, config)
+        traffic.run(micro_batch, layers=len(layers), first=stage == 0, last=stage == len(stages) - 1)
     return traffic.events
 
 
@@ -80,19 +85,22 @@ class _Traffic:
         self._tokens = batch * config.data.seq_len
         self._activation = self._tokens * config.model.dim
 
-    def run(self, micro_batch: int) -> None:
-        blocks = range(self._config.model.n_layers)
-        self._leave("forward")  # embedding
-        for _ in blocks:
+    def run(self, micro_batch: int, *, layers: int, first: bool, last: bool) -> None:
+        """Walk through the layers of a model or stage; `first` has the embedding, `last` norm, output and loss."""
+        if first:
+            self._leave("forward")
+        for _ in range(layers):
             self._block_forward("forward")
-        self._enter("forward")  # output
-        self._logits_and_loss()
-        self._enter_backward()
-        self._replicated_gradients(1, micro_batch)
-        for _ in blocks:
+        if last:
+            self._enter("forward")
+            self._logits_and_loss()
+            self._enter_backward()
+            self._replicated_gradients(1, micro_batch)
+        for _ in range(layers):
             self._block_backward()
             self._replicated_gradients(2, micro_batch)
-        self._leave_backward()
+        if first:
+            self._leave_backward()
 
     def _block_forward(self, phase: str, *, regions_left: int = 2) -> None:
         """Attention and feed-forward."""

@@ -51,10 +51,12 @@ class CaseRuns:
         An experiment of a single process runs on the CPU, or with `on_device` on the device of the cell's ranks. An
         experiment runs at most once per session for each cell. Raises as `run` does.
         """
-        simulated = experiment.alone and not on_device
+        simulated = experiment.by_stage or (experiment.alone and not on_device)
         substrate: Substrate = "simulated" if simulated else self._substrate(cell)
         self._require_features(experiment.needs, cell, substrate)
-        header = self._header(cell, substrate, experiment=experiment.name, alone=experiment.alone)
+        header = self._header(
+            cell, substrate, experiment=experiment.name, alone=experiment.alone, by_stage=experiment.by_stage
+        )
         results = self.store.results(header, lambda directory: self._measure(header, directory), self.clock)
         return [msgspec.convert(result, experiment.result) for result in results]
 
@@ -117,12 +119,12 @@ class CaseRuns:
         task = Task(
             header.experiment,
             msgspec.to_builtins(job_of(cell, directory, kept=kept, defect=store.defect)),
-            kind=f"{self._kind(cell)} alone" if header.alone else self._kind(cell),
+            kind=self._kind(cell) + " alone" * header.alone + " by stage" * header.by_stage,
             accelerated=device_type(header.substrate) == "cuda",
             compiles=cell.compile,
         )
         environment = {**store.hardware.environment(header.substrate), **cell.environment}
-        world_size = 1 if header.alone else cell.world_size
+        world_size = 1 if header.alone else cell.config.mesh.pp if header.by_stage else cell.world_size
         return store.pools.run(task, world_size=world_size, deadline_s=deadline_s, env=environment)
 
     def _save(self, header: Header, directory: Path, *, deadline_s: float) -> float:

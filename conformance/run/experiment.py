@@ -73,6 +73,8 @@ class Experiment(Generic[Result]):
     needs: Needs
     alone: bool
     """True if one process performs the experiment; that process may simulate the cell's world."""
+    by_stage: bool
+    """True if one process for each rank of the cell's pipeline performs it, in a world that this process simulates."""
     result: Any
     """Type of each rank's result, made of builtin types and msgspec structs."""
     perform: Callable[[RankContext, Job], Result]

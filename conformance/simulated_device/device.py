@@ -8,7 +8,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,6 +46,7 @@ def load(library: Path) -> ModuleType:
     torch._register_device_module(NAME, _DeviceModule())  # type: ignore[no-untyped-call]
     generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)
     dist.Backend.register_backend(BACKEND, _make_backend, devices=[NAME])
+    torch.random.fork_rng = partial(_fork_rng, torch.random.fork_rng)
     return extension
 
 
@@ -94,6 +95,18 @@ def _extension() -> Any:
     if extension is None:
         raise RuntimeError("this process has no simulated device: call conformance.simulated_device.device.load first")
     return extension
+
+
+def _fork_rng(fork_rng: Any, devices: Any = None, enabled: bool = True, *args: Any, **options: Any) -> Any:
+    """Fork the generators of other devices: random numbers of this one are the CPU's.
+
+    The device module cannot have `get_rng_state` and `set_rng_state` for this: a device that has them is one with
+    Philox generators to DTensor (`is_rng_supported_mesh` in torch/distributed/tensor/_random.py). The schedules of
+    torch.distributed.pipelining fork the generators of the device of their stages.
+    """
+    if options.get("device_type") == NAME:
+        return fork_rng([], enabled)
+    return fork_rng(devices, enabled, *args, **options)
 
 
 def _make_backend(store: Any, rank: int, size: int, timeout: Any) -> Any:

@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from expecttest import assert_expected_inline
 
@@ -91,6 +92,47 @@ def test_collectives_in_the_order_of_time() -> None:
     phases = list(dict.fromkeys(row.phase for row in predicted.traffic))
     assert phases == ["data", "forward", "backward", "unscale", "clip", "idle"]
     assert list(predicted.phases) == ["forward", "backward", "clip", "optimizer", "idle"]
+
+
+def test_the_schedules_of_a_pipeline() -> None:
+    """GPipe holds the activations of all micro-batches, 1F1B those of as many as there are stages to the last."""
+    options: dict[str, Any] = {"mesh": "pp4-dp2", "accumulation": 8, "overrides": ["vocab_size=256"]}
+    gpipe, one_f_one_b = of(pipeline="gpipe", **options), of(**options)
+    assert (gpipe.ranks, one_f_one_b.stage) == (8, 0)
+    assert gpipe.activation_bytes > 2 * one_f_one_b.activation_bytes
+    assert max(gpipe.stage_peaks_bytes) < 1.02 * min(gpipe.stage_peaks_bytes)
+    assert one_f_one_b.stage_peaks_bytes == sorted(one_f_one_b.stage_peaks_bytes, reverse=True)
+    for memory in one_f_one_b.phases.values():
+        assert sum(memory.kinds_at_peak.values()) == memory.peak_bytes
+
+
+def test_what_reshard_modes_cost_under_a_pipeline() -> None:
+    """`default` gathers each group once, `always` for each forward and each backward that finds the group freed.
+
+    The first of four stages runs four forwards, then a backward and a forward in turn: 8 + 1 gathers of each group.
+    """
+    predicted = of(mesh="pp4-dp2", accumulation=4)
+    modes = {mode.reshard: mode for mode in predicted.modes}
+    assert list(modes) == ["never", "except-last", "default", "always"]
+    assert modes["default"] == msgspec.structs.replace(modes["never"], reshard="default")
+    assert modes["default"].peak_bytes > modes["always"].peak_bytes
+    assert (modes["default"].all_gathers, modes["always"].all_gathers) == (9, 9 * 5)
+    assert 5 * modes["default"].gathered_bytes == modes["always"].gathered_bytes
+    assert not of().modes
+
+
+def test_what_a_stage_sends() -> None:
+    """The first stage sends the bf16 activations of each micro-batch, 8192 tokens by 4096."""
+    (sent,) = [row for row in of(mesh="pp2-dp4", accumulation=4).traffic if row.kind == "send"]
+    assert (sent.phase, sent.group, sent.count) == ("forward", "pp", 4)
+    assert sent.sent_bytes == 4 * 8192 * 4096 * 2
+
+
+def test_text_of_a_pipeline() -> None:
+    request = Request(model="llama3-8b", mesh="pp2-dp4", accumulation=2)
+    text = prediction_text(request, prediction(request))
+    assert "Peaks of the ranks of the pipeline: " in text
+    assert "Reshard modes, each on the rank that needs most, in one step:" in text
 
 
 def test_what_a_rank_of_eight_sends() -> None:
@@ -208,6 +250,9 @@ def test_a_chart_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFi
         ({"set": "tied_embeddings=true"}, "tied embeddings are not predicted"),
         ({"set": "dropout=0.1"}, "the estimate of activations is that of dropout 0"),
         ({"batch": 0}, "global_batch_size is 0"),
+        ({"mesh": "pp4-dp2", "accumulation": 2}, "set accumulation=4 or more"),
+        ({"mesh": "pp2-dp4", "accumulation": 2, "pipeline": "looped-bfs"}, "choose from 1f1b, gpipe"),
+        ({"mesh": "pp2-dp4", "accumulation": 2, "reshard": "2"}, "in a pipeline choose from never, except-last"),
     ],
 )
 def test_what_cannot_be_predicted(options: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]) -> None:

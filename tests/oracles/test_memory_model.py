@@ -16,6 +16,7 @@ from conformance.laws import test_mem as laws
 from conformance.laws.fixtures import Measure
 from conformance.laws.memory_bounds import sizes_of
 from conformance.memory_segment import MemorySegment
+from conformance.oracles import pipeline
 from conformance.oracles.memory_model import group_bytes, predict, resident_bytes, state_bytes
 from conformance.oracles.torch_versions import FROM_2_15, UP_TO_2_13, VersionTraits, gradients_stay
 from conformance.outcomes import ConformanceFailure
@@ -236,6 +237,30 @@ def returning(result: object) -> Measure:
         return [result]
 
     return measure
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_stage_without_activations(schedule: Any, stage: int) -> None:
+    """`default` holds the stage unsharded until gradients are reduced, in the order of forward; `always` one group."""
+    cell = Cell(mesh="pp2-dp2", model="cut", accumulation=4, pipeline=schedule)
+    config, dims, shapes = sizes_of(cell, stage=stage)
+    sizes = group_bytes(config, dims, shapes)
+    names = pipeline.groups_of(stage, config)
+    marks: list[str] = []
+    for action in pipeline.order(config, rank=stage) or ():
+        forward = [f"{mark} {name}" for name in names for mark in ("forward", "after-forward")]
+        backward = [f"{mark} {name}" for name in reversed(names) for mark in ("backward", "gradients", "freed")]
+        marks += ["forward", *forward] if action.kind == "forward" else ["backward", *backward, "end"]
+    marks += ["reduce", *(f"{mark} {name}" for name in names for mark in ("gradients", "freed")), "end"]
+    profile = [MemorySegment(mark, 0, 0, 0) for mark in marks]
+    tokens = 2 * config.data.global_batch_size // dims.dp * config.data.seq_len * 8
+    default = predict(config, dims, shapes, profile)
+    assert default["forward"].end_bytes == sum(sizes.values()) + tokens
+    assert default["backward"].end_bytes == sum(sizes.values()) // dims.dp_shard
+    always = predict(cell.but(reshard="always").config, dims, shapes, profile)
+    assert always["forward"].end_bytes == tokens
+    assert always["forward"].peak_bytes < default["forward"].peak_bytes
 
 
 CELL = Cell(mesh="dp4", model="deep", reshard="never").but(model="tiny")

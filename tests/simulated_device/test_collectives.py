@@ -54,6 +54,38 @@ def an_asynchronous_collective_has_a_stream_of_its_own(rank: int, ranks: int, di
     dist.destroy_process_group()
 
 
+def ranks_that_send_to_each_other_go_on(rank: int, ranks: int, directory: Path) -> None:
+    """Neither rank waits for the other's receive; what arrives is what was sent, whatever its buffer holds by then."""
+    start(rank, ranks, directory, "lazy")
+    peer = 1 - rank
+    for device_type in ("cpu", "sim"):
+        received = torch.empty(4, device=device_type)
+        for step in range(3):
+            x = torch.full((4,), rank + 10.0 * step, device=device_type)
+            transfers = [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, received, peer)]
+            for work in dist.batch_isend_irecv(transfers):
+                work.wait()
+            x.fill_(-1.0)
+            assert received.tolist() == [peer + 10.0 * step] * 4
+    dist.destroy_process_group()
+
+
+def a_transfer_is_awaited_by_streams(rank: int, ranks: int, directory: Path) -> None:
+    start(rank, ranks, directory, "lazy")
+    x, host = torch.full((4,), float(rank), device="sim"), torch.zeros(4, pin_memory=True)
+    if rank == 0:
+        dist.send(x + 7.0, 1)
+    else:
+        work = dist.irecv(x, 0)
+        host.copy_(x)
+        assert host.tolist() == [1.0] * 4, "the current stream has not waited"
+        assert work is not None
+        work.wait()
+        host.copy_(x)
+        assert host.tolist() == [7.0] * 4
+    dist.destroy_process_group()
+
+
 def a_host_that_waits_for_its_peers_lets_its_device_go_on(rank: int, ranks: int, directory: Path) -> None:
     """Rank 1 reads a result that needs rank 0's device, while rank 0 waits for rank 1 in a collective of hosts."""
     start(rank, ranks, directory, "lazy")
@@ -77,3 +109,11 @@ def test_an_asynchronous_collective_has_a_stream_of_its_own(tmp_path: Path) -> N
 def test_a_host_that_waits_for_its_peers_lets_its_device_go_on(tmp_path: Path) -> None:
     check = a_host_that_waits_for_its_peers_lets_its_device_go_on
     assert exit_codes(check, ranks=RANKS, directory=tmp_path) == [0] * RANKS
+
+
+def test_ranks_that_send_to_each_other_go_on(tmp_path: Path) -> None:
+    assert exit_codes(ranks_that_send_to_each_other_go_on, ranks=RANKS, directory=tmp_path) == [0] * RANKS
+
+
+def test_a_transfer_is_awaited_by_streams(tmp_path: Path) -> None:
+    assert exit_codes(a_transfer_is_awaited_by_streams, ranks=RANKS, directory=tmp_path) == [0] * RANKS

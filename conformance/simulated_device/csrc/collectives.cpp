@@ -3,7 +3,10 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
 
+#include <deque>
+#include <memory>
 #include <optional>
+#include <utility>
 
 #include "device.h"
 #include "lock.h"
@@ -63,6 +66,11 @@ class StreamWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
+// A transfer between two ranks is asynchronous, as ProcessGroupNCCL's.
+struct TransferOptions {
+  bool asyncOp = true;
+};
+
 class SimulatedBackend final : public c10d::Backend {
  public:
   explicit SimulatedBackend(Gloo gloo) : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)) {}
@@ -75,6 +83,8 @@ class SimulatedBackend final : public c10d::Backend {
   }
   void shutdown() override {
     drain();
+    for (auto& [work, buffer] : sent_) work->wait();
+    sent_.clear();
   }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
@@ -159,6 +169,27 @@ class SimulatedBackend final : public c10d::Backend {
       return gloo->gather(lists, from, options);
     });
   }
+  // The device does not wait for the receiver: what is sent leaves it at once, into a buffer. Otherwise two ranks that
+  // send to each other could wait for each other, which NCCL avoids by grouping their transfers.
+  WorkPtr send(Tensors& tensors, int to_rank, int tag) override {
+    auto run = [this, to_rank, tag](auto& gloo, auto& from, auto&, auto&) {
+      auto buffer = std::make_shared<Tensors>();
+      for (const auto& tensor : from) buffer->push_back(tensor.clone());
+      sent_.emplace_back(gloo->send(*buffer, to_rank, tag), buffer);
+      while (!sent_.empty() && sent_.front().first->isCompleted()) sent_.pop_front();
+      return c10::intrusive_ptr<c10d::Work>();
+    };
+    if (!is_on_device(tensors.at(0))) {
+      drain();
+      return gloo_->send(tensors, to_rank, tag);
+    }
+    return issue("send", tensors, {}, TransferOptions(), run);
+  }
+  WorkPtr recv(Tensors& tensors, int from_rank, int tag) override {
+    return issue("recv", {}, tensors, TransferOptions(), [from_rank, tag](auto& gloo, auto&, auto& to, auto&) {
+      return gloo->recv(to, from_rank, tag);
+    });
+  }
   WorkPtr barrier(const c10d::BarrierOptions& options) override {
     host_wait_device();
     return gloo_->barrier(options);
@@ -214,7 +245,7 @@ class SimulatedBackend final : public c10d::Backend {
     auto task = [gloo = gloo_, from, to, options, run]() mutable {
       BelowDispatch below;
       WithoutPython others;
-      run(gloo, from, to, options)->wait();
+      if (WorkPtr work = run(gloo, from, to, options)) work->wait();
     };
     Point done = queue(name, std::move(ranges), std::move(task), true);
     int64_t event = new_event();
@@ -225,6 +256,7 @@ class SimulatedBackend final : public c10d::Backend {
 
   Gloo gloo_;
   std::optional<int64_t> stream_;
+  std::deque<std::pair<WorkPtr, std::shared_ptr<Tensors>>> sent_; // transfers that may not have been received yet
 };
 
 } // namespace
