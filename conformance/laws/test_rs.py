@@ -4,6 +4,7 @@ from conformance.instruments.facts import RankFacts
 from conformance.judge.law import law
 from conformance.laws import compare
 from conformance.laws.fixtures import Run
+from conformance.oracles import pipeline
 from conformance.oracles.schedule import Event, fsdp_events, group_of, kept_after_forward, shard_numels
 from conformance.oracles.tp_schedule import local_shapes
 from conformance.plan.cells import Cell
@@ -15,23 +16,30 @@ RESHARD_AFTER_FORWARD = (
 )
 
 
-@law("RS-1", where="implementation = fsdp2", gaps=["large-models", "pipelines"], reference=RESHARD_AFTER_FORWARD)
+@law("RS-1", where="implementation = fsdp2", gaps=["large-models", "several-stages"], reference=RESHARD_AFTER_FORWARD)
 def test_collectives_follow_reshard_after_forward_and_prefetch(run: Run, cell: Cell) -> None:
     """Number, order, phase, size and dtype of FSDP's collectives MUST be those of the reshard mode and of prefetching,
     in every step; in forward each MUST be issued when its group is entered, or the group that prefetches it.
 
-    Also after forward only the groups that the mode keeps are unsharded, and none is when the optimizer steps.
+    Also after forward only the groups that the mode keeps are unsharded (in a pipeline, where forwards and backwards
+    alternate, PP-3 judges what is kept), and none is when the optimizer steps.
     """
     config = cell.config
     dims = resolve_mesh(config.mesh, world_size=cell.world_size)
     record = run(cell)
     for facts in record.ranks:
         shapes = local_shapes(config.model, tp=dims.tp, tp_rank=facts.mesh_coordinate.get("tp", 0))
-        expected = fsdp_events(config, dims, shard_numels(shapes, config, shards=dims.dp_shard))
+        numels = shard_numels(shapes, config, shards=dims.dp_shard)
+        if dims.pp > 1:
+            expected = pipeline.fsdp_events(config, dims, numels, rank=facts.mesh_coordinate["pp"])
+        else:
+            expected = fsdp_events(config, dims, numels)
         kept = [name for name in shapes if kept_after_forward(group_of(name, config), config)]
         for step in record.steps:
             _check_events(facts, expected, step, config)
-            _check_residency(facts, kept, step)
+            if dims.pp == 1:
+                _check_after_forward(facts, kept, step)
+            _check_sharded(facts, step)
 
 
 def _check_events(facts: RankFacts, expected: list[Event], step: int, config: TrainerConfig) -> None:
@@ -53,10 +61,14 @@ def _group(module: str, config: TrainerConfig) -> str:
     return group_of(f"{module}.weight", config) if module else ""
 
 
-def _check_residency(facts: RankFacts, kept: list[str], step: int) -> None:
+def _check_after_forward(facts: RankFacts, kept: list[str], step: int) -> None:
     where = f"rank {facts.rank}, step {step}"
     after_forward = facts.unsharded[f"{step}/after_forward"]
     assert after_forward == kept, f"{where}: {after_forward} are unsharded after forward, must be {kept}"
+
+
+def _check_sharded(facts: RankFacts, step: int) -> None:
+    where = f"rank {facts.rank}, step {step}"
     for when in ("at_optimizer", "after_step"):
         unsharded = facts.unsharded[f"{step}/{when}"]
         assert not unsharded, f"{where}, {when}: {unsharded} are unsharded"

@@ -10,7 +10,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-from conformance.oracles.schedule import entered, groups, kept_after_forward
+import torch
+
+from conformance.oracles.dtype_policy import dtype_policy
+from conformance.oracles.schedule import Event, entered, entered_backward, groups, kept_after_forward
+from conformance.oracles.torch_versions import traits_of
 from reference_trainer.config import TrainerConfig
 from reference_trainer.parallel_dims import ParallelDims
 
@@ -199,9 +203,36 @@ def gathered(actions: Iterable[Action], config: TrainerConfig) -> Iterator[tuple
     """
     unsharded: set[str] = set()
     for action in actions:
-        for group in groups_of(action.stage, config):
+        inside = groups_of(action.stage, config)
+        names = inside if action.kind == "forward" else entered_backward(groups(config))
+        for group in filter(inside.__contains__, names):
             if group not in unsharded:
                 yield action, group
             unsharded.add(group)
             if action.kind == "forward" and not kept_after_forward(group, config):
                 unsharded.discard(group)
+
+
+def fsdp_events(config: TrainerConfig, dims: ParallelDims, numels: Mapping[str, int], *, rank: int) -> list[Event]:
+    """Return the collectives of FSDP on a rank of a pipeline in their order: gathers, then one reduction of each group.
+
+    `numels` are the elements of shards, see `schedule.shard_numels`. Groups are reduced in the order of forward
+    (`perform_reduce_grad` in torch/distributed/pipelining/stage.py). Raises ValueError for a schedule that leaves the
+    order of actions open.
+    """
+    actions = order(config, rank=rank)
+    if actions is None:
+        raise ValueError(f"schedule {config.pipeline.schedule} leaves the order of its actions open")
+    policy, events = dtype_policy(config.precision), list[Event]()
+    communicates = dims.dp_shard > 1 or traits_of(str(torch.__version__)).one_rank_communicates
+    for action, group in gathered(actions, config) if communicates else ():
+        is_forward = action.kind == "forward"
+        phase, during = ("forward", group) if is_forward else ("backward", "")
+        events.append(Event(phase, "all_gather", "dp_shard", numels[group], policy.compute, during=during))
+    for group in [group for stage in stages_of(rank, config) for group in groups_of(stage, config)]:
+        if communicates:
+            numel = numels[group] * dims.dp_shard
+            events.append(Event("backward", "reduce_scatter", "dp_shard", numel, policy.reduce))
+        if dims.dp_replicate > 1:
+            events.append(Event("backward", "all_reduce", "dp_replicate", numels[group], policy.reduce))
+    return events

@@ -90,6 +90,11 @@ def entered(among: Iterable[Group]) -> list[str]:
     return [name for group in among for name in (group.name, *entered(group.inner))]
 
 
+def entered_backward(among: Sequence[Group]) -> list[str]:
+    """Return the names in the order in which backward enters the groups: an outer group before its inner groups."""
+    return [name for group in reversed(among) for name in (group.name, *entered_backward(group.inner))]
+
+
 def prefetched_in_forward(group: str, config: TrainerConfig) -> list[str]:
     """Return the groups that are prefetched, unless they are unsharded already, when forward has entered a group."""
     order = entered(groups(config))

@@ -3,18 +3,14 @@
 The collectives of FSDP, tensor parallelism, the loss and clipping, each derived from what its algorithm needs.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
 from conformance.oracles import pipeline
 from conformance.oracles.clip_schedule import clip_events
-from conformance.oracles.dtype_policy import dtype_policy
 from conformance.oracles.loss_scale import unscale_events
 from conformance.oracles.schedule import Event, fsdp_events, shard_numels
-from conformance.oracles.torch_versions import traits_of
 from conformance.oracles.tp_schedule import local_shapes, tensor_parallel_events
 from reference_trainer.config import TrainerConfig
 from reference_trainer.parallel_dims import ParallelDims
@@ -66,35 +62,15 @@ def step_events(config: TrainerConfig, dims: ParallelDims, *, tp_rank: int, pp_r
     """
     shapes = local_shapes(config.model, tp=dims.tp, tp_rank=tp_rank)
     numels = shard_numels(shapes, config, shards=dims.dp_shard)
-    in_pipeline = dims.pp > 1
+    piped = dims.pp > 1
     return [
         *_sum("data", "int64", dims, over=("dp_replicate", "dp_shard")),  # number of valid tokens
-        *(_stage_events(config, dims, numels, pp_rank) if in_pipeline else fsdp_events(config, dims, numels)),
+        *(pipeline.fsdp_events(config, dims, numels, rank=pp_rank) if piped else fsdp_events(config, dims, numels)),
         *tensor_parallel_events(config, dims, pp_rank=pp_rank),
         *unscale_events(config, dims),
-        *clip_events(pipeline.held_by(pp_rank, shapes, config) if in_pipeline else shapes, config, dims),
+        *clip_events(pipeline.held_by(pp_rank, shapes, config) if piped else shapes, config, dims),
         *_sum("idle", "float32", dims, over=("pp", "dp_replicate", "dp_shard")),  # loss to report
     ]
-
-
-def _stage_events(config: TrainerConfig, dims: ParallelDims, numels: Mapping[str, int], pp_rank: int) -> list[Event]:
-    """Return the collectives of FSDP on a rank of a pipeline: gathers by actions, and reductions after the last one."""
-    actions = pipeline.order(config, rank=pp_rank)
-    if actions is None:
-        raise ValueError(f"schedule {config.pipeline.schedule} leaves the order of its actions open")
-    policy, events = dtype_policy(config.precision), list[Event]()
-    shards = dims.dp_shard if dims.dp_shard > 1 or traits_of(str(torch.__version__)).one_rank_communicates else 0
-    for action, group in pipeline.gathered(actions, config) if shards else ():
-        phase = "forward" if action.kind == "forward" else "backward"
-        events.append(Event(phase, "all_gather", "dp_shard", numels[group], policy.compute))
-    for group in [
-        group for stage in pipeline.stages_of(pp_rank, config) for group in pipeline.groups_of(stage, config)
-    ]:
-        if shards:
-            events.append(Event("backward", "reduce_scatter", "dp_shard", numels[group] * shards, policy.reduce))
-        if dims.dp_replicate > 1:
-            events.append(Event("backward", "all_reduce", "dp_replicate", numels[group], policy.reduce))
-    return events
 
 
 def add_up(collectives: Iterable[Sent]) -> TrafficByKey:
