@@ -7,6 +7,8 @@ from msgspec.structs import replace
 
 from conformance.oracles.pipeline import (
     Action,
+    activation_numel,
+    fsdp_events,
     gathers,
     groups_of,
     held,
@@ -15,11 +17,13 @@ from conformance.oracles.pipeline import (
     most_held,
     order,
     owners,
+    received_numel,
     transfers,
     violations,
 )
 from conformance.plan.cells import Cell
 from reference_trainer.config import TrainerConfig
+from reference_trainer.parallel_dims import resolve_mesh
 
 PLAIN = Cell(mesh="pp2-dp2", model="cut", accumulation=4)
 LETTERS = {"forward": "F", "backward": "B", "backward-input": "I", "backward-weight": "W"}
@@ -122,6 +126,35 @@ def test_gathers_by_reshard_mode() -> None:
     assert gathers(done, config("gpipe")) == Counter(["tok_embeddings", "layers.0", "layers.1"])
     always = gathers(done, config("gpipe", reshard="always"))
     assert always == Counter({"tok_embeddings": 5, "layers.0": 5, "layers.1": 5})  # backward frees nothing
+
+
+def test_collectives_in_the_order_of_actions() -> None:
+    """Backward gathers from the last group on, and groups are reduced once, from the first."""
+    always = config("gpipe", reshard="always")
+    numels = {"tok_embeddings": 3, "layers.0": 5, "layers.1": 7}
+    events = fsdp_events(always, resolve_mesh(always.mesh, world_size=4), numels, rank=0)
+    gathered = [event.numel for event in events if event.kind == "all_gather"]
+    assert gathered == [3, 5, 7] * 4 + [7, 5, 3]
+    assert [(event.kind, event.numel) for event in events[-3:]] == [
+        ("reduce_scatter", 6),
+        ("reduce_scatter", 10),
+        ("reduce_scatter", 14),
+    ]
+
+
+def test_collectives_of_an_open_order_are_unknown() -> None:
+    open_order = config("zbv-zero-bubble")
+    with pytest.raises(ValueError, match="schedule zbv-zero-bubble leaves the order of its actions open"):
+        fsdp_events(open_order, resolve_mesh(open_order.mesh, world_size=4), {}, rank=0)
+
+
+def test_buffers_for_what_is_received() -> None:
+    """The ends of a pipeline receive from one neighbour, a rank with two stages for both: 4 micro-batches of 1024."""
+    for schedule, expected in (("1f1b", [4, 4]), ("interleaved-1f1b", [12, 12]), ("zbv-zero-bubble", [8, 16])):
+        of = config(schedule)
+        dims = resolve_mesh(of.mesh, world_size=4)
+        received = [received_numel(of, dims, rank=rank) for rank in range(2)]
+        assert received == [number * activation_numel(of, dims) for number in expected]
 
 
 def test_a_single_micro_batch_per_round() -> None:
