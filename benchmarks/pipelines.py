@@ -1,8 +1,8 @@
 """Traffic and activations of pipelines by schedule and reshard mode: `python -m benchmarks.pipelines [--write]`.
 
-Runs each cell of the section `pipeline-schedules` of matrix.yaml on real ranks, with both reshard modes if it can.
-Counts are those of a step of the first rank: gathers and reductions of its groups, tensors that it sends, and the most
-micro-batches of which a stage holds activations.
+Runs each cell of `SECTIONS` of matrix.yaml on real ranks, with both reshard modes if it can. Counts are those of a step
+of the first rank: gathers and reductions of its groups, tensors that it sends, and the most micro-batches of which a
+stage holds activations.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from conformance.run.store import RecordStore
 
 DOCUMENT = PROJECT / "docs" / "pipelines.md"
 STEP = 1
+SECTIONS = ("pipeline-plain", "pipeline-schedules")
 
 
 def row(cell: Cell, facts: RankFacts) -> list[object]:
@@ -42,7 +43,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help=f"put the table into {DOCUMENT.relative_to(PROJECT)}")
     arguments = parser.parse_args()
     matrix = load_matrix(data_file("matrix.yaml"))
-    schedules = [planned.cell for planned in matrix.planned if planned.section == "pipeline-schedules"]
+    schedules = [planned.cell for planned in matrix.planned if planned.section in SECTIONS]
     wanted = [cell.but(reshard=mode) for cell in schedules for mode in ("default", "always")]
     cells = [cell for cell in wanted if not any(exclusion.selection(cell) for exclusion in matrix.exclusions)]
     with tempfile.TemporaryDirectory() as directory, Pools(share_processors=False) as pools:
