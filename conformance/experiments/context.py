@@ -117,7 +117,7 @@ def rank_world(context: RankContext, job: Job, *, world: World, process_group: b
 
     After an error nothing is destroyed: other ranks may be in a collective, and the process serves no further task.
     """
-    config = _compiled_for_device(context, _with_weights(context, job))
+    config = _compiled_for_device(context, _with_weights(context, job, shared=world == "ranks"))
     if world == "none":
         yield RankWorld(context, job, config, device_of(context))
         return
@@ -186,12 +186,17 @@ def _compiled_for_device(context: RankContext, config: TrainerConfig) -> Trainer
     return msgspec.structs.replace(config, compile="inductor") if compiles else config
 
 
-def _with_weights(context: RankContext, job: Job) -> TrainerConfig:
-    """Return the job's configuration; rank 0 writes the checkpoint that it names into the job's directory."""
+def _with_weights(context: RankContext, job: Job, *, shared: bool) -> TrainerConfig:
+    """Return the job's configuration, with the checkpoint that it names in the job's directory.
+
+    Rank 0 writes it, or if ranks do not share it, each its own.
+    """
     if job.config.checkpoint is None:
         return job.config
-    path = Path(job.directory, job.config.checkpoint)
+    directory = Path(job.directory) if shared else Path(job.directory, str(context.rank))
+    directory.mkdir(exist_ok=True)
+    path = directory / job.config.checkpoint
     config = msgspec.structs.replace(job.config, checkpoint=str(path))
-    if context.rank == 0:
+    if context.rank == 0 or not shared:
         write_weights(path, config, form=job.weights)
     return config
