@@ -74,11 +74,8 @@ def estimated_stage_profile(config: TrainerConfig, dims: ParallelDims, *, stage:
 
     Raises ValueError for a schedule that leaves the order open.
     """
-    actions = pipeline.order(config, rank=stage)
-    if actions is None:
-        raise ValueError(f"schedule {config.pipeline.schedule} leaves the order of its actions open")
     walk = _Walk(_costs(config, dims), pipeline.groups_of(stage, config), stay=gradients_stay(config, UP_TO_2_13))
-    for action in actions:
+    for action in pipeline.known_order(config, rank=stage):
         if action.kind == "forward":
             walk.forward()
         else:

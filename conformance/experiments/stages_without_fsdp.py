@@ -13,7 +13,7 @@ from conformance.experiments.simulation import simulated_world
 from conformance.experiments.without_fsdp import group_modules, parallelize_without_fsdp, set_grad_dtypes
 from conformance.instruments.activations import GroupMarks
 from conformance.instruments.device_memory import ledger_of
-from conformance.instruments.memory import Ledger, mark
+from conformance.instruments.memory import mark
 from conformance.memory_segment import MemorySegment
 from conformance.oracles import pipeline
 from conformance.oracles.dtype_policy import dtype_policy
@@ -30,9 +30,10 @@ from reference_trainer.parallel_dims import ParallelDims
 
 @experiment(needs=Needs.NOTHING, world="none")
 def profile_stages_without_fsdp(rank: RankWorld) -> list[list[MemorySegment]]:
-    """Profile the stage of each rank of a cell's pipeline without FSDP, in one process; see `stage_segments`.
+    """Profile the stage of each rank of a cell's pipeline without FSDP, in one process.
 
-    With tensor parallelism the process is rank 0 of a simulated world of tensor-parallel ranks.
+    Marks are those of `instruments.activations`, and `reduce` after the last backward. With tensor parallelism the
+    process is rank 0 of a simulated world of tensor-parallel ranks.
     """
     with simulated_world(rank.dims.tp):
         return [_profile(rank, pp_rank) for pp_rank in range(rank.dims.pp)]
@@ -47,18 +48,10 @@ def _profile(rank: RankWorld, pp_rank: int) -> list[MemorySegment]:
     parallelize_without_fsdp(model.to(rank.device), config, rank.device, tp=rank.dims.tp)
     batches = Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
     micro_batches = batches.micro_batches(0, dp_rank=0, dp_size=rank.dims.dp, accumulation=config.accumulation)
-    actions = pipeline.order(config, rank=pp_rank)
-    if actions is None:
-        raise ValueError(f"schedule {config.pipeline.schedule} leaves the order of its actions open")
     driver = _Driver(model.stages[0], held, config, rank.dims, micro_batches, rank.device)
-    return stage_segments(driver, actions, ledger=lambda: ledger_of(rank.device))
-
-
-def stage_segments(driver: "_Driver", actions: Sequence[Action], *, ledger: Ledger) -> list[MemorySegment]:
-    """Measure a stage's actions after a warm step; marks as in `instruments.activations`, and `reduce` at the end."""
     for _warm in (True, False):
-        with ledger() as measured:
-            driver.run(actions)
+        with ledger_of(rank.device) as measured:
+            driver.run(pipeline.known_order(config, rank=pp_rank))
     return measured.segments
 
 
@@ -82,8 +75,7 @@ class _Driver:
     ) -> None:
         self._stage, self._held, self._config, self._device = stage, held, config, device
         self._micro_batches = micro_batches
-        self._names = group_modules(stage)
-        self._marks = GroupMarks(self._names)
+        self._marks = GroupMarks(group_modules(stage))
         self._traits = traits_of(str(torch.__version__))
         numel = pipeline.activation_numel(config, dims)
         shape = (len(micro_batches[0][0]), numel // len(micro_batches[0][0]) // config.model.dim, config.model.dim)

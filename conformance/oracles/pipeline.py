@@ -115,6 +115,14 @@ def order(config: TrainerConfig, *, rank: int) -> list[Action] | None:
             return None
 
 
+def known_order(config: TrainerConfig, *, rank: int) -> list[Action]:
+    """Return the actions of a rank in their order. Raises ValueError for a schedule that leaves the order open."""
+    actions = order(config, rank=rank)
+    if actions is None:
+        raise ValueError(f"schedule {config.pipeline.schedule} leaves the order of its actions open")
+    return actions
+
+
 def _one_by_one(forwards: Sequence[Action], backwards: Sequence[Action], *, ahead: int) -> list[Action]:
     """Return `ahead` forwards, then a backward and a forward in turn, then the remaining backwards."""
     actions = [*forwards[:ahead]]
@@ -220,9 +228,7 @@ def fsdp_events(config: TrainerConfig, dims: ParallelDims, numels: Mapping[str, 
     (`perform_reduce_grad` in torch/distributed/pipelining/stage.py). Raises ValueError for a schedule that leaves the
     order of actions open.
     """
-    actions = order(config, rank=rank)
-    if actions is None:
-        raise ValueError(f"schedule {config.pipeline.schedule} leaves the order of its actions open")
+    actions = known_order(config, rank=rank)
     policy, events = dtype_policy(config.precision), list[Event]()
     communicates = dims.dp_shard > 1 or traits_of(str(torch.__version__)).one_rank_communicates
     for action, group in gathered(actions, config) if communicates else ():
