@@ -96,7 +96,7 @@ class _Driver:
         self._last_output = self._last_gradient = None
         mark("reduce")
         self._marks.reduces = self._marks.releases = True
-        self._marks.release_all()
+        self._marks.release_all(backward=self._traits.stages_finalize_backward)
         mark("end")
 
     def _forward(self, index: int) -> None:

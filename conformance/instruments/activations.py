@@ -41,9 +41,10 @@ class GroupMarks:
                 self._release(name)
         self._waiting = set(self._groups)
 
-    def release_all(self) -> None:
-        """Set the marks at the end of backward for all groups, in the order of forward, as a pipeline reduces them."""
-        for name in self._groups:
+    def release_all(self, *, backward: bool) -> None:
+        """Set the marks at the end of backward for all groups, in the order of forward, or of `backward`."""
+        names = list(self._groups)
+        for name in reversed(names) if backward else names:
             self._release(name)
         self._waiting = set(self._groups)
 

@@ -26,6 +26,7 @@ from conformance.oracles.memory_walk import Usage
 from conformance.oracles.plain_optimizer import chosen_on_device
 from conformance.oracles.torch_versions import traits_of
 from conformance.oracles.tp_schedule import local_shapes, tensor_parallel_events
+from conformance.outcomes import Unsupported
 from conformance.plan.cells import Cell
 from reference_trainer.config import TrainerConfig
 from reference_trainer.parallel_dims import ParallelDims, resolve_mesh
@@ -121,10 +122,15 @@ def _bounds(
 
 
 def simulated_steps(measure: Measure, cell: Cell) -> list[SimulatedStep]:
-    """Return the simulated steps of rank 0, or in a pipeline of the first rank of each stage."""
+    """Return the simulated steps of rank 0, or in a pipeline of the first rank of each stage.
+
+    Raises Unsupported for a pipeline of a torch whose buffers are not modelled.
+    """
     if cell.config.mesh.pp == 1:
         (memory,) = measure(step_in_simulation, cell)
         return [SimulatedStep("rank 0", memory, phase_bounds(measure, cell), resident_bytes(*sizes_of(cell)))]
+    if traits_of(str(torch.__version__)).stages_pool_buffers:
+        raise Unsupported(f"the memory model does not know when torch {torch.__version__} holds buffers of transfers")
     (profiles,) = measure(profile_stages_without_fsdp, cell)
     return [
         SimulatedStep(

@@ -116,13 +116,18 @@ def test_collective_bytes_equal_the_traffic_model(run: Run, cell: Cell) -> None:
         at = facts.mesh_coordinate
         expected = add_up(step_events(config, dims, tp_rank=at.get("tp", 0), pp_rank=at.get("pp", 0)))
         for step in record.steps:
-            measured = add_up(event for event in facts.collectives if event.step == step)
+            measured = add_up(event for event in facts.collectives if event.step == step and not _agrees(event))
             misfits += (f"rank {facts.rank}, step {step}, {misfit}" for misfit in _misfits(measured, expected))
             measured_bytes += sum(traffic.nbytes for traffic in measured.values())
             expected_bytes += sum(traffic.nbytes for traffic in expected.values())
     detail, unit = "; ".join(misfits[:4]), "bytes that ranks contribute"
     compare.count(measured_bytes, name="traffic", expected=expected_bytes, detail=detail, unit=unit)
     compare.count(len(misfits), name="traffic that differs", expected=0, detail=detail, unit="entries of the model")
+
+
+def _agrees(event: Collective) -> bool:
+    """Return whether stages agree on the shapes that they transfer, as they do before their first step from 2.15 on."""
+    return (event.group, event.kind, event.dtype) == ("pp", "all_reduce", "int32")
 
 
 def _misfits(measured: TrafficByKey, expected: TrafficByKey) -> Iterator[str]:

@@ -224,18 +224,21 @@ def gathered(actions: Iterable[Action], config: TrainerConfig) -> Iterator[tuple
 def fsdp_events(config: TrainerConfig, dims: ParallelDims, numels: Mapping[str, int], *, rank: int) -> list[Event]:
     """Return the collectives of FSDP on a rank of a pipeline in their order: gathers, then one reduction of each group.
 
-    `numels` are the elements of shards, see `schedule.shard_numels`. Groups are reduced in the order of forward
-    (`perform_reduce_grad` in torch/distributed/pipelining/stage.py). Raises ValueError for a schedule that leaves the
+    `numels` are the elements of shards, see `schedule.shard_numels`. For the order of reductions see
+    `VersionTraits.stages_finalize_backward`. Raises ValueError for a schedule that leaves the
     order of actions open.
     """
+    traits = traits_of(str(torch.__version__))
     actions = known_order(config, rank=rank)
     policy, events = dtype_policy(config.precision), list[Event]()
-    communicates = dims.dp_shard > 1 or traits_of(str(torch.__version__)).one_rank_communicates
+    communicates = dims.dp_shard > 1 or traits.one_rank_communicates
     for action, group in gathered(actions, config) if communicates else ():
         is_forward = action.kind == "forward"
         phase, during = ("forward", group) if is_forward else ("backward", "")
         events.append(Event(phase, "all_gather", "dp_shard", numels[group], policy.compute, during=during))
-    for group in [group for stage in stages_of(rank, config) for group in groups_of(stage, config)]:
+    held = [group for stage in stages_of(rank, config) for group in groups_of(stage, config)]
+    in_backward = [group for group in entered_backward(groups(config)) if group in held]
+    for group in in_backward if traits.stages_finalize_backward else held:
         if communicates:
             numel = numels[group] * dims.dp_shard
             events.append(Event("backward", "reduce_scatter", "dp_shard", numel, policy.reduce))

@@ -48,13 +48,30 @@ class VersionTraits(msgspec.Struct, frozen=True):
     reductions, and DTensor gave it up for all. Source: https://github.com/pytorch/pytorch/pull/165962;
     https://github.com/pytorch/pytorch/issues/170862 shows that 2.9.1 still returned a pending norm.
     """
+    stages_finalize_backward: bool = False
+    """True if a stage of a pipeline reduces its gradients as a backward does, from its last group on.
+
+    Up to 2.13 from its first group on. Source: `perform_reduce_grad` in torch/distributed/pipelining/stage.py, which
+    from 2.15 on calls `FSDPModule.finalize_backward`.
+    """
+    stages_pool_buffers: bool = False
+    """True if a stage of a pipeline allocates buffers of transfers as its schedule needs them, and drops sent outputs.
+
+    Up to 2.13 each micro-batch has buffers of its own from the first step on. From 2.15 on they are not held between
+    steps; the memory model does not know when they are. Source: `release_fwd_send_outputs` in
+    torch/distributed/pipelining/stage.py, and the slots in schedules.py there.
+    """
 
 
 UP_TO_2_8 = VersionTraits(one_rank_communicates=True, norms_reduced_one_by_one=False)
 UP_TO_2_9 = VersionTraits(norms_reduced_one_by_one=False)
 UP_TO_2_13 = VersionTraits()
 FROM_2_15 = VersionTraits(
-    previous_gather_until_copied=False, last_gradient_until_reduced=False, gradients_have_own_dtypes=True
+    previous_gather_until_copied=False,
+    last_gradient_until_reduced=False,
+    gradients_have_own_dtypes=True,
+    stages_finalize_backward=True,
+    stages_pool_buffers=True,
 )
 _LAST_RELEASES = (((2, 8), UP_TO_2_8), ((2, 9), UP_TO_2_9), ((2, 13), UP_TO_2_13))
 """Last release with each set of traits, in ascending order."""
