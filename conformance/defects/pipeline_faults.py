@@ -139,11 +139,11 @@ RECEIVE_OVERTAKES = Defect(
 
 @contextmanager
 def graphs(*, kept: bool) -> Iterator[None]:
-    """Keep the output of each micro-batch after its backward, with all activations of its graph or without."""
+    """Keep the output of each micro-batch after its backward, with all activations of its graph, or nothing."""
     outputs: list[Any] = []
 
     def backward(original: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
-        outputs.append(tensors)
+        outputs.extend([tensors] if kept else [])
         original(tensors, *args, **kwargs | {"retain_graph": kept})
 
     with replaced_call("torch.autograd", "backward", backward):
@@ -155,7 +155,7 @@ ACTIVATIONS_KEPT = Defect(
     title="activations of a pipeline outlive the backward of their micro-batch",
     source="https://github.com/pytorch/pytorch/issues/164756",
     mechanism="the graph is retained, and its output is referenced",
-    laws=("PP-2",),
+    laws=("PP-2", "MEM-1"),
     cells=_PLAIN,
     inject=partial(graphs, kept=True),
     inject_twin=partial(graphs, kept=False),
