@@ -47,7 +47,8 @@ def test_dtypes_are_those_of_the_mixed_precision_policy(run: Run, cell: Cell) ->
     expected = expected_dtypes(config)
     for facts in run(cell).ranks:
         _compare(facts.dtypes, _held(expected, facts, config), name="dtypes", rank=facts.rank)
-        sent = _wire_dtypes(step_events(config, dims, tp_rank=facts.mesh_coordinate.get("tp", 0)))
+        at = facts.mesh_coordinate
+        sent = _wire_dtypes(step_events(config, dims, tp_rank=at.get("tp", 0), pp_rank=at.get("pp", 0), any_order=True))
         # Steps only, like MP-4.
         seen = _wire_dtypes(collective for collective in facts.collectives if collective.phase != "build")
         if dims.pp > 1:  # a stage has a part of them; PP-1, PP-3 and PP-4 judge those of FSDP and of transfers, too

@@ -31,7 +31,9 @@ def test_collectives_follow_reshard_after_forward_and_prefetch(run: Run, cell: C
         shapes = local_shapes(config.model, tp=dims.tp, tp_rank=facts.mesh_coordinate.get("tp", 0))
         numels = shard_numels(shapes, config, shards=dims.dp_shard)
         if dims.pp > 1:
-            expected = pipeline.fsdp_events(config, dims, numels, rank=facts.mesh_coordinate["pp"])
+            rank = facts.mesh_coordinate["pp"]
+            actions = pipeline.known_order(config, rank=rank)
+            expected = pipeline.fsdp_events(config, dims, numels, actions, rank=rank)
         else:
             expected = fsdp_events(config, dims, numels)
         kept = [name for name in shapes if kept_after_forward(group_of(name, config), config)]

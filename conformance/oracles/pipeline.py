@@ -123,6 +123,19 @@ def known_order(config: TrainerConfig, *, rank: int) -> list[Action]:
     return actions
 
 
+def any_order(config: TrainerConfig, *, rank: int) -> list[Action]:
+    """Return the actions of a rank in their order, or where the schedule leaves it open, in one that is valid."""
+    own = stages_of(rank, config)
+    forwards = [Action("forward", stage, index) for stage in own for index in range(config.accumulation)]
+    backwards = [
+        Action(kind, stage, index)
+        for stage in reversed(own)
+        for index in range(config.accumulation)
+        for kind in backward_kinds(config)
+    ]
+    return order(config, rank=rank) or [*forwards, *backwards]
+
+
 def _one_by_one(forwards: Sequence[Action], backwards: Sequence[Action], *, ahead: int) -> list[Action]:
     """Return `ahead` forwards, then a backward and a forward in turn, then the remaining backwards."""
     actions = [*forwards[:ahead]]
@@ -221,15 +234,15 @@ def gathered(actions: Iterable[Action], config: TrainerConfig) -> Iterator[tuple
                 unsharded.discard(group)
 
 
-def fsdp_events(config: TrainerConfig, dims: ParallelDims, numels: Mapping[str, int], *, rank: int) -> list[Event]:
+def fsdp_events(
+    config: TrainerConfig, dims: ParallelDims, numels: Mapping[str, int], actions: Sequence[Action], *, rank: int
+) -> list[Event]:
     """Return the collectives of FSDP on a rank of a pipeline in their order: gathers, then one reduction of each group.
 
-    `numels` are the elements of shards, see `schedule.shard_numels`. For the order of reductions see
-    `VersionTraits.stages_finalize_backward`. Raises ValueError for a schedule that leaves the
-    order of actions open.
+    `actions` are those of the rank, in their order; `numels` are the elements of shards, see `schedule.shard_numels`.
+    For the order of reductions see `VersionTraits.stages_finalize_backward`.
     """
     traits = traits_of(str(torch.__version__))
-    actions = known_order(config, rank=rank)
     policy, events = dtype_policy(config.precision), list[Event]()
     communicates = dims.dp_shard > 1 or traits.one_rank_communicates
     for action, group in gathered(actions, config) if communicates else ():

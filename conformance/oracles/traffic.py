@@ -3,7 +3,7 @@
 The collectives of FSDP, tensor parallelism, the loss and clipping, each derived from what its algorithm needs.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -53,24 +53,34 @@ class Sent(Protocol):
         """Bytes of this rank's input."""
 
 
-def step_events(config: TrainerConfig, dims: ParallelDims, *, tp_rank: int, pp_rank: int = 0) -> list[Event]:
+def step_events(
+    config: TrainerConfig, dims: ParallelDims, *, tp_rank: int, pp_rank: int = 0, any_order: bool = False
+) -> list[Event]:
     """Return all collectives of a rank in any step, FSDP's and tensor parallelism's each in its order.
 
     Of a rank's other coordinates none matters: FSDP pads uneven shards, tensor parallelism gives the last ranks less of
     a dimension that it shards unevenly. Transfers between stages are no collectives, see `pipeline.transfers`. Raises
-    ValueError for a pipeline whose schedule leaves the order of actions open.
+    ValueError for a pipeline whose schedule leaves the order of actions open, unless `any_order` will do.
     """
     shapes = local_shapes(config.model, tp=dims.tp, tp_rank=tp_rank)
     numels = shard_numels(shapes, config, shards=dims.dp_shard)
-    piped = dims.pp > 1
     return [
         *_sum("data", "int64", dims, over=("dp_replicate", "dp_shard")),  # number of valid tokens
-        *(pipeline.fsdp_events(config, dims, numels, rank=pp_rank) if piped else fsdp_events(config, dims, numels)),
+        *_fsdp_events(config, dims, numels, pp_rank, any_order=any_order),
         *tensor_parallel_events(config, dims, pp_rank=pp_rank),
         *unscale_events(config, dims),
-        *clip_events(pipeline.held_by(pp_rank, shapes, config) if piped else shapes, config, dims),
+        *clip_events(pipeline.held_by(pp_rank, shapes, config) if dims.pp > 1 else shapes, config, dims),
         *_sum("idle", "float32", dims, over=("pp", "dp_replicate", "dp_shard")),  # loss to report
     ]
+
+
+def _fsdp_events(
+    config: TrainerConfig, dims: ParallelDims, numels: Mapping[str, int], pp_rank: int, *, any_order: bool
+) -> list[Event]:
+    if dims.pp == 1:
+        return fsdp_events(config, dims, numels)
+    actions = (pipeline.any_order if any_order else pipeline.known_order)(config, rank=pp_rank)
+    return pipeline.fsdp_events(config, dims, numels, actions, rank=pp_rank)
 
 
 def add_up(collectives: Iterable[Sent]) -> TrafficByKey:

@@ -8,11 +8,13 @@ from msgspec.structs import replace
 from conformance.oracles.pipeline import (
     Action,
     activation_numel,
+    any_order,
     fsdp_events,
     gathers,
     groups_of,
     held,
     held_by,
+    known_order,
     layers_of,
     most_held,
     order,
@@ -132,7 +134,8 @@ def test_collectives_in_the_order_of_actions() -> None:
     """Backward gathers from the last group on, and groups are reduced once, from the first."""
     always = config("gpipe", reshard="always")
     numels = {"tok_embeddings": 3, "layers.0": 5, "layers.1": 7}
-    events = fsdp_events(always, resolve_mesh(always.mesh, world_size=4), numels, rank=0)
+    dims = resolve_mesh(always.mesh, world_size=4)
+    events = fsdp_events(always, dims, numels, known_order(always, rank=0), rank=0)
     gathered = [event.numel for event in events if event.kind == "all_gather"]
     assert gathered == [3, 5, 7] * 4 + [7, 5, 3]
     assert [(event.kind, event.numel) for event in events[-3:]] == [
@@ -142,10 +145,13 @@ def test_collectives_in_the_order_of_actions() -> None:
     ]
 
 
-def test_collectives_of_an_open_order_are_unknown() -> None:
-    open_order = config("zbv-zero-bubble")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_open_order(rank: int) -> None:
+    of = config("zbv-zero-bubble")
     with pytest.raises(ValueError, match="schedule zbv-zero-bubble leaves the order of its actions open"):
-        fsdp_events(open_order, resolve_mesh(open_order.mesh, world_size=4), {}, rank=0)
+        known_order(of, rank=rank)
+    assert not violations(any_order(of, rank=rank), of, rank=rank)
+    assert any_order(config("gpipe"), rank=rank) == order(config("gpipe"), rank=rank)
 
 
 def test_buffers_for_what_is_received() -> None:
