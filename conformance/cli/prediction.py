@@ -140,7 +140,8 @@ def prediction(request: Request) -> Prediction:
     Raises ValueError for an unknown model, mesh or option, and for sizes that the mesh cannot shard.
     """
     config, dims = configuration(request)
-    peaks = [peak_bytes(_stage_memory(config, dims, stage)) for stage in range(dims.pp)]
+    memories = [_stage_memory(config, dims, stage) for stage in range(dims.pp)]
+    peaks = [peak_bytes(memory) for memory in memories]
     stage = peaks.index(max(peaks))
     return Prediction(
         parameters=_numel(local_shapes(config.model, tp=1, tp_rank=0)),
@@ -150,7 +151,7 @@ def prediction(request: Request) -> Prediction:
         stage=stage,
         stage_peaks_bytes=peaks,
         modes=[_mode(request, mode) for mode in RESHARD_MODES] if dims.pp > 1 else [],
-        phases=phase_memory(config, dims),
+        phases=memories[stage],
         activation_bytes=kept_for_backward(_profile(config, dims, stage)),
         traffic=_traffic(config, dims, stage),
     )
@@ -158,8 +159,7 @@ def prediction(request: Request) -> Prediction:
 
 def stage_shapes(config: TrainerConfig, dims: ParallelDims, stage: int) -> dict[str, tuple[int, ...]]:
     """Return the shapes that FSDP shards on a rank of the pipeline, by parameter."""
-    shapes = local_shapes(config.model, tp=dims.tp, tp_rank=0)
-    return pipeline.held_by(stage, shapes, config) if dims.pp > 1 else shapes
+    return pipeline.held_by(stage, local_shapes(config.model, tp=dims.tp, tp_rank=0), config)
 
 
 def peak_bytes(phases: dict[str, PhaseMemory]) -> int:

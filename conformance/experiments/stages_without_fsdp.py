@@ -117,9 +117,9 @@ class _Driver:
         output = self._outputs.pop(index)
         if self._held.last:
             with loss_context(parallel=self._config.loss_parallel and self._config.mesh.tp > 1):
-                self._losses.pop(index).backward()  # type: ignore[no-untyped-call]
+                torch.autograd.backward(self._losses.pop(index))
         else:
-            output.backward(self._gradients[index])  # type: ignore[no-untyped-call]
+            torch.autograd.backward(output, self._gradients[index])
         if not self._held.first:
             self._last_gradient, self._inputs[index].grad = self._inputs[index].grad, None
         self._marks.finish_backward()

@@ -76,7 +76,7 @@ def sizes_of(cell: Cell, *, stage: int = 0) -> tuple[TrainerConfig, ParallelDims
     config = cell.config
     dims = resolve_mesh(config.mesh, world_size=cell.world_size)
     shapes = local_shapes(config.model, tp=dims.tp, tp_rank=0)
-    return config, dims, pipeline.held_by(stage, shapes, config) if dims.pp > 1 else shapes
+    return config, dims, pipeline.held_by(stage, shapes, config)
 
 
 def itemsize_bytes(config: TrainerConfig, what: str) -> int:

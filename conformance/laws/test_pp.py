@@ -12,6 +12,7 @@ from conformance.oracles import pipeline, tolerance
 from conformance.oracles.dtype_policy import dtype_policy
 from conformance.oracles.pipeline import Action
 from conformance.oracles.schedule import shard_numels
+from conformance.oracles.torch_versions import traits_of
 from conformance.oracles.tp_schedule import local_shapes
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell
@@ -62,9 +63,9 @@ def _check_transfers(
 ) -> None:
     __tracebackhide__ = True
     tensor = (pipeline.activation_numel(config, dims), dtype_policy(config.precision).compute)
-    # Up to torch 2.12 stages exchange one number before the first step, to connect.
-    floats = [t for t in facts.transfers if t.step == step and t.dtype.startswith(("float", "bfloat"))]
-    of_step = [t for t in floats if t.numel > 1]
+    of_step = [t for t in facts.transfers if t.step == step and t.dtype.startswith(("float", "bfloat"))]
+    if traits_of(str(torch.__version__)).stages_exchange_a_number and step == facts.stage_actions[0].step:
+        of_step = [t for t in of_step if t.numel > 1]
     sizes = {(t.numel, t.dtype) for t in of_step}
     if sizes - {tensor}:
         raise ConformanceFailure(f"{_where(facts, step)}: transfers of {sorted(sizes)}, must be of {tensor}")

@@ -48,6 +48,11 @@ class VersionTraits(msgspec.Struct, frozen=True):
     reductions, and DTensor gave it up for all. Source: https://github.com/pytorch/pytorch/pull/165962;
     https://github.com/pytorch/pytorch/issues/170862 shows that 2.9.1 still returned a pending norm.
     """
+    stages_exchange_a_number: bool = False
+    """True if the stages of a pipeline send each other one number before their first step, to connect.
+
+    Up to 2.12. Source: `_get_init_p2p_neighbors_ops` in torch/distributed/pipelining/stage.py.
+    """
     stages_finalize_backward: bool = False
     """True if a stage of a pipeline reduces its gradients as a backward does, from its last group on.
 
@@ -63,8 +68,9 @@ class VersionTraits(msgspec.Struct, frozen=True):
     """
 
 
-UP_TO_2_8 = VersionTraits(one_rank_communicates=True, norms_reduced_one_by_one=False)
-UP_TO_2_9 = VersionTraits(norms_reduced_one_by_one=False)
+UP_TO_2_8 = VersionTraits(one_rank_communicates=True, norms_reduced_one_by_one=False, stages_exchange_a_number=True)
+UP_TO_2_9 = VersionTraits(norms_reduced_one_by_one=False, stages_exchange_a_number=True)
+UP_TO_2_12 = VersionTraits(stages_exchange_a_number=True)
 UP_TO_2_13 = VersionTraits()
 FROM_2_15 = VersionTraits(
     previous_gather_until_copied=False,
@@ -73,7 +79,7 @@ FROM_2_15 = VersionTraits(
     stages_finalize_backward=True,
     stages_pool_buffers=True,
 )
-_LAST_RELEASES = (((2, 8), UP_TO_2_8), ((2, 9), UP_TO_2_9), ((2, 13), UP_TO_2_13))
+_LAST_RELEASES = (((2, 8), UP_TO_2_8), ((2, 9), UP_TO_2_9), ((2, 12), UP_TO_2_12), ((2, 13), UP_TO_2_13))
 """Last release with each set of traits, in ascending order."""
 
 

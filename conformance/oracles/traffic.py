@@ -69,7 +69,7 @@ def step_events(
         *_fsdp_events(config, dims, numels, pp_rank, any_order=any_order),
         *tensor_parallel_events(config, dims, pp_rank=pp_rank),
         *unscale_events(config, dims),
-        *clip_events(pipeline.held_by(pp_rank, shapes, config) if dims.pp > 1 else shapes, config, dims),
+        *clip_events(pipeline.held_by(pp_rank, shapes, config), config, dims),
         *_sum("idle", "float32", dims, over=("pp", "dp_replicate", "dp_shard")),  # loss to report
     ]
 

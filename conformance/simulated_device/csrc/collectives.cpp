@@ -3,10 +3,10 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
 
-#include <deque>
 #include <memory>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "device.h"
 #include "lock.h"
@@ -176,7 +176,6 @@ class SimulatedBackend final : public c10d::Backend {
       auto buffer = std::make_shared<Tensors>();
       for (const auto& tensor : from) buffer->push_back(tensor.clone());
       sent_.emplace_back(gloo->send(*buffer, to_rank, tag), buffer);
-      while (!sent_.empty() && sent_.front().first->isCompleted()) sent_.pop_front();
       return c10::intrusive_ptr<c10d::Work>();
     };
     if (!is_on_device(tensors.at(0))) {
@@ -256,7 +255,8 @@ class SimulatedBackend final : public c10d::Backend {
 
   Gloo gloo_;
   std::optional<int64_t> stream_;
-  std::deque<std::pair<WorkPtr, std::shared_ptr<Tensors>>> sent_; // transfers that may not have been received yet
+  // Kept until the end: gloo does not say that a transfer is over until somebody waits for it.
+  std::vector<std::pair<WorkPtr, std::shared_ptr<Tensors>>> sent_;
 };
 
 } // namespace
