@@ -4,6 +4,7 @@ They are what each layer saves for backward with fused attention and norms, and 
 addition.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from conformance.oracles import pipeline
 from conformance.oracles.dtype_policy import dtype_policy
 from conformance.oracles.memory_model import group_bytes
 from conformance.oracles.schedule import groups
-from conformance.oracles.torch_versions import UP_TO_2_13, gradients_stay
+from conformance.oracles.torch_versions import UP_TO_2_14, gradients_stay
 from conformance.oracles.tp_schedule import local_shapes
 from reference_trainer.config import TrainerConfig
 from reference_trainer.parallel_dims import ParallelDims
@@ -63,33 +64,39 @@ def _costs(config: TrainerConfig, dims: ParallelDims) -> _Costs:
 
 def estimated_profile(config: TrainerConfig, dims: ParallelDims) -> list[MemorySegment]:
     """Return activations and gradients as a run without FSDP would hold them, group by group, of all micro-batches."""
-    walk = _Walk(_costs(config, dims), [group.name for group in groups(config)], stay=False)
-    walk.forward()
-    walk.backward(has_logits=True)
+    walk, names = _Walk(_costs(config, dims), stay=False), [group.name for group in groups(config)]
+    walk.forward(names)
+    walk.backward(names)
     return walk.segments * config.accumulation
 
 
-def estimated_stage_profile(config: TrainerConfig, dims: ParallelDims, *, stage: int) -> list[MemorySegment]:
-    """Return as `estimated_profile` does what a stage holds, in the order of a schedule with one stage on each rank.
+def estimated_stages_profile(config: TrainerConfig, dims: ParallelDims, *, rank: int) -> list[MemorySegment]:
+    """Return as `estimated_profile` does what the stages of a rank of the pipeline hold.
 
     Raises ValueError for a schedule that leaves the order open.
     """
-    walk = _Walk(_costs(config, dims), pipeline.groups_of(stage, config), stay=gradients_stay(config, UP_TO_2_13))
-    for action in pipeline.known_order(config, rank=stage):
+    walk = _Walk(_costs(config, dims), stay=gradients_stay(config, UP_TO_2_14))
+    actions = pipeline.known_order(config, rank=rank)
+    to_come = Counter(action.stage for action in actions if action.kind == "backward")
+    for action in actions:
+        names = pipeline.groups_of(action.stage, config)
+        walk.enter(action.stage)
         if action.kind == "forward":
-            walk.forward()
-        else:
-            walk.backward(has_logits=stage == dims.pp - 1)
-    walk.reduce()
+            walk.forward(names)
+            continue
+        walk.backward(names)
+        to_come[action.stage] -= 1
+        if not to_come[action.stage]:
+            walk.reduce(names)
     return walk.segments
 
 
 class _Walk:
-    """Walk through the groups of a model or stage; `stay` says whether gradients wait with their parameters."""
+    """Walk through the groups of a model or of stages; `stay` says whether gradients wait with their parameters."""
 
-    def __init__(self, costs: _Costs, names: Sequence[str], *, stay: bool) -> None:
+    def __init__(self, costs: _Costs, *, stay: bool) -> None:
         self.segments: list[MemorySegment] = []
-        self._costs, self._names, self._stay = costs, names, stay
+        self._costs, self._stay = costs, stay
         self._held = 0
         self._waiting: set[str] = set()
         """Groups whose gradients are held."""
@@ -99,16 +106,19 @@ class _Walk:
         self.segments.append(MemorySegment(mark, self._held, self._held + max(more, then), self._held + then))
         self._held += then
 
-    def forward(self) -> None:
+    def enter(self, stage: int) -> None:
+        self._add(f"stage {stage}")
+
+    def forward(self, names: Sequence[str]) -> None:
         self._add("forward")
-        for name in self._names:
+        for name in names:
             saved = self._costs.saved[name]
             self._add(f"forward {name}", more=saved + self._costs.working[name], then=saved)
             self._add(f"after-forward {name}")
 
-    def backward(self, *, has_logits: bool) -> None:
-        self._add("backward", more=self._costs.gradients_of_logits if has_logits else 0)
-        for name in reversed(self._names):
+    def backward(self, names: Sequence[str]) -> None:
+        self._add("backward", more=self._costs.gradients_of_logits if "output" in names else 0)
+        for name in reversed(names):
             gradients = self._costs.gradients[name]
             more = self._costs.recomputed[name] + gradients + self._costs.working[name]
             stay = 0 if name in self._waiting else gradients
@@ -118,10 +128,10 @@ class _Walk:
             self._add(f"freed {name}")
         self._add("end")
 
-    def reduce(self) -> None:
+    def reduce(self, names: Sequence[str]) -> None:
         """Release gradients that wait, in the order of forward, as a pipeline reduces them."""
         self._add("reduce")
-        for name in self._names:
+        for name in names:
             self._add(f"gradients {name}", then=-self._costs.gradients[name] if name in self._waiting else 0)
             self._add(f"freed {name}")
         self._add("end")

@@ -13,7 +13,7 @@ from conformance.defects.catalogue import defects
 from conformance.plan.cells import Cell
 from conformance.plan.content import Content, read_content
 from conformance.plan.derivation import derive
-from conformance.plan.lock import PlannedCell, lock_file, lock_text, planned_cells
+from conformance.plan.lock import PlannedCell, cells_by_section, lock_file, lock_text, planned_cells
 from conformance.plan.ordering import best_first
 from conformance.plan.scopes import Scope, declared_scopes
 from conformance.plan.selection import parse
@@ -32,6 +32,9 @@ def add_parser(commands: Commands) -> None:
     add_matrix(parser)
     parser.add_argument("--write", action="store_true", help="write the lock file, instead of checking it")
     parser.add_argument(
+        "--afresh", action="store_true", help="derive all cells anew; by default those of the lock file stay if needed"
+    )
+    parser.add_argument(
         "--durations", metavar="DIR", type=Path, help="take the durations of cells from the report in this directory"
     )
     parser.set_defaults(run=run)
@@ -43,7 +46,8 @@ def run(options: argparse.Namespace) -> Answer:
     file = lock_file(matrix_file)
     content = read_content(load(matrix_file))
     durations_s = known_durations_s(file) | (_of_report(options.durations) if options.durations else {})
-    text = lock_text(matrix_file, content, planned(content, durations_s))
+    locked = {} if options.afresh else cells_by_section(file)
+    text = lock_text(matrix_file, content, planned(content, durations_s, locked))
     if options.write:
         file.write_text(text)
         return Answer(f"{file.name}: {len(text.splitlines()) - 2} cells")
@@ -52,9 +56,12 @@ def run(options: argparse.Namespace) -> Answer:
     return Answer(f"{file.name} is current")
 
 
-def planned(content: Content, durations_s: Mapping[str, float]) -> list[PlannedCell]:
-    """Return the derived cells of a matrix, best first."""
-    cells = {each.cell.id: each for each in planned_cells(derive(content), durations_s)}
+def planned(
+    content: Content, durations_s: Mapping[str, float], locked: Mapping[str, Sequence[Cell]]
+) -> list[PlannedCell]:
+    """Return the derived cells of a matrix, best first; of locked cells, by section, those that are needed stay."""
+    derived = sorted(planned_cells(derive(content, locked), durations_s), key=lambda each: each.cell.id)
+    cells = {each.cell.id: each for each in derived}
     gains = _gains(content, [each.cell for each in cells.values()], declared_scopes(LAWS_DIRECTORY))
     order = best_first(list(cells), gains, {name: each.seconds for name, each in cells.items()})
     return [cells[name] for name in order]

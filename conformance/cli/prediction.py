@@ -12,7 +12,7 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
-from conformance.cli.activation_estimate import estimated_profile, estimated_stage_profile, kept_for_backward
+from conformance.cli.activation_estimate import estimated_profile, estimated_stages_profile, kept_for_backward
 from conformance.cli.model_shapes import read_model
 from conformance.memory_segment import MemorySegment
 from conformance.oracles import memory_walk, pipeline
@@ -39,8 +39,8 @@ KINDS = ("sharded parameters", "optimizer state", *memory_walk.KINDS, "activatio
 `sharded parameters` include the RoPE table. `temporaries` are results that nothing keeps, activations that are
 recomputed, and gradients of activations and of the block that backward computes.
 """
-PIPELINES = ("1f1b", "gpipe")
-"""Schedules of pipelines whose order the models know, with one stage on each rank."""
+PIPELINES = ("1f1b", "gpipe", "interleaved-1f1b", "looped-bfs")
+"""Schedules of pipelines whose order the models know; the last two have two stages on each rank."""
 _CHOICES = {
     "pipeline": PIPELINES,
     "precision": tuple(name for name in get_args(PrecisionName) if not PRECISIONS[name].norms_apart),
@@ -176,7 +176,7 @@ def phase_memory(config: TrainerConfig, dims: ParallelDims) -> dict[str, PhaseMe
 
 
 def _profile(config: TrainerConfig, dims: ParallelDims, stage: int) -> list[MemorySegment]:
-    return estimated_profile(config, dims) if dims.pp == 1 else estimated_stage_profile(config, dims, stage=stage)
+    return estimated_profile(config, dims) if dims.pp == 1 else estimated_stages_profile(config, dims, rank=stage)
 
 
 def _mode(request: Request, mode: str) -> ModeOfPipeline:

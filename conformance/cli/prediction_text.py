@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _GIB = 1024**3
 _NOT_COUNTED = """\
 Not counted: CUDA context, buffers of NCCL, fragmentation of the allocator, workspaces of kernels, and temporaries of an
-optimizer that steps all parameters at once, as torch's does on a GPU (foreach). Buffers live as in torch up to 2.13,
+optimizer that steps all parameters at once, as torch's does on a GPU (foreach). Buffers live as in torch up to 2.14,
 verified on the CPU; on a GPU all of this is unverified."""
 
 

@@ -15,6 +15,7 @@ _PIPELINING = "torch.distributed.pipelining"
 _STAGE = f"{_PIPELINING}.stage:_PipelineStageBase"
 _DOCS = "https://docs.pytorch.org/docs/stable/distributed.pipelining.html"
 _PLAIN = "id = pp2-dp2-fp32-default-meta-cut-acc4"
+_TWO_STAGES = "id in (pp2-dp2-fp32-default-meta-cut-acc4-loopedbfs, pp2-dp2-fp32-default-meta-cut-acc4-zbvzerobubble)"
 
 
 def loss_of_micro_batches(*, dropped: bool) -> AbstractContextManager[None]:
@@ -155,7 +156,7 @@ ACTIVATIONS_KEPT = Defect(
     title="activations of a pipeline outlive the backward of their micro-batch",
     source="https://github.com/pytorch/pytorch/issues/164756",
     mechanism="the graph is retained, and its output is referenced",
-    laws=("PP-2", "MEM-1"),
+    laws=("PP-2", "MEM-1", "MEM-6"),
     cells=_PLAIN,
     inject=partial(graphs, kept=True),
     inject_twin=partial(graphs, kept=False),
@@ -183,7 +184,7 @@ SENT_GRADIENTS_KEPT = Defect(
     title="a stage holds the gradients that it has sent until the step is over",
     source=_DOCS,
     mechanism="`bwd_cache` keeps the gradients of the stage's inputs of all micro-batches",
-    laws=("MEM-1",),
+    laws=("MEM-1", "MEM-6"),
     cells=_PLAIN,
     inject=partial(sent_gradients, kept=True),
     inject_twin=partial(sent_gradients, kept=False),
@@ -208,6 +209,27 @@ GATHERED_EACH_MICRO_BATCH = Defect(
     cells=_PLAIN,
     inject=partial(default_mode, frees=True),
     inject_twin=partial(default_mode, frees=False),
+)
+
+
+def stages_in_memory(*, number: int) -> AbstractContextManager[None]:
+    """Let a rank gather so many of its stages at a time, and free the others."""
+
+    def lowered(original: Callable[..., list[Any]], actions: list[Any], *_args: Any, **options: Any) -> list[Any]:
+        return original(actions, **options | {"max_active_stages": number})
+
+    return replaced_call(f"{_PIPELINING}.schedules", "_add_unshard_reshard", lowered)
+
+
+STAGES_GATHERED_AGAIN = Defect(
+    id="pipeline-stages-gathered-again",
+    title="a rank with two stages gathers one of them again whenever it acts after the other",
+    source=_DOCS,
+    mechanism="`max_active_stages` is 1: a schedule reshards the stage that does not act next",
+    laws=("PP-3", "RS-1", "MP-4", "MEM-1"),
+    cells=_TWO_STAGES,
+    inject=partial(stages_in_memory, number=1),
+    inject_twin=partial(stages_in_memory, number=2),
 )
 
 

@@ -17,8 +17,8 @@ from conformance.run.record import snapshot_file
 from reference_trainer.train import Trainer
 
 _MANY_STEPS = 50
-_MEASURED = "measured step"
-"""Mark at which the measured step begins."""
+_MEASURED, _NOT_MEASURED = "measured step", "steps between"
+"""Marks at which a measured step begins, and the steps that are not measured."""
 
 
 class StepMemory(msgspec.Struct):
@@ -37,12 +37,10 @@ class StepMemory(msgspec.Struct):
 
 
 class Growth(msgspec.Struct):
-    """Memory of an early and of a late step, and what the steps between have left."""
+    """Memory of an early and of a late step."""
 
     second: StepMemory
     fiftieth: StepMemory
-    left_between_bytes: int
-    """Bytes that were allocated in the steps between and are still held when the last of them is over."""
 
 
 @experiment(needs=Needs.TRAINING)
@@ -74,39 +72,61 @@ def step_of_stages(rank: RankWorld) -> StepMemory:
 
 def _second_step(rank: RankWorld) -> StepMemory:
     with ledger_of(rank.device, mapped_bytes=rank.mapped_bytes) as ledger:
-        trainer = _warm_trainer(rank)
-        gc.collect()  # so that garbage in cycles of the warm step is not released into the measured step
-        mark(_MEASURED)
-        trainer.train_step(1)
-    return _since_mark(ledger)
+        _marked_step(_warm_trainer(rank), 1)
+    (memory,) = _marked_steps(ledger)
+    return memory
 
 
 @experiment(needs=Needs.SHARDING | Needs.FORWARD, world="simulated")
 def growth_in_simulation(rank: RankWorld) -> Growth:
-    """Measure the second and the fiftieth step on rank 0 of a simulated world, and what those between leave."""
-    trainer = _warm_trainer(rank, steps=_MANY_STEPS)
-    second = _measured_step(trainer, 1)
-    with ledger_of(rank.device) as ledger:
+    """Measure the second and the fiftieth step on rank 0 of a simulated world, and what is held before them."""
+    return _growth(rank)
+
+
+@experiment(needs=Needs.SHARDING | Needs.FORWARD, world="stages")
+def growth_of_stages(rank: RankWorld) -> Growth:
+    """Measure as `growth_in_simulation` does, on the first rank of each stage of a pipeline."""
+    return _growth(rank)
+
+
+def _growth(rank: RankWorld) -> Growth:
+    with ledger_of(rank.device, mapped_bytes=rank.mapped_bytes) as ledger:
+        trainer = _warm_trainer(rank, steps=_MANY_STEPS)
+        _marked_step(trainer, 1)
+        mark(_NOT_MEASURED)
         for step in range(2, _MANY_STEPS - 1):
             trainer.train_step(step)
-        gc.collect()
-    return Growth(second, _measured_step(trainer, _MANY_STEPS - 1), ledger.kept_bytes)
+        _marked_step(trainer, _MANY_STEPS - 1)
+    second, fiftieth = _marked_steps(ledger)
+    return Growth(second, fiftieth)
 
 
-def _since_mark(ledger: MemoryLedger) -> StepMemory:
-    """Return the memory of the step after the mark, in bytes above what is held there."""
-    begin = next(index for index, segment in enumerate(ledger.segments) if segment.mark == _MEASURED)
-    held = ledger.segments[begin].start_bytes
-    segments = [
-        replace(
-            segment,
-            start_bytes=segment.start_bytes - held,
-            peak_bytes=segment.peak_bytes - held,
-            end_bytes=segment.end_bytes - held,
-        )
-        for segment in ledger.segments[begin:]
-    ]
-    return StepMemory(segments, ledger.backend, held_before_bytes=held)
+def _marked_step(trainer: Trainer, step: int) -> None:
+    gc.collect()  # so that garbage in cycles of earlier steps is not released into the measured step
+    mark(_MEASURED)
+    trainer.train_step(step)
+
+
+def _marked_steps(ledger: MemoryLedger) -> list[StepMemory]:
+    """Return the memory of each measured step, in bytes above what is held when it begins."""
+    steps: list[StepMemory] = []
+    measuring = False
+    for segment in ledger.segments:
+        if segment.mark == _MEASURED:
+            steps.append(StepMemory([], ledger.backend, held_before_bytes=segment.start_bytes))
+        measuring = segment.mark != _NOT_MEASURED and (measuring or segment.mark == _MEASURED)
+        if measuring:
+            steps[-1].segments.append(_above(segment, steps[-1].held_before_bytes))
+    return steps
+
+
+def _above(segment: MemorySegment, held_bytes: int) -> MemorySegment:
+    return replace(
+        segment,
+        start_bytes=segment.start_bytes - held_bytes,
+        peak_bytes=segment.peak_bytes - held_bytes,
+        end_bytes=segment.end_bytes - held_bytes,
+    )
 
 
 def _warm_trainer(rank: RankWorld, *, steps: int | None = None) -> Trainer:

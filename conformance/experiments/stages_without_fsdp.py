@@ -3,7 +3,8 @@
 The memory models of `conformance.oracles` add the allocations of FSDP, see `experiments.without_fsdp`.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -40,42 +41,65 @@ def profile_stages_without_fsdp(rank: RankWorld) -> list[list[MemorySegment]]:
 
 
 def _profile(rank: RankWorld, pp_rank: int) -> list[MemorySegment]:
-    config, (index,) = rank.config, pipeline.stages_of(pp_rank, rank.config)
-    layers = pipeline.layers_of(index, config)
-    held = StageLayers(range(layers[0], layers[-1] + 1), first=index == 0, last=index == rank.dims.pp - 1)
-    model = Transformer(config.model, [held])
+    config = rank.config
+    held = {index: _held(index, config) for index in pipeline.stages_of(pp_rank, config)}
+    model = Transformer(config.model, list(held.values()))
     init_weights(model, seed=config.seed)
     parallelize_without_fsdp(model.to(rank.device), config, rank.device, tp=rank.dims.tp)
     batches = Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
     micro_batches = batches.micro_batches(0, dp_rank=0, dp_size=rank.dims.dp, accumulation=config.accumulation)
-    driver = _Driver(model.stages[0], held, config, rank.dims, micro_batches, rank.device)
+    stages = {
+        index: _Stage(module, layers, config, rank.dims, micro_batches, rank.device)
+        for (index, layers), module in zip(held.items(), model.stages, strict=True)
+    }
+    actions = pipeline.known_order(config, rank=pp_rank)
     for _warm in (True, False):
         with ledger_of(rank.device) as measured:
-            driver.run(pipeline.known_order(config, rank=pp_rank))
+            _run(stages, actions)
     return measured.segments
 
 
-class _Driver:
-    """Runs a stage's actions, and holds what a schedule of torch.distributed.pipelining holds.
+def _held(index: int, config: TrainerConfig) -> StageLayers:
+    layers = pipeline.layers_of(index, config)
+    return StageLayers(
+        range(layers[0], layers[-1] + 1), first=index == 0, last=index == len(pipeline.owners(config)) - 1
+    )
 
-    That is, of each micro-batch between its forward and its backward, the output, its graph and its loss; the output of
-    the last forward and the gradient that was sent last, in local variables of the schedule (`_step_microbatches` in
-    torch/distributed/pipelining/schedules.py); and buffers for all micro-batches that it receives, which are there
-    before the step.
+
+def _run(stages: Mapping[int, "_Stage"], actions: Sequence[Action]) -> None:
+    """Run the actions of a rank, and release the gradients of each stage after its last backward."""
+    to_come = Counter(action.stage for action in actions if action.kind == "backward")
+    for action in actions:
+        mark(f"stage {action.stage}")
+        mark(action.kind)
+        stage = stages[action.stage]
+        (stage.forward if action.kind == "forward" else stage.backward)(action.micro_batch)
+        to_come[action.stage] -= action.kind == "backward"
+        if not to_come[action.stage]:
+            stage.reduce()
+
+
+class _Stage:
+    """Stage that holds what a schedule of torch.distributed.pipelining holds for it.
+
+    That is, of each micro-batch between its forward and its backward, the output, its graph and its loss; and buffers
+    for all micro-batches that it receives, which are there before the step. Schedules with one stage on each rank also
+    hold the output of the last forward and the gradient that was sent last, in local variables (`_step_microbatches` in
+    torch/distributed/pipelining/schedules.py); those with several do not (`_perform_action` there).
     """
 
     def __init__(
         self,
-        stage: Stage,
+        module: Stage,
         held: StageLayers,
         config: TrainerConfig,
         dims: ParallelDims,
         micro_batches: Sequence[tuple[Tensor, Tensor]],
         device: torch.device,
     ) -> None:
-        self._stage, self._held, self._config, self._device = stage, held, config, device
+        self._module, self._held, self._config, self._device = module, held, config, device
         self._micro_batches = micro_batches
-        self._marks = GroupMarks(group_modules(stage))
+        self._marks = GroupMarks(group_modules(module))
         self._traits = traits_of(str(torch.__version__))
         numel = pipeline.activation_numel(config, dims)
         shape = (len(micro_batches[0][0]), numel // len(micro_batches[0][0]) // config.model.dim, config.model.dim)
@@ -84,34 +108,31 @@ class _Driver:
         self._inputs, self._gradients = buffers
         self._outputs: dict[int, Tensor] = {}
         self._losses: dict[int, Tensor] = {}
+        self._keeps_last = pipeline.has_one_stage(config)
         self._last_output: Tensor | None = None
         self._last_gradient: Tensor | None = None
+        self._keep_gradients()
 
-    def run(self, actions: Sequence[Action]) -> None:
-        """Run forwards and backwards, then release the gradients of each group as FSDP does when it reduces them."""
+    def _keep_gradients(self) -> None:
         self._marks.reduces, self._marks.releases = False, not gradients_stay(self._config, self._traits)
-        for action in actions:
-            mark(action.kind)
-            (self._forward if action.kind == "forward" else self._backward)(action.micro_batch)
-        self._last_output = self._last_gradient = None
-        mark("reduce")
-        self._marks.reduces = self._marks.releases = True
-        self._marks.release_all(backward=self._traits.stages_finalize_backward)
-        mark("end")
 
-    def _forward(self, index: int) -> None:
+    def forward(self, index: int) -> None:
+        """Compute the output of a micro-batch, and on the last stage its loss."""
         tokens, labels = self._micro_batches[index]
         x = tokens.to(self._device) if self._held.first else self._inputs[index].requires_grad_()
-        output = self._stage(x)
-        self._outputs[index] = self._last_output = output
+        output = self._module(x)
+        self._outputs[index] = output
+        if self._keeps_last:
+            self._last_output = output
         if self._held.last:
             with loss_context(parallel=self._config.loss_parallel and self._config.mesh.tp > 1):
                 arithmetic = self._config.model.arithmetic
                 self._losses[index] = summed_loss(output, labels.to(self._device), arithmetic=arithmetic)
 
-    def _backward(self, index: int) -> None:
+    def backward(self, index: int) -> None:
+        """Compute the gradients of a micro-batch."""
         if self._traits.gradients_have_own_dtypes:
-            set_grad_dtypes(self._stage, self._config, reduces=False)
+            set_grad_dtypes(self._module, self._config, reduces=False)
         if self._config.pipeline.schedule == "gpipe":  # it receives into the variable from which it has sent
             self._last_gradient = None
         output = self._outputs.pop(index)
@@ -124,3 +145,14 @@ class _Driver:
             self._last_gradient, self._inputs[index].grad = self._inputs[index].grad, None
         self._marks.finish_backward()
         mark("end")
+        if not self._keeps_last:
+            self._last_gradient = None
+
+    def reduce(self) -> None:
+        """Release the gradients of each group as FSDP does when it reduces them."""
+        self._last_output = self._last_gradient = None
+        mark("reduce")
+        self._marks.reduces = self._marks.releases = True
+        self._marks.release_all(backward=self._traits.stages_finalize_backward)
+        mark("end")
+        self._keep_gradients()

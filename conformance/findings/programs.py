@@ -30,7 +30,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     severity: Literal["high", "medium", "low"]
     """Damage to a training run that meets the fault."""
     visible: Literal["silent", "hang", "loud"]
-    """`silent`: numbers are wrong; `hang`: the run waits until a time limit; `loud`: an error."""
+    """`silent`: numbers are wrong, or memory is held; `hang`: the run waits until a time limit; `loud`: an error."""
     training: Text
     """Effect on a training run."""
     thread: Annotated[str, Meta(pattern=rf"^(https://\S+|{NO_THREAD})\Z")]

@@ -14,7 +14,7 @@ from reference_trainer.observer import Observer, Phase
 class DropoutMasks(Observer):
     """Listener of the dispatch tap that keeps the masks that dropout samples, in the order of its calls.
 
-    `tensors` holds them by the key `stepN/dropout/PHASE/MICRO_BATCH/CALL`: bool, of the shape of the activations, True
+    `tensors` holds them by the key `stepN/dropout/PHASE/PASS/CALL`: bool, of the shape of the activations, True
     for an element that is kept. PHASE is `forward`, or `backward` for recomputation, which starts with the last block.
     On the CPU dropout is `aten::bernoulli_` and a product; hooks of modules would break graphs of torch.compile, and
     miss the last dropout of a block, before whose end recomputation stops. Not seen are dropout inside of compiled
@@ -24,14 +24,17 @@ class DropoutMasks(Observer):
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._phase: Phase = "build"
-        self._step, self._micro_batch = -1, -1
+        self._step = -1
+        self._passes: Counter[str] = Counter()
+        """Number of forwards and of backwards that have begun in this step."""
         self._calls: Counter[str] = Counter()
 
     def phase(self, name: Phase, *, step: int) -> None:
-        """Remember the phase; a forward phase begins a micro-batch."""
+        """Remember the phase; each call for forward or backward begins one of a micro-batch."""
         if step != self._step:
-            self._step, self._micro_batch = step, -1
-        self._micro_batch += name == "forward"
+            self._step = step
+            self._passes.clear()
+        self._passes[name] += 1
         self._phase = name
 
     def listen(self, func: Any) -> Handler | None:
@@ -41,7 +44,7 @@ class DropoutMasks(Observer):
     def _keep(self, args: Sequence[Any]) -> None:
         if self._phase not in ("forward", "backward"):
             return
-        prefix = f"step{self._step}/dropout/{self._phase}/{self._micro_batch}"
+        prefix = f"step{self._step}/dropout/{self._phase}/{self._passes[self._phase] - 1}"
         # A copy as bool: dropout goes on to divide what it has sampled, in place.
         self.tensors[f"{prefix}/{self._calls[prefix]}"] = args[0].to(torch.bool).cpu()
         self._calls[prefix] += 1

@@ -33,9 +33,9 @@ def unsupported(law: Law, cell: Cell, machine: Machine, *, profile: Profile | No
         return f"{law.id} holds from torch {law.since} on; this is {machine.torch_version}"
     if substrate == "sim" and machine.hardware.simulated and machine.hardware.simulated.lacks:
         return machine.hardware.simulated.lacks
-    if cell.pipeline == "zbv-zero-bubble" and substrate == "gloo" and release(machine.torch_version) < (2, 13):
-        # `_get_init_p2p_neighbors_ops` in torch/distributed/pipelining/stage.py; seen with 2.11, mended in 2.13.
-        return f"torch {machine.torch_version} has the stages of one rank send to each other, which gloo cannot do"
+    lacking = _lacks_for_pipeline(cell, substrate, machine.torch_version)
+    if lacking:
+        return f"torch {machine.torch_version} {lacking}"
     lacking = _needs_device(cell, device=device_type(substrate))
     if lacking:
         return f"needs {lacking}; this run is on {_NAMES[device_type(substrate)]}"
@@ -47,6 +47,22 @@ def unsupported(law: Law, cell: Cell, machine: Machine, *, profile: Profile | No
 def judging_substrate(law: Law, cell: Cell, hardware: Hardware) -> Substrate:
     """Return the substrate on which a case runs, or would run on a machine with the devices that its law needs."""
     return hardware.substrate(cell.world_size, law.substrates) or law.substrates[-1]
+
+
+def _lacks_for_pipeline(cell: Cell, substrate: Substrate, torch_version: str) -> str | None:
+    """Return why a version of torch cannot run the pipeline of a cell, or None.
+
+    Before their first step stages connect (`_get_init_p2p_neighbors_ops` in torch/distributed/pipelining/stage.py).
+    """
+    if cell.config.mesh.pp == 1:
+        return None
+    if release(torch_version) < (2, 10):
+        return (
+            "has stages send int64 numbers into fp32 buffers, on which gloo aborts; pipelines are judged from 2.10 on"
+        )
+    if cell.pipeline == "zbv-zero-bubble" and substrate == "gloo" and release(torch_version) < (2, 13):
+        return "has the stages of one rank send to each other, which gloo cannot do"
+    return None
 
 
 def _no_devices(cell: Cell, hardware: Hardware) -> str:

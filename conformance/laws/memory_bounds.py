@@ -36,6 +36,12 @@ _BUSY_PHASES = ("forward", "backward")
 _FP32_BYTES = 4
 SCALARS_BYTES = 128
 """Upper bound on the bytes of losses, numbers of tokens and other tensors of a few bytes."""
+GLOO_THREADS = 2
+"""Threads that run the operators of one process group, in turns: `ProcessGroupGloo::Options::threads`.
+
+A thread that has run an operator tells those who wait for it, and releases its tensors when it is scheduled again
+(`ProcessGroupGloo::runLoop` in torch/csrc/distributed/c10d/ProcessGroupGloo.cpp). A busy machine may stop both threads
+there; a third operator needs one of them."""
 _COPIES_OF_A_ROW = 16
 """Number of copies of a row of the vocabulary by which ranks differ if their shards of it are unequal.
 
@@ -88,9 +94,9 @@ def itemsize_bytes(config: TrainerConfig, what: str) -> int:
 def phase_bounds(measure: Measure, cell: Cell, *, in_flight: bool = False, on_device: bool = False) -> PhaseBounds:
     """Return the bounds on memory of each phase of a step.
 
-    With `in_flight`, threads of each process group may hold the buffer of their last operator. With `on_device`,
-    activations are those of the device's operators, and the optimizer is the one that torch chooses there: its
-    temporaries have the size of all shards of a rank, without the padding that the prediction counts.
+    With `in_flight`, each of the `GLOO_THREADS` of a process group may hold the buffer of its last operator. With
+    `on_device`, activations are those of the device's operators, and the optimizer is the one that torch chooses there:
+    its temporaries have the size of all shards of a rank, without the padding that the prediction counts.
     """
     (profile,) = measure(profile_without_fsdp, cell, on_device=on_device)
     return _bounds(cell, profile, in_flight=in_flight, on_device=on_device)
@@ -106,7 +112,10 @@ def _bounds(
     state, largest = state_bytes(config, dims, shapes), max(group_bytes(config, dims, shapes).values())
     reduced = largest // itemsize_bytes(config, "compute") * _FP32_BYTES
     held = {"forward": largest, "backward": reduced} if in_flight else {}
-    held = {phase: size + _tensor_parallel_buffer_bytes(config, dims, phase) for phase, size in held.items()}
+    held = {
+        phase: GLOO_THREADS * (size + _tensor_parallel_buffer_bytes(config, dims, phase))
+        for phase, size in held.items()
+    }
     unpadded = {"optimizer": padding_bytes(config, dims, shapes)} if on_device else {}
     less = _COPIES_OF_A_ROW * config.model.dim * _FP32_BYTES if in_flight and config.model.vocab_size % dims.tp else 0
 
@@ -137,15 +146,21 @@ def simulated_steps(measure: Measure, cell: Cell) -> list[SimulatedStep]:
             f"rank {stage} of the pipeline",
             memory,
             _bounds(cell, profiles[stage], stage=stage),
-            resident_bytes(*sizes_of(cell, stage=stage)) + _received_bytes(cell, stage),
+            resident_of_stage_bytes(cell, stage),
         )
         for stage, memory in enumerate(measure(step_of_stages, cell))
     ]
 
 
-def _received_bytes(cell: Cell, stage: int) -> int:
-    config, dims, _ = sizes_of(cell)
-    return pipeline.received_numel(config, dims, rank=stage) * itemsize_bytes(config, "compute")
+def resident_of_stage_bytes(cell: Cell, stage: int) -> int:
+    """Return the bytes that a rank of a pipeline must hold between steps: its state, and buffers of what it receives.
+
+    See `VersionTraits.stages_pool_buffers` for the buffers.
+    """
+    config, dims, shapes = sizes_of(cell, stage=stage)
+    pools = traits_of(str(torch.__version__)).stages_pool_buffers
+    received = 0 if pools else pipeline.received_numel(config, dims, rank=stage)
+    return resident_bytes(config, dims, shapes) + received * itemsize_bytes(config, "compute")
 
 
 def _tensor_parallel_buffer_bytes(config: TrainerConfig, dims: ParallelDims, phase: str) -> int:

@@ -4,7 +4,14 @@ from itertools import pairwise
 
 import torch
 
-from conformance.experiments.memory import StepMemory, growth_in_simulation, step_in_simulation, step_on_ranks
+from conformance.experiments.memory import (
+    Growth,
+    StepMemory,
+    growth_in_simulation,
+    growth_of_stages,
+    step_in_simulation,
+    step_on_ranks,
+)
 from conformance.experiments.without_fsdp import profile_without_fsdp
 from conformance.judge.law import law
 from conformance.judge.measurements import measure as report
@@ -16,6 +23,7 @@ from conformance.laws.memory_bounds import (
     compare_phases,
     itemsize_bytes,
     phase_bounds,
+    resident_of_stage_bytes,
     simulated_steps,
     simulated_usage,
     sizes_of,
@@ -37,7 +45,7 @@ MEMORY_STATS = "https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory
 @law(
     "MEM-1",
     where="(model in (deep, wide) or model = cut and features <= 3) and implementation = fsdp2",
-    gaps=["several-stages"],
+    gaps=["halved-memory"],
     reference=RESHARD_AFTER_FORWARD,
     substrates=SIMULATED,
 )
@@ -112,17 +120,17 @@ def test_gloo_allocates_copies_of_full_buffers(measure: Measure, cell: Cell) -> 
 )
 def test_memory_on_every_rank_matches_the_model(measure: Measure, cell: Cell) -> None:
     """Peak memory in forward and in backward, on each rank of a real world, MUST be what the cell needs: between bounds
-    at most 10 % apart.
+    at most 16 % apart.
 
     It may exceed the memory model only by buffers that the backend's threads have not released yet. Each process group
-    has threads of its own, which may hold the buffer of their last operator: a buffer of the largest group of
+    has two threads, each of which may hold the buffer of its last operator: a buffer of the largest group of
     parameters (in forward, where nothing is reduced, in the dtype of computation), and one of tensor parallelism. A
     release in such a thread is noticed when the memory is used again: in forward and backward at once, in later phases
     not, which are judged in simulation only (MEM-1).
     """
     for rank, memory in enumerate(measure(step_on_ranks, cell)):
         bounds = phase_bounds(measure, cell, in_flight=True)
-        compare_phases(usage_of(memory), bounds, where=f"rank {rank}", ratio=1.10)
+        compare_phases(usage_of(memory), bounds, where=f"rank {rank}", ratio=1.16)
 
 
 @law(
@@ -182,25 +190,42 @@ def test_memory_is_linear_in_the_layers(measure: Measure, cell: Cell) -> None:
 
 @law(
     "MEM-6",
-    where="model = even and implementation = fsdp2 and world <= 4 and saved_on = none and compile = false "
-    "and (features <= 2 and (tp = 1 or optimizer = sgd) or accumulation > 1 and offload = cpu and dropout = 0.0)",
-    gaps=["pipelines"],
+    where="implementation = fsdp2 and world <= 4 and saved_on = none and compile = false and (model = even and "
+    "(features <= 2 and (tp = 1 or optimizer = sgd) or accumulation > 1 and offload = cpu and dropout = 0.0) "
+    "or pp > 1 and model = cut and features <= 3)",
     reference=RESHARD_AFTER_FORWARD,
     substrates=SIMULATED,
 )
 def test_memory_does_not_grow_over_steps(measure: Measure, cell: Cell) -> None:
-    """Steps MUST leave no memory behind, fifty in all, and the 50th MUST need what the second needs, in every phase."""
-    (growth,) = measure(growth_in_simulation, cell)
+    """Steps MUST leave no memory behind, fifty in all, and the 50th MUST need what the second needs, in every phase.
+
+    In a pipeline each stage is judged, and between steps it MUST hold its shards, their optimizer state, the model's
+    buffers, losses, and buffers for what it receives, with every schedule; MEM-1 says more where it knows the order.
+    """
+    if cell.config.mesh.pp == 1:
+        (growth,) = measure(growth_in_simulation, cell)
+        _require_no_growth(growth, where="rank 0")
+        return
+    losses = cell.world_size * torch.float32.itemsize
+    for stage, growth in enumerate(measure(growth_of_stages, cell)):
+        where, resident = f"rank {stage} of the pipeline", resident_of_stage_bytes(cell, stage)
+        _require_no_growth(growth, where=where)
+        held = growth.second.held_before_bytes
+        compare.between(held, resident, resident + losses, name="held between steps", detail=where, unit="bytes")
+
+
+def _require_no_growth(growth: Growth, *, where: str) -> None:
+    __tracebackhide__ = True
     second, fiftieth = usage_of(growth.second), usage_of(growth.fiftieth)
     for name, usage in (("second", second), ("50th", fiftieth)):
-        left = usage["idle"].end_bytes
-        name = f"left by the {name} step"
-        compare.count(left, name=name, expected=0, detail="after zero_grad", unit="bytes", kind="memory")
-    left, name = growth.left_between_bytes, "left by the steps between"
-    compare.count(left, name=name, expected=0, detail="after the last of them", unit="bytes", kind="memory")
+        left, detail = usage["idle"].end_bytes, f"{where}, after zero_grad"
+        compare.count(left, name=f"left by the {name} step", expected=0, detail=detail, unit="bytes", kind="memory")
+    left = growth.fiftieth.held_before_bytes - growth.second.held_before_bytes
+    name, detail = "left by the steps between", f"{where}, after the last"
+    compare.count(left, name=name, expected=0, detail=detail, unit="bytes", kind="memory")
     grown = {phase: fiftieth[phase].peak_bytes - second[phase].peak_bytes for phase in PHASES}
-    name, unit = "growth of a peak", "bytes in 48 steps"
-    compare.count(max(grown.values()), name=name, expected=0, detail=str(grown), unit=unit, kind="memory")
+    name, detail, unit = "growth of a peak", f"{where}: {grown}", "bytes in 48 steps"
+    compare.count(max(grown.values()), name=name, expected=0, detail=detail, unit=unit, kind="memory")
 
 
 @law(

@@ -1,5 +1,8 @@
 """PAR: a parallel run computes what one process computes, with any movement of data, in fp32 and in bf16."""
 
+import itertools
+
+import msgspec
 import torch
 from torch import Tensor
 
@@ -13,7 +16,8 @@ from conformance.oracles import optimizer_tolerance, tolerance
 from conformance.oracles.cache import reference_run
 from conformance.oracles.reference import initial_model
 from conformance.outcomes import ConformanceFailure
-from conformance.plan.cells import Cell
+from conformance.plan.cells import Cell, axis_default
+from conformance.plan.mesh import Mesh
 from conformance.run.record import Record
 from reference_trainer.data import Batches
 from reference_trainer.integer_model import EXACT_BELOW, largest_partial_sum
@@ -153,18 +157,18 @@ def test_replicas_are_equal(run: Run, cell: Cell) -> None:
 @law(
     "PAR-6",
     where="accumulation > 1 and implementation = fsdp2",
-    gaps=["16-bit-micro-batches", "second-run", "masks-of-micro-batches", "large-models", "pipelines"],
+    gaps=["16-bit-micro-batches", "second-run", "masks-of-micro-batches", "large-models"],
     numbers=True,
     reference=GRADIENT_SYNC,
 )
 def test_gradient_accumulation_equals_one_large_batch(run: Run, cell: Cell) -> None:
     """Micro-batches of unequal numbers of valid tokens MUST add up to the gradients and updates of one large batch,
-    whether gradients are reduced after each or after the last.
+    whether gradients are reduced after each or after the last, and whether or not they pass through a pipeline.
 
     Wrong if a micro-batch overwrites the others, counts by its own number of tokens, or is left out of a reduction.
     """
     config = cell.config
-    record, single = run(cell), run(cell.but(accumulation=1, gradient_sync="each"))
+    record, single = run(cell), run(_with_one_batch(cell))
     bound = tolerance.both(tolerance.fp32_gradients(config))
     gradients = single.select("step0/gradient/")
     compare.tensors(record.select("step0/gradient/"), gradients, name="gradient at step 0", within=bound)
@@ -178,6 +182,12 @@ def test_gradient_accumulation_equals_one_large_batch(run: Run, cell: Cell) -> N
         within=optimizer_tolerance.updates(bound, reference_run(config, dtype=torch.float64), config.optimizer),
     )
     compare.scalars(record.losses, single.losses, name="loss", within=bound)
+
+
+def _with_one_batch(cell: Cell) -> Cell:
+    """Return the cell without micro-batches, and so without a pipeline."""
+    mesh = msgspec.structs.replace(Mesh.parse(cell.mesh), pp=1)
+    return cell.but(mesh=mesh.name, accumulation=1, gradient_sync="each", pipeline=axis_default("pipeline"))
 
 
 @law(
@@ -250,7 +260,7 @@ def test_integer_model_is_exact_on_every_mesh(run: Run, cell: Cell) -> None:
 @law(
     "PAR-10",
     where="dropout > 0.0",
-    gaps=["compiled-operators", "large-models", "pipelines"],
+    gaps=["compiled-operators", "large-models"],
     reference=DROPOUT,
 )
 def test_dropout_masks_are_equal_where_activations_are(run: Run, cell: Cell) -> None:
@@ -285,8 +295,7 @@ def _repeated_masks(record: Record) -> list[str]:
         if at.get("tp", 0) and not record.cell.sequence_parallel:
             continue
         for step in record.steps:
-            for call, mask in enumerate(masks_of_rank(record, facts.rank, step, phase="forward")):
-                place = f"call {call} of step {step} on rank {facts.rank}"
+            for place, mask in _masks_by_place(record, facts.rank, step, phase="forward").items():
                 if (first := seen.setdefault(mask.numpy().tobytes(), place)) != place:
                     repeated.append(f"{place} as in {first}")
     return repeated
@@ -295,17 +304,22 @@ def _repeated_masks(record: Record) -> list[str]:
 def _masks_recomputed_otherwise(record: Record) -> list[str]:
     """Recomputed masks that are not those of forward."""
     otherwise = []
-    for rank in range(len(record.ranks)):
-        for step in record.steps:
-            forward, backward = (masks_of_rank(record, rank, step, phase=phase) for phase in ("forward", "backward"))
-            recomputes = record.cell.activation_checkpointing != "none"
-            if len(backward) != len(forward) * recomputes:
-                raise ConformanceFailure(f"rank {rank}, step {step}: {len(backward)} masks are recomputed")
-            pairs = enumerate(zip(forward, backward, strict=True) if recomputes else ())
-            otherwise += [
-                f"call {call} of step {step} on rank {rank}" for call, (a, b) in pairs if not torch.equal(a, b)
-            ]
+    recomputes = record.cell.activation_checkpointing != "none"
+    for rank, step in itertools.product(range(len(record.ranks)), record.steps):
+        forward, backward = (_masks_by_place(record, rank, step, phase=phase) for phase in ("forward", "backward"))
+        if len(backward) != len(forward) * recomputes:
+            raise ConformanceFailure(f"rank {rank}, step {step}: {len(backward)} masks are recomputed")
+        otherwise += [place for place, mask in backward.items() if not torch.equal(mask, forward[place])]
     return otherwise
+
+
+def _masks_by_place(record: Record, rank: int, step: int, *, phase: str) -> dict[str, Tensor]:
+    masks = masks_of_rank(record, rank, step, phase=phase)
+    return {
+        f"call {call} of layer {layer} in micro-batch {index} of step {step} on rank {rank}": mask
+        for (index, layer), calls in masks.items()
+        for call, mask in enumerate(calls)
+    }
 
 
 def _fp32(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ from conformance.instruments.facts import Collective, RankFacts
 from conformance.judge.law import law
 from conformance.laws import compare
 from conformance.laws.fixtures import Run
+from conformance.laws.stage_actions import recorded_actions
 from conformance.oracles import pipeline, tolerance
 from conformance.oracles.dtype_policy import dtype_policy
 from conformance.oracles.pipeline import Action
@@ -23,10 +24,6 @@ PIPELINING = "https://docs.pytorch.org/docs/stable/distributed.pipelining.html"
 ONE_F_ONE_B = "https://arxiv.org/abs/2104.04473"
 UNSHARD = "https://github.com/pytorch/pytorch/issues/164756"
 CLIP = "https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html"
-
-
-def _actions(facts: RankFacts, step: int) -> list[Action]:
-    return [Action(a.action, a.stage, a.micro_batch) for a in facts.stage_actions if a.step == step]
 
 
 def _where(facts: RankFacts, step: int) -> str:
@@ -45,7 +42,7 @@ def test_stages_act_and_transfer_in_the_order_of_the_schedule(run: Run, cell: Ce
     for facts in record.ranks:
         rank = facts.mesh_coordinate["pp"]
         for step in record.steps:
-            where, actions = _where(facts, step), _actions(facts, step)
+            where, actions = _where(facts, step), recorded_actions(facts, step)
             wrong = pipeline.violations(actions, config, rank=rank)
             detail = f"{where}: {', '.join(wrong[:4])}"
             compare.count(len(wrong), name="invalid stage actions", expected=0, detail=detail, unit="actions")
@@ -124,7 +121,7 @@ def test_groups_are_gathered_as_often_as_the_reshard_mode_says(run: Run, cell: C
     for facts in record.ranks:
         numels = _shard_numels(facts, config)
         for step in record.steps:
-            count = pipeline.gathers(_actions(facts, step), config)
+            count = pipeline.gathers(recorded_actions(facts, step), config)
             expected = Counter[int]()
             for group, times in count.items():
                 expected[numels[group]] += times

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from conformance.memory_segment import MemorySegment
 from conformance.oracles.memory_walk import Usage, Walk
 from conformance.oracles.schedule import group_of
-from conformance.oracles.torch_versions import UP_TO_2_13
+from conformance.oracles.torch_versions import UP_TO_2_14
 from reference_trainer.config import TrainerConfig
 from reference_trainer.parallel_dims import ParallelDims
 
@@ -40,7 +40,7 @@ def predict_fsdp1(
 
 class _Fsdp1Walk(Walk):
     def __init__(self, config: TrainerConfig, dims: ParallelDims, shapes: Mapping[str, Sequence[int]]) -> None:
-        super().__init__(config, dims, shapes, UP_TO_2_13)
+        super().__init__(config, dims, shapes, UP_TO_2_14)
         alignment, numels = _ALIGNMENT_BYTES // self._compute, dict.fromkeys(self._shard, 0)
         for name, shape in shapes.items():
             numels[group_of(name, config)] += -(-math.prod(shape) // alignment) * alignment
@@ -58,15 +58,16 @@ class _Fsdp1Walk(Walk):
         self._unshard(group)
 
     def _after_forward(self, group: str) -> None:
-        self._left.append(group)
+        self._roots[0].leave(group)
         if self._config.reshard != "never" and group != _ROOT:
             self._free(f"U {group}")
 
     def _backward(self, group: str) -> None:
         self._unshard(group)
-        previous = self._left.index(group) - 1
+        left = self._roots[0].left
+        previous = left.index(group) - 1
         if previous >= 0:
-            self._unshard(self._left[previous])
+            self._unshard(left[previous])
 
     def _after_backward(self, group: str) -> None:
         self._hold("B", self._gradients_bytes)

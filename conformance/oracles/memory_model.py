@@ -12,7 +12,7 @@ from conformance.memory_segment import MemorySegment
 from conformance.oracles.dtype_policy import dtype_policy, optimizer_state
 from conformance.oracles.memory_walk import Usage, Walk
 from conformance.oracles.schedule import group_of
-from conformance.oracles.torch_versions import UP_TO_2_13, VersionTraits
+from conformance.oracles.torch_versions import UP_TO_2_14, VersionTraits
 from reference_trainer.config import TrainerConfig
 from reference_trainer.parallel_dims import ParallelDims
 
@@ -36,7 +36,7 @@ def predict(
     shapes: Mapping[str, Sequence[int]],
     profile: Sequence[MemorySegment],
     *,
-    traits: VersionTraits = UP_TO_2_13,
+    traits: VersionTraits = UP_TO_2_14,
     kernels: bool = True,
     device_only: bool = False,
 ) -> dict[str, Usage]:

@@ -6,7 +6,7 @@ unsharded parameters, comes from a run without FSDP (`experiments.without_fsdp`)
 Buffers of a group, of n elements with padding and s = n / ranks in each shard:
 
     A  n of the compute dtype   output of the all-gather, of which the input is a slice; in forward until the next group
-                                has copied its own out (up to torch 2.13; from 2.15 on until it begins to), in backward
+                                has copied its own out (up to torch 2.14; from 2.15 on until it begins to), in backward
                                 until it is copied out itself; there are several if groups are prefetched
     C  s of the compute dtype   a shard in the dtype of computation, while it is gathered
     U  n of the compute dtype   unsharded parameters, until they are resharded
@@ -28,6 +28,7 @@ import msgspec
 import torch
 
 from conformance.memory_segment import MemorySegment
+from conformance.oracles import pipeline
 from conformance.oracles.dtype_policy import dtype_policy
 from conformance.oracles.schedule import (
     communicates,
@@ -68,6 +69,23 @@ class _Parameter(msgspec.Struct, frozen=True):
     """Elements of all shards together."""
 
 
+class _Root(msgspec.Struct):
+    """Groups that a root of FSDP drives: those of the model, or of a stage of a pipeline."""
+
+    groups: list[str]
+    """Groups in the order in which forward enters them; none for a stage of another rank."""
+    left: list[str] = []
+    """Groups in the order in which forward has left them."""
+    copied_out: str = ""
+    """Output of the all-gather that the last group in forward has copied out."""
+
+    def leave(self, group: str) -> None:
+        """Note that forward has left a group; one that it had left before begins another forward."""
+        if group in self.left:
+            self.left.clear()
+        self.left.append(group)
+
+
 class Walk:
     """Walk through one step of one rank: buffers that are held, by name, and the memory of each phase."""
 
@@ -101,14 +119,13 @@ class Walk:
             parameter = _Parameter(rows * row, shard * row, shard * row * dims.dp_shard)
             self._parameters.setdefault(group_of(name, config), []).append(parameter)
             self._optimizer_groups[0 if rest else 1].append(parameter.shard)
-        self._last_group = list(self._parameters)[-1]
         self._shard = {group: sum(p.shard for p in parameters) for group, parameters in self._parameters.items()}
+        among = (pipeline.groups_of(stage, config) for stage in range(len(pipeline.owners(config))))
+        self._roots = [_Root([name for name in names if name in self._parameters]) for names in among]
+        """Roots by the number of their stage."""
         self._held: dict[str, int] = {}
         self._phase = "forward"
         self._model_bytes = self._gradients_bytes = self._wide_gradients_bytes = 0
-        self._left: list[str] = []
-        self._copied_out = ""
-        """Output of the all-gather that the last group in forward has copied out."""
         self._reduces = self._all_reduces = True
 
     # Accounts
@@ -140,9 +157,13 @@ class Walk:
         begun = 0
         if self._is_stage:
             self._held["tokens"] = self._tokens_bytes()
+        if pipeline.gathers_ahead(self._config):
+            self._gather_ahead(profile)
         for segment in profile:
             self._model_bytes = segment.start_bytes
             match segment.mark.split():
+                case ["stage", index]:
+                    self._wait_for_gathers(int(index))
                 case ["forward"]:
                     self._begin_micro_batch(begun)
                     begun += 1
@@ -178,9 +199,23 @@ class Walk:
 
     def _begin_micro_batch(self, index: int) -> None:
         self._phase = "forward"
-        self._left.clear()
         # A pipeline reduces when all micro-batches are over, see `reduce`.
         self._reduces, self._all_reduces = (False, False) if self._is_stage else communicates(self._config, index)
+
+    def _gather_ahead(self, profile: Sequence[MemorySegment]) -> None:
+        """Gather all groups of the rank's stages, in the order in which the stages act first."""
+        self._phase = "data"
+        stages = [int(segment.mark.split()[1]) for segment in profile if segment.mark.startswith("stage ")]
+        for stage in dict.fromkeys(stages):
+            for group in self._roots[stage].groups:
+                self._unshard(group)
+
+    def _wait_for_gathers(self, stage: int) -> None:
+        """Copy out what was gathered ahead for a stage that begins to act, and free the outputs of its gathers."""
+        for group in self._roots[stage].groups:
+            if f"A {group}" in self._held:
+                self._copy_out(group)
+                self._free(f"A {group}")
 
     def after_backward(self) -> None:
         """Walk through clipping, which works in place, and the optimizer's step.
@@ -233,25 +268,31 @@ class Walk:
 
     # Points in time of a group
 
+    def _root_of(self, group: str) -> _Root:
+        return next(root for root in self._roots if group in root.groups)
+
     def _forward(self, group: str) -> None:
         self._unshard(group)
-        previous, self._copied_out = self._copied_out, f"A {group}"
-        if not self._traits.previous_gather_until_copied:
+        if f"U {group}" not in self._held:
+            root = self._root_of(group)
+            previous, root.copied_out = root.copied_out, f"A {group}"
+            if not self._traits.previous_gather_until_copied:
+                self._free(previous)
+            self._copy_out(group)
             self._free(previous)
-        self._copy_out(group)
-        self._free(previous)
         for other in prefetched_in_forward(group, self._config):
             self._unshard(other)
 
     def _after_forward(self, group: str) -> None:
-        self._left.append(group)
+        root = self._root_of(group)
+        root.leave(group)
         ranks = ranks_after_forward(group, self._config)
         if ranks > 1:
             self._reshard_to(ranks, group)
         if ranks != 1:
             self._free(f"U {group}")
-        if group == self._last_group:  # the root's forward is over
-            self._free(f"A {group}")
+        if group == root.groups[-1]:  # the root's forward is over
+            self._free(root.copied_out)
 
     def _reshard_to(self, ranks: int, group: str) -> None:
         """Parameter by parameter: a shard is copied, and the unsharded parameter freed."""
@@ -264,7 +305,7 @@ class Walk:
         self._unshard(group)
         self._copy_out(group)
         self._free(f"A {group}")
-        for other in prefetched_in_backward(group, self._left, self._config):
+        for other in prefetched_in_backward(group, self._root_of(group).left, self._config):
             self._unshard(other)
 
     def _after_backward(self, group: str) -> None:
@@ -360,6 +401,8 @@ class Walk:
         self._note()
 
     def _end_of_backward(self) -> None:
+        if self._is_stage:
+            self._reduces = self._all_reduces = False
         self._free_all([name for name in self._held if name.startswith(("I ", "O "))])
 
     # Buffers

@@ -8,7 +8,7 @@ what any valid order has in common. Nothing here asks torch or the trainer.
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -38,11 +38,16 @@ class Action(NamedTuple):
 
 def owners(config: TrainerConfig) -> list[int]:
     """Return the rank of the pipeline that holds each stage."""
-    pp, schedule = config.mesh.pp, config.pipeline.schedule
-    if schedule in _ONE_STAGE:
+    pp = config.mesh.pp
+    if has_one_stage(config):
         return list(range(pp))
     down = list(range(pp))
-    return down + (down[::-1] if schedule == "zbv-zero-bubble" else down)
+    return down + (down[::-1] if config.pipeline.schedule == "zbv-zero-bubble" else down)
+
+
+def has_one_stage(config: TrainerConfig) -> bool:
+    """Return whether each rank of the pipeline has one stage."""
+    return config.pipeline.schedule in _ONE_STAGE
 
 
 def stages_of(rank: int, config: TrainerConfig) -> list[int]:
@@ -211,50 +216,86 @@ def most_held(config: TrainerConfig, *, rank: int) -> int | None:
     return {"gpipe": micro_batches, "1f1b": min(micro_batches, pp - rank)}.get(config.pipeline.schedule)
 
 
-def gathers(actions: Iterable[Action], config: TrainerConfig) -> Counter[str]:
-    """Return how often each group of a rank is gathered in a step, see `gathered`."""
-    return Counter(group for _, group in gathered(actions, config))
+def gathers(actions: Sequence[Action], config: TrainerConfig) -> Counter[str]:
+    """Return how often each group of a rank is gathered in a step, see `group_steps`."""
+    return Counter(step.group for step in group_steps(actions, config) if step.kind == "gather")
 
 
-def gathered(actions: Iterable[Action], config: TrainerConfig) -> Iterator[tuple[Action, str]]:
-    """Return the groups of a rank that are gathered, with the action that gathers: whenever it finds them sharded.
+class GroupStep(NamedTuple):
+    """Gather of a group, or reduction of its gradients."""
 
-    Forward shards groups again as the reshard mode says, backward does not: gradients stay unsharded until all
-    micro-batches have added to them.
+    kind: Literal["gather", "reduce"]
+    group: str
+    phase: Literal["data", "forward", "backward"]
+
+
+def gathers_ahead(config: TrainerConfig) -> bool:
+    """Return whether a rank gathers the groups of its stages before its first action: if it has several.
+
+    Source: `_add_unshard_reshard` in torch/distributed/pipelining/schedules.py, which gathers three stages ahead; a
+    rank has two.
+    """
+    return config.mesh.pp > 1 and not has_one_stage(config)
+
+
+def stages_in_use(actions: Iterable[Action]) -> list[int]:
+    """Return the stages of a rank in the order in which they act first."""
+    return list(dict.fromkeys(action.stage for action in actions))
+
+
+def reduction_order(stage: int, config: TrainerConfig) -> list[str]:
+    """Return the groups of a stage in the order in which they are reduced, after its last backward.
+
+    See `VersionTraits.stages_finalize_backward`.
+    """
+    held = groups_of(stage, config)
+    if traits_of(str(torch.__version__)).stages_finalize_backward:
+        return [group for group in entered_backward(groups(config)) if group in held]
+    return held
+
+
+def group_steps(actions: Sequence[Action], config: TrainerConfig) -> Iterator[GroupStep]:
+    """Return the steps of a rank's groups in their order: gathers whenever an action finds a group sharded, reductions.
+
+    `actions` are those of the rank, in their order. Forward shards groups again as the reshard mode says, backward does
+    not: gradients stay unsharded until all micro-batches have added to them.
     """
     unsharded: set[str] = set()
+    for stage in stages_in_use(actions) if gathers_ahead(config) else ():
+        unsharded.update(groups_of(stage, config))
+        yield from (GroupStep("gather", group, "data") for group in groups_of(stage, config))
+    to_come = Counter(action.stage for action in actions if action.kind == backward_kinds(config)[-1])
     for action in actions:
         inside = groups_of(action.stage, config)
         names = inside if action.kind == "forward" else entered_backward(groups(config))
         for group in filter(inside.__contains__, names):
             if group not in unsharded:
-                yield action, group
+                yield GroupStep("gather", group, "forward" if action.kind == "forward" else "backward")
             unsharded.add(group)
             if action.kind == "forward" and not kept_after_forward(group, config):
                 unsharded.discard(group)
+        if action.kind == backward_kinds(config)[-1]:
+            to_come[action.stage] -= 1
+            if not to_come[action.stage]:
+                yield from (GroupStep("reduce", group, "backward") for group in reduction_order(action.stage, config))
 
 
 def fsdp_events(
-    config: TrainerConfig, dims: ParallelDims, numels: Mapping[str, int], actions: Sequence[Action], *, rank: int
+    config: TrainerConfig, dims: ParallelDims, numels: Mapping[str, int], actions: Sequence[Action]
 ) -> list[Event]:
-    """Return the collectives of FSDP on a rank of a pipeline in their order: gathers, then one reduction of each group.
+    """Return the collectives of FSDP on a rank of a pipeline in their order.
 
     `actions` are those of the rank, in their order; `numels` are the elements of shards, see `schedule.shard_numels`.
-    For the order of reductions see `VersionTraits.stages_finalize_backward`.
     """
-    traits = traits_of(str(torch.__version__))
+    communicates = dims.dp_shard > 1 or traits_of(str(torch.__version__)).one_rank_communicates
     policy, events = dtype_policy(config.precision), list[Event]()
-    communicates = dims.dp_shard > 1 or traits.one_rank_communicates
-    for action, group in gathered(actions, config) if communicates else ():
-        is_forward = action.kind == "forward"
-        phase, during = ("forward", group) if is_forward else ("backward", "")
-        events.append(Event(phase, "all_gather", "dp_shard", numels[group], policy.compute, during=during))
-    held = [group for stage in stages_of(rank, config) for group in groups_of(stage, config)]
-    in_backward = [group for group in entered_backward(groups(config)) if group in held]
-    for group in in_backward if traits.stages_finalize_backward else held:
-        if communicates:
-            numel = numels[group] * dims.dp_shard
-            events.append(Event("backward", "reduce_scatter", "dp_shard", numel, policy.reduce))
-        if dims.dp_replicate > 1:
-            events.append(Event("backward", "all_reduce", "dp_replicate", numels[group], policy.reduce))
+    for kind, group, phase in group_steps(actions, config):
+        numel = numels[group]
+        if kind == "gather" and communicates:
+            during = group if phase == "forward" else ""
+            events.append(Event(phase, "all_gather", "dp_shard", numel, policy.compute, during=during))
+        if kind == "reduce" and communicates:
+            events.append(Event(phase, "reduce_scatter", "dp_shard", numel * dims.dp_shard, policy.reduce))
+        if kind == "reduce" and dims.dp_replicate > 1:
+            events.append(Event(phase, "all_reduce", "dp_replicate", numel, policy.reduce))
     return events

@@ -4,6 +4,7 @@ Letters such as A and B are the buffers of a group, see `memory_walk`.
 """
 
 import msgspec
+from msgspec.structs import replace
 
 from conformance.oracles.dtype_policy import dtype_policy
 from conformance.torch_release import release
@@ -16,19 +17,19 @@ class VersionTraits(msgspec.Struct, frozen=True):
     previous_gather_until_copied: bool = True
     """True if in forward A of the previous group is held until the group at hand has copied its own out.
 
-    Up to 2.13; from 2.15 on A is freed before that copy. Source: `prev_all_gather_state`, a variable of
+    Up to 2.14; from 2.15 on A is freed before that copy. Source: `prev_all_gather_state`, a variable of
     `FSDPParamGroup.wait_for_unshard` in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, holds it.
     """
     last_gradient_until_reduced: bool = True
     """True if the gradient of a group's last parameter is held until the group is reduced.
 
-    Up to 2.13. Source: the variable of a loop over all gradients of the group holds it (`foreach_reduce` in
+    Up to 2.14. Source: the variable of a loop over all gradients of the group holds it (`foreach_reduce` in
     torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py).
     """
     gradients_have_own_dtypes: bool = False
     """True if B has the dtypes in which gradients are computed, although they are reduced in a wider one.
 
-    Up to 2.13 B has the parameters' dtype, and FSDP casts it after a group's backward, into L, or while I is filled.
+    Up to 2.14 B has the parameters' dtype, and FSDP casts it after a group's backward, into L, or while I is filled.
     From 2.15 on `Tensor.grad_dtype` of unsharded parameters is None during backward, which leaves gradients in the
     dtype in which they are computed. Autograd casts to the reduce dtype only the gradients of the first of several
     micro-batches, and adds the others to them, and the gradients of parameters replicated over tensor-parallel ranks,
@@ -56,22 +57,22 @@ class VersionTraits(msgspec.Struct, frozen=True):
     stages_finalize_backward: bool = False
     """True if a stage of a pipeline reduces its gradients as a backward does, from its last group on.
 
-    Up to 2.13 from its first group on. Source: `perform_reduce_grad` in torch/distributed/pipelining/stage.py, which
+    Up to 2.14 from its first group on. Source: `perform_reduce_grad` in torch/distributed/pipelining/stage.py, which
     from 2.15 on calls `FSDPModule.finalize_backward`.
     """
     stages_pool_buffers: bool = False
     """True if a stage of a pipeline allocates buffers of transfers as its schedule needs them, and drops sent outputs.
 
-    Up to 2.13 each micro-batch has buffers of its own from the first step on. From 2.15 on they are not held between
+    Up to 2.14 each micro-batch has buffers of its own from the first step on. From 2.15 on they are not held between
     steps; the memory model does not know when they are. Source: `release_fwd_send_outputs` in
     torch/distributed/pipelining/stage.py, and the slots in schedules.py there.
     """
 
 
-UP_TO_2_8 = VersionTraits(one_rank_communicates=True, norms_reduced_one_by_one=False, stages_exchange_a_number=True)
 UP_TO_2_9 = VersionTraits(norms_reduced_one_by_one=False, stages_exchange_a_number=True)
+UP_TO_2_8 = replace(UP_TO_2_9, one_rank_communicates=True)
 UP_TO_2_12 = VersionTraits(stages_exchange_a_number=True)
-UP_TO_2_13 = VersionTraits()
+UP_TO_2_14 = VersionTraits()
 FROM_2_15 = VersionTraits(
     previous_gather_until_copied=False,
     last_gradient_until_reduced=False,
@@ -79,15 +80,14 @@ FROM_2_15 = VersionTraits(
     stages_finalize_backward=True,
     stages_pool_buffers=True,
 )
-_LAST_RELEASES = (((2, 8), UP_TO_2_8), ((2, 9), UP_TO_2_9), ((2, 12), UP_TO_2_12), ((2, 13), UP_TO_2_13))
+_LAST_RELEASES = (((2, 8), UP_TO_2_8), ((2, 9), UP_TO_2_9), ((2, 12), UP_TO_2_12), ((2, 14), UP_TO_2_14))
 """Last release with each set of traits, in ascending order."""
 
 
 def traits_of(torch_version: str) -> VersionTraits:
     """Return the traits of a version of torch, such as `2.13.0+cpu`.
 
-    Nothing is known of torch 2.14: it is taken to be like 2.15. 2.9, 2.11 and 2.12 have not been run. Raises ValueError
-    for a text that is no version.
+    A version that is not known is taken to be like the last one. Raises ValueError for a text that is no version.
     """
     installed = release(torch_version)
     return next((traits for last, traits in _LAST_RELEASES if installed <= last), FROM_2_15)

@@ -53,20 +53,18 @@ class Sent(Protocol):
         """Bytes of this rank's input."""
 
 
-def step_events(
-    config: TrainerConfig, dims: ParallelDims, *, tp_rank: int, pp_rank: int = 0, any_order: bool = False
-) -> list[Event]:
+def step_events(config: TrainerConfig, dims: ParallelDims, *, tp_rank: int, pp_rank: int = 0) -> list[Event]:
     """Return all collectives of a rank in any step, FSDP's and tensor parallelism's each in its order.
 
     Of a rank's other coordinates none matters: FSDP pads uneven shards, tensor parallelism gives the last ranks less of
-    a dimension that it shards unevenly. Transfers between stages are no collectives, see `pipeline.transfers`. Raises
-    ValueError for a pipeline whose schedule leaves the order of actions open, unless `any_order` will do.
+    a dimension that it shards unevenly. Transfers between stages are no collectives, see `pipeline.transfers`. Where
+    the schedule of a pipeline leaves the order of actions open, the order of collectives is one that is valid.
     """
     shapes = local_shapes(config.model, tp=dims.tp, tp_rank=tp_rank)
     numels = shard_numels(shapes, config, shards=dims.dp_shard)
     return [
         *_sum("data", "int64", dims, over=("dp_replicate", "dp_shard")),  # number of valid tokens
-        *_fsdp_events(config, dims, numels, pp_rank, any_order=any_order),
+        *_fsdp_events(config, dims, numels, pp_rank),
         *tensor_parallel_events(config, dims, pp_rank=pp_rank),
         *unscale_events(config, dims),
         *clip_events(pipeline.held_by(pp_rank, shapes, config), config, dims),
@@ -74,13 +72,10 @@ def step_events(
     ]
 
 
-def _fsdp_events(
-    config: TrainerConfig, dims: ParallelDims, numels: Mapping[str, int], pp_rank: int, *, any_order: bool
-) -> list[Event]:
+def _fsdp_events(config: TrainerConfig, dims: ParallelDims, numels: Mapping[str, int], pp_rank: int) -> list[Event]:
     if dims.pp == 1:
         return fsdp_events(config, dims, numels)
-    actions = (pipeline.any_order if any_order else pipeline.known_order)(config, rank=pp_rank)
-    return pipeline.fsdp_events(config, dims, numels, actions, rank=pp_rank)
+    return pipeline.fsdp_events(config, dims, numels, pipeline.any_order(config, rank=pp_rank))
 
 
 def add_up(collectives: Iterable[Sent]) -> TrafficByKey:

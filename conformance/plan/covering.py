@@ -35,7 +35,7 @@ from conformance.plan.combinations import (
     seen,
     symmetric,
 )
-from conformance.plan.reduction import reduced
+from conformance.plan.reduction import needed, reduced
 
 __all__ = ["Cost", "Row", "Rule", "covering_rows"]
 
@@ -67,6 +67,7 @@ def covering_rows(
     strength: int,
     rules: Iterable[Rule],
     given: Iterable[Row] = (),
+    kept: Iterable[Row] = (),
     cost: Cost = EQUAL,
     until: float = 1.0,
     rounds: int = 10,
@@ -80,6 +81,8 @@ def covering_rows(
         strength: Number of values of a combination, of as many different axes.
         rules: Combinations that no row may have.
         given: Rows that are run anyway; they may lack axes, have values of none, and break rules.
+        kept: Rows of an earlier array, so that a change of axes or rules changes few rows: those that are still allowed
+            and needed stay, and no round replaces any.
         cost: Time that a row takes; the total is to be small.
         until: Share of the possible combinations at which to stop, those that cost least per combination first.
         rounds: Number of times that some rows are replaced, to keep the result if it is cheaper.
@@ -95,7 +98,10 @@ def covering_rows(
     wanted = learn_possible(constraints, strength)
     missing = wanted - seen(given, axes, strength)
     builder = _Builder(constraints, missing, cost, equal_weights=until < 1)
-    rows = builder.array(rounds, left=math.floor((1 - until) * len(wanted)))
+    left = math.floor((1 - until) * len(wanted))
+    old = [values for row in kept if len(values := constraints.space.values(row)) == len(axes)]
+    old = [values for values in old if constraints.allow(values)]
+    rows = builder.extended(old, left) if old else builder.array(rounds, left=left)
     return [constraints.space.row(row) for row in rows]
 
 
@@ -154,6 +160,13 @@ class _Builder:
             if self._cost(other) <= self._cost(rows):
                 rows = other
         return rows
+
+    def extended(self, rows: list[Values], left: int) -> list[Values]:
+        """Return the rows that are needed, and new ones, of which at most `left` combinations are in none."""
+        missing = self._wanted - contained(self._space, rows, self._strength)
+        rows = [*rows, *self._new_rows(missing.members, left)]
+        covered = self._wanted & contained(self._space, rows, self._strength)
+        return needed(rows, covered.members, self._constraints, self.prices.of)
 
     def _cost(self, rows: Iterable[Values]) -> int:
         return sum(self.prices.of(bits(row)) for row in rows)

@@ -28,17 +28,20 @@ _ROUNDS = {2: 15, 3: 0}
 """Rounds in which an array is improved, by strength: with three axes a round takes longer than what it saves."""
 
 
-def derive(content: Content) -> dict[str, list[Cell]]:
+def derive(content: Content, locked: Mapping[str, Sequence[Cell]] | None = None) -> dict[str, list[Cell]]:
     """Return the cells of each section, in the order of the file; a cell belongs to the first section that has it.
 
-    Covering arrays of the axes of the matrix count what cells of earlier sections cover. Raises DerivationError for a
+    Covering arrays count what cells of earlier sections cover, and keep the cells of `locked`, by section, that are
+    still allowed and needed, so that a change of the matrix changes few ids. Raises DerivationError for a
     section without a cell of its own or with too few axes, and for an exclusion that matches nothing.
     """
     sections: dict[str, list[Cell]] = {}
     known: dict[Cell, None] = {}
     for name, section in content.cells.items():
         try:
-            own = [cell for cell in dict.fromkeys(_cells(content, section, list(known))) if cell not in known]
+            kept = [cell for cell in (locked or {}).get(name, ()) if cell not in known]
+            cells = dict.fromkeys(_cells(content, section, earlier=list(known), kept=kept))
+            own = [cell for cell in cells if cell not in known]
         except ValueError as error:
             raise DerivationError(f"$.cells.{name}", str(error)) from None
         if not own:
@@ -53,7 +56,7 @@ def derive(content: Content) -> dict[str, list[Cell]]:
     return sections
 
 
-def _cells(content: Content, section: Section, earlier: Sequence[Cell]) -> Iterator[Cell]:
+def _cells(content: Content, section: Section, *, earlier: Sequence[Cell], kept: Sequence[Cell]) -> Iterator[Cell]:
     if section.strength is None:
         if section.meshes:
             return _singles(content, section.meshes, section.base)
@@ -61,7 +64,7 @@ def _cells(content: Content, section: Section, earlier: Sequence[Cell]) -> Itera
     axes = section.axes or content.axes
     if section.meshes:
         axes = {**axes, "mesh": [*section.meshes]}
-    return iter(covering_cells(content, axes, section.strength, earlier=earlier, share=section.share))
+    return iter(covering_cells(content, axes, section.strength, earlier=earlier, kept=kept, share=section.share))
 
 
 def _combined(content: Content) -> Iterator[Mapping[str, Values]]:
@@ -122,9 +125,18 @@ def _product(content: Content, axes: Mapping[str, Values]) -> Iterator[Cell]:
 
 
 def covering_cells(
-    content: Content, axes: Mapping[str, Values], strength: int, *, earlier: Sequence[Cell], share: float
+    content: Content,
+    axes: Mapping[str, Values],
+    strength: int,
+    *,
+    earlier: Sequence[Cell],
+    kept: Sequence[Cell] = (),
+    share: float,
 ) -> list[Cell]:
-    """Return cells that, with those that are there already, have all allowed combinations of `strength` values."""
+    """Return cells that, with those that are there already, have all allowed combinations of `strength` values.
+
+    Cells of an earlier array, `kept`, are among them if they are allowed and needed.
+    """
     fixed = {axis: values[0] for axis, values in axes.items() if len(values) == 1}
     free = {axis: values for axis, values in axes.items() if len(values) > 1}
     rows = covering_rows(
@@ -132,11 +144,17 @@ def covering_cells(
         strength=strength,
         rules=rules_of(content, free, fixed),
         given=[row_of(cell) for cell in earlier if all(getattr(cell, axis) == value for axis, value in fixed.items())],
+        kept=[row_of(cell) for cell in kept if _is_row(cell, free, fixed)],
         cost=Cost(sorted(COST_AXES & free.keys()), lambda row: worth_s(cell_from_axes(_costly(fixed, row)))),
         until=share,
         rounds=_ROUNDS[strength],
     )
     return [cell_from_axes({**fixed, **row}) for row in rows]
+
+
+def _is_row(cell: Cell, free: Mapping[str, Values], fixed: Mapping[str, AxisValue]) -> bool:
+    """Return whether a cell has the fixed values, and the default of each axis that is neither fixed nor free."""
+    return cell == cell_from_axes({**fixed, **{axis: getattr(cell, axis) for axis in free}})
 
 
 def rules_of(content: Content, free: Mapping[str, Values], fixed: Mapping[str, AxisValue]) -> list[Rule]:

@@ -53,9 +53,9 @@ GAPS = {
         "oracles of dtypes and of rounding describe the float model; PAR-9 judges whole numbers in bits",
     ),
     "pipelines": Gap("pp > 1", "the law expects every rank to hold the full model, in one forward and one backward"),
-    "several-stages": Gap(
-        "pp > 1 and pipeline not in (1f1b, gpipe)",
-        "models of memory and traffic walk through one stage of each rank, in an order that is known",
+    "halved-memory": Gap(
+        "pipeline in (interleaved-zero-bubble, zbv-zero-bubble)",
+        "the memory model does not know what a backward in two halves holds between them",
     ),
     "halved-roundings": Gap(
         "pipeline in (interleaved-zero-bubble, zbv-zero-bubble) and precision != fp32",

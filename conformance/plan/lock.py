@@ -6,6 +6,7 @@ takes seconds for small matrices.
 
 import itertools
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -90,6 +91,21 @@ def _planned(file: Path, number: int, line: str) -> PlannedCell:
         return PlannedCell(match[1], float(match[3]), cell_from_id(match[4]), measured=not match[2])
     except AxisError as error:
         raise ConfigError(f"{file.name}:{number}: {error}; {_WRITE}") from None
+
+
+def cells_by_section(file: Path) -> dict[str, list[Cell]]:
+    """Return the cells of a lock file by section, also of another version of the matrix; none without a file.
+
+    Cells that no axis describes any more are left out.
+    """
+    cells: dict[str, list[Cell]] = defaultdict(list)
+    for number, line in enumerate(file.read_text().splitlines() if file.exists() else (), 1):
+        try:
+            planned = _planned(file, number, line)
+        except ConfigError:
+            continue
+        cells[planned.section].append(planned.cell)
+    return cells
 
 
 def planned_cells(

@@ -23,6 +23,15 @@ def reduced(
     return [numbers(row) for row in array.rows]
 
 
+def needed(
+    rows: Iterable[Values], wanted: NDArray[np.bool_], constraints: Constraints, price: Callable[[int], int]
+) -> list[Values]:
+    """Return the rows without those of which others have each wanted combination; arguments as for `reduced`."""
+    array = _Array(rows, wanted, constraints, price)
+    array.remove_superfluous()
+    return [numbers(row) for row in array.rows]
+
+
 class _Array:
     """Rows, as bits of their values, and how often each combination occurs in them."""
 
@@ -48,6 +57,13 @@ class _Array:
         for row in sorted(self.rows, key=lambda row: (-self._price(row), row)):
             if row in self.rows and not self._absorb(row):
                 self._cheapen(row)
+
+    def remove_superfluous(self) -> None:
+        """Remove rows that cover nothing alone, the most expensive first."""
+        for row in sorted(self.rows, key=lambda row: (-self._price(row), row)):
+            if self._spare_values(row) == row:
+                self.rows.remove(row)
+                self._count(row, -1)
 
     def _block(self, row: int) -> tuple[NDArray[np.intp], ...]:
         """Return the index of the combinations of a row's values."""

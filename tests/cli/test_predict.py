@@ -106,6 +106,22 @@ def test_the_schedules_of_a_pipeline() -> None:
         assert sum(memory.kinds_at_peak.values()) == memory.peak_bytes
 
 
+def test_ranks_with_two_stages() -> None:
+    """Interleaved 1F1B fills its pipeline with more micro-batches than 1F1B, and gathers before its first forward.
+
+    The first of four ranks begins with 4 forwards of its first stage and 2 * 3 + 1 more, of layers half as many as
+    those of 1F1B's stage: (11 / 2) / 4 of its activations, less what the ends of the model have.
+    """
+    options: dict[str, Any] = {"mesh": "pp4-dp2", "accumulation": 8, "overrides": ["vocab_size=256"]}
+    looped, one_f_one_b = of(pipeline="interleaved-1f1b", **options), of(**options)
+    assert looped.activation_bytes / one_f_one_b.activation_bytes == pytest.approx(11 / 8, rel=0.01)
+    gathers = {row.phase: row.count for row in looped.traffic if row.kind == "all_gather" and row.group == "dp_shard"}
+    assert gathers == {"data": 9}
+    assert list(looped.phases) == ["data", "forward", "backward", "clip", "optimizer", "idle"]
+    sent = {row.phase: row.count for row in looped.traffic if row.kind == "send"}
+    assert sent == {"forward": 16, "backward": 8}
+
+
 def test_what_reshard_modes_cost_under_a_pipeline() -> None:
     """`default` gathers each group once, `always` for each forward and each backward that finds the group freed.
 
@@ -251,7 +267,7 @@ def test_a_chart_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFi
         ({"set": "dropout=0.1"}, "the estimate of activations is that of dropout 0"),
         ({"batch": 0}, "global_batch_size is 0"),
         ({"mesh": "pp4-dp2", "accumulation": 2}, "set accumulation=4 or more"),
-        ({"mesh": "pp2-dp4", "accumulation": 2, "pipeline": "looped-bfs"}, "choose from 1f1b, gpipe"),
+        ({"mesh": "pp2-dp4", "accumulation": 2, "pipeline": "zbv-zero-bubble"}, "choose from 1f1b, gpipe"),
         ({"mesh": "pp2-dp4", "accumulation": 2, "reshard": "2"}, "in a pipeline choose from never, except-last"),
     ],
 )

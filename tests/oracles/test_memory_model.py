@@ -18,11 +18,12 @@ from conformance.laws.memory_bounds import sizes_of
 from conformance.memory_segment import MemorySegment
 from conformance.oracles import pipeline
 from conformance.oracles.memory_model import group_bytes, predict, resident_bytes, state_bytes
-from conformance.oracles.torch_versions import FROM_2_15, UP_TO_2_13, VersionTraits, gradients_stay
+from conformance.oracles.torch_versions import FROM_2_15, UP_TO_2_14, VersionTraits, gradients_stay
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell
 from conformance.run.experiment import Experiment, job_of
 from conformance.run.ranks.messages import RankContext
+from reference_trainer.config import TrainerConfig
 
 GROUPS = ("tok_embeddings", "layers.0", "layers.1", "output")
 MODES = ("always", "default", "except-last", "never")
@@ -133,7 +134,7 @@ def test_gradients_that_wait_are_held_in_the_reduce_dtype() -> None:
 
 @pytest.mark.parametrize(
     ("precision", "traits", "stay"),
-    [("fp32", UP_TO_2_13, True), ("bf16-mp", UP_TO_2_13, False), ("bf16-mp", FROM_2_15, True)],
+    [("fp32", UP_TO_2_14, True), ("bf16-mp", UP_TO_2_14, False), ("bf16-mp", FROM_2_15, True)],
 )
 def test_where_gradients_wait(precision: Any, traits: VersionTraits, stay: bool) -> None:
     assert gradients_stay(sizes_of(Cell(precision=precision))[0], traits) == stay
@@ -154,10 +155,10 @@ def test_gradients_of_a_run_without_fsdp(monkeypatch: pytest.MonkeyPatch) -> Non
     config, _dims, shapes = sizes_of(cell)
     numel = sum(torch.Size(shape).numel() for name, shape in shapes.items() if name.startswith("layers.1."))
     norms = 2 * config.model.dim
-    assert released(cell, UP_TO_2_13, monkeypatch) == [(2 * numel, 0)]
+    assert released(cell, UP_TO_2_14, monkeypatch) == [(2 * numel, 0)]
     assert released(cell, FROM_2_15, monkeypatch) == [(2 * (numel - norms), 4 * norms)]
     waiting = cell.but(accumulation=2, gradient_sync="last")
-    assert released(waiting, UP_TO_2_13, monkeypatch) == [(2 * numel, 0)] * 2
+    assert released(waiting, UP_TO_2_14, monkeypatch) == [(2 * numel, 0)] * 2
     assert released(waiting, FROM_2_15, monkeypatch) == [(0, 0), (0, 4 * numel)]
 
 
@@ -239,28 +240,45 @@ def returning(result: object) -> Measure:
     return measure
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-@pytest.mark.parametrize("stage", [0, 1])
-def test_a_stage_without_activations(schedule: Any, stage: int) -> None:
-    """`default` holds the stage unsharded until gradients are reduced, in the order of forward; `always` one group."""
-    cell = Cell(mesh="pp2-dp2", model="cut", accumulation=4, pipeline=schedule)
-    config, dims, shapes = sizes_of(cell, stage=stage)
-    sizes = group_bytes(config, dims, shapes)
-    names = pipeline.groups_of(stage, config)
+def stages_profile(config: TrainerConfig, *, rank: int) -> list[MemorySegment]:
+    """Return the marks of a rank of the pipeline whose stages have no activations."""
     marks: list[str] = []
-    for action in pipeline.order(config, rank=stage) or ():
-        forward = [f"{mark} {name}" for name in names for mark in ("forward", "after-forward")]
-        backward = [f"{mark} {name}" for name in reversed(names) for mark in ("backward", "gradients", "freed")]
-        marks += ["forward", *forward] if action.kind == "forward" else ["backward", *backward, "end"]
-    marks += ["reduce", *(f"{mark} {name}" for name in names for mark in ("gradients", "freed")), "end"]
-    profile = [MemorySegment(mark, 0, 0, 0) for mark in marks]
+    actions = pipeline.known_order(config, rank=rank)
+    last = {action.stage: index for index, action in enumerate(actions)}
+    for index, (kind, stage, _) in enumerate(actions):
+        names = pipeline.groups_of(stage, config)
+        marks += [f"stage {stage}", kind]
+        if kind == "forward":
+            marks += [f"{mark} {name}" for name in names for mark in ("forward", "after-forward")]
+            continue
+        marks += [f"{mark} {name}" for name in reversed(names) for mark in ("backward", "gradients", "freed")]
+        marks.append("end")
+        if last[stage] == index:
+            marks += ["reduce", *(f"{mark} {name}" for name in names for mark in ("gradients", "freed")), "end"]
+    return [MemorySegment(mark, 0, 0, 0) for mark in marks]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved-1f1b", "looped-bfs"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_stages_without_activations(schedule: Any, rank: int) -> None:
+    """`default` holds stages unsharded until gradients are reduced; `always` frees each group after its forward.
+
+    A rank with two stages holds the outputs of all their gathers before its first action.
+    """
+    cell = Cell(mesh="pp2-dp2", model="cut", accumulation=4, pipeline=schedule)
+    config, dims, shapes = sizes_of(cell, stage=rank)
+    sizes = group_bytes(config, dims, shapes)
     tokens = 2 * config.data.global_batch_size // dims.dp * config.data.seq_len * 8
-    default = predict(config, dims, shapes, profile)
+    default = predict(config, dims, shapes, stages_profile(config, rank=rank))
+    if not pipeline.has_one_stage(config):
+        assert default["data"].end_bytes == sum(sizes.values()) + tokens
     assert default["forward"].end_bytes == sum(sizes.values()) + tokens
     assert default["backward"].end_bytes == sum(sizes.values()) // dims.dp_shard
-    always = predict(cell.but(reshard="always").config, dims, shapes, profile)
-    assert always["forward"].end_bytes == tokens
-    assert always["forward"].peak_bytes < default["forward"].peak_bytes
+    always = predict(cell.but(reshard="always").config, dims, shapes, stages_profile(config, rank=rank))
+    if schedule != "interleaved-1f1b":  # before its last forward is a backward of the other stage, which frees nothing
+        assert always["forward"].end_bytes == tokens
+    if pipeline.has_one_stage(config):
+        assert always["forward"].peak_bytes < default["forward"].peak_bytes
 
 
 CELL = Cell(mesh="dp4", model="deep", reshard="never").but(model="tiny")
@@ -285,7 +303,7 @@ def test_something_left_over_fails(phase: str) -> None:
 
 
 def test_bounds_that_prove_nothing_are_the_suites_error() -> None:
-    with pytest.raises(ValueError, match=r"bounds of \w+ are more than a factor of 1.1 apart"):
+    with pytest.raises(ValueError, match=r"bounds of \w+ are more than a factor of 1.16 apart"):
         laws.test_memory_on_every_rank_matches_the_model(measured({}), CELL)
 
 
@@ -326,9 +344,10 @@ def test_equal_peaks_of_all_modes_fail() -> None:
 def test_growth_fails(left: int, grown: int, between: int, message: str) -> None:
     second = step_memory(CELL, {})
     fiftieth = step_memory(CELL, {"idle": (0, left), "backward": (grown, 0)})
-    laws.test_memory_does_not_grow_over_steps(returning(Growth(second, second, 0)), CELL)
+    laws.test_memory_does_not_grow_over_steps(returning(Growth(second, second)), CELL)
+    fiftieth.held_before_bytes += between
     with pytest.raises(ConformanceFailure, match=message):
-        laws.test_memory_does_not_grow_over_steps(returning(Growth(second, fiftieth, between)), CELL)
+        laws.test_memory_does_not_grow_over_steps(returning(Growth(second, fiftieth)), CELL)
 
 
 @pytest.mark.parametrize(

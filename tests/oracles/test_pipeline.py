@@ -11,6 +11,7 @@ from conformance.oracles.pipeline import (
     any_order,
     fsdp_events,
     gathers,
+    group_steps,
     groups_of,
     held,
     held_by,
@@ -135,7 +136,7 @@ def test_collectives_in_the_order_of_actions() -> None:
     always = config("gpipe", reshard="always")
     numels = {"tok_embeddings": 3, "layers.0": 5, "layers.1": 7}
     dims = resolve_mesh(always.mesh, world_size=4)
-    events = fsdp_events(always, dims, numels, known_order(always, rank=0), rank=0)
+    events = fsdp_events(always, dims, numels, known_order(always, rank=0))
     gathered = [event.numel for event in events if event.kind == "all_gather"]
     assert gathered == [3, 5, 7] * 4 + [7, 5, 3]
     assert [(event.kind, event.numel) for event in events[-3:]] == [
@@ -143,6 +144,23 @@ def test_collectives_in_the_order_of_actions() -> None:
         ("reduce_scatter", 10),
         ("reduce_scatter", 14),
     ]
+
+
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "looped-bfs"])
+def test_a_rank_with_two_stages_gathers_ahead(schedule: str) -> None:
+    """Both stages are gathered before the first action, and reduced each after its own last backward."""
+    default, always = (config(schedule, reshard=reshard) for reshard in ("default", "always"))
+    ahead = [("gather", group, "data") for group in ("tok_embeddings", "layers.0", "layers.2")]
+    reduced = [("reduce", group, "backward") for group in ("layers.2", "tok_embeddings", "layers.0")]
+    in_between = [step.group for step in list(group_steps(known_order(default, rank=0), default))[3:-3]]
+    assert not in_between
+    steps = list(group_steps(known_order(always, rank=0), always))
+    assert steps[:3] == ahead
+    assert [step for step in steps if step.kind == "reduce"] == reduced
+    # Each of three forwards more, and one backward: the other forwards find what was gathered ahead.
+    assert Counter(step.group for step in steps if step.kind == "gather" and step.phase != "data") == Counter(
+        {"tok_embeddings": 4, "layers.0": 4, "layers.2": 4}
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 1])

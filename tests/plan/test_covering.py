@@ -126,6 +126,21 @@ def test_given_rows_need_not_be_repeated() -> None:
     assert covering_rows(SIZES, strength=2, rules=[], given=others) == rows, "they have no pair of these values"
 
 
+def test_rows_of_an_earlier_array_stay() -> None:
+    """Another value adds rows, another rule takes away those that break it, and what others cover goes."""
+    old = covering_rows(SIZES, strength=2, rules=[])
+    assert covering_rows(SIZES, strength=2, rules=[], kept=old) == old
+    assert keys(covering_rows(SIZES, strength=2, rules=[], kept=[*old, old[0]])) == keys(old)
+    gone = [row for row in old if row["ranks"] == 8 and row["a"] == 2]
+    forbidden = Rule(("ranks", "a"), lambda row: row["ranks"] == 8 and row["a"] == 2)
+    rows = covering_rows(SIZES, strength=2, rules=[forbidden], kept=old)
+    assert gone
+    assert [row for row in old if row not in rows] == gone
+    wider = covering_rows(SIZES | {"b": [0, 1, 2, 3]}, strength=2, rules=[], kept=old)
+    assert wider[: len(old)] == old
+    assert len(seen(wider, SIZES | {"b": [0, 1, 2, 3]}, 2)) > len(seen(old, SIZES, 2))
+
+
 def test_a_share_is_covered_by_the_cheapest_rows() -> None:
     rows = covering_rows(SIZES, strength=3, rules=[], cost=SECONDS, until=0.8, rounds=2)
     wanted = possible(SIZES, strength=3, rules=[])

@@ -1,5 +1,6 @@
 """matrix.lock: the cells that the matrix derives, best first, and what the file of another matrix comes to."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.__main__ import main
-from conformance.plan.cells import Cell, cell_from_id
+from conformance.plan.cells import Cell, cell_from_axes, cell_from_id
 from conformance.plan.cost import estimated_s
 from conformance.plan.lock import STARTUP_S, PlannedCell, lock_file, parse_budget, within
 from conformance.plan.matrix import Matrix, load_matrix
@@ -88,6 +89,44 @@ def test_measured_durations_stay(file: Path, capsys: pytest.CaptureFixture[str])
     assert write_lock(file)[2].split()[2] != first, "it is too slow to be the best"
     assert load_matrix(file).seconds[first] == 99.25
     assert main(["lock", f"--matrix={file}"]) == 0
+
+
+def ids(file: Path) -> set[str]:
+    return set(load_matrix(file).cells)
+
+
+def test_ids_stay_when_the_matrix_changes(file: Path) -> None:
+    """A new value adds cells, and takes its own away with it; a line that is no cell any more is forgotten."""
+    write_lock(file)
+    before = ids(file)
+    file.write_text(MATRIX.replace("tp2]", "tp2, dp4]"))
+    lock_file(file).write_text(lock_file(file).read_text() + "pairs 1.00 dp2-no-axis\n")
+    write_lock(file)
+    assert ids(file) == before | {"dp4-fp32-default-meta", "dp4-fp32-default-meta-sgd"}
+    file.write_text(MATRIX)
+    write_lock(file)
+    assert ids(file) == before
+
+
+def test_all_cells_are_derived_afresh(file: Path) -> None:
+    """Two sets of four cells have all pairs of three axes with two values: either stays, until `--afresh`."""
+    text = MATRIX.replace("  singles: {note: each feature alone, meshes: [dp2]}\n", "").replace(
+        "[singles, pairs]", "[pairs]"
+    )
+    file.write_text(text.replace("[adamw, sgd]", "[adamw, sgd]\n  reshard: [default, never]"))
+    write_lock(file)
+    derived = ids(file)
+    every = {
+        cell_from_axes({"mesh": mesh, "optimizer": optimizer, "reshard": reshard}).id
+        for mesh, optimizer, reshard in itertools.product(("dp2", "tp2"), ("adamw", "sgd"), ("default", "never"))
+    }
+    others = every - derived
+    header = lock_file(file).read_text().splitlines(keepends=True)[:2]
+    lock_file(file).write_text("".join([*header, *(f"pairs 1.00 {name}\n" for name in sorted(others))]))
+    write_lock(file)
+    assert ids(file) == others
+    assert main(["lock", f"--matrix={file}", "--write", "--afresh"]) == 0
+    assert ids(file) == derived
 
 
 def test_a_lock_file_of_another_matrix_is_refused(file: Path) -> None:
