@@ -1,4 +1,4 @@
-"""max, min, argmax and argmin of a DTensor raise on ranks whose shard is empty, while the other ranks wait.
+"""max, min, argmax, argmin and max_pool2d of a DTensor raise on ranks whose shard is empty, while others wait.
 
 A tensor with fewer rows than ranks is enough. The operator runs on the local shard, and torch has no maximum of no
 elements; sums and products of the same tensor are right.

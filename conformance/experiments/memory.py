@@ -72,7 +72,8 @@ def step_of_stages(rank: RankWorld) -> StepMemory:
 
 def _second_step(rank: RankWorld) -> StepMemory:
     with ledger_of(rank.device, mapped_bytes=rank.mapped_bytes) as ledger:
-        _marked_step(_warm_trainer(rank), 1)
+        trainer = _warm_trainer(rank)  # alive until the ledger is closed
+        _marked_step(trainer, 1)
     (memory,) = _marked_steps(ledger)
     return memory
 

@@ -44,6 +44,6 @@ def _norm(
     one_by_one = not largest and traits.norms_reduced_one_by_one
     numel, op = parameters if one_by_one else 1, "MAX" if largest else "SUM"
     sizes = {"dp_shard": dims.dp_shard, "tp": dims.tp}
-    alone = ("dp_shard",) if traits.one_rank_communicates and not largest else ()
+    alone = ("dp_shard",) if traits.one_rank_reduces and not largest else ()
     reduced = (group for group in groups if sizes[group] > 1 or group in alone)
     return [Event("clip", "all_reduce", group, numel, dtype, op) for group in reduced]

@@ -287,14 +287,13 @@ def fsdp_events(
 
     `actions` are those of the rank, in their order; `numels` are the elements of shards, see `schedule.shard_numels`.
     """
-    communicates = dims.dp_shard > 1 or traits_of(str(torch.__version__)).one_rank_communicates
     policy, events = dtype_policy(config.precision), list[Event]()
     for kind, group, phase in group_steps(actions, config):
         numel = numels[group]
-        if kind == "gather" and communicates:
+        if kind == "gather" and dims.dp_shard > 1:
             during = group if phase == "forward" else ""
             events.append(Event(phase, "all_gather", "dp_shard", numel, policy.compute, during=during))
-        if kind == "reduce" and communicates:
+        if kind == "reduce" and dims.dp_shard > 1:
             events.append(Event(phase, "reduce_scatter", "dp_shard", numel * dims.dp_shard, policy.reduce))
         if kind == "reduce" and dims.dp_replicate > 1:
             events.append(Event(phase, "all_reduce", "dp_replicate", numel, policy.reduce))

@@ -184,7 +184,7 @@ def fsdp_events(config: TrainerConfig, dims: ParallelDims, numels: Mapping[str, 
     """Return all collectives over `dp_shard` and `dp_replicate` of one optimizer step: those of forward and backward.
 
     `numels` are the elements of shards, see `shard_numels`. A dimension of a single rank communicates nothing, but see
-    `VersionTraits.one_rank_communicates`.
+    `VersionTraits.one_rank_gathers`.
     """
     schedule = _Schedule(config, dims, numels)
     for micro_batch in range(config.accumulation):
@@ -251,7 +251,9 @@ class _Schedule:
     def _issue(self, phase: str, kind: Kind, group: str, *, smaller: int = 0) -> None:
         over = "dp_replicate" if kind == "all_reduce" else "dp_shard"
         ranks: int = getattr(self._dims, over)
-        if ranks == 1 and not (over == "dp_shard" and traits_of(str(torch.__version__)).one_rank_communicates):
+        traits = traits_of(str(torch.__version__))
+        alone = {"all_gather": traits.one_rank_gathers, "reduce_scatter": traits.one_rank_reduces, "all_reduce": False}
+        if ranks == 1 and not alone[kind]:
             return
         # The input of a reduce-scatter is an unsharded group, that of the others a shard.
         numel = self._numels[group] * (ranks if kind == "reduce_scatter" else 1)

@@ -36,11 +36,15 @@ class VersionTraits(msgspec.Struct, frozen=True):
     over which they may have to be summed. So there is no L, and a norm that computes in fp32 has an fp32 gradient in a
     group of bf16 ones. Source: `_set_unsharded_grad_dtypes`, `may_reduce_grad_outside_dp`, `chunk_cat_mixed_dtype`.
     """
-    one_rank_communicates: bool = False
-    """True if a shard group of one rank gathers and reduces like others, also p-norms in clipping.
+    one_rank_gathers: bool = False
+    """True if a shard group of one rank gathers like others.
 
-    Up to 2.8. Source: https://github.com/pytorch/pytorch/pull/160135 and
-    https://github.com/pytorch/pytorch/pull/162021 ended it.
+    Up to 2.8. Source: https://github.com/pytorch/pytorch/pull/160135 ended it.
+    """
+    one_rank_reduces: bool = False
+    """True if a shard group of one rank reduces gradients like others, and p-norms in clipping.
+
+    Up to 2.9. Source: https://github.com/pytorch/pytorch/pull/162021 ended it.
     """
     norms_reduced_one_by_one: bool = True
     """True if the p-norms of parameters, which are pending on the mesh, are reduced before they are combined.
@@ -69,8 +73,8 @@ class VersionTraits(msgspec.Struct, frozen=True):
     """
 
 
-UP_TO_2_9 = VersionTraits(norms_reduced_one_by_one=False, stages_exchange_a_number=True)
-UP_TO_2_8 = replace(UP_TO_2_9, one_rank_communicates=True)
+UP_TO_2_9 = VersionTraits(one_rank_reduces=True, norms_reduced_one_by_one=False, stages_exchange_a_number=True)
+UP_TO_2_8 = replace(UP_TO_2_9, one_rank_gathers=True)
 UP_TO_2_12 = VersionTraits(stages_exchange_a_number=True)
 UP_TO_2_14 = VersionTraits()
 FROM_2_15 = VersionTraits(

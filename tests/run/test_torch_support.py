@@ -120,9 +120,10 @@ def of_version(module: Any, torch_version: str, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("torch_version", "expected"), [("2.8.0", {"all_gather": 8, "reduce_scatter": 4}), ("2.9.1", {})]
+    ("torch_version", "expected"),
+    [("2.8.0", {"all_gather": 8, "reduce_scatter": 4}), ("2.9.1", {"reduce_scatter": 4}), ("2.10.0", {})],
 )
-def test_one_rank_communicates_up_to_2_8(
+def test_one_rank_gathers_up_to_2_8_and_reduces_up_to_2_9(
     torch_version: str, expected: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of_version(schedule, torch_version, monkeypatch)

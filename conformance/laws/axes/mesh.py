@@ -14,7 +14,7 @@ def mesh_takes_effect(record: Record, neighbour: Record) -> None:
         seen = {facts.mesh_coordinate.get(name, 0) for facts in record.ranks}
         expect(seen == set(range(size)), f"coordinates {sorted(seen)} in mesh dimension {name} of size {size}")
     wide = {name for name, size in sizes.items() if size > 1}
-    alone = {"dp_shard"} if traits_of(record.header.torch).one_rank_communicates else set()
+    alone = {"dp_shard"} if traits_of(record.header.torch).one_rank_reduces else set()
     for run, expected in ((record, wide | alone), (neighbour, alone)):
         groups = {e.group for facts in run.ranks for e in facts.collectives if e.phase in ("forward", "backward")}
         expect(groups == expected, f"forward and backward communicate over {sorted(groups)}, not {sorted(expected)}")

@@ -17,11 +17,11 @@ def precision_takes_effect(record: Record, neighbour: Record) -> None:
     for run in (record, neighbour):
         policy = dtype_policy(run.cell.precision)
         in_bf16 = run.cell.precision == "bf16-init"
-        alone = Mesh.parse(run.cell.mesh).dp_shard == 1 and not traits_of(run.header.torch).one_rank_communicates
+        several, traits = Mesh.parse(run.cell.mesh).dp_shard > 1, traits_of(run.header.torch)
         expected = {
             "matrix products": {policy.compute},
-            "all-gathers": set() if alone else {policy.compute},
-            "reduce-scatters": set() if alone else {policy.reduce},
+            "all-gathers": {policy.compute} if several or traits.one_rank_gathers else set(),
+            "reduce-scatters": {policy.reduce} if several or traits.one_rank_reduces else set(),
             "norms": {policy.sharded_norms},
             "other parameters": {policy.sharded},
             "fp32 weights begin as bf16 numbers": {str(in_bf16)},
