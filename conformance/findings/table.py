@@ -131,8 +131,15 @@ def installed(findings: Sequence[Finding], outcomes: Mapping[str, Outcome]) -> s
 
 
 def _seen(finding: Finding, versions: Versions) -> str:
-    shown = [version for version, outcomes in versions.items() if outcomes.get(finding.name) in PRESENT]
-    return ", ".join(".".join(version.split(".")[:2]) for version in shown) or "-"
+    """Return the minor versions that show a finding: `2.8, 2.11 to 2.15`, of versions that were tried one by one."""
+    runs: list[list[str]] = []
+    previous = False
+    for version, outcomes in versions.items():
+        minor, shown = ".".join(version.split(".")[:2]), outcomes.get(finding.name) in PRESENT
+        if shown:
+            runs = [*runs[:-1], [*runs[-1], minor]] if previous else [*runs, [minor]]
+        previous = shown
+    return ", ".join(run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs) or "-"
 
 
 def _emphasised(outcome: str) -> str:

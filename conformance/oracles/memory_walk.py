@@ -22,7 +22,6 @@ On the CPU I is filled with further copies (`_copies_to_fill`), and one paramete
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 
 import msgspec
 import torch
@@ -30,6 +29,7 @@ import torch
 from conformance.memory_segment import MemorySegment
 from conformance.oracles import pipeline
 from conformance.oracles.dtype_policy import dtype_policy
+from conformance.oracles.fsdp_roots import Root, roots
 from conformance.oracles.schedule import (
     communicates,
     group_of,
@@ -37,9 +37,10 @@ from conformance.oracles.schedule import (
     prefetched_in_forward,
     ranks_after_forward,
 )
+from conformance.oracles.step_temporaries import optimizer_temporaries, scalars_of_norms
 from conformance.oracles.torch_versions import VersionTraits
 from conformance.oracles.tp_schedule import sharded_dim
-from reference_trainer.config import OptimizerConfig, TrainerConfig
+from reference_trainer.config import TrainerConfig
 from reference_trainer.parallel_dims import ParallelDims
 
 KINDS = {
@@ -67,23 +68,6 @@ class _Parameter(msgspec.Struct, frozen=True):
     """Elements of each rank's shard, with padding."""
     padded: int
     """Elements of all shards together."""
-
-
-class _Root(msgspec.Struct):
-    """Groups that a root of FSDP drives: those of the model, or of a stage of a pipeline."""
-
-    groups: list[str]
-    """Groups in the order in which forward enters them; none for a stage of another rank."""
-    left: list[str] = []
-    """Groups in the order in which forward has left them."""
-    copied_out: str = ""
-    """Output of the all-gather that the last group in forward has copied out."""
-
-    def leave(self, group: str) -> None:
-        """Note that forward has left a group; one that it had left before begins another forward."""
-        if group in self.left:
-            self.left.clear()
-        self.left.append(group)
 
 
 class Walk:
@@ -120,9 +104,7 @@ class Walk:
             self._parameters.setdefault(group_of(name, config), []).append(parameter)
             self._optimizer_groups[0 if rest else 1].append(parameter.shard)
         self._shard = {group: sum(p.shard for p in parameters) for group, parameters in self._parameters.items()}
-        among = (pipeline.groups_of(stage, config) for stage in range(len(pipeline.owners(config))))
-        self._roots = [_Root([name for name in names if name in self._parameters]) for names in among]
-        """Roots by the number of their stage."""
+        self._roots = roots(config, self._parameters)
         self._held: dict[str, int] = {}
         self._phase = "forward"
         self._model_bytes = self._gradients_bytes = self._wide_gradients_bytes = 0
@@ -224,51 +206,21 @@ class Walk:
         caller has to name.
         """
         self._phase = "clip"
-        self._note(self._scalars_of_norms() * torch.float32.itemsize)
+        parameters = sum(len(group) for group in self._parameters.values())
+        scalars = scalars_of_norms(parameters, self._replicated_over_tp, self._dims, self._traits)
+        self._note(scalars * torch.float32.itemsize)
         self._phase = "optimizer"
         self._note()
         if not self._offloads:
-            self._optimizer_step(self._config.optimizer)
+            for numel in optimizer_temporaries(self._config.optimizer, *self._optimizer_groups):
+                self._note(numel * self._master)
         self._free_all([name for name in self._held if name.startswith("G ")])
         self._phase = "idle"
         self._note()
 
-    def _optimizer_step(self, options: OptimizerConfig) -> None:
-        """Temporaries of a step: AdamW's denominators, or SGD's sums of gradients and decay; none in fused kernels.
-
-        In a loop AdamW computes a root and its quotient while it still holds the last denominator. `foreach` computes
-        all roots of a group, and goes on in place.
-
-        Sources: `_single_tensor_adam`, `_multi_tensor_adam` in torch/optim/adam.py; torch/optim/sgd.py.
-        """
-        if options.implementation == "fused":
-            return
-        matrices, vectors = self._optimizer_groups
-        decaying = matrices if options.weight_decay else []
-        for shards in [matrices, vectors] if options.name == "adamw" else [decaying]:
-            if options.implementation == "foreach":
-                self._note(sum(shards) * self._master)
-            elif options.name == "adamw":
-                for before, shard in pairwise([0, *shards]):
-                    self._note((before + 2 * shard) * self._master)
-            else:
-                self._note(max(shards, default=0) * self._master)
-
-    def _scalars_of_norms(self) -> int:
-        """Return the number of scalars: norms, the norms in a stack, and reductions of the stack over the mesh.
-
-        Up to torch 2.9 the stack is left pending. The norm of a parameter that is replicated over tensor-parallel ranks
-        is then put into the stack as a partial sum.
-        """
-        parameters, tp = sum(len(group) for group in self._parameters.values()), self._dims.tp > 1
-        if not self._traits.norms_reduced_one_by_one:
-            return 2 * parameters + self._replicated_over_tp * tp
-        reductions = (self._dims.dp_shard > 1) + tp
-        return parameters * (2 + (2 + reductions if reductions else 0))
-
     # Points in time of a group
 
-    def _root_of(self, group: str) -> _Root:
+    def _root_of(self, group: str) -> Root:
         return next(root for root in self._roots if group in root.groups)
 
     def _forward(self, group: str) -> None:

@@ -3,6 +3,7 @@
 import ast
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -97,6 +98,19 @@ def test_a_version_is_added_in_its_place(program: Path) -> None:
     text = catalogue([read_finding(program)], versions)
     assert "| right   | refused  | **wrong** | PAR-1 | [none known](reports/it_is.md) | do not" in text
     assert "| 2.13    | [It is wrong](findings/it_is.py) |" in worst([read_finding(program)], versions)
+
+
+def test_versions_without_a_gap_are_a_range(program: Path) -> None:
+    outcomes = {
+        "2.8.0": "wrong",
+        "2.9.1": "right",
+        "2.10.0": "wrong",
+        "2.11.0": "dies",
+        "2.12.1": "wrong",
+        "2.13.0": "",
+    }
+    versions: Any = {version: {"it_is": outcome} if outcome else {} for version, outcome in outcomes.items()}
+    assert "| 2.8, 2.10 to 2.12 | [It is wrong]" in worst([read_finding(program)], versions)
 
 
 def test_the_catalogue_is_current() -> None:

@@ -21,7 +21,7 @@ ZERO_BUBBLE = Cell(mesh="pp2-dp2", model="cut", accumulation=4, pipeline="zbv-ze
     ],
 )
 def test_pipelines_by_version(torch_version: str, cell: Cell, reason: str | None) -> None:
-    """What stages send before their first step stops older versions on gloo."""
+    """Gloo refuses what stages of older versions send to each other before their first step."""
     machine = Machine(hardware=Hardware(), torch_version=torch_version, max_world_size=8)
     found = unsupported(asserted_laws()["PP-1"].law, cell, machine)
     assert found == reason or (reason and found and reason in found)
