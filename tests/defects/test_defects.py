@@ -44,6 +44,16 @@ def test_a_defect_has_cells_if_the_cpu_shows_it() -> None:
     assert [defect.id for defect in defects() if defect.cells] == [defect.id for defect in SHOWN_ON_CPU]
 
 
+def test_smoke_has_a_case_for_nine_of_ten_defects() -> None:
+    matrix = the_matrix()
+    of_smoke = [
+        defect
+        for defect in SHOWN_ON_CPU
+        if {case.law for case in matrix.cases("smoke", only=parse(defect.cells))} & set(defect.laws)
+    ]
+    assert len(of_smoke) >= 0.9 * len(SHOWN_ON_CPU)
+
+
 @pytest.mark.parametrize("defect", SHOWN_ON_CPU, ids=by_id)
 def test_pr_has_a_case_for_each_defect_and_the_matrix_one_for_each_law(defect: Defect) -> None:
     matrix, selection = the_matrix(), parse(defect.cells)
