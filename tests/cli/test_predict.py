@@ -187,7 +187,7 @@ held afterwards            62.20       14.96   14.96        11.22              1
 State on the device: 11.22 GiB. Activations that are kept for backward, an estimate: 50.00 GiB.
 
 Not counted: CUDA context, buffers of NCCL, fragmentation of the allocator, workspaces of kernels, and temporaries of an
-optimizer that steps all parameters at once, as torch's does on a GPU (foreach). Buffers live as in torch up to 2.13,
+optimizer that steps all parameters at once, as torch's does on a GPU (foreach). Buffers live as in torch up to 2.14,
 verified on the CPU; on a GPU all of this is unverified.
 
 Collectives of each rank in one step:
