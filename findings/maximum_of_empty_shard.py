@@ -1,7 +1,7 @@
-"""max, min, argmax, argmin and max_pool2d of a DTensor raise on ranks whose shard is empty, while others wait.
+"""max, min, argmax and argmin of a DTensor raise on ranks whose shard is empty, while the other ranks wait.
 
 A tensor with fewer rows than ranks is enough. The operator runs on the local shard, and torch has no maximum of no
-elements; sums and products of the same tensor are right.
+elements; sums and products of the same tensor are right. From 2.14 on DT-3 sees the same of max_pool2d.
 
 severity: medium
 visible: hang

@@ -4,7 +4,6 @@ They are what each layer saves for backward with fused attention and norms, and 
 addition.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -76,17 +75,14 @@ def estimated_stages_profile(config: TrainerConfig, dims: ParallelDims, *, rank:
     Raises ValueError for a schedule that leaves the order open.
     """
     walk = _Walk(_costs(config, dims), stay=gradients_stay(config, UP_TO_2_14))
-    actions = pipeline.known_order(config, rank=rank)
-    to_come = Counter(action.stage for action in actions if action.kind == "backward")
-    for action in actions:
+    for action, ends_stage in pipeline.with_ends(pipeline.known_order(config, rank=rank), config):
         names = pipeline.groups_of(action.stage, config)
         walk.enter(action.stage)
         if action.kind == "forward":
             walk.forward(names)
-            continue
-        walk.backward(names)
-        to_come[action.stage] -= 1
-        if not to_come[action.stage]:
+        else:
+            walk.backward(names)
+        if ends_stage:
             walk.reduce(names)
     return walk.segments
 

@@ -3,7 +3,6 @@
 The memory models of `conformance.oracles` add the allocations of FSDP, see `experiments.without_fsdp`.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -55,7 +54,7 @@ def _profile(rank: RankWorld, pp_rank: int) -> list[MemorySegment]:
     actions = pipeline.known_order(config, rank=pp_rank)
     for _warm in (True, False):
         with ledger_of(rank.device) as measured:
-            _run(stages, actions)
+            _run(stages, actions, config)
     return measured.segments
 
 
@@ -66,16 +65,14 @@ def _held(index: int, config: TrainerConfig) -> StageLayers:
     )
 
 
-def _run(stages: Mapping[int, "_Stage"], actions: Sequence[Action]) -> None:
+def _run(stages: Mapping[int, "_Stage"], actions: Sequence[Action], config: TrainerConfig) -> None:
     """Run the actions of a rank, and release the gradients of each stage after its last backward."""
-    to_come = Counter(action.stage for action in actions if action.kind == "backward")
-    for action in actions:
+    for action, ends_stage in pipeline.with_ends(actions, config):
         mark(f"stage {action.stage}")
         mark(action.kind)
         stage = stages[action.stage]
         (stage.forward if action.kind == "forward" else stage.backward)(action.micro_batch)
-        to_come[action.stage] -= action.kind == "backward"
-        if not to_come[action.stage]:
+        if ends_stage:
             stage.reduce()
 
 

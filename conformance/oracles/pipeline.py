@@ -238,9 +238,13 @@ def gathers_ahead(config: TrainerConfig) -> bool:
     return config.mesh.pp > 1 and not has_one_stage(config)
 
 
-def stages_in_use(actions: Iterable[Action]) -> list[int]:
-    """Return the stages of a rank in the order in which they act first."""
-    return list(dict.fromkeys(action.stage for action in actions))
+def with_ends(actions: Sequence[Action], config: TrainerConfig) -> Iterator[tuple[Action, bool]]:
+    """Yield the actions of a rank, each with True if it is the last backward of its stage."""
+    to_come = Counter(action.stage for action in actions if action.kind == backward_kinds(config)[-1])
+    for action in actions:
+        is_backward = action.kind == backward_kinds(config)[-1]
+        to_come[action.stage] -= is_backward
+        yield action, is_backward and not to_come[action.stage]
 
 
 def reduction_order(stage: int, config: TrainerConfig) -> list[str]:
@@ -261,11 +265,11 @@ def group_steps(actions: Sequence[Action], config: TrainerConfig) -> Iterator[Gr
     not: gradients stay unsharded until all micro-batches have added to them.
     """
     unsharded: set[str] = set()
-    for stage in stages_in_use(actions) if gathers_ahead(config) else ():
+    in_use = dict.fromkeys(action.stage for action in actions)
+    for stage in in_use if gathers_ahead(config) else ():
         unsharded.update(groups_of(stage, config))
         yield from (GroupStep("gather", group, "data") for group in groups_of(stage, config))
-    to_come = Counter(action.stage for action in actions if action.kind == backward_kinds(config)[-1])
-    for action in actions:
+    for action, ends_stage in with_ends(actions, config):
         inside = groups_of(action.stage, config)
         names = inside if action.kind == "forward" else entered_backward(groups(config))
         for group in filter(inside.__contains__, names):
@@ -274,10 +278,8 @@ def group_steps(actions: Sequence[Action], config: TrainerConfig) -> Iterator[Gr
             unsharded.add(group)
             if action.kind == "forward" and not kept_after_forward(group, config):
                 unsharded.discard(group)
-        if action.kind == backward_kinds(config)[-1]:
-            to_come[action.stage] -= 1
-            if not to_come[action.stage]:
-                yield from (GroupStep("reduce", group, "backward") for group in reduction_order(action.stage, config))
+        if ends_stage:
+            yield from (GroupStep("reduce", group, "backward") for group in reduction_order(action.stage, config))
 
 
 def fsdp_events(

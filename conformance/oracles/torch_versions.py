@@ -39,12 +39,12 @@ class VersionTraits(msgspec.Struct, frozen=True):
     one_rank_gathers: bool = False
     """True if a shard group of one rank gathers like others.
 
-    Up to 2.8. Source: https://github.com/pytorch/pytorch/pull/160135 ended it.
+    Up to 2.8, as run: 2.9.1 gathers nothing. See https://github.com/pytorch/pytorch/pull/160135.
     """
     one_rank_reduces: bool = False
     """True if a shard group of one rank reduces gradients like others, and p-norms in clipping.
 
-    Up to 2.9. Source: https://github.com/pytorch/pytorch/pull/162021 ended it.
+    Up to 2.9, as run: 2.10.0 reduces nothing. See https://github.com/pytorch/pytorch/pull/162021.
     """
     norms_reduced_one_by_one: bool = True
     """True if the p-norms of parameters, which are pending on the mesh, are reduced before they are combined.
