@@ -1,5 +1,6 @@
 """Methods of `FSDPModule` that the reference trainer does not use."""
 
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, cast
@@ -231,47 +232,78 @@ def _wrong_after_reset(world: DataParallel, net: Net) -> Wrong:
 
 
 class _AllGather:
-    """All-gather of the user that counts its calls; the interface is that of `set_custom_all_gather`."""
+    """All-gather of the user that notes its process groups; the interface is that of `set_custom_all_gather`."""
 
     def __init__(self) -> None:
-        self.calls = 0
+        self.groups: list[dist.ProcessGroup] = []
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return an uninitialised buffer."""
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
-        self.calls += 1
+        """Gather the inputs of all ranks of the group."""
+        self.groups.append(group)
         return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
 
 
 class _ReduceScatter(_AllGather):
-    """Reduce-scatter of the user that counts its calls; the interface is that of `set_custom_reduce_scatter`."""
+    """Reduce-scatter of the user that counts earlier inputs which are still held when it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[int] = []
+        self._inputs: list[weakref.ref[Tensor]] = []
 
     def __call__(  # type: ignore[override]
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> Any:
-        self.calls += 1
+        """Reduce the inputs of all ranks of the group, and scatter the result."""
+        self.groups.append(group)
+        self.held.append(sum(earlier() is not None for earlier in self._inputs))
+        self._inputs.append(weakref.ref(input_tensor))
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
 
 
-def _with_collectives_of_the_user(world: DataParallel) -> Wrong:
-    """Let one layer use collectives of the user: it gathers for forward and for backward, and reduces once."""
-    net = world.net()
+def _use_collectives(net: Net) -> tuple[_AllGather, _ReduceScatter]:
     gather, reduce = _AllGather(), _ReduceScatter()
-    first = cast("FSDPModule", net.first)
-    first.set_custom_all_gather(cast("Any", gather))
-    first.set_custom_reduce_scatter(cast("Any", reduce))
-    wrong = world.wrong(world.backward(net))
-    return wrong | {"gathers": abs(gather.calls - 2), "reductions": abs(reduce.calls - 1)}
+    for module in fsdp_modules(net):
+        module.set_custom_all_gather(cast("Any", gather))
+        module.set_custom_reduce_scatter(cast("Any", reduce))
+    return gather, reduce
 
 
-def _with_more_buffers_and_groups(world: DataParallel) -> Wrong:
+def _with_collectives_of_the_user(world: DataParallel) -> Wrong:
+    """Let collectives of the user gather two layers twice and the root once, and reduce each of the three once.
+
+    Both are given one group, and no input is held until the next reduction, unless that is asked for.
+    """
     net = world.net()
+    gather, reduce = _use_collectives(net)
+    return world.wrong(world.backward(net)) | {
+        "gathers": abs(len(gather.groups) - 5),
+        "reductions": abs(len(reduce.groups) - 3),
+        "groups": len({*gather.groups, *reduce.groups}) - 1,
+        "inputs held": sum(reduce.held),
+    }
+
+
+def _with_more_buffers(world: DataParallel) -> Wrong:
+    """Hold up to two inputs of reductions: from the second reduction on one earlier input."""
+    net = world.net()
+    _, reduce = _use_collectives(net)
     _root(net).set_reduce_scatter_max_input_buffers(2)
+    return world.wrong(world.backward(net)) | {"inputs held": int(reduce.held != [0, 1, 1])}
+
+
+def _with_a_group_for_reductions(world: DataParallel) -> Wrong:
+    net = world.net()
+    gather, reduce = _use_collectives(net)
     _root(net).set_separate_reduce_scatter_group()
-    return world.wrong(world.backward(net))
+    wrong = world.wrong(world.backward(net))
+    return wrong | {"groups in common": len({*gather.groups} & {*reduce.groups}), "groups": len({*reduce.groups}) - 1}
 
 
 def _not_unsharded_in_backward(world: DataParallel) -> Wrong:
@@ -303,6 +335,7 @@ _METHODS = {
     "stopped in backward and reset": _stopped_in_backward_and_reset,
     "reset between micro-batches": _reset_between_micro_batches,
     "with collectives of the user": _with_collectives_of_the_user,
-    "with more buffers and groups": _with_more_buffers_and_groups,
+    "with more buffers": _with_more_buffers,
+    "with a group for reductions": _with_a_group_for_reductions,
     "not unsharded in backward": _not_unsharded_in_backward,
 }

@@ -3,13 +3,14 @@
 from typing import cast
 
 import torch
+from torch import Tensor
 from torch.distributed import fsdp  # for `share_comm_ctx`, which torch has from 2.10 on
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from conformance.experiments.context import RankWorld, experiment
 from conformance.experiments.fsdp_net import INNER, SAMPLES, WIDTH, DataParallel, Net, Wrong, try_all
-from conformance.instruments.sharding import full
+from conformance.instruments.sharding import full, local
 from conformance.run.experiment import Needs
 
 
@@ -123,6 +124,25 @@ def _two_roots_with_shared_streams(world: DataParallel) -> Wrong:
     return world.wrong(world.backward(net), expected)
 
 
+def _with_hooks_on_accumulated_gradients(world: DataParallel) -> Wrong:
+    """Call each parameter's hook once for each backward pass, when its gradient is there: optimizers step in it."""
+    net = world.net()
+    used = {name: parameter for name, parameter in net.named_parameters() if not name.startswith("spare")}
+    seen: dict[str, list[Tensor]] = {name: [] for name in used}
+    for name, parameter in used.items():
+        parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+            lambda parameter, seen=seen[name]: seen.append(local(parameter.grad).clone())
+        )
+    wrong = {}
+    for index in range(2):
+        world.backward(net, micro_batch=index)
+        for name, parameter in used.items():
+            called_once = len(seen[name]) == index + 1
+            is_right = called_once and torch.equal(seen[name][-1], local(cast("Tensor", parameter.grad)))
+            wrong[f"hook of {name} in backward pass {index}"] = int(not is_right)
+    return wrong | world.wrong(net, world.expected(micro_batches=2))
+
+
 _OPTIONS = {
     "with sums of full length": _with_sums_of_full_length,
     "sharded along the last dimension": _sharded_along_the_last_dimension,
@@ -131,6 +151,7 @@ _OPTIONS = {
     "evaluated between steps": _evaluated_between_steps,
     "with postponed reductions": _with_postponed_reductions,
     "changed through its state dict": _changed_through_its_state_dict,
+    "with hooks on accumulated gradients": _with_hooks_on_accumulated_gradients,
     "two modules in one group": _two_modules_in_one_group,
     "two roots with shared streams": _two_roots_with_shared_streams,
 }
