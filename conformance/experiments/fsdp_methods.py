@@ -93,6 +93,16 @@ def _kept_after_forward(world: DataParallel) -> Wrong:
     return wrong | world.wrong(net) | {"unsharded": 2 - sharded_parameters(net.first)}
 
 
+def _resharded_after_forward(world: DataParallel) -> Wrong:
+    """Reshard the root as well, which fully_shard leaves unsharded unless it is told otherwise."""
+    net = world.net()
+    _root(net).set_reshard_after_forward(True)
+    out = net(world.own)
+    wrong = {"unsharded": sum(1 for _ in net.parameters()) - sharded_parameters(net)}
+    out.sum().backward()
+    return wrong | world.wrong(net)
+
+
 def _kept_after_backward(world: DataParallel) -> Wrong:
     net = world.net()
     cast("FSDPModule", net).set_reshard_after_backward(False)
@@ -326,6 +336,7 @@ _METHODS = {
     "with a hook on reduced gradients": _with_a_hook_on_reduced_gradients,
     "unsharded ahead": _unsharded_ahead,
     "kept after forward": _kept_after_forward,
+    "resharded after forward": _resharded_after_forward,
     "kept after backward": _kept_after_backward,
     "by another method": _by_another_method,
     "told without recursion": _told_without_recursion,

@@ -106,6 +106,11 @@ def _with_postponed_reductions(world: DataParallel) -> Wrong:
     return wrong
 
 
+def _copy(grad: Tensor | None) -> Tensor:
+    """Return a copy of this rank's shard of a gradient, empty for none."""
+    return torch.empty(0) if grad is None else local(grad).clone()
+
+
 def _two_modules_in_one_group(world: DataParallel) -> Wrong:
     net = Net().to(world.device)
     fully_shard([net.first, net.second], mesh=world.mesh, mp_policy=world.policy)
@@ -131,14 +136,14 @@ def _with_hooks_on_accumulated_gradients(world: DataParallel) -> Wrong:
     seen: dict[str, list[Tensor]] = {name: [] for name in used}
     for name, parameter in used.items():
         parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-            lambda parameter, seen=seen[name]: seen.append(local(parameter.grad).clone())
+            lambda parameter, seen=seen[name]: seen.append(_copy(parameter.grad))
         )
     wrong = {}
     for index in range(2):
         world.backward(net, micro_batch=index)
         for name, parameter in used.items():
             called_once = len(seen[name]) == index + 1
-            is_right = called_once and torch.equal(seen[name][-1], local(cast("Tensor", parameter.grad)))
+            is_right = called_once and torch.equal(seen[name][-1], _copy(parameter.grad))
             wrong[f"hook of {name} in backward pass {index}"] = int(not is_right)
     return wrong | world.wrong(net, world.expected(micro_batches=2))
 
