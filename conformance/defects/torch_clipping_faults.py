@@ -133,3 +133,27 @@ TORCH_CLIP_VALUES_FROM_ABOVE = Defect(
     inject=partial(torch_minimum, left_out=True),
     inject_twin=partial(torch_minimum, left_out=False),
 )
+
+
+def single_gradient(*, is_left_alone: bool) -> AbstractContextManager[None]:
+    """Do not clip the gradient of a single parameter, or clip it by itself and not in a list."""
+
+    def clip(original: Callable[..., None], parameters: list[Tensor], *arguments: Any) -> None:
+        if len(parameters) > 1:
+            original(parameters, *arguments)
+        elif not is_left_alone:
+            original(parameters[0], *arguments)
+
+    return replaced_call(_CLIP_GRAD, "_clip_grads_with_norm_", clip)
+
+
+TORCH_CLIP_LEAVES_ONE_ALONE = Defect(
+    id="torch-clip-leaves-one-alone",
+    title="torch does not clip the gradient of a parameter that is given by itself",
+    source="https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html",
+    mechanism="a check for an empty list of gradients takes a list of one for empty",
+    laws=("CLIP-4",),
+    cells="id = dp2-fp32-default-meta",
+    inject=partial(single_gradient, is_left_alone=True),
+    inject_twin=partial(single_gradient, is_left_alone=False),
+)

@@ -38,6 +38,10 @@ class NormClipping(msgspec.Struct):
     """Factor by which this rank's shards were scaled."""
     unevenness: float
     """Relative deviation of the scaled shards from one factor for all."""
+    norm_alone: float
+    """Norm of one parameter's gradient, computed from its full elements."""
+    factor_alone: float
+    """Factor by which it was scaled when it was clipped alone, to half of its norm."""
 
 
 class NonFiniteClipping(msgspec.Struct):
@@ -115,9 +119,24 @@ def _clipped_by_norm(model: Transformer, config: OptimizerConfig) -> NormClippin
         model.parameters(), config.max_norm, norm_type=config.norm_order, foreach=config.foreach_clip
     )
     after = _flat_gradients(model)
-    factor = float(before @ after / (before @ before))
+    factor = _factor(before, after)
     unevenness = float((after - factor * before).norm() / after.norm())
-    return NormClipping(full=float(full(norm)), item=norm.item(), factor=factor, unevenness=unevenness)
+    norm_alone, factor_alone = _clipped_alone(model, config)
+    return NormClipping(float(full(norm)), norm.item(), factor, unevenness, norm_alone, factor_alone)
+
+
+def _clipped_alone(model: Transformer, config: OptimizerConfig) -> tuple[float, float]:
+    """Clip one parameter, which clip_grad_norm_ is given itself and not in a list, to half of its norm."""
+    grad = _gradient(model, AMPLIFIED)
+    before = full(grad).double().flatten()
+    norm = float(torch.linalg.vector_norm(before, config.norm_order))
+    clip_grad_norm_(model.get_parameter(AMPLIFIED), norm / 2, norm_type=config.norm_order, foreach=config.foreach_clip)
+    return norm, _factor(before, full(grad).double().flatten())
+
+
+def _factor(before: Tensor, after: Tensor) -> float:
+    """Return the factor of two vectors that are multiples of each other."""
+    return float(before @ after / (before @ before))
 
 
 def _clipped_non_finite(model: Transformer, config: OptimizerConfig) -> dict[str, NonFiniteClipping]:

@@ -162,6 +162,8 @@ def test_clip_grad_norm_returns_and_scales_by_the_full_norm(run: Run, measure: M
     factors = [clip_factor(norm, max_norm=config.optimizer.max_norm)] * len(ranks)
     rounding = max(tolerance.clipping(gradients, order=order).values(), key=lambda bound: bound.value)
     compare.scalars([rank.factor for rank in ranks], factors, name="factor", within=rounding, each="rank")
+    alone = [clip_factor(rank.norm_alone, max_norm=rank.norm_alone / 2) for rank in ranks]
+    compare.scalars([rank.factor_alone for rank in ranks], alone, name="factor alone", within=rounding, each="rank")
     unevenness = max(rank.unevenness for rank in ranks)
     compare.between(
         unevenness,
