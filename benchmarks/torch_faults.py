@@ -17,6 +17,7 @@ from tabulate import tabulate
 
 from benchmarks.documents import PROJECT, write_block
 from benchmarks.mutants import DOCUMENT, outcome, source_of
+from conformance.cli.blocks import block
 from reference_trainer.strict_yaml import load
 
 FILE = Path(__file__).with_suffix(".yaml")
@@ -57,6 +58,14 @@ def row(name: str, fault: Fault) -> list[str]:
     return [name, f"`{fault.cells}`", ended.verdict, ended.case.partition("/")[0]]
 
 
+def with_earlier_rows(rows: list[list[str]], names: list[str]) -> list[list[str]]:
+    """Return rows with those of the document for faults that have not been run now, in the order of the names."""
+    table = block(DOCUMENT.read_text(), "faults").splitlines()
+    earlier = [[cell.strip() for cell in line.strip("| ").split("|")] for line in table if line.startswith("|")]
+    by_name = {row[0]: row for row in [*earlier, *rows]}
+    return [by_name[name] for name in names if name in by_name]
+
+
 def main() -> None:
     """Print the table, and write it into the document if asked to."""
     parser = argparse.ArgumentParser(
@@ -69,6 +78,8 @@ def main() -> None:
     if unknown := set(arguments.names) - known.keys():
         parser.error(f"unknown: {', '.join(sorted(unknown))}; allowed: {', '.join(known)}")
     rows = [row(name, known[name]) for name in arguments.names or known]
+    if arguments.write:
+        rows = with_earlier_rows(rows, list(known))
     counts = ", ".join(f"{count} {verdict}" for verdict, count in Counter(row[2] for row in rows).most_common())
     table = tabulate(rows, headers=["fault", "cells of `pr`", "verdict", "first law"], tablefmt="github")
     text = f"`python -m benchmarks.torch_faults --write`, torch {torch.__version__}: {counts}.\n\n{table}"
