@@ -70,12 +70,9 @@ def estimated_profile(config: TrainerConfig, dims: ParallelDims) -> list[MemoryS
 
 
 def estimated_stages_profile(config: TrainerConfig, dims: ParallelDims, *, rank: int) -> list[MemorySegment]:
-    """Return as `estimated_profile` does what the stages of a rank of the pipeline hold.
-
-    Raises ValueError for a schedule that leaves the order open.
-    """
+    """Return as `estimated_profile` does what the stages of a rank of the pipeline hold."""
     walk = _Walk(_costs(config, dims), stay=gradients_stay(config, UP_TO_2_14))
-    for action, ends_stage in pipeline.with_ends(pipeline.known_order(config, rank=rank), config):
+    for action, ends_stage in pipeline.with_ends(pipeline.order(config, rank=rank), config):
         names = pipeline.groups_of(action.stage, config)
         walk.enter(action.stage)
         if action.kind == "forward":

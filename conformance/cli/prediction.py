@@ -224,7 +224,7 @@ def _transfers(config: TrainerConfig, dims: ParallelDims, stage: int) -> list[Ph
     nbytes = pipeline.activation_numel(config, dims) * int(getattr(torch, dtype).itemsize)
     rows = []
     for phase in ("forward", "backward"):
-        actions = [action for action in pipeline.known_order(config, rank=stage) if action.kind == phase]
+        actions = [action for action in pipeline.order(config, rank=stage) if action.kind == phase]
         transfers = pipeline.transfers(actions, config)
         count = sum(number for (direction, _), number in transfers.items() if direction == "send")
         if count:

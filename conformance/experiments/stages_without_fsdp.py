@@ -51,7 +51,7 @@ def _profile(rank: RankWorld, pp_rank: int) -> list[MemorySegment]:
         index: _Stage(module, layers, config, rank.dims, micro_batches, rank.device)
         for (index, layers), module in zip(held.items(), model.stages, strict=True)
     }
-    actions = pipeline.known_order(config, rank=pp_rank)
+    actions = pipeline.order(config, rank=pp_rank)
     for _warm in (True, False):
         with ledger_of(rank.device) as measured:
             _run(stages, actions, config)
