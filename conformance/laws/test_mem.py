@@ -45,7 +45,6 @@ MEMORY_STATS = "https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory
 @law(
     "MEM-1",
     where="(model in (deep, wide) or model = cut and features <= 3) and implementation = fsdp2",
-    gaps=["halved-memory"],
     reference=RESHARD_AFTER_FORWARD,
     substrates=SIMULATED,
 )

@@ -250,6 +250,18 @@ def received_numel(config: TrainerConfig, dims: ParallelDims, *, rank: int) -> i
     return neighbours * config.accumulation * activation_numel(config, dims)
 
 
+def kept_gradients_numel(config: TrainerConfig, dims: ParallelDims, *, rank: int) -> int:
+    """Return the elements of the gradients that first halves of backwards leave at a rank's buffers in a step.
+
+    See `VersionTraits.halves_keep_gradients`. A stage on the same rank has its gradients in place of a buffer.
+    """
+    if config.pipeline.schedule not in _SPLIT:
+        return 0
+    rank_of = owners(config)
+    senders = sum(stage > 0 and rank_of[stage - 1] != rank for stage in stages_of(rank, config))
+    return senders * config.accumulation * activation_numel(config, dims)
+
+
 def most_held(config: TrainerConfig, *, rank: int) -> int | None:
     """Return the most micro-batches that a rank with one stage ever holds; None for ranks with several stages."""
     pp, micro_batches = config.mesh.pp, config.accumulation

@@ -53,10 +53,6 @@ GAPS = {
         "oracles of dtypes and of rounding describe the float model; PAR-9 judges whole numbers in bits",
     ),
     "pipelines": Gap("pp > 1", "the law expects every rank to hold the full model, in one forward and one backward"),
-    "halved-memory": Gap(
-        "pipeline in (interleaved-zero-bubble, zbv-zero-bubble)",
-        "the memory model does not know what a backward in two halves holds between them",
-    ),
     # Cells that would be run for a law alone.
     "norms-on-one-shard": Gap(
         "norms_in_tp = false and dp_shard = 1",
