@@ -44,12 +44,15 @@ def backward_of_input(
     return of_input, branches
 
 
-def backward_of_parameters(branches: list[Branch]) -> None:
-    """Add the gradients of the parameters of each branch to those that they have; empties the list."""
+def backward_of_parameters(branches: list[Branch], *, copies: bool) -> None:
+    """Add the gradients of the parameters of each branch to those that they have; empties the list.
+
+    `copies` says whether kept gradients are copied first, see `VersionTraits.halves_copy_gradients`.
+    """
     while branches:
         branch = branches.pop(0)
-        arrived = [(GradientEdge(branch.node, i), g) for i, g in enumerate(branch.gradients) if g is not None]
-        edges, gradients = zip(*arrived, strict=True)
+        kept = [(GradientEdge(branch.node, i), g) for i, g in enumerate(branch.gradients) if g is not None]
+        edges, gradients = zip(*((edge, g.clone() if copies else g) for edge, g in kept), strict=True)
         computed = torch.autograd.grad(edges, branch.parameters, gradients)
         for parameter, gradient in zip(branch.parameters, computed, strict=True):
             if parameter.grad is None:

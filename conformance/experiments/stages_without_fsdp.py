@@ -175,7 +175,7 @@ class _Stage:
             self.backward(index)
             return
         output = self._outputs.pop(index)
-        backward_of_parameters(self._branches.pop(index))
+        backward_of_parameters(self._branches.pop(index), copies=self._traits.halves_copy_gradients)
         del output  # held until now
 
     def backward(self, index: int) -> None:
