@@ -15,6 +15,7 @@ from conformance.oracles.pipeline import (
     groups_of,
     held,
     held_by,
+    kept_gradients_numel,
     layers_of,
     most_held,
     order,
@@ -212,6 +213,15 @@ def test_buffers_for_what_is_received() -> None:
         dims = resolve_mesh(of.mesh, world_size=4)
         received = [received_numel(of, dims, rank=rank) for rank in range(2)]
         assert received == [number * activation_numel(of, dims) for number in expected]
+
+
+def test_gradients_that_are_held_until_the_next_step() -> None:
+    """Each stage leaves those of its input, but for the first, and for the upper stage at the bend of the V."""
+    for schedule, expected in (("1f1b", [0, 0]), ("interleaved-zero-bubble", [4, 8]), ("zbv-zero-bubble", [4, 4])):
+        of = config(schedule)
+        dims = resolve_mesh(of.mesh, world_size=4)
+        kept = [kept_gradients_numel(of, dims, rank=rank) for rank in range(2)]
+        assert kept == [number * activation_numel(of, dims) for number in expected]
 
 
 def test_a_single_micro_batch_per_round() -> None:
