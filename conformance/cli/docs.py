@@ -31,7 +31,7 @@ _ABOUT = {
     "PAR, AMP": "a parallel run computes what one process computes (fp32), or its emulation (bf16, fp16)",
     "MP": "dtypes of parameters, computation, communication, gradients and optimizer state are those asked for",
     "INIT, CKPT": "`to_empty` leaves nothing uninitialised, no mesh changes the weights, runs resume bit by bit",
-    "RS, MEM, PP": "collectives follow the schedule, also a pipeline's, and memory the model, in each reshard mode",
+    "RS, PP, AC, MEM": "collectives and recomputation follow the schedule, memory the model, in each reshard mode",
     "CLIP, OFF": "gradients are clipped by the norm of all of them, on every mesh, offloaded to the CPU or not",
     "STREAM, API, DT": "streams wait for each other, late or not; FSDP2's own interface, DTensor's redistributions",
     "OPT, DATA, AXIS, ENV": "what is trained, on what; each option takes effect; preconditions of the suite",

@@ -27,6 +27,7 @@ _FAULTS = (
     "reduction",
     "fsdp",
     "interface",
+    "method",
     "dtensor",
     "hang",
     "tp",

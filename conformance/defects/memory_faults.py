@@ -8,6 +8,7 @@ from itertools import count
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from conformance.defects.injection import Defect, repeated_call, replaced_call
@@ -318,7 +319,7 @@ GRADIENTS_NOT_FREED = Defect(
 )
 
 
-def optimizer_state_copies(*, kept: bool) -> AbstractContextManager[None]:
+def optimizer_state_copies(*, kept: bool, last_rank_alone: bool = False) -> AbstractContextManager[None]:
     """Copy the moments of all parameters after the first step, outside of the optimizer; keep or drop the copies."""
     copies: list[Tensor] = []
 
@@ -328,7 +329,8 @@ def optimizer_state_copies(*, kept: bool) -> AbstractContextManager[None]:
         def copy(*_: Any) -> None:
             handle.remove()
             moments = [state["exp_avg"].detach().clone() for state in optimizer.state.values()]
-            copies.extend(moments if kept else [])
+            concerned = not last_rank_alone or dist.get_rank() == dist.get_world_size() - 1
+            copies.extend(moments if kept and concerned else [])
 
         handle = optimizer.register_step_post_hook(copy)
         return optimizer
@@ -345,4 +347,14 @@ OPTIMIZER_STATE_COPIED = Defect(
     cells=_DEEP,
     inject=partial(optimizer_state_copies, kept=True),
     inject_twin=partial(optimizer_state_copies, kept=False),
+)
+OPTIMIZER_STATE_COPIED_ON_THE_LAST_RANK = Defect(
+    id="optimizer-state-copied-on-the-last-rank",
+    title="the last rank keeps a copy of the first moments of its shards",
+    source="https://github.com/pytorch/torchtitan/issues/1777",
+    mechanism="what a checkpoint collects is released on all ranks but one",
+    laws=("MEM-1",),
+    cells=_DEEP,
+    inject=partial(optimizer_state_copies, kept=True, last_rank_alone=True),
+    inject_twin=partial(optimizer_state_copies, kept=False, last_rank_alone=True),
 )

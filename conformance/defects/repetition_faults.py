@@ -9,6 +9,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import CheckpointPolicy
 
 from conformance.defects.injection import Defect, replaced_call
 from conformance.defects.precision_faults import through
@@ -130,10 +131,34 @@ AC_IGNORED = Defect(
     title="activations are kept although the configuration asks for recomputation",
     source="https://github.com/Lightning-AI/pytorch-lightning/pull/18006",
     mechanism="checkpointing is not applied whatever the configuration says; all numbers are right",
-    laws=("AXIS-1", "MP-1", "MP-3"),
+    laws=("AXIS-1", "AC-1", "MP-1", "MP-3"),
     cells="id = dp2-fp32-default-meta-acfull",
     inject=partial(checkpointing, "none"),
     inject_twin=partial(recomputation, copied, preserve_rng_state=False),
+)
+
+
+def kept_by_selection(*, attention: bool) -> AbstractContextManager[None]:
+    """Keep matrix products alone in selective checkpointing, or attention as well, and more than is asked for."""
+
+    def keep(original: Callable[..., Any], context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+        kept = original(context, operator, *args, **kwargs)
+        if "scaled_dot_product" not in operator.name():
+            return kept
+        return CheckpointPolicy.MUST_SAVE if attention else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return replaced_call("reference_trainer.parallelize", "_keep_expensive", keep)
+
+
+ATTENTION_NOT_SELECTED = Defect(
+    id="attention-not-selected",
+    title="selective activation checkpointing computes attention twice",
+    source="https://github.com/pytorch/torchtitan/issues/2091",
+    mechanism="a policy names the operator of attention of one backend, and another one runs",
+    laws=("AC-1",),
+    cells="id = dp2-fp32-default-meta-acselective",
+    inject=partial(kept_by_selection, attention=False),
+    inject_twin=partial(kept_by_selection, attention=True),
 )
 
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from conformance.defects.catalogue import injected
 from conformance.experiments.simulation import simulated_world
 from conformance.experiments.weight_files import write_weights
-from conformance.run.experiment import Experiment, Job, Needs, Result
+from conformance.run.experiment import Experiment, Job, Needs, Result, sampled_ranks
 from conformance.run.ranks.messages import RankContext
 from conformance.simulated_device import device as simulated
 from conformance.simulated_device import schedules
@@ -28,12 +28,12 @@ from reference_trainer.observer import Observer
 from reference_trainer.parallel_dims import ParallelDims, resolve_mesh
 from reference_trainer.train import Trainer
 
-World = Literal["ranks", "simulated", "stages", "none"]
+World = Literal["ranks", "simulated", "sampled", "none"]
 """World in which an experiment takes place.
 
 `ranks`: every rank of the cell, in one process group. `simulated`: one process, which is rank 0 of torch's fake process
-group of the cell's size. `stages`: one process for each rank of the cell's pipeline, each the first of the cell's ranks
-that have its stages, in a fake process group of its own. `none`: one process without a process group and without the
+group of the cell's size. `sampled`: one process for each of the cell's ranks that `run.experiment.sampled_ranks`
+names, in a fake process group of its own. `none`: one process without a process group and without the
 session's defect, for values with which laws compare."""
 
 
@@ -103,7 +103,7 @@ def experiment(
             name=f"{function.__module__}:{function.__name__}",
             needs=needs,
             alone=world in ("simulated", "none"),
-            by_stage=world == "stages",
+            sampled=world == "sampled",
             result=get_type_hints(function)["return"],
             perform=perform,
         )
@@ -122,9 +122,9 @@ def rank_world(context: RankContext, job: Job, *, world: World, process_group: b
         yield RankWorld(context, job, config, device_of(context))
         return
     with injected(job.defect):
-        if world in ("simulated", "stages"):
-            first = context.rank * (job.world_size // config.mesh.pp)
-            with simulated_world(job.world_size, rank=first):
+        if world in ("simulated", "sampled"):
+            simulated_rank = sampled_ranks(config, job.world_size)[context.rank]
+            with simulated_world(job.world_size, rank=simulated_rank):
                 yield RankWorld(context, job, config, torch.device("cpu"))
             return
         yield RankWorld(context, job, config, start_process_group(context) if process_group else device_of(context))

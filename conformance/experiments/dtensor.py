@@ -10,15 +10,21 @@ import msgspec
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's standard name
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from conformance.experiments.context import RankWorld, experiment
 from conformance.experiments.layouts import Layout, distributed, is_cut, shard_of
 from conformance.run.experiment import Needs
 
-_SHAPES = ((8, 4), (5, 3), (1, 7))
-_LAYOUTS: tuple[Placement, ...] = (Replicate(), Shard(0), Shard(1))
+_TENSORS = (
+    ((8, 4), torch.float32),
+    ((5, 3), torch.float32),
+    ((1, 7), torch.float16),
+    ((2, 3, 5), torch.bfloat16),
+)
+"""Shapes and dtypes of tensors to redistribute."""
+_LAYOUTS: tuple[Placement, ...] = (Replicate(), Shard(0), Shard(1), Shard(2))
 
 
 class Redistribution(msgspec.Struct):
@@ -49,12 +55,12 @@ class OperatorOutcome(msgspec.Struct):
 def redistribute(rank: RankWorld) -> Redistribution:
     """Redistribute from every layout, partial sums included, to every other layout.
 
-    On a mesh of two dimensions, where layouts are many, one shape has to do, which cannot be sharded evenly.
+    On a mesh of two or three dimensions, where layouts are many, one tensor has to do, which cannot be sharded evenly.
     """
-    mesh, outcome = rank.mesh, Redistribution()
-    for shape in _SHAPES if mesh.ndim == 1 else _SHAPES[1:2]:
-        plain, weights = _numbers(mesh, shape, seed=0), _numbers(mesh, shape, seed=1)
-        for source, target in product(_layouts(mesh, (*_LAYOUTS, Partial())), _layouts(mesh, _LAYOUTS)):
+    mesh, outcome = _largest_mesh(rank), Redistribution()
+    for shape, dtype in _TENSORS if mesh.ndim == 1 else _TENSORS[1:2]:
+        plain, weights = (_numbers(mesh, shape, seed=seed).to(dtype) for seed in (0, 1))
+        for source, target in _pairs_of_layouts(mesh, len(shape)):
             given = distributed(plain, mesh, source)
             given.requires_grad_()
             result = given.redistribute(placements=target)
@@ -65,6 +71,20 @@ def redistribute(rank: RankWorld) -> Redistribution:
             outcome.full += _wrong(result.full_tensor(), plain)
             outcome.gradient += _wrong(given.grad.full_tensor(), weights)
     return outcome
+
+
+def _largest_mesh(rank: RankWorld) -> DeviceMesh:
+    """Return the cell's mesh, or a mesh of three dimensions of eight ranks."""
+    return init_device_mesh(rank.device.type, (2, 2, 2)) if rank.size == 8 else rank.mesh
+
+
+def _pairs_of_layouts(mesh: DeviceMesh, tensor_dims: int) -> Iterator[tuple[Layout, Layout]]:
+    """Yield all pairs of layouts; on a mesh of three dimensions a third, in which any five of six placements meet."""
+    placements = _LAYOUTS[: 1 + tensor_dims]
+    for source, target in product(_layouts(mesh, (*placements, Partial())), _layouts(mesh, placements)):
+        indices = [(*placements, Partial()).index(placement) for placement in (*source, *target)]
+        if mesh.ndim < 3 or sum(indices) % len(placements) == 0:
+            yield source, target
 
 
 @experiment(needs=Needs.NOTHING)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from conformance.experiments.context import RankWorld, experiment
-from conformance.experiments.fsdp_api import Wrong
+from conformance.experiments.fsdp_net import Wrong
 from conformance.instruments.sharding import full
 from conformance.run.experiment import Needs
 from reference_trainer.mesh import fsdp_mesh

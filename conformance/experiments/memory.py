@@ -64,9 +64,9 @@ def step_in_simulation(rank: RankWorld) -> StepMemory:
     return _measured_step(_warm_trainer(rank), 1) if rank.config.implementation == "fsdp1" else _second_step(rank)
 
 
-@experiment(needs=Needs.SHARDING | Needs.FORWARD, world="stages")
-def step_of_stages(rank: RankWorld) -> StepMemory:
-    """Measure as `step_in_simulation` does, on the first rank of each stage of a pipeline."""
+@experiment(needs=Needs.SHARDING | Needs.FORWARD, world="sampled")
+def step_of_sampled_ranks(rank: RankWorld) -> StepMemory:
+    """Measure as `step_in_simulation` does, on the ranks that `sampled_ranks` names."""
     return _second_step(rank)
 
 
@@ -84,7 +84,7 @@ def growth_in_simulation(rank: RankWorld) -> Growth:
     return _growth(rank)
 
 
-@experiment(needs=Needs.SHARDING | Needs.FORWARD, world="stages")
+@experiment(needs=Needs.SHARDING | Needs.FORWARD, world="sampled")
 def growth_of_stages(rank: RankWorld) -> Growth:
     """Measure as `growth_in_simulation` does, on the first rank of each stage of a pipeline."""
     return _growth(rank)

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from conformance.experiments.context import RankWorld, experiment
-from conformance.experiments.fsdp_api import Wrong
+from conformance.experiments.fsdp_net import Wrong
 from conformance.instruments.sharding import full, local
 from conformance.run.experiment import Needs
 from reference_trainer.train import Trainer

@@ -6,14 +6,14 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from conformance.experiments.memory import StepMemory, step_in_simulation, step_of_stages
+from conformance.experiments.memory import StepMemory, step_of_sampled_ranks
 from conformance.experiments.stages_without_fsdp import profile_stages_without_fsdp
 from conformance.experiments.without_fsdp import profile_without_fsdp
 from conformance.laws import compare
 from conformance.laws.fixtures import Measure
 from conformance.memory_segment import MemorySegment
 from conformance.oracles import pipeline
-from conformance.oracles.dtype_policy import dtype_policy
+from conformance.oracles.dtype_policy import dtype_policy, optimizer_state
 from conformance.oracles.memory_model import (
     group_bytes,
     padding_bytes,
@@ -131,13 +131,14 @@ def _bounds(
 
 
 def simulated_steps(measure: Measure, cell: Cell) -> list[SimulatedStep]:
-    """Return the simulated steps of rank 0, or in a pipeline of the first rank of each stage.
+    """Return the simulated steps of the first and the last rank, or of the first rank of each stage of a pipeline.
 
     Raises Unsupported for a pipeline of a torch whose buffers are not modelled.
     """
     if cell.config.mesh.pp == 1:
-        (memory,) = measure(step_in_simulation, cell)
-        return [SimulatedStep("rank 0", memory, phase_bounds(measure, cell), resident_bytes(*sizes_of(cell)))]
+        bounds, resident = phase_bounds(measure, cell), (resident_bytes(*sizes_of(cell)), _resident_of_last_bytes(cell))
+        ends = zip(("first rank", "last rank"), measure(step_of_sampled_ranks, cell), resident, strict=False)
+        return [SimulatedStep(where, memory, bounds, held) for where, memory, held in ends]
     if traits_of(str(torch.__version__)).stages_pool_buffers:
         raise Unsupported(f"the memory model does not know when torch {torch.__version__} holds buffers of transfers")
     (profiles,) = measure(profile_stages_without_fsdp, cell)
@@ -148,8 +149,14 @@ def simulated_steps(measure: Measure, cell: Cell) -> list[SimulatedStep]:
             _bounds(cell, profiles[stage], stage=stage),
             resident_of_stage_bytes(cell, stage) + _kept_gradients_bytes(cell, stage),
         )
-        for stage, memory in enumerate(measure(step_of_stages, cell))
+        for stage, memory in enumerate(measure(step_of_sampled_ranks, cell))
     ]
+
+
+def _resident_of_last_bytes(cell: Cell) -> int:
+    """Return the bytes that the last rank holds between steps: its shards are padded, the optimizer's state is not."""
+    sizes = sizes_of(cell)
+    return resident_bytes(*sizes) - len(optimizer_state(cell.config.optimizer)) * padding_bytes(*sizes)
 
 
 def resident_of_stage_bytes(cell: Cell, stage: int) -> int:

@@ -1,6 +1,8 @@
 """API: methods and options of FSDP2 that the reference trainer does not use."""
 
-from conformance.experiments.fsdp_api import Wrong, use_methods, use_options
+from conformance.experiments.fsdp_methods import use_methods
+from conformance.experiments.fsdp_net import Wrong
+from conformance.experiments.fsdp_options import use_options
 from conformance.judge.law import law
 from conformance.laws import compare
 from conformance.laws.fixtures import Measure
@@ -39,6 +41,9 @@ def test_fsdp_module_methods_do_what_they_are_for(measure: Measure, cell: Cell) 
 
 
 def _require_nothing_wrong(ranks: list[dict[str, Wrong]]) -> None:
-    for use in ranks[0]:
-        wrong = {f"rank {rank}: {what}": n for rank, uses in enumerate(ranks) for what, n in uses[use].items() if n}
-        compare.count(sum(wrong.values()), name=use, expected=0, detail=str(wrong), unit="wrong elements")
+    wrong = {
+        use: {f"rank {rank}: {what}": n for rank, uses in enumerate(ranks) for what, n in uses[use].items() if n}
+        for use in ranks[0]
+    }
+    details = {use: str(found) for use, found in wrong.items()}
+    compare.none({use: sum(found.values()) for use, found in wrong.items()}, details=details, unit="wrong elements")

@@ -55,10 +55,10 @@ def test_memory_of_a_simulated_world_matches_the_model(measure: Measure, cell: C
     model was built.
 
     Wrong if a group is not resharded, a buffer is kept too long, all-gathered too early or never freed, or if anybody
-    keeps a copy of parameters or of optimizer state. In a pipeline each stage is judged: it needs the activations of
-    the micro-batches whose backward is to come, between the halves of a backward what the second needs, and buffers
-    for what it receives. What is held may include a number from each rank, the losses, and gradients that torch keeps
-    by a fault that MEM-6 judges.
+    keeps a copy of parameters or of optimizer state. The first and the last data-parallel rank are judged. In a
+    pipeline it is each stage: it needs the activations of the micro-batches whose backward is to come, between the
+    halves of a backward what the second needs, and buffers for what it receives. What is held may include a number from
+    each rank, the losses, and gradients that torch keeps by a fault that MEM-6 judges.
     """
     losses = cell.world_size * torch.float32.itemsize
     for where, memory, bounds, resident in simulated_steps(measure, cell):

@@ -14,7 +14,7 @@ from conformance.plan.cells import Cell
 from conformance.plan.substrates import REAL, Substrate
 from conformance.project import PACKAGE
 from conformance.run.devices.hardware import device_type
-from conformance.run.experiment import SAVING, Experiment, Needs, Result, job_of
+from conformance.run.experiment import SAVING, Experiment, Needs, Result, job_of, sampled_ranks
 from conformance.run.failures import RunFailed
 from conformance.run.ranks.messages import Task
 from conformance.run.record import Header, Record, RecordFile, write_results
@@ -51,11 +51,11 @@ class CaseRuns:
         An experiment of a single process runs on the CPU, or with `on_device` on the device of the cell's ranks. An
         experiment runs at most once per session for each cell. Raises as `run` does.
         """
-        simulated = experiment.by_stage or (experiment.alone and not on_device)
+        simulated = experiment.sampled or (experiment.alone and not on_device)
         substrate: Substrate = "simulated" if simulated else self._substrate(cell)
         self._require_features(experiment.needs, cell, substrate)
         header = self._header(
-            cell, substrate, experiment=experiment.name, alone=experiment.alone, by_stage=experiment.by_stage
+            cell, substrate, experiment=experiment.name, alone=experiment.alone, sampled=experiment.sampled
         )
         results = self.store.results(header, lambda directory: self._measure(header, directory), self.clock)
         return [msgspec.convert(result, experiment.result) for result in results]
@@ -119,13 +119,12 @@ class CaseRuns:
         task = Task(
             header.experiment,
             msgspec.to_builtins(job_of(cell, directory, kept=kept, defect=store.defect)),
-            kind=self._kind(cell) + " alone" * header.alone + " by stage" * header.by_stage,
+            kind=self._kind(cell) + " alone" * header.alone + " sampled" * header.sampled,
             accelerated=device_type(header.substrate) == "cuda",
             compiles=cell.compile,
         )
         environment = {**store.hardware.environment(header.substrate), **cell.environment}
-        world_size = 1 if header.alone else cell.config.mesh.pp if header.by_stage else cell.world_size
-        return store.pools.run(task, world_size=world_size, deadline_s=deadline_s, env=environment)
+        return store.pools.run(task, world_size=_processes(header), deadline_s=deadline_s, env=environment)
 
     def _save(self, header: Header, directory: Path, *, deadline_s: float) -> float:
         """Run the cell that saves the state to resume, in processes of its own; returns the duration in seconds."""
@@ -180,3 +179,11 @@ def to_failure(failed: RunFailed) -> Failure:
     )
     kind = "suite-error" if from_suite else failed.kind
     return Failure(kind=kind, first_rank=failed.first_rank, reason=failed.reason, details=failed.details())
+
+
+def _processes(header: Header) -> int:
+    """Return the number of processes that perform a header's experiment."""
+    cell = header.cell
+    if header.sampled:
+        return len(sampled_ranks(cell.config, cell.world_size))
+    return 1 if header.alone else cell.world_size

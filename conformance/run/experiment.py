@@ -64,6 +64,17 @@ def job_of(cell: Cell, directory: Path, *, defect: str | None, kept: Path | None
     )
 
 
+def sampled_ranks(config: TrainerConfig, world_size: int) -> list[int]:
+    """Return ranks that stand for all of a world: the first of each stage, or without a pipeline two.
+
+    These are the first ranks of the first and of the last data-parallel coordinate. Other ranks of tensor parallelism,
+    whose shards may be smaller, would need a process each: DTensor caches the shapes of the rank that a process is.
+    """
+    if config.mesh.pp > 1:
+        return [*range(0, world_size, world_size // config.mesh.pp)]
+    return sorted({0, world_size - config.mesh.tp})
+
+
 @dataclass(frozen=True)
 class Experiment(Generic[Result]):
     """Function that ranks execute, with its needs of torch."""
@@ -73,8 +84,8 @@ class Experiment(Generic[Result]):
     needs: Needs
     alone: bool
     """True if one process performs the experiment; that process may simulate the cell's world."""
-    by_stage: bool
-    """True if one process for each rank of the cell's pipeline performs it, in a world that this process simulates."""
+    sampled: bool
+    """True if one process for each of the cell's `sampled_ranks` performs it, in a world that it simulates."""
     result: Any
     """Type of each rank's result, made of builtin types and msgspec structs."""
     perform: Callable[[RankContext, Job], Result]

@@ -36,8 +36,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     """`MODULE:FUNCTION` that ran on the ranks."""
     alone: bool = False
     """True if the experiment ran in one process."""
-    by_stage: bool = False
-    """True if the experiment ran in a process for each rank of the cell's pipeline."""
+    sampled: bool = False
+    """True if the experiment ran in a process for each of the cell's sampled ranks."""
     repeat: int = 0
     """Index of this run among the runs of the cell: 0 for the first."""
 

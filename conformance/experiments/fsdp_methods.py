@@ -1,0 +1,352 @@
+"""Methods of `FSDPModule` that the reference trainer does not use."""
+
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.utils.hooks import RemovableHandle
+
+from conformance.experiments.context import RankWorld, experiment
+from conformance.experiments.fsdp_net import (
+    DataParallel,
+    Net,
+    Wrong,
+    fsdp_modules,
+    sharded_parameters,
+    try_all,
+)
+from conformance.instruments.sharding import full
+from conformance.run.experiment import Needs
+
+
+@experiment(needs=Needs.TRAINING)
+def use_methods(rank: RankWorld) -> dict[str, Wrong]:
+    """Try methods of `FSDPModule`."""
+    return try_all(rank, _METHODS)
+
+
+def _with_a_divide_factor(world: DataParallel) -> Wrong:
+    """Divide by each factor that the mesh allows, and on meshes of one shard and of one replica as well."""
+    wrong: Wrong = {}
+    for name, other in world.meshes().items():
+        for factor, forced in _divide_factors(other):
+            net = other.net()
+            for module in fsdp_modules(net):
+                module.set_force_sum_reduction_for_comms(forced)
+                module.set_gradient_divide_factor(factor)
+            found = other.wrong(other.backward(net), factor=other.size / factor)
+            wrong |= {f"{name} mesh, factor {factor}, forced sum {forced}, {what}": n for what, n in found.items()}
+    return wrong
+
+
+def _divide_factors(world: DataParallel) -> list[tuple[float, bool]]:
+    """Return factors, and whether reductions are forced to SUM.
+
+    Without force gloo, which has no reduction that multiplies, can divide by the number of shards alone, but by
+    anything where there is one shard. Torch 2.13 divides twice if there is one shard and sums are forced, or fp16 is
+    reduced: not tried (findings/divide_factor_of_one_shard.py).
+    """
+    if world.shards == 1:
+        is_known_fault = world.policy.reduce_dtype == torch.float16
+        return [] if is_known_fault else [(2.0 * world.size, False), (float(world.size), False)]
+    return [(2.0 * world.size, True), (float(world.shards), True), (float(world.shards), False)]
+
+
+def _with_a_hook_on_reduced_gradients(world: DataParallel) -> Wrong:
+    net = world.net()
+    for module in fsdp_modules(net):
+        module.set_all_reduce_hook(_triple)
+    return world.wrong(world.backward(net), factor=3.0)
+
+
+def _triple(reduced: Tensor) -> None:
+    reduced.mul_(3)
+
+
+def _unsharded_ahead(world: DataParallel) -> Wrong:
+    net = world.net()
+    handle = cast("FSDPModule", net.first).unshard(async_op=True)
+    assert handle is not None
+    handle.wait()
+    unsharded = dict(net.first.named_parameters())
+    wrong = {"sharded": sharded_parameters(net.first)}
+    single = Net().to(world.device)
+    for name, value in single.first.named_parameters():
+        wrong[name] = int((full(unsharded[name]) != value).sum())
+    wrong |= world.wrong(world.backward(net))
+    cast("FSDPModule", net.first).unshard()
+    cast("FSDPModule", net.first).reshard()
+    return wrong | {"unsharded": len(unsharded) - sharded_parameters(net.first)}
+
+
+def _kept_after_forward(world: DataParallel) -> Wrong:
+    net = world.net()
+    cast("FSDPModule", net).set_reshard_after_forward(False)
+    out = net(world.own)
+    wrong = {"sharded": sharded_parameters(net.first)}
+    out.sum().backward()
+    return wrong | world.wrong(net) | {"unsharded": 2 - sharded_parameters(net.first)}
+
+
+def _resharded_after_forward(world: DataParallel) -> Wrong:
+    """Reshard the root as well, which fully_shard leaves unsharded unless it is told otherwise."""
+    net = world.net()
+    _root(net).set_reshard_after_forward(True)
+    out = net(world.own)
+    wrong = {"unsharded": sum(1 for _ in net.parameters()) - sharded_parameters(net)}
+    out.sum().backward()
+    return wrong | world.wrong(net)
+
+
+def _kept_after_backward(world: DataParallel) -> Wrong:
+    net = world.net()
+    cast("FSDPModule", net).set_reshard_after_backward(False)
+    world.backward(net)
+    wrong = {"sharded": sharded_parameters(net.first)}
+    for module in fsdp_modules(net):
+        module.reshard()
+    return wrong | world.wrong(net)
+
+
+def _by_another_method(world: DataParallel) -> Wrong:
+    """Compute in another method than forward; one group, since hooks of the layers would unshard in any method."""
+    net = Net().to(world.device)
+    fully_shard(net, mesh=world.mesh, mp_policy=world.policy)
+    register_fsdp_forward_method(net, "doubled")
+    torch.autograd.backward(net.doubled(world.own).sum())
+    return world.wrong(net, factor=2.0)
+
+
+def _root(net: Net) -> FSDPModule:
+    return cast("FSDPModule", net)
+
+
+def _told_without_recursion(world: DataParallel) -> Wrong:
+    """Change the root alone: layers go on as before, in each of the methods that can be told so."""
+    return (
+        _reductions_postponed_by_the_root(world) | _all_reduces_postponed_by_the_root(world) | _kept_by_the_root(world)
+    )
+
+
+def _reductions_postponed_by_the_root(world: DataParallel) -> Wrong:
+    net = world.net()
+    _root(net).set_requires_gradient_sync(False, recurse=False)
+    world.backward(net)
+    first = world.expected() | {"shift": None}
+    wrong = {f"reductions, {what}": n for what, n in world.wrong(net, first).items()}
+    _root(net).set_requires_gradient_sync(True, recurse=False)
+    found = world.wrong(world.backward(net, micro_batch=1), world.expected(micro_batches=2))
+    return wrong | {f"reductions, at last, {what}": n for what, n in found.items()}
+
+
+def _all_reduces_postponed_by_the_root(world: DataParallel) -> Wrong:
+    net = world.net()
+    _root(net).set_requires_all_reduce(False, recurse=False)
+    world.backward(net)
+    replicated = world.shards < world.size
+    first = world.expected() | ({"shift": None} if replicated else {})
+    wrong = {f"all-reduces, {what}": n for what, n in world.wrong(net, first).items()}
+    _root(net).set_requires_all_reduce(True, recurse=False)
+    found = world.wrong(world.backward(net, micro_batch=1), world.expected(micro_batches=2))
+    return wrong | {f"all-reduces, at last, {what}": n for what, n in found.items()}
+
+
+def _kept_by_the_root(world: DataParallel) -> Wrong:
+    net = world.net()
+    _root(net).set_reshard_after_forward(False, recurse=False)
+    _root(net).set_reshard_after_backward(False, recurse=False)
+    out = net(world.own)
+    wrong = _kept_but_by_layers(net, "forward")
+    out.sum().backward()
+    wrong |= _kept_but_by_layers(net, "backward")
+    _root(net).reshard()
+    return wrong | world.wrong(net)
+
+
+def _kept_but_by_layers(net: Net, phase: str) -> Wrong:
+    layers = sharded_parameters(net.first) + sharded_parameters(net.second)
+    return {
+        f"layers kept after {phase}": 4 - layers,
+        f"root resharded after {phase}": sharded_parameters(net) - layers,
+    }
+
+
+def _with_unused_parameters_reduced(world: DataParallel) -> Wrong:
+    """Use the spare layer on the first rank alone: without the method, ranks reduce gradients of unequal sizes."""
+    net = world.net()
+    _root(net).set_reduce_scatter_unused_params(True)
+    net(world.own, with_spare=world.rank == 0).sum().backward()
+    single = Net().to(world.device)
+    single.spare(world.samples[0]).sum().backward()
+    return world.wrong(net, world.expected(single))
+
+
+def _announced_as_not_the_last(world: DataParallel) -> Wrong:
+    net = world.net()
+    _root(net).set_is_last_backward(False)
+    world.backward(net)
+    _root(net).set_is_last_backward(True)
+    return world.wrong(world.backward(net, micro_batch=1), world.expected(micro_batches=2))
+
+
+class _Stopped(Exception):
+    """Exception that a hook raises in the middle of an iteration."""
+
+
+def _stop(*_: Any) -> None:
+    raise _Stopped
+
+
+def _stop_backward(_: nn.Module, __: Any, out: Tensor) -> None:
+    torch.autograd.graph.register_multi_grad_hook((out,), _stop)
+
+
+def _stopped_in_forward_and_reset(world: DataParallel) -> Wrong:
+    return _stopped_and_reset(world, lambda net: net.second.register_forward_pre_hook(_stop))
+
+
+def _stopped_in_backward_and_reset(world: DataParallel) -> Wrong:
+    """Stop between the two layers, when the root has a gradient that is not reduced."""
+    return _stopped_and_reset(world, lambda net: net.first.register_forward_hook(_stop_backward))
+
+
+def _stopped_and_reset(world: DataParallel, stop: Callable[[Net], RemovableHandle]) -> Wrong:
+    """Stop on all ranks, then reset and train as if nothing was."""
+    net = world.net()
+    handle = stop(net)
+    with suppress(_Stopped):
+        world.backward(net)
+    handle.remove()
+    return _wrong_after_reset(world, net)
+
+
+def _reset_between_micro_batches(world: DataParallel) -> Wrong:
+    """Reset after a micro-batch whose reduction was postponed: its gradients are to be lost."""
+    net = world.net()
+    _root(net).set_requires_gradient_sync(False)
+    world.backward(net)
+    _root(net).set_requires_gradient_sync(True)
+    return _wrong_after_reset(world, net)
+
+
+def _wrong_after_reset(world: DataParallel, net: Net) -> Wrong:
+    _root(net).reset_iter_state()
+    net.zero_grad()
+    wrong = {"unsharded": sum(1 for _ in net.parameters()) - sharded_parameters(net)}
+    return wrong | world.wrong(world.backward(net))
+
+
+class _AllGather:
+    """All-gather of the user that notes its process groups; the interface is that of `set_custom_all_gather`."""
+
+    def __init__(self) -> None:
+        self.groups: list[dist.ProcessGroup] = []
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return an uninitialised buffer."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        """Gather the inputs of all ranks of the group."""
+        self.groups.append(group)
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+
+
+class _ReduceScatter(_AllGather):
+    """Reduce-scatter of the user that counts earlier inputs which are still held when it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[int] = []
+        self._inputs: list[weakref.ref[Tensor]] = []
+
+    def __call__(  # type: ignore[override]
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> Any:
+        """Reduce the inputs of all ranks of the group, and scatter the result."""
+        self.groups.append(group)
+        self.held.append(sum(earlier() is not None for earlier in self._inputs))
+        self._inputs.append(weakref.ref(input_tensor))
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+
+
+def _use_collectives(net: Net) -> tuple[_AllGather, _ReduceScatter]:
+    gather, reduce = _AllGather(), _ReduceScatter()
+    for module in fsdp_modules(net):
+        module.set_custom_all_gather(cast("Any", gather))
+        module.set_custom_reduce_scatter(cast("Any", reduce))
+    return gather, reduce
+
+
+def _with_collectives_of_the_user(world: DataParallel) -> Wrong:
+    """Let collectives of the user gather two layers twice and the root once, and reduce each of the three once.
+
+    Both are given one group, and no input is held until the next reduction, unless that is asked for.
+    """
+    net = world.net()
+    gather, reduce = _use_collectives(net)
+    return world.wrong(world.backward(net)) | {
+        "gathers": abs(len(gather.groups) - 5),
+        "reductions": abs(len(reduce.groups) - 3),
+        "groups": len({*gather.groups, *reduce.groups}) - 1,
+        "inputs held": sum(reduce.held),
+    }
+
+
+def _with_more_buffers(world: DataParallel) -> Wrong:
+    """Hold up to two inputs of reductions: from the second reduction on one earlier input."""
+    net = world.net()
+    _, reduce = _use_collectives(net)
+    _root(net).set_reduce_scatter_max_input_buffers(2)
+    return world.wrong(world.backward(net)) | {"inputs held": int(reduce.held != [0, 1, 1])}
+
+
+def _with_a_group_for_reductions(world: DataParallel) -> Wrong:
+    net = world.net()
+    gather, reduce = _use_collectives(net)
+    _root(net).set_separate_reduce_scatter_group()
+    wrong = world.wrong(world.backward(net))
+    return wrong | {"groups in common": len({*gather.groups} & {*reduce.groups}), "groups": len({*reduce.groups}) - 1}
+
+
+def _not_unsharded_in_backward(world: DataParallel) -> Wrong:
+    """Leave the first layer sharded in backward, which needs its input alone; the second one has to be gathered."""
+    net = world.net()
+    cast("FSDPModule", net.first).set_unshard_in_backward(False)
+    wrong: Wrong = {}
+
+    def see(module: nn.Module, _: Any, out: Tensor) -> None:
+        torch.autograd.graph.register_multi_grad_hook(
+            (out,), lambda _: wrong.update({"unsharded": 2 - sharded_parameters(module)})
+        )
+
+    net.first.register_forward_hook(see)
+    return world.wrong(world.backward(net)) | wrong
+
+
+_METHODS = {
+    "divided by a factor": _with_a_divide_factor,
+    "with a hook on reduced gradients": _with_a_hook_on_reduced_gradients,
+    "unsharded ahead": _unsharded_ahead,
+    "kept after forward": _kept_after_forward,
+    "resharded after forward": _resharded_after_forward,
+    "kept after backward": _kept_after_backward,
+    "by another method": _by_another_method,
+    "told without recursion": _told_without_recursion,
+    "with unused parameters reduced": _with_unused_parameters_reduced,
+    "announced as not the last": _announced_as_not_the_last,
+    "stopped in forward and reset": _stopped_in_forward_and_reset,
+    "stopped in backward and reset": _stopped_in_backward_and_reset,
+    "reset between micro-batches": _reset_between_micro_batches,
+    "with collectives of the user": _with_collectives_of_the_user,
+    "with more buffers": _with_more_buffers,
+    "with a group for reductions": _with_a_group_for_reductions,
+    "not unsharded in backward": _not_unsharded_in_backward,
+}
