@@ -1,6 +1,7 @@
 """Memory between two marks: the value that instruments measure, memory models predict and laws compare."""
 
 import msgspec
+from msgspec.structs import replace
 
 
 class MemorySegment(msgspec.Struct):
@@ -17,3 +18,12 @@ class MemorySegment(msgspec.Struct):
     """Peak of the bytes in use, or freed but held until a stream has caught up; 0 on the CPU."""
     reserved_bytes: int = 0
     """Peak of the bytes that the caching allocator has reserved on the device; 0 on the CPU."""
+
+    def above(self, held_bytes: int) -> "MemorySegment":
+        """Return the segment with its bytes above `held_bytes`."""
+        return replace(
+            self,
+            start_bytes=self.start_bytes - held_bytes,
+            peak_bytes=self.peak_bytes - held_bytes,
+            end_bytes=self.end_bytes - held_bytes,
+        )

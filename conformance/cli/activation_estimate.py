@@ -37,10 +37,16 @@ class _Costs:
     """Results that nothing keeps."""
     recomputed: dict[str, int]
     """Activations that backward computes again."""
+    freed: dict[str, int]
+    """Activations that the first half of a backward needs last."""
+    arrived: dict[str, int]
+    """Gradients that the first half of a backward keeps for the second."""
     gradients: dict[str, int]
     """Gradients of the group's parameters."""
     gradients_of_logits: int
     """Gradients of the logarithms and of the logits."""
+    transferred: int
+    """Activations that a stage sends or receives."""
 
 
 def _costs(config: TrainerConfig, dims: ParallelDims) -> _Costs:
@@ -58,7 +64,13 @@ def _costs(config: TrainerConfig, dims: ParallelDims) -> _Costs:
         working["output"] = max(working["output"], logits)  # raised to fp32, before the logarithm
     every = _saved_bytes(replace(config, activation_checkpointing="none"), dims, tokens, compute)
     recomputed = {name: every - saved[name] if name.startswith("layers.") else 0 for name in names}
-    return _Costs(saved, working, recomputed, _unpadded(config, dims), 2 * logits)
+    # Of the block the gradients of what its norms and linear layers return; of the output those of norm and logits.
+    width = 5 * model.dim + 2 * model.n_kv_heads * model.head_dim + 2 * model.ffn_dim
+    arrived = dict.fromkeys(names, tokens * width * compute // dims.tp)
+    arrived |= {"tok_embeddings": 0, "output": hidden + logits * compute // _FP32_BYTES}
+    freed = dict.fromkeys(names, 0) | {"output": saved["output"] - 2 * hidden}
+    transferred = pipeline.activation_numel(config, dims) * compute
+    return _Costs(saved, working, recomputed, freed, arrived, _unpadded(config, dims), 2 * logits, transferred)
 
 
 def estimated_profile(config: TrainerConfig, dims: ParallelDims) -> list[MemorySegment]:
@@ -70,18 +82,21 @@ def estimated_profile(config: TrainerConfig, dims: ParallelDims) -> list[MemoryS
 
 
 def estimated_stages_profile(config: TrainerConfig, dims: ParallelDims, *, rank: int) -> list[MemorySegment]:
-    """Return as `estimated_profile` does what the stages of a rank of the pipeline hold.
-
-    Raises ValueError for a schedule that leaves the order open.
-    """
-    walk = _Walk(_costs(config, dims), stay=gradients_stay(config, UP_TO_2_14))
-    for action, ends_stage in pipeline.with_ends(pipeline.known_order(config, rank=rank), config):
+    """Return as `estimated_profile` does what the stages of a rank of the pipeline hold."""
+    costs, rank_of = _costs(config, dims), pipeline.owners(config)
+    walk = _Walk(costs, stay=gradients_stay(config, UP_TO_2_14))
+    for action, ends_stage in pipeline.with_ends(pipeline.order(config, rank=rank), config):
         names = pipeline.groups_of(action.stage, config)
         walk.enter(action.stage)
-        if action.kind == "forward":
-            walk.forward(names)
-        else:
-            walk.backward(names)
+        match action.kind:
+            case "forward":
+                walk.forward(names)
+            case "backward-input" if action.stage > 0:
+                walk.backward_of_input(names, keeps=rank_of[action.stage - 1] != rank)
+            case "backward-weight" if action.stage > 0:
+                walk.backward_of_parameters(names)
+            case "backward" | "backward-weight":
+                walk.backward(names)
         if ends_stage:
             walk.reduce(names)
     return walk.segments
@@ -124,11 +139,43 @@ class _Walk:
             self._add(f"freed {name}")
         self._add("end")
 
+    def backward_of_input(self, names: Sequence[str], *, keeps: bool) -> None:
+        """Compute the first half of a backward; `keeps` says whether the gradient of its input is kept thereafter.
+
+        FSDP takes what second halves have left, see `pipeline.added_up_at_once`.
+        """
+        self._add("backward", more=self._costs.gradients_of_logits if "output" in names else 0)
+        for name in reversed(names):
+            arrived = self._costs.arrived[name]
+            self._add(
+                f"backward {name}", more=arrived + self._costs.working[name], then=arrived - self._costs.freed[name]
+            )
+            self._add(f"gradients {name}", then=0 if self._stay else -self._taken(name))
+            self._add(f"freed {name}")
+        self._add("end", then=self._costs.transferred * keeps)
+
+    def backward_of_parameters(self, names: Sequence[str]) -> None:
+        """Compute the second half of a backward, in the order of forward."""
+        costs = self._costs
+        self._add("backward")
+        for name in names:
+            gradients = costs.gradients[name]
+            stay = 0 if name in self._waiting else gradients
+            self._waiting.add(name)
+            self._add("backward", more=gradients, then=stay - costs.arrived[name])
+        self._add("backward", then=sum(costs.freed[name] - costs.saved[name] for name in names))
+
+    def _taken(self, name: str) -> int:
+        """Take the gradients of a group that wait; returns their bytes."""
+        taken = self._costs.gradients[name] if name in self._waiting else 0
+        self._waiting.discard(name)
+        return taken
+
     def reduce(self, names: Sequence[str]) -> None:
         """Release gradients that wait, in the order of forward, as a pipeline reduces them."""
         self._add("reduce")
         for name in names:
-            self._add(f"gradients {name}", then=-self._costs.gradients[name] if name in self._waiting else 0)
+            self._add(f"gradients {name}", then=-self._taken(name))
             self._add(f"freed {name}")
         self._add("end")
 

@@ -6,7 +6,14 @@ from itertools import product
 import msgspec
 from msgspec.structs import replace
 
-from conformance.cli.prediction import CHECKPOINTING, RESHARD_MODES, PhaseMemory, Request, configuration, phase_memory
+from conformance.cli.prediction import (
+    PhaseMemory,
+    Request,
+    checkpointing_kinds,
+    configuration,
+    phase_memory,
+    reshard_modes,
+)
 from reference_trainer.checks import require
 
 _UNITS_BYTES = {"MiB": 2**20, "GiB": 2**30, "MB": 10**6, "GB": 10**9}
@@ -62,7 +69,7 @@ def _others(request: Request, device_bytes: int) -> list[Setting]:
     """All combinations but that of the request."""
     asked_for = (request.activation_checkpointing, request.reshard)
     settings = []
-    for checkpointing, reshard in product(CHECKPOINTING, RESHARD_MODES):
+    for checkpointing, reshard in product(checkpointing_kinds(request), reshard_modes(request)):
         if (checkpointing, reshard) != asked_for:
             other = replace(request, reshard=reshard, activation_checkpointing=checkpointing)
             peak_bytes = max(memory.peak_bytes for memory in phase_memory(*configuration(other)).values())

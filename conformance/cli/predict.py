@@ -33,7 +33,10 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--batch", type=int, default=1, help="samples of each rank (default: %(default)s)")
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches (default: %(default)s)")
     parser.add_argument(
-        "--pipeline", default="1f1b", help="schedule of a mesh with pp: 1f1b, gpipe, interleaved-1f1b, looped-bfs"
+        "--pipeline",
+        default="1f1b",
+        help="schedule of a mesh with pp: 1f1b, gpipe, interleaved-1f1b, looped-bfs, interleaved-zero-bubble or "
+        "zbv-zero-bubble",
     )
     parser.add_argument("--offload", default="none", help="none or cpu")
     parser.add_argument("--activation-checkpointing", default="none", help="none, selective or full")

@@ -39,14 +39,16 @@ KINDS = ("sharded parameters", "optimizer state", *memory_walk.KINDS, "activatio
 `sharded parameters` include the RoPE table. `temporaries` are results that nothing keeps, activations that are
 recomputed, and gradients of activations and of the block that backward computes.
 """
-PIPELINES = ("1f1b", "gpipe", "interleaved-1f1b", "looped-bfs")
-"""Schedules of pipelines whose order the models know; the last two have two stages on each rank."""
+_HALVED = ("interleaved-zero-bubble", "zbv-zero-bubble")
+PIPELINES = ("1f1b", "gpipe", "interleaved-1f1b", "looped-bfs", *_HALVED)
+"""Schedules of pipelines; all but the first two have two stages on each rank."""
 _CHOICES = {
     "pipeline": PIPELINES,
     "precision": tuple(name for name in get_args(PrecisionName) if not PRECISIONS[name].norms_apart),
     "offload": ("none", "cpu"),
     "activation_checkpointing": CHECKPOINTING,
 }
+_AFTER_BACKWARD = ("clip", "optimizer", "idle")
 _FP32_BYTES = 4
 
 
@@ -70,6 +72,20 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     activation_checkpointing: str = "none"
     overrides: Sequence[str] = ()
     """`field=value` laid over the model's file, such as `n_layers=48`."""
+
+
+def reshard_modes(request: Request) -> tuple[str, ...]:
+    """Return the reshard modes that have a name and that the trainer runs with the schedule of a request."""
+    return ("never", "default") if _is_halved(request) else RESHARD_MODES
+
+
+def checkpointing_kinds(request: Request) -> tuple[str, ...]:
+    """Return the kinds of activation checkpointing that the trainer runs with the schedule of a request."""
+    return CHECKPOINTING[:1] if _is_halved(request) else CHECKPOINTING
+
+
+def _is_halved(request: Request) -> bool:
+    return Mesh.parse(request.mesh).pp > 1 and request.pipeline in _HALVED
 
 
 class PhaseMemory(msgspec.Struct, frozen=True):
@@ -150,7 +166,7 @@ def prediction(request: Request) -> Prediction:
         buffer_bytes=buffer_bytes(config),
         stage=stage,
         stage_peaks_bytes=peaks,
-        modes=[_mode(request, mode) for mode in RESHARD_MODES] if dims.pp > 1 else [],
+        modes=[_mode(request, mode) for mode in reshard_modes(request)] if dims.pp > 1 else [],
         phases=memories[stage],
         activation_bytes=kept_for_backward(_profile(config, dims, stage)),
         traffic=_traffic(config, dims, stage),
@@ -193,11 +209,16 @@ def _stage_memory(config: TrainerConfig, dims: ParallelDims, stage: int) -> dict
     if config.offload == "none":
         resident["sharded parameters"] += parameter_bytes(config, dims, shapes)
         resident["optimizer state"] = optimizer_bytes(config, dims, shapes)
-    if dims.pp > 1:
-        itemsize = int(getattr(torch, dtype_policy(config.precision).compute).itemsize)
-        resident["communication buffers"] = pipeline.received_numel(config, dims, rank=stage) * itemsize
+    itemsize = int(getattr(torch, dtype_policy(config.precision).compute).itemsize)
+    received = pipeline.received_numel(config, dims, rank=stage) * itemsize if dims.pp > 1 else 0
+    # As in torch up to 2.14. While activations are there the profile has them.
+    kept = pipeline.kept_gradients_numel(config, dims, rank=stage) * itemsize if dims.pp > 1 else 0
     usages = predict(config, dims, shapes, _profile(config, dims, stage), device_only=True)
-    return {phase: _with_resident(usage, resident) for phase, usage in usages.items()}
+    buffers = {phase: received + kept * (phase in _AFTER_BACKWARD) for phase in usages}
+    return {
+        phase: _with_resident(usage, resident | {"communication buffers": buffers[phase]})
+        for phase, usage in usages.items()
+    }
 
 
 def _with_resident(usage: memory_walk.Usage, resident: dict[str, int]) -> PhaseMemory:
@@ -224,7 +245,7 @@ def _transfers(config: TrainerConfig, dims: ParallelDims, stage: int) -> list[Ph
     nbytes = pipeline.activation_numel(config, dims) * int(getattr(torch, dtype).itemsize)
     rows = []
     for phase in ("forward", "backward"):
-        actions = [action for action in pipeline.known_order(config, rank=stage) if action.kind == phase]
+        actions = [action for action in pipeline.order(config, rank=stage) if action.kind.startswith(phase)]
         transfers = pipeline.transfers(actions, config)
         count = sum(number for (direction, _), number in transfers.items() if direction == "send")
         if count:

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
-from conformance.cli.prediction import CHECKPOINTING, KINDS, RESHARD_MODES
+from conformance.cli.prediction import KINDS, checkpointing_kinds, reshard_modes
 
 if TYPE_CHECKING:
     from conformance.cli.device_fit import DeviceFit, Setting
@@ -52,8 +52,8 @@ def _fitting_settings(settings: "list[Setting]") -> str:
 def _none_fits(request: "Request", tried: "list[Setting]") -> str:
     least = min(tried, key=lambda setting: setting.peak_bytes)
     return (
-        f"Nor does any --reshard ({', '.join(RESHARD_MODES)}) together with any\n--activation-checkpointing "
-        f"({', '.join(CHECKPOINTING)}): the least is {least.peak_bytes / _GIB:.2f} GiB, with --reshard "
+        f"Nor does any --reshard ({', '.join(reshard_modes(request))}) together with any\n--activation-checkpointing "
+        f"({', '.join(checkpointing_kinds(request))}): the least is {least.peak_bytes / _GIB:.2f} GiB, with --reshard "
         f"{least.reshard}\n--activation-checkpointing {least.activation_checkpointing}. Try more ranks, or fewer or "
         f"shorter samples{', or --offload cpu' if request.offload == 'none' else ''}."
     )

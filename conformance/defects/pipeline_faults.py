@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import pipelining
 from torch.distributed.fsdp import FSDPModule
 
@@ -16,6 +17,8 @@ _STAGE = f"{_PIPELINING}.stage:_PipelineStageBase"
 _DOCS = "https://docs.pytorch.org/docs/stable/distributed.pipelining.html"
 _PLAIN = "id = pp2-dp2-fp32-default-meta-cut-acc4"
 _TWO_STAGES = "id in (pp2-dp2-fp32-default-meta-cut-acc4-loopedbfs, pp2-dp2-fp32-default-meta-cut-acc4-zbvzerobubble)"
+
+_HALVES = "id in (pp2-dp2-fp32-default-meta-cut-acc4-zbvzerobubble, pp2-dp2-bf16mp-default-meta-cut-acc4-zbvzerobubble)"
 
 
 def loss_of_micro_batches(*, dropped: bool) -> AbstractContextManager[None]:
@@ -251,4 +254,53 @@ LOSS_STAYS_ON_LAST_STAGE = Defect(
     cells=_PLAIN,
     inject=partial(loss_over_stages, lost=True),
     inject_twin=partial(loss_over_stages, lost=False),
+)
+
+
+def second_halves(*, last: bool) -> AbstractContextManager[None]:
+    """Let a rank compute all second halves of backwards at the end of a step, or as early as the schedule says."""
+
+    def ordered(original: Callable[..., list[Any]], schedule: Any, rank: int) -> list[Any]:
+        actions = original(schedule, rank)
+        return sorted(actions, key=lambda action: last and action is not None and action.computation_type.value == "W")
+
+    return replaced_call(f"{_PIPELINING}.schedules:ScheduleZBVZeroBubble", "_calculate_single_rank_operations", ordered)
+
+
+SECOND_HALVES_LAST = Defect(
+    id="pipeline-second-halves-last",
+    title="a zero-bubble pipeline computes the gradients of all parameters after those of all activations",
+    source="https://arxiv.org/abs/2401.10241",
+    mechanism="second halves of backwards are put at the end of each rank's actions",
+    laws=("PP-1", "PAR-2", "MEM-1"),
+    cells=_HALVES,
+    inject=partial(second_halves, last=True),
+    inject_twin=partial(second_halves, last=False),
+    since="2.10",
+)
+
+
+@contextmanager
+def graphs_of_halves(*, kept: bool) -> Iterator[None]:
+    """Keep the graph of each first half after both halves of its backward, or let it go."""
+    edges: list[GradientEdge] = []
+
+    def first_half(original: Callable[..., Any], outputs: Any, *args: Any) -> Any:
+        edges.extend(get_gradient_edge(output) for output in outputs if kept)
+        return original(outputs, *args)
+
+    with replaced_call(f"{_PIPELINING}.stage", "stage_backward_input", first_half):
+        yield
+
+
+GRAPHS_OF_HALVES_KEPT = Defect(
+    id="pipeline-graphs-of-halves-kept",
+    title="a backward in two halves retains the graph of its loss",
+    source="https://github.com/pytorch/pytorch/pull/138119",
+    mechanism="the graph above the outputs is referenced, which the first half of a backward has detached",
+    laws=("PP-2", "MEM-1"),
+    cells=_HALVES,
+    inject=partial(graphs_of_halves, kept=True),
+    inject_twin=partial(graphs_of_halves, kept=False),
+    since="2.10",
 )

@@ -117,17 +117,8 @@ def _marked_steps(ledger: MemoryLedger) -> list[StepMemory]:
             steps.append(StepMemory([], ledger.backend, held_before_bytes=segment.start_bytes))
         measuring = segment.mark != _NOT_MEASURED and (measuring or segment.mark == _MEASURED)
         if measuring:
-            steps[-1].segments.append(_above(segment, steps[-1].held_before_bytes))
+            steps[-1].segments.append(segment.above(steps[-1].held_before_bytes))
     return steps
-
-
-def _above(segment: MemorySegment, held_bytes: int) -> MemorySegment:
-    return replace(
-        segment,
-        start_bytes=segment.start_bytes - held_bytes,
-        peak_bytes=segment.peak_bytes - held_bytes,
-        end_bytes=segment.end_bytes - held_bytes,
-    )
 
 
 def _warm_trainer(rank: RankWorld, *, steps: int | None = None) -> Trainer:

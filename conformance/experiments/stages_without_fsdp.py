@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from conformance.experiments.context import RankWorld, experiment
+from conformance.experiments.halved_backward import Branch, backward_of_input, backward_of_parameters
 from conformance.experiments.simulation import simulated_world
 from conformance.experiments.without_fsdp import group_modules, parallelize_without_fsdp, set_grad_dtypes
 from conformance.instruments.activations import GroupMarks
@@ -26,6 +27,8 @@ from reference_trainer.init_weights import init_weights
 from reference_trainer.loss import loss_context, summed_loss
 from reference_trainer.model import Stage, StageLayers, Transformer
 from reference_trainer.parallel_dims import ParallelDims
+
+_MEASURED = "measured step"
 
 
 @experiment(needs=Needs.NOTHING, world="none")
@@ -51,11 +54,15 @@ def _profile(rank: RankWorld, pp_rank: int) -> list[MemorySegment]:
         index: _Stage(module, layers, config, rank.dims, micro_batches, rank.device)
         for (index, layers), module in zip(held.items(), model.stages, strict=True)
     }
-    actions = pipeline.known_order(config, rank=pp_rank)
-    for _warm in (True, False):
-        with ledger_of(rank.device) as measured:
-            _run(stages, actions, config)
-    return measured.segments
+    for index, stage in stages.items():
+        stage.previous, stage.next = stages.get(index - 1), stages.get(index + 1)
+    actions = pipeline.order(config, rank=pp_rank)
+    with ledger_of(rank.device) as ledger:
+        _run(stages, actions, config)
+        mark(_MEASURED)
+        _run(stages, actions, config)
+    begin = next(index for index, segment in enumerate(ledger.segments) if segment.mark == _MEASURED)
+    return [segment.above(ledger.segments[begin].start_bytes) for segment in ledger.segments[begin:]]
 
 
 def _held(index: int, config: TrainerConfig) -> StageLayers:
@@ -67,11 +74,19 @@ def _held(index: int, config: TrainerConfig) -> StageLayers:
 
 def _run(stages: Mapping[int, "_Stage"], actions: Sequence[Action], config: TrainerConfig) -> None:
     """Run the actions of a rank, and release the gradients of each stage after its last backward."""
+    for stage in stages.values():
+        stage.clear()
     for action, ends_stage in pipeline.with_ends(actions, config):
         mark(f"stage {action.stage}")
-        mark(action.kind)
+        mark("forward" if action.kind == "forward" else "backward")
         stage = stages[action.stage]
-        (stage.forward if action.kind == "forward" else stage.backward)(action.micro_batch)
+        act = {
+            "forward": stage.forward,
+            "backward": stage.backward,
+            "backward-input": stage.backward_of_input,
+            "backward-weight": stage.backward_of_parameters,
+        }
+        act[action.kind](action.micro_batch)
         if ends_stage:
             stage.reduce()
 
@@ -79,9 +94,10 @@ def _run(stages: Mapping[int, "_Stage"], actions: Sequence[Action], config: Trai
 class _Stage:
     """Stage that holds what a schedule of torch.distributed.pipelining holds for it.
 
-    That is, of each micro-batch between its forward and its backward, the output, its graph and its loss; and buffers
-    for all micro-batches that it receives, which are there before the step. Schedules with one stage on each rank also
-    hold the output of the last forward and the gradient that was sent last, in local variables (`_step_microbatches` in
+    That is, of each micro-batch between its forward and its backward, the output, its graph and its loss; between the
+    halves of a backward the output, or the loss, and what `halved_backward` keeps; and buffers for all micro-batches
+    that it receives, which are there before the step. Schedules with one stage on each rank also hold the output of the
+    last forward and the gradient that was sent last, in local variables (`_step_microbatches` in
     torch/distributed/pipelining/schedules.py); those with several do not (`_perform_action` there).
     """
 
@@ -102,8 +118,12 @@ class _Stage:
         shape = (len(micro_batches[0][0]), numel // len(micro_batches[0][0]) // config.model.dim, config.model.dim)
         dtype = getattr(torch, dtype_policy(config.precision).compute)
         buffers = [[torch.zeros(shape, dtype=dtype, device=device) for _ in micro_batches] for _ in range(2)]
-        self._inputs, self._gradients = buffers
+        self.inputs, self.gradients = buffers
+        self.previous: _Stage | None = None
+        self.next: _Stage | None = None
+        """Neighbours on the same rank, which are handed what another rank would be sent."""
         self._outputs: dict[int, Tensor] = {}
+        self._branches: dict[int, list[Branch]] = {}
         self._losses: dict[int, Tensor] = {}
         self._keeps_last = pipeline.has_one_stage(config)
         self._last_output: Tensor | None = None
@@ -113,10 +133,15 @@ class _Stage:
     def _keep_gradients(self) -> None:
         self._marks.reduces, self._marks.releases = False, not gradients_stay(self._config, self._traits)
 
+    def clear(self) -> None:
+        """Release the gradients of inputs that an earlier step has left, see `VersionTraits.halves_keep_gradients`."""
+        for x in self.inputs:
+            x.grad = None
+
     def forward(self, index: int) -> None:
         """Compute the output of a micro-batch, and on the last stage its loss."""
         tokens, labels = self._micro_batches[index]
-        x = tokens.to(self._device) if self._held.first else self._inputs[index].requires_grad_()
+        x = tokens.to(self._device) if self._held.first else self.inputs[index].requires_grad_()
         output = self._module(x)
         self._outputs[index] = output
         if self._keeps_last:
@@ -125,6 +150,33 @@ class _Stage:
             with loss_context(parallel=self._config.loss_parallel and self._config.mesh.tp > 1):
                 arithmetic = self._config.model.arithmetic
                 self._losses[index] = summed_loss(output, labels.to(self._device), arithmetic=arithmetic)
+        if self.next:
+            self.next.inputs[index] = output.detach()
+
+    def backward_of_input(self, index: int) -> None:
+        """Compute the gradient of a micro-batch's input; the first stage, which needs none, does nothing."""
+        if self._held.first:
+            return
+        x, output = self.inputs[index], self._outputs.pop(index)
+        root, gradient = (self._losses.pop(index), None) if self._held.last else (output, self.gradients[index])
+        with loss_context(parallel=self._config.loss_parallel and self._config.mesh.tp > 1):
+            of_input, self._branches[index] = backward_of_input(root, gradient, x, self._module.parameters())
+        self._outputs[index] = root
+        if self._traits.halves_keep_gradients:
+            x.grad = of_input
+        if self.previous:
+            self.previous.gradients[index] = of_input
+        self._marks.finish_backward()
+        mark("end")
+
+    def backward_of_parameters(self, index: int) -> None:
+        """Compute the gradients that `backward_of_input` has left; of the first stage, all."""
+        if self._held.first:
+            self.backward(index)
+            return
+        output = self._outputs.pop(index)
+        backward_of_parameters(self._branches.pop(index), copies=self._traits.halves_copy_gradients)
+        del output  # held until now
 
     def backward(self, index: int) -> None:
         """Compute the gradients of a micro-batch."""
@@ -137,9 +189,9 @@ class _Stage:
             with loss_context(parallel=self._config.loss_parallel and self._config.mesh.tp > 1):
                 torch.autograd.backward(self._losses.pop(index))
         else:
-            torch.autograd.backward(output, self._gradients[index])
+            torch.autograd.backward(output, self.gradients[index])
         if not self._held.first:
-            self._last_gradient, self._inputs[index].grad = self._inputs[index].grad, None
+            self._last_gradient, self.inputs[index].grad = self.inputs[index].grad, None
         self._marks.finish_backward()
         mark("end")
         if not self._keeps_last:

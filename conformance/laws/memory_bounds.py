@@ -147,7 +147,7 @@ def simulated_steps(measure: Measure, cell: Cell) -> list[SimulatedStep]:
             f"rank {stage} of the pipeline",
             memory,
             _bounds(cell, profiles[stage], stage=stage),
-            resident_of_stage_bytes(cell, stage),
+            resident_of_stage_bytes(cell, stage) + _kept_gradients_bytes(cell, stage),
         )
         for stage, memory in enumerate(measure(step_of_sampled_ranks, cell))
     ]
@@ -168,6 +168,13 @@ def resident_of_stage_bytes(cell: Cell, stage: int) -> int:
     pools = traits_of(str(torch.__version__)).stages_pool_buffers
     received = 0 if pools else pipeline.received_numel(config, dims, rank=stage)
     return resident_bytes(config, dims, shapes) + received * itemsize_bytes(config, "compute")
+
+
+def _kept_gradients_bytes(cell: Cell, stage: int) -> int:
+    if not traits_of(str(torch.__version__)).halves_keep_gradients:
+        return 0
+    config, dims, _ = sizes_of(cell, stage=stage)
+    return pipeline.kept_gradients_numel(config, dims, rank=stage) * itemsize_bytes(config, "compute")
 
 
 def _tensor_parallel_buffer_bytes(config: TrainerConfig, dims: ParallelDims, phase: str) -> int:

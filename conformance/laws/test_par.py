@@ -69,7 +69,7 @@ def test_sharded_fp32_equals_one_process(run: Run, cell: Cell) -> None:
 @law(
     "PAR-2",
     where="precision != fp32 and implementation = fsdp2",
-    gaps=["dropout-masks", "resumed", "compiled-roundings", "large-models", "halved-roundings"],
+    gaps=["dropout-masks", "resumed", "compiled-roundings", "large-models"],
     numbers=True,
     reference=MIXED_PRECISION,
 )
@@ -96,7 +96,6 @@ def test_mixed_precision_equals_its_emulation(run: Run, measure: Measure, cell: 
         "skipped-first-step",
         "compiled-roundings",
         "large-models",
-        "halved-roundings",
     ],
     reference=MIXED_PRECISION,
 )

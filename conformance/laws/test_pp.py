@@ -47,7 +47,7 @@ def test_stages_act_and_transfer_in_the_order_of_the_schedule(run: Run, cell: Ce
             detail = f"{where}: {', '.join(wrong[:4])}"
             compare.count(len(wrong), name="invalid stage actions", expected=0, detail=detail, unit="actions")
             expected = pipeline.order(config, rank=rank)
-            if expected is not None and actions != expected:
+            if actions != expected:
                 first = next(
                     index for index, pair in enumerate(zip(actions, expected, strict=True)) if len({*pair}) > 1
                 )

@@ -4,7 +4,6 @@ from conformance.instruments.facts import RankFacts
 from conformance.judge.law import law
 from conformance.laws import compare
 from conformance.laws.fixtures import Run
-from conformance.laws.stage_actions import recorded_actions
 from conformance.oracles import pipeline
 from conformance.oracles.schedule import Event, fsdp_events, group_of, kept_after_forward, shard_numels
 from conformance.oracles.tp_schedule import local_shapes
@@ -37,20 +36,18 @@ def test_collectives_follow_reshard_after_forward_and_prefetch(run: Run, cell: C
         shapes = local_shapes(config.model, tp=dims.tp, tp_rank=facts.mesh_coordinate.get("tp", 0))
         kept = [name for name in shapes if kept_after_forward(group_of(name, config), config)]
         for step in record.steps:
-            _check_events(facts, _expected(facts, step, config, dims), step, config)
+            _check_events(facts, _expected(facts, config, dims), step, config)
             if dims.pp == 1:
                 _check_after_forward(facts, kept, step)
             _check_sharded(facts, step)
 
 
-def _expected(facts: RankFacts, step: int, config: TrainerConfig, dims: ParallelDims) -> list[Event]:
-    """Return FSDP's collectives; where a pipeline's schedule leaves the order open, for the order that was taken."""
+def _expected(facts: RankFacts, config: TrainerConfig, dims: ParallelDims) -> list[Event]:
     shapes = local_shapes(config.model, tp=dims.tp, tp_rank=facts.mesh_coordinate.get("tp", 0))
     numels = shard_numels(shapes, config, shards=dims.dp_shard)
     if dims.pp == 1:
         return fsdp_events(config, dims, numels)
-    known = pipeline.order(config, rank=facts.mesh_coordinate["pp"])
-    return pipeline.fsdp_events(config, dims, numels, known or recorded_actions(facts, step))
+    return pipeline.fsdp_events(config, dims, numels, pipeline.order(config, rank=facts.mesh_coordinate["pp"]))
 
 
 def _check_events(facts: RankFacts, expected: list[Event], step: int, config: TrainerConfig) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
+from itertools import islice
 from operator import add
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from conformance.oracles.dropout import Masks, replay
 from conformance.oracles.dtype_policy import FP16, dtype_policy
-from conformance.oracles.pipeline import backward_order
+from conformance.oracles.pipeline import added_up_at_once, backward_order
 from conformance.oracles.reference import Batch, Tensors, initial_model
 from conformance.oracles.schedule import gradient_sync
 from conformance.oracles.torch_versions import traits_of
@@ -197,9 +198,21 @@ def _reduce_scatter_inputs(
     on_the_wire = getattr(torch, dtype_policy(config.precision).reduce)
     if gradient_sync(config) == "last":
         by_rank = zip(*gradients, strict=True)
-        totals = [_sum([_to(grads, on_the_wire) for grads in of_rank]) for of_rank in by_rank]
+        totals = [_added_up(config, of_rank, on_the_wire) for of_rank in by_rank]
         return [[_summed_over_copies(total, copied) for total in totals]]
     return [[_to(_summed_over_copies(grads, copied), on_the_wire) for grads in ranks] for ranks in gradients]
+
+
+def _added_up(config: TrainerConfig, gradients: Sequence[Tensors], dtype: torch.dtype) -> Tensors:
+    """Sum over micro-batches in `dtype`; gradients in another one are first added up where nobody casts them."""
+    total: Tensors = {}
+    for name in gradients[0]:
+        terms = [grads[name] for grads in gradients]
+        if terms[0].dtype != dtype:
+            remaining = iter(terms)
+            terms = [reduce(add, islice(remaining, n)).to(dtype) for n in added_up_at_once(name, config)]
+        total[name] = reduce(add, terms)
+    return total
 
 
 def _summed_over_copies(gradients: Tensors, copied: Collection[str]) -> Tensors:

@@ -1,8 +1,8 @@
 """Pipeline model: what each rank's stages compute and transfer in a step, and when their groups are gathered.
 
 Sources: GPipe arXiv:1811.06965 (all forwards, then all backwards); 1F1B arXiv:2006.09503 and its interleaved form
-arXiv:2104.04473 section 2.2; looped BFS arXiv:2211.05953; zero bubble arXiv:2401.10241, of whose orders the model knows
-what any valid order has in common. Nothing here asks torch or the trainer.
+arXiv:2104.04473 section 2.2; looped BFS arXiv:2211.05953; zero bubble arXiv:2401.10241, sections 2 (ZB-H1) and 6 (ZB-V)
+for a forward and the halves of a backward that take equally long. Nothing here asks torch or the trainer.
 """
 
 import re
@@ -77,17 +77,18 @@ def held_by(rank: int, things: Mapping[str, Thing], config: TrainerConfig) -> di
     A key may say more than a name, such as `module_input/layers.2.attention.wq`; one that names none is every rank's.
     Without a pipeline each rank has all.
     """
-    own = stages_of(rank, config)
-    layers = {layer for stage in own for layer in layers_of(stage, config)}
+    own = [*stages_of(rank, config), None]
+    return {thing: value for thing, value in things.items() if _stage_of(thing, config) in own}
 
-    def is_held(thing: str) -> bool:
-        if match := _LAYER.search(thing):
-            return int(match[1]) in layers
-        if _FIRST.search(thing):
-            return 0 in own
-        return len(owners(config)) - 1 in own or not _LAST.search(thing)
 
-    return {thing: value for thing, value in things.items() if is_held(thing)}
+def _stage_of(thing: str, config: TrainerConfig) -> int | None:
+    """Return the stage that has what a key names, None if every rank has it."""
+    stages = range(len(owners(config)))
+    if match := _LAYER.search(thing):
+        return next(stage for stage in stages if int(match[1]) in layers_of(stage, config))
+    if _FIRST.search(thing):
+        return stages[0]
+    return stages[-1] if _LAST.search(thing) else None
 
 
 def backward_kinds(config: TrainerConfig) -> tuple[str, ...]:
@@ -95,10 +96,9 @@ def backward_kinds(config: TrainerConfig) -> tuple[str, ...]:
     return ("backward-input", "backward-weight") if config.pipeline.schedule in _SPLIT else ("backward",)
 
 
-def order(config: TrainerConfig, *, rank: int) -> list[Action] | None:
-    """Return the actions of a rank of the pipeline in their order; None for a schedule that leaves the order open."""
-    own = stages_of(rank, config)
-    micro_batches = range(config.accumulation)
+def order(config: TrainerConfig, *, rank: int) -> list[Action]:
+    """Return the actions of a rank of the pipeline in their order."""
+    own, micro_batches = stages_of(rank, config), range(config.accumulation)
     match config.pipeline.schedule:
         case "gpipe":
             return [Action(kind, own[0], index) for kind in ("forward", "backward") for index in micro_batches]
@@ -106,39 +106,60 @@ def order(config: TrainerConfig, *, rank: int) -> list[Action] | None:
             forwards, backwards = ([Action(kind, own[0], i) for i in micro_batches] for kind in ("forward", "backward"))
             return _one_by_one(forwards, backwards, ahead=config.mesh.pp - rank)
         case "interleaved-1f1b":
-            pp, rounds = config.mesh.pp, max(1, config.accumulation // config.mesh.pp)
-            of_round = config.accumulation // rounds
-            batches = [range(start, start + of_round) for start in range(0, config.accumulation, of_round)]
-            forwards = [Action("forward", s, i) for batch in batches for s in own for i in batch]
-            backwards = [Action("backward", s, i) for batch in batches for s in reversed(own) for i in batch]
-            # The forwards before the first backward (arXiv:2104.04473), and the one that alternates with it.
-            return _one_by_one(forwards, backwards, ahead=(len(own) - 1) * of_round + 2 * (pp - 1 - rank) + 1)
+            return _interleaved(config, rank, hops=2)
         case "looped-bfs":
             forwards = [Action("forward", s, i) for s in own for i in micro_batches]
             return forwards + [Action("backward", s, i) for s in reversed(own) for i in reversed(micro_batches)]
-        case _:
-            return None
+        case "interleaved-zero-bubble":
+            return list(_halved(_interleaved(config, rank, hops=1), behind=rank))
+        case "zbv-zero-bubble":
+            return _v_shaped(config, rank)
 
 
-def known_order(config: TrainerConfig, *, rank: int) -> list[Action]:
-    """Return the actions of a rank in their order. Raises ValueError for a schedule that leaves the order open."""
-    actions = order(config, rank=rank)
-    if actions is None:
-        raise ValueError(f"schedule {config.pipeline.schedule} leaves the order of its actions open")
-    return actions
+def _interleaved(config: TrainerConfig, rank: int, *, hops: int) -> list[Action]:
+    """Return interleaved 1F1B: each rank after this one lets it run so many forwards more before its first backward."""
+    own, pp = stages_of(rank, config), config.mesh.pp
+    of_round = config.accumulation // max(1, config.accumulation // pp)
+    batches = [range(start, start + of_round) for start in range(0, config.accumulation, of_round)]
+    forwards = [Action("forward", s, i) for batch in batches for s in own for i in batch]
+    backwards = [Action("backward", s, i) for batch in batches for s in reversed(own) for i in batch]
+    # The forwards before the first backward (arXiv:2104.04473), and the one that alternates with it.
+    return _one_by_one(forwards, backwards, ahead=(len(own) - 1) * of_round + hops * (pp - 1 - rank) + 1)
 
 
-def any_order(config: TrainerConfig, *, rank: int) -> list[Action]:
-    """Return the actions of a rank in their order, or where the schedule leaves it open, in one that is valid."""
-    own = stages_of(rank, config)
-    forwards = [Action("forward", stage, index) for stage in own for index in range(config.accumulation)]
-    backwards = [
-        Action(kind, stage, index)
-        for stage in reversed(own)
-        for index in range(config.accumulation)
-        for kind in backward_kinds(config)
-    ]
-    return order(config, rank=rank) or [*forwards, *backwards]
+def _halved(actions: Sequence[Action], *, behind: int) -> Iterator[Action]:
+    """Yield the actions with backwards in two halves; the second halves follow so many first halves behind."""
+    waiting: list[Action] = []
+    for action in actions:
+        if action.kind == "forward":
+            yield action
+            continue
+        yield action._replace(kind="backward-input")
+        waiting.append(action._replace(kind="backward-weight"))
+        if len(waiting) > behind:
+            yield waiting.pop(0)
+    yield from waiting
+
+
+def _v_shaped(config: TrainerConfig, rank: int) -> list[Action]:
+    """Return ZB-V, in which a rank has a stage on the way `down` and one on the way `up`.
+
+    It needs as many micro-batches as fill the pipeline; with fewer, the turns of those that are missing are left out.
+    """
+    pp, (down, up) = config.mesh.pp, stages_of(rank, config)
+    forward_down, forward_up = ("forward", down), ("forward", up)
+    halves_down, halves_up = ([(kind, stage) for kind in backward_kinds(config)] for stage in (down, up))
+    turns = [forward_down] * (2 * (pp - rank) - 1) + [forward_up, forward_down] * rank
+    turns += [forward_up, *halves_up] * (pp - rank)
+    turns += [forward_down, *halves_down, forward_up, *halves_up] * (max(2 * pp - 1, config.accumulation) - pp)
+    turns += [halves_down[0], halves_up[0]] * rank + halves_down * (pp - rank)
+    turns += [halves_up[1]] * rank + [halves_down[1]] * rank
+    done = Counter[tuple[str, int]]()
+    actions = []
+    for kind, stage in turns:
+        actions.append(Action(kind, stage, done[kind, stage]))
+        done[kind, stage] += 1
+    return [action for action in actions if action.micro_batch < config.accumulation]
 
 
 def _one_by_one(forwards: Sequence[Action], backwards: Sequence[Action], *, ahead: int) -> list[Action]:
@@ -154,6 +175,25 @@ def backward_order(config: TrainerConfig) -> list[int]:
     """Return the micro-batches in the order in which each stage adds up their gradients."""
     rising = list(range(config.accumulation))
     return rising[::-1] if config.mesh.pp > 1 and config.pipeline.schedule == "looped-bfs" else rising
+
+
+def added_up_at_once(parameter: str, config: TrainerConfig) -> list[int]:
+    """Return the numbers of consecutive micro-batches whose gradients of a parameter are added up as they are computed.
+
+    FSDP sees gradients, which it keeps in the dtype of reductions, in the part of a backward that passes through the
+    input of a group. The second half of a backward does not: it adds to what an earlier one has left, until the next
+    first half or the reduction. The first stage, whose input has no gradient, computes a backward as a whole. Sources:
+    `stage_backward_weight` in torch/distributed/pipelining/_backward.py; `FSDPParamGroup.post_backward`.
+    """
+    stage = _stage_of(parameter, config)
+    if config.mesh.pp == 1 or config.pipeline.schedule not in _SPLIT or not stage:
+        return [1] * config.accumulation
+    counts = [0]
+    for action in order(config, rank=owners(config)[stage]):
+        if action.stage == stage and action.kind == "backward-input":
+            counts.append(0)
+        counts[-1] += (action.stage, action.kind) == (stage, "backward-weight")
+    return [count for count in counts if count]
 
 
 def violations(actions: Sequence[Action], config: TrainerConfig, *, rank: int) -> list[str]:
@@ -208,6 +248,18 @@ def received_numel(config: TrainerConfig, dims: ParallelDims, *, rank: int) -> i
     last = len(owners(config)) - 1
     neighbours = sum((stage > 0) + (stage < last) for stage in stages_of(rank, config))
     return neighbours * config.accumulation * activation_numel(config, dims)
+
+
+def kept_gradients_numel(config: TrainerConfig, dims: ParallelDims, *, rank: int) -> int:
+    """Return the elements of the gradients that first halves of backwards leave at a rank's buffers in a step.
+
+    See `VersionTraits.halves_keep_gradients`. A stage on the same rank has its gradients in place of a buffer.
+    """
+    if config.pipeline.schedule not in _SPLIT:
+        return 0
+    rank_of = owners(config)
+    senders = sum(stage > 0 and rank_of[stage - 1] != rank for stage in stages_of(rank, config))
+    return senders * config.accumulation * activation_numel(config, dims)
 
 
 def most_held(config: TrainerConfig, *, rank: int) -> int | None:

@@ -71,11 +71,24 @@ class VersionTraits(msgspec.Struct, frozen=True):
     steps; the memory model does not know when they are. Source: `release_fwd_send_outputs` in
     torch/distributed/pipelining/stage.py, and the slots in schedules.py there.
     """
+    halves_keep_gradients: bool = True
+    """True if the first half of a backward leaves the gradient that it sends at the buffer of its input.
+
+    Up to 2.14 the next step releases it: a fault of torch, for which MEM-6 is waived
+    (`findings/zero_bubble_keeps_gradients.py`). MEM-1 counts these gradients, so that it sees all else: what a waiver
+    covers would not be judged. Source: `stage_backward_input` in torch/distributed/pipelining/_backward.py.
+    """
+    halves_copy_gradients: bool = False
+    """True if the second half of a backward copies the gradients that the first half has kept, one after another.
+
+    Up to 2.11. Source: `summed_grad` in `stage_backward_weight` of torch/distributed/pipelining/_backward.py.
+    """
 
 
-UP_TO_2_9 = VersionTraits(one_rank_reduces=True, norms_reduced_one_by_one=False, stages_exchange_a_number=True)
-UP_TO_2_8 = replace(UP_TO_2_9, one_rank_gathers=True)
 UP_TO_2_12 = VersionTraits(stages_exchange_a_number=True)
+UP_TO_2_11 = replace(UP_TO_2_12, halves_copy_gradients=True)
+UP_TO_2_9 = replace(UP_TO_2_11, one_rank_reduces=True, norms_reduced_one_by_one=False)
+UP_TO_2_8 = replace(UP_TO_2_9, one_rank_gathers=True)
 UP_TO_2_14 = VersionTraits()
 FROM_2_15 = VersionTraits(
     previous_gather_until_copied=False,
@@ -83,8 +96,15 @@ FROM_2_15 = VersionTraits(
     gradients_have_own_dtypes=True,
     stages_finalize_backward=True,
     stages_pool_buffers=True,
+    halves_keep_gradients=False,
 )
-_LAST_RELEASES = (((2, 8), UP_TO_2_8), ((2, 9), UP_TO_2_9), ((2, 12), UP_TO_2_12), ((2, 14), UP_TO_2_14))
+_LAST_RELEASES = (
+    ((2, 8), UP_TO_2_8),
+    ((2, 9), UP_TO_2_9),
+    ((2, 11), UP_TO_2_11),
+    ((2, 12), UP_TO_2_12),
+    ((2, 14), UP_TO_2_14),
+)
 """Last release with each set of traits, in ascending order."""
 
 

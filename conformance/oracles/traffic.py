@@ -57,8 +57,7 @@ def step_events(config: TrainerConfig, dims: ParallelDims, *, tp_rank: int, pp_r
     """Return all collectives of a rank in any step, FSDP's and tensor parallelism's each in its order.
 
     Of a rank's other coordinates none matters: FSDP pads uneven shards, tensor parallelism gives the last ranks less of
-    a dimension that it shards unevenly. Transfers between stages are no collectives, see `pipeline.transfers`. Where
-    the schedule of a pipeline leaves the order of actions open, the order of collectives is one that is valid.
+    a dimension that it shards unevenly. Transfers between stages are no collectives, see `pipeline.transfers`.
     """
     shapes = local_shapes(config.model, tp=dims.tp, tp_rank=tp_rank)
     numels = shard_numels(shapes, config, shards=dims.dp_shard)
@@ -75,7 +74,7 @@ def step_events(config: TrainerConfig, dims: ParallelDims, *, tp_rank: int, pp_r
 def _fsdp_events(config: TrainerConfig, dims: ParallelDims, numels: Mapping[str, int], pp_rank: int) -> list[Event]:
     if dims.pp == 1:
         return fsdp_events(config, dims, numels)
-    return pipeline.fsdp_events(config, dims, numels, pipeline.any_order(config, rank=pp_rank))
+    return pipeline.fsdp_events(config, dims, numels, pipeline.order(config, rank=pp_rank))
 
 
 def add_up(collectives: Iterable[Sent]) -> TrafficByKey:

@@ -53,15 +53,6 @@ GAPS = {
         "oracles of dtypes and of rounding describe the float model; PAR-9 judges whole numbers in bits",
     ),
     "pipelines": Gap("pp > 1", "the law expects every rank to hold the full model, in one forward and one backward"),
-    "halved-memory": Gap(
-        "pipeline in (interleaved-zero-bubble, zbv-zero-bubble)",
-        "the memory model does not know what a backward in two halves holds between them",
-    ),
-    "halved-roundings": Gap(
-        "pipeline in (interleaved-zero-bubble, zbv-zero-bubble) and precision != fp32",
-        "a backward in two halves adds up the gradients of norms in other roundings than one backward, which the "
-        "emulation does not know",
-    ),
     # Cells that would be run for a law alone.
     "norms-on-one-shard": Gap(
         "norms_in_tp = false and dp_shard = 1",

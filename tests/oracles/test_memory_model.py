@@ -243,7 +243,7 @@ def returning(result: object) -> Measure:
 def stages_profile(config: TrainerConfig, *, rank: int) -> list[MemorySegment]:
     """Return the marks of a rank of the pipeline whose stages have no activations."""
     marks: list[str] = []
-    actions = pipeline.known_order(config, rank=rank)
+    actions = pipeline.order(config, rank=rank)
     last = {action.stage: index for index, action in enumerate(actions)}
     for index, (kind, stage, _) in enumerate(actions):
         names = pipeline.groups_of(stage, config)

@@ -1,4 +1,4 @@
-"""Pipeline model on known cases: the orders of the papers, and what any valid order has in common."""
+"""Pipeline model on known cases: the orders of the papers, and what they imply."""
 
 from collections import Counter
 
@@ -8,14 +8,14 @@ from msgspec.structs import replace
 from conformance.oracles.pipeline import (
     Action,
     activation_numel,
-    any_order,
+    added_up_at_once,
     fsdp_events,
     gathers,
     group_steps,
     groups_of,
     held,
     held_by,
-    known_order,
+    kept_gradients_numel,
     layers_of,
     most_held,
     order,
@@ -42,8 +42,8 @@ def actions(text: str) -> list[Action]:
     return [Action(kinds[word[0]], *map(int, word[1:].split("."))) for word in text.split()]
 
 
-def spelled(order: list[Action] | None) -> str:
-    return " ".join(f"{LETTERS[kind]}{stage}.{index}" for kind, stage, index in order or [])
+def spelled(order: list[Action]) -> str:
+    return " ".join(f"{LETTERS[kind]}{stage}.{index}" for kind, stage, index in order)
 
 
 @pytest.mark.parametrize(
@@ -56,15 +56,37 @@ def spelled(order: list[Action] | None) -> str:
         # Figure 4 of arXiv:2104.04473, for two ranks: rounds of two micro-batches.
         ("interleaved-1f1b", 0, "F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1 B2.2 B2.3 B0.2 B0.3"),
         ("interleaved-1f1b", 1, "F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 F1.3 B1.1 F3.2 B3.2 F3.3 B3.3 B1.2 B1.3"),
+        # The paper's ZB-H1 with stages that interleave: rank 1 leaves its second halves one behind.
+        (
+            "interleaved-zero-bubble",
+            0,
+            "F0.0 F0.1 F2.0 F2.1 I2.0 W2.0 F0.2 I2.1 W2.1 F0.3 I0.0 W0.0 F2.2 I0.1 W0.1 F2.3 I2.2 W2.2 I2.3 W2.3 "
+            "I0.2 W0.2 I0.3 W0.3",
+        ),
+        (
+            "interleaved-zero-bubble",
+            1,
+            "F1.0 F1.1 F3.0 I3.0 F3.1 I3.1 W3.0 F1.2 I1.0 W3.1 F1.3 I1.1 W1.0 F3.2 I3.2 W1.1 F3.3 I3.3 W3.2 I1.2 W3.3 "
+            "I1.3 W1.2 W1.3",
+        ),
+        # Figure 5 of arXiv:2401.10241, for two ranks.
+        (
+            "zbv-zero-bubble",
+            0,
+            "F0.0 F0.1 F0.2 F3.0 I3.0 W3.0 F3.1 I3.1 W3.1 F0.3 I0.0 W0.0 F3.2 I3.2 W3.2 I0.1 W0.1 F3.3 I3.3 W3.3 "
+            "I0.2 W0.2 I0.3 W0.3",
+        ),
+        (
+            "zbv-zero-bubble",
+            1,
+            "F1.0 F2.0 F1.1 F2.1 I2.0 W2.0 F1.2 I1.0 W1.0 F2.2 I2.1 W2.1 F1.3 I1.1 W1.1 F2.3 I2.2 W2.2 I1.2 I2.3 "
+            "I1.3 W1.2 W2.3 W1.3",
+        ),
     ],
 )
 def test_order_of_a_schedule(schedule: str, rank: int, expected: str) -> None:
     assert spelled(order(config(schedule), rank=rank)) == expected
     assert not violations(actions(expected), config(schedule), rank=rank)
-
-
-def test_zero_bubble_leaves_the_order_open() -> None:
-    assert order(config("zbv-zero-bubble"), rank=0) is None
 
 
 @pytest.mark.parametrize(
@@ -125,7 +147,7 @@ def test_activations_are_held_until_the_whole_backward() -> None:
 
 
 def test_gathers_by_reshard_mode() -> None:
-    done = order(config("gpipe"), rank=0) or []
+    done = order(config("gpipe"), rank=0)
     assert gathers(done, config("gpipe")) == Counter(["tok_embeddings", "layers.0", "layers.1"])
     always = gathers(done, config("gpipe", reshard="always"))
     assert always == Counter({"tok_embeddings": 5, "layers.0": 5, "layers.1": 5})  # backward frees nothing
@@ -136,7 +158,7 @@ def test_collectives_in_the_order_of_actions() -> None:
     always = config("gpipe", reshard="always")
     numels = {"tok_embeddings": 3, "layers.0": 5, "layers.1": 7}
     dims = resolve_mesh(always.mesh, world_size=4)
-    events = fsdp_events(always, dims, numels, known_order(always, rank=0))
+    events = fsdp_events(always, dims, numels, order(always, rank=0))
     gathered = [event.numel for event in events if event.kind == "all_gather"]
     assert gathered == [3, 5, 7] * 4 + [7, 5, 3]
     assert [(event.kind, event.numel) for event in events[-3:]] == [
@@ -152,9 +174,9 @@ def test_a_rank_with_two_stages_gathers_ahead(schedule: str) -> None:
     default, always = (config(schedule, reshard=reshard) for reshard in ("default", "always"))
     ahead = [("gather", group, "data") for group in ("tok_embeddings", "layers.0", "layers.2")]
     reduced = [("reduce", group, "backward") for group in ("layers.2", "tok_embeddings", "layers.0")]
-    in_between = [step.group for step in list(group_steps(known_order(default, rank=0), default))[3:-3]]
+    in_between = [step.group for step in list(group_steps(order(default, rank=0), default))[3:-3]]
     assert not in_between
-    steps = list(group_steps(known_order(always, rank=0), always))
+    steps = list(group_steps(order(always, rank=0), always))
     assert steps[:3] == ahead
     assert [step for step in steps if step.kind == "reduce"] == reduced
     # Each of three forwards more, and one backward: the other forwards find what was gathered ahead.
@@ -163,13 +185,25 @@ def test_a_rank_with_two_stages_gathers_ahead(schedule: str) -> None:
     )
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_an_open_order(rank: int) -> None:
-    of = config("zbv-zero-bubble")
-    with pytest.raises(ValueError, match="schedule zbv-zero-bubble leaves the order of its actions open"):
-        known_order(of, rank=rank)
-    assert not violations(any_order(of, rank=rank), of, rank=rank)
-    assert any_order(config("gpipe"), rank=rank) == order(config("gpipe"), rank=rank)
+@pytest.mark.parametrize("schedule", ["interleaved-zero-bubble", "zbv-zero-bubble"])
+@pytest.mark.parametrize(("pp", "accumulation"), [(2, 2), (2, 6), (4, 4), (4, 8), (8, 8), (8, 24)])
+def test_zero_bubble_orders_of_any_size_are_valid(schedule: str, pp: int, accumulation: int) -> None:
+    of = replace(config(schedule), mesh=replace(config(schedule).mesh, pp=pp), accumulation=accumulation)
+    assert not [wrong for rank in range(pp) for wrong in violations(order(of, rank=rank), of, rank=rank)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        # The first halves of rank 1 are one ahead of the second halves, which find two gradients each.
+        ("interleaved-zero-bubble", [[1, 1, 1, 1], [2, 2], [1, 1, 1, 1], [2, 2]]),
+        ("zbv-zero-bubble", [[1, 1, 1, 1], [1, 1, 2], [1, 1, 1, 1], [1, 1, 1, 1]]),
+        ("interleaved-1f1b", [[1, 1, 1, 1]] * 4),
+    ],
+)
+def test_gradients_that_second_halves_add_up(schedule: str, expected: list[list[int]]) -> None:
+    of = config(schedule)
+    assert [added_up_at_once(f"layers.{layer}.attention_norm.weight", of) for layer in range(4)] == expected
 
 
 def test_buffers_for_what_is_received() -> None:
@@ -181,6 +215,15 @@ def test_buffers_for_what_is_received() -> None:
         assert received == [number * activation_numel(of, dims) for number in expected]
 
 
+def test_gradients_that_are_held_until_the_next_step() -> None:
+    """Each stage leaves those of its input, but for the first, and for the upper stage at the bend of the V."""
+    for schedule, expected in (("1f1b", [0, 0]), ("interleaved-zero-bubble", [4, 8]), ("zbv-zero-bubble", [4, 4])):
+        of = config(schedule)
+        dims = resolve_mesh(of.mesh, world_size=4)
+        kept = [kept_gradients_numel(of, dims, rank=rank) for rank in range(2)]
+        assert kept == [number * activation_numel(of, dims) for number in expected]
+
+
 def test_a_single_micro_batch_per_round() -> None:
     rounds = replace(config("interleaved-1f1b"), accumulation=2)
-    assert not violations(order(rounds, rank=0) or [], rounds, rank=0)
+    assert not violations(order(rounds, rank=0), rounds, rank=0)

@@ -1,0 +1,57 @@
+"""A backward in two halves computes the gradients of a whole one, and lets go of its graph."""
+
+import weakref
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's standard name
+from torch import Tensor, nn
+
+from conformance.experiments.halved_backward import backward_of_input, backward_of_parameters
+
+
+class Saved:
+    """Tensor that a graph has saved, to which there can be weak references."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.RMSNorm(8), nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 4, bias=False))
+
+
+def test_both_halves_compute_the_gradients_of_a_backward() -> None:
+    model, x, of_output = network(), torch.randn(3, 8, requires_grad=True), torch.randn(3, 4)
+    model(x).backward(of_output)
+    whole = [parameter.grad for parameter in model.parameters()]
+    for copies in (False, True):
+        model.zero_grad()
+        for times in (1, 2):
+            of_input, branches = backward_of_input(model(x), of_output, x, model.parameters())
+            assert [len(branch.parameters) for branch in branches] == [1, 2, 1]  # norm; weight and bias; weight
+            backward_of_parameters(branches, copies=copies)
+            torch.testing.assert_close(of_input, x.grad, rtol=0, atol=0)
+            for parameter, expected in zip(model.parameters(), whole, strict=True):
+                assert expected is not None
+                torch.testing.assert_close(parameter.grad, times * expected, rtol=0, atol=0)
+        assert not branches
+
+
+def test_each_half_lets_go_of_the_graph_that_it_needs_last() -> None:
+    model, x, saved = network(), torch.randn(3, 8, requires_grad=True), weakref.WeakSet[Saved]()
+
+    def save(tensor: Tensor) -> Saved:
+        saved.add(kept := Saved(tensor.detach()))
+        return kept
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda kept: kept.tensor):
+        logits = model(x)
+        below = len(saved)
+        loss = F.cross_entropy(logits, torch.tensor([0, 1, 2]))
+    del logits
+    assert len(saved) > below
+    _, branches = backward_of_input(loss, None, x, model.parameters())
+    assert len(saved) == below
+    backward_of_parameters(branches, copies=False)
+    assert not saved
