@@ -21,6 +21,7 @@ _FAULTS = (
     "initialisation",
     "loss",
     "optimizer",
+    "sharded_optimizer",
     "clipping",
     "torch_clipping",
     "offload",

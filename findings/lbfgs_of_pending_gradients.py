@@ -1,0 +1,45 @@
+"""LBFGS takes each rank's own number for a product of gradients that are pending sums.
+
+Its directions are scaled by `dot`, a pending sum like the gradients, which `add_(..., alpha=...)` makes a number
+(torch/optim/lbfgs.py): `item` of a pending DTensor is the rank's own (pytorch#144054).
+
+severity: low
+visible: silent
+training: replicated parameters, such as norms under sequence parallelism, take wrong directions, others on each rank
+thread: https://github.com/pytorch/pytorch/issues/144054
+law: OPT-3
+avoid: redistribute gradients to the layout of their parameters before the step
+ranks: 2
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor, init_device_mesh
+
+dist.init_process_group("gloo")
+mesh, curvature = init_device_mesh("cpu", (2,)), torch.tensor([1.0, 2.0, 3.0])
+expected = nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
+weight = nn.Parameter(distribute_tensor(expected.detach().clone(), mesh, [Replicate()]))
+
+
+def loss_of_plain() -> float:
+    expected.grad = curvature * expected.detach()
+    return float((expected.grad * expected.detach()).sum() / 2)
+
+
+def loss_of_sharded() -> float:
+    here = curvature * weight.detach().to_local()
+    weight.grad = DTensor.from_local(here * (0.25 + 0.5 * dist.get_rank()), mesh, [Partial()])
+    return float((here * weight.detach().to_local()).sum() / 2)
+
+
+torch.optim.LBFGS([expected], lr=0.5, max_iter=4).step(loss_of_plain)
+torch.optim.LBFGS([weight], lr=0.5, max_iter=4).step(loss_of_sharded)
+got = weight.to_local().detach()
+print(f"rank {dist.get_rank()}: expected {expected.tolist()}, got {got.tolist()}")
+status = int(not torch.allclose(got, expected.detach(), atol=1e-4))
+dist.destroy_process_group()
+sys.exit(status)
