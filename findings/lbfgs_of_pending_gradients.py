@@ -5,7 +5,7 @@ Its directions are scaled by `dot`, a pending sum like the gradients, which `add
 
 severity: low
 visible: silent
-training: replicated parameters, such as norms under sequence parallelism, take wrong directions, others on each rank
+training: replicated parameters, such as norms under sequence parallelism, take wrong directions
 thread: https://github.com/pytorch/pytorch/issues/144054
 law: OPT-3
 avoid: redistribute gradients to the layout of their parameters before the step

@@ -1,5 +1,6 @@
 """Layouts of DTensors: shards that are cut here and not by DTensor, and comparison of what a rank holds."""
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -65,3 +66,63 @@ def is_cut(measured: DTensor, expected: Tensor) -> bool:
     return measured.shape == expected.shape and all(
         type(at) in (Replicate, Shard) or _is_strided(at) for at in measured.placements
     )
+
+
+def varied(like: Tensor) -> Tensor:
+    """Return a plain tensor of the shape and dtype of another one, of integers that differ from element to element."""
+    return (torch.arange(like.shape.numel()) % 5 - 2).reshape(like.shape).to(like.dtype)
+
+
+def difference(measured: Tensor, expected: Tensor, *, bound: float | None, layout: Layout | None = None) -> str:
+    """Return how a tensor differs from the expected full tensor, or from the expected shard of a layout.
+
+    Empty if it does not. `bound` is on the deviation, relative to the largest expected number if that is above 1; with
+    0 numbers must be equal, with None all bits. A collective if ranks hold no shards of such a layout.
+    """
+    text = ""
+    if isinstance(measured, DTensor):
+        text = f"{spelled(measured.placements)} "
+        if measured.shape != expected.shape and layout is None:
+            return f"{text}{_kind(measured)}, expected {_kind(expected)}"
+        measured, expected = _alike(measured, expected, layout)
+    measured, expected = measured.detach(), expected.detach()
+    if _kind(measured) != _kind(expected):
+        return f"{text}{_kind(measured)}, expected {_kind(expected)}"
+    if _are_equal(measured, expected, bound):
+        return ""
+    return f"{text}{_numbers(measured)}, expected {_numbers(expected)}"
+
+
+def spelled(layout: Sequence[Placement]) -> str:
+    """Return a layout as text."""
+    return f"({', '.join(str(at) for at in layout)})"
+
+
+def _alike(measured: DTensor, expected: Tensor, layout: Layout | None) -> tuple[Tensor, Tensor]:
+    """Return plain tensors to compare: shards if ranks hold some of the layout, or if no layout is given, of any."""
+    mesh = measured.device_mesh
+    if layout is not None:
+        is_held = layout == tuple(measured.placements)
+        return measured.to_local() if is_held else shard_of(measured.full_tensor(), mesh, layout), expected
+    if is_cut(measured, expected):
+        return measured.to_local(), shard_of(expected.detach(), mesh, measured.placements)
+    return measured.full_tensor(), expected
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} of {tensor.dtype}"
+
+
+def _are_equal(measured: Tensor, expected: Tensor, bound: float | None) -> bool:
+    if bound is None:
+        return torch.equal(*(x.contiguous().reshape(-1).view(torch.uint8) for x in (measured, expected)))
+    if not bound or not expected.is_floating_point():
+        return bool(((measured == expected) | (measured.isnan() & expected.isnan())).all())
+    finite = expected[expected.isfinite()]
+    scale = max(1.0, float(finite.abs().max()) if finite.numel() else 1.0)
+    return torch.allclose(measured, expected, rtol=0.0, atol=bound * scale, equal_nan=True)
+
+
+def _numbers(tensor: Tensor) -> str:
+    numbers = [round(number, 4) if isinstance(number, float) else number for number in tensor.flatten()[:6].tolist()]
+    return f"{numbers}"

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from conformance.experiments.context import RankWorld, experiment
-from conformance.experiments.layouts import Layout, distributed, is_cut, shard_of
+from conformance.experiments.layouts import Layout, difference, distributed, spelled, varied
 from conformance.experiments.operator_samples import Argument, Sample, Size, sizes
 from conformance.experiments.operator_table import samples
 from conformance.experiments.trials import Swept, Trials
@@ -58,7 +58,7 @@ def _try_size(trials: Trials, sample: Sample, size: Size, layouts: Sequence[tupl
     if expected is None:
         return
     for of_arguments in layouts:
-        case = " x ".join(map(_text, of_arguments))
+        case = " x ".join(map(spelled, of_arguments))
         call = partial(_faults, sample, full, expected, of_arguments)
         if not trials.attempt(sample.name, f"{size} shards", case, call):
             return
@@ -127,12 +127,10 @@ def _weights(output: Tensor) -> Tensor | None:
     """Return a gradient of an output that differs from element to element; None, that is 1, for a scalar."""
     if output.ndim == 0:
         return None
-    count = output.shape.numel()
-    weights = (torch.arange(count) % 5 - 2).reshape(output.shape).to(output.dtype)
     if not isinstance(output, DTensor):
-        return weights
+        return varied(output)
     layout = tuple(Replicate() if at.is_partial() else at for at in output.placements)
-    return distributed(weights, output.device_mesh, layout)
+    return distributed(varied(output), output.device_mesh, layout)
 
 
 def _flat(result: Any) -> list[Any]:
@@ -164,45 +162,12 @@ def _difference(measured: Any, expected: Any, *, roundings: float) -> str:
         return "" if isinstance(present, Tensor) and not _full(present).any() else f"{measured}, expected {expected}"
     if not isinstance(expected, Tensor) or not isinstance(measured, Tensor):
         return "" if type(measured) is type(expected) and measured == expected else f"{measured}, expected {expected}"
-    if measured.dtype != expected.dtype or measured.shape != expected.shape:
-        kinds = [f"{tuple(x.shape)} of {x.dtype}" for x in (measured, expected)]
-        return f"{kinds[0]}, expected {kinds[1]}"
-    layout = ""
-    if isinstance(measured, DTensor):
-        layout = f"{_text(measured.placements)} "
-        if is_cut(measured, expected):
-            expected = shard_of(expected.detach(), measured.device_mesh, measured.placements)
-            measured = measured.to_local()
-        else:
-            measured = measured.full_tensor()
-    measured, expected = measured.detach(), expected.detach()
-    if measured.shape != expected.shape:
-        return f"{layout}shard of shape {tuple(measured.shape)}, expected {tuple(expected.shape)}"
-    if _are_equal(measured, expected, roundings=roundings):
-        return ""
-    return f"{layout}{_numbers(measured)}, expected {_numbers(expected)}"
+    bound = roundings * torch.finfo(expected.dtype).eps / 2 if expected.is_floating_point() else 0.0
+    return difference(measured, expected, bound=bound)
 
 
 def _full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _are_equal(measured: Tensor, expected: Tensor, *, roundings: float) -> bool:
-    if not roundings or not expected.is_floating_point():
-        return bool(((measured == expected) | (measured.isnan() & expected.isnan())).all())
-    finite = expected[expected.isfinite()]
-    scale = max(1.0, float(finite.abs().max()) if finite.numel() else 1.0)
-    bound = roundings * torch.finfo(expected.dtype).eps / 2 * scale
-    return torch.allclose(measured, expected, rtol=0.0, atol=bound, equal_nan=True)
-
-
-def _numbers(tensor: Tensor) -> str:
-    numbers = [round(number, 4) if isinstance(number, float) else number for number in tensor.flatten()[:6].tolist()]
-    return f"{numbers}"
-
-
-def _text(layout: Sequence[Placement]) -> str:
-    return f"({', '.join(str(at) for at in layout)})"
 
 
 # Layouts

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from conformance.experiments.context import RankWorld, experiment
-from conformance.experiments.layouts import Layout, distributed, is_cut, shard_of
+from conformance.experiments.layouts import Layout, difference, distributed, shard_of
 from conformance.experiments.optimizer_samples import STEPS, OptimizerSample, optimizer_samples
 from conformance.experiments.trials import Swept, Trials
 from conformance.instruments.sharding import full
@@ -187,45 +187,15 @@ def _faults(
         expected = _stepped(sample, numbers.laid_out(_plain_shard, mesh, own))
     if measured.keys() != expected.keys():
         return {"state": f"{sorted(measured)}, expected {sorted(expected)}"}
-    bound = sample.bound or (_BOUND_OF_PENDING if setting.is_pending else 0.0)
+    bound = sample.bound or (_BOUND_OF_PENDING if setting.is_pending else None)
     faults: dict[str, str] = {}
     for name, wanted in expected.items():
         layout = setting.layouts[int(name.rpartition(" ")[2])] if sample.is_elementwise else None
-        difference = _difference(measured[name], wanted, layout, bound=bound)
-        if difference:
-            faults.setdefault("parameter" if name.startswith("parameter") else "state", f"{name}: {difference}")
+        text = difference(measured[name], wanted, bound=bound, layout=layout)
+        if text:
+            faults.setdefault("parameter" if name.startswith("parameter") else "state", f"{name}: {text}")
     return faults
 
 
 def _plain_shard(tensor: Tensor, mesh: DeviceMesh, layout: Layout) -> Tensor:
     return shard_of(tensor, mesh, layout).contiguous()
-
-
-def _difference(measured: Tensor, expected: Tensor, layout: Layout | None, *, bound: float) -> str:
-    """Return how a tensor differs from the expected full tensor or, of a layout, shard; empty if it does not."""
-    if isinstance(measured, DTensor):
-        if layout is None and is_cut(measured, expected):
-            expected = shard_of(expected, measured.device_mesh, measured.placements)
-            measured = measured.to_local()
-        elif layout == tuple(measured.placements):
-            measured = measured.to_local()
-        else:
-            gathered = measured.full_tensor()
-            measured = gathered if layout is None else _plain_shard(gathered, measured.device_mesh, layout)
-    if (measured.shape, measured.dtype) != (expected.shape, expected.dtype):
-        return f"{tuple(measured.shape)} of {measured.dtype}, expected {tuple(expected.shape)} of {expected.dtype}"
-    if _are_equal(measured, expected, bound=bound):
-        return ""
-    return f"{_some(measured)}, expected {_some(expected)}"
-
-
-def _are_equal(measured: Tensor, expected: Tensor, *, bound: float) -> bool:
-    """Return whether two tensors of one shape and dtype are equal in every bit, or within a bound on the deviation."""
-    if not bound:
-        return torch.equal(*(x.contiguous().reshape(-1).view(torch.uint8) for x in (measured, expected)))
-    largest = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
-    return torch.allclose(measured, expected, rtol=0.0, atol=bound * largest)
-
-
-def _some(tensor: Tensor) -> str:
-    return f"{[round(number, 4) for number in tensor.flatten()[:6].tolist()]}"

@@ -95,8 +95,10 @@ class Trials:
         self._swept.refused.setdefault(subject, 0)
 
     def attempt(self, subject: str, kind: str, case: str, call: Call) -> bool:
-        """Try a case of a kind; returns whether all ranks ended alike, after which it makes sense to try the next."""
+        """Try a case of a kind, unless one before has left ranks waiting; returns whether all ranks ended alike."""
         self.add(subject)
+        if (subject, AGREEMENT, kind) in self._found:
+            return False
         for _ in _WAIT_LIMITS_S:
             error, faults = _ended(call, self.mesh)
             ends = _ends(error)
