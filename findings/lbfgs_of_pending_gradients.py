@@ -13,6 +13,7 @@ ranks: 2
 """
 
 import sys
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -25,19 +26,18 @@ expected = nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
 weight = nn.Parameter(distribute_tensor(expected.detach().clone(), mesh, [Replicate()]))
 
 
-def loss_of_plain() -> float:
-    expected.grad = curvature * expected.detach()
-    return float((expected.grad * expected.detach()).sum() / 2)
+def loss(of: nn.Parameter, *, is_pending: bool) -> float:
+    """Return half of the curved square of a parameter, and set its gradient."""
+    here = (of.to_local() if is_pending else of).detach()
+    share = 0.25 + 0.5 * dist.get_rank()
+    gradient = curvature * here
+    of.grad = DTensor.from_local(gradient * share, mesh, [Partial()]) if is_pending else gradient
+    return float((gradient * here).sum() / 2)
 
 
-def loss_of_sharded() -> float:
-    here = curvature * weight.detach().to_local()
-    weight.grad = DTensor.from_local(here * (0.25 + 0.5 * dist.get_rank()), mesh, [Partial()])
-    return float((here * weight.detach().to_local()).sum() / 2)
-
-
-torch.optim.LBFGS([expected], lr=0.5, max_iter=4).step(loss_of_plain)
-torch.optim.LBFGS([weight], lr=0.5, max_iter=4).step(loss_of_sharded)
+for parameter in (expected, weight):
+    optimizer = torch.optim.LBFGS([parameter], lr=0.5, max_iter=4)
+    optimizer.step(partial(loss, parameter, is_pending=parameter is weight))
 got = weight.to_local().detach()
 print(f"rank {dist.get_rank()}: expected {expected.tolist()}, got {got.tolist()}")
 status = int(not torch.allclose(got, expected.detach(), atol=1e-4))

@@ -31,6 +31,7 @@ _FAULTS = (
     "dtensor",
     "hang",
     "tp",
+    "parallel_style",
     "layout",
     "precision",
     "rounding",

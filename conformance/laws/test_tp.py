@@ -13,7 +13,7 @@ PARALLEL = "https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.htm
 @law(
     "TP-1",
     where="id in (tp2-fp32-default-meta, tp4-fp32-default-meta-integer-sgd-noclip-steps1, "
-    "dp2-tp2-fp32-default-meta-nosp)",
+    "dp2-tp2-fp32-default-meta-norminf)",
     reference=PARALLEL,
     since="2.13",
     substrates=("gloo", *CUDA),  # as for DT-3
