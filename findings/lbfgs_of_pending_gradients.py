@@ -13,7 +13,6 @@ ranks: 2
 """
 
 import sys
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -37,7 +36,7 @@ def loss(of: nn.Parameter, *, is_pending: bool) -> float:
 
 for parameter in (expected, weight):
     optimizer = torch.optim.LBFGS([parameter], lr=0.5, max_iter=4)
-    optimizer.step(partial(loss, parameter, is_pending=parameter is weight))
+    optimizer.step(lambda p=parameter: loss(p, is_pending=p is weight))
 got = weight.to_local().detach()
 print(f"rank {dist.get_rank()}: expected {expected.tolist()}, got {got.tolist()}")
 status = int(not torch.allclose(got, expected.detach(), atol=1e-4))
