@@ -84,7 +84,7 @@ def integers(*shape: int, low: int = -2, high: int = 2, seed: int = 0) -> Tensor
     return torch.randint(low, high + 1, shape, generator=generator).float()
 
 
-def _whole(module: nn.Module) -> nn.Module:
+def _with_integers(module: nn.Module) -> nn.Module:
     """Return the module with weights that are small integers."""
     for seed, parameter in enumerate(module.parameters(), 1):
         parameter.data = integers(*parameter.shape, seed=seed).to(parameter.dtype)
@@ -92,15 +92,15 @@ def _whole(module: nn.Module) -> nn.Module:
 
 
 def _linear_of(has_bias: bool, sizes: Letters) -> nn.Module:
-    return _whole(nn.Linear(sizes["a"], sizes["b"], bias=has_bias))
+    return _with_integers(nn.Linear(sizes["a"], sizes["b"], bias=has_bias))
 
 
 def _embedding_of(padding: int | None, sizes: Letters) -> nn.Module:
-    return _whole(nn.Embedding(sizes["b"], sizes["a"], padding_idx=padding))
+    return _with_integers(nn.Embedding(sizes["b"], sizes["a"], padding_idx=padding))
 
 
 def _norm_of(make: Callable[[int], nn.Module], _sizes: Letters) -> nn.Module:
-    return _whole(make(4))
+    return _with_integers(make(4))
 
 
 def _linear() -> Iterator[ParallelSample]:
