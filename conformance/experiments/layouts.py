@@ -1,7 +1,7 @@
 """Layouts of DTensors: shards that are cut here and not by DTensor, and comparison of what a rank holds."""
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ def distributed(full: Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
 def shard_of(full: Tensor, mesh: DeviceMesh, layout: Layout) -> Tensor:
     """Return this rank's shard: for each mesh dimension that shards, a chunk of the chunk of the dimension before.
 
-    A strided shard, which FSDP makes of one of tensor parallelism, is a chunk of the chunks of all other dimensions.
+    A strided shard has its chunk of each of the chunks that its split factor makes.
 
     For a pending sum every element is the rank's number, but on the first rank the remainder of the sum; for a pending
     average the ranks differ by twice their distance from the middle; of a pending maximum or minimum the last rank has
@@ -30,16 +30,23 @@ def shard_of(full: Tensor, mesh: DeviceMesh, layout: Layout) -> Tensor:
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     shard = full
-    for dim in sorted(range(mesh.ndim), key=lambda dim: _is_strided(layout[dim])):
-        placement, index, size = layout[dim], coordinate[dim], mesh.size(dim)
-        if isinstance(placement, Shard) or _is_strided(placement):
-            along = cast("Shard", placement).dim
-            rows = -(-shard.size(along) // size)
-            begin = min(index * rows, shard.size(along))
-            shard = shard.narrow(along, begin, min(rows, shard.size(along) - begin))
+    for placement, index, size in zip(layout, coordinate, (mesh.size(dim) for dim in range(mesh.ndim)), strict=True):
+        if isinstance(placement, Shard):
+            shard = _chunk(shard, placement.dim, index, size)
+        elif _is_strided(placement):
+            along, factor = cast("Shard", placement).dim, cast("Any", placement).split_factor
+            chunks = [_chunk(shard, along, number, factor) for number in range(factor)]
+            shard = torch.cat([_chunk(chunk, along, index, size) for chunk in chunks], along)
         elif isinstance(placement, Partial):
             shard = _pending(shard, placement.reduce_op, index, size)
     return shard.clone()
+
+
+def _chunk(tensor: Tensor, dim: int, index: int, count: int) -> Tensor:
+    """Return one of `count` chunks of a dimension, of which the last may be smaller or empty."""
+    rows = -(-tensor.size(dim) // count)
+    begin = min(index * rows, tensor.size(dim))
+    return tensor.narrow(dim, begin, min(rows, tensor.size(dim) - begin))
 
 
 def _is_strided(placement: Placement) -> bool:
@@ -63,9 +70,7 @@ def _pending(full: Tensor, reduction: str, index: int, size: int) -> Tensor:
 
 def is_cut(measured: DTensor, expected: Tensor) -> bool:
     """Return whether a rank's numbers of a tensor of the expected shape are a shard of it, or all of it."""
-    return measured.shape == expected.shape and all(
-        type(at) in (Replicate, Shard) or _is_strided(at) for at in measured.placements
-    )
+    return measured.shape == expected.shape and all(type(at) in (Replicate, Shard) for at in measured.placements)
 
 
 def varied(like: Tensor) -> Tensor:
