@@ -1,5 +1,8 @@
 """Layouts of DTensors: shards that are cut here and not by DTensor, and comparison of what a rank holds."""
 
+from collections.abc import Sequence
+from typing import Any, cast
+
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,6 +21,8 @@ def distributed(full: Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
 def shard_of(full: Tensor, mesh: DeviceMesh, layout: Layout) -> Tensor:
     """Return this rank's shard: for each mesh dimension that shards, a chunk of the chunk of the dimension before.
 
+    A strided shard has its chunk of each of the chunks that its split factor makes.
+
     For a pending sum every element is the rank's number, but on the first rank the remainder of the sum; for a pending
     average the ranks differ by twice their distance from the middle; of a pending maximum or minimum the last rank has
     the result, and the others less or more. No rank's own numbers are the result, but there.
@@ -27,12 +32,26 @@ def shard_of(full: Tensor, mesh: DeviceMesh, layout: Layout) -> Tensor:
     shard = full
     for placement, index, size in zip(layout, coordinate, (mesh.size(dim) for dim in range(mesh.ndim)), strict=True):
         if isinstance(placement, Shard):
-            rows = -(-shard.size(placement.dim) // size)
-            begin = min(index * rows, shard.size(placement.dim))
-            shard = shard.narrow(placement.dim, begin, min(rows, shard.size(placement.dim) - begin))
+            shard = _chunk(shard, placement.dim, index, size)
+        elif _is_strided(placement):
+            along, factor = cast("Shard", placement).dim, cast("Any", placement).split_factor
+            chunks = [_chunk(shard, along, number, factor) for number in range(factor)]
+            shard = torch.cat([_chunk(chunk, along, index, size) for chunk in chunks], along)
         elif isinstance(placement, Partial):
             shard = _pending(shard, placement.reduce_op, index, size)
     return shard.clone()
+
+
+def _chunk(tensor: Tensor, dim: int, index: int, count: int) -> Tensor:
+    """Return one of `count` chunks of a dimension, of which the last may be smaller or empty."""
+    rows = -(-tensor.size(dim) // count)
+    begin = min(index * rows, tensor.size(dim))
+    return tensor.narrow(dim, begin, min(rows, tensor.size(dim) - begin))
+
+
+def _is_strided(placement: Placement) -> bool:
+    """Return whether a placement is a strided shard, whose class is not public."""
+    return hasattr(placement, "split_factor")
 
 
 def _pending(full: Tensor, reduction: str, index: int, size: int) -> Tensor:
@@ -52,3 +71,63 @@ def _pending(full: Tensor, reduction: str, index: int, size: int) -> Tensor:
 def is_cut(measured: DTensor, expected: Tensor) -> bool:
     """Return whether a rank's numbers of a tensor of the expected shape are a shard of it, or all of it."""
     return measured.shape == expected.shape and all(type(at) in (Replicate, Shard) for at in measured.placements)
+
+
+def varied(like: Tensor) -> Tensor:
+    """Return a plain tensor of the shape and dtype of another one, of integers that differ from element to element."""
+    return (torch.arange(like.shape.numel()) % 5 - 2).reshape(like.shape).to(like.dtype)
+
+
+def difference(measured: Tensor, expected: Tensor, *, bound: float | None, layout: Layout | None = None) -> str:
+    """Return how a tensor differs from the expected full tensor, or from the expected shard of a layout.
+
+    Empty if it does not. `bound` is on the deviation, relative to the largest expected number if that is above 1; with
+    0 numbers must be equal, with None all bits. A collective if ranks hold no shards of such a layout.
+    """
+    text = ""
+    if isinstance(measured, DTensor):
+        text = f"{spelled(measured.placements)} "
+        if measured.shape != expected.shape and layout is None:
+            return f"{text}{_kind(measured)}, expected {_kind(expected)}"
+        measured, expected = _alike(measured, expected, layout)
+    measured, expected = measured.detach(), expected.detach()
+    if _kind(measured) != _kind(expected):
+        return f"{text}{_kind(measured)}, expected {_kind(expected)}"
+    if _are_equal(measured, expected, bound):
+        return ""
+    return f"{text}{_numbers(measured)}, expected {_numbers(expected)}"
+
+
+def spelled(layout: Sequence[Placement]) -> str:
+    """Return a layout as text."""
+    return f"({', '.join(str(at) for at in layout)})"
+
+
+def _alike(measured: DTensor, expected: Tensor, layout: Layout | None) -> tuple[Tensor, Tensor]:
+    """Return plain tensors to compare: shards if ranks hold some of the layout, or if no layout is given, of any."""
+    mesh = measured.device_mesh
+    if layout is not None:
+        is_held = layout == tuple(measured.placements)
+        return measured.to_local() if is_held else shard_of(measured.full_tensor(), mesh, layout), expected
+    if is_cut(measured, expected):
+        return measured.to_local(), shard_of(expected.detach(), mesh, measured.placements)
+    return measured.full_tensor(), expected
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} of {tensor.dtype}"
+
+
+def _are_equal(measured: Tensor, expected: Tensor, bound: float | None) -> bool:
+    if bound is None:
+        return torch.equal(*(x.contiguous().reshape(-1).view(torch.uint8) for x in (measured, expected)))
+    if not bound or not expected.is_floating_point():
+        return bool(((measured == expected) | (measured.isnan() & expected.isnan())).all())
+    finite = expected[expected.isfinite()]
+    scale = max(1.0, float(finite.abs().max()) if finite.numel() else 1.0)
+    return torch.allclose(measured, expected, rtol=0.0, atol=bound * scale, equal_nan=True)
+
+
+def _numbers(tensor: Tensor) -> str:
+    numbers = [round(number, 4) if isinstance(number, float) else number for number in tensor.flatten()[:6].tolist()]
+    return f"{numbers}"

@@ -1,47 +1,28 @@
 """Sweep of operators over layouts of their arguments: right, refused or wrong, compared with full tensors.
 
 Each sample of `operator_table` is called with DTensors in many layouts. Its result, the gradients of all arguments and
-what it has changed in place must be those of full tensors. Ranks agree after each call how it ended, over a process
-group of their own: an operator that raises on one rank alone leaves the others waiting, which is a fault, too. Its mesh
-is then replaced, since its process group is of no more use.
+what it has changed in place must be those of full tensors. Faults are `result`, `gradient`, `argument` (what a call
+leaves in its arguments) and `type` (another dtype, shape or number of results).
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from datetime import timedelta
-from enum import IntEnum
-from typing import Any, Literal
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-import msgspec
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from conformance.experiments.context import RankWorld, experiment
-from conformance.experiments.layouts import Layout, distributed, is_cut, shard_of
+from conformance.experiments.layouts import Layout, difference, distributed, spelled, varied
 from conformance.experiments.operator_samples import Argument, Sample, Size, sizes
 from conformance.experiments.operator_table import samples
+from conformance.experiments.trials import Swept, Trials
 from conformance.run.experiment import Needs
-from conformance.run.failures import PEER_LOSS_MESSAGE
 
-Fault = Literal["result", "gradient", "argument", "agreement", "type"]
-"""Difference from the operator on full tensors.
-
-`argument`: what a call leaves in its arguments. `agreement`: some ranks raise, or wait, where others do not. `type`:
-another dtype, shape or number of results."""
-
-_WAIT_LIMITS_S = (0.5, 10.0)
-"""Time limits of the mesh's collectives: of each call, and of the repetition of a call after which no rank tells why.
-
-A rank that raises an error of its own while others wait is a fault however long they wait. If none does, the machine
-may be slow.
-"""
-_WAITED = re.compile(f"{PEER_LOSS_MESSAGE.pattern}|timeout|pair closure", re.IGNORECASE)
-"""Errors of a rank that has waited for another one."""
 _ROUNDINGS = 2.0**14
 """Roundings of fp64 that results may differ by, relative to the largest expected number.
 
@@ -55,152 +36,48 @@ A tensor becomes a pending sum by division by their number, and up to four ranks
 """
 
 
-class Wrong(msgspec.Struct, frozen=True, kw_only=True):
-    """A fault that an operator shows with some layouts."""
-
-    operator: str
-    fault: Fault
-    size: Size
-    layouts: int
-    """Number of layouts that show it."""
-    example: str
-    """The first of these layouts, with what was expected and measured."""
-
-    @property
-    def name(self) -> str:
-        """Name of the metric: operator, fault and size."""
-        return f"{self.operator}: {self.fault} of {self.size} shards"
-
-
-class Swept(msgspec.Struct, kw_only=True):
-    """Outcome of the sweep on one rank."""
-
-    computed: dict[str, int] = {}
-    """Number of layouts for which an operator has computed, by its name."""
-    refused: dict[str, int] = {}
-    """Number of layouts that an operator has refused."""
-    reasons: dict[str, str] = {}
-    """Layout and error of an operator's first refusal."""
-    wrong: list[Wrong] = []
-
-
-class End(IntEnum):
-    """End of a call on one rank."""
-
-    RESULT = 0
-    ERROR = 1
-    WAITED = 2
-    """The rank has waited for another one until the time limit."""
-
-
 @experiment(needs=Needs.NOTHING)
 def sweep(rank: RankWorld) -> Swept:
     """Call every sample with the layouts that this mesh is there for, see `plan_of`."""
-    return Sweep(rank.mesh).run(samples())
+    trials = Trials(rank.mesh)
+    for sample in samples():
+        trials.add(sample.name)
+        for size, layouts in plan_of(sample, rank.mesh).items():
+            _try_size(trials, sample, size, layouts)
+    return trials.swept
 
 
-@dataclass
-class Sweep:
-    """Sweep on the mesh of one world."""
-
-    mesh: DeviceMesh
-    meshes: int = 0
-    swept: Swept = field(default_factory=Swept)
-    found: dict[tuple[str, Fault, Size], list[str]] = field(default_factory=dict)
-
-    def run(self, chosen: Sequence[Sample]) -> Swept:
-        """Return what all samples show."""
-        self._replace_mesh(_WAIT_LIMITS_S[0])
-        shards = max(self.mesh.size(dim) for dim in range(self.mesh.ndim))
-        for sample in chosen:
-            self.swept.computed[sample.name] = self.swept.refused[sample.name] = 0
-            for size, layouts in plan_of(sample, self.mesh).items():
-                self._try_size(sample, size, sizes(shards)[size], layouts)
-        for (operator, fault, size), examples in self.found.items():
-            wrong = Wrong(operator=operator, fault=fault, size=size, layouts=len(examples), example=examples[0])
-            self.swept.wrong.append(wrong)
-        return self.swept
-
-    def _try_size(
-        self, sample: Sample, size: Size, letters: dict[str, int], layouts: Sequence[tuple[Layout, ...]]
-    ) -> None:
-        """Call an operator with all layouts; after a call that leaves ranks waiting, the others are left out."""
-        full = [
-            argument.numbers(letters, seed=index, dtype=sample.dtype) for index, argument in enumerate(sample.arguments)
-        ]
-        expected = _on_full_tensors(sample, full)
-        if expected is None:
+def _try_size(trials: Trials, sample: Sample, size: Size, layouts: Sequence[tuple[Layout, ...]]) -> None:
+    """Call an operator with all layouts; after a call that leaves ranks waiting, the others are left out."""
+    shards = max(trials.mesh.size(dim) for dim in range(trials.mesh.ndim))
+    letters = sizes(shards)[size]
+    full = [
+        argument.numbers(letters, seed=index, dtype=sample.dtype) for index, argument in enumerate(sample.arguments)
+    ]
+    expected = _on_full_tensors(sample, full)
+    if expected is None:
+        return
+    for of_arguments in layouts:
+        case = " x ".join(map(spelled, of_arguments))
+        call = partial(_faults, sample, full, expected, of_arguments)
+        if not trials.attempt(sample.name, f"{size} shards", case, call):
             return
-        for of_arguments in layouts:
-            faults = self._faults(sample, full, expected, of_arguments)
-            for fault, text in faults.items():
-                where = " x ".join(map(_text, of_arguments))
-                self.found.setdefault((sample.name, fault, size), []).append(f"{where}: {text}")
-            if "agreement" in faults:
-                return
 
-    def _faults(
-        self, sample: Sample, full: Sequence[Tensor], expected: "Outcome", layouts: Sequence[Layout]
-    ) -> dict[Fault, str]:
-        """Return the faults that one call shows on this rank, or on which ranks it does not end as on others."""
-        for _ in _WAIT_LIMITS_S:
-            error, faults = self._tried(sample, full, expected, layouts)
-            ends = self._ends(error)
-            if set(ends) == {End.RESULT}:
-                self.swept.computed[sample.name] += 1
-                return faults
-            if set(ends) == {End.ERROR}:
-                self.swept.refused[sample.name] += 1
-                self.swept.reasons.setdefault(sample.name, f"{' x '.join(map(_text, layouts))}: {error!r:.200}")
-                return {}
-            self._replace_mesh(_WAIT_LIMITS_S[-1])
-            if End.ERROR in ends:
-                break
-        self._replace_mesh(_WAIT_LIMITS_S[0])
-        states = ", ".join(f"rank {rank}: {end.name.lower()}" for rank, end in enumerate(ends))
-        return {"agreement": f"{states}; here {error!r:.150}"}
 
-    def _tried(
-        self, sample: Sample, full: Sequence[Tensor], expected: "Outcome", layouts: Sequence[Layout]
-    ) -> tuple[Exception | None, dict[Fault, str]]:
-        try:
-            given = [distributed(x, self.mesh, at) for x, at in zip(full, layouts, strict=True)]
-            measured = _called(sample, given, differentiated=len(expected.gradients))
-            return None, dict(_differences(measured, expected, roundings=self._roundings(sample)))
-        except Exception as error:
-            return error, {}
+def _faults(
+    sample: Sample, full: Sequence[Tensor], expected: "Outcome", layouts: Sequence[Layout], mesh: DeviceMesh
+) -> dict[str, str]:
+    """Return the faults that one call shows on this rank."""
+    given = [distributed(x, mesh, at) for x, at in zip(full, layouts, strict=True)]
+    measured = _called(sample, given, differentiated=len(expected.gradients))
+    return dict(_differences(measured, expected, roundings=_roundings(sample, mesh)))
 
-    def _roundings(self, sample: Sample) -> float:
-        """Return the number of roundings that a result may differ by; 0 if it must be equal in every bit."""
-        if not sample.exact:
-            return _ROUNDINGS
-        return 0.0 if self.mesh.size().bit_count() == 1 else _ROUNDINGS_OF_PENDING
 
-    def _ends(self, error: Exception | None) -> list[End]:
-        """Return how the call has ended on each rank."""
-        end = End.RESULT if error is None else End.WAITED if _WAITED.search(str(error)) else End.ERROR
-        ends = torch.zeros(dist.get_world_size(), dtype=torch.int64)
-        ends[dist.get_rank()] = end
-        dist.all_reduce(ends)
-        return [End(value) for value in ends.tolist()]
-
-    def _replace_mesh(self, limit_s: float) -> None:
-        """Make a mesh of the same shape with new process groups.
-
-        Its dimensions have new names: DTensor keeps sharding decisions by meshes that compare equal, and would use the
-        groups of the mesh before.
-        """
-        self.meshes += 1
-        ranks, groups = self.mesh.mesh, []
-        for dim in range(ranks.ndim):
-            rows = ranks.movedim(dim, -1).reshape(-1, ranks.size(dim)).tolist()
-            made = [dist.new_group(row, timeout=timedelta(seconds=limit_s)) for row in rows]
-            groups.append(next(group for row, group in zip(rows, made, strict=True) if dist.get_rank() in row))
-        names = tuple(f"sweep{self.meshes}_{dim}" for dim in range(ranks.ndim))
-        if len(groups) == 1:
-            self.mesh = DeviceMesh.from_group(groups[0], self.mesh.device_type, mesh_dim_names=names)
-        else:
-            self.mesh = DeviceMesh.from_group(groups, self.mesh.device_type, mesh=ranks, mesh_dim_names=names)
+def _roundings(sample: Sample, mesh: DeviceMesh) -> float:
+    """Return the number of roundings that a result may differ by; 0 if it must be equal in every bit."""
+    if not sample.exact:
+        return _ROUNDINGS
+    return 0.0 if mesh.size().bit_count() == 1 else _ROUNDINGS_OF_PENDING
 
 
 @dataclass(frozen=True)
@@ -250,12 +127,10 @@ def _weights(output: Tensor) -> Tensor | None:
     """Return a gradient of an output that differs from element to element; None, that is 1, for a scalar."""
     if output.ndim == 0:
         return None
-    count = output.shape.numel()
-    weights = (torch.arange(count) % 5 - 2).reshape(output.shape).to(output.dtype)
     if not isinstance(output, DTensor):
-        return weights
+        return varied(output)
     layout = tuple(Replicate() if at.is_partial() else at for at in output.placements)
-    return distributed(weights, output.device_mesh, layout)
+    return distributed(varied(output), output.device_mesh, layout)
 
 
 def _flat(result: Any) -> list[Any]:
@@ -264,11 +139,11 @@ def _flat(result: Any) -> list[Any]:
     return [result]
 
 
-def _differences(measured: Outcome, expected: Outcome, *, roundings: float) -> Iterator[tuple[Fault, str]]:
+def _differences(measured: Outcome, expected: Outcome, *, roundings: float) -> Iterator[tuple[str, str]]:
     if len(measured.results) != len(expected.results):
         yield "type", f"{len(measured.results)} results, expected {len(expected.results)}"
         return
-    kinds: tuple[tuple[Fault, Sequence[Any], Sequence[Any]], ...] = (
+    kinds: tuple[tuple[str, Sequence[Any], Sequence[Any]], ...] = (
         ("result", measured.results, expected.results),
         ("gradient", measured.gradients, expected.gradients),
         ("argument", measured.arguments, expected.arguments),
@@ -287,45 +162,12 @@ def _difference(measured: Any, expected: Any, *, roundings: float) -> str:
         return "" if isinstance(present, Tensor) and not _full(present).any() else f"{measured}, expected {expected}"
     if not isinstance(expected, Tensor) or not isinstance(measured, Tensor):
         return "" if type(measured) is type(expected) and measured == expected else f"{measured}, expected {expected}"
-    if measured.dtype != expected.dtype or measured.shape != expected.shape:
-        kinds = [f"{tuple(x.shape)} of {x.dtype}" for x in (measured, expected)]
-        return f"{kinds[0]}, expected {kinds[1]}"
-    layout = ""
-    if isinstance(measured, DTensor):
-        layout = f"{_text(measured.placements)} "
-        if is_cut(measured, expected):
-            expected = shard_of(expected.detach(), measured.device_mesh, measured.placements)
-            measured = measured.to_local()
-        else:
-            measured = measured.full_tensor()
-    measured, expected = measured.detach(), expected.detach()
-    if measured.shape != expected.shape:
-        return f"{layout}shard of shape {tuple(measured.shape)}, expected {tuple(expected.shape)}"
-    if _are_equal(measured, expected, roundings=roundings):
-        return ""
-    return f"{layout}{_numbers(measured)}, expected {_numbers(expected)}"
+    bound = roundings * torch.finfo(expected.dtype).eps / 2 if expected.is_floating_point() else 0.0
+    return difference(measured, expected, bound=bound)
 
 
 def _full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _are_equal(measured: Tensor, expected: Tensor, *, roundings: float) -> bool:
-    if not roundings or not expected.is_floating_point():
-        return bool(((measured == expected) | (measured.isnan() & expected.isnan())).all())
-    finite = expected[expected.isfinite()]
-    scale = max(1.0, float(finite.abs().max()) if finite.numel() else 1.0)
-    bound = roundings * torch.finfo(expected.dtype).eps / 2 * scale
-    return torch.allclose(measured, expected, rtol=0.0, atol=bound, equal_nan=True)
-
-
-def _numbers(tensor: Tensor) -> str:
-    numbers = [round(number, 4) if isinstance(number, float) else number for number in tensor.flatten()[:6].tolist()]
-    return f"{numbers}"
-
-
-def _text(layout: Sequence[Placement]) -> str:
-    return f"({', '.join(str(at) for at in layout)})"
 
 
 # Layouts

@@ -3,9 +3,9 @@
 from conformance.experiments.dtensor import operate, redistribute
 from conformance.experiments.operator_sweep import sweep
 from conformance.judge.law import law
-from conformance.judge.measurements import measure as record
 from conformance.laws import compare
 from conformance.laws.fixtures import Measure
+from conformance.laws.sweeps import right_or_refused
 from conformance.plan.cells import Cell
 from conformance.plan.substrates import CUDA
 
@@ -65,16 +65,4 @@ def test_dtensor_operators_on_every_layout(measure: Measure, cell: Cell) -> None
 
     How often an operator refuses is recorded, without a bound: it shows when a version refuses what another computed.
     """
-    ranks = measure(sweep, cell)
-    first = ranks[0]
-    if not any(first.computed.values()):
-        raise RuntimeError(f"cell {cell.id}: no operator has computed anything")
-    for operator, refused in first.refused.items():
-        if refused:
-            tried = f"of {refused + first.computed[operator]} layouts"
-            record(f"{operator}: refused", refused, kind="exact", unit="layouts", at=tried)
-    wrong = {each.name: each for swept in reversed(ranks) for each in swept.wrong}
-    faulty = {each.operator for each in wrong.values()}
-    layouts = {f"{operator}: wrong": 0 for operator in first.computed if operator not in faulty}
-    layouts |= {name: each.layouts for name, each in wrong.items()}
-    compare.none(layouts, details={name: each.example for name, each in wrong.items()}, unit="layouts")
+    right_or_refused(measure(sweep, cell), unit="layouts")

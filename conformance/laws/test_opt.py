@@ -3,16 +3,20 @@
 from collections import Counter
 from functools import partial
 
+from conformance.experiments.optimizer_sweep import sweep
 from conformance.judge.law import law
 from conformance.laws import compare
-from conformance.laws.fixtures import Run
+from conformance.laws.fixtures import Measure, Run
 from conformance.laws.steps import run_before_save, without_checkpoint
+from conformance.laws.sweeps import right_or_refused
 from conformance.oracles.dtype_policy import optimizer_state
 from conformance.oracles.pipeline import held_by
 from conformance.oracles.plain_optimizer import Start, chosen_on_device, plain_updates
 from conformance.oracles.reference import initial_model, learning_rate
 from conformance.plan.cells import Cell
+from conformance.plan.substrates import CUDA
 
+OPTIM = "https://docs.pytorch.org/docs/stable/optim.html"
 FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
 
 
@@ -63,6 +67,24 @@ def test_optimizer_steps_as_on_plain_tensors(run: Run, cell: Cell) -> None:
         expected = plain_updates(config, initial, gradients, start=start, device=device)
         for kind, tensors in expected.items():
             compare.bits(shards(f"final/{kind}/"), tensors, name=f"{kind} of rank {rank} after the last step")
+
+
+@law(
+    "OPT-3",
+    where="id in (dp3-fp32-default-meta, dp2-tp2-fp32-default-meta-nosp)",
+    reference=OPTIM,
+    since="2.13",
+    substrates=("gloo", *CUDA),  # on the simulated device an operator that refuses after others ends the process
+)
+def test_optimizers_step_on_dtensors_as_on_plain_tensors(measure: Measure, cell: Cell) -> None:
+    """Every optimizer of torch.optim, with each implementation and option, MUST leave on DTensors the parameters and
+    the state that it leaves on full plain tensors after several steps, or refuse, on all ranks alike; however
+    parameters and gradients are laid out.
+
+    In every bit where an element depends on no other, else within a derived bound. How often an optimizer refuses is
+    recorded, without a bound.
+    """
+    right_or_refused(measure(sweep, cell), unit="layouts")
 
 
 def _steps_taken_before(run: Run, cell: Cell) -> int:

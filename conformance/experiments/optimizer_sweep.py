@@ -1,0 +1,201 @@
+"""Sweep of optimizers over layouts of parameters and gradients, compared with steps on plain tensors."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from conformance.experiments.context import RankWorld, experiment
+from conformance.experiments.layouts import Layout, difference, distributed, shard_of
+from conformance.experiments.optimizer_samples import STEPS, OptimizerSample, optimizer_samples
+from conformance.experiments.trials import Swept, Trials
+from conformance.instruments.sharding import full
+from conformance.run.experiment import Needs
+
+Shapes = Sequence[tuple[int, ...]]
+State = dict[str, Tensor]
+"""Parameters, and tensors and numbers of the optimizer's state, by name."""
+
+
+_BOUND_OF_PENDING = 2.0**-18
+"""Bound on the relative deviation of fp32 numbers where gradients are pending sums.
+
+Ranks may step with their own numbers, which are at most 2, and round them before they are added up: in each of three
+steps at most 2**4 operators do, by 2**-24 each.
+"""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Parameters of an optimizer: their shapes, and layouts of each and of its gradient."""
+
+    kind: str
+    shapes: Shapes
+    layouts: Sequence[Layout]
+    gradients: Sequence[Layout]
+
+    @property
+    def is_pending(self) -> bool:
+        """True if gradients are pending sums."""
+        return any(at.is_partial() for layout in self.gradients for at in layout)
+
+
+@experiment(needs=Needs.SHARDING)
+def sweep(rank: RankWorld) -> Swept:
+    """Step with every sample in the settings of this mesh; options in the first setting alone."""
+    trials = Trials(rank.mesh)
+    settings = settings_of(trials.mesh)
+    for sample in optimizer_samples():
+        for setting in settings[:1] if sample.is_elementwise and not sample.is_usual else settings:
+            _try_setting(trials, sample, setting)
+    return trials.swept
+
+
+def settings_of(mesh: DeviceMesh) -> list[Setting]:
+    """Return the settings that a mesh is there for.
+
+    One dimension: rows of which ranks have different numbers or none, rows of equal numbers, vectors alone, columns,
+    and gradients laid out otherwise than parameters. Two: parameters of FSDP over tensor parallelism in one optimizer,
+    replicas whose gradients are pending sums, as those of norms under sequence parallelism, and HSDP.
+    """
+    size = mesh.size(mesh.ndim - 1)
+    if mesh.ndim == 2:
+        norm = (Shard(0), Replicate())
+        layouts = [_strided(mesh), (Shard(0), Shard(1)), norm]
+        norms, pending, hsdp = [norm] * 2, [(Shard(0), Partial("sum"))] * 2, [(Replicate(), Shard(0))] * 2
+        return [
+            Setting("FSDP and TP", [(4 * size, 3), (2 * size + 1, 2 * size), (5,)], layouts, layouts),
+            Setting("pending gradients", [(2 * size, 3), (size,)], norms, pending),
+            Setting("HSDP", [(2 * size + 1, 3), (2 * size - 1,)], hsdp, hsdp),
+        ]
+    rows, columns, replicas = ([(at,)] * 2 for at in (Shard(0), Shard(1), Replicate()))
+    uneven = [(2 * size + 1, 4), (2 * size - 1,)]
+    return [
+        Setting("uneven rows", uneven, rows, rows),
+        Setting("even rows", [(2 * size, 4), (size,)], rows, rows),
+        Setting("vectors", [(2 * size + 1,), (2 * size,)], rows, rows),
+        Setting("columns", [(3, 2 * size + 1), (4, 2 * size)], columns, columns),
+        Setting("rows on some ranks", [(1, 4), (size - 1,)], rows, rows),
+        Setting("replicated gradients", uneven, rows, replicas),
+    ]
+
+
+def _strided(mesh: DeviceMesh) -> Layout:
+    """Return the layout that FSDP gives to a parameter that tensor parallelism has sharded by rows."""
+    assert mesh.mesh_dim_names is not None
+    dp, tp = mesh.mesh_dim_names
+    linear = parallelize_module(nn.Linear(2, 4 * mesh.size(1), bias=False), mesh[tp], ColwiseParallel())
+    fully_shard(linear, mesh=mesh[dp])
+    assert isinstance(linear.weight, DTensor)
+    return tuple(linear.weight.placements)
+
+
+def _try_setting(trials: Trials, sample: OptimizerSample, setting: Setting) -> None:
+    """Step in a setting, if plain tensors do; an optimizer that takes matrices alone gets no vector."""
+    for count in (len(setting.shapes), 1):
+        numbers = Numbers.of(setting.shapes[:count], sample.dtype)
+        expected = _on_plain_tensors(sample, numbers)
+        if expected is not None:
+            call = partial(_faults, sample, setting, numbers, expected)
+            trials.attempt(sample.name, setting.kind, f"{count} parameters", call)
+            return
+
+
+def _on_plain_tensors(sample: OptimizerSample, numbers: "Numbers") -> State | None:
+    """Return the outcome on full plain tensors; None if the optimizer refuses them, as it does options of devices."""
+    with suppress(RuntimeError, ValueError, NotImplementedError, AssertionError):
+        return _stepped(sample, numbers)
+    return None
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Parameters, and gradients of each step: full or shards, plain tensors or DTensors."""
+
+    parameters: Sequence[Tensor]
+    gradients: Sequence[Sequence[Tensor]]
+
+    @classmethod
+    def of(cls, shapes: Shapes, dtype: torch.dtype) -> "Numbers":
+        """Return multiples of an eighth between -1 and 1, whose sums are exact in any order."""
+        generator = torch.Generator().manual_seed(0)
+
+        def sampled() -> list[Tensor]:
+            return [torch.randint(-8, 9, shape, generator=generator).to(dtype) / 8 for shape in shapes]
+
+        return cls(sampled(), [sampled() for _ in range(STEPS)])
+
+    def laid_out(
+        self, place: Callable[[Tensor, DeviceMesh, Layout], Tensor], mesh: DeviceMesh, setting: Setting
+    ) -> "Numbers":
+        """Return all numbers as `place` lays them out on a mesh."""
+        parameters = [place(p, mesh, at) for p, at in zip(self.parameters, setting.layouts, strict=False)]
+        gradients = [
+            [place(grad, mesh, at) for grad, at in zip(of_step, setting.gradients, strict=False)]
+            for of_step in self.gradients
+        ]
+        return Numbers(parameters, gradients)
+
+
+def _stepped(sample: OptimizerSample, numbers: Numbers) -> State:
+    """Return parameters and state after all steps; an optimizer that evaluates the loss gets one of the gradients."""
+    parameters = [p.clone().requires_grad_(not sample.differentiable) for p in numbers.parameters]
+    optimizer = sample.make(parameters, **sample.options)
+    for of_step in numbers.gradients:
+        if sample.is_line_search:
+            optimizer.step(partial(_quadratic, parameters, of_step))
+            continue
+        for p, grad in zip(parameters, of_step, strict=True):
+            p.grad = grad.clone()
+        optimizer.step()
+    return dict(_state(optimizer, parameters))
+
+
+def _quadratic(parameters: Sequence[Tensor], minima: Sequence[Tensor]) -> float:
+    """Return a loss whose curvature is 1 to 3 by parameter, and set its gradients."""
+    loss = 0.0
+    for curvature, (p, minimum) in enumerate(zip(parameters, minima, strict=True), 1):
+        distance = p.detach() - minimum
+        p.grad = distance * curvature
+        loss += float(full((distance * distance).sum())) * curvature / 2
+    return loss
+
+
+def _state(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    for index, p in enumerate(parameters):
+        yield f"parameter {index}", p.detach()
+        for key, value in optimizer.state.get(p, {}).items():
+            for number, each in enumerate(value if isinstance(value, list) else [value]):
+                if each is not None:
+                    yield f"{key} {number} of {index}", torch.as_tensor(each).detach()
+
+
+def _faults(
+    sample: OptimizerSample, setting: Setting, numbers: Numbers, expected: State, mesh: DeviceMesh
+) -> dict[str, str]:
+    """Return the faults of this rank: in bits of its shards for optimizers on elements, of full tensors for others."""
+    measured = _stepped(sample, numbers.laid_out(distributed, mesh, setting))
+    if sample.is_elementwise:
+        own = replace(setting, gradients=setting.layouts)
+        expected = _stepped(sample, numbers.laid_out(_plain_shard, mesh, own))
+    if measured.keys() != expected.keys():
+        return {"state": f"{sorted(measured)}, expected {sorted(expected)}"}
+    bound = sample.bound or (_BOUND_OF_PENDING if setting.is_pending else None)
+    faults: dict[str, str] = {}
+    for name, wanted in expected.items():
+        layout = setting.layouts[int(name.rpartition(" ")[2])] if sample.is_elementwise else None
+        text = difference(measured[name], wanted, bound=bound, layout=layout)
+        if text:
+            faults.setdefault("parameter" if name.startswith("parameter") else "state", f"{name}: {text}")
+    return faults
+
+
+def _plain_shard(tensor: Tensor, mesh: DeviceMesh, layout: Layout) -> Tensor:
+    return shard_of(tensor, mesh, layout).contiguous()

@@ -1,0 +1,156 @@
+"""Trials of an interface on all ranks of a mesh: right, refused, wrong, or ended otherwise on some ranks.
+
+Ranks agree after each trial how it ended, over a process group of their own: a call that raises on one rank alone
+leaves the others waiting, which is a fault, too. The mesh is then replaced, since its process group is of no more use.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from enum import IntEnum
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from conformance.run.failures import PEER_LOSS_MESSAGE
+
+AGREEMENT = "agreement"
+"""Fault of a call that raises, or waits, on some ranks and not on others."""
+_WAIT_LIMITS_S = (0.5, 10.0)
+"""Time limits of the mesh's collectives: of each call, and of the repetition of a call after which no rank tells why.
+
+A rank that raises an error of its own while others wait is a fault however long they wait. If none does, the machine
+may be slow.
+"""
+_WAITED = re.compile(f"{PEER_LOSS_MESSAGE.pattern}|timeout|pair closure", re.IGNORECASE)
+"""Errors of a rank that has waited for another one."""
+
+Call = Callable[[DeviceMesh], Mapping[str, str]]
+"""Function that tries an interface on a mesh; it returns its faults, each with a text, or raises if that refuses."""
+
+
+class Wrong(msgspec.Struct, frozen=True, kw_only=True):
+    """A fault that an interface shows in some cases of one kind."""
+
+    subject: str
+    fault: str
+    kind: str
+    cases: int
+    """Number of cases that show it."""
+    example: str
+    """The first of these cases, with what was expected and measured."""
+
+    @property
+    def name(self) -> str:
+        """Name of the metric: subject, fault and kind."""
+        return f"{self.subject}: {self.fault} of {self.kind}"
+
+
+class Swept(msgspec.Struct, kw_only=True):
+    """Outcome of a sweep on one rank; numbers of cases by subject, that is by operator, optimizer or module."""
+
+    computed: dict[str, int] = {}
+    refused: dict[str, int] = {}
+    reasons: dict[str, str] = {}
+    """Case and error of a subject's first refusal."""
+    wrong: list[Wrong] = []
+
+
+class End(IntEnum):
+    """End of a call on one rank."""
+
+    RESULT = 0
+    ERROR = 1
+    WAITED = 2
+    """The rank has waited for another one until the time limit."""
+
+
+@dataclass
+class Trials:
+    """Trials on a mesh of the shape of another one, whose process groups serve no trial."""
+
+    shape_of: DeviceMesh
+    _made: int = 0
+    _swept: Swept = field(default_factory=Swept)
+    _found: dict[tuple[str, str, str], list[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.mesh = self._new_mesh(_WAIT_LIMITS_S[0])
+
+    @property
+    def swept(self) -> Swept:
+        """Outcome of all trials."""
+        wrong = [
+            Wrong(subject=subject, fault=fault, kind=kind, cases=len(examples), example=examples[0])
+            for (subject, fault, kind), examples in self._found.items()
+        ]
+        return msgspec.structs.replace(self._swept, wrong=wrong)
+
+    def add(self, subject: str) -> None:
+        """Count the cases of a subject from 0, so that the outcome names it without any case, too."""
+        self._swept.computed.setdefault(subject, 0)
+        self._swept.refused.setdefault(subject, 0)
+
+    def attempt(self, subject: str, kind: str, case: str, call: Call) -> bool:
+        """Try a case of a kind, unless one before has left ranks waiting; returns whether all ranks ended alike."""
+        self.add(subject)
+        if (subject, AGREEMENT, kind) in self._found:
+            return False
+        for _ in _WAIT_LIMITS_S:
+            error, faults = _ended(call, self.mesh)
+            ends = _ends(error)
+            if set(ends) == {End.RESULT}:
+                self._swept.computed[subject] += 1
+                self._note(subject, kind, case, faults)
+                return True
+            if set(ends) == {End.ERROR}:
+                self._swept.refused[subject] += 1
+                self._swept.reasons.setdefault(subject, f"{case}: {error!r:.200}")
+                return True
+            self.mesh = self._new_mesh(_WAIT_LIMITS_S[-1])
+            if End.ERROR in ends:
+                break
+        self.mesh = self._new_mesh(_WAIT_LIMITS_S[0])
+        states = ", ".join(f"rank {rank}: {end.name.lower()}" for rank, end in enumerate(ends))
+        self._note(subject, kind, case, {AGREEMENT: f"{states}; here {error!r:.150}"})
+        return False
+
+    def _note(self, subject: str, kind: str, case: str, faults: Mapping[str, str]) -> None:
+        for fault, text in faults.items():
+            self._found.setdefault((subject, fault, kind), []).append(f"{case}: {text}")
+
+    def _new_mesh(self, limit_s: float) -> DeviceMesh:
+        """Return a mesh of the same shape with new process groups.
+
+        Its dimensions have new names: DTensor keeps sharding decisions by meshes that compare equal, and would use the
+        groups of the mesh before.
+        """
+        self._made += 1
+        ranks, groups = self.shape_of.mesh, []
+        for dim in range(ranks.ndim):
+            rows = ranks.movedim(dim, -1).reshape(-1, ranks.size(dim)).tolist()
+            made = [dist.new_group(row, timeout=timedelta(seconds=limit_s)) for row in rows]
+            groups.append(next(group for row, group in zip(rows, made, strict=True) if dist.get_rank() in row))
+        names = tuple(f"trials{self._made}_{dim}" for dim in range(ranks.ndim))
+        if len(groups) == 1:
+            return DeviceMesh.from_group(groups[0], self.shape_of.device_type, mesh_dim_names=names)
+        return DeviceMesh.from_group(groups, self.shape_of.device_type, mesh=ranks, mesh_dim_names=names)
+
+
+def _ended(call: Call, mesh: DeviceMesh) -> tuple[Exception | None, Mapping[str, str]]:
+    try:
+        return None, call(mesh)
+    except Exception as error:
+        return error, {}
+
+
+def _ends(error: Exception | None) -> list[End]:
+    """Return how a call has ended on each rank."""
+    end = End.RESULT if error is None else End.WAITED if _WAITED.search(str(error)) else End.ERROR
+    ends = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    ends[dist.get_rank()] = end
+    dist.all_reduce(ends)
+    return [End(value) for value in ends.tolist()]

@@ -1,0 +1,28 @@
+"""TP: interfaces of tensor parallelism compute what modules and losses compute in one process."""
+
+from conformance.experiments.parallel_sweep import sweep
+from conformance.judge.law import law
+from conformance.laws.fixtures import Measure
+from conformance.laws.sweeps import right_or_refused
+from conformance.plan.cells import Cell
+from conformance.plan.substrates import CUDA
+
+PARALLEL = "https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html"
+
+
+@law(
+    "TP-1",
+    where="id in (tp2-fp32-default-meta, tp4-fp32-default-meta-integer-sgd-noclip-steps1, "
+    "dp2-tp2-fp32-default-meta-norminf)",
+    reference=PARALLEL,
+    since="2.13",
+    substrates=("gloo", *CUDA),  # as for DT-3
+)
+def test_parallel_styles_and_loss_parallel_equal_one_process(measure: Measure, cell: Cell) -> None:
+    """Modules with each style of parallelize_module, in any layout that it is given, and cross_entropy under
+    loss_parallel MUST have the output and the gradients that they have in one process, or refuse, on all ranks alike;
+    also where sizes do not divide the mesh.
+
+    Exactly on whole numbers, else within a derived bound. Refusals are recorded, without a bound.
+    """
+    right_or_refused(measure(sweep, cell), unit="layouts")
