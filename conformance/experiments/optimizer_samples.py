@@ -81,9 +81,9 @@ class OptimizerSample:
         Muon rounds to bf16, by 2**-9. One iteration makes 3.4 X - 4.8 X X' X + 2.0 (X X')^2 X of a matrix X of norm 1:
         each of three products is rounded once on each of up to four ranks and once when added up, relative to at most
         3.4 + 4.8 + 2.0 < 2**4, twice in three steps' momentum at most. That is 2**-9 * 2**4 * 2 = 2**-4 at the worst,
-        where all roundings add up; a fourth of it is allowed. Faults change a tenth or more.
+        where all roundings add up. Faults change a tenth or more.
         """
-        return {"Adafactor": 2.0**-39, "LBFGS": 2.0**-31, "Muon": 2.0**-6}.get(self.make.__name__, 0.0)
+        return {"Adafactor": 2.0**-39, "LBFGS": 2.0**-31, "Muon": 2.0**-4}.get(self.make.__name__, 0.0)
 
 
 def optimizer_samples() -> Iterator[OptimizerSample]:

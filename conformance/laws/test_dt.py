@@ -3,6 +3,7 @@
 from conformance.experiments.dtensor import operate, redistribute
 from conformance.experiments.operator_sweep import sweep
 from conformance.judge.law import law
+from conformance.judge.measurements import measure as record
 from conformance.laws import compare
 from conformance.laws.fixtures import Measure
 from conformance.laws.sweeps import right_or_refused
