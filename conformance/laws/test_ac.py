@@ -22,9 +22,9 @@ _PRODUCTS_OF_A_GRADIENT = 2
     reference=CHECKPOINT,
 )
 def test_backward_recomputes_what_was_dropped(run: Run, cell: Cell) -> None:
-    """With full activation checkpointing each rank MUST compute in backward, once more, the attention and the matrix
-    products of each block, up to the last result that a gradient needs; with selective checkpointing, which keeps these
-    results, and without any it MUST compute none again.
+    """Each rank MUST compute in backward, once more, the attention and the matrix products of a block under full
+    activation checkpointing, up to the last result that a gradient needs, and none again under selective checkpointing,
+    which keeps these results, or without any.
 
     The block's last product is needed if dropout follows, whose mask is drawn again.
     """

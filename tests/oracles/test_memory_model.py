@@ -292,13 +292,13 @@ def test_memory_as_predicted_passes() -> None:
 @pytest.mark.parametrize("off", [-1, 1])
 def test_a_peak_that_is_off_fails(phase: str, off: int) -> None:
     change = {phase: (1024 * off, 0)}
-    with pytest.raises(ConformanceFailure, match=f"peak of {phase} of rank 0: measured"):
+    with pytest.raises(ConformanceFailure, match=f"peak of {phase} of first rank: measured"):
         laws.test_memory_of_a_simulated_world_matches_the_model(measured(change), CELL)
 
 
 @pytest.mark.parametrize("phase", ["forward", "idle"])
 def test_something_left_over_fails(phase: str) -> None:
-    with pytest.raises(ConformanceFailure, match=f"rest of {phase} of rank 0: measured"):
+    with pytest.raises(ConformanceFailure, match=f"rest of {phase} of first rank: measured"):
         laws.test_memory_of_a_simulated_world_matches_the_model(measured({phase: (0, 1024)}), CELL)
 
 
