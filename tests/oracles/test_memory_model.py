@@ -220,7 +220,7 @@ def measured(change: Mapping[str, tuple[int, int]]) -> Measure:
     def measure(experiment: Experiment[Any], cell: Cell, *, on_device: bool = False) -> list[Any]:
         if experiment is without_fsdp.profile_without_fsdp:
             return [empty_profile()]
-        return [step_memory(cell, change)] * (1 if experiment.alone else cell.world_size)
+        return [step_memory(cell, change)] * (1 if experiment.alone or experiment.sampled else cell.world_size)
 
     return measure
 
