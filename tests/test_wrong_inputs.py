@@ -52,6 +52,7 @@ waivers:
     issue: https://github.com/pytorch/pytorch/issues/1
     reason: a fault
     expires: 2099-12-31
+    shows: [{metric: loss, least: 1, most: 2}]
 """
 
 

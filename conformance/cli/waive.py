@@ -37,11 +37,11 @@ def run(options: argparse.Namespace) -> Answer:
 def draft_waivers(report: Report, *, today: datetime.date) -> str:
     """Return entries for waivers.yaml, one for each law and type of device that has failed; empty if nothing has.
 
-    Cases that no waiver covers are named in comments.
+    Cases that no waiver covers are named in comments: a waiver says which metrics are out of bounds, and by how much.
     """
     failed: dict[tuple[str, str], list[CaseResult]] = {}
     for case in report.cases:
-        if case.verdict == Verdict.FAIL:
+        if case.verdict == Verdict.FAIL and _symptoms([case]):
             failed.setdefault((case.law, kernel_type(case.substrate)), []).append(case)
     torch = str(report.environment["packages"]["torch"])
     expires = today + datetime.timedelta(days=LASTS_DAYS)
@@ -49,7 +49,7 @@ def draft_waivers(report: Report, *, today: datetime.date) -> str:
     others = [
         f"  # {case.verdict}, which no waiver covers: {case.id}"
         for case in report.cases
-        if case.verdict in _NOT_TO_BE_WAIVED
+        if case.verdict in _NOT_TO_BE_WAIVED or (case.verdict == Verdict.FAIL and not _symptoms([case]))
     ]
     return "\n".join([*entries, *others])
 
@@ -73,7 +73,7 @@ def _entry(law: str, device: str, cases: list[CaseResult], *, torch: str, expire
 
 
 def _symptoms(cases: list[CaseResult]) -> list[str]:
-    """Lines with the metrics that are out of their bounds, and the values that were seen."""
+    """Lines with the metrics that are out of their bounds, and the values that were seen; none without a metric."""
     seen: dict[str, list[float]] = {}
     for case in cases:
         for name, metric in case.measured.items():

@@ -57,10 +57,8 @@ class Waiver(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Description of the fault."""
     expires: Annotated[str, Meta(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}\Z")]
     """Last day of the waiver, which waives nothing from the next day on: nobody forgets a waiver."""
-    shows: list[Symptom] | None = None
-    """Metrics that fail, and by how much; a failure of another metric or size is not waived.
-
-    None for a fault of releases whose figures are not known: the waiver then covers all that the law finds."""
+    shows: Annotated[list[Symptom], Meta(min_length=1)]
+    """Metrics that fail, and by how much; a failure of another metric or size is not waived."""
 
     @property
     def versions(self) -> tuple[Release, Release]:
@@ -97,8 +95,6 @@ class Waiver(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def _unexplained(self, measured: Mapping[str, Measurement]) -> str:
         """Return the metrics out of bounds that are no symptom of the fault; empty if the waiver covers the failure."""
-        if self.shows is None:
-            return ""
         broken = {name: metric for name, metric in measured.items() if margin_of(metric) > 1.0}
         if not broken:
             return "no metric is out of its bounds"
@@ -131,7 +127,7 @@ def load_waivers(file: Path, matrix: Matrix) -> list[Waiver]:
             datetime.date.fromisoformat(waiver.expires)
         except ValueError as error:
             raise ValueError(f"{file.name}: waiver of {waiver.law}: {error}") from None
-        for symptom in waiver.shows or ():
+        for symptom in waiver.shows:
             if symptom.least > symptom.most:
                 raise ValueError(
                     f"{file.name}: waiver of {waiver.law}: {symptom.metric} shows values from {symptom.least} to "

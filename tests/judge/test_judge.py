@@ -10,7 +10,7 @@ from conformance.judge.law import law, law_of
 from conformance.judge.measurements import Measurement, measure
 from conformance.judge.support import Machine
 from conformance.judge.verdicts import Verdict
-from conformance.judge.waivers import Waiver
+from conformance.judge.waivers import Symptom, Waiver
 from conformance.outcomes import ConformanceFailure, Unsupported
 from conformance.plan.cells import Cell
 from conformance.plan.matrix import Case
@@ -27,6 +27,7 @@ WAIVER = Waiver(
     issue="https://github.com/pytorch/pytorch/issues/1",
     reason="it is so",
     expires="2027-01-31",
+    shows=[Symptom(metric="difference", least=3.0, most=3.0)],
 )
 
 
@@ -34,12 +35,14 @@ WAIVER = Waiver(
 def judged(store: RecordStore) -> Callable[..., Judged]:
     """Function that judges `CASE` by a law whose test ends with an exception, or passes."""
 
-    def run(outcome: BaseException | None = None, *, since: str = "2.6", **options: object) -> Judged:
+    def run(
+        outcome: BaseException | None = None, *, since: str = "2.6", upper: float = 4.0, **options: object
+    ) -> Judged:
         @law("PAR-1", where="world > 1", reference="https://docs.pytorch.org", since=since)
         def test(cell: Cell) -> None:
             """Ranks MUST agree."""
             assert cell == CASE.cell
-            measure("difference", 3.0, upper=4.0, unit="bytes", kind="memory")
+            measure("difference", 3.0, upper=upper, unit="bytes", kind="memory")
             if outcome:
                 raise outcome
 
@@ -87,7 +90,7 @@ def test_a_case_that_the_machine_cannot_judge_is_not_run(judged: Callable[..., J
     [(ConformanceFailure("4"), Verdict.WAIVED), (None, Verdict.UNEXPECTED_PASS), (KeyError(), Verdict.ERROR)],
 )
 def test_waivers(judged: Callable[..., Judged], outcome: Exception | None, verdict: Verdict) -> None:
-    assert judged(outcome, waivers=[WAIVER]).verdict == verdict
+    assert judged(outcome, upper=2.0, waivers=[WAIVER]).verdict == verdict
 
 
 @pytest.mark.parametrize(
