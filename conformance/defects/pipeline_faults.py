@@ -16,6 +16,7 @@ _PIPELINING = "torch.distributed.pipelining"
 _STAGE = f"{_PIPELINING}.stage:_PipelineStageBase"
 _DOCS = "https://docs.pytorch.org/docs/stable/distributed.pipelining.html"
 _PLAIN = "id = pp2-dp2-fp32-default-meta-cut-acc4"
+_PLAIN_OR_GPIPE = "id in (pp2-dp2-fp32-default-meta-cut-acc4, pp2-dp2-fp32-default-meta-cut-acc4-gpipe)"
 _TWO_STAGES = "id in (pp2-dp2-fp32-default-meta-cut-acc4-loopedbfs, pp2-dp2-fp32-default-meta-cut-acc4-zbvzerobubble)"
 
 _HALVES = "id in (pp2-dp2-fp32-default-meta-cut-acc4-zbvzerobubble, pp2-dp2-bf16mp-default-meta-cut-acc4-zbvzerobubble)"
@@ -160,7 +161,7 @@ ACTIVATIONS_KEPT = Defect(
     source="https://github.com/pytorch/pytorch/issues/164756",
     mechanism="the graph is retained, and its output is referenced",
     laws=("PP-2", "MEM-1", "MEM-6"),
-    cells=_PLAIN,
+    cells=_PLAIN_OR_GPIPE,
     inject=partial(graphs, kept=True),
     inject_twin=partial(graphs, kept=False),
 )
@@ -188,7 +189,7 @@ SENT_GRADIENTS_KEPT = Defect(
     source=_DOCS,
     mechanism="`bwd_cache` keeps the gradients of the stage's inputs of all micro-batches",
     laws=("MEM-1", "MEM-6"),
-    cells=_PLAIN,
+    cells=_PLAIN_OR_GPIPE,
     inject=partial(sent_gradients, kept=True),
     inject_twin=partial(sent_gradients, kept=False),
 )

@@ -192,7 +192,7 @@ def test_memory_is_linear_in_the_layers(measure: Measure, cell: Cell) -> None:
     "MEM-6",
     where="implementation = fsdp2 and world <= 4 and saved_on = none and compile = false and (model = even and "
     "(features <= 2 and (tp = 1 or optimizer = sgd) or accumulation > 1 and offload = cpu and dropout = 0.0) "
-    "or pp > 1 and model = cut and features <= 3)",
+    "or pp > 1 and model = cut and features = 3)",  # the plain pipeline is in `smoke`, which has no time for it
     reference=RESHARD_AFTER_FORWARD,
     substrates=SIMULATED,
 )
