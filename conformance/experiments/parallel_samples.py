@@ -11,12 +11,16 @@ from itertools import product
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import (
+    Placement,
+    Replicate,
+    Shard,
+    parallel,  # for `PrepareModuleInputOutput`, which torch has from 2.8 on
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
-    PrepareModuleInputOutput,
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
@@ -197,7 +201,7 @@ def _prepared() -> Iterator[ParallelSample]:
             subject="PrepareModuleInputOutput",
             output=(at,),
             inner=() if is_local else (to,),
-            style=PrepareModuleInputOutput(
+            style=parallel.PrepareModuleInputOutput(
                 input_layouts=both,
                 desired_input_layouts=desired,
                 use_local_input=not is_local,
