@@ -46,7 +46,7 @@ class Mutant(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Outcome of a session: `survived`, `no report`, or the verdict of the first case that has noticed the mutant."""
+    """Outcome of a session: `survived`, `nothing judged`, `no report`, or the verdict of the first case that failed."""
 
     verdict: str
     case: str = ""
@@ -97,9 +97,8 @@ def outcome(change: str, selection: list[str]) -> Outcome:
         if not file.exists():
             return Outcome("no report")
         cases = msgspec.json.decode(file.read_bytes(), type=Report).cases
-    return next(
-        (Outcome(case.verdict, case.id, case.reason) for case in cases if _is_noticed(case)), Outcome("survived")
-    )
+    ended = "survived" if any(case.verdict == "pass" for case in cases) else "nothing judged"
+    return next((Outcome(case.verdict, case.id, case.reason) for case in cases if _is_noticed(case)), Outcome(ended))
 
 
 def _is_noticed(case: CaseResult) -> bool:
