@@ -113,3 +113,28 @@ UNSHARDED_IN_BACKWARD_ANYWAY = Defect(
     inject=partial(method_calls, "set_unshard_in_backward", times=0),
     inject_twin=partial(method_calls, "set_unshard_in_backward", times=2),
 )
+
+
+def last_backward(*, drops_earlier: bool) -> AbstractContextManager[None]:
+    """Drop the gradients of earlier backward passes when the last one is announced, or announce it twice."""
+
+    def set_is_last_backward(original: Callable[..., None], module: Any, is_last: bool) -> None:
+        original(module, is_last)
+        if is_last and drops_earlier:
+            module.zero_grad()
+        elif is_last:
+            original(module, is_last)
+
+    return replaced_call(_MODULE, "set_is_last_backward", set_is_last_backward)
+
+
+EARLIER_BACKWARD_DROPPED = Defect(
+    id="earlier-backward-dropped",
+    title="gradients of backward passes that are not the last are lost",
+    source=_DOCS,
+    mechanism="the state of an iteration is cleared where only that of prefetching is to be",
+    laws=("API-2",),
+    cells=_CELL,
+    inject=partial(last_backward, drops_earlier=True),
+    inject_twin=partial(last_backward, drops_earlier=False),
+)

@@ -30,6 +30,11 @@ def use_methods(rank: RankWorld) -> dict[str, Wrong]:
     return try_all(rank, _METHODS)
 
 
+def _fsdp(module: nn.Module) -> FSDPModule:
+    """Return a module that `fully_shard` was applied to as what it is."""
+    return cast("FSDPModule", module)
+
+
 def _with_a_divide_factor(world: DataParallel) -> Wrong:
     """Divide by each factor that the mesh allows, and on meshes of one shard and of one replica as well."""
     wrong: Wrong = {}
@@ -70,7 +75,7 @@ def _triple(reduced: Tensor) -> None:
 
 def _unsharded_ahead(world: DataParallel) -> Wrong:
     net = world.net()
-    handle = cast("FSDPModule", net.first).unshard(async_op=True)
+    handle = _fsdp(net.first).unshard(async_op=True)
     assert handle is not None
     handle.wait()
     unsharded = dict(net.first.named_parameters())
@@ -79,14 +84,14 @@ def _unsharded_ahead(world: DataParallel) -> Wrong:
     for name, value in single.first.named_parameters():
         wrong[name] = int((full(unsharded[name]) != value).sum())
     wrong |= world.wrong(world.backward(net))
-    cast("FSDPModule", net.first).unshard()
-    cast("FSDPModule", net.first).reshard()
+    _fsdp(net.first).unshard()
+    _fsdp(net.first).reshard()
     return wrong | {"unsharded": len(unsharded) - sharded_parameters(net.first)}
 
 
 def _kept_after_forward(world: DataParallel) -> Wrong:
     net = world.net()
-    cast("FSDPModule", net).set_reshard_after_forward(False)
+    _fsdp(net).set_reshard_after_forward(False)
     out = net(world.own)
     wrong = {"sharded": sharded_parameters(net.first)}
     out.sum().backward()
@@ -96,7 +101,7 @@ def _kept_after_forward(world: DataParallel) -> Wrong:
 def _resharded_after_forward(world: DataParallel) -> Wrong:
     """Reshard the root as well, which fully_shard leaves unsharded unless it is told otherwise."""
     net = world.net()
-    _root(net).set_reshard_after_forward(True)
+    _fsdp(net).set_reshard_after_forward(True)
     out = net(world.own)
     wrong = {"unsharded": sum(1 for _ in net.parameters()) - sharded_parameters(net)}
     out.sum().backward()
@@ -105,7 +110,7 @@ def _resharded_after_forward(world: DataParallel) -> Wrong:
 
 def _kept_after_backward(world: DataParallel) -> Wrong:
     net = world.net()
-    cast("FSDPModule", net).set_reshard_after_backward(False)
+    _fsdp(net).set_reshard_after_backward(False)
     world.backward(net)
     wrong = {"sharded": sharded_parameters(net.first)}
     for module in fsdp_modules(net):
@@ -122,49 +127,36 @@ def _by_another_method(world: DataParallel) -> Wrong:
     return world.wrong(net, factor=2.0)
 
 
-def _root(net: Net) -> FSDPModule:
-    return cast("FSDPModule", net)
-
-
 def _told_without_recursion(world: DataParallel) -> Wrong:
     """Change the root alone: layers go on as before, in each of the methods that can be told so."""
-    return (
-        _reductions_postponed_by_the_root(world) | _all_reduces_postponed_by_the_root(world) | _kept_by_the_root(world)
-    )
+    without_root = world.expected() | {"shift": None}
+    replicated = without_root if world.shards < world.size else world.expected()
+    reductions = _postponed_by_the_root(world, "reductions", FSDPModule.set_requires_gradient_sync, without_root)
+    sums = _postponed_by_the_root(world, "all-reduces", FSDPModule.set_requires_all_reduce, replicated)
+    return reductions | sums | _kept_by_the_root(world)
 
 
-def _reductions_postponed_by_the_root(world: DataParallel) -> Wrong:
+def _postponed_by_the_root(
+    world: DataParallel, name: str, synchronise: Callable[..., None], first: dict[str, Tensor | None]
+) -> Wrong:
+    """Postpone what `synchronise` switches in the root for a micro-batch, after which gradients are the `first`."""
     net = world.net()
-    _root(net).set_requires_gradient_sync(False, recurse=False)
-    world.backward(net)
-    first = world.expected() | {"shift": None}
-    wrong = {f"reductions, {what}": n for what, n in world.wrong(net, first).items()}
-    _root(net).set_requires_gradient_sync(True, recurse=False)
+    synchronise(_fsdp(net), False, recurse=False)
+    wrong = {f"{name}, {what}": n for what, n in world.wrong(world.backward(net), first).items()}
+    synchronise(_fsdp(net), True, recurse=False)
     found = world.wrong(world.backward(net, micro_batch=1), world.expected(micro_batches=2))
-    return wrong | {f"reductions, at last, {what}": n for what, n in found.items()}
-
-
-def _all_reduces_postponed_by_the_root(world: DataParallel) -> Wrong:
-    net = world.net()
-    _root(net).set_requires_all_reduce(False, recurse=False)
-    world.backward(net)
-    replicated = world.shards < world.size
-    first = world.expected() | ({"shift": None} if replicated else {})
-    wrong = {f"all-reduces, {what}": n for what, n in world.wrong(net, first).items()}
-    _root(net).set_requires_all_reduce(True, recurse=False)
-    found = world.wrong(world.backward(net, micro_batch=1), world.expected(micro_batches=2))
-    return wrong | {f"all-reduces, at last, {what}": n for what, n in found.items()}
+    return wrong | {f"{name}, at last, {what}": n for what, n in found.items()}
 
 
 def _kept_by_the_root(world: DataParallel) -> Wrong:
     net = world.net()
-    _root(net).set_reshard_after_forward(False, recurse=False)
-    _root(net).set_reshard_after_backward(False, recurse=False)
+    _fsdp(net).set_reshard_after_forward(False, recurse=False)
+    _fsdp(net).set_reshard_after_backward(False, recurse=False)
     out = net(world.own)
     wrong = _kept_but_by_layers(net, "forward")
     out.sum().backward()
     wrong |= _kept_but_by_layers(net, "backward")
-    _root(net).reshard()
+    _fsdp(net).reshard()
     return wrong | world.wrong(net)
 
 
@@ -179,7 +171,7 @@ def _kept_but_by_layers(net: Net, phase: str) -> Wrong:
 def _with_unused_parameters_reduced(world: DataParallel) -> Wrong:
     """Use the spare layer on the first rank alone: without the method, ranks reduce gradients of unequal sizes."""
     net = world.net()
-    _root(net).set_reduce_scatter_unused_params(True)
+    _fsdp(net).set_reduce_scatter_unused_params(True)
     net(world.own, with_spare=world.rank == 0).sum().backward()
     single = Net().to(world.device)
     single.spare(world.samples[0]).sum().backward()
@@ -188,9 +180,9 @@ def _with_unused_parameters_reduced(world: DataParallel) -> Wrong:
 
 def _announced_as_not_the_last(world: DataParallel) -> Wrong:
     net = world.net()
-    _root(net).set_is_last_backward(False)
+    _fsdp(net).set_is_last_backward(False)
     world.backward(net)
-    _root(net).set_is_last_backward(True)
+    _fsdp(net).set_is_last_backward(True)
     return world.wrong(world.backward(net, micro_batch=1), world.expected(micro_batches=2))
 
 
@@ -221,6 +213,7 @@ def _stopped_and_reset(world: DataParallel, stop: Callable[[Net], RemovableHandl
     handle = stop(net)
     with suppress(_Stopped):
         world.backward(net)
+        return {"not stopped": 1}
     handle.remove()
     return _wrong_after_reset(world, net)
 
@@ -228,14 +221,14 @@ def _stopped_and_reset(world: DataParallel, stop: Callable[[Net], RemovableHandl
 def _reset_between_micro_batches(world: DataParallel) -> Wrong:
     """Reset after a micro-batch whose reduction was postponed: its gradients are to be lost."""
     net = world.net()
-    _root(net).set_requires_gradient_sync(False)
+    _fsdp(net).set_requires_gradient_sync(False)
     world.backward(net)
-    _root(net).set_requires_gradient_sync(True)
+    _fsdp(net).set_requires_gradient_sync(True)
     return _wrong_after_reset(world, net)
 
 
 def _wrong_after_reset(world: DataParallel, net: Net) -> Wrong:
-    _root(net).reset_iter_state()
+    _fsdp(net).reset_iter_state()
     net.zero_grad()
     wrong = {"unsharded": sum(1 for _ in net.parameters()) - sharded_parameters(net)}
     return wrong | world.wrong(world.backward(net))
@@ -304,14 +297,14 @@ def _with_more_buffers(world: DataParallel) -> Wrong:
     """Hold up to two inputs of reductions: from the second reduction on one earlier input."""
     net = world.net()
     _, reduce = _use_collectives(net)
-    _root(net).set_reduce_scatter_max_input_buffers(2)
+    _fsdp(net).set_reduce_scatter_max_input_buffers(2)
     return world.wrong(world.backward(net)) | {"inputs held": int(reduce.held != [0, 1, 1])}
 
 
 def _with_a_group_for_reductions(world: DataParallel) -> Wrong:
     net = world.net()
     gather, reduce = _use_collectives(net)
-    _root(net).set_separate_reduce_scatter_group()
+    _fsdp(net).set_separate_reduce_scatter_group()
     wrong = world.wrong(world.backward(net))
     return wrong | {"groups in common": len({*gather.groups} & {*reduce.groups}), "groups": len({*reduce.groups}) - 1}
 
@@ -319,8 +312,8 @@ def _with_a_group_for_reductions(world: DataParallel) -> Wrong:
 def _not_unsharded_in_backward(world: DataParallel) -> Wrong:
     """Leave the first layer sharded in backward, which needs its input alone; the second one has to be gathered."""
     net = world.net()
-    cast("FSDPModule", net.first).set_unshard_in_backward(False)
-    wrong: Wrong = {}
+    _fsdp(net.first).set_unshard_in_backward(False)
+    wrong: Wrong = {"unsharded": 2}  # unless the hook sees otherwise
 
     def see(module: nn.Module, _: Any, out: Tensor) -> None:
         torch.autograd.graph.register_multi_grad_hook(

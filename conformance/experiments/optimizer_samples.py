@@ -18,7 +18,7 @@ _REDUCING = ("Adafactor", "LBFGS", "Muon")
 """Optimizers in which an element of a parameter depends on other elements; tests prove that no other one is."""
 _LR = 0.125
 _USUAL: dict[str, dict[str, Any]] = {
-    # One iteration of Newton-Schulz, see `roundings`; a step of the size of the parameters.
+    # One iteration of Newton-Schulz, see `bound`; a step of the size of the parameters.
     "Muon": {"lr": 1.0, "ns_steps": 1},
     "LBFGS": {"lr": 0.5, "max_iter": 2},
 }

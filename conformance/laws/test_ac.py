@@ -38,6 +38,8 @@ def _compare_operators(facts: RankFacts, cell: Cell) -> None:
     repeats = int(cell.activation_checkpointing == "full")
     forward, backward = (facts.operators[phase] for phase in ("forward", "backward"))
     blocks = _attentions(forward)
+    if not blocks:
+        raise RuntimeError(f"cell {cell.id}, {detail}: no attention was seen in forward")
     compare.count(_attentions(backward), name="attention", expected=blocks * repeats, detail=detail, unit="operators")
     needed = _linear_layers_of_a_block(cell) - (cell.dropout == 0.0)
     repeated = blocks * needed * repeats

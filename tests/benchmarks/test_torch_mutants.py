@@ -3,17 +3,21 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
+from benchmarks import mutants, torch_faults
 from benchmarks.documents import PROJECT
-from benchmarks.mutants import HOOK, MODULES, source_of
-from benchmarks.torch_faults import Fault, changed_source, faults
+from benchmarks.mutants import HOOK, MODULES, Outcome, outcome, source_of
+from benchmarks.torch_faults import Fault, changed_source, faults, with_earlier_rows
 from benchmarks.torch_mutants.syntax import HIT, mutated, points, statement_at, with_hits
 from conformance.plan.matrix import load_matrix
 from conformance.plan.selection import parse
+from tests.report.sample_reports import case, report
 
 CASES = load_matrix(PROJECT / "matrix.yaml").cases("pr")
 
@@ -89,6 +93,35 @@ def test_a_fault_that_does_not_fit_is_refused() -> None:
     fault = Fault(module="torch.nn.utils.clip_grad", cells="mesh = dp2", old="nothing like that", new="")
     with pytest.raises(ValueError, match=r"fault lost: `old` occurs 0 times .* must occur once"):
         changed_source("lost", fault)
+
+
+def test_rows_of_faults_that_are_not_run_again_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = "| fault | cells | verdict | law |\n|---|---|---|---|\n| a | `x` | fail | PAR-1 |\n| b | `y` | survived | |"
+    document = tmp_path / "faults.md"
+    document.write_text(f"<!-- faults: begin -->\n{table}\n<!-- faults: end -->\n")
+    monkeypatch.setattr(torch_faults, "DOCUMENT", document)
+    rows = with_earlier_rows([["b", "`y`", "fail", "AC-1"], ["c", "`z`", "survived", ""]], ["c", "a", "b", "gone"])
+    assert rows == [["c", "`z`", "survived", ""], ["a", "`x`", "fail", "PAR-1"], ["b", "`y`", "fail", "AC-1"]]
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "ended"),
+    [
+        (["pass", "fail"], Outcome("fail", "PAR-1/cell 1", "why fail")),
+        (["pass", "waived"], Outcome("survived")),
+        (["not-run", "not-run"], Outcome("nothing judged")),
+    ],
+)
+def test_a_session_that_judges_nothing_is_no_survival(
+    verdicts: list[str], ended: Outcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_report(_change: str, _selection: list[str], directory: Path, *_options: str) -> None:
+        results = [case(f"PAR-1/cell {number}", verdict) for number, verdict in enumerate(verdicts)]
+        (directory / "report").mkdir()
+        (directory / "report" / "report.json").write_bytes(msgspec.json.encode(report(*results)))
+
+    monkeypatch.setattr(mutants, "session", write_report)
+    assert outcome("change", []) == ended
 
 
 def test_the_hook_changes_a_module_of_torch_as_it_is_imported() -> None:
