@@ -138,3 +138,46 @@ EARLIER_BACKWARD_DROPPED = Defect(
     inject=partial(last_backward, drops_earlier=True),
     inject_twin=partial(last_backward, drops_earlier=False),
 )
+
+
+def group_completion(remove: str) -> AbstractContextManager[None]:
+    """Take modules off the list of those that the group still waits for by another method of sets."""
+    statement = "modules_to_run.remove(module)"
+    hooks = "_register_group_forward_hooks"
+    return edited(f"{_FULLY_SHARD}._fsdp_state", hooks, statement, into=[f"modules_to_run.{remove}"])
+
+
+GROUP_RESHARDED_AFTER_FIRST = Defect(
+    id="group-resharded-after-first",
+    title="modules that are sharded together are resharded after the first of them, and gathered again",
+    source=_DOCS,
+    mechanism="the group does not wait for the forward pass of its last module",
+    laws=("API-1",),
+    cells=_CELL,
+    inject=partial(group_completion, "clear()"),
+    inject_twin=partial(group_completion, "discard(module)"),
+)
+
+
+def shared_streams(*, first_alone: bool) -> AbstractContextManager[None]:
+    """Reduce gradients of the first of the modules that share their streams alone, or share the streams twice."""
+
+    def share_comm_ctx(original: Callable[..., None], modules: Any) -> None:
+        original(modules)
+        original(modules)
+        for module in modules[1:]:
+            module.set_requires_gradient_sync(not first_alone)
+
+    return replaced_call("torch.distributed.fsdp", "share_comm_ctx", share_comm_ctx)
+
+
+SHARED_STREAMS_OF_FIRST_ALONE = Defect(
+    id="shared-streams-of-first-alone",
+    title="of the modules that share their streams only the first one's gradients are reduced",
+    source=_DOCS,
+    mechanism="the state of the reduction is replaced with the streams",
+    laws=("API-1",),
+    cells=_CELL,
+    inject=partial(shared_streams, first_alone=True),
+    inject_twin=partial(shared_streams, first_alone=False),
+)

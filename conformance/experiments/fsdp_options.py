@@ -9,7 +9,16 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from conformance.experiments.context import RankWorld, experiment
-from conformance.experiments.fsdp_net import INNER, SAMPLES, WIDTH, DataParallel, Net, Wrong, try_all
+from conformance.experiments.fsdp_net import (
+    INNER,
+    SAMPLES,
+    WIDTH,
+    DataParallel,
+    Net,
+    Wrong,
+    sharded_parameters,
+    try_all,
+)
 from conformance.instruments.sharding import full, local
 from conformance.run.experiment import Needs
 
@@ -112,10 +121,15 @@ def _copy(grad: Tensor | None) -> Tensor:
 
 
 def _two_modules_in_one_group(world: DataParallel) -> Wrong:
+    """Shard two layers together: their parameters are resharded together, after the last of them."""
     net = Net().to(world.device)
     fully_shard([net.first, net.second], mesh=world.mesh, mp_policy=world.policy)
     fully_shard(net, mesh=world.mesh, mp_policy=world.policy)
-    return world.wrong(world.backward(net))
+    sharded: list[int] = []
+    for layer in (net.first, net.second):
+        layer.register_forward_hook(lambda *_: sharded.append(sharded_parameters(net.first)))
+    wrong = world.wrong(world.backward(net))
+    return wrong | {f"parameters of the first layer sharded after each layer: {sharded}": int(sharded != [0, 2])}
 
 
 def _two_roots_with_shared_streams(world: DataParallel) -> Wrong:

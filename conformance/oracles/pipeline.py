@@ -302,12 +302,10 @@ def with_ends(actions: Sequence[Action], config: TrainerConfig) -> Iterator[tupl
 def reduction_order(stage: int, config: TrainerConfig) -> list[str]:
     """Return the groups of a stage in the order in which they are reduced, after its last backward.
 
-    See `VersionTraits.stages_finalize_backward`.
+    See `VersionTraits.stages_finalize_backward`: inner groups come before the group around them then.
     """
     held = groups_of(stage, config)
-    if traits_of(str(torch.__version__)).stages_finalize_backward:
-        return [group for group in entered_backward(groups(config)) if group in held]
-    return held
+    return held[::-1] if traits_of(str(torch.__version__)).stages_finalize_backward else held
 
 
 def group_steps(actions: Sequence[Action], config: TrainerConfig) -> Iterator[GroupStep]:

@@ -15,7 +15,7 @@ ROWS = 6
 
 def stepped(sample: OptimizerSample, rows: slice) -> State | None:
     """Return parameters and state of the rows of a matrix; None if the optimizer refuses plain tensors."""
-    full = Numbers.of([(ROWS, 4)], sample.dtype)
+    full = Numbers.of([(ROWS, 4)], sample, ranks=2)
 
     def cut(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [x[rows] for x in tensors]
@@ -45,5 +45,5 @@ def test_steps_change_parameters() -> None:
     for sample in USUAL:
         state = stepped(sample, slice(None))
         assert state is None or not torch.equal(
-            state["parameter 0"], Numbers.of([(ROWS, 4)], sample.dtype).parameters[0]
+            state["parameter 0"], Numbers.of([(ROWS, 4)], sample, ranks=2).parameters[0]
         )
