@@ -14,11 +14,13 @@ from conformance.memory_segment import MemorySegment
 from conformance.run.devices.nvml import machine_devices
 from conformance.run.experiment import Needs
 from conformance.run.record import snapshot_file
+from reference_trainer.config import LossScaleConfig
 from reference_trainer.train import Trainer
 
 _MANY_STEPS = 50
 _MEASURED, _NOT_MEASURED = "measured step", "steps between"
 """Marks at which a measured step begins, and the steps that are not measured."""
+_UNSCALED = LossScaleConfig(initial=1.0, growth_interval=_MANY_STEPS)
 
 
 class StepMemory(msgspec.Struct):
@@ -105,7 +107,8 @@ def _growth(rank: RankWorld) -> Growth:
 def _marked_step(trainer: Trainer, step: int) -> None:
     gc.collect()  # so that garbage in cycles of earlier steps is not released into the measured step
     mark(_MEASURED)
-    trainer.train_step(step)
+    if trainer.train_step(step).skipped:
+        raise RuntimeError(f"step {step} was skipped: its gradients are not finite although losses are not scaled")
 
 
 def _marked_steps(ledger: MemoryLedger) -> list[StepMemory]:
@@ -122,8 +125,11 @@ def _marked_steps(ledger: MemoryLedger) -> list[StepMemory]:
 
 
 def _warm_trainer(rank: RankWorld, *, steps: int | None = None) -> Trainer:
-    """Return a trainer after one step, with the state of the optimizer and the streams and buffers of FSDP."""
-    config = rank.config if steps is None else replace(rank.config, steps=steps)
+    """Return a trainer after one step, with the state of the optimizer and the streams and buffers of FSDP.
+
+    Losses are not scaled: a step that is skipped since fp16 overflows needs other memory than one that is taken.
+    """
+    config = replace(rank.config, steps=steps or rank.config.steps, loss_scale=_UNSCALED)
     trainer = rank.trainer(PhaseMarks(), config=config)
     trainer.train_step(0)
     return trainer

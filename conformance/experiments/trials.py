@@ -62,10 +62,23 @@ class Swept(msgspec.Struct, kw_only=True):
 class End(IntEnum):
     """End of a call on one rank."""
 
-    RESULT = 0
-    ERROR = 1
-    WAITED = 2
+    RIGHT = 0
+    WRONG = 1
+    ERROR = 2
+    WAITED = 3
     """The rank has waited for another one until the time limit."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """End of a call on all ranks: the worst if all computed, an error if all raised one, or else no agreement."""
+
+    end: End | None
+    """None if ranks do not agree."""
+    error: Exception | None
+    """Error of this rank."""
+    faults: Mapping[str, str]
+    """Faults on this rank, each with a text."""
 
 
 @dataclass
@@ -99,24 +112,28 @@ class Trials:
         self.add(subject)
         if (subject, AGREEMENT, kind) in self._found:
             return False
+        ended = self.ended(call)
+        if ended.end is End.ERROR:
+            self._swept.refused[subject] += 1
+            self._swept.reasons.setdefault(subject, f"{case}: {ended.error!r:.200}")
+            return True
+        self._swept.computed[subject] += ended.end is not None
+        self._note(subject, kind, case, ended.faults)
+        return ended.end is not None
+
+    def ended(self, call: Call) -> Ended:
+        """Call on all ranks, once more if none of them tells why they wait; returns how that ended."""
         for _ in _WAIT_LIMITS_S:
-            error, faults = _ended(call, self.mesh)
-            ends = _ends(error)
-            if set(ends) == {End.RESULT}:
-                self._swept.computed[subject] += 1
-                self._note(subject, kind, case, faults)
-                return True
-            if set(ends) == {End.ERROR}:
-                self._swept.refused[subject] += 1
-                self._swept.reasons.setdefault(subject, f"{case}: {error!r:.200}")
-                return True
+            error, faults = _called(call, self.mesh)
+            ends = _ends(error, faults)
+            if set(ends) <= {End.RIGHT, End.WRONG} or set(ends) == {End.ERROR}:
+                return Ended(max(ends), error, faults)
             self.mesh = self._new_mesh(_WAIT_LIMITS_S[-1])
             if End.ERROR in ends:
                 break
         self.mesh = self._new_mesh(_WAIT_LIMITS_S[0])
         states = ", ".join(f"rank {rank}: {end.name.lower()}" for rank, end in enumerate(ends))
-        self._note(subject, kind, case, {AGREEMENT: f"{states}; here {error!r:.150}"})
-        return False
+        return Ended(None, error, {AGREEMENT: f"{states}; here {error!r:.150}"})
 
     def _note(self, subject: str, kind: str, case: str, faults: Mapping[str, str]) -> None:
         for fault, text in faults.items():
@@ -140,16 +157,18 @@ class Trials:
         return DeviceMesh.from_group(groups, self.shape_of.device_type, mesh=ranks, mesh_dim_names=names)
 
 
-def _ended(call: Call, mesh: DeviceMesh) -> tuple[Exception | None, Mapping[str, str]]:
+def _called(call: Call, mesh: DeviceMesh) -> tuple[Exception | None, Mapping[str, str]]:
     try:
         return None, call(mesh)
     except Exception as error:
         return error, {}
 
 
-def _ends(error: Exception | None) -> list[End]:
+def _ends(error: Exception | None, faults: Mapping[str, str]) -> list[End]:
     """Return how a call has ended on each rank."""
-    end = End.RESULT if error is None else End.WAITED if _WAITED.search(str(error)) else End.ERROR
+    end = End.WRONG if faults else End.RIGHT
+    if error is not None:
+        end = End.WAITED if _WAITED.search(str(error)) else End.ERROR
     ends = torch.zeros(dist.get_world_size(), dtype=torch.int64)
     ends[dist.get_rank()] = end
     dist.all_reduce(ends)

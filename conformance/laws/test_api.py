@@ -3,10 +3,13 @@
 from conformance.experiments.fsdp_methods import use_methods
 from conformance.experiments.fsdp_net import Wrong
 from conformance.experiments.fsdp_options import use_options
+from conformance.experiments.option_sweep import sweep
 from conformance.judge.law import law
 from conformance.laws import compare
 from conformance.laws.fixtures import Measure
+from conformance.laws.sweeps import right_or_refused
 from conformance.plan.cells import Cell
+from conformance.plan.substrates import CUDA
 
 FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
 
@@ -38,6 +41,23 @@ def test_fsdp_module_methods_do_what_they_are_for(measure: Measure, cell: Cell) 
     another method than forward can compute with them.
     """
     _require_nothing_wrong(measure(use_methods, cell))
+
+
+@law(
+    "API-3",
+    where="features = 0 and tp = 1 and world = 4 and precision = fp32",
+    gaps=["pipelines"],
+    reference=FULLY_SHARD,
+    since="2.13",
+    substrates=("gloo", *CUDA),  # as for DT-3
+)
+def test_fsdp_options_do_not_disturb_each_other(measure: Measure, cell: Cell) -> None:
+    """Any two options of `fully_shard`, of MixedPrecisionPolicy and of the methods of FSDPModule MUST leave parameters
+    as they are and give the gradients of one process, in every bit, or refuse each other, on all ranks alike.
+
+    Refusals are recorded, without a bound.
+    """
+    right_or_refused(measure(sweep, cell), unit="trainings")
 
 
 def _require_nothing_wrong(ranks: list[dict[str, Wrong]]) -> None:

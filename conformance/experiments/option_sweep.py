@@ -1,0 +1,119 @@
+"""Options and methods of FSDP2, any three together: a covering array of small trainings, compared with one process."""
+
+from functools import partial
+from typing import Any
+
+from torch.distributed.device_mesh import init_device_mesh
+
+from conformance.experiments.context import RankWorld, experiment
+from conformance.experiments.option_training import DEFAULTS, OPTIONS, Options, differences
+from conformance.experiments.trials import End, Ended, Swept, Trials, Wrong
+from conformance.plan.combinations import Rule
+from conformance.plan.covering import covering_rows
+from conformance.run.experiment import Needs
+from reference_trainer.mesh import fsdp_mesh
+
+SUSPECTS: tuple[Options, ...] = (
+    {"mesh": "N x 1", "reshard": 2},
+    # findings/columns_resharded_to_two_ranks.py
+    {"placement": "columns", "reshard": 2},
+    {"placement": "columns of matrices", "reshard": 2},
+    {"mesh": "1 x N", "placement": "columns", "reshard": 2},
+    {"mesh": "1 x N", "placement": "columns of matrices", "reshard": 2},
+    {"divide factor": 4.0, "forced sums": False, "mesh": "own"},  # gloo cannot multiply
+    {"mesh": "N x 1", "divide factor": 4.0, "forced sums": True},  # findings/divide_factor_of_one_shard.py
+    # findings/unused_parameters_of_postponed_reduction.py
+    {"parameters": "bf16", "sums": "fp32", "reduced": "last", "spare": "zeros"},
+)
+"""Options that some version of torch refuses or has wrong: tried first, since narrowing a row down takes long."""
+
+
+@experiment(needs=Needs.TRAINING)
+def sweep(rank: RankWorld) -> Swept:
+    """Train with every three values of different options, but for those that are refused."""
+    return OptionSweep(rank).swept()
+
+
+class OptionSweep:
+    """Rows of a covering array that all ranks try; what is refused or wrong is narrowed down and left out from then on.
+
+    A row with two options that refuse each other says nothing of the others: new rows try those.
+    """
+
+    def __init__(self, rank: RankWorld) -> None:
+        self._rank = rank
+        size, device = rank.mesh.size(), rank.device.type
+        self._trials = {
+            "own": Trials(fsdp_mesh(rank.mesh)),
+            "N x 1": Trials(init_device_mesh(device, (size, 1))),
+            "1 x N": Trials(init_device_mesh(device, (1, size))),
+        }
+        self._right: list[Options] = []
+        self._excluded: list[Options] = []
+        self._swept = Swept()
+
+    def swept(self) -> Swept:
+        """Return the outcome: the number of rows that are right, and what is refused or wrong."""
+        for part in SUSPECTS:
+            if not any(_has({**DEFAULTS, **part}, excluded) for excluded in self._excluded):
+                self._judge(part, self._ended(part))
+        while rows := self._missing():
+            for row in rows:
+                if not any(_has(row, excluded) for excluded in self._excluded):
+                    self._try(row)
+        self._swept.computed["options"] = len(self._right)
+        return self._swept
+
+    def _missing(self) -> list[dict[str, Any]]:
+        """Return rows with what no right row has together; none if not even the defaults are right."""
+        if not all(self._excluded):
+            return []
+        rules = [Rule(options.keys(), partial(_has, part=options)) for options in self._excluded]
+        return covering_rows(OPTIONS, strength=3, rules=rules, given=self._right, rounds=0)
+
+    def _try(self, row: Options) -> None:
+        ended = self._ended(row)
+        if ended.end is not End.RIGHT:
+            row = self._narrowed(row, ended.end)
+            ended = self._ended(row)
+        self._judge(row, ended)
+
+    def _judge(self, part: Options, ended: Ended) -> None:
+        """Keep the outcome of a row, or of a part of one."""
+        if ended.end is End.RIGHT:
+            self._right.append({**DEFAULTS, **part})
+            return
+        self._excluded.append(part)
+        subject = ", ".join(f"{option} {value}" for option, value in part.items())
+        if ended.end is End.ERROR:
+            self._swept.computed[subject], self._swept.refused[subject] = 0, 1
+            self._swept.reasons[subject] = f"{ended.error!r:.200}"
+        for fault, text in ended.faults.items():
+            self._swept.wrong.append(Wrong(subject=subject, fault=fault, kind="options", cases=1, example=text))
+
+    def _narrowed(self, row: Options, end: End | None) -> Options:
+        """Return a smallest part of a row that ends as the row does if all other options have their defaults.
+
+        Defaults without which a part would be right belong to it. Where ranks wait for each other, that takes too long.
+        """
+        part = {option: value for option, value in row.items() if value != DEFAULTS[option]}
+        for option in list(part):
+            fewer = {other: value for other, value in part.items() if other != option}
+            if self._ended(fewer).end is end:
+                part = fewer
+        if end is None:
+            return part
+        needed = {
+            option: default
+            for option, (default, *others) in OPTIONS.items()
+            if option not in part and any(self._ended({**part, option: value}).end is End.RIGHT for value in others)
+        }
+        return {**part, **needed}
+
+    def _ended(self, part: Options) -> Ended:
+        options = {**DEFAULTS, **part}
+        return self._trials[options["mesh"]].ended(partial(differences, self._rank, options))
+
+
+def _has(row: Options, part: Options) -> bool:
+    return all(row[option] == value for option, value in part.items())

@@ -1,0 +1,265 @@
+"""Training of a small net with options and methods of FSDP2, compared with one process in every bit."""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from functools import partial
+from typing import Any, cast
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+from conformance.experiments.context import RankWorld
+from conformance.experiments.fsdp_net import WIDTH, Net, fsdp_modules
+from conformance.instruments.sharding import full
+
+Options = Mapping[str, Any]
+"""Values of options by the names that OPTIONS has."""
+
+OPTIONS: Mapping[str, tuple[Any, ...]] = {
+    "reduction group": (False, True),  # first, since with it ranks that do not agree wait longest
+    "mesh": ("own", "N x 1", "1 x N"),
+    "build": ("in place", "meta"),
+    "groups": ("layers", "layers together", "root alone"),
+    "placement": ("rows", "columns", "columns of matrices"),
+    "reshard": (True, False, 2),
+    "parameters": ("fp32", "bf16"),
+    "sums": ("own", "fp32"),
+    "outputs": ("own", "fp32", "bf16"),
+    "cast inputs": (True, False),
+    "offload": (False, True),
+    "frozen": (False, True),
+    "ignored": (False, True),
+    "divide factor": (None, 4.0),
+    "forced sums": (False, True),
+    "reduced": ("always", "last", "all-reduced last"),
+    "reshard in backward": (True, False),
+    "announced": (False, True),
+    "unsharded ahead": ("no", "waiting", "asynchronous"),
+    "prefetch": ("own", "forward", "backward"),
+    "spare": ("unused", "zeros"),
+    "input buffers": (1, 2),
+    "loaded": (False, True),
+    "evaluated": (False, True),
+    "checkpointed": (False, True),
+    "calls": (1, 2),
+    "repeated": ("no", "grads none", "grads zero"),
+}
+"""Values of each option; the first is the default. A test compares them with the signatures of the installed torch."""
+
+DEFAULTS: Options = {option: values[0] for option, values in OPTIONS.items()}
+MICRO_BATCHES = 2
+_GROUP_LIMIT = timedelta(seconds=4)
+"""Time limit of the process group that FSDP makes for reductions, instead of that of the cell."""
+_DTYPES = {"own": None, "fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def differences(rank: RankWorld, options: Options, mesh: DeviceMesh) -> dict[str, str]:
+    """Train with options; returns what is not as in one process, with the number of wrong elements."""
+    samples = _samples(mesh.size()).to(rank.device)
+    net = _built(mesh, rank.device, options)
+    _set_up(net, options)
+    optimizer = torch.optim.SGD(net.parameters())  # never steps
+    if options["evaluated"]:
+        _evaluate(net, samples[rank.rank], options)
+    if options["loaded"]:
+        net.load_state_dict({name: -value for name, value in net.state_dict().items()})
+    _train(net, samples, rank.rank, options)
+    if options["repeated"] != "no":
+        optimizer.zero_grad(set_to_none=options["repeated"] == "grads none")
+        _train(net, samples, rank.rank, options)
+    for module in fsdp_modules(net):
+        module.reshard()
+    return dict(_differences(net, _single(samples, rank.rank, options), rank.device))
+
+
+def _differences(net: nn.Module, single: nn.Module, device: torch.device) -> Iterator[tuple[str, str]]:
+    for name, parameter in net.named_parameters():
+        expected = single.get_parameter(name)
+        for kind, measured, wanted in (("parameter", parameter, expected), ("gradient", parameter.grad, expected.grad)):
+            if measured is None or wanted is None:
+                if measured is not wanted:
+                    yield f"{kind} {name}", "there is none" if measured is None else "there is one"
+            elif wrong := int((full(measured.to(device)) != wanted.to(device)).sum()):
+                yield f"{kind} {name}", f"{wrong} of {wanted.numel()} elements are wrong"
+        if parameter.grad is not None and type(parameter.grad.data) is not type(parameter.data):
+            yield f"layout of {name}", f"gradient is {type(parameter.grad)}, parameter {type(parameter.data)}"
+
+
+def _single(samples: Tensor, rank: int, options: Options) -> "SmallNet":
+    """Return the net of one process, with the gradients of the mean over ranks, or of what `divide factor` asks for.
+
+    An ignored parameter has the gradient of the rank's own samples.
+    """
+    single, own = (_trained(samples.cpu()[of], options) for of in (slice(None), slice(rank, rank + 1)))
+    for parameter in single.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= options["divide factor"] or len(samples)
+    if options["ignored"]:
+        single.first.bias.grad = own.first.bias.grad
+    return single
+
+
+def _policy(options: Options, *, is_root: bool) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(
+        param_dtype=None if options["parameters"] == "fp32" else torch.bfloat16,
+        reduce_dtype=_DTYPES[options["sums"]],
+        output_dtype=_DTYPES[options["outputs"]] if is_root else None,
+        cast_forward_inputs=options["cast inputs"],
+    )
+
+
+def _trained(samples: Tensor, options: Options) -> "SmallNet":
+    """Return the net of one process with the gradients of the sum over samples; the spare layer has the first one."""
+    net = SmallNet()
+    if options["loaded"]:
+        for parameter in net.parameters():
+            parameter.data.neg_()
+    net.first.weight.requires_grad_(not options["frozen"])
+    for index in range(MICRO_BATCHES):
+        inputs = _inputs(samples, index)
+        loss = net(inputs.flatten(0, 1)).sum()
+        if options["spare"] == "zeros":
+            loss = loss + net.spare(inputs[0]).sum()
+        (loss * options["calls"]).backward()
+    return net
+
+
+class SmallNet(Net):
+    """Net with weights of -1, 0 and 1, which recomputes its layers in backward if it is told to.
+
+    With samples of 0 and 1 all sums over ranks, micro-batches and calls are integers up to 256, which bf16 has.
+    """
+
+    checkpointed = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.parameters():
+            parameter.data = parameter.data.sign() * (parameter.data.abs() > 1)
+
+    def forward(self, x: Tensor, *, with_spare: bool = False) -> Tensor:
+        """Compute outputs of shape (samples, width)."""
+        if not self.checkpointed:
+            return super().forward(x, with_spare=with_spare)
+        hidden = checkpoint(self.first, x, use_reentrant=False).relu()
+        out: Tensor = checkpoint(self.second, hidden, use_reentrant=False) + self.shift
+        return out + checkpoint(self.spare, x, use_reentrant=False) if with_spare else out
+
+
+def _samples(ranks: int) -> Tensor:
+    """Return a sample for each rank, of shape (ranks, 1, width)."""
+    return torch.randint(0, 2, (ranks, 1, WIDTH), generator=torch.Generator().manual_seed(1)).float()
+
+
+def _inputs(samples: Tensor, micro_batch: int) -> Tensor:
+    return samples * (micro_batch + 1)
+
+
+def _built(mesh: DeviceMesh, device: torch.device, options: Options) -> SmallNet:
+    """Return the sharded net, whose parameters are filled before or, on the meta device, after it is sharded."""
+    net = SmallNet().to(device)
+    net.checkpointed = options["checkpointed"]
+    net.first.weight.requires_grad_(not options["frozen"])
+    if options["ignored"]:
+        net.first.bias.data = net.first.bias.data.to(_DTYPES[options["parameters"]])
+    if options["build"] == "meta":
+        net.to("meta")
+    shard = partial(
+        fully_shard,
+        mesh=mesh,
+        reshard_after_forward=options["reshard"],
+        shard_placement_fn=partial(_placement, placement=options["placement"]),
+        offload_policy=CPUOffloadPolicy(pin_memory=device.type != "cpu") if options["offload"] else OffloadPolicy(),
+        ignored_params={net.first.bias} if options["ignored"] else set(),
+    )
+    layers: dict[str, list[Any]] = {
+        "layers": [net.first, net.second],
+        "layers together": [[net.first, net.second]],
+        "root alone": [],
+    }
+    for module in layers[options["groups"]]:
+        shard(module, mp_policy=_policy(options, is_root=False))
+    shard(net, mp_policy=_policy(options, is_root=True))
+    if options["build"] == "meta":
+        net.to_empty(device="cpu" if options["offload"] else device)
+        _fill(net, SmallNet())
+    return net
+
+
+def _placement(parameter: nn.Parameter, *, placement: str) -> Shard:
+    is_row = placement == "rows" or (placement == "columns of matrices" and parameter.ndim == 1)
+    return Shard(0 if is_row else parameter.ndim - 1)
+
+
+def _fill(net: nn.Module, source: nn.Module) -> None:
+    with torch.no_grad():
+        for name, parameter in net.named_parameters():
+            value = source.get_parameter(name).to(parameter.device)
+            if isinstance(parameter, DTensor):
+                value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+            parameter.copy_(value)
+
+
+def _set_up(net: SmallNet, options: Options) -> None:
+    """Call the methods that hold for all steps, those of options that are not at their defaults."""
+    root, modules = cast("FSDPModule", net), fsdp_modules(net)
+    for module in modules:
+        if options["divide factor"]:
+            module.set_gradient_divide_factor(options["divide factor"])
+        if options["forced sums"]:
+            module.set_force_sum_reduction_for_comms(True)
+    if not options["reshard in backward"]:
+        root.set_reshard_after_backward(False)
+    if options["spare"] == "zeros":
+        root.set_reduce_scatter_unused_params(True)
+    if options["input buffers"] > 1:
+        root.set_reduce_scatter_max_input_buffers(options["input buffers"])
+    if options["reduction group"]:
+        with patch.object(dist, "new_group", partial(dist.new_group, timeout=_GROUP_LIMIT)):
+            root.set_separate_reduce_scatter_group()
+    backward = [modules[0], *reversed(modules[1:])]
+    if options["prefetch"] == "forward":
+        for module, following in itertools.pairwise(modules):
+            module.set_modules_to_forward_prefetch([following])
+    elif options["prefetch"] == "backward":
+        for module, following in itertools.pairwise(backward):
+            module.set_modules_to_backward_prefetch([following])
+
+
+def _evaluate(net: SmallNet, own: Tensor, options: Options) -> None:
+    with torch.no_grad():
+        net(_cast(own, options))
+
+
+def _cast(inputs: Tensor, options: Options) -> Tensor:
+    return inputs if options["cast inputs"] else inputs.to(_DTYPES[options["parameters"]])
+
+
+def _train(net: SmallNet, samples: Tensor, rank: int, options: Options) -> None:
+    """Run the micro-batches of a step."""
+    root, modules = cast("FSDPModule", net), fsdp_modules(net)
+    if options["evaluated"]:
+        _evaluate(net, samples[rank], options)
+    for index in range(MICRO_BATCHES):
+        is_last = index == MICRO_BATCHES - 1
+        if options["reduced"] == "last":
+            root.set_requires_gradient_sync(is_last)
+        elif options["reduced"] == "all-reduced last":
+            root.set_requires_all_reduce(is_last)
+        if options["announced"]:
+            root.set_is_last_backward(is_last)
+        if options["unsharded ahead"] != "no":
+            handles = [module.unshard(async_op=options["unsharded ahead"] == "asynchronous") for module in modules]
+            for handle in filter(None, handles):
+                handle.wait()
+        inputs = _cast(_inputs(samples[rank], index), options)
+        with_spare = options["spare"] == "zeros" and rank == 0
+        losses = [net(inputs, with_spare=with_spare).sum() for _ in range(options["calls"])]
+        torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
