@@ -15,6 +15,7 @@ from conformance.run.devices.nvml import machine_devices
 from conformance.run.experiment import Needs
 from conformance.run.record import snapshot_file
 from reference_trainer.config import LossScaleConfig
+from reference_trainer.precision import PRECISIONS
 from reference_trainer.train import Trainer
 
 _MANY_STEPS = 50
@@ -129,7 +130,9 @@ def _warm_trainer(rank: RankWorld, *, steps: int | None = None) -> Trainer:
 
     Losses are not scaled: a step that is skipped since fp16 overflows needs other memory than one that is taken.
     """
-    config = replace(rank.config, steps=steps or rank.config.steps, loss_scale=_UNSCALED)
+    config = replace(rank.config, steps=steps or rank.config.steps)
+    if PRECISIONS[config.precision].scales_loss:
+        config = replace(config, loss_scale=_UNSCALED)
     trainer = rank.trainer(PhaseMarks(), config=config)
     trainer.train_step(0)
     return trainer

@@ -27,6 +27,9 @@ SUSPECTS: tuple[Options, ...] = (
 )
 """Options that some version of torch refuses or has wrong: tried first, since narrowing a row down takes long."""
 
+_MAX_RULE = 6
+"""Number of options of a part that rows can be made without; with more it counts as tried."""
+
 
 @experiment(needs=Needs.TRAINING)
 def sweep(rank: RankWorld) -> Swept:
@@ -42,12 +45,7 @@ class OptionSweep:
 
     def __init__(self, rank: RankWorld) -> None:
         self._rank = rank
-        size, device = rank.mesh.size(), rank.device.type
-        self._trials = {
-            "own": Trials(fsdp_mesh(rank.mesh)),
-            "N x 1": Trials(init_device_mesh(device, (size, 1))),
-            "1 x N": Trials(init_device_mesh(device, (1, size))),
-        }
+        self._trials = meshes_of(rank)
         self._right: list[Options] = []
         self._excluded: list[Options] = []
         self._swept = Swept()
@@ -68,14 +66,17 @@ class OptionSweep:
         """Return rows with what no right row has together; none if not even the defaults are right."""
         if not all(self._excluded):
             return []
-        rules = [Rule(options.keys(), partial(_has, part=options)) for options in self._excluded]
-        return covering_rows(OPTIONS, strength=3, rules=rules, given=self._right, rounds=0)
+        rules = [Rule(part.keys(), partial(_has, part=part)) for part in self._excluded if len(part) <= _MAX_RULE]
+        rows = [*self._right, *(part for part in self._excluded if len(part) > _MAX_RULE)]
+        return covering_rows(OPTIONS, strength=3, rules=rules, given=rows, rounds=0)
 
     def _try(self, row: Options) -> None:
         ended = self._ended(row)
         if ended.end is not End.RIGHT:
-            row = self._narrowed(row, ended.end)
-            ended = self._ended(row)
+            part = self._narrowed(row, ended.end)
+            narrowed = self._ended(part)
+            if narrowed.end is ended.end:
+                row, ended = part, narrowed
         self._judge(row, ended)
 
     def _judge(self, part: Options, ended: Ended) -> None:
@@ -84,7 +85,7 @@ class OptionSweep:
             self._right.append({**DEFAULTS, **part})
             return
         self._excluded.append(part)
-        subject = ", ".join(f"{option} {value}" for option, value in part.items())
+        subject = ", ".join(f"{option} {part[option]}" for option in OPTIONS if option in part) or "no option"
         if ended.end is End.ERROR:
             self._swept.computed[subject], self._swept.refused[subject] = 0, 1
             self._swept.reasons[subject] = f"{ended.error!r:.200}"
@@ -94,7 +95,8 @@ class OptionSweep:
     def _narrowed(self, row: Options, end: End | None) -> Options:
         """Return a smallest part of a row that ends as the row does if all other options have their defaults.
 
-        Defaults without which a part would be right belong to it. Where ranks wait for each other, that takes too long.
+        Options without which a part would be right belong to it, in defaults as well: of those the row has its own
+        values. Where ranks wait for each other, that takes too long.
         """
         part = {option: value for option, value in row.items() if value != DEFAULTS[option]}
         for option in list(part):
@@ -104,8 +106,8 @@ class OptionSweep:
         if end is None:
             return part
         needed = {
-            option: default
-            for option, (default, *others) in OPTIONS.items()
+            option: row[option]
+            for option, (_, *others) in OPTIONS.items()
             if option not in part and any(self._ended({**part, option: value}).end is End.RIGHT for value in others)
         }
         return {**part, **needed}
@@ -113,6 +115,16 @@ class OptionSweep:
     def _ended(self, part: Options) -> Ended:
         options = {**DEFAULTS, **part}
         return self._trials[options["mesh"]].ended(partial(differences, self._rank, options))
+
+
+def meshes_of(rank: RankWorld) -> dict[str, Trials]:
+    """Return trials on the cell's mesh, on replicas of one shard and on shards of one replica, by `mesh` of OPTIONS."""
+    size, device = rank.mesh.size(), rank.device.type
+    return {
+        "own": Trials(fsdp_mesh(rank.mesh)),
+        "N x 1": Trials(init_device_mesh(device, (size, 1))),
+        "1 x N": Trials(init_device_mesh(device, (1, size))),
+    }
 
 
 def _has(row: Options, part: Options) -> bool:

@@ -36,7 +36,7 @@ OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "offload": (False, True),
     "frozen": (False, True),
     "ignored": (False, True),
-    "divide factor": (None, 4.0),
+    "divide factor": ("own", 4.0),
     "forced sums": (False, True),
     "reduced": ("always", "last", "all-reduced last"),
     "reshard in backward": (True, False),
@@ -62,7 +62,7 @@ _DTYPES = {"own": None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 def differences(rank: RankWorld, options: Options, mesh: DeviceMesh) -> dict[str, str]:
     """Train with options; returns what is not as in one process, with the number of wrong elements."""
-    samples = _samples(mesh.size()).to(rank.device)
+    samples = samples_of(mesh.size()).to(rank.device)
     net = _built(mesh, rank.device, options)
     _set_up(net, options)
     optimizer = torch.optim.SGD(net.parameters())  # never steps
@@ -100,7 +100,7 @@ def _single(samples: Tensor, rank: int, options: Options) -> "SmallNet":
     single, own = (_trained(samples.cpu()[of], options) for of in (slice(None), slice(rank, rank + 1)))
     for parameter in single.parameters():
         if parameter.grad is not None:
-            parameter.grad /= options["divide factor"] or len(samples)
+            parameter.grad /= len(samples) if options["divide factor"] == "own" else options["divide factor"]
     if options["ignored"]:
         single.first.bias.grad = own.first.bias.grad
     return single
@@ -123,7 +123,7 @@ def _trained(samples: Tensor, options: Options) -> "SmallNet":
             parameter.data.neg_()
     net.first.weight.requires_grad_(not options["frozen"])
     for index in range(MICRO_BATCHES):
-        inputs = _inputs(samples, index)
+        inputs = inputs_of(samples, index)
         loss = net(inputs.flatten(0, 1)).sum()
         if options["spare"] == "zeros":
             loss = loss + net.spare(inputs[0]).sum()
@@ -153,12 +153,13 @@ class SmallNet(Net):
         return out + checkpoint(self.spare, x, use_reentrant=False) if with_spare else out
 
 
-def _samples(ranks: int) -> Tensor:
+def samples_of(ranks: int) -> Tensor:
     """Return a sample for each rank, of shape (ranks, 1, width)."""
     return torch.randint(0, 2, (ranks, 1, WIDTH), generator=torch.Generator().manual_seed(1)).float()
 
 
-def _inputs(samples: Tensor, micro_batch: int) -> Tensor:
+def inputs_of(samples: Tensor, micro_batch: int) -> Tensor:
+    """Return the samples of a micro-batch."""
     return samples * (micro_batch + 1)
 
 
@@ -211,7 +212,7 @@ def _set_up(net: SmallNet, options: Options) -> None:
     """Call the methods that hold for all steps, those of options that are not at their defaults."""
     root, modules = cast("FSDPModule", net), fsdp_modules(net)
     for module in modules:
-        if options["divide factor"]:
+        if options["divide factor"] != "own":
             module.set_gradient_divide_factor(options["divide factor"])
         if options["forced sums"]:
             module.set_force_sum_reduction_for_comms(True)
@@ -259,7 +260,7 @@ def _train(net: SmallNet, samples: Tensor, rank: int, options: Options) -> None:
             handles = [module.unshard(async_op=options["unsharded ahead"] == "asynchronous") for module in modules]
             for handle in filter(None, handles):
                 handle.wait()
-        inputs = _cast(_inputs(samples[rank], index), options)
+        inputs = _cast(inputs_of(samples[rank], index), options)
         with_spare = options["spare"] == "zeros" and rank == 0
         losses = [net(inputs, with_spare=with_spare).sum() for _ in range(options["calls"])]
         torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]

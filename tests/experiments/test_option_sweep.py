@@ -1,0 +1,152 @@
+"""Sweep of FSDP2's options: none is missing, its sums are exact, and what is refused or wrong is narrowed down."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from conformance.experiments import option_sweep
+from conformance.experiments.option_sweep import OptionSweep
+from conformance.experiments.option_training import (
+    DEFAULTS,
+    MICRO_BATCHES,
+    OPTIONS,
+    Options,
+    SmallNet,
+    inputs_of,
+    samples_of,
+)
+from conformance.experiments.trials import End, Ended
+
+OPTIONS_OF = {
+    "module": "groups",
+    "mesh": "mesh",
+    "reshard_after_forward": "reshard",
+    "shard_placement_fn": "placement",
+    "mp_policy": "parameters",
+    "offload_policy": "offload",
+    "ignored_params": "ignored",
+    "param_dtype": "parameters",
+    "reduce_dtype": "sums",
+    "output_dtype": "outputs",
+    "cast_forward_inputs": "cast inputs",
+    "set_gradient_divide_factor": "divide factor",
+    "set_force_sum_reduction_for_comms": "forced sums",
+    "set_requires_gradient_sync": "reduced",
+    "set_requires_all_reduce": "reduced",
+    "set_reshard_after_forward": "reshard",
+    "set_reshard_after_backward": "reshard in backward",
+    "set_is_last_backward": "announced",
+    "unshard": "unsharded ahead",
+    "reshard": "reshard in backward",
+    "set_modules_to_forward_prefetch": "prefetch",
+    "set_modules_to_backward_prefetch": "prefetch",
+    "set_reduce_scatter_unused_params": "spare",
+    "set_reduce_scatter_max_input_buffers": "input buffers",
+    "set_separate_reduce_scatter_group": "reduction group",
+}
+"""Options of the sweep by the parameter or method that they try."""
+LEFT_OUT = {
+    "dp_mesh_dims": "SPMD meshes, see docs/detection/blind_spots.md",
+    "set_all_reduce_hook": "API-2",
+    "set_custom_all_gather": "API-2",
+    "set_custom_reduce_scatter": "API-2",
+    "set_unshard_in_backward": "API-2: valid for modules without parameters in backward alone",
+    "reset_iter_state": "API-2: after an error",
+    "set_reduce_scatter_divide_factor": "deprecated",
+    "set_post_optim_event": "events of devices",
+    "set_allocate_memory_from_process_group_for_comm": "memory of NCCL",
+    "set_symm_mem_for_comm": "memory of NCCL",
+}
+"""Parameters and methods without an option, with the reason."""
+
+
+def test_every_parameter_and_method_is_an_option_or_left_out_for_a_reason() -> None:
+    names = set(inspect.signature(fully_shard).parameters) | {field.name for field in fields(MixedPrecisionPolicy)}
+    names |= {name for name, value in vars(FSDPModule).items() if callable(value) and not name.startswith("_")}
+    assert names == OPTIONS_OF.keys() | LEFT_OUT.keys()
+    assert set(OPTIONS_OF.values()) <= OPTIONS.keys()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_bf16_has_all_sums_of_sizes_of_gradients(ranks: int, sign: int) -> None:
+    sizes: dict[str, torch.Tensor] = {}
+    for rank in range(ranks):
+        for index in range(MICRO_BATCHES):
+            net = SmallNet()
+            for parameter in net.parameters():
+                parameter.data *= sign
+            net(inputs_of(samples_of(ranks), index)[rank], with_spare=True).sum().backward()
+            for name, parameter in net.named_parameters():
+                assert parameter.grad is not None
+                sizes[name] = sizes.get(name, torch.zeros(())) + parameter.grad.abs() * max(OPTIONS["calls"])
+    assert all(float(size.max()) <= 256 for size in sizes.values())
+
+
+def test_the_gradient_of_an_ignored_parameter_is_told_from_the_mean_over_ranks() -> None:
+    grads = []
+    for rank in range(4):
+        net = SmallNet()
+        net(inputs_of(samples_of(4), 0)[rank]).sum().backward()
+        grads.append(net.first.bias.grad)
+    assert any(not torch.equal(grad, grads[0]) for grad in grads if grad is not None and grads[0] is not None)
+
+
+def sweep_where(end_of: Callable[[Options], End | None], monkeypatch: pytest.MonkeyPatch) -> OptionSweep:
+    """Return a sweep whose trainings end as a function of their options says."""
+
+    def ended(call: Any) -> Ended:
+        end = end_of(call.args[1])
+        return Ended(end, None, {} if end in (End.RIGHT, End.ERROR) else {"result": "wrong"})
+
+    monkeypatch.setattr(
+        option_sweep, "meshes_of", lambda _: dict.fromkeys(OPTIONS["mesh"], SimpleNamespace(ended=ended))
+    )
+    return OptionSweep(cast("Any", SimpleNamespace()))
+
+
+def test_what_is_wrong_is_narrowed_down_to_the_options_and_defaults_that_make_it_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def end_of(options: Options) -> End:
+        return End.WRONG if options["offload"] and options["calls"] == 2 and options["reduced"] != "last" else End.RIGHT
+
+    wrong = {each.subject for each in sweep_where(end_of, monkeypatch).swept().wrong}
+    assert wrong == {f"offload True, reduced {value}, calls 2" for value in ("always", "all-reduced last")}
+
+
+def test_all_triples_but_those_that_are_refused_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Options] = []
+
+    def end_of(options: Options) -> End:
+        if options["frozen"] and options["groups"] == "root alone":
+            return End.ERROR
+        seen.append(options)
+        return End.RIGHT
+
+    swept = sweep_where(end_of, monkeypatch).swept()
+    assert swept.refused == {"groups root alone, frozen True": 1}
+    assert not swept.wrong
+    assert any(row["frozen"] and row["loaded"] and row["offload"] for row in seen)
+    assert swept.computed["options"] >= 50
+
+
+def test_a_sweep_ends_if_not_even_the_defaults_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    swept = sweep_where(lambda _: End.WRONG, monkeypatch).swept()
+    assert swept.computed["options"] == 0
+    assert "no option" in {each.subject for each in swept.wrong}
+    assert DEFAULTS["reshard"] is True
+
+
+def test_what_no_part_shows_alone_is_reported_as_a_whole_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end_of(options: Options) -> End:
+        return End.WRONG if sum(options[name] != default for name, default in DEFAULTS.items()) > 20 else End.RIGHT
+
+    swept = sweep_where(end_of, monkeypatch).swept()
+    assert all(each.subject.count(",") >= 20 for each in swept.wrong)
