@@ -29,6 +29,7 @@ _FAULTS = (
     "fsdp",
     "interface",
     "method",
+    "option",
     "dtensor",
     "hang",
     "tp",

@@ -20,8 +20,9 @@ SUSPECTS: tuple[Options, ...] = (
     {"placement": "columns of matrices", "reshard": 2},
     {"mesh": "1 x N", "placement": "columns", "reshard": 2},
     {"mesh": "1 x N", "placement": "columns of matrices", "reshard": 2},
-    {"divide factor": 4.0, "forced sums": False, "mesh": "own"},  # gloo cannot multiply
-    {"mesh": "N x 1", "divide factor": 4.0, "forced sums": True},  # findings/divide_factor_of_one_shard.py
+    {"divide factor": 8.0, "forced sums": False, "mesh": "own"},  # gloo cannot multiply
+    {"divide factor": 8.0, "forced sums": False, "mesh": "1 x N"},
+    {"mesh": "N x 1", "divide factor": 8.0, "forced sums": True},  # findings/divide_factor_of_one_shard.py
     # findings/unused_parameters_of_postponed_reduction.py
     {"parameters": "bf16", "sums": "fp32", "reduced": "last", "spare": "zeros"},
 )

@@ -36,7 +36,7 @@ OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "offload": (False, True),
     "frozen": (False, True),
     "ignored": (False, True),
-    "divide factor": ("own", 4.0),
+    "divide factor": ("own", 8.0),
     "forced sums": (False, True),
     "reduced": ("always", "last", "all-reduced last"),
     "reshard in backward": (True, False),
