@@ -29,7 +29,7 @@ SUSPECTS: tuple[Options, ...] = (
 """Options that some version of torch refuses or has wrong: tried first, since narrowing a row down takes long."""
 
 _MAX_RULE = 6
-"""Number of options of a part that rows can be made without; with more it counts as tried."""
+"""Number of options of a subset that rows can be made without; with more it counts as tried."""
 
 
 @experiment(needs=Needs.TRAINING)
@@ -53,9 +53,9 @@ class OptionSweep:
 
     def swept(self) -> Swept:
         """Return the outcome: the number of rows that are right, and what is refused or wrong."""
-        for part in SUSPECTS:
-            if not any(_has({**DEFAULTS, **part}, excluded) for excluded in self._excluded):
-                self._judge(part, self._ended(part))
+        for subset in SUSPECTS:
+            if not any(_has({**DEFAULTS, **subset}, excluded) for excluded in self._excluded):
+                self._judge(subset, self._ended(subset))
         while rows := self._missing():
             for row in rows:
                 if not any(_has(row, excluded) for excluded in self._excluded):
@@ -67,26 +67,28 @@ class OptionSweep:
         """Return rows with what no right row has together; none if not even the defaults are right."""
         if not all(self._excluded):
             return []
-        rules = [Rule(part.keys(), partial(_has, part=part)) for part in self._excluded if len(part) <= _MAX_RULE]
-        rows = [*self._right, *(part for part in self._excluded if len(part) > _MAX_RULE)]
+        rules = [
+            Rule(subset.keys(), partial(_has, subset=subset)) for subset in self._excluded if len(subset) <= _MAX_RULE
+        ]
+        rows = [*self._right, *(subset for subset in self._excluded if len(subset) > _MAX_RULE)]
         return covering_rows(OPTIONS, strength=3, rules=rules, given=rows, rounds=0)
 
     def _try(self, row: Options) -> None:
         ended = self._ended(row)
         if ended.end is not End.RIGHT:
-            part = self._narrowed(row, ended.end)
-            narrowed = self._ended(part)
+            subset = self._narrowed(row, ended.end)
+            narrowed = self._ended(subset)
             if narrowed.end is ended.end:
-                row, ended = part, narrowed
+                row, ended = subset, narrowed
         self._judge(row, ended)
 
-    def _judge(self, part: Options, ended: Ended) -> None:
-        """Keep the outcome of a row, or of a part of one."""
+    def _judge(self, subset: Options, ended: Ended) -> None:
+        """Keep the outcome of a row, or of a subset of one."""
         if ended.end is End.RIGHT:
-            self._right.append({**DEFAULTS, **part})
+            self._right.append({**DEFAULTS, **subset})
             return
-        self._excluded.append(part)
-        subject = ", ".join(f"{option} {part[option]}" for option in OPTIONS if option in part) or "no option"
+        self._excluded.append(subset)
+        subject = ", ".join(f"{option} {subset[option]}" for option in OPTIONS if option in subset) or "no option"
         if ended.end is End.ERROR:
             self._swept.computed[subject], self._swept.refused[subject] = 0, 1
             self._swept.reasons[subject] = f"{ended.error!r:.200}"
@@ -94,27 +96,27 @@ class OptionSweep:
             self._swept.wrong.append(Wrong(subject=subject, fault=fault, kind="options", cases=1, example=text))
 
     def _narrowed(self, row: Options, end: End | None) -> Options:
-        """Return a smallest part of a row that ends as the row does if all other options have their defaults.
+        """Return a smallest subset of a row that ends as the row does if all other options have their defaults.
 
-        Options without which a part would be right belong to it, in defaults as well: of those the row has its own
+        Options without which a subset would be right belong to it, in defaults as well: of those the row has its own
         values. Where ranks wait for each other, that takes too long.
         """
-        part = {option: value for option, value in row.items() if value != DEFAULTS[option]}
-        for option in list(part):
-            fewer = {other: value for other, value in part.items() if other != option}
+        subset = {option: value for option, value in row.items() if value != DEFAULTS[option]}
+        for option in list(subset):
+            fewer = {other: value for other, value in subset.items() if other != option}
             if self._ended(fewer).end is end:
-                part = fewer
+                subset = fewer
         if end is None:
-            return part
+            return subset
         needed = {
             option: row[option]
             for option, (_, *others) in OPTIONS.items()
-            if option not in part and any(self._ended({**part, option: value}).end is End.RIGHT for value in others)
+            if option not in subset and any(self._ended({**subset, option: value}).end is End.RIGHT for value in others)
         }
-        return {**part, **needed}
+        return {**subset, **needed}
 
-    def _ended(self, part: Options) -> Ended:
-        options = {**DEFAULTS, **part}
+    def _ended(self, subset: Options) -> Ended:
+        options = {**DEFAULTS, **subset}
         return self._trials[options["mesh"]].ended(partial(differences, self._rank, options))
 
 
@@ -128,5 +130,5 @@ def meshes_of(rank: RankWorld) -> dict[str, Trials]:
     }
 
 
-def _has(row: Options, part: Options) -> bool:
-    return all(row[option] == value for option, value in part.items())
+def _has(row: Options, subset: Options) -> bool:
+    return all(row[option] == value for option, value in subset.items())
