@@ -1,7 +1,8 @@
 """F.conv2d with input and kernel sharded along the width raises in backward, on one rank alone.
 
 DTensor's convolution (torch/distributed/tensor/_tp_conv.py) exchanges columns with its neighbours and takes it for
-granted that the kernel is replicated; a rank whose columns are fewer than the kernel's raises, others go on.
+granted that the kernel is replicated; a rank whose columns are fewer than the kernel's raises, others go on. On a mesh
+of two dimensions that shard batch and channels, the output lacks channels, without an error (DT-3 on hsdp2x2).
 
 severity: low
 visible: loud

@@ -68,6 +68,8 @@ def _of_one_argument() -> Iterator[Sample]:
     yield sample("pow of a number", lambda x: 2.0**x, "a b", exact=False)
     yield sample("plus a number", lambda x: x + 1, "a b")
     yield sample("number minus", lambda x: 3 - x, "a b")
+    for name, operator in _available(torch, "add sub mul div floor_divide remainder"):
+        yield sample(f"{name} of a number and", partial(operator, 5), "a b positive", exact=name != "div")
     yield sample("times a number", lambda x: x * 2, "a b")
     yield sample("to another dtype", lambda x: x.to(torch.bfloat16), "a b")
     yield sample("to integers", lambda x: x.long(), "a b")

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
@@ -84,7 +85,7 @@ def clip_grad_norm_of_non_finite(rank: RankWorld) -> dict[str, NonFiniteClipping
 
 @experiment(needs=Needs.TRAINING)
 def clip_grad_value(rank: RankWorld) -> ValueClipping:
-    """Clip each element of the gradients of the first step to at most `max_norm` / 5 with clip_grad_value_."""
+    """Clip each element of the gradients of the first step to half of the largest one with clip_grad_value_."""
     return _with_first_gradients(rank, _clipped_by_value)
 
 
@@ -183,14 +184,15 @@ def _norm_or_error(model: Transformer, config: OptimizerConfig, *, error_if_nonf
 
 
 def _clipped_by_value(model: Transformer, config: OptimizerConfig) -> ValueClipping:
-    limit = config.max_norm / 5
     before = _flat_gradients(model)
-    limit_in_fp32 = float(torch.tensor(limit))
+    largest = before.abs().amax()
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    limit = float(largest) / 2  # of all ranks; numbers of fp32 or less, exact in half
     # Plain tensors: kernels compare in fp32 and round the limit to the gradient's dtype.
-    clamped = [local(grad).float().clamp(-limit_in_fp32, limit_in_fp32).to(grad.dtype) for grad in _gradients(model)]
+    clamped = [local(grad).float().clamp(-limit, limit).to(grad.dtype) for grad in _gradients(model)]
     expected = torch.cat([grad.double().flatten() for grad in clamped])
     clip_grad_value_(model.parameters(), limit, foreach=config.foreach_clip)
-    outside = int((before.abs() > limit_in_fp32).sum())
+    outside = int((before.abs() > limit).sum())
     wrong = int((_flat_gradients(model) != expected).sum())
     return ValueClipping(outside=outside, inside=before.numel() - outside, wrong=wrong)
 

@@ -54,7 +54,7 @@ def test_dtensor_operators_equal_those_on_full_tensors(measure: Measure, cell: C
 
 @law(
     "DT-3",
-    where="id in (dp2-fp32-default-meta-integer, dp3-fp32-default-meta)",
+    where="id in (dp2-fp32-default-meta-integer, dp3-fp32-default-meta, hsdp2x2-bf16mp-default-meta)",
     gaps=["pipelines"],
     reference=DTENSOR,
     since="2.13",
