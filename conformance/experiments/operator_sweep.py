@@ -179,16 +179,16 @@ _PENDING = (Partial("sum"), Partial("max"))
 def plan_of(sample: Sample, mesh: DeviceMesh) -> dict[Size, list[tuple[Layout, ...]]]:
     """Return the layouts to try by size of shards; what a world has no time for, another one has.
 
-    Two ranks: all arguments sharded alike along the first dimension, unevenly, and evenly along the last, which tells
-    nothing more of an operator on elements. More ranks: uneven shards in layouts that one or all arguments have, and
-    shards that not every rank has. A mesh of two dimensions: pairs of placements, of all arguments alike.
+    Two ranks: all arguments sharded alike along the first dimension, unevenly, and evenly along the first and the last,
+    which tells nothing more of an operator on elements. More ranks: uneven shards in layouts that one or all arguments
+    have, and shards that not every rank has. A mesh of two dimensions: pairs of placements, of all arguments alike.
     """
     arguments = sample.arguments
     first, last = _alike(arguments, Shard(0)), _alike(arguments, Shard(-1))
     if mesh.ndim == 2:
         return {"even": _on_two_dimensions(arguments)}
     if mesh.size() == 2:
-        return {"uneven": _each([first]), "even": _each([last])[: not sample.elementwise]}
+        return {"uneven": _each([first]), "even": [] if sample.elementwise else _each([first, last])}
     return {"uneven": _one_or_all(arguments), "empty": _each([first])}
 
 
