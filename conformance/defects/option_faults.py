@@ -30,8 +30,8 @@ DIVIDE_FACTOR_LOST_WITH_OFFLOAD = Defect(
     title="a gradient divide factor is ignored with CPU offload",
     source=_DOCS,
     mechanism="the path that copies gradients to the host reduces without the factor",
-    laws=("API-3",),
-    cells=_CELL,
+    laws=("API-2", "API-3"),
+    cells="id in (dp2-fp32-default-meta, hsdp2x2-fp32-default-meta)",
     inject=partial(factor_of_offloaded, is_lost=True),
     inject_twin=partial(factor_of_offloaded, is_lost=False),
 )
@@ -68,8 +68,8 @@ LAST_GRADIENT_NOT_ACCUMULATED = Defect(
     title="with reductions in another dtype, the last micro-batch is missing where earlier ones were not reduced",
     source="https://github.com/pytorch/pytorch/pull/125191",
     mechanism="the gradient in the dtype of computation is not added to that in the dtype of reductions",
-    laws=("API-3",),
-    cells=_CELL,
+    laws=("API-3", "PAR-2"),
+    cells="id in (dp2-bf16mp-default-meta-acc2-synclast, hsdp2x2-fp32-default-meta)",
     inject=partial(accumulation, is_lost=True),
     inject_twin=partial(accumulation, is_lost=False),
 )

@@ -8,7 +8,13 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.utils.hooks import RemovableHandle
 
 from conformance.experiments.context import RankWorld, experiment
@@ -36,11 +42,15 @@ def _fsdp(module: nn.Module) -> FSDPModule:
 
 
 def _with_a_divide_factor(world: DataParallel) -> Wrong:
-    """Divide by each factor that the mesh allows, and on meshes of one shard and of one replica as well."""
+    """Divide by each factor that the mesh allows, offloaded or not, and on meshes of one shard and of one replica."""
     wrong: Wrong = {}
-    for name, other in world.meshes().items():
+    policies = {"": OffloadPolicy(), ", offloaded": CPUOffloadPolicy(pin_memory=world.device.type != "cpu")}
+    tried = {
+        f"{name}{text}": (other, policy) for name, other in world.meshes().items() for text, policy in policies.items()
+    }
+    for name, (other, policy) in tried.items():
         for factor, forced in _divide_factors(other):
-            net = other.net()
+            net = other.net(offload_policy=policy)
             for module in fsdp_modules(net):
                 module.set_force_sum_reduction_for_comms(forced)
                 module.set_gradient_divide_factor(factor)

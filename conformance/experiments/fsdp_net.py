@@ -89,7 +89,7 @@ class DataParallel:
             if grad is None or wanted is None:
                 wrong[f"gradient of {name}"] = 0 if grad is wanted else 1
             else:
-                wrong[f"gradient of {name}"] = int((full(grad) != factor * wanted).sum())
+                wrong[f"gradient of {name}"] = int((full(grad.to(self.device)) != factor * wanted).sum())
         return wrong
 
     def backward(self, net: Net, *, micro_batch: int = 0) -> Net:

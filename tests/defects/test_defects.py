@@ -178,7 +178,7 @@ def snapshot() -> dict[str, int]:
             if isinstance(owner, ModuleType) and is_own_class:
                 yield from members(f"{prefix}.{name}", value)
 
-    distributed = ("fsdp.", "tensor.", "checkpoint.", "_functional_collectives", "pipelining")
+    distributed = ("fsdp", "tensor.", "checkpoint.", "_functional_collectives", "pipelining")
     torch_modules = ("nn.utils.", "optim.", *(f"distributed.{name}" for name in distributed))
     prefixes = ("reference_trainer.", *(f"torch.{name}" for name in torch_modules))
     others = (
