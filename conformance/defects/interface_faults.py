@@ -85,12 +85,12 @@ DIVIDE_FACTOR_LOST_ON_ONE_SHARD = Defect(
 )
 
 
-def divide_factor_of_bf16(*, is_lost: bool) -> AbstractContextManager[None]:
-    """Ignore the gradient divide factor of parameters that compute in bf16, or hand it on."""
+def divide_factor_of(is_lost: Callable[[Any], bool]) -> AbstractContextManager[None]:
+    """Ignore the gradient divide factor of groups whose first parameter says so, or hand it on."""
 
     def foreach_reduce(original: Callable[..., Any], params: Any, *args: Any) -> Any:
         *before, factor, group, stream, reduces, waiting, hook, force_sum = args
-        factor = None if is_lost and params[0].param_dtype == torch.bfloat16 else factor
+        factor = None if is_lost(params[0]) else factor
         return original(params, *before, factor, group, stream, reduces, waiting, hook, force_sum)
 
     return replaced_call(f"{_FULLY_SHARD}._fsdp_param_group", "foreach_reduce", foreach_reduce)
@@ -103,8 +103,8 @@ DIVIDE_FACTOR_LOST_IN_BF16 = Defect(
     mechanism="where gradients are cast before they are reduced, the factor is left out",
     laws=("API-2",),
     cells="id = dp2-bf16mp-default-meta and world = 2",
-    inject=partial(divide_factor_of_bf16, is_lost=True),
-    inject_twin=partial(divide_factor_of_bf16, is_lost=False),
+    inject=partial(divide_factor_of, lambda param: param.param_dtype == torch.bfloat16),
+    inject_twin=partial(divide_factor_of, lambda _: False),
 )
 
 

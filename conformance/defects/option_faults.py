@@ -1,28 +1,16 @@
 """Faults of FSDP2 that show where two of its options or methods are used together."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
 
 from conformance.defects.edited_source import edited
-from conformance.defects.injection import Defect, replaced_call
+from conformance.defects.injection import Defect
+from conformance.defects.interface_faults import divide_factor_of
 
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard"
 _GROUP = f"{_FULLY_SHARD}._fsdp_param_group:FSDPParamGroup"
 _DOCS = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
 _CELL = "id = hsdp2x2-fp32-default-meta"
-
-
-def factor_of_offloaded(*, is_lost: bool) -> AbstractContextManager[None]:
-    """Ignore the gradient divide factor of parameters that are offloaded, or hand it on."""
-
-    def foreach_reduce(original: Callable[..., Any], params: Any, *args: Any) -> Any:
-        *before, factor, group, stream, reduces, waiting, hook, force_sum = args
-        factor = None if is_lost and params[0].offload_to_cpu else factor
-        return original(params, *before, factor, group, stream, reduces, waiting, hook, force_sum)
-
-    return replaced_call(f"{_FULLY_SHARD}._fsdp_param_group", "foreach_reduce", foreach_reduce)
 
 
 DIVIDE_FACTOR_LOST_WITH_OFFLOAD = Defect(
@@ -32,8 +20,8 @@ DIVIDE_FACTOR_LOST_WITH_OFFLOAD = Defect(
     mechanism="the path that copies gradients to the host reduces without the factor",
     laws=("API-2", "API-3"),
     cells="id in (dp2-fp32-default-meta, hsdp2x2-fp32-default-meta)",
-    inject=partial(factor_of_offloaded, is_lost=True),
-    inject_twin=partial(factor_of_offloaded, is_lost=False),
+    inject=partial(divide_factor_of, lambda param: param.offload_to_cpu),
+    inject_twin=partial(divide_factor_of, lambda _: False),
 )
 
 

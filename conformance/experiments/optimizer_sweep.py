@@ -37,8 +37,9 @@ _BOUND_OF_REPLICAS = 2.0**-4
 An iteration makes a s + (b s^2 + c s^4) s, with coefficients 3.44, -4.78 and 2.03, of each of two numbers s = 2**-0.5,
 the shares of a matrix of norm 1. Replicas round the terms, of size 2.5 and 1.4, and the sum, of size 1.2, to bf16, by
 2**-8; one process rounds the sum alone. That is e = 2**-8 * (2.5 + 1.4 + 2 * 1.2) in a step of size 1.1. Three steps
-add up to 3 r e, for a rate r of 0.45 or 1.3. The largest number is above 1.6 r: one that was not stepped, of almost 1,
-or one that was, of 3.3 r - 1. And 3 e / 1.6 is below 2**-4.
+add up to 3 r e, for a rate r of 0.45 or 1.3. The largest number is above 1.3 r although a tenth decays in each step:
+one that was not stepped, of 0.7, or, for a rate of 1.3, one that was, of 2.7 r - 0.8 (with a decay of a quarter of
+2.5 r - 0.5). And 3 e / 1.3 is below 2**-4.
 """
 _SIZES_OF_SPARSE = (4, 2, 2)
 """Gradients of each step that with a momentum of a half stay integers of two bits, whose squares bf16 has."""

@@ -263,4 +263,4 @@ def _train(net: SmallNet, samples: Tensor, rank: int, options: Options) -> None:
         inputs = _cast(inputs_of(samples[rank], index), options)
         with_spare = options["spare"] == "zeros" and rank == 0
         losses = [net(inputs, with_spare=with_spare).sum() for _ in range(options["calls"])]
-        torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward(losses)

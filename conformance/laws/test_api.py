@@ -52,8 +52,9 @@ def test_fsdp_module_methods_do_what_they_are_for(measure: Measure, cell: Cell) 
     substrates=("gloo", *CUDA),  # as for DT-3
 )
 def test_fsdp_options_do_not_disturb_each_other(measure: Measure, cell: Cell) -> None:
-    """Any two options of `fully_shard`, of MixedPrecisionPolicy and of the methods of FSDPModule MUST leave parameters
-    as they are and give the gradients of one process, in every bit, or refuse each other, on all ranks alike.
+    """Any three options of `fully_shard`, of MixedPrecisionPolicy and of the methods of FSDPModule MUST leave
+    parameters as they are and give the gradients of one process, in every bit, or refuse each other, on all ranks
+    alike.
 
     Refusals are recorded, without a bound.
     """

@@ -59,7 +59,7 @@ class VersionTraits(msgspec.Struct, frozen=True):
     Up to 2.12. Source: `_get_init_p2p_neighbors_ops` in torch/distributed/pipelining/stage.py.
     """
     stages_finalize_backward: bool = False
-    """True if a stage of a pipeline reduces its gradients as a backward does, from its last group on.
+    """True if a stage of a pipeline reduces its gradients from its last group on, inner ones first.
 
     Up to 2.14 from its first group on. Source: `perform_reduce_grad` in torch/distributed/pipelining/stage.py, which
     from 2.15 on calls `FSDPModule.finalize_backward`.
