@@ -47,6 +47,16 @@ GRADIENTS_ROUNDED = Defect(
     inject=partial(reduced_gradients, _BF16),
     inject_twin=partial(reduced_gradients, _FP64),
 )
+FP16_GRADIENTS_THROUGH_BF16 = Defect(
+    id="fp16-gradients-through-bf16",
+    title="gradients of a run in fp16 keep 8 of the 11 bits that they were computed with",
+    source="https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html",
+    mechanism="gradients are cast to bf16 for communication, as a compressing hook does for runs in fp32",
+    laws=("AMP-3", "PAR-2"),
+    cells="id = dp2-fp16mp-default-meta",
+    inject=partial(reduced_gradients, _BF16),
+    inject_twin=partial(reduced_gradients, _FP64),
+)
 
 
 def _without_last_bits(tensor: Tensor, bits: int) -> Tensor:

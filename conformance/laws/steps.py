@@ -105,9 +105,15 @@ def require_steps_taken(record: Record) -> None:
 
 def require_known_sum_order(measure: Measure, cell: Cell) -> None:
     """Raise Unsupported if the backend adds more than two bf16 numbers in an order that the emulation does not know."""
+    if not is_sum_order_known(measure, cell):
+        tp = cell.config.mesh.tp
+        raise Unsupported(f"sums over {tp} ranks are not taken in ring order by this backend: nothing to compare with")
+
+
+def is_sum_order_known(measure: Measure, cell: Cell) -> bool:
+    """Return whether the emulation knows in which order the backend adds 16-bit numbers of tensor-parallel ranks."""
     tp = cell.config.mesh.tp
     if tp <= 2:
-        return
+        return True
     sums = [facts.bf16_sum for facts in measure(probe, Cell(mesh=f"dp{tp}"))]
-    if not sums_in_ring_order([each.terms for each in sums], [each.total for each in sums]):
-        raise Unsupported(f"sums over {tp} ranks are not taken in ring order by this backend: nothing to compare with")
+    return sums_in_ring_order([each.terms for each in sums], [each.total for each in sums])

@@ -189,6 +189,23 @@ def emulated_gradients(config: TrainerConfig, emulated: Emulation, *, loss_scale
     }
 
 
+def emulated_deviation(
+    config: TrainerConfig, emulated: Emulation, exact: Mapping[str, Tensor], *, loss_scale: float
+) -> dict[str, Bound]:
+    """Return the relative deviation of each gradient of a run from `exact`, of a run that rounds as `emulated` does.
+
+    The triangle inequality: own deviation of the emulation, which is measured, and that of the run from the emulation,
+    see `emulated_gradients`, which is relative to an emulated gradient whose norm is at most 1 + d times that of the
+    exact one.
+    """
+    deviations = {
+        name: float((emulated.gradients[name].double() - gradient.double()).norm() / gradient.double().norm())
+        for name, gradient in exact.items()
+    }
+    bounds = emulated_gradients(config, emulated, loss_scale=loss_scale)
+    return {name: bound("d + e * (1 + d)", d=own, e=bounds[name]) for name, own in deviations.items()}
+
+
 def _roundings_of_sums(config: TrainerConfig) -> tuple[int, int]:
     """Return the numbers of roundings from the first sum without known order on: in the dtype of reductions, and after.
 

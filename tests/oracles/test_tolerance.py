@@ -131,6 +131,17 @@ def test_roundings_from_the_first_sum_without_an_order_on(
     )
 
 
+def test_a_run_may_be_as_far_from_fp32_as_its_emulation_is_and_the_order_of_sums_leaves_open() -> None:
+    exact, emulated = {"w": torch.tensor([4.0, 3.0])}, Emulation(1.0, {"w": torch.tensor([4.0, 3.5])}, {"w": 1.5})
+
+    def bound_of(mesh: str) -> float:
+        config = Cell(mesh=mesh, precision="fp16-mp").config
+        return tolerance.emulated_deviation(config, emulated, exact, loss_scale=1.0)["w"].value
+
+    assert bound_of("dp2") == 0.1
+    assert bound_of("dp4") == pytest.approx(0.1 + 1.1 * 2 * 3 * 1.5 / 2**24)
+
+
 def test_the_factor_of_bf16_errors_shrinks_with_the_number_of_tokens() -> None:
     config = Cell(precision="bf16-mp").config
     longer = msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, global_batch_size=1024))
