@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from conformance.experiments.context import RankWorld, experiment
 from conformance.instruments.allocator_snapshot import allocator_snapshot
 from conformance.instruments.device_memory import ledger_of
-from conformance.instruments.memory import BackendUse, MemoryLedger, PhaseMarks, mark
+from conformance.instruments.memory import BackendUse, MemoryLedger, PhaseMarks, allocations_alone, mark
 from conformance.memory_segment import MemorySegment
 from conformance.run.devices.nvml import machine_devices
 from conformance.run.experiment import Needs
@@ -98,8 +98,9 @@ def _growth(rank: RankWorld) -> Growth:
         trainer = _warm_trainer(rank, steps=_MANY_STEPS)
         _marked_step(trainer, 1)
         mark(_NOT_MEASURED)
-        for step in range(2, _MANY_STEPS - 1):
-            trainer.train_step(step)
+        with allocations_alone():
+            for step in range(2, _MANY_STEPS - 1):
+                trainer.train_step(step)
         _marked_step(trainer, _MANY_STEPS - 1)
     second, fiftieth = _marked_steps(ledger)
     return Growth(second, fiftieth)

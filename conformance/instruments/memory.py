@@ -31,6 +31,7 @@ _CPU = 0
 MARK = "memory mark: "
 """Prefix of a mark's name in the trace."""
 _C10D = "c10d::"
+_ACTIVITIES = [ProfilerActivity.CPU]
 
 
 class BackendUse(msgspec.Struct):
@@ -139,6 +140,8 @@ class _Backend:
 
 
 _listeners: list[Callable[[str], None]] = []
+_profilers: list[profile] = []
+"""Profilers of the ledgers that are open."""
 
 
 def mark(name: str) -> None:
@@ -157,6 +160,23 @@ def listening(listener: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         _listeners.remove(listener)
+
+
+@contextmanager
+def allocations_alone() -> Iterator[None]:
+    """Open a context in which open ledgers of the CPU see allocations and releases, but neither operators nor marks.
+
+    For steps between measured ones: to write and read the operators of fifty steps takes longer than the steps. What a
+    process group allocates counts as this process's own there, so that its other threads must not release any of it.
+    https://docs.pytorch.org/docs/stable/profiler.html#torch.profiler._KinetoProfile.toggle_collection_dynamic
+    """
+    for profiler in _profilers:
+        profiler.toggle_collection_dynamic(False, _ACTIVITIES)
+    try:
+        yield
+    finally:
+        for profiler in _profilers:
+            profiler.toggle_collection_dynamic(True, _ACTIVITIES)
 
 
 class PhaseMarks(Observer):
@@ -180,8 +200,12 @@ def memory_ledger(*, mapped_bytes: Collection[int] = ()) -> Iterator[MemoryLedge
     """
     ledger = MemoryLedger()
     gc.collect()  # so that garbage in cycles is not released into the ledger
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        yield ledger
+    with profile(activities=_ACTIVITIES, profile_memory=True) as profiler:
+        _profilers.append(profiler)
+        try:
+            yield ledger
+        finally:
+            _profilers.remove(profiler)
     events = sorted(_trace(profiler), key=lambda event: event["ts"])
     if not any(event["name"] == "[memory]" for event in events):
         raise RuntimeError("the profiler has reported no allocation: this torch cannot be asked for its memory")
