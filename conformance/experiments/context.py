@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from conformance.defects.catalogue import injected
 from conformance.experiments.simulation import simulated_world
 from conformance.experiments.weight_files import write_weights
+from conformance.plan.workload import compiled_on_device
 from conformance.run.experiment import Experiment, Job, Needs, Result, sampled_ranks
 from conformance.run.ranks.messages import RankContext
 from conformance.simulated_device import device as simulated
@@ -117,7 +118,8 @@ def rank_world(context: RankContext, job: Job, *, world: World, process_group: b
 
     After an error nothing is destroyed: other ranks may be in a collective, and the process serves no further task.
     """
-    config = _compiled_for_device(context, _with_weights(context, job, shared=world == "ranks"))
+    config = _with_weights(context, job, shared=world == "ranks")
+    config = compiled_on_device(config) if context.device else config
     if world == "none":
         yield RankWorld(context, job, config, device_of(context))
         return
@@ -178,12 +180,6 @@ def start_process_group(context: RankContext, *, backend: str | None = None) -> 
     if backend is None:
         dist.all_reduce(torch.zeros(1, dtype=torch.float32))  # on the CPU: needs no backend of a device
     return device
-
-
-def _compiled_for_device(context: RankContext, config: TrainerConfig) -> TrainerConfig:
-    """Return the configuration with inductor, if blocks are compiled and the rank has a device of its own."""
-    compiles = context.device and config.compile != "none"
-    return msgspec.structs.replace(config, compile="inductor") if compiles else config
 
 
 def _with_weights(context: RankContext, job: Job, *, shared: bool) -> TrainerConfig:

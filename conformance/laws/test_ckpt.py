@@ -38,7 +38,7 @@ def test_checkpoint_resumes_bit_for_bit(run: Run, cell: Cell) -> None:
 @law(
     "CKPT-2",
     where="saved_on not in (none, same)",
-    gaps=["dropout-masks", "compiled-roundings", "large-models"],
+    gaps=["dropout-masks", "large-models"],
     numbers=True,
     reference=CHECKPOINT,
 )

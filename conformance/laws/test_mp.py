@@ -60,7 +60,7 @@ def test_dtypes_are_those_of_the_mixed_precision_policy(run: Run, cell: Cell) ->
 @law(
     "MP-2",
     where="precision in (bf16-mp, bf16-init) and implementation = fsdp2",
-    gaps=["second-run", "dropout-masks", "resumed", "compiled-roundings", "large-models"],
+    gaps=["second-run", "dropout-masks", "resumed", "large-models"],
     numbers=True,
     reference=FULLY_SHARD,
 )

@@ -15,7 +15,7 @@ from conformance.laws.steps import compare_steps, compare_updates, emulation_of,
 from conformance.oracles import optimizer_tolerance, tolerance
 from conformance.oracles.cache import reference_run
 from conformance.oracles.reference import initial_model
-from conformance.outcomes import ConformanceFailure
+from conformance.outcomes import ConformanceFailure, Unsupported
 from conformance.plan.cells import Cell, axis_default
 from conformance.plan.mesh import Mesh
 from conformance.run.record import Record
@@ -69,7 +69,7 @@ def test_sharded_fp32_equals_one_process(run: Run, cell: Cell) -> None:
 @law(
     "PAR-2",
     where="precision != fp32 and implementation = fsdp2",
-    gaps=["dropout-masks", "resumed", "compiled-roundings", "large-models"],
+    gaps=["dropout-masks", "resumed", "large-models"],
     numbers=True,
     reference=MIXED_PRECISION,
 )
@@ -117,7 +117,7 @@ def test_mixed_precision_error_equals_that_of_its_emulation(run: Run, cell: Cell
     "PAR-4",
     where="implementation = fsdp2 and (reshard != default or forward_prefetch > 0 or backward_prefetch > 0 "
     "or activation_checkpointing != none)",
-    gaps=["second-run", "compiled-recomputation", "large-models"],
+    gaps=["second-run", "large-models"],
     numbers=True,
     reference=FULLY_SHARD,
 )
@@ -130,7 +130,10 @@ def test_reshard_prefetch_and_checkpointing_change_no_bit(run: Run, cell: Cell) 
     """
     opposite = "always" if cell.reshard != "always" else "never"
     plain = cell.but(reshard=opposite, forward_prefetch=0, backward_prefetch=0, activation_checkpointing="none")
-    _require_same_bits(run(cell), run(plain))
+    record = run(cell)
+    if record.config.compile == "inductor":
+        raise Unsupported("inductor rounds otherwise where it recomputes: PAR-1 and PAR-2 judge its gradients")
+    _require_same_bits(record, run(plain))
 
 
 @law("PAR-5", where="world > 1", gaps=["large-models"], reference=FULLY_SHARD)
@@ -192,7 +195,7 @@ def _with_one_batch(cell: Cell) -> Cell:
 @law(
     "PAR-7",
     where="(model in (uneven, uneven-tp, even) or tied_embeddings = true) and implementation = fsdp2",
-    gaps=["dropout-masks", "resumed", "compiled-roundings", "large-models"],
+    gaps=["dropout-masks", "resumed", "large-models"],
     numbers=True,
     reference=FULLY_SHARD,
 )

@@ -161,10 +161,11 @@ def emulated_gradients(config: TrainerConfig, emulated: Emulation, *, loss_scale
     (n - 1) u times the sum of its terms' sizes (Higham, "Accuracy and Stability of Numerical Algorithms", 2nd edition,
     section 4.2), in the run as in the emulation; what is rounded after it, see `_roundings_of_sums`, adds one u each.
     In fp16 the last division also errs by half of FP16_SMALLEST in each element of the gradient of the scaled loss.
-    In fp32 with more than two tensor-parallel ranks, compiled, or with TF32, of which the emulation knows nothing, run
-    and emulation are computations of their own, each with the error of `fp32_gradients`.
+    In fp32 with more than two tensor-parallel ranks, compiled by inductor, or with TF32, of which the emulation knows
+    nothing, run and emulation are computations of their own, each with the error of `fp32_gradients`. What aot_eager
+    compiles calls the kernels of eager mode. In 16 bits inductor rounds in other places: see `compiled_loss`.
     """
-    if config.precision == "fp32" and (config.mesh.tp > 2 or config.compile != "none" or config.tf32):
+    if config.precision == "fp32" and (config.mesh.tp > 2 or config.compile == "inductor" or config.tf32):
         return dict.fromkeys(emulated.gradients, both(fp32_gradients(config)))
     reduced, added = _roundings_of_sums(config)
     if not reduced:
@@ -204,6 +205,16 @@ def emulated_deviation(
     }
     bounds = emulated_gradients(config, emulated, loss_scale=loss_scale)
     return {name: bound("d + e * (1 + d)", d=own, e=bounds[name]) for name, own in deviations.items()}
+
+
+def compiled_loss(config: TrainerConfig) -> Bound:
+    """Return the relative error of the mean loss of blocks that inductor compiles in the dtype of computation.
+
+    As `fp32_loss`, of which it has the stages. Kernels of inductor keep in fp32 what those of eager mode round, so that
+    no emulation has the same bits.
+    """
+    compute = getattr(torch, dtype_policy(config.precision).compute)
+    return Bound("u * (F + sqrt(tokens))", {"u": torch.finfo(compute).eps / 2, **_lengths(config)})
 
 
 def _roundings_of_sums(config: TrainerConfig) -> tuple[int, int]:

@@ -30,7 +30,8 @@ GAPS = {
     "masks-of-micro-batches": Gap("dropout > 0.0", "micro-batches draw other masks than one large batch"),
     "resumed": Gap("saved_on != none", "the steps before the checkpoint are in no record of the resumed run"),
     "compiled-roundings": Gap(
-        "compile = true and precision != fp32", "kernels of inductor keep in fp32 what the emulation rounds"
+        "compile = true and precision != fp32",
+        "inductor keeps in fp32 what the emulation rounds; PAR-2 judges it",
     ),
     "16-bit-micro-batches": Gap(
         "precision != fp32", "with the number of micro-batches the roundings change, not their order alone"
@@ -46,7 +47,6 @@ GAPS = {
         "optimizer != sgd or clip != 0.0 or steps != 1 or precision != fp32",
         "only the first gradients, and the first update of SGD without clipping, are whole numbers",
     ),
-    "compiled-recomputation": Gap("compile = true", "inductor rounds otherwise where it recomputes"),
     "compiled-operators": Gap("compile = true", "operators inside of compiled graphs are not seen"),
     "integer-model": Gap(
         "model = integer",

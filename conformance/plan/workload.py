@@ -203,6 +203,11 @@ def compile_backend(mesh: Mesh) -> Literal["inductor", "aot_eager"]:
     return "inductor" if has_compiler and is_compiled_by_inductor(mesh) else "aot_eager"
 
 
+def compiled_on_device(config: TrainerConfig) -> TrainerConfig:
+    """Return the configuration of ranks that have devices of their own, where inductor compiles what is compiled."""
+    return config if config.compile == "none" else replace(config, compile="inductor")
+
+
 def is_compiled_by_inductor(mesh: Mesh) -> bool:
     """Return whether a machine with a C++ compiler uses inductor: on one rank.
 

@@ -14,9 +14,11 @@ from conformance.instruments.facts import RankFacts
 from conformance.outcomes import Failure
 from conformance.plan.cells import Cell
 from conformance.plan.substrates import Substrate
+from conformance.plan.workload import compiled_on_device
 from conformance.run.devices.hardware import device_type, kernel_type
 from conformance.run.experiment import TRAINING
 from conformance.run.shards import CapturedShards
+from reference_trainer.config import TrainerConfig
 
 RECORD_FILE = "record.json"
 RESULTS_FILE = "results.msgpack"
@@ -67,6 +69,12 @@ class Record(CapturedShards):
     def cell(self) -> Cell:
         """Cell that was run."""
         return self.header.cell
+
+    @property
+    def config(self) -> TrainerConfig:
+        """Configuration of the ranks."""
+        config = self.cell.config
+        return compiled_on_device(config) if self.device_type == "cuda" else config
 
     @property
     def device_type(self) -> Literal["cpu", "sim", "cuda"]:

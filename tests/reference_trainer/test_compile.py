@@ -1,18 +1,17 @@
 """Compiled blocks: one graph for all of them, and the backend that a cell is compiled with."""
 
 import shutil
+from pathlib import Path
 from typing import Literal
 
 import pytest
 import torch
 
-from conformance.experiments import context
 from conformance.experiments.simulation import simulated_world
 from conformance.plan.cells import Cell
 from conformance.plan.mesh import Mesh
-from conformance.plan.workload import compile_backend
-from conformance.run.ranks.messages import RankContext
-from reference_trainer.config import TrainerConfig
+from conformance.plan.workload import compile_backend, compiled_on_device
+from conformance.run.record import Header, Record, RecordFile
 from reference_trainer.train import Trainer
 
 
@@ -40,10 +39,16 @@ def test_inductor_compiles_on_one_rank(
 
 
 @pytest.mark.parametrize(
-    ("device", "given", "used"),
-    [("", "aot_eager", "aot_eager"), ("GPU-1", "aot_eager", "inductor"), ("GPU-1", "none", "none")],
+    ("substrate", "given", "used"),
+    [("gloo", "aot_eager", "aot_eager"), ("nccl", "aot_eager", "inductor"), ("nccl", "none", "none")],
 )
-def test_inductor_compiles_on_devices(device: str, given: Literal["none", "aot_eager"], used: str) -> None:
-    rank = RankContext(rank=0, world_size=8, rendezvous="", timeout_s=1.0, device=device)
-    config = TrainerConfig(compile=given)
-    assert context._compiled_for_device(rank, config).compile == used
+def test_inductor_compiles_on_devices(
+    substrate: Literal["gloo", "nccl"], given: str, used: str, tmp_path: Path
+) -> None:
+    """Laws are told of the backend that the ranks used."""
+    cell = Cell(mesh="dp2", compile=given != "none")
+    header = Header(cell=cell, session="", torch="2.13.0", substrate=substrate, defect=None)
+    assert cell.config.compile == given
+    assert Record(tmp_path, RecordFile(header=header)).config.compile == used
+    on_device = compiled_on_device(cell.config).compile
+    assert on_device == ("none" if given == "none" else "inductor")
