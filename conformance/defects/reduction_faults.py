@@ -33,9 +33,10 @@ GRADIENTS_SUMMED = Defect(
     title="gradients are summed over the data-parallel ranks instead of averaged",
     source="https://github.com/pytorch/pytorch/issues/155903",
     mechanism="the divide factors of the gradient reduction are SUM without a division",
-    laws=("PAR-1", "PAR-2", "PAR-9", "STREAM-3"),
+    laws=("PAR-1", "PAR-2", "PAR-9", "CKPT-1", "CKPT-3", "STREAM-3"),
     cells="id in (dp2-fp32-default-meta-sgd, dp2-fp32-default-meta-integer-sgd-noclip-steps1)"
-    " or id in (dp2-fp32-default-full-fsdp1, dp2-bf16mixed-default-meta)",
+    " or id in (dp2-fp32-default-full-fsdp1, dp2-bf16mixed-default-meta)"
+    " or id in (dp2-fp32-default-meta-from.same, dp2-fp32-default-meta-from.same-async)",
     inject=partial(reduced_by_sum, lambda _shards, _replicas: 1),
     inject_twin=partial(reduced_by_sum, lambda shards, replicas: shards * replicas),
 )

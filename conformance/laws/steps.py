@@ -86,6 +86,14 @@ def in_fp32(record: Record, step: int, *, rounded: bool = False) -> Emulation:
     return emulated_step(exact, masters, step=step, masks=recorded_masks(record), device=record.kernel_type)
 
 
+def is_emulated(measure: Measure, cell: Cell) -> bool:
+    """Return whether the emulation knows all that a cell's numbers depend on: masks of dropout, and the order of sums.
+
+    What compiled graphs draw is not seen.
+    """
+    return not (cell.dropout and cell.compile) and (cell.precision == "fp32" or is_sum_order_known(measure, cell))
+
+
 def _overflows(gradients: Tensors) -> bool:
     return not all(bool(grad.isfinite().all()) for grad in gradients.values())
 

@@ -28,7 +28,9 @@ GAPS = {
     # Numbers that no oracle knows.
     "dropout-masks": Gap("dropout > 0.0 and compile = true", "masks that compiled graphs draw are not seen"),
     "masks-of-micro-batches": Gap("dropout > 0.0", "micro-batches draw other masks than one large batch"),
-    "resumed": Gap("saved_on != none", "the steps before the checkpoint are in no record of the resumed run"),
+    "resumed": Gap(
+        "saved_on != none", "the steps before the checkpoint are in no record; CKPT-1 to CKPT-3 judge steps"
+    ),
     "compiled-roundings": Gap(
         "compile = true and precision != fp32",
         "inductor keeps in fp32 what the emulation rounds; PAR-2 judges it",
