@@ -1,13 +1,13 @@
 """Masks of dropout: which elements each call keeps, in forward and where activations are recomputed."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from conformance.instruments.dispatch_tap import Handler
+from conformance.instruments.dispatch_tap import Handler, OutcomeHandler
 from reference_trainer.observer import Observer, Phase
 
 
@@ -16,9 +16,9 @@ class DropoutMasks(Observer):
 
     `tensors` holds them by the key `stepN/dropout/PHASE/PASS/CALL`: bool, of the shape of the activations, True
     for an element that is kept. PHASE is `forward`, or `backward` for recomputation, which starts with the last block.
-    On the CPU dropout is `aten::bernoulli_` and a product; hooks of modules would break graphs of torch.compile, and
-    miss the last dropout of a block, before whose end recomputation stops. Not seen are dropout inside of compiled
-    graphs and that of devices, which is one kernel.
+    On the CPU dropout is `aten::bernoulli_` and a product, or `aten::native_dropout` in a graph that aot_eager runs;
+    hooks of modules would break graphs of torch.compile, and miss the last dropout of a block, before whose end
+    recomputation stops. What kernels of inductor draw is not seen.
     """
 
     def __init__(self) -> None:
@@ -39,12 +39,22 @@ class DropoutMasks(Observer):
 
     def listen(self, func: Any) -> Handler | None:
         """Return the handler that keeps what is sampled; to be a listener of a `DispatchTap`."""
-        return self._keep if func._schema.name == "aten::bernoulli_" else None
+        return self._keep_sample if func._schema.name == "aten::bernoulli_" else None
 
-    def _keep(self, args: Sequence[Any]) -> None:
+    def listen_to_outcomes(self, func: Any) -> OutcomeHandler | None:
+        """Return the handler that keeps the mask of an operator; to be a listener of a `DispatchTap` to outcomes."""
+        return self._keep_mask if func._schema.name == "aten::native_dropout" else None
+
+    def _keep_sample(self, args: Sequence[Any]) -> None:
+        self._keep(args[0])
+
+    def _keep_mask(self, _args: Sequence[Any], _kwargs: Mapping[str, Any], result: Sequence[Tensor]) -> None:
+        self._keep(result[1])
+
+    def _keep(self, mask: Tensor) -> None:
         if self._phase not in ("forward", "backward"):
             return
         prefix = f"step{self._step}/dropout/{self._phase}/{self._passes[self._phase] - 1}"
         # A copy as bool: dropout goes on to divide what it has sampled, in place.
-        self.tensors[f"{prefix}/{self._calls[prefix]}"] = args[0].to(torch.bool).cpu()
+        self.tensors[f"{prefix}/{self._calls[prefix]}"] = mask.to(torch.bool).cpu()
         self._calls[prefix] += 1

@@ -76,7 +76,7 @@ class Recorder(Observer):
         if streams:
             self._instruments += (streams,)
         listeners = (self._collectives, self._dtypes, self._operators, self._dropout, self._pipeline)
-        outcomes = [streams.listen] if streams else []
+        outcomes = [self._dropout.listen_to_outcomes, *([streams.listen] if streams else [])]
         self._tap = DispatchTap([instrument.listen for instrument in listeners], outcomes=outcomes)
 
     @contextmanager

@@ -18,14 +18,19 @@ from conformance.run.record import Record
 def recorded_masks(record: Record) -> Masks | None:
     """Return the masks of a run's forward passes; None without dropout.
 
-    Raises Unsupported on devices, whose kernel of dropout hides its mask, and ConformanceFailure if ranks that hold the
-    same activations drop others.
+    Raises Unsupported if masks are not seen, and ConformanceFailure if ranks that hold the same activations drop
+    others.
     """
     if not record.cell.dropout:
         return None
-    if record.device_type != "cpu":
-        raise Unsupported("dropout on a device is one kernel, whose masks are not recorded")
+    if not are_masks_seen(record):
+        raise Unsupported("masks of dropout are not recorded on devices, and not seen where inductor compiles")
     return Masks({step: _masks_of_step(record, step) for step in record.steps})
+
+
+def are_masks_seen(record: Record) -> bool:
+    """Return whether a run has no dropout, or masks that are recorded: on the CPU, and not of inductor."""
+    return not record.cell.dropout or (record.device_type == "cpu" and record.config.compile != "inductor")
 
 
 MaskKey = tuple[int, int]

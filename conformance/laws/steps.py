@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from conformance.experiments.environment import probe
 from conformance.laws import compare
-from conformance.laws.dropout import recorded_masks
+from conformance.laws.dropout import are_masks_seen, recorded_masks
 from conformance.laws.fixtures import Measure
 from conformance.oracles import optimizer_tolerance, tolerance
 from conformance.oracles.dtype_policy import FP32, dtype_policy
@@ -86,12 +86,9 @@ def in_fp32(record: Record, step: int, *, rounded: bool = False) -> Emulation:
     return emulated_step(exact, masters, step=step, masks=recorded_masks(record), device=record.kernel_type)
 
 
-def is_emulated(measure: Measure, cell: Cell) -> bool:
-    """Return whether the emulation knows all that a cell's numbers depend on: masks of dropout, and the order of sums.
-
-    What compiled graphs draw is not seen.
-    """
-    return not (cell.dropout and cell.compile) and (cell.precision == "fp32" or is_sum_order_known(measure, cell))
+def is_emulated(measure: Measure, record: Record) -> bool:
+    """Return whether the emulation knows all that a run depends on: masks of dropout, and the order of sums."""
+    return are_masks_seen(record) and (record.cell.precision == "fp32" or is_sum_order_known(measure, record.cell))
 
 
 def _overflows(gradients: Tensors) -> bool:

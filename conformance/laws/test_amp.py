@@ -70,7 +70,7 @@ def test_grad_scaler_scale_follows_overflow(run: Run, cell: Cell) -> None:
 @law(
     "AMP-3",
     where="precision in (fp16-mp, fp16-reduce)",
-    gaps=["dropout-masks", "large-models"],
+    gaps=["large-models"],
     numbers=True,
     reference=GRAD_SCALER,
 )

@@ -56,7 +56,7 @@ def test_checkpoint_is_resumed_on_another_mesh(run: Run, measure: Measure, cell:
         raise ConformanceFailure(f"loaded {record.kinds('resumed')}, saved {kinds}")
     for kind in kinds:
         compare.bits(record.select(f"resumed/{kind}/"), saved.select(f"final/{kind}/"), name=f"resumed {kind}")
-    if is_emulated(measure, cell):
+    if is_emulated(measure, record):
         compare_steps(record)
 
 
@@ -138,7 +138,7 @@ def _require_continuation(run: Run, measure: Measure, cell: Cell) -> None:
             raise ConformanceFailure(
                 f"rank {resumed.rank}: the optimizer ends with {groups}, expected {expected_groups}"
             )
-    if is_emulated(measure, cell):
+    if is_emulated(measure, uninterrupted):
         compare_steps(uninterrupted)
 
 

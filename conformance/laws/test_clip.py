@@ -19,7 +19,7 @@ from conformance.instruments.facts import UNKNOWN, Collective
 from conformance.judge.law import law
 from conformance.judge.measurements import measure as report
 from conformance.laws import compare
-from conformance.laws.dropout import recorded_masks
+from conformance.laws.dropout import are_masks_seen, recorded_masks
 from conformance.laws.fixtures import Measure, Run
 from conformance.laws.steps import require_steps_taken
 from conformance.oracles import tolerance
@@ -90,8 +90,7 @@ def test_gradients_are_scaled_to_the_norm(run: Run, cell: Cell) -> None:
 
 def _has_reference(record: Record) -> bool:
     """Return whether one process computes the gradients of a run: all its steps, in fp32, with masks that are seen."""
-    cell = record.cell
-    return cell.precision == "fp32" and not (cell.dropout and cell.compile) and record.steps[0] == 0
+    return record.cell.precision == "fp32" and are_masks_seen(record) and record.steps[0] == 0
 
 
 def _compare_clipped_with_reference(record: Record) -> None:

@@ -32,7 +32,7 @@ RANDOMNESS = "https://docs.pytorch.org/docs/stable/notes/randomness.html"
 @law(
     "PAR-1",
     where="precision = fp32 and implementation = fsdp2",
-    gaps=["dropout-masks", "resumed", "integer-model", "large-models"],
+    gaps=["resumed", "integer-model", "large-models"],
     numbers=True,
     reference=FULLY_SHARD,
 )
@@ -69,7 +69,7 @@ def test_sharded_fp32_equals_one_process(run: Run, cell: Cell) -> None:
 @law(
     "PAR-2",
     where="precision != fp32 and implementation = fsdp2",
-    gaps=["dropout-masks", "resumed", "large-models"],
+    gaps=["resumed", "large-models"],
     numbers=True,
     reference=MIXED_PRECISION,
 )
@@ -90,7 +90,6 @@ def test_mixed_precision_equals_its_emulation(run: Run, measure: Measure, cell: 
     "PAR-3",
     where="precision != fp32 and implementation = fsdp2",
     gaps=[
-        "dropout-masks",
         "resumed",
         "16-bit-factor",
         "skipped-first-step",
@@ -195,7 +194,7 @@ def _with_one_batch(cell: Cell) -> Cell:
 @law(
     "PAR-7",
     where="(model in (uneven, uneven-tp, even) or tied_embeddings = true) and implementation = fsdp2",
-    gaps=["dropout-masks", "resumed", "large-models"],
+    gaps=["resumed", "large-models"],
     numbers=True,
     reference=FULLY_SHARD,
 )
@@ -262,7 +261,7 @@ def test_integer_model_is_exact_on_every_mesh(run: Run, cell: Cell) -> None:
 @law(
     "PAR-10",
     where="dropout > 0.0",
-    gaps=["compiled-operators", "large-models"],
+    gaps=["large-models"],
     reference=DROPOUT,
 )
 def test_dropout_masks_are_equal_where_activations_are(run: Run, cell: Cell) -> None:

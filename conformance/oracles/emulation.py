@@ -107,7 +107,7 @@ def _local_gradients(
                 leaf.grad_dtype = _grad_dtype(config, place)
         ranks = []
         for rank in range(_data_parallel_size(config)):
-            replay(model, _micro_batch(config, masks, rank, index))
+            replay(model, _micro_batch(config, masks, rank, index), traced=config.compile != "none")
             inputs, labels = _micro_batch(config, batch, rank, index)
             loss_sum, grads = _backward(parameters, loss_of, (inputs, labels), scale=scale)
             loss += loss_sum

@@ -26,7 +26,6 @@ class Gap:
 
 GAPS = {
     # Numbers that no oracle knows.
-    "dropout-masks": Gap("dropout > 0.0 and compile = true", "masks that compiled graphs draw are not seen"),
     "masks-of-micro-batches": Gap("dropout > 0.0", "micro-batches draw other masks than one large batch"),
     "resumed": Gap(
         "saved_on != none", "the steps before the checkpoint are in no record; CKPT-1 to CKPT-3 judge steps"
@@ -49,7 +48,6 @@ GAPS = {
         "optimizer != sgd or clip != 0.0 or steps != 1 or precision != fp32",
         "only the first gradients, and the first update of SGD without clipping, are whole numbers",
     ),
-    "compiled-operators": Gap("compile = true", "operators inside of compiled graphs are not seen"),
     "integer-model": Gap(
         "model = integer",
         "oracles of dtypes and of rounding describe the float model; PAR-9 judges whole numbers in bits",

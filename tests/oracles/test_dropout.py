@@ -11,30 +11,36 @@ from conformance.oracles.tolerance import dropped_share
 from reference_trainer.config import ModelConfig
 from reference_trainer.init_weights import init_weights
 from reference_trainer.model import Transformer
+from reference_trainer.parallelize import apply_compile
 
 CONFIG = ModelConfig(vocab_size=31, dim=16, n_layers=2, ffn_dim=24, max_seq_len=8, dropout=0.25)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_replayed_masks_give_the_same_logits_and_gradients(dtype: torch.dtype) -> None:
-    model = Transformer(CONFIG)
-    init_weights(model, seed=1)
-    model.to(dtype)
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_replayed_masks_give_the_same_logits_and_gradients(dtype: torch.dtype, traced: bool) -> None:
+    model, plain = Transformer(CONFIG), Transformer(CONFIG)
+    for each in (model, plain):
+        init_weights(each, seed=1)
+        each.to(dtype)
+    for block in model.blocks.values():
+        if traced:
+            apply_compile(block, backend="aot_eager")
     tokens = torch.arange(16).view(2, 8)
     recorder = DropoutMasks()
 
-    def computed() -> list[Tensor]:
+    def computed(model: Transformer) -> list[Tensor]:
         logits: Tensor = model(tokens)
         return [logits, *torch.autograd.grad(logits.float().logsumexp(-1).sum(), list(model.parameters()))]
 
-    with DispatchTap([recorder.listen]):
+    with DispatchTap([recorder.listen], outcomes=[recorder.listen_to_outcomes]):
         recorder.phase("forward", step=0)
-        drawn = computed()
+        drawn = computed(model)
     masks = [recorder.tensors[f"step0/dropout/forward/0/{call}"] for call in range(4)]
     assert len(recorder.tensors) == 4
     assert all(mask.shape == (2, 8, 16) and mask.dtype == torch.bool for mask in masks)
-    replay(model, masks)
-    assert all(torch.equal(a, b) for a, b in zip(computed(), drawn, strict=True))
+    replay(plain, masks, traced=traced)
+    assert all(torch.equal(a, b) for a, b in zip(computed(plain), drawn, strict=True))
 
 
 def test_each_micro_batch_and_step_has_masks_of_its_own() -> None:

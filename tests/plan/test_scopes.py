@@ -43,14 +43,14 @@ def test_every_law_is_judged_on_a_cell_of_the_matrix() -> None:
 
 
 def test_a_gap_leaves_out_cells_of_where() -> None:
-    judged = scope("PAR-1", where="tp = 1", gaps=["dropout-masks", "resumed"])
-    plain, dropout = Cell(mesh="dp2"), Cell(mesh="dp2", dropout=0.1, compile=True)
+    judged = scope("PAR-1", where="tp = 1", gaps=["masks-of-micro-batches", "resumed"])
+    plain, dropout = Cell(mesh="dp2"), Cell(mesh="dp2", dropout=0.1)
     assert judged.holds(plain)
     assert not judged.holds(dropout)
     assert not judged.holds(Cell(mesh="tp2"))
-    assert judged.gap(dropout.facts()) is GAPS["dropout-masks"]
+    assert judged.gap(dropout.facts()) is GAPS["masks-of-micro-batches"]
     assert judged.gap(plain.facts()) is None
-    assert judged.gap(Cell(mesh="tp2", dropout=0.1, compile=True).facts()) is None, "the law does not speak of it"
+    assert judged.gap(Cell(mesh="tp2", dropout=0.1).facts()) is None, "the law does not speak of it"
 
 
 def test_preconditions_come_first_and_numbers_ascend(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_other_decorators_and_files_declare_nothing(tmp_path: Path) -> None:
     ("declaration", "message"),
     [
         ("@law('PAR-1', where='tpp = 1')", "law PAR-1: unknown name `tpp`; allowed: id, mesh, "),
-        ("@law('PAR-1', where='tp = 1', gaps=['no-masks'])", "law PAR-1: unknown gap `no-masks`; allowed: dropout-"),
+        ("@law('PAR-1', where='tp = 1', gaps=['no-masks'])", "law PAR-1: unknown gap `no-masks`; allowed: masks-of-"),
         ("@law('PAR-1', where=WHERE)", "test_laws.py:1: write id, `where`, `gaps` and `numbers` of a law as literals"),
         ("@law(PAR, where='tp = 1')", "test_laws.py:1: write id, "),
         ("@law('PAR-1', where='tp = 1', gaps=[*GAPS])", "test_laws.py:1: write id, "),
