@@ -1,4 +1,4 @@
-"""What a measured step of the memory laws must be."""
+"""Memory laws measure steps that the trainer takes."""
 
 from types import SimpleNamespace
 from typing import Any
