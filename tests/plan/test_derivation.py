@@ -87,35 +87,46 @@ def test_no_cell_of_the_matrix_is_excluded_or_refused() -> None:
     assert {cell.id: why for cell in cells if (why := refusal(cell))} == {}
 
 
-def cells_of(exclusion: Exclusion) -> Iterator[Cell]:
-    """Yield the cells that a rule excludes: combinations of the axes that decide it, without and with one feature.
-
-    A section with an axis of its own, such as pipelines, adds its values.
-    """
+def values_of_sections() -> dict[str, list[AxisValue]]:
+    """Values of the sections that have an axis of their own, such as pipelines."""
     sections: dict[str, list[AxisValue]] = {}
     for section in CONTENT.cells.values():
         own = section.axes or {}
         for axis, listed in own.items() if own.keys() - VALUES.keys() else ():
             sections.setdefault(axis, []).extend(listed)
+    return sections
+
+
+def decided_by(exclusion: Exclusion) -> list[Cell]:
+    """Combinations of the axes that decide a rule, as far as the rule excludes them."""
+    sections = values_of_sections()
     axes: dict[str, list[AxisValue]] = {
         axis: list(dict.fromkeys([axis_default(axis), *VALUES.get(axis, []), *sections.get(axis, [])]))
         for axis in axis_names()
         if axis in exclusion.axes
     }
-    for values in itertools.product(*axes.values()):
-        cell = cell_from_axes(dict(zip(axes, values, strict=True)))
-        if exclusion.matches(cell):
-            yield cell
-            of_sections = [(axis, value) for axis, listed in sections.items() for value in listed]
-            yield from (cell.but(**{axis: value}) for axis, value in FEATURES + of_sections if axis not in axes)
+    cells = (cell_from_axes(dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values()))
+    return [cell for cell in cells if exclusion.matches(cell)]
+
+
+def with_one_feature_more(cell: Cell, exclusion: Exclusion) -> Iterator[Cell]:
+    of_sections = [(axis, value) for axis, listed in values_of_sections().items() for value in listed]
+    for axis, value in FEATURES + of_sections:
+        if axis not in exclusion.axes:
+            yield cell.but(**{axis: value})
 
 
 def excluded_by(exclusion: Exclusion) -> list[Cell]:
-    """Return the smallest cells that a rule excludes and no other one does."""
+    """Return the smallest cells that a rule excludes and no other one does, without and with one feature more."""
     others = [rule for rule in CONTENT.exclusions if rule is not exclusion]
-    cells = [cell for cell in cells_of(exclusion) if not any(rule.matches(cell) for rule in others)]
-    fewest = min((cell.features for cell in cells), default=0)
-    return [cell for cell in cells if cell.features == fewest]
+    bases = decided_by(exclusion)
+    for features in sorted({cell.features + more for cell in bases for more in (0, 1)}):
+        near = (cell for cell in bases if features - 1 <= cell.features <= features)
+        cells = (each for cell in near for each in (cell, *with_one_feature_more(cell, exclusion)))
+        smallest = [cell for cell in cells if cell.features == features]
+        if alone := [cell for cell in smallest if not any(rule.matches(cell) for rule in others)]:
+            return alone
+    return []
 
 
 @pytest.mark.parametrize("exclusion", CONTENT.exclusions, ids=lambda rule: rule.when)

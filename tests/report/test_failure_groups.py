@@ -155,8 +155,9 @@ def test_a_cell_that_nobody_knows_has_neither_axes_nor_sizes() -> None:
 def summed_gradients(*, integers: str) -> Report:
     """Failures of `grads-summed`, but for the verdict on the integer model."""
     integer = f"PAR-9/{DP2}-integer-sgd-noclip-steps1"
+    resumed = [f"CKPT-1/{DP2}-from.same", f"CKPT-3/{DP2}-from.same-async"]
     others = ["PAR-2/dp2-bf16mixed-default-meta", "STREAM-3/dp2-fp32-default-full-fsdp1"]
-    shown = [failing(name, 2.0) for name in (f"PAR-1/{DP2}-sgd", *others)]
+    shown = [failing(name, 2.0) for name in (f"PAR-1/{DP2}-sgd", *resumed, *others)]
     return report(*shown, failing(integer, verdict=integers))
 
 
