@@ -18,7 +18,7 @@ class DropoutMasks(Observer):
     for an element that is kept. PHASE is `forward`, or `backward` for recomputation, which starts with the last block.
     On the CPU dropout is `aten::bernoulli_` and a product, or `aten::native_dropout` in a graph that aot_eager runs;
     hooks of modules would break graphs of torch.compile, and miss the last dropout of a block, before whose end
-    recomputation stops. What kernels of inductor draw is not seen.
+    recomputation stops. What kernels of inductor draw is not seen, and masks of devices are not kept.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,8 @@ class DropoutMasks(Observer):
         self._keep(args[0])
 
     def _keep_mask(self, _args: Sequence[Any], _kwargs: Mapping[str, Any], result: Sequence[Tensor]) -> None:
-        self._keep(result[1])
+        if result[1].device.type == "cpu":  # a copy from a device would wait for it
+            self._keep(result[1])
 
     def _keep(self, mask: Tensor) -> None:
         if self._phase not in ("forward", "backward"):
