@@ -105,7 +105,7 @@ OVERFLOW_JUDGED_BY_REPLICA = Defect(
     source="https://github.com/pytorch/pytorch/pull/132816",
     mechanism="torch's scaler asks the ranks over which the first gradient is sharded, and nobody asks the others",
     laws=("AMP-1", "MP-4"),
-    cells="id = hsdp2x2-fp16reduce-default-meta",
+    cells="id in (hsdp2x2-fp16reduce-default-meta, pp2-dp2-fp16mp-default-meta-cut-acc4-interleavedzerobubble)",
     inject=partial(overflow_by_torch, agreed=False),
     inject_twin=partial(overflow_by_torch, agreed=True),
 )

@@ -10,6 +10,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import pipelining
 from torch.distributed.fsdp import FSDPModule
 
+from conformance.defects.clipping_faults import finite_check
 from conformance.defects.injection import Defect, replaced_call
 
 _PIPELINING = "torch.distributed.pipelining"
@@ -117,6 +118,25 @@ CLIPPED_BY_OWN_NORM = Defect(
     cells=_PLAIN,
     inject=partial(norms_of_stages, own=True),
     inject_twin=partial(norms_of_stages, own=False),
+)
+
+
+@contextmanager
+def errors_of_stages(*, own: bool) -> Iterator[None]:
+    """Raise an error if a stage's own norm is not finite, or if that of any stage is not."""
+    with norms_of_stages(own=own), finite_check(agreed=not own):
+        yield
+
+
+ERROR_ON_ONE_STAGE = Defect(
+    id="pipeline-error-on-one-stage",
+    title="only the stage that holds a non-finite gradient raises an error",
+    source="https://github.com/pytorch/torchtitan/pull/649",
+    mechanism="error_if_nonfinite looks at the norm of the stage before norms are combined",
+    laws=("CLIP-3",),
+    cells=_PLAIN,
+    inject=partial(errors_of_stages, own=True),
+    inject_twin=partial(errors_of_stages, own=False),
 )
 
 

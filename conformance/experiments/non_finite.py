@@ -17,9 +17,9 @@ class ClippingReached(Exception):
 class NonFiniteInjector(Observer):
     """Observer that puts `value` into a gradient of an `active` rank, at the point in time that `when` names.
 
-    `backward`: into all elements of the gradient that backward of the first block is given. `scaled` and `reduced`:
-    into the first element of the shard of a reduced gradient, before or after unscaling; the parameter is `name`, or
-    any parameter whose shard is not empty.
+    `backward`: into all elements of the gradient that backward of the rank's first block is given. `scaled` and
+    `reduced`: into the first element of the shard of a reduced gradient, before or after unscaling; the parameter is
+    `name`, or any parameter whose shard is not empty.
     """
 
     def __init__(self, *, active: bool) -> None:
@@ -32,7 +32,7 @@ class NonFiniteInjector(Observer):
     def initialized(self, model: Transformer) -> None:
         """Remember the model, and register a hook on its first block."""
         self._model = model
-        model.blocks[0].register_forward_hook(self._hook_backward)
+        next(iter(model.blocks.values())).register_forward_hook(self._hook_backward)
 
     def phase(self, name: Phase, *, step: int) -> None:
         """Change a gradient that is still scaled."""

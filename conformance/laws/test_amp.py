@@ -15,8 +15,8 @@ GRAD_SCALER = "https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScale
 
 @law(
     "AMP-1",
-    where="precision in (fp16-mp, fp16-reduce) and (features = 1 or features = 2 and optimizer = adamw-fused)",
-    gaps=["pipelines"],
+    where="precision in (fp16-mp, fp16-reduce) and (features = 1 or features = 2 and optimizer = adamw-fused "
+    "or pp > 1 and saved_on = none and loss_scale = fits)",
     reference=GRAD_SCALER,
 )
 def test_grad_scaler_skips_the_step_on_every_rank(measure: Measure, cell: Cell) -> None:
@@ -24,7 +24,8 @@ def test_grad_scaler_skips_the_step_on_every_rank(measure: Measure, cell: Cell) 
     state changes, and all ranks go on with half the scale.
 
     Ranks that decide for themselves diverge, without an error and without a hang. Infinity and NaN are put into shards
-    that only the last rank has: of the embedding, and of a norm, of which tensor-parallel ranks have copies.
+    that only the last rank has: of the embedding, and of a norm, of which tensor-parallel ranks have copies; in a
+    pipeline of a gradient that only its last stage has.
     """
     ranks = measure(overflow_on_last_rank, cell)
     for situation in ranks[0]:

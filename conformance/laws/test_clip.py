@@ -112,8 +112,8 @@ def _scaled(gradients: Mapping[str, Tensor], factor: float) -> dict[str, Tensor]
 
 @law(
     "CLIP-3",
-    where="world > 1 and world <= 4 and precision = fp32 and (features = 0 or features = 1 and norm_type = inf)",
-    gaps=["pipelines"],
+    where="world > 1 and world <= 4 and precision = fp32 and (features = 0 or features = 1 and norm_type = inf "
+    "or pp > 1 and features <= 3 and model = cut)",
     reference=CLIP_GRAD_NORM,
 )
 def test_error_if_nonfinite_stops_every_rank(measure: Measure, cell: Cell) -> None:
