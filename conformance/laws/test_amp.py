@@ -25,7 +25,7 @@ def test_grad_scaler_skips_the_step_on_every_rank(measure: Measure, cell: Cell) 
 
     Ranks that decide for themselves diverge, without an error and without a hang. Infinity and NaN are put into shards
     that only the last rank has: of the embedding, and of a norm, of which tensor-parallel ranks have copies; in a
-    pipeline of a gradient that only its last stage has.
+    pipeline, of any gradient of its stages.
     """
     ranks = measure(overflow_on_last_rank, cell)
     for situation in ranks[0]:
