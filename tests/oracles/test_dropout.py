@@ -1,5 +1,7 @@
 """Replayed dropout: what torch computes with the same masks, in every bit."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +16,13 @@ from reference_trainer.model import Transformer
 from reference_trainer.parallelize import apply_compile
 
 CONFIG = ModelConfig(vocab_size=31, dim=16, n_layers=2, ffn_dim=24, max_seq_len=8, dropout=0.25)
+
+
+@pytest.fixture(autouse=True)
+def no_graphs_left() -> Iterator[None]:
+    """Forget what was compiled: `layer` of a block would be compiled anew in other tests of the process."""
+    yield
+    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("traced", [False, True])
