@@ -1,8 +1,12 @@
 """AXIS-1 itself: every axis has a proof, every value of the matrix is judged, and no proof passes a dead axis."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import msgspec
 import pytest
 
+from conformance.laws.axes.numerics import loss_scale_takes_effect
 from conformance.laws.axes.proofs import PROOFS, neighbours, prove
 from conformance.laws.fixtures import Run
 from conformance.outcomes import ConformanceFailure
@@ -54,3 +58,19 @@ def test_a_dead_axis_value_is_noticed(run: Run, axis: str, value: object) -> Non
     record = run(neighbour)
     with pytest.raises(ConformanceFailure):
         prove(axis, relabelled(record, cell), record)
+
+
+def scaled_run(*scales_of_skipped: float) -> Any:
+    """Run from a scale of 8, with a step that is taken and others that are skipped with these scales."""
+    steps = [SimpleNamespace(loss_scale=scale, skipped=True) for scale in scales_of_skipped]
+    taken = SimpleNamespace(loss_scale=8.0, skipped=False)
+    config = SimpleNamespace(loss_scale=SimpleNamespace(initial=8.0))
+    return SimpleNamespace(ranks=[SimpleNamespace(steps=[taken, *steps])], config=config)
+
+
+def test_a_scale_that_has_grown_may_overflow_and_the_first_may_not() -> None:
+    loss_scale_takes_effect(scaled_run(64.0), scaled_run(16.0))
+    with pytest.raises(ConformanceFailure, match="no step is skipped"):
+        loss_scale_takes_effect(scaled_run(), scaled_run())
+    with pytest.raises(ConformanceFailure, match=r"although 8\.0 fits"):
+        loss_scale_takes_effect(scaled_run(64.0), scaled_run(8.0))

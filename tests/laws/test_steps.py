@@ -66,6 +66,13 @@ def test_gradients_that_err_as_rounding_does_pass(gradients: Callable[[Tensors, 
     steps.compare_steps(record)
 
 
+def test_another_loss_fails() -> None:
+    record: Any = Recorded(emulated)
+    record.losses = [2 * loss for loss in record.losses]
+    with pytest.raises(ConformanceFailure, match="loss of step 0, emulated"):
+        steps.compare_steps(record)
+
+
 @pytest.mark.parametrize("gradients", [exact, summed, one_percent_off, one_missing])
 def test_gradients_that_err_more_or_less_fail(gradients: Callable[[Tensors, Tensors], Tensors]) -> None:
     record: Any = Recorded(gradients)
