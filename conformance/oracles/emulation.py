@@ -103,8 +103,9 @@ def _local_gradients(
     loss, gradients = 0.0, []
     for place, index in enumerate(backward_order(config)):
         if _has_gradients_of_own_dtypes(config):
-            for leaf in parameters.values():
-                leaf.grad_dtype = _grad_dtype(config, place)
+            for name, leaf in parameters.items():
+                if not _is_compiled(name, config):
+                    leaf.grad_dtype = _grad_dtype(config, place)
         ranks = []
         for rank in range(_data_parallel_size(config)):
             replay(model, _micro_batch(config, masks, rank, index), traced=config.compile != "none")
@@ -121,6 +122,14 @@ def _has_gradients_of_own_dtypes(config: TrainerConfig) -> bool:
     policy = dtype_policy(config.precision)
     keeps = traits_of(str(torch.__version__)).gradients_have_own_dtypes and config.implementation == "fsdp2"
     return keeps and policy.reduce != policy.compute
+
+
+def _is_compiled(parameter: str, config: TrainerConfig) -> bool:
+    """Return whether a gradient comes out of a compiled graph, which rounds it to the dtype of the parameter.
+
+    Graphs are traced with parameters whose `grad_dtype` is their dtype, whatever FSDP sets for backward.
+    """
+    return config.compile != "none" and parameter.startswith("layers.")
 
 
 def _grad_dtype(config: TrainerConfig, place: int) -> torch.dtype | None:
