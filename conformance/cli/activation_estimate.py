@@ -13,6 +13,7 @@ from conformance.memory_segment import MemorySegment
 from conformance.oracles import pipeline
 from conformance.oracles.dtype_policy import dtype_policy
 from conformance.oracles.memory_model import group_bytes
+from conformance.oracles.pipeline import Action
 from conformance.oracles.schedule import groups
 from conformance.oracles.torch_versions import UP_TO_2_14, gradients_stay
 from conformance.oracles.tp_schedule import local_shapes
@@ -97,9 +98,20 @@ def estimated_stages_profile(config: TrainerConfig, dims: ParallelDims, *, rank:
                 walk.backward_of_parameters(names)
             case "backward" | "backward-weight":
                 walk.backward(names)
+        if not pipeline.has_one_stage(config):
+            walk.hold_sent(pipeline.sends(_held_by_sends_alone(action), config))
         if ends_stage:
             walk.reduce(names)
     return walk.segments
+
+
+def _held_by_sends_alone(action: Action) -> list[Action]:
+    """Return the actions whose results their sends hold from this action on, see `pipeline.sent_numel`.
+
+    Up to then the stage itself holds its output, and the gradient of a halved backward throughout.
+    """
+    forward = action._replace(kind="forward")
+    return {"backward": [forward, action], "backward-input": [forward]}.get(action.kind, [])
 
 
 class _Walk:
@@ -164,6 +176,10 @@ class _Walk:
             self._waiting.add(name)
             self._add("backward", more=gradients, then=stay - costs.arrived[name])
         self._add("backward", then=sum(costs.freed[name] - costs.saved[name] for name in names))
+
+    def hold_sent(self, number: int) -> None:
+        """Hold so many tensors that the stage has sent until all actions are done."""
+        self._add("sent", then=number * self._costs.transferred)
 
     def _taken(self, name: str) -> int:
         """Take the gradients of a group that wait; returns their bytes."""

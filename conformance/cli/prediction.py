@@ -246,9 +246,7 @@ def _transfers(config: TrainerConfig, dims: ParallelDims, stage: int) -> list[Ph
     rows = []
     for phase in ("forward", "backward"):
         actions = [action for action in pipeline.order(config, rank=stage) if action.kind.startswith(phase)]
-        transfers = pipeline.transfers(actions, config)
-        count = sum(number for (direction, _), number in transfers.items() if direction == "send")
-        if count:
+        if count := pipeline.sends(actions, config):
             rows.append(PhaseTraffic(phase, "send", "pp", 2, dtype, count, count * nbytes, count * nbytes))
     return rows
 

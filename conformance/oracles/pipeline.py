@@ -225,6 +225,11 @@ def transfers(actions: Iterable[Action], config: TrainerConfig) -> Counter[tuple
     return count
 
 
+def sends(actions: Iterable[Action], config: TrainerConfig) -> int:
+    """Return the number of tensors that these actions of one rank send."""
+    return sum(number for (direction, _), number in transfers(actions, config).items() if direction == "send")
+
+
 def held(actions: Sequence[Action], stage: int, config: TrainerConfig) -> list[int]:
     """Return the micro-batches whose activations a stage needs after these actions, rising."""
     done = backward_kinds(config)[-1]
@@ -248,6 +253,17 @@ def received_numel(config: TrainerConfig, dims: ParallelDims, *, rank: int) -> i
     last = len(owners(config)) - 1
     neighbours = sum((stage > 0) + (stage < last) for stage in stages_of(rank, config))
     return neighbours * config.accumulation * activation_numel(config, dims)
+
+
+def sent_numel(config: TrainerConfig, dims: ParallelDims, *, rank: int) -> int:
+    """Return the elements of all tensors that a rank sends to others in a step; 0 without a pipeline.
+
+    A send holds its tensor until the schedule waits for it: with several stages on each rank at the end of the step
+    (`_step_microbatches` of `_PipelineScheduleRuntime` in torch/distributed/pipelining/schedules.py).
+    """
+    if config.mesh.pp == 1:
+        return 0
+    return sends(order(config, rank=rank), config) * activation_numel(config, dims)
 
 
 def kept_gradients_numel(config: TrainerConfig, dims: ParallelDims, *, rank: int) -> int:

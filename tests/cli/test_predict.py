@@ -122,23 +122,34 @@ def test_ranks_with_two_stages() -> None:
     assert sent == {"forward": 16, "backward": 8}
 
 
-@pytest.mark.parametrize("schedule", ["interleaved-zero-bubble", "zbv-zero-bubble"])
-def test_backwards_in_two_halves(schedule: str) -> None:
+@pytest.mark.parametrize(("schedule", "received", "held"), [("1f1b", 1, 0), ("interleaved-1f1b", 3, 3)])
+def test_what_ranks_with_two_stages_send_is_held(schedule: str, received: int, held: int) -> None:
+    """A rank with two stages holds what it has sent in a step, all the more if the step has 64 micro-batches more.
+
+    The first of four ranks receives and sends an output of each stage, and a gradient, of 8192 tokens by 4096 in bf16.
+    """
+    options: dict[str, Any] = {"mesh": "pp4-dp2", "overrides": ["vocab_size=256"], "pipeline": schedule}
+    more, fewer = (of(accumulation=count, **options).stage_peaks_bytes[0] for count in (128, 64))
+    tokens = 2 * 8192 * 8
+    assert more - fewer == 64 * (tokens + (received + held) * 8192 * 4096 * 2)
+
+
+@pytest.mark.parametrize(("schedule", "rank", "held"), [("interleaved-zero-bubble", 2, 6), ("zbv-zero-bubble", 3, 5)])
+def test_backwards_in_two_halves(schedule: str, rank: int, held: int) -> None:
     """Between the halves activations stay, and gradients come on top; the modes are those that the trainer runs.
 
-    The last of four ranks, which needs most, receives three times, or at the bend of a V too, and holds until the next
-    step two of the gradients that it has sent, or at the bend one: in all for 8 micro-batches of 8192 tokens by 4096.
+    The third of four ranks needs most, with a V the last. Each has four buffers for each of 8 micro-batches of 8192
+    tokens by 4096, and holds until the next step two of the gradients that it has sent, at the bend of a V one.
     """
     options: dict[str, Any] = {"mesh": "pp4-dp2", "accumulation": 8, "overrides": ["vocab_size=256"]}
     halved, whole = of(pipeline=schedule, **options), of(pipeline="interleaved-1f1b", **options)
-    assert halved.stage == 3
+    assert halved.stage == rank
     assert halved.stage_peaks_bytes[3] > 1.5 * whole.stage_peaks_bytes[3]
     assert [mode.reshard for mode in halved.modes] == ["never", "default"]
     for memory in halved.phases.values():
         assert sum(memory.kinds_at_peak.values()) == memory.peak_bytes
         assert min(memory.kinds_at_peak.values()) >= 0
-    held = halved.phases["idle"].kinds_at_peak["communication buffers"]
-    assert held == 5 * 8 * 8192 * 4096 * 2
+    assert halved.phases["idle"].kinds_at_peak["communication buffers"] == held * 8 * 8192 * 4096 * 2
 
 
 def test_what_reshard_modes_cost_under_a_pipeline() -> None:
