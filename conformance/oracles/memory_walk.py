@@ -207,7 +207,8 @@ class Walk:
         """
         self._phase = "clip"
         parameters = sum(len(group) for group in self._parameters.values())
-        scalars = scalars_of_norms(parameters, self._replicated_over_tp, self._dims, self._traits)
+        order = self._config.optimizer.norm_order
+        scalars = scalars_of_norms(order, parameters, self._replicated_over_tp, self._dims, self._traits)
         self._note(scalars * torch.float32.itemsize)
         self._phase = "optimizer"
         self._note()

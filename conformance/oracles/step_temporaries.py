@@ -1,5 +1,6 @@
 """Temporaries of clipping and of the optimizer's step, of which the memory model needs the sizes."""
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
@@ -29,12 +30,17 @@ def optimizer_temporaries(options: OptimizerConfig, matrices: Sequence[int], vec
             yield max(shards, default=0)
 
 
-def scalars_of_norms(parameters: int, replicated_over_tp: int, dims: ParallelDims, traits: VersionTraits) -> int:
+def scalars_of_norms(
+    order: float, parameters: int, replicated_over_tp: int, dims: ParallelDims, traits: VersionTraits
+) -> int:
     """Return the number of scalars: norms, the norms in a stack, and reductions of the stack over the mesh.
 
+    The inf-norm is that of local shards, of which the trainer reduces one number (`reference_trainer/clip.py`).
     Up to torch 2.9 the stack is left pending. The norm of a parameter that is replicated over tensor-parallel ranks is
     then put into the stack as a partial sum.
     """
+    if order == math.inf:
+        return 2 * parameters
     if not traits.norms_reduced_one_by_one:
         return 2 * parameters + replicated_over_tp * (dims.tp > 1)
     reductions = (dims.dp_shard > 1) + (dims.tp > 1)
