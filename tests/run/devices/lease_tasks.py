@@ -21,7 +21,9 @@ def use_device(context: RankContext, payload: dict[str, Any]) -> str:
     """Hold a device for a short time. Raises AssertionError if another live process uses the device too."""
     mark = Path(payload["directory"], f"busy-{context.device}")
     before = int(mark.read_text()) if mark.exists() else None
-    mark.write_text(str(os.getpid()))
+    written = Path(payload["directory"], f"{mark.name}-{os.getpid()}")
+    written.write_text(str(os.getpid()))
+    written.rename(mark)  # a rank that is killed while it writes must leave no empty mark
     if before is not None and _lives(before):
         Path(payload["directory"], "double-use").write_text(f"{context.device}: {before} and {os.getpid()}")
     time.sleep(payload["seconds"])
