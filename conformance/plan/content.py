@@ -26,7 +26,7 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Section(_Entry, frozen=True, kw_only=True):
-    """Cells derived in one way: singles (`meshes` alone), a covering array (`strength`), or a product of `axes`."""
+    """Cells derived in one way: singles (`meshes`), a covering array (`strength`), or a product of `axes`."""
 
     note: Text
     """Purpose of these cells."""
@@ -39,7 +39,7 @@ class Section(_Entry, frozen=True, kw_only=True):
     share: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
     """Share of the combinations that the covering array must have."""
     axes: dict[str, Values] | None = None
-    """Axes of a product or of a covering array of its own; without these, the axes of the matrix."""
+    """Axes of a product, of singles or of a covering array of its own; without these, the axes of the matrix."""
 
 
 class Exclusion(_Entry, frozen=True, kw_only=True):
@@ -158,8 +158,10 @@ def _check_section(document: Document, where: str, section: Section) -> None:
         _check_axis(document, f"{where}.base.{axis}", axis, [value])
     if section.base and (section.strength or not section.meshes):
         raise document.error(f"{where}.base", "only singles (`meshes`) have a base: give an axis one value instead")
-    if section.meshes and section.axes:
-        raise document.error(where, "with `meshes` the axes are those of the matrix: leave out `axes`")
+    if section.meshes and section.axes and section.strength:
+        raise document.error(where, "with `meshes` and `strength` the axes are those of the matrix: leave out `axes`")
+    if section.meshes and "mesh" in (section.axes or {}):
+        raise document.error(f"{where}.axes", "`meshes` says on which meshes singles stand: leave `mesh` out of `axes`")
     if not (section.meshes or section.strength or section.axes):
         raise document.error(where, "write `meshes` (singles), `strength` (a covering array) or `axes` (a product)")
 

@@ -59,7 +59,7 @@ def derive(content: Content, locked: Mapping[str, Sequence[Cell]] | None = None)
 def _cells(content: Content, section: Section, *, earlier: Sequence[Cell], kept: Sequence[Cell]) -> Iterator[Cell]:
     if section.strength is None:
         if section.meshes:
-            return _singles(content, section.meshes, section.base)
+            return _singles(content, section)
         return _product(content, section.axes or {})
     axes = section.axes or content.axes
     if section.meshes:
@@ -73,16 +73,18 @@ def _combined(content: Content) -> Iterator[Mapping[str, Values]]:
     yield from (section.axes for section in content.cells.values() if section.axes)
 
 
-def _singles(content: Content, meshes: Sequence[str], base: Mapping[str, AxisValue]) -> Iterator[Cell]:
+def _singles(content: Content, section: Section) -> Iterator[Cell]:
     """Yield each mesh without any feature but the base, and each value of another axis alone on each of the meshes.
 
-    A feature that none of the meshes can have stands on the first mesh that can, if any.
+    A feature that none of the meshes can have stands on the first mesh that can, if any. A section that has axes of its
+    own has no other meshes than its own either.
     """
-    all_meshes = dict.fromkeys([*_values(content, "mesh"), *meshes])
-    plain = {str(mesh): Cell(mesh=str(mesh)).but(**base) for mesh in all_meshes}
+    meshes = section.meshes or []
+    all_meshes = dict.fromkeys([*(() if section.axes else _values(content, "mesh")), *meshes])
+    plain = {str(mesh): Cell(mesh=str(mesh)).but(**section.base) for mesh in all_meshes}
     yield from (cell for cell in plain.values() if content.exclusion_of(cell) is None)
-    for axis, value in _features(content):
-        if axis in base:
+    for axis, value in _features(section.axes) if section.axes else _features(content.axes, content.alone):
+        if axis in section.base:
             continue
         found = [cell for mesh in meshes if (cell := _single(content, plain[mesh], axis, value)) is not None]
         others = (_single(content, cell, axis, value) for cell in plain.values())
@@ -95,9 +97,9 @@ def _values(content: Content, axis: str) -> Values:
     return list(dict.fromkeys([axis_default(axis), *named]))
 
 
-def _features(content: Content) -> Iterator[tuple[str, AxisValue]]:
+def _features(*groups: Mapping[str, Values]) -> Iterator[tuple[str, AxisValue]]:
     """Yield each value of each axis but the mesh that is not the axis's default."""
-    for axes in (content.axes, content.alone):
+    for axes in groups:
         for axis, values in axes.items():
             yield from ((axis, value) for value in values if axis != "mesh" and value != axis_default(axis))
 
@@ -108,7 +110,9 @@ def _single(content: Content, cell: Cell, axis: str, value: AxisValue, *, more: 
     rule = content.exclusion_of(featured)
     if rule is None:
         return featured
-    needed = [(name, other) for name, other in _features(content) if name in rule.axes - {axis, "mesh"}]
+    needed = [
+        (name, other) for name, other in _features(content.axes, content.alone) if name in rule.axes - {axis, "mesh"}
+    ]
     for depth in range(more):
         for name, other in needed:
             found = _single(content, featured, name, other, more=depth)

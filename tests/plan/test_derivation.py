@@ -53,7 +53,8 @@ def test_every_value_is_alone_on_the_meshes_of_singles_with_as_few_others_as_it_
     section: Section, plain: Cell
 ) -> None:
     """So that a failure in a combined cell has a plain neighbour."""
-    for axis, value in FEATURES:
+    of_section = [(axis, value) for axis, values in (section.axes or {}).items() for value in values]
+    for axis, value in of_section or FEATURES:
         featured = plain.but(**{axis: value})
         least = needed(featured, {axis, "mesh", *section.base})
         if axis != "mesh" and axis not in section.base and least is not None:

@@ -181,6 +181,13 @@ def test_singles_of_a_base_have_its_values(folder: Path) -> None:
     assert singles[-1] == Cell(mesh="dp8", optimizer="sgd", seed=1)
 
 
+def test_singles_of_own_axes_stand_on_their_meshes_alone(folder: Path) -> None:
+    section = "meshes: [dp8]\n    base: {clip: 0.5}\n    axes: {optimizer: [sgd], init: [full, meta]}\n"
+    base = Cell(mesh="dp8", clip=0.5)
+    singles = in_section(read(folder, TEXT.replace("meshes: [dp2]\n", section)), "singles")
+    assert singles == (base, base.but(optimizer="sgd"), base.but(init="full"))
+
+
 def test_unknown_names(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"unknown profile `sme`; allowed: all, some, short \(did you mean `some`\?\)"):
         read(folder, TEXT).cases("sme")
@@ -224,7 +231,12 @@ AXES_ALLOWED = "; allowed: mesh, precision, "
         (
             "meshes: [dp2]",
             "meshes: [dp2]\n    axes: {mesh: [dp2]}",
-            "9: with `meshes` the axes are those of the matrix",
+            "12: `meshes` says on which meshes singles stand: leave `mesh` out of `axes` - at `$.cells.singles.axes`",
+        ),
+        (
+            "strength: 2",
+            "strength: 2\n    meshes: [dp2]\n    axes: {optimizer: [sgd]}",
+            "12: with `meshes` and `strength` the axes are those of the matrix: leave out `axes` - at `$.cells.pairs`",
         ),
         ("meshes: [dp2]", "meshes: [dp2]\n    base: {optimiser: sgd}", "12: unknown axis `optimiser`; allowed: mesh, "),
         ("strength: 2", "strength: 2\n    base: {optimizer: sgd}", "15: only singles (`meshes`) have a base: give an"),
