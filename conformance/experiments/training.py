@@ -77,9 +77,10 @@ def _stream_trace(rank: RankWorld) -> TracedStep | None:
 def train_with_delays(rank: RankWorld) -> dict[str, dict[str, str]]:
     """Train as `train_cell` does with delayed operators; returns fingerprints of all captured tensors.
 
-    The outer key names the delayed operators: `all`, and on a device, where streams can overtake each other, also each
-    of `delays.KINDS` alone; on the simulated device, what is delayed is the schedule's choice. The inner key is that of
-    `Capture`.
+    The outer key names the delayed operators. On the CPU they are `all` of the last rank, and in a pipeline also those
+    of the first, since what the last rank receives is not late if only that rank is. On a device, where streams can
+    overtake each other, they are `all`, and each of `delays.KINDS` alone; on the simulated device, what is delayed is
+    the schedule's choice. The inner key is that of `Capture`.
     """
     fingerprints = {}
     for name, delayed in _delays(rank).items():
@@ -97,11 +98,13 @@ def _delays(rank: RankWorld) -> dict[str, Callable[[], AbstractContextManager[ob
     """Return the contexts in which operators are delayed, by what is delayed."""
     if rank.device.type == simulated.NAME:
         return {name: partial(_scheduled, name, rank=rank.rank) for name in SCHEDULES}
-    alone = {kind: (kind,) for kind in KINDS} if rank.device.type == "cuda" else {}
-    return {
-        name: partial(delays, kinds, device=rank.device, is_last=rank.is_last)
-        for name, kinds in {"all": KINDS, **alone}.items()
-    }
+    pipelined, delayed = rank.config.mesh.pp > 1, partial(delays, device=rank.device, sleeps=rank.is_last)
+    contexts: dict[str, Callable[[], AbstractContextManager[object]]] = {"all": partial(delayed, KINDS)}
+    if rank.device.type == "cuda":
+        contexts |= {kind: partial(delayed, [kind]) for kind in KINDS if pipelined or kind != "transfer"}
+    elif pipelined:
+        contexts["all of the first rank"] = partial(delayed, KINDS, sleeps=rank.rank == 0)
+    return contexts
 
 
 @contextmanager

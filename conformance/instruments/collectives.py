@@ -36,6 +36,8 @@ _REDUCE_OPS = {
 }
 NAMESPACES = ("c10d", "_c10d_functional")
 """Namespaces of the operators that communicate."""
+TRANSFERS = {"c10d::send": ("send", "dst"), "c10d::recv_": ("recv", "src")}
+"""Direction of a transfer, and the argument that names the other rank within the process group, by operator."""
 _NOT_COLLECTIVES = ("wait_tensor", "wrap_tensor", "send", "recv", "p2p", "check_for_nan", "monitored_barrier")
 
 

@@ -1,8 +1,8 @@
-"""Delayed collectives and copies, for the question whether a stream or a rank uses a result before it is there.
+"""Delayed communication and copies, for the question whether a stream or a rank uses a result before it is there.
 
 On a device the stream that issues the operator is kept busy (`torch.cuda._sleep`, which is not public: nothing else
 keeps a stream busy without a kernel of one's own), so that all that does not wait for the stream runs ahead; and freed
-memory is handed out again and filled with NaN meanwhile. On the CPU the last rank sleeps, and its peers run ahead.
+memory is handed out again and filled with NaN meanwhile. On the CPU one rank sleeps, and its peers run ahead.
 """
 
 import random
@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
-from conformance.instruments.collectives import NAMESPACES, collective_kind
+from conformance.instruments.collectives import NAMESPACES, TRANSFERS, collective_kind
 from conformance.instruments.dispatch_tap import DispatchTap, Handler
 
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "copy")
-"""Kinds of operators that can be delayed; `copy` is a copy between device and host."""
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "transfer", "copy")
+"""Kinds of operators that can be delayed.
+
+`transfer` sends a tensor to a rank or receives one, `copy` is a copy between device and host."""
 DELAY_S = 0.02
 CYCLES = 20_000_000
 """Length of a delay on a device, in cycles of its clock: some 10 ms."""
@@ -31,13 +33,13 @@ _BLOCKS, _BLOCK_NUMEL = 32, 1 << 16
 _COPIES = ("aten::_to_copy", "aten::copy_")
 
 
-def delays(kinds: Sequence[str], *, device: torch.device, is_last: bool) -> DispatchTap:
-    """Return the context in which operators of these kinds are delayed, on the CPU only if the rank `is_last`.
+def delays(kinds: Sequence[str], *, device: torch.device, sleeps: bool) -> DispatchTap:
+    """Return the context in which operators of these kinds are delayed, on the CPU only if this rank `sleeps`.
 
     Raises RuntimeError for a torch that cannot keep a stream busy.
     """
     if device.type == "cpu":
-        return DispatchTap([], before=[_Delay(kinds, _sleep if is_last else _do_nothing).listen])
+        return DispatchTap([], before=[_Delay(kinds, _sleep if sleeps else _do_nothing).listen])
     if not hasattr(torch.cuda, "_sleep"):
         raise RuntimeError(f"torch {torch.__version__} has no torch.cuda._sleep: see conformance/instruments/delays.py")
     return DispatchTap([], before=[_Delay(kinds, lambda: _occupy(device)).listen])
@@ -67,6 +69,8 @@ def _choices(kind: str) -> Iterator[bool]:
 
 def _kind(func: Any, args: Sequence[Any]) -> str | None:
     name = str(func._schema.name)
+    if name in TRANSFERS:
+        return "transfer"
     if func.namespace in NAMESPACES:
         return collective_kind(name)
     if name in _COPIES and len({arg.device.type for arg in args if isinstance(arg, torch.Tensor)}) > 1:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from conformance.instruments.collectives import TRANSFERS
 from conformance.instruments.dispatch_tap import Handler
 from conformance.instruments.facts import StageActionFacts, Transfer
 from reference_trainer.model import Block, Transformer
@@ -15,8 +16,6 @@ from reference_trainer.observer import Observer, Phase, StageAction
 
 _HELD = "_conformance_activation"
 """Attribute of a storage, which torch keeps as long as the storage lives."""
-_PEERS = {"c10d::send": ("send", "dst"), "c10d::recv_": ("recv", "src")}
-"""Direction of a transfer, and the argument that names the other rank within the process group, by operator."""
 
 
 class PipelineLog(Observer):
@@ -60,10 +59,10 @@ class PipelineLog(Observer):
 
     def listen(self, func: Any) -> Handler | None:
         """Return the handler that writes down the calls of an operator that transfers a tensor to or from a rank."""
-        if func._schema.name not in _PEERS:
+        if func._schema.name not in TRANSFERS:
             return None
         names = [argument.name for argument in func._schema.arguments]
-        return partial(self._transferred, *_PEERS[func._schema.name], names)
+        return partial(self._transferred, *TRANSFERS[func._schema.name], names)
 
     def _transferred(self, direction: str, peer: str, names: Sequence[str], args: Sequence[Any]) -> None:
         arguments: Mapping[str, Any] = dict(zip(names, args, strict=False))

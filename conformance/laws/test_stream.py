@@ -21,7 +21,7 @@ AVOID_RECORD_STREAMS = "https://github.com/pytorch/pytorch/pull/150398"
 @law(
     "STREAM-1",
     where="record_streams != unset",
-    gaps=["second-run", "large-models", "pipelines"],
+    gaps=["second-run", "large-models"],
     reference=AVOID_RECORD_STREAMS,
     since="2.8",
 )
@@ -76,16 +76,17 @@ def test_record_stream_holds_nothing(measure: Measure, cell: Cell) -> None:
 @law(
     "STREAM-5",
     where="world > 1 and world <= 4 and implementation = fsdp2",
-    gaps=["delayed-runs", "large-models", "pipelines"],
+    gaps=["delayed-runs", "large-models"],
     numbers=True,
     reference="https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams",
 )
 def test_delayed_collectives_and_copies_change_no_bit(run: Run, measure: Measure, cell: Cell) -> None:
-    """Whatever is delayed - all-gathers, reduce-scatters, all-reduces, copies between device and host, or all of them,
-    on the last rank, or on the streams of a device - a run MUST be the same in every bit.
+    """Whatever is delayed - all-gathers, reduce-scatters, all-reduces, transfers between stages, copies between device
+    and host, or all of them, on the last rank, or on the streams of a device - a run MUST be the same in every bit.
 
-    Wrong if a tensor is used before it is complete, or its memory is handed out again while it is in use. On a device,
-    freed memory is filled with NaN meanwhile. On the simulated accelerator, schedules of its streams delay.
+    Wrong if a tensor is used before it is complete, or its memory is handed out again while it is in use. In a pipeline
+    the first rank is delayed, too, in a run of its own: its peers wait for what it sends forward. On a device, freed
+    memory is filled with NaN meanwhile. On the simulated accelerator, schedules of its streams delay.
     """
     record = run(cell)
     for facts, delayed in zip(record.ranks, measure(train_with_delays, cell), strict=True):

@@ -12,10 +12,10 @@ from conformance.instruments.delays import EVERY, KINDS, delays
 OPERATORS = 100 * EVERY
 
 
-def delayed(kinds: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, *, is_last: bool = True) -> list[int]:
+def delayed(kinds: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, *, sleeps: bool = True) -> list[int]:
     """Return the numbers of those among many additions before which a rank on the CPU sleeps."""
     numbers: list[int] = []
-    with monkeypatch.context() as patch, delays(kinds, device=torch.device("cpu"), is_last=is_last):
+    with monkeypatch.context() as patch, delays(kinds, device=torch.device("cpu"), sleeps=sleeps):
         for number in range(OPERATORS):
             patch.setattr("time.sleep", lambda _, number=number: numbers.append(number))
             torch.ones(2) + 1
@@ -32,12 +32,12 @@ def additions_are_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("additions_are_copies")
-def test_the_last_rank_is_delayed_at_first_and_then_at_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rank_that_sleeps_is_delayed_at_first_and_then_at_times(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = delayed(("copy",), monkeypatch)
     assert numbers[0] == 0
     assert OPERATORS / EVERY / 2 < len(numbers) < OPERATORS / EVERY * 2
     assert delayed(("copy",), monkeypatch) == numbers
-    assert delayed(("copy",), monkeypatch, is_last=False) == []
+    assert delayed(("copy",), monkeypatch, sleeps=False) == []
     assert delayed(("all_gather",), monkeypatch) == []
 
 
@@ -55,6 +55,9 @@ def operator(name: str) -> Any:
 def test_kinds_of_operators() -> None:
     assert module._kind(operator("c10d::_allgather_base_"), ()) == "all_gather"
     assert module._kind(operator("_c10d_functional::all_reduce"), ()) == "all_reduce"
+    assert module._kind(operator("c10d::send"), ()) == "transfer"
+    assert module._kind(operator("c10d::recv_"), ()) == "transfer"
+    assert module._kind(operator("c10d::barrier"), ()) not in KINDS
     assert module._kind(operator("aten::add"), ()) is None
     assert module._kind(operator("aten::copy_"), (torch.ones(1), torch.ones(1))) is None
     assert module._kind(operator("aten::copy_"), (torch.ones(1), torch.ones(1, device="meta"))) == "copy"
@@ -63,4 +66,4 @@ def test_kinds_of_operators() -> None:
 def test_a_torch_that_cannot_delay_a_stream_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.cuda, "_sleep", raising=False)
     with pytest.raises(RuntimeError, match=r"has no torch.cuda._sleep: see conformance/instruments/delays.py"):
-        delays(KINDS, device=torch.device("cuda"), is_last=True)
+        delays(KINDS, device=torch.device("cuda"), sleeps=True)
