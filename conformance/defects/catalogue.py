@@ -49,6 +49,7 @@ _FAULTS = (
     "race",
     "stream",
     "pipeline",
+    "transfer",
 )
 
 

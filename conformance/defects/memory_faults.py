@@ -223,7 +223,7 @@ UNSHARDED_GRADIENTS_ACCUMULATED = Defect(
     source="https://github.com/volcengine/verl/issues/7711",
     mechanism="gradients are not reduced before the last micro-batch, though the configuration asks for each",
     laws=("MEM-1", "MEM-3", "RS-1"),
-    cells="id = dp2-fp32-default-meta-acc2 or model = deep and accumulation > 1 and gradient_sync = each",
+    cells="id = dp2-fp32-default-meta-acc2 or model = deep and accumulation > 1 and gradient_sync = each and pp = 1",
     inject=partial(gradients_reduced, last_only=True),
     inject_twin=partial(gradients_reduced, last_only=False),
 )

@@ -1,4 +1,4 @@
-"""Faults of pipelines: micro-batches, their order and activations, and what stages must agree on."""
+"""Faults of pipelines: micro-batches, their order and activations, resharding, and what stages must agree on."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -14,7 +14,6 @@ from conformance.defects.clipping_faults import finite_check
 from conformance.defects.injection import Defect, replaced_call
 
 _PIPELINING = "torch.distributed.pipelining"
-_STAGE = f"{_PIPELINING}.stage:_PipelineStageBase"
 _DOCS = "https://docs.pytorch.org/docs/stable/distributed.pipelining.html"
 _PLAIN = "id = pp2-dp2-fp32-default-meta-cut-acc4"
 _PLAIN_OR_GPIPE = "id in (pp2-dp2-fp32-default-meta-cut-acc4, pp2-dp2-fp32-default-meta-cut-acc4-gpipe)"
@@ -140,28 +139,6 @@ ERROR_ON_ONE_STAGE = Defect(
 )
 
 
-def received(*, overtakes: bool) -> AbstractContextManager[None]:
-    """Let the first two activations that a stage receives go into each other's buffers, or into their own."""
-
-    def receive(original: Callable[..., Any], stage: Any, fwd_chunk_id: int) -> Any:
-        swapped = {0: 1, 1: 0}.get(fwd_chunk_id, fwd_chunk_id)
-        return original(stage, swapped if overtakes else fwd_chunk_id)
-
-    return replaced_call(_STAGE, "get_fwd_recv_ops", receive)
-
-
-RECEIVE_OVERTAKES = Defect(
-    id="pipeline-receive-overtakes",
-    title="a stage receives the activations of a micro-batch in the place of another one's",
-    source="https://github.com/pytorch/pytorch/pull/196706",
-    mechanism="receives of two micro-batches are posted into each other's buffers",
-    laws=("PAR-1",),
-    cells=_PLAIN,
-    inject=partial(received, overtakes=True),
-    inject_twin=partial(received, overtakes=False),
-)
-
-
 @contextmanager
 def graphs(*, kept: bool) -> Iterator[None]:
     """Keep the output of each micro-batch after its backward, with all activations of its graph, or nothing."""
@@ -187,34 +164,6 @@ ACTIVATIONS_KEPT = Defect(
 )
 
 
-@contextmanager
-def sent_gradients(*, kept: bool) -> Iterator[None]:
-    """Keep the gradients that a stage has sent until the next step, or none."""
-    sent: list[Tensor] = []
-
-    def send(original: Callable[..., list[Any]], stage: Any, bwd_chunk_id: int) -> list[Any]:
-        transfers = original(stage, bwd_chunk_id)
-        if bwd_chunk_id == 0:
-            sent.clear()
-        sent.extend(transfer.tensor for transfer in transfers if kept)
-        return transfers
-
-    with replaced_call(_STAGE, "get_bwd_send_ops", send):
-        yield
-
-
-SENT_GRADIENTS_KEPT = Defect(
-    id="pipeline-sent-gradients-kept",
-    title="a stage holds the gradients that it has sent until the step is over",
-    source=_DOCS,
-    mechanism="`bwd_cache` keeps the gradients of the stage's inputs of all micro-batches",
-    laws=("MEM-1", "MEM-6"),
-    cells=_PLAIN_OR_GPIPE,
-    inject=partial(sent_gradients, kept=True),
-    inject_twin=partial(sent_gradients, kept=False),
-)
-
-
 def default_mode(*, frees: bool) -> AbstractContextManager[None]:
     """Let the default reshard mode free groups after the forward of each micro-batch, or keep them."""
 
@@ -233,6 +182,27 @@ GATHERED_EACH_MICRO_BATCH = Defect(
     cells=_PLAIN,
     inject=partial(default_mode, frees=True),
     inject_twin=partial(default_mode, frees=False),
+)
+
+
+def reshard_mode(*, ignored: bool) -> AbstractContextManager[None]:
+    """Let FSDP reshard by default whatever the configuration says, or as it says."""
+
+    def named(original: Callable[..., bool], mode: str, name: str, *args: Any) -> bool:
+        return original("default" if ignored else mode, name, *args)
+
+    return replaced_call("reference_trainer.reshard", "_named", named)
+
+
+RESHARD_IGNORED = Defect(
+    id="pipeline-reshard-ignored",
+    title="a pipeline keeps all parameters unsharded, although it is to free them after each forward",
+    source="https://github.com/pytorch/torchtitan/pull/822",
+    mechanism="the reshard mode is not passed on to the stages",
+    laws=("AXIS-1", "PP-3", "RS-1", "MP-4", "MEM-1"),
+    cells="id = pp2-dp2-fp32-always-meta-cut-acc4",
+    inject=partial(reshard_mode, ignored=True),
+    inject_twin=partial(reshard_mode, ignored=False),
 )
 
 
