@@ -91,19 +91,34 @@ def itemsize_bytes(config: TrainerConfig, what: str) -> int:
     return int(getattr(torch, policy.reduce if what == "reduce" else policy.compute).itemsize)
 
 
-def phase_bounds(measure: Measure, cell: Cell, *, in_flight: bool = False, on_device: bool = False) -> PhaseBounds:
-    """Return the bounds on memory of each phase of a step.
+def bounds_of_ranks(
+    measure: Measure, cell: Cell, *, in_flight: bool = False, on_device: bool = False
+) -> list[PhaseBounds]:
+    """Return the bounds on memory of each phase of a step, of each rank of the cell.
 
-    With `in_flight`, each of the `GLOO_THREADS` of a process group may hold the buffer of its last operator. With
-    `on_device`, activations are those of the device's operators, and the optimizer is the one that torch chooses there:
-    its temporaries have the size of all shards of a rank, without the padding that the prediction counts.
+    In a pipeline they are those of a rank of its stage. With `in_flight`, each of the `GLOO_THREADS` of a process group
+    may hold the buffer of its last operator, and sends hold their tensors. With `on_device`, activations are those of
+    the device's operators, and the optimizer is the one that torch chooses there: its temporaries have the size of all
+    shards of a rank, without the padding that the prediction counts.
+
+    Raises Unsupported for a pipeline of a torch whose buffers are not modelled.
     """
-    (profile,) = measure(profile_without_fsdp, cell, on_device=on_device)
-    return _bounds(cell, profile, in_flight=in_flight, on_device=on_device)
+    stages = cell.config.mesh.pp
+    if stages == 1:
+        profiles = measure(profile_without_fsdp, cell, on_device=on_device)
+    elif traits_of(str(torch.__version__)).stages_pool_buffers:
+        raise Unsupported(f"the memory model does not know when torch {torch.__version__} holds buffers of transfers")
+    else:
+        (profiles,) = measure(profile_stages_without_fsdp, cell, on_device=on_device)
+    bounds = [
+        _bounds(cell, profile, in_flight=in_flight, on_device=on_device, stage=stage)
+        for stage, profile in enumerate(profiles)
+    ]
+    return [bounds[rank * stages // cell.world_size] for rank in range(cell.world_size)]
 
 
 def _bounds(
-    cell: Cell, profile: Sequence[MemorySegment], *, in_flight: bool = False, on_device: bool = False, stage: int = 0
+    cell: Cell, profile: Sequence[MemorySegment], *, in_flight: bool, on_device: bool, stage: int
 ) -> PhaseBounds:
     config, dims, shapes = sizes_of(cell, stage=stage)
     if on_device:
@@ -111,10 +126,11 @@ def _bounds(
     predicted = predict(config, dims, shapes, profile, traits=traits_of(str(torch.__version__)))
     state, largest = state_bytes(config, dims, shapes), max(group_bytes(config, dims, shapes).values())
     reduced = largest // itemsize_bytes(config, "compute") * _FP32_BYTES
-    held = {"forward": largest, "backward": reduced} if in_flight else {}
+    buffers = {"forward": largest * (dims.dp_shard > 1), "backward": reduced * (dims.dp > 1)} if in_flight else {}
     held = {
         phase: GLOO_THREADS * (size + _tensor_parallel_buffer_bytes(config, dims, phase))
-        for phase, size in held.items()
+        + pipeline.sent_numel(config, dims, rank=stage) * itemsize_bytes(config, "compute")
+        for phase, size in buffers.items()
     }
     unpadded = {"optimizer": padding_bytes(config, dims, shapes)} if on_device else {}
     less = _COPIES_OF_A_ROW * config.model.dim * _FP32_BYTES if in_flight and config.model.vocab_size % dims.tp else 0
@@ -133,23 +149,22 @@ def _bounds(
 def simulated_steps(measure: Measure, cell: Cell) -> list[SimulatedStep]:
     """Return the simulated steps of the first and the last rank, or of the first rank of each stage of a pipeline.
 
-    Raises Unsupported for a pipeline of a torch whose buffers are not modelled.
+    Raises Unsupported as `bounds_of_ranks` does.
     """
-    if cell.config.mesh.pp == 1:
-        bounds, resident = phase_bounds(measure, cell), (resident_bytes(*sizes_of(cell)), _resident_of_last_bytes(cell))
-        ends = zip(("first rank", "last rank"), measure(step_of_sampled_ranks, cell), resident, strict=False)
-        return [SimulatedStep(where, memory, bounds, held) for where, memory, held in ends]
-    if traits_of(str(torch.__version__)).stages_pool_buffers:
-        raise Unsupported(f"the memory model does not know when torch {torch.__version__} holds buffers of transfers")
-    (profiles,) = measure(profile_stages_without_fsdp, cell)
+    bounds, stages = bounds_of_ranks(measure, cell), cell.config.mesh.pp
+    steps = measure(step_of_sampled_ranks, cell)
+    if stages == 1:
+        resident = resident_bytes(*sizes_of(cell)), _resident_of_last_bytes(cell)
+        ends = zip(("first rank", "last rank"), steps, resident, strict=False)
+        return [SimulatedStep(where, memory, bounds[0], held) for where, memory, held in ends]
     return [
         SimulatedStep(
             f"rank {stage} of the pipeline",
             memory,
-            _bounds(cell, profiles[stage], stage=stage),
+            bounds[stage * cell.world_size // stages],
             resident_of_stage_bytes(cell, stage) + _kept_gradients_bytes(cell, stage),
         )
-        for stage, memory in enumerate(measure(step_of_sampled_ranks, cell))
+        for stage, memory in enumerate(steps)
     ]
 
 

@@ -17,7 +17,6 @@ FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard
 @law(
     "API-1",
     where="(features = 0 or features = 1 and precision in (bf16-mp, fp16-reduce)) and tp = 1 and world in (1, 2, 4, 8)",
-    gaps=["pipelines"],
     reference=FULLY_SHARD,
     since="2.13",
 )
@@ -31,7 +30,6 @@ def test_fully_shard_options_change_no_gradient(measure: Measure, cell: Cell) ->
 @law(
     "API-2",
     where="(features = 0 or features = 1 and precision in (bf16-mp, fp16-reduce)) and tp = 1 and world in (2, 4, 8)",
-    gaps=["pipelines"],
     reference=FULLY_SHARD,
     since="2.13",
 )
@@ -46,7 +44,6 @@ def test_fsdp_module_methods_do_what_they_are_for(measure: Measure, cell: Cell) 
 @law(
     "API-3",
     where="features = 0 and tp = 1 and world = 4 and precision = fp32",
-    gaps=["pipelines"],
     reference=FULLY_SHARD,
     since="2.13",
     substrates=("gloo", *CUDA),  # as for DT-3

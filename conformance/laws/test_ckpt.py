@@ -103,7 +103,6 @@ def test_state_dicts_restore_the_run_in_every_form(measure: Measure, cell: Cell)
     "CKPT-5",
     where="world > 1 and world <= 4 and tp = 1 and implementation = fsdp2 "
     "and (features = 0 or features = 1 and optimizer in (sgd, sgd-momentum))",
-    gaps=["pipelines"],
     reference=STATE_DICT,
     since="2.13",
 )

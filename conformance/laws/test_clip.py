@@ -251,7 +251,6 @@ def _faults(outcome: NonFiniteClipping, *, asked: bool) -> Iterator[str]:
     "CLIP-7",
     where="world > 1 and implementation = fsdp2 "
     "and (features = 0 or features = 1 and (precision = bf16-mixed or foreach_clip = false))",
-    gaps=["pipelines"],
     reference=CLIP_GRAD_VALUE,
     since="2.13",
 )

@@ -18,9 +18,7 @@ _MAX_CLOCK_SPREAD_S = 5.0
 time, do not share a clock."""
 
 
-@law(
-    "ENV-1", where="features = 0", gaps=["pipelines"], reference="https://docs.pytorch.org/docs/stable/distributed.html"
-)
+@law("ENV-1", where="features = 0", reference="https://docs.pytorch.org/docs/stable/distributed.html")
 def test_collectives_are_exact_in_every_dtype(measure: Measure, cell: Cell) -> None:
     """all_reduce, all_gather, reduce_scatter and broadcast MUST be exact on small integers in every dtype.
 
@@ -46,7 +44,6 @@ def test_collectives_are_exact_in_every_dtype(measure: Measure, cell: Cell) -> N
 @law(
     "ENV-2",
     where="features = 0",
-    gaps=["pipelines"],
     reference="https://docs.pytorch.org/docs/stable/notes/randomness.html",
 )
 def test_ranks_run_the_same_software_in_the_same_state(measure: Measure, cell: Cell) -> None:
@@ -66,7 +63,6 @@ def test_ranks_run_the_same_software_in_the_same_state(measure: Measure, cell: C
 @law(
     "ENV-3",
     where="features = 0",
-    gaps=["pipelines"],
     reference="https://docs.python.org/3/library/time.html#time.monotonic",
 )
 def test_machine_has_memory_and_one_clock(measure: Measure, cell: Cell) -> None:
@@ -93,7 +89,6 @@ def _environments(measure: Measure, cell: Cell) -> list[RankEnvironment]:
 @law(
     "ENV-4",
     where="features = 0",
-    gaps=["pipelines"],
     reference="https://docs.nvidia.com/deploy/nvml-api/",
     substrates=CUDA,
 )

@@ -27,7 +27,7 @@ _PHASES = ("forward", "backward")
 @law(
     "STREAM-3",
     where="implementation = fsdp1 and model != deep",
-    gaps=["large-models", "pipelines"],
+    gaps=["large-models"],
     numbers=True,
     reference=FSDP1,
 )
@@ -48,7 +48,6 @@ def test_fsdp1_and_fsdp2_compute_the_same(run: Run, cell: Cell) -> None:
 @law(
     "STREAM-4",
     where="implementation = fsdp1 and model = deep",
-    gaps=["pipelines"],
     reference=FSDP1_AND_FSDP2,
     since="2.8",
     substrates=STREAMS,
@@ -80,7 +79,6 @@ def test_fsdp2_active_peak_is_at_most_fsdp1s(measure: Measure, cell: Cell) -> No
 @law(
     "MEM-8",
     where="model = deep and implementation = fsdp1",
-    gaps=["pipelines"],
     reference=FSDP1_AND_FSDP2,
     substrates=SIMULATED,
 )

@@ -183,7 +183,7 @@ def test_tied_weights_stay_tied(run: Run, cell: Cell) -> None:
         compare.count(owned.count(name), name="embedding in the optimizer", expected=holds, unit="times")
 
 
-@law("INIT-8", where="features = 0 and world <= 4", gaps=["pipelines"], reference=RANDOM_DTENSOR)
+@law("INIT-8", where="features = 0 and world <= 4", reference=RANDOM_DTENSOR)
 def test_torch_nn_init_samples_each_shard_independently(measure: Measure, cell: Cell) -> None:
     """`torch.nn.init` on sharded parameters MUST sample different numbers for different shards, and the same for
     copies.

@@ -10,6 +10,7 @@ from conformance.experiments.memory import (
     growth_in_simulation,
     growth_of_stages,
     step_in_simulation,
+    step_of_sampled_ranks,
     step_on_ranks,
 )
 from conformance.experiments.without_fsdp import profile_without_fsdp
@@ -20,9 +21,9 @@ from conformance.laws.fixtures import Measure
 from conformance.laws.memory_bounds import (
     PHASES,
     SCALARS_BYTES,
+    bounds_of_ranks,
     compare_phases,
     itemsize_bytes,
-    phase_bounds,
     resident_of_stage_bytes,
     simulated_steps,
     simulated_usage,
@@ -44,7 +45,9 @@ MEMORY_STATS = "https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory
 
 @law(
     "MEM-1",
-    where="(model in (deep, wide) or model = cut and features <= 3) and implementation = fsdp2",
+    where="(model in (deep, wide) or model = cut and features <= 3 "
+    # The memory model knows eager blocks and masters of one dtype; what simulated transfers receive overflows in fp16.
+    "and precision not in (bf16-mixed, fp16-mp, fp16-reduce) and compile = false) and implementation = fsdp2",
     reference=RESHARD_AFTER_FORWARD,
     substrates=SIMULATED,
 )
@@ -90,7 +93,6 @@ def _require_inputs_of_blocks(measure: Measure, cell: Cell) -> None:
     "MEM-2",
     where="model = deep and features <= 3 and accumulation = 1 and offload = none and world > 1 "
     "and activation_checkpointing = none and implementation = fsdp2",
-    gaps=["pipelines"],
     reference=PROFILER,
     substrates=("gloo",),
 )
@@ -113,8 +115,8 @@ def test_gloo_allocates_copies_of_full_buffers(measure: Measure, cell: Cell) -> 
 
 @law(
     "MEM-3",
-    where="model = deep and implementation = fsdp2 and world > 1",
-    gaps=["pipelines"],
+    where="model = deep and implementation = fsdp2 and world > 1 "
+    "and (pp = 1 or dp_shard = 1 or activation_checkpointing = none)",  # else so little is held that bounds are loose
     reference=RESHARD_AFTER_FORWARD,
     substrates=("gloo",),
 )
@@ -124,19 +126,20 @@ def test_memory_on_every_rank_matches_the_model(measure: Measure, cell: Cell) ->
 
     It may exceed the memory model only by buffers that the backend's threads have not released yet. Each process group
     has two threads, each of which may hold the buffer of its last operator: a buffer of the largest group of
-    parameters (in forward, where nothing is reduced, in the dtype of computation), and one of tensor parallelism. A
-    release in such a thread is noticed when the memory is used again: in forward and backward at once, in later phases
+    parameters (in forward, where nothing is reduced, in the dtype of computation), and one of tensor parallelism. In a
+    pipeline, sends hold their tensors until the schedule waits for them, which may be at the end of the step. A release
+    in such a thread is noticed when the memory is used again: in forward and backward at once, in later phases
     not, which are judged in simulation only (MEM-1).
     """
-    for rank, memory in enumerate(measure(step_on_ranks, cell)):
-        bounds = phase_bounds(measure, cell, in_flight=True)
+    of_ranks = bounds_of_ranks(measure, cell, in_flight=True)
+    for rank, (memory, bounds) in enumerate(zip(measure(step_on_ranks, cell), of_ranks, strict=True)):
         compare_phases(usage_of(memory), bounds, where=f"rank {rank}", ratio=1.16)
 
 
 @law(
     "MEM-4",
     where="model = deep and mesh = dp4 and reshard != always and implementation = fsdp2",
-    gaps=["modes-combined", "pipelines"],
+    gaps=["modes-combined"],
     reference=RESHARD_AFTER_FORWARD,
     substrates=SIMULATED,
 )
@@ -192,7 +195,8 @@ def test_memory_is_linear_in_the_layers(measure: Measure, cell: Cell) -> None:
     "MEM-6",
     where="implementation = fsdp2 and world <= 4 and saved_on = none and compile = false and (model = even and "
     "(features <= 2 and (tp = 1 or optimizer = sgd) or accumulation > 1 and offload = cpu and dropout = 0.0) "
-    "or pp > 1 and model = cut and features = 3)",  # the plain pipeline is in `smoke`, which has no time for it
+    "or pp > 1 and model = cut and features = 3 and "  # the plain pipeline is in `smoke`, which has no time for it
+    "(pipeline != 1f1b or precision = bf16-mp or offload = cpu or activation_checkpointing = full))",
     reference=RESHARD_AFTER_FORWARD,
     substrates=SIMULATED,
 )
@@ -230,21 +234,23 @@ def _require_no_growth(growth: Growth, *, where: str) -> None:
 
 @law(
     "MEM-7",
-    where="model = deep and reshard = default and features <= 2 and implementation = fsdp2 and world > 1",
-    gaps=["pipelines"],
+    where="model = deep and reshard = default and (features <= 2 or pp > 1 and dp_shard > 1 and features <= 3 "
+    "and pipeline not in (interleaved-zero-bubble, zbv-zero-bubble)) and implementation = fsdp2 and world > 1",
     reference=RESHARD_AFTER_FORWARD,
     substrates=SIMULATED,
 )
 def test_reshard_modes_are_ordered_by_peak(measure: Measure, cell: Cell) -> None:
-    """The peak of a step MUST NOT be lower if more groups are kept: never >= except-last >= default >= always.
+    """The peak of a step MUST NOT be lower if more groups are kept: never >= except-last >= default >= always, and in a
+    pipeline, whose default is to keep all, never >= default >= except-last >= always on each stage.
 
     MEM-1 implies it, by a model of memory that this law does without.
     """
-    modes = ("always", "default", "except-last", "never")
-    peaks = {mode: _peak_bytes(measure, cell.but(reshard=mode)) for mode in modes}
-    wrong = [f"{a} {peaks[a]} is above {b} {peaks[b]}" for a, b in pairwise(modes) if peaks[a] > peaks[b]]
+    between = ("except-last", "default") if cell.config.mesh.pp > 1 else ("default", "except-last")
+    modes = ("always", *between, "never")
+    peaks = {mode: _peaks_bytes(measure, cell.but(reshard=mode)) for mode in modes}
+    wrong = [f"{a} {peaks[a]} is above {b} {peaks[b]}" for a, b in pairwise(modes) if _above(peaks[a], peaks[b])]
     compare.count(len(wrong), name="modes out of order", expected=0, detail="; ".join(wrong), unit="pairs")
-    if peaks["never"] == peaks["always"]:
+    if not _above(peaks["never"], peaks["always"]):
         raise ConformanceFailure(f"never and always have the same peak: {peaks}")
 
 
@@ -264,8 +270,8 @@ def test_memory_requested_of_cuda_matches_the_model(measure: Measure, cell: Cell
     cuBLAS's workspaces are there since the warm step. Wrong if a group is not resharded, or a buffer is kept too long:
     the record of the measurement has the allocator's history, `snapshot-rankN.pickle`.
     """
-    bounds = phase_bounds(measure, cell, on_device=True)
-    for rank, memory in enumerate(measure(step_on_ranks, cell)):
+    of_ranks = bounds_of_ranks(measure, cell, on_device=True)
+    for rank, (memory, bounds) in enumerate(zip(measure(step_on_ranks, cell), of_ranks, strict=True)):
         compare_phases(usage_of(memory), bounds, where=f"rank {rank}", ratio=1.02)
         for kind, peak in _allocator_peaks(memory).items():
             report(f"{kind} of rank {rank}", peak, kind="memory", unit="bytes")
@@ -277,8 +283,16 @@ def _allocator_peaks(memory: StepMemory) -> dict[str, int]:
     return {kind: max(getattr(segment, kind) for segment in memory.segments) for kind in kinds}
 
 
-def _peak_bytes(measure: Measure, cell: Cell) -> int:
-    return max(usage.peak_bytes for usage in simulated_usage(measure(step_in_simulation, cell)).values())
+def _peaks_bytes(measure: Measure, cell: Cell) -> list[int]:
+    """Return the peak of a step on each sampled rank."""
+    return [
+        max(usage.peak_bytes for usage in usage_of(memory).values()) for memory in measure(step_of_sampled_ranks, cell)
+    ]
+
+
+def _above(some: list[int], others: list[int]) -> bool:
+    """Return whether a peak is larger than the other one on any rank."""
+    return any(one > other for one, other in zip(some, others, strict=True))
 
 
 def _after_forward_bytes(measure: Measure, cell: Cell) -> int:

@@ -62,7 +62,7 @@ def test_dtypes_are_those_of_the_mixed_precision_policy(run: Run, cell: Cell) ->
 @law(
     "MP-2",
     where="precision in (bf16-mp, bf16-init) and implementation = fsdp2",
-    gaps=["second-run", "resumed", "large-models"],
+    gaps=["second-run-combined", "resumed", "large-models"],
     numbers=True,
     reference=FULLY_SHARD,
 )
@@ -171,7 +171,6 @@ def test_master_weights_are_fp32(run: Run, cell: Cell) -> None:
 @law(
     "MP-6",
     where="(features = 0 or features = 1 and precision = fp16-mp) and tp = 1",
-    gaps=["pipelines"],
     reference=FULLY_SHARD,
     since="2.13",
 )

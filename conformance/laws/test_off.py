@@ -24,7 +24,7 @@ REMEDY = 'init_process_group("cpu:gloo,cuda:nccl")'
 @law(
     "OFF-1",
     where="offload = cpu",
-    gaps=["second-run", "large-models"],
+    gaps=["second-run-combined", "large-models"],
     numbers=True,
     reference=CPU_OFFLOAD,
 )
@@ -92,7 +92,7 @@ def _differences(measured: Mapping[str, object], expected: Mapping[str, object])
     ]
 
 
-@law("OFF-3", where="offload = cpu and features = 1", gaps=["pipelines"], reference=CPU_OFFLOAD)
+@law("OFF-3", where="offload = cpu and features = 1", reference=CPU_OFFLOAD)
 def test_cpu_offload_mistakes_raise_on_every_rank(measure: Measure, cell: Cell) -> None:
     """Without a backend for CPU tensors the trainer MUST refuse to offload before it trains, and say what to write;
     torch MUST raise an error when gradients are clipped. Memory on the wrong device MUST raise torch's error.

@@ -61,14 +61,18 @@ GAPS = {
     "second-run": Gap(
         "features > 2", "the law needs another run of each cell; laws on the numbers of one run judge it"
     ),
+    "second-run-combined": Gap(
+        "features > 2 and (pp = 1 or features > 4 or model != cut)",
+        "the law needs another run of each cell; laws on the numbers of one run judge it",
+    ),
     "second-build": Gap("features > 3", "the law needs another run of each cell; INIT-2 judges its weights"),
     "repetition": Gap(
         "features > 1 or features = 1 and dropout = 0.0 and compile = false and precision != bf16-mp",
         "the law runs each cell twice, and what differs between runs shows without other features too",
     ),
     "delayed-runs": Gap(
-        "pin_memory = false and (features > 1 or features = 1 and reshard != never and precision = fp32 "
-        "and offload = none)",
+        "pin_memory = false and (features > 1 and (pp = 1 or features > 3 or model != cut or saved_on != none) "
+        "or features = 1 and reshard != never and precision = fp32 and offload = none)",
         "the law runs each cell once more for each kind of delay",
     ),
     "large-models": Gap(

@@ -9,7 +9,8 @@ from conformance.plan.mesh import Mesh
 from conformance.run.record import Record
 from reference_trainer.precision import PRECISIONS
 
-_PASSES = ("forward", "backward")
+_PASSES = ("data", "forward", "backward")
+"""Phases in which FSDP communicates; in `data` a rank with several stages of a pipeline gathers ahead."""
 
 
 def precision_takes_effect(record: Record, neighbour: Record) -> None:

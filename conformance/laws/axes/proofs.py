@@ -1,6 +1,7 @@
 """Proofs of axes: the changes that each value of an axis must make to the record of a neighbour.
 
-A neighbour is the same cell with that axis at its default, which for the mesh is one process. Differences are read from
+A neighbour is the same cell with that axis at its default, which for the mesh is one process; in a pipeline, whose
+default is to reshard nothing, `never` and other modes are compared with `always`. Differences are read from
 measurements, never from the configuration: a value that the trainer ignores leaves equal records.
 """
 
@@ -23,6 +24,8 @@ Proof = Callable[[Record, Record], None]
 """Function that raises ConformanceFailure unless a record differs from its neighbour's record as the axis says."""
 
 _BASE = Cell(mesh="dp1")
+_OF_PIPELINES = _BASE.but(model="cut", accumulation=4)
+"""Values of a pipeline without features: no pipeline goes without micro-batches."""
 _FSDP2: dict[str, AxisValue] = {"implementation": "fsdp2", "limit_all_gathers": True}
 _WITHOUT_TP: dict[str, AxisValue] = {"sequence_parallel": True, "norms_in_tp": True, "loss_parallel": False}
 _WITHOUT: dict[str, dict[str, AxisValue]] = {
@@ -45,14 +48,16 @@ def neighbours(cell: Cell) -> Iterator[tuple[str, Cell, Cell]]:
 
     That a mesh takes effect is asked once for each, on its cell without features.
     """
+    base = _OF_PIPELINES if Mesh.parse(cell.mesh).pp > 1 else _BASE
     for axis in axis_names():
-        if getattr(cell, axis) != getattr(_BASE, axis) and not (axis == "mesh" and cell.features):
+        if getattr(cell, axis) != getattr(base, axis) and not (axis == "mesh" and cell.features > base.features):
             # One process has no tensor parallelism, no replicas whose gradients are postponed, and no fewer ranks to
             # reshard to. Other values of init have no format of weights, runs that are not resumed have no way of
             # saving, other precisions and short runs have no loss scale that overflows, one micro-batch has none to
             # postpone to. FSDP1 does not run in one process, and has only one value of init.
             shown = cell.but(**_WITHOUT.get(axis, {}))
-            yield axis, shown, shown.but(**{axis: getattr(_BASE, axis)})
+            keeps = base is _OF_PIPELINES and axis == "reshard" and cell.reshard != "always"
+            yield axis, shown, shown.but(**{axis: "always" if keeps else getattr(base, axis)})
 
 
 def prove(axis: str, record: Record, neighbour: Record) -> None:
@@ -63,6 +68,12 @@ def prove(axis: str, record: Record, neighbour: Record) -> None:
 
 
 def _reshard(record: Record, neighbour: Record) -> None:
+    if Mesh.parse(record.cell.mesh).pp > 1:
+        gathers, others = (_gathers(run) for run in (record, neighbour))
+        mode, other = record.cell.reshard, neighbour.cell.reshard
+        expect((gathers > others) == (mode == "always"), f"{gathers} all-gathers with {mode}, {others} with {other}")
+        expect(gathers != others, f"{gathers} all-gathers with {mode} and with {other}")
+        return
     gathers, default = (collectives(run, "backward", "all_gather", "dp_shard") for run in (record, neighbour))
     unsharded = {name for facts in record.ranks for name in facts.unsharded["0/after_forward"]}
     blocks = {name.split(".")[1] for name in unsharded if name.startswith("layers.")}
@@ -80,6 +91,10 @@ def _reshard(record: Record, neighbour: Record) -> None:
         case "never" | "auto":
             expect(gathers == 0 and default > 0, f"{gathers} all-gathers in backward, {default} by default")
             expect(unsharded == everything, f"resharded after forward: {sorted(everything - unsharded)}")
+
+
+def _gathers(record: Record) -> int:
+    return sum(collectives(record, phase, "all_gather", "dp_shard") for phase in ("data", "forward", "backward"))
 
 
 def _init(record: Record, neighbour: Record) -> None:
@@ -260,7 +275,8 @@ def _sequence_parallel(record: Record, neighbour: Record) -> None:
 
 def _loss_parallel(record: Record, neighbour: Record) -> None:
     gathers, usual = (collectives(run, "forward", "all_gather", "tp") for run in (record, neighbour))
-    logits = record.cell.world_size * record.cell.steps * record.cell.accumulation
+    of_last_stage = record.cell.world_size // Mesh.parse(record.cell.mesh).pp
+    logits = of_last_stage * record.cell.steps * record.cell.accumulation
     expect(gathers == usual - logits, f"{gathers} all-gathers over tp in forward, {usual} with {logits} of logits")
     sums, usual = (collectives(run, "forward", "all_reduce", "tp") for run in (record, neighbour))
     expect(sums > usual, f"{sums} all-reduces over tp in forward, {usual} of full logits")
