@@ -33,7 +33,7 @@ def is_power_of_two(value: float) -> bool:
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1, 405])  # of the first 600 seeds, 405 has the largest sums
 def test_every_sum_of_the_workload_is_exact(seed: int, tied: bool) -> None:
     """In units of lr / tokens the new weight, too, is a sum of integers: the old weight, and the gradient."""
     config = CELL.but(seed=seed, tied_embeddings=tied).config
@@ -118,9 +118,10 @@ def test_loss_is_linear_in_each_parameter(name: str) -> None:
 def test_initial_weights_are_sparse_signs() -> None:
     for name, parameter in initial_model(CONFIG).named_parameters():
         values, width = parameter.detach(), parameter.shape[-1]
-        nonzeros = width if name.endswith("norm.weight") else width // 4 if parameter.ndim == 1 else 2
+        nonzeros = width if name.endswith("norm.weight") else width // 8 if parameter.ndim == 1 else 2
         assert (values.count_nonzero(-1) == nonzeros).all(), name
-        assert {-1.0, 1.0} <= set(values.flatten().tolist()) <= {-1.0, 0.0, 1.0}, name
+        assert set(values.flatten().tolist()) <= {-1.0, 0.0, 1.0}, name
+        assert parameter.ndim == 1 or {-1.0, 1.0} <= set(values.flatten().tolist()), name
 
 
 def test_the_loss_goes_with_the_arithmetic() -> None:
