@@ -121,12 +121,15 @@ def _bounds(
     cell: Cell, profile: Sequence[MemorySegment], *, in_flight: bool, on_device: bool, stage: int
 ) -> PhaseBounds:
     config, dims, shapes = sizes_of(cell, stage=stage)
+    traits = traits_of(str(torch.__version__))
     if on_device:
         config = chosen_on_device(config)
-    predicted = predict(config, dims, shapes, profile, traits=traits_of(str(torch.__version__)))
+    predicted = predict(config, dims, shapes, profile, traits=traits)
     state, largest = state_bytes(config, dims, shapes), max(group_bytes(config, dims, shapes).values())
     reduced = largest // itemsize_bytes(config, "compute") * _FP32_BYTES
-    buffers = {"forward": largest * (dims.dp_shard > 1), "backward": reduced * (dims.dp > 1)} if in_flight else {}
+    gathers = dims.dp_shard > 1 or traits.one_rank_gathers
+    reduces = dims.dp > 1 or traits.one_rank_reduces
+    buffers = {"forward": largest * gathers, "backward": reduced * reduces} if in_flight else {}
     held = {
         phase: GLOO_THREADS * (size + _tensor_parallel_buffer_bytes(config, dims, phase))
         + pipeline.sent_numel(config, dims, rank=stage) * itemsize_bytes(config, "compute")

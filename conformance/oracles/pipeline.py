@@ -258,8 +258,8 @@ def received_numel(config: TrainerConfig, dims: ParallelDims, *, rank: int) -> i
 def sent_numel(config: TrainerConfig, dims: ParallelDims, *, rank: int) -> int:
     """Return the elements of all tensors that a rank sends to others in a step; 0 without a pipeline.
 
-    A send holds its tensor until the schedule waits for it: with several stages on each rank at the end of the step
-    (`_step_microbatches` of `_PipelineScheduleRuntime` in torch/distributed/pipelining/schedules.py).
+    A send holds its tensor until the schedule waits for it: up to torch 2.14, with several stages on each rank, at the
+    end of the step (`_step_microbatches` of `_PipelineScheduleRuntime` in torch/distributed/pipelining/schedules.py).
     """
     if config.mesh.pp == 1:
         return 0

@@ -10,14 +10,19 @@ from conformance.laws.axes.numerics import loss_scale_takes_effect
 from conformance.laws.axes.proofs import PROOFS, neighbours, prove
 from conformance.laws.fixtures import Run
 from conformance.outcomes import ConformanceFailure
-from conformance.plan.cells import Cell, axis_names
+from conformance.plan.cells import AxisValue, Cell, axis_names
 from conformance.plan.matrix import Matrix, load_matrix
 from conformance.project import PROJECT
 from conformance.run.record import Record, read_record
 
 MATRIX: Matrix = load_matrix(PROJECT / "matrix.yaml")
 CELLS = [cell for cell in MATRIX.cells.values() if MATRIX.scopes["AXIS-1"].holds(cell)]
-DEAD = {(axis, getattr(shown, axis)): (shown, neighbour) for c in CELLS for axis, shown, neighbour in neighbours(c)}
+DEAD = {
+    (axis, getattr(shown, axis), "pp" if shown.config.mesh.pp > 1 else "no pp"): (shown, neighbour)
+    for cell in CELLS
+    for axis, shown, neighbour in neighbours(cell)
+}
+"""Cells that show a value of an axis, and their neighbours, in pipelines and elsewhere."""
 
 
 def relabelled(record: Record, cell: Cell) -> Record:
@@ -42,7 +47,25 @@ def test_every_value_of_the_axes_of_the_matrix_is_looked_at() -> None:
     """Values of one section alone are those of simulated worlds and of whole numbers, judged by models of them."""
     base, content = Cell(mesh="dp1"), MATRIX.content
     values = {(axis, value) for axes in (content.axes, content.alone) for axis in axes for value in axes[axis]}
-    assert {(axis, value) for axis, value in values if value != getattr(base, axis)} <= DEAD.keys()
+    looked_at = {(axis, value) for axis, value, _ in DEAD}
+    assert {(axis, value) for axis, value in values if value != getattr(base, axis)} <= looked_at
+
+
+def test_every_value_of_singles_in_pipelines_is_looked_at() -> None:
+    """Their norms are not on a mesh of their own, which needs two shards (`norms-on-one-shard`)."""
+    sections = [MATRIX.content.cells[name] for name in ("pipeline-singles", "pipeline-singles-tp")]
+    values = {(axis, value, "pp") for each in sections for axis in each.axes or {} for value in (each.axes or {})[axis]}
+    assert values - DEAD.keys() == {("norms_in_tp", False, "pp")}
+
+
+def test_modes_that_keep_groups_in_a_pipeline_are_compared_with_always() -> None:
+    """By default a pipeline keeps all groups: `never` would be compared with itself."""
+    compared = {
+        shown.reshard: other.reshard
+        for (axis, _, where), (shown, other) in DEAD.items()
+        if axis == "reshard" and where == "pp"
+    }
+    assert compared == {"always": "default", "never": "always", "except-last": "always", "table": "always"}
 
 
 def test_every_neighbour_is_a_cell_that_can_run() -> None:
@@ -51,10 +74,10 @@ def test_every_neighbour_is_a_cell_that_can_run() -> None:
             assert all(each.config for each in pair), "none raises"
 
 
-@pytest.mark.parametrize(("axis", "value"), DEAD, ids=str)
-def test_a_dead_axis_value_is_noticed(run: Run, axis: str, value: object) -> None:
+@pytest.mark.parametrize(("axis", "value", "where"), DEAD, ids=str)
+def test_a_dead_axis_value_is_noticed(run: Run, axis: str, value: AxisValue, where: str) -> None:
     """The neighbour's run stands in for that of the cell, as if the trainer had ignored the value."""
-    cell, neighbour = DEAD[axis, value]
+    cell, neighbour = DEAD[axis, value, where]
     record = run(neighbour)
     with pytest.raises(ConformanceFailure):
         prove(axis, relabelled(record, cell), record)
