@@ -55,7 +55,7 @@ _DESCRIPTION = """Commands besides running the suite with pytest:
   predict             memory and traffic of a model of any size
   judge               verdicts on your own trainer: on a function that makes a model parallel
   defects             proof that laws can fail: every known fault, and its benign twin
-  findings            known faults of released torch, tried on the installed one
+  findings            known faults of torch and trainers, tried on what is installed
   verify, diff, html, versions, waive, schema
                       reports: checked, compared, shown, and their fields
   docs                generated parts of README and docs: checked, written

@@ -19,7 +19,7 @@ from conformance.cli.blocks import block, block_names, with_block
 from conformance.cli.command import Answer, Commands
 from conformance.cli.laws import laws_markdown
 from conformance.cli.schema import as_json
-from conformance.findings.programs import findings
+from conformance.findings.programs import TRAINERS, findings
 from conformance.findings.table import CATALOGUE, catalogue, read_versions, worst
 from conformance.plan.matrix import Matrix, load_matrix
 from conformance.project import LAYERS, PROJECT, TORCH_FREE, data_file, require_checkout
@@ -111,7 +111,9 @@ def generated() -> dict[Path, str]:
         docs / "subjects.md": _subjects(),
         docs / "laws.md": laws_markdown() + "\n",
         docs / "report.schema.json": as_json(report_schema()) + "\n",
-        CATALOGUE: catalogue(findings(), read_versions()),
+        CATALOGUE: catalogue(
+            findings(), read_versions(), trainers=findings(TRAINERS), of_trainers=read_versions(TRAINERS)
+        ),
         docs / "report_line.schema.json": as_json(line_schema()) + "\n",
     }
 

@@ -1,8 +1,9 @@
-"""`python -m conformance findings`: faults of released torch, tried on the installed one."""
+"""`python -m conformance findings`: faults of released torch and of trainers, tried on what is installed."""
 
 import argparse
 import importlib.metadata
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 from packaging.version import Version
@@ -10,7 +11,7 @@ from packaging.version import Version
 from conformance.cli.command import Answer, Commands
 from conformance.cli.schema import as_json
 from conformance.findings.execution import LIMIT_S, PRESENT, Shown, run_program
-from conformance.findings.programs import Finding, findings
+from conformance.findings.programs import DIRECTORY, TORCH, TRAINERS, Finding, findings
 from conformance.findings.table import (
     CATALOGUE,
     REPORTS,
@@ -18,6 +19,7 @@ from conformance.findings.table import (
     Versions,
     catalogue,
     installed,
+    order_of_version,
     read_versions,
     report,
     with_version,
@@ -33,9 +35,11 @@ def add_parser(commands: Commands) -> None:
     """Add the command."""
     parser = commands.add_parser(
         "findings",
-        help="known faults of torch, tried on the installed one; exit status 3 if a program failed by itself",
+        help="known faults of torch and trainers, tried on installed ones; exit status 3 if a program failed by itself",
     )
-    parser.add_argument("name", nargs="*", metavar="NAME", help="programs of findings/ (default: all)")
+    parser.add_argument(
+        "name", nargs="*", metavar="NAME", help="programs of findings/ (default: all whose package is installed)"
+    )
     parser.add_argument(
         "--limit", type=float, default=LIMIT_S, metavar="S", help="seconds for each (default: %(default)g)"
     )
@@ -50,17 +54,16 @@ def run(options: argparse.Namespace) -> Answer:
     """Run the programs, and print or write what they show.
 
     The status is 0 whatever they show, and 3 if one failed by itself. Raises ValueError outside of a checkout, for a
-    name that no program has, and for a limit that is not positive.
+    name that no program has, for a program whose package is not installed, and for a limit that is not positive.
     """
     require_checkout("findings")
-    known = findings()
-    chosen = _chosen(known, options.name)
+    chosen = _chosen([*findings(DIRECTORY), *findings(TRAINERS)], options.name)
     with Pools(isolate=True) as pools:
         shown = {f.name: run_program(pools, f.file, ranks=f.ranks, limit_s=options.limit) for f in chosen}
     outcomes = {name: each.outcome for name, each in shown.items()}
     status = _PROGRAM_FAILED if "error" in outcomes.values() else 0
     if options.write:
-        return Answer(_written(known, shown), status)
+        return Answer(_written(shown), status)
     return Answer(_json(chosen, shown) if options.json else _text(chosen, shown, verbose=options.verbose), status)
 
 
@@ -69,42 +72,70 @@ def _chosen(known: Sequence[Finding], names: Sequence[str]) -> list[Finding]:
     for name in names:
         if name not in by_name:
             raise ValueError(f"no finding `{name}`{allowed(name, by_name)}")
-    return [finding for finding in known if not names or finding.name in names]
+        if not _version(package := by_name[name].package):
+            raise ValueError(f"finding `{name}` needs {package}, which is not installed: pip install {package}")
+    return [finding for finding in known if finding.name in names or (not names and _version(finding.package))]
 
 
-def _torch_version() -> str:
-    """Return the version of the installed torch without what its build adds, such as `+cpu`."""
-    return Version(importlib.metadata.version("torch")).public
+def _version(package: str) -> str:
+    """Return the installed version of a package without what its build adds, such as `+cpu`; empty if there is none."""
+    try:
+        return Version(importlib.metadata.version(package)).public
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
-def _written(known: Sequence[Finding], shown: dict[str, Shown]) -> str:
-    """Keep the outcomes; write the catalogue, and reports of faults without a thread that no later torch shows."""
-    torch, outcomes = _torch_version(), {name: each.outcome for name, each in shown.items()}
-    versions = with_version(read_versions(), torch, outcomes, [finding.name for finding in known])
+def _written(shown: dict[str, Shown]) -> str:
+    """Keep the outcomes; write the catalogue, and reports of faults without a thread that no later version shows."""
     REPORTS.mkdir(exist_ok=True)
-    for finding in known:
-        if finding.name in shown and not finding.has_thread and torch == _last_to_show(finding, versions):
-            text = report(finding, versions, torch=torch, output=shown[finding.name].output)
+    for directory in (DIRECTORY, TRAINERS):
+        _keep(directory, findings(directory), shown)
+    text = catalogue(
+        findings(DIRECTORY),
+        read_versions(DIRECTORY),
+        trainers=findings(TRAINERS),
+        of_trainers=read_versions(TRAINERS),
+    )
+    CATALOGUE.write_text(text)
+    return f"written: {CATALOGUE}"
+
+
+def _keep(directory: Path, known: Sequence[Finding], shown: dict[str, Shown]) -> None:
+    """Add outcomes to the file of a directory, and write the reports of its findings."""
+    versions = read_versions(directory)
+    ran = [finding for finding in known if finding.name in shown]
+    for label in dict.fromkeys(map(_label, ran)):
+        outcomes = {finding.name: shown[finding.name].outcome for finding in ran if _label(finding) == label}
+        versions = with_version(versions, label, outcomes, [finding.name for finding in known])
+    for finding in ran:
+        if not finding.has_thread and _label(finding) == _last_to_show(finding, versions):
+            ran_with = ", ".join(
+                f"{package} {_version(package)}" for package in dict.fromkeys([finding.package, TORCH])
+            )
+            text = report(finding, versions, ran_with=ran_with, output=shown[finding.name].output)
             (REPORTS / f"{finding.name}.md").write_text(text)
-    VERSIONS_FILE.write_bytes(msgspec.json.format(msgspec.json.encode(versions), indent=1) + b"\n")
-    CATALOGUE.write_text(catalogue(known, versions))
-    return f"written: {VERSIONS_FILE}, {CATALOGUE}"
+    (directory / VERSIONS_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(versions), indent=1) + b"\n")
+
+
+def _label(finding: Finding) -> str:
+    """Return the installed version of what a finding is about, as a key of `Versions`."""
+    version = _version(finding.package)
+    return version if finding.package == TORCH else f"{finding.package} {version}"
 
 
 def _last_to_show(finding: Finding, versions: Versions) -> str | None:
-    """Return the last version of torch that shows a fault, or None: a report has what that one prints."""
-    return max(
-        (v for v, outcomes in versions.items() if outcomes.get(finding.name) in PRESENT), key=Version, default=None
-    )
+    """Return the last version that shows a fault, or None: a report has what that one prints."""
+    showing = (version for version, outcomes in versions.items() if outcomes.get(finding.name) in PRESENT)
+    return max(showing, key=order_of_version, default=None)
 
 
 def _json(chosen: Sequence[Finding], shown: dict[str, Shown]) -> str:
     entries = [{**msgspec.to_builtins(finding), **msgspec.to_builtins(shown[finding.name])} for finding in chosen]
-    return as_json({"torch": _torch_version(), "findings": entries})
+    return as_json({"torch": _version(TORCH), "findings": entries})
 
 
 def _text(chosen: Sequence[Finding], shown: dict[str, Shown], *, verbose: bool) -> str:
     table = installed(chosen, {name: each.outcome for name, each in shown.items()})
     failed = [finding for finding in chosen if verbose or shown[finding.name].outcome == "error"]
     printed = [f"{finding.name}:\n{shown[finding.name].output}" for finding in failed]
-    return "\n\n".join([f"torch {_torch_version()}", table, *printed]).rstrip()
+    return "\n\n".join([f"torch {_version(TORCH)}", table, *printed]).rstrip()

@@ -21,6 +21,8 @@ failed, and says nothing about torch."""
 PRESENT: tuple[Outcome, ...] = ("wrong", "hangs", "dies")
 """Outcomes that show the fault, or a worse one."""
 LIMIT_S = 40.0
+_UNDER_TORCHRUN = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "conformance", "GROUP_RANK": "0"}
+"""Variables by which programs meet, and trainers recognise torchrun."""
 _BY_STATUS: dict[int, Outcome] = {1: "wrong", 2: "refused", 0: "right"}
 """Outcome by status; the first that any rank has counts."""
 
@@ -38,7 +40,7 @@ def run_program(pools: Pools, file: Path, *, ranks: int, limit_s: float = LIMIT_
     `pools` must isolate tasks (`Pools(isolate=True)`), so that no program sees what another has left. Raises ValueError
     for a limit that is not positive.
     """
-    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    env = {**_UNDER_TORCHRUN, "MASTER_PORT": str(_free_port())}
     task = Task(f"{__name__}:perform", {"file": str(file)}, kind=file.stem)
     require_runnable(task, world_size=ranks, deadline_s=limit_s)
     reports = pools.run_ranks(task, range(ranks), world_size=ranks, deadline_s=limit_s, env=env)

@@ -11,15 +11,19 @@ from msgspec import Meta
 from conformance.project import PROJECT
 
 DIRECTORY = PROJECT / "findings"
-NO_THREAD, NO_LAW = "none known", "none"
+TRAINERS = DIRECTORY / "trainers"
+"""Directory of the programs about other packages than torch."""
+TORCH = "torch"
+NO_THREAD = "none known"
 _SEVERITIES, _VISIBLE = ("high", "medium", "low"), ("silent", "hang", "loud")
+_LAW = r"^([A-Z]+-[0-9]+|[a-z0-9]+(-[a-z0-9]+)*)\Z"
 _FIELD = re.compile(r"^(\w+): +(\S.*)$")
 
 Text = Annotated[str, Meta(pattern=r"\S")]
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Fault of torch, as its program's docstring tells of it."""
+    """Fault of torch, or of a trainer, as its program's docstring tells of it."""
 
     name: str
     """Name of the program, without `.py`."""
@@ -35,17 +39,19 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Effect on a training run."""
     thread: Annotated[str, Meta(pattern=rf"^(https://\S+|{NO_THREAD})\Z")]
     """Address of a public thread about the fault, or `none known`."""
-    law: Annotated[str, Meta(pattern=rf"^([A-Z]+-[0-9]+|{NO_LAW})\Z")]
-    """Law that fails, or `none`."""
+    law: Annotated[str, Meta(pattern=_LAW)]
+    """Law that fails, one for subjects if the fault is a trainer's, or `none`."""
     avoid: Text
     """Advice for somebody who has to use such a torch."""
     ranks: Annotated[int, Meta(ge=1, le=8)]
     """Number of processes that the program needs."""
+    package: Text = TORCH
+    """Distribution whose fault it is."""
 
     @property
     def file(self) -> Path:
         """Path of the program."""
-        return DIRECTORY / f"{self.name}.py"
+        return (DIRECTORY if self.package == TORCH else TRAINERS) / f"{self.name}.py"
 
     @property
     def has_thread(self) -> bool:
@@ -59,7 +65,10 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def findings(directory: Path = DIRECTORY) -> list[Finding]:
-    """Return all findings, the worst first. Raises ValueError for a program that does not say what it is about."""
+    """Return the findings of a directory, the worst first.
+
+    Raises ValueError for a program that does not say what it is about.
+    """
     return sorted(map(read_finding, directory.glob("*.py")), key=lambda finding: finding.order)
 
 

@@ -1,6 +1,7 @@
 """Tables of findings: what the installed torch shows, and the page `findings/README.md` with all versions."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 from packaging.version import Version
@@ -9,7 +10,8 @@ from tabulate import tabulate
 from conformance.findings.execution import PRESENT, Outcome
 from conformance.findings.programs import DIRECTORY, NO_THREAD, Finding
 
-VERSIONS_FILE = DIRECTORY / "versions.json"
+VERSIONS_FILE = "versions.json"
+"""File with outcomes in the directory of the programs."""
 CATALOGUE = DIRECTORY / "README.md"
 REPORTS = DIRECTORY / "reports"
 WORST = 6
@@ -28,6 +30,12 @@ Outcomes: **wrong** (the fault is there), right, refused (torch says that it can
 program failed and says nothing about torch), and nothing where it was not run. "None known" means that no thread was
 found in a stored copy of GitHub's; it is no proof. [Reports](reports) are texts to file for those."""
 
+_TRAINERS = """## Faults of released trainers
+
+Each program needs the package that its docstring names, beside torch. `conformance findings` runs those whose package
+is installed. A private name that a program touches is one that lets the package run on CPUs. Laws are those by which
+`conformance judge` judges ([docs/subjects.md](../docs/subjects.md))."""
+
 _REPORT = """# {title}
 
 {details}
@@ -40,36 +48,63 @@ In training: {training}. To avoid it: {avoid}.
 {program}
 ```
 
-It prints with torch {torch}, on CPUs and gloo:
+It prints with {versions}, on CPUs and gloo:
 
 ```
 {output}
 ```
 
-Outcomes by version of torch:
+Outcomes by version of {package}:
 
 {outcomes}
 """
 
 Versions = dict[str, dict[str, Outcome]]
-"""Outcome by name of the program, by version of torch."""
+"""Outcome by name of the program, by version of torch, or by package and version, such as `accelerate 1.15.0`."""
 
 
-def read_versions() -> Versions:
+def read_versions(directory: Path = DIRECTORY) -> Versions:
     """Return the outcomes of all versions on which the programs were run; empty without the file."""
-    return msgspec.json.decode(VERSIONS_FILE.read_bytes(), type=Versions) if VERSIONS_FILE.exists() else {}
+    file = directory / VERSIONS_FILE
+    return msgspec.json.decode(file.read_bytes(), type=Versions) if file.exists() else {}
 
 
-def with_version(versions: Versions, torch: str, outcomes: Mapping[str, Outcome], names: Sequence[str]) -> Versions:
-    """Return outcomes with those of a version of torch added to it, of the programs that there are, in order."""
-    known = {**versions.get(torch, {}), **outcomes}
-    every = {**versions, torch: {name: known[name] for name in names if name in known}}
-    return {version: every[version] for version in sorted(every, key=Version)}
+def with_version(versions: Versions, version: str, outcomes: Mapping[str, Outcome], names: Sequence[str]) -> Versions:
+    """Return outcomes with those of a version added to it, of the programs that there are, in order."""
+    known = {**versions.get(version, {}), **outcomes}
+    every = {**versions, version: {name: known[name] for name in names if name in known}}
+    return {version: every[version] for version in sorted(every, key=order_of_version)}
 
 
-def catalogue(findings: Sequence[Finding], versions: Versions) -> str:
-    """Return `findings/README.md`."""
-    return f"{_INTRODUCTION}\n\n{_all(findings, versions)}\n"
+def order_of_version(version: str) -> tuple[str, Version]:
+    """Return a key to sort keys of `Versions` by."""
+    package, _, number = version.rpartition(" ")
+    return package, Version(number)
+
+
+def catalogue(
+    findings: Sequence[Finding], versions: Versions, *, trainers: Sequence[Finding], of_trainers: Versions
+) -> str:
+    """Return `findings/README.md`: findings of torch, and those of trainers."""
+    return f"{_INTRODUCTION}\n\n{_all(findings, versions)}\n\n{_TRAINERS}\n\n{_of_trainers(trainers, of_trainers)}\n"
+
+
+def _of_trainers(findings: Sequence[Finding], versions: Versions) -> str:
+    headers = ["program", "what", "severity", "training", "versions", "law", "thread", "how to avoid it"]
+    rows = [
+        [
+            f"[{finding.name}](trainers/{finding.name}.py), {finding.ranks}",
+            finding.title,
+            f"{finding.severity}, {finding.visible}",
+            finding.training,
+            ", ".join(f"{v}: {_emphasised(of[finding.name])}" for v, of in versions.items() if finding.name in of),
+            finding.law,
+            _thread(finding),
+            finding.avoid,
+        ]
+        for finding in findings
+    ]
+    return _markdown(rows, headers)
 
 
 def _all(findings: Sequence[Finding], versions: Versions) -> str:
@@ -90,7 +125,7 @@ def _all(findings: Sequence[Finding], versions: Versions) -> str:
     return _markdown(rows, headers)
 
 
-def report(finding: Finding, versions: Versions, *, torch: str, output: str) -> str:
+def report(finding: Finding, versions: Versions, *, ran_with: str, output: str) -> str:
     """Return a text to file upstream: what is wrong and why, the program, what it prints, and versions that show it."""
     outcomes = "\n".join(f"- {version}: {of[finding.name]}" for version, of in versions.items() if finding.name in of)
     return _REPORT.format(
@@ -101,7 +136,8 @@ def report(finding: Finding, versions: Versions, *, torch: str, output: str) -> 
         ranks=finding.ranks,
         name=finding.name,
         program=finding.file.read_text().strip(),
-        torch=torch,
+        versions=ran_with,
+        package=finding.package,
         output=output.strip(),
         outcomes=outcomes,
     )

@@ -17,8 +17,11 @@ MESHES: Mapping[MeshName, Mapping[str, int]] = {
 _ONE_EACH, _ACCUMULATED = (1, 1, 1), (2, 1, 2)
 
 
-class Layout(msgspec.Struct, frozen=True):
-    """Division of the data of a run: what a reference must know of a cell, and no more."""
+class Workload(msgspec.Struct, frozen=True):
+    """Model and data of a run: what a reference must know of a cell, and no more."""
+
+    tied: bool
+    """True if the model ties its embedding and its head."""
 
     data_ranks: int
     accumulation: tuple[int, ...]
@@ -37,6 +40,11 @@ class SubjectCell(msgspec.Struct, frozen=True, kw_only=True):
     accumulation: tuple[int, ...] = _ONE_EACH
     """Micro-batches of each step. A step of one micro-batch between others is a plain step after an accumulated one."""
     uneven: bool = False
+    tied: bool = False
+    offload: bool = False
+    """True if parameters are offloaded to the host, without pinned memory."""
+    resumed: bool = False
+    """True if the run is saved after its first step, built anew, and loaded."""
 
     @property
     def id(self) -> str:
@@ -45,6 +53,9 @@ class SubjectCell(msgspec.Struct, frozen=True, kw_only=True):
             "meta": self.init == "meta",
             "accumulated": max(self.accumulation) > 1,
             "uneven": self.uneven,
+            "tied": self.tied,
+            "offload": self.offload,
+            "resumed": self.resumed,
         }
         return "-".join([self.mesh, self.precision, *(tag for tag, is_on in tags.items() if is_on)])
 
@@ -68,9 +79,9 @@ class SubjectCell(msgspec.Struct, frozen=True, kw_only=True):
         return self.shape.get("dp_replicate", 1) * self.shape["dp_shard"]
 
     @property
-    def layout(self) -> Layout:
-        """Division of the data."""
-        return Layout(self.data_ranks, self.accumulation, self.uneven)
+    def workload(self) -> Workload:
+        """Model and data."""
+        return Workload(self.tied, self.data_ranks, self.accumulation, self.uneven)
 
 
 CELLS = (
@@ -78,9 +89,16 @@ CELLS = (
     SubjectCell(accumulation=_ACCUMULATED),
     SubjectCell(accumulation=_ACCUMULATED, uneven=True),
     SubjectCell(init="meta"),
+    SubjectCell(tied=True),
+    SubjectCell(init="meta", tied=True),
+    SubjectCell(resumed=True),
     SubjectCell(precision="bf16"),
+    SubjectCell(precision="bf16", accumulation=_ACCUMULATED, offload=True),
     SubjectCell(mesh="hsdp2x2"),
+    SubjectCell(mesh="hsdp2x2", accumulation=_ACCUMULATED, uneven=True),
     SubjectCell(mesh="dp2-tp2"),
+    SubjectCell(mesh="dp2-tp2", accumulation=_ACCUMULATED, uneven=True),
+    SubjectCell(mesh="dp2-tp2", resumed=True),
     SubjectCell(mesh="dp2-tp2", precision="bf16"),
 )
 """All cells, in the order in which they are run."""

@@ -5,23 +5,23 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from conformance.subjects.cells import Layout
+from conformance.subjects.cells import Workload
 from conformance.subjects.protocol import Batch, Subject, SubjectMistake
 
 _IGNORED_LABEL = -100
 """Label of tokens that do not count, by convention of `torch.nn.functional.cross_entropy`."""
 
 
-def micro_batches(subject: Subject, layout: Layout, *, step: int, data_rank: int) -> list[Batch]:
+def micro_batches(subject: Subject, workload: Workload, *, step: int, data_rank: int) -> list[Batch]:
     """Return the micro-batches of one data-parallel rank in a step; they depend on nothing else."""
-    made = [_batch(subject, step, data_rank, index) for index in range(layout.accumulation[step])]
-    return [halved(batch) for batch in made] if layout.uneven and data_rank % 2 else made
+    made = [_batch(subject, step, data_rank, index) for index in range(workload.accumulation[step])]
+    return [halved(batch) for batch in made] if workload.uneven and data_rank % 2 else made
 
 
-def all_micro_batches(subject: Subject, layout: Layout, *, step: int) -> list[Batch]:
+def all_micro_batches(subject: Subject, workload: Workload, *, step: int) -> list[Batch]:
     """Return the micro-batches of all ranks in a step."""
-    ranks = range(layout.data_ranks)
-    return [batch for rank in ranks for batch in micro_batches(subject, layout, step=step, data_rank=rank)]
+    ranks = range(workload.data_ranks)
+    return [batch for rank in ranks for batch in micro_batches(subject, workload, step=step, data_rank=rank)]
 
 
 def _batch(subject: Subject, step: int, data_rank: int, index: int) -> Batch:

@@ -8,13 +8,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Optimizer
 
 from conformance.subjects.cells import MESHES, MeshName, Precision, SubjectCell
 from conformance.subjects.data import default_count
-from conformance.subjects.loop import DataGroup, Loop
+from conformance.subjects.loop import DataGroup, Loop, SaveOrLoad, Saving
 from conformance.subjects.protocol import Batch, Run, SubjectMistake
 
 Reduction = Literal["mean", "sum"]
@@ -30,6 +30,8 @@ class ParallelConfig:
     precision: Precision
     on_meta: bool
     """True if the model is on the meta device; the suite materialises and initialises it afterwards."""
+    offload: bool = False
+    """True if parameters are to be offloaded to the host."""
 
     @property
     def mixed_precision(self) -> MixedPrecisionPolicy:
@@ -37,6 +39,16 @@ class ParallelConfig:
         if self.precision == "fp32":
             return MixedPrecisionPolicy()
         return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+    @property
+    def offload_policy(self) -> OffloadPolicy:
+        """Policy for `fully_shard`; host memory is not pinned, since there may be no accelerator to pin it for."""
+        return CPUOffloadPolicy(pin_memory=False) if self.offload else OffloadPolicy()
+
+
+def configured(cell: SubjectCell) -> ParallelConfig:
+    """Return the configuration of a cell."""
+    return ParallelConfig(cell.mesh, cell.precision, on_meta=cell.init == "meta", offload=cell.offload)
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -55,6 +67,7 @@ class FunctionSubject:
 
     function: Callable[..., Any]
     make_model: Callable[[], nn.Module]
+    make_tied_model: Callable[[], nn.Module] | None
     loss: Callable[[nn.Module, Batch], Tensor]
     batch: Callable[[torch.Generator], Batch]
     count: Callable[[Batch], int]
@@ -65,6 +78,8 @@ class FunctionSubject:
     precisions: Sequence[Precision]
     mesh_names: Mapping[str, str]
     reduction: Reduction
+    offloads: bool
+    saving: Saving | None
     shims: Sequence[str] = field(default=())
 
     @property
@@ -88,11 +103,17 @@ class FunctionSubject:
             return f"this subject does not declare precisions=[..., {cell.precision!r}]"
         if cell.init == "meta" and self.initialize is None:
             return "this subject does not declare initialize=, a function that initialises a materialised model"
+        if cell.tied and self.make_tied_model is None:
+            return "this subject does not declare tied_model=, a function that makes the model with tied weights"
+        if cell.offload and not self.offloads:
+            return "this subject does not declare offload=True"
+        if cell.resumed and self.saving is None:
+            return "this subject does not declare save= and load="
         return None
 
-    def model(self) -> nn.Module:
+    def model(self, *, tied: bool) -> nn.Module:
         """Return the user's model."""
-        model = self.make_model()
+        model = self.make_tied_model() if tied and self.make_tied_model else self.make_model()
         if not isinstance(model, nn.Module):
             raise SubjectMistake(f"model= returned a {type(model).__name__}: give a function that returns an nn.Module")
         return model
@@ -100,9 +121,9 @@ class FunctionSubject:
     def build(self, cell: SubjectCell, *, device: torch.device, max_norm: float) -> Run:
         """Make the model, and give it to the function; on the meta device, materialise it afterwards."""
         mesh = self._mesh(cell, device)
-        config = ParallelConfig(cell.mesh, cell.precision, on_meta=cell.init == "meta")
+        config = configured(cell)
         with torch.device("meta" if config.on_meta else device):
-            model = self.model()
+            model = self.model(tied=cell.tied)
         model, optimizer = _unpacked(self.function(model, mesh, config), model)
         if config.on_meta:
             self._materialize(model, device)
@@ -115,6 +136,7 @@ class FunctionSubject:
             data=_data_group(mesh, cell),
             averaged=self.reduction == "mean",
             device=device,
+            saving=self.saving,
         )
 
     def _materialize(self, model: nn.Module, device: torch.device) -> None:
@@ -142,6 +164,10 @@ def subject(
     precisions: Sequence[Precision] = ("fp32",),
     mesh_names: Mapping[str, str] | None = None,
     reduction: Reduction = "mean",
+    tied_model: Callable[[], nn.Module] | None = None,
+    offload: bool = False,
+    save: SaveOrLoad | None = None,
+    load: SaveOrLoad | None = None,
 ) -> Callable[[Callable[..., Any]], FunctionSubject]:
     """Make a subject of `parallelize(model, mesh, config)`, for `conformance judge MODULE:FUNCTION`.
 
@@ -161,6 +187,10 @@ def subject(
         precisions: those that the function can handle, of `fp32` and `bf16`.
         mesh_names: names of mesh dimensions, by the suite's: `dp_replicate`, `dp_shard`, `tp`.
         reduction: what happens to gradients of data-parallel ranks: `mean` (the default of FSDP2) or `sum`.
+        tied_model: makes the model with its embedding and its head as one parameter.
+        offload: True declares that the function gives `config.offload_policy` to `fully_shard`.
+        save: function of the parallel model, its optimizer and a directory that saves both, called on all ranks.
+        load: function of the same that loads into a model and an optimizer that were made anew.
 
     Raises SubjectMistake, a ValueError, for arguments that cannot be used.
     """
@@ -171,6 +201,8 @@ def subject(
     for name, function in (("model", model), ("loss", loss), ("batch", batch), ("count", count)):
         if not callable(function):
             raise SubjectMistake(f"{name}= is a {type(function).__name__}: give a function")
+    if (save is None) != (load is None):
+        raise SubjectMistake("save= without load=, or load= without save=: give both, or neither")
     if reduction not in ("mean", "sum"):
         raise SubjectMistake(f"reduction={reduction!r}: give 'mean' or 'sum'")
 
@@ -179,6 +211,7 @@ def subject(
         return FunctionSubject(
             function=function,
             make_model=model,
+            make_tied_model=tied_model,
             loss=loss,
             batch=batch,
             count=count,
@@ -189,6 +222,8 @@ def subject(
             precisions=tuple(precisions),
             mesh_names=mesh_names or {},
             reduction=reduction,
+            offloads=offload,
+            saving=Saving(save, load) if save and load else None,
         )
 
     return declare

@@ -2,11 +2,11 @@
 
 import msgspec
 
-from conformance.subjects.cells import Layout, SubjectCell
+from conformance.subjects.cells import SubjectCell, Workload
 
 
 class ShardedParameter(msgspec.Struct, frozen=True):
-    """Layout of one parameter on one rank."""
+    """Workload of one parameter on one rank."""
 
     shape: list[int]
     """Shape of the full parameter."""
@@ -28,6 +28,8 @@ class SubjectFacts(msgspec.Struct, frozen=True):
     layouts: dict[str, str]
     losses: list[float]
     grad_norms: list[float]
+    untied: list[str]
+    """Names of parameters that are others in the model of one process, which ties them."""
     held: list[str]
     """Parameters that the optimizer holds, each as often as it holds it; `?` for a tensor that the model lacks."""
     uninitialised: dict[str, int]
@@ -58,6 +60,8 @@ class ReferenceFacts(msgspec.Struct, frozen=True):
     why_not_fp64: str
     """Error that the model raises in fp64, if it does."""
     parameters: list[str]
+    aliases: dict[str, str]
+    """Name in `parameters` of a tied parameter, by its other names."""
     untrained: list[str]
     """Parameters that get no gradient in one process, or do not require one."""
     max_norm: float
@@ -80,7 +84,7 @@ class ReferenceJob(msgspec.Struct, frozen=True, kw_only=True):
     """Payload of the task that trains a subject's model in one process."""
 
     subject: str
-    layout: Layout
+    workload: Workload
     bf16: bool
     directory: str
 
@@ -93,6 +97,8 @@ class TrainJob(msgspec.Struct, frozen=True, kw_only=True):
     max_norm: float
     names: list[str]
     """Names of the parameters in the model of one process."""
+    aliases: dict[str, str]
+    """Name in `names` of a tied parameter, by its other names."""
     weights: str
     """File with the initial weights of the reference."""
     directory: str

@@ -56,7 +56,7 @@ def _verdicts(
         return None, _without_run(cell, name, Verdict.UNSUPPORTED, description.unsupported[cell.id])
     if hung is not None:
         return None, _without_run(cell, name, Verdict.NOT_RUN, f"cell {hung} hung")
-    if cell.uneven and not runs.reference(cell.layout).facts.varies:
+    if cell.uneven and not runs.reference(cell.workload).facts.varies:
         return None, _without_run(cell, name, Verdict.UNSUPPORTED, "count() is the same for all batches")
     try:
         evidence = runs.run(cell)

@@ -91,6 +91,20 @@ def initial_weights_are_those_of_one_process(evidence: Evidence) -> None:
     compare.bits(measured, expected, name="initial weights")
 
 
+def _is_tied(cell: SubjectCell) -> bool:
+    return cell.tied
+
+
+@subject_law("tied-weights", suite_law="PAR-7", where=_is_tied)
+def tied_weights_are_one_parameter(evidence: Evidence) -> None:
+    """Weights that are one parameter in one process MUST be one parameter of the parallel model.
+
+    Wrong if they are materialised, sharded or loaded one by one: embedding and head are trained apart.
+    """
+    untied = _unique([name for facts in evidence.record.ranks for name in facts.untied])
+    compare.count(len(untied), name="weights that are not tied", expected=0, detail=_some(untied), unit="parameters")
+
+
 @subject_law("optimizer-holds-each-once", suite_law="OPT-1")
 def optimizer_holds_each_parameter_once(evidence: Evidence) -> None:
     """The optimizer MUST hold each trainable parameter of the model exactly once, and nothing else.

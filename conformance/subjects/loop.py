@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from conformance.subjects.data import to_device
-from conformance.subjects.protocol import Batch, StepObserver
+from conformance.subjects.protocol import Batch, StepObserver, SubjectMistake
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,17 @@ class DataGroup:
         return float(tensor) / self.copies
 
 
+SaveOrLoad = Callable[[nn.Module, Optimizer, Path], object]
+"""Function that saves a parallel model and its optimizer in a directory, or loads them from it, on all ranks."""
+
+
+class Saving(NamedTuple):
+    """Functions that save a run and load it."""
+
+    save: SaveOrLoad
+    load: SaveOrLoad
+
+
 @dataclass
 class Loop:
     """One rank that trains a model, see `protocol.Run`; the loss is the mean over all that counts in a step."""
@@ -43,11 +56,27 @@ class Loop:
     averaged: bool
     """True if the gradients of ranks with different data are averaged, False if they are summed."""
     device: torch.device
+    saving: Saving | None = None
+    """None for a run that cannot be saved."""
 
     @property
     def data_rank(self) -> int:
         """Index of this rank among those with different data."""
         return self.data.rank
+
+    def save(self, directory: Path) -> None:
+        """Save model and optimizer, see `protocol.Resumable`."""
+        self._saving.save(self.model, self.optimizer, directory)
+
+    def load(self, directory: Path) -> None:
+        """Load what `save` has written."""
+        self._saving.load(self.model, self.optimizer, directory)
+
+    @property
+    def _saving(self) -> Saving:
+        if self.saving is None:
+            raise SubjectMistake("the run was made without functions that save and load it")
+        return self.saving
 
     def step(self, step: int, micro_batches: Sequence[Batch], observer: StepObserver) -> float:
         """Train a step; returns its mean loss."""

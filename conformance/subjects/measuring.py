@@ -1,6 +1,6 @@
 """Recorder of a subject: the suite's instruments around a step that somebody else takes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -55,8 +55,8 @@ def uninitialised_elements(tensor: Tensor) -> int:
 class SubjectRecorder:
     """Observer of one rank of a subject, see `protocol.StepObserver`, and the facts that it leaves."""
 
-    def __init__(self, run: Built, *, names: Sequence[str]) -> None:
-        self._run, self._known = run, frozenset(names)
+    def __init__(self, run: Built, *, names: Collection[str], aliases: Collection[str]) -> None:
+        self._run, self._names, self._known = run, frozenset(names), frozenset([*names, *aliases])
         self._capture, self._dtypes, self._collectives = Capture(named=self._named), DtypeAudit(), CollectiveLog()
         self._tap = DispatchTap([self._dtypes.listen, self._collectives.listen])
         self._norms: list[float] = []
@@ -68,6 +68,19 @@ class SubjectRecorder:
         """Open the context in which steps must take place."""
         with self._tap:
             yield
+
+    @contextmanager
+    def not_listening(self) -> Iterator[None]:
+        """Open a context inside of `listening` that is no part of the training."""
+        with self._tap.paused():
+            yield
+
+    @torch.no_grad()
+    def rebuilt(self, run: Built) -> None:
+        """Go on with another run of the same model, whose state has been loaded."""
+        self._run = run
+        self._require_known([self._named(name) for name, _ in run.model.named_parameters()])
+        self._collectives.sharded(run.model)
 
     @torch.no_grad()
     def built(self) -> None:
@@ -125,6 +138,7 @@ class SubjectRecorder:
             layouts=self._capture.layouts,
             losses=list(losses),
             grad_norms=self._norms,
+            untied=sorted(self._parameters.keys() - self._names),
             held=self._held(run.model, run.optimizer),
             uninitialised=self._uninitialised,
             matmul_dtypes=dtypes.get(MATMULS_IN_FORWARD, []),
@@ -136,8 +150,8 @@ class SubjectRecorder:
     def _named(self, name: str) -> str:
         return reference_name(name, self._known)
 
-    def _require_known(self, parameters: dict[str, nn.Parameter]) -> None:
-        missing, unknown = sorted(self._known - parameters.keys()), sorted(parameters.keys() - self._known)
+    def _require_known(self, parameters: Collection[str]) -> None:
+        missing, unknown = sorted(self._names - set(parameters)), sorted(set(parameters) - self._known)
         if missing or unknown:
             raise SubjectMistake(
                 f"the parallel model lacks parameters {missing[:3]} of the model of one process, and has "

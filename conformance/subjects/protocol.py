@@ -4,6 +4,7 @@ An adapter never gathers, averages over ranks for the suite, or compares: what i
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -65,6 +66,17 @@ class LoopedRun(Built, Protocol):
         """Train on the micro-batches of each step; returns the loss of each step that is logged."""
 
 
+@runtime_checkable
+class Resumable(Protocol):
+    """Run that can be saved, and loaded into a run that was built anew. All ranks call each method together."""
+
+    def save(self, directory: Path) -> None:
+        """Save model, optimizer and whatever else training needs to go on, in a directory that all ranks share."""
+
+    def load(self, directory: Path) -> None:
+        """Load what `save` has written."""
+
+
 class Subject(Protocol):
     """Way to train in parallel."""
 
@@ -78,8 +90,11 @@ class Subject(Protocol):
     def unsupported(self, cell: SubjectCell) -> str | None:
         """Return why the subject cannot run a cell, or None."""
 
-    def model(self) -> nn.Module:
-        """Return the model for one process, in fp32, without dropout: the reference trains this one."""
+    def model(self, *, tied: bool) -> nn.Module:
+        """Return the model for one process, in fp32, without dropout: the reference trains this one.
+
+        With `tied` its embedding and its head are one parameter; `unsupported` tells of a model that has no such form.
+        """
 
     def batch(self, generator: torch.Generator) -> Batch:
         """Return a micro-batch whose samples depend on the generator alone."""
@@ -94,7 +109,10 @@ class Subject(Protocol):
         """Return the optimizer that the reference trains with."""
 
     def build(self, cell: SubjectCell, *, device: torch.device, max_norm: float) -> Run | LoopedRun:
-        """Build the parallel model and its optimizer on this rank; the default process group exists."""
+        """Build the parallel model and its optimizer on this rank; the default process group exists.
+
+        For a cell that is resumed, the run must be `Resumable`.
+        """
 
 
 _WRAPPERS = ("_forward_module", "module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")

@@ -17,7 +17,7 @@ from conformance.instruments.dispatch_tap import DispatchTap
 from conformance.instruments.dtypes import DtypeAudit
 from conformance.laws import compare
 from conformance.oracles.reference import clip_factor, total_norm
-from conformance.subjects.cells import Layout
+from conformance.subjects.cells import Workload
 from conformance.subjects.data import all_micro_batches, permuted, samples, to_dtype
 from conformance.subjects.facts import OwnErrors
 from conformance.subjects.measuring import MATMULS_IN_FORWARD
@@ -43,13 +43,13 @@ class Trajectory:
     losses: list[float] = field(default_factory=list)
 
 
-def initial_model(subject: Subject) -> nn.Module:
+def initial_model(subject: Subject, *, tied: bool) -> nn.Module:
     """Return the model of one process with its initial weights, the same at each call.
 
     Raises SubjectMistake for what cannot be a reference.
     """
     torch.manual_seed(SEED)
-    model = subject.model()
+    model = subject.model(tied=tied)
     if not isinstance(model, nn.Module):
         raise SubjectMistake(f"model() returned a {type(model).__name__}: give a function that returns an nn.Module")
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -58,6 +58,13 @@ def initial_model(subject: Subject) -> nn.Module:
     if wrong:
         raise SubjectMistake(f"{wrong[0]} of model() is on the meta device, or not in fp32: the reference needs both")
     return model
+
+
+def aliases(model: nn.Module) -> dict[str, str]:
+    """Return the name under which `named_parameters` has a tied parameter, by its other names."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
 
 
 def promoted(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -80,17 +87,19 @@ def _in(dtype: torch.dtype, tensor: Tensor) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def train(subject: Subject, layout: Layout, *, dtype: torch.dtype, order: int, max_norm: float | None) -> Trajectory:
+def train(
+    subject: Subject, workload: Workload, *, dtype: torch.dtype, order: int, max_norm: float | None
+) -> Trajectory:
     """Train the model in one process; `order` 0 leaves samples and micro-batches as they come.
 
     Without `max_norm` the limit of clipping is half of the first norm, see `half_of`.
     """
-    model = promoted(initial_model(subject), dtype)
+    model = promoted(initial_model(subject, tied=workload.tied), dtype)
     optimizer = subject.make_optimizer([p for p in model.parameters() if p.requires_grad])
     torch.manual_seed(SEED + order)
     run = Trajectory(initial=_copies(model.named_parameters()))
-    for step in range(len(layout.accumulation)):
-        batches = [to_dtype(batch, dtype) for batch in all_micro_batches(subject, layout, step=step)]
+    for step in range(len(workload.accumulation)):
+        batches = [to_dtype(batch, dtype) for batch in all_micro_batches(subject, workload, step=step)]
         run.losses.append(_accumulate(subject, model, batches, order=order))
         gradients = _copies((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
         run.gradients.append(gradients)
@@ -170,16 +179,18 @@ def require_deterministic(errors: OwnErrors) -> None:
         )
 
 
-def bf16_gradients(subject: Subject, layout: Layout, kind: Literal["cast", "autocast"]) -> tuple[Tensors, list[str]]:
+def bf16_gradients(
+    subject: Subject, workload: Workload, kind: Literal["cast", "autocast"]
+) -> tuple[Tensors, list[str]]:
     """Return the gradients of the first step, computed in bf16, and the dtypes of matrix products in forward.
 
     `cast`: parameters and inputs are cast to bf16, and gradients are added up in fp32, as FSDP2 does it. `autocast`:
     torch decides for each operation.
     """
     audit, tap = _matmul_audit()
-    masters = initial_model(subject)
+    masters = initial_model(subject, tied=workload.tied)
     sums = {name: torch.zeros_like(p) for name, p in masters.named_parameters() if p.requires_grad}
-    batches = all_micro_batches(subject, layout, step=0)
+    batches = all_micro_batches(subject, workload, step=0)
     total = sum(subject.count(batch) for batch in batches)
     for batch in batches:
         model = _parameters_in_bf16(masters) if kind == "cast" else masters

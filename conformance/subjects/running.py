@@ -14,7 +14,7 @@ from conformance.run.case_runs import to_failure
 from conformance.run.failures import RunFailed
 from conformance.run.pool import Pools, Task
 from conformance.run.ranks.messages import RankReport
-from conformance.subjects.cells import CELLS, Layout, SubjectCell
+from conformance.subjects.cells import CELLS, SubjectCell, Workload
 from conformance.subjects.evidence import Evidence, Reference, SubjectRecord
 from conformance.subjects.facts import Description, ReferenceFacts, ReferenceJob, SubjectFacts, TrainJob
 from conformance.subjects.protocol import SubjectMistake
@@ -42,7 +42,7 @@ class SubjectRuns:
     pools: Pools
     directory: Path
     limit_s: float = LIMIT_S
-    _references: dict[Layout, Reference] = field(default_factory=dict)
+    _references: dict[Workload, Reference] = field(default_factory=dict)
     _count: int = 0
 
     @cached_property
@@ -50,27 +50,28 @@ class SubjectRuns:
         """Subject as its author describes it; raises SubjectMistake if it cannot be loaded."""
         return msgspec.convert(self._alone("describe", {"subject": self.name}), Description)
 
-    def reference(self, layout: Layout) -> Reference:
+    def reference(self, workload: Workload) -> Reference:
         """Return the reference for a division of the data, which is run once; raises SubjectMistake if it fails."""
-        if layout not in self._references:
+        if workload not in self._references:
             directory = self._new_directory()
             bf16 = any(
-                cell.precision == "bf16" and cell.layout == layout and cell.id not in self.description.unsupported
+                cell.precision == "bf16" and cell.workload == workload and cell.id not in self.description.unsupported
                 for cell in CELLS
             )
-            job = ReferenceJob(subject=self.name, layout=layout, bf16=bf16, directory=str(directory))
+            job = ReferenceJob(subject=self.name, workload=workload, bf16=bf16, directory=str(directory))
             facts = msgspec.convert(self._alone("train_reference", _payload(job)), ReferenceFacts)
-            self._references[layout] = Reference(directory, REFERENCE_FILE, facts)
-        return self._references[layout]
+            self._references[workload] = Reference(directory, REFERENCE_FILE, facts)
+        return self._references[workload]
 
     def run(self, cell: SubjectCell, *, fault: str | None = None) -> Evidence:
         """Run a cell on its ranks; raises CellFailed if a rank does not finish."""
-        reference, directory = self.reference(cell.layout), self._new_directory()
+        reference, directory = self.reference(cell.workload), self._new_directory()
         job = TrainJob(
             subject=self.name,
             cell=cell,
             max_norm=reference.facts.max_norm,
             names=reference.facts.parameters,
+            aliases=reference.facts.aliases,
             weights=str(reference.directory / WEIGHTS_FILE),
             directory=str(directory),
             fault=fault,

@@ -1,11 +1,13 @@
 """Tasks of ranks for subjects: describe one, train its model in one process, and train it on all ranks."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -16,13 +18,21 @@ from conformance.instruments.sharding import local
 from conformance.instruments.tensor_file import write_tensors
 from conformance.run.ranks.messages import RankContext
 from conformance.subjects import reference
-from conformance.subjects.cells import CELLS, Layout
+from conformance.subjects.cells import CELLS, Workload
 from conformance.subjects.data import micro_batches
 from conformance.subjects.facts import Description, ReferenceFacts, ReferenceJob, TrainJob
 from conformance.subjects.faults import FAULTS
 from conformance.subjects.loading import load_subject
 from conformance.subjects.measuring import SubjectRecorder, uninitialised_is_nan
-from conformance.subjects.protocol import LoopedRun, Subject, reference_name
+from conformance.subjects.protocol import (
+    Batch,
+    LoopedRun,
+    Resumable,
+    Run,
+    Subject,
+    SubjectMistake,
+    reference_name,
+)
 from conformance.subjects.reference import Trajectory, own_errors, train
 from reference_trainer.mesh import destroy_process_group
 
@@ -30,6 +40,8 @@ REFERENCE_FILE = "reference.safetensors"
 """Tensors of the more accurate process: `initial/NAME`, and by step `stepN/gradient/NAME`, `stepN/parameter/NAME`."""
 WEIGHTS_FILE = "weights.safetensors"
 """Initial weights in fp32, by name."""
+_SAVED_AFTER = 1
+"""Number of steps before a run is saved: the optimizer has a state then."""
 
 
 def describe(_context: RankContext, payload: dict[str, Any]) -> Any:
@@ -50,23 +62,24 @@ def train_reference(_context: RankContext, payload: dict[str, Any]) -> Any:
     """Train a subject's model in one process; returns ReferenceFacts, and writes tensors into the job's directory."""
     job = msgspec.convert(payload, ReferenceJob)
     subject = load_subject(job.subject)
-    exact, why_not_fp64 = _most_accurate(subject, job.layout)
+    exact, why_not_fp64 = _most_accurate(subject, job.workload)
     max_norm = reference.half_of(exact.norms[0])
     orders = range(reference.ORDERS)
-    runs = [train(subject, job.layout, dtype=torch.float32, order=order, max_norm=max_norm) for order in orders]
-    steps = range(len(job.layout.accumulation))
+    runs = [train(subject, job.workload, dtype=torch.float32, order=order, max_norm=max_norm) for order in orders]
+    steps = range(len(job.workload.accumulation))
     gradients = [own_errors([run.gradients[step] for run in runs], exact.gradients[step], None) for step in steps]
     reference.require_deterministic(gradients[0])
     updates = [
         own_errors([run.parameters[step] for run in runs], exact.parameters[step], exact.initial) for step in steps
     ]
     _write(Path(job.directory), exact, runs[0])
-    bf16, matmuls = _bf16(subject, job.layout, exact) if job.bf16 else (None, [])
+    bf16, matmuls = _bf16(subject, job.workload, exact) if job.bf16 else (None, [])
     trained = {name for of_step in exact.gradients for name in of_step}
     facts = ReferenceFacts(
         dtype="fp32" if why_not_fp64 else "fp64",
         why_not_fp64=why_not_fp64,
         parameters=list(exact.initial),
+        aliases=reference.aliases(reference.initial_model(subject, tied=job.workload.tied)),
         untrained=sorted(exact.initial.keys() - trained),
         max_norm=max_norm,
         losses=exact.losses,
@@ -77,7 +90,7 @@ def train_reference(_context: RankContext, payload: dict[str, Any]) -> Any:
         updates=updates,
         bf16_gradients=bf16,
         bf16_matmul_dtypes=matmuls,
-        varies=_varies(subject, job.layout),
+        varies=_varies(subject, job.workload),
     )
     return msgspec.to_builtins(facts)
 
@@ -87,51 +100,84 @@ def train_subject(context: RankContext, payload: dict[str, Any]) -> Any:
     job = msgspec.convert(payload, TrainJob)
     subject = load_subject(job.subject)
     device = start_process_group(context)
-    torch.manual_seed(reference.SEED)
-    with uninitialised_is_nan():
-        run = subject.build(job.cell, device=device, max_norm=job.max_norm)
-    recorder = SubjectRecorder(run, names=job.names)
+    build = partial(_built, subject, job, device)
+    run = build()
+    recorder = SubjectRecorder(run, names=job.names, aliases=job.aliases)
     recorder.built()
-    load_weights(run.model, Path(job.weights))
+    load_weights(run.model, Path(job.weights), job.aliases)
     if job.fault is not None:
         FAULTS[job.fault](run, job.max_norm)
-    layout = job.cell.layout
-    steps = range(len(layout.accumulation))
-    batches = [micro_batches(subject, layout, step=step, data_rank=run.data_rank) for step in steps]
+    workload = job.cell.workload
+    steps = range(len(workload.accumulation))
+    batches = [micro_batches(subject, workload, step=step, data_rank=run.data_rank) for step in steps]
     with recorder.listening():
-        if isinstance(run, LoopedRun):
-            losses = run.train(batches, recorder)
-        else:
-            losses = [run.step(step, of_step, recorder) for step, of_step in enumerate(batches)]
+        before = _SAVED_AFTER if job.cell.resumed else len(batches)
+        losses = _trained(run, batches[:before], recorder, first=0)
+        if job.cell.resumed:
+            run = _resumed(run, build, recorder, Path(job.directory) / "checkpoint")
+            losses += _trained(run, batches[before:], recorder, first=before)
     facts = recorder.finish(losses, Path(job.directory))
     destroy_process_group()
     return msgspec.to_builtins(facts)
 
 
+def _built(subject: Subject, job: TrainJob, device: torch.device) -> Run | LoopedRun:
+    torch.manual_seed(reference.SEED)
+    with uninitialised_is_nan():
+        return subject.build(job.cell, device=device, max_norm=job.max_norm)
+
+
+def _trained(
+    run: Run | LoopedRun, batches: Sequence[Sequence[Batch]], recorder: SubjectRecorder, *, first: int
+) -> list[float]:
+    """Take the steps from the one with the number `first` on; returns the losses that are logged."""
+    if isinstance(run, LoopedRun):
+        return run.train(batches, recorder)
+    return [run.step(step, of_step, recorder) for step, of_step in enumerate(batches, start=first)]
+
+
+def _resumed(
+    run: Run | LoopedRun, build: Callable[[], Run | LoopedRun], recorder: SubjectRecorder, directory: Path
+) -> Run | LoopedRun:
+    """Save a run, and return one that was built anew and has loaded it."""
+    if not isinstance(run, Resumable):
+        raise SubjectMistake("the run has no methods save and load: let unsupported() refuse cells that are resumed")
+    directory.mkdir(exist_ok=True)
+    with recorder.not_listening():
+        run.save(directory)
+        dist.barrier()
+        resumed = build()
+        if isinstance(resumed, Resumable):
+            resumed.load(directory)
+        recorder.rebuilt(resumed)
+    return resumed
+
+
 @torch.no_grad()
-def load_weights(model: nn.Module, file: Path) -> None:
+def load_weights(model: nn.Module, file: Path, aliases: Mapping[str, str]) -> None:
     """Copy this rank's shards of the weights in a file, full tensors by name in the model of one process."""
     with safe_open(file, framework="pt") as weights:
-        known = frozenset(weights.keys())
+        known = frozenset([*weights.keys(), *aliases])
         for name, parameter in model.named_parameters():
-            full = weights.get_tensor(reference_name(name, known))
+            plain = reference_name(name, known)
+            full = weights.get_tensor(aliases.get(plain, plain))
             shard = local(parameter)
             shard.copy_(full.flatten()[shard_indices(parameter)] if isinstance(parameter, DTensor) else full)
 
 
-def _most_accurate(subject: Subject, layout: Layout) -> tuple[Trajectory, str]:
+def _most_accurate(subject: Subject, workload: Workload) -> tuple[Trajectory, str]:
     """Return the run in fp64, or in fp32 for a model that cannot compute in fp64, with the reason."""
-    reference.initial_model(subject)  # what is wrong with it is no matter of fp64
+    reference.initial_model(subject, tied=workload.tied)  # what is wrong with it is no matter of fp64
     try:
-        return train(subject, layout, dtype=torch.float64, order=0, max_norm=None), ""
+        return train(subject, workload, dtype=torch.float64, order=0, max_norm=None), ""
     except (RuntimeError, TypeError, NotImplementedError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return train(subject, layout, dtype=torch.float32, order=0, max_norm=None), reason
+    return train(subject, workload, dtype=torch.float32, order=0, max_norm=None), reason
 
 
-def _bf16(subject: Subject, layout: Layout, exact: Trajectory) -> tuple[Any, list[str]]:
-    cast, matmuls = reference.bf16_gradients(subject, layout, "cast")
-    autocast, _ = reference.bf16_gradients(subject, layout, "autocast")
+def _bf16(subject: Subject, workload: Workload, exact: Trajectory) -> tuple[Any, list[str]]:
+    cast, matmuls = reference.bf16_gradients(subject, workload, "cast")
+    autocast, _ = reference.bf16_gradients(subject, workload, "autocast")
     names = exact.gradients[0]
     runs = [{name: run[name] for name in names} for run in (cast, autocast)]
     return own_errors(runs, exact.gradients[0], None), matmuls
@@ -154,11 +200,11 @@ def _relative(measured: list[float], exact: list[float]) -> float:
     return max(abs(m - e) / abs(e) if e else abs(m) for m, e in zip(measured, exact, strict=True))
 
 
-def _varies(subject: Subject, layout: Layout) -> bool:
+def _varies(subject: Subject, workload: Workload) -> bool:
     """Return whether the ranks have different numbers of what counts in some step."""
-    steps, ranks = range(len(layout.accumulation)), range(layout.data_ranks)
+    steps, ranks = range(len(workload.accumulation)), range(workload.data_ranks)
     counts = [
-        {sum(map(subject.count, micro_batches(subject, layout, step=step, data_rank=rank))) for rank in ranks}
+        {sum(map(subject.count, micro_batches(subject, workload, step=step, data_rank=rank))) for rank in ranks}
         for step in steps
     ]
     return any(len(of_step) > 1 for of_step in counts)

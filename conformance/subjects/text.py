@@ -9,12 +9,9 @@ from conformance.judge.verdicts import BAD, Verdict
 from conformance.subjects.cells import FIRST_OF_MESHES, split_name
 from conformance.subjects.schema import NOT_JUDGED, SubjectPolicy, SubjectReport, SubjectVerdict
 
-_NOT_HELD = ""
-"""Entry of the table for a law that says nothing of a cell."""
-
 
 def as_text(report: SubjectReport) -> str:
-    """Return the report: a table of laws by cells, what has failed and why, and what the laws could not see."""
+    """Return the report: a table of laws, what has failed and why, and what the laws could not see."""
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     sections = [
         f"{report.subject}: {versions}",
@@ -30,27 +27,31 @@ def as_text(report: SubjectReport) -> str:
 
 
 def _table(verdicts: Sequence[SubjectVerdict]) -> str:
-    """Return laws by cells, whose ids stand without the subject's name, which is the same for all."""
-    cells = list(dict.fromkeys(entry.cell for entry in verdicts if entry.verdict not in NOT_JUDGED))
-    laws = dict.fromkeys((entry.law, entry.suite_law) for entry in verdicts if entry.cell in cells)
-    by_place = {(entry.law, entry.cell): entry for entry in verdicts}
-    rows = [
-        [law, suite_law, *(_entry(by_place.get((law, cell))) for cell in cells), _margin(verdicts, law)]
-        for law, suite_law in laws
-    ]
-    headers = ["law", "like", *(split_name(cell)[1] for cell in cells), "of its bound"]
-    return tabulate(rows, headers=headers, tablefmt="simple", disable_numparse=True)
+    """Return the laws, with the number of cells on which each was judged, and the cells that were run."""
+    judged = [entry for entry in verdicts if entry.verdict not in NOT_JUDGED]
+    laws: dict[tuple[str, str], list[SubjectVerdict]] = {}
+    for entry in judged:
+        laws.setdefault((entry.law, entry.suite_law), []).append(entry)
+    rows = [[law, suite_law, _holds(entries), _margin(entries)] for (law, suite_law), entries in laws.items()]
+    table = tabulate(rows, headers=["law", "like", "holds", "of its bound"], tablefmt="simple", disable_numparse=True)
+    cells = ", ".join(dict.fromkeys(_id(entry.cell) for entry in judged))
+    return f"{table}\n\ncells: {cells or 'none was run'}"
 
 
-def _entry(entry: SubjectVerdict | None) -> str:
-    if entry is None:
-        return _NOT_HELD
-    return entry.verdict.upper() if entry.verdict in BAD else entry.verdict
+def _holds(entries: Sequence[SubjectVerdict]) -> str:
+    """Return on how many cells a law holds, of those on which it was judged."""
+    bad = sum(entry.verdict in BAD for entry in entries)
+    return f"NOT on {bad} of {len(entries)}" if bad else f"on {len(entries)}"
 
 
-def _margin(verdicts: Sequence[SubjectVerdict], law: str) -> str:
-    """Return how much of its bound the largest rounding error takes, over all cells."""
-    rounded = [m for entry in verdicts if entry.law == law for m in entry.measured.values() if m.kind == "rounding"]
+def _id(cell: str) -> str:
+    """Return the id of a cell, without the subject's name."""
+    return split_name(cell)[1]
+
+
+def _margin(entries: Sequence[SubjectVerdict]) -> str:
+    """Return how much of a law's bound the largest rounding error takes, over all cells."""
+    rounded = [m for entry in entries for m in entry.measured.values() if m.kind == "rounding"]
     return f"{max(map(margin_of, rounded)):.2g}" if rounded else ""
 
 
@@ -88,7 +89,7 @@ def _policies(policies: Sequence[SubjectPolicy]) -> str:
             f"products in {products or 'nothing'}, gradients {gradients or 'none'}, reduced by "
             f"{', '.join(policy.reductions) or 'nothing'}; compared with one process in {policy.reference_dtype}"
         )
-        cells.setdefault(text, []).append(policy.cell)
+        cells.setdefault(text, []).append(_id(policy.cell))
     return "\n".join(f"measured: {', '.join(at)}: {text}" for text, at in cells.items())
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from conformance.__main__ import main
 from conformance.cli import findings as command
-from conformance.findings import programs, table
+from conformance.findings import programs
 
 PROGRAM = '''"""The {name} is wrong.
 
@@ -20,6 +20,7 @@ thread: https://example.com/issues/12
 law: none
 avoid: do not
 ranks: 1
+package: {package}
 """
 
 import sys
@@ -31,25 +32,36 @@ sys.exit({status})
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Put two programs in the place of those of the project: one shows its fault, the other does not."""
-    for name, severity, status in (("sum", "high", "1"), ("mean", "low", "0")):
-        (tmp_path / f"{name}.py").write_text(PROGRAM.format(name=name, severity=severity, status=status))
-    monkeypatch.setattr(programs, "DIRECTORY", tmp_path)
-    monkeypatch.setattr(command, "findings", lambda: programs.findings(tmp_path))
-    for owner in (command, table):
-        monkeypatch.setattr(owner, "CATALOGUE", tmp_path / "README.md")
-        monkeypatch.setattr(owner, "VERSIONS_FILE", tmp_path / "versions.json")
+    """Put programs in the place of those of the project: `sum` shows its fault, `mean` does not.
+
+    Of the packages of the others `other` is installed, and `missing` is not.
+    """
+    trainers = tmp_path / "trainers"
+    trainers.mkdir()
+    write(tmp_path / "sum.py")
+    write(tmp_path / "mean.py", severity="low", status="0")
+    write(trainers / "others.py", package="other")
+    write(trainers / "nobodys.py", package="missing")
+    for owner in (command, programs):
+        monkeypatch.setattr(owner, "DIRECTORY", tmp_path)
+        monkeypatch.setattr(owner, "TRAINERS", trainers)
+    monkeypatch.setattr(command, "CATALOGUE", tmp_path / "README.md")
     monkeypatch.setattr(command, "REPORTS", tmp_path / "reports")
-    monkeypatch.setattr(command, "_torch_version", lambda: "2.13.0")
+    monkeypatch.setattr(command, "_version", {"torch": "2.13.0", "other": "1.5", "missing": ""}.__getitem__)
     return tmp_path
+
+
+def write(file: Path, *, severity: str = "high", status: str = "1", package: str = "torch") -> None:
+    file.write_text(PROGRAM.format(name=file.stem, severity=severity, status=status, package=package))
 
 
 def test_the_table_says_what_the_installed_torch_shows(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["findings"]) == 0
-    head, _, wrong, right = (" ".join(line.split()) for line in capsys.readouterr().out.splitlines()[2:])
+    head, _, wrong, right, others = (" ".join(line.split()) for line in capsys.readouterr().out.splitlines()[2:])
     assert head == "outcome severity finding what training sees"
     assert wrong == "wrong high, silent sum all of it"
     assert right == "right low, silent mean"
+    assert others == "wrong high, silent others all of it"
 
 
 def test_json_has_what_programs_print(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,7 +73,7 @@ def test_json_has_what_programs_print(directory: Path, capsys: pytest.CaptureFix
 
 
 def test_a_program_that_fails_by_itself_is_told(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (directory / "sum.py").write_text(PROGRAM.format(name="sum", severity="high", status="1 / 0"))
+    write(directory / "sum.py", status="1 / 0")
     assert main(["findings", "sum"]) == 3
     assert "ZeroDivisionError: division by zero" in capsys.readouterr().out
 
@@ -69,7 +81,10 @@ def test_a_program_that_fails_by_itself_is_told(directory: Path, capsys: pytest.
 def test_outcomes_are_kept_by_version(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["findings", "--write"]) == 0
     assert json.loads((directory / "versions.json").read_text()) == {"2.13.0": {"sum": "wrong", "mean": "right"}}
-    assert "| **wrong** |" in (directory / "README.md").read_text()
+    assert json.loads((directory / "trainers" / "versions.json").read_text()) == {"other 1.5": {"others": "wrong"}}
+    text = (directory / "README.md").read_text()
+    assert "| **wrong** |" in text
+    assert "| other 1.5: **wrong** |" in text
     assert not list((directory / "reports").iterdir()), "a thread describes both"
 
 
@@ -87,6 +102,7 @@ def test_faults_that_no_thread_describes_get_a_report(directory: Path, capsys: p
     ("arguments", "problem"),
     [
         (["summ"], "(did you mean `sum`?)"),
+        (["nobodys"], "finding `nobodys` needs missing, which is not installed: pip install missing"),
         (["--limit", "0", "sum"], "deadline_s is 0.0: give a positive number"),
     ],
 )

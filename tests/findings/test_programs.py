@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from conformance.findings.programs import DIRECTORY, Finding, findings, read_finding
+from conformance.findings.programs import DIRECTORY, TORCH, TRAINERS, Finding, findings, read_finding
 from conformance.findings.table import WORST, catalogue, read_versions, with_version, worst
 from conformance.laws.registry import asserted_laws
+from conformance.subjects.laws import LAWS
 
 HEADER = '''"""It is wrong.
 
@@ -64,18 +65,25 @@ def test_the_worst_come_first() -> None:
     assert orders[0][:2] == (0, 0)
 
 
-@pytest.mark.parametrize("finding", findings(), ids=lambda finding: finding.name)
-def test_programs_are_short_and_need_torch_alone(finding: Finding) -> None:
+@pytest.mark.parametrize("finding", [*findings(), *findings(TRAINERS)], ids=lambda finding: finding.name)
+def test_programs_are_short_and_need_their_package_and_torch_alone(finding: Finding) -> None:
     text = finding.file.read_text()
     imported = {
         name.split(".")[0]
         for node in ast.walk(ast.parse(text))
         for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else _names(node))
     }
-    assert imported <= {"torch", "sys", "os", "signal", "time", "datetime", "weakref"}
+    others = {"transformers"} if finding.package == "accelerate" else set()
+    allowed = {"torch", "sys", "os", "signal", "time", "datetime", "weakref", "warnings"}
+    assert imported <= allowed | others | {finding.package}
     assert len(text.splitlines()) < 50
     assert "expected" in text
     assert "got" in text or finding.name == "async_redistribution_on_gloo", "whose processes die"
+
+
+def test_programs_about_trainers_are_in_their_directory() -> None:
+    assert {finding.package for finding in findings()} == {TORCH}
+    assert TORCH not in {finding.package for finding in findings(TRAINERS)}
 
 
 def _names(node: ast.AST) -> list[str]:
@@ -84,18 +92,19 @@ def _names(node: ast.AST) -> list[str]:
 
 def test_the_laws_exist() -> None:
     assert {finding.law for finding in findings()} - {"none"} <= asserted_laws().keys()
+    assert {finding.law for finding in findings(TRAINERS)} - {"none"} <= {law.id for law in LAWS}
 
 
 def test_faults_that_no_thread_describes_have_a_report() -> None:
     reports = {file.stem for file in (DIRECTORY / "reports").glob("*.md")}
-    assert reports == {finding.name for finding in findings() if not finding.has_thread}
+    assert reports == {finding.name for finding in [*findings(), *findings(TRAINERS)] if not finding.has_thread}
 
 
 def test_a_version_is_added_in_its_place(program: Path) -> None:
     versions = with_version({"2.9.0": {"it_is": "right"}}, "2.13.0", {"it_is": "wrong"}, ["it_is"])
     versions = with_version(versions, "2.10.0", {"it_is": "refused", "gone": "right"}, ["it_is"])
     assert versions == {"2.9.0": {"it_is": "right"}, "2.10.0": {"it_is": "refused"}, "2.13.0": {"it_is": "wrong"}}
-    text = catalogue([read_finding(program)], versions)
+    text = catalogue([read_finding(program)], versions, trainers=[], of_trainers={})
     assert "| right   | refused  | **wrong** | PAR-1 | [none known](reports/it_is.md) | do not" in text
     assert "| 2.13    | [It is wrong](findings/it_is.py) |" in worst([read_finding(program)], versions)
 
@@ -114,6 +123,7 @@ def test_versions_without_a_gap_are_a_range(program: Path) -> None:
 
 
 def test_the_catalogue_is_current() -> None:
-    known = findings()
-    assert (DIRECTORY / "README.md").read_text() == catalogue(known, read_versions()), "conformance docs --write"
+    known, trainers = findings(), findings(TRAINERS)
+    page = catalogue(known, read_versions(), trainers=trainers, of_trainers=read_versions(TRAINERS))
+    assert (DIRECTORY / "README.md").read_text() == page, "conformance docs --write"
     assert len(worst(known, read_versions()).splitlines()) == 2 + WORST

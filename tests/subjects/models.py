@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from conformance.subjects import ParallelConfig, subject
+from conformance.subjects.cells import SubjectCell
 from conformance.subjects.decorated import FunctionSubject, clip_with_torch, sgd
 
 WIDTH = 16
@@ -40,6 +42,19 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(gelu(self.up(self.norm(x) + self.table.real.to(x.dtype))))  # type: ignore[no-any-return]
+
+
+class Tied(Model):
+    """A layer more, which shares the weight of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.Linear(WIDTH, 2 * WIDTH)
+        self.again.weight = self.up.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x) + self.table.real.to(x.dtype)
+        return self.down(gelu(self.up(x)) + self.again(x))  # type: ignore[no-any-return]
 
 
 class Random(Model):
@@ -78,20 +93,34 @@ def shard(model: Any, mesh: DeviceMesh, config: ParallelConfig, **options: Any) 
     if "tp" in names:
         parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         mesh = mesh["dp_shard"]
-    options = {"mp_policy": config.mixed_precision, **options}
-    for layer in (model.up, model.down):
+    options = {"mp_policy": config.mixed_precision, "offload_policy": config.offload_policy, **options}
+    for layer in (model.down,) if isinstance(model, Tied) else (model.up, model.down):
         fully_shard(layer, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
     return model  # type: ignore[no-any-return]
 
 
+def save(model: nn.Module, optimizer: Optimizer, directory: Path) -> None:
+    torch.save([model.state_dict(), optimizer.state_dict()], directory / str(dist.get_rank()))
+
+
+def load(model: nn.Module, optimizer: Optimizer, directory: Path) -> None:
+    of_model, of_optimizer = torch.load(directory / str(dist.get_rank()), weights_only=False)
+    model.load_state_dict(of_model)
+    optimizer.load_state_dict(of_optimizer)
+
+
 declared = subject(
     model=Model,
+    tied_model=Tied,
     loss=loss,
     batch=batch,
     initialize=initialize,
     meshes=["dp2", "hsdp2x2"],
     precisions=["fp32", "bf16"],
+    offload=True,
+    save=save,
+    load=load,
 )
 in_fp32 = subject(model=Model, loss=loss, batch=batch)
 
@@ -208,6 +237,34 @@ def frozen_layer(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> 
     return sharded, sgd([p for name, p in sharded.named_parameters() if not name.startswith("norm")])
 
 
+@subject(model=Model, tied_model=Tied, loss=loss, batch=batch)
+def untied(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    if isinstance(model, Tied):
+        model.again.weight = nn.Parameter(model.up.weight.detach().clone())
+    return shard(model, mesh, config)
+
+
+def load_weights_alone(model: nn.Module, optimizer: Optimizer, directory: Path) -> None:
+    model.load_state_dict(torch.load(directory / str(dist.get_rank()), weights_only=False)[0])
+
+
+@subject(model=Model, loss=loss, batch=batch, save=save, load=load_weights_alone)
+def optimizer_not_loaded(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    return shard(model, mesh, config)
+
+
+@subject(model=Model, loss=loss, batch=batch, save=save, load=lambda model, optimizer, directory: None)
+def nothing_loaded(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    return shard(model, mesh, config)
+
+
+class NotResumable(FunctionSubject):
+    """Adapter that claims what its runs cannot do."""
+
+    def unsupported(self, cell: SubjectCell) -> str | None:
+        return None
+
+
 @in_fp32
 def raises(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
     if dist.get_rank() == 1:
@@ -289,4 +346,5 @@ class Shown:
 
 
 hidden_optimizer = HiddenOptimizer(**{name: getattr(right, name) for name in right.__dataclass_fields__})
+not_resumable = NotResumable(**{name: getattr(own_mesh_names, name) for name in own_mesh_names.__dataclass_fields__})
 not_decorated = shard

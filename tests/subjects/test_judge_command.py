@@ -117,6 +117,7 @@ def test_a_function_of_other_parameters_is_refused() -> None:
         ({"precisions": "bf16"}, "precisions='bf16': give a list of 'fp32', 'bf16'"),
         ({"reduction": "max"}, "reduction='max': give 'mean' or 'sum'"),
         ({"loss": 3}, "loss= is a int: give a function"),
+        ({"save": print}, "save= without load=, or load= without save=: give both, or neither"),
     ],
 )
 def test_options_of_the_decorator_are_checked(options: dict[str, object], problem: str) -> None:

@@ -38,8 +38,7 @@ def test_a_right_function_passes_and_every_fault_is_seen(pools: Pools, tmp_path:
     text = as_text(report)
     assert report.status == 0, text
     assert {entry.cell for entry in report.verdicts if entry.verdict == Verdict.UNSUPPORTED} == {
-        "tests.subjects.models:right/dp2-tp2-fp32",
-        "tests.subjects.models:right/dp2-tp2-bf16",
+        cell.name_for("tests.subjects.models:right") for cell in CELLS if cell.mesh == "dp2-tp2"
     }
     assert {entry.law for entry in report.verdicts if entry.verdict == Verdict.PASS} == {law.id for law in LAWS}
     tried = [(split_name(seen.cell)[1], seen.fault) for seen in report.faults]
@@ -69,6 +68,10 @@ def test_a_right_function_passes_and_every_fault_is_seen(pools: Pools, tmp_path:
         ("without_gradient", "dp2-fp32", "every-gradient"),
         ("local_clip", "dp2-fp32", "loss"),
         ("not_divided_in_bf16", "dp2-bf16", "bf16-gradients"),
+        ("untied", "dp2-fp32-tied", "tied-weights"),
+        ("untied", "dp2-fp32-tied", "gradients"),
+        ("optimizer_not_loaded", "dp2-fp32-resumed", "parameters"),
+        ("nothing_loaded", "dp2-fp32-resumed", "parameters"),
     ],
 )
 def test_a_wrong_function_fails_by_the_law_that_sees_it(
@@ -77,6 +80,12 @@ def test_a_wrong_function_fails_by_the_law_that_sees_it(
     report = judged(pools, tmp_path, name, BY_ID[cell])
     assert law in failing(report), as_text(report)
     assert report.status == 1
+
+
+def test_a_run_that_cannot_be_saved_is_told(pools: Pools, tmp_path: Path) -> None:
+    report = judged(pools, tmp_path, "not_resumable", BY_ID["dp2-fp32-resumed"])
+    assert report.status == 1
+    assert "the run was made without functions that save and load it" in as_text(report)
 
 
 def test_a_parameter_that_is_not_partitioned_fails() -> None:

@@ -9,6 +9,7 @@ not use it. https://huggingface.co/docs/accelerate/concept_guides/fsdp1_vs_fsdp2
 import importlib.metadata
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.optim import Optimizer
 from transformers.integrations import tensor_parallel
 
 from conformance.subjects.cells import SubjectCell
+from conformance.subjects.decorated import configured
 from conformance.subjects.loop import DataGroup, scalar
 from conformance.subjects.protocol import Batch, Run, StepObserver
 from conformance.subjects.shipped.workload import Decoder, OfDecoder, apply_tensor_parallelism, feature_scale
@@ -36,6 +38,7 @@ class WithoutShim(OfDecoder):
     name = "accelerate-without-shim"
     shims: Sequence[str] = ()
     packages = ("accelerate",)
+    efficient_loading = False
 
     def unsupported(self, cell: SubjectCell) -> str | None:
         """Return the reason for meshes of two dimensions, and for the meta device."""
@@ -51,8 +54,9 @@ class WithoutShim(OfDecoder):
         self.apply_shim()
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
-            cpu_ram_efficient_loading=False,
+            cpu_ram_efficient_loading=self.efficient_loading,
             mixed_precision_policy="bf16" if cell.precision == "bf16" else None,
+            cpu_offload=configured(cell).offload_policy if cell.offload else None,
             auto_wrap_policy="transformer_based_wrap",
             transformer_cls_names_to_wrap=["FeedForward"],
         )
@@ -73,7 +77,7 @@ class WithoutShim(OfDecoder):
     def prepare(self, accelerator: Any, cell: SubjectCell, device: torch.device) -> tuple[nn.Module, Any]:
         """Make model and optimizer, on the meta device if the cell says so, and prepare both."""
         with torch.device("meta" if cell.init == "meta" else device):
-            model: nn.Module = self.model()
+            model: nn.Module = self.model(tied=cell.tied)
         if "tp" in cell.shape:
             apply_tensor_parallelism(model, accelerator.torch_device_mesh["tp"])
         model, optimizer = accelerator.prepare(model, self.make_optimizer(model.parameters()))
@@ -122,11 +126,26 @@ class AccelerateWithFix(Accelerate):
         if cell.init != "meta":
             return super().prepare(accelerator, cell, device)
         with torch.device("meta"):
-            model: nn.Module = self.model()
+            model: nn.Module = self.model(tied=cell.tied)
         # accelerate refuses to prepare a model without its optimizer: the one it returns is thrown away.
         model, _ = accelerator.prepare(model, self.make_optimizer(model.parameters()))
         materialize(model, device)
         return model, _Plain(self.make_optimizer(model.parameters()))
+
+
+class EfficientLoading(AccelerateWithFix):
+    """accelerate with weights that rank 0 alone loads, and an optimizer that is made as it should be."""
+
+    name = "accelerate-efficient-loading"
+    efficient_loading = True
+
+    def unsupported(self, cell: SubjectCell) -> str | None:
+        """Return the reason for the meta device, where rank 0 has no weights, and for tensor parallelism."""
+        if cell.init == "meta":
+            return "rank 0 needs the weights that it loads"
+        if "tp" in cell.shape:
+            return "accelerate loads shards of tensor-parallel parameters as if they were full, and raises an error"
+        return None
 
 
 @dataclass
@@ -164,6 +183,14 @@ class AccelerateRun:
     def data_rank(self) -> int:
         """Index of this rank among those with different data."""
         return self.data.rank
+
+    def save(self, directory: Path) -> None:
+        """Save model and optimizer with `Accelerator.save_state`."""
+        self.accelerator.save_state(str(directory))
+
+    def load(self, directory: Path) -> None:
+        """Load them with `Accelerator.load_state`."""
+        self.accelerator.load_state(str(directory))
 
     def step(self, step: int, micro_batches: Sequence[Batch], observer: StepObserver) -> float:
         """Train a step; micro-batches before the last are in `no_sync`."""

@@ -5,6 +5,7 @@ Tried with lightning 2.6.6. https://lightning.ai/docs/fabric/stable/advanced/mod
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim import Optimizer
 
 from conformance.subjects.cells import SubjectCell
-from conformance.subjects.decorated import ParallelConfig
+from conformance.subjects.decorated import ParallelConfig, configured
 from conformance.subjects.loop import DataGroup, scalar
 from conformance.subjects.protocol import Batch, Run, StepObserver
 from conformance.subjects.shipped.workload import Decoder, OfDecoder, apply_tensor_parallelism, feature_scale
@@ -35,7 +36,7 @@ class Fabric(OfDecoder):
 
     def build(self, cell: SubjectCell, *, device: torch.device, max_norm: float) -> Run:
         """Set up model and optimizer as Fabric's documentation does."""
-        config = ParallelConfig(cell.mesh, cell.precision, on_meta=cell.init == "meta")
+        config = configured(cell)
 
         def parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
             return _sharded(model, mesh, config)
@@ -47,7 +48,7 @@ class Fabric(OfDecoder):
         fabric = LightningFabric(accelerator="cpu", devices=cell.world_size, strategy=strategy)
         fabric.launch()
         with fabric.init_module(empty_init=config.on_meta):
-            model = self.model()
+            model = self.model(tied=cell.tied)
         model = fabric.setup_module(model)
         optimizer = fabric.setup_optimizers(self.make_optimizer(model.parameters()))
         rank = fabric.global_rank // tp
@@ -74,9 +75,9 @@ class FabricWithFix(Fabric):
 
     name = "fabric-with-fix"
 
-    def model(self) -> nn.Module:
+    def model(self, *, tied: bool) -> nn.Module:
         """Return the decoder."""
-        return CompleteDecoder()
+        return CompleteDecoder(tied=tied)
 
     def after_block(self, model: nn.Module) -> None:
         """Set what `_FSDPNoSync.__exit__` should set: it sets `enabled`, which is False in the last micro-batch."""
@@ -107,6 +108,14 @@ class FabricRun:
     def data_rank(self) -> int:
         """Index of this rank among those with different data."""
         return self.data.rank
+
+    def save(self, directory: Path) -> None:
+        """Save model and optimizer with `Fabric.save`."""
+        self.fabric.save(directory, {"model": self.model, "optimizer": self.wrapped})
+
+    def load(self, directory: Path) -> None:
+        """Load them with `Fabric.load`."""
+        self.fabric.load(directory, {"model": self.model, "optimizer": self.wrapped})
 
     def step(self, step: int, micro_batches: Sequence[Batch], observer: StepObserver) -> float:
         """Train a step; only a step of several micro-batches needs `no_backward_sync`."""
@@ -140,7 +149,8 @@ class FabricRun:
 def _sharded(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
     if mesh["tensor_parallel"].size() > 1:
         apply_tensor_parallelism(model, mesh["tensor_parallel"])
+    options: dict[str, Any] = {"mp_policy": config.mixed_precision, "offload_policy": config.offload_policy}
     for layer in model.layers:
-        fully_shard(layer, mesh=mesh["data_parallel"], mp_policy=config.mixed_precision)
-    fully_shard(model, mesh=mesh["data_parallel"], mp_policy=config.mixed_precision)
+        fully_shard(layer, mesh=mesh["data_parallel"], **options)
+    fully_shard(model, mesh=mesh["data_parallel"], **options)
     return model  # type: ignore[no-any-return]

@@ -27,9 +27,11 @@ class HuggingFaceTrainer(TransformersNative):
     packages = ("transformers", "accelerate")
 
     def unsupported(self, cell: SubjectCell) -> str | None:
-        """Return the reason for tensor parallelism, which the Trainer refuses on the CPU."""
+        """Return the reason for tensor parallelism, and for resuming."""
         if "tp" in cell.shape:
             return "on the CPU the Trainer refuses tensor parallelism: ParallelismConfig wants an accelerator"
+        if cell.resumed:
+            return "the Trainer refuses to resume with a model that was sharded when it was loaded"
         return super().unsupported(cell)
 
     def build(self, cell: SubjectCell, *, device: torch.device, max_norm: float) -> LoopedRun:

@@ -1,6 +1,7 @@
 """The suite's reference trainer as a subject: judged by the same eyes as the trainers of others."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,7 @@ from torch.optim import Optimizer
 from conformance.subjects.cells import SubjectCell
 from conformance.subjects.protocol import Batch, Run, StepObserver
 from conformance.subjects.shipped.workload import DIM, LAYERS, SEQ_LEN, VOCAB_SIZE, OfDecoder, token_loss
+from reference_trainer.checkpoint import Checkpoints, resume
 from reference_trainer.config import DataConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from reference_trainer.data import Batches
 from reference_trainer.init_weights import init_weights
@@ -18,16 +20,19 @@ from reference_trainer.model import Transformer
 from reference_trainer.observer import Observer, Phase
 from reference_trainer.train import Trainer
 
-_MODEL = ModelConfig(
-    vocab_size=VOCAB_SIZE,
-    dim=DIM,
-    n_layers=LAYERS,
-    n_heads=4,
-    n_kv_heads=2,
-    ffn_dim=2 * DIM,
-    max_seq_len=SEQ_LEN,
-    norm_std=0.1,
-)
+
+def _model(*, tied: bool) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=VOCAB_SIZE,
+        dim=DIM,
+        n_layers=LAYERS,
+        n_heads=4,
+        n_kv_heads=2,
+        ffn_dim=2 * DIM,
+        max_seq_len=SEQ_LEN,
+        norm_std=0.1,
+        tied_embeddings=tied,
+    )
 
 
 class ReferenceTrainer(OfDecoder):
@@ -40,9 +45,9 @@ class ReferenceTrainer(OfDecoder):
         """Return None: the reference trainer runs every cell."""
         return None
 
-    def model(self) -> nn.Module:
+    def model(self, *, tied: bool) -> nn.Module:
         """Return the Transformer, initialised."""
-        model = Transformer(_MODEL)
+        model = Transformer(_model(tied=tied))
         init_weights(model, seed=0)
         return model
 
@@ -53,12 +58,13 @@ class ReferenceTrainer(OfDecoder):
     def build(self, cell: SubjectCell, *, device: torch.device, max_norm: float) -> Run:
         """Build a Trainer with the options of the cell; its optimizer is the one of `decorated.sgd`."""
         config = TrainerConfig(
-            model=_MODEL,
+            model=_model(tied=cell.tied),
             mesh=MeshConfig(**cell.shape),
             data=DataConfig(seq_len=SEQ_LEN),
             optimizer=OptimizerConfig(name="sgd", lr=0.1, momentum=0.9, weight_decay=0.0, max_norm=max_norm),
             precision="bf16-mp" if cell.precision == "bf16" else "fp32",
             init=cell.init,
+            offload="cpu" if cell.offload else "none",
         )
         return ReferenceRun(Trainer(config, device=device, world_size=dist.get_world_size()))
 
@@ -83,6 +89,14 @@ class ReferenceRun:
     def data_rank(self) -> int:
         """Index of this rank among those with different data."""
         return dp_rank(self._trainer.mesh)
+
+    def save(self, directory: Path) -> None:
+        """Save the trainer's state."""
+        Checkpoints(directory).save(self._trainer, steps_done=1)
+
+    def load(self, directory: Path) -> None:
+        """Load it."""
+        resume(self._trainer, directory)
 
     def step(self, step: int, micro_batches: Sequence[Batch], observer: StepObserver) -> float:
         """Train a step on these micro-batches in place of the trainer's own data."""

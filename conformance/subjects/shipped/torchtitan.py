@@ -35,10 +35,14 @@ class Torchtitan(OfDecoder):
     packages = ("torchtitan",)
 
     def unsupported(self, cell: SubjectCell) -> str | None:
-        """Return None: every cell is run."""
-        return None
+        """Return the reason for tied weights, pinned memory and checkpoints."""
+        if cell.tied:
+            return "Llama 3 of torchtitan has no tied weights"
+        if cell.offload:
+            return "torchtitan offloads to pinned memory alone, which needs an accelerator"
+        return "torchtitan saves with its CheckpointManager, which needs its trainer" if cell.resumed else None
 
-    def model(self) -> nn.Module:
+    def model(self, *, tied: bool) -> nn.Module:
         """Return a small Llama 3, initialised."""
         model: Any = self._new_model()
         with torch.no_grad():
@@ -64,7 +68,7 @@ class Torchtitan(OfDecoder):
             world_size=cell.world_size,
         )
         with torch.device("meta" if cell.init == "meta" else device):
-            model: Any = self._new_model() if cell.init == "meta" else self.model()
+            model: Any = self._new_model() if cell.init == "meta" else self.model(tied=False)
         parallelize_llama(model, dims, _job_config(cell))
         for module in model.modules():
             if isinstance(module, FSDPModule) and device.type == "cpu":

@@ -5,11 +5,16 @@ Tried with transformers 5.23.0. https://huggingface.co/docs/transformers/main/en
 
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
@@ -31,9 +36,11 @@ class TransformersNative(OfDecoder):
         """Return the reason for tensor parallelism, and for the meta device, which `from_pretrained` uses by itself."""
         if "tp" in cell.shape:
             return "transformers leaves norms off the tensor-parallel mesh, and clip_grad_norm_ refuses two meshes"
+        if cell.offload:
+            return "transformers offloads to pinned memory alone, which needs an accelerator"
         return "from_pretrained makes the model on the meta device by itself" if cell.init == "meta" else None
 
-    def model(self) -> nn.Module:
+    def model(self, *, tied: bool) -> nn.Module:
         """Return a small Llama."""
         config = LlamaConfig(
             vocab_size=VOCAB_SIZE,
@@ -44,6 +51,7 @@ class TransformersNative(OfDecoder):
             num_key_value_heads=2,
             max_position_embeddings=SEQ_LEN,
             use_cache=False,
+            tie_word_embeddings=tied,
         )
         model: nn.Module = LlamaForCausalLM(config)
         return model
@@ -56,7 +64,9 @@ class TransformersNative(OfDecoder):
         """Load the model sharded, and train it with the suite's loop."""
         model = self.load_sharded(cell)
         data = DataGroup(rank=dist.get_rank(), ranks=cell.data_ranks, copies=1)
-        return Loop(
+        return PretrainedLoop(
+            subject=self,
+            cell=cell,
             model=model,
             optimizer=self.make_optimizer(model.parameters()),
             loss=self.loss,
@@ -69,24 +79,50 @@ class TransformersNative(OfDecoder):
 
     def load_sharded(self, cell: SubjectCell) -> nn.Module:
         """Save the model, and load it sharded as the cell says."""
-        options = DistributedConfig(
-            fsdp_size=cell.shape["dp_shard"],
-            dp_replicate_size=cell.shape.get("dp_replicate", 1),
-            fsdp_mixed_precision=cell.precision == "bf16",
-        )
         with tempfile.TemporaryDirectory() as own:
-            directory = self._saved(own)
-            model: nn.Module = LlamaForCausalLM.from_pretrained(
-                directory, distributed_config=options, dtype=torch.float32
-            )
+            model = pretrained(self._saved(own, tied=cell.tied), cell)
             dist.barrier()  # until all have read what rank 0 has written
-        return model.train()
+        return model
 
-    def _saved(self, directory: str) -> str:
+    def _saved(self, directory: str, *, tied: bool) -> str:
         """Save the model in rank 0's directory, and return that; transformers lets rank 0 write alone."""
         shared = [directory]
         dist.broadcast_object_list(shared)
-        model: Any = self.model()
+        model: Any = self.model(tied=tied)
         model.save_pretrained(shared[0])
         dist.barrier()
         return shared[0]
+
+
+@dataclass(kw_only=True)
+class PretrainedLoop(Loop):
+    """Loop whose model is saved and loaded by transformers; the optimizer's state is saved by torch."""
+
+    subject: TransformersNative
+    cell: SubjectCell
+
+    def save(self, directory: Path) -> None:
+        """Save model and optimizer."""
+        model: Any = self.model
+        model.save_pretrained(directory / "model")
+        state = get_optimizer_state_dict(self.model, self.optimizer)
+        save({"optimizer": state}, checkpoint_id=directory / "optimizer")
+
+    def load(self, directory: Path) -> None:
+        """Load the model anew, and the state of a new optimizer."""
+        self.model = pretrained(directory / "model", self.cell)
+        self.optimizer = self.subject.make_optimizer(self.model.parameters())
+        state = {"optimizer": get_optimizer_state_dict(self.model, self.optimizer)}
+        load(state, checkpoint_id=directory / "optimizer")
+        set_optimizer_state_dict(self.model, self.optimizer, optim_state_dict=state["optimizer"])
+
+
+def pretrained(directory: str | Path, cell: SubjectCell) -> nn.Module:
+    """Load a model sharded as a cell says."""
+    options = DistributedConfig(
+        fsdp_size=cell.shape["dp_shard"],
+        dp_replicate_size=cell.shape.get("dp_replicate", 1),
+        fsdp_mixed_precision=cell.precision == "bf16",
+    )
+    model: nn.Module = LlamaForCausalLM.from_pretrained(directory, distributed_config=options, dtype=torch.float32)
+    return model.train()

@@ -49,11 +49,13 @@ class Decoder(nn.Module):
 
     scale: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, *, tied: bool = False) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCAB_SIZE, DIM)
         self.layers = nn.ModuleList(FeedForward() for _ in range(LAYERS))
         self.head = nn.Linear(DIM, VOCAB_SIZE, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
         self.register_buffer("scale", feature_scale(), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -100,9 +102,9 @@ class OfDecoder:
         """Return the versions of torch and of the packages."""
         return {name: importlib.metadata.version(name) for name in ("torch", *self.packages)}
 
-    def model(self) -> nn.Module:
+    def model(self, *, tied: bool) -> nn.Module:
         """Return the decoder."""
-        return Decoder()
+        return Decoder(tied=tied)
 
     def batch(self, generator: torch.Generator) -> Batch:
         """Return tokens and labels."""
