@@ -1,6 +1,6 @@
 """Recorder of a subject: the suite's instruments around a step that somebody else takes."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -55,7 +55,11 @@ def uninitialised_elements(tensor: Tensor) -> int:
 class SubjectRecorder:
     """Observer of one rank of a subject, see `protocol.StepObserver`, and the facts that it leaves."""
 
-    def __init__(self, run: Built, *, names: Collection[str], aliases: Collection[str]) -> None:
+    def __init__(
+        self, run: Built, *, names: Collection[str], aliases: Collection[str], begin: Callable[[Built], None]
+    ) -> None:
+        self._begin = begin
+        self._is_begun = False
         self._run, self._names, self._known = run, frozenset(names), frozenset([*names, *aliases])
         self._capture, self._dtypes, self._collectives = Capture(named=self._named), DtypeAudit(), CollectiveLog()
         self._tap = DispatchTap([self._dtypes.listen, self._collectives.listen])
@@ -75,17 +79,26 @@ class SubjectRecorder:
         with self._tap.paused():
             yield
 
-    @torch.no_grad()
-    def rebuilt(self, run: Built) -> None:
-        """Go on with another run of the same model, whose state has been loaded."""
+    def replace(self, run: Built) -> None:
+        """Go on with another run, which loads the state of the first one; `built` is called next."""
         self._run = run
-        self._require_known([self._named(name) for name, _ in run.model.named_parameters()])
-        self._collectives.sharded(run.model)
 
     @torch.no_grad()
     def built(self) -> None:
-        """Look at the model that the subject has built. Raises SubjectMistake if it is another model."""
-        model = self._run.model
+        """Look at the model that the subject has built, and call `begin`; of a run that goes on, look at names alone.
+
+        Must be called inside of `listening`. Raises SubjectMistake if it is another model.
+        """
+        with self._tap.paused():
+            if self._is_begun:
+                self._require_known([self._named(name) for name, _ in self._run.model.named_parameters()])
+                self._collectives.sharded(self._run.model)
+            else:
+                self._is_begun = True
+                self._look_at(self._run.model)
+                self._begin(self._run)
+
+    def _look_at(self, model: nn.Module) -> None:
         parameters = {self._named(name): parameter for name, parameter in model.named_parameters()}
         self._require_known(parameters)
         state = {**parameters, **{self._named(name): buffer for name, buffer in model.named_buffers()}}
@@ -121,8 +134,10 @@ class SubjectRecorder:
     def finish(self, losses: Sequence[float], directory: Path) -> SubjectFacts:
         """Keep the final state, and write all tensors; returns the facts of this rank.
 
-        Raises SubjectMistake if a step was not told.
+        Raises SubjectMistake if a step, or that the model was built, was not told.
         """
+        if not self._is_begun:
+            raise SubjectMistake("train() did not call observer.built()")
         if len(self._norms) != len(losses):
             raise SubjectMistake(f"{len(losses)} steps were taken, and {len(self._norms)} were told to the observer")
         run, rank = self._run, dist.get_rank()

@@ -25,6 +25,9 @@ class SubjectMistake(ValueError):
 class StepObserver(Protocol):
     """Methods that a run calls while it takes a step, so that the suite sees the moments in between."""
 
+    def built(self) -> None:
+        """Tell that the parallel model exists, and has loaded what it resumes from: a `LateRun` alone does this."""
+
     def phase(self, name: Phase, *, step: int) -> None:
         """Tell the phase that begins: `forward` and `backward` of each micro-batch, `clip`, `optimizer`, `idle`."""
 
@@ -64,6 +67,14 @@ class LoopedRun(Built, Protocol):
 
     def train(self, steps: Sequence[Sequence[Batch]], observer: StepObserver) -> list[float]:
         """Train on the micro-batches of each step; returns the loss of each step that is logged."""
+
+
+@runtime_checkable
+class LateRun(LoopedRun, Protocol):
+    """Looped run whose trainer makes the model parallel in `train`; it calls `observer.built` before the first step."""
+
+    builds_in_train: bool
+    """True, always."""
 
 
 @runtime_checkable

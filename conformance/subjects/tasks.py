@@ -1,6 +1,7 @@
 """Tasks of ranks for subjects: describe one, train its model in one process, and train it on all ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from conformance.subjects.loading import load_subject
 from conformance.subjects.measuring import SubjectRecorder, uninitialised_is_nan
 from conformance.subjects.protocol import (
     Batch,
+    Built,
+    LateRun,
     LoopedRun,
     Resumable,
     Run,
@@ -101,21 +104,15 @@ def train_subject(context: RankContext, payload: dict[str, Any]) -> Any:
     subject = load_subject(job.subject)
     device = start_process_group(context)
     build = partial(_built, subject, job, device)
-    run = build()
-    recorder = SubjectRecorder(run, names=job.names, aliases=job.aliases)
-    recorder.built()
-    load_weights(run.model, Path(job.weights), job.aliases)
-    if job.fault is not None:
-        FAULTS[job.fault](run, job.max_norm)
-    workload = job.cell.workload
-    steps = range(len(workload.accumulation))
-    batches = [micro_batches(subject, workload, step=step, data_rank=run.data_rank) for step in steps]
-    with recorder.listening():
-        before = _SAVED_AFTER if job.cell.resumed else len(batches)
-        losses = _trained(run, batches[:before], recorder, first=0)
-        if job.cell.resumed:
-            run = _resumed(run, build, recorder, Path(job.directory) / "checkpoint")
-            losses += _trained(run, batches[before:], recorder, first=before)
+    with ExitStack() as uninitialised:
+        uninitialised.enter_context(uninitialised_is_nan())
+        run = build()
+        begin = partial(_begin, job, uninitialised)
+        recorder = SubjectRecorder(run, names=job.names, aliases=job.aliases, begin=begin)
+        with recorder.listening():
+            if not isinstance(run, LateRun):
+                recorder.built()
+            losses = _all_steps(subject, job, run, build, recorder)
     facts = recorder.finish(losses, Path(job.directory))
     destroy_process_group()
     return msgspec.to_builtins(facts)
@@ -123,8 +120,33 @@ def train_subject(context: RankContext, payload: dict[str, Any]) -> Any:
 
 def _built(subject: Subject, job: TrainJob, device: torch.device) -> Run | LoopedRun:
     torch.manual_seed(reference.SEED)
-    with uninitialised_is_nan():
-        return subject.build(job.cell, device=device, max_norm=job.max_norm)
+    return subject.build(job.cell, device=device, max_norm=job.max_norm)
+
+
+def _begin(job: TrainJob, uninitialised: ExitStack, run: Built) -> None:
+    """Load the initial weights into a run that has been built and looked at, and put the job's fault into it."""
+    uninitialised.close()
+    load_weights(run.model, Path(job.weights), job.aliases)
+    if job.fault is not None:
+        FAULTS[job.fault](run, job.max_norm)
+
+
+def _all_steps(
+    subject: Subject,
+    job: TrainJob,
+    run: Run | LoopedRun,
+    build: Callable[[], Run | LoopedRun],
+    recorder: SubjectRecorder,
+) -> list[float]:
+    """Take all steps, the last ones with a run that was built anew if the cell is resumed; returns logged losses."""
+    workload = job.cell.workload
+    steps = range(len(workload.accumulation))
+    batches = [micro_batches(subject, workload, step=step, data_rank=run.data_rank) for step in steps]
+    if not job.cell.resumed:
+        return _trained(run, batches, recorder, first=0)
+    losses = _trained(run, batches[:_SAVED_AFTER], recorder, first=0)
+    run = _resumed(run, build, recorder, Path(job.directory) / "checkpoint")
+    return losses + _trained(run, batches[_SAVED_AFTER:], recorder, first=_SAVED_AFTER)
 
 
 def _trained(
@@ -149,7 +171,9 @@ def _resumed(
         resumed = build()
         if isinstance(resumed, Resumable):
             resumed.load(directory)
-        recorder.rebuilt(resumed)
+    recorder.replace(resumed)
+    if not isinstance(resumed, LateRun):
+        recorder.built()
     return resumed
 
 

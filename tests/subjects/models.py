@@ -345,6 +345,40 @@ class Shown:
         self._hidden.zero_grad()
 
 
-hidden_optimizer = HiddenOptimizer(**{name: getattr(right, name) for name in right.__dataclass_fields__})
-not_resumable = NotResumable(**{name: getattr(own_mesh_names, name) for name in own_mesh_names.__dataclass_fields__})
+def fields_of(function: FunctionSubject) -> dict[str, Any]:
+    return {name: getattr(function, name) for name in function.__dataclass_fields__}
+
+
+hidden_optimizer = HiddenOptimizer(**fields_of(right))
+not_resumable = NotResumable(**fields_of(own_mesh_names))
 not_decorated = shard
+
+
+class LateLoop:
+    """Run that shards its model when it begins to train, as some trainers do."""
+
+    builds_in_train = True
+
+    def __init__(self, loop: Any, *, tells: bool) -> None:
+        self._loop, self._tells = loop, tells
+        self.model, self.optimizer, self.data_rank = loop.model, loop.optimizer, loop.data_rank
+
+    def train(self, steps: Any, observer: Any) -> list[float]:
+        if self._tells:
+            observer.built()
+        return [self._loop.step(step, of_step, observer) for step, of_step in enumerate(steps)]
+
+
+class LateSubject(FunctionSubject):
+    def build(self, *args: Any, **kwargs: Any) -> Any:
+        return LateLoop(super().build(*args, **kwargs), tells=True)
+
+
+class SilentSubject(FunctionSubject):
+    def build(self, *args: Any, **kwargs: Any) -> Any:
+        return LateLoop(super().build(*args, **kwargs), tells=False)
+
+
+late = LateSubject(**fields_of(own_mesh_names))
+late_and_silent = SilentSubject(**fields_of(own_mesh_names))
+late_and_uninitialised = LateSubject(**fields_of(buffer_not_initialised))

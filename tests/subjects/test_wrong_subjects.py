@@ -88,6 +88,20 @@ def test_a_run_that_cannot_be_saved_is_told(pools: Pools, tmp_path: Path) -> Non
     assert "the run was made without functions that save and load it" in as_text(report)
 
 
+def test_a_model_that_is_built_in_train_is_judged_when_it_is_told(pools: Pools, tmp_path: Path) -> None:
+    assert judged(pools, tmp_path, "late", faults=True).status == 0
+
+
+def test_a_model_that_is_built_in_train_must_be_told(pools: Pools, tmp_path: Path) -> None:
+    report = judged(pools, tmp_path, "late_and_silent")
+    assert report.status == 1
+    assert "train() did not call observer.built()" in as_text(report)
+
+
+def test_what_is_built_in_train_must_be_initialised(pools: Pools, tmp_path: Path) -> None:
+    assert "initialised" in failing(judged(pools, tmp_path, "late_and_uninitialised", BY_ID["dp2-fp32-meta"]))
+
+
 def test_a_parameter_that_is_not_partitioned_fails() -> None:
     facts = SimpleNamespace(layouts={"weight": "digest"})
     record = SimpleNamespace(ranks=[facts], is_partitioned=lambda name: False, select=lambda prefix: {})

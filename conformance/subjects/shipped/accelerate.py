@@ -27,7 +27,7 @@ from conformance.subjects.loop import DataGroup, scalar
 from conformance.subjects.protocol import Batch, Run, StepObserver
 from conformance.subjects.shipped.workload import Decoder, OfDecoder, apply_tensor_parallelism, feature_scale
 
-_SHIM = "accelerate.state.PartialState._shared_state['distributed_type'] = MULTI_GPU"
+SHIM = "accelerate.state.PartialState._shared_state['distributed_type'] = MULTI_GPU"
 _TP_CLASS = "ReplicateParallel"
 _TP_SHIM = f"transformers.integrations.tensor_parallel.{_TP_CLASS} = object"
 
@@ -90,7 +90,7 @@ class Accelerate(WithoutShim):
     """accelerate on the path that it takes with GPUs."""
 
     name = "accelerate"
-    shims: Sequence[str] = (_SHIM,)
+    shims: Sequence[str] = (SHIM,)
 
     def unsupported(self, cell: SubjectCell) -> str | None:
         """Return the reason for tensor parallelism, if transformers lacks the class that accelerate imports."""
@@ -100,16 +100,16 @@ class Accelerate(WithoutShim):
         return None
 
     def apply_shim(self) -> None:
-        """Let accelerate believe that there are GPUs, while tensors stay on the CPU."""
+        """Let accelerate believe that there are GPUs."""
         PartialState(cpu=True)
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        apply_shim()
 
 
 class AccelerateWithFix(Accelerate):
     """accelerate with an optimizer that is made of the prepared model's parameters, and with tensor parallelism."""
 
     name = "accelerate-with-fix"
-    shims = (_SHIM, _TP_SHIM)
+    shims = (SHIM, _TP_SHIM)
 
     def unsupported(self, cell: SubjectCell) -> str | None:
         """Return None: every cell is run."""
@@ -223,6 +223,11 @@ def _parallelism(cell: SubjectCell) -> ParallelismConfig | None:
     if len(cell.shape) == 1:
         return None
     return ParallelismConfig(**{f"{name}_size": size for name, size in cell.shape.items()})
+
+
+def apply_shim() -> None:
+    """Let accelerate, whose state exists, believe that there are GPUs, while tensors stay on the CPU."""
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:

@@ -86,12 +86,11 @@ class TransformersNative(OfDecoder):
 
     def _saved(self, directory: str, *, tied: bool) -> str:
         """Save the model in rank 0's directory, and return that; transformers lets rank 0 write alone."""
-        shared = [directory]
-        dist.broadcast_object_list(shared)
+        directory = shared_by_rank0(directory)
         model: Any = self.model(tied=tied)
-        model.save_pretrained(shared[0])
+        model.save_pretrained(directory)
         dist.barrier()
-        return shared[0]
+        return directory
 
 
 @dataclass(kw_only=True)
@@ -115,6 +114,13 @@ class PretrainedLoop(Loop):
         state = {"optimizer": get_optimizer_state_dict(self.model, self.optimizer)}
         load(state, checkpoint_id=directory / "optimizer")
         set_optimizer_state_dict(self.model, self.optimizer, optim_state_dict=state["optimizer"])
+
+
+def shared_by_rank0(directory: str) -> str:
+    """Return the directory that rank 0 gives."""
+    shared = [directory]
+    dist.broadcast_object_list(shared)
+    return shared[0]
 
 
 def pretrained(directory: str | Path, cell: SubjectCell) -> nn.Module:
