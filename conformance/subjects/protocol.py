@@ -26,7 +26,7 @@ class StepObserver(Protocol):
     """Methods that a run calls while it takes a step, so that the suite sees the moments in between."""
 
     def built(self) -> None:
-        """Tell that the parallel model exists, and has loaded what it resumes from: a `LateRun` alone does this."""
+        """Tell that the parallel model exists, and has loaded what it resumes from; only a `SelfShardingRun` does this."""
 
     def phase(self, name: Phase, *, step: int) -> None:
         """Tell the phase that begins: `forward` and `backward` of each micro-batch, `clip`, `optimizer`, `idle`."""
@@ -70,10 +70,10 @@ class LoopedRun(Built, Protocol):
 
 
 @runtime_checkable
-class LateRun(LoopedRun, Protocol):
+class SelfShardingRun(LoopedRun, Protocol):
     """Looped run whose trainer makes the model parallel in `train`; it calls `observer.built` before the first step."""
 
-    builds_in_train: bool
+    shards_in_train: bool
     """True, always."""
 
 

@@ -28,10 +28,10 @@ from conformance.subjects.measuring import SubjectRecorder, uninitialised_is_nan
 from conformance.subjects.protocol import (
     Batch,
     Built,
-    LateRun,
     LoopedRun,
     Resumable,
     Run,
+    SelfShardingRun,
     Subject,
     SubjectMistake,
     reference_name,
@@ -110,7 +110,7 @@ def train_subject(context: RankContext, payload: dict[str, Any]) -> Any:
         begin = partial(_begin, job, uninitialised)
         recorder = SubjectRecorder(run, names=job.names, aliases=job.aliases, begin=begin)
         with recorder.listening():
-            if not isinstance(run, LateRun):
+            if not isinstance(run, SelfShardingRun):
                 recorder.built()
             losses = _all_steps(subject, job, run, build, recorder)
     facts = recorder.finish(losses, Path(job.directory))
@@ -172,7 +172,7 @@ def _resumed(
         if isinstance(resumed, Resumable):
             resumed.load(directory)
     recorder.replace(resumed)
-    if not isinstance(resumed, LateRun):
+    if not isinstance(resumed, SelfShardingRun):
         recorder.built()
     return resumed
 

@@ -357,7 +357,7 @@ not_decorated = shard
 class LateLoop:
     """Run that shards its model when it begins to train, as some trainers do."""
 
-    builds_in_train = True
+    shards_in_train = True
 
     def __init__(self, loop: Any, *, tells: bool) -> None:
         self._loop, self._tells = loop, tells

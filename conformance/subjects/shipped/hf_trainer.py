@@ -84,9 +84,9 @@ class TrainerRun:
 
 
 class FsdpTrainerRun:
-    """One rank that trains by `Trainer.train`, which shards the model, see `protocol.LateRun` and `Resumable`."""
+    """One rank that trains by `Trainer.train`, which shards the model: a `SelfShardingRun` that is `Resumable`."""
 
-    builds_in_train = True
+    shards_in_train = True
 
     def __init__(self, subject: HuggingFaceTrainerWithFsdp, cell: SubjectCell, max_norm: float) -> None:
         self.model = subject.model(tied=cell.tied)
