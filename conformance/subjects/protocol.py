@@ -26,7 +26,7 @@ class StepObserver(Protocol):
     """Methods that a run calls while it takes a step, so that the suite sees the moments in between."""
 
     def built(self) -> None:
-        """Tell that the parallel model exists, and has loaded what it resumes from; only a `SelfShardingRun` does this."""
+        """Tell that the parallel model exists, and has loaded its checkpoint; only a `SelfShardingRun` does this."""
 
     def phase(self, name: Phase, *, step: int) -> None:
         """Tell the phase that begins: `forward` and `backward` of each micro-batch, `clip`, `optimizer`, `idle`."""
