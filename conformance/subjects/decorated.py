@@ -51,9 +51,12 @@ def configured(cell: SubjectCell) -> ParallelConfig:
     return ParallelConfig(cell.mesh, cell.precision, on_meta=cell.init == "meta", offload=cell.offload)
 
 
+SGD_OPTIONS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
+
+
 def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
     """Return SGD with momentum, whose updates are as accurate as gradients."""
-    return SGD(parameters, lr=0.1, momentum=0.9)
+    return SGD(parameters, **SGD_OPTIONS)
 
 
 def clip_with_torch(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:

@@ -6,6 +6,7 @@ Tried with torchtitan 0.2.2, which needs triton for its imports. https://github.
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import loss_parallel
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.lr_scheduler import LRSchedulersContainer
+from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import JobConfig
+from torchtitan.config.job_config import Checkpoint
 from torchtitan.distributed import ParallelDims, parallel_dims
 from torchtitan.distributed.utils import clip_grad_norm_
 from torchtitan.models.llama3.infra.parallelize import parallelize_llama
@@ -22,6 +27,7 @@ from torchtitan.models.llama3.model.args import TransformerModelArgs
 from torchtitan.models.llama3.model.model import Transformer
 
 from conformance.subjects.cells import SubjectCell
+from conformance.subjects.decorated import SGD_OPTIONS
 from conformance.subjects.loop import DataGroup, scalar
 from conformance.subjects.protocol import Batch, Run, StepObserver
 from conformance.subjects.shipped.workload import DIM, LAYERS, SEQ_LEN, VOCAB_SIZE, OfDecoder, token_loss
@@ -35,12 +41,10 @@ class Torchtitan(OfDecoder):
     packages = ("torchtitan",)
 
     def unsupported(self, cell: SubjectCell) -> str | None:
-        """Return the reason for tied weights, pinned memory and checkpoints."""
+        """Return the reason for tied weights and for pinned memory."""
         if cell.tied:
             return "Llama 3 of torchtitan has no tied weights"
-        if cell.offload:
-            return "torchtitan offloads to pinned memory alone, which needs an accelerator"
-        return "torchtitan saves with its CheckpointManager, which needs its trainer" if cell.resumed else None
+        return "torchtitan offloads to pinned memory alone, which needs an accelerator" if cell.offload else None
 
     def model(self, *, tied: bool) -> nn.Module:
         """Return a small Llama 3, initialised."""
@@ -79,7 +83,8 @@ class Torchtitan(OfDecoder):
                 model.init_weights(buffer_device=device)
         model.train()
         data = DataGroup(rank=dist.get_rank() // tp, ranks=cell.data_ranks, copies=tp)
-        return TitanRun(self, model, self.make_optimizer(model.parameters()), data, max_norm, is_tp=tp > 1)
+        optimizers = OptimizersContainer([model], SGD, SGD_OPTIONS)
+        return TitanRun(self, model, optimizers, data, max_norm, is_tp=tp > 1)
 
     def _new_model(self) -> nn.Module:
         arguments = TransformerModelArgs(
@@ -110,10 +115,36 @@ class TitanRun:
 
     subject: Torchtitan
     model: nn.Module
-    optimizer: Optimizer
+    optimizers: OptimizersContainer[SGD]
     data: DataGroup
     max_norm: float
     is_tp: bool
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """Optimizer of the only part of the model."""
+        (optimizer,) = self.optimizers
+        return optimizer  # type: ignore[no-any-return]
+
+    def save(self, directory: Path) -> None:
+        """Save model and optimizer with torchtitan's CheckpointManager."""
+        self._checkpoints(directory).save(1)
+
+    def load(self, directory: Path) -> None:
+        """Load them."""
+        self._checkpoints(directory).load(1)
+
+    def _checkpoints(self, directory: Path) -> CheckpointManager:
+        return CheckpointManager(
+            dataloader=None,
+            model_parts=[self.model],
+            optimizers=self.optimizers,
+            lr_schedulers=LRSchedulersContainer(self.optimizers, lambda _step: 1.0),
+            states={},
+            checkpoint_config=Checkpoint(enable=True, interval=1),
+            sd_adapter=None,
+            base_folder=str(directory),
+        )
 
     @property
     def data_rank(self) -> int:
@@ -129,8 +160,8 @@ class TitanRun:
         norm = clip_grad_norm_(list(self.model.parameters()), self.max_norm, foreach=True)
         observer.clipped(self.model, norm=norm, step=step)
         observer.phase("optimizer", step=step)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.optimizers.step()
+        self.optimizers.zero_grad()
         observer.phase("idle", step=step)
         return self.data.total(loss_sum) / count
 
