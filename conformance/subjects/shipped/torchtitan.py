@@ -135,21 +135,9 @@ class TitanRun:
         self._checkpoints(directory).load(1)
 
     def _checkpoints(self, directory: Path) -> CheckpointManager:
-        return CheckpointManager(
-            dataloader=None,
-            model_parts=[self.model],
-            optimizers=self.optimizers,
-            lr_schedulers=LRSchedulersContainer(self.optimizers, lambda _step: 1.0),
-            states={},
-            checkpoint_config=Checkpoint(enable=True, interval=1),
-            sd_adapter=None,
-            base_folder=str(directory),
-        )
-
-    @property
-    def data_rank(self) -> int:
-        """Index of this rank among those with different data."""
-        return self.data.rank
+        schedules = LRSchedulersContainer(self.optimizers, lambda _step: 1.0)
+        config = Checkpoint(enable=True, interval=1)
+        return CheckpointManager(None, [self.model], self.optimizers, schedules, {}, config, None, str(directory))
 
     def step(self, step: int, micro_batches: Sequence[Batch], observer: StepObserver) -> float:
         """Train a step."""
