@@ -122,7 +122,7 @@ class TitanRun:
 
     @property
     def optimizer(self) -> Optimizer:
-        """Optimizer of the only part of the model."""
+        """Optimizer of the model, which torchtitan keeps in one piece without a pipeline."""
         (optimizer,) = self.optimizers
         return optimizer  # type: ignore[no-any-return]
 
@@ -138,6 +138,11 @@ class TitanRun:
         schedules = LRSchedulersContainer(self.optimizers, lambda _step: 1.0)
         config = Checkpoint(enable=True, interval=1)
         return CheckpointManager(None, [self.model], self.optimizers, schedules, {}, config, None, str(directory))
+
+    @property
+    def data_rank(self) -> int:
+        """Index of this rank among those with different data."""
+        return self.data.rank
 
     def step(self, step: int, micro_batches: Sequence[Batch], observer: StepObserver) -> float:
         """Train a step."""
