@@ -138,4 +138,6 @@ def _text(chosen: Sequence[Finding], shown: dict[str, Shown], *, verbose: bool) 
     table = installed(chosen, {name: each.outcome for name, each in shown.items()})
     failed = [finding for finding in chosen if verbose or shown[finding.name].outcome == "error"]
     printed = [f"{finding.name}:\n{shown[finding.name].output}" for finding in failed]
-    return "\n\n".join([f"torch {_version(TORCH)}", table, *printed]).rstrip()
+    packages = dict.fromkeys([TORCH, *(finding.package for finding in chosen)])
+    versions = ", ".join(f"{package} {_version(package)}" for package in packages)
+    return "\n\n".join([versions, table, *printed]).rstrip()

@@ -162,19 +162,22 @@ def _resumed(
     run: Run | LoopedRun, build: Callable[[], Run | LoopedRun], recorder: SubjectRecorder, directory: Path
 ) -> Run | LoopedRun:
     """Save a run, and return one that was built anew and has loaded it."""
-    if not isinstance(run, Resumable):
-        raise SubjectMistake("the run has no methods save and load: let unsupported() refuse cells that are resumed")
     directory.mkdir(exist_ok=True)
     with recorder.not_listening():
-        run.save(directory)
+        _resumable(run).save(directory)
         dist.barrier()
         resumed = build()
-        if isinstance(resumed, Resumable):
-            resumed.load(directory)
+        _resumable(resumed).load(directory)
     recorder.replace(resumed)
     if not isinstance(resumed, SelfShardingRun):
         recorder.built()
     return resumed
+
+
+def _resumable(run: Run | LoopedRun) -> Resumable:
+    if not isinstance(run, Resumable):
+        raise SubjectMistake("the run has no methods save and load: let unsupported() refuse cells that are resumed")
+    return run
 
 
 @torch.no_grad()

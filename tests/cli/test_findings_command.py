@@ -57,7 +57,9 @@ def write(file: Path, *, severity: str = "high", status: str = "1", package: str
 
 def test_the_table_says_what_the_installed_torch_shows(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["findings"]) == 0
-    head, _, wrong, right, others = (" ".join(line.split()) for line in capsys.readouterr().out.splitlines()[2:])
+    versions, _, *lines = capsys.readouterr().out.splitlines()
+    assert versions == "torch 2.13.0, other 1.5"
+    head, _, wrong, right, others = (" ".join(line.split()) for line in lines)
     assert head == "outcome severity finding what training sees"
     assert wrong == "wrong high, silent sum all of it"
     assert right == "right low, silent mean"

@@ -379,6 +379,11 @@ class SilentSubject(FunctionSubject):
         return LateLoop(super().build(*args, **kwargs), tells=False)
 
 
+class UnsavedSubject(NotResumable, LateSubject):
+    """Adapter whose runs have no methods to save and load."""
+
+
+without_save = UnsavedSubject(**fields_of(own_mesh_names))
 late = LateSubject(**fields_of(own_mesh_names))
 late_and_silent = SilentSubject(**fields_of(own_mesh_names))
 late_and_uninitialised = LateSubject(**fields_of(buffer_not_initialised))

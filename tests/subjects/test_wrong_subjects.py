@@ -88,6 +88,12 @@ def test_a_run_that_cannot_be_saved_is_told(pools: Pools, tmp_path: Path) -> Non
     assert "the run was made without functions that save and load it" in as_text(report)
 
 
+def test_a_run_without_methods_that_save_is_told(pools: Pools, tmp_path: Path) -> None:
+    report = judged(pools, tmp_path, "without_save", BY_ID["dp2-fp32-resumed"])
+    assert report.status == 1
+    assert "the run has no methods save and load: let unsupported() refuse" in as_text(report)
+
+
 def test_a_model_that_is_built_in_train_is_judged_when_it_is_told(pools: Pools, tmp_path: Path) -> None:
     assert judged(pools, tmp_path, "late", faults=True).status == 0
 

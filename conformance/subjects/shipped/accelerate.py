@@ -134,7 +134,7 @@ class AccelerateWithFix(Accelerate):
 
 
 class EfficientLoading(AccelerateWithFix):
-    """accelerate with weights that rank 0 alone loads, and an optimizer that is made as it should be."""
+    """accelerate with weights that rank 0 alone loads (`cpu_ram_efficient_loading`)."""
 
     name = "accelerate-efficient-loading"
     efficient_loading = True

@@ -254,7 +254,8 @@ class ObservedTrainer(Trainer):  # type: ignore[misc]
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         """Make the suite's optimizer where the Trainer would make its own: with FSDP it takes none that exists."""
         if self._make_optimizer is None:
-            return super().create_optimizer(model)  # type: ignore[no-any-return]
+            made: Optimizer = super().create_optimizer(model)
+            return made
         self.optimizer = self._make_optimizer((model or self.model).parameters())
         return self.optimizer
 

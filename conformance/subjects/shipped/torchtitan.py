@@ -123,8 +123,8 @@ class TitanRun:
     @property
     def optimizer(self) -> Optimizer:
         """Optimizer of the model, which torchtitan keeps in one piece without a pipeline."""
-        (optimizer,) = self.optimizers
-        return optimizer  # type: ignore[no-any-return]
+        optimizer: Optimizer = self.optimizers.optimizers[0]
+        return optimizer
 
     def save(self, directory: Path) -> None:
         """Save model and optimizer with torchtitan's CheckpointManager."""
