@@ -1,7 +1,8 @@
 """Memory of FSDP1 and FSDP2 on the simulated accelerator: `python -m benchmarks.simulated_accelerator [--write]`.
 
 Peaks of one step at both ends of what timings can do: a device that keeps up with the host, and one that is as far
-behind as events permit. With `--write` the table goes into docs/simulated_accelerator.md, and the picture beside it.
+behind as events permit; on the latter FSDP2 also with process groups as NCCL's were up to torch 2.7. With `--write` the
+table goes into docs/simulated_accelerator.md, and the picture beside it.
 """
 
 import argparse
@@ -13,8 +14,8 @@ import torch
 from tabulate import tabulate
 
 from benchmarks.documents import PROJECT, write_block
-from conformance.experiments.device_memory import ENDS, DevicePeaks, step_on_device
-from conformance.plan.cells import Cell
+from conformance.experiments.device_memory import ENDS, DevicePeaks, step_on_device, step_with_older_process_group
+from conformance.plan.cells import RECORD_STREAMS, Cell
 from conformance.run.case_runs import CaseRuns
 from conformance.run.devices.hardware import find_hardware
 from conformance.run.devices.nvml import machine_devices
@@ -53,16 +54,19 @@ def measured_peaks(mesh: str) -> dict[str, dict[str, DevicePeaks]]:
         )
         for name, cell in implementations(mesh).items():
             peaks[name] = CaseRuns(store).measure(step_on_device, cell)[0]
+        older = CaseRuns(store).measure(step_with_older_process_group, implementations(mesh)["FSDP2"])[0]
+    for value, of_value in older.items():
+        peaks[f"FSDP2, {RECORD_STREAMS}={value} of 2.7"] = {"lazy": of_value}
     return peaks
 
 
 def table(by_mesh: dict[str, dict[str, dict[str, DevicePeaks]]]) -> str:
     """Return the table of peaks in MiB, in the markdown of GitHub."""
     rows = [
-        [mesh, name, _TIMINGS[timing], *(getattr(peaks[timing], kind) / _MEBI for kind in KINDS)]
+        [mesh, name, _TIMINGS[timing], *(getattr(of_timing, kind) / _MEBI for kind in KINDS)]
         for mesh, by_name in by_mesh.items()
         for name, peaks in by_name.items()
-        for timing in ENDS
+        for timing, of_timing in peaks.items()
     ]
     headers = ["mesh", "implementation", "timing", *(f"{kind} (MiB)" for kind in KINDS)]
     text = tabulate(rows, headers=headers, tablefmt="github", floatfmt=".2f")
@@ -71,7 +75,8 @@ def table(by_mesh: dict[str, dict[str, dict[str, DevicePeaks]]]) -> str:
 
 def picture(mesh: str, by_name: dict[str, dict[str, DevicePeaks]]) -> str:
     """Return an SVG with a bar for each peak of active memory."""
-    bars = [(name, timing, peaks[timing].active) for name, peaks in by_name.items() for timing in ENDS]
+    names = implementations(mesh)
+    bars = [(name, timing, peaks.active) for name in names for timing, peaks in by_name[name].items()]
     largest = max(active for *_, active in bars)
     height = _TOP + _ROW * len(bars) + 16
     lines = [

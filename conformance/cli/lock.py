@@ -85,8 +85,9 @@ def _of_report(directory: Path) -> dict[str, float]:
 
 
 def _gains(content: Content, cells: Sequence[Cell], scopes: Mapping[str, Scope]) -> dict[str, dict[Hashable, float]]:
-    """Return what each cell adds: laws, defects that it triggers, and pairs of values under a law on numbers."""
-    triggers = [(defect.id, parse(defect.cells), set(defect.laws)) for defect in defects() if defect.cells]
+    """Return what each cell adds: laws, defects shown on the CPU, and pairs of values under a law on numbers."""
+    shown = [defect for defect in defects() if "gloo" in defect.substrates]
+    triggers = [(defect.id, parse(defect.cells), set(defect.laws)) for defect in shown]
     gains: dict[str, dict[Hashable, float]] = {}
     for cell in cells:
         facts = cell.facts()

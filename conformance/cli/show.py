@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import shlex
 import textwrap
 from collections.abc import Callable
 from contextlib import suppress
@@ -88,16 +89,16 @@ def _defect_text(matrix: Matrix, defect: Defect) -> str:
         "source": defect.source,
         "caught by": ", ".join(defect.laws),
         "smallest cells": "\n".join(f"{cell}: {', '.join(laws)}" for cell, laws in _laws_by_cell(smallest).items()),
-        "inject": _command(defect.id, smallest),
-        "benign twin": _command(defect.id + TWIN, smallest),
+        "inject": _command(defect, defect.id, smallest),
+        "benign twin": _command(defect, defect.id + TWIN, smallest),
         "shows on": f"{', '.join(defect.substrates)}, from torch {defect.since} on",
     }
     return f"{defect.id}  {defect.title}\n\n{_facts_text(facts)}"
 
 
 def _smallest_cases(matrix: Matrix, defect: Defect) -> list[Case]:
-    """Return the smallest case of each law that must catch the defect; none if only a device shows the defect."""
-    cases = matrix.cases(DEFAULT_PROFILE, only=parse(defect.cells)) if defect.cells else ()
+    """Return the smallest case of each law that must catch the defect; none of a law without a case in the profile."""
+    cases = matrix.cases(DEFAULT_PROFILE, only=parse(defect.cells))
     smallest: dict[str, Case] = {}
     for case in sorted(cases, key=lambda case: _size(case.cell)):
         if case.law in defect.laws:
@@ -118,10 +119,17 @@ def _laws_by_cell(cases: list[Case]) -> dict[str, list[str]]:
     return laws
 
 
-def _command(defect_id: str, smallest: list[Case]) -> str:
-    """Return the command that injects a defect into the smallest cell that shows it, or into all if none is known."""
-    selected = f" --laws {smallest[0].law} --cells {smallest[0].cell.id}" if smallest else ""
-    return f"pytest {LAWS_ARGUMENTS}{selected} --defect {defect_id}"
+def _command(defect: Defect, name: str, smallest: list[Case]) -> str:
+    """Return the command that injects a defect or its twin into the smallest cell that shows the defect.
+
+    The cell is one of the profile's; if it has none, any cell of the matrix that shows the defect.
+    """
+    if smallest:
+        selected = f"--laws {smallest[0].law} --cells {smallest[0].cell.id}"
+    else:
+        selected = f"--profile nightly --cells {shlex.quote(defect.cells)}"
+    accelerator = "" if "gloo" in defect.substrates else " --accelerator sim"
+    return f"pytest {LAWS_ARGUMENTS} {selected} --defect {name}{accelerator}"
 
 
 def _cell_text(matrix: Matrix, cell: Cell) -> str:

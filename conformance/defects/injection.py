@@ -37,8 +37,7 @@ class Defect:
     cells: str = ""
     """Selection expression: the smallest cells of matrix.yaml that show the defect to all of its `laws`.
 
-    Empty for a user's own defect, which is injected into any cell, and if only a device shows the defect
-    (`substrates=CUDA`): its cells are chosen when a device first shows it.
+    Empty for a user's own defect, which is injected into any cell.
     """
     inject: Injection
     inject_twin: Injection

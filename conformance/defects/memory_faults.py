@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from conformance.defects.injection import Defect, repeated_call, replaced_call
-from conformance.plan.substrates import CUDA
+from conformance.plan.substrates import STREAMS
 from reference_trainer.model import Transformer
 
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard"
@@ -104,7 +104,7 @@ GATHER_BUFFERS_KEPT = Defect(
     title="the output of each all-gather is kept until forward is over",
     source="https://github.com/pytorch/pytorch/issues/147168",
     mechanism="buffers of collectives are freed only when the stream has caught up",
-    laws=("MEM-1", "MEM-8"),
+    laws=("MEM-1", "MEM-8", "MEM-10", "STREAM-4"),
     cells=_DEEP_AND_FSDP1,
     inject=partial(gather_outputs, kept=True),
     inject_twin=partial(gather_outputs, kept=False),
@@ -135,10 +135,10 @@ def collectives_on_a_side_stream(*, recorded: bool) -> Iterator[None]:
 
     def follow(*tensors: Tensor) -> None:
         for tensor in tensors:
-            if tensor.is_cuda:
-                side = streams[0] if streams else torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
+            if tensor.device.type != "cpu":
+                side = streams[0] if streams else torch.Stream(device=tensor.device)
                 streams[:] = [side]
-                side.wait_stream(torch.cuda.current_stream(tensor.device))
+                side.wait_stream(torch.accelerator.current_stream(tensor.device))
                 if recorded:
                     tensor.record_stream(side)
 
@@ -165,11 +165,11 @@ RECORD_STREAM_ON_COLLECTIVES = Defect(
     title="tensors of collectives are held until another stream has caught up",
     source="https://github.com/pytorch/pytorch/issues/147168",
     mechanism="record_stream is called for the tensors of every collective",
-    laws=("STREAM-2",),
-    cells="",
+    laws=("STREAM-2", "STREAM-4"),
+    cells="id in (dp2-tp2-fp32-default-meta-deep, dp4-fp32-default-full-deep-fsdp1)",
     inject=partial(collectives_on_a_side_stream, recorded=True),
     inject_twin=partial(collectives_on_a_side_stream, recorded=False),
-    substrates=CUDA,
+    substrates=STREAMS,
 )
 
 

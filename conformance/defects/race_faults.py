@@ -18,7 +18,7 @@ from torch import Tensor
 
 from conformance.defects.injection import Defect, replaced_call
 from conformance.instruments.delays import DELAY_S
-from conformance.plan.substrates import CUDA
+from conformance.plan.substrates import STREAMS
 
 _GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 _ALIASED = "https://github.com/pytorch/pytorch/pull/180889"
@@ -130,11 +130,11 @@ ALL_REDUCE_BUFFER_RELEASED = Defect(
     title="the buffer of an all-reduce over replicas is reused while the all-reduce is under way",
     source=_ALIASED,
     mechanism="the group does not keep the buffer in reduce_dtype until its all-reduce and cast have ended",
-    laws=("STREAM-5",),
-    cells="",
+    laws=("STREAM-5", "STREAM-6"),
+    cells="id = hsdp2x2-bf16reduce-default-meta",
     inject=partial(all_reduced_buffers, dropped=True, offloaded=False),
     inject_twin=partial(all_reduced_buffers, dropped=False, offloaded=False),
-    substrates=CUDA,
+    substrates=STREAMS,
 )
 
 
@@ -195,11 +195,11 @@ OFFLOAD_SOURCE_RELEASED = Defect(
     title="gradients of replicas are reused while they are copied to the host",
     source=_COPY_RACE,
     mechanism="the copy runs on the stream of the all-reduce, the memory belongs to that of the reduce-scatter",
-    laws=("STREAM-5",),
-    cells="",
+    laws=("STREAM-5", "STREAM-6"),
+    cells="id = hsdp2x2-fp32-default-meta-offloadcpu-pinned",
     inject=partial(all_reduced_buffers, dropped=True, offloaded=True),
     inject_twin=partial(all_reduced_buffers, dropped=False, offloaded=True),
-    substrates=CUDA,
+    substrates=STREAMS,
 )
 OFFLOAD_COPY_UNFINISHED = Defect(
     id="offload-copy-unfinished",
@@ -232,9 +232,9 @@ OFFLOAD_COPY_NOT_AWAITED = Defect(
     title="the host uses gradients while they are copied to it",
     source=_WRONG_EVENT,
     mechanism="nobody waits for the event that is recorded behind a copy to pinned memory",
-    laws=("STREAM-5",),
-    cells="",
+    laws=("STREAM-5", "STREAM-6"),
+    cells="id = dp2-fp32-default-meta-offloadcpu-pinned",
     inject=partial(copy_events, dropped=True),
     inject_twin=partial(copy_events, dropped=False),
-    substrates=CUDA,
+    substrates=STREAMS,
 )

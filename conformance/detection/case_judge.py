@@ -16,7 +16,8 @@ from conformance.laws.registry import asserted_laws
 from conformance.plan.matrix import Case, Matrix, load_matrix
 from conformance.plan.selection import parse
 from conformance.project import data_file
-from conformance.run.devices.hardware import NO_DEVICES, Hardware
+from conformance.run.devices.hardware import NO_DEVICES, Hardware, find_hardware
+from conformance.run.devices.nvml import machine_devices
 from conformance.run.pool import Pools
 from conformance.run.store import RecordStore
 
@@ -27,6 +28,14 @@ DEADLINE_S = 60.0
 def the_matrix() -> Matrix:
     """Return the matrix of the project."""
     return load_matrix(data_file("matrix.yaml"))
+
+
+@cache
+def simulated_device() -> Hardware | None:
+    """Return the simulated device as hardware, compiled if this machine has not done so yet; None if it cannot be."""
+    hardware = find_hardware(machine_devices(), accelerator="sim", share_gpu="auto")
+    assert hardware.simulated is not None
+    return None if hardware.simulated.lacks else hardware
 
 
 @cache

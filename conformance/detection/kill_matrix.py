@@ -13,15 +13,15 @@ from tqdm import tqdm
 
 from conformance.defects.catalogue import defects
 from conformance.defects.injection import Defect
-from conformance.detection.case_judge import CaseJudge, the_matrix
-from conformance.detection.trials import Trial, key_of, try_defect
+from conformance.detection.case_judge import CaseJudge, simulated_device, the_matrix
+from conformance.detection.trials import Trial, hardware_for, key_of, try_defect
 from conformance.laws.registry import asserted_laws
 from conformance.run.pool import Pools
 from conformance.torch_release import release
 from reference_trainer.strict_yaml import allowed
 
 RESULTS_FILE = "kill_matrix.json"
-_HERE = ("gloo", "simulated")
+_EVERYWHERE = ("gloo", "simulated")
 """Substrates that every machine has."""
 
 
@@ -34,7 +34,7 @@ class KillMatrix(msgspec.Struct, frozen=True, kw_only=True):
     trials: list[Trial]
     """Trials in the order of the catalogue."""
     unverified: list[str]
-    """Defects that need a device that this machine lacks: they can be injected, and nobody has seen them caught."""
+    """Defects and laws that need a device that this machine lacks: nobody has seen the law catch the defect."""
     complete: bool
     """True if the whole catalogue was tried."""
     reused: int = 0
@@ -47,8 +47,9 @@ class KillMatrix(msgspec.Struct, frozen=True, kw_only=True):
             return []
         killing = {law for trial in self.trials for law, of_law in trial.laws.items() if of_law.kills}
         judged = dict.fromkeys(case.law for case in the_matrix().cases(self.profile))
-        here = {law for law, asserted in asserted_laws().items() if set(_HERE) & set(asserted.law.substrates)}
-        return [law for law in judged if law in here and law not in killing]
+        here = {*_EVERYWHERE, *(("sim",) if simulated_device() else ())}
+        substrates = {law: asserted.law.substrates for law, asserted in asserted_laws().items()}
+        return [law for law in judged if here & {*substrates[law]} and law not in killing]
 
     @property
     def problems(self) -> list[str]:
@@ -74,7 +75,8 @@ def kill_matrix(*, profile: str, directory: Path, workers: int, only: Sequence[s
     here = release(str(torch.__version__))
     chosen = [defect for defect in _chosen(only) if release(defect.since) <= here]
     directory.mkdir(parents=True, exist_ok=True)
-    shown = [defect for defect in chosen if set(_HERE) & set(defect.substrates)]
+    unverified = {defect.id: [law for law in defect.laws if hardware_for(defect, law) is None] for defect in chosen}
+    shown = [defect for defect in chosen if len(unverified[defect.id]) < len(defect.laws)]
     earlier = {trial.key: trial for trial in _earlier(directory)}
     missing = [defect for defect in shown if key_of(defect, profile=profile) not in earlier]
     fresh = {trial.defect: trial for trial in _try_all(missing, profile=profile, workers=workers)}
@@ -84,7 +86,7 @@ def kill_matrix(*, profile: str, directory: Path, workers: int, only: Sequence[s
         torch=str(torch.__version__),
         trials=trials,
         complete=not only,
-        unverified=[defect.id for defect in chosen if defect not in shown],
+        unverified=[f"{defect} before {', '.join(laws)}" for defect, laws in unverified.items() if laws],
         reused=len(trials) - len(fresh),
     )
     others = [trial for trial in earlier.values() if trial.defect not in {defect.id for defect in shown}]

@@ -16,7 +16,8 @@ _INTRODUCTION = f"""Written by `{_COMMAND}`. Each defect is injected into the ra
 every law that it names; its benign twin, the same place changed in a correct way, must pass them. The margin is how
 far outside of its bounds the worst metric was, where 1 is at a bound: how many times the bound a rounding error was,
 and how many times half of the distance between its bounds a number of bytes was away from their middle; *exact* where
-only one value is right, *stated* where the law compares facts and no metrics. The twin's percentage is its margin:
+only one value is right, *stated* where the law compares facts and no metrics. What the CPU does not show is judged on
+the [simulated accelerator](../simulated_accelerator.md). The twin's percentage is its margin:
 100 % is at a bound. A law for which the profile has no cell that triggers the defect is judged on the first cell of
 the matrix that does."""
 _HEADERS = ["defect", "law", "caught on", "margin", "twin"]
@@ -31,7 +32,7 @@ def as_text(matrix: KillMatrix) -> str:
         tabulate(_law_rows(matrix.trials), headers=_LAW_HEADERS, disable_numparse=True),
     ]
     if matrix.unverified:
-        sections.append(f"not verified, for want of a device: {', '.join(matrix.unverified)}")
+        sections.append(f"not verified, for want of a device: {'; '.join(matrix.unverified)}")
     return "\n\n".join([*sections, summary(matrix), *matrix.problems])
 
 
@@ -39,7 +40,7 @@ def as_markdown(matrix: KillMatrix) -> str:
     """Return the content of docs/detection/kill_matrix.md."""
     headers = ["defect", "what it is", *_HEADERS[1:]]
     rows = [row for trial in matrix.trials for row in _rows_with_source(trial)]
-    unverified = ", ".join(matrix.unverified) or "none"
+    unverified = "; ".join(matrix.unverified) or "none"
     return "\n\n".join(
         [
             "# Kill matrix",
@@ -50,7 +51,7 @@ def as_markdown(matrix: KillMatrix) -> str:
             "## Laws",
             tabulate(_law_rows(matrix.trials), headers=_LAW_HEADERS, tablefmt="github"),
             "## Not verified",
-            f"Defects that need a device which the machine of this run lacks: {unverified}",
+            f"Defects and laws that need a device which the machine of this run lacks: {unverified}",
         ]
     )
 

@@ -1,20 +1,24 @@
 """Trials: each defect, and its benign twin, before the laws that it names."""
 
+import dataclasses
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import torch
 
 from conformance.defects.catalogue import TWIN, sources_of
 from conformance.defects.injection import Defect
-from conformance.detection.case_judge import DEADLINE_S, CaseJudge, judge_case
+from conformance.detection.case_judge import DEADLINE_S, CaseJudge, judge_case, simulated_device
 from conformance.judge.judge import Judged
 from conformance.judge.margins import margin
 from conformance.judge.verdicts import Verdict
+from conformance.laws.registry import asserted_laws
 from conformance.plan.lock import lock_file
+from conformance.plan.matrix import Case
 from conformance.project import PROJECT, data_file
+from conformance.run.devices.hardware import NO_DEVICES, Hardware
 
 HANG_DEADLINE_S = 5.0
 _PASSES = (Verdict.PASS, Verdict.WAIVED)
@@ -64,13 +68,16 @@ def try_defect(case_judge: CaseJudge, defect: Defect) -> Trial:
     """Judge the laws that a defect names, on the cells that trigger it, with its twin and then with the defect.
 
     In this order, since processes that other defects were in may serve both: what passes with the twin is not made to
-    fail by traces of these.
+    fail by traces of these. Laws that nothing on this machine can show the defect to are left out.
     """
     start_s = time.monotonic()
-    cases = case_judge.cases_of(defect.cells, defect.laws)
-    of_twin = case_judge.judge(cases, defect=defect.id + TWIN)
-    of_defect = case_judge.judge(cases, defect=defect.id, deadline_s=_deadline_s(defect))
-    laws = {law: _law_trial(law, defect, of_defect, of_twin) for law in defect.laws}
+    of_defect: list[Judged] = []
+    of_twin: list[Judged] = []
+    for judge, cases in _cases_by_judge(case_judge, defect):
+        of_twin += judge.judge(cases, defect=defect.id + TWIN)
+        of_defect += judge.judge(cases, defect=defect.id, deadline_s=_deadline_s(defect))
+    here = [law for law in defect.laws if hardware_for(defect, law) is not None]
+    laws = {law: _law_trial(law, defect, of_defect, of_twin) for law in here}
     has_escaped = any(not trial.kills for trial in laws.values())
     return Trial(
         defect=defect.id,
@@ -87,11 +94,35 @@ def escapes(case_judge: CaseJudge, defect: Defect) -> list[str]:
     Each is judged until its first kill, without twins.
     """
     left = list(defect.laws)
-    store = case_judge.store(defect=defect.id, deadline_s=_deadline_s(defect))
-    for case in case_judge.cases_of(defect.cells, defect.laws):
-        if case.law in left and _is_kill(judge_case(case, store), defect):
-            left.remove(case.law)
-    return left
+    for judge, cases in _cases_by_judge(case_judge, defect):
+        store = judge.store(defect=defect.id, deadline_s=_deadline_s(defect))
+        for case in cases:
+            if case.law in left and _is_kill(judge_case(case, store), defect):
+                left.remove(case.law)
+    return [law for law in left if hardware_for(defect, law) is not None]
+
+
+def hardware_for(defect: Defect, law: str) -> Hardware | None:
+    """Return hardware on which the law can catch the defect; None if this machine has none.
+
+    That is none but processors, where these show the defect to the law, or else the simulated device.
+    """
+    shown = {*defect.substrates, "simulated"} & {*asserted_laws()[law].law.substrates}
+    if shown & {"gloo", "simulated"}:
+        return NO_DEVICES
+    return simulated_device() if "sim" in shown else None
+
+
+def _cases_by_judge(case_judge: CaseJudge, defect: Defect) -> Iterator[tuple[CaseJudge, list[Case]]]:
+    """Yield the cases of the laws that a defect names, by the hardware that is to show it to them."""
+    by_law = {law: hardware_for(defect, law) for law in defect.laws}
+    for hardware in dict.fromkeys(by_law.values()):
+        if hardware is not None:
+            laws = [law for law, of_law in by_law.items() if of_law == hardware]
+            judge = case_judge
+            if hardware != case_judge.hardware:
+                judge = dataclasses.replace(case_judge, hardware=hardware)
+            yield judge, judge.cases_of(defect.cells, laws)
 
 
 def _deadline_s(defect: Defect) -> float:
@@ -124,7 +155,11 @@ def _is_kill(judged: Judged, defect: Defect) -> bool:
 
 def _caught_by_others(case_judge: CaseJudge, defect: Defect) -> tuple[str, ...]:
     cases = case_judge.cases(defect.cells)
-    judged = case_judge.judge(cases, defect=defect.id, deadline_s=_deadline_s(defect))
+    judged = [
+        result
+        for judge, _ in _cases_by_judge(case_judge, defect)
+        for result in judge.judge(cases, defect=defect.id, deadline_s=_deadline_s(defect))
+    ]
     laws = {result.case.law for result in judged if _is_kill(result, defect)}
     return tuple(sorted(laws - set(defect.laws)))
 
@@ -132,14 +167,14 @@ def _caught_by_others(case_judge: CaseJudge, defect: Defect) -> tuple[str, ...]:
 def key_of(defect: Defect, *, profile: str) -> str:
     """Return a digest of all that a trial depends on.
 
-    That is the suite and the trainer without other defects, matrix.yaml, matrix.lock and waivers.yaml, torch, profile
-    and defect.
+    That is the suite, with the simulated device, and the trainer, without other defects, matrix.yaml, matrix.lock and
+    waivers.yaml, torch, profile and defect.
     """
     shared = [
         file
         for package in ("conformance", "reference_trainer")
-        for file in sorted((PROJECT / package).rglob("*.py"))
-        if not file.stem.endswith("_faults")
+        for file in sorted((PROJECT / package).rglob("*"))
+        if file.suffix in (".py", ".cpp", ".h") and not file.stem.endswith("_faults")
     ]
     digest = hashlib.sha256()
     matrix = data_file("matrix.yaml")

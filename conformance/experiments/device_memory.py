@@ -14,6 +14,8 @@ from reference_trainer.observer import Observer, Phase
 
 ENDS = ("eager", "lazy")
 """Schedules of the simulated device between which those of any device lie."""
+LIFETIMES_OF_2_7 = {"0": simulated.Lifetime.RECORD_STREAM, "1": simulated.Lifetime.AVOID_RECORD_STREAMS}
+"""Lifetimes of tensors in process groups up to torch 2.7, by the value of TORCH_NCCL_AVOID_RECORD_STREAMS."""
 _WIDTH = 4096
 _PRODUCTS = 50
 """Number of products: 7 TFLOP, over 0.1 s on the fastest devices, while the host issues a full pass of `deep`."""
@@ -45,6 +47,26 @@ def step_on_device(rank: RankWorld) -> dict[str, DevicePeaks]:
         peaks[name] = _peaks(rank, Observer())
         gc.collect()
         torch.accelerator.empty_cache()  # or what one run left in the pools of its streams would count for the next
+    return peaks
+
+
+@experiment(needs=Needs.TRAINING)
+def step_with_older_process_group(rank: RankWorld) -> dict[str, DevicePeaks]:
+    """Measure the second step on the simulated device with process groups as NCCL's were up to torch 2.7.
+
+    Returns the peaks by the value of TORCH_NCCL_AVOID_RECORD_STREAMS, which those read, under the schedule `lazy`;
+    nothing on another device, whose process groups are those of the installed torch.
+    """
+    if rank.device.type != simulated.NAME:
+        return {}
+    simulated.follow(Schedule.parse("lazy"))
+    peaks = {}
+    for value, lifetime in LIFETIMES_OF_2_7.items():
+        simulated.use_lifetime(lifetime)
+        peaks[value] = _peaks(rank, Observer())
+        gc.collect()
+        torch.accelerator.empty_cache()
+    simulated.use_lifetime(simulated.Lifetime.HELD_UNTIL_WAIT)
     return peaks
 
 

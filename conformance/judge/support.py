@@ -62,6 +62,8 @@ def _lacks_for_pipeline(cell: Cell, substrate: Substrate, torch_version: str) ->
         )
     if cell.pipeline == "zbv-zero-bubble" and substrate == "gloo" and release(torch_version) < (2, 13):
         return "has the stages of one rank send to each other, which gloo cannot do"
+    if substrate == "sim" and (2, 12) <= release(torch_version) < (2, 13):
+        return "forks CUDA's generators for stages on any device, https://github.com/pytorch/pytorch/pull/180512"
     return None
 
 

@@ -24,7 +24,7 @@ MODULE = "simdev"
 LIBRARY_VARIABLE = "CONFORMANCE_SIM_LIBRARY"
 """Environment variable with the path of the compiled device, which ranks load."""
 CACHE_VARIABLE = "XDG_CACHE_HOME"
-SINCE = "2.13"
+SINCE = "2.9"
 """First torch release with which the device was compiled; it uses C++ interfaces that older ones lack."""
 _SOURCES = Path(__file__).parent / "csrc"
 FLAGS = ("-O1", "-g0", "-DAT_PER_OPERATOR_HEADERS")  # optimised code would save nothing: kernels are torch's own

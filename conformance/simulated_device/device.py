@@ -8,6 +8,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import IntEnum
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
@@ -27,6 +28,17 @@ BACKEND = "simccl"
 """Backend of process groups, for tensors on the device and on the host."""
 BACKENDS = f"cpu:{BACKEND},{NAME}:{BACKEND}"
 """Backends for `init_process_group`. The one for the host lets the device go on while the host waits for its peers."""
+
+
+class Lifetime(IntEnum):
+    """How a process group sees to it that the memory of a collective is not handed out too early; `collectives.h`."""
+
+    HELD_UNTIL_WAIT = 0
+    """ProcessGroupNCCL since torch 2.8: it refers to the tensors until somebody waits for the collective."""
+    AVOID_RECORD_STREAMS = 1
+    """ProcessGroupNCCL up to 2.7 with TORCH_NCCL_AVOID_RECORD_STREAMS=1: the same, one stream for all collectives."""
+    RECORD_STREAM = 2
+    """ProcessGroupNCCL up to 2.7 without the variable: `record_stream`, but for synchronous collectives of FSDP."""
 
 
 @cache
@@ -58,6 +70,11 @@ def device() -> torch.device:
 def follow(schedule: Schedule) -> None:
     """Run all that is queued, then follow another schedule."""
     _extension().follow(schedule.policy, schedule.number, schedule.number)
+
+
+def use_lifetime(lifetime: Lifetime) -> None:
+    """Let all process groups treat the tensors of collectives in this way from now on."""
+    _extension().use_lifetime(lifetime)
 
 
 def poison(on: bool) -> None:

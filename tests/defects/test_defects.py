@@ -13,8 +13,8 @@ import conformance.instruments.poison  # noqa: F401
 import reference_trainer.checkpoint  # noqa: F401 - so that all that a defect may replace is loaded
 from conformance.defects.catalogue import AND, TWIN, defects, ids, injected, sources_of
 from conformance.defects.injection import Defect, NotInjectable, repeated_call, replaced, replaced_call
-from conformance.detection.case_judge import CaseJudge, the_matrix
-from conformance.detection.trials import escapes
+from conformance.detection.case_judge import CaseJudge, simulated_device, the_matrix
+from conformance.detection.trials import escapes, hardware_for
 from conformance.judge.verdicts import Verdict, classify
 from conformance.laws.registry import law_tests
 from conformance.oracles import dtype_policy as dtype_policies
@@ -23,6 +23,7 @@ from conformance.outcomes import CellFailed
 from conformance.plan.cells import Cell
 from conformance.plan.selection import parse
 from conformance.run.case_runs import CaseRuns
+from conformance.run.devices.hardware import NO_DEVICES
 from conformance.run.pool import Pools
 from tests.pytest_plugin import miniatures
 
@@ -33,15 +34,20 @@ def case_judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CaseJudge]:
         yield CaseJudge(tmp_path_factory.mktemp("records"), pools)
 
 
-def by_id(defect: Defect) -> str:
-    return defect.id
+def by_id(value: Defect | str) -> str:
+    return value if isinstance(value, str) else value.id
 
 
 SHOWN_ON_CPU = [defect for defect in defects() if "gloo" in defect.substrates]
+NEEDS_SIMULATED_DEVICE = [
+    (defect, law) for defect in defects() for law in defect.laws if hardware_for(defect, law) != NO_DEVICES
+]
+"""Defects, and the laws that catch them on the simulated device alone."""
 
 
-def test_a_defect_has_cells_if_the_cpu_shows_it() -> None:
-    assert [defect.id for defect in defects() if defect.cells] == [defect.id for defect in SHOWN_ON_CPU]
+def test_what_needs_the_simulated_device() -> None:
+    assert {law for _, law in NEEDS_SIMULATED_DEVICE} == {"STREAM-2", "STREAM-4", "STREAM-5", "STREAM-6", "MEM-10"}
+    assert all(defect.cells for defect in defects())
 
 
 def test_smoke_has_a_case_for_nine_of_ten_defects() -> None:
@@ -64,8 +70,9 @@ def test_pr_has_a_case_for_each_defect_and_the_matrix_one_for_each_law(defect: D
 
 
 def laws_to_fail(selection: str) -> set[str]:
-    """Return the laws that the defects of these cells must fail."""
-    return {law for defect in SHOWN_ON_CPU if defect.cells == selection for law in defect.laws}
+    """Return the laws that the defects of these cells must fail without a device."""
+    chosen = [defect for defect in SHOWN_ON_CPU if defect.cells == selection]
+    return {law for defect in chosen for law in defect.laws if hardware_for(defect, law) == NO_DEVICES}
 
 
 def selections_for_all_laws() -> list[str]:
@@ -89,7 +96,7 @@ def test_benign_twins_pass(case_judge: CaseJudge, selection: str) -> None:
     twins = {f"{defect.id}{TWIN}": defect for defect in SHOWN_ON_CPU if defect.cells == selection}
     of_hangs = [[name] for name, defect in twins.items() if defect.hangs]
     for group in without_common_attributes([name for name, defect in twins.items() if not defect.hangs]) + of_hangs:
-        laws = {law for name in group for law in twins[name].laws}
+        laws = laws_to_fail(selection) & {law for name in group for law in twins[name].laws}
         results = case_judge.judge(case_judge.cases(selection, only=laws), defect=AND.join(group))
         assert results
         assert [judged for judged in results if judged.verdict not in (Verdict.PASS, Verdict.WAIVED)] == []
@@ -111,8 +118,19 @@ def without_common_attributes(names: Sequence[str]) -> list[list[str]]:
     return [group for group, _ in groups]
 
 
+@pytest.mark.parametrize(("defect", "law"), NEEDS_SIMULATED_DEVICE, ids=by_id)
+def test_a_twin_passes_on_the_simulated_device(case_judge: CaseJudge, defect: Defect, law: str) -> None:
+    hardware = simulated_device()
+    if hardware is None:
+        assert hardware_for(defect, law) is None
+        return
+    judge = dataclasses.replace(case_judge, hardware=hardware)
+    results = judge.judge(judge.cases_of(defect.cells, [law]), defect=f"{defect.id}{TWIN}")
+    assert [(judged.verdict, judged.reason) for judged in results] == [(Verdict.PASS, "")]
+
+
 # After the twins, since rank processes that other defects were in serve all tests, see `try_defect`.
-@pytest.mark.parametrize("defect", SHOWN_ON_CPU, ids=by_id)
+@pytest.mark.parametrize("defect", defects(), ids=by_id)
 def test_a_defect_is_caught_by_its_laws(case_judge: CaseJudge, defect: Defect) -> None:
     assert escapes(case_judge, defect) == []
 

@@ -1,4 +1,4 @@
-"""Faults of buffers that only a device shows, on the simulated one: caught under a named schedule, twins clean."""
+"""Races on the simulated device: caught under a named schedule, or by the checker although waits hide them."""
 
 from collections.abc import Iterator
 
@@ -52,13 +52,7 @@ def test_a_race_is_caught_under_a_schedule(case_judge: CaseJudge, name: str) -> 
     assert result.reason.startswith(f"changed under schedule {DEFECTS[name][1]}: measured"), result.reason
 
 
-@pytest.mark.parametrize("name", DEFECTS)
-def test_the_twin_of_a_race_is_clean_under_each_schedule(case_judge: CaseJudge, name: str) -> None:
-    result = judged(case_judge, name, ".twin")
-    assert result.verdict == (Verdict.PASS if library() else Verdict.UNSUPPORTED), result.reason
-
-
-@pytest.mark.parametrize("name", [*DEFECTS, *HIDDEN_BY_WAITS])
+@pytest.mark.parametrize("name", HIDDEN_BY_WAITS)
 def test_a_race_is_found_in_the_trace(case_judge: CaseJudge, name: str) -> None:
     """Whatever the schedule: the checker asks what any timing of the streams could do."""
     result = judged(case_judge, name, "", law="STREAM-6")
@@ -66,10 +60,10 @@ def test_a_race_is_found_in_the_trace(case_judge: CaseJudge, name: str) -> None:
         assert result.verdict == Verdict.UNSUPPORTED
         return
     assert result.verdict == Verdict.FAIL, result.reason
-    assert "/_fully_shard/" in result.reason or " on host " in result.reason, result.reason
+    assert "/_fully_shard/" in result.reason, result.reason
 
 
-@pytest.mark.parametrize("name", [*DEFECTS, *HIDDEN_BY_WAITS])
+@pytest.mark.parametrize("name", HIDDEN_BY_WAITS)
 def test_the_trace_of_a_twin_has_no_race(case_judge: CaseJudge, name: str) -> None:
     result = judged(case_judge, name, ".twin", law="STREAM-6")
     assert result.verdict == (Verdict.PASS if library() else Verdict.UNSUPPORTED), result.reason

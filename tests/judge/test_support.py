@@ -5,7 +5,7 @@ import pytest
 from conformance.judge.support import Machine, unsupported
 from conformance.laws.registry import asserted_laws
 from conformance.plan.cells import Cell
-from conformance.run.devices.hardware import Hardware
+from conformance.run.devices.hardware import Hardware, SimulatedDevice
 
 ZERO_BUBBLE = Cell(mesh="pp2-dp2", model="cut", accumulation=4, pipeline="zbv-zero-bubble")
 
@@ -25,3 +25,12 @@ def test_pipelines_by_version(torch_version: str, cell: Cell, reason: str | None
     machine = Machine(hardware=Hardware(), torch_version=torch_version, max_world_size=8)
     found = unsupported(asserted_laws()["PP-1"].law, cell, machine)
     assert found == reason or (reason and found and reason in found)
+
+
+@pytest.mark.parametrize(("torch_version", "refused"), [("2.11.0", False), ("2.12.1", True), ("2.13.0", False)])
+def test_pipelines_on_the_simulated_device_by_version(torch_version: str, refused: bool) -> None:
+    """Since https://github.com/pytorch/pytorch/pull/177728, until https://github.com/pytorch/pytorch/pull/180512."""
+    simulated = Hardware(simulated=SimulatedDevice(schedule="lazy", library="/cache/simdev.so"))
+    machine = Machine(hardware=simulated, torch_version=torch_version, max_world_size=8)
+    found = unsupported(asserted_laws()["PP-1"].law, ZERO_BUBBLE.but(pipeline="1f1b"), machine)
+    assert (found is not None and "forks CUDA's generators" in found) == refused

@@ -19,7 +19,7 @@ def library() -> Path | None:
         return device_library()
     except Unsupported as missing:
         reason = str(missing)
-    assert re.search(r"apt install|torch 2\.13 and later", reason), reason
+    assert re.search(r"apt install|torch 2\.9 and later", reason), reason
     return None
 
 

@@ -27,8 +27,8 @@ def test_without_a_compiler_the_package_is_named(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda _: "2.12.1+cpu")
-    with pytest.raises(Unsupported, match=r"for torch 2\.13 and later; this is 2\.12\.1"):
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "2.8.0+cpu")
+    with pytest.raises(Unsupported, match=r"for torch 2\.9 and later; this is 2\.8\.0"):
         building.device_library()
 
 

@@ -11,6 +11,8 @@ from conformance.simulated_device.schedules import Schedule
 from tests.simulated_device.processes import exit_codes
 
 RANKS = 2
+BLOCK = 1 << 18
+"""Number of elements of a tensor."""
 
 
 def start(rank: int, ranks: int, directory: Path, schedule: str) -> None:
@@ -51,6 +53,27 @@ def an_asynchronous_collective_has_a_stream_of_its_own(rank: int, ranks: int, di
     work.wait()
     host.copy_(x)
     assert host.tolist() == [3.0] * 4
+    dist.destroy_process_group()
+
+
+def memory_of_collectives_is_held_as_by_nccl(rank: int, ranks: int, directory: Path) -> None:
+    """Freed memory is held for the stream of a collective by record_stream alone, which those of FSDP avoid."""
+    start(rank, ranks, directory, "lazy")
+    for lifetime, holds in zip(device.Lifetime, (False, False, True), strict=True):
+        device.use_lifetime(lifetime)
+        for is_asynchronous, is_of_fsdp in ((True, False), (False, False), (False, True)):
+            x = torch.ones(BLOCK, device="sim")
+            if is_of_fsdp:
+                dist.reduce_scatter_tensor(torch.empty(BLOCK // ranks, device="sim"), x)
+            elif work := dist.all_reduce(x, async_op=is_asynchronous):
+                work.wait()
+            work = None
+            del x
+            statistics = torch.accelerator.memory_stats()
+            held = statistics["active_bytes.all.current"] - statistics["allocated_bytes.all.current"]
+            assert (held > 0) == (holds and not is_of_fsdp), (lifetime, is_asynchronous, is_of_fsdp, held)
+            torch.accelerator.synchronize()
+            torch.empty(1, device="sim")  # the allocator looks for streams that have caught up
     dist.destroy_process_group()
 
 
@@ -104,6 +127,10 @@ def test_results_are_those_of_gloo(tmp_path: Path) -> None:
 def test_an_asynchronous_collective_has_a_stream_of_its_own(tmp_path: Path) -> None:
     check = an_asynchronous_collective_has_a_stream_of_its_own
     assert exit_codes(check, ranks=RANKS, directory=tmp_path) == [0] * RANKS
+
+
+def test_memory_of_collectives_is_held_as_by_nccl(tmp_path: Path) -> None:
+    assert exit_codes(memory_of_collectives_is_held_as_by_nccl, ranks=RANKS, directory=tmp_path) == [0] * RANKS
 
 
 def test_a_host_that_waits_for_its_peers_lets_its_device_go_on(tmp_path: Path) -> None:

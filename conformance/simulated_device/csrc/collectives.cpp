@@ -5,9 +5,11 @@
 
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
+#include "allocator.h"
 #include "device.h"
 #include "lock.h"
 #include "views.h"
@@ -20,8 +22,17 @@ using Tensors = std::vector<at::Tensor>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using Gloo = c10::intrusive_ptr<c10d::Backend>;
 
-// Collective in a stream. It keeps its tensors until somebody waits for it, as ProcessGroupNCCL does since torch 2.8;
-// `wait` makes the current stream wait, not the host.
+Lifetime lifetime = Lifetime::kHeldUntilWait;
+
+// Up to torch 2.7 the synchronous collectives of FSDP did without record_stream, see
+// https://github.com/pytorch/pytorch/pull/111431. The forms with lists of tensors did not; nothing here uses them.
+bool records_streams(const std::string& name, bool is_asynchronous) {
+  bool is_of_fsdp = name == "all_gather" || name == "reduce_scatter";
+  return lifetime == Lifetime::kRecordStream && (is_asynchronous || !is_of_fsdp);
+}
+
+// Collective in a stream. It holds its tensors until somebody waits for it; `wait` makes the current stream wait, not the
+// host.
 class StreamWork final : public c10d::Work {
  public:
   StreamWork(Point done, int64_t event, Tensors inputs, Tensors outputs)
@@ -211,13 +222,13 @@ class SimulatedBackend final : public c10d::Backend {
     }
     Lock lock;
     int64_t caller = current_stream();
-    if (options.asyncOp) enter_own_stream();
+    if (options.asyncOp || lifetime != Lifetime::kHeldUntilWait) enter_own_stream();
     WorkPtr work = issue_on_current_stream(name, std::move(inputs), std::move(outputs), options, std::move(run));
     exchange_stream(caller);
     return work;
   }
 
-  // Asynchronous collectives have a stream of their own, which first waits for what the caller has issued.
+  // The stream of collectives first waits for what the caller has issued.
   void enter_own_stream() {
     if (!stream_) stream_ = scheduler().new_stream();
     int64_t event = new_event();
@@ -249,8 +260,16 @@ class SimulatedBackend final : public c10d::Backend {
     Point done = queue(name, std::move(ranges), std::move(task), true);
     int64_t event = new_event();
     trace().add("record", current_stream(), "", event);
-    if (!options.asyncOp) inputs.clear();
+    bool records = records_streams(name, options.asyncOp);
+    if (records) record_current_stream(inputs, outputs);
+    if (records || lifetime == Lifetime::kHeldUntilWait && !options.asyncOp) inputs.clear();
     return c10::make_intrusive<StreamWork>(done, event, std::move(inputs), std::move(outputs));
+  }
+
+  static void record_current_stream(const Tensors& inputs, const Tensors& outputs) {
+    c10::Stream stream(c10::Stream::UNSAFE, kDevice, current_stream());
+    for (const Tensors* tensors : {&inputs, &outputs})
+      for (const auto& tensor : *tensors) allocator().recordStream(tensor.storage().data_ptr(), stream);
   }
 
   Gloo gloo_;
@@ -263,6 +282,7 @@ class SimulatedBackend final : public c10d::Backend {
 
 void bind_collectives(pybind11::module_& module) {
   module.def("make_backend", [](Gloo gloo) -> Gloo { return c10::make_intrusive<SimulatedBackend>(std::move(gloo)); });
+  module.def("use_lifetime", [](int chosen) { lifetime = static_cast<Lifetime>(chosen); });
 }
 
 } // namespace sim
