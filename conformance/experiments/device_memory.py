@@ -14,7 +14,7 @@ from reference_trainer.observer import Observer, Phase
 
 ENDS = ("eager", "lazy")
 """Schedules of the simulated device between which those of any device lie."""
-LIFETIMES = {"0": simulated.Lifetime.RECORD_STREAM, "1": simulated.Lifetime.AVOID_RECORD_STREAMS}
+GROUPS_OF_2_7 = {"0": simulated.Lifetime.RECORD_STREAM, "1": simulated.Lifetime.AVOID_RECORD_STREAMS}
 """Lifetimes of tensors in process groups up to torch 2.7, by the value of TORCH_NCCL_AVOID_RECORD_STREAMS."""
 _WIDTH = 4096
 _PRODUCTS = 50
@@ -61,7 +61,7 @@ def step_with_older_process_group(rank: RankWorld) -> dict[str, DevicePeaks]:
         return {}
     simulated.follow(Schedule.parse("lazy"))
     peaks = {}
-    for value, lifetime in LIFETIMES.items():
+    for value, lifetime in GROUPS_OF_2_7.items():
         simulated.use_lifetime(lifetime)
         peaks[value] = _peaks(rank, Observer())
         gc.collect()
