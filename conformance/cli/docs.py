@@ -177,7 +177,7 @@ def _families(matrix: Matrix) -> str:
 
 def _subject_laws() -> str:
     """Return a table of the laws for subjects."""
-    from conformance.subjects.laws import LAWS  # torch is for those who ask for this page
+    from conformance.subjects.catalogue import LAWS  # torch is for those who ask for this page
 
     rows = [[f"`{law.id}`", law.suite_law, law.must] for law in LAWS]
     return tabulate(rows, headers=["law", "like", "MUST"], tablefmt="github", disable_numparse=True)

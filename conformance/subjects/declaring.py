@@ -23,7 +23,7 @@ class SubjectLaw:
 
 
 SUBJECT_LAWS: list[SubjectLaw] = []
-"""Laws that were declared so far; `laws.LAWS` has all."""
+"""Laws that were declared so far; `catalogue.LAWS` has all."""
 
 
 def everywhere(_cell: SubjectCell) -> bool:

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from conformance.instruments.facts import Collective
 from conformance.subjects.cells import SubjectCell, Workload
 
 
@@ -10,10 +11,14 @@ class ShardedParameter(msgspec.Struct, frozen=True):
 
     shape: list[int]
     """Shape of the full parameter."""
+    local_numel: int
+    """Number of elements of this rank's shard, before FSDP pads it."""
     dtype: str
     is_dtensor: bool
     shard_ranks: list[list[int]]
     """Ranks among which the parameter is sharded, for each mesh dimension that shards it."""
+    replica_ranks: list[list[int]]
+    """Ranks that hold copies, for each mesh dimension that does not shard the parameter."""
     is_trained: bool
 
 
@@ -37,10 +42,14 @@ class SubjectFacts(msgspec.Struct, frozen=True):
     matmul_dtypes: list[str]
     """Dtypes of the operands of matrix products in forward."""
     gradient_dtypes: list[str]
-    reductions: list[str]
-    """Collectives that reduce gradients in backward: kind, dtype and operation, each once."""
-    gathers_in_forward: int
-    """Number of all-gathers in forward."""
+    collectives: list[Collective]
+    """All collectives in the order in which this rank issued them; groups are named by their ranks, or `world`."""
+    first_backward: list[int]
+    """Number of collectives so far when the first backward pass of each step began."""
+    calls: dict[str, int]
+    """Most calls in one forward pass of the module with which FSDP2 shards a parameter, by parameter."""
+    unsharded: list[str]
+    """Parameters with another layout than when they were built, as the optimizer is about to step: `step0: NAME`."""
 
 
 class OwnErrors(msgspec.Struct, frozen=True):

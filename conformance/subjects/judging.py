@@ -7,14 +7,15 @@ from collections.abc import Iterator, Sequence
 from conformance.judge.measurements import collecting
 from conformance.judge.verdicts import Verdict, classify
 from conformance.outcomes import CellFailed
+from conformance.subjects.catalogue import LAWS
 from conformance.subjects.cells import CELLS, FIRST_OF_MESHES, SubjectCell
 from conformance.subjects.declaring import SubjectLaw
 from conformance.subjects.evidence import Evidence
 from conformance.subjects.facts import Description
 from conformance.subjects.faults import FAULTS
-from conformance.subjects.laws import LAWS
 from conformance.subjects.running import SubjectRuns
 from conformance.subjects.schema import FaultSeen, SubjectPolicy, SubjectReport, SubjectVerdict
+from conformance.subjects.traffic import reductions
 
 
 def judge_subject(
@@ -100,7 +101,7 @@ def _policy(evidence: Evidence, name: str) -> SubjectPolicy:
         cell=name,
         matmul_dtypes=facts.matmul_dtypes,
         gradient_dtypes=facts.gradient_dtypes,
-        reductions=facts.reductions,
+        reductions=reductions(facts),
         reference_dtype=evidence.reference.facts.dtype,
     )
 

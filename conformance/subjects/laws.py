@@ -7,8 +7,10 @@ from conformance.oracles import tolerance
 from conformance.oracles.reference import clip_factor, total_norm
 from conformance.outcomes import ConformanceFailure, Unsupported
 from conformance.subjects.cells import SubjectCell
-from conformance.subjects.declaring import SUBJECT_LAWS, in_bf16, in_fp32, subject_law
+from conformance.subjects.declaring import in_bf16, in_fp32, subject_law
 from conformance.subjects.evidence import Evidence
+from conformance.subjects.facts import SubjectFacts
+from conformance.subjects.traffic import GATHER
 
 
 @subject_law("fsdp-is-on", suite_law="AXIS-1")
@@ -28,7 +30,7 @@ def fsdp_is_on(evidence: Evidence) -> None:
         for name, parameter in everywhere
         if not any(len({data_ranks[rank] for rank in ranks}) > 1 for ranks in parameter.shard_ranks)
     ]
-    without_gather = [f"rank {facts.rank}" for facts in record.ranks if not facts.gathers_in_forward]
+    without_gather = [f"rank {facts.rank}" for facts in record.ranks if not _gathers_in_forward(facts)]
     faults = {
         "parameters that are no DTensor": _unique(plain),
         "parameters that are not sharded over data-parallel ranks": _unique(unsharded),
@@ -36,6 +38,10 @@ def fsdp_is_on(evidence: Evidence) -> None:
     }
     counts = {name: len(found) for name, found in faults.items()}
     compare.none(counts, details={name: _some(found) for name, found in faults.items()}, unit="seen")
+
+
+def _gathers_in_forward(facts: SubjectFacts) -> bool:
+    return any(entry.phase == "forward" and entry.kind == GATHER for entry in facts.collectives)
 
 
 @subject_law("partition", suite_law="PAR-7")
@@ -302,7 +308,3 @@ def _some(names: list[str], *, count: int = 3) -> str:
     """Return the first of some names, and how many more there are."""
     more = f" and {len(names) - count} more" if len(names) > count else ""
     return (", ".join(names[:count]) or "none") + more
-
-
-LAWS = tuple(SUBJECT_LAWS)
-"""All laws for subjects, in the order of reports."""

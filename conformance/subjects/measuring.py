@@ -1,12 +1,16 @@
 """Recorder of a subject: the suite's instruments around a step that somebody else takes."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -14,7 +18,7 @@ from conformance.instruments.capture import Capture
 from conformance.instruments.collectives import CollectiveLog
 from conformance.instruments.dispatch_tap import DispatchTap
 from conformance.instruments.dtypes import DtypeAudit
-from conformance.instruments.sharding import local
+from conformance.instruments.sharding import fsdp_group_of, local
 from conformance.instruments.tensor_file import write_tensors
 from conformance.run.shards import tensor_file
 from conformance.subjects.facts import ShardedParameter, SubjectFacts
@@ -23,7 +27,6 @@ from conformance.subjects.protocol import Built, SubjectMistake, reference_name
 from reference_trainer.observer import Phase
 
 MATMULS_IN_FORWARD = "matmul/forward"
-_REDUCTIONS = ("reduce_scatter", "all_reduce")
 
 
 @contextmanager
@@ -66,6 +69,11 @@ class SubjectRecorder:
         self._norms: list[float] = []
         self._uninitialised: dict[str, int] = {}
         self._parameters: dict[str, ShardedParameter] = {}
+        self._unsharded: list[str] = []
+        self._phase: Phase = "build"
+        self._calls: Counter[str] = Counter()
+        self._most_calls: Counter[str] = Counter()
+        self._first_backward: dict[int, int] = {}
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -92,7 +100,7 @@ class SubjectRecorder:
         with self._tap.paused():
             if self._is_begun:
                 self._require_known([self._named(name) for name, _ in self._run.model.named_parameters()])
-                self._collectives.sharded(self._run.model)
+                self._hook(self._run.model)
             else:
                 self._is_begun = True
                 self._look_at(self._run.model)
@@ -110,10 +118,26 @@ class SubjectRecorder:
         self._parameters = {name: _layout_of(parameter) for name, parameter in parameters.items()}
         self._capture.initialized(model)
         self._dtypes.initialized(model)
-        self._collectives.sharded(model)
+        self._hook(model)
+
+    def _hook(self, model: nn.Module) -> None:
+        """Count how often the modules that FSDP2 has sharded are called in a forward pass."""
+        owners = fsdp_group_of(model)
+        for owner in {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}:
+            names = [self._named(name) for name, of_name in owners.items() if of_name == owner]
+            model.get_submodule(owner).register_forward_pre_hook(partial(self._enter, names))
+
+    def _enter(self, names: Sequence[str], *_unused: Any) -> None:
+        if self._phase == "forward":
+            self._calls.update(names)
 
     def phase(self, name: Phase, *, step: int) -> None:
         """Tell instruments the phase that begins."""
+        if name == "backward":
+            self._most_calls |= self._calls  # of each parameter the larger number
+            self._calls.clear()
+            self._first_backward.setdefault(step, self._collectives.count())
+        self._phase = name
         self._dtypes.phase(name, step=step)
         self._collectives.phase(name, step=step)
 
@@ -125,10 +149,11 @@ class SubjectRecorder:
 
     def clipped(self, model: nn.Module, *, norm: Tensor, step: int) -> None:
         """Keep the clipped gradients and their norm."""
-        with torch.no_grad():
+        with self._tap.paused(), torch.no_grad():
             self._norms.append(scalar(torch.as_tensor(norm)))
-            with self._tap.paused():
-                self._capture.clipped(model, norm=norm, step=step)
+            self._capture.clipped(model, norm=norm, step=step)
+        layouts = {self._named(name): _layout_of(parameter) for name, parameter in model.named_parameters()}
+        self._unsharded += [f"step{step}: {name}" for name, of in layouts.items() if of != self._parameters.get(name)]
 
     @torch.no_grad()
     def finish(self, losses: Sequence[float], directory: Path) -> SubjectFacts:
@@ -143,8 +168,7 @@ class SubjectRecorder:
         run, rank = self._run, dist.get_rank()
         self._capture.final(run.model, run.optimizer)
         write_tensors(directory / tensor_file(rank), self._capture.tensors)
-        dtypes, collectives = self._dtypes.facts(), self._collectives.facts(None)
-        reductions = [entry for entry in collectives if entry.phase == "backward" and entry.kind in _REDUCTIONS]
+        dtypes = self._dtypes.facts()
         return SubjectFacts(
             rank=rank,
             data_rank=run.data_rank,
@@ -158,8 +182,10 @@ class SubjectRecorder:
             uninitialised=self._uninitialised,
             matmul_dtypes=dtypes.get(MATMULS_IN_FORWARD, []),
             gradient_dtypes=sorted({d for key, of in dtypes.items() if key.startswith("gradient/") for d in of}),
-            reductions=sorted({f"{entry.kind} {entry.dtype} {entry.reduce_op}" for entry in reductions}),
-            gathers_in_forward=sum(entry.phase == "forward" and entry.kind == "all_gather" for entry in collectives),
+            collectives=self._collectives.facts(None),
+            first_backward=list(self._first_backward.values()),
+            calls=dict(self._most_calls),
+            unsharded=self._unsharded,
         )
 
     def _named(self, name: str) -> str:
@@ -182,14 +208,17 @@ def _layout_of(parameter: nn.Parameter) -> ShardedParameter:
     is_dtensor = isinstance(parameter, DTensor)
     return ShardedParameter(
         shape=list(parameter.shape),
+        local_numel=local(parameter).numel(),
         dtype=str(parameter.dtype).removeprefix("torch."),
         is_dtensor=is_dtensor,
-        shard_ranks=_shard_ranks(parameter) if isinstance(parameter, DTensor) else [],
+        shard_ranks=_ranks_of_dims(parameter, sharded=True) if isinstance(parameter, DTensor) else [],
+        replica_ranks=_ranks_of_dims(parameter, sharded=False) if isinstance(parameter, DTensor) else [],
         is_trained=parameter.requires_grad,
     )
 
 
-def _shard_ranks(parameter: DTensor) -> list[list[int]]:
+def _ranks_of_dims(parameter: DTensor, *, sharded: bool) -> list[list[int]]:
+    """Return the ranks along each mesh dimension that shards a parameter, or along each other one."""
     mesh = parameter.device_mesh
-    dims = [index for index, placement in enumerate(parameter.placements) if hasattr(placement, "dim")]
+    dims = [index for index, placement in enumerate(parameter.placements) if hasattr(placement, "dim") == sharded]
     return [sorted(dist.get_process_group_ranks(mesh.get_group(index))) for index in dims]

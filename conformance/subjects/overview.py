@@ -7,8 +7,8 @@ from tabulate import tabulate
 
 from conformance.judge.verdicts import BAD, Verdict
 from conformance.report.html import render
+from conformance.subjects.catalogue import LAWS
 from conformance.subjects.keeping import KeptSubject
-from conformance.subjects.laws import LAWS
 from conformance.subjects.schema import NOT_JUDGED
 
 _INTRODUCTION = """# Other people's trainers

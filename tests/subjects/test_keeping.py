@@ -8,8 +8,8 @@ import pytest
 from conformance.__main__ import main
 from conformance.judge.verdicts import Verdict
 from conformance.subjects import keeping, overview
+from conformance.subjects.catalogue import LAWS
 from conformance.subjects.keeping import KeptSubject
-from conformance.subjects.laws import LAWS
 from conformance.subjects.schema import FaultSeen, SubjectReport, SubjectVerdict
 from tests.report.test_html import outline
 

@@ -9,11 +9,12 @@ import pytest
 from conformance.judge.verdicts import Verdict
 from conformance.outcomes import ConformanceFailure
 from conformance.run.pool import Pools
+from conformance.subjects.catalogue import LAWS
 from conformance.subjects.cells import CELLS, FIRST_OF_MESHES, SubjectCell, split_name
 from conformance.subjects.evidence import Evidence, Reference, SubjectRecord
 from conformance.subjects.faults import FAULTS
 from conformance.subjects.judging import judge_subject
-from conformance.subjects.laws import LAWS, shards_partition_parameters
+from conformance.subjects.laws import shards_partition_parameters
 from conformance.subjects.running import LIMIT_S, SubjectRuns
 from conformance.subjects.schema import SubjectReport
 from conformance.subjects.text import as_text
@@ -72,6 +73,13 @@ def test_a_right_function_passes_and_every_fault_is_seen(pools: Pools, tmp_path:
         ("untied", "dp2-fp32-tied", "gradients"),
         ("optimizer_not_loaded", "dp2-fp32-resumed", "parameters"),
         ("nothing_loaded", "dp2-fp32-resumed", "parameters"),
+        ("layer_gathered_twice", "dp2-fp32", "parameters-are-gathered"),
+        ("layer_not_reduced_over_replicas", "hsdp2x2-fp32", "gradients-are-reduced"),
+        ("reduced_in_bf16", "dp2-fp32", "wire-dtypes"),
+        ("ranks_reduce_differently", "dp2-fp32", "same-collectives"),
+        ("local_clip", "dp2-fp32", "clipping-reduces-norms"),
+        ("gradients_gathered_to_clip", "dp2-fp32", "clipping-reduces-norms"),
+        ("kept_after_backward", "dp2-fp32", "resharded"),
     ],
 )
 def test_a_wrong_function_fails_by_the_law_that_sees_it(
@@ -129,6 +137,10 @@ def test_a_model_that_cannot_compute_in_fp64_is_compared_in_fp32(pools: Pools, t
     assert report.status == 0
     assert [policy.reference_dtype for policy in report.policies] == ["fp32"]
     assert "compared with one process in fp32" in as_text(report)
+
+
+def test_a_layer_may_compute_twice(pools: Pools, tmp_path: Path) -> None:
+    assert judged(pools, tmp_path, "layer_that_computes_twice", DP2, BY_ID["dp2-fp32-accumulated"]).status == 0
 
 
 def test_mesh_dimensions_may_have_other_names(pools: Pools, tmp_path: Path) -> None:

@@ -1,0 +1,160 @@
+"""Laws for subjects on their collectives: what the groups that are observed must issue, and no more.
+
+Sizes come from the layouts of parameters, not from a configuration: FSDP2 gathers and reduces each shard padded to the
+largest of its group (`foreach_all_gather` and `foreach_reduce` in torch/distributed/fsdp/_fully_shard). What tensor
+parallelism communicates depends on the model, and is not judged.
+"""
+
+from collections.abc import Iterator
+
+from conformance.instruments.facts import Collective
+from conformance.laws import compare
+from conformance.subjects.declaring import subject_law
+from conformance.subjects.evidence import Evidence
+from conformance.subjects.facts import SubjectFacts
+from conformance.subjects.traffic import (
+    ALL_REDUCE,
+    GATHER,
+    REDUCE_SCATTER,
+    FsdpGroup,
+    fsdp_groups,
+    of_fsdp,
+    shard_group_names,
+)
+
+_NORMS = "all_reduce", "all_gather", "reduce_scatter"
+
+
+@subject_law("parameters-are-gathered", suite_law="RS-1")
+def every_parameter_is_gathered(evidence: Evidence) -> None:
+    """Before the first backward pass of a step ranks MUST gather every sharded parameter, and in the whole step each at
+    most once for each time that its module computes, forward and backward.
+
+    Wrong if a group is gathered twice, or keeps parameters that the optimizer has changed since.
+    """
+    for facts, group, step in _everywhere(evidence):
+        names = group.shard_numels
+        once = group.numel(names)
+        calls = sum(numel * max(1, facts.calls.get(name, 1)) for name, numel in names.items())
+        first = of_fsdp(facts, group, GATHER, step=step, in_first_forward=True)
+        name, detail = "elements gathered before backward", f"rank {facts.rank}, step {step}, over {group.name}"
+        compare.between(_numel(first), once, calls, name=name, detail=detail, unit="elements of shards")
+        most = 2 * calls * evidence.cell.accumulation[step]
+        name = "elements gathered in a step"
+        gathered = _numel(of_fsdp(facts, group, GATHER, step=step))
+        compare.between(gathered, once, most, name=name, detail=detail, unit="elements of shards")
+
+
+@subject_law("gradients-are-reduced", suite_law="MP-4")
+def every_gradient_is_reduced(evidence: Evidence) -> None:
+    """In every step ranks MUST reduce the gradients of all parameters alike: after its last backward pass, or after
+    each; first over the ranks that shard a parameter, then over those that hold copies.
+
+    Wrong if a parameter is left out, or is reduced twice.
+    """
+    trained = _trained(evidence)
+    for facts, group, step in _everywhere(evidence):
+        once, detail = group.numel(trained), f"rank {facts.rank}, step {step}"
+        calls = max((facts.calls.get(name, 1) for name in group.shard_numels), default=1)
+        most = calls * evidence.cell.accumulation[step]
+        for kind, factor in ((REDUCE_SCATTER, len(group.ranks)), (ALL_REDUCE, 1)):
+            if kind == ALL_REDUCE and group.replicas is None:
+                continue
+            reduced = _numel(of_fsdp(facts, group, kind, step=step))
+            where = f"{detail}, over {group.name if kind == REDUCE_SCATTER else group.replicas}"
+            name = f"elements in {kind}"
+            compare.between(reduced, factor * once, factor * once * most, name=name, detail=where, unit="elements")
+            if calls == 1:
+                name = f"elements in {kind} beyond a multiple of all"
+                compare.count(reduced % (factor * once), name=name, expected=0, detail=where, unit="elements")
+
+
+@subject_law("wire-dtypes", suite_law="MP-1")
+def dtypes_on_the_wire_stay(evidence: Evidence) -> None:
+    """FSDP's collectives MUST have the dtypes and reductions of the first step in every step, and in fp32 be in fp32.
+
+    Wrong if gradients are reduced in another dtype after the first step, or in 16 bits where nobody asks for them.
+    """
+    first: dict[tuple[int, str], set[str]] = {}
+    for facts, group, step in _everywhere(evidence):
+        issued = [c for kind in (GATHER, REDUCE_SCATTER, ALL_REDUCE) for c in of_fsdp(facts, group, kind, step=step)]
+        spelled = {f"{c.kind} in {c.dtype}" + (f", {c.reduce_op}" if c.reduce_op else "") for c in issued}
+        expected = first.setdefault((facts.rank, group.name), spelled)
+        other = sorted(spelled ^ expected)
+        if evidence.cell.precision == "fp32":
+            other += sorted({f"{c.kind} in {c.dtype}" for c in issued if c.dtype != "float32"})
+        detail = f"rank {facts.rank}, step {step}: {', '.join(other)}"
+        compare.count(len(other), name="other dtypes or reductions", expected=0, detail=detail, unit="kinds")
+
+
+@subject_law("same-collectives", suite_law="RS-1")
+def ranks_issue_the_same_collectives(evidence: Evidence) -> None:
+    """The ranks of each process group MUST issue the same collectives in the same order: of the same kind, size, dtype
+    and reduction.
+
+    Wrong if a rank decides from its own data whether to communicate: runs hang, or add up what is no sum.
+    """
+    by_group: dict[str, dict[int, list[str]]] = {}
+    for facts in evidence.record.ranks:
+        for entry in facts.collectives:
+            by_group.setdefault(entry.group, {}).setdefault(facts.rank, []).append(_spelled(entry))
+    for group, by_rank in by_group.items():
+        first_rank, expected = next(iter(by_rank.items()))
+        for rank, issued in by_rank.items():
+            differing = [pair for pair in zip(expected, issued, strict=False) if pair[0] != pair[1]]
+            wrong = len(differing) + abs(len(expected) - len(issued))
+            detail = f"over {group}: rank {first_rank} and rank {rank} issue {differing[:1] or 'other numbers'}"
+            compare.count(wrong, name="different collectives", expected=0, detail=detail, unit="collectives")
+
+
+@subject_law("clipping-reduces-norms", suite_law="CLIP-5")
+def clipping_communicates_norms_alone(evidence: Evidence) -> None:
+    """Clipping MUST reduce norms over every group of ranks that shards gradients, and MUST NOT gather gradients.
+
+    Wrong if it takes a rank's own norm for that of all, or needs the memory of full gradients.
+    """
+    numbers = len(evidence.reference.facts.parameters) + len(evidence.reference.facts.aliases)
+    for facts in evidence.record.ranks:
+        groups = shard_group_names(evidence.record, facts.rank)
+        for step in evidence.steps:
+            issued = [c for c in facts.collectives if c.step == step and c.phase == "clip" and c.kind in _NORMS]
+            over = {c.group for c in issued}
+            missing = [group for group in groups if group not in over and "world" not in over]
+            large = [_spelled(c) for c in issued if c.numel > numbers]
+            where = f"rank {facts.rank}, step {step}"
+            details = {"groups without a norm": ", ".join(missing), "larger than norms": ", ".join(large[:3])}
+            counts = {"groups without a norm": len(missing), "larger than norms": len(large)}
+            compare.none(counts, details={name: f"{where}: {text}" for name, text in details.items()}, unit="seen")
+
+
+@subject_law("resharded", suite_law="RS-1")
+def parameters_are_sharded_when_the_optimizer_steps(evidence: Evidence) -> None:
+    """When the optimizer steps, every parameter MUST be sharded as it was when the model was built.
+
+    Wrong if a group stays unsharded: the next forward pass computes with weights from before the step.
+    """
+    for facts in evidence.record.ranks:
+        detail = f"rank {facts.rank}, {', '.join(facts.unsharded[:3])}"
+        name = "parameters with another layout"
+        compare.count(len(facts.unsharded), name=name, expected=0, detail=detail, unit="parameters")
+
+
+def _everywhere(evidence: Evidence) -> Iterator[tuple[SubjectFacts, FsdpGroup, int]]:
+    for facts in evidence.record.ranks:
+        for group in fsdp_groups(evidence.record, facts.rank):
+            for step in evidence.steps:
+                yield facts, group, step
+
+
+def _trained(evidence: Evidence) -> list[str]:
+    reference = evidence.reference.facts
+    return [name for name in reference.parameters if name not in reference.untrained]
+
+
+def _numel(collectives: list[Collective]) -> int:
+    return sum(entry.numel for entry in collectives)
+
+
+def _spelled(entry: Collective) -> str:
+    operation = f" {entry.reduce_op}" if entry.reduce_op else ""
+    return f"{entry.kind}{operation} of {entry.numel} {entry.dtype} in {entry.phase} of step {entry.step}"
