@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy, gelu
@@ -55,14 +55,6 @@ class Tied(Model):
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(x) + self.table.real.to(x.dtype)
         return self.down(gelu(self.up(x)) + self.again(x))  # type: ignore[no-any-return]
-
-
-class Repeated(Model):
-    """A layer that computes twice in each forward pass."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(x) + self.table.real.to(x.dtype)
-        return self.down(gelu(self.up(x)) + gelu(self.up(-x)))  # type: ignore[no-any-return]
 
 
 class Random(Model):
@@ -146,60 +138,6 @@ def without_fp64(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> 
 @subject(model=Model, loss=loss, batch=batch, mesh_names={"dp_shard": "fsdp"})
 def own_mesh_names(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
     return shard(model, mesh["fsdp"], config)
-
-
-@subject(model=Repeated, loss=loss, batch=batch)
-def layer_that_computes_twice(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
-    return shard(model, mesh, config)
-
-
-@in_fp32
-def layer_gathered_twice(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
-    sharded = shard(model, mesh, config)
-    model.up.register_forward_hook(lambda module, *_: module.unshard())
-    return sharded
-
-
-@in_fp32
-def kept_after_backward(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
-    sharded: Any = shard(model, mesh, config)
-    sharded.set_reshard_after_backward(False)
-    return sharded  # type: ignore[no-any-return]
-
-
-@subject(model=Model, loss=loss, batch=batch, meshes=["dp2", "hsdp2x2"])
-def layer_not_reduced_over_replicas(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
-    sharded = shard(model, mesh, config)
-    model.up.register_forward_pre_hook(lambda module, _: module.set_requires_all_reduce(False))
-    return sharded
-
-
-@in_fp32
-def reduced_in_bf16(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
-    return shard(model, mesh, config, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
-
-
-def clip_full_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    held = list(parameters)
-    norm: Tensor = torch.stack([p.grad.full_tensor().norm() for p in held if isinstance(p.grad, DTensor)]).norm()
-    torch.nn.utils.clip_grads_with_norm_(held, max_norm, norm)
-    return norm
-
-
-@subject(model=Model, loss=loss, batch=batch, clip=clip_full_gradients)
-def gradients_gathered_to_clip(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
-    return shard(model, mesh, config)
-
-
-def clip_after_other_sums(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Clip as torch does, after an all-reduce whose operation depends on the rank; gloo does not notice."""
-    dist.all_reduce(torch.ones(1), op=(dist.ReduceOp.MAX, dist.ReduceOp.SUM)[dist.get_rank()])
-    return clip_with_torch(parameters, max_norm)
-
-
-@subject(model=Model, loss=loss, batch=batch, clip=clip_after_other_sums)
-def ranks_reduce_differently(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
-    return shard(model, mesh, config)
 
 
 @in_fp32

@@ -26,7 +26,7 @@ DP2, HSDP, TP = FIRST_OF_MESHES
 def judged(
     pools: Pools, directory: Path, name: str, *cells: SubjectCell, faults: bool = False, limit_s: float = LIMIT_S
 ) -> SubjectReport:
-    runs = SubjectRuns(f"tests.subjects.models:{name}", pools, directory, limit_s)
+    runs = SubjectRuns(f"tests.subjects.{name if ':' in name else f'models:{name}'}", pools, directory, limit_s)
     return judge_subject(runs, cells=cells or (DP2,), with_faults=faults)
 
 
@@ -73,13 +73,13 @@ def test_a_right_function_passes_and_every_fault_is_seen(pools: Pools, tmp_path:
         ("untied", "dp2-fp32-tied", "gradients"),
         ("optimizer_not_loaded", "dp2-fp32-resumed", "parameters"),
         ("nothing_loaded", "dp2-fp32-resumed", "parameters"),
-        ("layer_gathered_twice", "dp2-fp32", "parameters-are-gathered"),
-        ("layer_not_reduced_over_replicas", "hsdp2x2-fp32", "gradients-are-reduced"),
-        ("reduced_in_bf16", "dp2-fp32", "wire-dtypes"),
-        ("ranks_reduce_differently", "dp2-fp32", "same-collectives"),
+        ("wrong_traffic:layer_gathered_twice", "dp2-fp32", "parameters-are-gathered"),
+        ("wrong_traffic:layer_not_reduced_over_replicas", "hsdp2x2-fp32", "gradients-are-reduced"),
+        ("wrong_traffic:reduced_in_bf16", "dp2-fp32", "wire-dtypes"),
+        ("wrong_traffic:ranks_reduce_differently", "dp2-fp32", "same-collectives"),
         ("local_clip", "dp2-fp32", "clipping-reduces-norms"),
-        ("gradients_gathered_to_clip", "dp2-fp32", "clipping-reduces-norms"),
-        ("kept_after_backward", "dp2-fp32", "resharded"),
+        ("wrong_traffic:gradients_gathered_to_clip", "dp2-fp32", "clipping-reduces-norms"),
+        ("wrong_traffic:kept_after_backward", "dp2-fp32", "resharded"),
     ],
 )
 def test_a_wrong_function_fails_by_the_law_that_sees_it(
@@ -140,7 +140,10 @@ def test_a_model_that_cannot_compute_in_fp64_is_compared_in_fp32(pools: Pools, t
 
 
 def test_a_layer_may_compute_twice(pools: Pools, tmp_path: Path) -> None:
-    assert judged(pools, tmp_path, "layer_that_computes_twice", DP2, BY_ID["dp2-fp32-accumulated"]).status == 0
+    assert (
+        judged(pools, tmp_path, "wrong_traffic:layer_that_computes_twice", DP2, BY_ID["dp2-fp32-accumulated"]).status
+        == 0
+    )
 
 
 def test_mesh_dimensions_may_have_other_names(pools: Pools, tmp_path: Path) -> None:
