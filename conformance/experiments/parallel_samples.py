@@ -49,6 +49,7 @@ class ParallelSample:
     is_local: bool = False
     """True if the module is to return a plain tensor."""
     exact: bool = True
+    takes_dtensors: bool = True
     takes_plain: bool = True
     """True if the module may be given plain shards, too."""
     tries_empty: bool = True

@@ -1,7 +1,7 @@
 """Sweep of tensor-parallel modules and losses over layouts and sizes, compared with one process."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -32,6 +32,16 @@ def sweep(rank: RankWorld) -> Swept:
     return trials.swept
 
 
+@experiment(needs=Needs.NOTHING)
+def compiled_sweep(rank: RankWorld) -> Swept:
+    """Try compiled modules with each style on the tensor-parallel ranks: uneven DTensors and even plain tensors."""
+    trials = Trials(rank.mesh["tp"])
+    for sample in style_samples():
+        _try_size(trials, sample, "uneven", is_compiled=True)
+        _try_size(trials, replace(sample, takes_dtensors=False), "even", is_compiled=True)
+    return trials.swept
+
+
 def _sizes(ranks: int) -> Sequence[Size]:
     """Return the sizes of shards to try; more ranks try those that two do not have."""
     return ("even", "uneven") if ranks == 2 else ("uneven", "empty")
@@ -46,7 +56,7 @@ class Outcome:
     parameters: dict[str, Tensor | None]
 
 
-def _try_size(trials: Trials, sample: ParallelSample, size: Size) -> None:
+def _try_size(trials: Trials, sample: ParallelSample, size: Size, *, is_compiled: bool = False) -> None:
     """Try a sample with DTensors and, if all ranks have equal shards, with plain tensors."""
     ranks = trials.mesh.size(trials.mesh.ndim - 1)
     letters = sizes(ranks)[size]
@@ -55,9 +65,9 @@ def _try_size(trials: Trials, sample: ParallelSample, size: Size) -> None:
         return
     are_even = all(_is_even(x, layout, ranks) for x, layout in zip(full, sample.given, strict=True))
     expected = _outcome(sample.module(letters), full)
-    for is_plain in (False, True)[: 2 if sample.takes_plain and are_even else 1]:
+    for is_plain in [False] * sample.takes_dtensors + [True] * (sample.takes_plain and are_even):
         kind = f"{size} shards of {'plain tensors' if is_plain else 'DTensors'}"
-        call = partial(_faults, sample, letters, full, expected, is_plain)
+        call = partial(_faults, sample, letters, full, expected, is_plain, is_compiled)
         trials.attempt(sample.subject, kind, sample.case, call)
 
 
@@ -69,10 +79,15 @@ def _is_even(full: Tensor, layout: Layout, ranks: int) -> bool:
     return all(full.size(at.dim) % ranks == 0 for at in layout if isinstance(at, Shard))
 
 
-def _outcome(module: nn.Module, given: Sequence[Tensor], seed: Callable[[Tensor], Tensor] = varied) -> Outcome:
-    """Compute forward and backward, from the gradient of the output that `seed` returns."""
+def _outcome(
+    module: nn.Module,
+    given: Sequence[Tensor],
+    seed: Callable[[Tensor], Tensor] = varied,
+    forward: Callable[..., Tensor] | None = None,
+) -> Outcome:
+    """Compute the module, or `forward` in its place, and backward from the output's gradient that `seed` returns."""
     inputs = [x.requires_grad_(x.is_floating_point()) for x in given]
-    output = module(*inputs)
+    output = (module if forward is None else forward)(*inputs)
     gradient = seed(output)
     if output.requires_grad and gradient.shape == output.shape:
         torch.autograd.backward(output, gradient)
@@ -86,6 +101,7 @@ def _faults(
     full: Sequence[Tensor],
     expected: Outcome,
     is_plain: bool,
+    is_compiled: bool,
     mesh: DeviceMesh,
 ) -> dict[str, str]:
     """Return the faults that a module shows on this rank."""
@@ -94,9 +110,16 @@ def _faults(
         parallelize_module(module, mesh, sample.style)
     place = _shard if is_plain else distributed
     given = [place(x.detach(), mesh, at) for x, at in zip(full, sample.given, strict=True)]
+    forward = _compiled(module) if is_compiled else None
     with sample.within():
-        measured = _outcome(module, given, partial(_seed, sample, expected, mesh))
+        measured = _outcome(module, given, partial(_seed, sample, expected, mesh), forward)
     return dict(_differences(sample, measured, expected, mesh))
+
+
+def _compiled(module: nn.Module) -> Callable[..., Tensor]:
+    """Return the compiled module, as if it were the first of the process; its operators are those of eager mode."""
+    torch.compiler.reset()
+    return torch.compile(module, backend="aot_eager")
 
 
 def _seed(sample: ParallelSample, expected: Outcome, mesh: DeviceMesh, output: Tensor) -> Tensor:

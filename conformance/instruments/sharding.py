@@ -48,12 +48,10 @@ def shared_parameters(model: nn.Module) -> list[list[str]]:
 
 
 def fsdp_group_of(model: nn.Module) -> dict[str, str]:
-    """Return the innermost module below which FSDP manages a parameter, by each that it manages; '' is the root."""
+    """Return the innermost module below which FSDP manages a parameter, by parameter; '' is the root."""
     owners: dict[str, str] = {}
     kinds = FSDPModule | FullyShardedDataParallel
     group_modules = [own_name(name) for name, module in model.named_modules() if isinstance(module, kinds)]
     for name, _ in model.named_parameters():
-        above = [group for group in group_modules if not group or name.startswith(f"{group}.")]
-        if above:
-            owners[name] = max(above, key=len)
+        owners[name] = max((group for group in group_modules if not group or name.startswith(f"{group}.")), key=len)
     return owners

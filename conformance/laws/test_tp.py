@@ -1,6 +1,6 @@
 """TP: interfaces of tensor parallelism compute what modules and losses compute in one process."""
 
-from conformance.experiments.parallel_sweep import sweep
+from conformance.experiments.parallel_sweep import compiled_sweep, sweep
 from conformance.judge.law import law
 from conformance.laws.fixtures import Measure
 from conformance.laws.sweeps import right_or_refused
@@ -26,3 +26,20 @@ def test_parallel_styles_and_loss_parallel_equal_one_process(measure: Measure, c
     Exactly on whole numbers, else within a derived bound. Refusals are recorded, without a bound.
     """
     right_or_refused(measure(sweep, cell), unit="layouts")
+
+
+@law(
+    "TP-2",
+    where="id = tp2-fp32-default-meta",
+    reference="https://docs.pytorch.org/docs/stable/generated/torch.compile.html",
+    since="2.13",
+    substrates=("gloo", *CUDA),  # as for DT-3
+)
+def test_compiled_parallel_styles_equal_one_process(measure: Measure, cell: Cell) -> None:
+    """Modules with each style of parallelize_module that are compiled MUST have the output and the gradients that they
+    have in one process without a compiler, or refuse, on all ranks alike.
+
+    As TP-1 judges them, on fewer sizes. The compiler's backend is `aot_eager`: graphs are captured, and run by the
+    operators of eager mode.
+    """
+    right_or_refused(measure(compiled_sweep, cell), unit="layouts")

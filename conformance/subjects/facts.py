@@ -47,7 +47,7 @@ class SubjectFacts(msgspec.Struct, frozen=True):
     first_backward: list[int]
     """Number of collectives so far when the first backward pass of each step began."""
     calls: dict[str, int]
-    """Most calls in one forward pass of the module with which FSDP2 shards a parameter, by parameter."""
+    """Most calls in one forward pass of the modules with which FSDP2 shards a parameter, by parameter."""
     unsharded: list[str]
     """Parameters with another layout than when they were built, as the optimizer is about to step: `step0: NAME`."""
 

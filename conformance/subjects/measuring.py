@@ -18,7 +18,7 @@ from conformance.instruments.capture import Capture
 from conformance.instruments.collectives import CollectiveLog
 from conformance.instruments.dispatch_tap import DispatchTap
 from conformance.instruments.dtypes import DtypeAudit
-from conformance.instruments.sharding import fsdp_group_of, local
+from conformance.instruments.sharding import local
 from conformance.instruments.tensor_file import write_tensors
 from conformance.run.shards import tensor_file
 from conformance.subjects.facts import ShardedParameter, SubjectFacts
@@ -121,13 +121,21 @@ class SubjectRecorder:
         self._hook(model)
 
     def _hook(self, model: nn.Module) -> None:
-        """Count how often the modules that FSDP2 has sharded are called in a forward pass."""
-        owners = fsdp_group_of(model)
-        for owner in {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}:
-            names = [self._named(name) for name, of_name in owners.items() if of_name == owner]
-            model.get_submodule(owner).register_forward_pre_hook(partial(self._enter, names))
+        """Count how often modules that FSDP2 has sharded compute in a forward pass, by each of their parameters.
 
-    def _enter(self, names: Sequence[str], *_unused: Any) -> None:
+        A parameter that modules of two groups share is gathered by both.
+        """
+        groups = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+        used: dict[str, set[str]] = {group: set() for group in groups}
+        own_names = {id(parameter): self._named(name) for name, parameter in model.named_parameters()}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            above = [group for group in groups if not group or name.startswith(f"{group}.")]
+            if above:
+                used[max(above, key=len)].add(own_names[id(parameter)])
+        for group, names in used.items():
+            model.get_submodule(group).register_forward_pre_hook(partial(self._enter, names))
+
+    def _enter(self, names: Collection[str], *_unused: Any) -> None:
         if self._phase == "forward":
             self._calls.update(names)
 

@@ -80,7 +80,7 @@ def dtypes_on_the_wire_stay(evidence: Evidence) -> None:
         issued = [c for kind in (GATHER, REDUCE_SCATTER, ALL_REDUCE) for c in of_fsdp(facts, group, kind, step=step)]
         spelled = {f"{c.kind} in {c.dtype}" + (f", {c.reduce_op}" if c.reduce_op else "") for c in issued}
         expected = first.setdefault((facts.rank, group.name), spelled)
-        other = sorted(spelled ^ expected)
+        other = sorted(spelled - expected)
         if evidence.cell.precision == "fp32":
             other += sorted({f"{c.kind} in {c.dtype}" for c in issued if c.dtype != "float32"})
         detail = f"rank {facts.rank}, step {step}: {', '.join(other)}"
