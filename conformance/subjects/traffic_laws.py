@@ -22,7 +22,9 @@ from conformance.subjects.traffic import (
     shard_group_names,
 )
 
-_NORMS = "all_reduce", "all_gather", "reduce_scatter"
+_NORMS = (ALL_REDUCE, GATHER, REDUCE_SCATTER)
+_SYMMETRIC = (*_NORMS, "broadcast")
+"""Collectives to which every rank contributes as much; from `scatter`, for one, only its source gives anything."""
 
 
 @subject_law("parameters-are-gathered", suite_law="RS-1")
@@ -89,15 +91,16 @@ def dtypes_on_the_wire_stay(evidence: Evidence) -> None:
 
 @subject_law("same-collectives", suite_law="RS-1")
 def ranks_issue_the_same_collectives(evidence: Evidence) -> None:
-    """The ranks of each process group MUST issue the same collectives in the same order: of the same kind, size, dtype
-    and reduction.
+    """The ranks of each process group MUST issue the same collectives in the same order: of the same kind, and where
+    all contribute alike of the same size, dtype and reduction.
 
     Wrong if a rank decides from its own data whether to communicate: runs hang, or add up what is no sum.
     """
     by_group: dict[str, dict[int, list[str]]] = {}
     for facts in evidence.record.ranks:
         for entry in facts.collectives:
-            by_group.setdefault(entry.group, {}).setdefault(facts.rank, []).append(_spelled(entry))
+            text = _spelled(entry) if entry.kind in _SYMMETRIC else entry.kind
+            by_group.setdefault(entry.group, {}).setdefault(facts.rank, []).append(text)
     for group, by_rank in by_group.items():
         first_rank, expected = next(iter(by_rank.items()))
         for rank, issued in by_rank.items():
