@@ -39,7 +39,7 @@ def test_compiled_parallel_styles_equal_one_process(measure: Measure, cell: Cell
     """Modules with each style of parallelize_module that are compiled MUST have the output and the gradients that they
     have in one process without a compiler, or refuse, on all ranks alike.
 
-    As TP-1 judges them, on fewer sizes. The compiler's backend is `aot_eager`: graphs are captured, and run by the
-    operators of eager mode.
+    As TP-1 judges them, with fewer modules and sizes. The compiler's backend is `aot_eager`: graphs are captured, and
+    run by the operators of eager mode.
     """
     right_or_refused(measure(compiled_sweep, cell), unit="layouts")
