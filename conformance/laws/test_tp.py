@@ -30,7 +30,7 @@ def test_parallel_styles_and_loss_parallel_equal_one_process(measure: Measure, c
 
 @law(
     "TP-2",
-    where="id = tp2-fp32-default-meta",
+    where="id = tp2-bf16mp-default-meta",  # of nightly, for its time
     reference="https://docs.pytorch.org/docs/stable/generated/torch.compile.html",
     since="2.13",
     substrates=("gloo", *CUDA),  # as for DT-3
