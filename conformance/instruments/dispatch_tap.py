@@ -2,7 +2,8 @@
 
 `TorchDispatchMode` lives in `torch.utils._python_dispatch`: private by name, but the base of the public
 `CommDebugMode`, and the only place below autograd, FSDP2 and DTensor where all torch versions from 2.6 on show their
-collectives under stable names. This is the only module of the suite that touches it.
+collectives under stable names. `AsyncCollectiveTensor`, which functional collectives return until somebody waits, is
+as private. This is the only module of the suite that touches either.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,10 +15,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 try:
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.utils._python_dispatch import TorchDispatchMode
-except ImportError as error:  # pragma: no cover - no supported version lacks it
+except ImportError as error:  # pragma: no cover - no supported version lacks them
     raise ImportError(
-        f"torch {torch.__version__} has no torch.utils._python_dispatch.TorchDispatchMode: "
+        f"torch {torch.__version__} lacks TorchDispatchMode or AsyncCollectiveTensor ({error}): "
         "the suite needs another way to see operators, see conformance/instruments/dispatch_tap.py"
     ) from error
 
@@ -39,8 +41,8 @@ _Answer = TypeVar("_Answer")
 class DispatchTap(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that tells the listeners of each operator on plain tensors, and those of `before` before it runs.
 
-    Those of `outcomes` are told the result, too. An operator on wrapper tensors (DTensor) is seen as the operators on
-    their local tensors.
+    Those of `outcomes` are told the result, too. An operator on wrapper tensors is seen as the operators on what they
+    wrap: the shards of DTensors, the results of functional collectives.
     """
 
     def __init__(
@@ -89,8 +91,8 @@ class DispatchTap(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Let a DTensor unwrap itself first: what it runs inside comes back here on plain tensors.
-        if types and _any_dtensor(tuple(types)):
+        # Let a wrapper unwrap itself first: what it runs inside comes back here on plain tensors.
+        if types and _any_wrapper(tuple(types)):
             return NotImplemented
         before, after, outcomes = self._handlers.get(func) or self._handlers_of(func)
         for handle in before:
@@ -112,8 +114,8 @@ class DispatchTap(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @cache
-def _any_dtensor(types: tuple[type, ...]) -> bool:
-    return any(issubclass(t, DTensor) for t in types)
+def _any_wrapper(types: tuple[type, ...]) -> bool:
+    return any(issubclass(t, DTensor | AsyncCollectiveTensor) for t in types)
 
 
 @cache

@@ -258,7 +258,7 @@ class Walk:
         self._unshard(group)
         self._copy_out(group)
         self._free(f"A {group}")
-        for other in prefetched_in_backward(group, self._root_of(group).left, self._config):
+        for other in prefetched_in_backward(group, self._root_of(group).left, self._config.backward_prefetch or 1):
             self._unshard(other)
 
     def _after_backward(self, group: str) -> None:

@@ -102,13 +102,13 @@ def prefetched_in_forward(group: str, config: TrainerConfig) -> list[str]:
     return order[following : following + config.forward_prefetch]
 
 
-def prefetched_in_backward(group: str, left: Sequence[str], config: TrainerConfig) -> list[str]:
+def prefetched_in_backward(group: str, left: Sequence[str], count: int) -> list[str]:
     """Return the groups that are prefetched, unless they are unsharded already, when backward has entered a group.
 
-    Backward enters groups in the reverse of the order in which forward has `left` them.
+    Backward enters groups in the reverse of the order in which forward has `left` them, for the last time.
     """
-    index = left.index(group)
-    return list(reversed(left[max(0, index - (config.backward_prefetch or 1)) : index]))
+    index = len(left) - 1 - left[::-1].index(group)
+    return list(reversed(left[max(0, index - count) : index]))
 
 
 def shard_numels(shapes: Mapping[str, Sequence[int]], config: TrainerConfig, *, shards: int) -> dict[str, int]:
@@ -192,6 +192,11 @@ def fsdp_events(config: TrainerConfig, dims: ParallelDims, numels: Mapping[str, 
     return schedule.events
 
 
+def _is_recomputed(group: str, config: TrainerConfig) -> bool:
+    """Return whether backward recomputes all of a group's module; with `selective` no group has inner ones."""
+    return config.activation_checkpointing == "full" and group.startswith("layers.")
+
+
 def _norms_are_groups(config: TrainerConfig) -> bool:
     return config.precision == "bf16-mixed"
 
@@ -202,19 +207,23 @@ class _Schedule:
     def __init__(self, config: TrainerConfig, dims: ParallelDims, numels: Mapping[str, int]) -> None:
         self.events: list[Event] = []
         self._config, self._dims, self._numels = config, dims, numels
-        self._policy = dtype_policy(config.precision)
+        self._policy, self._traits = dtype_policy(config.precision), traits_of(str(torch.__version__))
         self._unsharded: set[str] = set()
         self._smaller: dict[str, int] = {}
         """Number of ranks by group, for groups that are sharded over fewer ranks until backward."""
         self._left: list[str] = []
         """Groups in the order in which forward left them."""
+        self._recomputed: list[str] = []
+        """Groups in the order in which recomputed forwards left them, see `VersionTraits.recomputation_reshards`."""
         self._during = ""
 
     def run(self, micro_batch: int) -> None:
         self._left.clear()
+        self._recomputed.clear()
         self._forward(groups(self._config))
         self._during = ""
         self._backward(groups(self._config), *communicates(self._config, micro_batch))
+        self._unsharded.clear()  # what was prefetched after its backward is let go
 
     def _forward(self, among: Sequence[Group]) -> None:
         for group in among:
@@ -224,17 +233,23 @@ class _Schedule:
                 self._gather("forward", name)
             self._forward(group.inner)
             self._left.append(group.name)
-            ranks = ranks_after_forward(group.name, self._config)
-            if ranks != 1:
-                self._unsharded.discard(group.name)
-            if ranks > 1:
-                self._smaller[group.name] = ranks
+            self._reshard(group.name)
+
+    def _reshard(self, group: str) -> None:
+        """Leave a group after forward."""
+        ranks = ranks_after_forward(group, self._config)
+        if ranks != 1:
+            self._unsharded.discard(group)
+        if ranks > 1:
+            self._smaller[group] = ranks
 
     def _backward(self, among: Sequence[Group], reduce_scatter: bool, all_reduce: bool) -> None:
         for group in reversed(among):
             self._gather("backward", group.name)
-            for name in prefetched_in_backward(group.name, self._left, self._config):
+            for name in self._prefetched_in_backward(group.name):
                 self._gather("backward", name)
+            if _is_recomputed(group.name, self._config) and self._traits.recomputation_reshards:
+                self._recompute(group.inner)
             self._backward(group.inner, reduce_scatter, all_reduce)
             # Leaving backward frees a group even where its gradients stay: the next micro-batch gathers it again.
             self._unsharded.discard(group.name)
@@ -242,6 +257,17 @@ class _Schedule:
                 self._issue("backward", "reduce_scatter", group.name)
             if all_reduce:
                 self._issue("backward", "all_reduce", group.name)
+
+    def _recompute(self, inner: Sequence[Group]) -> None:
+        for group in inner:
+            self._gather("backward", group.name)
+            self._recomputed.append(group.name)
+            self._reshard(group.name)
+
+    def _prefetched_in_backward(self, group: str) -> list[str]:
+        """Return the groups that are prefetched; without a list of its own a group follows the recorded order."""
+        listed = prefetched_in_backward(group, self._left, self._config.backward_prefetch)
+        return listed or prefetched_in_backward(group, [*self._left, *self._recomputed], 1)
 
     def _gather(self, phase: str, group: str) -> None:
         if group not in self._unsharded:
@@ -251,7 +277,7 @@ class _Schedule:
     def _issue(self, phase: str, kind: Kind, group: str, *, smaller: int = 0) -> None:
         over = "dp_replicate" if kind == "all_reduce" else "dp_shard"
         ranks: int = getattr(self._dims, over)
-        traits = traits_of(str(torch.__version__))
+        traits = self._traits
         alone = {"all_gather": traits.one_rank_gathers, "reduce_scatter": traits.one_rank_reduces, "all_reduce": False}
         if ranks == 1 and not alone[kind]:
             return

@@ -53,6 +53,12 @@ class VersionTraits(msgspec.Struct, frozen=True):
     reductions, and DTensor gave it up for all. Source: https://github.com/pytorch/pytorch/pull/165962;
     https://github.com/pytorch/pytorch/issues/170862 shows that 2.9.1 still returned a pending norm.
     """
+    recomputation_reshards: bool = False
+    """True if a group inside of a checkpointed block reshards again after its recomputed forward.
+
+    Up to 2.9: backward gathers it once more, and prefetches in an order that the recomputed forward has changed.
+    Source: `FSDPParamGroup.post_forward`, which from 2.10 on asks `is_bw`; https://github.com/pytorch/pytorch/pull/164009.
+    """
     stages_exchange_a_number: bool = False
     """True if the stages of a pipeline send each other one number before their first step, to connect.
 
@@ -87,7 +93,7 @@ class VersionTraits(msgspec.Struct, frozen=True):
 
 UP_TO_2_12 = VersionTraits(stages_exchange_a_number=True)
 UP_TO_2_11 = replace(UP_TO_2_12, halves_copy_gradients=True)
-UP_TO_2_9 = replace(UP_TO_2_11, one_rank_reduces=True, norms_reduced_one_by_one=False)
+UP_TO_2_9 = replace(UP_TO_2_11, one_rank_reduces=True, norms_reduced_one_by_one=False, recomputation_reshards=True)
 UP_TO_2_8 = replace(UP_TO_2_9, one_rank_gathers=True)
 UP_TO_2_14 = VersionTraits()
 FROM_2_15 = VersionTraits(

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -31,6 +32,17 @@ def test_dispatch_tap_sees_local_tensors_of_dtensors(mesh: DeviceMesh) -> None:
     seen.clear()
     left @ right
     assert seen == []
+
+
+def test_results_that_nobody_has_awaited_are_seen_as_plain_tensors(mesh: DeviceMesh) -> None:
+    """The second of two reductions, over two mesh dimensions, gets the unawaited result of the first."""
+    seen: list[str] = []
+    pending = all_reduce(torch.ones(2), "sum", mesh)
+    assert type(pending) is not Tensor
+    with DispatchTap([lambda func: lambda _: seen.append(func._schema.name)]):
+        total = all_reduce(pending, "sum", mesh) + 0
+    assert total.tolist() == [1.0, 1.0]
+    assert seen.count("_c10d_functional::all_reduce") == 1
 
 
 def test_operators_that_no_listener_handles_run(mesh: DeviceMesh) -> None:

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from conformance.oracles.schedule import entered, fsdp_events, group_of, groups, kept_after_forward, shard_numels
+from conformance.oracles.torch_versions import traits_of
 from conformance.plan.cells import AxisValue, Cell, cell_from_axes
 from reference_trainer.config import TrainerConfig
 from reference_trainer.parallel_dims import ParallelDims, resolve_mesh
@@ -128,6 +129,22 @@ def test_groups_prefetched_in_forward(axes: dict[str, AxisValue], expected: str)
     gathers = [f"{NUMBERS[event.during]}:{event.numel - 100}" for event in events if event.phase == "forward"]
     assert " ".join(gathers) == expected
     assert {event.during for event in events if event.phase == "backward"} == {""}
+
+
+@pytest.mark.parametrize(
+    ("axes", "expected"),
+    [
+        ({}, "G3 G30 S3 G2 S30 G22 G21 G22 G21 S22 G3 S21 S2 G1 G12 G11 G12 G11 S12 G22 S11 S1 G0 S0"),
+        ({"backward_prefetch": 1}, "G3 G30 S3 G2 S30 G22 G21 G22 G21 S22 G1 S21 S2 G12 G11 G12 G11 S12 G0 S11 S1 S0"),
+    ],
+)
+def test_recomputation_gathers_norms_again_up_to_2_9(
+    monkeypatch: pytest.MonkeyPatch, axes: dict[str, AxisValue], expected: str
+) -> None:
+    """Also groups that were left before, in the place of those that come next, as torch 2.9.1 was seen to do."""
+    monkeypatch.setattr("conformance.oracles.schedule.traits_of", lambda _: traits_of("2.9.1"))
+    measured = schedule(precision="bf16-mixed", activation_checkpointing="full", reshard="always", **axes)
+    assert measured.partition("backward: ")[2] == expected
 
 
 def test_schedule_without_peers() -> None:
