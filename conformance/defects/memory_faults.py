@@ -166,7 +166,7 @@ RECORD_STREAM_ON_COLLECTIVES = Defect(
     source="https://github.com/pytorch/pytorch/issues/147168",
     mechanism="record_stream is called for the tensors of every collective",
     laws=("STREAM-2", "STREAM-4"),
-    cells="id in (dp2-tp2-fp32-default-meta-deep, dp4-fp32-default-full-deep-fsdp1)",
+    cells="id in (dp4-fp32-default-meta-deep, dp4-fp32-default-full-deep-fsdp1)",
     inject=partial(collectives_on_a_side_stream, recorded=True),
     inject_twin=partial(collectives_on_a_side_stream, recorded=False),
     substrates=STREAMS,

@@ -45,12 +45,16 @@ def sweep(rank: RankWorld) -> Swept:
 
 @experiment(needs=Needs.NOTHING)
 def compiled_sweep(rank: RankWorld) -> Swept:
-    """Try compiled modules with each style on the tensor-parallel ranks: uneven DTensors and even plain tensors."""
+    """Try compiled modules with each style on the tensor-parallel ranks.
+
+    With uneven DTensors where these are the output, too, and with even plain tensors where the output is plain.
+    """
     trials = Trials(rank.mesh["tp"])
     for sample in (sample for sample in style_samples() if sample.subject in _COMPILED):
-        _try_size(trials, sample, "uneven", is_compiled=True)
-        if "Linear" in sample.subject:
+        if sample.is_local:
             _try_size(trials, replace(sample, takes_dtensors=False), "even", is_compiled=True)
+        else:
+            _try_size(trials, sample, "uneven", is_compiled=True)
     return trials.swept
 
 

@@ -12,7 +12,7 @@ from conformance.detection.case_judge import CaseJudge
 from conformance.judge.verdicts import Verdict
 from conformance.plan.cells import Cell
 from conformance.plan.matrix import Case
-from conformance.plan.substrates import CUDA
+from conformance.plan.substrates import STREAMS
 from conformance.run.pool import Pools
 
 ON_DEVICES = ("all-reduce-buffer-released", "offload-source-released", "offload-copy-not-awaited")
@@ -26,7 +26,7 @@ def case_judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CaseJudge]:
 
 def test_defects_of_devices_name_devices_alone() -> None:
     assert {defect.id: defect.substrates for defect in defects() if defect.id in ON_DEVICES} == dict.fromkeys(
-        ON_DEVICES, CUDA
+        ON_DEVICES, STREAMS
     )
 
 

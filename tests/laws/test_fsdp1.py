@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.experiments.device_memory import DevicePeaks, step_on_device
+from conformance.experiments.device_memory import DevicePeaks, step_on_device, step_with_older_process_group
 from conformance.experiments.memory import StepMemory
 from conformance.experiments.simulation import simulated_world
 from conformance.experiments.without_fsdp import profile_without_fsdp
@@ -121,6 +121,8 @@ def on_device(fsdp1: int, fsdp2: int, *, held: int = 0) -> Any:
     """Return the fixture `measure` on two ranks with these peaks, the second of which holds more for streams."""
 
     def measure(experiment: Any, cell: Cell) -> list[dict[str, DevicePeaks]]:
+        if experiment is step_with_older_process_group:
+            return [{}, {}]  # measured on the simulated device alone
         assert experiment is step_on_device
         peak = fsdp1 if cell.implementation == "fsdp1" else fsdp2
         peaks = [DevicePeaks(allocated=peak, active=peak + more, reserved=2 * peak) for more in (0, held)]

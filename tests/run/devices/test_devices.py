@@ -15,7 +15,7 @@ from conformance.judge.verdicts import Verdict, exit_status
 from conformance.laws.registry import law_tests
 from conformance.plan.cells import Cell
 from conformance.plan.scopes import scope
-from conformance.plan.substrates import CUDA, REAL, SIMULATED, Substrate
+from conformance.plan.substrates import CUDA, REAL, SIMULATED, STREAMS, Substrate
 from conformance.project import PROJECT
 from conformance.run.devices import nvml as module
 from conformance.run.devices.hardware import (
@@ -283,4 +283,4 @@ def test_every_law_of_devices_has_its_state_in_the_docs() -> None:
 def test_every_defect_of_devices_has_its_state_in_the_docs() -> None:
     status = (PROJECT / "docs" / "gpu" / "status.md").read_text()
     listed = {line.split("`")[1] for line in status.splitlines() if line.startswith("| defect `")}
-    assert listed == {defect.id for defect in defects() if set(defect.substrates) <= set(CUDA)}
+    assert listed == {defect.id for defect in defects() if set(defect.substrates) <= set(STREAMS)}
