@@ -173,6 +173,11 @@ class SubjectRecorder:
             raise SubjectMistake("train() did not call observer.built()")
         if len(self._norms) != len(losses):
             raise SubjectMistake(f"{len(losses)} steps were taken, and {len(self._norms)} were told to the observer")
+        if len(self._first_backward) != len(losses):
+            told = f"the backward passes of {len(self._first_backward)} were told"
+            raise SubjectMistake(
+                f"{len(losses)} steps were taken, and {told}: call observer.phase('backward', step=...)"
+            )
         run, rank = self._run, dist.get_rank()
         self._capture.final(run.model, run.optimizer)
         write_tensors(directory / tensor_file(rank), self._capture.tensors)

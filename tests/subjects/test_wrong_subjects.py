@@ -112,6 +112,12 @@ def test_a_model_that_is_built_in_train_must_be_told(pools: Pools, tmp_path: Pat
     assert "train() did not call observer.built()" in as_text(report)
 
 
+def test_phases_must_be_told(pools: Pools, tmp_path: Path) -> None:
+    report = judged(pools, tmp_path, "wrong_traffic:without_phases")
+    assert report.status == 1
+    assert "the backward passes of 0 were told: call observer.phase('backward', step=...)" in as_text(report)
+
+
 def test_what_is_built_in_train_must_be_initialised(pools: Pools, tmp_path: Path) -> None:
     assert "initialised" in failing(judged(pools, tmp_path, "late_and_uninitialised", BY_ID["dp2-fp32-meta"]))
 

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import gelu
 
 from conformance.subjects import ParallelConfig, subject
-from conformance.subjects.decorated import clip_with_torch
-from tests.subjects.models import Model, batch, in_fp32, loss, shard
+from conformance.subjects.decorated import FunctionSubject, clip_with_torch
+from tests.subjects.models import LateLoop, Model, batch, fields_of, in_fp32, loss, own_mesh_names, shard
 
 
 class Repeated(Model):
@@ -76,3 +76,19 @@ def clip_after_other_sums(parameters: Iterable[nn.Parameter], max_norm: float) -
 @subject(model=Model, loss=loss, batch=batch, clip=clip_after_other_sums)
 def ranks_reduce_differently(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
     return shard(model, mesh, config)
+
+
+class PhaselessLoop(LateLoop):
+    """Run that tells nothing of its phases."""
+
+    def train(self, steps: Any, observer: Any) -> list[float]:
+        observer.phase = lambda _name, *, step: None
+        return super().train(steps, observer)
+
+
+class PhaselessSubject(FunctionSubject):
+    def build(self, *args: Any, **kwargs: Any) -> Any:
+        return PhaselessLoop(super().build(*args, **kwargs), tells=True)
+
+
+without_phases = PhaselessSubject(**fields_of(own_mesh_names))
