@@ -4,6 +4,7 @@ Ranks agree after each trial how it ended, over a process group of their own: a 
 leaves the others waiting, which is a fault, too. The mesh is then replaced, since its process group is of no more use.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ _WAIT_LIMITS_S = (0.5, 10.0)
 A rank that raises an error of its own while others wait is a fault however long they wait. If none does, the machine
 may be slow.
 """
+_MESHES = itertools.count(1)
+"""Numbers of the meshes of all trials of this process."""
 _WAITED = re.compile(f"{PEER_LOSS_MESSAGE.pattern}|timeout|pair closure", re.IGNORECASE)
 """Errors of a rank that has waited for another one."""
 
@@ -86,7 +89,6 @@ class Trials:
     """Trials on a mesh of the shape of another one, whose process groups serve no trial."""
 
     shape_of: DeviceMesh
-    _made: int = 0
     _swept: Swept = field(default_factory=Swept)
     _found: dict[tuple[str, str, str], list[str]] = field(default_factory=dict)
 
@@ -142,16 +144,16 @@ class Trials:
     def _new_mesh(self, limit_s: float) -> DeviceMesh:
         """Return a mesh of the same shape with new process groups.
 
-        Its dimensions have new names: DTensor keeps sharding decisions by meshes that compare equal, and would use the
-        groups of the mesh before.
+        Its dimensions have names that no mesh of this process had: DTensor keeps sharding decisions by meshes that
+        compare equal, and would use the groups of the mesh before, also of one that an earlier sweep had.
         """
-        self._made += 1
+        made = next(_MESHES)
         ranks, groups = self.shape_of.mesh, []
         for dim in range(ranks.ndim):
             rows = ranks.movedim(dim, -1).reshape(-1, ranks.size(dim)).tolist()
-            made = [dist.new_group(row, timeout=timedelta(seconds=limit_s)) for row in rows]
-            groups.append(next(group for row, group in zip(rows, made, strict=True) if dist.get_rank() in row))
-        names = tuple(f"trials{self._made}_{dim}" for dim in range(ranks.ndim))
+            of_rows = [dist.new_group(row, timeout=timedelta(seconds=limit_s)) for row in rows]
+            groups.append(next(group for row, group in zip(rows, of_rows, strict=True) if dist.get_rank() in row))
+        names = tuple(f"trials{made}_{dim}" for dim in range(ranks.ndim))
         if len(groups) == 1:
             return DeviceMesh.from_group(groups[0], self.shape_of.device_type, mesh_dim_names=names)
         return DeviceMesh.from_group(groups, self.shape_of.device_type, mesh=ranks, mesh_dim_names=names)
