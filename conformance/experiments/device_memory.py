@@ -44,9 +44,7 @@ def step_on_device(rank: RankWorld) -> dict[str, DevicePeaks]:
     peaks = {}
     for name in ENDS:
         simulated.follow(Schedule.parse(name))
-        peaks[name] = _peaks(rank, Observer())
-        gc.collect()
-        torch.accelerator.empty_cache()  # or what one run left in the pools of its streams would count for the next
+        peaks[name] = _peaks_alone(rank)
     return peaks
 
 
@@ -63,10 +61,16 @@ def step_with_older_process_group(rank: RankWorld) -> dict[str, DevicePeaks]:
     peaks = {}
     for value, lifetime in GROUPS_OF_2_7.items():
         simulated.use_lifetime(lifetime)
-        peaks[value] = _peaks(rank, Observer())
-        gc.collect()
-        torch.accelerator.empty_cache()
+        peaks[value] = _peaks_alone(rank)
     simulated.use_lifetime(simulated.Lifetime.HELD_UNTIL_WAIT)
+    return peaks
+
+
+def _peaks_alone(rank: RankWorld) -> DevicePeaks:
+    """Measure on the simulated device; what the run left in the pools of its streams does not count for the next."""
+    peaks = _peaks(rank, Observer())
+    gc.collect()
+    torch.accelerator.empty_cache()
     return peaks
 
 

@@ -16,7 +16,6 @@ _FLOATING = ("float", "bfloat")
 class FsdpGroup:
     """Ranks with different data among which parameters are sharded, as one of them sees the group."""
 
-    rank: int
     name: str
     """Name of the group in the log of collectives."""
     ranks: tuple[int, ...]
@@ -28,6 +27,10 @@ class FsdpGroup:
     def numel(self, names: Iterable[str]) -> int:
         """Return the elements of the shards of some of the group's parameters."""
         return sum(self.shard_numels[name] for name in names if name in self.shard_numels)
+
+    def numel_by_calls(self, names: Iterable[str], facts: SubjectFacts) -> int:
+        """Return the same, each parameter's as often as its module computes in a forward pass."""
+        return sum(self.numel([name]) * facts.calls.get(name, 1) for name in names)
 
 
 def fsdp_groups(record: SubjectRecord, rank: int) -> list[FsdpGroup]:
@@ -41,15 +44,12 @@ def fsdp_groups(record: SubjectRecord, rank: int) -> list[FsdpGroup]:
             by_ranks.setdefault(ranks, {})[name] = parameter
     if not by_ranks:
         raise Unsupported("no parameter is sharded over ranks with different data")
-    return [_group(record, rank, ranks, parameters) for ranks, parameters in by_ranks.items()]
+    return [_group(record, ranks, parameters) for ranks, parameters in by_ranks.items()]
 
 
-def _group(
-    record: SubjectRecord, rank: int, ranks: tuple[int, ...], parameters: dict[str, ShardedParameter]
-) -> FsdpGroup:
+def _group(record: SubjectRecord, ranks: tuple[int, ...], parameters: dict[str, ShardedParameter]) -> FsdpGroup:
     replicas = [copies for p in parameters.values() for copies in _with_other_data(record, p.replica_ranks)]
     return FsdpGroup(
-        rank=rank,
         name=_name(ranks, record.world_size),
         ranks=ranks,
         replicas=_name(replicas[0], record.world_size) if replicas else None,

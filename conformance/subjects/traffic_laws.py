@@ -36,8 +36,7 @@ def every_parameter_is_gathered(evidence: Evidence) -> None:
     """
     for facts, group, step in _everywhere(evidence):
         names = group.shard_numels
-        once = group.numel(names)
-        calls = sum(numel * max(1, facts.calls.get(name, 1)) for name, numel in names.items())
+        once, calls = group.numel(names), group.numel_by_calls(names, facts)
         first = of_fsdp(facts, group, GATHER, step=step, in_first_forward=True)
         name, detail = "elements gathered before backward", f"rank {facts.rank}, step {step}, over {group.name}"
         compare.between(_numel(first), once, calls, name=name, detail=detail, unit="elements of shards")
@@ -57,7 +56,7 @@ def every_gradient_is_reduced(evidence: Evidence) -> None:
     trained = _trained(evidence)
     for facts, group, step in _everywhere(evidence):
         once, detail = group.numel(trained), f"rank {facts.rank}, step {step}"
-        calls = max((facts.calls.get(name, 1) for name in group.shard_numels), default=1)
+        calls = group.numel_by_calls(trained, facts)
         most = calls * evidence.cell.accumulation[step]
         for kind, factor in ((REDUCE_SCATTER, len(group.ranks)), (ALL_REDUCE, 1)):
             if kind == ALL_REDUCE and group.replicas is None:
@@ -65,8 +64,8 @@ def every_gradient_is_reduced(evidence: Evidence) -> None:
             reduced = _numel(of_fsdp(facts, group, kind, step=step))
             where = f"{detail}, over {group.name if kind == REDUCE_SCATTER else group.replicas}"
             name = f"elements in {kind}"
-            compare.between(reduced, factor * once, factor * once * most, name=name, detail=where, unit="elements")
-            if calls == 1 and once:
+            compare.between(reduced, factor * once, factor * most, name=name, detail=where, unit="elements")
+            if calls == once > 0:
                 name = f"elements in {kind} beyond a multiple of all"
                 compare.count(reduced % (factor * once), name=name, expected=0, detail=where, unit="elements")
 
