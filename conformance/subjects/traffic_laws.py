@@ -29,14 +29,15 @@ _SYMMETRIC = (*_NORMS, "broadcast")
 
 @subject_law("parameters-are-gathered", suite_law="RS-1")
 def every_parameter_is_gathered(evidence: Evidence) -> None:
-    """Before the first backward pass of a step ranks MUST gather every sharded parameter, and in the whole step each at
-    most once for each time that its module computes, forward and backward.
+    """Before the first backward pass of a step ranks MUST gather every sharded parameter that one process trains or
+    whose module computes, and in the whole step each parameter at most once for each time that its module computes,
+    forward and backward.
 
     Wrong if a group is gathered twice, or keeps parameters that the optimizer has changed since.
     """
+    trained = _trained(evidence)
     for facts, group, step in _everywhere(evidence):
-        names = group.shard_numels
-        once, calls = group.numel(names), group.numel_by_calls(names, facts)
+        once, calls = group.numel({*trained, *facts.calls}), group.numel_by_calls(group.shard_numels, facts)
         first = of_fsdp(facts, group, GATHER, step=step, in_first_forward=True)
         name, detail = "elements gathered before backward", f"rank {facts.rank}, step {step}, over {group.name}"
         compare.between(_numel(first), once, calls, name=name, detail=detail, unit="elements of shards")

@@ -152,6 +152,10 @@ def test_a_layer_may_compute_twice(pools: Pools, tmp_path: Path) -> None:
     )
 
 
+def test_a_layer_may_be_unused(pools: Pools, tmp_path: Path) -> None:
+    assert judged(pools, tmp_path, "wrong_traffic:unused_layer_in_a_group_of_its_own").status == 0
+
+
 def test_mesh_dimensions_may_have_other_names(pools: Pools, tmp_path: Path) -> None:
     assert judged(pools, tmp_path, "own_mesh_names").status == 0
 

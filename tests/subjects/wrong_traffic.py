@@ -1,4 +1,4 @@
-"""Functions that are wrong in what they communicate, and one that is right and communicates more than others."""
+"""Functions that are wrong in what they communicate, and functions that are right and communicate unlike others."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import gelu
 
 from conformance.subjects import ParallelConfig, subject
 from conformance.subjects.decorated import FunctionSubject, clip_with_torch
-from tests.subjects.models import LateLoop, Model, batch, fields_of, in_fp32, loss, own_mesh_names, shard
+from tests.subjects.models import WIDTH, LateLoop, Model, batch, fields_of, in_fp32, loss, own_mesh_names, shard
 
 
 class Repeated(Model):
@@ -27,6 +27,20 @@ class Repeated(Model):
 
 @subject(model=Repeated, loss=loss, batch=batch)
 def layer_that_computes_twice(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    return shard(model, mesh, config)
+
+
+class Unused(Model):
+    """A layer that no forward pass computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(WIDTH, WIDTH)
+
+
+@subject(model=Unused, loss=loss, batch=batch)
+def unused_layer_in_a_group_of_its_own(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    fully_shard(model.unused, mesh=mesh)
     return shard(model, mesh, config)
 
 
