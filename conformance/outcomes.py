@@ -1,12 +1,21 @@
-"""Exceptions that end a case, and the description of a run that did not finish.
+"""Exceptions that end a case, the description of a run that did not finish, and outcomes inside of a sweep.
 
 Laws, oracles and ranks raise these exceptions; `judge.verdicts` gives the verdict that each of them means. Nothing of
 pytest or torch belongs here.
 """
 
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
+
+SweptOutcome = Literal["right", "refused", "wrong"]
+"""Outcome of one of the calls, layouts or trainings that a sweep tries inside of a case."""
+SWEPT_OUTCOMES: tuple[SweptOutcome, ...] = get_args(SweptOutcome)
+
+
+def swept_metric(outcome: SweptOutcome) -> str:
+    """Return the name of the metric that counts a sweep's trials of an outcome."""
+    return f"trials {outcome}"
 
 
 class ConformanceFailure(AssertionError):

@@ -7,6 +7,7 @@ from tabulate import tabulate
 
 from conformance.cli.blocks import with_block
 from conformance.cli.command import Answer, Commands
+from conformance.outcomes import SWEPT_OUTCOMES, SweptOutcome
 from conformance.project import PROJECT, require_checkout
 from conformance.report.diff import read_report
 from conformance.report.versions import VersionTable, version_table
@@ -44,8 +45,19 @@ def run(options: argparse.Namespace) -> Answer:
 
 
 def versions_text(table: VersionTable) -> str:
-    """Return laws by version as Markdown: the number of cases of each verdict, in the order of the reports."""
-    rows = [[row.law, *(judged.text for judged in row.by_version)] for row in table.rows]
-    headers = ["law", *(column.version for column in table.columns)]
-    laws = tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
-    return f"Profile `{table.profile}`, {table.planned} cases for each version of torch.\n\n{laws}"
+    """Return laws by version as Markdown, in the order of the reports: numbers of cases by verdict, then of sweeps."""
+    laws = _table("law", [[row.law, *(judged.text for judged in row.by_version)] for row in table.rows], table)
+    sweeps = _table("sweep", [[row.case, *map(_spelled, row.by_version)] for row in table.sweeps], table)
+    parts = [f"Profile `{table.profile}`, {table.planned} cases for each version of torch.", laws]
+    if table.sweeps:
+        parts += [f"Trials in sweeps: {', '.join(SWEPT_OUTCOMES)}.", sweeps]
+    return "\n\n".join(parts)
+
+
+def _table(what: str, rows: list[list[str]], table: VersionTable) -> str:
+    headers = [what, *(column.version for column in table.columns)]
+    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
+
+
+def _spelled(counts: dict[SweptOutcome, int] | None) -> str:
+    return ", ".join(str(counts[outcome]) for outcome in SWEPT_OUTCOMES) if counts else "-"

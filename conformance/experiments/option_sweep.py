@@ -84,6 +84,7 @@ class OptionSweep:
 
     def _judge(self, subset: Options, ended: Ended) -> None:
         """Keep the outcome of a row, or of a subset of one."""
+        self._swept.count(ended.outcome)
         if ended.end is End.RIGHT:
             self._right.append({**DEFAULTS, **subset})
             return

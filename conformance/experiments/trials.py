@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from conformance.outcomes import SweptOutcome
 from conformance.run.failures import PEER_LOSS_MESSAGE
 
 AGREEMENT = "agreement"
@@ -53,13 +54,19 @@ class Wrong(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Swept(msgspec.Struct, kw_only=True):
-    """Outcome of a sweep on one rank; numbers of cases by subject, that is by operator, optimizer or module."""
+    """SweptOutcome of a sweep on one rank; numbers of cases by subject, that is by operator, optimizer or module."""
 
+    outcomes: dict[SweptOutcome, int] = {}
+    """Number of all cases by outcome; a case that ranks end differently is wrong. Equal on all ranks."""
     computed: dict[str, int] = {}
     refused: dict[str, int] = {}
     reasons: dict[str, str] = {}
     """Case and error of a subject's first refusal."""
     wrong: list[Wrong] = []
+
+    def count(self, outcome: SweptOutcome) -> None:
+        """Count a case."""
+        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
 
 
 class End(IntEnum):
@@ -83,6 +90,11 @@ class Ended:
     faults: Mapping[str, str]
     """Faults on this rank, each with a text."""
 
+    @property
+    def outcome(self) -> SweptOutcome:
+        """SweptOutcome of the case."""
+        return "right" if self.end is End.RIGHT else "refused" if self.end is End.ERROR else "wrong"
+
 
 @dataclass
 class Trials:
@@ -97,7 +109,7 @@ class Trials:
 
     @property
     def swept(self) -> Swept:
-        """Outcome of all trials."""
+        """SweptOutcome of all trials."""
         wrong = [
             Wrong(subject=subject, fault=fault, kind=kind, cases=len(examples), example=examples[0])
             for (subject, fault, kind), examples in self._found.items()
@@ -115,6 +127,7 @@ class Trials:
         if (subject, AGREEMENT, kind) in self._found:
             return False
         ended = self.ended(call)
+        self._swept.count(ended.outcome)
         if ended.end is End.ERROR:
             self._swept.refused[subject] += 1
             self._swept.reasons.setdefault(subject, f"{case}: {ended.error!r:.200}")

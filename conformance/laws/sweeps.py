@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from conformance.experiments.trials import Swept
 from conformance.judge.measurements import measure
 from conformance.laws import compare
+from conformance.outcomes import SWEPT_OUTCOMES, swept_metric
 
 
 def right_or_refused(ranks: Sequence[Swept], *, unit: str) -> None:
@@ -16,6 +17,8 @@ def right_or_refused(ranks: Sequence[Swept], *, unit: str) -> None:
     first = ranks[0]
     if not any(first.computed.values()):
         raise RuntimeError(f"nothing has computed in any of the {unit}")
+    for outcome in SWEPT_OUTCOMES:
+        measure(swept_metric(outcome), first.outcomes.get(outcome, 0), kind="exact", unit=unit)
     for subject, refused in first.refused.items():
         if refused:
             tried = f"of {refused + first.computed[subject]} {unit}"

@@ -1,10 +1,11 @@
 """Laws by version of torch: reports of one profile next to each other, a column for each."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from conformance.judge.verdicts import BAD
+from conformance.outcomes import SWEPT_OUTCOMES, SweptOutcome, swept_metric
 from conformance.plan.scopes import in_order
 from conformance.report.headline import Headline, headline
 from conformance.report.law_overview import verdict_counts
@@ -49,6 +50,14 @@ class LawRow(msgspec.Struct, frozen=True, kw_only=True):
         return any(len({case.verdict if case else "" for case in cases}) > 1 for _, cases in self.cells)
 
 
+class SweepRow(msgspec.Struct, frozen=True):
+    """One sweep in all versions."""
+
+    case: str
+    by_version: list[dict[SweptOutcome, int] | None]
+    """Number of the sweep's cases by outcome; None for a version in which it did not run."""
+
+
 class VersionTable(msgspec.Struct, frozen=True, kw_only=True):
     """Laws by version."""
 
@@ -56,6 +65,8 @@ class VersionTable(msgspec.Struct, frozen=True, kw_only=True):
     planned: int
     columns: list[VersionColumn]
     rows: list[LawRow]
+    sweeps: list[SweepRow]
+    """Sweeps that ran in any version."""
 
 
 def version_table(reports: Sequence[Report]) -> VersionTable:
@@ -76,6 +87,7 @@ def version_table(reports: Sequence[Report]) -> VersionTable:
         planned=planned,
         columns=[_column(version, report) for version, report in zip(versions, reports, strict=True)],
         rows=[_row(law, reports) for law in sorted(laws, key=in_order)],
+        sweeps=list(_sweeps(reports)),
     )
 
 
@@ -97,6 +109,18 @@ def _row(law: str, reports: Sequence[Report]) -> LawRow:
         by_version=[_judged(list(cases.values())) for cases in by_version],
         cells=[(cell, [cases.get(cell) for cases in by_version]) for cell in cells],
     )
+
+
+def _sweeps(reports: Sequence[Report]) -> Iterator[SweepRow]:
+    by_version = [{case.id: counts for case in report.cases if (counts := _swept(case))} for report in reports]
+    for case in sorted({case for cases in by_version for case in cases}):
+        yield SweepRow(case, [cases.get(case) for cases in by_version])
+
+
+def _swept(case: CaseResult) -> dict[SweptOutcome, int]:
+    """Return how often each outcome came up in the case of a sweep; empty for any other case."""
+    metrics = {outcome: case.measured.get(swept_metric(outcome)) for outcome in SWEPT_OUTCOMES}
+    return {outcome: int(metric.value or 0) for outcome, metric in metrics.items() if metric}
 
 
 def _judged(cases: Sequence[CaseResult]) -> Judged:

@@ -11,6 +11,8 @@ from expecttest import assert_expected_inline
 
 from conformance.__main__ import main
 from conformance.cli.versions import versions_text
+from conformance.judge.measurements import Measurement
+from conformance.outcomes import SWEPT_OUTCOMES, swept_metric
 from conformance.project import PROJECT
 from conformance.report.html import html_versions
 from conformance.report.versions import version_table
@@ -36,6 +38,31 @@ Profile `pr`, 3 cases for each version of torch.
         version_table([OLD, OLD])
     with pytest.raises(ValueError, match=r"reports are of different profiles: \[\('pr', 3\), \('smoke', 3\)\]"):
         version_table([OLD, msgspec.structs.replace(NEW, profile="smoke")])
+
+
+def swept(**trials: int) -> dict[str, Measurement]:
+    return {
+        swept_metric(outcome): Measurement(kind="exact", value=trials[outcome], lower=None, upper=None, unit="layouts")
+        for outcome in SWEPT_OUTCOMES
+    }
+
+
+def test_outcomes_in_sweeps() -> None:
+    old = report(
+        case("DT-3/a", "pass", **swept(right=5, refused=7, wrong=0)), case("TP-1/a", "unsupported"), torch="2.6.0"
+    )
+    new = report(case("DT-3/a", "pass", **swept(right=10, refused=0, wrong=2)), case("PAR-2/a"), torch="2.15.0")
+    table = version_table([old, new])
+    assert_expected_inline(
+        versions_text(table).partition("\n\nTrials")[2],
+        """\
+ in sweeps: right, refused, wrong.
+
+| sweep   | 2.6.0   | 2.15.0   |
+|---------|---------|----------|
+| DT-3/a  | 5, 7, 0 | 10, 0, 2 |""",
+    )
+    assert "<td>10 right, 0 refused, 2 wrong</td>" in html_versions(table)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
