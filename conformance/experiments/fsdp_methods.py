@@ -32,8 +32,9 @@ from conformance.run.experiment import Needs
 
 @experiment(needs=Needs.TRAINING)
 def use_methods(rank: RankWorld) -> dict[str, Wrong]:
-    """Try methods of `FSDPModule`."""
-    return try_all(rank, _METHODS)
+    """Try the methods of `FSDPModule` that the installed torch has."""
+    uses = {name: use for name, use in _METHODS.items() if hasattr(FSDPModule, _NEWER_METHODS.get(name, "unshard"))}
+    return try_all(rank, uses)
 
 
 def _fsdp(module: nn.Module) -> FSDPModule:
@@ -353,3 +354,12 @@ _METHODS = {
     "with a group for reductions": _with_a_group_for_reductions,
     "not unsharded in backward": _not_unsharded_in_backward,
 }
+_NEWER_METHODS = {
+    "with unused parameters reduced": "set_reduce_scatter_unused_params",
+    "stopped in forward and reset": "reset_iter_state",
+    "stopped in backward and reset": "reset_iter_state",
+    "reset between micro-batches": "reset_iter_state",
+    "with more buffers": "set_reduce_scatter_max_input_buffers",
+    "with a group for reductions": "set_separate_reduce_scatter_group",
+}
+"""Methods that torch has from 2.13 on, by the uses that need them."""

@@ -40,6 +40,17 @@ def loss_samples(dims: int) -> Iterator[ParallelSample]:
         exact=False,
         takes_plain=False,
     )
+    classes = (*[Shard(0)] * (dims - 1), Shard(1))
+    yield ParallelSample(
+        "loss_parallel of another loss",
+        lambda _: _OfLogProbabilities(),
+        lambda sizes: [_logits(2 * sizes["b"], sizes["a"]), integers(2 * sizes["b"], sizes["a"], seed=3).double()],
+        (classes, classes),
+        None,
+        exact=False,
+        takes_plain=False,
+        within=_loss_parallel,
+    )
 
 
 class _Loss(nn.Module):
@@ -58,6 +69,13 @@ class _Loss(nn.Module):
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
         weight = 1.0 + torch.arange(logits.size(1), dtype=logits.dtype) % 3 if self.is_weighted else None
         return nn.functional.cross_entropy(logits, target, weight=weight, **self.options)
+
+
+class _OfLogProbabilities(nn.Module):
+    """Weighted sum of log-probabilities, as of distillation."""
+
+    def forward(self, logits: Tensor, weights: Tensor) -> Tensor:
+        return (logits.log_softmax(1) * weights).sum()
 
 
 class _AfterAnError(nn.Module):

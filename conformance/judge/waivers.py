@@ -20,7 +20,8 @@ from conformance.plan.selection import parse
 from conformance.torch_release import Release, release
 from reference_trainer.strict_yaml import convert, load
 
-_VERSIONS = r"^[0-9]+\.[0-9]+ - [0-9]+\.[0-9]+\Z"
+_Versions = Annotated[str, Meta(pattern=r"^[0-9]+\.[0-9]+ - [0-9]+\.[0-9]+\Z")]
+"""First and last release, both included: `2.6 - 2.15`."""
 
 
 class Symptom(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -34,6 +35,8 @@ class Symptom(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Largest value that the fault explains."""
     finding: Text | None = None
     """Program of `findings/` that shows this fault alone, where a waiver covers several."""
+    torch: _Versions | None = None
+    """Releases that show it, where not all of the waiver's do."""
 
     def explains(self, name: str, metric: Measurement) -> bool:
         """Return whether the fault explains this metric; it never explains a value that is not finite."""
@@ -49,8 +52,8 @@ class Waiver(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Selection of cells, see `conformance.plan.selection`."""
     device: Literal["cpu", "cuda"]
     """Type of device on which the fault was seen."""
-    torch: Annotated[str, Meta(pattern=_VERSIONS)]
-    """First and last release that has the fault, both included: `2.6 - 2.15`."""
+    torch: _Versions
+    """Releases that have the fault."""
     issue: Annotated[str, Meta(pattern="^(https://|findings/)")]
     """Address of the issue, or page of this project on faults of which no issue is known."""
     reason: Text
@@ -63,13 +66,17 @@ class Waiver(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def versions(self) -> tuple[Release, Release]:
         """First and last release of torch that has the fault."""
-        first, last = map(release, self.torch.split(" - "))
-        return first, last
+        return _releases(self.torch)
+
+    def on(self, torch: Release) -> "Waiver":
+        """Return the waiver with the symptoms that a release shows."""
+        shown = [symptom for symptom in self.shows if symptom.torch is None or _includes(symptom.torch, torch)]
+        return msgspec.structs.replace(self, shows=shown)
 
     def matches(self, law: str, cell: Cell, *, device: str, torch: Release) -> bool:
         """Return whether the waiver applies to this case, on this type of device with this release of torch."""
-        first, last = self.versions
-        return law == self.law and device == self.device and first <= torch <= last and parse(self.cells)(cell)
+        applies = (self.law, self.device) == (law, device) and _includes(self.torch, torch)
+        return applies and parse(self.cells)(cell)
 
     def overlaps(self, other: "Waiver", cells: Iterable[Cell]) -> bool:
         """Return whether both waivers apply to one of these cells, whose pass would not tell which one to remove."""
@@ -106,6 +113,16 @@ class Waiver(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return ", ".join(others)
 
 
+def _releases(versions: str) -> tuple[Release, Release]:
+    first, last = map(release, versions.split(" - "))
+    return first, last
+
+
+def _includes(versions: str, torch: Release) -> bool:
+    first, last = _releases(versions)
+    return first <= torch <= last
+
+
 class Waivers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Content of waivers.yaml."""
 
@@ -133,6 +150,12 @@ def load_waivers(file: Path, matrix: Matrix) -> list[Waiver]:
                     f"{file.name}: waiver of {waiver.law}: {symptom.metric} shows values from {symptom.least} to "
                     f"{symptom.most}: exchange `least` and `most`"
                 )
+            first, last = _releases(symptom.torch or waiver.torch)
+            if not waiver.versions[0] <= first <= last <= waiver.versions[1]:
+                raise ValueError(
+                    f"{file.name}: waiver of {waiver.law}: {symptom.metric} is of torch {symptom.torch}: name releases "
+                    f"of the waiver, {waiver.torch}, the first one first"
+                )
         if not any(selected(cell) for cell in cells[waiver.law]):
             raise ValueError(f"{file.name}: the waiver of {waiver.law} applies to no case of the matrix: remove it")
     for waiver, other in itertools.combinations(waivers, 2):
@@ -142,8 +165,9 @@ def load_waivers(file: Path, matrix: Matrix) -> list[Waiver]:
 
 
 def waiver_of(waivers: Sequence[Waiver], law: str, cell: Cell, *, device: str, torch: Release) -> Waiver | None:
-    """Return the waiver of a case, if any."""
-    return next((waiver for waiver in waivers if waiver.matches(law, cell, device=device, torch=torch)), None)
+    """Return the waiver of a case, if any, with the symptoms of this release of torch."""
+    matching = (waiver for waiver in waivers if waiver.matches(law, cell, device=device, torch=torch))
+    return next((waiver.on(torch) for waiver in matching), None)
 
 
 def profile_waivers(

@@ -18,7 +18,7 @@ FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard
     "API-1",
     where="(features = 0 or features = 1 and precision in (bf16-mp, fp16-reduce)) and tp = 1 and world in (1, 2, 4, 8)",
     reference=FULLY_SHARD,
-    since="2.13",
+    since="2.10",
 )
 def test_fully_shard_options_change_no_gradient(measure: Measure, cell: Cell) -> None:
     """However parameters are sharded (`shard_placement_fn`), whichever are frozen, ignored or not used, after an
@@ -31,7 +31,7 @@ def test_fully_shard_options_change_no_gradient(measure: Measure, cell: Cell) ->
     "API-2",
     where="(features = 0 or features = 1 and precision in (bf16-mp, fp16-reduce)) and tp = 1 and world in (2, 4, 8)",
     reference=FULLY_SHARD,
-    since="2.13",
+    since="2.10",
 )
 def test_fsdp_module_methods_do_what_they_are_for(measure: Measure, cell: Cell) -> None:
     """Methods of FSDPModule MUST do what they are documented to, and nothing else: gradients are divided by the factor
@@ -45,7 +45,7 @@ def test_fsdp_module_methods_do_what_they_are_for(measure: Measure, cell: Cell) 
     "API-3",
     where="features = 0 and tp = 1 and world = 4 and precision = fp32",
     reference=FULLY_SHARD,
-    since="2.13",
+    since="2.10",
     substrates=("gloo", *CUDA),  # as for DT-3
 )
 def test_fsdp_options_do_not_disturb_each_other(measure: Measure, cell: Cell) -> None:

@@ -104,7 +104,7 @@ def test_state_dicts_restore_the_run_in_every_form(measure: Measure, cell: Cell)
     where="world > 1 and world <= 4 and tp = 1 and implementation = fsdp2 "
     "and (features = 0 or features = 1 and optimizer in (sgd, sgd-momentum))",
     reference=STATE_DICT,
-    since="2.13",
+    since="2.8",
 )
 def test_get_state_dict_before_the_first_step_changes_nothing(measure: Measure, cell: Cell) -> None:
     """A state dict that is taken before the first step MUST NOT change a bit of what the step computes.

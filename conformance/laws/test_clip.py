@@ -215,7 +215,7 @@ def _sent(event: Event | Collective, *, untold: bool) -> tuple[str, str, int, st
     "and offload = cpu and saved_on = none and norms_in_tp = true and clip != 0.0 and norm_type != inf)",
     gaps=["pipelines"],
     reference=CLIP_GRAD_NORM,
-    since="2.13",
+    since="2.10",
 )
 def test_clip_grad_norm_error_if_nonfinite_raises_on_every_rank(measure: Measure, cell: Cell) -> None:
     """torch.nn.utils.clip_grad_norm_ with `error_if_nonfinite` MUST raise an error on every rank if a gradient has a
@@ -252,7 +252,7 @@ def _faults(outcome: NonFiniteClipping, *, asked: bool) -> Iterator[str]:
     where="world > 1 and implementation = fsdp2 "
     "and (features = 0 or features = 1 and (precision = bf16-mixed or foreach_clip = false))",
     reference=CLIP_GRAD_VALUE,
-    since="2.13",
+    since="2.8",
 )
 def test_clip_grad_value_limits_each_element(measure: Measure, cell: Cell) -> None:
     """torch.nn.utils.clip_grad_value_ MUST bring each element of sharded gradients into [-value, value], and change no

@@ -17,7 +17,7 @@ DTENSOR = "https://docs.pytorch.org/docs/stable/distributed.tensor.html"
     "DT-1",
     where="features = 0 and tp = 1 and world in (2, 3, 4, 8)",
     reference=DTENSOR,
-    since="2.13",
+    since="2.8",
 )
 def test_dtensor_redistribute_keeps_the_tensor(measure: Measure, cell: Cell) -> None:
     """Redistributed from any layout to any other, a DTensor MUST have on each rank the shard that the layout says, in
@@ -31,7 +31,7 @@ def test_dtensor_redistribute_keeps_the_tensor(measure: Measure, cell: Cell) -> 
             compare.count(getattr(outcome, what), name=name, expected=0, detail=detail, unit="elements")
 
 
-@law("DT-2", where="features = 0 and tp = 1 and world in (2, 3, 4)", reference=DTENSOR, since="2.13")
+@law("DT-2", where="features = 0 and tp = 1 and world in (2, 3, 4)", reference=DTENSOR, since="2.8")
 def test_dtensor_operators_equal_those_on_full_tensors(measure: Measure, cell: Cell) -> None:
     """An operator on DTensors MUST give the result and the gradients that it gives on full tensors, however they are
     laid out, or refuse to compute.
@@ -53,7 +53,7 @@ def test_dtensor_operators_equal_those_on_full_tensors(measure: Measure, cell: C
     "DT-3",
     where="id in (dp2-fp32-default-meta-integer, dp3-fp32-default-meta, hsdp2x2-bf16mp-default-meta)",
     reference=DTENSOR,
-    since="2.13",
+    since="2.11",
     substrates=("gloo", *CUDA),  # on the simulated device an operator that refuses late ends the process
 )
 def test_dtensor_operators_on_every_layout(measure: Measure, cell: Cell) -> None:

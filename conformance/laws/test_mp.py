@@ -172,7 +172,7 @@ def test_master_weights_are_fp32(run: Run, cell: Cell) -> None:
     "MP-6",
     where="(features = 0 or features = 1 and precision = fp16-mp) and tp = 1",
     reference=FULLY_SHARD,
-    since="2.13",
+    since="2.9",
 )
 def test_mixed_precision_policy_casts_inputs_and_outputs(measure: Measure, cell: Cell) -> None:
     """Floating-point inputs of a module MUST be cast to `param_dtype` with `cast_forward_inputs`, at any depth inside

@@ -73,7 +73,7 @@ def test_optimizer_steps_as_on_plain_tensors(run: Run, cell: Cell) -> None:
     "OPT-3",
     where="id in (dp3-fp32-default-meta, dp2-tp2-fp32-default-meta-nosp)",
     reference=OPTIM,
-    since="2.13",
+    since="2.11",
     substrates=("gloo", *CUDA),  # on the simulated device an operator that refuses after others ends the process
 )
 def test_optimizers_step_on_dtensors_as_on_plain_tensors(measure: Measure, cell: Cell) -> None:

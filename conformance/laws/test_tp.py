@@ -15,7 +15,7 @@ PARALLEL = "https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.htm
     where="id in (tp2-fp32-default-meta, tp4-fp32-default-meta-integer-sgd-noclip-steps1, "
     "dp2-tp2-fp32-default-meta-norminf)",
     reference=PARALLEL,
-    since="2.13",
+    since="2.10",
     substrates=("gloo", *CUDA),  # as for DT-3
 )
 def test_parallel_styles_and_loss_parallel_equal_one_process(measure: Measure, cell: Cell) -> None:
@@ -32,7 +32,7 @@ def test_parallel_styles_and_loss_parallel_equal_one_process(measure: Measure, c
     "TP-2",
     where="id = tp2-bf16mp-default-meta",  # of nightly, for its time
     reference="https://docs.pytorch.org/docs/stable/generated/torch.compile.html",
-    since="2.13",
+    since="2.11",
     substrates=("gloo", *CUDA),  # as for DT-3
 )
 def test_compiled_parallel_styles_equal_one_process(measure: Measure, cell: Cell) -> None:

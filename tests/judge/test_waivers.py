@@ -89,8 +89,19 @@ def test_a_waiver_covers_what_it_shows_and_nothing_else(measured: dict[str, Meas
 
 
 def test_the_waiver_of_a_case() -> None:
-    assert waiver_of([WAIVER], "INIT-8", CELL, device="cpu", torch=(2, 13)) is WAIVER
+    assert waiver_of([WAIVER], "INIT-8", CELL, device="cpu", torch=(2, 13)) == WAIVER
     assert waiver_of([WAIVER], "INIT-7", CELL, device="cpu", torch=(2, 13)) is None
+
+
+def test_a_symptom_may_be_one_of_some_releases() -> None:
+    symptom = msgspec.structs.replace(WAIVER.shows[0], torch="2.6 - 2.12")
+    waivers = [msgspec.structs.replace(WAIVER, shows=[symptom])]
+    verdicts = []
+    for torch in ((2, 12), (2, 13)):
+        waiver = waiver_of(waivers, "INIT-8", CELL, device="cpu", torch=torch)
+        assert waiver
+        verdicts.append(waiver.judge(Verdict.FAIL, "", {"norm of rank 1": metric(2.0)})[0])
+    assert verdicts == [Verdict.WAIVED, Verdict.FAIL]
 
 
 def written(path: Path, *changes: dict[str, object]) -> Path:
@@ -175,6 +186,12 @@ def test_waivers_overlap_if_some_case_has_both(one: tuple[str, str], two: tuple[
         ({"until": "2027"}, "until"),
         ({"shows": [{"metric": "loss", "least": 2, "most": 1}]}, "from 2.0 to 1.0: exchange `least` and `most`"),
         ({"shows": [{"metric": "loss", "least": 2}]}, "most"),
+        ({"shows": [{"metric": "loss", "least": 1, "most": 1, "torch": "2.6"}]}, "torch"),
+        (
+            {"shows": [{"metric": "loss", "least": 1, "most": 1, "torch": "2.5 - 2.6"}]},
+            "name releases of the waiver, 2.6 - ",
+        ),
+        ({"shows": [{"metric": "loss", "least": 1, "most": 1, "torch": "2.9 - 2.8"}]}, "the first one first"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, matrix: Matrix, changes: dict[str, object], message: str) -> None:
