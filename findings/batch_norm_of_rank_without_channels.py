@@ -1,7 +1,7 @@
 """Backward of F.batch_norm in evaluation ends the process on a rank that has no channels.
 
-DTensor shards the channels, and calls `native_batch_norm_backward` on each shard (from the strategies of
-torch/distributed/tensor/_ops/_math_ops.py): the kernel divides by the number of channels.
+DTensor derives the placements of `native_batch_norm_backward` from its decomposition, which may shard channels, and
+calls the operator itself on each shard: its kernel divides by the number of channels.
 
 severity: low
 visible: loud
