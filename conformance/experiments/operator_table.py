@@ -341,7 +341,7 @@ def _normalisations() -> Iterator[Sample]:
     running = sample("batch_norm, running", _running_batch_norm, "a 4 b distinct", "4", "4 positive", exact=False)
     yield replace(running, writes=True)
     evaluated = lambda x, mean, var: functional.batch_norm(x, mean, var, training=False)  # noqa: E731
-    # Channels for all ranks: torch 2.12 dies where a rank has none, see findings/batch_norm_of_rank_without_channels.py.
+    # Channels for each rank: torch 2.12 dies without, see findings/batch_norm_of_rank_without_channels.py.
     yield sample("batch_norm, evaluated", evaluated, "a 6 b", "6", "6 positive", exact=False)
     yield sample("normalize", functional.normalize, "a b", exact=False)
     yield sample("normalize of dim 0", partial(functional.normalize, dim=0), "a b", exact=False)

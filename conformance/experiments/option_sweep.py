@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from conformance.experiments.context import RankWorld, experiment
@@ -70,8 +71,12 @@ class OptionSweep:
         rules = [
             Rule(subset.keys(), partial(_has, subset=subset)) for subset in self._excluded if len(subset) <= _MAX_RULE
         ]
-        rows = [*self._right, *(subset for subset in self._excluded if len(subset) > _MAX_RULE)]
-        return covering_rows(OPTIONS, strength=3, rules=rules, given=rows, rounds=0)
+        tried = [*self._right, *(subset for subset in self._excluded if len(subset) > _MAX_RULE)]
+        # On one rank: all would find the same rows, in longer than the trainings take where processors are few.
+        rows = covering_rows(OPTIONS, strength=3, rules=rules, given=tried, rounds=0) if self._rank.rank == 0 else []
+        found = [rows]
+        dist.broadcast_object_list(found)
+        return found[0]
 
     def _try(self, row: Options) -> None:
         ended = self._ended(row)
