@@ -108,9 +108,10 @@ def sweep_where(end_of: Callable[[Options], End | None], monkeypatch: pytest.Mon
     monkeypatch.setattr(
         option_sweep, "meshes_of", lambda _: dict.fromkeys(OPTIONS["mesh"], SimpleNamespace(ended=ended))
     )
-    return OptionSweep(cast("Any", SimpleNamespace()))
+    return OptionSweep(cast("Any", SimpleNamespace(rank=0)))
 
 
+@pytest.mark.usefixtures("mesh")
 def test_what_is_wrong_is_narrowed_down_to_the_options_and_defaults_that_make_it_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -121,6 +122,7 @@ def test_what_is_wrong_is_narrowed_down_to_the_options_and_defaults_that_make_it
     assert wrong == {f"offload True, reduced {value}, calls 2" for value in ("always", "all-reduced last")}
 
 
+@pytest.mark.usefixtures("mesh")
 def test_all_triples_but_those_that_are_refused_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Options] = []
 
@@ -137,6 +139,7 @@ def test_all_triples_but_those_that_are_refused_are_tried(monkeypatch: pytest.Mo
     assert swept.computed["options"] >= 50
 
 
+@pytest.mark.usefixtures("mesh")
 def test_a_sweep_ends_if_not_even_the_defaults_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
     swept = sweep_where(lambda _: End.WRONG, monkeypatch).swept()
     assert swept.computed["options"] == 0
@@ -144,6 +147,7 @@ def test_a_sweep_ends_if_not_even_the_defaults_are_right(monkeypatch: pytest.Mon
     assert DEFAULTS["reshard"] is True
 
 
+@pytest.mark.usefixtures("mesh")
 def test_what_no_part_shows_alone_is_reported_as_a_whole_row(monkeypatch: pytest.MonkeyPatch) -> None:
     def end_of(options: Options) -> End:
         return End.WRONG if sum(options[name] != default for name, default in DEFAULTS.items()) > 20 else End.RIGHT
