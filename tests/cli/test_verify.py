@@ -34,7 +34,6 @@ def copy(session: Ended, tmp_path: Path) -> Path:
 
 
 def test_an_honest_report(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert verify(copy, matrix_file=MATRIX).problems == []
     assert main(["verify", str(copy)]) == 0
     assert capsys.readouterr().out == "2 cases judged again from records, 0 problems\n"
 
@@ -100,11 +99,12 @@ def change_a_metric(report: dict[str, Any], rows: Rows) -> None:
         (lambda report, rows: failed(report["cases"]).update(id="PAR-1/dp9"), "no case of this profile"),
     ],
 )
-def test_a_report_that_lies(copy: Path, change: Callable[[dict[str, Any], Rows], object], problem: str) -> None:
+def test_a_report_that_lies(
+    copy: Path, change: Callable[[dict[str, Any], Rows], object], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     edit(copy, change)
-    problems = verify(copy, matrix_file=MATRIX).problems
-    assert any(problem in line for line in problems), problems
     assert main(["verify", str(copy)]) == 1
+    assert problem in capsys.readouterr().out
 
 
 def test_other_tensors_in_a_record(copy: Path) -> None:
@@ -170,8 +170,6 @@ def test_what_cannot_be_verified(
     copy: Path, change: Callable[[dict[str, Any], Rows], object], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     edit(copy, change)
-    with pytest.raises(ValueError, match=message):
-        verify(copy, matrix_file=MATRIX)
     assert main(["verify", str(copy)]) == 4
     assert message in capsys.readouterr().err
 
