@@ -28,6 +28,6 @@ try:
     got, status = "a gradient", 0
 except (RuntimeError, NotImplementedError) as error:
     got, status = f"refused: {str(error).splitlines()[0][:80]}", 2
-print(f"rank {dist.get_rank()}: {got}")
+print(f"rank {dist.get_rank()}: expected a gradient, got {got}")
 dist.destroy_process_group()
 sys.exit(status)

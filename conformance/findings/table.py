@@ -15,6 +15,8 @@ VERSIONS_FILE = "versions.json"
 CATALOGUE = DIRECTORY / "README.md"
 REPORTS = DIRECTORY / "reports"
 WORST = 6
+_NEWEST = 3
+"""Number of versions, the last that were tried, whose faults are of interest to everybody."""
 _INTRODUCTION = """# Faults of released torch
 
 Written by `conformance findings --write`, which runs every program on the installed torch and keeps the outcome in
@@ -144,7 +146,12 @@ def report(finding: Finding, versions: Versions, *, ran_with: str, output: str) 
 
 
 def worst(findings: Sequence[Finding], versions: Versions) -> str:
-    """Return a table of the findings that do most damage and are seen least, with the versions that show them."""
+    """Return a table of the findings that do most damage and are seen least, with the versions that show them.
+
+    Only findings that one of the newest versions shows: who has an older one runs `conformance findings`.
+    """
+    newest = list(versions.values())[-_NEWEST:]
+    recent = [each for each in findings if any(outcomes.get(each.name) in PRESENT for outcomes in newest)]
     rows = [
         [
             _seen(finding, versions),
@@ -152,7 +159,7 @@ def worst(findings: Sequence[Finding], versions: Versions) -> str:
             finding.law,
             _thread(finding, reports="findings/reports"),
         ]
-        for finding in findings[:WORST]
+        for finding in recent[:WORST]
     ]
     return _markdown(rows, ["torch", "fault", "law", "thread"])
 
