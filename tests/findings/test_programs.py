@@ -120,7 +120,7 @@ def test_versions_without_a_gap_are_a_range(program: Path) -> None:
     }
     versions: Any = {version: {"it_is": outcome} if outcome else {} for version, outcome in outcomes.items()}
     assert "| 2.8, 2.10 to 2.12 | [It is wrong]" in worst([read_finding(program)], versions)
-    mended = {version: {"it_is": "right"} for version in ("2.14.0", "2.15.0")}
+    mended: Any = {version: {"it_is": "right"} for version in ("2.14.0", "2.15.0")}
     assert "It is wrong" not in worst([read_finding(program)], {**versions, **mended})
 
 
