@@ -12,6 +12,9 @@ from conformance.plan.mesh import Mesh
 from conformance.run.experiment import Needs
 from conformance.torch_release import Release, release
 
+_RECOMPILATIONS = 8
+"""Default of `torch._dynamo.config.recompile_limit`."""
+
 
 def require_features(needs: Needs, cell: Cell, *, device: str, torch_version: str) -> None:
     """Raise Unsupported if an experiment with these needs cannot be done for a cell with this torch.
@@ -25,6 +28,9 @@ def require_features(needs: Needs, cell: Cell, *, device: str, torch_version: st
         *_streams(needs, torch, device),
         *_averages(needs, cell, torch, device),
         *_uneven(needs, cell, torch),
+        *_uneven_checkpoints(needs, cell, torch),
+        *_recompilation(needs, cell, torch),
+        *_fused_across_meshes(needs, cell, torch),
     ):
         raise Unsupported(f"{lacking}; this is torch {torch_version}")
 
@@ -73,6 +79,45 @@ def _uneven(needs: Needs, cell: Cell, torch: Release) -> Iterator[str]:
                 f"FSDP2 with tensor parallelism takes uneven shards from torch 2.8 on: {name} is {rows}, which "
                 f"dp_shard {mesh.dp_shard} x tp {mesh.tp} does not divide"
             )
+
+
+def _uneven_checkpoints(needs: Needs, cell: Cell, torch: Release) -> Iterator[str]:
+    """Yield the limit of checkpoints of another mesh up to torch 2.9, with tensor-parallel shards that FSDP2 halves.
+
+    The planner of torch.distributed.checkpoint refuses: "mismatch sizes torch.Size([12, 36]) vs torch.Size([13, 36])".
+    """
+    mesh = Mesh.parse(cell.mesh)
+    is_loaded_elsewhere = cell.saved_on not in ("none", "same") and mesh.dp_shard > 1 and mesh.tp > 1
+    if torch < (2, 10) and Needs.FORWARD in needs and cell.model == "uneven-tp" and is_loaded_elsewhere:
+        yield "a checkpoint of another mesh is loaded into uneven shards of tensor-parallel shards from torch 2.10 on"
+
+
+def _recompilation(needs: Needs, cell: Cell, torch: Release) -> Iterator[str]:
+    """Yield the limit of compiled blocks in a dispatch mode up to torch 2.9.
+
+    A guard fails at each call inside of a mode that lets torch.compile compile (`DispatchTap`), so that the block is
+    compiled anew; more than `torch._dynamo.config.recompile_limit` times is an error, since the graph must be whole.
+    """
+    calls = cell.config.model.n_layers * cell.steps * cell.accumulation
+    if cell.activation_checkpointing != "none":
+        calls *= 2
+    if torch < (2, 10) and cell.compile and Needs.FORWARD in needs and calls > _RECOMPILATIONS:
+        yield (
+            f"compiled blocks are observed from torch 2.10 on if they are called more than {_RECOMPILATIONS} times, "
+            f"here {calls} times: before, each call compiles anew"
+        )
+
+
+def _fused_across_meshes(needs: Needs, cell: Cell, torch: Release) -> Iterator[str]:
+    """Yield the limit of fused optimizers up to torch 2.8.
+
+    A fused step takes all parameters at once, also those that tensor parallelism leaves to FSDP's mesh: "Could not run
+    pointwise computation across different mesh".
+    """
+    mesh = Mesh.parse(cell.mesh)
+    has_two_meshes = mesh.tp > 1 and not cell.norms_in_tp
+    if torch < (2, 9) and Needs.FORWARD in needs and has_two_meshes and cell.optimizer == "adamw-fused":
+        yield "a fused optimizer steps parameters of two meshes from torch 2.9 on"
 
 
 def confuses_embeddings(torch_version: str) -> bool:

@@ -77,6 +77,38 @@ def test_fsdp2_with_tensor_parallelism_needs_even_shards_up_to_2_7() -> None:
     assert lacks(PROBES, uneven, "2.7.1") is None
 
 
+def test_fsdp2_loads_uneven_shards_of_another_mesh_from_2_10_on() -> None:
+    resumed = Cell(mesh="dp2-tp2", model="uneven-tp", saved_on="tp2")
+    assert lacks(TRAINS, resumed, "2.9.1") == (
+        "a checkpoint of another mesh is loaded into uneven shards of tensor-parallel shards from torch 2.10 on; this "
+        "is torch 2.9.1"
+    )
+    assert lacks(TRAINS, resumed, "2.10.0") is None
+    for other in ({"model": "tiny"}, {"saved_on": "same"}, {"mesh": "dp2"}):
+        assert lacks(TRAINS, resumed.but(**other), "2.9.1") is None
+
+
+def test_compiled_blocks_are_observed_for_some_calls_up_to_2_9() -> None:
+    compiled = Cell(mesh="dp2", compile=True)
+    for cell, calls in ((compiled.but(accumulation=2), 12), (compiled.but(activation_checkpointing="full"), 12)):
+        assert lacks(TRAINS, cell, "2.9.1") == (
+            "compiled blocks are observed from torch 2.10 on if they are called more than 8 times, here "
+            f"{calls} times: before, each call compiles anew; this is torch 2.9.1"
+        )
+        assert lacks(TRAINS, cell, "2.10.0") is None
+    assert lacks(TRAINS, compiled, "2.9.1") is None
+
+
+def test_a_fused_optimizer_steps_on_two_meshes_from_2_9_on() -> None:
+    fused = Cell(mesh="dp2-tp2", optimizer="adamw-fused", norms_in_tp=False, sequence_parallel=False, model="even")
+    assert lacks(TRAINS, fused, "2.8.0") == (
+        "a fused optimizer steps parameters of two meshes from torch 2.9 on; this is torch 2.8.0"
+    )
+    assert lacks(TRAINS, fused, "2.9.1") is None
+    for other in ({"optimizer": "adamw-foreach"}, {"norms_in_tp": True}):
+        assert lacks(TRAINS, fused.but(**other), "2.8.0") is None
+
+
 def test_require_features_checks_the_run_that_saves_too(tmp_path: Path) -> None:
     store = RecordStore(directory=tmp_path, session="s", torch_version="2.7.1", defect=None, deadline_s=60)
     resumed = Cell(mesh="dp2", saved_on="tp2", steps=4)
