@@ -101,12 +101,14 @@ def bounds_of_ranks(
     the device's operators, and the optimizer is the one that torch chooses there: its temporaries have the size of all
     shards of a rank, without the padding that the prediction counts.
 
-    Raises Unsupported for a pipeline of a torch whose buffers are not modelled.
+    Raises Unsupported for a pipeline of a torch whose buffers are not modelled, and for one shard that torch gathers.
     """
-    stages = cell.config.mesh.pp
+    stages, traits = cell.config.mesh.pp, traits_of(str(torch.__version__))
+    if traits.one_rank_gathers and cell.config.mesh.dp_shard == 1 and not in_flight:
+        raise Unsupported(f"the memory model does not know that torch {torch.__version__} gathers on one rank")
     if stages == 1:
         profiles = measure(profile_without_fsdp, cell, on_device=on_device)
-    elif traits_of(str(torch.__version__)).stages_pool_buffers:
+    elif traits.stages_pool_buffers:
         raise Unsupported(f"the memory model does not know when torch {torch.__version__} holds buffers of transfers")
     else:
         (profiles,) = measure(profile_stages_without_fsdp, cell, on_device=on_device)

@@ -28,9 +28,7 @@ class Needs(Flag):
     """`fully_shard`."""
     FORWARD = auto()
     """Forward passes of modules sharded by FSDP2, which record events on streams."""
-    AVERAGING = auto()
-    """Averaging all-reduces on a real backend."""
-    TRAINING = SHARDING | FORWARD | AVERAGING
+    TRAINING = SHARDING | FORWARD
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):

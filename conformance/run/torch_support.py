@@ -49,10 +49,10 @@ def _averages(needs: Needs, cell: Cell, torch: Release, device: str) -> Iterator
     """Yield the limit of HSDP on the CPU up to torch 2.7.
 
     Replicas average their gradients by an all-reduce: "Cannot use ReduceOp.AVG with Gloo", until
-    https://github.com/pytorch/pytorch/pull/149781. A simulated world communicates nothing.
+    https://github.com/pytorch/pytorch/pull/149781. A simulated world, which averages nothing, ends in an assertion on
+    the event of that all-reduce (`post_backward` of torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py).
     """
-    averages = Needs.AVERAGING in needs and Mesh.parse(cell.mesh).dp_replicate > 1
-    if torch < (2, 8) and device == "cpu" and averages:
+    if torch < (2, 8) and device == "cpu" and Needs.FORWARD in needs and Mesh.parse(cell.mesh).dp_replicate > 1:
         yield "HSDP runs on the CPU from torch 2.8 on, in which gloo averages in an all-reduce"
 
 
