@@ -54,7 +54,7 @@ class Wrong(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Swept(msgspec.Struct, kw_only=True):
-    """SweptOutcome of a sweep on one rank; numbers of cases by subject, that is by operator, optimizer or module."""
+    """Outcome of a sweep on one rank; numbers of cases by subject, that is by operator, optimizer or module."""
 
     outcomes: dict[SweptOutcome, int] = {}
     """Number of all cases by outcome; a case that ranks end differently is wrong. Equal on all ranks."""
@@ -92,7 +92,7 @@ class Ended:
 
     @property
     def outcome(self) -> SweptOutcome:
-        """SweptOutcome of the case."""
+        """Outcome of the case."""
         return "right" if self.end is End.RIGHT else "refused" if self.end is End.ERROR else "wrong"
 
 
@@ -109,7 +109,7 @@ class Trials:
 
     @property
     def swept(self) -> Swept:
-        """SweptOutcome of all trials."""
+        """Outcome of all trials."""
         wrong = [
             Wrong(subject=subject, fault=fault, kind=kind, cases=len(examples), example=examples[0])
             for (subject, fault, kind), examples in self._found.items()
