@@ -48,10 +48,10 @@ def versions_text(table: VersionTable) -> str:
     """Return laws by version as Markdown, in the order of the reports: numbers of cases by verdict, then of sweeps."""
     laws = _table("law", [[row.law, *(judged.text for judged in row.by_version)] for row in table.rows], table)
     sweeps = _table("sweep", [[row.case, *map(_spelled, row.by_version)] for row in table.sweeps], table)
-    parts = [f"Profile `{table.profile}`, {table.planned} cases for each version of torch.", laws]
+    blocks = [f"Profile `{table.profile}`, {table.planned} cases for each version of torch.", laws]
     if table.sweeps:
-        parts += [f"Trials in sweeps: {', '.join(SWEPT_OUTCOMES)}.", sweeps]
-    return "\n\n".join(parts)
+        blocks += [f"Trials in sweeps: {', '.join(SWEPT_OUTCOMES)}.", sweeps]
+    return "\n\n".join(blocks)
 
 
 def _table(what: str, rows: list[list[str]], table: VersionTable) -> str:
