@@ -10,7 +10,7 @@ import pytest
 from expecttest import assert_expected_inline
 
 from conformance.__main__ import main
-from conformance.cli.versions import versions_text
+from conformance.cli.versions import laws_text, sweeps_text
 from conformance.judge.measurements import Measurement
 from conformance.outcomes import SWEPT_OUTCOMES, swept_metric
 from conformance.project import PROJECT
@@ -24,7 +24,7 @@ NEW = report(case("PAR-2/a"), case("PAR-2/b", "fail"), case("MP-1/a"), torch="2.
 
 def test_a_table_of_versions() -> None:
     assert_expected_inline(
-        versions_text(version_table([OLD, NEW])),
+        laws_text(version_table([OLD, NEW])),
         """\
 Profile `pr`, 3 cases for each version of torch.
 
@@ -54,9 +54,9 @@ def test_outcomes_in_sweeps() -> None:
     new = report(case("DT-3/a", "pass", **swept(right=10, refused=0, wrong=2)), case("PAR-2/a"), torch="2.15.0")
     table = version_table([old, new])
     assert_expected_inline(
-        versions_text(table).partition("\n\nTrials")[2],
+        sweeps_text(table),
         """\
- in sweeps: right, refused, wrong.
+Trials: right, refused, wrong.
 
 | sweep   | 2.6.0   | 2.15.0   |
 |---------|---------|----------|
