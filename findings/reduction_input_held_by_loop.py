@@ -25,10 +25,14 @@ earlier, held = [], []
 
 
 class ReduceScatter:
+    """Reduce-scatter that counts the earlier inputs which are held."""
+
     def allocate(self, size, *, dtype, device):
+        """Return a buffer."""
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        """Reduce."""
         held.append(sum(tensor() is not None for tensor in earlier))
         earlier.append(weakref.ref(input_tensor))
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
