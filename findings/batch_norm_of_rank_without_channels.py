@@ -1,7 +1,7 @@
 """Backward of F.batch_norm in evaluation ends the process on a rank that has no channels.
 
-DTensor derives the placements of `native_batch_norm_backward` from its decomposition, which may shard channels, and
-calls the operator itself on each shard: its kernel divides by the number of channels.
+DTensor has no strategy for `native_batch_norm_backward`, takes one from its decomposition, and calls the operator itself
+on each shard of the channels. The kernel on the CPU dies without channels, of plain tensors as well.
 
 severity: low
 visible: loud

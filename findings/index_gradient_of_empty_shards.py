@@ -6,7 +6,7 @@ that is indexed: each rank writes all values into its columns, where some indice
 severity: low
 visible: loud
 training: losses that pick log-probabilities by row and class stop where a batch has fewer rows than ranks
-thread: none known
+thread: https://github.com/pytorch/pytorch/issues/170934
 law: DT-3
 avoid: replicate indices, or use gather
 ranks: 3

@@ -1,12 +1,12 @@
 """FSDP2 holds the input of a reduce-scatter until the next one is over, not until it begins.
 
 `FSDPParamGroup.post_backward` (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py) clears the list of states, but
-the variable of the loop that waits for them holds the last one.
+the variable of the loop that waits for them holds the last one. The thread has another fault of the same change.
 
 severity: low
 visible: silent
 training: backward holds full gradients of one more FSDP group
-thread: none known
+thread: https://github.com/ROCm/pytorch/pull/3501
 law: API-2
 avoid: nothing known
 ranks: 2

@@ -72,7 +72,7 @@ class OptionSweep:
             Rule(subset.keys(), partial(_has, subset=subset)) for subset in self._excluded if len(subset) <= _MAX_RULE
         ]
         tried = [*self._right, *(subset for subset in self._excluded if len(subset) > _MAX_RULE)]
-        # On one rank: all would find the same rows, in longer than the trainings take where processors are few.
+        # On one rank: all would find the same rows, and share the processors for it.
         rows = covering_rows(OPTIONS, strength=3, rules=rules, given=tried, rounds=0) if self._rank.rank == 0 else []
         found = [rows]
         dist.broadcast_object_list(found)
