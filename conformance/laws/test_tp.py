@@ -15,7 +15,7 @@ PARALLEL = "https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.htm
     where="id in (tp2-fp32-default-meta, tp4-fp32-default-meta-integer-sgd-noclip-steps1, "
     "dp2-tp2-fp32-default-meta-norminf)",
     reference=PARALLEL,
-    since="2.10",
+    since="2.8",
     substrates=("gloo", *CUDA),  # as for DT-3
 )
 def test_parallel_styles_and_loss_parallel_equal_one_process(measure: Measure, cell: Cell) -> None:
