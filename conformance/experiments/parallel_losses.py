@@ -49,6 +49,7 @@ def loss_samples(dims: int) -> Iterator[ParallelSample]:
         None,
         exact=False,
         takes_plain=False,
+        tries_empty=False,  # as of other losses but the plain one, see `_loss`
         within=_loss_parallel,
     )
 
