@@ -1,7 +1,7 @@
 """Backward of F.batch_norm in evaluation ends the process on a rank that has no channels.
 
-DTensor has no strategy for `native_batch_norm_backward`, takes one from its decomposition, and calls the operator itself
-on each shard of the channels. The kernel on the CPU dies without channels, of plain tensors as well.
+DTensor has no strategy for `native_batch_norm_backward`, takes one from its decomposition, and calls the
+operator itself on each shard of the channels. The kernel on the CPU dies without channels, of plain tensors as well.
 
 severity: low
 visible: loud

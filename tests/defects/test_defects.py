@@ -175,6 +175,7 @@ def test_ids_are_unique_and_have_twins() -> None:
 def test_injection_is_undone(name: str) -> None:
     """All replaced attributes are restored, also after an error."""
     assert changed_by(name), "nothing was injected"
+    before = snapshot()
 
     def fail_inside() -> None:
         with injected(name):
@@ -182,19 +183,16 @@ def test_injection_is_undone(name: str) -> None:
 
     with pytest.raises(ZeroDivisionError):
         fail_inside()
-    assert snapshot() == before_all()
-
-
-@cache
-def before_all() -> dict[str, int]:
-    """Return the snapshot before the first injection."""
-    return snapshot()
+    assert snapshot() == before
 
 
 @cache
 def changed_by(name: str) -> frozenset[str]:
     """Return the attributes that an injection replaces."""
-    before = before_all()
+    with injected(name):
+        # What the injection imports is imported before the snapshot without it.
+        pass
+    before = snapshot()
     with injected(name):
         return frozenset(attribute for attribute, value in snapshot().items() if value != before.get(attribute))
 
