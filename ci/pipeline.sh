@@ -14,7 +14,7 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 job=${1:-} shard=${2:-}
-versions=${VERSIONS:-2.6.0 2.7.1 2.8.0 2.10.0 2.13.0 2.15.0}
+versions=${VERSIONS:-2.6.0 2.7.1 2.8.0 2.9.1 2.10.0 2.11.0 2.12.1 2.13.0 2.14.0 2.15.0}
 make=(make ${TORCH:+TORCH="$TORCH"})
 status=0
 
