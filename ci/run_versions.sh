@@ -3,10 +3,11 @@
 #
 #   ci/run_versions.sh VERSION...              for example: ci/run_versions.sh 2.6.0 2.13.0 2.15.0
 #
-# PROFILE (default: smoke) and ARGS (more arguments of pytest) are taken from the environment. Reports, with their
-# records, are left in versions/VERSION, the table in versions/table.md. A version whose environment cannot be made, or
-# whose session leaves no report, is named and left out of the table. Exit status 1 if a session was not conformant or a
-# version is left out; 4 for no version at all.
+# PROFILE (default: smoke) and ARGS (more arguments of pytest) are taken from the environment. With KEEP_ENVIRONMENTS=no
+# each environment, of several GB, is removed before the next is made. Reports, with their records, are left in
+# versions/VERSION, the table in versions/table.md. A version whose environment cannot be made, or whose session leaves
+# no report, is named and left out of the table. Exit status 1 if a session was not conformant or a version is left out;
+# 4 for no version at all.
 set -uo pipefail
 if [[ $# -eq 0 ]]; then
   echo "usage: ci/run_versions.sh VERSION..." >&2
@@ -16,8 +17,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 profile=${PROFILE:-smoke}
 status=0
 reports=()
+last=
 for version in "$@"; do
   directory=versions/$version
+  [[ ${KEEP_ENVIRONMENTS:-yes} == no && -n $last ]] && rm -rf ".venv-torch-$last"
+  last=$version
   make conformance TORCH="$version" PROFILE="$profile" ARGS="--report-dir $directory ${ARGS:-}" || status=1
   if [[ -f $directory/report.json ]]; then
     reports+=("$directory")
@@ -26,6 +30,6 @@ for version in "$@"; do
     status=1
   fi
 done
-python=${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo ".venv-torch-$1/bin/python")}
+python=${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo ".venv-torch-$last/bin/python")}
 [[ ${#reports[@]} -gt 0 ]] && "$python" -m conformance versions "${reports[@]}" | tee versions/table.md
 exit "$status"
