@@ -99,12 +99,27 @@ def injected(name: str | None) -> Iterator[None]:
         yield
 
 
+def subjects_of(name: str | None) -> frozenset[str]:
+    """Return what sweeps are to try with these defects or twins in force, see `Defect.subjects`; empty for all."""
+    of_each = [_subjects(each) for each in _names(name)]
+    return frozenset().union(*of_each) if all(of_each) else frozenset()
+
+
+def _subjects(name: str) -> tuple[str, ...]:
+    fault = _fault(name)
+    return fault.subjects if isinstance(fault, Defect) and not name.endswith(TWIN) else ()
+
+
 def _injection(name: str) -> Injection:
-    base, is_twin = name.removesuffix(TWIN), name.endswith(TWIN)
-    fault = from_file(base) if ":" in base else {defect.id: defect for defect in defects()}[base]
+    fault = _fault(name)
     if isinstance(fault, Defect):
-        return fault.inject_twin if is_twin else fault.inject
+        return fault.inject_twin if name.endswith(TWIN) else fault.inject
     return cast("Injection", fault)
+
+
+def _fault(name: str) -> object:
+    base = name.removesuffix(TWIN)
+    return from_file(base) if ":" in base else {defect.id: defect for defect in defects()}[base]
 
 
 def defects() -> tuple[Defect, ...]:

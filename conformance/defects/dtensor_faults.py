@@ -81,6 +81,7 @@ MEAN_OF_OWN_SHARD = Defect(
     mechanism="a pending average is taken for a replicated tensor",
     laws=("DT-3",),
     cells="id = dp2-fp32-default-meta-integer",
+    subjects=("mean of squares",),
     inject=partial(averages, lost=True),
     inject_twin=partial(averages, lost=False),
 )
@@ -103,6 +104,7 @@ WRITE_THROUGH_VIEW_LOST = Defect(
     mechanism="the slice is a copy",
     laws=("DT-3",),
     cells="id = dp2-fp32-default-meta-integer",
+    subjects=("all assigned",),
     inject=partial(columns_written, lost=True),
     inject_twin=partial(columns_written, lost=False),
 )

@@ -39,6 +39,12 @@ class Defect:
 
     Empty for a user's own defect, which is injected into any cell.
     """
+    subjects: tuple[str, ...] = ()
+    """Subjects of sweeps that show the defect: operators, optimizers, modules, or options joined by commas.
+
+    A sweep tries no others with the defect, since what is wrong for some fails the sweep of all; with the twin it tries
+    all. Empty: all are tried.
+    """
     inject: Injection
     inject_twin: Injection
     """Context of the benign twin, a correct change of the same code."""

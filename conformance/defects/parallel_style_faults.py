@@ -32,6 +32,7 @@ PREPARED_INPUT_KEEPS_LAYOUT = Defect(
     mechanism="desired_input_layouts is ignored",
     laws=("TP-1",),
     cells="id = tp2-fp32-default-meta",
+    subjects=("PrepareModuleInput",),
     inject=partial(prepared_inputs, are_redistributed=False),
     inject_twin=partial(prepared_inputs, are_redistributed=True),
 )
@@ -57,6 +58,7 @@ CLASS_WEIGHTS_OF_FIRST_RANK = Defect(
     mechanism="weights are cut from the first class on, whatever classes the rank has",
     laws=("TP-1",),
     cells="id = tp2-fp32-default-meta",
+    subjects=("loss_parallel, mean, weighted",),
     inject=partial(class_weights, of_first_rank=True),
     inject_twin=partial(class_weights, of_first_rank=False),
 )
@@ -78,6 +80,7 @@ SEQUENCE_DIMENSION_IGNORED = Defect(
     mechanism="sequence_dim does not reach the layout",
     laws=("TP-1", "TP-2"),
     cells="id in (tp2-fp32-default-meta, tp2-bf16mp-default-meta)",
+    subjects=("SequenceParallel of LayerNorm",),
     inject=partial(sequence_dimension, is_ignored=True),
     inject_twin=partial(sequence_dimension, is_ignored=False),
 )

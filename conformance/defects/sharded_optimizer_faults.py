@@ -34,6 +34,7 @@ MUON_OF_OWN_SHARD = Defect(
     mechanism="Newton-Schulz iterations are given local tensors",
     laws=("OPT-3",),
     cells="id = dp2-tp2-fp32-default-meta-nosp",
+    subjects=("Muon",),
     inject=partial(orthogonalised, own_shard=True),
     inject_twin=partial(orthogonalised, own_shard=False),
     since="2.9",
@@ -61,6 +62,7 @@ LIST_OF_DTENSORS_CUT = Defect(
     mechanism="lists are grouped by the kind of their tensors, and the last group is lost",
     laws=("OPT-3",),
     cells="id = dp2-tp2-fp32-default-meta-nosp",
+    subjects=("NAdam, foreach, weight_decay",),
     inject=partial(listed_steps, skips_last=True),
     inject_twin=partial(listed_steps, skips_last=False),
 )
@@ -92,6 +94,7 @@ PENDING_GRADIENT_OF_OWN_RANK = Defect(
     mechanism="the optimizer steps with local tensors",
     laws=("OPT-3",),
     cells="id = dp2-tp2-fp32-default-meta-nosp",
+    subjects=("Adagrad",),
     inject=partial(pending_gradients, own_number=True),
     inject_twin=partial(pending_gradients, own_number=False),
 )

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from conformance.defects.catalogue import injected
+from conformance.defects.catalogue import injected, subjects_of
 from conformance.experiments.simulation import simulated_world
+from conformance.experiments.trials import trying_only
 from conformance.experiments.weight_files import write_weights
 from conformance.plan.workload import compiled_on_device
 from conformance.run.experiment import Experiment, Job, Needs, Result, sampled_ranks
@@ -123,7 +124,7 @@ def rank_world(context: RankContext, job: Job, *, world: World, process_group: b
     if world == "none":
         yield RankWorld(context, job, config, device_of(context))
         return
-    with injected(job.defect):
+    with injected(job.defect), trying_only(subjects_of(job.defect)):
         if world in ("simulated", "sampled"):
             simulated_rank = sampled_ranks(config, job.world_size)[context.rank]
             with simulated_world(job.world_size, rank=simulated_rank):

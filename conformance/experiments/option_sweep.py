@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from conformance.experiments.context import RankWorld, experiment
 from conformance.experiments.option_training import DEFAULTS, OPTIONS, Options, differences
-from conformance.experiments.trials import End, Ended, Swept, Trials, Wrong
+from conformance.experiments.trials import End, Ended, Swept, Trials, Wrong, tried_alone
 from conformance.plan.combinations import Rule
 from conformance.plan.covering import covering_rows
 from conformance.run.experiment import Needs
@@ -54,6 +54,15 @@ class OptionSweep:
 
     def swept(self) -> Swept:
         """Return the outcome: the number of rows that are right, and what is refused or wrong."""
+        if subjects := tried_alone():
+            for subset in ({}, *map(_subset, sorted(subjects))):
+                self._judge(subset, self._ended(subset))
+        else:
+            self._try_all()
+        self._swept.computed["options"] = len(self._right)
+        return self._swept
+
+    def _try_all(self) -> None:
         for subset in SUSPECTS:
             if not any(_has({**DEFAULTS, **subset}, excluded) for excluded in self._excluded):
                 self._judge(subset, self._ended(subset))
@@ -61,8 +70,6 @@ class OptionSweep:
             for row in rows:
                 if not any(_has(row, excluded) for excluded in self._excluded):
                     self._try(row)
-        self._swept.computed["options"] = len(self._right)
-        return self._swept
 
     def _missing(self) -> list[dict[str, Any]]:
         """Return rows with what no right row has together; none if not even the defaults are right."""
@@ -94,7 +101,7 @@ class OptionSweep:
             self._right.append({**DEFAULTS, **subset})
             return
         self._excluded.append(subset)
-        subject = ", ".join(f"{option} {subset[option]}" for option in OPTIONS if option in subset) or "no option"
+        subject = ", ".join(_spelled(option, subset[option]) for option in OPTIONS if option in subset) or "no option"
         if ended.end is End.ERROR:
             self._swept.computed[subject], self._swept.refused[subject] = 0, 1
             self._swept.reasons[subject] = f"{ended.error!r:.200}"
@@ -124,6 +131,16 @@ class OptionSweep:
     def _ended(self, subset: Options) -> Ended:
         options = {**DEFAULTS, **subset}
         return self._trials[options["mesh"]].ended(partial(differences, self._rank, options))
+
+
+def _spelled(option: str, value: Any) -> str:
+    return f"{option} {value}"
+
+
+def _subset(subject: str) -> Options:
+    """Return the options that a subject names; KeyError for one that there is not."""
+    of_text = {_spelled(option, value): (option, value) for option, values in OPTIONS.items() for value in values}
+    return dict(of_text[text] for text in subject.split(", "))
 
 
 def meshes_of(rank: RankWorld) -> dict[str, Trials]:

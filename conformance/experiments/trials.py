@@ -6,7 +6,9 @@ leaves the others waiting, which is a fault, too. The mesh is then replaced, sin
 
 import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
@@ -32,8 +34,31 @@ _MESHES = itertools.count(1)
 _WAITED = re.compile(f"{PEER_LOSS_MESSAGE.pattern}|timeout|pair closure", re.IGNORECASE)
 """Errors of a rank that has waited for another one."""
 
+_only: ContextVar[frozenset[str]] = ContextVar("only", default=frozenset())
+"""Subjects that trials of this process are restricted to; empty for all."""
+
 Call = Callable[[DeviceMesh], Mapping[str, str]]
 """Function that tries an interface on a mesh; it returns its faults, each with a text, or raises if that refuses."""
+
+
+@contextmanager
+def trying_only(subjects: frozenset[str]) -> Iterator[None]:
+    """Restrict sweeps to these subjects; empty restricts nothing."""
+    token = _only.set(subjects)
+    try:
+        yield
+    finally:
+        _only.reset(token)
+
+
+def tried_alone() -> frozenset[str]:
+    """Return the subjects that sweeps are restricted to; empty if they are to try all."""
+    return _only.get()
+
+
+def is_tried(subject: str) -> bool:
+    """Return whether sweeps are to try a subject."""
+    return not tried_alone() or subject in tried_alone()
 
 
 class Wrong(msgspec.Struct, frozen=True, kw_only=True):

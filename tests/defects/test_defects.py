@@ -12,7 +12,7 @@ import pytest
 
 import conformance.instruments.poison  # noqa: F401
 import reference_trainer.checkpoint  # noqa: F401 - so that all that a defect may replace is loaded
-from conformance.defects.catalogue import AND, TWIN, defects, ids, injected, sources_of
+from conformance.defects.catalogue import AND, TWIN, defects, ids, injected, sources_of, subjects_of
 from conformance.defects.injection import Defect, NotInjectable, repeated_call, replaced, replaced_call
 from conformance.detection.case_judge import CaseJudge, simulated_device, the_matrix
 from conformance.detection.trials import escapes, hardware_for
@@ -227,6 +227,13 @@ def test_nothing_is_injected_without_a_name() -> None:
     before = snapshot()
     with injected(None):
         assert snapshot() == before
+
+
+def test_sweeps_are_restricted_with_defects_that_name_subjects_alone() -> None:
+    assert subjects_of("mean-of-own-shard") == {"mean of squares"}
+    assert subjects_of("mean-of-own-shard+muon-of-own-shard") == {"mean of squares", "Muon"}
+    for name in (None, "mean-of-own-shard.twin", "grads-summed", "mean-of-own-shard+grads-summed"):
+        assert subjects_of(name) == frozenset()
 
 
 @pytest.mark.parametrize("name", ["nonsense", "nonsense.twin", "grads-summed.twin.twin", ""])

@@ -21,7 +21,7 @@ from conformance.experiments.option_training import (
     inputs_of,
     samples_of,
 )
-from conformance.experiments.trials import End, Ended
+from conformance.experiments.trials import End, Ended, trying_only
 
 OPTIONS_OF = {
     "module": "groups",
@@ -154,3 +154,19 @@ def test_what_no_part_shows_alone_is_reported_as_a_whole_row(monkeypatch: pytest
 
     swept = sweep_where(end_of, monkeypatch).swept()
     assert all(each.subject.count(",") >= 20 for each in swept.wrong)
+
+
+@pytest.mark.usefixtures("mesh")
+def test_a_restricted_sweep_tries_what_subjects_name_and_no_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Options] = []
+
+    def end_of(options: Options) -> End:
+        seen.append(options)
+        return End.WRONG if options["offload"] else End.RIGHT
+
+    with trying_only(frozenset({"offload True, divide factor 8.0"})):
+        swept = sweep_where(end_of, monkeypatch).swept()
+    assert seen == [DEFAULTS, {**DEFAULTS, "offload": True, "divide factor": 8.0}]
+    assert [each.subject for each in swept.wrong] == ["offload True, divide factor 8.0"]
+    with trying_only(frozenset({"offloaded"})), pytest.raises(KeyError):
+        sweep_where(end_of, monkeypatch).swept()
