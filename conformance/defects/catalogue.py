@@ -101,13 +101,8 @@ def injected(name: str | None) -> Iterator[None]:
 
 def subjects_of(name: str | None) -> frozenset[str]:
     """Return what sweeps are to try with these defects or twins in force, see `Defect.subjects`; empty for all."""
-    of_each = [_subjects(each) for each in _names(name)]
-    return frozenset().union(*of_each) if all(of_each) else frozenset()
-
-
-def _subjects(name: str) -> tuple[str, ...]:
-    fault = _fault(name)
-    return fault.subjects if isinstance(fault, Defect) and not name.endswith(TWIN) else ()
+    faults = [_fault(each) for each in _names(name)]
+    return frozenset(subject for fault in faults if isinstance(fault, Defect) for subject in fault.subjects)
 
 
 def _injection(name: str) -> Injection:

@@ -10,7 +10,7 @@ import torch
 
 from conformance.defects.catalogue import TWIN, sources_of
 from conformance.defects.injection import Defect
-from conformance.detection.case_judge import DEADLINE_S, CaseJudge, judge_case, simulated_device
+from conformance.detection.case_judge import DEADLINE_S, CaseJudge, judge_case, simulated_device, the_matrix
 from conformance.judge.judge import Judged
 from conformance.judge.margins import margin
 from conformance.judge.verdicts import Verdict
@@ -21,7 +21,6 @@ from conformance.project import PROJECT, data_file
 from conformance.run.devices.hardware import NO_DEVICES, Hardware
 
 HANG_DEADLINE_S = 5.0
-_PASSES = (Verdict.PASS, Verdict.WAIVED)
 _MISFIT = "TypeError"
 
 
@@ -91,12 +90,12 @@ def try_defect(case_judge: CaseJudge, defect: Defect) -> Trial:
 def escapes(case_judge: CaseJudge, defect: Defect) -> list[str]:
     """Return the laws that a defect names and that fail on no cell that triggers it.
 
-    Each is judged until its first kill, without twins.
+    Each is judged until its first kill, on the cheapest cells first, without twins.
     """
-    left = list(defect.laws)
+    left, seconds = list(defect.laws), the_matrix().seconds
     for judge, cases in _cases_by_judge(case_judge, defect):
         store = judge.store(defect=defect.id, deadline_s=_deadline_s(defect))
-        for case in cases:
+        for case in sorted(cases, key=lambda case: seconds[case.cell.id]):
             if case.law in left and _is_kill(judge_case(case, store), defect):
                 left.remove(case.law)
     return [law for law in left if hardware_for(defect, law) is not None]
@@ -141,10 +140,19 @@ def _law_trial(law: str, defect: Defect, of_defect: Sequence[Judged], of_twin: S
         margin=max((value for value in margins if value > 1.0), default=None),
         reason=first.reason if first else "the profile has no cell that triggers it",
         twin_failures=tuple(
-            f"{twin.case.cell.id}: {twin.verdict}: {twin.reason}" for twin in twins if twin.verdict not in _PASSES
+            f"{twin.case.cell.id}: {twin.verdict}: {twin.reason}" for twin in twins if not passes(twin, defect)
         ),
         twin_margin=max((margin(twin.measured) for twin in twins), default=0.0),
     )
+
+
+def passes(twin: Judged, *defects: Defect) -> bool:
+    """Return whether a case with the twins of these defects has passed.
+
+    A sweep that tries the subjects of the defects alone does not see the known faults of others.
+    """
+    is_restricted = any(defect.subjects for defect in defects)
+    return twin.verdict in (Verdict.PASS, Verdict.WAIVED) or (is_restricted and twin.verdict == Verdict.UNEXPECTED_PASS)
 
 
 def _is_kill(judged: Judged, defect: Defect) -> bool:
