@@ -47,10 +47,10 @@ environment:
 conformance: environment
 	$(RUN) -m pytest -n auto conformance/ --profile $(PROFILE) $(ARGS)
 
-# Three workers, on two processors, too: these tests start processes of their own and often wait for them. By file: the
-# tests of a file share fixtures, such as a session or warm ranks. The order is that of tests/conftest.py.
+# Two workers: these tests start processes of their own and mostly wait for them. By file: the tests of a file share
+# fixtures, such as a session or warm ranks. The order is that of tests/conftest.py.
 test: environment
-	$(RUN) -m pytest -n 3 --dist loadfile --no-loadscope-reorder tests/ $(ARGS)
+	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/ $(ARGS)
 
 check: environment
 	$(RUN) -m ruff check .
