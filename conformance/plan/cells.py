@@ -2,8 +2,8 @@
 
 import re
 import sys
-from collections.abc import Callable, Hashable, Mapping
-from functools import cache, cached_property, lru_cache
+from collections.abc import Callable, Mapping
+from functools import cache, cached_property
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
@@ -287,10 +287,6 @@ def axis_value(name: str, value: object) -> AxisValue:
 
     Raises AxisError, with what is allowed, for an unknown axis or a value that it does not have.
     """
-    return _remembered(name, value) if isinstance(value, Hashable) else _checked(name, value)
-
-
-def _checked(name: str, value: object) -> AxisValue:
     if name not in _AXES:
         raise AxisError(f"unknown axis `{name}`{allowed(name, _AXES)}")
     type_ = _AXES[name].type
@@ -301,10 +297,6 @@ def _checked(name: str, value: object) -> AxisValue:
     if name == "mesh" or (name == "saved_on" and checked not in ("none", "same")):
         Mesh.parse(str(checked))
     return checked
-
-
-_remembered = lru_cache(maxsize=4096, typed=True)(_checked)
-"""Thousands of cells have few values."""
 
 
 def cell_from_axes(axes: Mapping[str, object]) -> Cell:
