@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> Answer:
     from conformance.report.html import html_versions
 
     if options.write_docs or options.write_sweeps:
-        require_checkout("--write-docs and --write-sweeps")
+        require_checkout("--write-docs" if options.write_docs else "--write-sweeps")
     table = version_table([read_report(directory) for directory in options.report_dir])
     if options.html:
         options.html.write_text(html_versions(table))

@@ -100,7 +100,7 @@ def injected(name: str | None) -> Iterator[None]:
 
 
 def subjects_of(name: str | None) -> frozenset[str]:
-    """Return what sweeps are to try with these defects or twins in force, see `Defect.subjects`; empty for all."""
+    """Return what sweeps are to try with these defects or twins in force, see `Defect.subjects`."""
     faults = [_fault(each) for each in _names(name)]
     return frozenset(subject for fault in faults if isinstance(fault, Defect) for subject in fault.subjects)
 

@@ -42,8 +42,8 @@ class Defect:
     subjects: tuple[str, ...] = ()
     """Subjects of sweeps that show the defect: operators, optimizers, modules, or options joined by commas.
 
-    A sweep tries no others with the defect, since what is wrong for some fails the sweep of all, nor with the twin.
-    Empty: all are tried.
+    A sweep that has some of them tries no others with the defect, since what is wrong for some fails the sweep of all,
+    nor with the twin.
     """
     inject: Injection
     inject_twin: Injection

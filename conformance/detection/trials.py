@@ -15,6 +15,7 @@ from conformance.judge.judge import Judged
 from conformance.judge.margins import margin
 from conformance.judge.verdicts import Verdict
 from conformance.laws.registry import asserted_laws
+from conformance.outcomes import swept_metric
 from conformance.plan.lock import lock_file
 from conformance.plan.matrix import Case
 from conformance.project import PROJECT, data_file
@@ -151,7 +152,7 @@ def passes(twin: Judged, *defects: Defect) -> bool:
 
     A sweep that tries the subjects of the defects alone does not see the known faults of others.
     """
-    is_restricted = any(defect.subjects for defect in defects)
+    is_restricted = swept_metric("right") in twin.measured and any(defect.subjects for defect in defects)
     return twin.verdict in (Verdict.PASS, Verdict.WAIVED) or (is_restricted and twin.verdict == Verdict.UNEXPECTED_PASS)
 
 

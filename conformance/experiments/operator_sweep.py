@@ -20,7 +20,7 @@ from conformance.experiments.context import RankWorld, experiment
 from conformance.experiments.layouts import Layout, difference, distributed, spelled, varied
 from conformance.experiments.operator_samples import Argument, Sample, Size, sizes
 from conformance.experiments.operator_table import samples
-from conformance.experiments.trials import Swept, Trials, is_tried
+from conformance.experiments.trials import Swept, Trials, tried
 from conformance.run.experiment import Needs
 
 _ROUNDINGS = 2.0**14
@@ -40,7 +40,7 @@ A tensor becomes a pending sum by division by their number, and up to four ranks
 def sweep(rank: RankWorld) -> Swept:
     """Call every sample with the layouts that this mesh is there for, see `plan_of`."""
     trials = Trials(rank.mesh)
-    for sample in (sample for sample in samples() if is_tried(sample.name)):
+    for sample in tried(samples(), lambda sample: sample.name):
         trials.add(sample.name)
         for size, layouts in plan_of(sample, rank.mesh).items():
             _try_size(trials, sample, size, layouts)

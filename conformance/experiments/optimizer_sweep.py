@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from conformance.experiments.context import RankWorld, experiment
 from conformance.experiments.layouts import Layout, difference, distributed, shard_of
 from conformance.experiments.optimizer_samples import STEPS, OptimizerSample, optimizer_samples
-from conformance.experiments.trials import Swept, Trials, is_tried
+from conformance.experiments.trials import Swept, Trials, tried
 from conformance.instruments.sharding import full
 from conformance.run.experiment import Needs
 
@@ -71,7 +71,7 @@ def sweep(rank: RankWorld) -> Swept:
     """Step with every sample in the settings of this mesh; options in the first setting alone."""
     trials = Trials(rank.mesh)
     settings = settings_of(trials.mesh)
-    for sample in (sample for sample in optimizer_samples() if is_tried(sample.name)):
+    for sample in tried(optimizer_samples(), lambda sample: sample.name):
         for setting in settings[:1] if sample.is_elementwise and not sample.is_usual else settings:
             _try_setting(trials, sample, setting)
     return trials.swept

@@ -1,5 +1,6 @@
 """Options and methods of FSDP2, any three together: a covering array of small trainings, compared with one process."""
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -54,8 +55,8 @@ class OptionSweep:
 
     def swept(self) -> Swept:
         """Return the outcome: the number of rows that are right, and what is refused or wrong."""
-        if subjects := tried_alone():
-            for subset in ({}, *map(_subset, sorted(subjects))):
+        if subsets := _named(tried_alone()):
+            for subset in ({}, *subsets):
                 self._judge(subset, self._ended(subset))
         else:
             self._try_all()
@@ -137,10 +138,11 @@ def _spelled(option: str, value: Any) -> str:
     return f"{option} {value}"
 
 
-def _subset(subject: str) -> Options:
-    """Return the options that a subject names; KeyError for one that there is not."""
+def _named(subjects: Iterable[str]) -> list[Options]:
+    """Return the options of each subject that names some; subjects of other sweeps are left out."""
     of_text = {_spelled(option, value): (option, value) for option, values in OPTIONS.items() for value in values}
-    return dict(of_text[text] for text in subject.split(", "))
+    spelled = [subject.split(", ") for subject in sorted(subjects)]
+    return [dict(of_text[text] for text in each) for each in spelled if of_text.keys() >= set(each)]
 
 
 def meshes_of(rank: RankWorld) -> dict[str, Trials]:

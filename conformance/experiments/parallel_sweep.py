@@ -15,7 +15,7 @@ from conformance.experiments.layouts import Layout, difference, distributed, sha
 from conformance.experiments.operator_samples import Size, sizes
 from conformance.experiments.parallel_losses import loss_samples
 from conformance.experiments.parallel_samples import Letters, ParallelSample, style_samples
-from conformance.experiments.trials import Swept, Trials, is_tried
+from conformance.experiments.trials import Swept, Trials, tried
 from conformance.run.experiment import Needs
 
 _COMPILED = (
@@ -36,9 +36,10 @@ def sweep(rank: RankWorld) -> Swept:
     tp = rank.mesh["tp"]
     is_all = tp.size() == rank.size
     trials = Trials(tp if is_all else rank.mesh)
-    for sample in (*(style_samples() if is_all else ()), *loss_samples(trials.mesh.ndim)):
+    samples = [*(style_samples() if is_all else ()), *loss_samples(trials.mesh.ndim)]
+    for sample in tried(samples, lambda sample: sample.subject):
         for size in _sizes(tp.size()):
-            if is_tried(sample.subject) and (sample.tries_empty or size != "empty"):
+            if sample.tries_empty or size != "empty":
                 _try_size(trials, sample, size)
     return trials.swept
 
@@ -50,7 +51,8 @@ def compiled_sweep(rank: RankWorld) -> Swept:
     With uneven DTensors where these are the output, too, and with even plain tensors where the output is plain.
     """
     trials = Trials(rank.mesh["tp"])
-    for sample in (sample for sample in style_samples() if sample.subject in _COMPILED and is_tried(sample.subject)):
+    samples = (sample for sample in style_samples() if sample.subject in _COMPILED)
+    for sample in tried(samples, lambda sample: sample.subject):
         if sample.is_local:
             _try_size(trials, replace(sample, takes_dtensors=False), "even", is_compiled=True)
         else:

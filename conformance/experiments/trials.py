@@ -6,12 +6,13 @@ leaves the others waiting, which is a fault, too. The mesh is then replaced, sin
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -34,6 +35,7 @@ _MESHES = itertools.count(1)
 _WAITED = re.compile(f"{PEER_LOSS_MESSAGE.pattern}|timeout|pair closure", re.IGNORECASE)
 """Errors of a rank that has waited for another one."""
 
+Sample = TypeVar("Sample")
 _only: ContextVar[frozenset[str]] = ContextVar("only", default=frozenset())
 """Subjects that trials of this process are restricted to; empty for all."""
 
@@ -43,7 +45,7 @@ Call = Callable[[DeviceMesh], Mapping[str, str]]
 
 @contextmanager
 def trying_only(subjects: frozenset[str]) -> Iterator[None]:
-    """Restrict sweeps to these subjects; empty restricts nothing."""
+    """Restrict sweeps that have some of these subjects to them."""
     token = _only.set(subjects)
     try:
         yield
@@ -56,9 +58,10 @@ def tried_alone() -> frozenset[str]:
     return _only.get()
 
 
-def is_tried(subject: str) -> bool:
-    """Return whether sweeps are to try a subject."""
-    return not tried_alone() or subject in tried_alone()
+def tried(samples: Iterable[Sample], subject: Callable[[Sample], str]) -> list[Sample]:
+    """Return the samples of the subjects that sweeps are restricted to, or all if this sweep has none of them."""
+    every = list(samples)
+    return [sample for sample in every if subject(sample) in tried_alone()] or every
 
 
 class Wrong(msgspec.Struct, frozen=True, kw_only=True):
