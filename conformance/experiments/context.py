@@ -17,6 +17,7 @@ from conformance.defects.catalogue import injected, subjects_of
 from conformance.experiments.simulation import simulated_world
 from conformance.experiments.trials import trying_only
 from conformance.experiments.weight_files import write_weights
+from conformance.numerics import pin_numerics
 from conformance.plan.workload import compiled_on_device
 from conformance.run.experiment import Experiment, Job, Needs, Result, sampled_ranks
 from conformance.run.ranks.messages import RankContext
@@ -137,16 +138,14 @@ def rank_world(context: RankContext, job: Job, *, world: World, process_group: b
 def device_of(context: RankContext) -> torch.device:
     """Return the device that the rank has leased, the only one that CUDA shows to it, the simulated one, or the CPU.
 
-    On a device every knob of bitwise determinism is pinned; the variables that cuBLAS and NCCL read are in
-    `hardware.DETERMINISM`.
+    On a device every knob of bitwise determinism is pinned, see `pin_numerics`.
     """
     if LIBRARY_VARIABLE in os.environ:
         return _simulated_device(context)
     if not context.device:
         return torch.device("cpu")
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # saves time
     device = torch.device("cuda", 0)
+    pin_numerics(device)
     torch.cuda.set_device(device)
     return device
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from conformance.experiments.context import RankWorld, experiment
 from conformance.experiments.device_memory import allocator_bytes
+from conformance.numerics import pinned_knobs
 from conformance.run.devices.hardware import DETERMINISM
 from conformance.run.devices.nvml import foreign_processes, machine_devices
 from conformance.run.experiment import Needs
@@ -122,19 +123,13 @@ def surroundings(rank: RankWorld) -> DeviceSurroundings:
     torch.cuda.synchronize(device)
     return DeviceSurroundings(
         foreign_processes=foreign_processes(devices, uuid),
-        pinned=_pinned(),
+        pinned=pinned_knobs(device) | pinned_variables(),
         cublas_workspace_bytes=workspace_bytes,
         nccl_buffer_bytes=devices.used_bytes(uuid) - used_bytes,
         free_bytes=torch.cuda.mem_get_info(device)[0],
     )
 
 
-def _pinned() -> dict[str, bool]:
-    matmul = torch.backends.cuda.matmul
-    return {
-        "TF32 off": not (matmul.allow_tf32 or torch.backends.cudnn.allow_tf32),
-        "bf16 sums in fp32": not matmul.allow_bf16_reduced_precision_reduction,
-        "fp16 sums in fp32": not matmul.allow_fp16_reduced_precision_reduction,
-        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        **{name: os.environ.get(name) == value for name, value in DETERMINISM.items()},
-    }
+def pinned_variables() -> dict[str, bool]:
+    """Return whether this process has each variable of cuBLAS and NCCL as bitwise determinism needs it."""
+    return {name: os.environ.get(name) == value for name, value in DETERMINISM.items()}

@@ -1,10 +1,14 @@
 """ENV: preconditions of the suite, judged first; if one of them fails, no other verdict means anything."""
 
-from conformance.experiments.environment import RankEnvironment, probe, surroundings
+from collections.abc import Mapping
+
+from conformance.experiments.environment import RankEnvironment, pinned_variables, probe, surroundings
 from conformance.judge.law import law
 from conformance.judge.measurements import measure as report
 from conformance.laws import compare
 from conformance.laws.fixtures import Measure
+from conformance.oracles.emulation import emulated_step
+from conformance.oracles.initialisation import initial_weights
 from conformance.plan.cells import Cell
 from conformance.plan.substrates import CUDA
 
@@ -94,14 +98,23 @@ def _environments(measure: Measure, cell: Cell) -> list[RankEnvironment]:
 )
 def test_cuda_devices_are_free_and_pinned(measure: Measure, cell: Cell) -> None:
     """A rank's device MUST have no process of another session on it, and every knob of bitwise determinism MUST be
-    pinned: TF32 off, sums of products in fp32, deterministic algorithms, cuBLAS's workspace.
+    pinned, in the ranks and where the process that judges emulates them: TF32 off, sums of products in fp32,
+    deterministic algorithms, cuBLAS's workspace.
 
     The memory that cuBLAS and NCCL take for themselves is reported without bounds.
     """
     for rank, facts in enumerate(measure(surroundings, cell)):
         foreign = facts.foreign_processes
         compare.count(len(foreign), name="foreign processes", expected=0, detail=f"{foreign}", unit="processes")
-        wrong = [name for name, pinned in facts.pinned.items() if not pinned]
-        compare.count(len(wrong), name="knobs not pinned", expected=0, detail=", ".join(wrong), unit="knobs")
+        _require_pinned(facts.pinned, where=f"rank {rank}")
         for name in ("cublas_workspace_bytes", "nccl_buffer_bytes", "free_bytes"):
             report(f"{name} of rank {rank}", getattr(facts, name), kind="memory", unit="bytes")
+    emulated = emulated_step(cell.config, initial_weights(cell.config), step=0, device="cuda")
+    _require_pinned(emulated.knobs | pinned_variables(), where="the process that judges")
+
+
+def _require_pinned(pinned: Mapping[str, bool], *, where: str) -> None:
+    __tracebackhide__ = True
+    wrong = [name for name, is_pinned in pinned.items() if not is_pinned]
+    detail = f"{where}: {', '.join(wrong)}"
+    compare.count(len(wrong), name="knobs not pinned", expected=0, detail=detail, unit="knobs")

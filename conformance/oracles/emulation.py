@@ -8,9 +8,8 @@ that are added up before they are reduced); arXiv:1909.08053 section 3 (column- 
 arXiv:2205.05198 section 4 (sequence parallelism); `torch.distributed.tensor.parallel.loss_parallel`.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from functools import reduce
 from itertools import islice
 from operator import add
@@ -19,6 +18,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's standard name
 from torch import Tensor
 
+from conformance.numerics import pinned_knobs, pinned_numerics
 from conformance.oracles.dropout import Masks, replay
 from conformance.oracles.dtype_policy import FP16, dtype_policy
 from conformance.oracles.pipeline import added_up_at_once, backward_order
@@ -41,6 +41,8 @@ class Emulation:
     """Full gradients, unscaled, before clipping, in the masters' shapes and dtypes, on the CPU."""
     conditions: dict[str, float]
     """Condition of each gradient's sum over ranks: norm of the sum of its terms' sizes over the norm of the sum."""
+    knobs: dict[str, bool] = field(default_factory=dict)
+    """For each knob of this process whether it was set as the ranks have it, see `conformance.numerics`."""
 
 
 def emulated_step(
@@ -64,6 +66,18 @@ def emulated_step(
     """
     if config.model.dropout and masks is None:
         raise ValueError("the emulation draws no masks of dropout: give those of a run")
+    with pinned_numerics(device):
+        return _emulated(config, masters, step, loss_scale, masks.of(step) if masks else (), device)
+
+
+def _emulated(
+    config: TrainerConfig,
+    masters: Tensors,
+    step: int,
+    loss_scale: float,
+    masks: Sequence[Tensor],
+    device: torch.device | str,
+) -> Emulation:
     compute = getattr(torch, dtype_policy(config.precision).compute)
     inputs, labels = Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed).global_batch(step)
     batch = (inputs.to(device), labels.to(device))
@@ -73,16 +87,13 @@ def emulated_step(
     for name, parameter in model.named_parameters():
         parameter.data = masters[name].to(compute)
     forward = _tensor_parallel(config, model)
-    with _one_thread():
-        loss, gradients = _local_gradients(
-            config, model, forward, batch, masks.of(step) if masks else (), scale=scale * loss_scale
-        )
+    loss, gradients = _local_gradients(config, model, forward, batch, masks, scale=scale * loss_scale)
     rounds = _reduce_scatter_inputs(config, gradients, copied=forward.copied if forward else ())
     reduced = _reduced(config, rounds, masters)
     sizes = _reduced(config, [[_absolute(grads) for grads in ranks] for ranks in rounds], masters)
     conditions = {name: _ratio(sizes[name].norm(), grad.norm()) for name, grad in reduced.items()}
     on_host = {name: grad.cpu() / loss_scale for name, grad in reduced.items()}
-    return Emulation(loss * scale / _data_parallel_size(config), on_host, conditions)
+    return Emulation(loss * scale / _data_parallel_size(config), on_host, conditions, pinned_knobs(device))
 
 
 def _local_gradients(
@@ -288,14 +299,3 @@ def _ratio(numerator: Tensor, denominator: Tensor) -> float:
 
 def _cast_like(tensors: Tensors, masters: Tensors) -> Tensors:
     return {name: tensor.to(masters[name].dtype) for name, tensor in tensors.items()}
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """One thread, as in the ranks: how a kernel splits its sums depends on the number of threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

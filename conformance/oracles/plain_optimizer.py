@@ -13,6 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from conformance.numerics import pinned_numerics
 from conformance.oracles.dtype_policy import optimizer_state
 from conformance.oracles.reference import Tensors, learning_rate
 from reference_trainer.config import OptimizerConfig, TrainerConfig
@@ -49,6 +50,17 @@ def plain_updates(
     `gradients` are those that the optimizer steps with, after clipping, by step and parameter name. All tensors are
     shards of any shape, in the dtypes of the run, on the CPU; the optimizer steps on `device`.
     """
+    with pinned_numerics(device):
+        return _updated(config, initial, gradients, start, device)
+
+
+def _updated(
+    config: TrainerConfig,
+    initial: Tensors,
+    gradients: Mapping[int, Tensors],
+    start: Start,
+    device: torch.device | str,
+) -> dict[str, Tensors]:
     parameters = {name: p.to(device, copy=True) for name, p in initial.items()}
     optimizer = _optimizer(config.optimizer, parameters.values())
     for name, p in parameters.items() if start.state else ():

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
+from torch import Tensor
 
 from conformance.experiments.environment import DeviceSurroundings
 from conformance.experiments.memory import StepMemory
@@ -15,9 +16,13 @@ from conformance.instruments.memory import mark
 from conformance.laws import test_env, test_mem
 from conformance.laws.fixtures import Measure
 from conformance.memory_segment import MemorySegment
+from conformance.oracles.emulation import Emulation
+from conformance.oracles.initialisation import initial_weights
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell
+from conformance.run.devices.hardware import DETERMINISM
 from conformance.run.experiment import Experiment
+from reference_trainer.config import TrainerConfig
 from tests.oracles.test_memory_model import CELL, measured
 
 MEBI = 1 << 20
@@ -105,13 +110,38 @@ SOUND = DeviceSurroundings(
     ("change", "message"),
     [
         ({"foreign_processes": [17]}, "foreign processes: measured 1, expected 0 processes; .17."),
-        ({"pinned": {"TF32 off": False}}, "knobs not pinned: measured 1, expected 0 knobs; TF32 off"),
+        ({"pinned": {"TF32 off": False}}, "knobs not pinned: measured 1, expected 0 knobs; rank 1: TF32 off"),
     ],
 )
-def test_a_device_that_is_shared_or_not_pinned_fails(change: dict[str, Any], message: str) -> None:
+def test_a_device_that_is_shared_or_not_pinned_fails(
+    change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judging_with(monkeypatch, {"one thread": True})
     test_env.test_cuda_devices_are_free_and_pinned(returning(SOUND, SOUND), Cell())
     with pytest.raises(ConformanceFailure, match=message):
         test_env.test_cuda_devices_are_free_and_pinned(returning(SOUND, replace(SOUND, **change)), Cell())
+
+
+def test_a_process_that_judges_with_other_knobs_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    judging_with(monkeypatch, {"one thread": True, "bf16 sums in fp32": False})
+    with pytest.raises(ConformanceFailure, match="the process that judges: bf16 sums in fp32"):
+        test_env.test_cuda_devices_are_free_and_pinned(returning(SOUND), Cell())
+    judging_with(monkeypatch, {"one thread": True})
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    with pytest.raises(ConformanceFailure, match="the process that judges: NCCL_ALGO"):
+        test_env.test_cuda_devices_are_free_and_pinned(returning(SOUND), Cell())
+
+
+def judging_with(monkeypatch: pytest.MonkeyPatch, knobs: dict[str, bool]) -> None:
+    """Let the emulation, which computes on a device here, report these knobs; variables are as a session sets them."""
+    for name, value in DETERMINISM.items():
+        monkeypatch.setenv(name, value)
+
+    def emulate(config: TrainerConfig, masters: dict[str, Tensor], *, step: int, device: str) -> Emulation:
+        assert (masters.keys(), device) == (initial_weights(config).keys(), "cuda")
+        return Emulation(1.0, {}, {}, knobs)
+
+    monkeypatch.setattr(test_env, "emulated_step", emulate)
 
 
 def returning(*results: DeviceSurroundings) -> Measure:

@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from conformance.experiments.context import start_process_group
 from conformance.instruments.step_profile import StepProfile
+from conformance.numerics import pin_numerics, pinned_knobs
 from conformance.run.ranks.messages import RankContext
 
 LONG_S = 60.0
@@ -66,6 +67,14 @@ def change_process_state(_context: RankContext, _payload: dict[str, Any]) -> lis
     os.environ["LEFT_BEHIND"] = "1"
     os.chdir("/")
     return state
+
+
+def knobs(_context: RankContext, _payload: dict[str, Any]) -> dict[str, bool]:
+    """Return the knobs of the process that the task found, then set them for a device."""
+    found = pinned_knobs("cpu")
+    pin_numerics("cuda")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
+    return found
 
 
 def train(context: RankContext, _payload: dict[str, Any]) -> list[float]:

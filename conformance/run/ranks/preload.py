@@ -2,7 +2,8 @@
 
 import importlib
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from unittest.mock import patch
 
@@ -44,10 +45,21 @@ def preload_compiler() -> None:
     """Import what torch.compile needs with the backends `aot_eager` and `inductor`."""
     # In releases such as torch 2.6 the import starts processes that compile for Triton, which the server would end as
     # strays of its ranks.
-    with patch.dict(os.environ, {"TORCH_WARM_POOL": "0"}):
+    with patch.dict(os.environ, {"TORCH_WARM_POOL": "0"}), _without_asking_cuda():
         for name in _COMPILER_MODULES:
             with suppress(ImportError):
                 importlib.import_module(name)
+
+
+@contextmanager
+def _without_asking_cuda() -> Iterator[None]:
+    """Open a context in which torch seems to have no CUDA device, and nobody asks the driver.
+
+    A process that is forked from one that has asked cannot use CUDA. `torch._inductor.runtime.benchmarking` asks when
+    it is imported, for an experiment that is off by default; the patch can go with torch 2.12, the last to do so.
+    """
+    with patch("torch.cuda.is_available", lambda: False):
+        yield
 
 
 def experiment_modules() -> list[str]:

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from conformance.numerics import pin_numerics
 from conformance.run.ranks import flight_recorder
 from conformance.run.ranks.messages import (
     DUMP_SIGNAL,
@@ -57,6 +58,7 @@ class Rank:
         """Perform tasks until the pool closes `channel`. Never returns."""
         end_with_parent()
         self._redirect_output()
+        require_clean_fork()
         self._dump_stacks_on_signal(channel)
         self._set_environment()
         channel.send(READY)
@@ -148,25 +150,28 @@ def end_with_parent() -> None:
         os._exit(1)
 
 
+def require_clean_fork() -> None:
+    """Raise RuntimeError in a process that can never use CUDA, since the rank server had asked the driver before.
+
+    Also where there is no device: importing torch asks there, too, if it asks anywhere.
+    """
+    if torch.cuda._is_in_bad_fork():
+        raise RuntimeError(
+            f"the rank server of torch {torch.__version__} has asked CUDA for its devices, and no rank that it forks "
+            "can use them: keep the module that asks out of conformance/run/ranks/preload.py"
+        )
+
+
 def reset_process_state() -> None:
     """Reset the state of this process that an earlier task may have changed."""
     random.seed(SEED)
     np.random.seed(SEED)
     torch.manual_seed(SEED)
-    # One thread on every machine: the order of a kernel's sums, and so their rounding, depends on that number.
-    torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
     torch.set_grad_enabled(True)
-    torch.set_float32_matmul_precision("highest")
-    torch.use_deterministic_algorithms(False)
     torch.autograd.set_detect_anomaly(False)
-    torch.backends.cudnn.benchmark = False
-    torch.backends.cudnn.deterministic = False
-    # Sums and products on a device as the bounds of laws assume them: https://docs.pytorch.org/docs/stable/notes/cuda.html
-    torch.backends.cudnn.allow_tf32 = False
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    pin_numerics("cpu")
 
 
 @contextmanager
