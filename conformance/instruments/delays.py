@@ -7,14 +7,14 @@ memory is handed out again and filled with NaN meanwhile. On the CPU one rank sl
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from conformance.instruments.collectives import NAMESPACES, TRANSFERS, collective_kind
-from conformance.instruments.dispatch_tap import DispatchTap, Handler
+from conformance.instruments.dispatch_tap import DispatchTap, EarlyHandler
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "transfer", "copy")
 """Kinds of operators that can be delayed.
@@ -50,11 +50,11 @@ class _Delay:
         self._choices = {kind: _choices(kind) for kind in kinds}
         self._delay = delay
 
-    def listen(self, func: Any) -> Handler:
+    def listen(self, func: Any) -> EarlyHandler:
         return partial(self._before, func)
 
-    def _before(self, func: Any, args: Sequence[Any]) -> None:
-        kind = _kind(func, args)
+    def _before(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        kind = _kind(func, args, kwargs)
         if kind in self._choices and next(self._choices[kind]):
             self._delay()
 
@@ -67,15 +67,25 @@ def _choices(kind: str) -> Iterator[bool]:
         yield generator.randrange(EVERY) == 0
 
 
-def _kind(func: Any, args: Sequence[Any]) -> str | None:
+def _kind(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
     name = str(func._schema.name)
     if name in TRANSFERS:
         return "transfer"
     if func.namespace in NAMESPACES:
         return collective_kind(name)
-    if name in _COPIES and len({arg.device.type for arg in args if isinstance(arg, torch.Tensor)}) > 1:
+    if name in _COPIES and len(set(_device_types(args, kwargs))) > 1:
         return "copy"
     return None
+
+
+def _device_types(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the types of devices between which a copy moves: `Tensor.to` names its target, `copy_` has a tensor there.
+
+    `aten::_to_copy(Tensor self, *, ..., Device? device=None, ...)`.
+    """
+    yield from (argument.device.type for argument in args if isinstance(argument, torch.Tensor))
+    if kwargs.get("device") is not None:
+        yield torch.device(kwargs["device"]).type
 
 
 def _do_nothing() -> None:

@@ -29,11 +29,15 @@ Listener = Callable[[Any], Handler | None]
 """Function of an operator overload that returns the handler of the operator's calls, None for an operator to ignore.
 
 A tap asks each listener once for each operator: a run calls thousands of operators, but few different ones."""
+EarlyHandler = Callable[[Sequence[Any], Mapping[str, Any]], None]
+"""Function of the positional and the keyword arguments of a call of an operator that is about to run."""
+EarlyListener = Callable[[Any], EarlyHandler | None]
+"""Function of an operator overload that returns the handler of its calls before they run; see `Listener`."""
 OutcomeHandler = Callable[[Sequence[Any], Mapping[str, Any], Any], None]
 """Function of the positional arguments, the keyword arguments and the result of one call of an operator."""
 OutcomeListener = Callable[[Any], OutcomeHandler | None]
 """Function of an operator overload that returns the handler of its calls with their results; see `Listener`."""
-_Handlers = tuple[tuple[Handler, ...], tuple[Handler, ...], tuple[OutcomeHandler, ...]]
+_Handlers = tuple[tuple[EarlyHandler, ...], tuple[Handler, ...], tuple[OutcomeHandler, ...]]
 """Handlers of an operator: before its calls, after them, and of their outcomes."""
 _Answer = TypeVar("_Answer")
 
@@ -49,7 +53,7 @@ class DispatchTap(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self,
         listeners: Sequence[Listener],
         *,
-        before: Sequence[Listener] = (),
+        before: Sequence[EarlyListener] = (),
         outcomes: Sequence[OutcomeListener] = (),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -95,8 +99,8 @@ class DispatchTap(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if types and _any_wrapper(tuple(types)):
             return NotImplemented
         before, after, outcomes = self._handlers.get(func) or self._handlers_of(func)
-        for handle in before:
-            handle(args)
+        for handle_early in before:
+            handle_early(args, kwargs or {})
         result = func(*args, **kwargs) if kwargs else func(*args)
         # Other subclasses (fake tensors of shape propagation) compute nothing that the run uses.
         if not types or _all_plain(tuple(types)):

@@ -1,13 +1,16 @@
 """Delays: which operators are delayed, and how often."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from conformance.instruments import delays as module
 from conformance.instruments.delays import EVERY, KINDS, delays
+from conformance.instruments.dispatch_tap import DispatchTap
 
 OPERATORS = 100 * EVERY
 
@@ -28,7 +31,7 @@ def test_operators_of_no_kind_are_not_delayed(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def additions_are_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_kind", lambda func, _: "copy" if func._schema.name == "aten::add" else None)
+    monkeypatch.setattr(module, "_kind", lambda func, *_: "copy" if func._schema.name == "aten::add" else None)
 
 
 @pytest.mark.usefixtures("additions_are_copies")
@@ -53,14 +56,40 @@ def operator(name: str) -> Any:
 
 
 def test_kinds_of_operators() -> None:
-    assert module._kind(operator("c10d::_allgather_base_"), ()) == "all_gather"
-    assert module._kind(operator("_c10d_functional::all_reduce"), ()) == "all_reduce"
-    assert module._kind(operator("c10d::send"), ()) == "transfer"
-    assert module._kind(operator("c10d::recv_"), ()) == "transfer"
-    assert module._kind(operator("c10d::barrier"), ()) not in KINDS
-    assert module._kind(operator("aten::add"), ()) is None
-    assert module._kind(operator("aten::copy_"), (torch.ones(1), torch.ones(1))) is None
-    assert module._kind(operator("aten::copy_"), (torch.ones(1), torch.ones(1, device="meta"))) == "copy"
+    assert module._kind(operator("c10d::_allgather_base_"), (), {}) == "all_gather"
+    assert module._kind(operator("_c10d_functional::all_reduce"), (), {}) == "all_reduce"
+    assert module._kind(operator("c10d::send"), (), {}) == "transfer"
+    assert module._kind(operator("c10d::recv_"), (), {}) == "transfer"
+    assert module._kind(operator("c10d::barrier"), (), {}) not in KINDS
+    assert module._kind(operator("aten::add"), (), {}) is None
+    assert module._kind(operator("aten::copy_"), (torch.ones(1), torch.ones(1)), {}) is None
+    assert module._kind(operator("aten::copy_"), (torch.ones(1), torch.ones(1, device="meta")), {}) == "copy"
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda x: x.to("meta"), ["copy"]),
+        (lambda x: x.to(torch.device("meta"), non_blocking=True), ["copy"]),
+        (lambda x: x.to("meta", torch.bfloat16), ["copy"]),
+        (lambda x: torch.empty(2, device="meta").copy_(x), ["copy"]),
+        (lambda x: x.to(torch.bfloat16), []),
+        (lambda x: x.to("cpu", copy=True), []),
+        (lambda x: x.clone(), []),
+    ],
+)
+def test_what_moves_a_tensor_to_another_device_is_a_copy(
+    change: Callable[[Tensor], Tensor], expected: list[str]
+) -> None:
+    """Offloaded gradients are moved by `Tensor.to`, whose operator has one tensor among its arguments."""
+    seen: list[str | None] = []
+
+    def listen(func: Any) -> Any:
+        return lambda args, kwargs: seen.append(module._kind(func, args, kwargs))
+
+    with DispatchTap([], before=[listen]):
+        change(torch.ones(2))
+    assert [kind for kind in seen if kind] == expected
 
 
 def test_a_torch_that_cannot_delay_a_stream_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,11 +27,11 @@ def test_a_module_that_asks_for_devices_when_it_is_imported_asks_nobody(
     (tmp_path / "asks_for_devices.py").write_text(ASKING)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(preload, "_COMPILER_MODULES", ("asks_for_devices",))
-    asked: list[None] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: asked.append(None) or True)
+    is_available = Mock(return_value=True)
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
     preload.preload_compiler.__wrapped__()
     assert sys.modules["asks_for_devices"].found is False
-    assert not asked
+    is_available.assert_not_called()
     assert torch.cuda.is_available(), "what torch had is back"
 
 
