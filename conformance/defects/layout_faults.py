@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
@@ -129,4 +129,27 @@ FSDP_TP_STRIDED_LAYOUT_LOST = Defect(
     cells="id in (dp2-tp2-fp32-default-meta-even, dp2-tp2-fp32-default-meta-nosp)",
     inject=partial(strided_shard, keep=False),
     inject_twin=partial(strided_shard, keep=True),
+)
+
+
+def inputs_of_linear_layers(*, wider_by: int) -> AbstractContextManager[None]:
+    """Copy the input of every linear layer into the first columns of a buffer that is so much wider."""
+
+    def linear(original: Callable[..., Tensor], x: Tensor, *others: Any) -> Tensor:
+        buffer = x.new_zeros(*x.shape[:-1], x.shape[-1] + wider_by)
+        buffer[..., : x.shape[-1]] = x
+        return original(buffer[..., : x.shape[-1]], *others)
+
+    return replaced_call("torch.nn.functional", "linear", linear)
+
+
+INPUTS_IN_WIDER_ROWS = Defect(
+    id="inputs-in-wider-rows",
+    title="linear layers are given cuts of a wider buffer, for which a library may choose another kernel",
+    source="https://docs.nvidia.com/cuda/cublas/#results-reproducibility",
+    mechanism="inputs are copied into the first columns of a buffer with one column more: equal numbers, other strides",
+    laws=("ENV-5",),
+    cells="id = dp2-fp32-default-meta",
+    inject=partial(inputs_of_linear_layers, wider_by=1),
+    inject_twin=partial(inputs_of_linear_layers, wider_by=0),
 )

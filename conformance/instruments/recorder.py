@@ -21,6 +21,7 @@ from conformance.instruments.events import Events
 from conformance.instruments.facts import OptimizerGroup, ParameterFacts, RankFacts, StepFacts
 from conformance.instruments.model_inputs import ModelInputs
 from conformance.instruments.offloading import offloading_of
+from conformance.instruments.operands import Operands
 from conformance.instruments.operators import OperatorCount
 from conformance.instruments.pipeline_log import PipelineLog
 from conformance.instruments.poison import Poison
@@ -54,7 +55,7 @@ class Recorder(Observer):
         self._checkpoint: tuple[str | None, str | None] = (None, None)
         self._collectives, self._dtypes = CollectiveLog(), DtypeAudit()
         self._residency, self._poison = Residency(), Poison()
-        self._operators, self._compilation = OperatorCount(), Compilation()
+        self._operators, self._operands, self._compilation = OperatorCount(), Operands(), Compilation()
         self._capture, self._model_inputs, self._dropout = Capture(), ModelInputs(), DropoutMasks()
         self._pipeline = PipelineLog(self._collectives.count)
         self._events, self._times, self._profile = Events(), StepTimes(), StepProfile(profiled_step)
@@ -65,6 +66,7 @@ class Recorder(Observer):
             self._poison,
             self._dtypes,
             self._operators,
+            self._operands,
             self._compilation,
             self._capture,
             self._model_inputs,
@@ -75,7 +77,14 @@ class Recorder(Observer):
         self._streams = streams
         if streams:
             self._instruments += (streams,)
-        listeners = (self._collectives, self._dtypes, self._operators, self._dropout, self._pipeline)
+        listeners = (
+            self._collectives,
+            self._dtypes,
+            self._operators,
+            self._operands,
+            self._dropout,
+            self._pipeline,
+        )
         outcomes = [self._dropout.listen_to_outcomes, *([streams.listen] if streams else [])]
         self._tap = DispatchTap([instrument.listen for instrument in listeners], outcomes=outcomes)
 
@@ -169,6 +178,7 @@ class Recorder(Observer):
             offloading=offloading_of(trainer.model),
             optimizer_groups=_optimizer_groups(trainer.model, trainer.optimizer),
             operators=self._operators.facts(),
+            operands=sorted(self._operands.noted),
             blocks=self._compilation.facts(),
             checkpoint=self._checkpoint[0],
             checkpoint_format=self._checkpoint[1],

@@ -1,11 +1,12 @@
 """Comparisons that several laws share: each step of a run with what one process computes from the same state."""
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from msgspec.structs import replace
 
 from conformance.experiments.environment import probe
+from conformance.instruments.operands import operands_of
 from conformance.laws import compare
 from conformance.laws.dropout import are_masks_seen, recorded_masks
 from conformance.laws.fixtures import Measure
@@ -67,6 +68,15 @@ def emulation_of(record: Record, step: int) -> Emulation:
 
     Several laws compare the same step with it, one after another.
     """
+    return _emulated(record, step)
+
+
+def operands_of_emulation(record: Record) -> set[str]:
+    """Return the operands of operators that add up, in the emulation of the first step of a run."""
+    return operands_of(partial(_emulated, record, record.steps[0]))
+
+
+def _emulated(record: Record, step: int) -> Emulation:
     (scale,) = (facts.loss_scale for facts in record.ranks[0].steps if facts.step == step)
     masters = record.select(f"step{step}/parameter/")
     masks, device = recorded_masks(record), record.kernel_type

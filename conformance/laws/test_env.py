@@ -6,7 +6,8 @@ from conformance.experiments.environment import RankEnvironment, pinned_variable
 from conformance.judge.law import law
 from conformance.judge.measurements import measure as report
 from conformance.laws import compare
-from conformance.laws.fixtures import Measure
+from conformance.laws.fixtures import Measure, Run
+from conformance.laws.steps import operands_of_emulation
 from conformance.oracles.emulation import emulated_step
 from conformance.oracles.initialisation import initial_weights
 from conformance.plan.cells import Cell
@@ -111,6 +112,29 @@ def test_cuda_devices_are_free_and_pinned(measure: Measure, cell: Cell) -> None:
             report(f"{name} of rank {rank}", getattr(facts, name), kind="memory", unit="bytes")
     emulated = emulated_step(cell.config, initial_weights(cell.config), step=0, device="cuda")
     _require_pinned(emulated.knobs | pinned_variables(), where="the process that judges")
+
+
+@law(
+    "ENV-5",
+    where="compile = false",
+    gaps=["integer-model", "large-models"],
+    reference="https://docs.nvidia.com/cuda/cublas/#results-reproducibility",
+)
+def test_emulation_has_the_operands_of_the_run(run: Run, cell: Cell) -> None:
+    """Operators that add numbers up MUST be handed operands of the same dtypes, shapes, strides and alignments in a run
+    and in its emulation by one process.
+
+    A precondition of every bound that is 0: a library chooses by these in which order it adds. Both sides are judged in
+    the first step; how often an operator is called does not count.
+    """
+    record = run(cell)
+    measured = {operands for facts in record.ranks for operands in facts.operands}
+    expected = operands_of_emulation(record)
+    if not expected:
+        raise RuntimeError(f"cell {cell.id}: the emulation has handed nothing to operators that add up")
+    for name, only in (("in the run alone", measured - expected), ("in the emulation alone", expected - measured)):
+        detail, unit = "; ".join(sorted(only)[:4]), f"operands, of {len(expected)}"
+        compare.count(len(only), name=f"operands {name}", expected=0, detail=detail, unit=unit)
 
 
 def _require_pinned(pinned: Mapping[str, bool], *, where: str) -> None:

@@ -74,12 +74,33 @@ class _Sum(torch.autograd.Function):
         return (None, *(grad.clone() for _ in range(ctx.count)))
 
 
+class _Joined(torch.autograd.Function):
+    """Shards of the ranks along the last dimension, put together; backward hands each rank a tensor of its own.
+
+    The gradient of `torch.cat` would be views, with the strides of the full tensor and at any address, for which a
+    library of kernels may choose another order of sums than for the ranks' own tensors.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *shards: Tensor) -> Tensor:
+        ctx.sizes = [shard.shape[-1] for shard in shards]
+        return torch.cat(shards, -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return tuple(shard.clone(memory_format=torch.contiguous_format) for shard in torch.split(grad, ctx.sizes, -1))
+
+
 def _copies(x: Tensor, count: int, dim: int | None) -> Sequence[Tensor]:
     return _Copies.apply(x, count, dim)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _sum(partials: Sequence[Tensor], dim: int | None) -> Tensor:
     return _Sum.apply(dim, *partials)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _joined(shards: Sequence[Tensor]) -> Tensor:
+    return _Joined.apply(*shards)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class TensorParallelForward:
@@ -113,7 +134,7 @@ class TensorParallelForward:
             x = x + block.dropout(self._region(block.feed_forward, normed))
         copies = _copies(self._norm("norm", x), self._tp, self._dim)
         weights = self._shards(model.output.weight, 0)
-        return torch.cat([F.linear(copy, weight) for copy, weight in zip(copies, weights, strict=True)], -1)
+        return _joined([F.linear(copy, weight) for copy, weight in zip(copies, weights, strict=True)])
 
     def _region(self, module: nn.Module, x: Tensor, *others: Tensor) -> Tensor:
         """Output of a module between a gather of its input and a reduction of its output."""
@@ -134,7 +155,8 @@ class TensorParallelForward:
         return local
 
     def _shards(self, tensor: Tensor, dim: int) -> list[Tensor]:
-        return [shard.contiguous() for shard in tensor.chunk(self._tp, dim)]
+        """Shards of the ranks, each in memory of its own, as the ranks have them."""
+        return [shard.clone(memory_format=torch.contiguous_format) for shard in tensor.chunk(self._tp, dim)]
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         """Sequence parallelism gives each rank a shard of the sequence, and a term of the weight's gradient."""

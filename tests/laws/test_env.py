@@ -2,11 +2,13 @@
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
 from conformance.experiments.environment import RankEnvironment, probe
 from conformance.laws import test_env as laws
+from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell
 from conformance.run.case_runs import CaseRuns
 from conformance.run.store import RecordStore
@@ -55,3 +57,33 @@ def test_a_precondition_fails(
     harm(facts)
     with pytest.raises(AssertionError, match=message):
         law(lambda _experiment, _cell: facts, Cell())
+
+
+class Ran:
+    """Record of a run whose ranks have handed these operands to operators."""
+
+    def __init__(self, *ranks: list[str]) -> None:
+        self.ranks = [SimpleNamespace(operands=operands) for operands in ranks]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ([["a", "b"], ["b", "c"]], r"operands in the run alone: measured 1, expected 0 operands, of 2; c"),
+        ([["a"], ["a"]], r"operands in the emulation alone: measured 1, expected 0 operands, of 2; b"),
+    ],
+)
+def test_other_operands_than_those_of_the_emulation_fail(
+    ranks: list[list[str]], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(laws, "operands_of_emulation", lambda _: {"a", "b"})
+    law = laws.test_emulation_has_the_operands_of_the_run
+    law(lambda _: Ran(["a"], ["b"]), Cell())  # type: ignore[arg-type]
+    with pytest.raises(ConformanceFailure, match=message):
+        law(lambda _: Ran(*ranks), Cell())  # type: ignore[arg-type]
+
+
+def test_an_emulation_of_which_nothing_is_seen_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(laws, "operands_of_emulation", lambda _: set())
+    with pytest.raises(RuntimeError, match="has handed nothing to operators"):
+        laws.test_emulation_has_the_operands_of_the_run(lambda _: Ran([]), Cell())  # type: ignore[arg-type]

@@ -1,0 +1,83 @@
+"""Operands of operators that add numbers up: dtype, shape, strides and alignment of what their kernels read.
+
+A library of kernels chooses by these how it adds: two computations that hand equal operands to it get equal bits, and
+others may not (https://docs.nvidia.com/cuda/cublas/#results-reproducibility; alignment and leading dimension are
+attributes of cuBLASLt's heuristic search, cublasLtMatrixLayoutAttribute_t and cublasLtMatmulPreferenceAttributes_t).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from conformance.instruments.dispatch_tap import DispatchTap, Handler
+from reference_trainer.observer import Observer, Phase
+
+ALIGNMENT_BYTES = 16
+"""Bytes that a CUDA kernel loads at once at most, from an address that is a multiple of them."""
+_SUMS = (
+    "aten::mm",
+    "aten::addmm",
+    "aten::bmm",
+    "aten::baddbmm",
+    "aten::sum",
+    "aten::mean",
+    "aten::_softmax",
+    "aten::_softmax_backward_data",
+    "aten::_safe_softmax",
+    "aten::_log_softmax",
+    "aten::_log_softmax_backward_data",
+    "aten::embedding_dense_backward",
+    "aten::_fused_rms_norm",
+    "aten::_fused_rms_norm_backward",
+    "aten::nll_loss_forward",
+)
+_ATTENTION = "aten::_scaled_dot_product"
+
+
+class Operands(Observer):
+    """Listener of the dispatch tap that notes the operands of operators that add up, in the first step that it sees."""
+
+    def __init__(self) -> None:
+        self.noted: set[str] = set()
+        """Operators with their operands, such as `aten::mm float32[8, 4](4, 1) float32[4, 2](1, 4)+8`.
+
+        Of each operand dtype, shape, strides in elements and, after `+`, the bytes by which its address is off a
+        multiple of `ALIGNMENT_BYTES`.
+        """
+        self._step: int | None = None
+        self._is_open = False
+
+    def phase(self, name: Phase, *, step: int) -> None:
+        """Listen in forward and backward of the first step."""
+        if name == "forward" and self._step is None:
+            self._step = step
+        self._is_open = step == self._step and name in ("forward", "backward")
+
+    def listen(self, func: Any) -> Handler | None:
+        """Return the handler that notes the operands of an operator; to be a listener of a `DispatchTap`."""
+        name = func._schema.name
+        if name not in _SUMS and not name.startswith(_ATTENTION):
+            return None
+
+        def note(args: Sequence[Any]) -> None:
+            tensors = [argument for argument in args if isinstance(argument, Tensor)]
+            if self._is_open and tensors[0].is_floating_point():
+                self.noted.add(" ".join([name, *map(_spelled, tensors)]))
+
+        return note
+
+
+def operands_of(compute: Callable[[], object]) -> set[str]:
+    """Return the operands that a function hands to operators, as `Operands.noted` has them."""
+    operands = Operands()
+    operands.phase("forward", step=0)
+    with DispatchTap([operands.listen]):
+        compute()
+    return operands.noted
+
+
+def _spelled(tensor: Tensor) -> str:
+    offset_bytes = tensor.data_ptr() % ALIGNMENT_BYTES
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype}{list(tensor.shape)}{tensor.stride()}{f'+{offset_bytes}' if offset_bytes else ''}"
