@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from itertools import islice
 from operator import add
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's standard name
@@ -31,6 +32,14 @@ from reference_trainer.data import IGNORED_LABEL, Batches
 from reference_trainer.model import Transformer
 
 
+class Reduction(NamedTuple):
+    """Gradients that ranks have reduced, by parameter name, in the dtype of the reduction."""
+
+    sums: Tensors
+    sizes: Tensors
+    """Sums of the terms' sizes, of the shapes of the sums."""
+
+
 @dataclass(frozen=True)
 class Emulation:
     """Loss and gradients of one step on a mesh; tensors by parameter name."""
@@ -41,6 +50,8 @@ class Emulation:
     """Full gradients, unscaled, before clipping, in the masters' shapes and dtypes, on the CPU."""
     conditions: dict[str, float]
     """Condition of each gradient's sum over ranks: norm of the sum of its terms' sizes over the norm of the sum."""
+    uncast: Sequence[Reduction] = ()
+    """Reductions of gradients that are then cast to coarser masters, on the CPU; they are added up after the cast."""
     knobs: dict[str, bool] = field(default_factory=dict)
     """For each knob of this process whether it was set as the ranks have it, see `conformance.numerics`."""
 
@@ -89,11 +100,17 @@ def _emulated(
     forward = _tensor_parallel(config, model)
     loss, gradients = _local_gradients(config, model, forward, batch, masks, scale=scale * loss_scale)
     rounds = _reduce_scatter_inputs(config, gradients, copied=forward.copied if forward else ())
-    reduced = _reduced(config, rounds, masters)
-    sizes = _reduced(config, [[_absolute(grads) for grads in ranks] for ranks in rounds], masters)
-    conditions = {name: _ratio(sizes[name].norm(), grad.norm()) for name, grad in reduced.items()}
-    on_host = {name: grad.cpu() / loss_scale for name, grad in reduced.items()}
-    return Emulation(loss * scale / _data_parallel_size(config), on_host, conditions, pinned_knobs(device))
+    sums = _reductions(config, rounds)
+    sizes = _reductions(config, [[_absolute(grads) for grads in ranks] for ranks in rounds])
+    reduced, size = (_sum([_cast_like(terms, masters) for terms in each]) for each in (sums, sizes))
+    conditions = {name: _ratio(size[name].norm(), grad.norm()) for name, grad in reduced.items()}
+    return Emulation(
+        loss=loss * scale / _data_parallel_size(config),
+        gradients={name: grad.cpu() / loss_scale for name, grad in reduced.items()},
+        conditions=conditions,
+        uncast=[Reduction(*(_coarsened(each, masters) for each in pair)) for pair in zip(sums, sizes, strict=True)],
+        knobs=pinned_knobs(device),
+    )
 
 
 def _local_gradients(
@@ -244,14 +261,14 @@ def _summed_over_copies(gradients: Tensors, copied: Collection[str]) -> Tensors:
     return summed
 
 
-def _reduced(config: TrainerConfig, rounds: Sequence[Sequence[Tensors]], masters: Tensors) -> Tensors:
-    """Gradients that the optimizer sees, from the inputs of each reduce-scatter by round and rank."""
+def _reductions(config: TrainerConfig, rounds: Sequence[Sequence[Tensors]]) -> list[Tensors]:
+    """Means over all ranks, from the inputs of each reduce-scatter by round and rank; they are yet to be added up."""
     before, between, after = _divisors(config)
     sums = [_reduce_scattered(config, [_quotients(grads, before) for grads in ranks]) for ranks in rounds]
     sums = [[_quotients(of_replica, between) for of_replica in replicas] for replicas in sums]
     if gradient_sync(config) == "all-reduce-last":
         sums = [[_sum(of_replica) for of_replica in zip(*sums, strict=True)]]
-    return _sum([_cast_like(_quotients(_sum(replicas), after), masters) for replicas in sums])
+    return [_quotients(_sum(replicas), after) for replicas in sums]
 
 
 def _divisors(config: TrainerConfig) -> tuple[float, float, float]:
@@ -295,6 +312,15 @@ def _absolute(tensors: Tensors) -> Tensors:
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> float:
     return float(numerator) / float(denominator) if float(denominator) else 1.0
+
+
+def _coarsened(tensors: Tensors, masters: Tensors) -> Tensors:
+    """Those tensors, on the CPU, that a cast to the dtypes of the masters rounds."""
+    return {
+        name: tensor.cpu()
+        for name, tensor in tensors.items()
+        if torch.finfo(masters[name].dtype).eps > torch.finfo(tensor.dtype).eps
+    }
 
 
 def _cast_like(tensors: Tensors, masters: Tensors) -> Tensors:

@@ -12,7 +12,9 @@ Where a function takes gradients, they are tensors of any shape and floating-poi
 """
 
 from collections.abc import Mapping
+from functools import reduce
 from math import inf, log, log2, sqrt
+from operator import add
 
 import torch
 from torch import Tensor
@@ -160,6 +162,7 @@ def emulated_gradients(config: TrainerConfig, emulated: Emulation, *, loss_scale
     bit with one torch on one machine. A sum over n > 2 data-parallel ranks in any order has an error of at most
     (n - 1) u times the sum of its terms' sizes (Higham, "Accuracy and Stability of Numerical Algorithms", 2nd edition,
     section 4.2), in the run as in the emulation; what is rounded after it, see `_roundings_of_sums`, adds one u each.
+    Where such a sum is then cast to a coarser dtype, that of bf16 masters, see `_after_cast`.
     In fp16 the last division also errs by half of FP16_SMALLEST in each element of the gradient of the scaled loss.
     In fp32 with more than two tensor-parallel ranks, compiled by inductor, or with TF32, of which the emulation knows
     nothing, run and emulation are computations of their own, each with the error of `fp32_gradients`. What aot_eager
@@ -174,6 +177,7 @@ def emulated_gradients(config: TrainerConfig, emulated: Emulation, *, loss_scale
     roundoff = torch.finfo(getattr(torch, dtype)).eps / 2
     sums: dict[str, float | Bound] = {"n": reduced, "r": roundoff, "m": added, "u": FP32_ROUNDOFF}
     bounds = {name: Bound("2 * (n * r + m * u) * k", {**sums, "k": k}) for name, k in emulated.conditions.items()}
+    bounds |= _after_cast(emulated, roundings=2 * reduced * roundoff)
     if dtype != FP16:
         return bounds
     return {
@@ -188,6 +192,27 @@ def emulated_gradients(config: TrainerConfig, emulated: Emulation, *, loss_scale
         )
         for name, error in bounds.items()
     }
+
+
+def _after_cast(emulated: Emulation, *, roundings: float) -> dict[str, Bound]:
+    """Return the relative deviation of gradients that are cast to a coarser dtype after sums in any order.
+
+    Before the cast each element of the run is at most `roundings` times the sum of its terms' sizes away from that of
+    the emulation. Casts and additions never decrease in what they are given, so that the run's element lies between
+    what comes of the two ends: most often that is one number.
+    """
+    bounds = {}
+    for name in emulated.uncast[0].sums if emulated.uncast else ():
+        of_emulation = emulated.gradients[name]
+        margins = [(each.sums[name].double(), roundings * each.sizes[name].double()) for each in emulated.uncast]
+        ends = (
+            reduce(add, [(sums + side * margin).to(of_emulation.dtype) for sums, margin in margins])
+            for side in (-1.0, 1.0)
+        )
+        farthest = torch.maximum(*((end.double() - of_emulation.double()).abs() for end in ends))
+        norm = float(of_emulation.double().norm())
+        bounds[name] = bound("f", f=float(farthest.norm()) / norm if norm else 0.0)
+    return bounds
 
 
 def emulated_deviation(

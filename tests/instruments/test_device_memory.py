@@ -139,7 +139,7 @@ def judging_with(monkeypatch: pytest.MonkeyPatch, knobs: dict[str, bool]) -> Non
 
     def emulate(config: TrainerConfig, masters: dict[str, Tensor], *, step: int, device: str) -> Emulation:
         assert (masters.keys(), device) == (initial_weights(config).keys(), "cuda")
-        return Emulation(1.0, {}, {}, knobs)
+        return Emulation(1.0, {}, {}, knobs=knobs)
 
     monkeypatch.setattr(test_env, "emulated_step", emulate)
 

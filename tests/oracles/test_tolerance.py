@@ -1,16 +1,21 @@
 """Tolerances on cases small enough to be computed otherwise."""
 
-from collections.abc import Mapping
+import functools
+import itertools
+import operator
+from collections.abc import Iterable, Mapping
 from math import inf, sqrt
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from torch import Tensor
 
 from conformance.bound import EXACT, Bound, bound
+from conformance.laws import compare
 from conformance.oracles import optimizer_tolerance, tolerance
-from conformance.oracles.emulation import Emulation
+from conformance.oracles.emulation import Emulation, Reduction
 from conformance.oracles.reference import ReferenceRun, total_norm
 from conformance.plan.cells import Cell
 from reference_trainer.config import OptimizerConfig
@@ -132,6 +137,29 @@ def test_roundings_from_the_first_sum_without_an_order_on(
     assert errors["fp16-reduce"] == pytest.approx(
         2 * 1.5 * (in_reductions * 2**13 + later) / 2**24 + (later + 1) * 2.0**-24 * 2 / 2**11
     )
+
+
+def summed(terms: Iterable[Tensor]) -> Tensor:
+    return functools.reduce(operator.add, terms)
+
+
+def averaged(terms: Iterable[Tensor]) -> Tensor:
+    """Return the mean over three ranks as NCCL computes it, whose factor is in each term, for a master in bf16."""
+    return summed(term * (1 / 3) for term in terms).bfloat16()
+
+
+def test_gradients_of_bf16_masters_round_to_a_neighbour_after_sums_in_another_order() -> None:
+    """In every order of sums over three ranks, of two micro-batches; the bound is far below the roundoff of bf16."""
+    generator = torch.Generator().manual_seed(0)
+    first, second = ([torch.randn(1 << 18, generator=generator) for _ in range(3)] for _ in range(2))
+    uncast = [Reduction({"w": summed(x) / 3}, {"w": summed(t.abs() for t in x) / 3}) for x in (first, second)]
+    gradient = summed(each.sums["w"].bfloat16() for each in uncast)
+    config = Cell(mesh="dp3", precision="bf16-mixed", accumulation=2).config
+    within = tolerance.emulated_gradients(config, Emulation(1.0, {"w": gradient}, {"w": 1.0}, uncast))["w"].value
+    orders = [averaged(terms) + averaged(second[::-1]) for terms in itertools.permutations(first)]
+    assert 0.0 < max(compare.deviation(each, gradient) for each in orders) <= within < 2.0**-9
+    rounded = averaged([term.bfloat16().float() for term in first]) + averaged(second)
+    assert compare.deviation(rounded, gradient) > 3 * within, "terms that are rounded are no order of sums"
 
 
 def test_a_run_may_be_as_far_from_fp32_as_its_emulation_is_and_the_order_of_sums_leaves_open() -> None:
