@@ -24,7 +24,8 @@ def allocator_snapshot(file: Path, device: torch.device) -> Iterator[None]:
     if device.type != "cuda" or not all(hasattr(memory, name) for name in _NEEDED):
         yield
         return
-    memory._record_memory_history(max_entries=_MAX_ENTRIES)
+    # With those of C++, which are the default, a hundred stacks take seconds to be named when they are dumped.
+    memory._record_memory_history(max_entries=_MAX_ENTRIES, stacks="python")
     try:
         yield
         memory._dump_snapshot(str(file))  # type: ignore[no-untyped-call]

@@ -157,14 +157,16 @@ class Recording:
     def __init__(self) -> None:
         self.calls: list[object] = []
 
-    def _record_memory_history(self, enabled: str | None = "all", max_entries: int = 0) -> None:
-        self.calls.append(enabled)
+    def _record_memory_history(
+        self, enabled: str | None = "all", max_entries: int = 0, stacks: str | None = None
+    ) -> None:
+        self.calls.append(f"{enabled}, stacks of {stacks}" if enabled else enabled)
 
     def _dump_snapshot(self, file: str) -> None:
         self.calls.append(file)
 
 
-@pytest.mark.parametrize(("kind", "expected"), [("cuda", ["all", "x/s.pickle", None]), ("cpu", [])])
+@pytest.mark.parametrize(("kind", "expected"), [("cuda", ["all, stacks of python", "x/s.pickle", None]), ("cpu", [])])
 def test_a_snapshot_is_left_where_there_is_a_device(
     kind: str, expected: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -228,6 +228,16 @@ def fail_with_dump(context: RankContext, payload: dict[str, Any]) -> None:
     raise_error()
 
 
+def reduce_and_hang(context: RankContext, payload: dict[str, Any]) -> int:
+    """Reduce once, then hang if the payload says so; returns the process id."""
+    dist.init_process_group("gloo", init_method=context.rendezvous, rank=context.rank, world_size=context.world_size)
+    dist.all_reduce(torch.ones(4))
+    if payload["hangs"]:
+        sleep()
+    dist.destroy_process_group()
+    return os.getpid()
+
+
 def compile_a_square(context: RankContext, payload: dict[str, Any]) -> dict[str, Any]:
     """Compile and call a function; returns its result, and whether the compiler was there before."""
     preloaded = "torch._inductor.lowering" in sys.modules

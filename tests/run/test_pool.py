@@ -128,6 +128,14 @@ def test_variables_that_libraries_read_once_get_ranks_of_their_own(pools: Pools)
     assert pid("0") != pid("1")
 
 
+def test_ranks_without_a_device_see_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise each would open all devices of the machine, and find other answers than on one that has none."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with Pools() as pools:
+        (rank,) = run(pools, "surroundings", world_size=1, names=["CUDA_VISIBLE_DEVICES"])
+    assert rank["env"] == {"CUDA_VISIBLE_DEVICES": ""}
+
+
 def test_process_state_is_reset_between_tasks(pools: Pools) -> None:
     assert run(pools, "change_process_state") == run(pools, "change_process_state")
 

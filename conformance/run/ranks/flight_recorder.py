@@ -1,19 +1,22 @@
 """NCCL's flight recorder: the last collectives that a rank of a failed task had issued, and their states.
 
-torch keeps a ring buffer of collectives in each process and dumps the buffer as a pickle of builtins when its watchdog
-runs into a timeout, or when somebody writes into a pipe. This module only reads the files, since the pool's process has
-no torch: torch's own readers (`torch.distributed.flight_recorder`, the command `torchfrtrace`) need torch and the dumps
-of all ranks. Not yet run on a device, see docs/gpu/status.md; the format is that of a dump of torch 2.13. Gloo's
-recorder is of no use: it leaves each collective at `scheduled` (seen with torch 2.13), and only private functions dump
-it.
+torch keeps a ring buffer of collectives in each process, and dumps the buffer as a pickle of builtins when its watchdog
+runs into a timeout. It also listens to a pipe, but only in the first process group of a process (`getUid() == 0` in
+ProcessGroupNCCL.cpp), and a warm rank makes one for each task: therefore a rank has a pipe and a thread of its own.
+
+The pool's process, which has no torch, reads the dumps: torch's own readers (`torch.distributed.flight_recorder`, the
+command `torchfrtrace`) need torch and the dumps of all ranks. Not yet run on a device, see docs/gpu/status.md; the
+format is that of a dump of torch 2.13. Gloo's recorder leaves each collective at `scheduled` (seen with torch 2.13).
 
 https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html
 https://docs.pytorch.org/tutorials/intermediate/debug_hangs_with_flight_recorder.html
 """
 
+import importlib
 import io
 import os
 import pickle
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -23,7 +26,7 @@ from typing import Any, NoReturn
 from conformance.run.ranks.messages import RankFiles
 
 DUMP_LIMIT_S = 4.0
-"""Time that ranks have for their dumps; torch looks at the pipe once a second."""
+"""Time that ranks have for their dumps; one that holds the interpreter's lock never dumps."""
 _POLL_S = 0.05
 _ENTRIES = 2000
 _SHOWN = 8
@@ -41,8 +44,22 @@ def variables(files: RankFiles) -> dict[str, str]:
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": stem,
         "TORCH_FR_DUMP_TEMP_FILE": stem,
-        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": stem,
     }
+
+
+def listen(files: RankFiles) -> None:
+    """Start the thread that dumps the buffer of this rank whenever somebody writes into the rank's pipe."""
+    os.mkfifo(files.flight_pipe)
+    fd = os.open(files.flight_pipe, os.O_RDWR)  # opened at once, and never at its end
+    threading.Thread(target=_dump_on_request, args=(fd, files.flight), name="flight recorder", daemon=True).start()
+
+
+def _dump_on_request(fd: int, file: Path) -> None:
+    c10d = importlib.import_module("torch._C._distributed_c10d")
+    dump = getattr(c10d, "_dump_nccl_trace", None) or getattr(c10d, "_dump_fr_trace", None)
+    while os.read(fd, 64):
+        if dump is not None:
+            file.write_bytes(dump(includeStackTraces=False))
 
 
 def collect_dumps(ranks: Sequence[RankFiles], *, limit_s: float = DUMP_LIMIT_S) -> None:

@@ -97,9 +97,12 @@ class Rank:
             WORLD_SIZE=str(self._world_size),
             LOCAL_WORLD_SIZE=str(self._world_size),
         )
-        if self._device:  # the only device that CUDA, which this process has not used yet, will show
-            os.environ["CUDA_VISIBLE_DEVICES"] = self._device
+        # The only device that CUDA, which this process has not used yet, will show; with "" it shows none. Else ranks
+        # on the CPU would open all devices of the machine: DeviceMesh and optimizers ask whether there are any.
+        os.environ["CUDA_VISIBLE_DEVICES"] = self._device
+        if self._device:
             os.environ.update(flight_recorder.variables(self._files))
+            flight_recorder.listen(self._files)
 
     def _perform(self, assignment: Assignment) -> RankReport:
         os.truncate(self._files.output, 0)

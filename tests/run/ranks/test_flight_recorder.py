@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch._C._distributed_c10d as c10d
 
+from conformance.project import PROJECT
+from conformance.run.devices.leases import Leases
 from conformance.run.pool import Pools, RunFailed, Task
 from conformance.run.ranks.flight_recorder import collect_dumps, summary, variables
 from conformance.run.ranks.messages import RankFiles
@@ -89,19 +92,15 @@ def test_a_pickle_of_anything_but_builtins_is_refused(
 def test_torch_finds_the_files_under_the_names_of_all_versions(files: RankFiles) -> None:
     settings = variables(files)
     stems = {name: value for name, value in settings.items() if name.endswith("_FILE")}
-    assert set(stems) == {
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
-        "TORCH_FR_DUMP_TEMP_FILE",
-        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE",
-    }
+    assert set(stems) == {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE"}
     assert {f"{stem}3" for stem in stems.values()} == {str(files.flight)}
-    assert {f"{stem}3.pipe" for stem in stems.values()} == {str(files.flight_pipe)}
     assert settings["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
     assert settings["TORCH_NCCL_TRACE_BUFFER_SIZE"] == settings["TORCH_FR_BUFFER_SIZE"] == "2000"
 
 
 def test_ranks_on_devices_have_them(files: RankFiles) -> None:
     for device, expected in (("", dict.fromkeys(variables(files))), ("GPU-1", variables(files))):
+        assert files.flight_pipe.exists() is False
         with environment({}):
             rank = Rank(rank=3, world_size=4, directory=files.directory, device=device)
             rank._set_environment()
@@ -167,3 +166,49 @@ def test_the_failure_of_a_task_has_the_last_collectives() -> None:
     assert "last collectives of rank 0:\n#1 nccl:_all_gather_base of dp_shard: completed;" in told
     assert "#2 nccl:_all_gather_base of dp_shard: started; Float [4, 2] -> Float [8, 2]" in told
     assert "last collectives of rank 1" not in told
+
+
+LISTENING = """
+import sys, time
+from pathlib import Path
+from conformance.run.ranks.flight_recorder import listen
+from conformance.run.ranks.messages import RankFiles
+listen(RankFiles(Path(sys.argv[1]), 3))
+print(flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_process_dumps_as_often_as_it_is_asked(files: RankFiles) -> None:
+    """Also one that has communicated nothing, of a torch with NCCL or without."""
+    command = [sys.executable, "-c", LISTENING, str(files.directory)]
+    with subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        for _ in range(2):
+            files.flight.unlink(missing_ok=True)
+            collect_dumps([files])
+            assert has_dumped(files) == any(hasattr(c10d, f"_dump_{of}_trace") for of in ("nccl", "fr"))
+        process.kill()
+
+
+def has_dumped(files: RankFiles) -> bool:
+    return files.flight.exists() and "version" in pickle.loads(files.flight.read_bytes())
+
+
+@pytest.mark.skipif(hasattr(c10d, "_dump_nccl_trace"), reason="this torch dumps what NCCL did, which is nothing here")
+def test_a_warm_rank_that_hangs_in_a_later_task_dumps() -> None:
+    """The devices are names: ranks have the recorder's settings and communicate by gloo."""
+    with Pools(devices=Leases(["GPU-a", "GPU-b"])) as pools:
+        first, second = (
+            Task("tests.run.pool_tasks:reduce_and_hang", {"hangs": hangs}, accelerated=True) for hangs in (False, True)
+        )
+        pids = pools.run(first, world_size=2, deadline_s=30)
+        assert pools.run(first, world_size=2, deadline_s=30) == pids, "the ranks are warm"
+        with pytest.raises(RunFailed) as caught:
+            pools.run(second, world_size=2, deadline_s=3)
+    if not hasattr(c10d, "_dump_fr_trace"):
+        pytest.skip(f"torch {torch.__version__} dumps no gloo")
+    for rank in range(2):
+        assert f"last collectives of rank {rank}:\n#" in caught.value.details()
+    assert "gloo:all_reduce of default_pg" in caught.value.details()
