@@ -1,5 +1,8 @@
 """Support of cases: those that this machine, with this torch, can judge."""
 
+import os
+from shutil import which
+
 import msgspec
 
 from conformance.judge.law import Law
@@ -9,7 +12,9 @@ from conformance.plan.substrates import Substrate
 from conformance.run.devices.hardware import Hardware, device_type
 from conformance.torch_release import release
 
-_NAMES = {"cpu": "the CPU", "sim": "the simulated accelerator"}
+_NAMES = {"cpu": "the CPU", "sim": "the simulated accelerator", "cuda": "CUDA devices"}
+_C_COMPILERS = ("gcc", "clang")
+"""Compilers that Triton looks for if the variable CC names none (triton/runtime/build.py)."""
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,9 +80,10 @@ def _no_devices(cell: Cell, hardware: Hardware) -> str:
 
 
 def _needs_device(cell: Cell, *, device: str) -> str | None:
-    """Return what a cell needs that this type of device has not, or None."""
+    """Return what a cell needs that this type of device has not, or this machine, or None."""
     if device == "cuda":
-        return None
+        lacks_compiler = cell.compile and not any(map(which, (os.environ.get("CC", ""), *_C_COMPILERS)))
+        return "a C compiler for the kernels that inductor generates: install gcc" if lacks_compiler else None
     if cell.pin_memory and device == "cpu":
         return "an accelerator for which host memory is pinned"
     if cell.tf32:

@@ -32,7 +32,6 @@ from conformance.pytest_plugin.report_files import JUNIT, PLAN
 from conformance.pytest_plugin.setup import SessionSetup, read_options
 from conformance.pytest_plugin.told_failures import ToldFailures, says_all
 from conformance.report.schema import CaseResult
-from conformance.run.devices.hardware import DETERMINISM, ONE_THREAD
 from conformance.run.devices.leases import LeaseError
 from conformance.run.devices.nvml import SESSION_VARIABLE
 
@@ -81,9 +80,7 @@ def start_session(config: pytest.Config) -> None:
         raise pytest.UsageError(str(error)) from None
     if setup.is_controller:
         os.environ[SESSION_VARIABLE] = str(os.getpid())
-    os.environ.update(ONE_THREAD)
-    if setup.machine.hardware.devices:
-        os.environ.update(DETERMINISM)  # oracles compute on a device too, and CUDA reads these variables once
+    os.environ.update(setup.machine.hardware.session_environment)
     config.pluginmanager.register(Session(setup), "conformance-session")
     config.pluginmanager.register(BriefInterrupt(full=config.option.fulltrace), "conformance-brief-interrupt")
     if setup.is_controller and getattr(config.option, "numprocesses", None):

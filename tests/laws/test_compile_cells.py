@@ -2,6 +2,7 @@
 
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ from torch._dynamo.utils import counters
 
 from conformance.experiments.training import train_cell
 from conformance.instruments.facts import CompilationFacts, RankFacts
+from conformance.laws import test_mp, test_par
 from conformance.plan.cells import Cell
 from conformance.run.experiment import TRAINING, job_of
 from conformance.run.pool import Pools, Task
@@ -94,3 +96,31 @@ def test_what_instruments_see_of_compiled_cells(tmp_path: Path, pools: Pools) ->
         assert {name for name in theirs.dtypes if name not in ours.dtypes} == {
             name for name in theirs.dtypes if name.startswith(("unsharded_p", "module_", "rope_")) and "layers." in name
         }
+
+
+def test_operators_that_inductor_hides_are_not_missed_and_nothing_else_is_forgiven() -> None:
+    """MP-1: kernels may hide products and attention; what is seen must be right."""
+    expected = {"matmul/forward": ["bfloat16"], "attention/backward": ["bfloat16"], "gradient/norm": ["float32"]}
+    facts: Any = SimpleNamespace(dtypes={"matmul/forward": ["float32"]})
+    for backend, left in (("inductor", {"matmul/forward", "gradient/norm"}), ("aot_eager", set(expected))):
+        record: Any = SimpleNamespace(config=SimpleNamespace(compile=backend))
+        assert test_mp._seen(expected, facts, record).keys() == left
+
+
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+def test_inductor_is_compared_with_a_run_that_recomputes_alike(backend: str) -> None:
+    """PAR-4: inductor rounds otherwise where it recomputes; how parameters are resharded changes no bit."""
+    compared: list[Cell] = []
+
+    def run(cell: Cell) -> Any:
+        compared.append(cell)
+        config, ranks = SimpleNamespace(compile=backend), [SimpleNamespace(fingerprints={"final/w": ""})]
+        return SimpleNamespace(
+            config=config, ranks=ranks, select=lambda _: {"w": torch.ones(1)}, losses=[1.0], grad_norms=[1.0]
+        )
+
+    cell = Cell(reshard="always", compile=True, activation_checkpointing="full")
+    test_par.test_reshard_prefetch_and_checkpointing_change_no_bit(run, cell)  # type: ignore[arg-type]
+    plain = compared[1]
+    assert plain.reshard == "never"
+    assert plain.activation_checkpointing == ("full" if backend == "inductor" else "none")

@@ -39,6 +39,9 @@ ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_
 
 Tensors of the suite are small: waking a second thread takes longer than a kernel (the square root of a vector in MKL),
 and the threads of a process that judges would take the processors of its ranks."""
+_ONE_COMPILER = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+"""Variable of sessions on devices, read when the rank server imports inductor: each rank would start up to 16 processes
+that compile, and a rank that leaves a process behind is not used again."""
 # NVLink multicast does not support several ranks on a device. Each rank takes few multiprocessors, or a collective of
 # one rank could keep the kernels of the ranks that it waits for from starting.
 _MULTI_RANK = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
@@ -92,6 +95,14 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
             "gloo": True,
         }
         return next((substrate for substrate, here in available.items() if here and substrate in among), None)
+
+    @property
+    def session_environment(self) -> dict[str, str]:
+        """Environment variables for a session's own processes and its rank servers.
+
+        Oracles compute on a device, too, and libraries read these variables once.
+        """
+        return ONE_THREAD | (DETERMINISM | _ONE_COMPILER if self.devices else {})
 
     def environment(self, substrate: Substrate) -> dict[str, str]:
         """Return the environment variables for the ranks of a world."""

@@ -191,6 +191,14 @@ def test_environment_of_ranks() -> None:
     assert "NCCL_HOSTID" not in new.environment("nccl-shared")
 
 
+def test_processes_of_a_session_are_pinned_as_ranks_are_and_compile_alone() -> None:
+    on_devices = Hardware(devices=THREE).session_environment
+    assert on_devices.items() >= DETERMINISM.items()
+    assert on_devices["TORCHINDUCTOR_COMPILE_THREADS"] == "1"
+    assert on_devices["OMP_NUM_THREADS"] == "1"
+    assert NO_DEVICES.session_environment == {name: "1" for name in on_devices if name.endswith("NUM_THREADS")}
+
+
 def test_find_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr("conformance.run.devices.hardware.nccl_version", lambda: (2, 29, 7))
@@ -254,6 +262,21 @@ def test_tf32_needs_a_cuda_device() -> None:
     assert unsupported(law, Cell(tf32=True), machine(Hardware(devices=THREE))) is None
     missing = unsupported(law, Cell(tf32=True), machine(NO_DEVICES))
     assert missing == "needs a CUDA device, which rounds products to TF32; this run is on the CPU"
+
+
+def test_inductor_needs_a_c_compiler_on_a_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    law = Law("PAR-1", "It MUST.", "", "2.6", REAL, EVERYWHERE)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    missing = unsupported(law, Cell(compile=True), machine(Hardware(devices=THREE)))
+    assert (
+        missing
+        == "needs a C compiler for the kernels that inductor generates: install gcc; this run is on CUDA devices"
+    )
+    assert unsupported(law, Cell(), machine(Hardware(devices=THREE))) is None
+    assert unsupported(law, Cell(compile=True), machine(NO_DEVICES)) is None, "aot_eager needs none"
+    (tmp_path / "gcc").touch(mode=0o755)
+    assert unsupported(law, Cell(compile=True), machine(Hardware(devices=THREE))) is None
 
 
 def test_where_nothing_may_be_unsupported_the_session_is_incomplete() -> None:
