@@ -15,6 +15,7 @@ LAWS_ARGUMENTS = "conformance/" if IS_CHECKOUT else "--pyargs conformance.laws"
 LAYERS = (
     ("reference_trainer",),
     ("conformance/*.py",),
+    ("conformance/numerics",),
     ("conformance/plan", "conformance/simulated_device", "conformance/instruments", "conformance/oracles"),
     ("conformance/defects", "conformance/run"),
     ("conformance/experiments", "conformance/judge", "conformance/findings"),

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from conformance.cli.command import Answer, Commands, add_profile
+from conformance.numerics.arithmetic import OWN, Arithmetic
 from conformance.project import PROJECT, require_checkout
 
 _DOCS_FILE = PROJECT / "docs" / "detection" / "kill_matrix.md"
@@ -15,6 +16,8 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("id", nargs="*", help="only these defects (default: all)")
     add_profile(parser)
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="processes, each with its own ranks")
+    parser.add_argument("--kernels", default=OWN.kernels, metavar="WHICH", help="as for a session")
+    parser.add_argument("--sums", default=OWN.sums, metavar="ORDER", help="as for a session")
     parser.add_argument("--write-docs", action="store_true", help="also write docs/detection/kill_matrix.md")
     parser.add_argument(
         "--report-dir",
@@ -29,8 +32,8 @@ def add_parser(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> Answer:
     """Try the defects.
 
-    Raises ValueError for an unknown profile or defect, for a number of workers below 1, and outside of a checkout for
-    the docs.
+    Raises ValueError for an unknown profile, defect or arithmetic, for a number of workers below 1, and outside of a
+    checkout for the docs.
     """
     if options.write_docs:
         require_checkout("--write-docs")
@@ -40,7 +43,13 @@ def run(options: argparse.Namespace) -> Answer:
     from conformance.detection.rendering import as_html, as_markdown, as_text
 
     directory: Path = options.report_dir
-    matrix = kill_matrix(profile=options.profile, directory=directory, workers=options.workers, only=options.id)
+    matrix = kill_matrix(
+        profile=options.profile,
+        directory=directory,
+        workers=options.workers,
+        only=options.id,
+        arithmetic=Arithmetic.parse(kernels=options.kernels, sums=options.sums),
+    )
     (directory / "kill_matrix.html").write_text(as_html(matrix))
     if options.write_docs:
         _DOCS_FILE.write_text(as_markdown(matrix) + "\n")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import msgspec
 import torch
 
 from conformance.defects.catalogue import is_known
@@ -13,6 +14,7 @@ from conformance.judge.judge import Judged, judge
 from conformance.judge.support import Machine
 from conformance.judge.waivers import Waiver, load_waivers
 from conformance.laws.registry import asserted_laws
+from conformance.numerics.arithmetic import OWN, Arithmetic
 from conformance.plan.matrix import Case, Matrix, load_matrix
 from conformance.plan.selection import parse
 from conformance.project import data_file
@@ -31,9 +33,13 @@ def the_matrix() -> Matrix:
 
 
 @cache
-def simulated_device() -> Hardware | None:
-    """Return the simulated device as hardware, compiled if this machine has not done so yet; None if it cannot be."""
-    hardware = find_hardware(machine_devices(), accelerator="sim", share_gpu="auto")
+def simulated_device(arithmetic: Arithmetic = OWN) -> Hardware | None:
+    """Return the simulated device as hardware, compiled if this machine has not done so yet; None if it cannot be.
+
+    It has the kernels of an arithmetic, and reductions of its own.
+    """
+    kernels = msgspec.structs.replace(arithmetic, sums=OWN.sums)
+    hardware = find_hardware(machine_devices(), accelerator="sim", share_gpu="auto", arithmetic=kernels)
     assert hardware.simulated is not None
     return None if hardware.simulated.lacks else hardware
 

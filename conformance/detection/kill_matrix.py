@@ -1,5 +1,6 @@
 """Kill matrix: which law catches which defect, by how much, and what escapes."""
 
+import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
@@ -16,6 +17,8 @@ from conformance.defects.injection import Defect
 from conformance.detection.case_judge import CaseJudge, simulated_device, the_matrix
 from conformance.detection.trials import Trial, hardware_for, key_of, try_defect
 from conformance.laws.registry import asserted_laws
+from conformance.numerics.arithmetic import OWN, Arithmetic
+from conformance.run.devices.hardware import Hardware
 from conformance.run.pool import Pools
 from conformance.torch_release import release
 from reference_trainer.strict_yaml import allowed
@@ -31,6 +34,7 @@ class KillMatrix(msgspec.Struct, frozen=True, kw_only=True):
     schema: int = 1
     profile: str
     torch: str
+    arithmetic: Arithmetic = OWN
     trials: list[Trial]
     """Trials in the order of the catalogue."""
     unverified: list[str]
@@ -48,8 +52,10 @@ class KillMatrix(msgspec.Struct, frozen=True, kw_only=True):
         killing = {law for trial in self.trials for law, of_law in trial.laws.items() if of_law.kills}
         judged = dict.fromkeys(case.law for case in the_matrix().cases(self.profile))
         here = {*_EVERYWHERE, *(("sim",) if simulated_device() else ())}
-        substrates = {law: asserted.law.substrates for law, asserted in asserted_laws().items()}
-        return [law for law in judged if here & {*substrates[law]} and law not in killing]
+        laws = {law: asserted.law for law, asserted in asserted_laws().items()}
+        if self.arithmetic != OWN:
+            laws = {name: law for name, law in laws.items() if not law.memory}
+        return [law for law in judged if law in laws and here & {*laws[law].substrates} and law not in killing]
 
     @property
     def problems(self) -> list[str]:
@@ -66,8 +72,12 @@ def _problems_of(trial: Trial) -> Iterator[str]:
         yield f"{trial.defect}.twin fails {law}: {'; '.join(trial.laws[law].twin_failures)}"
 
 
-def kill_matrix(*, profile: str, directory: Path, workers: int, only: Sequence[str] = ()) -> KillMatrix:
+def kill_matrix(
+    *, profile: str, directory: Path, workers: int, only: Sequence[str] = (), arithmetic: Arithmetic = OWN
+) -> KillMatrix:
     """Try every defect that this machine can show, or those that are named; the results stay in the directory.
+
+    Ranks and oracles compute with an arithmetic.
 
     Raises ValueError for an unknown profile or defect, OSError for a directory that cannot be made.
     """
@@ -75,15 +85,21 @@ def kill_matrix(*, profile: str, directory: Path, workers: int, only: Sequence[s
     here = release(str(torch.__version__))
     chosen = [defect for defect in _chosen(only) if release(defect.since) <= here]
     directory.mkdir(parents=True, exist_ok=True)
-    unverified = {defect.id: [law for law in defect.laws if hardware_for(defect, law) is None] for defect in chosen}
+    unverified = {
+        defect.id: [law for law in defect.laws if hardware_for(defect, law, arithmetic) is None] for defect in chosen
+    }
     shown = [defect for defect in chosen if len(unverified[defect.id]) < len(defect.laws)]
     earlier = {trial.key: trial for trial in _earlier(directory)}
-    missing = [defect for defect in shown if key_of(defect, profile=profile) not in earlier]
-    fresh = {trial.defect: trial for trial in _try_all(missing, profile=profile, workers=workers)}
-    trials = [fresh.get(defect.id) or earlier[key_of(defect, profile=profile)] for defect in shown]
+    keys = {defect.id: key_of(defect, profile=profile, arithmetic=arithmetic) for defect in shown}
+    missing = [defect for defect in shown if keys[defect.id] not in earlier]
+    fresh = {
+        trial.defect: trial for trial in _try_all(missing, profile=profile, workers=workers, arithmetic=arithmetic)
+    }
+    trials = [fresh.get(defect.id) or earlier[keys[defect.id]] for defect in shown]
     matrix = KillMatrix(
         profile=profile,
         torch=str(torch.__version__),
+        arithmetic=arithmetic,
         trials=trials,
         complete=not only,
         unverified=[f"{defect} before {', '.join(laws)}" for defect, laws in unverified.items() if laws],
@@ -110,11 +126,11 @@ def _earlier(directory: Path) -> list[Trial]:
     return []
 
 
-def _try_all(missing: Sequence[Defect], *, profile: str, workers: int) -> Iterator[Trial]:
+def _try_all(missing: Sequence[Defect], *, profile: str, workers: int, arithmetic: Arithmetic) -> Iterator[Trial]:
     if not missing:
         return
     number, spawn = min(workers, len(missing)), get_context("spawn")
-    with ProcessPoolExecutor(number, spawn, initializer=_open_judge, initargs=(profile,)) as processes:
+    with ProcessPoolExecutor(number, spawn, initializer=_open_judge, initargs=(profile, arithmetic)) as processes:
         futures = [processes.submit(_try, defect.id) for defect in missing]
         for future in tqdm(as_completed(futures), total=len(futures), desc="defects", unit="defect", disable=None):
             yield future.result()
@@ -123,10 +139,12 @@ def _try_all(missing: Sequence[Defect], *, profile: str, workers: int) -> Iterat
 _judge: CaseJudge
 
 
-def _open_judge(profile: str) -> None:
+def _open_judge(profile: str, arithmetic: Arithmetic) -> None:
     """In each process: it keeps its ranks for all its trials; they end with it."""
     global _judge
-    _judge = CaseJudge(Path(mkdtemp(prefix="kill-matrix-")), Pools(), profile)
+    hardware = Hardware(arithmetic=arithmetic)
+    os.environ.update(hardware.session_environment)
+    _judge = CaseJudge(Path(mkdtemp(prefix="kill-matrix-")), Pools(), profile, hardware)
 
 
 def _try(defect_id: str) -> Trial:

@@ -15,11 +15,12 @@ from conformance.judge.judge import Judged
 from conformance.judge.margins import margin
 from conformance.judge.verdicts import Verdict
 from conformance.laws.registry import asserted_laws
+from conformance.numerics.arithmetic import OWN, Arithmetic
 from conformance.outcomes import swept_metric
 from conformance.plan.lock import lock_file
 from conformance.plan.matrix import Case
 from conformance.project import PROJECT, data_file
-from conformance.run.devices.hardware import NO_DEVICES, Hardware
+from conformance.run.devices.hardware import Hardware
 
 HANG_DEADLINE_S = 5.0
 _MISFIT = "TypeError"
@@ -76,12 +77,13 @@ def try_defect(case_judge: CaseJudge, defect: Defect) -> Trial:
     for judge, cases in _cases_by_judge(case_judge, defect):
         of_twin += judge.judge(cases, defect=defect.id + TWIN)
         of_defect += judge.judge(cases, defect=defect.id, deadline_s=_deadline_s(defect))
-    here = [law for law in defect.laws if hardware_for(defect, law) is not None]
+    arithmetic = case_judge.hardware.arithmetic
+    here = [law for law in defect.laws if hardware_for(defect, law, arithmetic) is not None]
     laws = {law: _law_trial(law, defect, of_defect, of_twin) for law in here}
     has_escaped = any(not trial.kills for trial in laws.values())
     return Trial(
         defect=defect.id,
-        key=key_of(defect, profile=case_judge.profile),
+        key=key_of(defect, profile=case_judge.profile, arithmetic=arithmetic),
         seconds=round(time.monotonic() - start_s, 2),
         laws=laws,
         caught_by_others=_caught_by_others(case_judge, defect) if has_escaped else (),
@@ -102,20 +104,23 @@ def escapes(case_judge: CaseJudge, defect: Defect) -> list[str]:
     return [law for law in left if hardware_for(defect, law) is not None]
 
 
-def hardware_for(defect: Defect, law: str) -> Hardware | None:
-    """Return hardware on which the law can catch the defect; None if this machine has none.
+def hardware_for(defect: Defect, law: str, arithmetic: Arithmetic = OWN) -> Hardware | None:
+    """Return hardware with an arithmetic on which the law can catch the defect; None if this machine has none.
 
     That is none but processors, where these show the defect to the law, or else the simulated device.
     """
-    shown = {*defect.substrates, "simulated"} & {*asserted_laws()[law].law.substrates}
+    asserted = asserted_laws()[law].law
+    shown = {*defect.substrates, "simulated"} & {*asserted.substrates}
+    if asserted.memory and arithmetic != OWN:
+        return None
     if shown & {"gloo", "simulated"}:
-        return NO_DEVICES
-    return simulated_device() if "sim" in shown else None
+        return Hardware(arithmetic=arithmetic)
+    return simulated_device(arithmetic) if "sim" in shown else None
 
 
 def _cases_by_judge(case_judge: CaseJudge, defect: Defect) -> Iterator[tuple[CaseJudge, list[Case]]]:
     """Yield the cases of the laws that a defect names, by the hardware that is to show it to them."""
-    by_law = {law: hardware_for(defect, law) for law in defect.laws}
+    by_law = {law: hardware_for(defect, law, case_judge.hardware.arithmetic) for law in defect.laws}
     for hardware in dict.fromkeys(by_law.values()):
         if hardware is not None:
             laws = [law for law, of_law in by_law.items() if of_law == hardware]
@@ -173,11 +178,11 @@ def _caught_by_others(case_judge: CaseJudge, defect: Defect) -> tuple[str, ...]:
     return tuple(sorted(laws - set(defect.laws)))
 
 
-def key_of(defect: Defect, *, profile: str) -> str:
+def key_of(defect: Defect, *, profile: str, arithmetic: Arithmetic = OWN) -> str:
     """Return a digest of all that a trial depends on.
 
     That is the suite, with the simulated device, and the trainer, without other defects, matrix.yaml, matrix.lock and
-    waivers.yaml, torch, profile and defect.
+    waivers.yaml, torch, profile, arithmetic and defect.
     """
     shared = [
         file
@@ -189,5 +194,5 @@ def key_of(defect: Defect, *, profile: str) -> str:
     matrix = data_file("matrix.yaml")
     for file in (*shared, *sources_of(defect), matrix, lock_file(matrix), data_file("waivers.yaml")):
         digest.update(file.read_bytes())
-    digest.update(f"{torch.__version__} {profile} {defect.id} {defect.cells}".encode())
+    digest.update(f"{torch.__version__} {profile} {arithmetic} {defect.id} {defect.cells}".encode())
     return digest.hexdigest()[:16]

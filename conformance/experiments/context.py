@@ -17,7 +17,7 @@ from conformance.defects.catalogue import injected, subjects_of
 from conformance.experiments.simulation import simulated_world
 from conformance.experiments.trials import trying_only
 from conformance.experiments.weight_files import write_weights
-from conformance.numerics import pin_numerics
+from conformance.numerics.knobs import pin_numerics
 from conformance.plan.workload import compiled_on_device
 from conformance.run.experiment import Experiment, Job, Needs, Result, sampled_ranks
 from conformance.run.ranks.messages import RankContext
@@ -142,11 +142,10 @@ def device_of(context: RankContext) -> torch.device:
     """
     if LIBRARY_VARIABLE in os.environ:
         return _simulated_device(context)
-    if not context.device:
-        return torch.device("cpu")
-    device = torch.device("cuda", 0)
+    device = torch.device("cuda", 0) if context.device else torch.device("cpu")
     pin_numerics(device)
-    torch.cuda.set_device(device)
+    if context.device:
+        torch.cuda.set_device(device)
     return device
 
 
@@ -155,6 +154,7 @@ def _simulated_device(context: RankContext) -> torch.device:
 
     Each rank draws a random schedule of its own.
     """
+    pin_numerics("cpu")  # whose kernels compute
     simulated.load(Path(os.environ[LIBRARY_VARIABLE]))
     schedule = Schedule.parse(os.environ[schedules.VARIABLE])
     simulated.follow(schedule.of_rank(context.rank))

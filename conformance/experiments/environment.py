@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from conformance.experiments.context import RankWorld, experiment
 from conformance.experiments.device_memory import allocator_bytes
-from conformance.numerics import pinned_knobs
+from conformance.numerics.knobs import pinned_knobs
 from conformance.run.devices.hardware import DETERMINISM
 from conformance.run.devices.nvml import foreign_processes, machine_devices
 from conformance.run.experiment import Needs
@@ -21,6 +21,8 @@ from conformance.run.experiment import Needs
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+_SAMPLED_NUMELS = (64, 101)
+"""Elements for each rank; libraries that align chunks of a tensor do so with the second alone."""
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
 
 
@@ -50,7 +52,10 @@ class RankEnvironment(msgspec.Struct):
     """Monotonic clock after a collective that all ranks leave at the same time."""
     collectives: dict[str, dict[str, list[float]]]
     """Results of collectives on `rank + 1`, `rank + 2`, ..., exact in every dtype, by dtype and kind."""
-    bf16_sum: SampledSum
+    kernel_type: str
+    """Type of the device whose kernels compute, `cpu` or `cuda`."""
+    bf16_sums: list[SampledSum]
+    """All-reduced sums of tensors of several sizes."""
 
 
 class DeviceSurroundings(msgspec.Struct):
@@ -80,7 +85,8 @@ def probe(rank: RankWorld) -> RankEnvironment:
         pid=os.getpid(),
         monotonic_s=_synchronised_clock_s(),
         collectives={str(dtype).removeprefix("torch."): _collectives(dtype, rank.device) for dtype in DTYPES},
-        bf16_sum=_bf16_sum(rank.device),
+        kernel_type="cuda" if rank.device.type == "cuda" else "cpu",
+        bf16_sums=[_bf16_sum(numel * rank.size, rank.device) for numel in _SAMPLED_NUMELS],
     )
 
 
@@ -102,8 +108,7 @@ def _collectives(dtype: torch.dtype, device: torch.device) -> dict[str, list[flo
     return {kind: tensor.double().tolist() for kind, tensor in results.items()}
 
 
-def _bf16_sum(device: torch.device) -> SampledSum:
-    numel = 64 * dist.get_world_size()
+def _bf16_sum(numel: int, device: torch.device) -> SampledSum:
     terms = torch.randn(numel, generator=torch.Generator().manual_seed(dist.get_rank())).to(torch.bfloat16)
     total = terms.to(device, copy=True)
     dist.all_reduce(total)

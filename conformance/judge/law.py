@@ -27,6 +27,8 @@ class Law(msgspec.Struct, frozen=True):
     """Substrates on which the law can be judged."""
     scope: Scope
     """Cells on which the law is judged."""
+    memory: bool = False
+    """True if the law measures what torch's own kernels and gloo take of the processor's memory."""
 
 
 def law(
@@ -38,12 +40,14 @@ def law(
     reference: str,
     since: str = "2.6",
     substrates: tuple[Substrate, ...] = REAL,
+    memory: bool = False,
 ) -> Callable[[_Test], _Test]:
     """Declare that the decorated test asserts a law on all cells that `where` selects, but for `gaps`.
 
     `where` is the scope of the MUST, in the language of `--cells`. `gaps` names cells of which the MUST speaks and
     that the law cannot judge yet, see `conformance.plan.gaps`. A law that judges the numbers of a run says
-    `numbers=True`. These and the id are literals: `plan.scopes.declared_scopes` reads them without importing the test.
+    `numbers=True`, one that measures the processor's memory `memory=True`. The first four, and the id, are literals:
+    `plan.scopes.declared_scopes` reads them without importing the test.
     Raises ValueError if the docstring does not state a MUST, for an expression that cannot be compiled, and for an
     unknown gap.
     """
@@ -55,7 +59,7 @@ def law(
             raise ValueError(
                 f"law {law_id}: the first paragraph of {test.__name__}'s docstring must say what MUST hold"
             )
-        setattr(test, _ATTRIBUTE, Law(law_id, must, reference, since, substrates, holds))
+        setattr(test, _ATTRIBUTE, Law(law_id, must, reference, since, substrates, holds, memory))
         return test
 
     return declare

@@ -6,6 +6,7 @@ from shutil import which
 import msgspec
 
 from conformance.judge.law import Law
+from conformance.numerics.arithmetic import OWN
 from conformance.plan.cells import Cell
 from conformance.plan.content import Profile
 from conformance.plan.substrates import Substrate
@@ -44,6 +45,8 @@ def unsupported(law: Law, cell: Cell, machine: Machine, *, profile: Profile | No
     lacking = _needs_device(cell, device=device_type(substrate))
     if lacking:
         return f"needs {lacking}; this run is on {_NAMES[device_type(substrate)]}"
+    if law.memory and machine.hardware.arithmetic != OWN:
+        return "is about the memory of torch's own kernels and of gloo, and this session has others"
     if substrate != "simulated" and cell.world_size > machine.max_world_size:
         return f"needs {cell.world_size} ranks; {substrate} runs at most {machine.max_world_size} here"
     return None

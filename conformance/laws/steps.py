@@ -10,11 +10,11 @@ from conformance.instruments.operands import operands_of
 from conformance.laws import compare
 from conformance.laws.dropout import are_masks_seen, recorded_masks
 from conformance.laws.fixtures import Measure
+from conformance.numerics.rings import is_ring_sum, ring_of
 from conformance.oracles import optimizer_tolerance, tolerance
 from conformance.oracles.dtype_policy import FP32, dtype_policy
 from conformance.oracles.emulation import Emulation, emulated_step
 from conformance.oracles.reference import ReferenceRun, Tensors, replay_updates
-from conformance.oracles.virtual_tp import sums_in_ring_order
 from conformance.outcomes import ConformanceFailure, Unsupported
 from conformance.plan.cells import Cell
 from conformance.run.record import Record
@@ -98,7 +98,7 @@ def in_fp32(record: Record, step: int, *, rounded: bool = False) -> Emulation:
 
 def is_emulated(measure: Measure, record: Record) -> bool:
     """Return whether the emulation knows all that a run depends on: masks of dropout, and the order of sums."""
-    return are_masks_seen(record) and (record.cell.precision == "fp32" or is_sum_order_known(measure, record.cell))
+    return are_masks_seen(record) and is_sum_order_known(measure, record.cell)
 
 
 def _overflows(gradients: Tensors) -> bool:
@@ -165,9 +165,16 @@ def require_known_sum_order(measure: Measure, cell: Cell) -> None:
 
 
 def is_sum_order_known(measure: Measure, cell: Cell) -> bool:
-    """Return whether the emulation knows in which order the backend adds 16-bit numbers of tensor-parallel ranks."""
+    """Return whether the emulation knows in which order the backend adds numbers of tensor-parallel ranks.
+
+    In fp32 the bounds allow any order.
+    """
     tp = cell.config.mesh.tp
-    if tp <= 2:
+    if tp <= 2 or cell.precision == "fp32":
         return True
-    sums = [facts.bf16_sum for facts in measure(probe, Cell(mesh=f"dp{tp}"))]
-    return sums_in_ring_order([each.terms for each in sums], [each.total for each in sums])
+    ranks = measure(probe, Cell(mesh=f"dp{tp}"))
+    ring = ring_of(ranks[0].kernel_type)
+    return all(
+        is_ring_sum([sampled.terms for sampled in sums], [sampled.total for sampled in sums], ring)
+        for sums in zip(*(facts.bf16_sums for facts in ranks), strict=True)
+    )

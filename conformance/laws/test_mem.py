@@ -95,6 +95,7 @@ def _require_inputs_of_blocks(measure: Measure, cell: Cell) -> None:
     "and activation_checkpointing = none and implementation = fsdp2",
     reference=PROFILER,
     substrates=("gloo",),
+    memory=True,
 )
 def test_gloo_allocates_copies_of_full_buffers(measure: Measure, cell: Cell) -> None:
     """Memory that gloo allocates for itself MUST be a copy of the full buffer of an all-gather or a reduce-scatter.
@@ -119,6 +120,7 @@ def test_gloo_allocates_copies_of_full_buffers(measure: Measure, cell: Cell) -> 
     "and (pp = 1 or dp_shard = 1 or activation_checkpointing = none)",  # else so little is held that bounds are loose
     reference=RESHARD_AFTER_FORWARD,
     substrates=("gloo",),
+    memory=True,
 )
 def test_memory_on_every_rank_matches_the_model(measure: Measure, cell: Cell) -> None:
     """Peak memory in forward and in backward, on each rank of a real world, MUST be what the cell needs: between bounds

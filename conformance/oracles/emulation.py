@@ -19,14 +19,15 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's standard name
 from torch import Tensor
 
-from conformance.numerics import pinned_knobs, pinned_numerics
+from conformance.numerics.knobs import pinned_knobs, pinned_numerics
+from conformance.numerics.rings import Ring, ring_of, ring_sum
 from conformance.oracles.dropout import Masks, replay
 from conformance.oracles.dtype_policy import FP16, dtype_policy
 from conformance.oracles.pipeline import added_up_at_once, backward_order
 from conformance.oracles.reference import Batch, Tensors, initial_model
 from conformance.oracles.schedule import gradient_sync
 from conformance.oracles.torch_versions import traits_of
-from conformance.oracles.virtual_tp import TensorParallelForward, ring_sum, vocabulary_parallel_loss
+from conformance.oracles.virtual_tp import TensorParallelForward, vocabulary_parallel_loss
 from reference_trainer.config import TrainerConfig
 from reference_trainer.data import IGNORED_LABEL, Batches
 from reference_trainer.model import Transformer
@@ -53,7 +54,7 @@ class Emulation:
     uncast: Sequence[Reduction] = ()
     """Reductions of gradients that are then cast to coarser masters, on the CPU; they are added up after the cast."""
     knobs: dict[str, bool] = field(default_factory=dict)
-    """For each knob of this process whether it was set as the ranks have it, see `conformance.numerics`."""
+    """For each knob of this process whether it was set as the ranks have it, see `conformance.numerics.knobs`."""
 
 
 def emulated_step(
@@ -97,9 +98,12 @@ def _emulated(
     model = initial_model(config).to(device)  # for its buffers
     for name, parameter in model.named_parameters():
         parameter.data = masters[name].to(compute)
-    forward = _tensor_parallel(config, model)
-    loss, gradients = _local_gradients(config, model, forward, batch, masks, scale=scale * loss_scale)
-    rounds = _reduce_scatter_inputs(config, gradients, copied=forward.copied if forward else ())
+    ring = ring_of(torch.device(device).type)
+    forward = _tensor_parallel(config, model, ring)
+    loss_of = _loss_function(config, forward or model, ring)
+    leaves = _leaves(model, forward)
+    loss, gradients = _local_gradients(config, model, leaves, loss_of, batch, masks, scale=scale * loss_scale)
+    rounds = _reduce_scatter_inputs(config, gradients, copied=forward.copied if forward else (), ring=ring)
     sums = _reductions(config, rounds)
     sizes = _reductions(config, [[_absolute(grads) for grads in ranks] for ranks in rounds])
     reduced, size = (_sum([_cast_like(terms, masters) for terms in each]) for each in (sums, sizes))
@@ -116,7 +120,8 @@ def _emulated(
 def _local_gradients(
     config: TrainerConfig,
     model: Transformer,
-    forward: TensorParallelForward | None,
+    parameters: Tensors,
+    loss_of: Callable[[Batch], Tensor],
     batch: Batch,
     masks: Sequence[Tensor],
     *,
@@ -126,8 +131,6 @@ def _local_gradients(
 
     Micro-batches come in the order in which their gradients are added up.
     """
-    parameters = _leaves(model, forward)
-    loss_of = _loss_function(config, forward or model)
     loss, gradients = 0.0, []
     for place, index in enumerate(backward_order(config)):
         if _has_gradients_of_own_dtypes(config):
@@ -176,11 +179,15 @@ def _data_parallel_size(config: TrainerConfig) -> int:
     return config.mesh.dp_replicate * config.mesh.dp_shard
 
 
-def _tensor_parallel(config: TrainerConfig, model: Transformer) -> TensorParallelForward | None:
+def _tensor_parallel(config: TrainerConfig, model: Transformer, ring: Ring) -> TensorParallelForward | None:
     if config.mesh.tp == 1:
         return None
     return TensorParallelForward(
-        model, tp=config.mesh.tp, sequence_parallel=config.sequence_parallel, norms_in_tp=config.norms_in_tp
+        model,
+        tp=config.mesh.tp,
+        ring=ring,
+        sequence_parallel=config.sequence_parallel,
+        norms_in_tp=config.norms_in_tp,
     )
 
 
@@ -197,14 +204,14 @@ def _of_rank(name: str, rank: int) -> str:
     return f"{name}@{rank}"
 
 
-def _loss_function(config: TrainerConfig, forward: Callable[[Tensor], Tensor]) -> Callable[[Batch], Tensor]:
+def _loss_function(config: TrainerConfig, forward: Callable[[Tensor], Tensor], ring: Ring) -> Callable[[Batch], Tensor]:
     """Summed loss of a micro-batch, in fp32, by torch's own cross entropy: another formula would round otherwise."""
     tp = config.mesh.tp
 
     def loss_of(batch: Batch) -> Tensor:
         logits, labels = forward(batch[0]).float().flatten(0, 1), batch[1].flatten()
         if tp > 1 and config.loss_parallel:
-            return vocabulary_parallel_loss(logits, labels, tp=tp)
+            return vocabulary_parallel_loss(logits, labels, tp=tp, ring=ring)
         return F.cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORED_LABEL)
 
     return loss_of
@@ -225,7 +232,7 @@ def _micro_batch(config: TrainerConfig, batch: Sequence[Tensor], rank: int, inde
 
 
 def _reduce_scatter_inputs(
-    config: TrainerConfig, gradients: Sequence[Sequence[Tensors]], *, copied: Collection[str]
+    config: TrainerConfig, gradients: Sequence[Sequence[Tensors]], *, copied: Collection[str], ring: Ring
 ) -> list[list[Tensors]]:
     """Inputs of each reduce-scatter, by round and rank, from the gradients by micro-batch and rank.
 
@@ -236,8 +243,8 @@ def _reduce_scatter_inputs(
     if gradient_sync(config) == "last":
         by_rank = zip(*gradients, strict=True)
         totals = [_added_up(config, of_rank, on_the_wire) for of_rank in by_rank]
-        return [[_summed_over_copies(total, copied) for total in totals]]
-    return [[_to(_summed_over_copies(grads, copied), on_the_wire) for grads in ranks] for ranks in gradients]
+        return [[_summed_over_copies(total, copied, ring) for total in totals]]
+    return [[_to(_summed_over_copies(grads, copied, ring), on_the_wire) for grads in ranks] for ranks in gradients]
 
 
 def _added_up(config: TrainerConfig, gradients: Sequence[Tensors], dtype: torch.dtype) -> Tensors:
@@ -252,12 +259,12 @@ def _added_up(config: TrainerConfig, gradients: Sequence[Tensors], dtype: torch.
     return total
 
 
-def _summed_over_copies(gradients: Tensors, copied: Collection[str]) -> Tensors:
+def _summed_over_copies(gradients: Tensors, copied: Collection[str], ring: Ring) -> Tensors:
     """The all-reduce of tensor-parallel ranks."""
     summed = {name: grad for name, grad in gradients.items() if name.partition("@")[0] not in copied}
     for name in copied:
         copies = [grad for key, grad in gradients.items() if key.partition("@")[0] == name]
-        summed[name] = ring_sum(copies, dim=None)
+        summed[name] = ring_sum(copies, dim=None, ring=ring)
     return summed
 
 

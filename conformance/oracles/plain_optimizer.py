@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from conformance.numerics import pinned_numerics
+from conformance.numerics.knobs import pinned_numerics
 from conformance.oracles.dtype_policy import optimizer_state
 from conformance.oracles.reference import Tensors, learning_rate
 from reference_trainer.config import OptimizerConfig, TrainerConfig

@@ -6,8 +6,6 @@ operators f and g of arXiv:1909.08053, and their sequence-parallel forms of arXi
 """
 
 from collections.abc import Sequence
-from functools import reduce
-from operator import add
 from typing import Any, cast
 
 import torch
@@ -15,63 +13,37 @@ import torch.nn.functional as F  # noqa: N812 - the field's standard name
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from conformance.numerics.rings import Ring, ring_sum
 from reference_trainer.data import IGNORED_LABEL
 from reference_trainer.model import Block, Transformer
 
 _ROW_WISE = ("wo", "w2")
 
 
-def ring_sum(terms: Sequence[Tensor], *, dim: int | None) -> Tensor:
-    """Return the sum of a tensor of each rank, rounded after each addition as gloo's ring algorithm does.
-
-    The tensors have equal shapes and dtypes, as has the sum. They are cut into a chunk for each rank, along `dim` (a
-    reduce-scatter) or as flat memory (an all-reduce, None); chunk c passes the ranks c-1, c-2, ..., c
-    (gloo/allreduce.cc, ring). For two ranks any order is the same; for more `sums_in_ring_order` tells whether the
-    backend at hand does so.
-    """
-    count = len(terms)
-    if count == 2:
-        return terms[0] + terms[1]
-    if dim is None:
-        return ring_sum([term.flatten() for term in terms], dim=0).view_as(terms[0])
-    chunks = [term.chunk(count, dim) for term in terms]
-    sums = [reduce(add, [chunks[(c - k) % count][c] for k in range(1, count + 1)]) for c in range(len(chunks[0]))]
-    return torch.cat(sums, dim)
-
-
-def sums_in_ring_order(terms: Sequence[Sequence[float]], totals: Sequence[Sequence[float]]) -> bool:
-    """Return whether sums of bf16 numbers over ranks are, in every bit, a `ring_sum`.
-
-    `terms` has the numbers of each rank, `totals` their sums as each rank has them.
-    """
-    expected = ring_sum([torch.tensor(numbers, dtype=torch.bfloat16) for numbers in terms], dim=None)
-    return all(torch.equal(torch.tensor(total, dtype=torch.bfloat16), expected) for total in totals)
-
-
 class _Copies(torch.autograd.Function):
     """Copies of a tensor, for each rank; backward sums their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, count: int, dim: int | None) -> tuple[Tensor, ...]:
-        ctx.dim = dim
+    def forward(ctx: Any, x: Tensor, count: int, dim: int | None, ring: Ring) -> tuple[Tensor, ...]:
+        ctx.dim, ctx.ring = dim, ring
         return tuple(x.clone() for _ in range(count))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return ring_sum(grads, dim=ctx.dim), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return ring_sum(grads, dim=ctx.dim, ring=ctx.ring), None, None, None
 
 
 class _Sum(torch.autograd.Function):
     """Sum of the ranks' partial results; backward hands each rank the same gradient."""
 
     @staticmethod
-    def forward(ctx: Any, dim: int | None, *partials: Tensor) -> Tensor:
+    def forward(ctx: Any, dim: int | None, ring: Ring, *partials: Tensor) -> Tensor:
         ctx.count = len(partials)
-        return ring_sum(partials, dim=dim)
+        return ring_sum(partials, dim=dim, ring=ring)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, *(grad.clone() for _ in range(ctx.count)))
+        return (None, None, *(grad.clone() for _ in range(ctx.count)))
 
 
 class _Joined(torch.autograd.Function):
@@ -91,12 +63,12 @@ class _Joined(torch.autograd.Function):
         return tuple(shard.clone(memory_format=torch.contiguous_format) for shard in torch.split(grad, ctx.sizes, -1))
 
 
-def _copies(x: Tensor, count: int, dim: int | None) -> Sequence[Tensor]:
-    return _Copies.apply(x, count, dim)  # type: ignore[no-untyped-call, no-any-return]
+def _copies(x: Tensor, count: int, dim: int | None, ring: Ring) -> Sequence[Tensor]:
+    return _Copies.apply(x, count, dim, ring)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _sum(partials: Sequence[Tensor], dim: int | None) -> Tensor:
-    return _Sum.apply(dim, *partials)  # type: ignore[no-untyped-call, no-any-return]
+def _sum(partials: Sequence[Tensor], dim: int | None, ring: Ring) -> Tensor:
+    return _Sum.apply(dim, ring, *partials)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _joined(shards: Sequence[Tensor]) -> Tensor:
@@ -109,8 +81,11 @@ class TensorParallelForward:
     Logits have shape (batch, seq_len, vocab_size) and the dtype of the model's parameters.
     """
 
-    def __init__(self, model: Transformer, *, tp: int, sequence_parallel: bool, norms_in_tp: bool = True) -> None:
+    def __init__(
+        self, model: Transformer, *, tp: int, ring: Ring, sequence_parallel: bool, norms_in_tp: bool = True
+    ) -> None:
         self._model, self._tp, self._sequence_parallel = model, tp, sequence_parallel
+        self._ring = ring
         self._norms_in_tp = norms_in_tp
         self._dim = 1 if sequence_parallel else None
         """Dimension along which activations are reduce-scattered, the sequence; None if they are all-reduced."""
@@ -132,16 +107,16 @@ class TensorParallelForward:
             x = x + block.dropout(self._region(block.attention, normed, model.rope_table))
             normed = self._norm(f"layers.{name}.ffn_norm", x)
             x = x + block.dropout(self._region(block.feed_forward, normed))
-        copies = _copies(self._norm("norm", x), self._tp, self._dim)
+        copies = _copies(self._norm("norm", x), self._tp, self._dim, self._ring)
         weights = self._shards(model.output.weight, 0)
         return _joined([F.linear(copy, weight) for copy, weight in zip(copies, weights, strict=True)])
 
     def _region(self, module: nn.Module, x: Tensor, *others: Tensor) -> Tensor:
         """Output of a module between a gather of its input and a reduction of its output."""
-        copies = _copies(x, self._tp, self._dim)
+        copies = _copies(x, self._tp, self._dim, self._ring)
         ranks = range(self._tp)
         outputs = [functional_call(module, self._parameters(module, rank), (copies[rank], *others)) for rank in ranks]
-        return _sum(outputs, self._dim)
+        return _sum(outputs, self._dim, self._ring)
 
     def _parameters(self, module: nn.Module, rank: int) -> dict[str, Tensor]:
         """Weights of one rank. A row-wise bias belongs to the sum: each rank adds a share of it."""
@@ -173,25 +148,25 @@ class _VocabularyParallelLoss(torch.autograd.Function):
     """Summed negative log-likelihood of sharded logits; backward of softmax and loss in one, as loss_parallel does."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, tp: int) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, tp: int, ring: Ring) -> Tensor:
         shifted = logits - logits.amax(-1, keepdim=True)
         sums = [shard.contiguous().exp().sum(-1, keepdim=True) for shard in shifted.chunk(tp, -1)]
-        log_probabilities = shifted - ring_sum(sums, dim=None).log()
+        log_probabilities = shifted - ring_sum(sums, dim=None, ring=ring).log()
         valid = labels != IGNORED_LABEL
         safe = labels.where(valid, 0).unsqueeze(-1)
         ctx.save_for_backward(log_probabilities, valid, safe)
         return -log_probabilities.gather(-1, safe).squeeze(-1).where(valid, 0).sum()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         log_probabilities, valid, safe = ctx.saved_tensors
         one_hot = torch.zeros_like(log_probabilities).scatter(-1, safe, -1.0)
-        return (one_hot + log_probabilities.exp()) * grad.where(valid, 0).unsqueeze(-1), None, None
+        return (one_hot + log_probabilities.exp()) * grad.where(valid, 0).unsqueeze(-1), None, None, None
 
 
-def vocabulary_parallel_loss(logits: Tensor, labels: Tensor, *, tp: int) -> Tensor:
+def vocabulary_parallel_loss(logits: Tensor, labels: Tensor, *, tp: int, ring: Ring) -> Tensor:
     """Return the summed loss, a scalar in fp32, of logits that are sharded over `tp` ranks along the vocabulary.
 
     Logits have shape (tokens, vocab_size), fp32; labels (tokens,), int64, of which IGNORED_LABEL is left out.
     """
-    return _VocabularyParallelLoss.apply(logits, labels, tp)  # type: ignore[no-untyped-call, no-any-return]
+    return _VocabularyParallelLoss.apply(logits, labels, tp, ring)  # type: ignore[no-untyped-call, no-any-return]

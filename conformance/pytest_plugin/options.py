@@ -31,6 +31,16 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "how many ranks may share a GPU where a world has more ranks than there are GPUs: auto, never or a "
         "number",
     },
+    "--kernels": {
+        "default": "torch",
+        "metavar": "WHICH",
+        "help": "kernels of the processors: torch (its own), or other:SEED, which add in an order drawn from the seed",
+    },
+    "--sums": {
+        "default": "gloo",
+        "metavar": "ORDER",
+        "help": "order in which reductions over ranks add on processors: gloo (its own), ring (NCCL's) or tree",
+    },
     "--shrink": {
         "type": float,
         "default": 60.0,

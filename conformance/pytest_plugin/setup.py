@@ -13,6 +13,7 @@ import pytest
 from conformance.defects.catalogue import require_known
 from conformance.judge.support import Machine
 from conformance.judge.waivers import Waiver, expired_warning, profile_waivers
+from conformance.numerics.arithmetic import Arithmetic
 from conformance.plan.content import Profile
 from conformance.plan.lock import parse_budget
 from conformance.plan.matrix import Case, Matrix, load_matrix
@@ -157,6 +158,8 @@ def _repro_options(option: Any, defect: str | None) -> list[str]:
         "defect": defect,
         "accelerator": option.accelerator if option.accelerator != "auto" else None,
         "share-gpu": option.share_gpu if option.share_gpu != "auto" else None,
+        "kernels": option.kernels if option.kernels != "torch" else None,
+        "sums": option.sums if option.sums != "gloo" else None,
     }
     chosen = [f"--{name}={value}" for name, value in given.items() if value]
     return [f"--profile={option.profile}", *chosen]
@@ -165,11 +168,14 @@ def _repro_options(option: Any, defect: str | None) -> list[str]:
 def _hardware(config: pytest.Config) -> Hardware:
     """Return the hardware that the options allow to use. Raises ValueError as `find_hardware` does."""
     option, given = config.option, config.stash.get(HARDWARE, None)
+    arithmetic = Arithmetic.parse(kernels=option.kernels, sums=option.sums)
     if given is not None and option.accelerator != "cpu":
         if option.accelerator.startswith("sim"):
             raise ValueError("--accelerator sim: the simulated accelerator is for the ranks of one host")
         return given
-    return find_hardware(machine_devices(), accelerator=option.accelerator, share_gpu=option.share_gpu)
+    return find_hardware(
+        machine_devices(), accelerator=option.accelerator, share_gpu=option.share_gpu, arithmetic=arithmetic
+    )
 
 
 def _pools(hardware: Hardware, *, isolate: bool) -> Pools:

@@ -54,6 +54,9 @@ def restrictions(report: Report) -> Iterator[str]:
         yield f"only {report.selection}"
     if report.defect:
         yield f"defect {report.defect} injected"
+    arithmetic = report.environment["hardware"].get("arithmetic", {"kernels": "torch", "sums": "gloo"})
+    if arithmetic != {"kernels": "torch", "sums": "gloo"}:
+        yield f"kernels {arithmetic['kernels']}, sums {arithmetic['sums']}"
 
 
 def _device(report: Report) -> str:

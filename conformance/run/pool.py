@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self
 
+from conformance.numerics.arithmetic import KERNELS_VARIABLE, SUMS_VARIABLE
 from conformance.run.devices.hardware import devices_for
 from conformance.run.devices.leases import Lease, LeaseError, Leases, processor_slots
 from conformance.run.failures import FailureKind, PoolError, RunFailed, find_cause
@@ -37,6 +38,8 @@ LATCHED_PREFIXES = (
     "PYTORCH_",
     "TORCH",
     LIBRARY_VARIABLE,
+    KERNELS_VARIABLE,
+    SUMS_VARIABLE,
 )
 
 

@@ -1,6 +1,5 @@
 """Emulation of a mesh in one process, compared with plain formulas, and with one process where nothing rounds."""
 
-import random
 from math import floor, log2
 
 import msgspec
@@ -9,14 +8,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's standard name
 from torch import Tensor
 
+from conformance.numerics.rings import GLOO_RING
 from conformance.oracles.emulation import emulated_step
 from conformance.oracles.reference import Tensors, initial_model, summed_loss, train_reference
-from conformance.oracles.virtual_tp import (
-    TensorParallelForward,
-    ring_sum,
-    sums_in_ring_order,
-    vocabulary_parallel_loss,
-)
+from conformance.oracles.virtual_tp import TensorParallelForward, vocabulary_parallel_loss
 from reference_trainer.config import DataConfig, MeshConfig, ModelConfig, TrainerConfig
 from reference_trainer.data import IGNORED_LABEL, Batches
 
@@ -171,45 +166,16 @@ def test_virtual_ranks_in_fp64_are_the_plain_model(tp: int, sequence_parallel: b
     model, (inputs, labels) = initial_model(CONFIG).double(), batch()
     parameters = dict(model.named_parameters())
     expected = torch.autograd.grad(summed_loss(model, (inputs, labels)), list(parameters.values()))
-    forward = TensorParallelForward(model, tp=tp, sequence_parallel=sequence_parallel)
+    forward = TensorParallelForward(model, tp=tp, ring=GLOO_RING, sequence_parallel=sequence_parallel)
     assert forward.copied.keys() == {name for name in parameters if sequence_parallel and "norm" in name}
     logits = forward(inputs)
     torch.testing.assert_close(logits, model(inputs), rtol=1e-12, atol=1e-12)
-    loss = vocabulary_parallel_loss(logits.flatten(0, 1), labels.flatten(), tp=tp)
+    loss = vocabulary_parallel_loss(logits.flatten(0, 1), labels.flatten(), tp=tp, ring=GLOO_RING)
     leaves = {name: forward.copied.get(name, [parameter]) for name, parameter in parameters.items()}
     gradients = iter(torch.autograd.grad(loss, [leaf for copies in leaves.values() for leaf in copies]))
     for (name, copies), wanted in zip(leaves.items(), expected, strict=True):
         total = torch.stack([next(gradients) for _ in copies]).sum(0)
         torch.testing.assert_close(total, wanted, rtol=1e-10, atol=1e-12, msg=name)
-
-
-def test_ring_sum_adds_in_ring_order() -> None:
-    """Chunk c passes the ranks c-1, c-2, ..., c: the sum 1 + tiny + tiny + tiny depends on who begins."""
-    tiny = 2.0**-8  # half a unit in the last place of 1 in bf16
-    terms = [torch.full((4,), 1.0 if rank == 0 else tiny, dtype=torch.bfloat16) for rank in range(4)]
-    # Chunk 0 adds ranks 3, 2, 1 first, which is 3 tiny, and then 1; chunk 1 begins with rank 0 and loses each tiny.
-    expected = [float(torch.tensor(1 + 3 * tiny, dtype=torch.bfloat16)), 1.0]
-    assert ring_sum(terms, dim=0).tolist()[:2] == expected
-    assert ring_sum(terms, dim=None).tolist() == ring_sum(terms, dim=0).tolist()
-
-
-@pytest.mark.parametrize("count", [2, 3, 4])
-def test_ring_sum_is_a_sum_along_any_dimension(count: int) -> None:
-    terms = [torch.randn(5, 12, 3, dtype=torch.float64) for _ in range(count)]
-    for dim in (0, 1, None):
-        torch.testing.assert_close(ring_sum(terms, dim=dim), torch.stack(terms).sum(0))
-
-
-def test_the_order_of_a_backend_is_recognised() -> None:
-    generator = torch.Generator().manual_seed(random.Random(0).randrange(2**31))
-    terms = [torch.randn(256, generator=generator).bfloat16() for _ in range(4)]
-
-    def is_ring_sum(total: Tensor) -> bool:
-        return sums_in_ring_order([numbers.tolist() for numbers in terms], [total.tolist()] * len(terms))
-
-    assert is_ring_sum(ring_sum(terms, dim=None))
-    assert not is_ring_sum(terms[0] + terms[1] + terms[2] + terms[3])
-    assert not is_ring_sum(torch.stack(terms).float().sum(0).bfloat16())
 
 
 @pytest.mark.parametrize(

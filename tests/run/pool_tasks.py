@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from conformance.experiments.context import start_process_group
 from conformance.instruments.step_profile import StepProfile
-from conformance.numerics import pin_numerics, pinned_knobs
+from conformance.numerics.knobs import pin_numerics, pinned_knobs
 from conformance.run.ranks.messages import RankContext
 
 LONG_S = 60.0

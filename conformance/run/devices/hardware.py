@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from conformance.numerics.arithmetic import OWN, Arithmetic
 from conformance.outcomes import Unsupported
 from conformance.plan.substrates import Substrate
 from conformance.run.devices.nvml import Device, DeviceInterface, visible_devices
@@ -33,7 +34,16 @@ _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
 # ring.
 # https://docs.nvidia.com/cuda/cublas/#results-reproducibility,
 # https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
-DETERMINISM = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
+DETERMINISM = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_ALGO": "Ring",
+    "NCCL_PROTO": "Simple",
+    # One channel, since each would cut tensors into chunks of its own; multicast, and the service for statistics, would
+    # take memory and threads for nothing.
+    "NCCL_MAX_CTAS": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_RAS_ENABLE": "0",
+}
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 """Variables of processes whose libraries compute in one thread; they are read when torch is imported.
 
@@ -42,9 +52,9 @@ and the threads of a process that judges would take the processors of its ranks.
 _ONE_COMPILER = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 """Variable of sessions on devices, read when the rank server imports inductor: each rank would start up to 16 processes
 that compile, and a rank that leaves a process behind is not used again."""
-# NVLink multicast does not support several ranks on a device. Each rank takes few multiprocessors, or a collective of
-# one rank could keep the kernels of the ranks that it waits for from starting.
-_MULTI_RANK = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
+# Each rank takes few multiprocessors (`NCCL_MAX_CTAS`), or a collective of one rank could keep the kernels of the ranks
+# that it waits for from starting; NVLink multicast does not support several ranks on a device.
+_MULTI_RANK = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 # Older versions refuse two ranks of a host on one device. NCCL_HOSTID, with a different value in each rank, makes every
 # rank a host of its own; ranks of different hosts communicate over sockets.
 _SOCKETS = {
@@ -53,7 +63,6 @@ _SOCKETS = {
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_P2P_DISABLE": "1",
     "NCCL_SHM_DISABLE": "1",
-    "NCCL_NVLS_ENABLE": "0",
 }
 
 
@@ -77,6 +86,8 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     """Version of NCCL, such as (2, 29, 7)."""
     driver: str | None = None
     simulated: SimulatedDevice | None = None
+    arithmetic: Arithmetic = OWN
+    """Kernels of the processors, and the order in which reductions of gloo add."""
 
     def substrate(self, world_size: int, among: tuple[Substrate, ...]) -> Substrate | None:
         """Return the strongest of these substrates on which this machine can run a world, or None.
@@ -102,7 +113,8 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
 
         Oracles compute on a device, too, and libraries read these variables once.
         """
-        return ONE_THREAD | (DETERMINISM | _ONE_COMPILER if self.devices else {})
+        on_devices = DETERMINISM | _ONE_COMPILER if self.devices else {}
+        return ONE_THREAD | on_devices | self._arithmetic_variables(self.arithmetic)
 
     def environment(self, substrate: Substrate) -> dict[str, str]:
         """Return the environment variables for the ranks of a world."""
@@ -110,9 +122,19 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
             return DETERMINISM
         if substrate == "nccl-shared":
             return DETERMINISM | (_MULTI_RANK if self.nccl >= MULTI_RANK_SINCE else _SOCKETS)
+        if substrate == "simulated":
+            return self._arithmetic_variables(OWN)  # about collectives and memory, not about numbers
+        variables = self._arithmetic_variables(self.arithmetic)
         if substrate == "sim" and self.simulated is not None:
-            return {LIBRARY_VARIABLE: self.simulated.library, schedules.VARIABLE: self.simulated.schedule}
-        return {}
+            variables |= {LIBRARY_VARIABLE: self.simulated.library, schedules.VARIABLE: self.simulated.schedule}
+        return variables
+
+    def _arithmetic_variables(self, arithmetic: Arithmetic) -> dict[str, str]:
+        """Return the variables of an arithmetic in a session that has another one than torch's and gloo's own.
+
+        Ranks inherit the variables of the session's processes.
+        """
+        return {} if self.arithmetic == OWN else arithmetic.variables
 
 
 NO_DEVICES = Hardware()
@@ -136,19 +158,30 @@ def kernel_type(substrate: str) -> Literal["cpu", "cuda"]:
     return "cuda" if substrate.startswith("nccl") else "cpu"
 
 
-def find_hardware(interface: DeviceInterface, *, accelerator: str, share_gpu: str) -> Hardware:
+def find_hardware(
+    interface: DeviceInterface, *, accelerator: str, share_gpu: str, arithmetic: Arithmetic = OWN
+) -> Hardware:
     """Return the hardware of this machine, as far as the options allow.
 
+    Another arithmetic than that of torch and gloo is for processors: devices are not looked for.
+
     The simulated accelerator is compiled, which takes minutes, if this machine has not compiled it yet. Raises
-    ValueError for options that are unknown, for `cuda` where there is no device, or as `visible_devices` does.
+    ValueError for options that are unknown or contradict each other, for `cuda` where there is no device, or as
+    `visible_devices` does.
     """
     kind, _, schedule = accelerator.partition(":")
     if kind not in ACCELERATORS or (schedule and kind != "sim"):
         raise ValueError(
             f"--accelerator {accelerator}: write {', '.join(ACCELERATORS[:-1])} or {ACCELERATORS[-1]}[:SCHEDULE]"
         )
+    if kind == "cuda" and arithmetic != OWN:
+        raise ValueError("--kernels and --sums replace what processors compute: leave out --accelerator cuda")
     if kind == "sim":
-        return Hardware(simulated=_simulated_device(schedule or schedules.DEFAULT))
+        if arithmetic.sums != "gloo":
+            raise ValueError("--sums is for ranks that communicate by gloo: leave out --accelerator sim")
+        return Hardware(simulated=_simulated_device(schedule or schedules.DEFAULT), arithmetic=arithmetic)
+    if arithmetic != OWN:
+        return Hardware(arithmetic=arithmetic)
     ranks_per_device = _ranks_per_device(share_gpu)
     devices = () if accelerator == "cpu" else visible_devices(interface)
     if accelerator == "cuda" and not devices:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from conformance.numerics import pin_numerics
+from conformance.numerics.knobs import pin_knobs
 from conformance.run.ranks import flight_recorder
 from conformance.run.ranks.messages import (
     DUMP_SIGNAL,
@@ -174,7 +174,7 @@ def reset_process_state() -> None:
     torch.set_default_device(None)
     torch.set_grad_enabled(True)
     torch.autograd.set_detect_anomaly(False)
-    pin_numerics("cpu")
+    pin_knobs("cpu")
 
 
 @contextmanager

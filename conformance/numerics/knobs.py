@@ -1,4 +1,4 @@
-"""Knobs of torch that decide how the kernels of a process add up and round: the same for ranks and for oracles.
+"""Knobs of a process that decide how kernels add up and round: the same for ranks and for oracles.
 
 A run equals its oracle in every bit only if both compute with the same kernels, and a kernel is chosen by these knobs,
 too. The variables that cuBLAS and NCCL read are in `conformance.run.devices.hardware.DETERMINISM`.
@@ -11,6 +11,9 @@ from functools import partial
 from typing import Any
 
 import torch
+
+from conformance.numerics import ordered_sums, other_kernels
+from conformance.numerics.arithmetic import Arithmetic
 
 
 @dataclass(frozen=True)
@@ -52,15 +55,28 @@ _KNOBS = {
 }
 
 
-def pin_numerics(device: torch.device | str) -> None:
+def pin_knobs(device: torch.device | str) -> None:
     """Set all knobs for computing on `device`, for good; only its type counts."""
     for knob in _KNOBS.values():
         knob.turn(knob.value(torch.device(device).type))
 
 
+def pin_numerics(device: torch.device | str) -> None:
+    """Set all knobs for computing on `device`, and install the arithmetic that the environment asks for, for good.
+
+    Raises as `ordered_sums.install` and `other_kernels.install` do.
+    """
+    pin_knobs(device)
+    arithmetic = Arithmetic.here()
+    if arithmetic.seed is not None:
+        other_kernels.install(arithmetic.seed)
+    if arithmetic.sums != "gloo":
+        ordered_sums.install(arithmetic.sums)
+
+
 @contextmanager
 def pinned_numerics(device: torch.device | str) -> Iterator[None]:
-    """Open a context in which all knobs are set as `pin_numerics` sets them; afterwards they are as before."""
+    """Open a context in which numerics are as `pin_numerics` makes them; afterwards the knobs are as before."""
     before = {name: knob.read() for name, knob in _KNOBS.items()}
     pin_numerics(device)
     try:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.numerics import pin_numerics, pinned_knobs, pinned_numerics
+from conformance.numerics.knobs import pin_numerics, pinned_knobs, pinned_numerics
 from conformance.oracles import plain_optimizer
 from conformance.oracles.emulation import emulated_step
 from conformance.oracles.initialisation import initial_weights
