@@ -143,7 +143,7 @@ def _open_judge(profile: str, arithmetic: Arithmetic) -> None:
     """In each process: it keeps its ranks for all its trials; they end with it."""
     global _judge
     hardware = Hardware(arithmetic=arithmetic)
-    os.environ.update(hardware.session_environment)
+    os.environ.update(hardware.session_environment())
     _judge = CaseJudge(Path(mkdtemp(prefix="kill-matrix-")), Pools(), profile, hardware)
 
 

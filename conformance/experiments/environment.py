@@ -14,7 +14,7 @@ from conformance.experiments.context import RankWorld, experiment
 from conformance.experiments.device_memory import allocator_bytes
 from conformance.numerics.knobs import pinned_knobs
 from conformance.run.devices.hardware import DETERMINISM
-from conformance.run.devices.nvml import foreign_processes, machine_devices
+from conformance.run.devices.nvml import foreign_processes, machine_devices, sees_process
 from conformance.run.experiment import Needs
 
 # Renamed in torch 2.12, in which the old names warn.
@@ -63,6 +63,8 @@ class DeviceSurroundings(msgspec.Struct):
 
     foreign_processes: list[int]
     """Ids of processes of other sessions on the device."""
+    sees_itself: bool
+    """True if the rank, which computes on the device, is among the processes there."""
     pinned: dict[str, bool]
     """True for each knob that is set as bitwise determinism needs it, by name of the knob."""
     cublas_workspace_bytes: int
@@ -128,6 +130,7 @@ def surroundings(rank: RankWorld) -> DeviceSurroundings:
     torch.cuda.synchronize(device)
     return DeviceSurroundings(
         foreign_processes=foreign_processes(devices, uuid),
+        sees_itself=sees_process(devices, uuid, os.getpid()),
         pinned=pinned_knobs(device) | pinned_variables(),
         cublas_workspace_bytes=workspace_bytes,
         nccl_buffer_bytes=devices.used_bytes(uuid) - used_bytes,

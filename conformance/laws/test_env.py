@@ -10,6 +10,7 @@ from conformance.laws.fixtures import Measure, Run
 from conformance.laws.steps import operands_of_emulation
 from conformance.oracles.emulation import emulated_step
 from conformance.oracles.initialisation import initial_weights
+from conformance.outcomes import Unsupported
 from conformance.plan.cells import Cell
 from conformance.plan.substrates import CUDA
 
@@ -105,6 +106,11 @@ def test_cuda_devices_are_free_and_pinned(measure: Measure, cell: Cell) -> None:
     The memory that cuBLAS and NCCL take for themselves is reported without bounds.
     """
     for rank, facts in enumerate(measure(surroundings, cell)):
+        if not facts.sees_itself:
+            raise Unsupported(
+                "the driver names processes by ids of another namespace: whether others use the device is not seen; "
+                "start the container with the host's (docker run --pid=host)"
+            )
         foreign = facts.foreign_processes
         compare.count(len(foreign), name="foreign processes", expected=0, detail=f"{foreign}", unit="processes")
         _require_pinned(facts.pinned, where=f"rank {rank}")

@@ -1,11 +1,12 @@
 """Selection of a session's cases by shard, and the order in which the cases run."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import pytest
 
+from conformance.plan.cells import Cell
 from conformance.plan.matrix import Case
 from conformance.report.schema import CaseResult
 
@@ -46,22 +47,26 @@ def parse_shard(text: str) -> Shard:
 class RunOrder:
     """Order of cases: preconditions first, then the widest worlds; cases of a mesh and of a cell stay together.
 
-    Within a mesh the cells that took longest in the last session come first, so that workers end together.
+    Within a mesh the cells that took longest in the last session come first, so that workers end together; but `kind`
+    groups cells whose ranks can be the same processes, where few ranks are warm at once.
     """
 
-    def __init__(self, cases: Iterable[Case], durations_s: Mapping[str, float]) -> None:
+    def __init__(
+        self, cases: Iterable[Case], durations_s: Mapping[str, float], *, kind: Callable[[Cell], str] = lambda _: ""
+    ) -> None:
+        self._kind = kind
         cells: dict[str, float] = {}
         for case in cases:
             cells[case.cell.id] = cells.get(case.cell.id, 0.0) + durations_s.get(case.id, 0.0)
         longest_first = sorted(cells, key=lambda cell: -cells[cell])
         self._rank = {cell: rank for rank, cell in enumerate(longest_first)}
 
-    def key(self, case: Case | None) -> tuple[bool, int, str, int, str]:
+    def key(self, case: Case | None) -> tuple[bool, int, str, str, int, str]:
         """Return the sort key of a case; None, for an item that is no case, comes last."""
         if case is None:
-            return True, 0, "", 0, ""
+            return True, 0, "", "", 0, ""
         cell = case.cell
-        return case.law not in _FIRST, -cell.world_size, cell.mesh, self._rank[cell.id], case.law
+        return case.law not in _FIRST, -cell.world_size, cell.mesh, self._kind(cell), self._rank[cell.id], case.law
 
 
 def remembered_durations_s(config: pytest.Config) -> dict[str, float]:

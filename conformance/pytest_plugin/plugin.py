@@ -7,6 +7,7 @@ not even an option, unless the session's arguments may lead to the laws.
 import os
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ _MODULES = re.compile(r"conformance(\.laws(\.\w+)*)?")
 _CLAIMED = pytest.StashKey[list[str]]()
 """Key of a configuration for the options that could not be added."""
 _CPUS_PER_WORKER = 4  # most worlds have four ranks
+_DEVICES_PER_WORKER = 2  # the smallest worlds that communicate have two ranks
 _MAX_WORKERS = 8
 
 
@@ -55,10 +57,25 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)  # before the default of xdist itself
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """Return the number of workers for `-n auto`: the number of worlds that the processors can serve at once."""
+    """Return the number of workers for `-n auto`: the number of worlds that processors and devices can serve at once.
+
+    Workers that wait for devices would take warm ranks from each other.
+    """
     if not _collects_laws(config):
         return None
-    return max(1, min(_MAX_WORKERS, len(os.sched_getaffinity(0)) // _CPUS_PER_WORKER))
+    workers, devices = min(_MAX_WORKERS, len(os.sched_getaffinity(0)) // _CPUS_PER_WORKER), _devices(config)
+    return max(1, min(workers, devices // _DEVICES_PER_WORKER) if devices else workers)
+
+
+def _devices(config: pytest.Config) -> int:
+    """Return the number of devices that a session will use; 0 also for those that the session will refuse."""
+    from conformance.run.devices.nvml import machine_devices, visible_devices
+
+    if getattr(config.option, "accelerator", "auto") not in ("auto", "cuda"):
+        return 0
+    with suppress(ValueError):
+        return len(visible_devices(machine_devices()))
+    return 0
 
 
 def _collects_laws(config: pytest.Config) -> bool:

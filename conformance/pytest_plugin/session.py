@@ -21,6 +21,7 @@ from conformance.judge.law import Law, law_of
 from conformance.judge.support import judging_substrate
 from conformance.judge.verdicts import Verdict, classify
 from conformance.outcomes import CellFailed
+from conformance.plan.cells import Cell
 from conformance.plan.matrix import Case
 from conformance.pytest_plugin.controller import Controller
 from conformance.pytest_plugin.interruption import BriefInterrupt, EndsWorkers, end_cleanly_on_signals
@@ -34,6 +35,7 @@ from conformance.pytest_plugin.told_failures import ToldFailures, says_all
 from conformance.report.schema import CaseResult
 from conformance.run.devices.leases import LeaseError
 from conformance.run.devices.nvml import SESSION_VARIABLE
+from conformance.run.torch_support import kind_of_processes
 
 
 @dataclass
@@ -80,7 +82,7 @@ def start_session(config: pytest.Config) -> None:
         raise pytest.UsageError(str(error)) from None
     if setup.is_controller:
         os.environ[SESSION_VARIABLE] = str(os.getpid())
-    os.environ.update(setup.machine.hardware.session_environment)
+    os.environ.update(setup.machine.hardware.session_environment(worker=_number_of_worker(config)))
     config.pluginmanager.register(Session(setup), "conformance-session")
     config.pluginmanager.register(BriefInterrupt(full=config.option.fulltrace), "conformance-brief-interrupt")
     if setup.is_controller and getattr(config.option, "numprocesses", None):
@@ -94,6 +96,11 @@ def _require_arguments(config: pytest.Config) -> None:
     for argument in () if config.option.pyargs else config.args:
         if not (config.invocation_params.dir / argument.partition("::")[0]).exists():
             raise pytest.UsageError(f"file or directory not found: {argument}")
+
+
+def _number_of_worker(config: pytest.Config) -> int:
+    """Return 3 for xdist's worker `gw3`, and 0 for a process without workers."""
+    return int(str(getattr(config, "workerinput", {}).get("workerid", "gw0")).removeprefix("gw"))
 
 
 def _start_controller(config: pytest.Config, setup: SessionSetup) -> None:
@@ -170,8 +177,15 @@ class Session:
             if law is not None:
                 cell = item.callspec.params["cell"]  # type: ignore[attr-defined]
                 item.stash[_ITEM] = _Item(law, Case(law.id, cell), item.path, item.name)
-        order = RunOrder(self._setup.cases, self._durations_s)
+        order = RunOrder(self._setup.cases, self._durations_s, kind=self._kind_on_devices)
         items.sort(key=lambda item: order.key(item.stash[_ITEM].case if _ITEM in item.stash else None))
+
+    def _kind_on_devices(self, cell: Cell) -> str:
+        """Return what ranks on devices must share to be the same processes; a device has those of one kind at once."""
+        machine = self._setup.machine
+        if not machine.hardware.devices:
+            return ""
+        return f"{kind_of_processes(cell, torch_version=machine.torch_version)} {sorted(cell.environment.items())}"
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Write the plan."""

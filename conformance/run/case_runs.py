@@ -19,8 +19,7 @@ from conformance.run.failures import RunFailed
 from conformance.run.ranks.messages import Task
 from conformance.run.record import Header, Record, RecordFile, write_results
 from conformance.run.store import Clock, RecordStore
-from conformance.run.torch_support import confuses_embeddings, require_features
-from reference_trainer.precision import PRECISIONS
+from conformance.run.torch_support import kind_of_processes, require_features
 
 # Error messages of ranks, and of libraries in them, about a disk: no fault of the product.
 _STORAGE_FAULT = re.compile("No space left on device|Disk quota exceeded|Read-only file system")
@@ -145,17 +144,8 @@ class CaseRuns:
         return time.monotonic() - start_s - (pools.waited_s - waited_before_s)
 
     def _kind(self, cell: Cell) -> str:
-        """Return the kind of a cell's tasks; only tasks of one kind may share processes.
-
-        DTensor caches sharding decisions with the mesh for which they were made, and uses them for any mesh that
-        compares equal. The tp rows of dp4-tp2 and of hsdp2x2-tp2 compare equal, but their process groups have other
-        names ("Could not resolve the process group registered under the name 9", torch 2.13). The cache has no public
-        way to be cleared.
-        """
-        kind = cell.mesh
-        if confuses_embeddings(self.store.torch_version):
-            precision = PRECISIONS[cell.precision]
-            kind = f"{kind} {cell.model} {precision.build or precision.shard}"
+        """Return the kind of a cell's tasks; ranks are shared between defects whose traces are harmless alone."""
+        kind = kind_of_processes(cell, torch_version=self.store.torch_version)
         return kind if self.store.shares_ranks else f"{kind} {self.store.defect or ''}"
 
 

@@ -11,6 +11,7 @@ from conformance.plan.cells import Cell
 from conformance.plan.mesh import Mesh
 from conformance.run.experiment import Needs
 from conformance.torch_release import Release, release
+from reference_trainer.precision import PRECISIONS
 
 _RECOMPILATIONS = 8
 """Default of `torch._dynamo.config.recompile_limit`."""
@@ -120,7 +121,20 @@ def _fused_across_meshes(needs: Needs, cell: Cell, torch: Release) -> Iterator[s
         yield "a fused optimizer steps parameters of two meshes from torch 2.9 on"
 
 
-def confuses_embeddings(torch_version: str) -> bool:
+def kind_of_processes(cell: Cell, *, torch_version: str) -> str:
+    """Return the kind of a cell's tasks; only tasks of one kind may share processes.
+
+    DTensor caches sharding decisions with the mesh for which they were made, and uses them for any mesh that compares
+    equal. The tp rows of dp4-tp2 and of hsdp2x2-tp2 compare equal, but their process groups have other names ("Could
+    not resolve the process group registered under the name 9", torch 2.13). The cache has no public way to be cleared.
+    """
+    if not _confuses_embeddings(torch_version):
+        return cell.mesh
+    precision = PRECISIONS[cell.precision]
+    return f"{cell.mesh} {cell.model} {precision.build or precision.shard}"
+
+
+def _confuses_embeddings(torch_version: str) -> bool:
     """Return whether DTensor may confuse an embedding with another that the process had before, as up to torch 2.10.
 
     With an embedding of another vocabulary: "EmbeddingBackward0 returned an invalid gradient" (fixed by

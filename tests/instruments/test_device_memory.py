@@ -18,7 +18,7 @@ from conformance.laws.fixtures import Measure
 from conformance.memory_segment import MemorySegment
 from conformance.oracles.emulation import Emulation
 from conformance.oracles.initialisation import initial_weights
-from conformance.outcomes import ConformanceFailure
+from conformance.outcomes import ConformanceFailure, Unsupported
 from conformance.plan.cells import Cell
 from conformance.run.devices.hardware import DETERMINISM
 from conformance.run.experiment import Experiment
@@ -99,6 +99,7 @@ def test_a_device_is_given_another_optimizer_than_the_cpu() -> None:
 
 SOUND = DeviceSurroundings(
     foreign_processes=[],
+    sees_itself=True,
     pinned={"TF32 off": True, "deterministic algorithms": True},
     cublas_workspace_bytes=1,
     nccl_buffer_bytes=1,
@@ -130,6 +131,11 @@ def test_a_process_that_judges_with_other_knobs_fails(monkeypatch: pytest.Monkey
     monkeypatch.setenv("NCCL_ALGO", "Tree")
     with pytest.raises(ConformanceFailure, match="the process that judges: NCCL_ALGO"):
         test_env.test_cuda_devices_are_free_and_pinned(returning(SOUND), Cell())
+
+
+def test_where_processes_are_not_seen_nothing_is_said_of_them() -> None:
+    with pytest.raises(Unsupported, match="ids of another namespace"):
+        test_env.test_cuda_devices_are_free_and_pinned(returning(replace(SOUND, sees_itself=False)), Cell())
 
 
 def judging_with(monkeypatch: pytest.MonkeyPatch, knobs: dict[str, bool]) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from conformance.plan.cells import Cell
 from conformance.plan.matrix import Case, load_matrix
 from conformance.project import PROJECT
-from conformance.pytest_plugin.order import Shard, parse_shard
+from conformance.pytest_plugin.order import RunOrder, Shard, parse_shard
 from tests.sessions import SIX_CASES, finish, suite
 
 CASES = st.lists(st.builds(Case, st.sampled_from(["PAR-1", "PAR-2", "MP-1"]), st.builds(Cell, seed=st.integers(0, 30))))
@@ -71,3 +71,14 @@ def cells_in_order(directory: Path) -> list[str]:
     """Return the cells in the order in which the results of their cases arrived."""
     lines = [json.loads(line) for line in (directory / "report.jsonl").read_text().splitlines()]
     return list(dict.fromkeys(line["cell"] for line in lines if line["type"] == "case"))
+
+
+def test_cells_whose_ranks_can_be_the_same_processes_follow_each_other() -> None:
+    """On one device each change of kind costs contexts and communicators anew."""
+    cells = [Cell(mesh="dp2", model=model, seed=seed) for seed in range(3) for model in ("tiny", "even")]
+    cases = [Case("PAR-1", cell) for cell in cells]
+    durations_s = {case.id: float(number) for number, case in enumerate(cases)}
+    grouped = RunOrder(cases, durations_s, kind=lambda cell: cell.model)
+    assert [case.cell.model for case in sorted(cases, key=grouped.key)] == ["even"] * 3 + ["tiny"] * 3
+    longest_first = sorted(cases, key=RunOrder(cases, durations_s).key)
+    assert longest_first == cases[::-1]

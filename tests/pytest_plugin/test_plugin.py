@@ -11,6 +11,7 @@ import pytest
 
 from conformance.project import LAWS_DIRECTORY, PACKAGE, PROJECT
 from conformance.pytest_plugin import plugin
+from tests.run.devices.fake_devices import FakeDevices, some_devices
 
 OWN_TEST = "def test_own(): pass\n"
 PROFILING = "def pytest_addoption(parser): parser.getgroup('fake').addoption('--profile', action='store_true')\n"
@@ -79,6 +80,19 @@ def test_an_environment_may_lie_in_another_project(
 def test_automatic_number_of_workers(monkeypatch: pytest.MonkeyPatch, cpus: int, workers: int) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(cpus)))
     assert plugin.pytest_xdist_auto_num_workers(fake_config(PROJECT, "conformance")) == workers
+
+
+@pytest.mark.parametrize(("devices", "workers"), [(0, 4), (1, 1), (2, 1), (4, 2), (8, 4), (16, 4)])
+def test_workers_do_not_outnumber_the_worlds_that_devices_serve(
+    monkeypatch: pytest.MonkeyPatch, devices: int, workers: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(16)))
+    monkeypatch.setattr("conformance.run.devices.nvml.machine_devices", lambda: FakeDevices(some_devices(devices)))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    config = fake_config(PROJECT, "conformance")
+    assert plugin.pytest_xdist_auto_num_workers(config) == workers
+    config.option.accelerator = "cpu"
+    assert plugin.pytest_xdist_auto_num_workers(config) == 4
 
 
 # Options

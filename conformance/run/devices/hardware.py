@@ -13,7 +13,7 @@ import msgspec
 from conformance.numerics.arithmetic import OWN, Arithmetic
 from conformance.outcomes import Unsupported
 from conformance.plan.substrates import Substrate
-from conformance.run.devices.nvml import Device, DeviceInterface, visible_devices
+from conformance.run.devices.nvml import VISIBLE, Device, DeviceInterface, visible_devices
 from conformance.run.ranks.messages import RANK_IN_VALUE
 from conformance.simulated_device import schedules
 from conformance.simulated_device.building import LIBRARY_VARIABLE, device_library
@@ -107,14 +107,16 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
         }
         return next((substrate for substrate, here in available.items() if here and substrate in among), None)
 
-    @property
-    def session_environment(self) -> dict[str, str]:
-        """Environment variables for a session's own processes and its rank servers.
+    def session_environment(self, *, worker: int = 0) -> dict[str, str]:
+        """Return the environment variables of a session's worker, and of its rank server.
 
-        Oracles compute on a device, too, and libraries read these variables once.
+        Oracles compute on a device, too, each worker's on one of its own as far as there are so many; libraries read
+        these variables once.
         """
-        on_devices = DETERMINISM | _ONE_COMPILER if self.devices else {}
-        return ONE_THREAD | on_devices | self._arithmetic_variables(self.arithmetic)
+        if not self.devices:
+            return ONE_THREAD | self._arithmetic_variables(self.arithmetic)
+        own = self.devices[worker % len(self.devices)]
+        return ONE_THREAD | DETERMINISM | _ONE_COMPILER | {VISIBLE: own.uuid}
 
     def environment(self, substrate: Substrate) -> dict[str, str]:
         """Return the environment variables for the ranks of a world."""
@@ -188,6 +190,11 @@ def find_hardware(
         raise ValueError("--accelerator cuda: no CUDA device is visible; check the driver and CUDA_VISIBLE_DEVICES")
     if not devices:
         return Hardware(ranks_per_device=ranks_per_device)
+    if exclusive := [device.uuid for device in devices if device.is_exclusive]:
+        raise ValueError(
+            f"{', '.join(exclusive)}: the compute mode allows one process, but ranks share a device with the process "
+            "that judges them: set it to Default (nvidia-smi --compute-mode 0), or add --accelerator cpu"
+        )
     return Hardware(devices=devices, ranks_per_device=ranks_per_device, nccl=nccl_version(), driver=interface.driver())
 
 

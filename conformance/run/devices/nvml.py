@@ -27,6 +27,8 @@ class Device(msgspec.Struct, frozen=True):
     uuid: str
     name: str
     total_bytes: int
+    is_exclusive: bool = False
+    """True if its compute mode allows one process, or none."""
 
 
 class DeviceProcess(msgspec.Struct, frozen=True):
@@ -66,6 +68,7 @@ class NvmlDevices:
                 uuid=pynvml.nvmlDeviceGetUUID(handle),
                 name=pynvml.nvmlDeviceGetName(handle),
                 total_bytes=pynvml.nvmlDeviceGetMemoryInfo(handle).total,
+                is_exclusive=pynvml.nvmlDeviceGetComputeMode(handle) != pynvml.NVML_COMPUTEMODE_DEFAULT,
             )
             for handle in handles
         )
@@ -120,6 +123,14 @@ def foreign_processes(interface: DeviceInterface, uuid: str) -> list[int]:
     """
     controller = int(os.environ.get(SESSION_VARIABLE, "0"))
     return [process.pid for process in interface.processes(uuid) if controller not in _lineage(process.pid)]
+
+
+def sees_process(interface: DeviceInterface, uuid: str, pid: int) -> bool:
+    """Return whether a process that computes on a device is among those that NVML names.
+
+    In a container NVML may name the ids that processes have outside.
+    """
+    return pid in (process.pid for process in interface.processes(uuid))
 
 
 def _lineage(pid: int) -> list[int]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pynvml
 import pytest
+from msgspec.structs import replace
 
 from conformance.defects.catalogue import defects
 from conformance.judge.law import Law, law_of
@@ -33,6 +34,7 @@ from conformance.run.devices.nvml import (
     NoDevices,
     foreign_processes,
     machine_devices,
+    sees_process,
     select,
     visible_devices,
 )
@@ -124,6 +126,8 @@ class FakeNvml:
     nvmlDeviceGetName = staticmethod(lambda handle: f"name of {handle}")  # noqa: N815
     nvmlDeviceGetMemoryInfo = staticmethod(lambda _: FakeNvml.Memory)  # noqa: N815
     nvmlDeviceGetComputeRunningProcesses = staticmethod(lambda _: [FakeNvml.Process])  # noqa: N815
+    NVML_COMPUTEMODE_DEFAULT = 0
+    nvmlDeviceGetComputeMode = staticmethod(lambda handle: 3 if handle == "GPU-1" else 0)  # noqa: N815
     nvmlSystemGetDriverVersion = staticmethod(lambda: "999.1")  # noqa: N815
     NVMLError = pynvml.NVMLError
 
@@ -131,7 +135,7 @@ class FakeNvml:
 def test_devices_as_nvml_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "pynvml", FakeNvml)
     interface = machine_devices()
-    assert interface.devices() == tuple(Device(f"GPU-{i}", f"name of GPU-{i}", 80) for i in (0, 1))
+    assert interface.devices() == tuple(Device(f"GPU-{i}", f"name of GPU-{i}", 80, bool(i)) for i in (0, 1))
     assert (interface.used_bytes("GPU-1"), interface.driver()) == (7, "999.1")
     assert [(process.pid, process.used_bytes) for process in interface.processes("GPU-1")] == [(42, None)]
 
@@ -192,11 +196,34 @@ def test_environment_of_ranks() -> None:
 
 
 def test_processes_of_a_session_are_pinned_as_ranks_are_and_compile_alone() -> None:
-    on_devices = Hardware(devices=THREE).session_environment
+    on_devices = Hardware(devices=THREE).session_environment()
     assert on_devices.items() >= DETERMINISM.items()
     assert on_devices["TORCHINDUCTOR_COMPILE_THREADS"] == "1"
     assert on_devices["OMP_NUM_THREADS"] == "1"
-    assert NO_DEVICES.session_environment == {name: "1" for name in on_devices if name.endswith("NUM_THREADS")}
+    assert NO_DEVICES.session_environment() == {name: "1" for name in on_devices if name.endswith("NUM_THREADS")}
+
+
+def test_oracles_of_each_worker_compute_on_a_device_of_their_own() -> None:
+    """Else the contexts of all workers would lie on the first device."""
+    hardware = Hardware(devices=THREE)
+    shown = [hardware.session_environment(worker=worker)["CUDA_VISIBLE_DEVICES"] for worker in range(4)]
+    assert shown == [*(device.uuid for device in THREE), THREE[0].uuid]
+
+
+@pytest.mark.parametrize(("accelerator", "refused"), [("auto", True), ("cuda", True), ("cpu", False)])
+def test_devices_for_one_process_alone_are_refused(accelerator: str, refused: bool) -> None:
+    device = replace(THREE[0], is_exclusive=True)
+    if not refused:
+        assert find_hardware(FakeDevices((device,)), accelerator=accelerator, share_gpu="auto") is not None
+        return
+    with pytest.raises(ValueError, match=r"GPU-0abc: the compute mode allows one process.*nvidia-smi --compute-mode 0"):
+        find_hardware(FakeDevices((device,)), accelerator=accelerator, share_gpu="auto")
+
+
+def test_a_process_is_missing_where_the_driver_counts_in_another_namespace() -> None:
+    here = FakeDevices(THREE, running={THREE[0].uuid: [17, 18]})
+    assert sees_process(here, THREE[0].uuid, 17)
+    assert not sees_process(here, THREE[0].uuid, 19)
 
 
 def test_find_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
