@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Fills a folder with the wheels that the suite needs beside torch, for a machine that cannot fetch any: see
+# Fills a folder with the wheels that the suite needs beside torch and numpy, for a machine that cannot fetch any: see
 # ci/device_trial.sh. They are for Linux on x86-64, and for the Python that PYTHON_VERSION names (default: 3.12).
 #
 #   ci/device_wheels.sh DIRECTORY
@@ -19,7 +19,7 @@ mkdir -p "$1"
 import sys, tomllib
 with open(sys.argv[1], "rb") as file:
     for requirement in tomllib.load(file)["project"]["dependencies"]:
-        if not requirement.startswith("torch"):
+        if not requirement.startswith(("torch", "numpy")):
             print(requirement)
 PYTHON
 "$python" -m pip download --quiet --disable-pip-version-check --only-binary :all: --implementation cp \

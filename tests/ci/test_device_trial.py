@@ -1,75 +1,90 @@
-"""First run on a device: its stages, with a python that does nothing in place of sessions."""
+"""First runs on a device: what the script sets up, and its dry run where there is no device."""
 
+import json
 import os
-import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
-from conformance.plan.matrix import load_matrix
-from conformance.project import PROJECT, data_file
+import pytest
+
+from conformance.project import PROJECT
 
 TRIAL = PROJECT / "ci" / "device_trial.sh"
-STAGES = ["environment", "two-ranks", "four-ranks", "streams", "allocator"]
-RACES = ["all-reduce-buffer-released", "offload-copy-not-awaited", "offload-source-released"]
+PYTHON = """#!/bin/sh
+[ "$1" = -c ] && exit {numpy}
+[ "$2" = pip ] && exec {python} "$@"
+echo "$@" >{directory}/called
+echo "$PYTHONPATH" >{directory}/path
+exit {status}
+"""
 
 
-def run(tmp_path: Path, *arguments: str, session: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the trial with sessions that end with this status at once."""
+def run(
+    tmp_path: Path, *arguments: str, status: int = 0, numpy: int = 0, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the script with a python that notes what it is asked for and ends with this status."""
     python = tmp_path / "python"
-    python.write_text(
-        f'#!/bin/sh\n[ "$1" = - ] && exec {sys.executable} "$@"\n'
-        f'case "$*" in *--defect*) exit 1;; *pytest*) exit {session};; esac\nexit 0\n'
-    )
+    python.write_text(PYTHON.format(python=sys.executable, directory=tmp_path, status=status, numpy=numpy))
     python.chmod(0o755)
-    variables = {**os.environ, "PYTHON": str(python), **environment}
+    variables = {**os.environ, "PYTHON": str(python), "ACCELERATOR": "cpu", **environment}
+    variables.pop("PYTHONPATH", None)
     command = ["bash", str(TRIAL), *arguments]
     return subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
 
 
-def stages(out: Path) -> dict[str, str]:
-    return {line.split("\t")[0]: line.split("\t")[1] for line in (out / "stages.tsv").read_text().splitlines()}
+def wheel(directory: Path, name: str) -> None:
+    directory.mkdir(exist_ok=True)
+    info = f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(directory / f"{name}-1.0-py3-none-any.whl", "w") as archive:
+        archive.writestr(f"{name}.py", "here = True\n")
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
 
 
-def test_all_stages_are_run_in_order(tmp_path: Path) -> None:
-    done = run(tmp_path, str(tmp_path / "out"), "no-wheels")
-    assert done.returncode == 0, done.stdout + done.stderr
-    ran = stages(tmp_path / "out")
-    assert list(ran) == [*STAGES, *(f"race-{name}" for name in RACES), "smoke"]
-    assert set(ran.values()) == {"expected"}
-    assert (tmp_path / "out" / "summary.txt").read_text() == done.stdout
-
-
-def test_a_stage_that_fails_stops_no_other(tmp_path: Path) -> None:
-    done = run(tmp_path, str(tmp_path / "out"), "no-wheels", session=3)
-    assert done.returncode == 1
-    ran = stages(tmp_path / "out")
-    assert ran["two-ranks"] == "exit status 3, expected 0"
-    assert ran["race-offload-copy-not-awaited"] == "expected"
-    assert "smoke" in ran
-
-
-def test_the_cpu_shows_no_race_and_has_no_allocator(tmp_path: Path) -> None:
-    run(tmp_path, str(tmp_path / "out"), "no-wheels", ACCELERATOR="cpu")
-    ran = stages(tmp_path / "out")
-    assert "allocator" not in ran
-    assert ran["race-offload-copy-not-awaited"] == "exit status 1, expected 0 5"
-
-
-def test_what_has_no_time_left_is_named(tmp_path: Path) -> None:
-    done = run(tmp_path, str(tmp_path / "out"), "no-wheels", TOTAL_S="15")
-    assert done.returncode == 1
-    assert set(stages(tmp_path / "out").values()) == {"not run"}
-    assert "no time left" in (tmp_path / "out" / "stages.tsv").read_text()
-
-
-def test_without_a_directory_the_usage_is_printed(tmp_path: Path) -> None:
-    done = run(tmp_path)
+@pytest.mark.parametrize("arguments", [[], ["first"], ["third", "out"], ["out"]])
+def test_a_call_and_a_directory_are_needed(tmp_path: Path, arguments: list[str]) -> None:
+    done = run(tmp_path, *arguments)
     assert done.returncode == 4
-    assert done.stderr.startswith("usage: ci/device_trial.sh OUT")
+    assert done.stderr.startswith("ci/device_trial.sh first OUT [WHEELS]")
 
 
-def test_its_cells_are_of_the_matrix() -> None:
-    named = set(re.findall(r"\b(?:dp2|hsdp2x2)-[a-z0-9.-]+", TRIAL.read_text()))
-    assert len(named) > 5
-    assert named <= load_matrix(data_file("matrix.yaml")).cells.keys()
+def test_without_wheels_the_environment_is_used_as_it_is(tmp_path: Path) -> None:
+    """Where the suite is installed; the exit status is the trial's."""
+    out = tmp_path / "out"
+    assert run(tmp_path, "first", str(out), str(tmp_path / "none"), status=1, TOTAL_S="9").returncode == 1
+    called = (tmp_path / "called").read_text().split()
+    assert called == ["-m", "benchmarks.device_trial", "first", str(out), "--accelerator", "cpu", "--total-s", "9"]
+    assert (tmp_path / "path").read_text().strip() == ""
+
+
+@pytest.mark.parametrize("has_numpy", [True, False])
+def test_wheels_go_into_a_folder_of_their_own_and_numpy_stays(tmp_path: Path, has_numpy: bool) -> None:
+    for name in ("numpy", "msgspec_substitute"):
+        wheel(tmp_path / "wheels", name)
+    trace = "set -x; ls"
+    done = run(
+        tmp_path, "second", str(tmp_path / "out"), str(tmp_path / "wheels"), numpy=0 if has_numpy else 1, TRACE=trace
+    )
+    assert done.returncode == 0, done.stderr
+    site = Path((tmp_path / "path").read_text().strip())
+    assert site.is_absolute()
+    assert not site.exists(), "the folder goes with the script"
+
+
+def test_a_dry_run_leaves_what_comes_back(tmp_path: Path) -> None:
+    """Real probes and a real session on the CPU; stages that there is no time for are named."""
+    out = tmp_path / "out"
+    variables = {**os.environ, "PYTHON": sys.executable, "ACCELERATOR": "cpu", "TOTAL_S": "36"}
+    command = ["bash", str(TRIAL), "first", str(out)]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    assert "  device: none is asked for: cpu" in done.stdout, done.stderr
+    outcomes = {each["name"]: each["state"] for each in json.loads((out / "first-outcomes.json").read_text())}
+    assert outcomes["machine"] == "expected"
+    assert outcomes["streams"].startswith("not run: ")
+    assert (out / "first-screen.txt").read_text() == done.stdout
+    assert len(done.stdout.splitlines()) <= 60
+    assert {file.name for file in out.iterdir()} >= {"first-screen.txt", "first-outcomes.json", "first-logs.tgz"}
+    assert done.returncode == 1
