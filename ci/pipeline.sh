@@ -6,6 +6,8 @@
 #   nightly        profile nightly (or a shard), on TORCH=VERSION where that is set
 #   detection      every defect and its twin on the default torch: the suite must still catch the defects
 #   versions       profile smoke on each of VERSIONS, and a table of laws by version
+#   cuda-build     profile smoke, and tests of ranks, on the CUDA builds of VERSIONS on a machine without a device
+#   other-kernels  profile nightly (or a shard) with kernels that add in other orders, drawn anew each week
 #   package        files of ci/ that run the suite elsewhere, by their linters, and a wheel in an empty environment
 #   gpu            profile certify on this machine's devices: no waivers, no unsupported cases
 #
@@ -18,8 +20,9 @@ versions=${VERSIONS:-2.6.0 2.7.1 2.8.0 2.9.1 2.10.0 2.11.0 2.12.1 2.13.0 2.14.0 
 make=(make ${TORCH:+TORCH="$TORCH"})
 status=0
 
-conformance() { # PROFILE
-  "${make[@]}" conformance PROFILE="$1" ARGS="${shard:+--shard $shard}" || status=1
+conformance() { # PROFILE [ARGUMENTS]
+  local arguments="${shard:+--shard $shard}${2:-}"
+  "${make[@]}" conformance PROFILE="$1" ARGS="$arguments" || status=1
   summarize conformance-report/summary.md
 }
 
@@ -44,6 +47,18 @@ case $job in
     ci/run_versions.sh $versions || status=1
     summarize versions/table.md
     ;;
+  cuda-build)
+    export PYTHON=${PYTHON:-python3.12}
+    for version in ${VERSIONS:-2.11.0 2.15.0}; do
+      make conformance TORCH="$version" PROFILE=smoke ARGS="--report-dir conformance-report/torch-$version" || status=1
+      ".venv-torch-$version/bin/python" -m pytest tests/cuda_build tests/run/ranks || status=1
+      [[ ${KEEP_ENVIRONMENTS:-yes} == no ]] && rm -rf ".venv-torch-$version"
+    done
+    ;;
+  other-kernels)
+    week=$(date +%-V) orders=(ring tree)
+    conformance nightly " --kernels other:${SEED:-$week} --sums ${orders[week % 2]}"
+    ;;
   package)
     make environment || exit 1
     .venv/bin/python -m pytest tests/ci tests/test_wheel.py || status=1
@@ -51,7 +66,7 @@ case $job in
     ;;
   gpu) conformance certify ;;
   *)
-    sed -n '2,13s/^# \?//p' "${BASH_SOURCE[0]}" >&2
+    sed -n '2,15s/^# \?//p' "${BASH_SOURCE[0]}" >&2
     exit 4
     ;;
 esac

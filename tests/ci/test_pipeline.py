@@ -1,5 +1,6 @@
 """Workflow of GitHub and its shell equivalent, with a `make` that prints its arguments."""
 
+import datetime
 import os
 import subprocess
 import sys
@@ -12,6 +13,10 @@ from conformance.project import PROJECT
 
 PIPELINE = PROJECT / "ci" / "pipeline.sh"
 WORKFLOW = PROJECT / ".github" / "workflows" / "conformance.yml"
+
+
+WEEK = datetime.date.today().isocalendar().week
+SUMS = ("ring", "tree")
 
 
 def run(tmp_path: Path, *arguments: str, make: str = "exit 0", **environment: str) -> subprocess.CompletedProcess[str]:
@@ -30,6 +35,10 @@ def run(tmp_path: Path, *arguments: str, make: str = "exit 0", **environment: st
         (["pull-request", "2/4"], ["make conformance PROFILE=pr ARGS=--shard 2/4"]),
         (["nightly"], ["make conformance PROFILE=nightly ARGS="]),
         (["gpu"], ["make conformance PROFILE=certify ARGS="]),
+        (
+            ["other-kernels", "1/4"],
+            [f"make conformance PROFILE=nightly ARGS=--shard 1/4 --kernels other:{WEEK} --sums {SUMS[WEEK % 2]}"],
+        ),
     ],
 )
 def test_a_job_is_what_make_does(tmp_path: Path, arguments: list[str], asked: list[str]) -> None:
@@ -41,6 +50,17 @@ def test_a_job_is_what_make_does(tmp_path: Path, arguments: list[str], asked: li
 
 def test_another_torch(tmp_path: Path) -> None:
     assert run(tmp_path, "gpu", TORCH="2.15.0").stdout.startswith("make TORCH=2.15.0 conformance ")
+
+
+def test_cuda_builds_are_judged_one_after_the_other(tmp_path: Path) -> None:
+    """Each with another Python than the default; an environment that cannot be made fails the job, not the rest."""
+    done = run(tmp_path, "cuda-build", VERSIONS="2.98.0 2.99.0", PYTHON="python3.99", make='echo "by $PYTHON"')
+    asked = [
+        f"make conformance TORCH={version} PROFILE=smoke ARGS=--report-dir conformance-report/torch-{version}"
+        for version in ("2.98.0", "2.99.0")
+    ]
+    assert done.stdout.splitlines() == [asked[0], "by python3.99", asked[1], "by python3.99"]
+    assert done.returncode == 1, "there is no .venv-torch-2.98.0"
 
 
 @pytest.mark.parametrize("arguments", [[], ["nonsense"]])

@@ -97,12 +97,16 @@ class Rank:
             WORLD_SIZE=str(self._world_size),
             LOCAL_WORLD_SIZE=str(self._world_size),
         )
-        # The only device that CUDA, which this process has not used yet, will show; with "" it shows none. Else ranks
-        # on the CPU would open all devices of the machine: DeviceMesh and optimizers ask whether there are any.
+        # The only device that CUDA, which this process has not used yet, will show; with "" it shows none.
         os.environ["CUDA_VISIBLE_DEVICES"] = self._device
         if self._device:
             os.environ.update(flight_recorder.variables(self._files))
             flight_recorder.listen(self._files)
+        else:
+            # Fake tensors, DeviceMesh and optimizers ask hundreds of times whether there are devices. Without this the
+            # driver is loaded for the answer, with it (and none that is visible) torch answers by itself.
+            # https://docs.pytorch.org/docs/stable/notes/cuda.html#environment-variables
+            os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
     def _perform(self, assignment: Assignment) -> RankReport:
         os.truncate(self._files.output, 0)
