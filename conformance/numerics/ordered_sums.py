@@ -30,7 +30,7 @@ def install(order: Sums) -> None:
     """Replace gloo's reductions in this process, for good.
 
     Raises ValueError for another order than before, and RuntimeError for a torch that does not tell Python of which
-    process group an operator is, as up to 2.8.
+    process group an operator is; 2.7 does.
     """
     if order in _installed:
         return
