@@ -61,13 +61,13 @@ REPLACED_WORDS = {
     *("part", "parts", "piece", "pieces", "stretch", "whole", "divided"),  # shard, full, sharded
     *("drawn", "draws", "figure", "figures", "moved"),  # sampled, samples, metric, drifted
     *("texts", "drawings", "page", "bench", "lifetimes"),  # rendering, charts, HTML report, judge, version traits
-    *("bury", "bell", "bells", "ring", "illustrate", "heir", "heirs"),  # kill and reap, channel, notify, diagnostics
+    *("bury", "bell", "bells", "illustrate", "heir", "heirs"),  # kill and reap, channel, notify, diagnostics
     *("enough", "spoil", "spoiler", "late", "idle", "beside"),  # stop, make non-finite, delayed
 }
 """Words for which the field has other terms."""
 REPLACED_PHRASES = ("shown by", "by hand", "rank place", "rank interface", "rank device")
-FIELD_TERMS = {"idle_s", "IDLE_LIMIT_S", "IDLE_POLL_S", "ring_sum", "sums_in_ring_order"}
-"""Identifiers in which such a word is the field's own: idle pools, sums in the order of a ring."""
+FIELD_TERMS = {"idle_s", "IDLE_LIMIT_S", "IDLE_POLL_S"}
+"""Identifiers in which such a word is the field's own: idle pools."""
 
 
 def require(rule: Callable[[str], Iterable[str]], checked: Iterable[str]) -> None:

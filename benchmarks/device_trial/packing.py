@@ -1,4 +1,4 @@
-"""What comes back from a lent machine: a few files, none large, in one folder."""
+"""Results that come back from a lent machine: a few files, none large, in one folder."""
 
 import shutil
 import tarfile

@@ -184,7 +184,7 @@ class RankFacts(msgspec.Struct, frozen=True):
     operators: dict[str, dict[str, int]]
     """Number of calls over all steps, by phase and operator such as `aten::addmm`, see `operators.OperatorCount`."""
     operands: list[str]
-    """What operators that add up were handed in the first step, see `operands.Operands.noted`."""
+    """Operands of operators that add up, in the first step; see `operands.Operands.noted`."""
     blocks: CompilationFacts
     """Forward passes of blocks: compiled or not."""
     checkpoint: str | None

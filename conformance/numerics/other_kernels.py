@@ -21,8 +21,8 @@ from torch import Tensor
 
 aten = torch.ops.aten
 _LOW = (torch.bfloat16, torch.float16)
-_PARTS = 4
-"""Maximum number of parts that a sum is made of."""
+_SLICES = 4
+"""Maximum number of slices that are added up by themselves."""
 _ALIGNMENT_BYTES = 16
 
 
@@ -214,21 +214,22 @@ class _Kernels:
         chosen, of_batch = self._hash(name, *((a, b) if keys is None else keys)), a.shape[:-2]
         a, b = (_wide(x).reshape(-1, *x.shape[-2:]) if of_batch else _wide(x) for x in (a, b))
         multiply = aten.bmm.out if of_batch else aten.mm.out
-        parts = []
-        for begin, end in _parts(a.shape[-1], chosen):
+        partials = []
+        for begin, end in _slices(a.shape[-1], chosen):
             x, y = a[..., begin:end].contiguous(), b[..., begin:end, :].contiguous()
-            parts.append(_torchs(multiply, x, y, out=x.new_empty(*x.shape[:-1], y.shape[-1])))
-        return reduce(add, parts).reshape(*of_batch, *parts[0].shape[-2:])
+            partials.append(_torchs(multiply, x, y, out=x.new_empty(*x.shape[:-1], y.shape[-1])))
+        return reduce(add, partials).reshape(*of_batch, *partials[0].shape[-2:])
 
     def _sum(self, name: str, x: Tensor, dims: Sequence[int] | None, *, keepdim: bool, key: Tensor) -> Tensor:
         reduced = _reduced_dims(x, dims)
         kept = [dim for dim in range(x.ndim) if dim not in reduced]
         rows = x.permute([*kept, *reduced]).reshape([x.shape[dim] for dim in kept] + [-1])
-        parts = []
-        for begin, end in _parts(rows.shape[-1], self._hash(name, key, *reduced)):
-            part = rows[..., begin:end].contiguous()
-            parts.append(_torchs(aten.sum.IntList_out, part, [-1], False, out=part.new_empty(part.shape[:-1])))
-        total = reduce(add, parts)
+        partials = []
+        for begin, end in _slices(rows.shape[-1], self._hash(name, key, *reduced)):
+            of_slice = rows[..., begin:end].contiguous()
+            out = of_slice.new_empty(of_slice.shape[:-1])
+            partials.append(_torchs(aten.sum.IntList_out, of_slice, [-1], False, out=out))
+        total = reduce(add, partials)
         return total.reshape(_reduced_shape(x, dims, keepdim=True)) if keepdim else total
 
     def _hash(self, *facts: object) -> int:
@@ -273,9 +274,9 @@ def _reduced_shape(x: Tensor, dims: Sequence[int] | None, *, keepdim: bool) -> l
     return [1 if dim in reduced else size for dim, size in enumerate(x.shape) if keepdim or dim not in reduced]
 
 
-def _parts(length: int, chosen: int) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of each part of a sum in the order in which parts are added."""
-    count = min(1 + chosen % _PARTS, length) or 1
+def _slices(length: int, chosen: int) -> Iterator[tuple[int, int]]:
+    """Yield begin and end of each slice of a sum, in the order in which their sums are added."""
+    count = min(1 + chosen % _SLICES, length) or 1
     size = -(-length // count)
-    parts = [(begin, min(begin + size, length)) for begin in range(0, max(length, 1), size or 1)]
-    yield from reversed(parts) if chosen // _PARTS % 2 else parts
+    slices = [(begin, min(begin + size, length)) for begin in range(0, max(length, 1), size or 1)]
+    yield from reversed(slices) if chosen // _SLICES % 2 else slices

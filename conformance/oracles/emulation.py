@@ -54,7 +54,7 @@ class Emulation:
     uncast: Sequence[Reduction] = ()
     """Reductions of gradients that are then cast to coarser masters, on the CPU; they are added up after the cast."""
     knobs: dict[str, bool] = field(default_factory=dict)
-    """For each knob of this process whether it was set as the ranks have it, see `conformance.numerics.knobs`."""
+    """True for each knob of this process that was set as ranks have it, see `conformance.numerics.knobs`."""
 
 
 def emulated_step(
@@ -322,7 +322,7 @@ def _ratio(numerator: Tensor, denominator: Tensor) -> float:
 
 
 def _coarsened(tensors: Tensors, masters: Tensors) -> Tensors:
-    """Those tensors, on the CPU, that a cast to the dtypes of the masters rounds."""
+    """Tensors, on the CPU, that a cast to the dtypes of the masters rounds."""
     return {
         name: tensor.cpu()
         for name, tensor in tensors.items()

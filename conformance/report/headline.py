@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import msgspec
 
 from conformance.judge.verdicts import CONFORMANT, INCOMPLETE, NOT_CONFORMANT, SUITE_FAILED, USAGE, Verdict
+from conformance.numerics.arithmetic import OWN, Arithmetic
 from conformance.report.schema import Report
 from conformance.report.wording import counted
 
@@ -54,9 +55,9 @@ def restrictions(report: Report) -> Iterator[str]:
         yield f"only {report.selection}"
     if report.defect:
         yield f"defect {report.defect} injected"
-    arithmetic = report.environment["hardware"].get("arithmetic", {"kernels": "torch", "sums": "gloo"})
-    if arithmetic != {"kernels": "torch", "sums": "gloo"}:
-        yield f"kernels {arithmetic['kernels']}, sums {arithmetic['sums']}"
+    arithmetic = msgspec.convert(report.environment.get("hardware", {}).get("arithmetic", {}), Arithmetic)
+    if arithmetic != OWN:
+        yield f"kernels {arithmetic.kernels}, sums {arithmetic.sums}"
 
 
 def _device(report: Report) -> str:

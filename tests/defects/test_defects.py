@@ -215,6 +215,7 @@ def snapshot() -> dict[str, int]:
         "torch",
         "torch.autograd",
         "torch.distributed",
+        "torch.nn.functional",
         "torch.nn.init",
         "psutil",
         "conformance.instruments.poison",

@@ -19,6 +19,7 @@ from conformance.detection.case_judge import CaseJudge
 from conformance.detection.kill_matrix import KillMatrix, kill_matrix
 from conformance.detection.rendering import as_html, as_markdown, as_text
 from conformance.detection.trials import LawTrial, Trial, key_of, try_defect
+from conformance.numerics.arithmetic import Arithmetic
 from conformance.run.pool import Pools
 
 KILLED = LawTrial(cells=2, kills=("dp2",), margin=40.0, reason="too far", twin_failures=(), twin_margin=0.25)
@@ -106,10 +107,11 @@ def test_a_defect_that_does_nothing_escapes_and_a_wrong_twin_fails(
 def test_results_are_reused_until_something_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
 
-    def fake(missing: Any, *, profile: str, workers: int) -> Iterator[Trial]:
+    def fake(missing: Any, *, profile: str, workers: int, arithmetic: Arithmetic) -> Iterator[Trial]:
         for defect in missing:
             tried.append(defect.id)
-            yield Trial(defect=defect.id, key=key_of(defect, profile=profile), seconds=0.0, laws={"PAR-1": KILLED})
+            key = key_of(defect, profile=profile, arithmetic=arithmetic)
+            yield Trial(defect=defect.id, key=key, seconds=0.0, laws={"PAR-1": KILLED})
 
     monkeypatch.setattr(module, "_try_all", fake)
     both = ("grads-summed", "rope-buffer-uninit")
@@ -123,10 +125,11 @@ def test_results_are_reused_until_something_changes(tmp_path: Path, monkeypatch:
     assert kill_matrix(profile="pr", directory=tmp_path, workers=1, only=both[:1]).reused == 0
 
 
-def test_the_key_depends_on_the_defect_and_the_profile() -> None:
+def test_the_key_depends_on_the_defect_the_profile_and_the_arithmetic() -> None:
     first, second = BY_ID["grads-summed"], BY_ID["rope-buffer-uninit"]
-    keys = {key_of(first, profile="pr"), key_of(first, profile="smoke"), key_of(second, profile="pr")}
-    assert len(keys) == 3
+    other = key_of(first, profile="pr", arithmetic=Arithmetic(kernels="other:1"))
+    keys = {key_of(first, profile="pr"), key_of(first, profile="smoke"), key_of(second, profile="pr"), other}
+    assert len(keys) == 4
     assert key_of(first, profile="pr") in keys
 
 

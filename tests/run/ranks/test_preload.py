@@ -23,7 +23,7 @@ process.torch.cuda._is_in_bad_fork = lambda: True
 def test_a_module_that_asks_for_devices_when_it_is_imported_asks_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `torch._inductor.runtime.benchmarking` does in torch 2.11."""
+    """The module `torch._inductor.runtime.benchmarking` asks in torch 2.11."""
     (tmp_path / "asks_for_devices.py").write_text(ASKING)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(preload, "_COMPILER_MODULES", ("asks_for_devices",))
