@@ -90,8 +90,15 @@ class VersionTraits(msgspec.Struct, frozen=True):
     Up to 2.11. Source: `summed_grad` in `stage_backward_weight` of torch/distributed/pipelining/_backward.py.
     """
 
+    uneven_gathers_are_views: bool = False
+    """True if a tensor that DTensor gathers from uneven shards is a view of the padded memory that was gathered.
 
-UP_TO_2_12 = VersionTraits(stages_exchange_a_number=True)
+    Up to 2.12, as run on 2.11; from 2.13 on it is copied. Source: `Shard._maybe_unpad_tensor` in
+    torch/distributed/tensor/placement_types.py.
+    """
+
+
+UP_TO_2_12 = VersionTraits(stages_exchange_a_number=True, uneven_gathers_are_views=True)
 UP_TO_2_11 = replace(UP_TO_2_12, halves_copy_gradients=True)
 UP_TO_2_9 = replace(UP_TO_2_11, one_rank_reduces=True, norms_reduced_one_by_one=False, recomputation_reshards=True)
 UP_TO_2_8 = replace(UP_TO_2_9, one_rank_gathers=True)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from conformance.numerics.rings import Ring, ring_sum
+from conformance.oracles.torch_versions import traits_of
 from reference_trainer.data import IGNORED_LABEL
 from reference_trainer.model import Block, Transformer
 
@@ -46,21 +47,25 @@ class _Sum(torch.autograd.Function):
         return (None, None, *(grad.clone() for _ in range(ctx.count)))
 
 
-class _Joined(torch.autograd.Function):
-    """Shards of the ranks along the last dimension, put together; backward hands each rank a tensor of its own.
+class _Gathered(torch.autograd.Function):
+    """Shards of the ranks along the last dimension, gathered; backward hands each rank a tensor of its own.
 
     The gradient of `torch.cat` would be views, with the strides of the full tensor and at any address, for which a
     library of kernels may choose another order of sums than for the ranks' own tensors.
     """
 
     @staticmethod
-    def forward(ctx: Any, *shards: Tensor) -> Tensor:
+    def forward(ctx: Any, is_view: bool, *shards: Tensor) -> Tensor:
         ctx.sizes = [shard.shape[-1] for shard in shards]
-        return torch.cat(shards, -1)
+        gathered = torch.cat(shards, -1)
+        if not is_view:
+            return gathered
+        padded = gathered.new_empty(*gathered.shape[:-1], len(shards) * max(ctx.sizes))
+        return padded[..., : gathered.shape[-1]].copy_(gathered)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return tuple(shard.clone(memory_format=torch.contiguous_format) for shard in torch.split(grad, ctx.sizes, -1))
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(shard.clone(memory_format=torch.contiguous_format) for shard in torch.split(grad, ctx.sizes, -1))
 
 
 def _copies(x: Tensor, count: int, dim: int | None, ring: Ring) -> Sequence[Tensor]:
@@ -71,8 +76,9 @@ def _sum(partials: Sequence[Tensor], dim: int | None, ring: Ring) -> Tensor:
     return _Sum.apply(dim, ring, *partials)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _joined(shards: Sequence[Tensor]) -> Tensor:
-    return _Joined.apply(*shards)  # type: ignore[no-untyped-call, no-any-return]
+def _gathered(shards: Sequence[Tensor]) -> Tensor:
+    is_view = traits_of(str(torch.__version__)).uneven_gathers_are_views
+    return _Gathered.apply(is_view, *shards)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class TensorParallelForward:
@@ -109,7 +115,7 @@ class TensorParallelForward:
             x = x + block.dropout(self._region(block.feed_forward, normed))
         copies = _copies(self._norm("norm", x), self._tp, self._dim, self._ring)
         weights = self._shards(model.output.weight, 0)
-        return _joined([F.linear(copy, weight) for copy, weight in zip(copies, weights, strict=True)])
+        return _gathered([F.linear(copy, weight) for copy, weight in zip(copies, weights, strict=True)])
 
     def _region(self, module: nn.Module, x: Tensor, *others: Tensor) -> Tensor:
         """Output of a module between a gather of its input and a reduction of its output."""
