@@ -8,6 +8,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from enum import IntEnum
 from functools import cache, partial
 from pathlib import Path
@@ -18,16 +19,20 @@ import torch
 import torch.distributed as dist
 from torch.utils.backend_registration import generate_methods_for_privateuse1_backend, rename_privateuse1_backend
 
+from conformance.numerics.device_operators import SIMULATED, fused_norms
 from conformance.simulated_device.building import MODULE
 from conformance.simulated_device.schedules import Schedule
 from conformance.simulated_device.trace import Access
 
-NAME = "sim"
+NAME = SIMULATED
 """Type of the device."""
 BACKEND = "simccl"
 """Backend of process groups, for tensors on the device and on the host."""
 BACKENDS = f"cpu:{BACKEND},{NAME}:{BACKEND}"
 """Backends for `init_process_group`. The one for the host lets the device go on while the host waits for its peers."""
+
+
+_MILLISECOND = timedelta(milliseconds=1)
 
 
 class Lifetime(IntEnum):
@@ -39,6 +44,10 @@ class Lifetime(IntEnum):
     """ProcessGroupNCCL up to 2.7 with TORCH_NCCL_AVOID_RECORD_STREAMS=1: the same, one stream for all collectives."""
     RECORD_STREAM = 2
     """ProcessGroupNCCL up to 2.7 without the variable: `record_stream`, but for synchronous collectives of FSDP."""
+
+
+_kept: list[Any] = []
+"""Registrations that last as long as the process."""
 
 
 @cache
@@ -59,6 +68,9 @@ def load(library: Path) -> ModuleType:
     generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)
     dist.Backend.register_backend(BACKEND, _make_backend, devices=[NAME])
     torch.random.fork_rng = partial(_fork_rng, torch.random.fork_rng)
+    if norms := fused_norms():
+        _kept.append(norms)
+        extension.fuse_norms()
     return extension
 
 
@@ -127,7 +139,7 @@ def _fork_rng(fork_rng: Any, devices: Any = None, enabled: bool = True, *args: A
 
 
 def _make_backend(store: Any, rank: int, size: int, timeout: Any) -> Any:
-    return _extension().make_backend(dist.ProcessGroupGloo(store, rank, size, timeout))
+    return _extension().make_backend(dist.ProcessGroupGloo(store, rank, size, timeout), timeout // _MILLISECOND)
 
 
 class _DeviceModule(ModuleType):

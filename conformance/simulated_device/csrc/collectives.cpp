@@ -3,6 +3,9 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
 
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
 #include <memory>
 #include <optional>
 #include <string>
@@ -11,6 +14,7 @@
 
 #include "allocator.h"
 #include "device.h"
+#include "kernels.h"
 #include "lock.h"
 #include "views.h"
 
@@ -18,7 +22,6 @@ namespace sim {
 
 namespace {
 
-using Tensors = std::vector<at::Tensor>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using Gloo = c10::intrusive_ptr<c10d::Backend>;
 
@@ -77,6 +80,35 @@ class StreamWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
+// What ProcessGroupNCCL's watchdog does with TORCH_NCCL_ASYNC_ERROR_HANDLING=3, the default: a collective that is not over
+// within the limit of its process group ends the process, whoever waits for it.
+// https://docs.pytorch.org/docs/stable/user_guide/torch_nccl_environment_variables.html
+struct Watchdog {
+  int rank;
+  std::chrono::milliseconds limit;
+
+  template <class Wait>
+  void watch(const char* name, int64_t number, Wait wait) const {
+    auto start = std::chrono::steady_clock::now();
+    try {
+      wait();
+    } catch (const std::exception&) { // a peer that is gone is an error for whoever waits
+      auto waited = std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::steady_clock::now() - start);
+      if (waited < limit) throw;
+      std::fprintf(
+          stderr,
+          "[Rank %d] Watchdog caught collective operation timeout: WorkSim(SeqNum=%lld, OpType=%s, Timeout(ms)=%lld) "
+          "ran for %lld milliseconds before timing out. The process is taken down.\n",
+          rank,
+          static_cast<long long>(number),
+          name,
+          static_cast<long long>(limit.count()),
+          static_cast<long long>(waited.count()));
+      std::abort();
+    }
+  }
+};
+
 // A transfer between two ranks is asynchronous, as ProcessGroupNCCL's.
 struct TransferOptions {
   bool asyncOp = true;
@@ -84,7 +116,8 @@ struct TransferOptions {
 
 class SimulatedBackend final : public c10d::Backend {
  public:
-  explicit SimulatedBackend(Gloo gloo) : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)) {}
+  SimulatedBackend(Gloo gloo, std::chrono::milliseconds limit)
+      : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)), watchdog_{getRank(), limit} {}
 
   const std::string getBackendName() const override {
     return "simccl";
@@ -242,22 +275,15 @@ class SimulatedBackend final : public c10d::Backend {
   template <class Options, class Run>
   WorkPtr issue_on_current_stream(
       const char* name, Tensors inputs, Tensors outputs, const Options& options, Run run) {
-    std::vector<Range> ranges;
-    Tensors from, to;
-    for (const auto& tensor : inputs) {
-      ranges.push_back(range_of(tensor, false));
-      from.push_back(kernel_view(tensor));
-    }
-    for (const auto& tensor : outputs) {
-      ranges.push_back(range_of(tensor, true));
-      to.push_back(kernel_view(tensor));
-    }
-    auto task = [gloo = gloo_, from, to, options, run]() mutable {
-      BelowDispatch below;
+    auto kernel = [gloo = gloo_, watchdog = watchdog_, number = ++issued_, name, options, run](
+                      const Tensors& inputs, const Tensors& outputs) mutable {
+      Tensors from = inputs, to = outputs;
       WithoutPython others;
-      if (WorkPtr work = run(gloo, from, to, options)) work->wait();
+      watchdog.watch(name, number, [&] {
+        if (WorkPtr work = run(gloo, from, to, options)) work->wait();
+      });
     };
-    Point done = queue(name, std::move(ranges), std::move(task), true);
+    Point done = launch(name, inputs, outputs, std::move(kernel), true);
     int64_t event = new_event();
     trace().add("record", current_stream(), "", event);
     bool records = records_streams(name, options.asyncOp);
@@ -273,6 +299,8 @@ class SimulatedBackend final : public c10d::Backend {
   }
 
   Gloo gloo_;
+  Watchdog watchdog_;
+  int64_t issued_ = 0;
   std::optional<int64_t> stream_;
   // Kept until the end: gloo does not say that a transfer is over until somebody waits for it.
   std::vector<std::pair<WorkPtr, std::shared_ptr<Tensors>>> sent_;
@@ -281,7 +309,9 @@ class SimulatedBackend final : public c10d::Backend {
 } // namespace
 
 void bind_collectives(pybind11::module_& module) {
-  module.def("make_backend", [](Gloo gloo) -> Gloo { return c10::make_intrusive<SimulatedBackend>(std::move(gloo)); });
+  module.def("make_backend", [](Gloo gloo, int64_t limit_ms) -> Gloo {
+    return c10::make_intrusive<SimulatedBackend>(std::move(gloo), std::chrono::milliseconds(limit_ms));
+  });
   module.def("use_lifetime", [](int chosen) { lifetime = static_cast<Lifetime>(chosen); });
 }
 

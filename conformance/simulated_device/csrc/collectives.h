@@ -12,8 +12,8 @@ enum class Lifetime {
   kRecordStream, // up to 2.7: its stream for all; record_stream for the tensors of most
 };
 
-// Defines `make_backend(gloo)`: a backend for tensors of the device and of the host, over gloo's backend of a group; and
-// `use_lifetime(lifetime)` for all collectives that are issued from then on.
+// Defines `make_backend(gloo, limit_ms)`: a backend for tensors of the device and of the host, over gloo's backend of a
+// group with this time limit; and `use_lifetime(lifetime)` for all collectives that are issued from then on.
 void bind_collectives(pybind11::module_& module);
 
 } // namespace sim

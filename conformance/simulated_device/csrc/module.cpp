@@ -6,6 +6,7 @@
 #include "device.h"
 #include "lock.h"
 #include "memory_map.h"
+#include "norms.h"
 #include "pinned.h"
 #include "statistics.h"
 
@@ -83,6 +84,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     return trace().size();
   });
   module.def("host_access", &host_access);
+  module.def("fuse_norms", &fuse_norms);
   module.def("counts", &counts);
 }
 
