@@ -33,6 +33,8 @@ _SUMS = (
     "aten::nll_loss_forward",
 )
 _ATTENTION = "aten::_scaled_dot_product"
+_OPERANDS_OF_ATTENTION = 5
+"""Number of operands that count: gradient, queries, keys, values and result. Kernels lay out the rest as they like."""
 
 
 class Operands(Observer):
@@ -57,11 +59,13 @@ class Operands(Observer):
     def listen(self, func: Any) -> Handler | None:
         """Return the handler that notes the operands of an operator; to be a listener of a `DispatchTap`."""
         name = func._schema.name
-        if name not in _SUMS and not name.startswith(_ATTENTION):
+        is_attention = name.startswith(_ATTENTION)
+        if name not in _SUMS and not is_attention:
             return None
+        count = _OPERANDS_OF_ATTENTION if is_attention else None
 
         def note(args: Sequence[Any]) -> None:
-            tensors = [argument for argument in args if isinstance(argument, Tensor)]
+            tensors = [argument for argument in args if isinstance(argument, Tensor)][:count]
             if self._is_open and tensors[0].is_floating_point():
                 self.noted.add(" ".join([name, *map(_spelled, tensors)]))
 

@@ -79,7 +79,7 @@ def operands_of_emulation(record: Record) -> set[str]:
 def _emulated(record: Record, step: int) -> Emulation:
     (scale,) = (facts.loss_scale for facts in record.ranks[0].steps if facts.step == step)
     masters = record.select(f"step{step}/parameter/")
-    masks, device = recorded_masks(record), record.kernel_type
+    masks, device = recorded_masks(record), record.device_type
     return emulated_step(record.cell.config, masters, step=step, loss_scale=scale, masks=masks, device=device)
 
 
@@ -93,7 +93,7 @@ def in_fp32(record: Record, step: int, *, rounded: bool = False) -> Emulation:
     weights = record.select(f"step{step}/parameter/").items()
     masters = {name: (weight.to(compute) if rounded else weight).float() for name, weight in weights}
     exact = replace(config, precision="fp32", loss_scale=LossScaleConfig())
-    return emulated_step(exact, masters, step=step, masks=recorded_masks(record), device=record.kernel_type)
+    return emulated_step(exact, masters, step=step, masks=recorded_masks(record), device=record.device_type)
 
 
 def is_emulated(measure: Measure, record: Record) -> bool:

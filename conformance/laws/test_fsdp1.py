@@ -118,7 +118,7 @@ def _distances(newer: Record, older: Record) -> dict[str, Bound]:
     """
     masters = newer.select("step0/parameter/")
     configs = [record.cell.config for record in (newer, older)]
-    new, old = (emulated_step(config, masters, step=0, device=newer.kernel_type) for config in configs)
+    new, old = (emulated_step(config, masters, step=0, device=newer.device_type) for config in configs)
     return {
         name: bound("e + d", e=error, d=compare.deviation(new.gradients[name], old.gradients[name]))
         for name, error in tolerance.emulated_gradients(configs[1], old).items()

@@ -10,7 +10,7 @@ arXiv:2205.05198 section 4 (sequence parallelism); `torch.distributed.tensor.par
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from itertools import islice
 from operator import add
 from typing import NamedTuple
@@ -19,9 +19,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's standard name
 from torch import Tensor
 
+from conformance.numerics.device_operators import chosen_as_on, kernel_device
 from conformance.numerics.knobs import pinned_knobs, pinned_numerics
 from conformance.numerics.rings import Ring, ring_of, ring_sum
-from conformance.oracles.dropout import Masks, replay
+from conformance.oracles.dropout import Masks, Rounding, replay
 from conformance.oracles.dtype_policy import FP16, dtype_policy
 from conformance.oracles.pipeline import added_up_at_once, backward_order
 from conformance.oracles.reference import Batch, Tensors, initial_model
@@ -64,21 +65,22 @@ def emulated_step(
     step: int,
     loss_scale: float = 1.0,
     masks: Masks | None = None,
-    device: torch.device | str = "cpu",
+    device: str = "cpu",
 ) -> Emulation:
     """Compute one step on the mesh of `config`, which must be resolved.
 
     `masters` are the full weights before the step by parameter name, in their dtypes. Gradients are computed of the
     loss times `loss_scale`, a power of two, and divided by it when they are reduced.
 
-    The emulation computes on `device`, which must be of the run's type: kernels of another type round in other places.
-    Tensors that are given or returned are on the CPU. Sums over more than two data-parallel ranks are taken in one
-    order of many, see `tolerance.emulated_gradients`. Dropout drops what `masks` say; raises ValueError if they are
-    missing.
+    `device` is the type of the device of the run: the emulation computes by the same kernels, and takes the operators
+    that such a device takes, since others round in other places. Tensors that are given or returned are on the CPU.
+    Sums over more than two data-parallel ranks are taken in one order of many, see `tolerance.emulated_gradients`.
+    Dropout drops what `masks` say; raises ValueError if they are missing.
     """
     if config.model.dropout and masks is None:
         raise ValueError("the emulation draws no masks of dropout: give those of a run")
-    with pinned_numerics(device):
+    compute, kernels = _compute_dtype(config), kernel_device(device)
+    with pinned_numerics(kernels), chosen_as_on(device, compute, head_dim=config.model.head_dim):
         return _emulated(config, masters, step, loss_scale, masks.of(step) if masks else (), device)
 
 
@@ -88,21 +90,23 @@ def _emulated(
     step: int,
     loss_scale: float,
     masks: Sequence[Tensor],
-    device: torch.device | str,
+    device: str,
 ) -> Emulation:
-    compute = getattr(torch, dtype_policy(config.precision).compute)
+    kernels = kernel_device(device)
     inputs, labels = Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed).global_batch(step)
-    batch = (inputs.to(device), labels.to(device))
-    masters = {name: master.to(device) for name, master in masters.items()}
+    batch = (inputs.to(kernels), labels.to(kernels))
+    masters = {name: master.to(kernels) for name, master in masters.items()}
     scale = _data_parallel_size(config) / int((labels != IGNORED_LABEL).sum())
-    model = initial_model(config).to(device)  # for its buffers
+    model = initial_model(config).to(kernels)  # for its buffers
     for name, parameter in model.named_parameters():
-        parameter.data = masters[name].to(compute)
-    ring = ring_of(torch.device(device).type)
+        parameter.data = masters[name].to(_compute_dtype(config))
+    ring = ring_of(kernels)
     forward = _tensor_parallel(config, model, ring)
     loss_of = _loss_function(config, forward or model, ring)
     leaves = _leaves(model, forward)
-    loss, gradients = _local_gradients(config, model, leaves, loss_of, batch, masks, scale=scale * loss_scale)
+    dropout: Rounding = "device" if device != "cpu" else "traced" if config.compile != "none" else "processor"
+    drop = partial(replay, model, rounding=dropout)
+    loss, gradients = _local_gradients(config, leaves, loss_of, batch, masks, drop, scale=scale * loss_scale)
     rounds = _reduce_scatter_inputs(config, gradients, copied=forward.copied if forward else (), ring=ring)
     sums = _reductions(config, rounds)
     sizes = _reductions(config, [[_absolute(grads) for grads in ranks] for ranks in rounds])
@@ -113,23 +117,29 @@ def _emulated(
         gradients={name: grad.cpu() / loss_scale for name, grad in reduced.items()},
         conditions=conditions,
         uncast=[Reduction(*(_coarsened(each, masters) for each in pair)) for pair in zip(sums, sizes, strict=True)],
-        knobs=pinned_knobs(device),
+        knobs=pinned_knobs(kernels),
     )
+
+
+def _compute_dtype(config: TrainerConfig) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, dtype_policy(config.precision).compute)
+    return dtype
 
 
 def _local_gradients(
     config: TrainerConfig,
-    model: Transformer,
     parameters: Tensors,
     loss_of: Callable[[Batch], Tensor],
     batch: Batch,
     masks: Sequence[Tensor],
+    drop: Callable[[Sequence[Tensor]], None],
     *,
     scale: float,
 ) -> tuple[float, list[list[Tensors]]]:
     """Summed loss of a batch, and the gradients of `scale` times it by micro-batch and data-parallel rank.
 
-    Micro-batches come in the order in which their gradients are added up.
+    Micro-batches come in the order in which their gradients are added up. `drop` lets the next forward drop what masks
+    say.
     """
     loss, gradients = 0.0, []
     for place, index in enumerate(backward_order(config)):
@@ -139,7 +149,7 @@ def _local_gradients(
                     leaf.grad_dtype = _grad_dtype(config, place)
         ranks = []
         for rank in range(_data_parallel_size(config)):
-            replay(model, _micro_batch(config, masks, rank, index), traced=config.compile != "none")
+            drop(_micro_batch(config, masks, rank, index))
             inputs, labels = _micro_batch(config, batch, rank, index)
             loss_sum, grads = _backward(parameters, loss_of, (inputs, labels), scale=scale)
             loss += loss_sum
