@@ -48,16 +48,16 @@ class _Sum(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """Shards of the ranks along the last dimension, gathered; backward hands each rank a tensor of its own.
+    """Shards of the ranks along a dimension, gathered; backward hands each rank a tensor of its own.
 
     The gradient of `torch.cat` would be views, with the strides of the full tensor and at any address, for which a
     library of kernels may choose another order of sums than for the ranks' own tensors.
     """
 
     @staticmethod
-    def forward(ctx: Any, is_view: bool, *shards: Tensor) -> Tensor:
-        ctx.sizes = [shard.shape[-1] for shard in shards]
-        gathered = torch.cat(shards, -1)
+    def forward(ctx: Any, dim: int, is_view: bool, *shards: Tensor) -> Tensor:
+        ctx.dim, ctx.sizes = dim, [shard.shape[dim] for shard in shards]
+        gathered = torch.cat(shards, dim)
         if not is_view:
             return gathered
         padded = gathered.new_empty(*gathered.shape[:-1], len(shards) * max(ctx.sizes))
@@ -65,7 +65,8 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *(shard.clone(memory_format=torch.contiguous_format) for shard in torch.split(grad, ctx.sizes, -1))
+        shards = torch.split(grad, ctx.sizes, ctx.dim)
+        return None, None, *(shard.clone(memory_format=torch.contiguous_format) for shard in shards)
 
 
 def _copies(x: Tensor, count: int, dim: int | None, ring: Ring) -> Sequence[Tensor]:
@@ -76,9 +77,8 @@ def _sum(partials: Sequence[Tensor], dim: int | None, ring: Ring) -> Tensor:
     return _Sum.apply(dim, ring, *partials)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _gathered(shards: Sequence[Tensor]) -> Tensor:
-    is_view = traits_of(str(torch.__version__)).uneven_gathers_are_views
-    return _Gathered.apply(is_view, *shards)  # type: ignore[no-untyped-call, no-any-return]
+def _gathered(shards: Sequence[Tensor], dim: int, *, is_view: bool = False) -> Tensor:
+    return _Gathered.apply(dim, is_view, *shards)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class TensorParallelForward:
@@ -115,7 +115,8 @@ class TensorParallelForward:
             x = x + block.dropout(self._region(block.feed_forward, normed))
         copies = _copies(self._norm("norm", x), self._tp, self._dim, self._ring)
         weights = self._shards(model.output.weight, 0)
-        return _gathered([F.linear(copy, weight) for copy, weight in zip(copies, weights, strict=True)])
+        logits = [F.linear(copy, weight) for copy, weight in zip(copies, weights, strict=True)]
+        return _gathered(logits, -1, is_view=traits_of(str(torch.__version__)).uneven_gathers_are_views)
 
     def _region(self, module: nn.Module, x: Tensor, *others: Tensor) -> Tensor:
         """Output of a module between a gather of its input and a reduction of its output."""
@@ -147,7 +148,7 @@ class TensorParallelForward:
             normed: Tensor = norm(x.view_as(x) if self._norms_in_tp else x)
             return normed
         ranks = zip(self.copied[f"{name}.weight"], self._shards(x, 1), strict=True)
-        return torch.cat([functional_call(norm, {"weight": weight}, (shard,)) for weight, shard in ranks], 1)
+        return _gathered([functional_call(norm, {"weight": weight}, (shard,)) for weight, shard in ranks], 1)
 
 
 class _VocabularyParallelLoss(torch.autograd.Function):
