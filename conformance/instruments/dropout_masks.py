@@ -16,9 +16,11 @@ class DropoutMasks(Observer):
 
     `tensors` holds them by the key `stepN/dropout/PHASE/PASS/CALL`: bool, of the shape of the activations, True
     for an element that is kept. PHASE is `forward`, or `backward` for recomputation, which starts with the last block.
-    On the CPU dropout is `aten::bernoulli_` and a product, or `aten::native_dropout` in a graph that aot_eager runs;
-    hooks of modules would break graphs of torch.compile, and miss the last dropout of a block, before whose end
-    recomputation stops. What kernels of inductor draw is not seen, and masks of devices are not kept.
+    On the CPU dropout is `aten::bernoulli_` and a product, or `aten::native_dropout` in a graph that aot_eager runs, as
+    it is on devices; hooks of modules would break graphs of torch.compile, and miss the last dropout of a block, before
+    whose end recomputation stops. What kernels of inductor draw is not seen.
+
+    The masks of a device are held there until the step is over: a copy would let the host wait in the midst of it.
     """
 
     def __init__(self) -> None:
@@ -30,7 +32,12 @@ class DropoutMasks(Observer):
         self._calls: Counter[str] = Counter()
 
     def phase(self, name: Phase, *, step: int) -> None:
-        """Remember the phase; each call for forward or backward begins one of a micro-batch."""
+        """Remember the phase; each call for forward or backward begins one of a micro-batch.
+
+        When the step is over, its masks are copied to the host.
+        """
+        if name == "idle":
+            self.tensors = {key: mask.cpu() for key, mask in self.tensors.items()}
         if step != self._step:
             self._step = step
             self._passes.clear()
@@ -46,16 +53,14 @@ class DropoutMasks(Observer):
         return self._keep_mask if func._schema.name == "aten::native_dropout" else None
 
     def _keep_sample(self, args: Sequence[Any]) -> None:
-        self._keep(args[0])
+        self._keep(args[0].to(torch.bool))  # a copy: dropout goes on to divide what it has sampled, in place
 
     def _keep_mask(self, _args: Sequence[Any], _kwargs: Mapping[str, Any], result: Sequence[Tensor]) -> None:
-        if result[1].device.type == "cpu":  # a copy from a device would wait for it
-            self._keep(result[1])
+        self._keep(result[1])
 
     def _keep(self, mask: Tensor) -> None:
         if self._phase not in ("forward", "backward"):
             return
         prefix = f"step{self._step}/dropout/{self._phase}/{self._passes[self._phase] - 1}"
-        # A copy as bool: dropout goes on to divide what it has sampled, in place.
-        self.tensors[f"{prefix}/{self._calls[prefix]}"] = mask.to(torch.bool).cpu()
+        self.tensors[f"{prefix}/{self._calls[prefix]}"] = mask
         self._calls[prefix] += 1

@@ -70,13 +70,13 @@ class Recorder(Observer):
             self._compilation,
             self._capture,
             self._model_inputs,
-            self._dropout,
             self._pipeline,
             self._times,
         )
         self._streams = streams
         if streams:
             self._instruments += (streams,)
+        self._instruments += (self._dropout,)  # last: it waits for the device when a step is over for all others
         listeners = (
             self._collectives,
             self._dtypes,
