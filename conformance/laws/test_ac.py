@@ -5,12 +5,12 @@ from torch import nn
 from conformance.instruments.facts import RankFacts
 from conformance.judge.law import law
 from conformance.laws import compare
+from conformance.laws.attention import Attention, attention_of, products
 from conformance.laws.fixtures import Run
 from conformance.oracles.outline import outline
 from conformance.plan.cells import Cell
 
 CHECKPOINT = "https://docs.pytorch.org/docs/stable/checkpoint.html#torch.utils.checkpoint.checkpoint"
-_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
 _PRODUCTS_OF_A_GRADIENT = 2
 """A linear layer's backward has a product for the gradient of its input, and one for that of its weight."""
 
@@ -26,33 +26,30 @@ def test_backward_recomputes_what_was_dropped(run: Run, cell: Cell) -> None:
     activation checkpointing, up to the last result that a gradient needs, and none again under selective checkpointing,
     which keeps these results, or without any.
 
-    The block's last product is needed if dropout follows, whose mask is drawn again.
+    The block's last product is needed if dropout follows, whose mask is drawn again. Where a device has no operator for
+    attention, it is two products, which count as such, and a softmax, which no checkpointing keeps.
     """
-    for facts in run(cell).ranks:
-        _compare_operators(facts, cell)
+    record = run(cell)
+    attention = attention_of(record)
+    for facts in record.ranks:
+        _compare_operators(facts, cell, attention)
 
 
-def _compare_operators(facts: RankFacts, cell: Cell) -> None:
+def _compare_operators(facts: RankFacts, cell: Cell, attention: Attention) -> None:
     __tracebackhide__ = True
-    detail = f"rank {facts.rank}"
+    detail, unit = f"rank {facts.rank}", "operators"
     repeats = int(cell.activation_checkpointing == "full")
     forward, backward = (facts.operators[phase] for phase in ("forward", "backward"))
-    blocks = _attentions(forward)
+    blocks = attention.calls(forward)
     if not blocks:
         raise RuntimeError(f"cell {cell.id}, {detail}: no attention was seen in forward")
-    compare.count(_attentions(backward), name="attention", expected=blocks * repeats, detail=detail, unit="operators")
-    needed = _linear_layers_of_a_block(cell) - (cell.dropout == 0.0)
-    repeated = blocks * needed * repeats
-    expected = _PRODUCTS_OF_A_GRADIENT * _products(forward) + repeated
-    compare.count(_products(backward), name="matrix products", expected=expected, detail=detail, unit="operators")
-
-
-def _attentions(operators: dict[str, int]) -> int:
-    return sum(n for name, n in operators.items() if "scaled_dot_product" in name and "backward" not in name)
-
-
-def _products(operators: dict[str, int]) -> int:
-    return sum(operators.get(name, 0) for name in _PRODUCTS)
+    is_dropped = cell.activation_checkpointing != "none" if not attention.is_fused else bool(repeats)
+    compare.count(attention.calls(backward), name="attention", expected=blocks * is_dropped, detail=detail, unit=unit)
+    linear = products(forward) - blocks * attention.products("forward")
+    needed = _linear_layers_of_a_block(cell) - (cell.dropout == 0.0) + attention.products("forward")
+    of_gradients = _PRODUCTS_OF_A_GRADIENT * linear + blocks * attention.products("backward")
+    expected = of_gradients + blocks * needed * repeats
+    compare.count(products(backward), name="matrix products", expected=expected, detail=detail, unit=unit)
 
 
 def _linear_layers_of_a_block(cell: Cell) -> int:

@@ -7,6 +7,7 @@ from conformance.instruments.capture import fingerprint
 from conformance.instruments.facts import Collective, RankFacts
 from conformance.judge.law import law
 from conformance.laws import compare
+from conformance.laws.attention import Attention, attention_of
 from conformance.laws.fixtures import Measure, Run
 from conformance.laws.steps import compare_steps, compare_updates, require_known_sum_order
 from conformance.oracles.dtype_policy import FP32, expected_dtypes
@@ -46,7 +47,7 @@ def test_dtypes_are_those_of_the_mixed_precision_policy(run: Run, cell: Cell) ->
     """
     config, record = cell.config, run(cell)
     dims = resolve_mesh(config.mesh, world_size=cell.world_size)
-    expected = expected_dtypes(config)
+    expected = _with_operators_of(attention_of(record), expected_dtypes(config))
     for facts in record.ranks:
         _compare(facts.dtypes, _seen(_held(expected, facts, config), facts, record), name="dtypes", rank=facts.rank)
         at = facts.mesh_coordinate
@@ -56,6 +57,15 @@ def test_dtypes_are_those_of_the_mixed_precision_policy(run: Run, cell: Cell) ->
         if dims.pp > 1:  # a stage has a part of them; PP-1, PP-3 and PP-4 judge those of FSDP and of transfers, too
             sent, seen = ({key: by[key] for key in by if key in sent and key in seen} for by in (sent, seen))
         _compare(seen, sent, name="dtypes on the wire", rank=facts.rank)
+
+
+def _with_operators_of(attention: Attention, expected: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Return what is expected where attention may be products and a softmax, in a dtype of their own.
+
+    Up to torch 2.15 they are in fp32, unless a knob says otherwise (`allow_fp16_bf16_reduction_math_sdp`).
+    """
+    others = {thing: dtypes for thing, dtypes in expected.items() if not thing.startswith("attention/")}
+    return others | {thing: sorted({*dtypes, *others.get(thing, ())}) for thing, dtypes in attention.dtypes.items()}
 
 
 def _seen(expected: dict[str, list[str]], facts: RankFacts, record: Record) -> dict[str, list[str]]:

@@ -1,7 +1,6 @@
 """Dtype audit of a run of one rank, and the laws on dtypes, buffers, optimizer and batches on records with a fault."""
 
 import re
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,21 +9,16 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
 
 from conformance.instruments.dtypes import DtypeAudit
 from conformance.instruments.facts import Collective, RankFacts
-from conformance.instruments.recorder import Recorder
 from conformance.laws import test_data, test_mp, test_opt
 from conformance.oracles.dtype_policy import dtype_policy, expected_dtypes
 from conformance.oracles.reference import initial_model
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell, axis_choices
-from conformance.run.record import Header, Record, RecordFile
-from conformance.run.shards import tensor_file
-from reference_trainer.train import Trainer
+from tests.one_rank import record_of, train, world_of_one_rank
 
 LAWS: dict[str, Callable[..., None]] = {
     "MP-1": test_mp.test_dtypes_are_those_of_the_mixed_precision_policy,
@@ -38,18 +32,8 @@ CELL = Cell(mesh="dp1", precision="bf16-mp", activation_checkpointing="full", ac
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_rank() -> Iterator[None]:
-    """A world of one rank in this process."""
-    with tempfile.TemporaryDirectory() as directory:
-        dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=0, world_size=1)
+    with world_of_one_rank():
         yield
-        dist.destroy_process_group()
-
-
-def train(cell: Cell) -> tuple[RankFacts, dict[str, Tensor]]:
-    recorder = Recorder(rank=0, variables={})
-    with recorder.listening():
-        trainer = Trainer(cell.config, device=torch.device("cpu"), world_size=1, observer=recorder)
-        return recorder.finish(trainer, [trainer.train_step(step) for step in range(cell.steps)])
 
 
 @dataclass
@@ -63,10 +47,7 @@ class FinishedRun:
     def judge(self, law: str, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """Apply a law to the run's record with other facts and tensors."""
         changed = msgspec.structs.replace(self.facts, **facts)
-        save_file({**self.tensors, **tensors}, self.directory / tensor_file(0))
-        header = Header(cell=CELL, session="s", torch="2", substrate="gloo", defect=None)
-        content = RecordFile(header=header, ranks=msgspec.Raw(msgspec.json.encode([changed])))
-        record = Record(self.directory, content)
+        record = record_of(self.directory, CELL, changed, {**self.tensors, **tensors})
         LAWS[law](run=lambda _cell: record, cell=CELL)
 
 
