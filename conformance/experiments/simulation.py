@@ -14,13 +14,17 @@ from torch import Tensor
 
 
 @contextmanager
-def simulated_world(size: int, *, rank: int = 0) -> Iterator[None]:
-    """Make this process one rank of a world of this size. Raises RuntimeError for a torch without the fake backend."""
+def simulated_world(size: int, *, rank: int = 0, device_type: str = "cpu") -> Iterator[None]:
+    """Make this process one rank of a world of this size, with tensors on a type of device.
+
+    Raises RuntimeError for a torch without the fake backend.
+    """
     try:
         from torch.testing._internal.distributed.fake_pg import FakeStore
     except ImportError as error:
         raise RuntimeError(f"torch {torch.__version__} has no fake process group: {error}") from None
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    backends = ",".join(f"{each}:fake" for each in dict.fromkeys(("cpu", device_type)))
+    dist.init_process_group(backends, store=FakeStore(), rank=rank, world_size=size)
     try:
         with patch.object(dist, "recv", _receive_ones):
             yield

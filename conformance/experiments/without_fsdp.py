@@ -34,7 +34,7 @@ def profile_without_fsdp(rank: RankWorld) -> list[MemorySegment]:
     With tensor parallelism the process is rank 0 of a simulated world of tensor-parallel ranks.
     """
     config = rank.config
-    with simulated_world(rank.dims.tp):
+    with simulated_world(rank.dims.tp, device_type=rank.device.type):
         model = Transformer(config.model)
         init_weights(model, seed=config.seed)
         parallelize_without_fsdp(model.to(rank.device), config, rank.device, tp=rank.dims.tp)

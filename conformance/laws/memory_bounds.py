@@ -13,6 +13,7 @@ from conformance.laws import compare
 from conformance.laws.fixtures import Measure
 from conformance.memory_segment import MemorySegment
 from conformance.oracles import pipeline
+from conformance.oracles.copy_tables import largest_tables_bytes
 from conformance.oracles.dtype_policy import dtype_policy, optimizer_state
 from conformance.oracles.memory_model import (
     group_bytes,
@@ -74,14 +75,16 @@ class SimulatedStep(NamedTuple):
     """Bytes that the rank must hold between steps."""
 
 
-def sizes_of(cell: Cell, *, stage: int = 0) -> tuple[TrainerConfig, ParallelDims, dict[str, tuple[int, ...]]]:
+def sizes_of(
+    cell: Cell, *, stage: int = 0, tp_rank: int = 0
+) -> tuple[TrainerConfig, ParallelDims, dict[str, tuple[int, ...]]]:
     """Return the configuration of a cell, its degrees of parallelism, and the shapes that FSDP shards, by parameter.
 
-    In a pipeline the parameters are those of a rank of the pipeline, `stage`.
+    They are those of a tensor-parallel rank. In a pipeline the parameters are those of a rank of the pipeline, `stage`.
     """
     config = cell.config
     dims = resolve_mesh(config.mesh, world_size=cell.world_size)
-    shapes = local_shapes(config.model, tp=dims.tp, tp_rank=0)
+    shapes = local_shapes(config.model, tp=dims.tp, tp_rank=tp_rank)
     return config, dims, pipeline.held_by(stage, shapes, config)
 
 
@@ -98,8 +101,9 @@ def bounds_of_ranks(
 
     In a pipeline they are those of a rank of its stage. With `in_flight`, each of the `GLOO_THREADS` of a process group
     may hold the buffer of its last operator, and sends hold their tensors. With `on_device`, activations are those of
-    the device's operators, and the optimizer is the one that torch chooses there: its temporaries have the size of all
-    shards of a rank, without the padding that the prediction counts.
+    the device's operators, FSDP's copies need no temporaries but may have a table (`oracles.copy_tables`), and the
+    optimizer is the one that torch chooses there: its temporaries have the size of all shards of a rank, without the
+    padding that the prediction counts.
 
     Raises Unsupported for a pipeline of a torch whose buffers are not modelled, and for one shard that torch gathers.
     """
@@ -112,21 +116,23 @@ def bounds_of_ranks(
         raise Unsupported(f"the memory model does not know when torch {torch.__version__} holds buffers of transfers")
     else:
         (profiles,) = measure(profile_stages_without_fsdp, cell, on_device=on_device)
+    tp_ranks = range(cell.config.mesh.tp if on_device else 1)
     bounds = [
-        _bounds(cell, profile, in_flight=in_flight, on_device=on_device, stage=stage)
+        [_bounds(cell, profile, in_flight=in_flight, on_device=on_device, stage=stage, tp_rank=tp) for tp in tp_ranks]
         for stage, profile in enumerate(profiles)
     ]
-    return [bounds[rank * stages // cell.world_size] for rank in range(cell.world_size)]
+    return [bounds[rank * stages // cell.world_size][rank % len(tp_ranks)] for rank in range(cell.world_size)]
 
 
 def _bounds(
-    cell: Cell, profile: Sequence[MemorySegment], *, in_flight: bool, on_device: bool, stage: int
+    cell: Cell, profile: Sequence[MemorySegment], *, in_flight: bool, on_device: bool, stage: int, tp_rank: int
 ) -> PhaseBounds:
-    config, dims, shapes = sizes_of(cell, stage=stage)
+    config, dims, shapes = sizes_of(cell, stage=stage, tp_rank=tp_rank)
     traits = traits_of(str(torch.__version__))
     if on_device:
         config = chosen_on_device(config)
-    predicted = predict(config, dims, shapes, profile, traits=traits)
+    predicted = predict(config, dims, shapes, profile, traits=traits, kernels=not on_device)
+    tables = largest_tables_bytes(config, dims, shapes, traits=traits) if on_device else {}
     state, largest = state_bytes(config, dims, shapes), max(group_bytes(config, dims, shapes).values())
     reduced = largest // itemsize_bytes(config, "compute") * _FP32_BYTES
     gathers = dims.dp_shard > 1 or traits.one_rank_gathers
@@ -143,8 +149,12 @@ def _bounds(
     def around(phase: str, value: int) -> Bounds:
         return Bounds(state + value - less - unpadded.get(phase, 0), state + value + SCALARS_BYTES + held.get(phase, 0))
 
+    def around_peak(phase: str) -> Bounds:
+        bounds = around(phase, predicted[phase].peak_bytes)
+        return msgspec.structs.replace(bounds, upper=bounds.upper + tables.get(phase, 0))
+
     busy = _BUSY_PHASES if in_flight else PHASES
-    peaks = {(phase, "peak"): around(phase, predicted[phase].peak_bytes) for phase in busy}
+    peaks = {(phase, "peak"): around_peak(phase) for phase in busy}
     rests = {
         (phase, "rest"): around(phase, predicted[phase].end_bytes) for phase in ("forward", "idle") if not in_flight
     }
