@@ -36,8 +36,10 @@ def case_judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CaseJudge]:
         yield CaseJudge(tmp_path_factory.mktemp("records"), pools, hardware=hardware)
 
 
-def judged(case_judge: CaseJudge, name: str, suffix: str, *, law: str = "STREAM-5") -> Judged:
-    cell = DEFECTS[name][0] if name in DEFECTS else Cell(mesh="dp2")
+def judged(
+    case_judge: CaseJudge, name: str, suffix: str, *, law: str = "STREAM-5", cell: Cell | None = None
+) -> Judged:
+    cell = cell or (DEFECTS[name][0] if name in DEFECTS else Cell(mesh="dp2"))
     (result,) = case_judge.judge([Case(law, cell)], defect=name + suffix, deadline_s=DEADLINE_S)
     return result
 
@@ -50,6 +52,13 @@ def test_a_race_is_caught_under_a_schedule(case_judge: CaseJudge, name: str) -> 
         return
     assert result.verdict == Verdict.FAIL, result.reason
     assert result.reason.startswith(f"changed under schedule {DEFECTS[name][1]}: measured"), result.reason
+
+
+def test_a_source_of_an_offload_cannot_be_released_too_early_unless_its_target_is_pinned(case_judge: CaseJudge) -> None:
+    """The host waits for a copy to pageable memory, so that the defect shows with pinned memory alone."""
+    pageable = REPLICAS.but(offload="cpu")
+    result = judged(case_judge, "offload-source-released", "", cell=pageable)
+    assert result.verdict == (Verdict.PASS if library() else Verdict.UNSUPPORTED), result.reason
 
 
 @pytest.mark.parametrize("name", HIDDEN_BY_WAITS)

@@ -174,6 +174,17 @@ def copies_wait_as_cuda_says() -> None:
     assert x.tolist() == [6] * 4, "pinned memory is read when the stream gets there"
 
 
+def copies_to_another_device_are_in_the_trace() -> None:
+    """`Tensor.to` has one tensor among its arguments, and the name of the device that it copies to."""
+    x = torch.ones(4, device="sim")
+    pinned, pageable = torch.ones(4, pin_memory=True), torch.ones(4)
+    device.start_trace()
+    tensors = [pageable.to("sim"), pinned.to("sim", non_blocking=True), x.to("cpu"), x.cpu()]
+    names = [access.name for access in device.stop_trace() if access.kind == "op"]
+    assert names == ["copy_pageable_to_device", "copy_pinned_to_device", *["copy_device_to_pageable"] * 2]
+    assert all(tensor.tolist() == [1] * 4 for tensor in tensors)
+
+
 def pinned_memory_is_kept_for_a_copy() -> None:
     follow("lazy")
     x = torch.ones(4, device="sim")
@@ -268,6 +279,7 @@ CHECKS = (
     streams_run_in_their_order,
     schedules_differ,
     copies_wait_as_cuda_says,
+    copies_to_another_device_are_in_the_trace,
     pinned_memory_is_kept_for_a_copy,
     mixed_devices_are_refused,
     random_numbers_are_those_of_the_cpu,
