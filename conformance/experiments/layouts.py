@@ -1,4 +1,7 @@
-"""Layouts of DTensors: shards that are cut here and not by DTensor, and comparison of what a rank holds."""
+"""Layouts of DTensors: shards that are cut here and not by DTensor, and comparison of what a rank holds.
+
+Full tensors are on the CPU, shards on the device of their mesh; they are compared on the CPU.
+"""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -14,8 +17,13 @@ Layout = tuple[Placement, ...]
 
 def distributed(full: Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
     """Return a DTensor whose shards this module, and not DTensor, has cut from a tensor of any shape and dtype."""
-    shard = shard_of(full, mesh, layout).contiguous()
+    shard = placed_shard(full, mesh, layout)
     return DTensor.from_local(shard, mesh, layout, run_check=False, shape=full.shape, stride=full.stride())
+
+
+def placed_shard(full: Tensor, mesh: DeviceMesh, layout: Layout) -> Tensor:
+    """Return this rank's shard as a plain tensor on the device of the mesh."""
+    return shard_of(full, mesh, layout).contiguous().to(mesh.device_type)
 
 
 def shard_of(full: Tensor, mesh: DeviceMesh, layout: Layout) -> Tensor:
@@ -74,7 +82,10 @@ def is_cut(measured: DTensor, expected: Tensor) -> bool:
 
 
 def varied(like: Tensor) -> Tensor:
-    """Return a plain tensor of the shape and dtype of another one, of integers that differ from element to element."""
+    """Return a plain tensor of the shape and dtype of another one, of integers that differ from element to element.
+
+    It is on the CPU.
+    """
     return (torch.arange(like.shape.numel()) % 5 - 2).reshape(like.shape).to(like.dtype)
 
 
@@ -90,7 +101,7 @@ def difference(measured: Tensor, expected: Tensor, *, bound: float | None, layou
         if measured.shape != expected.shape and layout is None:
             return f"{text}{_kind(measured)}, expected {_kind(expected)}"
         measured, expected = _alike(measured, expected, layout)
-    measured, expected = measured.detach(), expected.detach()
+    measured, expected = measured.detach().cpu(), expected.detach().cpu()
     if _kind(measured) != _kind(expected):
         return f"{text}{_kind(measured)}, expected {_kind(expected)}"
     if _are_equal(measured, expected, bound):
@@ -108,7 +119,7 @@ def _alike(measured: DTensor, expected: Tensor, layout: Layout | None) -> tuple[
     mesh = measured.device_mesh
     if layout is not None:
         is_held = layout == tuple(measured.placements)
-        return measured.to_local() if is_held else shard_of(measured.full_tensor(), mesh, layout), expected
+        return measured.to_local() if is_held else shard_of(measured.full_tensor().cpu(), mesh, layout), expected
     if is_cut(measured, expected):
         return measured.to_local(), shard_of(expected.detach(), mesh, measured.placements)
     return measured.full_tensor(), expected

@@ -4,11 +4,10 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
-from conformance.experiments.operator_samples import Sample, sample
+from conformance.experiments.operator_samples import Sample, indices, sample
 
 _REDUCTIONS = ("mean", "sum", "none")
 
@@ -104,5 +103,5 @@ def _of_more_tensors(reduction: str) -> Iterator[Sample]:
 def _ctc(x: Tensor, *, reduction: str) -> Tensor:
     """Return the loss of sequences of four steps whose only label is 1."""
     count = x.size(1)
-    targets, steps, labels = torch.full((count, 1), 1), torch.full((count,), 4), torch.full((count,), 1)
+    targets, steps, labels = indices(x, *[1] * count).view(-1, 1), indices(x, *[4] * count), indices(x, *[1] * count)
     return functional.ctc_loss(x.log_softmax(-1), targets, steps, labels, reduction=reduction)

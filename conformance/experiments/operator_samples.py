@@ -106,6 +106,11 @@ def sample(
     return Sample(name, call, tuple(map(_argument, arguments)), exact)
 
 
+def indices(like: Tensor, *values: int) -> Tensor:
+    """Return a plain tensor of int64 numbers on the device of another tensor."""
+    return torch.tensor(values, device=like.device)
+
+
 def _argument(text: Argument | tuple[int | str, ...] | str) -> Argument:
     if isinstance(text, Argument):
         return text

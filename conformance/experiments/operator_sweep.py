@@ -128,7 +128,7 @@ def _weights(output: Tensor) -> Tensor | None:
     if output.ndim == 0:
         return None
     if not isinstance(output, DTensor):
-        return varied(output)
+        return varied(output).to(output.device)
     layout = tuple(Replicate() if at.is_partial() else at for at in output.placements)
     return distributed(varied(output), output.device_mesh, layout)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from conformance.experiments.operator_losses import losses
-from conformance.experiments.operator_samples import Argument, Sample, sample
+from conformance.experiments.operator_samples import Argument, Sample, indices, sample
 from conformance.experiments.operator_writes import writes
 
 _Call = Callable[..., Any]
@@ -264,7 +264,7 @@ def _indexing() -> Iterator[Sample]:
     yield sample("scatter_reduce", lambda x, i, y: x.scatter_reduce(0, i, y, "amax"), "3 b", "a b rows", "a b distinct")
     yield sample("index_add", lambda x, i, y: x.index_add(0, i, y), "3 b", "a rows", "a b")
     yield sample("index_fill", lambda x, i: x.index_fill(0, i, 9.0), "3 b", "2 rows")
-    yield sample("index_copy", lambda x, y: x.index_copy(0, torch.tensor([2, 0]), y), "3 b", "2 b")
+    yield sample("index_copy", lambda x, y: x.index_copy(0, indices(x, 2, 0), y), "3 b", "2 b")
     yield sample("index_put", lambda x, i, y: x.index_put((i,), y, accumulate=True), "3 b", "a rows", "a b")
     yield sample("select_scatter", lambda x, y: torch.select_scatter(x, y, 0, 0), "a b", "b")
     yield sample("slice_scatter", lambda x, y: torch.slice_scatter(x, y, 0, 0, 1), "a b", "1 b")

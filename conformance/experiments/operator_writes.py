@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from conformance.experiments.operator_samples import Sample, sample
+from conformance.experiments.operator_samples import Sample, indices, sample
 
 
 def writes() -> Iterator[Sample]:
@@ -68,7 +68,7 @@ _IN_PLACE: dict[str, Callable[..., Any]] = {
         "masked_fill_ by itself": lambda x: x.masked_fill_(x.detach() > 0, 9.0),
         "fill_diagonal_": lambda x: x.fill_diagonal_(9.0),
         "cumsum_": lambda x: x.cumsum_(0),
-        "index_fill_": lambda x: x.index_fill_(0, torch.tensor([0]), 9.0),
+        "index_fill_": lambda x: x.index_fill_(0, indices(x, 0), 9.0),
         "t_": lambda x: x.t_(),
         "unsqueeze_": lambda x: x.unsqueeze_(0),
     }.items()

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from conformance.experiments.context import RankWorld, experiment
-from conformance.experiments.layouts import Layout, difference, distributed, shard_of
+from conformance.experiments.layouts import Layout, difference, distributed, placed_shard
 from conformance.experiments.optimizer_samples import STEPS, OptimizerSample, optimizer_samples
 from conformance.experiments.trials import Swept, Trials, tried
 from conformance.instruments.sharding import full
@@ -218,7 +218,7 @@ def _faults(
     measured = _stepped(sample, numbers.laid_out(distributed, mesh, setting))
     if sample.is_elementwise:
         own = replace(setting, gradients=setting.layouts)
-        expected = _stepped(sample, numbers.laid_out(_plain_shard, mesh, own))
+        expected = _stepped(sample, numbers.laid_out(placed_shard, mesh, own))
     if measured.keys() != expected.keys():
         return {"state": f"{sorted(measured)}, expected {sorted(expected)}"}
     bound = setting.bound(sample)
@@ -229,7 +229,3 @@ def _faults(
         if text:
             faults.setdefault("parameter" if name.startswith("parameter") else "state", f"{name}: {text}")
     return faults
-
-
-def _plain_shard(tensor: Tensor, mesh: DeviceMesh, layout: Layout) -> Tensor:
-    return shard_of(tensor, mesh, layout).contiguous()

@@ -68,7 +68,9 @@ class _Loss(nn.Module):
         return self.options == {"reduction": "mean"} and not self.is_weighted
 
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
-        weight = 1.0 + torch.arange(logits.size(1), dtype=logits.dtype) % 3 if self.is_weighted else None
+        weight = None
+        if self.is_weighted:
+            weight = 1.0 + torch.arange(logits.size(1), dtype=logits.dtype, device=logits.device) % 3
         return nn.functional.cross_entropy(logits, target, weight=weight, **self.options)
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from conformance.experiments.context import RankWorld, experiment
-from conformance.experiments.layouts import Layout, difference, distributed, shard_of, spelled, varied
+from conformance.experiments.layouts import Layout, difference, distributed, placed_shard, shard_of, spelled, varied
 from conformance.experiments.operator_samples import Size, sizes
 from conformance.experiments.parallel_losses import loss_samples
 from conformance.experiments.parallel_samples import Letters, ParallelSample, style_samples
@@ -123,10 +123,10 @@ def _faults(
     mesh: DeviceMesh,
 ) -> dict[str, str]:
     """Return the faults that a module shows on this rank."""
-    module = sample.module(letters)
+    module = sample.module(letters).to(mesh.device_type)
     if sample.style is not None:
         parallelize_module(module, mesh, sample.style)
-    place = _shard if is_plain else distributed
+    place = placed_shard if is_plain else distributed
     given = [place(x.detach(), mesh, at) for x, at in zip(full, sample.given, strict=True)]
     forward = _compiled(module) if is_compiled else None
     with sample.within():
@@ -146,11 +146,7 @@ def _seed(sample: ParallelSample, expected: Outcome, mesh: DeviceMesh, output: T
     if isinstance(output, DTensor):
         layout = tuple(Replicate() if at.is_partial() else at for at in output.placements)
         return distributed(seed, mesh, layout)
-    return _shard(seed, mesh, sample.output or ())
-
-
-def _shard(full: Tensor, mesh: DeviceMesh, layout: Layout) -> Tensor:
-    return shard_of(full, mesh, layout).contiguous()
+    return placed_shard(seed, mesh, sample.output or ())
 
 
 def _differences(
@@ -189,5 +185,5 @@ def _difference(
     if measured is None or expected is None:
         return "" if measured is expected else f"{measured}, expected {expected}"
     if not isinstance(measured, DTensor) and layout is not None:
-        expected = _shard(expected, mesh, layout)
+        expected = shard_of(expected, mesh, layout)
     return difference(measured, expected, bound=bound)

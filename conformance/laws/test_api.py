@@ -9,7 +9,6 @@ from conformance.laws import compare
 from conformance.laws.fixtures import Measure
 from conformance.laws.sweeps import right_or_refused
 from conformance.plan.cells import Cell
-from conformance.plan.substrates import CUDA
 
 FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
 
@@ -46,7 +45,7 @@ def test_fsdp_module_methods_do_what_they_are_for(measure: Measure, cell: Cell) 
     where="features = 0 and tp = 1 and world = 4 and precision = fp32",
     reference=FULLY_SHARD,
     since="2.10",
-    substrates=("gloo", *CUDA),  # as for DT-3
+    substrates=("gloo",),  # as for DT-3
 )
 def test_fsdp_options_do_not_disturb_each_other(measure: Measure, cell: Cell) -> None:
     """Any three options of `fully_shard`, of MixedPrecisionPolicy and of the methods of FSDPModule MUST leave

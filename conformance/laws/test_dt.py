@@ -8,7 +8,6 @@ from conformance.laws import compare
 from conformance.laws.fixtures import Measure
 from conformance.laws.sweeps import right_or_refused
 from conformance.plan.cells import Cell
-from conformance.plan.substrates import CUDA
 
 DTENSOR = "https://docs.pytorch.org/docs/stable/distributed.tensor.html"
 
@@ -54,7 +53,9 @@ def test_dtensor_operators_equal_those_on_full_tensors(measure: Measure, cell: C
     where="id in (dp2-fp32-default-meta-integer, dp3-fp32-default-meta, hsdp2x2-bf16mp-default-meta)",
     reference=DTENSOR,
     since="2.11",
-    substrates=("gloo", *CUDA),  # on the simulated device an operator that refuses late ends the process
+    # About DTensor's logic, and not devices: trials give up waiting for a peer, which NCCL's watchdog answers by ending
+    # the process, and so does the simulated device.
+    substrates=("gloo",),
 )
 def test_dtensor_operators_on_every_layout(measure: Measure, cell: Cell) -> None:
     """An operator on DTensors MUST give the result and the gradients, and change its arguments, as it does on full

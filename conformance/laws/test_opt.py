@@ -14,7 +14,6 @@ from conformance.oracles.pipeline import held_by
 from conformance.oracles.plain_optimizer import Start, chosen_on_device, plain_updates
 from conformance.oracles.reference import initial_model, learning_rate
 from conformance.plan.cells import Cell
-from conformance.plan.substrates import CUDA
 
 OPTIM = "https://docs.pytorch.org/docs/stable/optim.html"
 FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
@@ -74,7 +73,7 @@ def test_optimizer_steps_as_on_plain_tensors(run: Run, cell: Cell) -> None:
     where="id in (dp3-fp32-default-meta, dp2-tp2-fp32-default-meta-nosp)",
     reference=OPTIM,
     since="2.11",
-    substrates=("gloo", *CUDA),  # on the simulated device an operator that refuses after others ends the process
+    substrates=("gloo",),  # as for DT-3
 )
 def test_optimizers_step_on_dtensors_as_on_plain_tensors(measure: Measure, cell: Cell) -> None:
     """Every optimizer of torch.optim, with each implementation and option, MUST leave on DTensors the parameters and

@@ -5,7 +5,6 @@ from conformance.judge.law import law
 from conformance.laws.fixtures import Measure
 from conformance.laws.sweeps import right_or_refused
 from conformance.plan.cells import Cell
-from conformance.plan.substrates import CUDA
 
 PARALLEL = "https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html"
 
@@ -16,7 +15,7 @@ PARALLEL = "https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.htm
     "dp2-tp2-fp32-default-meta-norminf)",
     reference=PARALLEL,
     since="2.8",
-    substrates=("gloo", *CUDA),  # as for DT-3
+    substrates=("gloo",),  # as for DT-3
 )
 def test_parallel_styles_and_loss_parallel_equal_one_process(measure: Measure, cell: Cell) -> None:
     """Modules with each style of parallelize_module, in any layout that it is given, and cross_entropy under
@@ -33,7 +32,7 @@ def test_parallel_styles_and_loss_parallel_equal_one_process(measure: Measure, c
     where="id = tp2-bf16mp-default-meta",  # of nightly, for its time
     reference="https://docs.pytorch.org/docs/stable/generated/torch.compile.html",
     since="2.11",
-    substrates=("gloo", *CUDA),  # as for DT-3
+    substrates=("gloo",),  # as for DT-3
 )
 def test_compiled_parallel_styles_equal_one_process(measure: Measure, cell: Cell) -> None:
     """Modules with each style of parallelize_module that are compiled MUST have the output and the gradients that they

@@ -36,9 +36,7 @@ def case_judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CaseJudge]:
         yield CaseJudge(tmp_path_factory.mktemp("records"), pools, hardware=hardware)
 
 
-def judged(
-    case_judge: CaseJudge, name: str, suffix: str, *, law: str = "STREAM-5", cell: Cell | None = None
-) -> Judged:
+def judged(case_judge: CaseJudge, name: str, suffix: str, *, law: str = "STREAM-5", cell: Cell | None = None) -> Judged:
     cell = cell or (DEFECTS[name][0] if name in DEFECTS else Cell(mesh="dp2"))
     (result,) = case_judge.judge([Case(law, cell)], defect=name + suffix, deadline_s=DEADLINE_S)
     return result

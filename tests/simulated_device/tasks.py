@@ -3,14 +3,28 @@
 import time
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
+from conformance.experiments import context as experiments_context
+from conformance.experiments import operator_sweep, optimizer_sweep, option_sweep, parallel_sweep, trials
 from conformance.experiments.context import start_process_group
 from conformance.run.ranks.messages import RankContext
 
 PEER_SLEEPS_S = 30.0
+LIMIT_S = 60.0
+EXPERIMENTS = {
+    each.name: each
+    for each in (
+        operator_sweep.sweep,
+        optimizer_sweep.sweep,
+        parallel_sweep.sweep,
+        parallel_sweep.compiled_sweep,
+        option_sweep.sweep,
+    )
+}
 
 
 def wait_for_a_peer(context: RankContext, payload: dict[str, Any]) -> float:
@@ -25,3 +39,11 @@ def wait_for_a_peer(context: RankContext, payload: dict[str, Any]) -> float:
     else:
         dist.all_reduce(x, group=group)
     return float(x.sum())
+
+
+def sweep(context: RankContext, payload: dict[str, Any]) -> Any:
+    """Sweep some subjects, with time limits that no call of a busy machine reaches."""
+    limits = patch.object(trials, "_WAIT_LIMITS_S", (LIMIT_S, LIMIT_S))
+    subjects = patch.object(experiments_context, "subjects_of", lambda _: frozenset(payload["subjects"]))
+    with limits, subjects:
+        return EXPERIMENTS[payload["experiment"]](context, payload["job"])
