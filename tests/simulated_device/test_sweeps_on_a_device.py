@@ -73,7 +73,7 @@ def pools() -> Iterator[Pools]:
 def test_a_sweep_computes_what_it_computes_on_the_cpu(
     pools: Pools, experiment: Experiment[Swept], mesh: str, subjects: tuple[str, ...]
 ) -> None:
-    """What DTensor refuses or has wrong is the same on both: nothing is refused because tensors are on two devices."""
+    """DTensor refuses the same, and has the same wrong: nothing is refused since tensors are on two devices."""
     if library() is None:
         return
     on_sim, on_cpu = (swept(pools, experiment, mesh, subjects, accelerator) for accelerator in ("sim", "cpu"))
