@@ -4,6 +4,8 @@ All are of builtin types, and nothing here imports torch: processes that only re
 a field stands here; keys that need more words are explained at the instrument that the field names.
 """
 
+from collections.abc import Sequence
+
 import msgspec
 
 from conformance.instruments.communication import Communication
@@ -47,8 +49,8 @@ class OptimizerGroup(msgspec.Struct, frozen=True):
     lr: float
     parameters: list[str]
     """Names in the model; `?` for a tensor that is not among the model's sharded parameters."""
-    steps: list[float]
-    """Step counters of the group's parameters, each number once; empty if the optimizer does not count."""
+    steps: Sequence[float | None]
+    """Step counters of the group's parameters, each once, None for NaN; empty if the optimizer does not count."""
 
 
 class Collective(msgspec.Struct, frozen=True):

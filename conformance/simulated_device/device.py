@@ -202,6 +202,10 @@ class _DeviceModule(ModuleType):
         return False
 
     @staticmethod
+    def _lazy_init() -> None:
+        """In torch 2.11 torch.accelerator synchronizes no device that has not been initialised by this name."""
+
+    @staticmethod
     def manual_seed_all(_: int) -> None:
         """Random numbers are the CPU's, whose generator torch.manual_seed has set already."""
 

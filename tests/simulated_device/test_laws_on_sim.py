@@ -3,10 +3,12 @@
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from conformance.detection.case_judge import CaseJudge
 from conformance.judge.verdicts import Verdict
 from conformance.laws import memory_bounds
+from conformance.oracles.torch_versions import traits_of
 from conformance.plan.cells import Cell
 from conformance.plan.matrix import Case
 from conformance.run.devices.hardware import find_hardware
@@ -74,6 +76,8 @@ def test_a_law_fails(case_judge: CaseJudge, defect: str, law: str, cell: Cell) -
 
 def test_memory_without_tables_is_not_enough(case_judge: CaseJudge, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bound has room for the table, and for nothing that is as large."""
+    if not traits_of(str(torch.__version__)).previous_gather_until_copied:
+        return  # less is held while a group is copied out: the peak is at another time
     monkeypatch.setattr(memory_bounds, "largest_tables_bytes", lambda *_, **__: {})
     verdict, reason = judged(case_judge, "MEM-10", TABLES)
     assert verdict == (Verdict.FAIL if library() else Verdict.UNSUPPORTED), reason

@@ -83,6 +83,31 @@ def attention_is_what_cuda_chooses() -> None:
     assert not device.counts()["waits"]
 
 
+def masks_of_attention_are_added() -> None:
+    """Flash attention takes none; a mask of bools keeps where it is true, in products and a softmax too."""
+    for dtype in DTYPES:
+        for head_dim in HEAD_DIMS:
+            inputs = [normal(2, 4, 16, head_dim, dtype=dtype, seed=seed) for seed in range(3)]
+            is_fused = head_dim * dtype.itemsize % 16 == 0
+
+            def attend_masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                return F.scaled_dot_product_attention(q, k, v, torch.ones(16, 16, dtype=torch.bool).tril().to(q.device))
+
+            with nullcontext() if is_fused else sdpa_kernel(SDPBackend.MATH):
+                expected, _ = computed(attend_masked, *inputs, where="cpu")
+            measured, names = computed(attend_masked, *inputs, where="sim")
+            require_equal(measured, expected, (dtype, head_dim))
+            assert is_fused == ("_scaled_dot_product_efficient_attention" in names), (dtype, head_dim, names)
+
+
+def switches_of_attention_are_obeyed() -> None:
+    inputs = [normal(2, 4, 16, 8, dtype=torch.bfloat16, seed=seed) for seed in range(3)]
+    torch.backends.cuda.enable_flash_sdp(False)
+    assert "_scaled_dot_product_efficient_attention" in computed(attend, *inputs, where="sim")[1]
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    assert "bmm" in computed(attend, *inputs, where="sim")[1]
+
+
 def dropout_is_one_operator_with_a_mask() -> None:
     """The host does not wait for it, and the mask is the same whatever the schedule."""
     for dtype in DTYPES:
@@ -142,6 +167,8 @@ def kernels_on_lists_have_tables() -> None:
 CHECKS = (
     norms_are_one_operator,
     attention_is_what_cuda_chooses,
+    masks_of_attention_are_added,
+    switches_of_attention_are_obeyed,
     dropout_is_one_operator_with_a_mask,
     kernels_on_lists_have_tables,
 )

@@ -31,4 +31,4 @@ def test_a_rank_whose_peer_does_not_come_is_ended(pools: Pools, operation: str, 
         pools.run(task, world_size=2, deadline_s=PEER_SLEEPS_S, env=hardware.environment("sim"))
     assert (caught.value.kind, caught.value.reason) == ("crash", "rank 0 was killed by SIGABRT")
     message = rf"\[Rank 0\] Watchdog caught collective operation timeout: WorkSim\(SeqNum=1, OpType={operation}, "
-    assert re.search(rf"{message}Timeout\(ms\)=500\) ran for \d{3, 5} milliseconds", caught.value.details())
+    assert re.search(rf"{message}Timeout\(ms\)=500\) ran for \d{{3,5}} milliseconds", caught.value.details())

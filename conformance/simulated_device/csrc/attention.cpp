@@ -4,6 +4,7 @@
 // are not: https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp
 // `conformance/numerics/device_operators.py` has it for oracles. CUDA's flash attention pads head sizes to multiples of 8
 // before; the CPU's kernel would round otherwise then.
+#include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_fused_sdp_choice.h>
 #include <ATen/ops/_scaled_dot_product_attention_math.h>
@@ -13,7 +14,10 @@
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
+
+#include <limits>
 
 #include "kernels.h"
 #include "views.h"
@@ -27,6 +31,25 @@ using MaybeTensor = std::optional<at::Tensor>;
 constexpr int64_t kFlashOfCpu = 1; // sdp::SDPBackend::flash_attention, ATen/SDPBackend.h
 constexpr int64_t kFlashMaxHeadSize = 256;
 constexpr int64_t kRowsOfSums = 32; // efficient attention has sums for multiples of as many rows: kAlignLSE
+
+// The CPU's choice, were its fused kernel not switched off.
+struct WithFlash {
+  WithFlash() {
+    at::globalContext().setSDPUseFlash(true);
+  }
+  ~WithFlash() {
+    at::globalContext().setSDPUseFlash(was_on_);
+  }
+
+ private:
+  bool was_on_ = at::globalContext().userEnabledFlashSDP();
+};
+
+// What is added to scores: a mask of bools keeps where it is true.
+MaybeTensor as_bias(const MaybeTensor& mask, at::ScalarType dtype) {
+  if (!mask || !mask->defined() || mask->scalar_type() != at::kBool) return mask;
+  return at::zeros_like(*mask, dtype).masked_fill_(mask->logical_not(), -std::numeric_limits<double>::infinity());
+}
 
 struct Attention {
   const at::Tensor &query, &key, &value;
@@ -46,6 +69,7 @@ struct Attention {
   bool is_fused_on_cpu() const {
     if (has_mask() && mask->requires_grad()) return false;
     BelowDispatch below;
+    WithFlash flash;
     MaybeTensor of_mask;
     if (has_mask()) of_mask = kernel_view(*mask);
     return kFlashOfCpu ==
@@ -53,10 +77,12 @@ struct Attention {
                kernel_view(query), kernel_view(key), kernel_view(value), of_mask, dropout, is_causal, scale, enable_gqa);
   }
   bool is_flash() const {
+    if (!at::globalContext().userEnabledFlashSDP()) return false;
     bool is_square = query.size(-2) == key.size(-2);
     return is_half() && !has_mask() && query.size(-1) <= kFlashMaxHeadSize && (is_square || !is_causal);
   }
   bool is_efficient() const {
+    if (!at::globalContext().userEnabledMemEfficientSDP()) return false;
     int64_t alignment = is_half() ? 8 : 4;
     return (is_half() || query.scalar_type() == at::kFloat) && query.size(-1) % alignment == 0;
   }
@@ -74,16 +100,17 @@ at::Tensor scaled_dot_product_attention(
     bool is_causal,
     std::optional<double> scale,
     bool enable_gqa) {
-  Attention attention{query, key, value, mask, dropout, is_causal, scale, enable_gqa};
+  MaybeTensor bias = as_bias(mask, query.scalar_type());
+  Attention attention{query, key, value, bias, dropout, is_causal, scale, enable_gqa};
   bool is_fused = attention.is_fused_on_cpu();
   if (is_fused && attention.is_flash())
     return std::get<0>(
         at::_scaled_dot_product_flash_attention(query, key, value, dropout, is_causal, /*return_debug_mask=*/false, scale));
   if (is_fused && attention.is_efficient())
     return std::get<0>(at::_scaled_dot_product_efficient_attention(
-        query, key, value, mask, attention.has_gradient(), dropout, is_causal, scale));
+        query, key, value, bias, attention.has_gradient(), dropout, is_causal, scale));
   return std::get<0>(at::_scaled_dot_product_attention_math(
-      query, key, value, mask, dropout, is_causal, std::nullopt, scale, enable_gqa));
+      query, key, value, bias, dropout, is_causal, std::nullopt, scale, enable_gqa));
 }
 
 // Result of the shape (batch, heads, rows, head size) with the heads of a row side by side in memory, as all kernels have
