@@ -73,7 +73,7 @@ def on_device(change: dict[str, tuple[int, int]]) -> Measure:
 
     def measure(experiment: Experiment[Any], cell: Cell, *, on_device: bool = False) -> list[Any]:
         assert on_device == experiment.alone, "activations must be those of the device"
-        results = measured(change)(experiment, cell)
+        results = measured(change, kernels=False)(experiment, cell)
         return results if experiment.alone else [with_device_metrics(memory) for memory in results]
 
     return measure

@@ -62,7 +62,8 @@ def test_a_precondition_fails(
 class Ran:
     """Record of a run whose ranks have handed these operands to operators."""
 
-    def __init__(self, *ranks: list[str]) -> None:
+    def __init__(self, *ranks: list[str], device_type: str = "cpu") -> None:
+        self.device_type = device_type
         self.ranks = [SimpleNamespace(operands=operands) for operands in ranks]
 
 
@@ -81,6 +82,17 @@ def test_other_operands_than_those_of_the_emulation_fail(
     law(lambda _: Ran(["a"], ["b"]), Cell())  # type: ignore[arg-type]
     with pytest.raises(ConformanceFailure, match=message):
         law(lambda _: Ran(*ranks), Cell())  # type: ignore[arg-type]
+
+
+def test_fused_attentions_are_one_kernel_on_the_simulated_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_cpu, of_cuda = (
+        f"aten::_scaled_dot_product_{name}(a)" for name in ("flash_attention_for_cpu", "flash_attention")
+    )
+    monkeypatch.setattr(laws, "operands_of_emulation", lambda _: {of_cpu})
+    law = laws.test_emulation_has_the_operands_of_the_run
+    law(lambda _: Ran([of_cuda], device_type="sim"), Cell())  # type: ignore[arg-type]
+    with pytest.raises(ConformanceFailure, match="operands in the run alone: measured 1"):
+        law(lambda _: Ran([of_cuda], device_type="cuda"), Cell())  # type: ignore[arg-type]
 
 
 def test_an_emulation_of_which_nothing_is_seen_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

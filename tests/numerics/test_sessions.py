@@ -16,7 +16,7 @@ CELL = ("--cells", "id = tp2-fp32-default-meta", "--laws", "PAR-1,ENV-5")
 CUTTING = """
 import torch
 from conformance.oracles import virtual_tp
-virtual_tp._gathered = lambda shards: torch.cat(shards, -1)
+virtual_tp._gathered = lambda shards, dim, is_view=False: torch.cat(shards, dim)
 """
 OTHER = Arithmetic(kernels="other:1", sums="ring")
 

@@ -214,20 +214,25 @@ def test_one_rank_gathers_nothing() -> None:
     assert predict(config, dims, shapes, empty_profile())["forward"].peak_bytes == largest
 
 
-def measured(change: Mapping[str, tuple[int, int]]) -> Measure:
-    """Return the fixture `measure`: what the model predicts without activations, and changes by phase in bytes."""
+def measured(change: Mapping[str, tuple[int, int]], *, kernels: bool = True) -> Measure:
+    """Return the fixture `measure`: what the model predicts without activations, and changes by phase in bytes.
+
+    Without `kernels` it is what a device with kernels for FSDP2's copies needs.
+    """
 
     def measure(experiment: Experiment[Any], cell: Cell, *, on_device: bool = False) -> list[Any]:
         if experiment is without_fsdp.profile_without_fsdp:
             return [empty_profile()]
-        return [step_memory(cell, change)] * (1 if experiment.alone or experiment.sampled else cell.world_size)
+        return [step_memory(cell, change, kernels=kernels)] * (
+            1 if experiment.alone or experiment.sampled else cell.world_size
+        )
 
     return measure
 
 
-def step_memory(cell: Cell, change: Mapping[str, tuple[int, int]]) -> StepMemory:
+def step_memory(cell: Cell, change: Mapping[str, tuple[int, int]], *, kernels: bool = True) -> StepMemory:
     segments = []
-    for phase, usage in predict(*sizes_of(cell), empty_profile()).items():
+    for phase, usage in predict(*sizes_of(cell), empty_profile(), kernels=kernels).items():
         peak, rest = change.get(phase, (0, 0))
         segments.append(MemorySegment(phase, 0, usage.peak_bytes + peak, usage.end_bytes + rest))
     return StepMemory(segments, [], held_before_bytes=resident_bytes(*sizes_of(cell)))
