@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from conformance.instruments.dispatch_tap import DispatchTap, Handler
+from conformance.numerics import other_kernels
 from conformance.numerics.device_operators import fused_norms, has_fused_attention, has_fused_norms
 from conformance.simulated_device import device
 from conformance.simulated_device.schedules import Schedule
@@ -23,7 +24,7 @@ RATES = (0.1, 0.3, 0.5)
 
 
 def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def computed(
@@ -164,6 +165,32 @@ def kernels_on_lists_have_tables() -> None:
         assert peak_bytes(norms([*shards[:2], large], order)) == two_chunks, order
 
 
+def losses(scores: Tensor, bias: Tensor) -> Tensor:
+    labels = torch.arange(scores.shape[0], device=scores.device) % scores.shape[1]
+    return F.cross_entropy(torch.addmm(bias, scores, scores.mT @ scores), labels)
+
+
+def sums(x: Tensor) -> Tensor:
+    batch = torch.bmm(x.view(4, -1, 8), x.view(4, -1, 8).mT).softmax(-1)
+    return batch.sum((0, 1)) * x.mean(0).sum() + torch.linalg.vector_norm(x)
+
+
+def other_kernels_compute_on_the_device() -> None:
+    """Each operator that has another kernel on the CPU has it on the device; without, the numbers are others."""
+    functions = {
+        losses: (normal(24, 16, dtype=torch.float32), normal(16, dtype=torch.float32)),
+        sums: (normal(48, 8, dtype=torch.float32),),
+        attend: tuple(normal(2, 4, 16, 8, dtype=torch.float32, seed=seed) for seed in range(3)),
+    }
+    device.follow(Schedule.parse("lazy"))
+    own = {each: computed(each, *inputs, where="cpu")[0] for each, inputs in functions.items()}
+    other_kernels.install(1)
+    for each, inputs in functions.items():
+        expected, _ = computed(each, *inputs, where="cpu")
+        require_equal(computed(each, *inputs, where="sim")[0], expected, each)
+        assert not all(torch.equal(*pair) for pair in zip(own[each], expected, strict=True)), each
+
+
 CHECKS = (
     norms_are_one_operator,
     attention_is_what_cuda_chooses,
@@ -171,6 +198,7 @@ CHECKS = (
     switches_of_attention_are_obeyed,
     dropout_is_one_operator_with_a_mask,
     kernels_on_lists_have_tables,
+    other_kernels_compute_on_the_device,
 )
 
 

@@ -276,6 +276,22 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
+// Operators that torch would call as their variants with `out`. Sessions with other kernels replace the ones without
+// (`conformance/numerics/other_kernels.py`), in all processes: the device must not go on with torch's own.
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+  for (const char* name :
+       {"mm",
+        "bmm",
+        "addmm",
+        "sum.dim_IntList",
+        "mean.dim",
+        "linalg_vector_norm",
+        "_softmax",
+        "_log_softmax",
+        "nll_loss_forward"})
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+
 TORCH_LIBRARY_IMPL(_, AutogradPrivateUse1, library) {
   library.fallback(torch::CppFunction::makeFallthrough());
 }
