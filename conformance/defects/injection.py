@@ -50,6 +50,11 @@ class Defect:
     """Context of the benign twin, a correct change of the same code."""
     hangs: bool = False
     """True if the run never ends: the verdict of the laws is then `timeout` instead of `fail`."""
+    raises: str = ""
+    """Type of the exception that is the symptom of the fault, such as `RuntimeError`; empty if ranks finish.
+
+    Any other exception of a rank means that the injection does not fit the code that it replaces.
+    """
     substrates: tuple[Substrate, ...] = REAL
     """Substrates that show the defect; laws of simulated worlds are judged on each of these as well."""
     since: str = "2.6"

@@ -16,14 +16,15 @@ from conformance.judge.margins import margin
 from conformance.judge.verdicts import Verdict
 from conformance.laws.registry import asserted_laws
 from conformance.numerics.arithmetic import OWN, Arithmetic
-from conformance.outcomes import swept_metric
+from conformance.outcomes import CellFailed, swept_metric
 from conformance.plan.lock import lock_file
 from conformance.plan.matrix import Case
 from conformance.project import PROJECT, data_file
 from conformance.run.devices.hardware import Hardware
 
 HANG_DEADLINE_S = 5.0
-_MISFIT = "TypeError"
+_MISFITS = ("AttributeError", "NameError", "TypeError", "UnboundLocalError")
+"""Exceptions of an injection that does not fit the code around it."""
 
 
 class LawTrial(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,9 +163,15 @@ def passes(twin: Judged, *defects: Defect) -> bool:
 
 
 def _is_kill(judged: Judged, defect: Defect) -> bool:
-    """A TypeError means that the injection does not fit what it replaces: nothing was detected."""
-    expected = Verdict.TIMEOUT if defect.hangs else Verdict.FAIL
-    return judged.verdict == expected and _MISFIT not in judged.reason
+    """Return whether a law has detected a defect, by a measurement or by the symptom that the defect states.
+
+    Nothing has judged a run in which a rank raises: code that an injection does not fit raises as well.
+    """
+    if judged.verdict != (Verdict.TIMEOUT if defect.hangs else Verdict.FAIL):
+        return False
+    if isinstance(judged.error, CellFailed) and judged.error.failure.kind == "raised":
+        return bool(defect.raises) and f"raised {defect.raises}: " in judged.reason
+    return not any(misfit in judged.reason for misfit in _MISFITS)
 
 
 def _caught_by_others(case_judge: CaseJudge, defect: Defect) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ import importlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,38 @@ def test_a_defect_that_does_nothing_escapes_and_a_wrong_twin_fails(
     trial = try_defect(case_judge, real)
     assert trial.escapes == real.laws
     assert trial.false_alarms == (real.laws if twin == CHEAP else ())
+
+
+@pytest.mark.parametrize(
+    ("error", "symptom", "is_caught"),
+    [
+        ("RuntimeError('torch refuses')", "", False),
+        ("RuntimeError('torch refuses')", "ValueError", False),
+        ("RuntimeError('torch refuses')", "RuntimeError", True),
+        ("NameError('name x is not defined')", "", False),
+    ],
+)
+def test_a_run_that_merely_raises_is_no_kill(
+    case_judge: CaseJudge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str, symptom: str, is_caught: bool
+) -> None:
+    """A symptom is stated by its type; the exception comes from a file of torch, as that of an edited statement does."""
+    source = f"def step(*_, **__):\n    raise {error}\n"
+    (tmp_path / "raising.py").write_text(
+        "import torch\n"
+        "from conformance.defects.injection import replaced\n"
+        "names = {}\n"
+        f"exec(compile({source!r}, torch.__file__, 'exec'), names)\n"
+        "def fault():\n"
+        "    return replaced('torch.optim:AdamW', 'step', lambda _: names['step'])\n"
+    )
+    real, judge = BY_ID[CHEAP], case_judge.judge
+    names = {CHEAP: f"{tmp_path / 'raising.py'}:fault", f"{CHEAP}.twin": f"{CHEAP}.twin"}
+    monkeypatch.setattr(
+        case_judge, "judge", lambda cases, *, defect, **options: judge(cases, defect=names[defect], **options)
+    )
+    trial = try_defect(case_judge, replace(real, raises=symptom))
+    assert all(error.split("(")[0] in law.reason for law in trial.laws.values()), trial
+    assert trial.escapes == (() if is_caught else real.laws)
 
 
 def test_results_are_reused_until_something_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,17 +167,19 @@ def kernels_on_lists_have_tables() -> None:
 
 def losses(scores: Tensor, bias: Tensor) -> Tensor:
     labels = torch.arange(scores.shape[0], device=scores.device) % scores.shape[1]
-    return F.cross_entropy(torch.addmm(bias, scores, scores.mT @ scores), labels)
+    loss: Tensor = F.cross_entropy(torch.addmm(bias, scores, scores.mT @ scores), labels)
+    return loss
 
 
 def sums(x: Tensor) -> Tensor:
     batch = torch.bmm(x.view(4, -1, 8), x.view(4, -1, 8).mT).softmax(-1)
-    return batch.sum((0, 1)) * x.mean(0).sum() + torch.linalg.vector_norm(x)
+    total: Tensor = batch.sum() * x.mean(0).sum() + torch.linalg.vector_norm(x)
+    return total
 
 
 def other_kernels_compute_on_the_device() -> None:
     """Each operator that has another kernel on the CPU has it on the device; without, the numbers are others."""
-    functions = {
+    functions: dict[Callable[..., Tensor], tuple[Tensor, ...]] = {
         losses: (normal(24, 16, dtype=torch.float32), normal(16, dtype=torch.float32)),
         sums: (normal(48, 8, dtype=torch.float32),),
         attend: tuple(normal(2, 4, 16, 8, dtype=torch.float32, seed=seed) for seed in range(3)),
