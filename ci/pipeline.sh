@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # The jobs of .github/workflows/conformance.yml, for any other CI or a shell: ci/pipeline.sh JOB [i/n]
 #
+#   check          ruff and mypy
 #   push           the suite's own tests, and profile smoke
+#   changes        the defects, with their twins, that are defined in files which the commits since BASE have changed
 #   pull-request   profile pr, or its i-th shard of n
 #   nightly        profile nightly (or a shard), on TORCH=VERSION where that is set
 #   detection      every defect and its twin on the default torch: the suite must still catch the defects
@@ -11,7 +13,8 @@
 #   package        files of ci/ that run the suite elsewhere, by their linters, and a wheel in an empty environment
 #   gpu            profile certify on this machine's devices: no waivers, no unsupported cases
 #
-# Reports are left in conformance-report/. Where GITHUB_STEP_SUMMARY names a file, the summaries are added to it.
+# BASE is a commit, by default the one before the last. Reports are left in conformance-report/. Where
+# GITHUB_STEP_SUMMARY names a file, the summaries are added to it.
 # Exit status 1 if a job fails, 4 for an unknown job.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
@@ -32,9 +35,17 @@ summarize() { # FILE
 }
 
 case $job in
+  check) make check || status=1 ;;
   push)
     "${make[@]}" test || status=1
     conformance smoke
+    ;;
+  changes)
+    base=${BASE:-HEAD~1}
+    if git rev-parse --quiet --verify "$base^{commit}" >/dev/null; then # not in a clone of one commit
+      make environment || exit 1
+      .venv/bin/python -m conformance defects --changed-since "$base" || status=1
+    fi
     ;;
   pull-request) conformance pr ;;
   nightly) conformance nightly ;;
@@ -66,7 +77,7 @@ case $job in
     ;;
   gpu) conformance certify ;;
   *)
-    sed -n '2,15s/^# \?//p' "${BASH_SOURCE[0]}" >&2
+    sed -n '2,18s/^# \?//p' "${BASH_SOURCE[0]}" >&2
     exit 4
     ;;
 esac

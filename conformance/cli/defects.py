@@ -14,6 +14,7 @@ def add_parser(commands: Commands) -> None:
     """Add the command."""
     parser = commands.add_parser("defects", help="inject every known fault: is each caught by the laws that must?")
     parser.add_argument("id", nargs="*", help="only these defects (default: all)")
+    parser.add_argument("--changed-since", metavar="COMMIT", help="only those whose files differ from this commit's")
     add_profile(parser)
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="processes, each with its own ranks")
     parser.add_argument("--kernels", default=OWN.kernels, metavar="WHICH", help="as for a session")
@@ -32,22 +33,29 @@ def add_parser(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> Answer:
     """Try the defects.
 
-    Raises ValueError for an unknown profile, defect or arithmetic, for a number of workers below 1, and outside of a
-    checkout for the docs.
+    Raises ValueError for an unknown profile, defect, commit or arithmetic, for a number of workers below 1, and outside
+    of a checkout for the docs and for a commit.
     """
-    if options.write_docs:
-        require_checkout("--write-docs")
+    for name, given in {"--write-docs": options.write_docs, "--changed-since": options.changed_since}.items():
+        if given:
+            require_checkout(name)
     if options.workers < 1:
         raise ValueError(f"--workers {options.workers}: at least 1")
+    from conformance.detection.choice import changed_since
     from conformance.detection.kill_matrix import kill_matrix
     from conformance.detection.rendering import as_html, as_markdown, as_text
 
     directory: Path = options.report_dir
+    only = options.id
+    if options.changed_since:
+        only = [defect.id for defect in changed_since(options.changed_since) if not only or defect.id in only]
+        if not only:
+            return Answer(f"no defect has changed since {options.changed_since}", 0)
     matrix = kill_matrix(
         profile=options.profile,
         directory=directory,
         workers=options.workers,
-        only=options.id,
+        only=only,
         arithmetic=Arithmetic.parse(kernels=options.kernels, sums=options.sums),
     )
     (directory / "kill_matrix.html").write_text(as_html(matrix))

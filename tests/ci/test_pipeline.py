@@ -32,6 +32,7 @@ def run(tmp_path: Path, *arguments: str, make: str = "exit 0", **environment: st
     ("arguments", "asked"),
     [
         (["push"], ["make test", "make conformance PROFILE=smoke ARGS="]),
+        (["check"], ["make check"]),
         (["pull-request", "2/4"], ["make conformance PROFILE=pr ARGS=--shard 2/4"]),
         (["nightly"], ["make conformance PROFILE=nightly ARGS="]),
         (["gpu"], ["make conformance PROFILE=certify ARGS="]),

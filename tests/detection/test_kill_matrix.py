@@ -117,7 +117,7 @@ def test_a_defect_that_does_nothing_escapes_and_a_wrong_twin_fails(
 def test_a_run_that_merely_raises_is_no_kill(
     case_judge: CaseJudge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str, symptom: str, is_caught: bool
 ) -> None:
-    """The exception comes from a file of torch, as that of an edited statement does; a symptom is stated by its type."""
+    """The exception comes from a file of torch, as that of an edited statement does."""
     source = f"def step(*_, **__):\n    raise {error}\n"
     (tmp_path / "raising.py").write_text(
         "import torch\n"
