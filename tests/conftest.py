@@ -1,7 +1,9 @@
 """Set-up of all tests, and fixtures that several of them share."""
 
+import json
 import signal
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
@@ -24,23 +26,42 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 torch.set_num_threads(1)  # as in every process that judges, see `hardware.ONE_THREAD`
 
+DURATIONS = PROJECT / "tests" / "durations.json"
+"""Seconds that the tests of a file take, by its path below `tests`, from a run with `--write-durations`."""
 
-LONG = (
-    "defects/test_defects",
-    "pytest_plugin/test_session",
-    "run/test_multihost",
-    "laws/test_axes",
-    "pytest_plugin/test_miniatures",
-    "reference_trainer/test_resume",
-    "reference_trainer/test_cli",
-    "run/devices/test_device_leases",
-)
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that keeps durations."""
+    parser.addoption("--write-durations", action="store_true", help=f"keep how long files took in {DURATIONS.name}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort long files first, so that with `--no-loadscope-reorder` no worker starts one of them at the end."""
-    first = {PROJECT / "tests" / f"{name}.py": index for index, name in enumerate(LONG)}
-    items.sort(key=lambda item: first.get(item.path, len(LONG)))
+    seconds = json.loads(DURATIONS.read_text())
+    items.sort(key=lambda item: -seconds.get(below_tests(item.nodeid), 0.0))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Show how long the folders took, in seconds of one worker, and the longest files; keep all if asked to."""
+    seconds: dict[str, float] = defaultdict(float)
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[below_tests(report.nodeid)] += report.duration
+    folders: dict[str, float] = defaultdict(float)
+    for file, spent_s in seconds.items():
+        folders[file.partition("/")[0]] += spent_s
+    for title, spent in (("folders", folders), ("longest files", seconds)):
+        longest = sorted(spent.items(), key=lambda item: -item[1])[:10]
+        terminalreporter.write_line(f"{title}: " + ", ".join(f"{name} {spent_s:.0f} s" for name, spent_s in longest))
+    if config.getoption("write_durations"):
+        kept = {file: round(spent_s, 1) for file, spent_s in sorted(seconds.items()) if spent_s >= 1.0}
+        DURATIONS.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def below_tests(nodeid: str) -> str:
+    """Return the path of a test's file below `tests`."""
+    return nodeid.partition("::")[0].removeprefix("tests/")
 
 
 @pytest.fixture(scope="session", autouse=True)
