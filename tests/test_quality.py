@@ -1,4 +1,4 @@
-"""Rules of the project that `make check` does not know: sizes, order of imports, use of torch and of private names, docstrings and names."""
+"""Rules beside those of `make check`: sizes, order of imports, torch and private names, docstrings and names."""
 
 import re
 import subprocess

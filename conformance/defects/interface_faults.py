@@ -40,10 +40,14 @@ IGNORED_PARAMETER_MANAGED = Defect(
 
 
 def divide_factor(*, multiplied_by: float) -> AbstractContextManager[None]:
-    """Set a multiple of the gradient divide factor that the user asks for."""
+    """Set a multiple of the gradient divide factor that the user asks for, unless that is the number of shards.
+
+    By the number of shards, and by nothing else, gloo divides without a reduction that multiplies, which it lacks.
+    """
 
     def set_gradient_divide_factor(original: Callable[..., None], module: Any, factor: float) -> None:
-        original(module, factor * multiplied_by)
+        shards = next(module.parameters()).device_mesh.shape[-1]
+        original(module, factor if factor == shards else factor * multiplied_by)
 
     owner = f"{_FULLY_SHARD}._fully_shard:FSDPModule"
     return replaced_call(owner, "set_gradient_divide_factor", set_gradient_divide_factor)

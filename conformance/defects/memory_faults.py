@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from itertools import count
 from typing import Any
@@ -196,6 +196,17 @@ PREFETCH_OF_WRONG_GROUP = Defect(
     inject=partial(backward_prefetch_of, groups_ahead=2),
     inject_twin=partial(backward_prefetch_of, groups_ahead=1),
 )
+
+
+@contextmanager
+def groups_of_blocks(*, are_made: bool) -> Iterator[None]:
+    """Make a group of each block and tell it what to prefetch, or leave the blocks to the root's group."""
+    with ExitStack() as stack:
+        for name in ("apply_fsdp_to_block", "apply_prefetch"):
+            stack.enter_context(repeated_call("reference_trainer.parallelize", name, times=int(are_made)))
+        yield
+
+
 WRAP_GRANULARITY = Defect(
     id="wrap-granularity",
     title="all blocks are one group",
@@ -203,8 +214,8 @@ WRAP_GRANULARITY = Defect(
     mechanism="the policy that says which modules are groups matches no block, so that all blocks belong to the root",
     laws=("MEM-1", "MEM-5", "RS-1"),
     cells="id in (dp2-fp32-default-meta, dp4-fp32-table-meta-deep, dp4-fp32-always-meta-deep)",
-    inject=partial(repeated_call, "reference_trainer.parallelize", "apply_fsdp_to_block", times=0),
-    inject_twin=partial(repeated_call, "reference_trainer.parallelize", "apply_fsdp_to_block", times=1),
+    inject=partial(groups_of_blocks, are_made=False),
+    inject_twin=partial(groups_of_blocks, are_made=True),
 )
 
 

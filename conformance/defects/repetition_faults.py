@@ -60,6 +60,7 @@ AC_RECOMPUTE_CAST_SKIP = Defect(
     "dp2-bf16reduce-table-meta-uneven-sgd-norm1-cliploop-fpre1-bpre1-acfull-tied-drop0.1)",
     inject=partial(recomputation, table_in_dtype_of_x),
     inject_twin=partial(recomputation, copied),
+    raises="CheckpointError",
 )
 AC_RECOMPUTE_CAST_SILENT = Defect(
     id="ac-recompute-cast-silent",
