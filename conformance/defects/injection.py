@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 from conformance.plan.substrates import REAL, Substrate
+from reference_trainer.checks import UsageError
 
 Injection = Callable[[], AbstractContextManager[Any]]
 """Function that returns a context in which a fault is in force."""
@@ -59,15 +60,15 @@ class Defect:
 def from_file(text: str) -> Any:
     """Load the object that `FILE.py:NAME` names: a user's own Defect, or a function that returns a fault's context.
 
-    Raises ValueError if there is no such file or name, if the file cannot be imported, or if the object is neither.
+    Raises UsageError if there is no such file or name, if the file cannot be imported, or if the object is neither.
     """
     path, _, name = text.rpartition(":")
     file = Path(path).resolve()
     if file.suffix != ".py" or not file.is_file():
-        raise ValueError(f"--defect {text}: no file {file}; write FILE.py:NAME")
+        raise UsageError(f"--defect {text}: no file {file}; write FILE.py:NAME")
     fault = getattr(_imported(file), name, None)
     if not isinstance(fault, Defect) and not callable(fault):
-        raise ValueError(f"--defect {text}: {file.name} has no Defect, and no function without arguments, named {name}")
+        raise UsageError(f"--defect {text}: {file.name} has no Defect, and no function without arguments, named {name}")
     return fault
 
 
@@ -79,7 +80,7 @@ def _imported(file: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise ValueError(f"--defect: {file} cannot be imported: {type(error).__name__}: {error}") from error
+        raise UsageError(f"--defect: {file} cannot be imported: {type(error).__name__}: {error}") from error
     return module
 
 

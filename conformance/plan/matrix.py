@@ -13,6 +13,7 @@ from conformance.plan.lock import PlannedCell, locked_cells, within
 from conformance.plan.scopes import Scope, declared_scopes
 from conformance.plan.selection import Selection, SelectionError
 from conformance.project import LAWS_DIRECTORY
+from reference_trainer.checks import UsageError
 from reference_trainer.strict_yaml import Document, allowed, load
 
 
@@ -72,15 +73,15 @@ class Matrix:
         return tuple(self.scopes)
 
     def profile(self, name: str) -> Profile:
-        """Return the profile of this name; raises ValueError for an unknown profile."""
+        """Return the profile of this name; raises UsageError for an unknown profile."""
         if name not in self.profiles:
-            raise ValueError(f"unknown profile `{name}`{allowed(name, self.profiles)}")
+            raise UsageError(f"unknown profile `{name}`{allowed(name, self.profiles)}")
         return self.profiles[name]
 
     def profile_cells(self, name: str, *, budget_s: float | None = None) -> tuple[Cell, ...]:
         """Return the cells of a profile, best first, or with a budget the first of which a session ends in that time.
 
-        Raises ValueError for an unknown profile.
+        Raises UsageError for an unknown profile.
         """
         profile = self.profile(name)
         selected = compiled(profile.cells) if profile.cells else None
@@ -100,7 +101,7 @@ class Matrix:
     ) -> tuple[Case, ...]:
         """Return the cases of a profile: of each cell, best first, those of all laws that hold there.
 
-        `seed` is added to the seed of each cell after the cell was selected. Raises ValueError for an unknown profile.
+        `seed` is added to the seed of each cell after the cell was selected. Raises UsageError for an unknown profile.
         """
         if (profile, budget_s) not in self._cases:
             cells = self.profile_cells(profile, budget_s=budget_s)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from conformance.plan.cells import Cell
 from conformance.plan.gaps import GAPS, Gap
-from conformance.plan.selection import Facts, Selection, parse
+from conformance.plan.selection import Facts, Selection, SelectionError, parse
 from reference_trainer.strict_yaml import allowed
 
 _DECORATOR = "law"
@@ -53,7 +53,7 @@ def scope(law: str, *, where: str, gaps: Sequence[str] = (), numbers: bool = Fal
             raise ValueError(f"law {law}: unknown gap `{name}`{allowed(name, GAPS)}")
     try:
         return Scope(law, parse(where), tuple(GAPS[name] for name in gaps), numbers)
-    except ValueError as error:
+    except SelectionError as error:
         raise ValueError(f"law {law}: {error}") from None
 
 

@@ -28,6 +28,7 @@ from conformance.report.github import annotations
 from conformance.report.html import html_report
 from conformance.report.schema import CaseResult, Footer, Header, Report
 from conformance.report.text import markdown, terminal_lines
+from reference_trainer.checks import UsageError
 
 
 class Controller:
@@ -38,7 +39,7 @@ class Controller:
         self._directory, self._baseline = setup.report_directory, setup.baseline
         try:
             self._files = ReportFiles(self._directory, records=setup.store.directory)
-        except ValueError as error:
+        except UsageError as error:
             raise pytest.UsageError(str(error)) from None
         self._start_s = time.monotonic()
         self._header = _header(setup)

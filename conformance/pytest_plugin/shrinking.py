@@ -27,6 +27,7 @@ from conformance.report.schema import CaseResult
 from conformance.report.shared_axes import spelled
 from conformance.report.smallest import Smallest
 from conformance.report.wording import is_outside
+from reference_trainer.checks import UsageError
 
 Judge = Callable[[Case, float], Judged]
 """Function that judges a case within a number of seconds."""
@@ -196,5 +197,5 @@ def _is_possible(case: Case, matrix: Matrix) -> bool:
         return False
     try:
         return case.cell.config is not None
-    except ValueError:
+    except UsageError:
         return False
