@@ -1,7 +1,6 @@
 """Injection of faults into a rank process: an attribute of a module or class is replaced while a run lasts."""
 
 import importlib
-import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
+from conformance.importing import load_file
 from conformance.plan.substrates import REAL, Substrate
 from reference_trainer.checks import UsageError
 
@@ -73,15 +73,10 @@ def from_file(text: str) -> Any:
 
 
 def _imported(file: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"conformance_user_defect_{file.stem}", file)
-    assert spec is not None, "a file whose name ends in .py has a loader"
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        return load_file(file)
     except Exception as error:
         raise UsageError(f"--defect: {file} cannot be imported: {type(error).__name__}: {error}") from error
-    return module
 
 
 @contextmanager
