@@ -88,8 +88,10 @@ class Matrix:
         planned = [each for each in self.planned if selected is None or selected(each.cell)]
         if budget_s is not None:
             return tuple(each.cell for each in within(planned, budget_s))
-        must = [each for each in planned if profile.must == "all" or each.section in profile.must]
-        more = within([each for each in planned if each not in must], self._left_s(profile, must))
+        must, others = [], []
+        for each in planned:
+            (must if profile.must == "all" or each.section in profile.must else others).append(each)
+        more = within(others, self._left_s(profile, must))
         chosen = {each.cell for each in (*must, *more)}
         return tuple(each.cell for each in planned if each.cell in chosen)
 
