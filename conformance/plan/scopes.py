@@ -37,12 +37,13 @@ class Scope:
 
     def judges(self, facts: Facts) -> bool:
         """Return whether the law is judged on a cell with these facts, which are computed once for many laws."""
-        return self.where.holds(facts) and self.gap(facts) is None
+        return self.where.holds(facts) and self._gap(facts) is None
 
     def gap(self, facts: Facts) -> Gap | None:
         """Return the first gap that leaves out a cell of which the MUST speaks; None if there is none."""
-        if not self.where.holds(facts):
-            return None
+        return self._gap(facts) if self.where.holds(facts) else None
+
+    def _gap(self, facts: Facts) -> Gap | None:
         return next((gap for gap in self.gaps if gap.selection.holds(facts)), None)
 
 
