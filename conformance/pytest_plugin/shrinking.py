@@ -7,7 +7,6 @@ import inspect
 import re
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -151,7 +150,7 @@ def session_judge(setup: SessionSetup) -> Judge:
 
     def judge_within(case: Case, limit_s: float) -> Judged:
         law = asserted_laws()[case.law]
-        store = replace(setup.store, deadline_s=min(setup.store.deadline_s, limit_s))
+        store = setup.store.within(limit_s)
         return judge(
             case, law.law, law.test, store, machine=setup.machine, profile=setup.profile, waivers=setup.waivers
         )

@@ -1,5 +1,6 @@
 """Record store: a directory in which each cell is run once per session, by the worker that needs its record first."""
 
+import copy
 import hashlib
 import time
 from collections.abc import Callable, Iterator
@@ -82,6 +83,12 @@ class RecordStore:
     def results(self, header: Header, measure: Execute, clock: Clock) -> list[Any]:
         """Return the result of each rank in builtin types; runs `measure` and raises as `record` does."""
         return self._results(self._once(header, measure, clock))
+
+    def within(self, limit_s: float) -> "RecordStore":
+        """Return a store whose cases have at most this time; both share what they have read."""
+        shorter = copy.copy(self)
+        shorter.deadline_s = min(self.deadline_s, limit_s)
+        return shorter
 
     @contextmanager
     def writing(self) -> Iterator[None]:

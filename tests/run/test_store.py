@@ -3,6 +3,7 @@
 import errno
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from conformance.plan.cells import Cell
@@ -40,3 +41,16 @@ def test_a_record_that_cannot_be_written_is_told_with_its_directory(tmp_path: Pa
 
     with pytest.raises(Unwritable, match="No such file or directory"):
         store(tmp_path / "records").record(HEADER, remove, Clock())
+
+
+def test_a_store_with_less_time_shares_what_was_read(tmp_path: Path) -> None:
+    of_session = store(tmp_path)
+    record = of_session.record(HEADER, lambda _: RecordFile(header=HEADER, ranks=msgspec.Raw(b"[]")), Clock())
+
+    def execute(_directory: Path) -> RecordFile:
+        raise AssertionError("recorded already")
+
+    for limit_s in (3.0, 600.0):
+        shorter = of_session.within(limit_s)
+        assert shorter.record(HEADER, execute, Clock()) is record
+        assert (shorter.deadline_s, of_session.deadline_s) == (min(limit_s, 60), 60)
