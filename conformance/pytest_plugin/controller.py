@@ -3,6 +3,7 @@
 import datetime
 import json
 import time
+import traceback
 from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
@@ -156,7 +157,7 @@ class Controller:
             write(f"\n{self._baseline.difference(self._report)}")
 
     def _with_smallest(self, report: Report, config: pytest.Config) -> Report:
-        """Return the report with the smallest failing cells, if something failed; a mistake here costs no report."""
+        """Return the report with the smallest failing cells, if something failed, or why the search had no end."""
         groups = failure_groups(report)
         if self._setup.shrink_s <= 0 or not has_combined(self._setup, groups):
             return report
@@ -167,8 +168,9 @@ class Controller:
         try:
             return replace(report, smallest=smallest_cells(self._setup, report.cases, groups))
         except (KeyboardInterrupt, Exception) as error:
-            self._search_failure = f"no smallest failing cells: the search ended with {type(error).__name__}: {error}"
-            return report
+            ended = f"the search ended with {type(error).__name__}: {error}"
+            self._search_failure = f"no smallest failing cells: {ended}; report.json has the traceback"
+            return replace(report, search_failure=traceback.format_exc())
 
     def _begin_progress(self) -> None:
         if self._progress is not None:
