@@ -34,8 +34,10 @@ may be slow.
 """
 _MESHES = itertools.count(1)
 """Numbers of the meshes of all trials of this process."""
-_WAITED = re.compile(f"{PEER_LOSS_MESSAGE.pattern}|timeout|pair closure", re.IGNORECASE)
-"""Errors of a rank that has waited for another one."""
+_WAITED = re.compile(
+    f"{PEER_LOSS_MESSAGE.pattern}|(connect|connection|write) time(d )?out|timeout waiting|pair closure", re.IGNORECASE
+)
+"""Errors of a rank that has waited for another one, as gloo and the store of a process group word them."""
 
 Sample = TypeVar("Sample")
 Expected = TypeVar("Expected")
