@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from conformance.importing import Neighbours, load_file
 from conformance.subjects.loading import load_subject
@@ -17,7 +18,7 @@ import random
 from conformance.subjects import subject
 from helpers import build
 
-def batch(index, device):
+def batch(generator):
     import lazily
 
 @subject(model=build, loss=lambda model, batch: None, batch=batch)
@@ -61,7 +62,7 @@ def test_a_subject_with_the_name_of_a_library_module_replaces_nothing(tmp_path: 
     (tmp_path / "helpers.py").write_text("def build():\n    return None\n")
     (tmp_path / "lazily.py").touch()
     first, finders = load_subject(f"{file}:parallelize"), [*sys.meta_path]
-    first.batch(0, None)  # type: ignore[arg-type]
+    first.batch(torch.Generator())
     assert load_subject(f"{file}:parallelize") is first
     assert (sys.path, sys.meta_path) == (path, finders)
     assert sys.modules["random"] is random

@@ -88,7 +88,8 @@ class Matrix:
         planned = [each for each in self.planned if selected is None or selected(each.cell)]
         if budget_s is not None:
             return tuple(each.cell for each in within(planned, budget_s))
-        must, others = [], []
+        must: list[PlannedCell] = []
+        others: list[PlannedCell] = []
         for each in planned:
             (must if profile.must == "all" or each.section in profile.must else others).append(each)
         more = within(others, self._left_s(profile, must))
