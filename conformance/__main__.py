@@ -28,6 +28,7 @@ from conformance.cli import (
 from conformance.cli.command import Answer, Parser
 from conformance.judge.verdicts import USAGE
 from conformance.run.devices.hardware import ONE_THREAD
+from reference_trainer.checks import UsageError
 
 _COMMANDS = (
     list_cells,
@@ -71,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         options = _parser().parse_args(arguments)
         answer: Answer = options.run(options)
-    except ValueError as error:
+    except UsageError as error:
         return _complain(str(error), USAGE)
     except OSError as error:
         if error.filename is None:

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from reference_trainer.checks import UsageError
+
 PACKAGE = Path(__file__).resolve().parent
 """Directory of the package `conformance`."""
 PROJECT = PACKAGE.parent
@@ -46,6 +48,6 @@ def data_file(name: str) -> Path:
 
 
 def require_checkout(purpose: str) -> None:
-    """Raise ValueError outside of a checkout, naming the purpose that needs it, such as `docs`."""
+    """Raise UsageError outside of a checkout, naming the purpose that needs it, such as `docs`."""
     if not IS_CHECKOUT:
-        raise ValueError(f"{purpose} needs a checkout of the suite, {PACKAGE} is an installed wheel")
+        raise UsageError(f"{purpose} needs a checkout of the suite, {PACKAGE} is an installed wheel")

@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from reference_trainer.checkpoint import check_can_be_saved, newest_checkpoint, require_no_checkpoints
-from reference_trainer.checks import require
+from reference_trainer.checks import UsageError, require
 from reference_trainer.config import TrainerConfig, load_config
 from reference_trainer.data import Batches
 from reference_trainer.loop import Saving, train
@@ -42,7 +42,7 @@ def main() -> int:
         config, device, saving, steps_done = _prepare(arguments, world_size=world_size)
         # Only rank 0 reports: metrics are equal on every rank.
         metrics_file = _open_metrics(arguments.metrics if rank == 0 else Path(os.devnull), steps_done=steps_done)
-    except (ValueError, OSError) as error:
+    except (UsageError, OSError) as error:
         _complain(" ".join(str(error).split()))
         return _EXIT_USAGE
     try:
@@ -66,11 +66,11 @@ def main() -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser whose errors are ValueErrors, like those of the configuration."""
+    """Parser whose errors are usage errors, like those of the configuration."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise ValueError."""
-        raise ValueError(f"{message}; see --help")
+        """Raise UsageError."""
+        raise UsageError(f"{message}; see --help")
 
 
 def _parse_arguments() -> argparse.Namespace:
@@ -95,7 +95,7 @@ def _parse_arguments() -> argparse.Namespace:
 def _prepare(arguments: argparse.Namespace, *, world_size: int) -> tuple[TrainerConfig, torch.device, Saving, int]:
     """Configuration, this process's device, checkpoints, and the number of steps that are done already.
 
-    Raises ValueError or OSError for a run that is not possible.
+    Raises UsageError or OSError for a run that is not possible.
     """
     config = load_config(arguments.config, arguments.overrides)
     dims = resolve_mesh(config.mesh, world_size=world_size)
@@ -141,7 +141,7 @@ def _rows_before(path: Path, steps_done: int) -> list[bytes]:
     try:
         return [row for row in rows if msgspec.json.decode(row, type=_Row).step < steps_done]
     except msgspec.DecodeError as error:
-        raise ValueError(f"{path} holds no metrics of a run ({error}): name another file with --metrics") from None
+        raise UsageError(f"{path} holds no metrics of a run ({error}): name another file with --metrics") from None
 
 
 def _complain(problem: str) -> None:

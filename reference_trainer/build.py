@@ -39,7 +39,7 @@ def build_model(
 ) -> Transformer:
     """Build the sharded model, or `stages` of it, in training mode, with weights as `config.init` says.
 
-    Raises ValueError for a checkpoint that cannot be loaded.
+    Raises UsageError for a checkpoint that cannot be loaded.
     """
     observer.phase("build", step=-1)
     match config.init:

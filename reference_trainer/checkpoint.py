@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from reference_trainer.checks import require
+from reference_trainer.checks import UsageError, require
 from reference_trainer.config import OptimizerConfig, TrainerConfig
 from reference_trainer.mesh import dp_rank
 from reference_trainer.optim import lr_decay_steps
@@ -59,7 +59,7 @@ class Checkpoints:
     """Writer of a run's checkpoints into one directory, which must not hold those of another run.
 
     Every method is to be called on all ranks. With `asynchronous`, `save` copies the state and returns; a thread writes
-    the copy while training goes on. Raises ValueError if the directory holds checkpoints and the run does not resume
+    the copy while training goes on. Raises UsageError if the directory holds checkpoints and the run does not resume
     from it.
     """
 
@@ -128,7 +128,7 @@ def _complete(unfinished: Path, manifest: Manifest) -> None:
 
 
 def check_can_be_saved(config: TrainerConfig) -> None:
-    """Raise ValueError for a run whose state is not in the form that checkpoints have."""
+    """Raise UsageError for a run whose state is not in the form that checkpoints have."""
     require(
         config.implementation == "fsdp2",
         f"implementation {config.implementation} is for comparison alone, and has no checkpoints: leave out saving and "
@@ -137,7 +137,7 @@ def check_can_be_saved(config: TrainerConfig) -> None:
 
 
 def require_no_checkpoints(directory: Path) -> None:
-    """Raise ValueError if a directory holds checkpoints: a new run must not mix its own with them."""
+    """Raise UsageError if a directory holds checkpoints: a new run must not mix its own with them."""
     require(
         not _steps(directory), f"{directory} already holds checkpoints: resume from it, or save in another directory"
     )
@@ -146,7 +146,7 @@ def require_no_checkpoints(directory: Path) -> None:
 def newest_checkpoint(directory: Path, config: TrainerConfig) -> tuple[Path, Manifest]:
     """Return the last complete checkpoint of a run, and its manifest.
 
-    Raises ValueError if there is none, and if the last one is damaged, of another run, or beyond the run's steps.
+    Raises UsageError if there is none, and if the last one is damaged, of another run, or beyond the run's steps.
     """
     steps = _steps(directory)
     require(bool(steps), f"{directory} holds no checkpoint: a directory step-00000001 or the like with {_MANIFEST}")
@@ -154,7 +154,7 @@ def newest_checkpoint(directory: Path, config: TrainerConfig) -> tuple[Path, Man
     try:
         manifest = msgspec.json.decode((path / _MANIFEST).read_bytes(), type=Manifest)
     except (msgspec.MsgspecError, ValueError, OSError) as error:
-        raise ValueError(f"checkpoint {path}: {_MANIFEST} cannot be read: {error}") from None
+        raise UsageError(f"checkpoint {path}: {_MANIFEST} cannot be read: {error}") from None
     require(manifest.format == _FORMAT, f"checkpoint {path} has format {manifest.format}, this trainer {_FORMAT}")
     for name, nbytes in manifest.files.items():
         file = path / name
@@ -166,7 +166,7 @@ def newest_checkpoint(directory: Path, config: TrainerConfig) -> tuple[Path, Man
 
 
 def _require_same_run(path: Path, manifest: Manifest, config: TrainerConfig) -> None:
-    """Raise ValueError if the run cannot go on from the checkpoint as if it had never stopped.
+    """Raise UsageError if the run cannot go on from the checkpoint as if it had never stopped.
 
     A run may have more steps than it was saved with, as long as its learning rate falls over as many as before.
     """
@@ -196,7 +196,7 @@ def resume(trainer: Trainer, directory: Path) -> int:
     """Load the newest checkpoint's state into a new trainer; returns how many steps are done.
 
     The mesh may be another than the one that saved. If it is the same, each rank's random numbers go on, too. Raises
-    ValueError as `newest_checkpoint` does, or if the files cannot be read.
+    UsageError as `newest_checkpoint` does, or if the files cannot be read.
     """
     path, manifest = newest_checkpoint(directory, trainer.config)
     stored = read_dcp_metadata(path).state_dict_metadata
@@ -208,14 +208,14 @@ def resume(trainer: Trainer, directory: Path) -> int:
         load(state, checkpoint_id=path, planner=LoadPlanner(title=f"load {path.name}"))
     except CheckpointException as error:
         reason = "; ".join(sorted({repr(failure[0]) for failure in error.failures.values()}))
-        raise ValueError(f"checkpoint {path} cannot be loaded: {reason}") from None
+        raise UsageError(f"checkpoint {path} cannot be loaded: {reason}") from None
     _restore(trainer, state)
     trainer.observer.resumed(trainer.model, trainer.optimizer)
     return manifest.steps_done
 
 
 def _state(trainer: Trainer) -> dict[str, Any]:
-    """Everything to save, with tensors that are the run's own. Raises ValueError for a run that cannot be saved."""
+    """Everything to save, with tensors that are the run's own. Raises UsageError for a run that cannot be saved."""
     check_can_be_saved(trainer.config)
     model, optimizer = _state_dicts(trainer)
     names = trainer.mesh.mesh_dim_names or ()

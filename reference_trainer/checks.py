@@ -10,14 +10,18 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base of all configurations: closed against unknown keys."""
 
 
+class UsageError(ValueError):
+    """Mistake in what a user has given, such as an option or a file; the message says what is wrong, in one line."""
+
+
 def require(condition: bool, message: str) -> None:
-    """Raise ValueError with the message unless the condition holds."""
+    """Raise UsageError with the message unless the condition holds."""
     if not condition:
-        raise ValueError(message)
+        raise UsageError(message)
 
 
 def require_each(config: Config, prefix: str, names: str, fits: Callable[[float], bool], requirement: str) -> None:
-    """Raise ValueError if one of the fields named in `names`, separated by spaces, does not fit; NaN fits nothing."""
+    """Raise UsageError if one of the fields named in `names`, separated by spaces, does not fit; NaN fits nothing."""
     for name in names.split():
         value = getattr(config, name)
         require(fits(value), f"{prefix}{name} is {value}, must be {requirement}")

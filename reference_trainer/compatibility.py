@@ -4,7 +4,7 @@ import re
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from reference_trainer.checks import require
+from reference_trainer.checks import UsageError, require
 from reference_trainer.precision import PRECISIONS
 
 if TYPE_CHECKING:
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def check_compatibility(config: "TrainerConfig") -> None:
-    """Raise ValueError, with what to write instead, for options that do not go together."""
+    """Raise UsageError, with what to write instead, for options that do not go together."""
     _check_reshard(config)
     require(
         config.offload == "cpu" or not config.pin_memory,
@@ -95,7 +95,7 @@ def _check_reshard(config: "TrainerConfig") -> None:
         try:
             re.compile(expression)
         except re.error as error:
-            raise ValueError(f"reshard: {expression!r} is not a regular expression: {error}") from None
+            raise UsageError(f"reshard: {expression!r} is not a regular expression: {error}") from None
     for ranks in (config.reshard, *table.values()):
         require(not isinstance(ranks, int) or ranks >= 2, f"reshard to {ranks} ranks: must be at least 2")
     require(

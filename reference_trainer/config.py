@@ -312,6 +312,6 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
 def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainerConfig:
     """Read a YAML file, lay `section.field=value` overrides over it and check the result.
 
-    Raises ConfigError, a ValueError, that names file and line or the override, and what is allowed.
+    Raises ConfigError, a UsageError, that names file and line or the override, and what is allowed.
     """
     return convert(override(load(path), overrides), TrainerConfig)

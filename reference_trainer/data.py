@@ -7,6 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from reference_trainer.checks import UsageError
 from reference_trainer.config import DataConfig
 
 IGNORED_LABEL = -100
@@ -16,19 +17,19 @@ _SHIPPED_CORPUS = Path(__file__).parent / "corpus" / "alice.txt"
 def open_tokens(path: str | None) -> npt.NDArray[np.integer]:
     """Memory-map a token file: `.npy` with one dimension of integers, anything else as bytes.
 
-    Raises ValueError if the file cannot be read as tokens.
+    Raises UsageError if the file cannot be read as tokens.
     """
     file = Path(path) if path is not None else _SHIPPED_CORPUS
     if not file.is_file():
-        raise ValueError(f"data.path {file} is not a file")
+        raise UsageError(f"data.path {file} is not a file")
     try:
         if file.suffix != ".npy":
             return np.memmap(file, dtype=np.uint8, mode="r")
         tokens: npt.NDArray[np.integer] = np.load(file, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
-        raise ValueError(f"data.path {file} cannot be read as tokens: {error}") from None
+        raise UsageError(f"data.path {file} cannot be read as tokens: {error}") from None
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
-        raise ValueError(f"data.path {file} holds {tokens.dtype} of shape {tokens.shape}, need a 1-d array of integers")
+        raise UsageError(f"data.path {file} holds {tokens.dtype} of shape {tokens.shape}, need a 1-d array of integers")
     return tokens
 
 
@@ -39,7 +40,7 @@ class Batches:
         self.config, self.vocab_size, self.seed = config, vocab_size, seed
         self.tokens = open_tokens(config.path)
         if len(self.tokens) <= config.seq_len:
-            raise ValueError(f"token file has {len(self.tokens)} tokens, need more than data.seq_len {config.seq_len}")
+            raise UsageError(f"token file has {len(self.tokens)} tokens, need more than data.seq_len {config.seq_len}")
 
     def global_batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Return inputs and labels of one optimizer step, int64 of shape (global_batch_size, seq_len) each.
@@ -61,11 +62,11 @@ class Batches:
         """Return `accumulation` pairs of (inputs, labels), int64 of shape (samples, seq_len), for one rank and step.
 
         Ranks and micro-batches partition the global batch; `dp_rank` is one of `dp_size` data-parallel ranks. Raises
-        ValueError if the global batch cannot be divided evenly.
+        UsageError if the global batch cannot be divided evenly.
         """
         size, remainder = divmod(self.config.global_batch_size, dp_size * accumulation)
         if remainder or not size:
-            raise ValueError(
+            raise UsageError(
                 f"data.global_batch_size {self.config.global_batch_size} is not divisible by "
                 f"data-parallel ranks x accumulation = {dp_size} x {accumulation}"
             )

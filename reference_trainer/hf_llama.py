@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from reference_trainer.checks import require
+from reference_trainer.checks import UsageError, require
 from reference_trainer.config import ModelConfig
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -57,7 +57,7 @@ def to_hf_name(name: str) -> str:
 def check_config(path: Path, config: ModelConfig) -> None:
     """Compare settings that the weights do not show with the `config.json` next to them, if there is one.
 
-    Raises ValueError for settings that are not the model's, or that the trainer does not implement.
+    Raises UsageError for settings that are not the model's, or that the trainer does not implement.
     """
     file = (path if path.is_dir() else path.parent) / "config.json"
     if not file.is_file():
@@ -66,7 +66,7 @@ def check_config(path: Path, config: ModelConfig) -> None:
         stored = json.loads(file.read_bytes())
         rope = stored.get("rope_parameters") or stored.get("rope_scaling") or {}
     except (ValueError, AttributeError) as error:
-        raise ValueError(f"{file} is not a configuration of a model: {error}") from None
+        raise UsageError(f"{file} is not a configuration of a model: {error}") from None
     facts = {
         "n_heads": stored.get("num_attention_heads"),
         "n_kv_heads": stored.get("num_key_value_heads"),

@@ -21,7 +21,7 @@ _BOTH_BACKENDS = "cpu:gloo,cuda:nccl"
 def choose_device(config: TrainerConfig) -> torch.device:
     """Return the device of this process, and make it the current one.
 
-    Raises ValueError if CUDA is asked for and absent, or has too few devices, and if FSDP2 does not run on the CPU.
+    Raises UsageError if CUDA is asked for and absent, or has too few devices, and if FSDP2 does not run on the CPU.
     """
     cuda_devices = torch.cuda.device_count() if config.device != "cpu" else 0
     require(
@@ -58,7 +58,7 @@ def backends(device: torch.device, *, cpu_tensors: bool) -> str:
 
 
 def check_device(config: TrainerConfig, device: torch.device) -> None:
-    """Raise ValueError for options that need another device: page-locked memory, and TF32."""
+    """Raise UsageError for options that need another device: page-locked memory, and TF32."""
     require(
         not config.pin_memory or device.type != "cpu",
         "pin_memory is for copies to an accelerator, but this run is on the CPU: set pin_memory=false",
@@ -79,7 +79,7 @@ def set_tf32(config: TrainerConfig, device: torch.device) -> None:
 
 
 def check_offload(config: TrainerConfig, device: torch.device) -> None:
-    """Raise ValueError for offloading that this device or the default process group does not allow.
+    """Raise UsageError for offloading that this device or the default process group does not allow.
 
     Without this check the first to fail is the norm of offloaded gradients, after forward and backward of the first
     step: https://github.com/pytorch/pytorch/issues/148532.

@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+from reference_trainer.checks import UsageError
 from reference_trainer.strict_yaml import ConfigError, Document, parse_scalar
 
 
@@ -36,7 +37,7 @@ def override(document: Document, assignments: Iterable[str]) -> Document:
             raise ConfigError(f"{option}: write KEY=VALUE, for example mesh.tp=2")
         try:
             value = parse_scalar(text)
-        except ValueError as error:
+        except UsageError as error:
             raise ConfigError(f"{option}: {error}") from None
         _assign(result, names, value, option)
     return result

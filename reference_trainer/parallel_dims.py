@@ -32,7 +32,7 @@ class ParallelDims:
 
 
 def resolve_mesh(mesh: MeshConfig, *, world_size: int) -> ParallelDims:
-    """Fit the configured degrees to the number of processes. Raises ValueError where they do not fit."""
+    """Fit the configured degrees to the number of processes. Raises UsageError where they do not fit."""
     others = mesh.pp * mesh.dp_replicate * mesh.tp
     dp_shard = mesh.dp_shard if mesh.dp_shard != "auto" else max(1, world_size // others)
     dims = ParallelDims(pp=mesh.pp, dp_replicate=mesh.dp_replicate, dp_shard=dp_shard, tp=mesh.tp)
@@ -46,7 +46,7 @@ def resolve_mesh(mesh: MeshConfig, *, world_size: int) -> ParallelDims:
 
 
 def check_fits_mesh(config: TrainerConfig, dims: ParallelDims) -> None:
-    """Raise ValueError for what does not go with this mesh: sizes that it cannot divide, options without effect."""
+    """Raise UsageError for what does not go with this mesh: sizes that it cannot divide, options without effect."""
     model, data = config.model, config.data
     for name, heads in (("n_heads", model.n_heads), ("n_kv_heads", model.n_kv_heads)):
         require(heads % dims.tp == 0, f"model.{name} {heads} is not divisible by mesh.tp {dims.tp}")

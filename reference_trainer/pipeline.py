@@ -81,7 +81,7 @@ def held_stages(config: TrainerConfig, dims: ParallelDims, mesh: DeviceMesh) -> 
 
 
 def check_pipeline(config: TrainerConfig, dims: ParallelDims) -> None:
-    """Raise ValueError for a pipeline that cannot be cut or scheduled, and for what does not go with one."""
+    """Raise UsageError for a pipeline that cannot be cut or scheduled, and for what does not go with one."""
     options = config.pipeline
     if dims.pp == 1:
         require(options == type(options)(), "pipeline has no effect with mesh.pp 1: set mesh.pp, or leave it out")

@@ -50,7 +50,7 @@ class ReshardPolicy:
     """Reason for a policy that `auto` has chosen; else empty."""
 
     def of(self, group: str) -> AfterForward:
-        """Return `reshard_after_forward` of a group. Raises ValueError for a name that no group has."""
+        """Return `reshard_after_forward` of a group. Raises UsageError for a name that no group has."""
         groups = ", ".join(self.after_forward)
         require(group in self.after_forward, f"no FSDP group is named {group!r}: the groups are {groups}")
         return self.after_forward[group]
@@ -69,7 +69,7 @@ def _words(pair: tuple[str, AfterForward]) -> str:
 def reshard_policy(config: TrainerConfig, dims: ParallelDims, device: torch.device) -> ReshardPolicy:
     """Return the policy that `config.reshard` means on this mesh.
 
-    Raises ValueError for an expression that matches no group, and for a number of ranks that torch cannot reshard to.
+    Raises UsageError for an expression that matches no group, and for a number of ranks that torch cannot reshard to.
     """
     mode, names = config.reshard, group_names(config)
     match mode:
@@ -116,7 +116,7 @@ def _from_table(table: Mapping[str, str | int], names: list[str]) -> dict[str, A
 
 
 def _check_ranks(ranks: int, dims: ParallelDims) -> None:
-    """Raise ValueError for a number that torch refuses: it must divide the shard world, and tp must be 1."""
+    """Raise UsageError for a number that torch refuses: it must divide the shard world, and tp must be 1."""
     require(
         ranks < dims.dp_shard and dims.dp_shard % ranks == 0,
         f"reshard to {ranks} ranks: must be a divisor of mesh.dp_shard, {dims.dp_shard}, and smaller; "

@@ -28,6 +28,8 @@ from ruamel.yaml.events import AliasEvent, Event
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
 
+from reference_trainer.checks import UsageError
+
 T = TypeVar("T")
 Scalar = str | int | float | bool | None
 
@@ -50,7 +52,7 @@ _TRAPS = {
 """Patterns of scalars without quotes that could be misread, after an example, and what is wrong with them."""
 
 
-class ConfigError(ValueError):
+class ConfigError(UsageError):
     """A mistake in a configuration file; the message begins with FILE:LINE."""
 
 
@@ -108,7 +110,7 @@ def load(path: Path) -> Document:
 def parse_scalar(text: str) -> Scalar:
     """Return the value of `text` as if it stood in a file, for example behind `name: `.
 
-    Raises ValueError, with what to write, if it is not one scalar, or could be misread.
+    Raises UsageError, with what to write, if it is not one scalar, or could be misread.
     """
     if not text.strip():
         return None
@@ -119,11 +121,11 @@ def parse_scalar(text: str) -> Scalar:
         node = None
     # Nothing may stand around the scalar: as a comment, the end of a value such as `runs/a #1` would be lost.
     if not isinstance(node, ScalarNode) or (text[: node.start_mark.index] + text[node.end_mark.index :]).strip():
-        raise ValueError(f"`{text}` is not one plain value: write a single value, or quote it if it is a string")
+        raise UsageError(f"`{text}` is not one plain value: write a single value, or quote it if it is a string")
     try:
         value: Scalar = yaml.constructor.scalar(node)
     except MarkedYAMLError as error:
-        raise ValueError(error.problem) from None
+        raise UsageError(error.problem) from None
     return value
 
 

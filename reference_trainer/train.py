@@ -57,7 +57,7 @@ class StepMetrics:
 class Trainer:
     """One process of a training run. The default process group must exist.
 
-    Raises ValueError if the configuration does not fit the number of processes, or the process group's backends.
+    Raises UsageError if the configuration does not fit the number of processes, or the process group's backends.
     """
 
     @TRAINING

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from reference_trainer import hf_llama
-from reference_trainer.checks import require
+from reference_trainer.checks import UsageError, require
 from reference_trainer.config import ModelConfig, TrainerConfig
 from reference_trainer.init_weights import assign, init_buffers
 from reference_trainer.model import Transformer
@@ -44,7 +44,7 @@ def load_weights(model: Transformer, *, path: Path | str, broadcast: bool = Fals
     """Fill a materialised model in place: parameters from a checkpoint, cast to their dtypes, buffers by rule.
 
     No rank holds more than its shards and one full tensor at a time; with `broadcast`, rank 0 alone reads, holds the
-    full model and broadcasts it. Returns the format of the checkpoint. Raises ValueError for a checkpoint that cannot
+    full model and broadcasts it. Returns the format of the checkpoint. Raises UsageError for a checkpoint that cannot
     be read or does not hold exactly these parameters.
     """
     form: Format = "dcp"
@@ -62,7 +62,7 @@ def load_weights(model: Transformer, *, path: Path | str, broadcast: bool = Fals
 
 
 def check_checkpoint(config: TrainerConfig) -> None:
-    """Raise ValueError, before anything is built, if the configuration names a checkpoint that cannot be loaded."""
+    """Raise UsageError, before anything is built, if the configuration names a checkpoint that cannot be loaded."""
     if config.checkpoint is None:
         return
     with torch.device("meta"):
@@ -88,7 +88,7 @@ def is_dcp(path: Path | str) -> bool:
 def open_checkpoint(path: Path | str, model: Transformer) -> Iterator[tuple[Format, Callable[[str], Tensor]]]:
     """Open a checkpoint; yields its format, and a function that reads a parameter's full tensor in the stored dtype.
 
-    The model, whose parameters the checkpoint must hold, may be sharded, or on the meta device. Raises ValueError if a
+    The model, whose parameters the checkpoint must hold, may be sharded, or on the meta device. Raises UsageError if a
     file cannot be read, or names and shapes are not those of the model's parameters.
     """
     with ExitStack() as stack:
@@ -120,7 +120,7 @@ def _safetensors_files(path: Path) -> list[Path]:
     try:
         files = sorted({path / name for name in json.loads(index.read_bytes())["weight_map"].values()})
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"checkpoint {index} is not an index of safetensors files: {error!r}") from None
+        raise UsageError(f"checkpoint {index} is not an index of safetensors files: {error!r}") from None
     for file in files:
         require(file.is_file(), f"checkpoint {path}: {file.name}, which the index names, is missing")
     return files
@@ -130,7 +130,7 @@ def _open(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt")
     except SafetensorError as error:
-        raise ValueError(f"checkpoint {file} cannot be read as safetensors: {error}") from None
+        raise UsageError(f"checkpoint {file} cannot be read as safetensors: {error}") from None
 
 
 def _shape(entry: Any, path: Path | str, name: str) -> list[int]:
@@ -176,7 +176,7 @@ def _broadcast_from_rank0(model: Transformer, read: Callable[[str], Tensor], *, 
 def stored_in_dcp(path: Path | str, model: Transformer) -> str:
     """Return the prefix of the names of the model's parameters in a directory of torch.distributed.checkpoint.
 
-    Raises ValueError if its index cannot be read, or does not hold the model.
+    Raises UsageError if its index cannot be read, or does not hold the model.
     """
     metadata = read_dcp_metadata(path)
     tensors = {
@@ -193,11 +193,11 @@ def stored_in_dcp(path: Path | str, model: Transformer) -> str:
 
 
 def read_dcp_metadata(path: Path | str) -> Metadata:
-    """Read the index of a directory of torch.distributed.checkpoint. Raises ValueError if that is impossible."""
+    """Read the index of a directory of torch.distributed.checkpoint. Raises UsageError if that is impossible."""
     try:
         return FileSystemReader(path).read_metadata()
     except Exception as error:  # it is a pickle: anything can come of a damaged one
-        raise ValueError(f"checkpoint {path}: {_DCP_METADATA} cannot be read: {error!r}") from None
+        raise UsageError(f"checkpoint {path}: {_DCP_METADATA} cannot be read: {error!r}") from None
 
 
 def _load_dcp(model: Transformer, path: Path) -> None:
@@ -206,7 +206,7 @@ def _load_dcp(model: Transformer, path: Path) -> None:
     try:
         load(into, checkpoint_id=path, planner=LoadPlanner(title=f"load {path}"), no_dist=not dist.is_initialized())
     except CheckpointException as error:
-        raise ValueError(f"checkpoint {path} cannot be loaded: {_first_line(error)}") from None
+        raise UsageError(f"checkpoint {path} cannot be loaded: {_first_line(error)}") from None
 
 
 def _first_line(error: BaseException) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -251,3 +252,32 @@ def test_the_table_is_read_as_a_whole() -> None:
     assert len(rows()) == FILE.read_text().count("\n$ ") >= 85
     assert len({row.id for row in rows()}) == len(rows())
     assert {row.words[0] for row in rows()} == {"conformance", "trainer", "pytest"}
+
+
+# Mistakes of the programs themselves
+
+
+BUG = pytest.raises(ValueError, match=r"^a bug$")
+
+
+def test_a_bug_in_a_command_keeps_its_traceback() -> None:
+    from conformance.__main__ import main
+
+    with patch("conformance.cli.list_cells.load_matrix", side_effect=ValueError("a bug")), BUG:
+        main(["list"])
+
+
+def test_a_bug_in_the_set_up_of_a_session_keeps_its_traceback(tmp_path: Path) -> None:
+    from conformance.pytest_plugin.setup import read_options
+
+    config: Any = SimpleNamespace(option=SimpleNamespace(report_dir=tmp_path, matrix=None))
+    with patch("conformance.pytest_plugin.setup.load_matrix", side_effect=ValueError("a bug")), BUG:
+        read_options(config)
+
+
+def test_a_bug_in_the_trainer_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    from reference_trainer.__main__ import main
+
+    monkeypatch.setattr(sys, "argv", ["reference_trainer", "--config", "config.yaml"])
+    with patch("reference_trainer.__main__.load_config", side_effect=ValueError("a bug")), BUG:
+        main()

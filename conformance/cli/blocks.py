@@ -2,6 +2,8 @@
 
 import re
 
+from reference_trainer.checks import UsageError
+
 
 def block_names(text: str) -> list[str]:
     """Return the names of the blocks of a text, in their order."""
@@ -9,12 +11,12 @@ def block_names(text: str) -> list[str]:
 
 
 def block(text: str, name: str) -> str:
-    """Return the content of a block. Raises ValueError if the text does not have both of its marks."""
+    """Return the content of a block. Raises UsageError if the text does not have both of its marks."""
     return _split(text, name)[1].strip("\n")
 
 
 def with_block(text: str, name: str, content: str) -> str:
-    """Return the text with another content of a block. Raises ValueError if it does not have both marks."""
+    """Return the text with another content of a block. Raises UsageError if it does not have both marks."""
     before, _, after = _split(text, name)
     return f"{before}\n{content}\n{after}"
 
@@ -24,5 +26,5 @@ def _split(text: str, name: str) -> tuple[str, str, str]:
     before, has_begin, rest = text.partition(begin)
     content, has_end, after = rest.partition(end)
     if not has_begin or not has_end:
-        raise ValueError(f"no block {name}: put {begin} and {end} where it belongs")
+        raise UsageError(f"no block {name}: put {begin} and {end} where it belongs")
     return before + begin, content, end + after

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 from conformance.project import data_file
 from conformance.pytest_plugin.options import DEFAULT_PROFILE
+from reference_trainer.checks import UsageError, positive
 
 
 class Answer(NamedTuple):
@@ -13,11 +14,11 @@ class Answer(NamedTuple):
 
     text: str
     status: int = 0
-    """0, or 1 for problems; 4 is that of a ValueError, for what cannot be used."""
+    """0, or 1 for problems; 4 is that of a UsageError, for what cannot be used."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser that raises ValueError for arguments that are wrong, so that all mistakes are told in the same way.
+    """Parser that raises UsageError for arguments that are wrong, so that all mistakes are told in the same way.
 
     Options have to be written out, since an abbreviation changes its meaning with the next option that is added.
     """
@@ -26,8 +27,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**options, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        """Raise ValueError with argparse's message, and where to look."""
-        raise ValueError(f"{message}; see {self.prog} --help")
+        """Raise UsageError with argparse's message, and where to look."""
+        raise UsageError(f"{message}; see {self.prog} --help")
 
 
 class Commands(Protocol):
@@ -40,6 +41,20 @@ class Commands(Protocol):
 def add_matrix(parser: argparse.ArgumentParser) -> None:
     """Add the option `--matrix`."""
     parser.add_argument("--matrix", type=Path, default=data_file("matrix.yaml"), metavar="FILE", help="another matrix")
+
+
+def add_limit(parser: argparse.ArgumentParser, *, of: str, default: float) -> None:
+    """Add the option `--limit`, the time that something may take."""
+    text = f"seconds for {of} (default: %(default)g)"
+    parser.add_argument("--limit", type=seconds, default=default, metavar="S", help=text)
+
+
+def seconds(text: str) -> float:
+    """Return a time in seconds; raises what argparse takes for a mistake unless it is positive and finite."""
+    value = float(text)
+    if not positive(value):
+        raise argparse.ArgumentTypeError(f"{text}: write a positive number of seconds")
+    return value
 
 
 def add_profile(parser: argparse.ArgumentParser) -> None:

@@ -14,6 +14,7 @@ from conformance.plan.matrix import Matrix, load_matrix
 from conformance.report.coverage import AXIS_HEADERS, LAW_HEADERS, TOTAL_HEADERS, axis_rows, law_rows, total_rows
 from conformance.report.shared_axes import spelled
 from conformance.report.wording import counted
+from reference_trainer.checks import UsageError
 
 _SHOWN = 20
 """Missing pairs that are listed without `--missing`."""
@@ -37,7 +38,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """Print the coverage of a profile. Raises ValueError for a matrix, a profile or a number that is none."""
+    """Print the coverage of a profile. Raises UsageError for a matrix, a profile or a number that is none."""
     limit = _limit(options.missing)
     matrix = load_matrix(options.matrix)
     cells = matrix.profile_cells(options.profile)
@@ -59,7 +60,7 @@ def run(options: argparse.Namespace) -> Answer:
 def _limit(text: str) -> int | None:
     """Return the number of missing pairs to list, None for all."""
     if text != "all" and not text.isdecimal():
-        raise ValueError(f"--missing {text}: write a number of pairs, or `all`")
+        raise UsageError(f"--missing {text}: write a number of pairs, or `all`")
     return None if text == "all" else int(text)
 
 

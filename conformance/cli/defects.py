@@ -6,6 +6,7 @@ from pathlib import Path
 from conformance.cli.command import Answer, Commands, add_profile
 from conformance.numerics.arithmetic import OWN, Arithmetic
 from conformance.project import PROJECT, require_checkout
+from reference_trainer.checks import UsageError
 
 _DOCS_FILE = PROJECT / "docs" / "detection" / "kill_matrix.md"
 
@@ -33,14 +34,14 @@ def add_parser(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> Answer:
     """Try the defects.
 
-    Raises ValueError for an unknown profile, defect, commit or arithmetic, for a number of workers below 1, and outside
+    Raises UsageError for an unknown profile, defect, commit or arithmetic, for a number of workers below 1, and outside
     of a checkout for the docs and for a commit.
     """
     for name, given in {"--write-docs": options.write_docs, "--changed-since": options.changed_since}.items():
         if given:
             require_checkout(name)
     if options.workers < 1:
-        raise ValueError(f"--workers {options.workers}: at least 1")
+        raise UsageError(f"--workers {options.workers}: at least 1")
     from conformance.detection.choice import changed_since
     from conformance.detection.kill_matrix import kill_matrix
     from conformance.detection.rendering import as_html, as_markdown, as_text

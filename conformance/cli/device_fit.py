@@ -47,7 +47,7 @@ class DeviceFit(msgspec.Struct, frozen=True):
 
 
 def parse_bytes(size: str) -> int:
-    """Return the bytes of a size such as `80GiB`. Raises ValueError for any other text, and for 0."""
+    """Return the bytes of a size such as `80GiB`. Raises UsageError for any other text, and for 0."""
     match = re.fullmatch(rf"([0-9]+(?:\.[0-9]+)?) ?({'|'.join(_UNITS_BYTES)})", size)
     nbytes = int(float(match[1]) * _UNITS_BYTES[match[2]]) if match else 0
     units = ", ".join(_UNITS_BYTES)
@@ -58,7 +58,7 @@ def parse_bytes(size: str) -> int:
 def device_fit(request: Request, phases: dict[str, PhaseMemory], *, device_bytes: int) -> DeviceFit:
     """Compare predicted `phases` with a device, and try other settings of the request if they do not fit.
 
-    Raises ValueError as `prediction` does.
+    Raises UsageError as `prediction` does.
     """
     phase, memory = max(phases.items(), key=lambda item: item[1].peak_bytes)
     left_bytes = device_bytes - memory.peak_bytes

@@ -28,7 +28,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """Compare two reports. Raises ValueError if one cannot be read, or if they cannot be compared."""
+    """Compare two reports. Raises UsageError if one cannot be read, or if they cannot be compared."""
     difference = diff(read_report(options.before), read_report(options.after), any_suite=options.any_suite)
     if options.html:
         from conformance.report.html import html_difference

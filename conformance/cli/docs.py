@@ -76,7 +76,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """Check the generated parts of the documentation, or write them. Raises ValueError outside of a checkout."""
+    """Check the generated parts of the documentation, or write them. Raises UsageError outside of a checkout."""
     require_checkout("docs")
     if options.subjects_html is not None:
         return _write_subjects_html(options.subjects_html)
@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> Answer:
 def generated() -> dict[Path, str]:
     """Return each file with generated parts, with its content as it should be.
 
-    Raises ValueError for a file without the marks of a block.
+    Raises UsageError for a file without the marks of a block.
     """
     matrix, measured = load_matrix(data_file("matrix.yaml")), read_measured()
     docs = PROJECT / "docs"

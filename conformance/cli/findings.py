@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 from packaging.version import Version
 
-from conformance.cli.command import Answer, Commands
+from conformance.cli.command import Answer, Commands, add_limit
 from conformance.cli.schema import as_json
 from conformance.findings.execution import LIMIT_S, PRESENT, Shown, run_program
 from conformance.findings.programs import DIRECTORY, TORCH, TRAINERS, Finding, findings
@@ -26,6 +26,7 @@ from conformance.findings.table import (
 )
 from conformance.project import require_checkout
 from conformance.run.pool import Pools
+from reference_trainer.checks import UsageError
 from reference_trainer.strict_yaml import allowed
 
 _PROGRAM_FAILED = 3
@@ -40,9 +41,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "name", nargs="*", metavar="NAME", help="programs of findings/ (default: all whose package is installed)"
     )
-    parser.add_argument(
-        "--limit", type=float, default=LIMIT_S, metavar="S", help="seconds for each (default: %(default)g)"
-    )
+    add_limit(parser, of="each", default=LIMIT_S)
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print outcomes and what the programs print as JSON")
     output.add_argument("--verbose", action="store_true", help="print what the programs print, too")
@@ -53,8 +52,8 @@ def add_parser(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> Answer:
     """Run the programs, and print or write what they show.
 
-    The status is 0 whatever they show, and 3 if one failed by itself. Raises ValueError outside of a checkout, for a
-    name that no program has, for a program whose package is not installed, and for a limit that is not positive.
+    The status is 0 whatever they show, and 3 if one failed by itself. Raises UsageError outside of a checkout, for a
+    name that no program has, and for a program whose package is not installed.
     """
     require_checkout("findings")
     chosen = _chosen([*findings(DIRECTORY), *findings(TRAINERS)], options.name)
@@ -71,9 +70,9 @@ def _chosen(known: Sequence[Finding], names: Sequence[str]) -> list[Finding]:
     by_name = {finding.name: finding for finding in known}
     for name in names:
         if name not in by_name:
-            raise ValueError(f"no finding `{name}`{allowed(name, by_name)}")
+            raise UsageError(f"no finding `{name}`{allowed(name, by_name)}")
         if not _version(package := by_name[name].package):
-            raise ValueError(f"finding `{name}` needs {package}, which is not installed: pip install {package}")
+            raise UsageError(f"finding `{name}` needs {package}, which is not installed: pip install {package}")
     return [finding for finding in known if finding.name in names or (not names and _version(finding.package))]
 
 

@@ -16,7 +16,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """Write report.html. Raises ValueError if a report cannot be read."""
+    """Write report.html. Raises UsageError if a report cannot be read."""
     from conformance.report.html import html_report
 
     file: Path = options.report_dir / "report.html"

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from conformance.cli import known_subjects
-from conformance.cli.command import Answer, Commands
+from conformance.cli.command import Answer, Commands, add_limit
 from conformance.project import PACKAGE, require_checkout
 from conformance.run.pool import Pools
+from reference_trainer.checks import UsageError
 from reference_trainer.strict_yaml import allowed
 
 if TYPE_CHECKING:
@@ -46,23 +47,23 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--no-faults", action="store_true", help="do not test whether the laws see faults")
     parser.add_argument("--keep", action="store_true", help="keep the verdicts for docs/subjects.md, in a checkout")
     parser.add_argument("--json", action="store_true", help="print verdicts, metrics and bounds as JSON")
-    parser.add_argument("--limit", type=float, default=60.0, metavar="S", help="seconds for a run (default: 60)")
+    add_limit(parser, of="a run", default=60.0)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> Answer:
     """Judge a subject, list those that are known, or write an example.
 
-    Raises ValueError, with one line, for a subject that cannot be judged.
+    Raises UsageError, with one line, for a subject that cannot be judged.
     """
     if options.subject is not None and (options.list or options.init is not None):
-        raise ValueError(f"--{'list' if options.list else 'init'} judges nothing: leave out the subject")
+        raise UsageError(f"--{'list' if options.list else 'init'} judges nothing: leave out the subject")
     if options.list:
         return Answer(known_subjects.as_text(known_subjects.known_subjects()))
     if options.init is not None:
         return _write_example(options.init)
     if options.subject is None:
-        raise ValueError("no subject: write MODULE:NAME, FILE.py:NAME or a name of --list, or begin with --init")
+        raise UsageError("no subject: write MODULE:NAME, FILE.py:NAME or a name of --list, or begin with --init")
     subject = known_subjects.resolve(options.subject)
     if options.keep:
         require_checkout("--keep")
@@ -77,7 +78,7 @@ def run(options: argparse.Namespace) -> Answer:
     with tempfile.TemporaryDirectory() as directory, Pools() as pools:
         runs = SubjectRuns(subject, pools, Path(directory), options.limit)
         if other := named - {runs.description.name}:
-            raise ValueError(f"--cells names cells of {min(other)}: the subject is {runs.description.name}")
+            raise UsageError(f"--cells names cells of {min(other)}: the subject is {runs.description.name}")
         report = judge_subject(runs, cells=cells, with_faults=not options.no_faults)
     if options.keep:
         from conformance.subjects.keeping import keep
@@ -90,9 +91,9 @@ def run(options: argparse.Namespace) -> Answer:
 
 def _write_example(file: Path) -> Answer:
     if file.suffix != ".py":
-        raise ValueError(f"{file} is no Python file: give a name that ends in .py")
+        raise UsageError(f"{file} is no Python file: give a name that ends in .py")
     if file.exists():
-        raise ValueError(f"{file} exists: give another name, or remove it")
+        raise UsageError(f"{file} exists: give another name, or remove it")
     file.write_text(TEMPLATE.read_text().replace("FILE:", f"{file.name}:"))
     return Answer(f"written: {file}\nnext: conformance judge {file}:parallelize")
 
@@ -107,5 +108,5 @@ def _cells(names: str | None) -> "tuple[list[SubjectCell], set[str]]":
     split = [split_name(name) for name in names.split(",")]
     for _, cell_id in split:
         if cell_id not in by_id:
-            raise ValueError(f"no cell `{cell_id}`{allowed(cell_id, by_id)}")
+            raise UsageError(f"no cell `{cell_id}`{allowed(cell_id, by_id)}")
     return [by_id[cell_id] for _, cell_id in split], {subject for subject, _ in split if subject}

@@ -17,6 +17,7 @@ from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, e
 from packaging.requirements import Requirement
 from tabulate import tabulate
 
+from reference_trainer.checks import UsageError
 from reference_trainer.strict_yaml import allowed
 
 GROUP = "conformance.subjects"
@@ -50,7 +51,7 @@ def known_subjects() -> list[KnownSubject]:
 def resolve(name: str) -> str:
     """Return module or file, and name, of a subject: as given, or as a package has registered them.
 
-    Raises ValueError, with what is allowed, for a name that nobody or more than one package registers, and for a
+    Raises UsageError, with what is allowed, for a name that nobody or more than one package registers, and for a
     subject whose extra is not installed.
     """
     if ":" in name:
@@ -58,14 +59,14 @@ def resolve(name: str) -> str:
     known = known_subjects()
     named = [subject for subject in known if subject.name == name]
     if not named:
-        raise ValueError(f"unknown subject `{name}`{allowed(name, [*_PLACES, *(subject.name for subject in known)])}")
+        raise UsageError(f"unknown subject `{name}`{allowed(name, [*_PLACES, *(subject.name for subject in known)])}")
     if len(named) > 1:
         packages = " and ".join(f"{subject.package} ({subject.target})" for subject in named)
-        raise ValueError(f"subject `{name}` is registered by {packages}: write MODULE:NAME")
+        raise UsageError(f"subject `{name}` is registered by {packages}: write MODULE:NAME")
     (subject,) = named
     if subject.missing:
         needed = " ".join(subject.missing)
-        raise ValueError(f"subject `{name}` needs packages that are not installed: pip install {needed}")
+        raise UsageError(f"subject `{name}` needs packages that are not installed: pip install {needed}")
     return subject.target
 
 

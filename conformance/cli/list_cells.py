@@ -11,6 +11,7 @@ from conformance.plan.cells import Cell
 from conformance.plan.content import Exclusion
 from conformance.plan.matrix import Case, load_matrix
 from conformance.plan.selection import parse, parse_laws
+from reference_trainer.checks import UsageError
 
 
 def add_parser(commands: Commands) -> None:
@@ -27,14 +28,14 @@ def add_parser(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> Answer:
     """List the cells, or the cases, of a profile.
 
-    Raises ValueError for a matrix, profile or selection that is none, and for one that selects no case.
+    Raises UsageError for a matrix, profile or selection that is none, and for one that selects no case.
     """
     only = None if options.cells is None else parse(options.cells)
     matrix = load_matrix(options.matrix)
     laws = matrix.laws() if options.laws is None else parse_laws(options.laws, matrix.laws())
     cases = [case for case in matrix.cases(options.profile, only=only) if case.law in laws]
     if not cases:
-        raise ValueError(f"no case of profile {options.profile} is selected: `list` without --cells and --laws has all")
+        raise UsageError(f"no case of profile {options.profile} is selected: `list` without --cells and --laws has all")
     if options.cases:
         return Answer("\n".join(case.id for case in cases))
     return Answer(_table(options.profile, cases, matrix.exclusions))

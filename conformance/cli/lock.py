@@ -6,8 +6,6 @@ from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 
-import msgspec
-
 from conformance.cli.command import Answer, Commands, add_matrix
 from conformance.defects.catalogue import defects
 from conformance.plan.cells import Cell
@@ -18,7 +16,7 @@ from conformance.plan.ordering import best_first
 from conformance.plan.scopes import Scope, declared_scopes
 from conformance.plan.selection import parse
 from conformance.project import LAWS_DIRECTORY
-from conformance.report.schema import Report
+from conformance.report.diff import read_report
 from reference_trainer.strict_yaml import load
 
 _DEFECT, _OTHER_LAW, _LAW, _PAIR = 1.0, 0.05, 0.05, 0.0002
@@ -77,9 +75,8 @@ def known_durations_s(file: Path) -> dict[str, float]:
 
 def _of_report(directory: Path) -> dict[str, float]:
     """Return the durations of cells in a report: of their runs and of judging, in a session with one worker."""
-    report = msgspec.json.decode((directory / "report.json").read_bytes(), type=Report)
     seconds: dict[str, float] = defaultdict(float)
-    for case in report.cases:
+    for case in read_report(directory).cases:
         seconds[case.cell] += case.duration_s - case.wait_s
     return {cell: round(max(of_cell, 0.01), 2) for cell, of_cell in seconds.items()}
 

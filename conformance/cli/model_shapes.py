@@ -5,6 +5,7 @@ from pathlib import Path
 
 from conformance.cli.hf_config import trainer_shapes
 from conformance.project import PACKAGE
+from reference_trainer.checks import UsageError
 from reference_trainer.config import ModelConfig
 from reference_trainer.overrides import override
 from reference_trainer.strict_yaml import Document, convert, load
@@ -22,7 +23,7 @@ def model_names() -> list[str]:
 def read_model(model: str, overrides: Sequence[str]) -> ModelConfig:
     """Return the shapes of a model: a name, or the path of a `.yaml` or `config.json` file, with overrides.
 
-    Raises ValueError for what is none of these, and for shapes that are incomplete or not those of a trainer's model.
+    Raises UsageError for what is none of these, and for shapes that are incomplete or not those of a trainer's model.
     """
     document = override(_document(model), overrides)
     missing = [name for name in _REQUIRED if name not in document.data]
@@ -40,7 +41,7 @@ def _document(model: str) -> Document:
             return load(path)
         case ".json":
             return trainer_shapes(load(path))  # JSON is YAML
-    raise ValueError(
+    raise UsageError(
         f"unknown model {model}: choose from {', '.join(model_names())}, or give the path of a .yaml like those in "
         "conformance/models, or of a config.json of Hugging Face (Llama, Mistral)"
     )

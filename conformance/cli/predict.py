@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from conformance.cli.command import Answer, Commands
+from reference_trainer.checks import UsageError
 
 if TYPE_CHECKING:
     from conformance.cli.device_fit import DeviceFit
@@ -66,7 +67,7 @@ def add_parser(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> Answer:
     """Predict, compare with a device, and simulate if asked to; status 1 if the model does not fit into the device.
 
-    Raises ValueError for what cannot be predicted or simulated.
+    Raises UsageError for what cannot be predicted or simulated.
     """
     from conformance.cli.device_fit import device_fit, parse_bytes
     from conformance.cli.prediction import Request, prediction
@@ -102,7 +103,7 @@ def as_json(predicted: "Prediction", fit: "DeviceFit | None" = None, simulated: 
 
 
 def _write_chart(file: Path, request: "Request", predicted: "Prediction", device_bytes: int | None) -> None:
-    """Write the chart. Raises ValueError if the file cannot be written."""
+    """Write the chart. Raises UsageError if the file cannot be written."""
     from conformance.cli.memory_chart import memory_chart
 
     model = Path(request.model)
@@ -110,4 +111,4 @@ def _write_chart(file: Path, request: "Request", predicted: "Prediction", device
     try:
         file.write_text(memory_chart(predicted.phases, title=title, device_bytes=device_bytes))
     except OSError as error:
-        raise ValueError(f"--picture {file} cannot be written: {error.strerror}") from None
+        raise UsageError(f"--picture {file} cannot be written: {error.strerror}") from None

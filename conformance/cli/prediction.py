@@ -21,7 +21,7 @@ from conformance.oracles.memory_model import optimizer_bytes, parameter_bytes, p
 from conformance.oracles.tp_schedule import local_shapes
 from conformance.oracles.traffic import add_up, ranks_in, sent_bytes, step_events
 from conformance.plan.mesh import Mesh
-from reference_trainer.checks import require
+from reference_trainer.checks import UsageError, require
 from reference_trainer.config import DataConfig, MeshConfig, ModelConfig, TrainerConfig
 from reference_trainer.observer import Phase
 from reference_trainer.parallel_dims import ParallelDims, check_fits_mesh, resolve_mesh
@@ -153,7 +153,7 @@ class Prediction(msgspec.Struct, frozen=True):
 def prediction(request: Request) -> Prediction:
     """Return memory and traffic of one rank.
 
-    Raises ValueError for an unknown model, mesh or option, and for sizes that the mesh cannot shard.
+    Raises UsageError for an unknown model, mesh or option, and for sizes that the mesh cannot shard.
     """
     config, dims = configuration(request)
     memories = [_stage_memory(config, dims, stage) for stage in range(dims.pp)]
@@ -252,12 +252,12 @@ def _transfers(config: TrainerConfig, dims: ParallelDims, stage: int) -> list[Ph
 
 
 def configuration(request: Request) -> tuple[TrainerConfig, ParallelDims]:
-    """Return the trainer's configuration, and its degrees of parallelism. Raises ValueError as `prediction` does."""
+    """Return the trainer's configuration, and its degrees of parallelism. Raises UsageError as `prediction` does."""
     model = read_model(request.model, request.overrides)
     _require_modelled(model)
     for name, choices in _CHOICES.items():
         if getattr(request, name) not in choices:
-            raise ValueError(f"{name} {getattr(request, name)}: choose from {', '.join(choices)}")
+            raise UsageError(f"{name} {getattr(request, name)}: choose from {', '.join(choices)}")
     mesh = Mesh.parse(request.mesh)
     samples = request.batch * request.accumulation * mesh.dp_replicate * mesh.dp_shard
     fields = {
@@ -271,7 +271,10 @@ def configuration(request: Request) -> tuple[TrainerConfig, ParallelDims]:
         "activation_checkpointing": request.activation_checkpointing,
         "model": replace(model, max_seq_len=max(model.max_seq_len, request.seq_len)),
     }
-    config = msgspec.convert(msgspec.to_builtins(fields), TrainerConfig)
+    try:
+        config = msgspec.convert(msgspec.to_builtins(fields), TrainerConfig)
+    except msgspec.ValidationError as error:
+        raise UsageError(str(error)) from None
     dims = resolve_mesh(config.mesh, world_size=mesh.world_size)
     check_fits_mesh(config, dims)
     check_pipeline(config, dims)
@@ -297,7 +300,7 @@ def _require_modelled(model: ModelConfig) -> None:
 
 
 def _reshard(text: str) -> str | int | dict[str, str | int]:
-    """A mode, or as JSON a number of ranks or a table. Raises ValueError for anything else."""
+    """A mode, or as JSON a number of ranks or a table. Raises UsageError for anything else."""
     if text in RESHARD_MODES:
         return text
     try:
@@ -305,7 +308,7 @@ def _reshard(text: str) -> str | int | dict[str, str | int]:
     except msgspec.DecodeError:
         modes = ", ".join(RESHARD_MODES)
         table = '{"layers.*": "never"}'
-        raise ValueError(f"reshard {text}: choose from {modes}, or write a number of ranks or {table}") from None
+        raise UsageError(f"reshard {text}: choose from {modes}, or write a number of ranks or {table}") from None
 
 
 def buffer_bytes(config: TrainerConfig) -> int:

@@ -22,11 +22,12 @@ from conformance.plan.mesh import AxisError
 from conformance.plan.selection import parse
 from conformance.project import LAWS_ARGUMENTS
 from conformance.pytest_plugin.options import DEFAULT_PROFILE
+from reference_trainer.checks import UsageError
 
 _WIDTH = 100
 
 
-class UnknownId(ValueError):
+class UnknownId(UsageError):
     """Nothing has this id; the message names those that are nearly the same."""
 
 

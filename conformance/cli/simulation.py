@@ -19,6 +19,7 @@ from conformance.instruments.fake_tensors import fake_tensors
 from conformance.oracles.memory_model import predict, state_bytes, usage_by_phase
 from conformance.oracles.torch_versions import traits_of
 from conformance.oracles.tp_schedule import local_shapes
+from reference_trainer.checks import UsageError
 
 
 class Compared(msgspec.Struct, frozen=True):
@@ -46,15 +47,15 @@ class Simulation(msgspec.Struct, frozen=True):
 
 
 def simulation(request: Request) -> Simulation:
-    """Run two steps on fake tensors, and compare. Raises ValueError for what cannot be predicted or simulated."""
+    """Run two steps on fake tensors, and compare. Raises UsageError for what cannot be predicted or simulated."""
     config, dims = configuration(request)
     if config.offload != "none":
-        raise ValueError(
+        raise UsageError(
             f"offload {config.offload} cannot be simulated: the simulated device is the CPU, whose memory is the "
             "host's; leave out --simulate or --offload"
         )
     if dims.pp > 1:
-        raise ValueError(
+        raise UsageError(
             f"mesh {request.mesh} cannot be simulated: stages would wait for each other; leave out --simulate"
         )
     _require_fakes()
@@ -89,7 +90,7 @@ def _require_fakes() -> None:
         with simulated_world(1), fake_tensors():
             pass
     except RuntimeError as error:
-        raise ValueError(f"--simulate: {error}") from None
+        raise UsageError(f"--simulate: {error}") from None
 
 
 def _compared(simulated: int, predicted: int, *, state: Compared | None = None) -> Compared:

@@ -21,6 +21,7 @@ from conformance.run.multihost import (
     meet,
     prepare_environment,
 )
+from reference_trainer.checks import UsageError
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 _STORE_LIMIT = timedelta(seconds=60)
@@ -38,18 +39,18 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """Lead or follow a session; the session prints. Raises ValueError as `run_agent` does."""
+    """Lead or follow a session; the session prints. Raises UsageError as `run_agent` does."""
     return Answer("", run_agent(options.report_dir, profile=options.profile, more=options.more))
 
 
 def run_agent(report_directory: Path, *, profile: str, more: Sequence[str]) -> int:
     """Lead the session, as rank 0, or follow; returns its exit status, the same everywhere.
 
-    Raises ValueError outside of torchrun, and for a report directory that hosts do not share.
+    Raises UsageError outside of torchrun, and for a report directory that hosts do not share.
     """
     missing = [name for name in _VARIABLES if name not in os.environ]
     if missing:
-        raise ValueError(f"spmd needs {', '.join(missing)} in the environment: start it with torchrun")
+        raise UsageError(f"spmd needs {', '.join(missing)} in the environment: start it with torchrun")
     agent, agents = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address = os.environ["MASTER_ADDR"]
     prepare_environment(address)

@@ -33,6 +33,7 @@ from conformance.report.wording import counted
 from conformance.run.devices.hardware import Hardware
 from conformance.run.record import read_failures, read_record
 from conformance.run.store import RecordStore
+from reference_trainer.checks import UsageError
 
 _NOT_JUDGED = (Verdict.NOT_RUN, Verdict.ERROR)
 _DIED = (Verdict.CRASH, Verdict.TIMEOUT)
@@ -48,7 +49,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """Verify a report. Raises ValueError as `verify` does."""
+    """Verify a report. Raises UsageError as `verify` does."""
     verification = verify(options.report_dir, matrix_file=options.matrix, records=options.record_dir)
     return Answer(str(verification), int(bool(verification.problems)))
 
@@ -68,12 +69,12 @@ class Verification(msgspec.Struct, frozen=True):
 def verify(directory: Path, *, matrix_file: Path, records: Path | None = None) -> Verification:
     """Check the report in a directory; `records` is the directory of its records if they are elsewhere.
 
-    A report none of whose cases can be judged again has that as its problem. Raises ValueError if there is no report,
+    A report none of whose cases can be judged again has that as its problem. Raises UsageError if there is no report,
     if it ends too early or cannot be read, if there is no directory `records`, or if it was written by another suite,
     with another matrix or with another torch than are here: then its verdicts cannot be derived again.
     """
     if records and not records.is_dir():
-        raise ValueError(f"{records}: no directory of records; leave --record-dir out, or write the session's")
+        raise UsageError(f"{records}: no directory of records; leave --record-dir out, or write the session's")
     report, stream = _read(directory)
     _require_same_suite(report)
     matrix = load_matrix(matrix_file)
@@ -81,7 +82,7 @@ def verify(directory: Path, *, matrix_file: Path, records: Path | None = None) -
     waivers, _expired = profile_waivers(matrix_file, matrix, rules, today=day)
     problems = [*_wrong_sums(report, rules), *_wrong_lines(report, stream)]
     if report.matrix_digest != matrix.digest:
-        raise ValueError(f"{directory}: judged with another matrix; name it with --matrix")
+        raise UsageError(f"{directory}: judged with another matrix; name it with --matrix")
     records = records or directory / "records"
     problems += _wrong_facts(report, records)
     if report.coverage != session_coverage(matrix, report.profile, report.cases, seed=report.seed):
@@ -112,17 +113,17 @@ def _read(directory: Path) -> tuple[Report, _Stream]:
         results = [msgspec.json.decode(line, type=CaseLine) for line in lines]
         return report, _Stream(results, msgspec.json.decode(footer, type=Footer))
     except OSError as error:
-        raise ValueError(f"{error.filename}: no report: {error.strerror}") from None
+        raise UsageError(f"{error.filename}: no report: {error.strerror}") from None
     except ValueError as error:  # of msgspec, or of a file with fewer than two lines
-        raise ValueError(f"{directory}: the report is cut off or was written by something else: {error}") from None
+        raise UsageError(f"{directory}: the report is cut off or was written by something else: {error}") from None
 
 
 def _require_same_suite(report: Report) -> None:
     if report.suite_digest != suite_digest():
-        raise ValueError(f"written by another version of the suite ({report.suite_digest}, this is {suite_digest()})")
+        raise UsageError(f"written by another version of the suite ({report.suite_digest}, this is {suite_digest()})")
     theirs, ours = report.environment["packages"]["torch"], importlib.metadata.version("torch")
     if theirs != ours:
-        raise ValueError(f"written with torch {theirs}, this is {ours}: oracles would differ")
+        raise UsageError(f"written with torch {theirs}, this is {ours}: oracles would differ")
 
 
 def _wrong_sums(report: Report, rules: Profile) -> Iterator[str]:

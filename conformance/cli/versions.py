@@ -29,7 +29,7 @@ def add_parser(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> Answer:
     """Print the table, or write it.
 
-    Raises ValueError if a report cannot be read, as `version_table` does, and outside of a checkout for the docs.
+    Raises UsageError if a report cannot be read, as `version_table` does, and outside of a checkout for the docs.
     """
     from conformance.report.html import html_versions
 

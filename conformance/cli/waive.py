@@ -30,7 +30,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """Print the drafts. Raises ValueError if the report cannot be read."""
+    """Print the drafts. Raises UsageError if the report cannot be read."""
     return Answer(draft_waivers(read_report(options.report_dir), today=datetime.date.today()))
 
 

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import cast
 
 from conformance.defects.injection import Defect, Injection, NotInjectable, from_file
+from reference_trainer.checks import UsageError
 from reference_trainer.strict_yaml import allowed
 
 TWIN, AND = ".twin", "+"
@@ -72,14 +73,14 @@ def _names(name: str | None) -> list[str]:
 def require_known(name: str) -> str:
     """Return the name in a form that ranks can resolve from any working directory.
 
-    Raises ValueError for a name that `injected` cannot inject.
+    Raises UsageError for a name that `injected` cannot inject.
     """
     if ":" in name:
         path, _, attribute = name.rpartition(":")
         name = f"{Path(path).resolve()}:{attribute}"
         from_file(name.removesuffix(TWIN))
     elif not is_known(name):
-        raise ValueError(f"--defect {name}: not a known defect, nor FILE.py:NAME for your own{allowed(name, ids())}")
+        raise UsageError(f"--defect {name}: not a known defect, nor FILE.py:NAME for your own{allowed(name, ids())}")
     return name
 
 

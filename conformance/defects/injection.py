@@ -1,7 +1,6 @@
 """Injection of faults into a rank process: an attribute of a module or class is replaced while a run lasts."""
 
 import importlib
-import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -10,7 +9,9 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
+from conformance.importing import load_file
 from conformance.plan.substrates import REAL, Substrate
+from reference_trainer.checks import UsageError
 
 Injection = Callable[[], AbstractContextManager[Any]]
 """Function that returns a context in which a fault is in force."""
@@ -64,28 +65,23 @@ class Defect:
 def from_file(text: str) -> Any:
     """Load the object that `FILE.py:NAME` names: a user's own Defect, or a function that returns a fault's context.
 
-    Raises ValueError if there is no such file or name, if the file cannot be imported, or if the object is neither.
+    Raises UsageError if there is no such file or name, if the file cannot be imported, or if the object is neither.
     """
     path, _, name = text.rpartition(":")
     file = Path(path).resolve()
     if file.suffix != ".py" or not file.is_file():
-        raise ValueError(f"--defect {text}: no file {file}; write FILE.py:NAME")
+        raise UsageError(f"--defect {text}: no file {file}; write FILE.py:NAME")
     fault = getattr(_imported(file), name, None)
     if not isinstance(fault, Defect) and not callable(fault):
-        raise ValueError(f"--defect {text}: {file.name} has no Defect, and no function without arguments, named {name}")
+        raise UsageError(f"--defect {text}: {file.name} has no Defect, and no function without arguments, named {name}")
     return fault
 
 
 def _imported(file: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"conformance_user_defect_{file.stem}", file)
-    assert spec is not None, "a file whose name ends in .py has a loader"
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        return load_file(file)
     except Exception as error:
-        raise ValueError(f"--defect: {file} cannot be imported: {type(error).__name__}: {error}") from error
-    return module
+        raise UsageError(f"--defect: {file} cannot be imported: {type(error).__name__}: {error}") from error
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from conformance.numerics.arithmetic import OWN, Arithmetic
 from conformance.run.devices.hardware import Hardware
 from conformance.run.pool import Pools
 from conformance.torch_release import release
+from reference_trainer.checks import UsageError
 from reference_trainer.strict_yaml import allowed
 
 RESULTS_FILE = "kill_matrix.json"
@@ -79,7 +80,7 @@ def kill_matrix(
 
     Ranks and oracles compute with an arithmetic.
 
-    Raises ValueError for an unknown profile or defect, OSError for a directory that cannot be made.
+    Raises UsageError for an unknown profile or defect, OSError for a directory that cannot be made.
     """
     the_matrix().profile(profile)
     here = release(str(torch.__version__))
@@ -115,7 +116,7 @@ def _chosen(only: Sequence[str]) -> list[Defect]:
     by_id = {defect.id: defect for defect in defects()}
     unknown = [name for name in only if name not in by_id]
     if unknown:
-        raise ValueError(f"unknown defects {', '.join(unknown)}{allowed(unknown[0], by_id)}")
+        raise UsageError(f"unknown defects {', '.join(unknown)}{allowed(unknown[0], by_id)}")
     return [by_id[name] for name in only or by_id]
 
 

@@ -2,7 +2,7 @@
 
 Each sample of `operator_table` is called with DTensors in many layouts. Its result, the gradients of all arguments and
 what it has changed in place must be those of full tensors. Faults are `result`, `gradient`, `argument` (what a call
-leaves in its arguments) and `type` (another dtype, shape or number of results).
+leaves in its arguments), `type` (another dtype, shape or number of results) and `full tensors` (an error on these).
 """
 
 from collections.abc import Iterator, Sequence
@@ -54,7 +54,7 @@ def _try_size(trials: Trials, sample: Sample, size: Size, layouts: Sequence[tupl
     full = [
         argument.numbers(letters, seed=index, dtype=sample.dtype) for index, argument in enumerate(sample.arguments)
     ]
-    expected = _on_full_tensors(sample, full)
+    expected = trials.expected(sample.name, f"{size} shards", partial(_on_full_tensors, sample, full))
     if expected is None:
         return
     for of_arguments in layouts:
@@ -89,15 +89,12 @@ class Outcome:
     gradients: list[Tensor | None]
 
 
-def _on_full_tensors(sample: Sample, full: Sequence[Tensor]) -> Outcome | None:
-    """Return the outcome with the gradients of all arguments, or of the first, or of none where torch has no others.
-
-    None for an operator that has no result for arguments of this size.
-    """
-    for differentiated in (len(full), 1, 0):
-        with suppress(RuntimeError, NotImplementedError, ValueError, IndexError):
+def _on_full_tensors(sample: Sample, full: Sequence[Tensor]) -> Outcome:
+    """Return the outcome with the gradients of all arguments, or of the first, or of none where torch has no others."""
+    for differentiated in (len(full), 1):
+        with suppress(RuntimeError):
             return _called(sample, full, differentiated=differentiated)
-    return None
+    return _called(sample, full, differentiated=0)
 
 
 def _called(sample: Sample, given: Sequence[Tensor], *, differentiated: int) -> Outcome:

@@ -37,6 +37,17 @@ _VALUES: dict[str, dict[str, Any]] = {
 }
 """Options by the parameter of a signature that they try, with what the parameter needs; switches need no entry."""
 _IMPLEMENTATIONS = ("foreach", "fused")
+_FOR_GRAPHS = ("ASGD", "Adadelta", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop")
+"""Optimizers whose steps a graph of CUDA can capture."""
+IMPOSSIBLE: dict[str, str] = {
+    **{f"{name}, capturable": "refuses parameters on a CPU" for name in _FOR_GRAPHS},
+    **{f"{name}, foreach, capturable": "refuses parameters on a CPU" for name in _FOR_GRAPHS},
+    **{f"{name}, foreach, differentiable": "operators on lists have no gradient" for name in (*_FOR_GRAPHS, "Adagrad")},
+    **{f"{name}, fused, differentiable": "has no gradient" for name in ("Adagrad", "Adam", "AdamW", "SGD")},
+    **{f"{name}, foreach, tensor lr": "needs capturable, too" for name in ("Adam", "AdamW")},
+    **dict.fromkeys(("SparseAdam", "SparseAdam, maximize", "SparseAdam, tensor lr"), "refuses dense gradients"),
+}
+"""Samples that torch refuses for plain tensors, in all versions from 2.11 on, with the reason; no sweep tries them."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +98,12 @@ class OptimizerSample:
 
 
 def optimizer_samples() -> Iterator[OptimizerSample]:
-    """Yield every optimizer with each implementation, and with each implementation every option."""
+    """Yield every optimizer with each implementation, and with each implementation every option, but `IMPOSSIBLE`."""
+    return (sample for sample in all_samples() if sample.name not in IMPOSSIBLE)
+
+
+def all_samples() -> Iterator[OptimizerSample]:
+    """Yield every optimizer with each implementation and option, whether torch refuses it or not."""
     for make in optimizers():
         for implementation in ("", *(name for name in _IMPLEMENTATIONS if name in _parameters(make))):
             for option, values in {"": {}, **_options_of(make)}.items():

@@ -1,9 +1,9 @@
 """Sweep of optimizers over layouts of parameters and gradients, compared with steps on plain tensors."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 
 import torch
 from torch import Tensor, nn
@@ -72,6 +72,7 @@ def sweep(rank: RankWorld) -> Swept:
     trials = Trials(rank.mesh)
     settings = settings_of(trials.mesh)
     for sample in tried(optimizer_samples(), lambda sample: sample.name):
+        trials.add(sample.name)
         for setting in settings[:1] if sample.is_elementwise and not sample.is_usual else settings:
             _try_setting(trials, sample, setting)
     return trials.swept
@@ -117,21 +118,15 @@ def _strided(mesh: DeviceMesh) -> Layout:
 
 
 def _try_setting(trials: Trials, sample: OptimizerSample, setting: Setting) -> None:
-    """Step in a setting, if plain tensors do; an optimizer that takes matrices alone gets no vector."""
-    for count in (len(setting.shapes), 1):
-        numbers = Numbers.of(setting.shapes[:count], sample, trials.mesh.size(trials.mesh.ndim - 1))
-        expected = _on_plain_tensors(sample, numbers)
-        if expected is not None:
-            call = partial(_faults, sample, setting, numbers, expected)
-            trials.attempt(sample.name, setting.kind, f"{count} parameters", call)
-            return
-
-
-def _on_plain_tensors(sample: OptimizerSample, numbers: "Numbers") -> State | None:
-    """Return the outcome on full plain tensors; None if the optimizer refuses them, as it does options of devices."""
-    with suppress(RuntimeError, ValueError, NotImplementedError, AssertionError):
-        return _stepped(sample, numbers)
-    return None
+    """Step in a setting; an optimizer that takes matrices alone gets the first ones."""
+    shapes = [*takewhile(lambda shape: len(shape) == 2, setting.shapes)] if sample.is_muon else setting.shapes
+    if not shapes:
+        return
+    numbers = Numbers.of(shapes, sample, trials.mesh.size(trials.mesh.ndim - 1))
+    expected = trials.expected(sample.name, setting.kind, partial(stepped, sample, numbers))
+    if expected is not None:
+        call = partial(_faults, sample, setting, numbers, expected)
+        trials.attempt(sample.name, setting.kind, f"{len(shapes)} parameters", call)
 
 
 @dataclass(frozen=True)
@@ -178,7 +173,7 @@ def _one_number_by_rank(shape: tuple[int, ...], ranks: int) -> Tensor:
     return numbers
 
 
-def _stepped(sample: OptimizerSample, numbers: Numbers) -> State:
+def stepped(sample: OptimizerSample, numbers: Numbers) -> State:
     """Return parameters and state after all steps; an optimizer that evaluates the loss gets one of the gradients."""
     parameters = [p.clone().requires_grad_(not sample.differentiable) for p in numbers.parameters]
     optimizer = sample.make(parameters, **sample.options)
@@ -215,10 +210,10 @@ def _faults(
     sample: OptimizerSample, setting: Setting, numbers: Numbers, expected: State, mesh: DeviceMesh
 ) -> dict[str, str]:
     """Return the faults of this rank: in bits of its shards for optimizers on elements, of full tensors for others."""
-    measured = _stepped(sample, numbers.laid_out(distributed, mesh, setting))
+    measured = stepped(sample, numbers.laid_out(distributed, mesh, setting))
     if sample.is_elementwise:
         own = replace(setting, gradients=setting.layouts)
-        expected = _stepped(sample, numbers.laid_out(placed_shard, mesh, own))
+        expected = stepped(sample, numbers.laid_out(placed_shard, mesh, own))
     if measured.keys() != expected.keys():
         return {"state": f"{sorted(measured)}, expected {sorted(expected)}"}
     bound = setting.bound(sample)

@@ -38,6 +38,7 @@ def sweep(rank: RankWorld) -> Swept:
     trials = Trials(tp if is_all else rank.mesh)
     samples = [*(style_samples() if is_all else ()), *loss_samples(trials.mesh.ndim)]
     for sample in tried(samples, lambda sample: sample.subject):
+        trials.add(sample.subject)
         for size in _sizes(tp.size()):
             if sample.tries_empty or size != "empty":
                 _try_size(trials, sample, size)
@@ -53,6 +54,7 @@ def compiled_sweep(rank: RankWorld) -> Swept:
     trials = Trials(rank.mesh["tp"])
     samples = (sample for sample in style_samples() if sample.subject in _COMPILED)
     for sample in tried(samples, lambda sample: sample.subject):
+        trials.add(sample.subject)
         if sample.is_local:
             _try_size(trials, replace(sample, takes_dtensors=False), "even", is_compiled=True)
         else:

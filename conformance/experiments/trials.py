@@ -24,6 +24,8 @@ from conformance.run.failures import PEER_LOSS_MESSAGE
 
 AGREEMENT = "agreement"
 """Fault of a call that raises, or waits, on some ranks and not on others."""
+WITHOUT_EXPECTATION = "full tensors"
+"""Fault of a call that raises on full plain tensors, with whose outcome that on shards is compared."""
 _WAIT_LIMITS_S = (0.5, 10.0)
 """Time limits of the mesh's collectives: of each call, and of the repetition of a call after which no rank tells why.
 
@@ -32,10 +34,13 @@ may be slow.
 """
 _MESHES = itertools.count(1)
 """Numbers of the meshes of all trials of this process."""
-_WAITED = re.compile(f"{PEER_LOSS_MESSAGE.pattern}|timeout|pair closure", re.IGNORECASE)
-"""Errors of a rank that has waited for another one."""
+_WAITED = re.compile(
+    f"{PEER_LOSS_MESSAGE.pattern}|(connect|connection|write) time(d )?out|timeout waiting|pair closure", re.IGNORECASE
+)
+"""Errors of a rank that has waited for another one, as gloo and the store of a process group word them."""
 
 Sample = TypeVar("Sample")
+Expected = TypeVar("Expected")
 _only: ContextVar[frozenset[str]] = ContextVar("only", default=frozenset())
 """Subjects that trials of this process are restricted to; empty for all."""
 
@@ -163,6 +168,20 @@ class Trials:
         self._swept.computed[subject] += ended.end is not None
         self._note(subject, kind, case, ended.faults)
         return ended.end is not None
+
+    def expected(self, subject: str, kind: str, call: Callable[[], Expected]) -> Expected | None:
+        """Return what a call on full plain tensors returns; one that raises is wrong, and has nothing to compare with.
+
+        What torch refuses for full tensors, too, is no subject of a sweep: it would be left out in silence, as would a
+        mistake in a sample, or an operator that another torch changes.
+        """
+        self.add(subject)
+        try:
+            return call()
+        except Exception as error:
+            self._swept.count("wrong")
+            self._note(subject, kind, "no shards", {WITHOUT_EXPECTATION: f"{error!r:.150}"})
+            return None
 
     def ended(self, call: Call) -> Ended:
         """Call on all ranks, once more if none of them tells why they wait; returns how that ended."""

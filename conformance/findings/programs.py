@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from conformance.project import PROJECT
+from reference_trainer.checks import UsageError
 
 DIRECTORY = PROJECT / "findings"
 TRAINERS = DIRECTORY / "trainers"
@@ -67,7 +68,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 def findings(directory: Path = DIRECTORY) -> list[Finding]:
     """Return the findings of a directory, the worst first.
 
-    Raises ValueError for a program that does not say what it is about.
+    Raises UsageError for a program that does not say what it is about.
     """
     return sorted(map(read_finding, directory.glob("*.py")), key=lambda finding: finding.order)
 
@@ -76,22 +77,22 @@ def read_finding(file: Path) -> Finding:
     """Return what a program's docstring says, without importing the program.
 
     The first paragraph is the title, the last consists of lines `FIELD: VALUE`, and those between are the details.
-    Raises ValueError for a field that is missing, unknown or wrong.
+    Raises UsageError for a field that is missing, unknown or wrong.
     """
     paragraphs = (ast.get_docstring(ast.parse(file.read_text())) or "").split("\n\n")
     fields = dict(_field(line, file) for line in paragraphs[-1].splitlines())
     if not fields:
-        raise ValueError(f"{file.name}: write a docstring that ends with lines `severity: high`, ...")
+        raise UsageError(f"{file.name}: write a docstring that ends with lines `severity: high`, ...")
     try:
         about = {**fields, "name": file.stem, "title": " ".join(paragraphs[0].split())}
         about["details"] = "\n\n".join(paragraphs[1:-1])
         return msgspec.convert(about, Finding, strict=False)
     except msgspec.ValidationError as error:
-        raise ValueError(f"{file.name}: the fields of its docstring: {error}") from None
+        raise UsageError(f"{file.name}: the fields of its docstring: {error}") from None
 
 
 def _field(line: str, file: Path) -> tuple[str, str]:
     match = _FIELD.match(line)
     if match is None:
-        raise ValueError(f"{file.name}: the docstring must end with lines `FIELD: VALUE`, found {line!r}")
+        raise UsageError(f"{file.name}: the docstring must end with lines `FIELD: VALUE`, found {line!r}")
     return match[1], match[2]

@@ -32,9 +32,9 @@ def unsupported(law: Law, cell: Cell, machine: Machine, *, profile: Profile | No
     devices = len(machine.hardware.devices)
     if profile and devices < profile.requires_devices:
         return f"the profile needs {_gpus(profile.requires_devices)}; {_count(devices)} found"
-    substrate = machine.hardware.substrate(cell.world_size, law.substrates)
-    if substrate is None:
-        return _no_devices(cell, machine.hardware)
+    if lacking := _lacks_for_ranks(law, cell, machine):
+        return lacking
+    substrate = judging_substrate(law, cell, machine.hardware)
     if release(machine.torch_version) < release(law.since):
         return f"{law.id} holds from torch {law.since} on; this is {machine.torch_version}"
     if substrate == "sim" and machine.hardware.simulated and machine.hardware.simulated.lacks:
@@ -47,8 +47,17 @@ def unsupported(law: Law, cell: Cell, machine: Machine, *, profile: Profile | No
         return f"needs {lacking}; this run is on {_NAMES[device_type(substrate)]}"
     if law.memory and machine.hardware.arithmetic != OWN:
         return "is about the memory of torch's own kernels and of gloo, and this session has others"
-    if substrate != "simulated" and cell.world_size > machine.max_world_size:
-        return f"needs {cell.world_size} ranks; {substrate} runs at most {machine.max_world_size} here"
+    return None
+
+
+def _lacks_for_ranks(law: Law, cell: Cell, machine: Machine) -> str | None:
+    """Return what the machine lacks for the ranks of a cell, or of the run whose state the cell resumes, or None."""
+    for started in (cell, cell.saver) if cell.steps_before_save else (cell,):
+        substrate = machine.hardware.substrate(started.world_size, law.substrates)
+        if substrate is None:
+            return _no_devices(started, machine.hardware)
+        if substrate != "simulated" and started.world_size > machine.max_world_size:
+            return f"needs {started.world_size} ranks; {substrate} runs at most {machine.max_world_size} here"
     return None
 
 

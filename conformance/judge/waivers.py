@@ -18,6 +18,7 @@ from conformance.plan.content import LawId, Profile, Text
 from conformance.plan.matrix import Matrix
 from conformance.plan.selection import parse
 from conformance.torch_release import Release, release
+from reference_trainer.checks import UsageError
 from reference_trainer.strict_yaml import convert, load
 
 _Versions = Annotated[str, Meta(pattern=r"^[0-9]+\.[0-9]+ - [0-9]+\.[0-9]+\Z")]
@@ -133,7 +134,7 @@ class Waivers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 def load_waivers(file: Path, matrix: Matrix) -> list[Waiver]:
     """Read waivers.yaml.
 
-    Raises ValueError for a file that cannot be read, for a waiver that no case of the matrix needs, and for two waivers
+    Raises UsageError for a file that cannot be read, for a waiver that no case of the matrix needs, and for two waivers
     that apply to the same case.
     """
     waivers = convert(load(file), Waivers).waivers
@@ -143,24 +144,24 @@ def load_waivers(file: Path, matrix: Matrix) -> list[Waiver]:
             selected = parse(waiver.cells)
             datetime.date.fromisoformat(waiver.expires)
         except ValueError as error:
-            raise ValueError(f"{file.name}: waiver of {waiver.law}: {error}") from None
+            raise UsageError(f"{file.name}: waiver of {waiver.law}: {error}") from None
         for symptom in waiver.shows:
             if symptom.least > symptom.most:
-                raise ValueError(
+                raise UsageError(
                     f"{file.name}: waiver of {waiver.law}: {symptom.metric} shows values from {symptom.least} to "
                     f"{symptom.most}: exchange `least` and `most`"
                 )
             first, last = _releases(symptom.torch or waiver.torch)
             if not waiver.versions[0] <= first <= last <= waiver.versions[1]:
-                raise ValueError(
+                raise UsageError(
                     f"{file.name}: waiver of {waiver.law}: {symptom.metric} is of torch {symptom.torch}: name releases "
                     f"of the waiver, {waiver.torch}, the first one first"
                 )
         if not any(selected(cell) for cell in cells[waiver.law]):
-            raise ValueError(f"{file.name}: the waiver of {waiver.law} applies to no case of the matrix: remove it")
+            raise UsageError(f"{file.name}: the waiver of {waiver.law} applies to no case of the matrix: remove it")
     for waiver, other in itertools.combinations(waivers, 2):
         if waiver.overlaps(other, cells[waiver.law]):
-            raise ValueError(f"{file.name}: two waivers of {waiver.law} apply to the same case: narrow one of them")
+            raise UsageError(f"{file.name}: two waivers of {waiver.law} apply to the same case: narrow one of them")
     return waivers
 
 
@@ -175,7 +176,7 @@ def profile_waivers(
 ) -> tuple[list[Waiver], list[Waiver]]:
     """Return the waivers that a profile allows: those in force, and those that have expired.
 
-    They are in waivers.yaml in the directory of the matrix, if there is such a file. Raises ValueError as
+    They are in waivers.yaml in the directory of the matrix, if there is such a file. Raises UsageError as
     `load_waivers` does.
     """
     file = matrix_file.with_name("waivers.yaml")

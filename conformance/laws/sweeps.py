@@ -9,7 +9,7 @@ from conformance.outcomes import SWEPT_OUTCOMES, swept_metric
 
 
 def right_or_refused(ranks: Sequence[Swept], *, unit: str) -> None:
-    """Require that no rank has seen a fault; every subject is recorded, refused cases without a bound.
+    """Require that every subject was tried, and that no rank has seen a fault; refused cases have no bound.
 
     Raises ConformanceFailure with the first fault, and RuntimeError if nothing has computed.
     """
@@ -27,4 +27,8 @@ def right_or_refused(ranks: Sequence[Swept], *, unit: str) -> None:
     faulty = {each.subject for each in wrong.values()}
     cases = {f"{subject}: wrong": 0 for subject in first.computed if subject not in faulty}
     cases |= {name: each.cases for name, each in wrong.items()}
-    compare.none(cases, details={name: each.example for name, each in wrong.items()}, unit=unit)
+    details = {name: each.example for name, each in wrong.items()}
+    for subject, computed in first.computed.items():
+        if not computed + first.refused.get(subject, 0) and subject not in faulty:
+            cases[f"{subject}: not tried"], details[f"{subject}: not tried"] = 1, "it has neither computed nor refused"
+    compare.none(cases, details=details, unit=unit)

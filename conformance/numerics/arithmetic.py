@@ -9,6 +9,8 @@ from typing import Literal, Self
 
 import msgspec
 
+from reference_trainer.checks import UsageError
+
 KERNELS_VARIABLE = "CONFORMANCE_KERNELS"
 SUMS_VARIABLE = "CONFORMANCE_SUMS"
 _OTHER = "other:"
@@ -27,16 +29,16 @@ class Arithmetic(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def parse(cls, *, kernels: str, sums: str) -> Self:
-        """Return the arithmetic that two options name. Raises ValueError for options that are unknown."""
+        """Return the arithmetic that two options name. Raises UsageError for options that are unknown."""
         if kernels != "torch" and not (kernels.startswith(_OTHER) and kernels.removeprefix(_OTHER).isdecimal()):
-            raise ValueError(f"--kernels {kernels}: write torch, or other:SEED with a number, such as other:1")
+            raise UsageError(f"--kernels {kernels}: write torch, or other:SEED with a number, such as other:1")
         if sums not in SUMS:
-            raise ValueError(f"--sums {sums}: write {', '.join(SUMS[:-1])} or {SUMS[-1]}")
+            raise UsageError(f"--sums {sums}: write {', '.join(SUMS[:-1])} or {SUMS[-1]}")
         return cls(kernels=kernels, sums=sums)
 
     @classmethod
     def here(cls) -> Self:
-        """Return the arithmetic that the environment of this process asks for. Raises ValueError as `parse` does."""
+        """Return the arithmetic that the environment of this process asks for. Raises UsageError as `parse` does."""
         environment = os.environ
         return cls.parse(
             kernels=environment.get(KERNELS_VARIABLE, "torch"), sums=environment.get(SUMS_VARIABLE, "gloo")

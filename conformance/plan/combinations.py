@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from reference_trainer.checks import UsageError
+
 Row = Mapping[str, Any]
 Axes = Mapping[str, Sequence[Any]]
 Values = tuple[int, ...]
@@ -35,7 +37,7 @@ class Rule:
 class Space:
     """Numbering of the values of axes.
 
-    Raises ValueError for an axis without values or with a value twice.
+    Raises UsageError for an axis without values or with a value twice.
     """
 
     def __init__(self, axes: Axes) -> None:
@@ -50,7 +52,7 @@ class Space:
         }
         empty = [axis for axis, values in self.axes.items() if not values]
         if empty or len(self._numbers) < len(self._values):
-            raise ValueError(f"an axis needs values, each once: correct {', '.join(empty or self._repeated())}")
+            raise UsageError(f"an axis needs values, each once: correct {', '.join(empty or self._repeated())}")
 
     def __len__(self) -> int:
         return len(self._values)
@@ -128,7 +130,7 @@ class Combinations:
 class Constraints:
     """Search for rows that no rule forbids.
 
-    A rule is a set of nogoods: combinations of values that no row may contain. Raises ValueError for a rule on so many
+    A rule is a set of nogoods: combinations of values that no row may contain. Raises UsageError for a rule on so many
     axes that its combinations are too many to be listed.
     """
 
@@ -241,7 +243,7 @@ def _nogoods(space: Space, rule: Rule) -> list[Values]:
     options = [numbers(space.masks[axis]) for axis in axes]
     size = int(np.prod([len(values) for values in options], dtype=float))
     if size > MAX_RULE_TABLE:
-        raise ValueError(f"a rule on {', '.join(axes)} has {size} combinations: split it, at most {MAX_RULE_TABLE}")
+        raise UsageError(f"a rule on {', '.join(axes)} has {size} combinations: split it, at most {MAX_RULE_TABLE}")
     return [values for values in itertools.product(*options) if rule.forbids(space.row(values))]
 
 

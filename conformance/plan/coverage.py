@@ -129,7 +129,7 @@ class Impossible:
 
 
 def profile_coverage(matrix: Matrix, profile: str) -> Coverage:
-    """Return the coverage of a profile of which every case is judged; raises ValueError for an unknown profile."""
+    """Return the coverage of a profile of which every case is judged; raises UsageError for an unknown profile."""
     return coverage(matrix, matrix.profile_cells(profile))
 
 

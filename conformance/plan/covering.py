@@ -36,6 +36,7 @@ from conformance.plan.combinations import (
     symmetric,
 )
 from conformance.plan.reduction import needed, reduced
+from reference_trainer.checks import UsageError
 
 __all__ = ["Cost", "Row", "Rule", "covering_rows"]
 
@@ -87,11 +88,11 @@ def covering_rows(
         until: Share of the possible combinations at which to stop, those that cost least per combination first.
         rounds: Number of times that some rows are replaced, to keep the result if it is cheaper.
 
-    Raises ValueError if there are fewer axes than `strength`, for an axis without values or with a value twice, for a
-    rule on so many axes that its combinations cannot be listed, and for an `until` that is no share.
+    Raises UsageError if there are fewer axes than `strength`, for an axis without values or with a value twice, and for
+    a rule on so many axes that its combinations cannot be listed; ValueError for an `until` that is no share.
     """
     if strength > len(axes):
-        raise ValueError(f"strength {strength} needs at least as many axes with several values; there are {len(axes)}")
+        raise UsageError(f"strength {strength} needs at least as many axes with several values; there are {len(axes)}")
     if not 0 <= until <= 1:
         raise ValueError(f"until = {until}: give a share of the combinations, from 0 to 1")
     constraints = Constraints(Space(axes), rules)

@@ -13,9 +13,10 @@ from conformance.plan.cells import AxisValue, Cell, axis_default, cell_from_axes
 from conformance.plan.content import Content, Exclusion, Section, Values
 from conformance.plan.cost import COST_AXES, worth_s
 from conformance.plan.covering import Cost, Row, Rule, covering_rows
+from reference_trainer.checks import UsageError
 
 
-class DerivationError(ValueError):
+class DerivationError(UsageError):
     """Mistake in a matrix that shows when its cells are derived."""
 
     def __init__(self, where: str, message: str) -> None:
@@ -42,7 +43,7 @@ def derive(content: Content, locked: Mapping[str, Sequence[Cell]] | None = None)
             kept = [cell for cell in (locked or {}).get(name, ()) if cell not in known]
             cells = dict.fromkeys(_cells(content, section, earlier=list(known), kept=kept))
             own = [cell for cell in cells if cell not in known]
-        except ValueError as error:
+        except UsageError as error:
             raise DerivationError(f"$.cells.{name}", str(error)) from None
         if not own:
             message = f"section `{name}` has no cell that no earlier section has: remove it, or widen its axes"

@@ -17,6 +17,7 @@ from conformance.plan.content import Content
 from conformance.plan.cost import estimated_s
 from conformance.plan.derivation import derive
 from conformance.plan.mesh import AxisError
+from reference_trainer.checks import UsageError
 from reference_trainer.strict_yaml import ConfigError
 
 _HEADER = """\
@@ -49,11 +50,11 @@ _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def parse_budget(text: str) -> float:
-    """Return a time such as `90s`, `5m` or `1h` in seconds; raises ValueError for any other text and for none."""
+    """Return a time such as `90s`, `5m` or `1h` in seconds; raises UsageError for any other text and for none."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smh])", text)
     seconds = float(match[1]) * _UNITS_S[match[2]] if match else 0.0
     if seconds <= 0.0:
-        raise ValueError(f"budget `{text}`: write a time with its unit, such as 90s, 5m or 1h")
+        raise UsageError(f"budget `{text}`: write a time with its unit, such as 90s, 5m or 1h")
     return seconds
 
 

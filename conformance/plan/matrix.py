@@ -13,6 +13,7 @@ from conformance.plan.lock import PlannedCell, locked_cells, within
 from conformance.plan.scopes import Scope, declared_scopes
 from conformance.plan.selection import Selection, SelectionError
 from conformance.project import LAWS_DIRECTORY
+from reference_trainer.checks import UsageError
 from reference_trainer.strict_yaml import Document, allowed, load
 
 
@@ -72,23 +73,26 @@ class Matrix:
         return tuple(self.scopes)
 
     def profile(self, name: str) -> Profile:
-        """Return the profile of this name; raises ValueError for an unknown profile."""
+        """Return the profile of this name; raises UsageError for an unknown profile."""
         if name not in self.profiles:
-            raise ValueError(f"unknown profile `{name}`{allowed(name, self.profiles)}")
+            raise UsageError(f"unknown profile `{name}`{allowed(name, self.profiles)}")
         return self.profiles[name]
 
     def profile_cells(self, name: str, *, budget_s: float | None = None) -> tuple[Cell, ...]:
         """Return the cells of a profile, best first, or with a budget the first of which a session ends in that time.
 
-        Raises ValueError for an unknown profile.
+        Raises UsageError for an unknown profile.
         """
         profile = self.profile(name)
         selected = compiled(profile.cells) if profile.cells else None
         planned = [each for each in self.planned if selected is None or selected(each.cell)]
         if budget_s is not None:
             return tuple(each.cell for each in within(planned, budget_s))
-        must = [each for each in planned if profile.must == "all" or each.section in profile.must]
-        more = within([each for each in planned if each not in must], self._left_s(profile, must))
+        must: list[PlannedCell] = []
+        others: list[PlannedCell] = []
+        for each in planned:
+            (must if profile.must == "all" or each.section in profile.must else others).append(each)
+        more = within(others, self._left_s(profile, must))
         chosen = {each.cell for each in (*must, *more)}
         return tuple(each.cell for each in planned if each.cell in chosen)
 
@@ -100,7 +104,7 @@ class Matrix:
     ) -> tuple[Case, ...]:
         """Return the cases of a profile: of each cell, best first, those of all laws that hold there.
 
-        `seed` is added to the seed of each cell after the cell was selected. Raises ValueError for an unknown profile.
+        `seed` is added to the seed of each cell after the cell was selected. Raises UsageError for an unknown profile.
         """
         if (profile, budget_s) not in self._cases:
             cells = self.profile_cells(profile, budget_s=budget_s)

@@ -5,6 +5,8 @@ from typing import Self
 
 import msgspec
 
+from reference_trainer.checks import UsageError
+
 _NUMBER = "([1-9][0-9]{0,3})"
 _MESH = re.compile(f"(?=.)(?:pp{_NUMBER})?(?:(?:^|-)(?:dp{_NUMBER}|hsdp{_NUMBER}x{_NUMBER}))?(?:(?:^|-)tp{_NUMBER})?")
 _MESH_HELP = (
@@ -12,7 +14,7 @@ _MESH_HELP = (
 )
 
 
-class AxisError(ValueError):
+class AxisError(UsageError):
     """An axis that does not exist, or a value that it does not have."""
 
 

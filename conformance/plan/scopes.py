@@ -12,7 +12,7 @@ from pathlib import Path
 
 from conformance.plan.cells import Cell
 from conformance.plan.gaps import GAPS, Gap
-from conformance.plan.selection import Facts, Selection, parse
+from conformance.plan.selection import Facts, Selection, SelectionError, parse
 from reference_trainer.strict_yaml import allowed
 
 _DECORATOR = "law"
@@ -37,12 +37,13 @@ class Scope:
 
     def judges(self, facts: Facts) -> bool:
         """Return whether the law is judged on a cell with these facts, which are computed once for many laws."""
-        return self.where.holds(facts) and self.gap(facts) is None
+        return self.where.holds(facts) and self._gap(facts) is None
 
     def gap(self, facts: Facts) -> Gap | None:
         """Return the first gap that leaves out a cell of which the MUST speaks; None if there is none."""
-        if not self.where.holds(facts):
-            return None
+        return self._gap(facts) if self.where.holds(facts) else None
+
+    def _gap(self, facts: Facts) -> Gap | None:
         return next((gap for gap in self.gaps if gap.selection.holds(facts)), None)
 
 
@@ -53,7 +54,7 @@ def scope(law: str, *, where: str, gaps: Sequence[str] = (), numbers: bool = Fal
             raise ValueError(f"law {law}: unknown gap `{name}`{allowed(name, GAPS)}")
     try:
         return Scope(law, parse(where), tuple(GAPS[name] for name in gaps), numbers)
-    except ValueError as error:
+    except SelectionError as error:
         raise ValueError(f"law {law}: {error}") from None
 
 

@@ -16,6 +16,7 @@ import msgspec
 
 from conformance.plan.cells import AxisValue, Cell, axis_choices, axis_names, axis_value
 from conformance.plan.mesh import AxisError
+from reference_trainer.checks import UsageError
 from reference_trainer.strict_yaml import allowed
 
 Facts = Mapping[str, AxisValue]
@@ -51,7 +52,7 @@ _TYPES = {name: type(value) for name, value in Cell().facts().items()}
 _NAMED = re.compile(r"([A-Za-z0-9_]+)\s*(?:[=<>]|!=|(?:not\s+)?in\s*\()")
 
 
-class SelectionError(ValueError):
+class SelectionError(UsageError):
     """Expression that cannot be compiled; the message points at the mistake with a caret."""
 
 
@@ -101,16 +102,16 @@ def parse(text: str) -> Selection:
 def parse_laws(text: str, known: Collection[str]) -> tuple[str, ...]:
     """Return the known laws that ids or patterns name, in the order of `known`.
 
-    Ids and patterns such as `CLIP-*` are separated by commas or spaces; case does not matter. Raises ValueError for one
+    Ids and patterns such as `CLIP-*` are separated by commas or spaces; case does not matter. Raises UsageError for one
     that matches no law, and if there are none.
     """
     patterns = [pattern.upper() for pattern in re.split(r"[,\s]+", text) if pattern]
     if not patterns:
-        raise ValueError("no law is named: write ids or patterns, such as `PAR-1,CLIP-*`")
+        raise UsageError("no law is named: write ids or patterns, such as `PAR-1,CLIP-*`")
     for pattern in patterns:
         if not any(fnmatchcase(law, pattern) for law in known):
             families = dict.fromkeys(f"{law.partition('-')[0]}-*" for law in known)
-            raise ValueError(f"no law matches `{pattern}`{allowed(pattern, families)}")
+            raise UsageError(f"no law matches `{pattern}`{allowed(pattern, families)}")
     return tuple(law for law in known if any(fnmatchcase(law, pattern) for pattern in patterns))
 
 

@@ -84,7 +84,7 @@ _AMPLE_MEMORY_BYTES = 2**40
 def trainer_config(cell: "Cell") -> TrainerConfig:
     """Return the complete configuration of a cell's run, on the CPU.
 
-    The checkpoint that init=checkpoint loads is named relative to the run's directory. Raises ValueError for an axis
+    The checkpoint that init=checkpoint loads is named relative to the run's directory. Raises UsageError for an axis
     value that can have no effect.
     """
     mesh = Mesh.parse(cell.mesh)

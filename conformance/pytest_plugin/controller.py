@@ -3,6 +3,7 @@
 import datetime
 import json
 import time
+import traceback
 from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
@@ -28,6 +29,7 @@ from conformance.report.github import annotations
 from conformance.report.html import html_report
 from conformance.report.schema import CaseResult, Footer, Header, Report
 from conformance.report.text import markdown, terminal_lines
+from reference_trainer.checks import UsageError
 
 
 class Controller:
@@ -38,7 +40,7 @@ class Controller:
         self._directory, self._baseline = setup.report_directory, setup.baseline
         try:
             self._files = ReportFiles(self._directory, records=setup.store.directory)
-        except ValueError as error:
+        except UsageError as error:
             raise pytest.UsageError(str(error)) from None
         self._start_s = time.monotonic()
         self._header = _header(setup)
@@ -155,7 +157,7 @@ class Controller:
             write(f"\n{self._baseline.difference(self._report)}")
 
     def _with_smallest(self, report: Report, config: pytest.Config) -> Report:
-        """Return the report with the smallest failing cells, if something failed; a mistake here costs no report."""
+        """Return the report with the smallest failing cells, if something failed, or why the search had no end."""
         groups = failure_groups(report)
         if self._setup.shrink_s <= 0 or not has_combined(self._setup, groups):
             return report
@@ -166,8 +168,9 @@ class Controller:
         try:
             return replace(report, smallest=smallest_cells(self._setup, report.cases, groups))
         except (KeyboardInterrupt, Exception) as error:
-            self._search_failure = f"no smallest failing cells: the search ended with {type(error).__name__}: {error}"
-            return report
+            ended = f"the search ended with {type(error).__name__}: {error}"
+            self._search_failure = f"no smallest failing cells: {ended}; report.json has the traceback"
+            return replace(report, search_failure=traceback.format_exc())
 
     def _begin_progress(self) -> None:
         if self._progress is not None:

@@ -3,12 +3,13 @@
 from conformance.plan.cells import cell_from_id
 from conformance.plan.matrix import Case, Matrix
 from conformance.plan.mesh import AxisError
+from reference_trainer.checks import UsageError
 
 
 def cases_of(cell_id: str, matrix: Matrix, *, seed: int = 0) -> tuple[Case, ...]:
     """Return the cases of all laws that hold on the cell of an id, with a number added to its seed; none for no id.
 
-    Raises ValueError for a cell that a rule of the matrix excludes.
+    Raises UsageError for a cell that a rule of the matrix excludes.
     """
     try:
         cell = cell_from_id(cell_id.strip())
@@ -16,6 +17,6 @@ def cases_of(cell_id: str, matrix: Matrix, *, seed: int = 0) -> tuple[Case, ...]
         return ()
     rule = matrix.content.exclusion_of(cell)
     if rule is not None:
-        raise ValueError(f"--cells {cell_id}: cells with {rule.when} cannot be: {rule.reason}")
+        raise UsageError(f"--cells {cell_id}: cells with {rule.when} cannot be: {rule.reason}")
     seeded = cell.but(seed=cell.seed + seed)
     return tuple(Case(law, seeded) for law in matrix.laws_on(cell))

@@ -9,6 +9,7 @@ import pytest
 from conformance.plan.cells import Cell
 from conformance.plan.matrix import Case
 from conformance.report.schema import CaseResult
+from reference_trainer.checks import UsageError
 
 _FIRST = ("ENV-1", "ENV-2", "ENV-3", "ENV-4")
 """Preconditions that are judged before anything else, on few cells."""
@@ -26,21 +27,21 @@ class Shard:
         """Return the cases of each `count`-th cell.
 
         All cases of a cell stay together, since they share its run; similar cells, which are neighbours in the matrix,
-        are spread over the shards. Raises ValueError if there are fewer cells than shards.
+        are spread over the shards. Raises UsageError if there are fewer cells than shards.
         """
         cells = dict.fromkeys(case.cell.id for case in cases)
         if cells and self.count > len(cells):
             selected = "1 cell is" if len(cells) == 1 else f"{len(cells)} cells are"
-            raise ValueError(f"--shard {self.index}/{self.count}: {selected} selected; ask for fewer shards")
+            raise UsageError(f"--shard {self.index}/{self.count}: {selected} selected; ask for fewer shards")
         chosen = {cell for position, cell in enumerate(cells) if position % self.count == self.index - 1}
         return tuple(case for case in cases if case.cell.id in chosen)
 
 
 def parse_shard(text: str) -> Shard:
-    """Return the second of five shards for `2/5`. Raises ValueError for any other form."""
+    """Return the second of five shards for `2/5`. Raises UsageError for any other form."""
     match = re.fullmatch(r"([1-9][0-9]{0,5})/([1-9][0-9]{0,5})", text)
     if match is None or int(match[1]) > int(match[2]):
-        raise ValueError(f"--shard {text}: write I/N with 1 <= I <= N, such as 2/5")
+        raise UsageError(f"--shard {text}: write I/N with 1 <= I <= N, such as 2/5")
     return Shard(int(match[1]), int(match[2]))
 
 

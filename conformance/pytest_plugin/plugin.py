@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from conformance.project import IS_CHECKOUT, LAWS_DIRECTORY, PACKAGE, PROJECT
+from reference_trainer.checks import UsageError
 
 _ROOT = PROJECT if IS_CHECKOUT else PACKAGE
 """Outermost directory whose collection is meant to collect the laws; an environment may lie in any other project."""
@@ -73,7 +74,7 @@ def _devices(config: pytest.Config) -> int:
 
     if getattr(config.option, "accelerator", "auto") not in ("auto", "cuda"):
         return 0
-    with suppress(ValueError):
+    with suppress(UsageError):
         return len(visible_devices(machine_devices()))
     return 0
 

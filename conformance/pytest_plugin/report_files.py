@@ -9,6 +9,8 @@ from typing import IO
 import msgspec
 from filelock import FileLock, Timeout
 
+from reference_trainer.checks import UsageError
+
 JUNIT = "junit.xml"
 PLAN = "plan.json"
 _STREAM = "report.jsonl"
@@ -26,7 +28,7 @@ class ReportFiles:
     def __init__(self, directory: Path, *, records: Path) -> None:
         """Take a directory; `records` is the directory of the session's records, inside of it or elsewhere.
 
-        Raises ValueError if another session has the directory, or if nothing can be written there.
+        Raises UsageError if another session has the directory, or if nothing can be written there.
         """
         self.unwritable = ""
         """Sentence about a write that failed; empty as long as all writes succeed."""
@@ -43,10 +45,10 @@ class ReportFiles:
             if self.has_earlier and (directory / JUNIT).exists():  # pytest overwrites it, whatever has ended
                 shutil.copyfile(directory / JUNIT, directory / _EARLIER_JUNIT)
         except Timeout:
-            raise ValueError(f"--report-dir {directory}: another session writes there; name another one") from None
+            raise UsageError(f"--report-dir {directory}: another session writes there; name another one") from None
         except OSError as error:
             self._lock.release()
-            raise ValueError(f"--report-dir {directory} cannot be written: {error}") from None
+            raise UsageError(f"--report-dir {directory} cannot be written: {error}") from None
 
     def write_line(self, row: object) -> None:
         """Write a line of the stream; a full disk must not hide the verdicts, which are printed at the end."""

@@ -27,6 +27,7 @@ from conformance.run.devices.leases import Leases
 from conformance.run.devices.nvml import machine_devices
 from conformance.run.pool import Pools, RunsTasks
 from conformance.run.store import RecordStore
+from reference_trainer.checks import UsageError
 
 POOLS = pytest.StashKey[RunsTasks]()
 """Key of a pytest configuration for a substitute of `Pools`, which runs tasks on other hosts too."""
@@ -124,7 +125,7 @@ def read_options(config: pytest.Config) -> SessionSetup:
             repro_options=tuple(_repro_options(option, defect)),
             shrink_s=option.shrink,
         )
-    except ValueError as error:
+    except UsageError as error:
         raise pytest.UsageError(str(error)) from None
 
 
@@ -166,12 +167,12 @@ def _repro_options(option: Any, defect: str | None) -> list[str]:
 
 
 def _hardware(config: pytest.Config) -> Hardware:
-    """Return the hardware that the options allow to use. Raises ValueError as `find_hardware` does."""
+    """Return the hardware that the options allow to use. Raises UsageError as `find_hardware` does."""
     option, given = config.option, config.stash.get(HARDWARE, None)
     arithmetic = Arithmetic.parse(kernels=option.kernels, sums=option.sums)
     if given is not None and option.accelerator != "cpu":
         if option.accelerator.startswith("sim"):
-            raise ValueError("--accelerator sim: the simulated accelerator is for the ranks of one host")
+            raise UsageError("--accelerator sim: the simulated accelerator is for the ranks of one host")
         return given
     return find_hardware(
         machine_devices(), accelerator=option.accelerator, share_gpu=option.share_gpu, arithmetic=arithmetic

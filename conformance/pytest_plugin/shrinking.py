@@ -7,7 +7,6 @@ import inspect
 import re
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +26,7 @@ from conformance.report.schema import CaseResult
 from conformance.report.shared_axes import spelled
 from conformance.report.smallest import Smallest
 from conformance.report.wording import is_outside
+from reference_trainer.checks import UsageError
 
 Judge = Callable[[Case, float], Judged]
 """Function that judges a case within a number of seconds."""
@@ -150,7 +150,7 @@ def session_judge(setup: SessionSetup) -> Judge:
 
     def judge_within(case: Case, limit_s: float) -> Judged:
         law = asserted_laws()[case.law]
-        store = replace(setup.store, deadline_s=min(setup.store.deadline_s, limit_s))
+        store = setup.store.within(limit_s)
         return judge(
             case, law.law, law.test, store, machine=setup.machine, profile=setup.profile, waivers=setup.waivers
         )
@@ -196,5 +196,5 @@ def _is_possible(case: Case, matrix: Matrix) -> bool:
         return False
     try:
         return case.cell.config is not None
-    except ValueError:
+    except UsageError:
         return False

@@ -10,6 +10,7 @@ from conformance.report.diff_text import as_text
 from conformance.report.drift import Drifted, drifted_metrics
 from conformance.report.environment import suite_digest
 from conformance.report.schema import Report
+from reference_trainer.checks import UsageError
 
 
 class Baseline:
@@ -18,11 +19,11 @@ class Baseline:
     def __init__(self, directory: Path) -> None:
         """Read the report in a directory.
 
-        Raises ValueError if there is none, or one that was judged by another suite: see `diff --any-suite`.
+        Raises UsageError if there is none, or one that was judged by another suite: see `diff --any-suite`.
         """
         self.report = read_report(directory)
         if self.report.suite_digest != suite_digest():
-            raise ValueError(
+            raise UsageError(
                 f"--baseline {directory}: judged by another suite ({self.report.suite_digest}, this is "
                 f"{suite_digest()}): run it again, or compare afterwards with python -m conformance diff --any-suite"
             )
@@ -40,7 +41,7 @@ class Baseline:
         """Return the difference between the baseline and a report, as text; none if a session ended early."""
         try:
             return f"compared with the baseline: {as_text(diff(self.report, report))}"
-        except ValueError as error:
+        except UsageError as error:
             return f"no comparison with the baseline: {error}"
 
 

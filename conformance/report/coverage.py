@@ -22,7 +22,7 @@ def session_coverage(matrix: Matrix, profile: str, cases: Iterable[CaseResult], 
 
     A session with a larger budget than its profile has judged other cells of the matrix, too, which are added.
     `seed` is the number that was added to the seed of each cell. A case of a law on numbers that has measured nothing,
-    such as one whose run has raised an exception, has judged nothing. Raises ValueError for an unknown profile.
+    such as one whose run has raised an exception, has judged nothing. Raises UsageError for an unknown profile.
     """
     planned = {cell.but(seed=cell.seed + seed).id: cell for cell in matrix.cells.values()}
     on_numbers = {law for law, scope in matrix.scopes.items() if scope.numbers}

@@ -13,6 +13,7 @@ from conformance.report.drift import Drifted, drifted_facts, drifted_metrics, dr
 from conformance.report.headline import restrictions
 from conformance.report.schema import CaseResult, Report
 from conformance.report.wording import counted, share_text
+from reference_trainer.checks import UsageError
 
 Kind = Literal[
     "new-fail",
@@ -72,29 +73,29 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_report(directory: Path) -> Report:
-    """Return the report in a directory. Raises ValueError if there is none, or one that cannot be read."""
+    """Return the report in a directory. Raises UsageError if there is none, or one that cannot be read."""
     try:
         report = msgspec.json.decode((directory / "report.json").read_bytes(), type=Report)
     except OSError as error:
-        raise ValueError(f"{directory}: no report: {error.strerror}") from None
+        raise UsageError(f"{directory}: no report: {error.strerror}") from None
     except msgspec.DecodeError as error:
-        raise ValueError(f"{directory}: the report is cut off, or of another version of the suite: {error}") from None
+        raise UsageError(f"{directory}: the report is cut off, or of another version of the suite: {error}") from None
     if "torch" not in report.environment.get("packages", {}):
-        raise ValueError(f"{directory}: the report does not say of which torch it is: another program has written it")
+        raise UsageError(f"{directory}: the report does not say of which torch it is: another program has written it")
     return report
 
 
 def diff(before: Report, after: Report, *, any_suite: bool = False) -> Difference:
     """Return the changes from one report to another.
 
-    Raises ValueError if a session ended early, and for reports of different suites unless `any_suite` is set.
+    Raises UsageError if a session ended early, and for reports of different suites unless `any_suite` is set.
     """
     for name, report in (("first", before), ("second", after)):
         if report.executed < report.planned:
             executed = f"{report.executed} of {counted(report.planned, 'case')} executed"
-            raise ValueError(f"the {name} session ended early: {executed}")
+            raise UsageError(f"the {name} session ended early: {executed}")
     if before.suite_digest != after.suite_digest and not any_suite:
-        raise ValueError(
+        raise UsageError(
             f"judged by different suites ({before.suite_digest}, {after.suite_digest}): what differs may be the suite; "
             "run both with one, or compare all the same with --any-suite"
         )

@@ -126,7 +126,8 @@ def _by_ratio(cases: Sequence[CaseResult], facts: Mapping[str, Facts]) -> Iterat
             yield from _by_key(left, _cause)
             return
         yield explained
-        left = [case for case in left if case not in explained]
+        told = {case.id for case in explained}
+        left = [case for case in left if case.id not in told]
 
 
 def _explained(cases: Sequence[CaseResult], facts: Mapping[str, Facts]) -> Iterator[list[CaseResult]]:

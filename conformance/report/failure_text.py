@@ -24,7 +24,8 @@ def causes(groups: Sequence[FailureGroup]) -> list[list[FailureGroup]]:
         names = dict.fromkeys(name for group in left for name in _names(group))
         cause = max(([group for group in left if name in _names(group)] for name in names), key=_case_count)
         by_cause.append(cause)
-        left = [group for group in left if group not in cause]
+        told = set(map(id, cause))
+        left = [group for group in left if id(group) not in told]
     return sorted(by_cause, key=lambda cause: (_is_drift(cause[0]), -_case_count(cause)))
 
 

@@ -95,6 +95,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cases: list[CaseResult]
     smallest: list[Smallest] = []
     """Smallest failing cells that were searched for after the last case, at most one for each cause."""
+    search_failure: str = ""
+    """Traceback of what ended the search for these cells before it was done; empty if nothing has."""
 
 
 def report_schema() -> dict[str, Any]:

@@ -10,6 +10,7 @@ from conformance.plan.scopes import in_order
 from conformance.report.headline import Headline, headline
 from conformance.report.law_overview import verdict_counts
 from conformance.report.schema import CaseResult, Report
+from reference_trainer.checks import UsageError
 
 
 class VersionColumn(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,14 +73,14 @@ class VersionTable(msgspec.Struct, frozen=True, kw_only=True):
 def version_table(reports: Sequence[Report]) -> VersionTable:
     """Return laws by version, in the order of the reports.
 
-    Raises ValueError for two reports of one version, and for reports of different profiles or matrices.
+    Raises UsageError for two reports of one version, and for reports of different profiles or matrices.
     """
     sessions = {(report.profile, report.planned) for report in reports}
     if len(sessions) > 1:
-        raise ValueError(f"reports are of different profiles: {sorted(sessions)}: give those of one")
+        raise UsageError(f"reports are of different profiles: {sorted(sessions)}: give those of one")
     versions = [str(report.environment["packages"]["torch"]) for report in reports]
     if len(set(versions)) < len(versions):
-        raise ValueError(f"reports are of torch {', '.join(versions)}: give one for each version")
+        raise UsageError(f"reports are of torch {', '.join(versions)}: give one for each version")
     ((profile, planned),) = sessions
     laws = dict.fromkeys(case.law for report in reports for case in report.cases)
     return VersionTable(

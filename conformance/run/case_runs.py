@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from conformance.outcomes import CellFailed, Failure
+from conformance.outcomes import CellFailed, Failure, Unsupported
 from conformance.plan.cells import Cell
 from conformance.plan.substrates import REAL, Substrate
 from conformance.project import PACKAGE
@@ -37,7 +37,7 @@ class CaseRuns:
         """Return the record of a cell, from this session's store or from a run now.
 
         `repeat` > 0 asks for a further run of the same cell. Raises CellFailed if a run does not finish, Unsupported if
-        this torch lacks an ability that the run needs.
+        this torch lacks an ability that the run needs, or this machine the devices.
         """
         substrate = self._substrate(cell)
         self._require_features(Needs.TRAINING, cell, substrate)
@@ -71,10 +71,10 @@ class CaseRuns:
         )
 
     def _substrate(self, cell: Cell) -> Substrate:
-        """Return the substrate of a cell's ranks; raises ValueError if none of the law's is on this machine."""
+        """Return the substrate of a cell's ranks; raises Unsupported if none of the law's is on this machine."""
         substrate = self.store.hardware.substrate(cell.world_size, self._real)
         if substrate is None:
-            raise ValueError(f"this machine has no {' or '.join(self._real)} for {_ranks(cell.world_size)}")
+            raise Unsupported(f"this machine has no {' or '.join(self._real)} for {_ranks(cell.world_size)}")
         return substrate
 
     def _require_features(self, needs: Needs, cell: Cell, substrate: Substrate) -> None:
@@ -107,9 +107,11 @@ class CaseRuns:
         left_s = self._left_s()
         with tempfile.TemporaryDirectory() as scratch:
             try:
-                write_results(directory, self._on_ranks(header, Path(scratch), kept=directory, deadline_s=left_s))
+                results = self._on_ranks(header, Path(scratch), kept=directory, deadline_s=left_s)
             except RunFailed as failed:
                 return RecordFile(header=header, failure=to_failure(failed))
+        with self.store.writing():
+            write_results(directory, results)
         return RecordFile(header=header)
 
     def _on_ranks(self, header: Header, directory: Path, *, kept: Path, deadline_s: float) -> list[Any]:

@@ -25,6 +25,7 @@ import psutil
 from conformance.run.failures import RunFailed, find_cause
 from conformance.run.pool import Pools, require_runnable
 from conformance.run.ranks.messages import RankReport, Task
+from reference_trainer.checks import UsageError
 
 ANSWER_S = 15.0
 """Time limit for taking up a task, and for the report after its end; starting ranks takes seconds on a busy host."""
@@ -122,7 +123,7 @@ class AgentsLost(RunFailed):
 def meet(store: Store, *, agents: int, agent: int, node: int, directory: Path, limit_s: float = 60.0) -> list[Location]:
     """Announce the location of this agent and wait for all others; returns the locations of all agents.
 
-    Raises ValueError if a host does not see the leader's directory, TimeoutError if an agent is missing.
+    Raises UsageError if a host does not see the leader's directory, TimeoutError if an agent is missing.
     """
     mark = directory / ".spmd"
     if agent == 0:
@@ -139,7 +140,7 @@ def meet(store: Store, *, agents: int, agent: int, node: int, directory: Path, l
         locations.append(msgspec.json.decode(store.get(f"location/{other}"), type=Location))
     blind = [location.agent for location in locations if not location.host]
     if blind:
-        raise ValueError(f"agents {blind} do not see {directory}: name a --report-dir that all hosts share")
+        raise UsageError(f"agents {blind} do not see {directory}: name a --report-dir that all hosts share")
     return locations
 
 

@@ -1,8 +1,10 @@
 """Record store: a directory in which each cell is run once per session, by the worker that needs its record first."""
 
+import copy
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -82,6 +84,20 @@ class RecordStore:
         """Return the result of each rank in builtin types; runs `measure` and raises as `record` does."""
         return self._results(self._once(header, measure, clock))
 
+    def within(self, limit_s: float) -> "RecordStore":
+        """Return a store whose cases have at most this time; both share what they have read."""
+        shorter = copy.copy(self)
+        shorter.deadline_s = min(self.deadline_s, limit_s)
+        return shorter
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Give a block that writes nothing but records: an OSError there raises Unwritable."""
+        try:
+            yield
+        except OSError as error:
+            raise Unwritable(f"no record can be written to {self.directory}: {error.strerror or error}") from error
+
     def close(self) -> None:
         """End all ranks."""
         self.pools.close()
@@ -94,15 +110,14 @@ class RecordStore:
         if self.replay:
             _require_recorded(directory)
         else:
-            try:
-                self._locked(directory, execute, clock)
-            except OSError as error:
-                raise Unwritable(f"no record can be written to {self.directory}: {error.strerror or error}") from error
+            self._locked(directory, execute, clock)
         self._finished.add(directory)
         return directory
 
     def _locked(self, directory: Path, execute: Execute, clock: Clock) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
+        with self.writing():
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / "lock").touch()
         start_s = time.monotonic()
         # A run cannot outlast its lease and its deadline by much, so neither can waiting for that run.
         with FileLock(directory / "lock", timeout=4 * self.deadline_s + LEASE_LIMIT_S):
@@ -117,20 +132,22 @@ class RecordStore:
         try:
             content = execute(directory)
         except CellFailed as failed:
-            write_failure(directory, failed.failure)
+            with self.writing():
+                write_failure(directory, failed.failure)
             raise
         finally:
             waited_s = self.pools.waited_s - waited_before_s
             run_s = time.monotonic() - start_s - waited_s
             clock.wait_s += waited_s
             clock.run_s += run_s
-        if content.failure is not None and content.failure.kind == "crash":
-            # A rank's death belongs to the case that saw it, and may have come from outside (the OOM killer): the other
-            # laws of the cell get a run of their own. Hangs are kept, or each law would wait for the deadline.
-            write_failure(directory, content.failure)
-        else:
-            train_s = round(self.pools.trained_s - trained_before_s, 4)
-            write_record(directory, msgspec.structs.replace(content, run_s=round(run_s, 4), train_s=train_s))
+        with self.writing():
+            if content.failure is not None and content.failure.kind == "crash":
+                # A rank's death belongs to the case that saw it, and may have come from outside (the OOM killer): the
+                # other laws of the cell get a run of their own. Hangs are kept: each law would wait for the deadline.
+                write_failure(directory, content.failure)
+            else:
+                train_s = round(self.pools.trained_s - trained_before_s, 4)
+                write_record(directory, msgspec.structs.replace(content, run_s=round(run_s, 4), train_s=train_s))
         return content
 
 

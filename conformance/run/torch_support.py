@@ -128,13 +128,13 @@ def kind_of_processes(cell: Cell, *, torch_version: str) -> str:
     equal. The tp rows of dp4-tp2 and of hsdp2x2-tp2 compare equal, but their process groups have other names ("Could
     not resolve the process group registered under the name 9", torch 2.13). The cache has no public way to be cleared.
     """
-    if not _confuses_embeddings(torch_version):
+    if not confuses_embeddings(torch_version):
         return cell.mesh
     precision = PRECISIONS[cell.precision]
     return f"{cell.mesh} {cell.model} {precision.build or precision.shard}"
 
 
-def _confuses_embeddings(torch_version: str) -> bool:
+def confuses_embeddings(torch_version: str) -> bool:
     """Return whether DTensor may confuse an embedding with another that the process had before, as up to torch 2.10.
 
     With an embedding of another vocabulary: "EmbeddingBackward0 returned an invalid gradient" (fixed by

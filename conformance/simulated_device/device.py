@@ -4,7 +4,6 @@ A process is made one with the device after its last fork, and for good: torch a
 (PrivateUse1). What torch asks of a device module, and no more, is in `_DeviceModule`.
 """
 
-import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.backend_registration import generate_methods_for_privateuse1_backend, rename_privateuse1_backend
 
+from conformance.importing import load_module
 from conformance.numerics.device_operators import SIMULATED, fused_norms
 from conformance.simulated_device.building import MODULE
 from conformance.simulated_device.schedules import Schedule
@@ -56,12 +56,7 @@ def load(library: Path) -> ModuleType:
 
     Raises RuntimeError if the process has another accelerator of this kind.
     """
-    spec = importlib.util.spec_from_file_location(MODULE, library)
-    assert spec is not None
-    assert spec.loader is not None, "a file whose name ends in .so has a loader"
-    extension = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(extension)
-    sys.modules[MODULE] = extension
+    extension = load_module(MODULE, library)
     rename_privateuse1_backend(NAME)
     # The only way: see docs/notes/private_names.md.
     torch._register_device_module(NAME, _DeviceModule())  # type: ignore[no-untyped-call]

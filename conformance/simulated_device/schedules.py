@@ -9,6 +9,8 @@ creates those of its copy-in, all-gathers, reduce-scatters and all-reduces in th
 from dataclasses import dataclass
 from typing import Self
 
+from reference_trainer.checks import UsageError
+
 VARIABLE = "CONFORMANCE_SIM_SCHEDULE"
 """Environment variable with the schedule of a rank."""
 DEFAULT = "lazy"
@@ -28,11 +30,11 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the schedule of a text such as `random:7`. Raises ValueError for any other text."""
+        """Return the schedule of a text such as `random:7`. Raises UsageError for any other text."""
         name, _, number = text.partition(":")
         takes_number = name in ("random", "starve")
         if name not in _POLICIES or takes_number != number.isdecimal() or (not takes_number and number):
-            raise ValueError(f"the schedule is {text!r}: write eager, lazy, random:SEED or starve:NUMBER-OF-STREAM")
+            raise UsageError(f"the schedule is {text!r}: write eager, lazy, random:SEED or starve:NUMBER-OF-STREAM")
         return cls(_POLICIES.index(name), int(number or 0))
 
     def of_rank(self, rank: int) -> "Schedule":

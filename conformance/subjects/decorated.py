@@ -195,7 +195,7 @@ def subject(
         save: function of the parallel model, its optimizer and a directory that saves both, called on all ranks.
         load: function of the same that loads into a model and an optimizer that were made anew.
 
-    Raises SubjectMistake, a ValueError, for arguments that cannot be used.
+    Raises SubjectMistake, a UsageError, for arguments that cannot be used.
     """
     for name, value, allowed in (("meshes", meshes, MESHES), ("precisions", precisions, ("fp32", "bf16"))):
         unknown = [value] if isinstance(value, str) else [entry for entry in value if entry not in allowed]

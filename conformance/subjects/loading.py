@@ -1,11 +1,10 @@
 """Names of subjects: `package.module:name`, or `path/to/file.py:name`."""
 
 import importlib
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 
+from conformance.importing import load_file
 from conformance.subjects.decorated import FunctionSubject
 from conformance.subjects.protocol import Subject, SubjectMistake
 
@@ -51,11 +50,4 @@ def _module(origin: str, name: str) -> ModuleType:
 def _file(file: Path) -> ModuleType:
     if not file.is_file():
         raise SubjectMistake(f"no file {file}")
-    spec = importlib.util.spec_from_file_location(file.stem, file.resolve())
-    if spec is None or spec.loader is None:
-        raise SubjectMistake(f"{file} cannot be imported")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[file.stem] = module  # as an import does: classes of the file name their module
-    sys.path.insert(0, str(file.resolve().parent))
-    spec.loader.exec_module(module)
-    return module
+    return load_file(file, with_neighbours=True)

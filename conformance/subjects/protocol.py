@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from conformance.subjects.cells import SubjectCell
+from reference_trainer.checks import UsageError
 from reference_trainer.observer import Phase
 
 Batch = Any
 """Samples for one forward pass: a tensor, or a mapping, list or tuple of such; samples are dimension 0."""
 
 
-class SubjectMistake(ValueError):
+class SubjectMistake(UsageError):
     """The subject cannot be judged because of what its author has written; the message says what to do."""
 
 

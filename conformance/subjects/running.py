@@ -2,7 +2,8 @@
 
 import re
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from conformance.run.case_runs import to_failure
 from conformance.run.failures import RunFailed
 from conformance.run.pool import Pools, Task
 from conformance.run.ranks.messages import RankReport
+from conformance.run.torch_support import confuses_embeddings
 from conformance.subjects.cells import CELLS, SubjectCell, Workload
 from conformance.subjects.evidence import Evidence, Reference, SubjectRecord
 from conformance.subjects.facts import Description, ReferenceFacts, ReferenceJob, SubjectFacts, TrainJob
@@ -42,6 +44,7 @@ class SubjectRuns:
     pools: Pools
     directory: Path
     limit_s: float = LIMIT_S
+    torch_version: str = field(default_factory=partial(version, "torch"))
     _references: dict[Workload, Reference] = field(default_factory=dict)
     _count: int = 0
 
@@ -76,14 +79,18 @@ class SubjectRuns:
             directory=str(directory),
             fault=fault,
         )
-        # Ranks of one mesh only share processes, see `CaseRuns._kind`.
-        task = Task(f"{_TASKS}:train_subject", _payload(job), kind=f"{self.name} {cell.mesh}")
+        task = Task(f"{_TASKS}:train_subject", _payload(job), kind=self._kind(cell))
         try:
             results = self.pools.run(task, world_size=cell.world_size, deadline_s=self.limit_s, env=_UNDER_TORCHRUN)
         except RunFailed as failed:
             raise CellFailed(_failure(failed)) from failed
         facts = [msgspec.convert(result, SubjectFacts) for result in results]
         return Evidence(SubjectRecord(directory, cell, facts), reference)
+
+    def _kind(self, cell: SubjectCell) -> str:
+        """Return the kind of a cell's task; see `kind_of_processes` for what must not share processes."""
+        kind = f"{self.name} {cell.mesh}"
+        return f"{kind} {cell.precision}" if confuses_embeddings(self.torch_version) else kind
 
     def _alone(self, function: str, payload: dict[str, Any]) -> Any:
         task = Task(f"{_TASKS}:{function}", payload, kind=self.name)

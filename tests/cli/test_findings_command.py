@@ -105,7 +105,7 @@ def test_faults_that_no_thread_describes_get_a_report(directory: Path, capsys: p
     [
         (["summ"], "(did you mean `sum`?)"),
         (["nobodys"], "finding `nobodys` needs missing, which is not installed: pip install missing"),
-        (["--limit", "0", "sum"], "deadline_s is 0.0: give a positive number"),
+        (["--limit", "0", "sum"], "0: write a positive number of seconds"),
     ],
 )
 def test_mistakes_are_told(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from conformance.plan.cells import Cell
 from conformance.plan.cost import estimated_s
-from conformance.plan.lock import STARTUP_S
+from conformance.plan.lock import STARTUP_S, PlannedCell
 from conformance.plan.matrix import Case, Matrix, load_matrix
 from conformance.plan.selection import parse
 from reference_trainer.strict_yaml import ConfigError
@@ -356,3 +356,15 @@ def test_products(folder: Path, axes: dict[str, list[Any]], worlds: list[int]) -
     assert len(set(cells)) == len(cells) == size - excluded * others
     assert not any(cell.compile and cell.world_size in worlds for cell in matrix.cells.values())
     assert read(folder, json.dumps(content)).cases("all") == matrix.cases("all")
+
+
+def test_cells_of_a_profile_are_told_apart_without_comparing_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = read(folder, TEXT)
+
+    def compared(_one: object, _other: object) -> bool:
+        raise AssertionError("compared")
+
+    monkeypatch.setattr(PlannedCell, "__eq__", compared)
+    assert planned.profile_cells("some")

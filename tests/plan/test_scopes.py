@@ -9,6 +9,7 @@ from conformance.plan.cells import Cell
 from conformance.plan.gaps import GAPS
 from conformance.plan.matrix import load_matrix
 from conformance.plan.scopes import Scope, declared_scopes, in_order, scope
+from conformance.plan.selection import Facts, Selection
 from conformance.project import LAWS_DIRECTORY, PROJECT
 
 
@@ -88,3 +89,16 @@ def test_mistakes(tmp_path: Path, declaration: str, message: str) -> None:
     with pytest.raises(ValueError, match="law") as caught:
         declared(tmp_path, declaration)
     assert str(caught.value).startswith(message)
+
+
+def test_where_is_evaluated_once_for_a_cell() -> None:
+    evaluated: list[Facts] = []
+
+    def everywhere(facts: Facts) -> bool:
+        evaluated.append(facts)
+        return True
+
+    judged = Scope("PAR-1", Selection("tp = 1", everywhere), (GAPS["pipelines"],))
+    assert judged.judges(Cell().facts())
+    assert not judged.judges(Cell(mesh="pp2-dp2").facts())
+    assert len(evaluated) == 2

@@ -8,6 +8,7 @@ import pytest
 from conformance.judge.measurements import Measurement
 from conformance.plan.cells import Cell
 from conformance.report.failure_groups import FailureGroup, failure_groups
+from conformance.report.failure_text import causes
 from conformance.report.ratio_names import fitting_names
 from conformance.report.schema import CaseResult, Report
 from tests.report.sample_reports import case, deviation, report
@@ -176,3 +177,23 @@ def test_a_hang_is_no_known_fault_that_ends() -> None:
     hangs = report(case("CLIP-1/dp2-tp2-fp32-default-meta-norminf", "timeout"))
     assert only_group(hangs).defects == ["clip-order-of-ranks"]
     assert only_group(report(case(f"PAR-1/{DP2}-sgd", "timeout"))).defects == ["conditional-param-use-hang"]
+
+
+class Incomparable(CaseResult, frozen=True, kw_only=True):
+    """Case that must not be compared field by field, which takes a day for the failures of a broken night."""
+
+    def __eq__(self, other: object) -> bool:
+        raise AssertionError("compared")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_cases_and_groups_are_told_apart_without_comparing_them() -> None:
+    fields = [
+        msgspec.structs.asdict(failing(f"{law}/{DP2}-seed{n}", ratio))
+        for law in ("PAR-1", "PAR-2")
+        for n, ratio in enumerate((2.0, 2.0, 3.0, 3.0, 5.0), 1)
+    ]
+    groups = failure_groups(report(*(Incomparable(**each) for each in fields)))
+    assert sum(len(group.cases) for group in groups) == len(fields)
+    assert [len(cause) for cause in causes(groups)] == [2, 1, 1, 1, 1]

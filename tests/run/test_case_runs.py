@@ -1,13 +1,20 @@
 """Failures of runs: which of them are the suite's error and which the product's."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from conformance.instruments.dispatch_tap import DispatchTap
+from conformance.outcomes import Unsupported
+from conformance.plan.cells import Cell
 from conformance.project import PACKAGE, PROJECT
-from conformance.run.case_runs import to_failure
+from conformance.run.case_runs import CaseRuns, to_failure
+from conformance.run.devices.hardware import Hardware
 from conformance.run.failures import RunFailed
 from conformance.run.ranks.messages import RankReport
+from conformance.run.store import RecordStore
+from tests.run.devices.fake_devices import some_devices
 
 
 def raised_at(file: str) -> RunFailed:
@@ -39,3 +46,13 @@ def test_to_failure_of_an_operator_under_the_dispatch_tap_blames_torch() -> None
         torch.mm(torch.ones(2, 3), torch.ones(2, 3))
     innermost = str(caught.traceback[-1].path)
     assert to_failure(raised_at(innermost)).kind == "raised"
+
+
+def test_a_second_cell_for_which_there_are_too_few_devices_is_unsupported(tmp_path: Path) -> None:
+    """Laws compare a cell with others, of which the machine may be too small for one alone."""
+    devices = Hardware(devices=some_devices(2), ranks_per_device=1)
+    store = RecordStore(
+        directory=tmp_path, session="s", torch_version="2.13.0", defect=None, deadline_s=60, hardware=devices
+    )
+    with pytest.raises(Unsupported, match="this machine has no nccl for 4 ranks"):
+        CaseRuns(store, ("nccl",)).run(Cell(mesh="hsdp2x2"))

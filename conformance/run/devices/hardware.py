@@ -17,6 +17,7 @@ from conformance.run.devices.nvml import VISIBLE, Device, DeviceInterface, visib
 from conformance.run.ranks.messages import RANK_IN_VALUE
 from conformance.simulated_device import schedules
 from conformance.simulated_device.building import LIBRARY_VARIABLE, device_library
+from reference_trainer.checks import UsageError
 
 ACCELERATORS = ("auto", "cpu", "cuda", "sim")
 """Values of `--accelerator`; `sim` may be followed by a schedule, as in `sim:random:7`."""
@@ -168,30 +169,30 @@ def find_hardware(
     Another arithmetic than that of torch and gloo is for processors: devices are not looked for.
 
     The simulated accelerator is compiled, which takes minutes, if this machine has not compiled it yet. Raises
-    ValueError for options that are unknown or contradict each other, for `cuda` where there is no device, or as
+    UsageError for options that are unknown or contradict each other, for `cuda` where there is no device, or as
     `visible_devices` does.
     """
     kind, _, schedule = accelerator.partition(":")
     if kind not in ACCELERATORS or (schedule and kind != "sim"):
-        raise ValueError(
+        raise UsageError(
             f"--accelerator {accelerator}: write {', '.join(ACCELERATORS[:-1])} or {ACCELERATORS[-1]}[:SCHEDULE]"
         )
     if kind == "cuda" and arithmetic != OWN:
-        raise ValueError("--kernels and --sums replace what processors compute: leave out --accelerator cuda")
+        raise UsageError("--kernels and --sums replace what processors compute: leave out --accelerator cuda")
     if kind == "sim":
         if arithmetic.sums != "gloo":
-            raise ValueError("--sums is for ranks that communicate by gloo: leave out --accelerator sim")
+            raise UsageError("--sums is for ranks that communicate by gloo: leave out --accelerator sim")
         return Hardware(simulated=_simulated_device(schedule or schedules.DEFAULT), arithmetic=arithmetic)
     if arithmetic != OWN:
         return Hardware(arithmetic=arithmetic)
     ranks_per_device = _ranks_per_device(share_gpu)
     devices = () if accelerator == "cpu" else visible_devices(interface)
     if accelerator == "cuda" and not devices:
-        raise ValueError("--accelerator cuda: no CUDA device is visible; check the driver and CUDA_VISIBLE_DEVICES")
+        raise UsageError("--accelerator cuda: no CUDA device is visible; check the driver and CUDA_VISIBLE_DEVICES")
     if not devices:
         return Hardware(ranks_per_device=ranks_per_device)
     if exclusive := [device.uuid for device in devices if device.is_exclusive]:
-        raise ValueError(
+        raise UsageError(
             f"{', '.join(exclusive)}: the compute mode allows one process, but ranks share a device with the process "
             "that judges them: set it to Default (nvidia-smi --compute-mode 0), or add --accelerator cpu"
         )
@@ -212,7 +213,7 @@ def _ranks_per_device(share_gpu: str) -> int:
     if share_gpu == "never":
         return 1
     if not re.fullmatch("[1-9]", share_gpu):
-        raise ValueError(f"--share-gpu {share_gpu}: write auto, never, or how many ranks may share a GPU, 1 to 9")
+        raise UsageError(f"--share-gpu {share_gpu}: write auto, never, or how many ranks may share a GPU, 1 to 9")
     return int(share_gpu)
 
 

@@ -15,6 +15,8 @@ import msgspec
 import psutil
 import pynvml
 
+from reference_trainer.checks import UsageError
+
 SESSION_VARIABLE = "CONFORMANCE_CONTROLLER"
 """Variable with the process id of a session's controller, in the environment of all processes of the session."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -152,7 +154,7 @@ def select(devices: Sequence[Device], visible: str | None, *, in_pci_order: bool
 
     Entries are indices or prefixes of UUIDs; as with CUDA, the first entry that names no device ends the list.
 
-    Raises ValueError for a device that is named twice, for a slice of a device (MIG), and for indices with an unclear
+    Raises UsageError for a device that is named twice, for a slice of a device (MIG), and for indices with an unclear
     order: by default CUDA begins with the fastest device, NVML with the lowest PCI address.
     """
     if visible is None:
@@ -160,14 +162,14 @@ def select(devices: Sequence[Device], visible: str | None, *, in_pci_order: bool
     selected: list[Device] = []
     for entry in map(str.strip, visible.split(",")):
         if entry.startswith("MIG-"):
-            raise ValueError(f"{VISIBLE} is {visible}: slices of a device (MIG) are not supported; name full devices")
+            raise UsageError(f"{VISIBLE} is {visible}: slices of a device (MIG) are not supported; name full devices")
         if entry.isdecimal() and not in_pci_order and len({device.name for device in devices}) > 1:
-            raise ValueError(f"{VISIBLE} is {visible}, but devices differ: set {ORDER}=PCI_BUS_ID, or name UUIDs")
+            raise UsageError(f"{VISIBLE} is {visible}, but devices differ: set {ORDER}=PCI_BUS_ID, or name UUIDs")
         device = _named(devices, entry)
         if device is None:
             break
         if device in selected:
-            raise ValueError(f"{VISIBLE} is {visible}: {entry} names a device a second time")
+            raise UsageError(f"{VISIBLE} is {visible}: {entry} names a device a second time")
         selected.append(device)
     return tuple(selected)
 
