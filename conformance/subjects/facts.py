@@ -7,7 +7,7 @@ from conformance.subjects.cells import SubjectCell, Workload
 
 
 class ShardedParameter(msgspec.Struct, frozen=True):
-    """Workload of one parameter on one rank."""
+    """Layout of one parameter on one rank."""
 
     shape: list[int]
     """Shape of the full parameter."""

@@ -4,10 +4,12 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from conformance.__main__ import main
+from conformance.plan.substrates import Substrate
 from conformance.project import PROJECT
 from tests.test_quality import PRIVATE_NAMES_ALLOWED_IN
 
@@ -145,6 +147,11 @@ def test_the_page_on_records_names_each_instrument_and_oracle() -> None:
     named = {span for span in _SPAN.findall(text_of("docs/notes/record.md")) if span.endswith(".py")}
     assert not modules - {Path(name).name for name in named}
     assert not {name for name in named if "/" not in name} - modules
+
+
+def test_the_page_on_reports_names_each_substrate() -> None:
+    (row,) = (line for line in text_of("docs/report.md").splitlines() if line.startswith("| `substrate` |"))
+    assert _SPAN.findall(row) == ["substrate", *get_args(Substrate)]
 
 
 # Length, and what changes from day to day
