@@ -52,7 +52,10 @@ def uninitialised_is_nan() -> Iterator[None]:
 
 
 def uninitialised_elements(tensor: Tensor) -> int:
-    """Return the number of elements of this rank's shard, of any shape and dtype, that nobody initialised."""
+    """Return the number of elements of this rank's shard, of any shape and dtype, that look uninitialised.
+
+    A buffer may hold such values by design, see `ReferenceFacts.sentinels`. Booleans never look so.
+    """
     shard = local(tensor)
     if shard.is_floating_point() or shard.is_complex():
         return int(shard.isnan().sum())
