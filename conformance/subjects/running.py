@@ -12,7 +12,7 @@ from conformance.outcomes import CellFailed, Failure
 from conformance.project import PACKAGE
 from conformance.run.case_runs import to_failure
 from conformance.run.failures import RunFailed
-from conformance.run.pool import Pools, Task
+from conformance.run.pool import RunsTasks, Task
 from conformance.run.ranks.messages import RankReport
 from conformance.subjects.cells import CELLS, SubjectCell, Workload
 from conformance.subjects.evidence import Evidence, Reference, SubjectRecord
@@ -39,7 +39,7 @@ class SubjectRuns:
     """Runs of one subject, whose files are in a directory of the caller."""
 
     name: str
-    pools: Pools
+    pools: RunsTasks
     directory: Path
     limit_s: float = LIMIT_S
     _references: dict[Workload, Reference] = field(default_factory=dict)
@@ -101,8 +101,11 @@ class SubjectRuns:
 
 
 def _payload(job: ReferenceJob | TrainJob) -> dict[str, Any]:
-    """Return a job in the types that a task's payload may have: lists in place of tuples."""
-    payload: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(job))
+    """Return a job in the types that a task's payload may have: lists in place of tuples.
+
+    JSON would turn NaN and infinity, which a norm may be, into null.
+    """
+    payload: dict[str, Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(job))
     return payload
 
 
