@@ -32,7 +32,7 @@ may be slow.
 """
 _MESHES = itertools.count(1)
 """Numbers of the meshes of all trials of this process."""
-_WAITED = re.compile(f"{PEER_LOSS_MESSAGE.pattern}|timeout|pair closure", re.IGNORECASE)
+_WAITED = re.compile(f"{PEER_LOSS_MESSAGE.pattern}|pair closure", re.IGNORECASE)
 """Errors of a rank that has waited for another one."""
 
 Sample = TypeVar("Sample")

@@ -1,6 +1,12 @@
-"""Restriction of sweeps to some of their subjects."""
+"""Trials of sweeps: restriction to some subjects, and errors of ranks that have waited for others."""
 
-from conformance.experiments.trials import tried, trying_only
+from collections.abc import Mapping
+
+import pytest
+from torch.distributed.device_mesh import DeviceMesh
+
+from conformance.experiments.trials import Trials, tried, trying_only
+from conformance.outcomes import SweptOutcome
 
 
 def test_a_sweep_without_the_subjects_tries_all() -> None:
@@ -10,3 +16,22 @@ def test_a_sweep_without_the_subjects_tries_all() -> None:
 
     assert of() == of("Muon") == ["mean", "sum"]
     assert of("sum", "Muon") == ["sum"]
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (TypeError("got an unexpected keyword argument 'timeout'"), "refused"),
+        (RuntimeError("Timed out waiting 500ms for recv operation to complete"), "wrong"),
+        (RuntimeError("Application timeout caused pair closure"), "wrong"),
+        (RuntimeError("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)"), "wrong"),
+        (RuntimeError("wait timeout after 500ms, keys: /0"), "wrong"),
+    ],
+)
+def test_a_rank_that_has_waited_refuses_nothing(mesh: DeviceMesh, error: Exception, outcome: SweptOutcome) -> None:
+    def call(_mesh: DeviceMesh) -> Mapping[str, str]:
+        raise error
+
+    trials = Trials(mesh)
+    trials.attempt("mean", "Shard(0)", "mean of 3 x 4", call)
+    assert trials.swept.outcomes == {outcome: 1}
