@@ -15,7 +15,7 @@ from tests.test_quality import PRIVATE_NAMES_ALLOWED_IN
 
 GENERATED = ("docs/laws.md", "docs/subjects.md", "docs/detection/kill_matrix.md")
 """Pages that a command writes as a whole; of others it writes blocks between markers."""
-MAX_WORDS = 17_600
+MAX_WORDS = 17_100
 WRAP = 100
 
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
