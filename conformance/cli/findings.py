@@ -10,16 +10,13 @@ from packaging.version import Version
 
 from conformance.cli.command import Answer, Commands, add_limit
 from conformance.cli.schema import as_json
-from conformance.findings.execution import LIMIT_S, PRESENT, Shown, run_program
+from conformance.findings.execution import LIMIT_S, Shown, run_program
 from conformance.findings.programs import DIRECTORY, TORCH, TRAINERS, Finding, findings
 from conformance.findings.table import (
     CATALOGUE,
-    REPORTS,
     VERSIONS_FILE,
-    Versions,
     catalogue,
     installed,
-    order_of_version,
     read_versions,
     report,
     with_version,
@@ -45,7 +42,8 @@ def add_parser(commands: Commands) -> None:
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print outcomes and what the programs print as JSON")
     output.add_argument("--verbose", action="store_true", help="print what the programs print, too")
-    output.add_argument("--write", action="store_true", help="keep the outcomes; write findings/README.md, reports")
+    output.add_argument("--report", action="store_true", help="print a text to file upstream about each")
+    output.add_argument("--write", action="store_true", help="keep the outcomes, and write findings/README.md")
     parser.set_defaults(run=run)
 
 
@@ -63,6 +61,8 @@ def run(options: argparse.Namespace) -> Answer:
     status = _PROGRAM_FAILED if "error" in outcomes.values() else 0
     if options.write:
         return Answer(_written(shown), status)
+    if options.report:
+        return Answer("\n\n".join(_report(finding, shown[finding.name]) for finding in chosen), status)
     return Answer(_json(chosen, shown) if options.json else _text(chosen, shown, verbose=options.verbose), status)
 
 
@@ -85,8 +85,7 @@ def _version(package: str) -> str:
 
 
 def _written(shown: dict[str, Shown]) -> str:
-    """Keep the outcomes; write the catalogue, and reports of faults without a thread that no later version shows."""
-    REPORTS.mkdir(exist_ok=True)
+    """Keep the outcomes, and write the catalogue."""
     for directory in (DIRECTORY, TRAINERS):
         _keep(directory, findings(directory), shown)
     text = catalogue(
@@ -100,19 +99,12 @@ def _written(shown: dict[str, Shown]) -> str:
 
 
 def _keep(directory: Path, known: Sequence[Finding], shown: dict[str, Shown]) -> None:
-    """Add outcomes to the file of a directory, and write the reports of its findings."""
+    """Add outcomes to the file of a directory."""
     versions = read_versions(directory)
     ran = [finding for finding in known if finding.name in shown]
     for label in dict.fromkeys(map(_label, ran)):
         outcomes = {finding.name: shown[finding.name].outcome for finding in ran if _label(finding) == label}
         versions = with_version(versions, label, outcomes, [finding.name for finding in known])
-    for finding in ran:
-        if not finding.has_thread and _label(finding) == _last_to_show(finding, versions):
-            ran_with = ", ".join(
-                f"{package} {_version(package)}" for package in dict.fromkeys([finding.package, TORCH])
-            )
-            text = report(finding, versions, ran_with=ran_with, output=shown[finding.name].output)
-            (REPORTS / f"{finding.name}.md").write_text(text)
     (directory / VERSIONS_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(versions), indent=1) + b"\n")
 
 
@@ -122,10 +114,12 @@ def _label(finding: Finding) -> str:
     return version if finding.package == TORCH else f"{finding.package} {version}"
 
 
-def _last_to_show(finding: Finding, versions: Versions) -> str | None:
-    """Return the last version that shows a fault, or None: a report has what that one prints."""
-    showing = (version for version, outcomes in versions.items() if outcomes.get(finding.name) in PRESENT)
-    return max(showing, key=order_of_version, default=None)
+def _report(finding: Finding, shown: Shown) -> str:
+    """Return a text about a finding, with what its program has printed here, and outcomes of all versions."""
+    ran_with = ", ".join(f"{package} {_version(package)}" for package in dict.fromkeys([finding.package, TORCH]))
+    kept = read_versions(DIRECTORY if finding.package == TORCH else TRAINERS)
+    versions = with_version(kept, _label(finding), {finding.name: shown.outcome}, [finding.name])
+    return report(finding, versions, ran_with=ran_with, output=shown.output)
 
 
 def _json(chosen: Sequence[Finding], shown: dict[str, Shown]) -> str:

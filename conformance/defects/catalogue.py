@@ -13,45 +13,11 @@ from types import ModuleType
 from typing import cast
 
 from conformance.defects.injection import Defect, Injection, NotInjectable, from_file
+from conformance.defects.signatures import fault_files
 from reference_trainer.checks import UsageError
 from reference_trainer.strict_yaml import allowed
 
 TWIN, AND = ".twin", "+"
-_FAULTS = (
-    "environment",
-    "initialisation",
-    "loss",
-    "optimizer",
-    "sharded_optimizer",
-    "clipping",
-    "torch_clipping",
-    "offload",
-    "reduction",
-    "fsdp",
-    "interface",
-    "method",
-    "option",
-    "dtensor",
-    "hang",
-    "tp",
-    "parallel_style",
-    "layout",
-    "precision",
-    "rounding",
-    "loss_scale",
-    "repetition",
-    "dropout",
-    "traffic",
-    "checkpoint",
-    "state_dict",
-    "memory",
-    "prefetch",
-    "waiting",
-    "race",
-    "stream",
-    "pipeline",
-    "transfer",
-)
 
 
 def ids() -> tuple[str, ...]:
@@ -119,7 +85,7 @@ def _fault(name: str) -> object:
 
 
 def defects() -> tuple[Defect, ...]:
-    """Return the catalogue: the defects of each module of faults in the order of their definition."""
+    """Return the catalogue: by module of faults, the defects in the order of their definition."""
     return tuple(defect for module in _modules() for defect in _defects_of(module))
 
 
@@ -138,4 +104,4 @@ def sources_of(defect: Defect) -> list[Path]:
 @cache
 def _modules() -> tuple[ModuleType, ...]:
     # Imported only when asked for because they import torch, which the controller does without.
-    return tuple(importlib.import_module(f"conformance.defects.{name}_faults") for name in _FAULTS)
+    return tuple(importlib.import_module(f"{__package__}.{file.stem}") for file in fault_files())

@@ -25,11 +25,15 @@ class Signature(msgspec.Struct, frozen=True):
     """True if the verdict is `timeout` instead of `fail`."""
 
 
+def fault_files() -> list[Path]:
+    """Return the files of all modules of faults, whose defects make up the catalogue."""
+    return sorted(Path(__file__).parent.glob("*_faults.py"))
+
+
 @cache
 def signatures() -> tuple[Signature, ...]:
     """Return the signatures of all defects of the catalogue, by module."""
-    files = sorted(Path(__file__).parent.glob("*_faults.py"))
-    return tuple(signature for file in files for signature in _signatures_of(ast.parse(file.read_text())))
+    return tuple(signature for file in fault_files() for signature in _signatures_of(ast.parse(file.read_text())))
 
 
 def _signatures_of(module: ast.Module) -> list[Signature]:

@@ -118,7 +118,9 @@ def experiment(
 def rank_world(context: RankContext, job: Job, *, world: World, process_group: bool = True) -> Iterator[RankWorld]:
     """Set up a rank, inject the job's defect, and destroy the process group of a world that ended well.
 
-    After an error nothing is destroyed: other ranks may be in a collective, and the process serves no further task.
+    As in a trainer that has it, the defect is present while the process group is made and destroyed: a defect of c10d
+    may show in either. After an error nothing is destroyed: other ranks may be in a collective, and the process serves
+    no further task.
     """
     config = _with_weights(context, job, shared=world == "ranks")
     config = compiled_on_device(config) if context.device else config

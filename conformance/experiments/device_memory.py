@@ -12,9 +12,9 @@ from conformance.simulated_device import device as simulated
 from conformance.simulated_device.schedules import Schedule
 from reference_trainer.observer import Observer, Phase
 
-ENDS = ("eager", "lazy")
+_ENDS = ("eager", "lazy")
 """Schedules of the simulated device between which those of any device lie."""
-GROUPS_OF_2_7 = {"0": simulated.Lifetime.RECORD_STREAM, "1": simulated.Lifetime.AVOID_RECORD_STREAMS}
+_GROUPS_OF_2_7 = {"0": simulated.Lifetime.RECORD_STREAM, "1": simulated.Lifetime.AVOID_RECORD_STREAMS}
 """Lifetimes of tensors in process groups up to torch 2.7, by the value of TORCH_NCCL_AVOID_RECORD_STREAMS."""
 _WIDTH = 4096
 _PRODUCTS = 50
@@ -42,7 +42,7 @@ def step_on_device(rank: RankWorld) -> dict[str, DevicePeaks]:
     if rank.device.type != simulated.NAME:
         return {"behind": _peaks(rank, _HostAhead(rank.device))}
     peaks = {}
-    for name in ENDS:
+    for name in _ENDS:
         simulated.follow(Schedule.parse(name))
         peaks[name] = _peaks_alone(rank)
     return peaks
@@ -59,7 +59,7 @@ def step_with_older_process_group(rank: RankWorld) -> dict[str, DevicePeaks]:
         return {}
     simulated.follow(Schedule.parse("lazy"))
     peaks = {}
-    for value, lifetime in GROUPS_OF_2_7.items():
+    for value, lifetime in _GROUPS_OF_2_7.items():
         simulated.use_lifetime(lifetime)
         peaks[value] = _peaks_alone(rank)
     simulated.use_lifetime(simulated.Lifetime.HELD_UNTIL_WAIT)

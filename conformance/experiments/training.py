@@ -39,7 +39,7 @@ def train_cell(rank: RankWorld) -> dict[str, Any]:
     config = rank.config
     variables = {name: os.environ.get(name) for name in (RECORD_STREAMS, *ALLOCATOR_VARIABLES)}
     recorder = Recorder(
-        rank=rank.rank, variables=variables, profiled_step=_profiled_step(rank), streams=_stream_trace(rank)
+        rank=rank.rank, variables=variables, profiled_step=profiled_step(rank), streams=_stream_trace(rank)
     )
     with recorder.listening():
         trainer = rank.trainer(recorder)
@@ -56,7 +56,7 @@ def train_cell(rank: RankWorld) -> dict[str, Any]:
     return {"facts": msgspec.to_builtins(facts)}
 
 
-def _profiled_step(rank: RankWorld) -> int | None:
+def profiled_step(rank: RankWorld) -> int | None:
     """Return the last step, unless it is also the first, on rank 0 of a run on devices without a defect; else None.
 
     On the CPU the profiler would cost a sixth of a run, and exposed communication there says nothing about devices.

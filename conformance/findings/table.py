@@ -13,7 +13,6 @@ from conformance.findings.programs import DIRECTORY, NO_THREAD, Finding
 VERSIONS_FILE = "versions.json"
 """File with outcomes in the directory of the programs."""
 CATALOGUE = DIRECTORY / "README.md"
-REPORTS = DIRECTORY / "reports"
 WORST = 6
 _NEWEST = 3
 """Number of versions, the last that were tried, whose faults are of interest to everybody."""
@@ -30,7 +29,7 @@ torchrun makes status 1 of 2; `conformance findings` tells them apart. All outco
 
 Outcomes: **wrong** (the fault is there), right, refused (torch says that it cannot), **hangs**, **dies**, error (the
 program failed and says nothing about torch), and nothing where it was not run. "None known" means that no thread was
-found in a stored copy of GitHub's; it is no proof. [Reports](reports) are texts to file for those."""
+found in a stored copy of GitHub's; it is no proof. `conformance findings --report NAME` prints a text to file."""
 
 _TRAINERS = """## Faults of released trainers
 
@@ -58,8 +57,7 @@ It prints with {versions}, on CPUs and gloo:
 
 Outcomes by version of {package}:
 
-{outcomes}
-"""
+{outcomes}"""
 
 Versions = dict[str, dict[str, Outcome]]
 """Outcome by name of the program, by version of torch, or by package and version, such as `accelerate 1.15.0`."""
@@ -157,7 +155,7 @@ def worst(findings: Sequence[Finding], versions: Versions) -> str:
             _seen(finding, versions),
             f"[{finding.title.rstrip('.')}](findings/{finding.name}.py)",
             finding.law,
-            _thread(finding, reports="findings/reports"),
+            _thread(finding),
         ]
         for finding in recent[:WORST]
     ]
@@ -189,10 +187,8 @@ def _emphasised(outcome: str) -> str:
     return f"**{outcome}**" if outcome in PRESENT else outcome
 
 
-def _thread(finding: Finding, *, reports: str = "reports") -> str:
-    if not finding.has_thread:
-        return f"[{NO_THREAD}]({reports}/{finding.name}.md)"
-    return f"[{finding.thread.rpartition('/')[2]}]({finding.thread})"
+def _thread(finding: Finding) -> str:
+    return f"[{finding.thread.rpartition('/')[2]}]({finding.thread})" if finding.has_thread else NO_THREAD
 
 
 def _markdown(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:

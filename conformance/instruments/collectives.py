@@ -94,7 +94,7 @@ class CollectiveLog(Observer):
             numel=sum(t.numel() for t in tensors),
             nbytes=sum(t.nbytes for t in tensors),
             dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "none",
-            reduce_op=_reduce_op(arguments),
+            reduce_op=reduce_op_name(arguments),
             during=self._during,
         )
         self._entries.append((ranks, entry))
@@ -157,10 +157,11 @@ def _input_tensors(arguments: Mapping[str, Any]) -> list[Tensor]:
     return []
 
 
-def _reduce_op(arguments: Mapping[str, Any]) -> str | None:
-    """Functional collectives name their reduction; the imperative ones carry a TorchScript object with its number.
+def reduce_op_name(arguments: Mapping[str, Any]) -> str | None:
+    """Return the name of a collective's reduction, None for a collective without one.
 
-    Up to torch 2.8 that object has no method to tell the number: `UNKNOWN`.
+    Functional collectives name it; the imperative ones carry a TorchScript object with its number. Up to torch 2.8 that
+    object has no method to tell the number: `UNKNOWN`.
     """
     op = arguments.get("reduce_op")
     if op is None or isinstance(op, str):

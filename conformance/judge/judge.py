@@ -53,7 +53,8 @@ def judge(
     """Run the test of a law on a cell; returns the verdict that the outcome means.
 
     Nothing is run if the machine cannot judge the case. A waiver turns the failure that it describes into `waived`, and
-    a pass into `unexpected-pass`; `drift` is called for a case that passes. Raises nothing but KeyboardInterrupt.
+    a pass into `unexpected-pass`; `drift` is called for a case that passes. Whatever the test raises becomes a verdict,
+    but for KeyboardInterrupt.
     """
     __tracebackhide__ = True
     substrate = judging_substrate(law, case.cell, machine.hardware)

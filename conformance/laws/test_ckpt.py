@@ -51,7 +51,7 @@ def test_checkpoint_is_resumed_on_another_mesh(run: Run, measure: Measure, cell:
     """
     record, saved = run(cell), run(run_before_save(cell))
     kinds = saved.kinds("final")
-    begun = [] if saved.steps_taken else _state_of_no_step(record, kinds, when="resumed")
+    begun = [] if saved.steps_taken else state_of_no_step(record, kinds, when="resumed")
     if record.kinds("resumed") != sorted([*kinds, *begun]):
         raise ConformanceFailure(f"loaded {record.kinds('resumed')}, saved {kinds}")
     for kind in kinds:
@@ -132,7 +132,7 @@ def _require_continuation(run: Run, measure: Measure, cell: Cell) -> None:
                 raise ConformanceFailure(f"rank {resumed.rank}: {name} are {measured}, expected {expected}")
         groups, expected_groups = resumed.optimizer_groups, never_stopped.optimizer_groups
         if not uninterrupted.steps_taken:
-            groups, expected_groups = map(_without_zero_counters, (groups, expected_groups))
+            groups, expected_groups = map(without_zero_counters, (groups, expected_groups))
         if groups != expected_groups:
             raise ConformanceFailure(
                 f"rank {resumed.rank}: the optimizer ends with {groups}, expected {expected_groups}"
@@ -144,7 +144,7 @@ def _require_continuation(run: Run, measure: Measure, cell: Cell) -> None:
 def _require_same_tensors(record: Record, uninterrupted: Record, when: str) -> None:
     __tracebackhide__ = True
     kinds = uninterrupted.kinds(when)
-    begun = [] if uninterrupted.steps_taken else _state_of_no_step(record, kinds, when=when)
+    begun = [] if uninterrupted.steps_taken else state_of_no_step(record, kinds, when=when)
     if record.kinds(when) != sorted([*kinds, *begun]):
         raise ConformanceFailure(f"{when}: the resumed run has {record.kinds(when)}, expected {kinds}")
     for kind in kinds:
@@ -152,7 +152,7 @@ def _require_same_tensors(record: Record, uninterrupted: Record, when: str) -> N
         compare.bits(record.select(f"{key}/"), uninterrupted.select(f"{key}/"), name=key)
 
 
-def _state_of_no_step(record: Record, kinds: Sequence[str], *, when: str) -> list[str]:
+def state_of_no_step(record: Record, kinds: Sequence[str], *, when: str) -> list[str]:
     """Return the kinds of optimizer state that a resumed run has in addition to `kinds`, if all steps were skipped.
 
     torch saves zeros for such state (https://github.com/pytorch/pytorch/issues/164929).
@@ -164,7 +164,7 @@ def _state_of_no_step(record: Record, kinds: Sequence[str], *, when: str) -> lis
     return begun
 
 
-def _without_zero_counters(groups: Sequence[OptimizerGroup]) -> list[OptimizerGroup]:
+def without_zero_counters(groups: Sequence[OptimizerGroup]) -> list[OptimizerGroup]:
     """Return the groups without step counters at zero, which come with the state of no step.
 
     A fused optimizer has such a state by itself: it is called in steps that are skipped too.

@@ -69,10 +69,10 @@ def test_memory_of_a_simulated_world_matches_the_model(measure: Measure, cell: C
         held = memory.held_before_bytes
         compare.between(held, resident, resident + losses, name="held between steps", detail=where, unit="bytes")
     if cell.activation_checkpointing == "full" and cell.config.mesh.pp == 1:
-        _require_inputs_of_blocks(measure, cell)
+        require_inputs_of_blocks(measure, cell)
 
 
-def _require_inputs_of_blocks(measure: Measure, cell: Cell) -> None:
+def require_inputs_of_blocks(measure: Measure, cell: Cell) -> None:
     """Require that full activation checkpointing holds of each block its input, and the state of random numbers.
 
     The memory model takes activations from a run without FSDP, which checkpoints as well: too much is on both sides.

@@ -37,7 +37,7 @@ class DtypePolicy:
     """Dtype of sharded parameters of norms, their gradients and optimizer state."""
 
 
-def _unset_reduce_dtype(torch_version: str) -> str:
+def unset_reduce_dtype(torch_version: str) -> str:
     """Return the dtype that `reduce_dtype=None` means: `param_dtype`; from 2.15 on that of sharded parameters, fp32.
 
     Source: `versionchanged` in the documentation of `MixedPrecisionPolicy`.
@@ -50,7 +50,7 @@ _POLICIES = {
     "bf16-mp": DtypePolicy(compute=BF16, reduce=FP32),
     "bf16-init": DtypePolicy(compute=BF16, reduce=FP32),
     "bf16-reduce": DtypePolicy(compute=BF16, reduce=BF16),
-    "bf16-params": DtypePolicy(compute=BF16, reduce=_unset_reduce_dtype(str(torch.__version__))),
+    "bf16-params": DtypePolicy(compute=BF16, reduce=unset_reduce_dtype(str(torch.__version__))),
     "bf16-mixed": DtypePolicy(compute=BF16, reduce=FP32, sharded=BF16),
     "fp16-mp": DtypePolicy(compute=FP16, reduce=FP32),
     "fp16-reduce": DtypePolicy(compute=FP16, reduce=FP16),

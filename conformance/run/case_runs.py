@@ -116,34 +116,36 @@ class CaseRuns:
 
     def _on_ranks(self, header: Header, directory: Path, *, kept: Path, deadline_s: float) -> list[Any]:
         """Run a header's experiment; `directory` is for temporary files of the ranks, `kept` for files that stay."""
-        cell, store = header.cell, self.store
-        task = Task(
-            header.experiment,
-            msgspec.to_builtins(job_of(cell, directory, kept=kept, defect=store.defect)),
-            kind=self._kind(cell) + " alone" * header.alone + " sampled" * header.sampled,
-            accelerated=device_type(header.substrate) == "cuda",
-            compiles=cell.compile,
+        variant = " alone" * header.alone + " sampled" * header.sampled
+        task, environment = self._task(
+            header.experiment, header.cell, header.substrate, directory, kept=kept, variant=variant
         )
-        environment = {**store.hardware.environment(header.substrate), **cell.environment}
-        return store.pools.run(task, world_size=_processes(header), deadline_s=deadline_s, env=environment)
+        return self.store.pools.run(task, world_size=_processes(header), deadline_s=deadline_s, env=environment)
 
     def _save(self, header: Header, directory: Path, *, deadline_s: float) -> float:
         """Run the cell that saves the state to resume, in processes of its own; returns the duration in seconds."""
-        store, pools = self.store, self.store.pools
+        pools, saver = self.store.pools, header.cell.saver
         start_s, waited_before_s = time.monotonic(), pools.waited_s
         shutil.rmtree(directory / "checkpoints", ignore_errors=True)  # those of an earlier run that died
-        saver = header.cell.saver
-        substrate = self._substrate(saver)
-        task = Task(
-            SAVING,
-            msgspec.to_builtins(job_of(saver, directory, defect=store.defect)),
-            kind=f"{self._kind(saver)} saves",
-            accelerated=device_type(substrate) == "cuda",
-            compiles=saver.compile,
+        task, environment = self._task(
+            SAVING, saver, self._substrate(saver), directory, kept=directory, variant=" saves"
         )
-        environment = store.hardware.environment(substrate)
         pools.run(task, world_size=saver.world_size, deadline_s=deadline_s, env=environment)
         return time.monotonic() - start_s - (pools.waited_s - waited_before_s)
+
+    def _task(
+        self, function: str, cell: Cell, substrate: Substrate, directory: Path, *, kept: Path, variant: str
+    ) -> tuple[Task, dict[str, str]]:
+        """Return the task of a cell's ranks and their environment; only tasks of one variant share processes."""
+        store = self.store
+        task = Task(
+            function,
+            msgspec.to_builtins(job_of(cell, directory, kept=kept, defect=store.defect)),
+            kind=self._kind(cell) + variant,
+            accelerated=device_type(substrate) == "cuda",
+            compiles=cell.compile,
+        )
+        return task, {**store.hardware.environment(substrate), **cell.environment}
 
     def _kind(self, cell: Cell) -> str:
         """Return the kind of a cell's tasks; ranks are shared between defects whose traces are harmless alone."""

@@ -203,7 +203,7 @@ class SpanningPools:
     def run(self, task: Task, *, world_size: int, deadline_s: float, env: Mapping[str, str] | None = None) -> list[Any]:
         """Run a task as `Pools.run` does; raises AgentsLost if an agent that the task needs is lost."""
         require_runnable(task, world_size=world_size, deadline_s=deadline_s)
-        agents = _spread(self._locations)[:world_size]
+        agents = spread(self._locations)[:world_size]
         self._require_present(agents)
         self._number += 1
         rendezvous = f"tcp://{self._address}:{_free_port(self._address)}"
@@ -267,7 +267,7 @@ def prepare_environment(address: str) -> None:
         os.environ.setdefault(_GLOO_INTERFACE, interface)
 
 
-def _spread(locations: Sequence[Location]) -> list[int]:
+def spread(locations: Sequence[Location]) -> list[int]:
     """Return all agents, the leader first, in an order whose prefixes are spread over as many nodes as possible."""
     nodes: dict[int, list[int]] = {}
     for location in locations:

@@ -120,11 +120,15 @@ class CapturedShards(ABC):
                 raise ConformanceFailure(f"{key}: rank {rank} holds other bits than a rank with the same elements")
 
     def is_partitioned(self, name: str) -> bool:
-        """Return whether the ranks of a parameter hold each of its elements, all equally often."""
+        """Return whether the ranks of a parameter hold each of its elements, all equally often.
+
+        A parameter without elements is partitioned by the ranks that have a shard of it.
+        """
         numel, layout = math.prod(self.parameters[name].shape), f"layout/{name}"
-        held = [shards[layout] for shards in self.shards if layout in shards]
-        owners = sum(indices.flatten().bincount(minlength=numel) for indices in held)
-        return bool((owners == owners[0]).all()) and int(owners[0]) > 0  # type: ignore[index]
+        held = [shards[layout].flatten() for shards in self.shards if layout in shards]
+        counts = [indices.bincount(minlength=numel).tolist() for indices in held]
+        owners = {sum(of_element) for of_element in zip(*counts, strict=True)}
+        return bool(held) and len(owners) <= 1 and 0 not in owners
 
     def _assemble(self, prefix: str, name: str) -> "Tensor":
         facts, layout = self.parameters.get(name), f"layout/{name}"

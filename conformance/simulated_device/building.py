@@ -29,6 +29,7 @@ SINCE = "2.9"
 _SOURCES = Path(__file__).parent / "csrc"
 FLAGS = ("-O1", "-g0", "-DAT_PER_OPERATOR_HEADERS")  # optimised code would save nothing: kernels are torch's own
 _LIMIT_S = 1800.0
+_VERSION_LIMIT_S = 60.0
 _REMEDIES = {
     "compiler": "a C++ compiler: install g++ (apt install g++, dnf install gcc-c++), or set CXX",
     "headers": "Python's headers: install those of this Python (apt install python3-dev, dnf install python3-devel)",
@@ -76,10 +77,19 @@ def _lacking(what: str) -> Unsupported:
 
 def _key(compiler: str) -> str:
     """Return a name for all that the compiled device depends on."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    version = _version(compiler)
     torch = importlib.metadata.version("torch")
     facts = [version, torch, sys.version, platform.machine(), *FLAGS, *(file.read_text() for file in source_files())]
     return f"torch-{torch}-{hashlib.sha256(chr(0).join(facts).encode()).hexdigest()[:16]}"
+
+
+def _version(compiler: str) -> str:
+    command = [compiler, "--version"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_VERSION_LIMIT_S)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise Unsupported(f"the simulated accelerator cannot be compiled: {compiler} has no version: {error}") from None
+    return done.stdout
 
 
 def source_files() -> list[Path]:
@@ -95,7 +105,11 @@ def _build(directory: Path, compiler: str) -> None:
     command = [sys.executable, "-m", f"{__package__}.compiling", str(directory)]
     environment = os.environ | {"CXX": compiler}
     with log_file.open("w") as log:
-        done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=_LIMIT_S, env=environment)
+        try:
+            done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=_LIMIT_S, env=environment)
+        except subprocess.TimeoutExpired:
+            limit = f"the compiler needs more than {_LIMIT_S:g} s ({log_file})"
+            raise Unsupported(f"the simulated accelerator cannot be compiled: {limit}") from None
     if done.returncode:
         raise Unsupported(f"the simulated accelerator cannot be compiled: {_first_error(log_file)}")
 

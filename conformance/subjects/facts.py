@@ -7,7 +7,7 @@ from conformance.subjects.cells import SubjectCell, Workload
 
 
 class ShardedParameter(msgspec.Struct, frozen=True):
-    """Workload of one parameter on one rank."""
+    """Layout of one parameter on one rank."""
 
     shape: list[int]
     """Shape of the full parameter."""
@@ -38,7 +38,8 @@ class SubjectFacts(msgspec.Struct, frozen=True):
     held: list[str]
     """Parameters that the optimizer holds, each as often as it holds it; `?` for a tensor that the model lacks."""
     uninitialised: dict[str, int]
-    """Elements that nobody initialised when the model was built, by parameter or buffer; those with 0 are left out."""
+    """Elements that look uninitialised when the model has been built, by parameter or buffer; those with 0 are left
+    out."""
     matmul_dtypes: list[str]
     """Dtypes of the operands of matrix products in forward."""
     gradient_dtypes: list[str]
@@ -71,6 +72,8 @@ class ReferenceFacts(msgspec.Struct, frozen=True):
     parameters: list[str]
     aliases: dict[str, str]
     """Name in `parameters` of a tied parameter, by its other names."""
+    sentinels: dict[str, int]
+    """Elements that look uninitialised in one process, by buffer: NaN or the largest integer are meant there."""
     untrained: list[str]
     """Parameters that get no gradient in one process, or do not require one."""
     max_norm: float

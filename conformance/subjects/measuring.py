@@ -36,19 +36,26 @@ def uninitialised_is_nan() -> Iterator[None]:
     https://docs.pytorch.org/docs/stable/deterministic.html#torch.utils.deterministic.fill_uninitialized_memory
     """
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    if not torch.empty(1).isnan():
-        raise RuntimeError(f"torch {torch.__version__} does not fill uninitialised memory: INIT cannot be judged")
+    deterministic, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     try:
+        torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        if not torch.empty(1).isnan():
+            raise RuntimeError(f"torch {torch.__version__} does not fill uninitialised memory: INIT cannot be judged")
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
         torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
 
 
 def uninitialised_elements(tensor: Tensor) -> int:
-    """Return the number of elements of this rank's shard, of any shape and dtype, that nobody initialised."""
+    """Return the number of elements of this rank's shard, of any shape and dtype, that look uninitialised.
+
+    A buffer may hold such values by design, see `ReferenceFacts.sentinels`. Booleans never look so.
+    """
     shard = local(tensor)
     if shard.is_floating_point() or shard.is_complex():
         return int(shard.isnan().sum())

@@ -13,7 +13,7 @@ from conformance.outcomes import CellFailed, Failure
 from conformance.project import PACKAGE
 from conformance.run.case_runs import to_failure
 from conformance.run.failures import RunFailed
-from conformance.run.pool import Pools, Task
+from conformance.run.pool import RunsTasks, Task
 from conformance.run.ranks.messages import RankReport
 from conformance.run.torch_support import confuses_embeddings
 from conformance.subjects.cells import CELLS, SubjectCell, Workload
@@ -41,7 +41,7 @@ class SubjectRuns:
     """Runs of one subject, whose files are in a directory of the caller."""
 
     name: str
-    pools: Pools
+    pools: RunsTasks
     directory: Path
     limit_s: float = LIMIT_S
     torch_version: str = field(default_factory=partial(version, "torch"))
@@ -108,8 +108,11 @@ class SubjectRuns:
 
 
 def _payload(job: ReferenceJob | TrainJob) -> dict[str, Any]:
-    """Return a job in the types that a task's payload may have: lists in place of tuples."""
-    payload: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(job))
+    """Return a job in the types that a task's payload may have: lists in place of tuples.
+
+    JSON would turn NaN and infinity, which a norm may be, into null.
+    """
+    payload: dict[str, Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(job))
     return payload
 
 

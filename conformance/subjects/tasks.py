@@ -24,7 +24,7 @@ from conformance.subjects.data import micro_batches
 from conformance.subjects.facts import Description, ReferenceFacts, ReferenceJob, TrainJob
 from conformance.subjects.faults import FAULTS
 from conformance.subjects.loading import load_subject
-from conformance.subjects.measuring import SubjectRecorder, uninitialised_is_nan
+from conformance.subjects.measuring import SubjectRecorder, uninitialised_elements, uninitialised_is_nan
 from conformance.subjects.protocol import (
     Batch,
     Built,
@@ -78,11 +78,13 @@ def train_reference(_context: RankContext, payload: dict[str, Any]) -> Any:
     _write(Path(job.directory), exact, runs[0])
     bf16, matmuls = _bf16(subject, job.workload, exact) if job.bf16 else (None, [])
     trained = {name for of_step in exact.gradients for name in of_step}
+    model = reference.initial_model(subject, tied=job.workload.tied)
     facts = ReferenceFacts(
         dtype="fp32" if why_not_fp64 else "fp64",
         why_not_fp64=why_not_fp64,
         parameters=list(exact.initial),
-        aliases=reference.aliases(reference.initial_model(subject, tied=job.workload.tied)),
+        aliases=reference.aliases(model),
+        sentinels={name: uninitialised_elements(buffer) for name, buffer in model.named_buffers()},
         untrained=sorted(exact.initial.keys() - trained),
         max_norm=max_norm,
         losses=exact.losses,

@@ -8,15 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
-from spython.main.parse.parsers import SingularityParser
 
 from conformance.project import PROJECT
 
 CI = PROJECT / "ci"
-DOCKERFILE, APPTAINER, KUBERNETES, SLURM = (
-    CI / name for name in ("Dockerfile", "apptainer.def", "kubernetes-job.yaml", "slurm.sbatch")
-)
+DOCKERFILE, SLURM = (CI / name for name in ("Dockerfile", "slurm.sbatch"))
 SCRIPTS = sorted(map(str, [*CI.glob("*.sh"), SLURM, PROJECT / ".ci" / "run"]))
 (TORCH,) = re.findall(r"^DEFAULT_TORCH := (.*)$", (PROJECT / "Makefile").read_text(), re.MULTILINE)
 
@@ -26,17 +22,12 @@ def program(name: str) -> list[str]:
     return [str(Path(sys.executable).with_name(name))]
 
 
-def module(name: str) -> list[str]:
-    """Return the command of a linter that is a module."""
-    return [sys.executable, "-m", name]
-
-
 def lint(command: list[str], *files: str) -> None:
     done = subprocess.run([*command, *files], cwd=PROJECT, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("file", [DOCKERFILE, APPTAINER, KUBERNETES, SLURM], ids=lambda file: file.name)
+@pytest.mark.parametrize("file", [DOCKERFILE, SLURM], ids=lambda file: file.name)
 def test_what_never_ran_is_called_unverified(file: Path) -> None:
     header = [line for line in file.read_text().splitlines()[:8] if line.startswith("#")]
     assert "unverified" in " ".join(header)
@@ -51,29 +42,12 @@ def test_the_dockerfile() -> None:
     lint(program("hadolint"), str(DOCKERFILE))
 
 
-def test_the_kubernetes_job() -> None:
-    lint([*module("kubernetes_validate"), "--strict"], str(KUBERNETES))
-
-
 def test_the_pre_commit_configuration() -> None:
-    lint([*module("pre_commit"), "validate-config"], ".pre-commit-config.yaml")
+    lint([sys.executable, "-m", "pre_commit", "validate-config"], ".pre-commit-config.yaml")
 
 
-def test_the_apptainer_definition() -> None:
-    recipe = SingularityParser(str(APPTAINER)).parse()["spython-base"]
-    assert recipe.fromHeader == "python:3.12-slim-bookworm"
-    assert set(recipe.files) == {". /source"}
-    assert recipe.cmd == 'exec pytest --pyargs conformance.laws -n auto "$@"'
-    text = APPTAINER.read_text()
-    arguments = re.findall(r"^    (\w+)=", text.split("%arguments")[1].split("%files")[0], re.MULTILINE)
-    assert sorted(arguments) == sorted(set(re.findall(r"{{ (\w+) }}", text)))
-
-
-def test_images_have_the_default_torch() -> None:
+def test_the_image_has_the_default_torch() -> None:
     assert f"ARG TORCH={TORCH}\n" in DOCKERFILE.read_text()
-    assert f"    torch={TORCH}\n" in APPTAINER.read_text()
-    (container,) = yaml.safe_load(KUBERNETES.read_text())["spec"]["template"]["spec"]["containers"]
-    assert container["image"].endswith(f":{TORCH}")
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,6 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setattr(owner, "DIRECTORY", tmp_path)
         monkeypatch.setattr(owner, "TRAINERS", trainers)
     monkeypatch.setattr(command, "CATALOGUE", tmp_path / "README.md")
-    monkeypatch.setattr(command, "REPORTS", tmp_path / "reports")
     monkeypatch.setattr(command, "_version", {"torch": "2.13.0", "other": "1.5", "missing": ""}.__getitem__)
     return tmp_path
 
@@ -87,17 +86,27 @@ def test_outcomes_are_kept_by_version(directory: Path, capsys: pytest.CaptureFix
     text = (directory / "README.md").read_text()
     assert "| **wrong** |" in text
     assert "| other 1.5: **wrong** |" in text
-    assert not list((directory / "reports").iterdir()), "a thread describes both"
 
 
-def test_faults_that_no_thread_describes_get_a_report(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = directory / "sum.py"
-    file.write_text(file.read_text().replace("https://example.com/issues/12", "none known"))
-    assert main(["findings", "sum", "--write"]) == 0
-    text = (directory / "reports" / "sum.md").read_text()
-    assert text.startswith("# The sum is wrong\n\nIt adds up.\n")
-    assert "expected 0, got 1\n" in text
-    assert "- 2.13.0: wrong\n" in text
+@pytest.mark.parametrize(
+    ("name", "printed_with", "outcomes"),
+    [
+        ("sum", "torch 2.13.0", "- 2.9.0: right\n- 2.13.0: wrong\n"),
+        ("others", "other 1.5, torch 2.13.0", "- other 1.5: wrong\n"),
+    ],
+)
+def test_a_report_has_the_program_and_its_outcomes(
+    directory: Path, capsys: pytest.CaptureFixture[str], name: str, printed_with: str, outcomes: str
+) -> None:
+    kept = '{"2.9.0": {"sum": "right"}}'
+    (directory / "versions.json").write_text(kept)
+    assert main(["findings", "--report", name]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"# The {name} is wrong\n\nIt adds up.\n")
+    assert 'print("expected 0, got 1")\n' in text
+    assert f"It prints with {printed_with}, on CPUs and gloo:\n\n```\nexpected 0, got 1\n```\n" in text
+    assert text.endswith(outcomes)
+    assert (directory / "versions.json").read_text() == kept
 
 
 @pytest.mark.parametrize(

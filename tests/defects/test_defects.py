@@ -120,7 +120,7 @@ def test_the_other_meaning_of_an_unset_reduce_dtype_is_caught(
     ("version", "dtype"), [("2.6.0", BF16), ("2.13.0+cpu", BF16), ("2.14.1", BF16), ("2.15.0", FP32)]
 )
 def test_an_unset_reduce_dtype_by_version(version: str, dtype: str) -> None:
-    assert dtype_policies._unset_reduce_dtype(version) == dtype
+    assert dtype_policies.unset_reduce_dtype(version) == dtype
 
 
 def test_entries_are_complete() -> None:

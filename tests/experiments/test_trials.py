@@ -1,9 +1,12 @@
-"""Restriction of sweeps to some of their subjects."""
+"""Trials of sweeps: restriction to some subjects, and errors of ranks that have waited for others."""
+
+from collections.abc import Mapping
 
 import pytest
+from torch.distributed.device_mesh import DeviceMesh
 
-from conformance.experiments.trials import End, _ends, tried, trying_only
-from tests.one_rank import world_of_one_rank
+from conformance.experiments.trials import Trials, tried, trying_only
+from conformance.outcomes import SweptOutcome
 
 
 def test_a_sweep_without_the_subjects_tries_all() -> None:
@@ -16,20 +19,22 @@ def test_a_sweep_without_the_subjects_tries_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "end"),
+    ("error", "outcome"),
     [
-        (
-            "[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 500ms for recv operation to complete",
-            "WAITED",
-        ),
-        ("[../gloo/transport/tcp/pair.cc:525] Application timeout caused pair closure", "WAITED"),
-        ("wait timeout after 500ms, keys: /default_pg/0//cpu//0/1", "WAITED"),
-        ("Timeout waiting for key: default_pg/0//cpu//0/1 after 500 ms", "WAITED"),
-        ("Connect timeout [127.0.0.1]:1234", "WAITED"),
-        ("add() got an unexpected keyword argument 'timeout'", "ERROR"),
-        ("Operator aten.poll.default with timeout does not have a sharding strategy registered.", "ERROR"),
+        (TypeError("got an unexpected keyword argument 'timeout'"), "refused"),
+        (RuntimeError("Operator aten.poll.default with timeout does not have a sharding strategy"), "refused"),
+        (RuntimeError("Timeout waiting for key: default_pg/0//cpu//0/1 after 500 ms"), "wrong"),
+        (RuntimeError("Connect timeout [127.0.0.1]:1234"), "wrong"),
+        (RuntimeError("Timed out waiting 500ms for recv operation to complete"), "wrong"),
+        (RuntimeError("Application timeout caused pair closure"), "wrong"),
+        (RuntimeError("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)"), "wrong"),
+        (RuntimeError("wait timeout after 500ms, keys: /0"), "wrong"),
     ],
 )
-def test_a_refusal_that_speaks_of_a_timeout_has_not_waited_for_a_peer(error: str, end: str) -> None:
-    with world_of_one_rank():
-        assert _ends(RuntimeError(error), {}) == [End[end]]
+def test_a_rank_that_has_waited_refuses_nothing(mesh: DeviceMesh, error: Exception, outcome: SweptOutcome) -> None:
+    def call(_mesh: DeviceMesh) -> Mapping[str, str]:
+        raise error
+
+    trials = Trials(mesh)
+    trials.attempt("mean", "Shard(0)", "mean of 3 x 4", call)
+    assert trials.swept.outcomes == {outcome: 1}

@@ -95,17 +95,12 @@ def test_the_laws_exist() -> None:
     assert {finding.law for finding in findings(TRAINERS)} - {"none"} <= {law.id for law in LAWS}
 
 
-def test_faults_that_no_thread_describes_have_a_report() -> None:
-    reports = {file.stem for file in (DIRECTORY / "reports").glob("*.md")}
-    assert reports == {finding.name for finding in [*findings(), *findings(TRAINERS)] if not finding.has_thread}
-
-
 def test_a_version_is_added_in_its_place(program: Path) -> None:
     versions = with_version({"2.9.0": {"it_is": "right"}}, "2.13.0", {"it_is": "wrong"}, ["it_is"])
     versions = with_version(versions, "2.10.0", {"it_is": "refused", "gone": "right"}, ["it_is"])
     assert versions == {"2.9.0": {"it_is": "right"}, "2.10.0": {"it_is": "refused"}, "2.13.0": {"it_is": "wrong"}}
     text = catalogue([read_finding(program)], versions, trainers=[], of_trainers={})
-    assert "| right   | refused  | **wrong** | PAR-1 | [none known](reports/it_is.md) | do not" in text
+    assert "| right   | refused  | **wrong** | PAR-1 | none known | do not" in text
     assert "| 2.13    | [It is wrong](findings/it_is.py) |" in worst([read_finding(program)], versions)
 
 

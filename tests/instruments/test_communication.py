@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 from conformance.experiments.context import RankWorld
-from conformance.experiments.training import _profiled_step
+from conformance.experiments.training import profiled_step
 from conformance.instruments.communication import (
     EXCLUDED,
     Communication,
@@ -131,4 +131,4 @@ def test_the_last_step_on_a_device_is_profiled(
 ) -> None:
     context = RankContext(rank=rank, world_size=2, rendezvous="", timeout_s=1.0, device=device)
     job = job_of(Cell(steps=steps), Path(), defect=defect)
-    assert _profiled_step(RankWorld(context, job, job.config, torch.device("cpu"))) == expected
+    assert profiled_step(RankWorld(context, job, job.config, torch.device("cpu"))) == expected

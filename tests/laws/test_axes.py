@@ -83,6 +83,14 @@ def test_a_dead_axis_value_is_noticed(run: Run, axis: str, value: AxisValue, whe
         prove(axis, relabelled(record, cell), record)
 
 
+def test_the_model_of_pipelines_is_proved_without_a_pipeline(run: Run) -> None:
+    """The search for the smallest failing cell, and `--cells`, ask for cells that the matrix has in pipelines only."""
+    cell = Cell(mesh="dp2", model="cut")
+    assert MATRIX.scopes["AXIS-1"].holds(cell)
+    for axis, shown, neighbour in neighbours(cell):
+        prove(axis, run(shown), run(neighbour))
+
+
 def scaled_run(*scales_of_skipped: float) -> Any:
     """Run from a scale of 8, with a step that is taken and others that are skipped with these scales."""
     steps = [SimpleNamespace(loss_scale=scale, skipped=True) for scale in scales_of_skipped]

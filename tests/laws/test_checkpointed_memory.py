@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.laws.test_mem import _require_inputs_of_blocks
+from conformance.laws.test_mem import require_inputs_of_blocks
 from conformance.memory_segment import MemorySegment
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell
@@ -23,7 +23,7 @@ def test_checkpointing_that_holds_more_than_inputs_fails(more_bytes: int) -> Non
         return [[MemorySegment(f"after-forward layers.{i}", i * of_block, 0, 0) for i in range(3)]]
 
     if not more_bytes:
-        _require_inputs_of_blocks(measure, CELL)  # type: ignore[arg-type]
+        require_inputs_of_blocks(measure, CELL)  # type: ignore[arg-type]
         return
     with pytest.raises(ConformanceFailure, match="kept of a block"):
-        _require_inputs_of_blocks(measure, CELL)  # type: ignore[arg-type]
+        require_inputs_of_blocks(measure, CELL)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from conformance.instruments.facts import OptimizerGroup
 from conformance.laws.compare import distance
 from conformance.laws.steps import require_steps_taken
-from conformance.laws.test_ckpt import _state_of_no_step, _without_zero_counters
+from conformance.laws.test_ckpt import state_of_no_step, without_zero_counters
 from conformance.oracles import tolerance
 from conformance.oracles.emulation import emulated_step
 from conformance.oracles.loss_scale import loss_scales, unscale_events
@@ -114,12 +114,12 @@ def test_a_resumed_run_of_skipped_steps_may_have_zeros_alone(moment: float) -> N
     tensors = {"w": torch.tensor([0.0, moment])}
     resumed: Any = SimpleNamespace(kinds=lambda _when: ["exp_avg", "parameter"], select=lambda _prefix: tensors)
     with pytest.raises(ConformanceFailure, match="final/exp_avg of no step") if moment else nullcontext():
-        assert _state_of_no_step(resumed, ["parameter"], when="final") == ["exp_avg"]
+        assert state_of_no_step(resumed, ["parameter"], when="final") == ["exp_avg"]
 
 
 @pytest.mark.parametrize(("counted", "left"), [([0.0], []), ([], []), ([1.0], [1.0])])
 def test_a_counter_at_zero_is_that_of_no_step(counted: list[float], left: list[float]) -> None:
-    assert _without_zero_counters([group_of(counted)]) == [group_of(left)]
+    assert without_zero_counters([group_of(counted)]) == [group_of(left)]
 
 
 def group_of(steps: list[float]) -> OptimizerGroup:

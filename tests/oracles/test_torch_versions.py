@@ -2,7 +2,7 @@
 
 import pytest
 
-from conformance.oracles.dtype_policy import _unset_reduce_dtype
+from conformance.oracles.dtype_policy import unset_reduce_dtype
 from conformance.oracles.torch_versions import (
     FROM_2_15,
     UP_TO_2_8,
@@ -32,7 +32,7 @@ from conformance.oracles.torch_versions import (
 )
 def test_traits_by_version(torch_version: str, traits: VersionTraits, reduce_dtype: str) -> None:
     assert traits_of(torch_version) == traits
-    assert _unset_reduce_dtype(torch_version) == reduce_dtype
+    assert unset_reduce_dtype(torch_version) == reduce_dtype
 
 
 def test_a_text_that_is_no_version_is_refused() -> None:

@@ -13,7 +13,7 @@ from conformance.judge.measurements import Measurement
 from conformance.judge.verdicts import Verdict
 from conformance.plan.cells import Cell
 from conformance.plan.matrix import Case, load_matrix
-from conformance.project import PROJECT, data_file
+from conformance.project import data_file
 from conformance.pytest_plugin.named_cell import cases_of
 from conformance.pytest_plugin.shrinking import Shrinker, outcome_of
 from conformance.report.failure_groups import failure_groups
@@ -21,6 +21,7 @@ from conformance.report.html import html_report
 from conformance.report.schema import CaseResult, Report
 from conformance.report.smallest import Smallest, smallest_text
 from conformance.report.text import markdown, terminal_lines
+from tests.pytest_plugin import two_features
 from tests.report import sample_reports
 from tests.sessions import PYTEST, finish, suite
 
@@ -197,7 +198,7 @@ def test_a_cell_that_the_matrix_lacks_can_be_named() -> None:
 
 def test_a_session_names_both_features_and_a_command_that_repeats_the_smallest_cell(tmp_path: Path) -> None:
     cell = Cell(mesh="dp2", accumulation=2, offload="cpu", tied_embeddings=True, optimizer="sgd", schedule="cosine")
-    fault = f"{PROJECT}/benchmarks/two_feature_faults.py:summed_if_offloaded_and_accumulated"
+    fault = f"{two_features.__file__}:summed_if_offloaded_and_accumulated"
     options = [f"--cells={cell.id}", f"--defect={fault}", "--seed=1", "conformance/laws/test_par.py", "--laws=PAR-1"]
     ended = finish(suite(tmp_path / "report", *options, shrink_s=60.0), tmp_path / "report")
     report: Report = ended.report

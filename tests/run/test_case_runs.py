@@ -1,18 +1,21 @@
-"""Failures of runs: which of them are the suite's error and which the product's."""
+"""Runs of cases: the environment of their ranks; failures that are the suite's error, and those of the product."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from conformance.instruments.dispatch_tap import DispatchTap
 from conformance.outcomes import Unsupported
-from conformance.plan.cells import Cell
+from conformance.plan.cells import RECORD_STREAMS, Cell
 from conformance.project import PACKAGE, PROJECT
 from conformance.run.case_runs import CaseRuns, to_failure
 from conformance.run.devices.hardware import Hardware
+from conformance.run.experiment import SAVING, TRAINING
 from conformance.run.failures import RunFailed
-from conformance.run.ranks.messages import RankReport
+from conformance.run.ranks.messages import RankReport, Task
 from conformance.run.store import RecordStore
 from tests.run.devices.fake_devices import some_devices
 
@@ -56,3 +59,29 @@ def test_a_second_cell_for_which_there_are_too_few_devices_is_unsupported(tmp_pa
     )
     with pytest.raises(Unsupported, match="this machine has no nccl for 4 ranks"):
         CaseRuns(store, ("nccl",)).run(Cell(mesh="hsdp2x2"))
+
+
+class RecordedEnvironments:
+    """Pools that run nothing, and keep the environment of each task by its function."""
+
+    waited_s = trained_s = 0.0
+    max_world_size = 8
+
+    def __init__(self) -> None:
+        self.by_function: dict[str, Mapping[str, str]] = {}
+
+    def run(self, task: Task, *, world_size: int, deadline_s: float, env: Mapping[str, str] | None = None) -> list[Any]:
+        self.by_function[task.function] = env or {}
+        return [{"facts": {}}] * world_size
+
+    def prepare(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_the_run_that_saves_has_the_environment_of_the_run_that_resumes(tmp_path: Path) -> None:
+    pools = RecordedEnvironments()
+    store = RecordStore(tmp_path, "test", str(torch.__version__), defect=None, deadline_s=60.0, pools=pools)
+    CaseRuns(store).run(Cell(mesh="dp2", steps=4, saved_on="same", record_streams="1"))
+    variables = {function: env.get(RECORD_STREAMS) for function, env in pools.by_function.items()}
+    assert variables == {SAVING: "1", TRAINING: "1"}

@@ -13,7 +13,7 @@ import pytest
 from conformance.cli.verify import verify
 from conformance.project import PROJECT
 from conformance.report.schema import Report
-from conformance.run.multihost import ANSWER_S, LINK_LIMIT_S, Location, _spread, interface_towards
+from conformance.run.multihost import ANSWER_S, LINK_LIMIT_S, Location, interface_towards, spread
 from tests.run.two_hosts import ADDRESSES, TwoHosts, two_hosts
 
 LIMIT_S = 150.0
@@ -109,8 +109,8 @@ def test_a_cut_link_is_a_verdict_in_time(hosts: TwoHosts, tmp_path: Path) -> Non
 
 def test_spread_puts_narrow_worlds_on_several_hosts() -> None:
     locations = [Location(agent, agent // 2, "host") for agent in range(4)]
-    assert _spread(locations) == [0, 2, 1, 3]
-    assert _spread([Location(0, 0, "a"), Location(1, 1, "b"), Location(2, 1, "b")]) == [0, 1, 2]
+    assert spread(locations) == [0, 2, 1, 3]
+    assert spread([Location(0, 0, "a"), Location(1, 1, "b"), Location(2, 1, "b")]) == [0, 1, 2]
 
 
 def test_interface_towards_an_address() -> None:

@@ -52,6 +52,27 @@ def test_select_assembles_full_tensors(tmp_path: Path) -> None:
         record.select("step0/")
 
 
+@pytest.mark.parametrize(
+    ("shape", "layouts", "is_partitioned"),
+    [
+        ([3], [[0, 1], [2]], True),
+        ([3], [[0, 1, 2], [0, 1, 2]], True),
+        ([3], [[0, 1], [1, 2]], False),
+        ([3], [[0, 1], []], False),
+        ([3], [], False),
+        ([0], [[], []], True),
+        ([0], [], False),
+    ],
+)
+def test_ranks_partition_a_parameter(
+    tmp_path: Path, shape: list[int], layouts: list[list[int]], is_partitioned: bool
+) -> None:
+    parameters = {"parameters": {"w": {"group": "", "shape": shape, "shard_dims": {"dp_shard": 0}}}}
+    shards = [{"layout/w": torch.tensor(layout, dtype=torch.int64)} for layout in layouts] or [{}, {}]
+    record = record_of_two_ranks(tmp_path, shards, (parameters, parameters))
+    assert record.is_partitioned("w") == is_partitioned
+
+
 def test_select_fills_holes_with_nan_and_refuses_shards_of_another_shape(tmp_path: Path) -> None:
     shard = {"layout/w": torch.tensor([[0, 1], [2, 3]]), "final/parameter/w": torch.ones(2, 2)}
     record = record_of_two_ranks(tmp_path, [shard, shard])

@@ -11,7 +11,7 @@ from conformance.experiments.dtensor import redistribute
 from conformance.experiments.environment import probe
 from conformance.experiments.memory import step_in_simulation, step_on_ranks
 from conformance.experiments.without_fsdp import profile_without_fsdp
-from conformance.instruments.collectives import _reduce_op
+from conformance.instruments.collectives import reduce_op_name
 from conformance.instruments.facts import UNKNOWN
 from conformance.oracles import clip_schedule, schedule
 from conformance.oracles.torch_versions import traits_of
@@ -178,6 +178,6 @@ def test_norms_are_reduced_together_up_to_2_9(
 
 
 def test_a_reduction_that_does_not_tell_its_operation() -> None:
-    assert _reduce_op({"reduce_op": object()}) == UNKNOWN
-    assert _reduce_op({"reduce_op": "sum"}) == "SUM"
-    assert _reduce_op({}) is None
+    assert reduce_op_name({"reduce_op": object()}) == UNKNOWN
+    assert reduce_op_name({"reduce_op": "sum"}) == "SUM"
+    assert reduce_op_name({}) is None

@@ -1,12 +1,71 @@
-"""Runs of a subject: which of them may share processes."""
+"""Runs of a subject: jobs as ranks get them, and which of them may share processes."""
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
-from conformance.run.pool import Pools
+from conformance.run.pool import Pools, Task
 from conformance.subjects.cells import CELLS
+from conformance.subjects.facts import Description, OwnErrors, ReferenceFacts, TrainJob
 from conformance.subjects.running import SubjectRuns
+
+DESCRIPTION = Description(name="x", versions={}, shims=[], unsupported={})
+
+
+def reference_of(norm: float) -> ReferenceFacts:
+    errors = OwnErrors(by_name={}, overall=0.0)
+    return ReferenceFacts(
+        dtype="fp64",
+        why_not_fp64="",
+        parameters=["weight"],
+        aliases={},
+        sentinels={},
+        untrained=[],
+        max_norm=norm,
+        losses=[norm],
+        grad_norms=[norm],
+        loss_error=0.0,
+        norm_error=0.0,
+        gradients=[errors],
+        updates=[errors],
+        bf16_gradients=None,
+        bf16_matmul_dtypes=[],
+        varies=False,
+    )
+
+
+class Ranks:
+    """Pools that run nothing: a reference with a norm, and ranks whose job is kept."""
+
+    waited_s = trained_s = 0.0
+    max_world_size = 8
+
+    def __init__(self, norm: float) -> None:
+        self._results = {"describe": DESCRIPTION, "train_reference": reference_of(norm)}
+        self.jobs: list[dict[str, Any]] = []
+
+    def run(self, task: Task, *, world_size: int, deadline_s: float, env: Mapping[str, str] | None = None) -> list[Any]:
+        name = task.function.rpartition(":")[2]
+        if name in self._results:
+            return [msgspec.to_builtins(self._results[name])]
+        self.jobs.append(task.payload)
+        return []
+
+    def prepare(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("norm", [math.inf, math.nan])
+def test_a_norm_that_is_not_finite_reaches_the_ranks(tmp_path: Path, norm: float) -> None:
+    ranks = Ranks(norm)
+    SubjectRuns("x", ranks, tmp_path).run(CELLS[0])
+    (job,) = ranks.jobs
+    assert repr(msgspec.convert(job, TrainJob).max_norm) == repr(norm)
 
 
 @pytest.mark.parametrize(("torch_version", "kinds"), [("2.12.0", 2), ("2.13.0+cpu", 1)])

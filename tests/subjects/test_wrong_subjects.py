@@ -58,6 +58,7 @@ def test_a_right_function_passes_and_every_fault_is_seen(pools: Pools, tmp_path:
         ("local_clip", "dp2-fp32", "parameters"),
         ("no_clip", "dp2-fp32", "clipping"),
         ("buffer_not_initialised", "dp2-fp32-meta", "initialised"),
+        ("sentinels:forgotten", "dp2-fp32-meta", "initialised"),
         ("optimizer_first", "dp2-fp32", "optimizer-holds-each-once"),
         ("optimizer_first", "dp2-fp32", "every-update"),
         ("precision_forgotten", "dp2-bf16", "bf16-is-used"),
@@ -128,6 +129,11 @@ def test_a_parameter_that_is_not_partitioned_fails() -> None:
     evidence = Evidence(cast("SubjectRecord", record), cast("Reference", None))
     with pytest.raises(ConformanceFailure, match="parameters not partitioned: measured 1, expected 0"):
         shards_partition_parameters(evidence)
+
+
+def test_buffers_may_hold_the_largest_integer_and_nan(pools: Pools, tmp_path: Path) -> None:
+    report = judged(pools, tmp_path, "sentinels:meant", DP2, BY_ID["dp2-fp32-meta"])
+    assert report.status == 0, as_text(report)
 
 
 def test_ddp_fails_by_nothing_but_being_no_fsdp(pools: Pools, tmp_path: Path) -> None:
