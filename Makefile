@@ -50,7 +50,7 @@ conformance: environment
 # Two workers: these tests start processes of their own and mostly wait for them. By file: the tests of a file share
 # fixtures, such as a session or warm ranks. The order is that of tests/conftest.py.
 test: environment
-	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/ $(ARGS)
+	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(addprefix tests/,fast ranks sessions) $(ARGS)
 
 check: environment
 	$(RUN) -m ruff check .

@@ -62,7 +62,7 @@ case $job in
     export PYTHON=${PYTHON:-python3.12}
     for version in ${VERSIONS:-2.11.0 2.15.0}; do
       make conformance TORCH="$version" PROFILE=smoke ARGS="--report-dir conformance-report/torch-$version" || status=1
-      ".venv-torch-$version/bin/python" -m pytest tests/cuda_build tests/run/ranks || status=1
+      ".venv-torch-$version/bin/python" -m pytest tests/nightly/cuda_build tests/ranks/run/ranks || status=1
       [[ ${KEEP_ENVIRONMENTS:-yes} == no ]] && rm -rf ".venv-torch-$version"
     done
     ;;
@@ -72,7 +72,7 @@ case $job in
     ;;
   package)
     make environment || exit 1
-    .venv/bin/python -m pytest tests/ci tests/test_wheel.py || status=1
+    .venv/bin/python -m pytest tests/nightly --ignore tests/nightly/cuda_build || status=1
     ci/try_wheel.sh "$(mktemp --directory)/wheel" -n auto --cells 'mesh = dp2' || status=1
     ;;
   gpu) conformance certify ;;

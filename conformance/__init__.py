@@ -18,7 +18,7 @@ Other folders hold what these four work with:
 
 Imports point one way, bottom up, in the order of `project.LAYERS`. Processes that only plan, start, judge and report
 never import torch: plan, run (but `run.ranks.process` and `run.ranks.server`), judge, report and pytest_plugin do
-without it. `tests/test_quality.py` checks both rules.
+without it. `tests/fast/test_quality.py` checks both rules.
 
 Start reading at `plan.cells`, `laws.test_par`, `judge.judge` and `run.case_runs`.
 """

@@ -25,8 +25,11 @@ LAYERS = (
     ("conformance/pytest_plugin", "conformance/detection", "conformance/subjects"),
     ("conformance/cli",),
 )
-"""Order of imports: a module may import its own package and those of earlier layers. `tests/test_quality.py` holds it,
-docs/architecture.md shows it. The modules of `conformance` itself are the second layer, but for `__main__`."""
+"""Order of imports: a module may import its own package and those of earlier layers.
+
+The modules of `conformance` itself are the second layer, but for `__main__`. `tests/fast/test_quality.py` holds the
+order, docs/architecture.md shows it.
+"""
 TORCH_FREE = (
     "conformance/plan",
     "conformance/run",

@@ -48,6 +48,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         for report in reports:
             if isinstance(report, pytest.TestReport):
                 seconds[below_tests(report.nodeid)] += report.duration
+    if not seconds:
+        return
     folders: dict[str, float] = defaultdict(float)
     for file, spent_s in seconds.items():
         folders[file.partition("/")[0]] += spent_s

@@ -1,8 +1,8 @@
 """Single-process references: the trainer's model definition and initial weights, and nothing else of the trainer.
 
 Loss, gradient averaging, clipping, AdamW and SGD are written out here, so that a fault of the trainer or of torch's
-optimizers, clipping or loss functions cannot be on both sides of a comparison. `tests/oracles/test_reference.py` checks
-these formulas against torch's own, and the gradients against finite differences.
+optimizers, clipping or loss functions cannot be on both sides of a comparison. `tests/fast/oracles/test_reference.py`
+checks these formulas against torch's own, and the gradients against finite differences.
 """
 
 import copy

@@ -1,0 +1,98 @@
+"""Subjects that packages register: those of the suite, those of others, and `conformance judge --list`."""
+
+import ast
+import importlib.metadata
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conformance.__main__ import main
+from conformance.cli import known_subjects
+from conformance.project import PROJECT
+
+TARGET = "tests.support.subject_models:right"
+METADATA = """\
+Metadata-Version: 2.1
+Name: {name}
+Version: 1.5
+Provides-Extra: subject-mine
+Requires-Dist: numpy
+Requires-Dist: msgspec>=0.1; extra == 'subject-mine'
+Requires-Dist: torch<1; extra == 'subject-mine'
+Requires-Dist: no-such-package==3; extra == 'subject-mine-elsewhere'
+"""
+
+
+def install(monkeypatch: pytest.MonkeyPatch, site: Path, package: str, **targets: str) -> None:
+    """Let a package that registers subjects be installed."""
+    directory = site / f"{package}-1.5.dist-info"
+    directory.mkdir(parents=True)
+    (directory / "METADATA").write_text(METADATA.format(name=package))
+    entries = [f"{name.replace('_', '-')} = {target}" for name, target in targets.items()]
+    (directory / "entry_points.txt").write_text("\n".join([f"[{known_subjects.GROUP}]", *entries]))
+    monkeypatch.syspath_prepend(site)
+
+
+def listed() -> dict[str, list[str]]:
+    """Return the columns of `judge --list` by subject."""
+    rows = known_subjects.as_text(known_subjects.known_subjects()).splitlines()[2:]
+    return {row.split()[0]: row.split()[1:] for row in rows}
+
+
+def test_a_package_registers_subjects(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install(monkeypatch, tmp_path, "other-trainer", mine=TARGET, mine_elsewhere=TARGET, minefield=TARGET)
+    rows = listed()
+    has, lacks = f"msgspec {importlib.metadata.version('msgspec')},", "no-such-package==3 (not installed)"
+    old = f"torch<1 (installed: {importlib.metadata.version('torch')})"
+    assert rows["mine"] == [TARGET, "other-trainer", "1.5", *has.split(), *old.split()]
+    assert rows["mine-elsewhere"] == [TARGET, "other-trainer", "1.5", *has.split(), *f"{old}, {lacks}".split()]
+    assert rows["minefield"] == [TARGET, "other-trainer", "1.5", "nothing", "more"]
+    assert known_subjects.resolve("mine") == TARGET
+    with pytest.raises(ValueError, match=r"`mine-elsewhere` needs .* not installed: pip install no-such-package==3$"):
+        known_subjects.resolve("mine-elsewhere")
+
+
+def test_a_name_of_two_packages_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install(monkeypatch, tmp_path / "one", "one", mine=TARGET)
+    install(monkeypatch, tmp_path / "two", "two", mine="elsewhere:mine")
+    problem = rf"`mine` is registered by one 1.5 \({TARGET}\) and two 1.5 \(elsewhere:mine\): write MODULE:NAME$"
+    with pytest.raises(ValueError, match=problem):
+        known_subjects.resolve("mine")
+
+
+def test_a_registered_subject_is_judged(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(monkeypatch, tmp_path, "other-trainer", mine=TARGET)
+    assert main(["judge", "--list"]) == 0
+    assert "other-trainer 1.5" in capsys.readouterr().out
+    assert main(["judge", "mine", "--cells", "dp2-fp32", "--no-faults"]) == 0
+    assert "conformant: " in capsys.readouterr().out
+
+
+def shipped() -> list[tuple[str, str]]:
+    """Return names and targets of the subjects that the suite registers: of the checkout, installed or not."""
+    return list(project()["entry-points"][known_subjects.GROUP].items())
+
+
+def project() -> dict[str, Any]:
+    table: dict[str, Any] = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    return table
+
+
+@pytest.mark.parametrize(("name", "target"), shipped())
+def test_the_suites_own_subjects_are_registered_by_their_names(name: str, target: str) -> None:
+    """Their packages need not be installed here."""
+    module, _, attribute = target.partition(":")
+    tree = ast.parse((PROJECT / module.replace(".", "/")).with_suffix(".py").read_text())
+    (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == attribute)
+    assert f"name = '{name}'" in map(ast.unparse, found.body)
+
+
+def test_every_extra_for_subjects_is_of_a_subject() -> None:
+    names = [name for name, _ in shipped()]
+    extras = [extra for extra in project()["optional-dependencies"] if extra.startswith("subject-")]
+    assert len(extras) == 5
+    assert not [extra for extra in extras if extra.removeprefix("subject-") not in names]

@@ -1,0 +1,230 @@
+"""The documentation agrees with the repository: paths, commands, laws and places that it names; how long it may be."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from conformance.__main__ import main
+from conformance.plan.substrates import Substrate
+from conformance.project import PROJECT
+from tests.fast.test_quality import PRIVATE_NAMES_ALLOWED_IN
+
+GENERATED = ("docs/laws.md", "docs/subjects.md", "docs/detection/kill_matrix.md")
+"""Pages that a command writes as a whole; of others it writes blocks between markers."""
+MAX_WORDS = 17_100
+WRAP = 100
+
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_SPAN = re.compile(r"`([^`]+)`")
+_FENCED = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
+_GENERATED_BLOCK = re.compile(r"<!-- ([\w-]+): begin -->.*?<!-- \1: end -->", re.DOTALL)
+_OF_THE_PROJECT = re.compile(r"(conformance|tests|reference_trainer|benchmarks|ci|docs)/")
+_PLACEHOLDER = re.compile(r"(?<![a-zA-Z])[A-Z]{3,}(?![a-zA-Z])")
+_LAW = re.compile(r"\b[A-Z]{2,}-\d+\b")
+_NO_LAWS = ("BSD-3", "PAR-11", "SIGKILL-9", "UTF-8", "ISO-8601", "SHA-256")
+_COUNTED = "cases|cells|laws|defects|tests|families|mutants|twins"
+_COUNT = re.compile(rf"(?<![\w.^])\d[\d,]*(?: of \d+)?(?: [a-z]+)? (?:{_COUNTED})\b")
+_DURATION = re.compile(r"(?<![\w.^])\d+(?:\.\d+)?(?: |-)?(?:ms|s|sec|secs|seconds?|min|minutes?|h|hours?|days?)\b")
+
+
+def pages(*, but: tuple[str, ...] = ()) -> list[str]:
+    """Return the markdown files of the repository below its directory; reports have some that are not of it."""
+    folders = ("docs", "ci", "conformance", "reference_trainer", "benchmarks", "tests")
+    files = [*PROJECT.glob("*.md"), *(file for folder in folders for file in (PROJECT / folder).rglob("*.md"))]
+    own = sorted(file.relative_to(PROJECT).as_posix() for file in files)
+    return [page for page in own if page not in but]
+
+
+def text_of(page: str) -> str:
+    return (PROJECT / page).read_text()
+
+
+def prose_of(page: str) -> str:
+    """Return what people have written: without generated blocks and fenced code."""
+    return _FENCED.sub("", _GENERATED_BLOCK.sub("", text_of(page)))
+
+
+def laws() -> set[str]:
+    """Return the ids of all laws: the first column of docs/laws.md, which a test keeps in step with the laws."""
+    return set(first_column(text_of("docs/laws.md")))
+
+
+def first_column(text: str) -> list[str]:
+    """Return the laws that the first column of a table names."""
+    cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("|")]
+    return [law for cell in cells for law in _LAW.findall(cell)]
+
+
+# Paths
+
+
+def broken_links(page: str, text: str) -> Iterator[str]:
+    """Yield relative links that lead nowhere."""
+    for target in _LINK.findall(text):
+        path = target.partition("#")[0]
+        if path and "://" not in path and not (PROJECT / page).parent.joinpath(path).exists():
+            yield target
+
+
+def broken_paths(text: str) -> Iterator[str]:
+    """Yield code spans that look like a path of the project and are none.
+
+    Only the first word of a span counts, up to `::`. `FAMILY` stands for any name, as `*` does.
+    """
+    for span in _SPAN.findall(text):
+        path = span.split()[0].partition("::")[0].rstrip("/,.;") if span.strip() else ""
+        if _OF_THE_PROJECT.match(f"{path}/") and not _exists(path):
+            yield span
+
+
+def _exists(path: str) -> bool:
+    pattern = _PLACEHOLDER.sub("*", path)
+    return (PROJECT / path).exists() or ("*" in pattern and any(PROJECT.glob(pattern)))
+
+
+@pytest.mark.parametrize("page", pages())
+def test_links_and_paths_resolve(page: str) -> None:
+    text = text_of(page)
+    assert not [*broken_links(page, text), *broken_paths(text)]
+
+
+def test_the_check_of_paths_sees_them() -> None:
+    right = "[x](laws.md) [y](https://a.b/c) [z](#here) `conformance/laws/test_FAMILY.py` `ci/bisect.sh 2.6.0 2.7.1`"
+    more = "`conformance/laws/test_par.py::test_x[dp2]` `conformance/` `conformance-report/report.json` `torch/x.py`"
+    assert not [*broken_links("docs/report.md", right + more), *broken_paths(right + more)]
+    wrong = "`conformance/engine/store.py` `tests/test_par*.py` `docs/nothing` `ci/none.sh JOB`"
+    assert len([*broken_paths(wrong)]) == 4
+    assert [*broken_links("docs/report.md", "[x](report.md#y) [x](gpu.md)")] == ["gpu.md"]
+
+
+def test_pages_that_the_code_names_exist() -> None:
+    folders = ("conformance", "reference_trainer", "benchmarks", "tests", "ci")
+    files = [file for folder in folders for file in (PROJECT / folder).rglob("*.*") if file.suffix in (".py", ".sh")]
+    named = {(file.name, page) for file in files for page in re.findall(r"docs/[\w/]+\.md", file.read_text())}
+    assert not [(file, page) for file, page in named if not (PROJECT / page).exists()]
+
+
+# Commands
+
+
+@pytest.mark.parametrize("page", pages())
+def test_commands_exist(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = text_of(page)
+    for command in sorted(set(re.findall(r"python -m conformance\s+([a-z]\w*)", text))):
+        with pytest.raises(SystemExit) as ended:
+            main([command, "--help"])
+        assert ended.value.code == 0, f"python -m conformance {command}: {capsys.readouterr().err}"
+    for name in sorted(set(re.findall(r"python -m benchmarks\.(\w+)", text))):
+        assert (PROJECT / "benchmarks" / f"{name}.py").is_file(), f"python -m benchmarks.{name}"
+
+
+# Laws and private names
+
+
+@pytest.mark.parametrize("page", pages())
+def test_laws_exist(page: str) -> None:
+    assert not set(_LAW.findall(text_of(page))) - laws() - set(_NO_LAWS)
+
+
+def test_blind_spots_has_a_row_for_each_law() -> None:
+    assert set(first_column(text_of("docs/detection/blind_spots.md"))) == laws()
+
+
+def test_private_names_of_torch_are_listed() -> None:
+    listed = {span for line in text_of("docs/notes/private_names.md").splitlines() for span in _SPAN.findall(line)}
+    assert not PRIVATE_NAMES_ALLOWED_IN.keys() - listed
+
+
+def test_the_page_on_records_names_each_instrument_and_oracle() -> None:
+    folders = [PROJECT / "conformance" / name for name in ("instruments", "oracles")]
+    modules = {file.name for folder in folders for file in folder.glob("*.py")} - {"__init__.py"}
+    named = {span for span in _SPAN.findall(text_of("docs/notes/record.md")) if span.endswith(".py")}
+    assert not modules - {Path(name).name for name in named}
+    assert not {name for name in named if "/" not in name} - modules
+
+
+def test_the_page_on_reports_names_each_substrate() -> None:
+    (row,) = (line for line in text_of("docs/report.md").splitlines() if line.startswith("| `substrate` |"))
+    assert _SPAN.findall(row) == ["substrate", *get_args(Substrate)]
+
+
+# Length, and what changes from day to day
+
+
+def words(text: str) -> int:
+    """Return the number of words; marks of tables and lists are none."""
+    return sum(any(character.isalnum() for character in word) for word in text.split())
+
+
+def test_documentation_is_short() -> None:
+    others = ("README.md", "CONTRIBUTING.md", "ci/README.md")
+    counted = [page for page in pages(but=GENERATED) if page in others or page.startswith("docs/")]
+    by_page = {page: words(_GENERATED_BLOCK.sub("", text_of(page))) for page in counted}
+    assert sum(by_page.values()) <= MAX_WORDS, by_page
+
+
+@pytest.mark.parametrize("page", pages(but=GENERATED))
+def test_lines_are_wrapped(page: str) -> None:
+    """Tables, links and code are as long as they are."""
+    long = [line for line in prose_of(page).splitlines() if len(line) > WRAP and not line.startswith("    ")]
+    assert not [line for line in long if not line.lstrip().startswith(("|", "["))]
+
+
+@pytest.mark.parametrize("page", pages(but=GENERATED))
+def test_counts_and_durations_are_generated(page: str) -> None:
+    """Nobody can keep them in step: a command writes them into a block, or they are left out.
+
+    Limits that are part of the design are said in words, such as "a deadline of one second".
+    """
+    prose = " ".join(prose_of(page).split())
+    assert not [match[0] for pattern in (_COUNT, _DURATION) for match in pattern.finditer(prose)]
+
+
+def test_the_check_of_counts_sees_them() -> None:
+    for text in ("2,877 cases", "138 of 138 defects", "65 laws", "3 correct twins", "12 exact laws"):
+        assert _COUNT.search(text), text
+    for text in ("took 12 s", "37 minutes", "0.25 s per case", "a 60-second deadline", "150 ms", "2 h"):
+        assert _DURATION.search(text), text
+    for text in ("two laws", "fp32 cells", "2^-24", "3 sigma", "8 ranks", "10^4 s", "up to 16 steps", "MEM-6 has 50."):
+        assert not _COUNT.search(text), text
+        assert not _DURATION.search(text), text
+
+
+def test_generated_blocks_are_closed() -> None:
+    for page in pages():
+        text = text_of(page)
+        marks = re.findall(r"<!-- ([\w-]+): (begin|end) -->", _SPAN.sub("", text))
+        assert len(marks) == 2 * len(_GENERATED_BLOCK.findall(text)), page
+
+
+def test_readme_architecture_and_changelog_are_short() -> None:
+    """The README is read in a minute; two pages are 1,000 words."""
+    assert words(text_of("CHANGELOG.md")) <= 600
+    assert len(text_of("README.md").splitlines()) <= 130
+    assert words(_GENERATED_BLOCK.sub("", text_of("docs/architecture.md"))) <= 1000
+
+
+# A cell's way
+
+
+def stops() -> list[tuple[str, str]]:
+    """Return file and function of each stop on a cell's way to its verdict, in docs/architecture.md."""
+    way = text_of("docs/architecture.md").partition("## A cell's way to its verdict")[2].partition("\n## ")[0]
+    return re.findall(r"^\d+\. `([\w/]+\.py)::([\w.]+)`", way, re.MULTILINE)
+
+
+def test_a_cells_way_has_at_most_twelve_stops() -> None:
+    assert 1 <= len(stops()) <= 12
+
+
+@pytest.mark.parametrize(("file", "function"), stops())
+def test_each_stop_on_a_cells_way_is_a_function(file: str, function: str) -> None:
+    body: list[ast.stmt] = ast.parse(text_of(file)).body
+    for name in function.split("."):
+        (found,) = (node for node in body if getattr(node, "name", None) == name)
+        body = getattr(found, "body", [])
+    assert isinstance(found, ast.FunctionDef), f"{file} has no function {function}"

@@ -1,0 +1,189 @@
+"""Ledger of a device's memory, and the laws on devices, with metrics made up."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from conformance.experiments.environment import DeviceSurroundings
+from conformance.experiments.memory import StepMemory
+from conformance.instruments.allocator_snapshot import allocator_snapshot
+from conformance.instruments.device_memory import device_ledger
+from conformance.instruments.memory import mark
+from conformance.laws import test_env, test_mem
+from conformance.laws.fixtures import Measure
+from conformance.memory_segment import MemorySegment
+from conformance.oracles.emulation import Emulation
+from conformance.oracles.initialisation import initial_weights
+from conformance.outcomes import ConformanceFailure, Unsupported
+from conformance.plan.cells import Cell
+from conformance.run.devices.hardware import DETERMINISM
+from conformance.run.experiment import Experiment
+from reference_trainer.config import TrainerConfig
+from tests.fast.oracles.test_memory_model import CELL, measured
+
+MEBI = 1 << 20
+FOREACH = CELL.but(optimizer="adamw-foreach")
+
+
+class Allocator:
+    """Allocator that counts as torch's does: present values, and peaks since the last reset."""
+
+    def __init__(self) -> None:
+        self.requested = self.peak = 0
+
+    def change(self, size: int) -> None:
+        self.requested += size
+        self.peak = max(self.peak, self.requested)
+
+    def reset(self) -> None:
+        self.peak = self.requested
+
+    def statistics(self) -> dict[str, int]:
+        now = {"requested_bytes.all.current": self.requested, "requested_bytes.all.peak": self.peak}
+        factors = {"allocated": 2, "active": 3, "reserved": 4}
+        return now | {f"{kind}_bytes.all.peak": factor * self.peak for kind, factor in factors.items()}
+
+
+def test_segments_of_a_device() -> None:
+    allocator = Allocator()
+    allocator.change(100)
+    with device_ledger(allocator.statistics, reset=allocator.reset) as ledger:
+        allocator.change(10)
+        mark("forward")
+        allocator.change(50)
+        allocator.change(-40)
+        mark("backward")
+        allocator.change(-20)
+    assert ledger.segments == [
+        MemorySegment("", 0, 10, 10, 220, 330, 440),
+        MemorySegment("forward", 10, 60, 20, 320, 480, 640),
+        MemorySegment("backward", 20, 20, 0, 240, 360, 480),
+    ]
+    assert (ledger.peak_bytes, ledger.kept_bytes) == (60, 0)
+    mark("nobody listens any more")
+    assert len(ledger.segments) == 3
+
+
+def on_device(change: dict[str, tuple[int, int]]) -> Measure:
+    """Return the fixture `measure` on devices: `measured` with the metrics that only devices give."""
+
+    def measure(experiment: Experiment[Any], cell: Cell, *, on_device: bool = False) -> list[Any]:
+        assert on_device == experiment.alone, "activations must be those of the device"
+        results = measured(change, kernels=False)(experiment, cell)
+        return results if experiment.alone else [with_device_metrics(memory) for memory in results]
+
+    return measure
+
+
+def with_device_metrics(memory: StepMemory) -> StepMemory:
+    segments = [replace(segment, allocated_bytes=1, active_bytes=1, reserved_bytes=1) for segment in memory.segments]
+    return StepMemory(segments, [], device_level_bytes=1)
+
+
+@pytest.mark.parametrize("change", [{"forward": (MEBI, 0)}, {"backward": (-MEBI, 0)}, {"forward": (0, MEBI)}])
+def test_a_phase_that_needs_something_else_fails(change: dict[str, tuple[int, int]]) -> None:
+    test_mem.test_memory_requested_of_cuda_matches_the_model(on_device({}), FOREACH)
+    with pytest.raises(ConformanceFailure, match=r"^(peak|rest) of (forward|backward)"):
+        test_mem.test_memory_requested_of_cuda_matches_the_model(on_device(change), FOREACH)
+
+
+def test_a_device_is_given_another_optimizer_than_the_cpu() -> None:
+    """Torch steps parameter by parameter on the CPU, and by lists on a device."""
+    with pytest.raises(ConformanceFailure, match="peak of optimizer of rank 0: measured"):
+        test_mem.test_memory_requested_of_cuda_matches_the_model(on_device({}), CELL)
+
+
+SOUND = DeviceSurroundings(
+    foreign_processes=[],
+    sees_itself=True,
+    pinned={"TF32 off": True, "deterministic algorithms": True},
+    cublas_workspace_bytes=1,
+    nccl_buffer_bytes=1,
+    free_bytes=1,
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"foreign_processes": [17]}, "foreign processes: measured 1, expected 0 processes; .17."),
+        ({"pinned": {"TF32 off": False}}, "knobs not pinned: measured 1, expected 0 knobs; rank 1: TF32 off"),
+    ],
+)
+def test_a_device_that_is_shared_or_not_pinned_fails(
+    change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judging_with(monkeypatch, {"one thread": True})
+    test_env.test_cuda_devices_are_free_and_pinned(returning(SOUND, SOUND), Cell())
+    with pytest.raises(ConformanceFailure, match=message):
+        test_env.test_cuda_devices_are_free_and_pinned(returning(SOUND, replace(SOUND, **change)), Cell())
+
+
+def test_a_process_that_judges_with_other_knobs_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    judging_with(monkeypatch, {"one thread": True, "bf16 sums in fp32": False})
+    with pytest.raises(ConformanceFailure, match="the process that judges: bf16 sums in fp32"):
+        test_env.test_cuda_devices_are_free_and_pinned(returning(SOUND), Cell())
+    judging_with(monkeypatch, {"one thread": True})
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    with pytest.raises(ConformanceFailure, match="the process that judges: NCCL_ALGO"):
+        test_env.test_cuda_devices_are_free_and_pinned(returning(SOUND), Cell())
+
+
+def test_where_processes_are_not_seen_nothing_is_said_of_them() -> None:
+    with pytest.raises(Unsupported, match="ids of another namespace"):
+        test_env.test_cuda_devices_are_free_and_pinned(returning(replace(SOUND, sees_itself=False)), Cell())
+
+
+def judging_with(monkeypatch: pytest.MonkeyPatch, knobs: dict[str, bool]) -> None:
+    """Let the emulation, which computes on a device here, report these knobs; variables are as a session sets them."""
+    for name, value in DETERMINISM.items():
+        monkeypatch.setenv(name, value)
+
+    def emulate(config: TrainerConfig, masters: dict[str, Tensor], *, step: int, device: str) -> Emulation:
+        assert (masters.keys(), device) == (initial_weights(config).keys(), "cuda")
+        return Emulation(1.0, {}, {}, knobs=knobs)
+
+    monkeypatch.setattr(test_env, "emulated_step", emulate)
+
+
+def returning(*results: DeviceSurroundings) -> Measure:
+    def measure(experiment: Experiment[Any], cell: Cell, *, on_device: bool = False) -> list[Any]:
+        return list(results)
+
+    return measure
+
+
+class Recording:
+    """Stand-in for torch.cuda.memory that remembers its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[object] = []
+
+    def _record_memory_history(
+        self, enabled: str | None = "all", max_entries: int = 0, stacks: str | None = None
+    ) -> None:
+        self.calls.append(f"{enabled}, stacks of {stacks}" if enabled else enabled)
+
+    def _dump_snapshot(self, file: str) -> None:
+        self.calls.append(file)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("cuda", ["all, stacks of python", "x/s.pickle", None]), ("cpu", [])])
+def test_a_snapshot_is_left_where_there_is_a_device(
+    kind: str, expected: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = Recording()
+    monkeypatch.setattr(torch.cuda, "memory", memory)
+    with allocator_snapshot(Path("x/s.pickle"), torch.device(kind)):
+        pass
+    assert memory.calls == expected
+
+
+def test_without_the_functions_there_is_no_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "memory", object())
+    with allocator_snapshot(Path("x/s.pickle"), torch.device("cuda")):
+        pass

@@ -1,0 +1,203 @@
+"""End of a session in words: what is told, and how often."""
+
+from expecttest import assert_expected_inline
+from msgspec.structs import replace
+
+from conformance.instruments.communication import Communication
+from conformance.report.schema import Report
+from conformance.report.text import markdown, terminal_lines
+from conformance.report.wording import bounds_text, derivation_text, is_outside, value_text
+from tests.support.sample_reports import FACTS, bytes_of, case, count, deviation, report
+
+DERIVATION = "bound 1e-05 = u (3 F + sqrt(tokens)); u = 5.96e-08, F = 105, tokens = 256"
+
+
+def session() -> Report:
+    """Two failures, three errors of the suite with one reason, and a case of each harmless verdict."""
+    wrong = [
+        replace(case(f"PAR-1/{mesh}", "fail", loss=deviation(value)), reason="loss is *far* off")
+        for mesh, value in (("a", 0.5), ("b", 1e-6))
+    ]
+    errors = [replace(case(f"PAR-10/{mesh}", "error"), reason="disk full") for mesh in "abc"]
+    issue = "https://github.com/pytorch/pytorch/issues/1"
+    waived = [replace(case(f"CLIP-4/{mesh}", "waived"), reason=f"{issue}: {mesh} is local; off") for mesh in "ab"]
+    others = [case("PAR-2/a"), replace(case("STREAM-2/a", "unsupported"), reason="needs 2 GPUs")]
+    verdicts = {"pass": 1, "fail": 2, "error": 3, "unsupported": 1, "waived": 2}
+    return report(*wrong, *errors, *waived, *others, verdicts=verdicts, exit_code=3)
+
+
+def summed(*, laws: int = 1) -> Report:
+    """Gradients twice too large, on cells of as many laws; PAR-1 passes on tensor-parallel cells."""
+    metric = replace(deviation(1.0), ratio=2.0, at="layers.1.attention.wq.weight", terms={})
+    cells = ("dp2-fp32-default-meta", "dp2-fp32-default-meta-sgd")
+    cases = [case(f"PAR-{n}/{cell}", "fail", loss=metric) for n in range(1, laws + 1) for cell in cells]
+    failed = [replace(each, repro=f"pytest {each.id}") for each in cases]
+    return report(*failed, case("PAR-1/tp2-fp32-default-meta"), exit_code=1)
+
+
+def terminal(shown: Report) -> str:
+    return "\n".join(terminal_lines(shown, "report: here"))
+
+
+def test_the_outcome_is_the_first_and_the_last_thing_told() -> None:
+    text = terminal(replace(session(), selection="--cells 'tp = 2'"))
+    headline = "THE SUITE FAILED (only --cells 'tp = 2'): torch 2.13.0, 2 x Fake (gloo), profile pr"
+    assert text.startswith(f"{headline}\n1 case unsupported\n")
+    assert text.endswith("\nTHE SUITE FAILED: 9 of 9 cases executed in 1.0 s, exit status 3; report: here")
+
+
+def test_what_failed_comes_before_the_table_and_what_was_not_judged_after_it() -> None:
+    text = terminal(session())
+    failed, table, unjudged = (text.index(word) for word in ("What failed: 5 cases of 2 laws\n", "law  ", "waived, 2"))
+    assert failed < table < unjudged
+    assert text.count("disk full") == 1
+    assert "\n  3 cases of PAR-10\n" in text
+    assert "\nwaived, 2 cases: https://github.com/pytorch/pytorch/issues/1\n" in text
+    assert "unsupported, 1 case: needs 2 GPUs" in text
+    assert "\ncoverage by laws on numbers: pairs 90 % of 10, triples 99.9 % of 3000\n" in text
+    assert text.index("PAR-2 ") < text.index("PAR-10 "), "laws in their order"
+
+
+def test_one_cause_is_told_once() -> None:
+    text = terminal(summed(laws=3))
+    assert_expected_inline(
+        text[: text.index("law  ")],
+        """\
+NOT CONFORMANT: torch 2.13.0, 2 x Fake (gloo), profile pr
+
+What failed: 6 cases of 3 laws; in all of them measured is 2.000 times expected = dp_shard or dp
+
+fail: PAR-1/dp2-fp32-default-meta: why fail
+  It MUST.
+  2 cases of PAR-1: measured is 2.000 times expected = dp_shard or dp, worst in layers.*.attention.wq.weight
+  the same ratio in 2 cases of PAR-2, 2 cases of PAR-3
+  only where mesh = dp2 (all that failed, none that passed)
+  known faults with this signature: loss-local-token-mean
+  repeat: pytest PAR-1/dp2-fp32-default-meta
+
+""",
+    )
+
+
+def test_causes_that_no_size_joins_are_told_apart() -> None:
+    failed = replace(case("CLIP-1/dp2-fp32-default-meta", "fail", norm=replace(deviation(1.0), ratio=3.0)), repro="")
+    text = terminal(report(*summed().cases, failed))
+    assert "What failed: 3 cases of 2 laws\n" in text
+    assert "1 case of CLIP-1: measured is 3.000 times expected, worst in layers.*.attention.wk.bias\n" in text
+
+
+def test_a_failure_shows_the_derivation_of_the_bound_that_is_broken() -> None:
+    line = f"loss at layers.0.attention.wk.bias: 0.5 relative Frobenius deviation, {DERIVATION}"
+    assert terminal(session()).count(f"\n  {line}\n") == 1, "of the metric that is outside of its bound alone"
+    assert markdown(session()).count(line) == 1
+
+
+def test_a_formula_that_the_reason_has_is_not_told_twice() -> None:
+    metric = deviation(0.5)
+    failed = replace(case("PAR-1/a", "fail", loss=metric), reason=f"bound 1e-05 = {metric.formula}")
+    text = terminal(report(failed))
+    assert text.count(metric.formula) == 1
+    assert "\n  terms of the bound: u = 5.96e-08, F = 105, tokens = 256\n" in text
+
+
+def test_ten_causes_are_told_and_the_number_of_the_others() -> None:
+    failed = [replace(case(f"PAR-{number}/a", "error"), reason="abcdefghijkl"[number]) for number in range(12)]
+    for text in (terminal(report(*failed)), markdown(report(*failed))):
+        assert text.count("error") - text.count("error  ") == text.count("It MUST.") == 10
+        assert "and 2 more groups of failures: see report.html" in text
+
+
+def test_metrics_that_drifted_are_no_failures() -> None:
+    drifted = case("MEM-1/a", "quality-warning")
+    assert "What drifted from the baseline: 1 case of 1 law\n" in terminal(report(drifted))
+    both = terminal(report(drifted, case("PAR-1/a", "fail")))
+    assert "What failed: 1 case of 1 law; besides, 1 case of 1 law drifted from the baseline\n" in both
+
+
+def test_a_long_reason_is_shortened() -> None:
+    failed = replace(case("API-1/a", "fail"), reason=f"{'wrong ' * 200}elements")
+    text = terminal(report(failed))
+    assert "wrong ... (see report.html)\n" in text
+    assert "elements" not in text
+
+
+def test_numbers_and_nouns_agree() -> None:
+    errors = [replace(case(f"PAR-1/{mesh}", "error"), reason="disk full") for mesh in "ab"]
+    text = terminal(report(*errors, case("PAR-2/a", "unsupported"), case("PAR-2/b", "unsupported")))
+    assert "What failed: 2 cases of 1 law\n" in text
+    assert "unsupported, 2 cases: why unsupported" in text
+    assert "1 of 1 case executed" in terminal(report(case("PAR-1/a")))
+
+
+def test_metrics_in_words() -> None:
+    assert value_text(deviation(None)) == "not finite"
+    assert bounds_text(bytes_of(1, lower=2)) == "2 to "
+    assert bounds_text(bytes_of(1)) == derivation_text(bytes_of(1)) == ""
+    assert derivation_text(deviation(1.0)) == DERIVATION
+    outside = [bytes_of(1, lower=2), bytes_of(3, upper=2), deviation(None)]
+    assert all(map(is_outside, outside))
+    assert not any(map(is_outside, [bytes_of(1), bytes_of(2, lower=2, upper=2), count(3)]))
+
+
+def test_time_that_cases_waited_is_told_from_one_second_on() -> None:
+    waited = [replace(case(f"PAR-1/{mesh}"), wait_s=0.6) for mesh in "ab"]
+    assert "waited" not in terminal(report(waited[0]))
+    line = "cases waited 1 s in total for devices, processors or another worker's run"
+    assert f"\n{line}\n" in terminal(report(*waited))
+
+
+def test_communication_that_nothing_hides_is_told_as_a_fact() -> None:
+    shares = {"a": 0.01, "b": 0.04, "c": 0.02}
+    cells = {
+        name: replace(FACTS, communication=Communication(step_s=0.1, busy_s=exposed_s, exposed_s=exposed_s))
+        for name, exposed_s in shares.items()
+    }
+    text = terminal(report(cells={**cells, "without": FACTS}))
+    assert (
+        "a step communicates while nothing is computed for 20% of its time in the median of 3 cells, for 40% in b"
+    ) in text
+    assert "communicates" not in terminal(session())
+
+
+def test_nothing_selected_says_what_to_do() -> None:
+    assert "\nno case is selected: see python -m conformance list" in terminal(report(planned=0, executed=0))
+
+
+def test_markdown() -> None:
+    text = markdown(replace(summed(laws=2), defect="grads-summed", verdicts={"pass": 1, "fail": 4}))
+    assert_expected_inline(
+        text,
+        """\
+## NOT CONFORMANT (defect grads-summed injected): torch 2.13.0, 2 x Fake (gloo), profile pr
+
+5 of 5 cases executed in 1.0 s, exit status 1
+
+### What failed
+
+4 cases of 2 laws; in all of them measured is 2.000 times expected = dp\\_shard or dp
+
+- **fail** `PAR-1/dp2-fp32-default-meta`: why fail. It MUST.
+  - 2 cases of PAR-1: measured is 2.000 times expected = dp\\_shard or dp, worst in layers.\\*.attention.wq.weight
+  - the same ratio in 2 cases of PAR-2
+  - only where mesh = dp2 (all that failed, none that passed)
+  - known faults with this signature: loss-local-token-mean
+
+  ```
+  pytest PAR-1/dp2-fp32-default-meta
+  ```
+
+| law   |   pass |   fail |   seconds |
+|-------|--------|--------|-----------|
+| PAR-1 |      1 |      2 |         3 |
+| PAR-2 |        |      2 |         2 |
+
+- coverage by laws on numbers: pairs 90 % of 10, triples 99.9 % of 3000
+""",
+    )
+
+
+def test_markdown_has_no_marks_but_its_own_and_says_what_was_not_judged() -> None:
+    text = markdown(session())
+    assert r"loss is \*far\* off" in text
+    assert "\n- unsupported, 1 case: needs 2 GPUs\n" in text
+    assert "\n- waived, 2 cases: https://github.com/pytorch/pytorch/issues/1\n" in text

@@ -1,0 +1,250 @@
+"""Rules beside those of `make check`: sizes, order of imports, torch and private names, docstrings and names."""
+
+import re
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import PurePath
+
+import pytest
+
+from conformance.project import LAYERS, PROJECT, TORCH_FREE
+from tests.support.source_code import (
+    cycle,
+    docstrings,
+    files,
+    identifiers,
+    imported_modules,
+    imports,
+    modules,
+    private_names,
+    tree,
+    words,
+)
+
+PACKAGES = files("conformance", "reference_trainer")
+PROGRAMS = files("benchmarks", "conformance", "reference_trainer", "tests")
+
+MAX_LINES = 400
+MAX_SHARE = 0.20
+"""Largest share of a package in the lines of `conformance` and `reference_trainer`."""
+
+MODULES_BELOW, MAIN = "conformance/*.py", "conformance/__main__.py"
+ORDER = (*LAYERS, (MAIN,))
+"""Layers of imports, bottom up."""
+
+WITH_TORCH = ("conformance/run/ranks/process.py", "conformance/run/ranks/server.py")
+TORCH = re.compile(r"(torch|safetensors\.torch)(\..*)?")
+PYTEST_ALLOWED_IN = ("conformance/pytest_plugin/", "conformance/cli/spmd.py")
+
+PRIVATE_NAMES_ALLOWED_IN = {
+    "conformance/instruments/dispatch_tap.py": "the dispatch mode has no public name",
+    "conformance/instruments/fake_tensors.py": "fake tensors have no public name; an error names them if they are gone",
+    "conformance/instruments/collectives.py": "functional collectives name their group",
+    "conformance/instruments/allocator_snapshot.py": "documented under these names; without them there is no snapshot",
+    "conformance/instruments/delays.py": "nothing public keeps a stream busy; an error names it if it is gone",
+    "conformance/experiments/simulation.py": "the fake process group is private; an error names it if it is gone",
+    "conformance/simulated_device/device.py": "a device module has no public way in; an error names it if it is gone",
+    "conformance/run/ranks/flight_recorder.py": "nothing public dumps the recorder; without the names there is no dump",
+    "conformance/run/ranks/process.py": "no public name tells whether a fork can use CUDA; CPU builds have it too",
+    "conformance/run/ranks/preload.py": "names a module to load, and does without it where it is missing",
+    "reference_trainer/__main__.py": "silences a logger, which is harmless where it does not exist",
+    "conformance/defects/": "a fault is put where the real one was",
+}
+"""Files and directories that may use private names below `torch`, with the reason."""
+
+FIRST_WORDS = re.compile(r"(And|As|Beside|But|For|It|Of|That|The same|They|Those|What|Whether|Which|With)\b")
+"""First words of a docstring that is no sentence of its own."""
+REPLACED_WORDS = {
+    *("part", "parts", "piece", "pieces", "stretch", "whole", "divided"),  # shard, full, sharded
+    *("drawn", "draws", "figure", "figures", "moved"),  # sampled, samples, metric, drifted
+    *("texts", "drawings", "page", "bench", "lifetimes"),  # rendering, charts, HTML report, judge, version traits
+    *("bury", "bell", "bells", "illustrate", "heir", "heirs"),  # kill and reap, channel, notify, diagnostics
+    *("enough", "spoil", "spoiler", "late", "idle", "beside"),  # stop, make non-finite, delayed
+}
+"""Words for which the field has other terms."""
+REPLACED_PHRASES = ("shown by", "by hand", "rank place", "rank interface", "rank device")
+FIELD_TERMS = {"idle_s", "IDLE_LIMIT_S", "IDLE_POLL_S"}
+"""Identifiers in which such a word is the field's own: idle pools."""
+
+
+def require(rule: Callable[[str], Iterable[str]], checked: Iterable[str]) -> None:
+    """Require that a rule, which returns the violations of a file, finds none in the files."""
+    violations = [f"{file}: {violation}" for file in checked for violation in rule(file)]
+    assert not violations, "\n".join(violations)
+
+
+# Sizes
+
+
+def line_count(file: str) -> int:
+    return len((PROJECT / file).read_text().splitlines())
+
+
+def test_no_file_is_too_long() -> None:
+    def too_long(file: str) -> Iterator[str]:
+        if line_count(file) > MAX_LINES:
+            yield f"{line_count(file)} lines, more than {MAX_LINES}"
+
+    require(too_long, PROGRAMS)
+
+
+def test_no_package_is_too_large() -> None:
+    lines: Counter[str] = Counter()
+    for file in PACKAGES:
+        lines[package_of(file)] += line_count(file)
+    ((largest, count),) = lines.most_common(1)
+    share = count / lines.total()
+    assert share <= MAX_SHARE, f"{largest} has {count} of {lines.total()} lines, {share:.1%}: at most {MAX_SHARE:.0%}"
+
+
+# Order of imports
+
+
+def package_of(file: str) -> str:
+    """Return the package of a file as `ORDER` names it."""
+    top, *rest = PurePath(file).parts
+    if file == MAIN or top == "reference_trainer":
+        return MAIN if file == MAIN else top
+    return f"{top}/{rest[0]}" if len(rest) > 1 else MODULES_BELOW
+
+
+def imported_packages(file: str) -> dict[str, str]:
+    """Return the packages from which a file imports, with one imported module of each."""
+    return {package_of(modules()[name]): name for name in sorted(imported_modules(file, typing_too=True))}
+
+
+def test_every_package_has_a_layer() -> None:
+    assert sorted({package_of(file) for file in PACKAGES}) == sorted(package for layer in ORDER for package in layer)
+
+
+def test_imports_point_down() -> None:
+    """Files import their own package and lower layers; packages of one layer do not import each other."""
+    layers = {package: number for number, layer in enumerate(ORDER) for package in layer}
+
+    def upward(file: str) -> Iterator[str]:
+        own = package_of(file)
+        for package, module in imported_packages(file).items():
+            if layers[package] >= layers[own] and (package != own or own == MODULES_BELOW):
+                yield f"must not import {module}, see conformance.project.LAYERS"
+
+    require(upward, PACKAGES)
+
+
+def test_packages_have_no_cycle() -> None:
+    graph: dict[str, set[str]] = defaultdict(set)
+    for file in PACKAGES:
+        graph[package_of(file)] |= imported_packages(file).keys() - {package_of(file)}
+    assert not cycle(graph), " -> ".join(cycle(graph))
+
+
+def test_files_have_no_cycle() -> None:
+    """Imports for type checkers may form cycles."""
+    graph = {name: imported_modules(file, typing_too=False) for name, file in modules().items()}
+    assert not cycle(graph), " -> ".join(cycle(graph))
+
+
+# Use of torch and pytest
+
+
+def test_torch_free_packages_do_not_import_torch() -> None:
+    """Neither a file nor a module that it imports, at the top or inside a function, imports torch.
+
+    Modules that are imported by a computed name are not seen: `defects.catalogue` loads faults so, for `--defect`.
+    """
+
+    def chains_to_torch(file: str) -> Iterator[str]:
+        chains, waiting = {file: file}, [file]
+        while waiting:
+            current = waiting.pop()
+            names = {imported.name for imported in imports(tree(current)) if not imported.typing_only}
+            yield from (f"{chains[current]} -> {name}" for name in sorted(names) if TORCH.fullmatch(name))
+            for target in {modules()[name] for name in imported_modules(current, typing_too=False)} - chains.keys():
+                chains[target] = f"{chains[current]} -> {target}"
+                waiting.append(target)
+
+    torch_free = files(*TORCH_FREE)
+    require(chains_to_torch, [file for file in torch_free if file not in WITH_TORCH])
+
+
+def test_listing_and_sessions_do_not_load_torch() -> None:
+    program = (
+        "import sys, conformance.pytest_plugin.session, conformance.report.html, conformance.__main__ as main; "
+        "assert main.main(['list', '--profile', 'smoke']) == 0; sys.exit('torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=PROJECT, stdout=subprocess.DEVNULL, timeout=60, check=False)
+    assert done.returncode == 0
+
+
+def test_only_the_plugin_and_spmd_import_pytest() -> None:
+    def imports_of_pytest(file: str) -> Iterator[str]:
+        if not file.startswith(PYTEST_ALLOWED_IN):
+            yield from (entry.name for entry in imports(tree(file)) if entry.module.partition(".")[0] == "pytest")
+
+    require(imports_of_pytest, PACKAGES)
+
+
+# Private names
+
+
+def private_torch_names(file: str) -> list[str]:
+    return sorted(private_names(tree(file), "torch"))
+
+
+def test_private_names_of_torch_stay_in_their_places() -> None:
+    require(private_torch_names, [file for file in PACKAGES if not file.startswith(tuple(PRIVATE_NAMES_ALLOWED_IN))])
+
+
+@pytest.mark.parametrize("place", PRIVATE_NAMES_ALLOWED_IN)
+def test_files_that_may_use_private_names_do(place: str) -> None:
+    allowed = [file for file in PACKAGES if file.startswith(place)]
+    used = [name for file in allowed for name in private_torch_names(file)]
+    strings = [file for file in allowed if re.search(r"""["']_\w+["']""", (PROJECT / file).read_text())]
+    assert used or strings, "the exception is no longer needed"
+
+
+def test_private_names_of_pytest_are_not_used() -> None:
+    checked = [file for file in PROGRAMS if file != "tests/fast/test_source_code.py"]  # which has them in strings
+    require(lambda file: private_names(tree(file), "pytest"), checked)
+
+
+# Docstrings and names
+
+
+def test_docstrings_can_be_read_alone() -> None:
+    """Public or private, a docstring's first sentence needs no other text; ruff's rules `D` check its form."""
+
+    def fragments(file: str) -> Iterator[str]:
+        for line, text in docstrings(tree(file)):
+            if FIRST_WORDS.match(text):
+                yield f"{line}: {text.splitlines()[0]}"
+
+    require(fragments, PROGRAMS)
+
+
+def is_replaced(identifier: str) -> bool:
+    """Return whether an identifier contains a word or phrase for which the field has another term."""
+    if identifier in FIELD_TERMS:
+        return False
+    phrase = f" {' '.join(words(identifier))} "
+    return any(f" {replaced} " in phrase for replaced in (*REPLACED_WORDS, *REPLACED_PHRASES))
+
+
+def test_names_are_the_terms_of_the_field() -> None:
+    def replaced_names(file: str) -> Iterator[str]:
+        yield from (f"{line}: {name}" for line, name in identifiers(tree(file)) if is_replaced(name))
+        yield from (f"path: {name}" for name in PurePath(file).with_suffix("").parts if is_replaced(name))
+
+    require(replaced_names, PACKAGES)
+
+
+@pytest.mark.parametrize("name", ["run_part", "BuryRanks", "PAGE", "defects_shown_by", "idle", "_late"])
+def test_replaced_words_are_seen_in(name: str) -> None:
+    assert is_replaced(name)
+
+
+@pytest.mark.parametrize("name", ["idle_s", "placements", "Partial", "partial_sum", "full_tensor", "string", "compare"])
+def test_terms_of_the_field_are_left_alone(name: str) -> None:
+    assert not is_replaced(name)

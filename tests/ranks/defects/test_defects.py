@@ -1,0 +1,283 @@
+"""Detection power: every defect is caught by the laws that it names, and its benign twin passes them."""
+
+import dataclasses
+import re
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import conformance.instruments.poison  # noqa: F401
+import reference_trainer.checkpoint  # noqa: F401 - so that all that a defect may replace is loaded
+from conformance.defects.catalogue import TWIN, defects, ids, injected, sources_of, subjects_of
+from conformance.defects.injection import Defect, NotInjectable, repeated_call, replaced, replaced_call
+from conformance.detection.case_judge import CaseJudge, the_matrix
+from conformance.detection.trials import escapes, hardware_for
+from conformance.judge.law import law_of
+from conformance.judge.verdicts import Verdict, classify
+from conformance.laws.registry import law_tests
+from conformance.oracles import dtype_policy as dtype_policies
+from conformance.oracles.dtype_policy import BF16, FP32, dtype_policy
+from conformance.outcomes import CellFailed
+from conformance.plan.cells import Cell
+from conformance.plan.selection import parse
+from conformance.plan.substrates import CUDA
+from conformance.run.case_runs import CaseRuns
+from conformance.run.devices.hardware import NO_DEVICES
+from conformance.run.pool import Pools
+from tests.support import miniatures
+
+
+@pytest.fixture(scope="module")
+def case_judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CaseJudge]:
+    with Pools() as pools:
+        yield CaseJudge(tmp_path_factory.mktemp("records"), pools)
+
+
+def by_id(defect: Defect) -> str:
+    return defect.id
+
+
+def laws_here(defect: Defect) -> set[str]:
+    """Return the laws that can catch a defect on this machine."""
+    return {law for law in defect.laws if hardware_for(defect, law) is not None}
+
+
+def seconds(defect: Defect) -> float:
+    """Return about how long it takes to run the cells that show a defect."""
+    holds = parse(defect.cells)
+    return 1.0 + sum(planned.seconds for planned in the_matrix().planned if holds(planned.cell))
+
+
+def one_per_law() -> list[Defect]:
+    """Return defects that together make each law fail that any defect makes fail here, for few seconds.
+
+    A greedy set cover (https://doi.org/10.1287/moor.4.3.233): next comes the defect with most new laws per second. The
+    job `detection` tries all defects, with their twins.
+    """
+    candidates = {defect.id: (defect, laws_here(defect), seconds(defect)) for defect in defects()}
+    missing = set().union(*(laws for _, laws, _ in candidates.values()))
+    chosen = []
+    while missing:
+        defect, laws, _ = max(candidates.values(), key=lambda each: len(each[1] & missing) / each[2])
+        chosen.append(defect)
+        missing -= laws
+    return chosen
+
+
+@pytest.mark.parametrize("defect", one_per_law(), ids=by_id)
+def test_a_defect_is_caught_by_its_laws(case_judge: CaseJudge, defect: Defect) -> None:
+    assert escapes(case_judge, defect) == []
+
+
+def test_every_law_that_holds_without_a_device_catches_a_defect() -> None:
+    caught = {law for defect in defects() for law in defect.laws}
+    laws = [law for test in law_tests().values() if (law := law_of(test))]
+    assert {law.id for law in laws if not {*law.substrates} <= {*CUDA}} == caught
+
+
+def test_what_needs_the_simulated_device() -> None:
+    needs = {law for defect in defects() for law in defect.laws if hardware_for(defect, law) != NO_DEVICES}
+    assert needs == {"STREAM-2", "STREAM-4", "STREAM-5", "STREAM-6", "MEM-10"}
+
+
+def test_profiles_have_cases_for_defects_that_processors_show() -> None:
+    """Profile pr has one for each defect, and nightly for each law of it; smoke has one for nine defects of ten."""
+    of = {
+        profile: [(case.law, case.cell) for case in the_matrix().cases(profile)]
+        for profile in ("smoke", "pr", "nightly")
+    }
+    shown = [defect for defect in defects() if "gloo" in defect.substrates]
+    in_smoke = 0
+    for defect in shown:
+        holds = cache(parse(defect.cells))
+        laws = {profile: {law for law, cell in cases if holds(cell)} for profile, cases in of.items()}
+        in_smoke += bool(laws["smoke"] & {*defect.laws})
+        assert laws["pr"] & {*defect.laws}, defect.id
+        assert laws["nightly"] >= {*defect.laws}, defect.id
+        # Only ids have so many dashes.
+        assert {*re.findall(r"[a-z0-9.]+(?:-[a-z0-9.]+){3,}", defect.cells)} <= the_matrix().cells.keys(), defect.id
+    assert in_smoke >= 0.9 * len(shown)
+
+
+def test_the_other_meaning_of_an_unset_reduce_dtype_is_caught(
+    case_judge: CaseJudge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The policy is that of a torch on the other side of 2.15, where the meaning has changed."""
+    policy = dtype_policy("bf16-params")
+    other = dataclasses.replace(policy, reduce=BF16 if policy.reduce == FP32 else FP32)
+    monkeypatch.setitem(dtype_policies._POLICIES, "bf16-params", other)
+    laws = ["PAR-2", "MP-1", "MP-4"]
+    cells = "mesh = dp2 and precision = bf16-params"
+    results = case_judge.judge(case_judge.cases(cells, only=laws), defect=None)
+    assert {(judged.case.law, judged.verdict) for judged in results} == {(law, Verdict.FAIL) for law in laws}
+
+
+@pytest.mark.parametrize(
+    ("version", "dtype"), [("2.6.0", BF16), ("2.13.0+cpu", BF16), ("2.14.1", BF16), ("2.15.0", FP32)]
+)
+def test_an_unset_reduce_dtype_by_version(version: str, dtype: str) -> None:
+    assert dtype_policies.unset_reduce_dtype(version) == dtype
+
+
+def test_entries_are_complete() -> None:
+    for defect in defects():
+        assert defect.id == defect.id.lower().strip()
+        assert defect.title, defect.id
+        assert defect.mechanism, defect.id
+        assert defect.source.startswith("https://"), defect.id
+        assert defect.cells, defect.id
+        assert defect.laws, defect.id
+        assert {*defect.laws} <= law_tests().keys(), defect.id
+        assert sources_of(defect), defect.id
+
+
+def test_ids_are_unique_and_have_twins() -> None:
+    assert len(set(ids())) == len(ids()) == 2 * len(defects())
+
+
+def by_module() -> dict[str, list[str]]:
+    """Return the ids of defects and twins by a file that the defects need."""
+    modules: dict[str, list[str]] = {}
+    for defect in defects():
+        modules.setdefault(sources_of(defect)[0].stem, []).extend((defect.id, f"{defect.id}{TWIN}"))
+    return modules
+
+
+@pytest.mark.parametrize("module", by_module())
+def test_injections_are_undone(module: str) -> None:
+    """All replaced attributes are restored, also after an error."""
+
+    def fail_inside(name: str) -> None:
+        with injected(name):
+            raise ZeroDivisionError
+
+    for name in by_module()[module]:
+        with injected(name):
+            # What the injection imports is imported before the snapshot without it.
+            pass
+    before = snapshot()
+    for name in by_module()[module]:
+        with pytest.raises(ZeroDivisionError):
+            fail_inside(name)
+    assert snapshot() == before
+
+
+def snapshot() -> dict[str, int]:
+    """Return the identity of each attribute of the modules that defects change, and of the classes in them."""
+
+    def members(prefix: str, owner: ModuleType | type) -> Iterator[tuple[str, int]]:
+        for name, value in vars(owner).items():
+            yield f"{prefix}.{name}", id(value)
+            # A class of the module or of its package.
+            is_own_class = issubclass(type(value), type) and owner.__name__.startswith(value.__module__)
+            if isinstance(owner, ModuleType) and is_own_class:
+                yield from members(f"{prefix}.{name}", value)
+
+    distributed = ("fsdp", "tensor.", "checkpoint.", "_functional_collectives", "pipelining")
+    torch_modules = ("nn.utils.", "optim.", *(f"distributed.{name}" for name in distributed))
+    prefixes = ("reference_trainer.", *(f"torch.{name}" for name in torch_modules))
+    others = (
+        "torch",
+        "torch.autograd",
+        "torch.distributed",
+        "torch.nn.functional",
+        "torch.nn.init",
+        "psutil",
+        "conformance.instruments.poison",
+    )
+    modules = {name: module for name, module in sys.modules.items() if name.startswith(prefixes) or name in others}
+    return {attribute: identity for name, module in modules.items() for attribute, identity in members(name, module)}
+
+
+def test_nothing_is_injected_without_a_name() -> None:
+    before = snapshot()
+    with injected(None):
+        assert snapshot() == before
+
+
+def test_sweeps_are_restricted_to_the_subjects_that_show_defects() -> None:
+    assert subjects_of("mean-of-own-shard") == subjects_of("mean-of-own-shard.twin") == {"mean of squares"}
+    assert subjects_of("mean-of-own-shard+grads-summed+muon-of-own-shard") == {"mean of squares", "Muon"}
+    assert subjects_of("grads-summed") == subjects_of(None) == frozenset()
+    sweeps = {"DT-3", "OPT-3", "API-3", "TP-1", "TP-2"}
+    assert [defect.id for defect in defects() if sweeps & {*defect.laws} and not defect.subjects] == []
+
+
+@pytest.mark.parametrize("name", ["nonsense", "nonsense.twin", "grads-summed.twin.twin", ""])
+def test_an_unknown_id_is_an_error(name: str) -> None:
+    with pytest.raises(NotInjectable, match="KeyError"), injected(name):
+        pytest.fail("never reached")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        ("torch.distributed.fsdp.nowhere", "x"),
+        ("torch.distributed.fsdp", "nothing"),
+        ("torch.distributed.fsdp:NoClass", "reshard"),
+        ("torch.distributed.fsdp:FSDPModule", "nothing"),
+    ],
+)
+def test_a_defect_whose_attribute_is_gone_is_an_error(owner: str, name: str) -> None:
+    """A pass would prove nothing."""
+    with (
+        pytest.raises(NotInjectable, match=f"{owner} has no {name}: "),
+        replaced(owner, name, lambda original: original),
+    ):
+        pytest.fail("never reached")
+
+
+class Counter:
+    def add(self, number: int, *, times: int = 1) -> int:
+        return number * times
+
+
+COUNTER = f"{__name__}:Counter"
+
+
+def test_replaced_call_is_given_the_original_and_all_arguments() -> None:
+    def add(original: Callable[..., int], counter: Counter, number: int, *, times: int) -> int:
+        return 100 * original(counter, number, times=times)
+
+    with replaced_call(COUNTER, "add", add):
+        assert Counter().add(2, times=3) == 600
+    assert Counter().add(2, times=3) == 6
+
+
+@pytest.mark.parametrize(("times", "result"), [(0, None), (1, 6), (2, 6)])
+def test_repeated_call_calls_the_original_as_often_as_it_is_told(times: int, result: int | None) -> None:
+    calls = []
+
+    def add(original: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return original(*args, **kwargs)
+
+    with replaced_call(COUNTER, "add", add), repeated_call(COUNTER, "add", times=times):
+        assert Counter().add(2, times=3) == result
+    assert len(calls) == times
+
+
+def test_a_defect_that_cannot_be_injected_is_the_suites_error(case_judge: CaseJudge) -> None:
+    cases = case_judge.cases("id = dp2-fp32-default-meta-sgd", only=["INIT-1", "PAR-1", "CLIP-1"])
+    results = case_judge.judge(cases, defect="nonsense")
+    assert len(results) == len(cases) == 3
+    for judged in results:
+        assert judged.verdict == Verdict.ERROR
+        assert judged.reason.endswith("NotInjectable: nonsense cannot be injected: KeyError: 'nonsense'")
+
+
+def test_a_rank_that_hangs_is_told_from_its_waiting_peers(case_judge: CaseJudge) -> None:
+    limit_s = 6.0
+    cell, defect = Cell(mesh="dp2", seed=1), f"{miniatures.__file__}:suspended"
+    with pytest.raises(CellFailed) as caught:
+        CaseRuns(case_judge.store(defect=defect, deadline_s=limit_s)).run(cell)
+    failure = caught.value.failure
+    assert (failure.kind, failure.first_rank) == ("timeout", 1)
+    assert failure.reason == f"no result from ranks 0, 1 within {limit_s:g} s; rank 1 did not wait for a peer"
+    assert classify(caught.value)[0] == Verdict.TIMEOUT
+    with pytest.raises(CellFailed, match="no result"):
+        CaseRuns(case_judge.store(defect=defect)).run(cell)  # a hang is not repeated for the next law

@@ -1,0 +1,222 @@
+"""Operators of the simulated device: those that CUDA chooses, with the CPU's numbers in every bit."""
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's standard name
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from conformance.instruments.dispatch_tap import DispatchTap, Handler
+from conformance.numerics import other_kernels
+from conformance.numerics.device_operators import fused_norms, has_fused_attention, has_fused_norms
+from conformance.simulated_device import device
+from conformance.simulated_device.schedules import Schedule
+from tests.support.simulated_processes import exit_code
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HEAD_DIMS = (4, 6, 8, 12, 64)
+RATES = (0.1, 0.3, 0.5)
+
+
+def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def computed(
+    function: Callable[..., Tensor], *inputs: Tensor, where: str, transposed: bool = False
+) -> tuple[list[Tensor], list[str]]:
+    """Return output and gradients of a function of tensors, on the CPU, and the operators that were called."""
+    leaves = [x.to(where).detach().requires_grad_() for x in inputs]
+    names: list[str] = []
+
+    def note(func: Any) -> Handler:
+        return lambda _: names.append(func._schema.name.removeprefix("aten::"))
+
+    with DispatchTap([note]):
+        out = function(*(leaf.transpose(1, 2) if transposed else leaf for leaf in leaves))
+        out.backward(normal(*out.shape, dtype=out.dtype, seed=9).to(where))  # type: ignore[no-untyped-call]
+    return [x.detach().cpu() for x in (out, *(leaf.grad for leaf in leaves if leaf.grad is not None))], names
+
+
+def require_equal(measured: list[Tensor], expected: list[Tensor], what: object) -> None:
+    assert len(measured) == len(expected), what
+    assert all(torch.equal(*pair) for pair in zip(measured, expected, strict=True)), what
+
+
+def norm(x: Tensor, weight: Tensor | None = None) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], weight, 1e-5)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def norms_are_one_operator() -> None:
+    device.follow(Schedule.parse("lazy"))
+    for dtype in DTYPES:
+        inputs = normal(4, 16, 30, dtype=dtype), normal(30, dtype=dtype, seed=1)
+        for given in (inputs, inputs[:1]):
+            expected, _ = computed(norm, *given, where="cpu")
+            measured, names = computed(norm, *given, where="sim")
+            require_equal(measured, expected, (dtype, len(given)))
+            assert ("_fused_rms_norm" in names and "_fused_rms_norm_backward" in names) == has_fused_norms(), names
+
+
+def attention_is_what_cuda_chooses() -> None:
+    device.follow(Schedule.parse("lazy"))
+    for dtype in DTYPES:
+        for head_dim in HEAD_DIMS:
+            inputs = [normal(2, 16, 4, head_dim, dtype=dtype, seed=seed) for seed in range(3)]
+            is_fused = has_fused_attention(dtype, head_dim=head_dim)
+            with nullcontext() if is_fused else sdpa_kernel(SDPBackend.MATH):
+                expected, _ = computed(attend, *inputs, where="cpu", transposed=True)
+            measured, names = computed(attend, *inputs, where="sim", transposed=True)
+            require_equal(measured, expected, (dtype, head_dim))
+            kind = "flash" if dtype.itemsize == 2 else "efficient"
+            operator = f"_scaled_dot_product_{kind}_attention" if is_fused else "bmm"
+            assert operator in names, (dtype, head_dim, names)
+            assert is_fused == (f"{operator}_backward" in names)
+    assert not device.counts()["waits"]
+
+
+def masks_of_attention_are_added() -> None:
+    """Flash attention takes none; a mask of bools keeps where it is true, in products and a softmax too."""
+    for dtype in DTYPES:
+        for head_dim in HEAD_DIMS:
+            inputs = [normal(2, 4, 16, head_dim, dtype=dtype, seed=seed) for seed in range(3)]
+            is_fused = head_dim * dtype.itemsize % 16 == 0
+
+            def attend_masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                return F.scaled_dot_product_attention(q, k, v, torch.ones(16, 16, dtype=torch.bool).tril().to(q.device))
+
+            with nullcontext() if is_fused else sdpa_kernel(SDPBackend.MATH):
+                expected, _ = computed(attend_masked, *inputs, where="cpu")
+            measured, names = computed(attend_masked, *inputs, where="sim")
+            require_equal(measured, expected, (dtype, head_dim))
+            assert is_fused == ("_scaled_dot_product_efficient_attention" in names), (dtype, head_dim, names)
+
+
+def switches_of_attention_are_obeyed() -> None:
+    inputs = [normal(2, 4, 16, 8, dtype=torch.bfloat16, seed=seed) for seed in range(3)]
+    torch.backends.cuda.enable_flash_sdp(False)
+    assert "_scaled_dot_product_efficient_attention" in computed(attend, *inputs, where="sim")[1]
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    assert "bmm" in computed(attend, *inputs, where="sim")[1]
+
+
+def dropout_is_one_operator_with_a_mask() -> None:
+    """The host does not wait for it, and the mask is the same whatever the schedule."""
+    for dtype in DTYPES:
+        for rate in RATES:
+            drawn = []
+            for schedule in ("eager", "lazy", "random:5"):
+                device.follow(Schedule.parse(schedule))
+                torch.manual_seed(3)
+                x = normal(4, 16, 30, dtype=dtype)
+                measured, names = computed(lambda x, rate=rate: F.dropout(x, rate), x, where="sim")
+                assert [name for name in names if "dropout" in name] == ["native_dropout", "native_dropout_backward"]
+                drawn.append(measured[0])
+                mask, scale = measured[0] != 0, torch.tensor(1.0 - rate).double().reciprocal().float()
+                require_equal(measured[:1], [(x.float() * mask * scale).to(dtype)], (dtype, rate))
+                grad = normal(4, 16, 30, dtype=dtype, seed=9)
+                require_equal(measured[1:], [(grad.float() * mask * (1.0 / (1.0 - rate))).to(dtype)], (dtype, rate))
+            require_equal(drawn[1:], drawn[:1] * 2, "schedules draw other masks")
+    assert not device.counts()["waits"]
+
+
+def kernels_on_lists_have_tables() -> None:
+    """The largest is what the statistics show of an operator whose results are there already."""
+    device.follow(Schedule.parse("lazy"))
+    shards = [torch.ones(rows, 8, device="sim") for rows in (64, 3, 65)]  # 2048, 96 and 2080 bytes in fp32
+    chunks = torch.empty(2, sum(-(-len(shard) // 2) * 8 for shard in shards), device="sim")
+    outs = [torch.empty(2, -(-len(shard) // 2) * 8, device="sim") for shard in shards]
+
+    def peak_bytes(function: Callable[[], object]) -> int:
+        before = int(torch.accelerator.memory_stats()["requested_bytes.all.current"])
+        torch.accelerator.reset_peak_memory_stats()
+        function()
+        return int(torch.accelerator.memory_stats()["requested_bytes.all.peak"]) - before
+
+    def norms(tensors: list[Tensor], order: float) -> Callable[[], object]:
+        return lambda: torch._foreach_norm(tensors, order)
+
+    cat = torch._chunk_cat
+    assert peak_bytes(lambda: cat(shards, 0, 2, out=chunks)) == 8 * (6 * 3 + 2 + 1 + 1 + 1)
+    wide = torch.empty(chunks.shape, device="sim", dtype=torch.float32)
+    low = [shard.bfloat16() for shard in shards]
+    assert peak_bytes(lambda: cat(low, 0, 2, out=wide)) == 8 * (6 * 3 + 2 + 1 + 1 + 1), "a cast is in the kernel"
+    split = [out.shape[1] for out in outs]
+    assert peak_bytes(lambda: torch.split_with_sizes_copy(chunks, split, 1, out=outs)) == 8 * (4 * 3 + 1 + 3)
+    assert torch.equal(torch.cat([out.cpu() for out in outs], 1), chunks.cpu())
+    expected = torch._chunk_cat([shard.cpu() for shard in shards], 0, 2)
+    assert torch.equal(cat(shards, 0, 2).cpu(), expected)
+    assert torch.equal(wide.cpu(), expected)
+    results_bytes, large = 3 * 4, torch.ones((1 << 16) + 1, device="sim")
+    for order, buffer_bytes in ((2.0, 4), (1.0, 4), (math.inf, 4), (3.0, 0)):
+        measured = [number.item() for number in torch._foreach_norm(shards, order)]
+        assert measured == [torch.linalg.vector_norm(shard.cpu(), order).item() for shard in shards]
+        assert peak_bytes(norms(shards, order)) == results_bytes + 3 * buffer_bytes, order
+        two_chunks = results_bytes + 2 * 3 * buffer_bytes
+        assert peak_bytes(norms([*shards[:2], large], order)) == two_chunks, order
+
+
+def losses(scores: Tensor, bias: Tensor) -> Tensor:
+    labels = torch.arange(scores.shape[0], device=scores.device) % scores.shape[1]
+    loss: Tensor = F.cross_entropy(torch.addmm(bias, scores, scores.mT @ scores), labels)
+    return loss
+
+
+def sums(x: Tensor) -> Tensor:
+    batch = torch.bmm(x.view(4, -1, 8), x.view(4, -1, 8).mT).softmax(-1)
+    total: Tensor = batch.sum() * x.mean(0).sum() + torch.linalg.vector_norm(x)
+    return total
+
+
+def other_kernels_compute_on_the_device() -> None:
+    """Each operator that has another kernel on the CPU has it on the device; without, the numbers are others."""
+    functions: dict[Callable[..., Tensor], tuple[Tensor, ...]] = {
+        losses: (normal(24, 16, dtype=torch.float32), normal(16, dtype=torch.float32)),
+        sums: (normal(48, 8, dtype=torch.float32),),
+        attend: tuple(normal(2, 4, 16, 8, dtype=torch.float32, seed=seed) for seed in range(3)),
+    }
+    device.follow(Schedule.parse("lazy"))
+    own = {each: computed(each, *inputs, where="cpu")[0] for each, inputs in functions.items()}
+    other_kernels.install(1)
+    for each, inputs in functions.items():
+        expected, _ = computed(each, *inputs, where="cpu")
+        require_equal(computed(each, *inputs, where="sim")[0], expected, each)
+        assert not all(torch.equal(*pair) for pair in zip(own[each], expected, strict=True)), each
+
+
+CHECKS = (
+    norms_are_one_operator,
+    attention_is_what_cuda_chooses,
+    masks_of_attention_are_added,
+    switches_of_attention_are_obeyed,
+    dropout_is_one_operator_with_a_mask,
+    kernels_on_lists_have_tables,
+    other_kernels_compute_on_the_device,
+)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_operators(check: Callable[[], None]) -> None:
+    assert exit_code(check) == 0
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_norms_of_oracles_are_those_of_torch_in_every_bit(dtype: torch.dtype) -> None:
+    inputs = normal(3, 7, 30, dtype=dtype), normal(30, dtype=dtype, seed=1)
+    for given in (inputs, inputs[:1]):
+        expected, composed = computed(norm, *given, where="cpu")
+        norms = fused_norms()
+        measured, names = computed(norm, *given, where="cpu")
+        del norms
+        require_equal(measured, expected, dtype)
+        assert ("_fused_rms_norm_backward" in names) == has_fused_norms()
+        assert computed(norm, *given, where="cpu")[1] == composed, "the processor has its own operators again"

@@ -1,0 +1,97 @@
+"""Sweeps on a device that is not the CPU: shards are there, and what is expected need not be.
+
+Their laws are for gloo alone: trials give up after half a second, and a device's watchdog would end the process.
+"""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from conformance.experiments import operator_sweep, optimizer_sweep, option_sweep, parallel_sweep
+from conformance.experiments.trials import Swept
+from conformance.plan.cells import Cell
+from conformance.run.devices.hardware import find_hardware
+from conformance.run.experiment import Experiment, job_of
+from conformance.run.pool import Pools, Task
+from tests.support.fake_devices import FakeDevices
+from tests.support.simulated_processes import library
+
+DEADLINE_S = 200.0
+OPERATORS = (
+    "add",
+    "sum",
+    "softmax of dim -1",
+    "mm",
+    "cat",
+    "index_add_",
+    "index_fill_",
+    "slice zeroed",
+    "cross_entropy, mean",
+    "cross_entropy, weighted, mean",
+    "layer_norm",
+)
+OPTIMIZERS = ("AdamW", "AdamW, foreach", "AdamW, fused", "SGD, momentum", "Adafactor", "Muon", "AdamW, tensor lr")
+MODULES = (
+    "ColwiseParallel of Linear",
+    "RowwiseParallel of Embedding",
+    "SequenceParallel of RMSNorm",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "loss_parallel, mean",
+    "loss_parallel, mean, weighted",
+)
+OPTIONS = (
+    "groups root alone",
+    "parameters bf16, sums fp32",
+    "offload True",
+    "ignored True",
+    "checkpointed True, calls 2",
+)
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    with Pools() as pools:
+        yield pools
+
+
+@pytest.mark.parametrize(
+    ("experiment", "mesh", "subjects"),
+    [
+        (operator_sweep.sweep, "dp2", OPERATORS),
+        (optimizer_sweep.sweep, "dp2", OPTIMIZERS),
+        (parallel_sweep.sweep, "tp2", MODULES),
+        (parallel_sweep.compiled_sweep, "tp2", MODULES[:1]),
+        (option_sweep.sweep, "dp2", OPTIONS),
+    ],
+    ids=lambda value: value.name if isinstance(value, Experiment) else "",
+)
+def test_a_sweep_computes_what_it_computes_on_the_cpu(
+    pools: Pools, experiment: Experiment[Swept], mesh: str, subjects: tuple[str, ...]
+) -> None:
+    """DTensor refuses the same, and has the same wrong: nothing is refused since tensors are on two devices."""
+    if library() is None:
+        return
+    on_sim, on_cpu = (swept(pools, experiment, mesh, subjects, accelerator) for accelerator in ("sim", "cpu"))
+    assert on_sim.computed == on_cpu.computed
+    assert on_sim.refused == on_cpu.refused, on_sim.reasons
+    assert on_sim.wrong == on_cpu.wrong
+    assert on_sim.outcomes.get("right", 0) > sum(on_sim.refused.values())
+
+
+def swept(pools: Pools, experiment: Experiment[Swept], mesh: str, subjects: tuple[str, ...], accelerator: str) -> Swept:
+    """Return the outcome of a sweep on rank 0."""
+    hardware = find_hardware(FakeDevices(), accelerator=accelerator, share_gpu="auto")
+    cell = Cell(mesh=mesh)
+    with tempfile.TemporaryDirectory() as directory:
+        job: Any = msgspec.to_builtins(job_of(cell, Path(directory), defect=None))
+        payload = {"experiment": experiment.name, "job": job, "subjects": list(subjects)}
+        task = Task("tests.support.simulated_tasks:sweep", payload, compiles=True)
+        environment = hardware.environment("sim" if accelerator == "sim" else "gloo")
+        results = pools.run(task, world_size=cell.world_size, deadline_s=DEADLINE_S, env=environment)
+    first: Swept = msgspec.convert(results[0], Swept)
+    return first

@@ -1,0 +1,139 @@
+"""Mutants of torch: each fault has an effect of its own, in every process that the hook reaches."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from benchmarks import mutants, torch_faults
+from benchmarks.documents import PROJECT
+from benchmarks.mutants import HOOK, MODULES, Outcome, outcome, source_of
+from benchmarks.torch_faults import Fault, changed_source, faults, with_earlier_rows
+from benchmarks.torch_mutants.syntax import HIT, mutated, points, statement_at, with_hits
+from conformance.plan.matrix import load_matrix
+from conformance.plan.selection import parse
+from tests.support.sample_reports import case, report
+
+CASES = load_matrix(PROJECT / "matrix.yaml").cases("pr")
+
+SOURCE = """
+def told(values, *, notes):
+    total = 1
+    if not values:
+        raise ValueError("nothing to tell")
+    for value in values:
+        if value >= 2 and value != 5:
+            total += value * 2
+        elif len(notes):
+            total -= 1
+    notes.append(
+        total,
+    )
+    notes.sort(reverse=True)
+    return total
+"""
+
+
+def result(tree: Any, hits: list[int] | None = None) -> object:
+    names: dict[str, Any] = {HIT: (hits if hits is not None else []).append}
+    exec(compile(tree, "told.py", "exec"), names)
+    outcomes = []
+    for values in ([1, 2], [5, 2, 1, 3], [4]):
+        notes = [6, 3]
+        try:
+            outcomes.append((names["told"](values, notes=notes), notes))
+        except (TypeError, ValueError) as error:
+            outcomes.append((repr(error), notes))
+    return outcomes
+
+
+ALL = points(SOURCE)
+
+
+@pytest.mark.parametrize("point", ALL, ids=lambda point: f"{point.number}: {point.change}")
+def test_each_fault_changes_what_a_function_does(point: Any) -> None:
+    assert point.function == "told"
+    assert result(mutated(SOURCE, point.number)) != result(mutated(SOURCE, len(ALL)))
+
+
+def test_faults_have_numbers_and_what_only_raises_has_none() -> None:
+    assert [point.number for point in ALL] == list(range(len(ALL)))
+    assert {point.line for point in ALL} == {3, 6, 7, 8, 9, 10, 11, 14}
+
+
+def test_statements_say_that_they_are_reached() -> None:
+    hits: list[int] = []
+    assert result(with_hits(SOURCE), hits) == result(mutated(SOURCE, len(ALL)))
+    assert set(hits) == {3, 4, 6, 7, 8, 9, 10, 11, 14, 15}
+    assert statement_at(SOURCE, 12) == 11
+
+
+def test_modules_of_torch_have_points() -> None:
+    assert all(len(points(source_of(module))) > 10 for module in MODULES)
+    with pytest.raises(ValueError, match=r"has no module torch.nowhere: see MODULES"):
+        source_of("torch.nowhere")
+
+
+@pytest.mark.parametrize("name", faults())
+def test_torch_faults_fit_the_pinned_torch(name: str) -> None:
+    if not torch.__version__.startswith("2.13."):
+        pytest.skip(f"written against torch 2.13, this is {torch.__version__}")
+    fault = faults()[name]
+    compile(changed_source(name, fault), name, "exec")
+    selection = parse(fault.cells)
+    assert any(selection(case.cell) for case in CASES), f"no cell of profile pr: {fault.cells}"
+
+
+def test_a_fault_that_does_not_fit_is_refused() -> None:
+    fault = Fault(module="torch.nn.utils.clip_grad", cells="mesh = dp2", old="nothing like that", new="")
+    with pytest.raises(ValueError, match=r"fault lost: `old` occurs 0 times .* must occur once"):
+        changed_source("lost", fault)
+
+
+def test_rows_of_faults_that_are_not_run_again_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = "| fault | cells | verdict | law |\n|---|---|---|---|\n| a | `x` | fail | PAR-1 |\n| b | `y` | survived | |"
+    document = tmp_path / "faults.md"
+    document.write_text(f"<!-- faults: begin -->\n{table}\n<!-- faults: end -->\n")
+    monkeypatch.setattr(torch_faults, "DOCUMENT", document)
+    rows = with_earlier_rows([["b", "`y`", "fail", "AC-1"], ["c", "`z`", "survived", ""]], ["c", "a", "b", "gone"])
+    assert rows == [["c", "`z`", "survived", ""], ["a", "`x`", "fail", "PAR-1"], ["b", "`y`", "fail", "AC-1"]]
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "ended"),
+    [
+        (["pass", "fail"], Outcome("fail", "PAR-1/cell 1", "why fail")),
+        (["pass", "waived"], Outcome("survived")),
+        (["not-run", "not-run"], Outcome("nothing judged")),
+    ],
+)
+def test_a_session_that_judges_nothing_is_no_survival(
+    verdicts: list[str], ended: Outcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_report(_change: str, _selection: list[str], directory: Path, *_options: str) -> None:
+        results = [case(f"PAR-1/cell {number}", verdict) for number, verdict in enumerate(verdicts)]
+        (directory / "report").mkdir()
+        (directory / "report" / "report.json").write_bytes(msgspec.json.encode(report(*results)))
+
+    monkeypatch.setattr(mutants, "session", write_report)
+    assert outcome("change", []) == ended
+
+
+def test_the_hook_changes_a_module_of_torch_as_it_is_imported() -> None:
+    """A mutant multiplies max_norm with the norm instead of dividing by it."""
+    module = "torch.nn.utils.clip_grad"
+    (point,) = [point for point in points(source_of(module)) if point.change.startswith("Mult in max_norm")]
+    program = "import torch; p = torch.ones(1, requires_grad=True); p.grad = torch.ones(1); "
+    program += "torch.nn.utils.clip_grads_with_norm_([p], 0.25, torch.tensor(2.0)); print(p.grad.item())"
+    factors = []
+    for mutant in ("", f"{module}:{point.number}"):
+        environment = os.environ | {"PYTHONPATH": str(HOOK), "MUTANT": mutant}
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, env=environment, cwd=PROJECT, text=True, capture_output=True, check=True)
+        factors.append(float(done.stdout))
+    assert factors == pytest.approx([0.125, 0.5], rel=1e-3)

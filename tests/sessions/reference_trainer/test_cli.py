@@ -1,0 +1,251 @@
+"""Command line of the trainer, in real processes."""
+
+import io
+import json
+import math
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from contextlib import redirect_stderr, redirect_stdout
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from conformance.project import PROJECT
+from reference_trainer.__main__ import main
+from tests.support import forked
+
+TINY = PROJECT / "reference_trainer" / "configs" / "tiny.yaml"
+LIMIT_S = 120.0
+PLAIN = [sys.executable, "-m", "reference_trainer"]
+MODULE = ["-m", "reference_trainer", "--config", str(TINY)]
+OF_STEP = ["step", "loss", "grad_norm", "valid_tokens", "lr", "loss_scale", "skipped"]
+FIELDS = [*OF_STEP, "step_s", "tokens_per_s", "peak_memory_bytes"]
+
+
+def command(*arguments: str, nproc: int | None = None) -> list[str]:
+    """Return the trainer's command line: one plain process, or `nproc` of them under torchrun."""
+    launcher = [] if nproc is None else ["-m", "torch.distributed.run", f"--nproc-per-node={nproc}", *free_port()]
+    return [sys.executable, *launcher, *MODULE, *arguments]
+
+
+def free_port() -> list[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return [f"--master-port={probe.getsockname()[1]}"]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}  # set, so that torchrun need not say that it sets it
+
+
+def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    if arguments[:3] != PLAIN:
+        return subprocess.run(
+            arguments, cwd=PROJECT, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
+    with tempfile.TemporaryDirectory() as directory:
+        out, err = Path(directory, "out"), Path(directory, "err")
+        process = forked.start(
+            "reference_trainer", arguments[3:], cwd=PROJECT, environment=environment(), out=out, err=err
+        )
+        return ended(process, arguments, out, err)
+
+
+def run_ranks(arguments: list[str], *, world_size: int, directory: Path) -> list[subprocess.CompletedProcess[str]]:
+    """Run the command line on several ranks, which a launcher other than torchrun has started."""
+    shared = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()[0].split("=")[1]}
+    outputs = [(directory / f"{rank}.out", directory / f"{rank}.err") for rank in range(world_size)]
+    of_trainer = command(*arguments)[3:]
+    processes = [
+        forked.start(
+            "reference_trainer", of_trainer, cwd=PROJECT, out=out, err=err,
+            environment={**environment(), **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank, (out, err) in enumerate(outputs)
+    ]  # fmt: skip
+    return [ended(process, of_trainer, out, err) for process, (out, err) in zip(processes, outputs, strict=True)]
+
+
+def ended(process: BaseProcess, arguments: list[str], out: Path, err: Path) -> subprocess.CompletedProcess[str]:
+    process.join(LIMIT_S)
+    assert process.exitcode is not None, err.read_text()
+    return subprocess.CompletedProcess(arguments, process.exitcode, out.read_text(), err.read_text())
+
+
+def trained_here(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line in this process: starting one takes seconds."""
+    out, err = io.StringIO(), io.StringIO()
+    _interpreter, _option, _module, *of_trainer = command(*arguments)
+    with (
+        patch.object(sys, "argv", ["reference_trainer", *of_trainer]),
+        redirect_stdout(out),
+        redirect_stderr(err),
+    ):
+        status = main()
+    return subprocess.CompletedProcess(of_trainer, status, out.getvalue(), err.getvalue())
+
+
+def refusal(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run the command line in this process, which must end it before it would train."""
+    with patch("reference_trainer.__main__.init_process_group", side_effect=AssertionError("it would train")):
+        return trained_here(*arguments)
+
+
+def rows_of(path: Path) -> list[dict[str, float | None]]:
+    """Read JSON lines strictly: NaN and Infinity are no JSON."""
+
+    def refuse(constant: str) -> float:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def numbers(rows: list[dict[str, float | None]], field: str) -> list[float]:
+    values = [row[field] for row in rows]
+    assert all(isinstance(value, (int, float)) for value in values)
+    return [value for value in values if value is not None]
+
+
+TP2 = ["--set", "mesh.tp=2", "--set", "optimizer.warmup_steps=0"]
+
+
+OFFLOADED = ["--set", "offload=cpu", "--set", 'optimizer.norm_type="inf"', "--set", "optimizer.max_norm=0.05"]
+
+
+def test_offloaded_parameters_train_and_are_clipped(tmp_path: Path) -> None:
+    rows = []
+    for arguments in (OFFLOADED, OFFLOADED[2:]):
+        result = run(command("--metrics", str(tmp_path / "metrics.jsonl"), *arguments, "--set", "steps=3"))
+        assert (result.returncode, result.stderr) == (0, "")
+        rows.append(rows_of(tmp_path / "metrics.jsonl"))
+    for field in ("loss", "grad_norm"):
+        assert numbers(rows[0], field) == numbers(rows[1], field)
+
+
+def test_a_reshard_policy_that_does_not_fit_is_one_line(tmp_path: Path) -> None:
+    result = refusal(["--metrics", str(tmp_path / "m"), "--set", "reshard=3"])
+    assert (result.returncode, result.stdout) == (4, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("reference_trainer: reshard to 3 ranks: must be a divisor of mesh.dp_shard, 1, and smaller")
+
+
+def test_auto_says_what_it_chose_and_why(tmp_path: Path) -> None:
+    result = run(command("--metrics", str(tmp_path / "m"), "--set", "reshard=auto", "--set", "steps=1"))
+    assert (result.returncode, result.stderr) == (0, "")
+    _first, reason, progress, _last = result.stdout.splitlines()
+    assert reason.startswith("reshard auto: never, since keeping all parameters needs about ")
+    assert reason.endswith("may be used; tok_embeddings to output: never")
+    assert progress.startswith("step     0/1")
+
+
+def test_memory_cannot_be_pinned_without_an_accelerator(tmp_path: Path) -> None:
+    result = refusal(["--metrics", str(tmp_path / "m"), *OFFLOADED, "--set", "pin_memory=true", "--set", "device=cpu"])
+    assert (result.returncode, result.stdout) == (4, "")
+    assert result.stderr.startswith("reference_trainer: pin_memory is for copies to an accelerator, but this run is on")
+
+
+def test_two_processes_train(tmp_path: Path) -> None:
+    metrics, compiled_metrics = tmp_path / "metrics.jsonl", tmp_path / "compiled.jsonl"
+    result = run(command("--metrics", str(metrics), *TP2, "--set", "steps=4", nproc=2))
+    assert (result.returncode, result.stderr) == (0, "")
+    begun, first, last, done = result.stdout.splitlines()
+    outputs = f"metrics: {metrics}, checkpoints: none"
+    ranks = "2 ranks (dp_shard 1 x tp 2) on cpu"
+    assert begun == f"361,088 parameters, {ranks}, precision fp32, reshard default, 4 steps; {outputs}"
+    assert first.startswith("step     0/4  loss 5.5700  grad norm ")
+    assert last.startswith("step     3/4  loss ")
+    assert "tokens/s  peak" in last
+    rows = rows_of(metrics)
+    assert re.fullmatch(
+        r"trained 4 steps in [0-9.]+ s, [0-9,]+ tokens/s, final loss "
+        rf"{numbers(rows, 'loss')[-1]:.4f}; {re.escape(outputs)}",
+        done,
+    )
+    assert [list(row) for row in rows] == [FIELDS] * 4
+    assert numbers(rows, "step") == [0, 1, 2, 3]
+    assert numbers(rows, "valid_tokens") == [8 * 128] * 4
+    losses = numbers(rows, "loss")
+    assert math.isclose(losses[0], math.log(256), rel_tol=0.01), "an untrained model knows nothing"
+    assert losses == sorted(losses, reverse=True)
+    assert not any(numbers(rows, "skipped"))
+    assert all(rate > 0 for field in FIELDS[2:] if field != "skipped" for rate in numbers(rows, field))
+
+    # The embedding's gradient is lost if what tensor parallelism has in flight enters a compiled block.
+    options = ["--set", "steps=1", "--set", "compile=aot_eager", "--set", "activation_checkpointing=full"]
+    for result in run_ranks(["--metrics", str(compiled_metrics), *TP2, *options], world_size=2, directory=tmp_path):
+        assert (result.returncode, result.stderr) == (0, "")
+    assert numbers(rows_of(compiled_metrics), "grad_norm") == pytest.approx(numbers(rows, "grad_norm")[:1], rel=1e-5)
+
+
+def test_one_plain_process_trains_on_a_file(tmp_path: Path) -> None:
+    tokens, metrics = tmp_path / "1", tmp_path / "metrics.jsonl"
+    tokens.write_bytes(bytes(range(256)))
+    result = subprocess.run(
+        [*command("--metrics", str(metrics), "--set", "steps=1"), "--data", "1"],
+        cwd=tmp_path, env={**environment(), "PYTHONPATH": str(PROJECT)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (result.returncode, result.stderr) == (0, "")
+    assert len(rows_of(metrics)) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "mesh.tp=2"], "mesh dp_replicate 1 x dp_shard auto x tp 2 does not fit the number of processes, 1"),
+        (["--set", "model.n_kv_heads=3"], "configs/tiny.yaml:2 with --set model.n_kv_heads=3: model.n_heads 4 is not"),
+        (["--set", "optimizer.lrr=1"], "--set optimizer.lrr=1: unknown field `lrr`"),
+        (
+            ["--set", "init=checkpoint", "--set", "checkpoint=/missing"],
+            "checkpoint /missing is neither a file nor a directory",
+        ),
+        (["--data", "/missing"], "data.path /missing is not a file"),
+        (["--metrics", "/missing/metrics.jsonl"], "No such file or directory: '/missing/metrics.jsonl'"),
+        (["--config", "/missing.yaml"], "/missing.yaml:1: cannot be read: No such file or directory"),
+        (["--save-every", "two"], "argument --save-every: invalid int value: 'two'; see --help"),
+        (["--save-every", "0"], "--save-every 0: at least 1"),
+        (["--confg", "x"], "unrecognized arguments: --confg x; see --help"),
+    ],
+)
+def test_a_wrong_configuration_ends_with_one_line(arguments: list[str], message: str) -> None:
+    result = refusal(arguments)
+    assert (result.returncode, result.stdout) == (4, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("reference_trainer: ")
+    assert message in line
+
+
+def test_under_torchrun_the_line_is_printed_once_and_quoted_in_the_summary() -> None:
+    result = run(command("--set", "mesh.tp=3", nproc=2))
+    line = "reference_trainer: mesh dp_replicate 1 x dp_shard auto x tp 3 does not fit the number of processes, 2"
+    assert result.returncode == 1
+    assert sum(printed.startswith(line) for printed in result.stderr.splitlines()) == 1
+    assert f"traceback : {line}" in result.stderr.partition("Root Cause")[2]
+    assert result.stderr.count("Traceback (most recent call last)") <= 1, "torchrun's own, none of ours"
+
+
+def test_ctrl_c_ends_quietly(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        command("--metrics", str(tmp_path / "metrics.jsonl")),
+        cwd=PROJECT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("361,088 parameters")
+    assert process.stdout.readline().startswith("step     0/300")
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=30)
+    assert (process.returncode, stderr) == (130, "")
+
+
+def test_help_explains_the_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
+    with patch.object(sys, "argv", ["reference_trainer", "--help"]), pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 0
+    help_in_one_line = " ".join(capsys.readouterr().out.split())
+    assert "exit status: 0 trained; 1 training failed, for example by a loss that is not finite; 4 " in help_in_one_line

@@ -1,0 +1,74 @@
+"""Python programs in processes that are forked with torch loaded, whose import takes two seconds of a processor.
+
+Neither the suite nor pytest is loaded before the fork: plugins and laws are imported in the program itself.
+"""
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import NoReturn
+
+PRELOADED = [
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "tests.support.forked",
+]
+
+
+def context() -> ForkServerContext:
+    """Return the context of this process's only fork server."""
+    forkserver = multiprocessing.get_context("forkserver")
+    forkserver.set_forkserver_preload(PRELOADED)
+    return forkserver
+
+
+def start(
+    module: str, arguments: Sequence[str], *, cwd: Path, environment: Mapping[str, str], out: Path, err: Path
+) -> BaseProcess:
+    """Start `python -m MODULE ARGUMENTS` with its output in files, which may be the same file."""
+    process: BaseProcess = context().Process(
+        target=_become, args=(module, list(arguments), str(cwd), dict(environment), str(out), str(err))
+    )
+    process.start()
+    return process
+
+
+def _become(module: str, arguments: list[str], cwd: str, environment: dict[str, str], out: str, err: str) -> NoReturn:
+    for number, name in ((1, out), (2, err)):
+        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(fd, number)
+        os.close(fd)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(cwd)
+    sys.path.insert(0, cwd)
+    sys.argv = [module, *arguments]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os._exit(_status(module))
+
+
+def _status(module: str) -> int:
+    """Run a module as a program; returns its exit status after all that an interpreter does before its end."""
+    status: object = 0
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        status = end.code or 0
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(ValueError):
+            stream.flush()
+    return status if isinstance(status, int) else 1

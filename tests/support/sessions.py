@@ -1,0 +1,124 @@
+"""Sessions of the suite in processes of their own, for tests of their reports and their ends."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from conformance.project import PROJECT
+from conformance.report.schema import Report
+from tests.support import forked
+
+LIMIT_S = 100.0
+PYTEST = [sys.executable, "-m", "pytest"]
+NOBODY: frozenset[psutil.Process] = frozenset()
+CELL = "dp2-fp32-default-meta-sgd"
+TWO_CASES = ("--cells", f"id = {CELL}", "--laws", "PAR-1,PAR-5")
+"""Selection of two laws on one cell; the defect `grads-summed` violates the first."""
+SIX_CASES = ("--cells", f"id in ({CELL}, dp2-fp32-default-meta-tied, dp2-fp32-default-meta-norminf)", *TWO_CASES[2:])
+"""Selection of two laws on three cells."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Outcome of a session that has ended."""
+
+    status: int
+    output: str
+    directory: Path
+    descendants: frozenset[psutil.Process]
+    """Processes that were seen below the session while it was watched."""
+
+    @property
+    def report(self) -> Report:
+        """Report of the session."""
+        return msgspec.json.decode((self.directory / "report.json").read_bytes(), type=Report)
+
+    @property
+    def verdicts(self) -> dict[str, str]:
+        """Verdicts by id of the case."""
+        return {case.id: case.verdict for case in self.report.cases}
+
+
+def suite(
+    directory: Path,
+    *arguments: str,
+    workers: int = 0,
+    profile: str = "pr",
+    cache: Path | None = None,
+    shrink_s: float = 0.0,
+) -> list[str]:
+    """Return the command of a session, which without a directory `cache` for pytest's cache knows no durations."""
+    options = [f"-n{workers}", f"--profile={profile}", f"--report-dir={directory}", f"--shrink={shrink_s}"]
+    options += ["-p", "no:hypothesispytest"]  # it loads for a second, for nothing
+    options += ["-o", f"cache_dir={cache}"] if cache else ["-p", "no:cacheprovider"]
+    return [*PYTEST, *options, *arguments]
+
+
+def finish(
+    command: list[str],
+    directory: Path,
+    *,
+    act: Callable[[psutil.Process], bool] | None = None,
+    limit_s: float = LIMIT_S,
+) -> Ended:
+    """Run a session to its end; `act` is called with its process again and again, until it returns True.
+
+    Sessions without `act` are forked with torch loaded.
+    """
+    output = directory.with_suffix(".out")
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "120"}
+    if act is None and command[:3] == PYTEST:
+        return Ended(_forked(command[3:], environment, output, limit_s=limit_s), output.read_text(), directory, NOBODY)
+    with output.open("wb") as file:
+        process = psutil.Popen(
+            command,
+            cwd=PROJECT,
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            seen = watch(process, act, limit_s=limit_s) if act else NOBODY
+            status = process.wait(limit_s)
+        finally:
+            if process.is_running():
+                process.kill()
+    return Ended(status, output.read_text(), directory, seen)
+
+
+def _forked(arguments: list[str], environment: dict[str, str], output: Path, *, limit_s: float) -> int:
+    process = forked.start("pytest", arguments, cwd=PROJECT, environment=environment, out=output, err=output)
+    try:
+        process.join(limit_s)
+        assert process.exitcode is not None, output.read_text()
+        return process.exitcode
+    finally:
+        process.kill()
+
+
+def watch(
+    process: psutil.Process, act: Callable[[psutil.Process], bool], *, limit_s: float
+) -> frozenset[psutil.Process]:
+    """Call `act` until it returns True; returns every process seen below the session meanwhile."""
+    until_s = time.monotonic() + limit_s
+    seen: set[psutil.Process] = set()
+    done = False
+    while not done:
+        assert time.monotonic() < until_s, "the session never came to the point to act on"
+        assert process.is_running()
+        done = act(process)
+        seen.update(process.children(recursive=True))
+        time.sleep(0.01)
+    return frozenset(seen)
+
+
+def alive(processes: frozenset[psutil.Process]) -> list[psutil.Process]:
+    """Return the processes that still run after a grace period."""
+    return psutil.wait_procs(processes, timeout=5)[1]

@@ -1,0 +1,65 @@
+"""Processes with the simulated device: it cannot be unloaded, and one that misuses it dies."""
+
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from conformance.outcomes import Unsupported
+from conformance.simulated_device.building import device_library
+from tests.support.forked import context
+
+LIMIT_S = 120.0
+
+
+def library() -> Path | None:
+    """Return the compiled device, or None where nothing can compile it, which the message has to say."""
+    try:
+        return device_library()
+    except Unsupported as missing:
+        reason = str(missing)
+    assert re.search(r"apt install|torch 2\.9 and later", reason), reason
+    return None
+
+
+def exit_code(check: Callable[..., None], *arguments: object) -> int:
+    """Return the exit code of a process with the device that calls `check(*arguments)`; 0 without a compiler."""
+    compiled = library()
+    if compiled is None:
+        return 0
+    process = context().Process(target=_call, args=(check, compiled, arguments))
+    process.start()
+    process.join(LIMIT_S)
+    if process.is_alive():
+        process.kill()
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+def exit_codes(check: Callable[..., None], *, ranks: int, directory: Path) -> list[int]:
+    """Return the exit codes of processes that call `check(rank, ranks, directory)` at the same time."""
+    compiled = library()
+    if compiled is None:
+        return [0] * ranks
+    processes = [
+        context().Process(target=_call, args=(check, compiled, (rank, ranks, directory))) for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(LIMIT_S)
+        if process.is_alive():
+            process.kill()
+    return [process.exitcode or 0 for process in processes]
+
+
+def _call(check: Callable[..., None], compiled: Path, arguments: tuple[object, ...]) -> None:
+    from conformance.simulated_device import device
+
+    device.load(compiled)
+    try:
+        check(*arguments)
+    except BaseException:
+        traceback.print_exc()
+        sys.exit(1)
