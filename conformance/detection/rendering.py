@@ -1,6 +1,5 @@
 """Kill matrix in words: for a terminal, as markdown for docs/detection/kill_matrix.md, and as HTML."""
 
-import math
 from collections.abc import Iterator, Sequence
 
 from tabulate import tabulate
@@ -119,7 +118,7 @@ def _law_rows(trials: Sequence[Trial]) -> list[list[str]]:
 
 
 def _smallest_margin(trials: Sequence[LawTrial]) -> str:
-    margins = [trial.margin for trial in trials if trial.margin is not None and math.isfinite(trial.margin)]
+    margins = [trial.margin for trial in trials if isinstance(trial.margin, float)]
     return f"{min(margins):.3g}" if margins else "exact or stated"
 
 
@@ -128,8 +127,8 @@ def _margin(trial: LawTrial) -> str:
         return ""
     if trial.margin is None:
         return "stated"
-    return f"{trial.margin:.3g}" if math.isfinite(trial.margin) else "exact"
+    return trial.margin if trial.margin == "exact" else f"{trial.margin:.3g}"
 
 
 def _percentage(margin: float) -> str:
-    return f"{margin:.0%}" if math.isfinite(margin) else "exact"
+    return f"{margin:.0%}"

@@ -2,8 +2,10 @@
 
 import dataclasses
 import hashlib
+import math
 import time
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import msgspec
 import torch
@@ -34,14 +36,17 @@ class LawTrial(msgspec.Struct, frozen=True, kw_only=True):
     """Number of cells on which the law was judged."""
     kills: tuple[str, ...]
     """Cells on which the law failed as it must."""
-    margin: float | None
-    """Margin of the worst metric, see `margins.margin`; None if no metric of the law is outside of a bound."""
+    margin: float | Literal["exact"] | None
+    """Margin of the worst metric, see `margins.margin`; None if no metric of the law is outside of a bound.
+
+    `exact` stands for an infinite one, which JSON cannot hold.
+    """
     reason: str
     """Reason of the first kill, or of what came instead."""
     twin_failures: tuple[str, ...]
     """Cells on which the twin did not pass, with verdict and reason."""
     twin_margin: float
-    """Margin of the twin: at most 1 if all its metrics are within their bounds."""
+    """Margin of the twin where it passes, at most 1: metrics that a waiver excuses, or of a failure, have none here."""
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,12 +149,12 @@ def _law_trial(law: str, defect: Defect, of_defect: Sequence[Judged], of_twin: S
     return LawTrial(
         cells=len(judged),
         kills=tuple(kill.case.cell.id for kill in kills),
-        margin=max((value for value in margins if value > 1.0), default=None),
+        margin="exact" if math.inf in margins else max((value for value in margins if value > 1.0), default=None),
         reason=first.reason if first else "the profile has no cell that triggers it",
         twin_failures=tuple(
             f"{twin.case.cell.id}: {twin.verdict}: {twin.reason}" for twin in twins if not passes(twin, defect)
         ),
-        twin_margin=max((margin(twin.measured) for twin in twins), default=0.0),
+        twin_margin=max((margin(twin.measured) for twin in twins if twin.verdict == Verdict.PASS), default=0.0),
     )
 
 
