@@ -11,7 +11,7 @@ PROJECT = PACKAGE.parent
 IS_CHECKOUT = (PROJECT / "matrix.yaml").is_file()
 """True in a checkout, which an editable installation uses too; False in an installed wheel."""
 LAWS_DIRECTORY = PACKAGE / "laws"
-"""Directory of the laws, which pytest collects."""
+"""Directory of the laws, a folder for each chapter, which pytest collects."""
 LAWS_ARGUMENTS = "conformance/" if IS_CHECKOUT else "--pyargs conformance.laws"
 """Arguments with which pytest collects the laws, as a shell reads them."""
 LAYERS = (
@@ -21,7 +21,8 @@ LAYERS = (
     ("conformance/plan", "conformance/simulated_device", "conformance/instruments", "conformance/oracles"),
     ("conformance/defects", "conformance/run"),
     ("conformance/experiments", "conformance/judge", "conformance/findings"),
-    ("conformance/laws", "conformance/report"),
+    ("conformance/assertions", "conformance/report"),
+    ("conformance/laws",),
     ("conformance/pytest_plugin", "conformance/detection", "conformance/subjects"),
     ("conformance/cli",),
 )
@@ -40,6 +41,16 @@ TORCH_FREE = (
 )
 """Packages whose processes plan, start, judge and report, and must not pay for the import of torch. The exceptions are
 the processes of ranks and of rank servers: `run/ranks/process.py` and `run/ranks/server.py`."""
+
+
+def test_files(directory: Path) -> list[Path]:
+    """Return the files of tests in a directory and its folders, by the name of the family."""
+    return sorted(directory.rglob("test_*.py"), key=lambda file: file.name)
+
+
+def module_of(file: Path) -> str:
+    """Return the dotted name of the module in a file of the package `conformance`."""
+    return file.relative_to(PROJECT).with_suffix("").as_posix().replace("/", ".")
 
 
 def data_file(name: str) -> Path:

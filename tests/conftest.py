@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from conformance.laws.fixtures import Run
+from conformance.assertions.fixtures import Run
 from conformance.plan.cells import Cell
 from conformance.project import PROJECT
 from conformance.run.case_runs import CaseRuns

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.device_trial.printing import tell
+from conformance.assertions.memory_bounds import bounds_of_ranks, usage_of
 from conformance.experiments.memory import step_on_ranks
-from conformance.laws.memory_bounds import bounds_of_ranks, usage_of
 from conformance.plan.cells import Cell
 from conformance.plan.substrates import REAL
 from conformance.run.case_runs import CaseRuns

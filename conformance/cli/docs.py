@@ -17,12 +17,12 @@ from tabulate import tabulate
 
 from conformance.cli.blocks import block, block_names, with_block
 from conformance.cli.command import Answer, Commands
-from conformance.cli.laws import laws_markdown
+from conformance.cli.laws import laws_markdown, specification_markdown
 from conformance.cli.schema import as_json
 from conformance.findings.programs import TRAINERS, findings
 from conformance.findings.table import CATALOGUE, catalogue, read_versions, worst
 from conformance.plan.matrix import Matrix, load_matrix
-from conformance.project import LAYERS, PROJECT, TORCH_FREE, data_file, require_checkout
+from conformance.project import LAWS_DIRECTORY, LAYERS, PROJECT, TORCH_FREE, data_file, require_checkout
 from conformance.report.schema import line_schema, report_schema
 
 MEASURED_FILE = PROJECT / "docs" / "measured.json"
@@ -110,6 +110,7 @@ def generated() -> dict[Path, str]:
         docs / "judge_your_trainer.md": _with_blocks(docs / "judge_your_trainer.md", {"subject-laws": _subject_laws}),
         docs / "subjects.md": _subjects(),
         docs / "laws.md": laws_markdown() + "\n",
+        LAWS_DIRECTORY / "README.md": specification_markdown() + "\n",
         docs / "report.schema.json": as_json(report_schema()) + "\n",
         CATALOGUE: catalogue(
             findings(), read_versions(), trainers=findings(TRAINERS), of_trainers=read_versions(TRAINERS)

@@ -1,12 +1,13 @@
 """`python -m conformance laws`: all laws as markdown, which docs/laws.md is."""
 
 import argparse
+import importlib
 
 from tabulate import tabulate
 
 from conformance.cli.command import Answer, Commands
 from conformance.defects.catalogue import defects
-from conformance.laws.registry import asserted_laws
+from conformance.judge.registry import asserted_laws
 from conformance.plan.gaps import GAPS
 from conformance.plan.scopes import in_order
 
@@ -17,6 +18,11 @@ show LAW` adds numbers of cases. A law is judged on all cells of a session that 
 below the table. It holds from the torch version on that stands there, on each of its substrates; those with devices are
 unverified where [gpu/status.md](gpu/status.md) says so. The defects are those that the law must catch, see
 [detection/kill_matrix.md](detection/kill_matrix.md)."""
+
+_SPECIFICATION = """# The specification
+
+Written by `python -m conformance docs --write`. What FSDP2 and tensor parallelism MUST do, by chapter, which is a
+folder here. Where each law holds, since which torch, and the defects that prove it: [laws](../../docs/laws.md)."""
 
 _GAPS = """## Gaps
 
@@ -52,6 +58,21 @@ def laws_markdown() -> str:
     headers = ["law", "MUST", "where", "reference", "torch", "substrates", "defects"]
     laws = tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
     return f"{_INTRODUCTION}\n\n{laws}\n\n{_GAPS}\n\n{_gaps()}"
+
+
+def specification_markdown() -> str:
+    """Return the laws by chapter, a folder of `conformance/laws`: id, what MUST hold, and where torch says so."""
+    chapters: dict[str, list[list[str]]] = {}
+    for law_id, asserted in sorted(asserted_laws().items(), key=lambda item: in_order(item[0])):
+        package = asserted.test.__module__.rpartition(".")[0]
+        must = asserted.law.must.replace("|", "\\|")
+        chapters.setdefault(package, []).append([law_id, must, f"[source]({asserted.law.reference})"])
+    text = [_SPECIFICATION]
+    for package, rows in chapters.items():
+        about = " ".join(str(importlib.import_module(package).__doc__).split())
+        table = tabulate(rows, headers=["law", "MUST", "reference"], tablefmt="github", disable_numparse=True)
+        text.append(f"## {package.rpartition('.')[2]}\n\n{about}\n\n{table}")
+    return "\n\n".join(text)
 
 
 def _gaps() -> str:

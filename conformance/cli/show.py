@@ -15,7 +15,7 @@ from tabulate import tabulate
 from conformance.cli.command import Answer, Commands, add_matrix
 from conformance.defects.catalogue import TWIN, defects
 from conformance.defects.injection import Defect
-from conformance.laws.registry import AssertedLaw, asserted_laws
+from conformance.judge.registry import AssertedLaw, asserted_laws
 from conformance.plan.cells import Cell, cell_from_id
 from conformance.plan.matrix import Case, Matrix, load_matrix
 from conformance.plan.mesh import AxisError

@@ -17,10 +17,10 @@ import msgspec
 from conformance.cli.command import Answer, Commands, add_matrix
 from conformance.judge.judge import Judged, judge
 from conformance.judge.measurements import Measurement
+from conformance.judge.registry import asserted_laws
 from conformance.judge.support import Machine
 from conformance.judge.verdicts import CONFORMANT, INCOMPLETE, SUITE_FAILED, USAGE, Verdict, exit_status
 from conformance.judge.waivers import Waiver, profile_waivers
-from conformance.laws.registry import asserted_laws
 from conformance.plan.content import Profile
 from conformance.plan.matrix import Case, Matrix, load_matrix
 from conformance.pytest_plugin.named_cell import cases_of

@@ -11,9 +11,9 @@ import torch
 
 from conformance.defects.catalogue import is_known
 from conformance.judge.judge import Judged, judge
+from conformance.judge.registry import asserted_laws
 from conformance.judge.support import Machine
 from conformance.judge.waivers import Waiver, load_waivers
-from conformance.laws.registry import asserted_laws
 from conformance.numerics.arithmetic import OWN, Arithmetic
 from conformance.plan.matrix import Case, Matrix, load_matrix
 from conformance.plan.selection import parse

@@ -16,7 +16,7 @@ from conformance.defects.catalogue import defects
 from conformance.defects.injection import Defect
 from conformance.detection.case_judge import CaseJudge, simulated_device, the_matrix
 from conformance.detection.trials import Trial, hardware_for, key_of, try_defect
-from conformance.laws.registry import asserted_laws
+from conformance.judge.registry import asserted_laws
 from conformance.numerics.arithmetic import OWN, Arithmetic
 from conformance.run.devices.hardware import Hardware
 from conformance.run.pool import Pools

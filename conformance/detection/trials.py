@@ -15,8 +15,8 @@ from conformance.defects.injection import Defect
 from conformance.detection.case_judge import DEADLINE_S, CaseJudge, judge_case, simulated_device, the_matrix
 from conformance.judge.judge import Judged
 from conformance.judge.margins import margin
+from conformance.judge.registry import asserted_laws
 from conformance.judge.verdicts import Verdict
-from conformance.laws.registry import asserted_laws
 from conformance.numerics.arithmetic import OWN, Arithmetic
 from conformance.outcomes import CellFailed, swept_metric
 from conformance.plan.lock import lock_file

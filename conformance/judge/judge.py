@@ -81,6 +81,6 @@ def judge(
 
 
 def _arguments(test: Callable[..., None], case: Case, runs: CaseRuns) -> dict[str, Any]:
-    """Return the arguments that the parameters of a law's test name, see `conformance.laws.fixtures`."""
+    """Return the arguments that the parameters of a law's test name, see `conformance.assertions.fixtures`."""
     known = {"cell": case.cell, "run": runs.run, "measure": runs.measure}
     return {name: known[name] for name in inspect.signature(test).parameters}

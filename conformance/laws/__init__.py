@@ -1,6 +1,6 @@
 """Laws: statements about FSDP2 and tensor parallelism that MUST hold, each asserted by one test.
 
-May import experiments, judge, run, plan, instruments, oracles and the trainer. A file holds a family of ids: `test_par`
-has PAR-1 to PAR-10; docs/laws.md lists all laws. Start reading at `test_par`, with `compare` (comparisons that record
-their metric), `steps`, `dropout` and `memory_bounds` (what several laws share) and `fixtures`.
+A folder is a chapter, a file a family of ids: `numerics/test_par.py` has PAR-1 to PAR-10; README.md lists all laws. May
+import assertions, experiments, judge, run, plan, instruments, oracles and the trainer; nothing imports laws but the
+registry, by name. Start reading at `numerics/test_par.py`.
 """

@@ -13,6 +13,7 @@ from pathlib import Path
 from conformance.plan.cells import Cell
 from conformance.plan.gaps import GAPS, Gap
 from conformance.plan.selection import Facts, Selection, SelectionError, parse
+from conformance.project import test_files
 from reference_trainer.strict_yaml import allowed
 
 _DECORATOR = "law"
@@ -74,7 +75,7 @@ def declared_scopes(directory: Path) -> dict[str, Scope]:
     Raises ValueError for a law that is declared twice, or otherwise than by literals.
     """
     scopes: dict[str, Scope] = {}
-    for file in sorted(directory.glob("test_*.py")):
+    for file in test_files(directory):
         for call in _declarations(ast.parse(file.read_text())):
             declared = _scope_of(call, f"{file.name}:{call.lineno}")
             if declared.law in scopes:

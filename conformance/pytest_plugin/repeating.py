@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from conformance.project import LAWS_DIRECTORY
+from conformance.project import LAWS_DIRECTORY, module_of
 
 _REPORT_DIRECTORY = "conformance-report-repro"  # repeating a case must not overwrite the report that it is in
 
@@ -35,5 +35,5 @@ def _test_argument(path: Path, name: str, *, directory: Path) -> list[str]:
     if path.is_relative_to(directory):
         return [f"{path.relative_to(directory)}::{name}"]
     if path.is_relative_to(LAWS_DIRECTORY):
-        return ["--pyargs", f"conformance.laws.{path.stem}::{name}"]
+        return ["--pyargs", f"{module_of(path)}::{name}"]
     return [f"{path}::{name}"]

@@ -294,12 +294,12 @@ class Session:
 
     @pytest.fixture
     def run(self) -> Callable[..., Any] | None:
-        """Declare the fixture `run`, see `conformance.laws.fixtures.Run`."""
+        """Declare the fixture `run`, see `conformance.assertions.fixtures.Run`."""
         return None
 
     @pytest.fixture
     def measure(self) -> Callable[..., Any] | None:
-        """Declare the fixture `measure`, see `conformance.laws.fixtures.Measure`."""
+        """Declare the fixture `measure`, see `conformance.assertions.fixtures.Measure`."""
         return None
 
 

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from conformance.judge.judge import Judged, judge
 from conformance.judge.measurements import Measurement
+from conformance.judge.registry import asserted_laws
 from conformance.judge.shrinking import SearchEnded, Shrunk, features_of, shrink, with_only
 from conformance.judge.verdicts import Verdict
-from conformance.laws.registry import asserted_laws
 from conformance.plan.cells import Cell, cell_from_id
 from conformance.plan.matrix import Case, Matrix
 from conformance.plan.mesh import AxisError

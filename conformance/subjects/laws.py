@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from conformance.laws import compare
+from conformance.assertions import compare
 from conformance.oracles import tolerance
 from conformance.oracles.reference import clip_factor, total_norm
 from conformance.outcomes import ConformanceFailure, Unsupported

@@ -13,9 +13,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from conformance.assertions import compare
 from conformance.instruments.dispatch_tap import DispatchTap
 from conformance.instruments.dtypes import DtypeAudit
-from conformance.laws import compare
 from conformance.oracles.reference import clip_factor, total_norm
 from conformance.subjects.cells import Workload
 from conformance.subjects.data import all_micro_batches, permuted, samples, to_dtype

@@ -7,8 +7,8 @@ parallelism communicates depends on the model, and is not judged.
 
 from collections.abc import Iterator
 
+from conformance.assertions import compare
 from conformance.instruments.facts import Collective
-from conformance.laws import compare
 from conformance.subjects.declaring import subject_law
 from conformance.subjects.evidence import Evidence
 from conformance.subjects.facts import SubjectFacts

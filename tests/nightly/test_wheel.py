@@ -91,7 +91,7 @@ def test_a_wheel_is_the_same_suite_without_a_commit(site: Path, tmp_path: Path) 
 def test_commands_of_a_wheel(site: Path, tmp_path: Path) -> None:
     conformance = ["-m", "conformance"]
     assert python(site, tmp_path, *conformance, "list", "--profile", "smoke", "--cases").count("\n") > 1
-    assert "conformance/laws/test_par.py:" in python(site, tmp_path, *conformance, "show", "PAR-1")
+    assert "conformance/laws/numerics/test_par.py:" in python(site, tmp_path, *conformance, "show", "PAR-1")
 
 
 @pytest.mark.parametrize("arguments", [["docs"], ["versions", "--write-docs", "."]])

@@ -13,7 +13,7 @@ from conformance.plan.substrates import Substrate
 from conformance.project import PROJECT
 from tests.fast.test_quality import PRIVATE_NAMES_ALLOWED_IN
 
-GENERATED = ("docs/laws.md", "docs/subjects.md", "docs/detection/kill_matrix.md")
+GENERATED = ("docs/laws.md", "conformance/laws/README.md", "docs/subjects.md", "docs/detection/kill_matrix.md")
 """Pages that a command writes as a whole; of others it writes blocks between markers."""
 MAX_WORDS = 17_100
 WRAP = 100
@@ -93,8 +93,8 @@ def test_links_and_paths_resolve(page: str) -> None:
 
 
 def test_the_check_of_paths_sees_them() -> None:
-    right = "[x](laws.md) [y](https://a.b/c) [z](#here) `conformance/laws/test_FAMILY.py` `ci/bisect.sh 2.6.0 2.7.1`"
-    more = "`conformance/laws/test_par.py::test_x[dp2]` `conformance/` `conformance-report/report.json` `torch/x.py`"
+    right = "[x](laws.md) [y](https://a.b/c) [z](#here) `conformance/laws/CHAPTER/test_FAMILY.py` `ci/bisect.sh 2.6.0`"
+    more = "`conformance/laws/numerics/test_par.py::test_x[dp2]` `conformance/` `conformance-report/report.json`"
     assert not [*broken_links("docs/report.md", right + more), *broken_paths(right + more)]
     wrong = "`conformance/engine/store.py` `tests/test_par*.py` `docs/nothing` `ci/none.sh JOB`"
     assert len([*broken_paths(wrong)]) == 4

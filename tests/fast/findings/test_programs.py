@@ -9,7 +9,7 @@ import pytest
 
 from conformance.findings.programs import DIRECTORY, TORCH, TRAINERS, Finding, findings, read_finding
 from conformance.findings.table import WORST, catalogue, read_versions, with_version, worst
-from conformance.laws.registry import asserted_laws
+from conformance.judge.registry import asserted_laws
 from conformance.subjects.catalogue import LAWS
 
 HEADER = '''"""It is wrong.

@@ -8,13 +8,14 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from conformance.assertions.fixtures import Measure
 from conformance.experiments.environment import DeviceSurroundings
 from conformance.experiments.memory import StepMemory
 from conformance.instruments.allocator_snapshot import allocator_snapshot
 from conformance.instruments.device_memory import device_ledger
 from conformance.instruments.memory import mark
-from conformance.laws import test_env, test_mem
-from conformance.laws.fixtures import Measure
+from conformance.laws.memory import test_mem
+from conformance.laws.preconditions import test_env
 from conformance.memory_segment import MemorySegment
 from conformance.oracles.emulation import Emulation
 from conformance.oracles.initialisation import initial_weights

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from conformance.instruments.dtypes import DtypeAudit
 from conformance.instruments.facts import Collective, RankFacts
-from conformance.laws import test_data, test_mp, test_opt
+from conformance.laws.numerics import test_data, test_mp, test_opt
 from conformance.oracles.dtype_policy import dtype_policy, expected_dtypes
 from conformance.oracles.reference import initial_model
 from conformance.outcomes import ConformanceFailure

@@ -3,8 +3,8 @@
 import pytest
 from msgspec.structs import replace
 
+from conformance.judge.registry import asserted_laws
 from conformance.judge.support import Machine, unsupported
-from conformance.laws.registry import asserted_laws
 from conformance.plan.cells import Cell
 from conformance.run.devices.hardware import Hardware, SimulatedDevice
 from tests.support.fake_devices import some_devices

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.laws.test_mem import require_inputs_of_blocks
+from conformance.laws.memory.test_mem import require_inputs_of_blocks
 from conformance.memory_segment import MemorySegment
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell

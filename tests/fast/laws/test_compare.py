@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from conformance.assertions import compare
 from conformance.bound import Bound, bound
 from conformance.judge.measurements import Measurement, collecting
-from conformance.laws import compare
 from conformance.outcomes import ConformanceFailure
 
 NAN, INF = math.nan, math.inf

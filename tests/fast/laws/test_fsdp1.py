@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 import torch
 
+from conformance.assertions.memory_bounds import sizes_of
 from conformance.experiments.device_memory import DevicePeaks, step_on_device, step_with_older_process_group
 from conformance.experiments.memory import StepMemory
 from conformance.experiments.simulation import simulated_world
 from conformance.experiments.without_fsdp import profile_without_fsdp
 from conformance.judge.law import law_of
 from conformance.judge.support import Machine, unsupported
-from conformance.laws import test_fsdp1 as laws
-from conformance.laws import test_stream as streams
-from conformance.laws.memory_bounds import sizes_of
+from conformance.laws.memory import test_fsdp1 as laws
+from conformance.laws.schedule import test_stream as streams
 from conformance.memory_segment import MemorySegment
 from conformance.oracles.fsdp1_memory import predict_fsdp1
 from conformance.oracles.memory_model import predict, resident_bytes

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from conformance.experiments.build import SampledShards
-from conformance.laws.test_init import test_poison_is_seen_in_every_tensor as init_5
-from conformance.laws.test_init import test_torch_nn_init_samples_each_shard_independently as init_8
+from conformance.laws.state.test_init import test_poison_is_seen_in_every_tensor as init_5
+from conformance.laws.state.test_init import test_torch_nn_init_samples_each_shard_independently as init_8
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell
 

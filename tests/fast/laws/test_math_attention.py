@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from conformance.instruments.facts import RankFacts
-from conformance.laws import test_ac, test_mp
+from conformance.laws.numerics import test_mp
+from conformance.laws.schedule import test_ac
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell
 from tests.support.one_rank import record_of, train, world_of_one_rank

@@ -4,8 +4,8 @@ from typing import Any, NoReturn
 
 import pytest
 
-from conformance.laws import memory_bounds
-from conformance.laws.memory_bounds import bounds_of_ranks
+from conformance.assertions import memory_bounds
+from conformance.assertions.memory_bounds import bounds_of_ranks
 from conformance.oracles.torch_versions import traits_of
 from conformance.outcomes import Unsupported
 from conformance.plan.cells import Cell

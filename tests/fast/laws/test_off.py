@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from conformance.instruments.offloading import offloading_of
-from conformance.laws import test_off as laws
+from conformance.laws.numerics import test_off as laws
 from conformance.oracles.placement import expected_offloading, expected_places
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from conformance.laws import steps
+from conformance.assertions import steps
 from conformance.oracles.reference import Tensors, initial_model
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from conformance.instruments.facts import IssuedOperator, StreamFacts, UnorderedOperators
-from conformance.laws.test_stream import test_fully_shard_orders_conflicting_accesses_of_streams as stream_6
+from conformance.laws.schedule.test_stream import test_fully_shard_orders_conflicting_accesses_of_streams as stream_6
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell
 

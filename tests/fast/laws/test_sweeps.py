@@ -2,8 +2,8 @@
 
 import pytest
 
+from conformance.assertions.sweeps import right_or_refused
 from conformance.experiments.trials import Swept, Wrong
-from conformance.laws.sweeps import right_or_refused
 from conformance.outcomes import ConformanceFailure
 
 WRONG = Wrong(subject="mm", fault="result", kind="even shards", cases=2, example="S(0): 1, expected 2")

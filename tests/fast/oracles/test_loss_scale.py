@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 
+from conformance.assertions.compare import distance
+from conformance.assertions.steps import require_steps_taken
 from conformance.instruments.facts import OptimizerGroup
-from conformance.laws.compare import distance
-from conformance.laws.steps import require_steps_taken
-from conformance.laws.test_ckpt import state_of_no_step, without_zero_counters
+from conformance.laws.state.test_ckpt import state_of_no_step, without_zero_counters
 from conformance.oracles import tolerance
 from conformance.oracles.emulation import emulated_step
 from conformance.oracles.loss_scale import loss_scales, unscale_events

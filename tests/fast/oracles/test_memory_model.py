@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from conformance.assertions.fixtures import Measure
+from conformance.assertions.memory_bounds import sizes_of
 from conformance.experiments import without_fsdp
 from conformance.experiments.memory import Growth, StepMemory
 from conformance.instruments.activations import GroupMarks
 from conformance.instruments.memory import BackendUse, memory_ledger
-from conformance.laws import test_mem as laws
-from conformance.laws.fixtures import Measure
-from conformance.laws.memory_bounds import sizes_of
+from conformance.laws.memory import test_mem as laws
 from conformance.memory_segment import MemorySegment
 from conformance.oracles import pipeline
 from conformance.oracles.memory_model import group_bytes, predict, resident_bytes, state_bytes

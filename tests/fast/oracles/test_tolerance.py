@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from conformance.assertions import compare
 from conformance.bound import EXACT, Bound, bound
-from conformance.laws import compare
 from conformance.oracles import optimizer_tolerance, tolerance
 from conformance.oracles.emulation import Emulation, Reduction
 from conformance.oracles.reference import ReferenceRun, total_norm

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance.laws.registry import asserted_laws
+from conformance.judge.registry import asserted_laws
 from conformance.plan.cells import Cell
 from conformance.plan.gaps import GAPS
 from conformance.plan.matrix import load_matrix

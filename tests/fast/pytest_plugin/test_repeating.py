@@ -11,12 +11,19 @@ from conformance.pytest_plugin.repeating import repeat_command
 NAME = "test_replicas_are_equal[dp2-fp32]"
 
 
+PARITY = LAWS_DIRECTORY / "numerics" / "test_par.py"
+
+
 @pytest.mark.parametrize(
     ("path", "directory", "test"),
     [
-        (LAWS_DIRECTORY / "test_par.py", PROJECT, [f"conformance/laws/test_par.py::{NAME}"]),
-        (LAWS_DIRECTORY / "test_par.py", LAWS_DIRECTORY, [f"test_par.py::{NAME}"]),
-        (LAWS_DIRECTORY / "test_par.py", Path("/elsewhere"), ["--pyargs", f"conformance.laws.test_par::{NAME}"]),
+        (PARITY, PROJECT, [f"conformance/laws/numerics/test_par.py::{NAME}"]),
+        (PARITY, LAWS_DIRECTORY, [f"numerics/test_par.py::{NAME}"]),
+        (
+            PARITY,
+            Path("/elsewhere"),
+            ["--pyargs", f"conformance.laws.numerics.test_par::{NAME}"],
+        ),
         (Path("/own/test_more.py"), Path("/elsewhere"), [f"/own/test_more.py::{NAME}"]),
     ],
     ids=["checkout", "below", "wheel", "other laws"],

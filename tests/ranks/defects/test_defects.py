@@ -17,8 +17,8 @@ from conformance.defects.injection import Defect, NotInjectable, repeated_call, 
 from conformance.detection.case_judge import CaseJudge, the_matrix
 from conformance.detection.trials import escapes, hardware_for
 from conformance.judge.law import law_of
+from conformance.judge.registry import law_tests
 from conformance.judge.verdicts import Verdict, classify
-from conformance.laws.registry import law_tests
 from conformance.oracles import dtype_policy as dtype_policies
 from conformance.oracles.dtype_policy import BF16, FP32, dtype_policy
 from conformance.outcomes import CellFailed

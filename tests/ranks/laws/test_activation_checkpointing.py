@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from conformance.assertions import compare
 from conformance.instruments.dispatch_tap import DispatchTap, Handler
-from conformance.laws import compare
 from conformance.plan.cells import AxisValue, Cell
 from conformance.run.case_runs import CaseRuns
 from conformance.run.store import RecordStore

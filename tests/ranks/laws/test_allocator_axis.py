@@ -7,10 +7,10 @@ import msgspec
 import pytest
 import torch
 
+from conformance.assertions.axes.proofs import prove
 from conformance.instruments.device_memory import expandable_segments
 from conformance.judge.law import Law
 from conformance.judge.support import Machine, unsupported
-from conformance.laws.axes.proofs import prove
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import ALLOCATOR_VARIABLES, Cell
 from conformance.plan.scopes import scope

@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from conformance.laws.axes.numerics import loss_scale_takes_effect
-from conformance.laws.axes.proofs import PROOFS, neighbours, prove
-from conformance.laws.fixtures import Run
+from conformance.assertions.axes.numerics import loss_scale_takes_effect
+from conformance.assertions.axes.proofs import PROOFS, neighbours, prove
+from conformance.assertions.fixtures import Run
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import AxisValue, Cell, axis_names
 from conformance.plan.matrix import Matrix, load_matrix

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 from conformance.experiments.training import train_cell
 from conformance.instruments.facts import CompilationFacts, RankFacts
-from conformance.laws import test_mp, test_par
+from conformance.laws.numerics import test_mp, test_par
 from conformance.plan.cells import Cell
 from conformance.run.experiment import TRAINING, job_of
 from conformance.run.pool import Pools, Task

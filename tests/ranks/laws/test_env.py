@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from conformance.experiments.environment import RankEnvironment, probe
-from conformance.laws import test_env as laws
+from conformance.laws.preconditions import test_env as laws
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell
 from conformance.run.case_runs import CaseRuns

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from conformance.assertions.fixtures import Run
 from conformance.instruments.facts import Collective
-from conformance.laws.fixtures import Run
-from conformance.laws.test_mp import test_collective_bytes_equal_the_traffic_model as mp_4
+from conformance.laws.numerics.test_mp import test_collective_bytes_equal_the_traffic_model as mp_4
 from conformance.oracles.clip_schedule import clip_events
 from conformance.oracles.tp_schedule import local_shapes, sharded_dim, tensor_parallel_events
 from conformance.oracles.traffic import Traffic, add_up, ranks_in, sent_bytes, step_events

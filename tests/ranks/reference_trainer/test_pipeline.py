@@ -4,8 +4,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from conformance.laws.axes.proofs import prove
-from conformance.laws.fixtures import Run
+from conformance.assertions.axes.proofs import prove
+from conformance.assertions.fixtures import Run
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell
 from reference_trainer.config import MeshConfig, ModelConfig, PipelineConfig, ScheduleName, TrainerConfig

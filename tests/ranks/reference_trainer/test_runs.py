@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conformance.laws.fixtures import Run
+from conformance.assertions.fixtures import Run
 from conformance.plan.cells import Cell
 from conformance.run.record import Record
 from reference_trainer.init_weights import init_weights

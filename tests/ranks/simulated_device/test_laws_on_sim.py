@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from conformance.assertions import memory_bounds
 from conformance.detection.case_judge import CaseJudge
 from conformance.judge.verdicts import Verdict
-from conformance.laws import memory_bounds
 from conformance.oracles.torch_versions import traits_of
 from conformance.plan.cells import Cell
 from conformance.plan.matrix import Case

@@ -1,8 +1,8 @@
 """Substrate `sim` in sessions: which cases run on it, which are unsupported and why, and what a report says of it."""
 
 from conformance.detection.case_judge import the_matrix
+from conformance.judge.registry import asserted_laws
 from conformance.judge.support import Machine, unsupported
-from conformance.laws.registry import asserted_laws
 from conformance.plan.cells import Cell
 from conformance.plan.substrates import CUDA, REAL, SIMULATED, STREAMS
 from conformance.report.environment import environment_facts

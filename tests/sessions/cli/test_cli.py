@@ -11,7 +11,7 @@ from expecttest import assert_expected_inline
 from conformance.__main__ import main
 from conformance.cli.show import show
 from conformance.defects.catalogue import defects
-from conformance.laws.registry import asserted_laws
+from conformance.judge.registry import asserted_laws
 from conformance.plan.cells import Cell
 from conformance.plan.matrix import load_matrix
 from conformance.project import PROJECT
@@ -81,7 +81,7 @@ PAR-5  Ranks that hold the same elements of a parameter, gradient, buffer or mom
 reference    https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 since        torch 2.6
 substrates   gloo, sim, nccl-shared, nccl
-asserted in  conformance/laws/test_par.py:LINE test_replicas_are_equal
+asserted in  conformance/laws/numerics/test_par.py:LINE test_replicas_are_equal
 where        world > 1
 gaps         model in (deep, half, wide): a run takes many times as long; laws on memory judge these models in simulation
 cases        2 in smoke, 3 in pr

@@ -23,7 +23,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     """One case fails, one passes."""
     directory = tmp_path_factory.mktemp("verified") / "report"
     options = [*TWO_CASES, "--defect", "grads-summed", "--seed", "3"]
-    session = finish(suite(directory, "conformance/laws/test_par.py", *options), directory)
+    session = finish(suite(directory, "conformance/laws/numerics/test_par.py", *options), directory)
     assert session.report.verdicts == {"pass": 1, "fail": 1}, session.output
     return session
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from conformance.judge.registry import asserted_laws
 from conformance.judge.support import Machine, unsupported
-from conformance.laws.registry import asserted_laws
 from conformance.numerics.arithmetic import KERNELS_VARIABLE, OWN, SUMS_VARIABLE, Arithmetic
 from conformance.plan.cells import Cell
 from conformance.run.devices.hardware import Hardware, find_hardware

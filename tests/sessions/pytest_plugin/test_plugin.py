@@ -31,8 +31,8 @@ def fake_config(directory: Path, *arguments: str, pyargs: bool = False) -> Any:
     [
         (["conformance/"], True),
         (["."], True),
-        (["./conformance/laws/test_par.py"], True),
-        (["conformance/laws/test_par.py::test_replicas_are_equal[dp2-fp32]"], True),
+        (["./conformance/laws/numerics/test_par.py"], True),
+        (["conformance/laws/numerics/test_par.py::test_replicas_are_equal[dp2-fp32]"], True),
         (["tests", "conformance/laws"], True),
         ([str(PROJECT / "conformance")], True),
         (["tests/fast/plan/test_cells.py"], False),
@@ -55,8 +55,8 @@ def test_the_plugin_is_active_only_where_laws_are_collected(arguments: list[str]
     [
         ("conformance", True),
         ("conformance.laws", True),
-        ("conformance.laws.test_par", True),
-        ("conformance.laws.test_par::test_replicas_are_equal", True),
+        ("conformance.laws.numerics.test_par", True),
+        ("conformance.laws.numerics.test_par::test_replicas_are_equal", True),
         ("conformance.run", False),
         ("conformance.lawsuits", False),
         ("tests", False),

@@ -15,7 +15,7 @@ from conformance.project import PROJECT
 from tests.support.sessions import CELL, TWO_CASES, Ended, finish, suite
 
 FAILED, PASSED = f"PAR-1/{CELL}", f"PAR-5/{CELL}"
-OTHER = "conformance/laws/test_env.py"
+OTHER = "conformance/laws/preconditions/test_env.py"
 PLAIN_CELL = ("--cells", "id = dp2-fp32-default-meta")
 
 
@@ -44,7 +44,7 @@ def command(
     [
         (["conformance/", "--lf"], [FAILED], "--lf"),
         (["conformance/", "--ff", f"--deselect={OTHER}"], [FAILED, PASSED], f"--deselect {OTHER}"),
-        (["conformance/laws/test_par.py", "--laws=par-5"], [PASSED], "conformance/laws/test_par.py"),
+        (["conformance/laws/numerics/test_par.py", "--laws=par-5"], [PASSED], "conformance/laws/numerics/test_par.py"),
     ],
     ids=["last-failed", "failed-first", "file"],
 )
@@ -62,10 +62,10 @@ def test_cases_are_selected(
 @pytest.mark.parametrize(
     ("arguments", "files_of_laws"),
     [
-        (["conformance/", "--ignore=conformance/laws/test_par.py", "--laws=PAR-*,MP-*"], {"test_mp.py"}),
+        (["conformance/", "--ignore=conformance/laws/numerics/test_par.py", "--laws=PAR-*,MP-*"], {"test_mp.py"}),
         (["conformance/", "--ignore-glob=*_[a-l]*.py", "--laws=PAR-*,CLIP-*"], {"test_par.py"}),
-        (["conformance/", "--deselect=conformance/laws/test_par.py", "--laws=PAR-*,MP-*"], {"test_mp.py"}),
-        (["conformance/laws/test_par.py"], {"test_par.py"}),
+        (["conformance/", "--deselect=conformance/laws/numerics/test_par.py", "--laws=PAR-*,MP-*"], {"test_mp.py"}),
+        (["conformance/laws/numerics/test_par.py"], {"test_par.py"}),
         (["conformance/", "--laws=par-5"], {"test_par.py"}),
     ],
     ids=["ignore", "ignore-glob", "deselect", "file", "laws"],
@@ -78,7 +78,7 @@ def test_cases_are_collected_and_the_report_stays(
     before = files(directory)
     ended = finish(repeated, directory)
     assert ended.status == 0, ended.output
-    assert set(re.findall(r"^conformance/laws/(\w+\.py)::", ended.output, re.MULTILINE)) == files_of_laws
+    assert set(re.findall(r"^conformance/laws/\w+/(\w+\.py)::", ended.output, re.MULTILINE)) == files_of_laws
     assert files(directory) == before
 
 
@@ -99,7 +99,7 @@ def files(directory: Path) -> dict[Path, bytes]:
         (["conformance/", "--profile", "smok"], 4),
         (["conformance/laws/test_none.py"], 4),
         (["conformance/laws/test_none.py", "-n1"], 4),
-        (["conformance/", "--lf", "--deselect", "conformance/laws/test_par.py"], 5),
+        (["conformance/", "--lf", "--deselect", "conformance/laws/numerics/test_par.py"], 5),
     ],
     ids=["-k", "--cells", "--profile", "no-file", "no-file-xdist", "all-deselected"],
 )

@@ -198,7 +198,13 @@ def test_a_cell_that_the_matrix_lacks_can_be_named() -> None:
 def test_a_session_names_both_features_and_a_command_that_repeats_the_smallest_cell(tmp_path: Path) -> None:
     cell = Cell(mesh="dp2", accumulation=2, offload="cpu", tied_embeddings=True, optimizer="sgd", schedule="cosine")
     fault = f"{two_features.__file__}:summed_if_offloaded_and_accumulated"
-    options = [f"--cells={cell.id}", f"--defect={fault}", "--seed=1", "conformance/laws/test_par.py", "--laws=PAR-1"]
+    options = [
+        f"--cells={cell.id}",
+        f"--defect={fault}",
+        "--seed=1",
+        "conformance/laws/numerics/test_par.py",
+        "--laws=PAR-1",
+    ]
     ended = finish(suite(tmp_path / "report", *options, shrink_s=60.0), tmp_path / "report")
     report: Report = ended.report
     (found,) = report.smallest

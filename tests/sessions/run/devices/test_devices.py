@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from conformance.defects.catalogue import defects
 from conformance.judge.law import Law, law_of
+from conformance.judge.registry import law_tests
 from conformance.judge.support import Machine, unsupported
 from conformance.judge.verdicts import Verdict, exit_status
-from conformance.laws.registry import law_tests
 from conformance.plan.cells import Cell
 from conformance.plan.scopes import scope
 from conformance.plan.substrates import CUDA, REAL, SIMULATED, STREAMS, Substrate

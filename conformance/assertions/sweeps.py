@@ -1,0 +1,34 @@
+"""Judgement of sweeps: wrong fails, and how often a subject is refused is recorded."""
+
+from collections.abc import Sequence
+
+from conformance.assertions import compare
+from conformance.experiments.trials import Swept
+from conformance.judge.measurements import measure
+from conformance.outcomes import SWEPT_OUTCOMES, swept_metric
+
+
+def right_or_refused(ranks: Sequence[Swept], *, unit: str) -> None:
+    """Require that every subject was tried, and that no rank has seen a fault; refused cases have no bound.
+
+    Raises ConformanceFailure with the first fault, and RuntimeError if nothing has computed.
+    """
+    __tracebackhide__ = True
+    first = ranks[0]
+    if not any(first.computed.values()):
+        raise RuntimeError(f"nothing has computed in any of the {unit}")
+    for outcome in SWEPT_OUTCOMES:
+        measure(swept_metric(outcome), first.outcomes.get(outcome, 0), kind="exact", unit=unit)
+    for subject, refused in first.refused.items():
+        if refused:
+            tried = f"of {refused + first.computed[subject]} {unit}"
+            measure(f"{subject}: refused", refused, kind="exact", unit=unit, at=tried)
+    wrong = {each.name: each for swept in reversed(ranks) for each in swept.wrong}
+    faulty = {each.subject for each in wrong.values()}
+    cases = {f"{subject}: wrong": 0 for subject in first.computed if subject not in faulty}
+    cases |= {name: each.cases for name, each in wrong.items()}
+    details = {name: each.example for name, each in wrong.items()}
+    for subject, computed in first.computed.items():
+        if not computed + first.refused.get(subject, 0) and subject not in faulty:
+            cases[f"{subject}: not tried"], details[f"{subject}: not tried"] = 1, "it has neither computed nor refused"
+    compare.none(cases, details=details, unit=unit)

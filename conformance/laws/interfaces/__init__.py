@@ -1,0 +1,1 @@
+"""Laws of interfaces: methods and options of `FSDPModule`, DTensor, parallel styles."""

@@ -1,0 +1,66 @@
+"""API: methods and options of FSDP2 that the reference trainer does not use."""
+
+from conformance.assertions import compare
+from conformance.assertions.fixtures import Measure
+from conformance.assertions.sweeps import right_or_refused
+from conformance.experiments.fsdp_methods import use_methods
+from conformance.experiments.fsdp_net import Wrong
+from conformance.experiments.fsdp_options import use_options
+from conformance.experiments.option_sweep import sweep
+from conformance.judge.law import law
+from conformance.plan.cells import Cell
+
+FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
+
+
+@law(
+    "API-1",
+    where="(features = 0 or features = 1 and precision in (bf16-mp, fp16-reduce)) and tp = 1 and world in (1, 2, 4, 8)",
+    reference=FULLY_SHARD,
+    since="2.10",
+)
+def test_fully_shard_options_change_no_gradient(measure: Measure, cell: Cell) -> None:
+    """However parameters are sharded (`shard_placement_fn`), whichever are frozen, ignored or not used, after an
+    evaluation and after a change through the state dict, gradients MUST be those of one process, in every bit.
+    """
+    _require_nothing_wrong(measure(use_options, cell))
+
+
+@law(
+    "API-2",
+    where="(features = 0 or features = 1 and precision in (bf16-mp, fp16-reduce)) and tp = 1 and world in (2, 4, 8)",
+    reference=FULLY_SHARD,
+    since="2.10",
+)
+def test_fsdp_module_methods_do_what_they_are_for(measure: Measure, cell: Cell) -> None:
+    """Methods of FSDPModule MUST do what they are documented to, and nothing else: gradients are divided by the factor
+    that is set, hooks see what is reduced, parameters are unsharded when and as long as they were asked for, and
+    another method than forward can compute with them.
+    """
+    _require_nothing_wrong(measure(use_methods, cell))
+
+
+@law(
+    "API-3",
+    where="features = 0 and tp = 1 and world = 4 and precision = fp32",
+    reference=FULLY_SHARD,
+    since="2.10",
+    substrates=("gloo",),  # as for DT-3
+)
+def test_fsdp_options_do_not_disturb_each_other(measure: Measure, cell: Cell) -> None:
+    """Any three options of `fully_shard`, of MixedPrecisionPolicy and of the methods of FSDPModule MUST leave
+    parameters as they are and give the gradients of one process, in every bit, or refuse each other, on all ranks
+    alike.
+
+    Refusals are recorded, without a bound.
+    """
+    right_or_refused(measure(sweep, cell), unit="trainings")
+
+
+def _require_nothing_wrong(ranks: list[dict[str, Wrong]]) -> None:
+    wrong = {
+        use: {f"rank {rank}: {what}": n for rank, uses in enumerate(ranks) for what, n in uses[use].items() if n}
+        for use in ranks[0]
+    }
+    details = {use: str(found) for use, found in wrong.items()}
+    compare.none({use: sum(found.values()) for use, found in wrong.items()}, details=details, unit="wrong elements")

@@ -1,0 +1,66 @@
+"""DT: a DTensor behaves like the full tensor that its shards make up."""
+
+from conformance.assertions import compare
+from conformance.assertions.fixtures import Measure
+from conformance.assertions.sweeps import right_or_refused
+from conformance.experiments.dtensor import operate, redistribute
+from conformance.experiments.operator_sweep import sweep
+from conformance.judge.law import law
+from conformance.judge.measurements import measure as record
+from conformance.plan.cells import Cell
+
+DTENSOR = "https://docs.pytorch.org/docs/stable/distributed.tensor.html"
+
+
+@law(
+    "DT-1",
+    where="features = 0 and tp = 1 and world in (2, 3, 4, 8)",
+    reference=DTENSOR,
+    since="2.8",
+)
+def test_dtensor_redistribute_keeps_the_tensor(measure: Measure, cell: Cell) -> None:
+    """Redistributed from any layout to any other, a DTensor MUST have on each rank the shard that the layout says, in
+    every bit, be the same full tensor, and pass gradients on likewise; also where ranks have unequal shards.
+    """
+    for rank, outcome in enumerate(measure(redistribute, cell)):
+        if not outcome.tried:
+            raise RuntimeError(f"cell {cell.id}: nothing was redistributed")
+        for what in ("local", "full", "gradient"):
+            name, detail = f"{what}: wrong elements", f"rank {rank}, {outcome.tried} pairs of layouts"
+            compare.count(getattr(outcome, what), name=name, expected=0, detail=detail, unit="elements")
+
+
+@law("DT-2", where="features = 0 and tp = 1 and world in (2, 3, 4)", reference=DTENSOR, since="2.8")
+def test_dtensor_operators_equal_those_on_full_tensors(measure: Measure, cell: Cell) -> None:
+    """An operator on DTensors MUST give the result and the gradients that it gives on full tensors, however they are
+    laid out, or refuse to compute.
+
+    Wrong also if it refuses all layouts. How many it refuses is recorded, without a bound, as in DT-3.
+    """
+    ranks = measure(operate, cell)
+    for name, of_first in ranks[0].items():
+        tried = f"of {of_first.computed + of_first.refused} layouts"
+        record(f"{name}: refused", of_first.refused, kind="exact", unit="layouts", at=tried)
+        for rank, outcome in enumerate(of_rank[name] for of_rank in ranks):
+            detail = f"rank {rank}, {outcome.computed} layouts, {outcome.refused} refused"
+            compare.count(outcome.wrong, name=f"{name}: wrong elements", expected=0, detail=detail, unit="elements")
+            refused = int(outcome.computed == 0)
+            compare.count(refused, name=f"{name}: refused everywhere", expected=0, detail=detail, unit="ranks")
+
+
+@law(
+    "DT-3",
+    where="id in (dp2-fp32-default-meta-integer, dp3-fp32-default-meta, hsdp2x2-bf16mp-default-meta)",
+    reference=DTENSOR,
+    since="2.11",
+    # About DTensor's logic, and not devices: trials give up waiting for a peer, which NCCL's watchdog answers by ending
+    # the process, and so does the simulated device.
+    substrates=("gloo",),
+)
+def test_dtensor_operators_on_every_layout(measure: Measure, cell: Cell) -> None:
+    """An operator on DTensors MUST give the result and the gradients, and change its arguments, as it does on full
+    tensors, whatever their layout and however unequal their shards, or refuse, on all ranks alike.
+
+    How often an operator refuses is recorded, without a bound: it shows when a version refuses what another computed.
+    """
+    right_or_refused(measure(sweep, cell), unit="layouts")

@@ -1,0 +1,1 @@
+"""Laws of the machine and the method: without them no other law means anything."""

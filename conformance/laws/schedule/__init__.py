@@ -1,0 +1,1 @@
+"""Laws of order: what is gathered, reduced, resharded and recomputed when, in pipelines too, and on which streams."""

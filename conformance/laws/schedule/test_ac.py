@@ -1,0 +1,57 @@
+"""AC: activation checkpointing computes again what it has dropped, and nothing else."""
+
+from torch import nn
+
+from conformance.assertions import compare
+from conformance.assertions.attention import Attention, attention_of, products
+from conformance.assertions.fixtures import Run
+from conformance.instruments.facts import RankFacts
+from conformance.judge.law import law
+from conformance.oracles.outline import outline
+from conformance.plan.cells import Cell
+
+CHECKPOINT = "https://docs.pytorch.org/docs/stable/checkpoint.html#torch.utils.checkpoint.checkpoint"
+_PRODUCTS_OF_A_GRADIENT = 2
+"""A linear layer's backward has a product for the gradient of its input, and one for that of its weight."""
+
+
+@law(
+    "AC-1",
+    where="(activation_checkpointing != none or features = 0) and compile = false and implementation = fsdp2",
+    gaps=["large-models"],
+    reference=CHECKPOINT,
+)
+def test_backward_recomputes_what_was_dropped(run: Run, cell: Cell) -> None:
+    """Each rank MUST compute in backward, once more, the attention and the matrix products of a block under full
+    activation checkpointing, up to the last result that a gradient needs, and none again under selective checkpointing,
+    which keeps these results, or without any.
+
+    The block's last product is needed if dropout follows, whose mask is drawn again. Where a device has no operator for
+    attention, it is two products, which count as such, and a softmax, which no checkpointing keeps.
+    """
+    record = run(cell)
+    attention = attention_of(record)
+    for facts in record.ranks:
+        _compare_operators(facts, cell, attention)
+
+
+def _compare_operators(facts: RankFacts, cell: Cell, attention: Attention) -> None:
+    __tracebackhide__ = True
+    detail, unit = f"rank {facts.rank}", "operators"
+    repeats = int(cell.activation_checkpointing == "full")
+    forward, backward = (facts.operators[phase] for phase in ("forward", "backward"))
+    blocks = attention.calls(forward)
+    if not blocks:
+        raise RuntimeError(f"cell {cell.id}, {detail}: no attention was seen in forward")
+    is_dropped = cell.activation_checkpointing != "none" if not attention.is_fused else bool(repeats)
+    compare.count(attention.calls(backward), name="attention", expected=blocks * is_dropped, detail=detail, unit=unit)
+    linear = products(forward) - blocks * attention.products("forward")
+    needed = _linear_layers_of_a_block(cell) - (cell.dropout == 0.0) + attention.products("forward")
+    of_gradients = _PRODUCTS_OF_A_GRADIENT * linear + blocks * attention.products("backward")
+    expected = of_gradients + blocks * needed * repeats
+    compare.count(products(backward), name="matrix products", expected=expected, detail=detail, unit=unit)
+
+
+def _linear_layers_of_a_block(cell: Cell) -> int:
+    block = outline(cell.config.model).layers["0"]
+    return sum(isinstance(module, nn.Linear) for module in block.modules())

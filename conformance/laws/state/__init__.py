@@ -1,0 +1,1 @@
+"""Laws of state: initialisation after `to_empty`, checkpoints, state dicts."""

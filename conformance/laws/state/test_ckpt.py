@@ -1,0 +1,172 @@
+"""CKPT: a run that was saved, stopped and resumed is the run that never stopped."""
+
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from conformance.assertions import compare
+from conformance.assertions.fixtures import Measure, Run
+from conformance.assertions.steps import compare_steps, is_emulated, run_before_save, without_checkpoint
+from conformance.experiments.state_dicts import take_state_dict_before_training, use_state_dicts
+from conformance.instruments.facts import OptimizerGroup
+from conformance.judge.law import law
+from conformance.judge.measurements import measure as report
+from conformance.outcomes import ConformanceFailure
+from conformance.plan.cells import Cell
+from conformance.run.record import Record
+
+CHECKPOINT = "https://docs.pytorch.org/docs/stable/distributed.checkpoint.html"
+STATE_DICT = f"{CHECKPOINT}#torch.distributed.checkpoint.state_dict.StateDictOptions"
+ASYNC_SAVE = f"{CHECKPOINT}#torch.distributed.checkpoint.state_dict_saver.async_save"
+
+
+@law(
+    "CKPT-1",
+    where="saved_on = same and saving = blocking",
+    gaps=["large-models"],
+    numbers=True,
+    reference=CHECKPOINT,
+)
+def test_checkpoint_resumes_bit_for_bit(run: Run, measure: Measure, cell: Cell) -> None:
+    """Saved, stopped and resumed in new processes on the same mesh, a run MUST go on in every bit as if it had not, and
+    each step, before and after, MUST compute what one process computes.
+
+    Wrong if moments, step counters, the schedule, random numbers or the data position are lost or off by one.
+    """
+    _require_continuation(run, measure, cell)
+
+
+@law(
+    "CKPT-2",
+    where="saved_on not in (none, same)",
+    gaps=["large-models"],
+    numbers=True,
+    reference=CHECKPOINT,
+)
+def test_checkpoint_is_resumed_on_another_mesh(run: Run, measure: Measure, cell: Cell) -> None:
+    """Loaded on any mesh, a checkpoint MUST give parameters and optimizer state as they were saved, in every bit, and
+    the steps that follow MUST compute what one process computes from them.
+
+    Wrong if shards are put together in another order than they were cut: a round trip on one mesh would not show it.
+    """
+    record, saved = run(cell), run(run_before_save(cell))
+    kinds = saved.kinds("final")
+    begun = [] if saved.steps_taken else state_of_no_step(record, kinds, when="resumed")
+    if record.kinds("resumed") != sorted([*kinds, *begun]):
+        raise ConformanceFailure(f"loaded {record.kinds('resumed')}, saved {kinds}")
+    for kind in kinds:
+        compare.bits(record.select(f"resumed/{kind}/"), saved.select(f"final/{kind}/"), name=f"resumed {kind}")
+    if is_emulated(measure, record):
+        compare_steps(record)
+
+
+@law(
+    "CKPT-3",
+    where="saved_on = same and saving = async",
+    gaps=["large-models"],
+    numbers=True,
+    reference=ASYNC_SAVE,
+)
+def test_async_checkpoint_does_not_see_later_steps(run: Run, measure: Measure, cell: Cell) -> None:
+    """A checkpoint saved while training goes on MUST be the state at the call, in every bit, and each step, before and
+    after, MUST compute what one process computes.
+
+    Nothing is written before the next step has changed every parameter. Wrong if the save keeps the run's own tensors.
+    """
+    _require_continuation(run, measure, cell)
+
+
+@law(
+    "CKPT-4",
+    where="world > 1 and world <= 8 and implementation = fsdp2 and (features = 1 and model = even "
+    "or tp = 1 and (features = 0 or precision = bf16-mixed and offload = cpu and optimizer != sgd and saved_on = none "
+    "and tied_embeddings = false))",
+    gaps=["pipelines"],
+    reference=STATE_DICT,
+)
+def test_state_dicts_restore_the_run_in_every_form(measure: Measure, cell: Cell) -> None:
+    """Sharded, full, offloaded, flattened or broadcast from rank 0, a state dict MUST give back parameters, optimizer
+    state and each group's options in every bit, and the next step MUST be the same.
+
+    A full one is the gathered tensors; offloaded too, on rank 0 alone. With `strict=False` keys that are missing or
+    unexpected are reported, and all others are loaded, of a full state dict, too. With tensor parallelism torch 2.13
+    loads a full state dict of dimensions that are divisible by all ranks only
+    (findings/full_state_dict_of_uneven_strided_shards.py).
+    """
+    ranks = measure(use_state_dicts, cell)
+    for form in ranks[0]:
+        wrong = {f"rank {rank}: {what}": n for rank, uses in enumerate(ranks) for what, n in uses[form].items() if n}
+        compare.count(sum(wrong.values()), name=form, expected=0, detail=str(wrong), unit="wrong values")
+
+
+@law(
+    "CKPT-5",
+    where="world > 1 and world <= 4 and tp = 1 and implementation = fsdp2 "
+    "and (features = 0 or features = 1 and optimizer in (sgd, sgd-momentum))",
+    reference=STATE_DICT,
+    since="2.8",
+)
+def test_get_state_dict_before_the_first_step_changes_nothing(measure: Measure, cell: Cell) -> None:
+    """A state dict that is taken before the first step MUST NOT change a bit of what the step computes.
+
+    Wrong if the step that gives the optimizer a state counts, or leaves something in it.
+    """
+    ranks = measure(take_state_dict_before_training, cell)
+    wrong = {kind: sum(rank.get(kind, 0) for rank in ranks) for rank in ranks for kind in rank}
+    for kind, values in sorted(wrong.items()):
+        report(f"{kind} that differ", values, kind="exact", lower=0, upper=0, unit="values of all ranks")
+    compare.count(sum(wrong.values()), name="values that differ", expected=0, detail=str(wrong), unit="values")
+
+
+def _require_continuation(run: Run, measure: Measure, cell: Cell) -> None:
+    __tracebackhide__ = True
+    record, uninterrupted = run(cell), run(without_checkpoint(cell))
+    first = record.cell.steps_before_save
+    compare.count(record.steps[0], name="first step after the checkpoint", expected=first, unit="steps")
+    for when in [*(f"step{step}" for step in record.steps), "final"]:
+        _require_same_tensors(record, uninterrupted, when)
+    for resumed, never_stopped in zip(record.ranks, uninterrupted.ranks, strict=True):
+        for name in ("steps", "batches", "model_inputs"):
+            measured, expected = getattr(resumed, name), getattr(never_stopped, name)[-len(record.steps) :]
+            if measured != expected:
+                raise ConformanceFailure(f"rank {resumed.rank}: {name} are {measured}, expected {expected}")
+        groups, expected_groups = resumed.optimizer_groups, never_stopped.optimizer_groups
+        if not uninterrupted.steps_taken:
+            groups, expected_groups = map(without_zero_counters, (groups, expected_groups))
+        if groups != expected_groups:
+            raise ConformanceFailure(
+                f"rank {resumed.rank}: the optimizer ends with {groups}, expected {expected_groups}"
+            )
+    if is_emulated(measure, uninterrupted):
+        compare_steps(uninterrupted)
+
+
+def _require_same_tensors(record: Record, uninterrupted: Record, when: str) -> None:
+    __tracebackhide__ = True
+    kinds = uninterrupted.kinds(when)
+    begun = [] if uninterrupted.steps_taken else state_of_no_step(record, kinds, when=when)
+    if record.kinds(when) != sorted([*kinds, *begun]):
+        raise ConformanceFailure(f"{when}: the resumed run has {record.kinds(when)}, expected {kinds}")
+    for kind in kinds:
+        key = f"{when}/{kind}"
+        compare.bits(record.select(f"{key}/"), uninterrupted.select(f"{key}/"), name=key)
+
+
+def state_of_no_step(record: Record, kinds: Sequence[str], *, when: str) -> list[str]:
+    """Return the kinds of optimizer state that a resumed run has in addition to `kinds`, if all steps were skipped.
+
+    torch saves zeros for such state (https://github.com/pytorch/pytorch/issues/164929).
+    """
+    begun = [kind for kind in record.kinds(when) if kind not in kinds]
+    for kind in begun:
+        nonzero = sum(int(tensor.count_nonzero()) for tensor in record.select(f"{when}/{kind}/").values())
+        compare.count(nonzero, name=f"{when}/{kind} of no step", expected=0, unit="elements that are not zero")
+    return begun
+
+
+def without_zero_counters(groups: Sequence[OptimizerGroup]) -> list[OptimizerGroup]:
+    """Return the groups without step counters at zero, which come with the state of no step.
+
+    A fused optimizer has such a state by itself: it is called in steps that are skipped too.
+    """
+    return [replace(group, steps=[count for count in group.steps if count]) for group in groups]
