@@ -20,6 +20,10 @@ def scalars(
     """Compare sequences of numbers, one number for each step (or `each`), by their largest relative deviation.
 
     Raises ConformanceFailure if the deviation is above the bound, if a number is not finite, or if the lengths differ.
+
+    >>> scalars([2.5, 1.25], [2.5, 1.0], name="loss", within=bound("2 * u", u=2**-24))
+    Traceback (most recent call last):
+    conformance.outcomes.ConformanceFailure: loss at step 1: relative deviation 0.25, bound 1.19e-07 = 2 u; ...
     """
     __tracebackhide__ = True
     if len(measured) != len(expected):
@@ -50,6 +54,12 @@ def tensors(
     `within` is one bound for all tensors or a bound for each. With `origin` the changes since `origin` are compared, so
     that an update is not judged by the size of the updated tensor. Raises ConformanceFailure if a deviation is above
     its bound or a tensor is missing, superfluous, of another shape or not finite.
+
+    >>> expected = {"norm.weight": torch.ones(4), "output.weight": torch.ones(4, 4)}
+    >>> measured = expected | {"output.weight": 2 * torch.ones(4, 4)}
+    >>> tensors(measured, expected, name="gradient", within=EXACT)
+    Traceback (most recent call last):
+    conformance.outcomes.ConformanceFailure: gradient of output.weight: relative Frobenius deviation 1, bound 0; ...
     """
     __tracebackhide__ = True
     _require_same_names(measured, expected, name=name)
@@ -73,6 +83,10 @@ def ratio(measured: float, expected: float, *, name: str, factor: Bound) -> None
     """Compare two positive numbers, of which neither may be larger than the other by more than a factor.
 
     Raises ConformanceFailure if the numbers are further apart.
+
+    >>> ratio(3.0, 1.0, name="error of the gradient", factor=bound("2"))
+    Traceback (most recent call last):
+    conformance.outcomes.ConformanceFailure: error of the gradient: ratio 3, not from 0.5 to 2; ...
     """
     __tracebackhide__ = True
     quotient = measured / expected if expected else math.inf
@@ -88,6 +102,9 @@ def distance(measured: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
     """Return the Frobenius norm of the difference over all elements of all tensors, of any shape and dtype.
 
     Raises ConformanceFailure if names differ.
+
+    >>> distance({"bias": torch.tensor([3.0, 4.0])}, {"bias": torch.zeros(2)})
+    5.0
     """
     __tracebackhide__ = True
     _require_same_names(measured, expected, name="distance")
@@ -96,7 +113,12 @@ def distance(measured: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
 
 
 def bits(measured: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, name: str) -> None:
-    """Compare shape, dtype and every bit of all tensors. Raises ConformanceFailure that names a tensor that differs."""
+    """Compare shape, dtype and every bit of all tensors. Raises ConformanceFailure that names a tensor that differs.
+
+    >>> bits({"bias": torch.tensor([0.0])}, {"bias": torch.tensor([-0.0])}, name="replica 1")
+    Traceback (most recent call last):
+    conformance.outcomes.ConformanceFailure: replica 1: 1 of 1 tensors differ in bits; bias in 1 of 1 elements, ...
+    """
     __tracebackhide__ = True
     _require_same_names(measured, expected, name=name)
     unequal = [key for key in expected if not _same_bits(measured[key], expected[key])]
@@ -112,7 +134,12 @@ def bits(measured: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, name
 
 
 def count(measured: int, *, name: str, expected: int, detail: str = "", unit: str, kind: Kind = "exact") -> None:
-    """Compare a number that must be exact. Raises ConformanceFailure with `detail` if the number differs."""
+    """Compare a number that must be exact. Raises ConformanceFailure with `detail` if the number differs.
+
+    >>> count(5, name="all-gathers", expected=4, detail="layers.0 twice", unit="calls")
+    Traceback (most recent call last):
+    conformance.outcomes.ConformanceFailure: all-gathers: measured 5, expected 4 calls; layers.0 twice
+    """
     __tracebackhide__ = True
     measure(name, measured, kind=kind, lower=expected, upper=expected, unit=unit)
     if measured != expected:
@@ -123,6 +150,10 @@ def none(measured: Mapping[str, int], *, details: Mapping[str, str], unit: str) 
     """Compare numbers of faults by name, of which every one must be 0; all are recorded before one fails.
 
     Raises ConformanceFailure with the details of the first.
+
+    >>> none({"reshard": 0, "unshard": 2}, details={"unshard": "rank 1"}, unit="wrong elements")
+    Traceback (most recent call last):
+    conformance.outcomes.ConformanceFailure: unshard: 2 wrong elements, expected 0; rank 1
     """
     __tracebackhide__ = True
     for name, faults in measured.items():
@@ -137,7 +168,12 @@ def none(measured: Mapping[str, int], *, details: Mapping[str, str], unit: str) 
 def between(
     measured: float, lower: float, upper: float, *, name: str, detail: str, unit: str, kind: Kind = "memory"
 ) -> None:
-    """Compare a number with two bounds. Raises ConformanceFailure for a number outside of the bounds, and for NaN."""
+    """Compare a number with two bounds. Raises ConformanceFailure for a number outside of the bounds, and for NaN.
+
+    >>> between(96.0, 0.0, 64.0, name="peak", detail="forward of rank 0", unit="bytes")
+    Traceback (most recent call last):
+    conformance.outcomes.ConformanceFailure: peak of forward of rank 0: measured 96, not from 0 to 64 bytes
+    """
     __tracebackhide__ = True
     measure(name, measured, kind=kind, lower=lower, upper=upper, unit=unit, at=detail)
     if not lower <= measured <= upper:
@@ -151,6 +187,9 @@ def deviation(measured: Tensor, expected: Tensor, origin: Tensor | None = None) 
 
     With `origin` it is relative to the change of `expected` since `origin`. Different shapes and numbers that are not
     finite deviate infinitely. The tensors have any shape and dtype; sums are in fp64.
+
+    >>> deviation(torch.tensor([3.0]), torch.tensor([4.0]))
+    0.25
     """
     if measured.shape != expected.shape or not all(bool(t.isfinite().all()) for t in (measured, expected)):
         return math.inf

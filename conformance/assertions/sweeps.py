@@ -1,4 +1,4 @@
-"""Judgement of sweeps: wrong fails, and how often a subject is refused is recorded."""
+"""Judgement of sweeps: a wrong result fails; the number of refused calls of each subject is recorded."""
 
 from collections.abc import Sequence
 
@@ -8,10 +8,13 @@ from conformance.judge.measurements import measure
 from conformance.outcomes import SWEPT_OUTCOMES, swept_metric
 
 
-def right_or_refused(ranks: Sequence[Swept], *, unit: str) -> None:
-    """Require that every subject was tried, and that no rank has seen a fault; refused cases have no bound.
+def require_no_wrong_result(ranks: Sequence[Swept], *, unit: str) -> None:
+    """Fail on the first wrong result, and on a subject that was not tried; record how many calls each subject refused.
 
-    Raises ConformanceFailure with the first fault, and RuntimeError if nothing has computed.
+    Raises ConformanceFailure with the fault, and RuntimeError if nothing has computed.
+
+    >>> refusing = Swept(computed={"mean": 1}, refused={"mean": 3})
+    >>> require_no_wrong_result([refusing, refusing], unit="calls")
     """
     __tracebackhide__ = True
     first = ranks[0]

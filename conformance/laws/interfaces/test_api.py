@@ -2,7 +2,7 @@
 
 from conformance.assertions import compare
 from conformance.assertions.fixtures import Measure
-from conformance.assertions.sweeps import right_or_refused
+from conformance.assertions.sweeps import require_no_wrong_result
 from conformance.experiments.fsdp_methods import use_methods
 from conformance.experiments.fsdp_net import Wrong
 from conformance.experiments.fsdp_options import use_options
@@ -54,7 +54,7 @@ def test_fsdp_options_do_not_disturb_each_other(measure: Measure, cell: Cell) ->
 
     Refusals are recorded, without a bound.
     """
-    right_or_refused(measure(sweep, cell), unit="trainings")
+    require_no_wrong_result(measure(sweep, cell), unit="trainings")
 
 
 def _require_nothing_wrong(ranks: list[dict[str, Wrong]]) -> None:

@@ -2,7 +2,7 @@
 
 from conformance.assertions import compare
 from conformance.assertions.fixtures import Measure
-from conformance.assertions.sweeps import right_or_refused
+from conformance.assertions.sweeps import require_no_wrong_result
 from conformance.experiments.dtensor import operate, redistribute
 from conformance.experiments.operator_sweep import sweep
 from conformance.judge.law import law
@@ -63,4 +63,4 @@ def test_dtensor_operators_on_every_layout(measure: Measure, cell: Cell) -> None
 
     How often an operator refuses is recorded, without a bound: it shows when a version refuses what another computed.
     """
-    right_or_refused(measure(sweep, cell), unit="layouts")
+    require_no_wrong_result(measure(sweep, cell), unit="layouts")

@@ -1,7 +1,7 @@
 """TP: interfaces of tensor parallelism compute what modules and losses compute in one process."""
 
 from conformance.assertions.fixtures import Measure
-from conformance.assertions.sweeps import right_or_refused
+from conformance.assertions.sweeps import require_no_wrong_result
 from conformance.experiments.parallel_sweep import compiled_sweep, sweep
 from conformance.judge.law import law
 from conformance.plan.cells import Cell
@@ -24,7 +24,7 @@ def test_parallel_styles_and_loss_parallel_equal_one_process(measure: Measure, c
 
     Exactly on whole numbers, else within a derived bound. Refusals are recorded, without a bound.
     """
-    right_or_refused(measure(sweep, cell), unit="layouts")
+    require_no_wrong_result(measure(sweep, cell), unit="layouts")
 
 
 @law(
@@ -41,4 +41,4 @@ def test_compiled_parallel_styles_equal_one_process(measure: Measure, cell: Cell
     As TP-1 judges them, with fewer modules and sizes. The compiler's backend is `aot_eager`: graphs are captured, and
     run by the operators of eager mode.
     """
-    right_or_refused(measure(compiled_sweep, cell), unit="layouts")
+    require_no_wrong_result(measure(compiled_sweep, cell), unit="layouts")

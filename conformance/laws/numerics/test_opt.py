@@ -6,7 +6,7 @@ from functools import partial
 from conformance.assertions import compare
 from conformance.assertions.fixtures import Measure, Run
 from conformance.assertions.steps import run_before_save, without_checkpoint
-from conformance.assertions.sweeps import right_or_refused
+from conformance.assertions.sweeps import require_no_wrong_result
 from conformance.experiments.optimizer_sweep import sweep
 from conformance.judge.law import law
 from conformance.oracles.dtype_policy import optimizer_state
@@ -83,7 +83,7 @@ def test_optimizers_step_on_dtensors_as_on_plain_tensors(measure: Measure, cell:
     In every bit where an element depends on no other, else within a derived bound. How often an optimizer refuses is
     recorded, without a bound.
     """
-    right_or_refused(measure(sweep, cell), unit="layouts")
+    require_no_wrong_result(measure(sweep, cell), unit="layouts")
 
 
 def _steps_taken_before(run: Run, cell: Cell) -> int:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from conformance.assertions.sweeps import right_or_refused
+from conformance.assertions.sweeps import require_no_wrong_result
 from conformance.experiments.trials import Swept, Wrong
 from conformance.outcomes import ConformanceFailure
 
@@ -23,7 +23,7 @@ WRONG = Wrong(subject="mm", fault="result", kind="even shards", cases=2, example
 )
 def test_every_subject_is_tried_and_none_is_wrong(swept: Swept, message: str) -> None:
     if not message:
-        right_or_refused([swept, swept], unit="layouts")
+        require_no_wrong_result([swept, swept], unit="layouts")
         return
     with pytest.raises(ConformanceFailure, match=message):
-        right_or_refused([swept, swept], unit="layouts")
+        require_no_wrong_result([swept, swept], unit="layouts")
