@@ -26,7 +26,6 @@ from conformance.project import LAWS_DIRECTORY, LAYERS, PROJECT, TORCH_FREE, dat
 from conformance.report.schema import line_schema, report_schema
 
 MEASURED_FILE = PROJECT / "docs" / "measured.json"
-_MEASURE = "python -m benchmarks.profiles"
 _ABOUT = {
     "PAR, AMP": "a parallel run computes what one process computes (fp32), or its emulation (bf16, fp16)",
     "MP": "dtypes of parameters, computation, communication, gradients and optimizer state are those asked for",
@@ -129,7 +128,7 @@ def _with_blocks(file: Path, contents: Mapping[str, Callable[[], str]]) -> str:
 def _first_command(matrix: Matrix, measured: Measured) -> str:
     took = _current(matrix, "smoke", measured.first_command)
     if took is None:
-        return f"How long the first command takes has not been measured (`{_MEASURE} --first-command`)."
+        return "The first command installs torch and what the suite needs."
     return f"The first command takes {_minutes(took)} on {took.processors} processors, installation included."
 
 
@@ -138,7 +137,10 @@ def _profiles(matrix: Matrix, measured: Measured) -> str:
     for name, profile in matrix.profiles.items():
         cases = matrix.cases(name)
         took = _current(matrix, name, measured.profiles.get(name))
-        takes = f"{_minutes(took)}, {took.processors} processors" if took else "not measured"
+        expected_s = sum(matrix.seconds[cell.id] for cell in {case.cell for case in cases})
+        takes = (
+            f"{_minutes(took)}, {took.processors} processors" if took else f"about {expected_s / 60:.0f} min, planned"
+        )
         rows.append([f"`{name}`", profile.note, len({case.cell for case in cases}), len(cases), takes])
     return tabulate(rows, headers=["profile", "for", "cells", "cases", "takes"], tablefmt="github")
 
