@@ -96,7 +96,7 @@ class _Reductions:
         if kind not in ("sum", "mean"):
             raise NotImplementedError(f"--sums {self._order} knows no reduce-scatter of {kind}")
         if kind == "mean":
-            factor = torch.tensor(1.0 / len(terms)).to(terms[0].dtype)
+            factor = torch.tensor(1.0 / len(terms), dtype=torch.float32).to(terms[0].dtype)
             terms = [term * factor for term in terms]
         if self._order == "tree":
             return _tree_sum(terms)
@@ -124,7 +124,7 @@ def _kind(group: Any, operation: Any, limit: int) -> str:
     Up to torch 2.14 nothing tells Python what a boxed ReduceOp is. Raises NotImplementedError for another reduction.
     """
     group_of = dist.ProcessGroup.unbox(group)
-    number, ranks = torch.tensor([group_of.rank() + 1.0]), group_of.size()
+    number, ranks = torch.tensor([group_of.rank() + 1.0], dtype=torch.float32), group_of.size()
     dist.Work.unbox(c10d.allreduce_coalesced_.default([number], group, operation, True, limit)).wait()
     kinds = {1.0: "min", float(ranks): "max", (ranks + 1) / 2: "mean", ranks * (ranks + 1) / 2: "sum"}
     if number.item() not in kinds:

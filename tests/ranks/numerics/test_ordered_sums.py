@@ -55,6 +55,19 @@ def product(context: RankContext, _payload: dict[str, Any]) -> None:
     dist.all_reduce(torch.full((2,), 3.0), op=dist.ReduceOp.PRODUCT)
 
 
+def reduce_with_another_default_dtype(context: RankContext, _payload: dict[str, Any]) -> list[float]:
+    start_process_group(context)
+    reduced = torch.ones(2, dtype=torch.float32)
+    if context.rank == 0:
+        torch.set_default_dtype(torch.float64)
+    try:
+        dist.all_reduce(reduced)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    dist.destroy_process_group()
+    return reduced.tolist()
+
+
 def results(pools: Pools, sums: str, dtype: str = "float32") -> list[dict[str, Any]]:
     task = Task(f"{__name__}:reduce_by_all_means", {"dtype": dtype})
     env = {} if sums == OWN.sums else {SUMS_VARIABLE: sums}
@@ -101,3 +114,10 @@ def test_without_the_option_gloo_adds_in_its_own_order(pools: Pools) -> None:
 def test_another_reduction_is_refused(pools: Pools) -> None:
     with pytest.raises(RunFailed, match="--sums knows sums, means, maxima and minima"):
         pools.run(Task(f"{__name__}:product", {}), world_size=4, deadline_s=30, env={SUMS_VARIABLE: "ring"})
+
+
+@needs_unboxing
+def test_the_default_dtype_of_a_rank_does_not_matter(pools: Pools) -> None:
+    """ENV-2 looks for ranks in other states, and has to hear of them by collectives."""
+    task = Task(f"{__name__}:reduce_with_another_default_dtype", {})
+    assert pools.run(task, world_size=RANKS, deadline_s=30, env={SUMS_VARIABLE: "ring"}) == [[4.0, 4.0]] * RANKS
