@@ -138,6 +138,7 @@ class Trials:
     _found: dict[tuple[str, str, str], list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        dist.all_reduce(torch.zeros(1))  # on the CPU: a rank that comes late exceeds no limit of the groups below
         self.mesh = self._new_mesh(_WAIT_LIMITS_S[0])
 
     @property

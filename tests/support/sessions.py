@@ -113,7 +113,9 @@ def watch(
     while not done:
         assert time.monotonic() < until_s, "the session never came to the point to act on"
         assert process.is_running()
+        has_ended = process.status() == psutil.STATUS_ZOMBIE
         done = act(process)
+        assert done or not has_ended, "the session ended before the point to act on"
         seen.update(process.children(recursive=True))
         time.sleep(0.01)
     return frozenset(seen)

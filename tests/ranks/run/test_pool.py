@@ -17,7 +17,7 @@ import pytest
 from conformance.run import pool
 from conformance.run.pool import Pools, RankReport, RunFailed, Task
 
-TASKS = f"{__package__}.pool_tasks".removeprefix(".")
+TASKS = "tests.support.pool_tasks"
 DEADLINE_S = 20.0
 VERDICT_LIMIT_S = 5.0
 

@@ -64,7 +64,7 @@ def test_json_has_verdicts_with_measured_numbers(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("tests.subjects.nowhere:right", "no module `tests.subjects.nowhere` for tests.subjects.nowhere:right"),
+        ("tests.support.nowhere:right", "no module `tests.support.nowhere` for tests.support.nowhere:right"),
         ("nowhere.py:right", "no file nowhere.py"),
         ("tests.support.subject_models:wrong", "tests.support.subject_models has no `wrong`; subjects there: right, "),
         ("tests.support.subject_models:not_decorated", "decorate parallelize(model, mesh, config) with"),

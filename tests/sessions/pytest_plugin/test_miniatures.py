@@ -56,7 +56,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Ended:
         "--laws",
         "PAR-1,PAR-5,MEM-6",
     ]
-    laws = [f"conformance/laws/test_{name}.py" for name in ("par", "mem")]
+    laws = [f"conformance/laws/{name}.py" for name in ("numerics/test_par", "memory/test_mem")]
     return finish(suite(directory, *laws, *options, profile="miniatures"), directory, act=to_the_end, limit_s=300)
 
 
@@ -101,6 +101,6 @@ def test_the_session_ends_well(session: Ended) -> None:
 
 def test_the_report_can_be_verified(session: Ended) -> None:
     """The verdicts on runs that died are verified too."""
-    verified = verify(session.directory, matrix_file=PROJECT / "tests" / "pytest_plugin" / "miniatures.yaml")
+    verified = verify(session.directory, matrix_file=PROJECT / "tests" / "support" / "miniatures.yaml")
     assert verified.problems == []
     assert verified.cases == session.report.planned

@@ -313,7 +313,7 @@ def test_nothing_selected_is_no_result(tmp_path: Path) -> None:
         (["--cells", "msh = dp2"], r"unknown name `msh`; allowed: id, mesh, "),
         (
             ["--defect", "nonsense"],
-            r"--defect nonsense: not a known defect, nor FILE.py:NAME for your own; allowed: collective-wrong-",
+            r"--defect nonsense: not a known defect, nor FILE.py:NAME for your own; allowed: partial-load-",
         ),
         (["--matrix", "DIR/broken.yaml"], r"DIR/broken.yaml:\d+: .*`msh`"),
         (["--matrix", "DIR/none.yaml"], r"DIR/none.yaml:.* No such file"),
