@@ -6,6 +6,7 @@
 #   changes        the defects, with their twins, that are defined in files which the commits since BASE have changed
 #   pull-request   profile pr, or its i-th shard of n
 #   nightly        profile nightly (or a shard), on TORCH=VERSION where that is set
+#   nightly-tests  tests that are too long for each push
 #   detection      every defect and its twin on the default torch: the suite must still catch the defects
 #   versions       profile smoke on each of VERSIONS, and a table of laws by version
 #   cuda-build     profile smoke, and tests of ranks, on the CUDA builds of VERSIONS on a machine without a device
@@ -49,6 +50,11 @@ case $job in
     ;;
   pull-request) conformance pr ;;
   nightly) conformance nightly ;;
+  nightly-tests)
+    make environment || exit 1
+    .venv/bin/python -m pytest -n 2 --dist loadfile tests/nightly \
+      --ignore tests/nightly/ci --ignore tests/nightly/test_wheel.py --ignore tests/nightly/cuda_build || status=1
+    ;;
   detection)
     make environment || exit 1
     .venv/bin/python -m conformance defects || status=1
@@ -72,12 +78,12 @@ case $job in
     ;;
   package)
     make environment || exit 1
-    .venv/bin/python -m pytest tests/nightly --ignore tests/nightly/cuda_build || status=1
+    .venv/bin/python -m pytest tests/nightly/ci tests/nightly/test_wheel.py || status=1
     ci/try_wheel.sh "$(mktemp --directory)/wheel" -n auto --cells 'mesh = dp2' || status=1
     ;;
   gpu) conformance certify ;;
   *)
-    sed -n '2,18s/^# \?//p' "${BASH_SOURCE[0]}" >&2
+    sed -n '2,19s/^# \?//p' "${BASH_SOURCE[0]}" >&2
     exit 4
     ;;
 esac
