@@ -1,6 +1,6 @@
 """CUDA build of torch on a machine without a device: what ranks do before, and instead of, using one.
 
-The job `cuda-build` of ci/pipeline.sh runs these tests, those of forks in tests/run/ranks and the profile smoke.
+The job `cuda-build` of ci/pipeline.sh runs these tests, those of forks in tests/ranks/run/ranks and the profile smoke.
 """
 
 from pathlib import Path
