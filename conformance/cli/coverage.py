@@ -12,8 +12,7 @@ from conformance.plan.content import Content
 from conformance.plan.coverage import coverage, covered, impossible_pairs, laws_on, on_numbers
 from conformance.plan.matrix import Matrix, load_matrix
 from conformance.report.coverage import AXIS_HEADERS, LAW_HEADERS, TOTAL_HEADERS, axis_rows, law_rows, total_rows
-from conformance.report.shared_axes import spelled
-from conformance.report.wording import counted
+from conformance.report.wording import counted, spelled
 from reference_trainer.checks import UsageError
 
 _SHOWN = 20

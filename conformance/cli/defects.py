@@ -26,7 +26,7 @@ def add_parser(commands: Commands) -> None:
         type=Path,
         default=Path("conformance-defects"),
         metavar="DIR",
-        help="kill_matrix.json, reused as long as nothing has changed, and kill_matrix.html (default: %(default)s)",
+        help="kill_matrix.json, reused as long as nothing has changed (default: %(default)s)",
     )
     parser.set_defaults(run=run)
 
@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> Answer:
         raise UsageError(f"--workers {options.workers}: at least 1")
     from conformance.detection.choice import changed_since
     from conformance.detection.kill_matrix import kill_matrix
-    from conformance.detection.rendering import as_html, as_markdown, as_text
+    from conformance.detection.rendering import as_markdown, as_text
 
     directory: Path = options.report_dir
     only = options.id
@@ -59,7 +59,6 @@ def run(options: argparse.Namespace) -> Answer:
         only=only,
         arithmetic=Arithmetic.parse(kernels=options.kernels, sums=options.sums),
     )
-    (directory / "kill_matrix.html").write_text(as_html(matrix))
     if options.write_docs:
         _DOCS_FILE.write_text(as_markdown(matrix) + "\n")
     return Answer(as_text(matrix), int(bool(matrix.problems)))

@@ -6,8 +6,8 @@ from pathlib import Path
 import msgspec
 
 from conformance.cli.command import Answer, Commands
-from conformance.report.diff import diff, read_report
-from conformance.report.diff_text import as_markdown, as_text
+from conformance.report.diff import as_markdown, as_text, diff
+from conformance.report.schema import read_report
 
 
 def add_parser(commands: Commands) -> None:
@@ -23,17 +23,12 @@ def add_parser(commands: Commands) -> None:
     formats = parser.add_mutually_exclusive_group()
     formats.add_argument("--json", action="store_true", help="all changes as JSON, one by one")
     formats.add_argument("--markdown", action="store_true", help="as markdown, such as for a step summary")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="also write the difference as HTML")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> Answer:
     """Compare two reports. Raises UsageError if one cannot be read, or if they cannot be compared."""
     difference = diff(read_report(options.before), read_report(options.after), any_suite=options.any_suite)
-    if options.html:
-        from conformance.report.html import html_difference
-
-        options.html.write_text(html_difference(difference))
     if options.json:
         text = msgspec.json.format(msgspec.json.encode(difference), indent=1).decode()
     else:

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from conformance.cli.command import Answer, Commands
-from conformance.report.diff import read_report
+from conformance.report.schema import read_report
 
 
 def add_parser(commands: Commands) -> None:

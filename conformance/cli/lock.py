@@ -16,7 +16,7 @@ from conformance.plan.ordering import best_first
 from conformance.plan.scopes import Scope, declared_scopes
 from conformance.plan.selection import parse
 from conformance.project import LAWS_DIRECTORY
-from conformance.report.diff import read_report
+from conformance.report.schema import read_report
 from reference_trainer.strict_yaml import load
 
 _DEFECT, _OTHER_LAW, _LAW, _PAIR = 1.0, 0.05, 0.05, 0.0002

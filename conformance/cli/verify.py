@@ -24,11 +24,9 @@ from conformance.judge.waivers import Waiver, profile_waivers
 from conformance.plan.content import Profile
 from conformance.plan.matrix import Case, Matrix, load_matrix
 from conformance.pytest_plugin.named_cell import cases_of
-from conformance.report.cell_facts import cell_facts
 from conformance.report.coverage import session_coverage
-from conformance.report.environment import suite_digest
-from conformance.report.schema import CaseLine, CaseResult, Footer, Header, Report
-from conformance.report.smallest import Smallest
+from conformance.report.facts import cell_facts, suite_digest
+from conformance.report.schema import CaseLine, CaseResult, Footer, Header, Report, Smallest, verdict_counts
 from conformance.report.wording import counted
 from conformance.run.devices.hardware import Hardware
 from conformance.run.record import read_failures, read_record
@@ -136,7 +134,7 @@ def _wrong_sums(report: Report, rules: Profile) -> Iterator[str]:
     executed = len(report.cases) - counts[Verdict.NOT_RUN]
     if report.executed != executed:
         yield f"the report counts {counted(report.executed, 'executed case')}, its cases say {executed}"
-    if report.verdicts != {verdict.value: counts[verdict] for verdict in Verdict if counts[verdict]}:
+    if report.verdicts != verdict_counts(report.cases):
         yield f"the report counts the verdicts {report.verdicts}, its cases have {dict(counts)}"
     # What fails outside of cases makes the exit status worse, never better.
     expected = exit_status(counts, allows=rules.allows)

@@ -9,8 +9,7 @@ from pathlib import Path
 from conformance.cli.command import Answer, Commands
 from conformance.judge.margins import margin_of
 from conformance.judge.verdicts import Verdict
-from conformance.report.diff import read_report
-from conformance.report.schema import CaseResult, Report
+from conformance.report.schema import CaseResult, Report, read_report
 from conformance.run.devices.hardware import kernel_type
 from conformance.torch_release import release
 

@@ -1,4 +1,4 @@
-"""Kill matrix in words: for a terminal, as markdown for docs/detection/kill_matrix.md, and as HTML."""
+"""Kill matrix in words: for a terminal, and as markdown for docs/detection/kill_matrix.md."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,7 +7,6 @@ from tabulate import tabulate
 from conformance.defects.catalogue import defects
 from conformance.detection.kill_matrix import KillMatrix
 from conformance.detection.trials import LawTrial, Trial
-from conformance.report.html import render
 from conformance.report.wording import counted
 
 _COMMAND = "python -m conformance defects --write-docs"
@@ -55,21 +54,6 @@ def as_markdown(matrix: KillMatrix) -> str:
     )
 
 
-def as_html(matrix: KillMatrix) -> str:
-    """Return the kill matrix as one HTML file that needs nothing else."""
-    return render(
-        "kill_matrix.html.j2",
-        summary=summary(matrix),
-        problems=matrix.problems,
-        headers=[*_HEADERS, "reason"],
-        rows=[
-            {"verdict": "fail" if law in (*trial.escapes, *trial.false_alarms) else "pass", "cells": cells}
-            for trial in matrix.trials
-            for law, cells in zip(trial.laws, _html_rows(trial), strict=True)
-        ],
-    )
-
-
 def summary(matrix: KillMatrix) -> str:
     """Return one line: how many defects are caught, how many twins pass, and how many laws kill no defect."""
     trials = matrix.trials
@@ -96,14 +80,6 @@ def _rows_with_source(trial: Trial) -> Iterator[list[str]]:
     defect = next(defect for defect in defects() if defect.id == trial.defect)
     for name, *rest in _rows(trial):
         yield [f"[{name}]({defect.source})" if name else "", defect.title if name else "", *rest]
-
-
-def _html_rows(trial: Trial) -> Iterator[list[str]]:
-    """A row for each law, with the reason of its verdict."""
-    for law, of_law in trial.laws.items():
-        caught_on = f"{len(of_law.kills)} of {counted(of_law.cells, 'cell')}"
-        twin = "; ".join(of_law.twin_failures) or f"passes, {_percentage(of_law.twin_margin)}"
-        yield [trial.defect, law, caught_on, _margin(of_law), twin, of_law.reason]
 
 
 def _law_rows(trials: Sequence[Trial]) -> list[list[str]]:

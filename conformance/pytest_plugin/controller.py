@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from conformance.judge.verdicts import CONFORMANT, SUITE_FAILED, Verdict, exit_status
 from conformance.pytest_plugin.junit import name_suite
@@ -21,14 +21,12 @@ from conformance.pytest_plugin.report_files import PLAN, ReportFiles
 from conformance.pytest_plugin.setup import SessionSetup
 from conformance.pytest_plugin.shrinking import has_combined, smallest_cells
 from conformance.pytest_plugin.told_failures import ToldFailures
-from conformance.report.cell_facts import cell_facts
 from conformance.report.coverage import session_coverage
-from conformance.report.environment import environment_facts, suite_digest
-from conformance.report.failure_groups import failure_groups
-from conformance.report.github import annotations
+from conformance.report.explain import explain
+from conformance.report.facts import cell_facts, environment_facts, suite_digest
 from conformance.report.html import html_report
-from conformance.report.schema import CaseResult, Footer, Header, Report
-from conformance.report.text import markdown, terminal_lines
+from conformance.report.schema import CaseResult, Footer, Header, Report, verdict_counts
+from conformance.report.text import annotations, markdown, terminal_lines
 from reference_trainer.checks import UsageError
 
 
@@ -109,20 +107,11 @@ class Controller:
             status = int(exitstatus)
         elif self._collection_failed or (session.testsfailed and status == CONFORMANT):
             status = SUITE_FAILED  # an item failed that is no case
-        verdicts = {verdict.value: counts[verdict] for verdict in Verdict if counts[verdict]}
         report = Report(
-            session=self._header.session,
-            environment=self._header.environment,
-            profile=self._header.profile,
-            seed=self._header.seed,
-            started=self._header.started,
-            suite_digest=self._header.suite_digest,
-            matrix_digest=self._header.matrix_digest,
-            defect=self._header.defect,
-            selection=self._header.selection,
+            **asdict(self._header),
             planned=len(self._planned),
             executed=sum(count for verdict, count in counts.items() if verdict != Verdict.NOT_RUN),
-            verdicts=verdicts,
+            verdicts=verdict_counts(self._results.values()),
             exit_code=status,
             duration_s=round(time.monotonic() - self._start_s, 3),
             cells={},
@@ -158,15 +147,15 @@ class Controller:
 
     def _with_smallest(self, report: Report, config: pytest.Config) -> Report:
         """Return the report with the smallest failing cells, if something failed, or why the search had no end."""
-        groups = failure_groups(report)
-        if self._setup.shrink_s <= 0 or not has_combined(self._setup, groups):
+        explanations = explain(report)
+        if self._setup.shrink_s <= 0 or not has_combined(self._setup, explanations):
             return report
         reporter: pytest.TerminalReporter | None = config.pluginmanager.get_plugin("terminalreporter")
         if reporter is not None:
             limit = f"at most {self._setup.shrink_s:g} s, see --shrink"
             reporter.write_line(f"\nsearching the smallest failing cells ({limit})")
         try:
-            return replace(report, smallest=smallest_cells(self._setup, report.cases, groups))
+            return replace(report, smallest=smallest_cells(self._setup, report.cases, explanations))
         except (KeyboardInterrupt, Exception) as error:
             ended = f"the search ended with {type(error).__name__}: {error}"
             self._search_failure = f"no smallest failing cells: {ended}; report.json has the traceback"

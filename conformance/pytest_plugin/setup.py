@@ -21,7 +21,7 @@ from conformance.plan.selection import parse, parse_laws
 from conformance.project import LAWS_DIRECTORY, data_file
 from conformance.pytest_plugin.named_cell import cases_of
 from conformance.pytest_plugin.order import parse_shard
-from conformance.report.baseline import Baseline
+from conformance.report.diff import Baseline
 from conformance.run.devices.hardware import Hardware, find_hardware
 from conformance.run.devices.leases import Leases
 from conformance.run.devices.nvml import machine_devices

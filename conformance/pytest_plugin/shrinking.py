@@ -21,12 +21,9 @@ from conformance.plan.mesh import AxisError
 from conformance.plan.workload import trainer_config
 from conformance.pytest_plugin.repeating import repeat_command
 from conformance.pytest_plugin.setup import SessionSetup
-from conformance.report.failure_groups import FailureGroup
-from conformance.report.failure_text import causes
-from conformance.report.schema import CaseResult
-from conformance.report.shared_axes import spelled
-from conformance.report.smallest import Smallest
-from conformance.report.wording import is_outside
+from conformance.report.explain import Explanation
+from conformance.report.schema import CaseResult, Smallest
+from conformance.report.wording import is_outside, spelled
 from reference_trainer.checks import UsageError
 
 Judge = Callable[[Case, float], Judged]
@@ -68,16 +65,16 @@ class Shrinker:
         self._is_interrupted = False
         self._found: list[Cell] = []
 
-    def smallest(self, groups: Sequence[FailureGroup], repeat: Callable[[Case], str]) -> list[Smallest]:
-        """Return the smallest cell of each group whose search has ended, or has found a smaller cell in time.
+    def smallest(self, explanations: Sequence[Explanation], repeat: Callable[[Case], str]) -> list[Smallest]:
+        """Return the smallest cell of each explanation whose search has ended, or has found a smaller cell in time.
 
         `repeat` returns the command that repeats a case. Ctrl-C ends the searches.
         """
-        found = [self._of(group, repeat) for cause in causes(groups) for group in cause]
+        found = [self._of(each, repeat) for explanation in explanations for each in explanation.with_related]
         return [smallest for smallest in found if smallest is not None]
 
-    def _of(self, group: FailureGroup, repeat: Callable[[Case], str]) -> Smallest | None:
-        cases = _shrinkable(group, self._matrix.scopes)
+    def _of(self, explanation: Explanation, repeat: Callable[[Case], str]) -> Smallest | None:
+        cases = _shrinkable(explanation, self._matrix.scopes)
         if not cases or self._left_s() <= 0:
             return None
         start_s, judged_before = time.monotonic(), self.judged
@@ -134,16 +131,20 @@ class Shrinker:
         return 0.0 if self._is_interrupted else self._until_s - time.monotonic()
 
 
-def has_combined(setup: SessionSetup, groups: Sequence[FailureGroup]) -> bool:
+def has_combined(setup: SessionSetup, explanations: Sequence[Explanation]) -> bool:
     """Return whether there is a failure whose cell could be smaller."""
-    return any(_shrinkable(group, setup.matrix.scopes) for group in groups)
+    return any(
+        _shrinkable(each, setup.matrix.scopes) for explanation in explanations for each in explanation.with_related
+    )
 
 
-def smallest_cells(setup: SessionSetup, cases: Sequence[CaseResult], groups: Sequence[FailureGroup]) -> list[Smallest]:
-    """Return the smallest failing cells of a session that has ended with these cases and groups of failures."""
+def smallest_cells(
+    setup: SessionSetup, cases: Sequence[CaseResult], explanations: Sequence[Explanation]
+) -> list[Smallest]:
+    """Return the smallest failing cells of a session that has ended with these cases and explanations of failures."""
     setup.store.pools.prepare()  # ranks load torch while this process imports the laws
     shrinker = Shrinker(setup.matrix, cases, session_judge(setup), budget_s=setup.shrink_s)
-    return shrinker.smallest(groups, session_repeat(setup))
+    return shrinker.smallest(explanations, session_repeat(setup))
 
 
 def session_judge(setup: SessionSetup) -> Judge:
@@ -172,14 +173,14 @@ def session_repeat(setup: SessionSetup) -> Callable[[Case], str]:
     return repeat
 
 
-def _shrinkable(group: FailureGroup, laws: Container[str]) -> list[Case]:
-    """Return the cases of a group; none if one is on a plain cell, or if they tell of no fault to search for."""
+def _shrinkable(explanation: Explanation, laws: Container[str]) -> list[Case]:
+    """Return the cases of an explanation; none if one is on a plain cell, or if they tell of no fault to search for."""
     try:
-        cases = [Case(result.law, cell_from_id(result.cell)) for result in group.cases]
+        cases = [Case(result.law, cell_from_id(result.cell)) for result in explanation.cases]
     except AxisError:
         return []
     is_combined = all(case.cell.features and case.law in laws for case in cases)
-    return cases if is_combined and group.verdict in _SHRUNK else []
+    return cases if is_combined and explanation.first.verdict in _SHRUNK else []
 
 
 def _in_common(cell: Cell, cases: Sequence[Case]) -> list[Cell]:

@@ -5,20 +5,15 @@ Values are put into SVG by `Markup.format`, which escapes them.
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 
 from markupsafe import Markup
 
 from conformance.judge.measurements import Measurement
-from conformance.report.cell_facts import Collective
 from conformance.report.wording import bounds_text, is_outside, value_text
 
 _WIDTH, _HEIGHT, _ROW = 120, 10, 13
 _PLOT, _STEP, _DECADES = 44, 15, 4
 """Height of a plot of deviations, width of a step, and powers of ten below the bounds that the plot shows."""
-_KIND_COLOURS = {"all_gather": "#0969da", "reduce_scatter": "#8250df", "all_reduce": "#bf8700"}
-_NAMES, _EVENT = 90, 9
-"""Width of the names of groups, and of one collective."""
 
 
 def bounds_bar(metric: Measurement) -> Markup:
@@ -57,8 +52,7 @@ def _share(value: float, lower: float, upper: float) -> float:
 def bar(metric: Measurement, *, largest: float) -> Markup:
     """Return a value as a bar on a scale from 0 to `largest`, with the bounds drawn in; the bar is red outside of them.
 
-    The solid line is the lower bound, the dashed line the upper one. The width is that of the place, see `svg.bar` in
-    the template.
+    The solid line is the lower bound, the dashed line the upper one. The width is set by `svg.bar` in report.css.
     """
     scale = 100 / largest if largest else 0.0
     lines = Markup().join(
@@ -139,45 +133,3 @@ def loss_curve(losses: Sequence[float | None], baseline: Sequence[float | None] 
     return Markup(
         '<svg width="{width}" height="26" role="img" aria-label="{label}">{lines}</svg><small> {label}</small>'
     ).format(width=20 + 15 * len(values), label=label, lines=lines)
-
-
-def timeline(collectives: Sequence[Collective]) -> Markup:
-    """Return the collectives of a step in their order, not to scale of time: a row for each group, phases above.
-
-    Each rectangle has a tooltip; the report has the same as text.
-    """
-    if not collectives:
-        return Markup()
-    groups = list(dict.fromkeys(collective.group for collective in collectives))
-    name = Markup('<text x="0" y="{}">{}</text>')
-    names = Markup().join(name.format(_ROW * (row + 2) - 3, group) for row, group in enumerate(groups))
-    events = Markup().join(
-        Markup(
-            '<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="{colour}">'
-            "<title>{c.phase} {c.kind} {c.group}, {c.nbytes} B</title></rect>"
-        ).format(
-            x=_NAMES + _EVENT * index + 2,
-            y=_ROW * (groups.index(collective.group) + 1),
-            width=_EVENT - 2,
-            height=_ROW - 2,
-            colour=_KIND_COLOURS.get(collective.kind, "var(--none)"),
-            c=collective,
-        )
-        for index, collective in enumerate(collectives)
-    )
-    width, height = _NAMES + _EVENT * len(collectives) + 2, _ROW * (len(groups) + 1)
-    return Markup('<svg width="{}" height="{}" role="img" aria-label="collectives">{}{}{}</svg>').format(
-        width, height, names, _phase_marks(collectives, height=height), events
-    )
-
-
-def _phase_marks(collectives: Sequence[Collective], *, height: int) -> Markup:
-    """A line where each phase begins, and its name or, where there is no room, the first letter."""
-    marks, start = Markup(), 0
-    for phase, events in groupby(collective.phase for collective in collectives):
-        x, length = _NAMES + _EVENT * start, len(list(events))
-        marks += Markup(
-            '<rect x="{}" y="0" width="1" height="{}" fill="var(--none)"/><text x="{}" y="{}">{}</text>'
-        ).format(x, height, x + 3, _ROW - 3, phase if _EVENT * length > 6 * len(phase) else phase[:1])
-        start += length
-    return marks

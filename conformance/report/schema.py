@@ -1,13 +1,17 @@
 """Fields of report.json and report.jsonl, which other programs read; docs/report.schema.json is made of them."""
 
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from conformance.judge.measurements import Measurement
+from conformance.judge.verdicts import Verdict
 from conformance.plan.coverage import Coverage
-from conformance.report.cell_facts import CellFacts
-from conformance.report.smallest import Smallest
+from conformance.report.facts import CellFacts
+from reference_trainer.checks import UsageError
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -34,6 +38,30 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     repro: str
     """Command that repeats just this case."""
     nodeid: str
+
+
+class Smallest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Smallest cell on which a law fails as it does in a case of the session."""
+
+    case: str
+    """Id of the failed case from whose cell the search began."""
+    law: str
+    cell: str
+    """Id of the smallest cell, which the profile may not have."""
+    features: dict[str, str]
+    """Minimal non-default values of axes: resetting any one of them removes or changes the failure."""
+    bound: dict[str, str]
+    """Non-default values that exclusions or the law's scope force on every cell with these features."""
+    passes: bool
+    """True if the law passes without any one of the features; False if it fails in another way without some."""
+    complete: bool
+    """False if the search ended before all features were known to be needed."""
+    judged: int
+    """Number of cases that were judged for the search, besides those of the session."""
+    seconds: float
+    """Duration of the search."""
+    repro: str
+    """Command that repeats the law on the smallest cell."""
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header", tag_field="type"):
@@ -82,7 +110,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     matrix_digest: str
     defect: str | None
     selection: str
-    """Options that selected cases of the profile, as they were given; empty if all cases were selected."""
     planned: int
     executed: int
     verdicts: dict[str, int]
@@ -96,7 +123,26 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     smallest: list[Smallest] = []
     """Smallest failing cells that were searched for after the last case, at most one for each cause."""
     search_failure: str = ""
-    """Traceback of what ended the search for these cells before it was done; empty if nothing has."""
+    """Traceback of the error that ended the search for these cells; empty if it was completed."""
+
+
+def verdict_counts(cases: Iterable[CaseResult]) -> dict[str, int]:
+    """Return the number of cases by verdict, in the order of `Verdict`, without those of which there is none."""
+    counts = Counter(case.verdict for case in cases)
+    return {verdict.value: counts[verdict] for verdict in Verdict if counts[verdict]}
+
+
+def read_report(directory: Path) -> Report:
+    """Return the report in a directory. Raises UsageError if there is none, or one that cannot be read."""
+    try:
+        report = msgspec.json.decode((directory / "report.json").read_bytes(), type=Report)
+    except OSError as error:
+        raise UsageError(f"{directory}: no report: {error.strerror}") from None
+    except msgspec.DecodeError as error:
+        raise UsageError(f"{directory}: the report is cut off, or of another version of the suite: {error}") from None
+    if "torch" not in report.environment.get("packages", {}):
+        raise UsageError(f"{directory}: the report does not say of which torch it is: another program has written it")
+    return report
 
 
 def report_schema() -> dict[str, Any]:

@@ -1,22 +1,72 @@
-"""End of a session in words: for a terminal, and as markdown for the summary of a CI job."""
+"""End of a session in words: for a terminal, as markdown for the summary of a CI job, as annotations for GitHub."""
 
+import os
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
+import msgspec
 from tabulate import tabulate
 
-from conformance.judge.verdicts import Verdict
+from conformance.judge.verdicts import CONFORMANT, INCOMPLETE, NOT_CONFORMANT, SUITE_FAILED, USAGE, Verdict
+from conformance.numerics.arithmetic import OWN, Arithmetic
 from conformance.plan.scopes import in_order
 from conformance.report.coverage import coverage_line
-from conformance.report.failure_groups import FailureGroup, failure_groups
-from conformance.report.failure_text import MAX_CAUSES, causes, commands, details, reason_text, summary, title
-from conformance.report.headline import headline, headline_line
-from conformance.report.schema import Report
+from conformance.report.explain import MAX_EXPLANATIONS, Explanation, explain, summary, title
+from conformance.report.schema import CaseResult, Report
 from conformance.report.wording import counted
 
-_TOLD_WAIT_S = 1.0
-_WITHOUT_JUDGEMENT = (Verdict.UNSUPPORTED, Verdict.NOT_RUN)
+_OUTCOMES = {
+    CONFORMANT: "CONFORMANT",
+    NOT_CONFORMANT: "NOT CONFORMANT",
+    SUITE_FAILED: "THE SUITE FAILED",
+    USAGE: "USAGE ERROR",
+    INCOMPLETE: "INCOMPLETE",
+}
+_NOT_JUDGED = (Verdict.UNSUPPORTED, Verdict.NOT_RUN)
+_MIN_WAIT_S = 1.0
+"""Shortest time of waiting that is mentioned."""
+_MAX_ANNOTATIONS = 10  # GitHub shows no more errors of one step
+
+
+class Headline(msgspec.Struct, frozen=True):
+    """Outcome of a session and its scope, which every rendering of a report shows first."""
+
+    outcome: str
+    """Meaning of the exit status: `CONFORMANT`, `NOT CONFORMANT`, `THE SUITE FAILED`, `USAGE ERROR`, `INCOMPLETE`."""
+    subject: str
+    """Software and hardware that were judged: `torch 2.13.0+cpu, CPU (gloo, simulated), profile smoke`."""
+    restrictions: list[str]
+    """Reasons why the outcome is not that of the profile: `only --cells 'tp = 2'`, `defect grads-summed injected`."""
+    nothing_about: str
+    """Clause about what the session cannot show: `nothing about NCCL, CUDA streams: 13 cases unsupported`, or empty."""
+
+    @property
+    def line(self) -> str:
+        """Outcome, restrictions and subject in one line."""
+        restricted = f" ({'; '.join(self.restrictions)})" if self.restrictions else ""
+        return f"{self.outcome}{restricted}: {self.subject}"
+
+
+def headline(report: Report) -> Headline:
+    """Return the headline of a report."""
+    return Headline(
+        outcome=_OUTCOMES.get(report.exit_code, f"ENDED WITH EXIT STATUS {report.exit_code}"),
+        subject=f"torch {report.environment['packages']['torch']}, {_device(report)}, profile {report.profile}",
+        restrictions=list(restrictions(report)),
+        nothing_about=_nothing_about(report),
+    )
+
+
+def restrictions(report: Report) -> Iterator[str]:
+    """Yield the reasons why a report does not tell the outcome of its profile on an unchanged product."""
+    if report.selection:
+        yield f"only {report.selection}"
+    if report.defect:
+        yield f"defect {report.defect} injected"
+    arithmetic = msgspec.convert(report.environment.get("hardware", {}).get("arithmetic", {}), Arithmetic)
+    if arithmetic != OWN:
+        yield f"kernels {arithmetic.kernels}, sums {arithmetic.sums}"
 
 
 def terminal_lines(report: Report, place: str) -> Iterator[str]:
@@ -24,29 +74,59 @@ def terminal_lines(report: Report, place: str) -> Iterator[str]:
 
     `place` is a clause that says where the report is.
     """
-    yield headline_line(report)
-    if blind_to := headline(report).nothing_about:
-        yield blind_to
+    head = headline(report)
+    yield head.line
+    if head.nothing_about:
+        yield head.nothing_about
     if not report.planned:
         yield "no case is selected: see python -m conformance list for what the profile has, and --cells"
-    yield from _failures(failure_groups(report))
-    yield f"\n{law_table(report, table_format='simple')}\n"
-    yield from _briefly(report)
+    yield from _failures(explain(report))
+    yield f"\n{_law_table(report, table_format='simple')}\n"
+    yield from _not_judged(report)
     yield coverage_line(report.coverage)
     yield from _exposed_communication(report)
-    yield from _waiting(report)
-    yield f"\n{headline(report).outcome}: {ending(report)}; {place}"
+    wait_s = sum(case.wait_s for case in report.cases)
+    if wait_s >= _MIN_WAIT_S:
+        yield f"cases waited {wait_s:.0f} s in total for devices, processors or another worker's run"
+    yield f"\n{head.outcome}: {_ending(report)}; {place}"
 
 
 def markdown(report: Report) -> str:
     """Return the end of a session as markdown for the readers of a pull request: what failed comes first."""
-    blocks = [f"## {headline_line(report)}", _plain(headline(report).nothing_about), ending(report)]
-    blocks += [*_failures_in_markdown(failure_groups(report)), law_table(report, table_format="github")]
-    blocks.append("\n".join(f"- {_plain(line)}" for line in [*_briefly(report), coverage_line(report.coverage)]))
+    head = headline(report)
+    blocks = [f"## {head.line}", _plain(head.nothing_about), _ending(report)]
+    blocks += [*_failures_in_markdown(explain(report)), _law_table(report, table_format="github")]
+    blocks.append("\n".join(f"- {_plain(line)}" for line in [*_not_judged(report), coverage_line(report.coverage)]))
     return "\n\n".join(filter(None, blocks)) + "\n"
 
 
-def ending(report: Report) -> str:
+def annotations(report: Report) -> list[str]:
+    """Return a line for each cause of failures, those of most cases first; none outside of GitHub Actions.
+
+    GitHub Actions shows lines that begin with `::error` on a run and its commit, see
+    https://docs.github.com/en/actions/reference/workflow-commands-for-github-actions.
+    """
+    if os.environ.get("GITHUB_ACTIONS") != "true":
+        return []
+    return [_annotation(explanation) for explanation in explain(report)[:_MAX_ANNOTATIONS]]
+
+
+def _device(report: Report) -> str:
+    device = report.environment["device"]
+    names = {"cpu": "CPU", "sim": device.get("name")}
+    name = names.get(device.get("type")) or f"{device['count']} x {device['name']}"
+    judged = sorted({case.substrate for case in report.cases if case.verdict not in _NOT_JUDGED} - {""})
+    return f"{name} ({', '.join(judged)})" if judged else name
+
+
+def _nothing_about(report: Report) -> str:
+    number = sum(case.verdict == Verdict.UNSUPPORTED for case in report.cases)
+    unsupported = f"{counted(number, 'case')} unsupported" if number else ""
+    blind_to = report.environment.get("cannot_show", "")
+    return ": ".join(filter(None, [f"nothing about {blind_to}" if blind_to else "", unsupported]))
+
+
+def _ending(report: Report) -> str:
     """Return one line: how many cases were executed, in which time, with which exit status."""
     return (
         f"{report.executed} of {counted(report.planned, 'case')} executed in {report.duration_s:.1f} s, "
@@ -54,58 +134,72 @@ def ending(report: Report) -> str:
     )
 
 
-def _failures(groups: Sequence[FailureGroup]) -> Iterator[str]:
-    if groups:
-        yield f"\n{title(groups)}: {summary(groups)}"
-    for cause in causes(groups)[:MAX_CAUSES]:
-        first = cause[0]
-        yield f"\n{first.verdict}: {first.cases[0].id}: {reason_text(first)}\n  {first.must}"
-        yield from (f"  {line}" for line in details(cause))
-        yield from (f"  {purpose}: {command}" for purpose, command in commands(first))
-    if more := _more(groups):
+def _failures(explanations: Sequence[Explanation]) -> Iterator[str]:
+    if explanations:
+        yield f"\n{title(explanations)}: {summary(explanations)}"
+    for each in explanations[:MAX_EXPLANATIONS]:
+        yield f"\n{each.first.verdict}: {each.first.id}: {each.short_reason}\n  {each.first.must}"
+        yield from (f"  {line}" for line in each.details)
+        yield from (f"  {purpose}: {command}" for purpose, command in each.commands)
+    if more := _more(explanations):
         yield f"\n{more}"
 
 
-def _failures_in_markdown(groups: Sequence[FailureGroup]) -> Iterator[str]:
-    """Blocks of a section; a list item for each cause, with a block of code for its command."""
-    if groups:
-        yield f"### {title(groups)}\n\n{_plain(summary(groups))}"
-    for cause in causes(groups)[:MAX_CAUSES]:
-        first = cause[0]
-        item = [f"- **{first.verdict}** `{first.cases[0].id}`: {_plain(reason_text(first))}. {_plain(first.must)}"]
-        item += [f"  - {_plain(line)}" for line in details(cause)]
-        lines = "\n  ".join(command for _purpose, command in commands(first))
+def _failures_in_markdown(explanations: Sequence[Explanation]) -> Iterator[str]:
+    """Yield the blocks of a section; a list item for each cause, with a block of code for its command."""
+    if explanations:
+        yield f"### {title(explanations)}\n\n{_plain(summary(explanations))}"
+    for each in explanations[:MAX_EXPLANATIONS]:
+        first = each.first
+        item = [f"- **{first.verdict}** `{first.id}`: {_plain(each.short_reason)}. {_plain(first.must)}"]
+        item += [f"  - {_plain(line)}" for line in each.details]
+        lines = "\n  ".join(command for _purpose, command in each.commands)
         yield "\n".join([*item, "", f"  ```\n  {lines}\n  ```"])
-    yield _more(groups)
+    yield _more(explanations)
 
 
-def _more(groups: Sequence[FailureGroup]) -> str:
-    """Line about groups that are not told; empty if all are."""
-    more = sum(len(cause) for cause in causes(groups)[MAX_CAUSES:])
+def _more(explanations: Sequence[Explanation]) -> str:
+    """Return a line about the laws and causes that are not shown; empty if all are."""
+    more = sum(len(each.with_related) for each in explanations[MAX_EXPLANATIONS:])
     return f"and {counted(more, 'more group')} of failures: see report.html" if more else ""
 
 
-def law_table(report: Report, *, table_format: str) -> str:
+def _annotation(explanation: Explanation) -> str:
+    kind = "warning" if explanation.is_drift else "error"
+    first = explanation.first
+    heading = _escape(f"{first.verdict}: {first.id}").replace(":", "%3A").replace(",", "%2C")
+    message = _escape("\n".join([explanation.short_reason, *explanation.details]))
+    return f"::{kind} title={heading}::{message}"
+
+
+def _escape(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _law_table(report: Report, *, table_format: str) -> str:
     """Return a table of laws by verdict, with the time in seconds that the cases of each law took."""
     columns = [verdict.value for verdict in Verdict if verdict.value in report.verdicts]
+    by_law: dict[str, list[CaseResult]] = defaultdict(list)
+    for case in report.cases:
+        by_law[case.law].append(case)
     rows = []
-    for law in sorted({case.law for case in report.cases}, key=in_order):
-        of_law = [case for case in report.cases if case.law == law]
-        counts = Counter(case.verdict for case in of_law)
-        rows.append([law, *(counts[column] or "" for column in columns), f"{sum(c.duration_s for c in of_law):.1f}"])
+    for law in sorted(by_law, key=in_order):
+        counts = Counter(case.verdict for case in by_law[law])
+        seconds = sum(case.duration_s for case in by_law[law])
+        rows.append([law, *(counts[column] or "" for column in columns), f"{seconds:.1f}"])
     return tabulate(rows, headers=["law", *columns, "seconds"], tablefmt=table_format)
 
 
-def _briefly(report: Report) -> Iterator[str]:
-    """One line for each reason of cases that are waived, unsupported or not run."""
+def _not_judged(report: Report) -> Iterator[str]:
+    """Yield a line for each reason of cases that are waived, unsupported or not run."""
     waived = Counter(case.reason.partition(": ")[0] for case in report.cases if case.verdict == Verdict.WAIVED)
     yield from (f"waived, {counted(number, 'case')}: {issue}" for issue, number in waived.items())
-    others = Counter((c.verdict, c.reason) for c in report.cases if c.verdict in _WITHOUT_JUDGEMENT)
+    others = Counter((case.verdict, case.reason) for case in report.cases if case.verdict in _NOT_JUDGED)
     yield from (f"{verdict}, {counted(number, 'case')}: {reason}" for (verdict, reason), number in others.items())
 
 
 def _exposed_communication(report: Report) -> Iterator[str]:
-    """One line; a fact, no verdict."""
+    """Yield a line about the time in which nothing but communication happens; a fact, no verdict."""
     shares = {cell: facts.communication.exposed_share for cell, facts in report.cells.items() if facts.communication}
     if shares:
         most, median = max(shares, key=shares.__getitem__), statistics.median(shares.values())
@@ -115,12 +209,6 @@ def _exposed_communication(report: Report) -> Iterator[str]:
         )
 
 
-def _waiting(report: Report) -> Iterator[str]:
-    wait_s = sum(case.wait_s for case in report.cases)
-    if wait_s >= _TOLD_WAIT_S:
-        yield f"cases waited {wait_s:.0f} s in total for devices, processors or another worker's run"
-
-
 def _plain(text: str) -> str:
-    """One line without marks of markdown or HTML."""
+    """Return one line without marks of markdown or HTML."""
     return " ".join(text.split()).replace("<", "&lt;").replace("*", r"\*").replace("_", r"\_")

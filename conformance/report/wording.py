@@ -1,12 +1,18 @@
-"""Wording that texts and HTML share: numbers with nouns, shares, and metrics with their bounds."""
+"""Wording that texts and HTML share: numbers with nouns, shares, axis values, and metrics with their bounds."""
 
 from conformance.judge.measurements import Measurement
+from conformance.plan.cells import AxisValue
 from conformance.plan.coverage import Tally
 
 
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun: `1 case`, `4 cases`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def spelled(value: AxisValue) -> str:
+    """Return a value as a selection spells it: `true` for True."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def share_text(tally: Tally) -> str:

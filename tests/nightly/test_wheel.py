@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from conformance.project import PROJECT
-from conformance.report.environment import suite_digest
+from conformance.report.facts import suite_digest
 
 PACKAGES = ("conformance", "reference_trainer")
 DATA_FILES = ("matrix.yaml", "matrix.lock", "waivers.yaml")
@@ -82,7 +82,7 @@ def test_a_wheel_registers_the_suites_subjects(site: Path, tmp_path: Path) -> No
 def test_a_wheel_is_the_same_suite_without_a_commit(site: Path, tmp_path: Path) -> None:
     """Reports of a wheel and of its checkout can be compared; the commit would be that of the directory around."""
     run(["git", "init", "--quiet"], site)
-    program = "from conformance.report import environment as e; print(e.__file__, e.suite_digest(), e._git_commit())"
+    program = "from conformance.report import facts as e; print(e.__file__, e.suite_digest(), e._git_commit())"
     file, digest, commit = python(site, tmp_path, "-c", program).split()
     assert Path(file).is_relative_to(site)
     assert (digest, commit) == (suite_digest(), "None")

@@ -107,7 +107,7 @@ def files(directory: Path) -> None:
     """Make what the commands name: files with mistakes, and reports that are less than that."""
     from conformance.plan.matrix import load_matrix
     from conformance.report.coverage import session_coverage
-    from conformance.report.environment import suite_digest
+    from conformance.report.facts import suite_digest
     from tests.support.sample_reports import case, report
 
     (directory / "empty").mkdir()

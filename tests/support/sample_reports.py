@@ -4,7 +4,7 @@ from typing import Any
 
 from conformance.judge.measurements import Measurement
 from conformance.plan.coverage import CombinationCoverage, Coverage, LawCoverage, LeftOut, Tally
-from conformance.report.cell_facts import CellFacts, Collective
+from conformance.report.facts import CellFacts, Collective
 from conformance.report.schema import CaseResult, Report
 
 GATHER = Collective("forward", "all_gather", "dp_shard", "float32", 250)

@@ -7,9 +7,8 @@ from conformance.judge.verdicts import Verdict
 from conformance.plan.coverage import Coverage, Tally
 from conformance.plan.matrix import Matrix, load_matrix
 from conformance.report.coverage import axis_rows, coverage_line, law_rows, session_coverage, total_rows
-from conformance.report.diff import diff
-from conformance.report.diff_text import as_markdown, as_text
-from conformance.report.html import html_difference, html_report
+from conformance.report.diff import as_markdown, as_text, diff
+from conformance.report.html import html_report
 from conformance.report.schema import CaseResult
 from conformance.report.wording import share_text
 from tests.support.sample_reports import COVERAGE, case, deviation, report
@@ -156,6 +155,6 @@ def test_a_fall_is_a_warning(after: Coverage, fallen: tuple[str, str, str] | Non
         [("coverage-fell", *fallen)] if fallen else []
     )
     assert difference.exit_status == 0
-    for text in (as_text(difference), as_markdown(difference), html_difference(difference)):
+    for text in (as_text(difference), as_markdown(difference)):
         assert ("coverage-fell" in text) == bool(fallen)
         assert all(told in text for told in fallen or ["no difference"])

@@ -1,11 +1,13 @@
-"""End of a session in words: what is told, and how often."""
+"""End of a session in words: headline, failures, what was not judged, markdown, annotations for GitHub."""
 
+import pytest
 from expecttest import assert_expected_inline
 from msgspec.structs import replace
 
 from conformance.instruments.communication import Communication
-from conformance.report.schema import Report
-from conformance.report.text import markdown, terminal_lines
+from conformance.judge.verdicts import Verdict
+from conformance.report.schema import CaseResult, Report
+from conformance.report.text import annotations, headline, markdown, terminal_lines
 from conformance.report.wording import bounds_text, derivation_text, is_outside, value_text
 from tests.support.sample_reports import FACTS, bytes_of, case, count, deviation, report
 
@@ -201,3 +203,116 @@ def test_markdown_has_no_marks_but_its_own_and_says_what_was_not_judged() -> Non
     assert r"loss is \*far\* off" in text
     assert "\n- unsupported, 1 case: needs 2 GPUs\n" in text
     assert "\n- waived, 2 cases: https://github.com/pytorch/pytorch/issues/1\n" in text
+
+
+# Headline
+
+CPU = {
+    "packages": {"torch": "2.13.0+cpu"},
+    "device": {"type": "cpu", "name": "Fake", "count": 2},
+    "cannot_show": "NCCL, CUDA streams",
+}
+
+
+def on_cpu(**fields: object) -> Report:
+    simulated = replace(case("MEM-1/a"), substrate="simulated")
+    unsupported = replace(case("STREAM-2/a", "unsupported"), substrate="nccl")
+    shown = report(case("PAR-1/a"), simulated, unsupported)
+    return replace(shown, **{"environment": CPU, **fields})
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "outcome"),
+    [
+        (0, "CONFORMANT"),
+        (1, "NOT CONFORMANT"),
+        (3, "THE SUITE FAILED"),
+        (4, "USAGE ERROR"),
+        (5, "INCOMPLETE"),
+        (130, "ENDED WITH EXIT STATUS 130"),
+    ],
+)
+def test_the_outcome_comes_first(exit_code: int, outcome: str) -> None:
+    shown = on_cpu(exit_code=exit_code)
+    assert headline(shown).outcome == outcome
+    assert headline(shown).line.startswith(f"{outcome}: torch 2.13.0+cpu, CPU (gloo, simulated), profile pr")
+
+
+def test_what_was_judged_names_the_substrates_of_judged_cases_alone() -> None:
+    assert headline(on_cpu()).subject == "torch 2.13.0+cpu, CPU (gloo, simulated), profile pr"
+    assert headline(report()).subject == "torch 2.13.0, 2 x Fake, profile pr"
+
+
+def test_a_narrowed_session_with_a_defect_says_so_in_the_first_line() -> None:
+    shown = on_cpu(selection="--cells 'tp = 2'", defect="grads-summed", exit_code=1)
+    assert headline(shown).restrictions == ["only --cells 'tp = 2'", "defect grads-summed injected"]
+    assert headline(shown).line == (
+        "NOT CONFORMANT (only --cells 'tp = 2'; defect grads-summed injected): "
+        "torch 2.13.0+cpu, CPU (gloo, simulated), profile pr"
+    )
+    assert headline(on_cpu()).restrictions == []
+
+
+def test_what_a_session_says_nothing_about() -> None:
+    assert headline(on_cpu()).nothing_about == "nothing about NCCL, CUDA streams: 1 case unsupported"
+    assert headline(on_cpu(cases=[])).nothing_about == "nothing about NCCL, CUDA streams"
+    assert headline(report(case("STREAM-2/a", "unsupported"))).nothing_about == "1 case unsupported"
+    assert headline(report(case("PAR-1/a"))).nothing_about == ""
+
+
+# Annotations for GitHub Actions
+
+DP2 = "dp2-fp32-default-meta"
+
+
+@pytest.fixture(autouse=True)
+def github(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+
+
+def failing_with(name: str, reason: str) -> CaseResult:
+    return replace(case(name, "fail"), reason=reason)
+
+
+def test_a_failure_is_an_error_with_law_cell_and_reason() -> None:
+    (line,) = annotations(report(case(f"PAR-1/{DP2}", "fail")))
+    assert line.startswith(f"::error title=fail%3A PAR-1/{DP2}::why fail%0Aknown faults with this signature: ")
+
+
+def test_a_cause_is_one_error() -> None:
+    (line,) = annotations(report(*(case(f"PAR-1/{mesh}-fp32-default-meta", "fail") for mesh in ("dp2", "dp4"))))
+    assert line.startswith(f"::error title=fail%3A PAR-1/{DP2}::why fail%0A2 cases of PAR-1")
+
+
+def test_special_characters_are_escaped() -> None:
+    (line,) = annotations(report(failing_with("PAR-1/a,b", "100 %: a, b")))
+    assert line == "::error title=fail%3A PAR-1/a%2Cb::100 %25: a, b"
+
+
+@pytest.mark.parametrize(
+    ("verdict", "kind"),
+    [
+        (Verdict.PASS, None),
+        (Verdict.UNSUPPORTED, None),
+        (Verdict.WAIVED, None),
+        (Verdict.QUALITY_WARNING, "warning"),
+        (Verdict.FAIL, "error"),
+        (Verdict.UNEXPECTED_PASS, "error"),
+        (Verdict.TIMEOUT, "error"),
+        (Verdict.CRASH, "error"),
+        (Verdict.ERROR, "error"),
+    ],
+)
+def test_failures_are_errors_and_drift_is_a_warning(verdict: Verdict, kind: str | None) -> None:
+    lines = annotations(report(case(f"PAR-1/{DP2}", verdict.value)))
+    assert [line.split()[0] for line in lines] == ([f"::{kind}"] if kind else [])
+
+
+def test_github_shows_ten() -> None:
+    failures = [failing_with(f"PAR-1/{DP2}", f"why {letter}") for letter in "abcdefghijkl"]
+    assert len(annotations(report(*failures))) == 10
+
+
+def test_there_are_none_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GITHUB_ACTIONS")
+    assert annotations(report(case(f"PAR-1/{DP2}", "fail"))) == []

@@ -16,10 +16,9 @@ from conformance.plan.matrix import Case, load_matrix
 from conformance.project import data_file
 from conformance.pytest_plugin.named_cell import cases_of
 from conformance.pytest_plugin.shrinking import Shrinker, outcome_of
-from conformance.report.failure_groups import failure_groups
+from conformance.report.explain import explain, smallest_text
 from conformance.report.html import html_report
-from conformance.report.schema import CaseResult, Report
-from conformance.report.smallest import Smallest, smallest_text
+from conformance.report.schema import CaseResult, Report, Smallest
 from conformance.report.text import markdown, terminal_lines
 from tests.support import sample_reports, two_features
 from tests.support.sessions import PYTEST, finish, suite
@@ -60,7 +59,7 @@ class Judge:
 
 def smallest_of(*cases: CaseResult, judge: Judge, budget_s: float = 60.0) -> list[Smallest]:
     shrinker = Shrinker(MATRIX, cases, judge, budget_s=budget_s)
-    return shrinker.smallest(failure_groups(sample_reports.report(*cases)), lambda case: f"repeat {case.id}")
+    return shrinker.smallest(explain(sample_reports.report(*cases)), lambda case: f"repeat {case.id}")
 
 
 def test_two_features_are_named() -> None:

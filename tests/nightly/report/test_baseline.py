@@ -8,8 +8,8 @@ import pytest
 from conformance.cli.verify import verify
 from conformance.judge.verdicts import Verdict
 from conformance.project import PROJECT
-from conformance.report.baseline import Baseline
-from conformance.report.environment import suite_digest
+from conformance.report.diff import Baseline
+from conformance.report.facts import suite_digest
 from conformance.report.schema import Report
 from tests.support.sample_reports import bytes_of, case, report
 from tests.support.sessions import finish, suite

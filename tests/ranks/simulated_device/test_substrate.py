@@ -5,7 +5,7 @@ from conformance.judge.registry import asserted_laws
 from conformance.judge.support import Machine, unsupported
 from conformance.plan.cells import Cell
 from conformance.plan.substrates import CUDA, REAL, SIMULATED, STREAMS
-from conformance.report.environment import environment_facts
+from conformance.report.facts import environment_facts
 from conformance.run.devices.hardware import Hardware, SimulatedDevice, device_type, kernel_type
 from conformance.simulated_device import schedules
 from conformance.simulated_device.building import LIBRARY_VARIABLE

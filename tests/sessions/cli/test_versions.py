@@ -11,12 +11,10 @@ import pytest
 from expecttest import assert_expected_inline
 
 from conformance.__main__ import main
-from conformance.cli.versions import laws_text, sweeps_text
+from conformance.cli.versions import by_version, laws_text, sweeps_text
 from conformance.judge.measurements import Measurement
 from conformance.outcomes import SWEPT_OUTCOMES, swept_metric
 from conformance.project import PROJECT
-from conformance.report.html import html_versions
-from conformance.report.versions import version_table
 from tests.support.sample_reports import case, report
 
 OLD = report(case("PAR-10/a"), case("PAR-2/a", "unsupported"), case("PAR-2/b"), torch="2.6.0")
@@ -25,7 +23,7 @@ NEW = report(case("PAR-2/a"), case("PAR-2/b", "fail"), case("MP-1/a"), torch="2.
 
 def test_a_table_of_versions() -> None:
     assert_expected_inline(
-        laws_text(version_table([OLD, NEW])),
+        laws_text(by_version([OLD, NEW])),
         """\
 Profile `pr`, 3 cases for each version of torch.
 
@@ -36,9 +34,9 @@ Profile `pr`, 3 cases for each version of torch.
 | PAR-10 | 1 pass                | -              |""",
     )
     with pytest.raises(ValueError, match=r"reports are of torch 2.6.0, 2.6.0: give one for each version"):
-        version_table([OLD, OLD])
+        by_version([OLD, OLD])
     with pytest.raises(ValueError, match=r"reports are of different profiles: \[\('pr', 3\), \('smoke', 3\)\]"):
-        version_table([OLD, msgspec.structs.replace(NEW, profile="smoke")])
+        by_version([OLD, msgspec.structs.replace(NEW, profile="smoke")])
 
 
 def swept(**trials: int) -> dict[str, Measurement]:
@@ -53,9 +51,8 @@ def test_outcomes_in_sweeps() -> None:
         case("DT-3/a", "pass", **swept(right=5, refused=7, wrong=0)), case("TP-1/a", "unsupported"), torch="2.6.0"
     )
     new = report(case("DT-3/a", "pass", **swept(right=10, refused=0, wrong=2)), case("PAR-2/a"), torch="2.15.0")
-    table = version_table([old, new])
     assert_expected_inline(
-        sweeps_text(table),
+        sweeps_text(by_version([old, new])),
         """\
 Trials: right, refused, wrong.
 
@@ -63,7 +60,7 @@ Trials: right, refused, wrong.
 |---------|---------|----------|
 | DT-3/a  | 5, 7, 0 | 10, 0, 2 |""",
     )
-    assert "<td>10 right, 0 refused, 2 wrong</td>" in html_versions(table)
+    assert sweeps_text(by_version([OLD, NEW])) == ""
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,31 +69,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (tmp_path / name / "report.json").write_bytes(msgspec.json.encode(side))
     assert main(["versions", str(tmp_path / "old"), str(tmp_path / "new")]) == 0
     assert "| PAR-10 | 1 pass" in capsys.readouterr().out
-    html = tmp_path / "versions.html"
-    assert main(["versions", str(tmp_path / "old"), str(tmp_path / "new"), "--html", str(html)]) == 0
-    assert html.read_text() == html_versions(version_table([OLD, NEW]))
     assert main(["versions", str(tmp_path / "none")]) == 4
-
-
-def test_laws_and_cells_by_version() -> None:
-    table = version_table([OLD, NEW])
-    assert [column.version for column in table.columns] == ["2.6.0", "2.15.0"]
-    rows = {row.law: row for row in table.rows}
-    verdicts = [(cell, [case.verdict if case else "" for case in cases]) for cell, cases in rows["PAR-2"].cells]
-    assert verdicts == [("a", ["unsupported", "pass"]), ("b", ["pass", "fail"])]
-    assert [judged.failed for judged in rows["PAR-2"].by_version] == [[], [NEW.cases[1]]]
-    same = version_table([OLD, msgspec.structs.replace(OLD, environment=NEW.environment)])
-    assert [row.differs for row in table.rows] == [True, True, True]
-    assert [row.differs for row in same.rows] == [False, False]
-
-
-def test_versions_as_html_say_why_a_law_failed() -> None:
-    text = html_versions(version_table([OLD, NEW]))
-    assert '<td class="bad" title="b: why fail">' in text
-    assert text.count('<tbody class="law" data-differs>') == 3
-    assert "http" not in text
-    evil = msgspec.structs.replace(NEW, cases=[msgspec.structs.replace(NEW.cases[1], reason="<script>")])
-    assert text.count("<script>") == html_versions(version_table([evil])).count("<script>") == 1
 
 
 def test_the_script_goes_on_after_a_version_that_fails(tmp_path: Path) -> None:

@@ -1,15 +1,20 @@
-"""Facts of cells in the report, from records."""
+"""Facts in every report: about the machine, and about cells, from records."""
 
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
+import pytest
+import torch
 
 from conformance.instruments.communication import Communication
 from conformance.instruments.timing import StepTimes
 from conformance.outcomes import Failure
 from conformance.plan.cells import Cell
-from conformance.report.cell_facts import CellFacts, Collective, cell_facts
+from conformance.report.facts import CellFacts, Collective, cell_facts, environment_facts
+from conformance.run.devices.hardware import NO_DEVICES, Hardware
+from conformance.run.devices.nvml import Device
 from conformance.run.record import Header, RecordFile, write_record
 
 CELL = Cell(mesh="dp2", steps=3)
@@ -79,3 +84,29 @@ def test_what_instruments_do_is_no_time_of_a_step() -> None:
     times.phase("data", step=1)
     times.phase("idle", step=1)
     assert times.step_s == [7.0, 5.0]
+
+
+def test_environment_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_SOMETHING", "1")
+    monkeypatch.setenv("PASSWORD", "secret")
+    facts = environment_facts(NO_DEVICES)
+    assert facts["packages"]["torch"] == torch.__version__
+    assert facts["memory_bytes"] == psutil.virtual_memory().total
+    assert facts["variables"]["TORCH_SOMETHING"] == "1"
+    assert "secret" not in str(facts)
+    assert (facts["substrate"], facts["device"]["type"]) == ("gloo", "cpu")
+    assert "git" in facts
+    assert msgspec.json.decode(msgspec.json.encode(facts)) == facts
+
+
+def test_what_a_machine_cannot_show() -> None:
+    device = Device(uuid="GPU-1", name="H200", total_bytes=1)
+    cannot_show = [
+        environment_facts(hardware)["cannot_show"]
+        for hardware in (NO_DEVICES, Hardware(devices=(device,), ranks_per_device=4), Hardware(devices=(device,)))
+    ]
+    assert cannot_show == [
+        "NCCL, CUDA streams, GPU memory, pinned host memory",
+        "bandwidth, overlap and peer-to-peer copies in worlds that share a GPU",
+        "",
+    ]

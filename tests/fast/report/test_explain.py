@@ -1,4 +1,4 @@
-"""Failures grouped by cause: ratios that are named, axes that tell cells apart, and known faults."""
+"""Failures explained: grouped by cause, with ratios that are named, axes that tell cells apart, and known faults."""
 
 import math
 
@@ -7,9 +7,7 @@ import pytest
 
 from conformance.judge.measurements import Measurement
 from conformance.plan.cells import Cell
-from conformance.report.failure_groups import FailureGroup, failure_groups
-from conformance.report.failure_text import causes
-from conformance.report.ratio_names import fitting_names
+from conformance.report.explain import Explanation, explain, ratio_names
 from conformance.report.schema import CaseResult, Report
 from tests.support.sample_reports import case, deviation, report
 
@@ -25,14 +23,18 @@ def failing(name: str, ratio: float | None = None, at: str = WEIGHT, verdict: st
     return case(name, verdict, gradient=off(ratio, at), loss=deviation(0.0))
 
 
-def only_group(shown: Report) -> FailureGroup:
-    (group,) = failure_groups(shown)
-    return group
+def explanations(shown: Report) -> list[Explanation]:
+    return [each for explanation in explain(shown) for each in explanation.with_related]
+
+
+def only(shown: Report) -> Explanation:
+    (explanation,) = explanations(shown)
+    return explanation
 
 
 def test_nothing_failed() -> None:
     harmless = [case(f"PAR-1/{verdict}", verdict) for verdict in ("pass", "unsupported", "waived", "not-run")]
-    assert failure_groups(report(*harmless)) == []
+    assert explanations(report(*harmless)) == []
 
 
 def test_cases_of_one_ratio_are_a_group_whatever_tensor_is_worst() -> None:
@@ -41,37 +43,33 @@ def test_cases_of_one_ratio_are_a_group_whatever_tensor_is_worst() -> None:
         failing(f"PAR-1/{DP2}", 2.0000004, "layers.11.attention.wq.bias"),
         failing(f"PAR-2/{DP2}", 2.0),
     ]
-    group, other = failure_groups(report(*cases))
-    assert (group.law, group.verdict, group.must) == ("PAR-1", "fail", "It MUST.")
+    group, other = explanations(report(*cases))
+    assert (group.law, group.first.verdict) == ("PAR-1", "fail")
     assert [c.cell for c in group.cases] == [DP2, f"{DP2}-sgd-noclip"], "the simplest cell first"
-    assert (group.tensor, group.reason) == ("layers.*.attention.*.bias", "why fail")
+    assert group.tensor == "layers.*.attention.*.bias"
     assert group.ratio == pytest.approx(2.0)
     assert other.law == "PAR-2"
 
 
 def test_a_size_that_is_the_ratio_in_every_cell_is_the_cause() -> None:
-    group = only_group(
-        report(failing(f"PAR-1/{DP2}", 2.0), failing(f"PAR-1/{DP4}", 4.0), failing(f"PAR-1/{HSDP}", 2.0))
-    )
-    assert (group.ratio, group.ratio_of) == (None, "dp_shard")
+    group = only(report(failing(f"PAR-1/{DP2}", 2.0), failing(f"PAR-1/{DP4}", 4.0), failing(f"PAR-1/{HSDP}", 2.0)))
+    assert (group.ratio, group.ratio_names) == (None, ["dp_shard"])
 
 
 def test_other_ratios_are_other_groups() -> None:
-    groups = failure_groups(
-        report(*(failing(f"PAR-1/{DP2}-seed{n}", 2.0) for n in (1, 2)), failing(f"PAR-1/{DP2}", 2.1))
-    )
-    assert [(len(group.cases), group.ratio, group.ratio_of) for group in groups] == [
-        (2, 2.0, "dp_shard or dp or world"),
-        (1, 2.1, ""),
+    groups = explanations(report(*(failing(f"PAR-1/{DP2}-seed{n}", 2.0) for n in (1, 2)), failing(f"PAR-1/{DP2}", 2.1)))
+    assert [(len(group.cases), group.ratio, group.ratio_names) for group in groups] == [
+        (2, 2.0, ["dp_shard", "dp", "world"]),
+        (1, 2.1, []),
     ]
 
 
 def test_sizes_of_cells_that_pass_are_no_cause_unless_none_is_left() -> None:
-    assert only_group(report(failing(f"PAR-1/{DP2}", 2.0), case(f"PAR-1/{TP2}"))).ratio_of == "dp_shard or dp"
+    assert only(report(failing(f"PAR-1/{DP2}", 2.0), case(f"PAR-1/{TP2}"))).ratio_names == ["dp_shard", "dp"]
     both = report(failing(f"PAR-1/{DP2}-acc2", 2.0), case(f"PAR-1/{DP2}"))
-    assert only_group(both).ratio_of == "accumulation"
+    assert only(both).ratio_names == ["accumulation"]
     masked = report(failing(f"PAR-1/{DP2}", 2.0), case(f"PAR-1/{DP2}-sgd"))
-    assert only_group(masked).ratio_of == "dp_shard or dp or world"
+    assert only(masked).ratio_names == ["dp_shard", "dp", "world"]
 
 
 @pytest.mark.parametrize(
@@ -87,20 +85,20 @@ def test_sizes_of_cells_that_pass_are_no_cause_unless_none_is_left() -> None:
     ],
 )
 def test_names_of_ratios(mesh: str, ratio: float, names: list[str]) -> None:
-    assert fitting_names(ratio, Cell(mesh=mesh).facts()) == names
+    assert ratio_names(ratio, Cell(mesh=mesh).facts()) == names
 
 
 def test_without_a_common_ratio_the_tensor_is_the_cause() -> None:
     ratios = (3.0, 5.0, 7.0)
     embedding = "tok_embeddings.weight"
     cases = [failing(f"PAR-1/{DP2}-seed{n}", ratio) for n, ratio in enumerate(ratios, 1)]
-    group, other = failure_groups(report(*cases, failing(f"PAR-1/{DP2}", None, embedding)))
+    group, other = explanations(report(*cases, failing(f"PAR-1/{DP2}", None, embedding)))
     assert (len(group.cases), group.ratio, group.tensor) == (3, None, "layers.*.attention.wq.weight")
     assert (len(other.cases), other.ratio, other.tensor) == (1, None, embedding)
 
 
 def test_a_metric_of_no_tensor_has_no_pattern() -> None:
-    assert only_group(report(failing(f"CLIP-1/{DP2}", 2.0, "step 1"))).tensor == ""
+    assert only(report(failing(f"CLIP-1/{DP2}", 2.0, "step 1"))).tensor == ""
 
 
 def test_a_run_that_did_not_finish_fails_several_laws_for_one_cause() -> None:
@@ -108,7 +106,7 @@ def test_a_run_that_did_not_finish_fails_several_laws_for_one_cause() -> None:
         msgspec.structs.replace(case(f"{law}/{DP2}", "crash"), reason=f"rank 1 died in step {number}")
         for number, law in enumerate(("PAR-1", "PAR-5"))
     ]
-    assert (only_group(report(*cases)).law, only_group(report(*cases)).tensor) == ("PAR-1, PAR-5", "")
+    assert (only(report(*cases)).law, only(report(*cases)).tensor) == ("PAR-1, PAR-5", "")
 
 
 def test_unexpected_passes_are_grouped_by_issue() -> None:
@@ -116,16 +114,16 @@ def test_unexpected_passes_are_grouped_by_issue() -> None:
         msgspec.structs.replace(case(f"CLIP-{n}/{DP2}", "unexpected-pass"), reason=f"although issues/{issue} is waived")
         for n, issue in ((4, 1), (6, 1), (7, 2))
     ]
-    assert [group.law for group in failure_groups(report(*passes))] == ["CLIP-4, CLIP-6", "CLIP-7"]
+    assert [group.law for group in explanations(report(*passes))] == ["CLIP-4, CLIP-6", "CLIP-7"]
 
 
 def test_a_ratio_of_zero_ends() -> None:
-    assert only_group(report(failing(f"PAR-1/{DP2}", 0.0))).ratio_of == ""
+    assert only(report(failing(f"PAR-1/{DP2}", 0.0))).ratio_names == []
 
 
 def test_metrics_that_drifted_come_last() -> None:
     drifted = [case(f"MEM-1/{DP2}-seed{n}", "quality-warning") for n in range(1, 4)]
-    assert [group.verdict for group in failure_groups(report(*drifted, failing(f"PAR-1/{DP2}")))] == [
+    assert [group.first.verdict for group in explanations(report(*drifted, failing(f"PAR-1/{DP2}")))] == [
         "fail",
         "quality-warning",
     ]
@@ -135,22 +133,20 @@ def test_axis_values_that_failing_cells_share_and_no_passing_cell_has() -> None:
     fails = [failing(f"PAR-1/{DP2}-offloadcpu"), failing(f"PAR-1/{DP4}-offloadcpu-sgd")]
     unsupported, of_another_law = case(f"PAR-1/{DP2}-offloadcpu-pinned", "unsupported"), case(f"PAR-5/{DP2}-offloadcpu")
     shown = report(*fails, case(f"PAR-1/{DP2}"), unsupported, of_another_law)
-    assert only_group(shown).shared == {"offload": "cpu"}
-    assert only_group(report(*fails)).shared == {}, "nothing passes: nothing can be told apart"
-    assert only_group(report(failing(f"PAR-1/{DP2}"), case(f"PAR-1/{DP2}-nosp"))).shared == {
-        "sequence_parallel": "true"
-    }
+    assert only(shown).shared == {"offload": "cpu"}
+    assert only(report(*fails)).shared == {}, "nothing passes: nothing can be told apart"
+    assert only(report(failing(f"PAR-1/{DP2}"), case(f"PAR-1/{DP2}-nosp"))).shared == {"sequence_parallel": "true"}
 
 
 def test_sizes_of_the_mesh_tell_cells_apart_if_no_axis_does() -> None:
     shown = report(failing(f"PAR-1/{DP2_TP2}"), failing(f"PAR-1/{TP2}"), case(f"PAR-1/{DP2}"), case(f"PAR-1/{DP4}"))
-    assert only_group(shown).shared == {"tp": "2"}
+    assert only(shown).shared == {"tp": "2"}
 
 
 def test_a_cell_that_nobody_knows_has_neither_axes_nor_sizes() -> None:
-    group = only_group(report(failing("PAR-1/a", 2.0), failing(f"PAR-1/{DP2}", 2.0)))
+    group = only(report(failing("PAR-1/a", 2.0), failing(f"PAR-1/{DP2}", 2.0)))
     assert [c.cell for c in group.cases] == [DP2, "a"]
-    assert (group.ratio, group.ratio_of) == (2.0, "")
+    assert (group.ratio, group.ratio_names) == (2.0, [])
 
 
 def summed_gradients(*, integers: str) -> Report:
@@ -163,20 +159,20 @@ def summed_gradients(*, integers: str) -> Report:
 
 
 def test_known_faults_have_the_laws_that_fail() -> None:
-    groups = {group.law: group.defects for group in failure_groups(summed_gradients(integers="fail"))}
+    groups = {group.law: group.defects for group in explanations(summed_gradients(integers="fail"))}
     assert groups["PAR-1"] == ["grads-summed", "loss-dp-factor-forgotten"]
     assert groups["STREAM-3"] == ["grads-summed"]
 
 
 def test_a_law_that_passes_speaks_against_a_known_fault() -> None:
-    for group in failure_groups(summed_gradients(integers="pass")):
+    for group in explanations(summed_gradients(integers="pass")):
         assert "grads-summed" not in group.defects
 
 
 def test_a_hang_is_no_known_fault_that_ends() -> None:
     hangs = report(case("CLIP-1/dp2-tp2-fp32-default-meta-norminf", "timeout"))
-    assert only_group(hangs).defects == ["clip-order-of-ranks"]
-    assert only_group(report(case(f"PAR-1/{DP2}-sgd", "timeout"))).defects == ["conditional-param-use-hang"]
+    assert only(hangs).defects == ["clip-order-of-ranks"]
+    assert only(report(case(f"PAR-1/{DP2}-sgd", "timeout"))).defects == ["conditional-param-use-hang"]
 
 
 class Incomparable(CaseResult, frozen=True, kw_only=True):
@@ -194,6 +190,6 @@ def test_cases_and_groups_are_told_apart_without_comparing_them() -> None:
         for law in ("PAR-1", "PAR-2")
         for n, ratio in enumerate((2.0, 2.0, 3.0, 3.0, 5.0), 1)
     ]
-    groups = failure_groups(report(*(Incomparable(**each) for each in fields)))
-    assert sum(len(group.cases) for group in groups) == len(fields)
-    assert [len(cause) for cause in causes(groups)] == [2, 1, 1, 1, 1]
+    causes = explain(report(*(Incomparable(**each) for each in fields)))
+    assert sum(cause.case_count for cause in causes) == len(fields)
+    assert [len(cause.with_related) for cause in causes] == [2, 1, 1, 1, 1]

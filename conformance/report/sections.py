@@ -1,0 +1,302 @@
+"""Sections of report.html as data: laws by family with their margins, the map of axes, and plots.
+
+Plotted are metrics that laws have compared with bounds, so that each plot belongs to a case and its verdict.
+"""
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations_with_replacement, groupby
+
+import msgspec
+from markupsafe import Markup
+
+from conformance.judge.margins import margin_of
+from conformance.judge.measurements import Measurement
+from conformance.judge.verdicts import BAD, Verdict
+from conformance.plan.cells import AxisValue, Cell, cell_from_id
+from conformance.plan.mesh import AxisError
+from conformance.plan.scopes import in_order
+from conformance.report.charts import bar, bounds_bar, deviations, loss_curve
+from conformance.report.facts import CellFacts
+from conformance.report.schema import CaseResult, verdict_counts
+from conformance.report.wording import is_outside, spelled
+
+NOT_JUDGED = frozenset({Verdict.UNSUPPORTED, Verdict.NOT_RUN})
+"""Verdicts that say nothing about the law."""
+_MIN_RATIO = 1.01
+"""Smallest multiple of a bound that is written as a number."""
+_DIMENSIONS = ("pp", "dp_shard", "dp_replicate", "tp")
+_DEFAULTS: dict[str, AxisValue] = {**dict.fromkeys(_DIMENSIONS, 1), **msgspec.structs.asdict(Cell())}
+_AXES = tuple(name for name in _DEFAULTS if name != "mesh")
+_LOSS = re.compile(r"loss\b")
+_MIB = 2**20
+
+
+# Laws
+
+
+class Narrowest(msgspec.Struct, frozen=True):
+    """Metric of a law with the least room to its bound, over all cases."""
+
+    text: str
+    """Room of the metric, such as `43 % of the bound`; `exact` if the law leaves no room, empty without bounds."""
+    metric: str = ""
+    """Name of the metric, and where it was worst."""
+    case: str = ""
+    """Id of the case with that metric; empty for `exact`."""
+
+
+class LawOverview(msgspec.Struct, frozen=True, kw_only=True):
+    """Verdicts on one law."""
+
+    id: str
+    must: str
+    cases: list[CaseResult]
+    verdicts: dict[str, int]
+    """Number of cases by verdict, in the order of `Verdict`."""
+    narrowest: Narrowest
+
+    @property
+    def is_bad(self) -> bool:
+        """True if any case speaks against conformance."""
+        return any(case.verdict in BAD for case in self.cases)
+
+
+class Family(msgspec.Struct, frozen=True, kw_only=True):
+    """Laws whose ids begin alike."""
+
+    name: str
+    laws: list[LawOverview]
+    verdicts: dict[str, int]
+    duration_s: float
+    """Duration of all cases, one after the other."""
+
+
+def families_of(cases: Sequence[CaseResult]) -> list[Family]:
+    """Return the overview of all laws of a report by family, in the order of ids."""
+    ordered = sorted(cases, key=lambda case: in_order(case.law))
+    return [_family(name, list(group)) for name, group in groupby(ordered, key=lambda case: case.law.partition("-")[0])]
+
+
+def narrowest_margin(cases: Sequence[CaseResult]) -> Narrowest:
+    """Return the metric with the least room to its bound."""
+    bounded = [(margin_of(metric), name, metric, case) for case in cases for name, metric in _bounded(case)]
+    with_room = [entry for entry in bounded if entry[2].lower != entry[2].upper or entry[0] > 1.0]
+    if not with_room:
+        return Narrowest("exact" if bounded else "")
+    margin, name, metric, case = max(with_room, key=lambda entry: entry[0])
+    return Narrowest(_room(margin, metric), f"{name}{f' at {metric.at}' if metric.at else ''}", case.id)
+
+
+def _family(name: str, cases: list[CaseResult]) -> Family:
+    return Family(
+        name=name,
+        laws=[_law(list(group)) for _, group in groupby(cases, key=lambda case: case.law)],
+        verdicts=verdict_counts(cases),
+        duration_s=sum(case.duration_s for case in cases),
+    )
+
+
+def _law(cases: list[CaseResult]) -> LawOverview:
+    return LawOverview(
+        id=cases[0].law,
+        must=cases[0].must,
+        cases=cases,
+        verdicts=verdict_counts(cases),
+        narrowest=narrowest_margin(cases),
+    )
+
+
+def _bounded(case: CaseResult) -> Iterator[tuple[str, Measurement]]:
+    for name, metric in case.measured.items():
+        if metric.lower is not None or metric.upper is not None:
+            yield name, metric
+
+
+def _room(margin: float, metric: Measurement) -> str:
+    """Room of a metric in words; a memory between two bounds is a distance, since a bound of 0 % is no model's."""
+    value, lower, upper = metric.value, metric.lower, metric.upper
+    if is_outside(metric):
+        return "outside" if math.isinf(margin) or margin < _MIN_RATIO else f"{margin:.3g} times the bound"
+    if metric.kind == "memory" and value is not None and lower and upper is not None:
+        is_low = value - lower <= upper - value
+        distance, side = (value - lower, "above the lower") if is_low else (upper - value, "below the upper")
+        return f"{distance:.0f} bytes {side} bound"
+    return f"{100 * margin:.2g} % of the bound"
+
+
+# Axes
+
+
+class AxisPair(msgspec.Struct, frozen=True):
+    """Two axes that cases have met; the same axis twice stands for all cases with that feature."""
+
+    first: str
+    second: str
+    judged: int
+    failed: int
+
+
+class AxisMap(msgspec.Struct, frozen=True):
+    """Triangle of pairs of axes: which features of cells were judged together, and which pairs have failed.
+
+    A feature is an axis with another value than its default, or a dimension of the mesh with more than one rank.
+    """
+
+    axes: list[str]
+    """Axes with a feature in any judged case."""
+    rows: list[tuple[str, list[AxisPair | None]]]
+    """Pairs of each axis with the axes up to itself; None where no case has both features."""
+    unknown: int
+    """Number of judged cases whose cell id is none of this version's."""
+
+
+def axis_map(cases: Sequence[CaseResult]) -> AxisMap:
+    """Return the map of all cases that were judged."""
+    judged, failed, unknown = Counter[tuple[str, str]](), Counter[tuple[str, str]](), 0
+    for case in cases:
+        if case.verdict in NOT_JUDGED:
+            continue
+        values = axes_of(case.cell)
+        unknown += values is None
+        pairs = list(combinations_with_replacement(_features(values or {}), 2))
+        judged.update(pairs)
+        failed.update(pairs if case.verdict in BAD else ())
+    axes = [axis for axis in _AXES if (axis, axis) in judged]
+    rows = [
+        (
+            axis,
+            [
+                AxisPair(axis, other, judged[other, axis], failed[other, axis]) if (other, axis) in judged else None
+                for other in axes[: index + 1]
+            ],
+        )
+        for index, axis in enumerate(axes)
+    ]
+    return AxisMap(axes, rows, unknown)
+
+
+def axes_of(cell_id: str) -> dict[str, str] | None:
+    """Return the value of each axis and of each dimension of the mesh, as the matrix spells it; None for no cell."""
+    try:
+        facts = cell_from_id(cell_id).facts()
+    except AxisError:
+        return None
+    return {axis: spelled(facts[axis]) for axis in _AXES}
+
+
+def filter_tokens(cells: Sequence[str]) -> dict[str, list[str]]:
+    """Return the words by which the filter finds each cell: `axis=value` of each axis with several values in cells.
+
+    A feature is also there without its value, `axis`.
+    """
+    known = {cell: axes for cell in cells if (axes := axes_of(cell)) is not None}
+    values: dict[str, set[str]] = defaultdict(set)
+    for axes in known.values():
+        for axis, value in axes.items():
+            values[axis].add(value)
+    return {
+        cell: [f"{axis}={value}" for axis, value in axes.items() if len(values[axis]) > 1] + _features(axes)
+        for cell, axes in known.items()
+    }
+
+
+def _features(axes: Mapping[str, str]) -> list[str]:
+    """Return the axes that do not have their defaults."""
+    return [axis for axis, value in axes.items() if value != spelled(_DEFAULTS[axis])]
+
+
+# Plots
+
+
+class Bar(msgspec.Struct, frozen=True):
+    """Metric in bytes, as a bar."""
+
+    name: str
+    svg: Markup
+    """Bar on the scale of all plots of the section, from 0."""
+    within: Markup
+    """Place of the value between its bounds."""
+    label: str
+    is_outside: bool
+
+
+class BarPlot(msgspec.Struct, frozen=True):
+    """Metrics in bytes of one case."""
+
+    case: CaseResult
+    bars: list[Bar]
+
+
+class LossPlot(msgspec.Struct, frozen=True):
+    """Losses of a cell's run, and their deviations from what was expected."""
+
+    case: CaseResult
+    curve: Markup
+    """Losses by step; empty where the report has no facts of the cell."""
+    deviations: Markup
+    """Deviations with their bounds."""
+    is_outside: bool
+
+
+def memory_plots(cases: Sequence[CaseResult]) -> list[BarPlot]:
+    """Return bytes of memory that were compared with a model, by case."""
+    return _bar_plots(cases, lambda metric: metric.kind == "memory")
+
+
+def traffic_plots(cases: Sequence[CaseResult]) -> list[BarPlot]:
+    """Return bytes of collectives that were compared with the model of traffic, by case."""
+    return _bar_plots(cases, lambda metric: metric.kind == "exact")
+
+
+def loss_plots(
+    cases: Sequence[CaseResult], cells: Mapping[str, CellFacts], baseline: Mapping[str, CellFacts]
+) -> list[LossPlot]:
+    """Return losses that were compared with a bound, by case; `baseline` has facts of an earlier report."""
+    plots = []
+    for case in cases:
+        metrics = {name: metric for name, metric in case.measured.items() if _LOSS.match(name) and metric.upper}
+        if metrics:
+            losses, earlier = (facts[case.cell].losses if case.cell in facts else [] for facts in (cells, baseline))
+            plots.append(
+                LossPlot(case, loss_curve(losses, earlier), deviations(metrics), any(map(is_outside, metrics.values())))
+            )
+    return sorted(plots, key=lambda plot: not plot.is_outside)
+
+
+def _bar_plots(cases: Sequence[CaseResult], wanted: Callable[[Measurement], bool]) -> list[BarPlot]:
+    """Plots of all cases on one scale, those with a metric outside of its bounds first."""
+    by_case = [(case, _bytes_with_bounds(case, wanted)) for case in cases]
+    largest = max((metric.value or 0.0 for _, metrics in by_case for metric in metrics.values()), default=0.0)
+    plots = [
+        BarPlot(case, [_bar(name, metric, largest) for name, metric in metrics.items()])
+        for case, metrics in by_case
+        if metrics
+    ]
+    return sorted(plots, key=lambda plot: not any(each.is_outside for each in plot.bars))
+
+
+def _bytes_with_bounds(case: CaseResult, wanted: Callable[[Measurement], bool]) -> dict[str, Measurement]:
+    return {
+        name: metric
+        for name, metric in case.measured.items()
+        if wanted(metric) and metric.unit.startswith("bytes") and metric.lower is not None and metric.upper
+    }
+
+
+def _bar(name: str, metric: Measurement, largest: float) -> Bar:
+    return Bar(name, bar(metric, largest=largest), bounds_bar(metric), _bytes_text(metric), is_outside(metric))
+
+
+def _bytes_text(metric: Measurement) -> str:
+    """Value in MiB with its distance from the bounds, which may be a few bytes apart."""
+    if metric.value is None:
+        return "not finite"
+    lower, upper = metric.lower or 0.0, metric.upper or 0.0
+    text = f"{metric.value / _MIB:.3f} MiB"
+    if lower == upper:
+        return f"{text}, the model's{f' {metric.value - lower:+,.0f} B' if metric.value != lower else ''}"
+    above = f", lower bound {metric.value - lower:+,.0f} B" if lower else ""
+    return f"{text}{above}, upper bound {metric.value - upper:+,.0f} B"
