@@ -1,4 +1,4 @@
-"""`python -m conformance diff A B`: what is different between two reports."""
+"""`python -m conformance diff A B`: differences between two reports."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Coverage in words and tables, and that of a session: what laws have judged of a profile."""
+"""Coverage of a session, and coverage in words and tables."""
 
 from collections.abc import Iterable, Iterator
 
@@ -9,7 +9,7 @@ from conformance.report.schema import CaseResult
 from conformance.report.wording import share_text
 
 _HAVE_JUDGED = (Verdict.PASS, Verdict.QUALITY_WARNING, Verdict.WAIVED, Verdict.FAIL, Verdict.UNEXPECTED_PASS)
-"""Verdicts of a law on a run that has ended; the others say nothing about the law."""
+"""Verdicts of a law on a run that has ended."""
 
 _PENDING = "unsupported, not selected, or without a result"
 TOTAL_HEADERS = ["combinations", "share", "seen", "possible"]
@@ -18,11 +18,12 @@ LAW_HEADERS = ["law", "pairs", "cells", "judged", "share", "not judged", "where"
 
 
 def session_coverage(matrix: Matrix, profile: str, cases: Iterable[CaseResult], *, seed: int = 0) -> Coverage:
-    """Return the coverage of a session: of all cells of the profile, whatever the session has selected of them.
+    """Return the coverage of a session: the share of the profile's combinations that its cases have judged.
 
-    A session with a larger budget than its profile has judged other cells of the matrix, too, which are added.
-    `seed` is the number that was added to the seed of each cell. A case of a law on numbers that has measured nothing,
-    such as one whose run has raised an exception, has judged nothing. Raises UsageError for an unknown profile.
+    All cells of the profile are possible, however few the session has selected. Cells beyond it, which a larger budget
+    adds, count once they are judged. `seed` is the number that was added to the seed of each cell. A case of a law on
+    numbers that has measured nothing, such as one whose run raised an exception, has judged nothing.
+    Raises UsageError for an unknown profile.
     """
     planned = {cell.but(seed=cell.seed + seed).id: cell for cell in matrix.cells.values()}
     on_numbers = {law for law, scope in matrix.scopes.items() if scope.numbers}
@@ -45,13 +46,13 @@ def total_rows(covered: Coverage) -> list[list[str]]:
     """Return a row for pairs and triples, of any values and of values none of which is a default."""
     return [
         [f"{name} of {what}", *_cells(tally)]
-        for name, of_strength in (("pairs", covered.pairs), ("triples", covered.triples))
-        for what, tally in (("any values", of_strength.values), ("non-default values", of_strength.features))
+        for name, combinations in (("pairs", covered.pairs), ("triples", covered.triples))
+        for what, tally in (("any values", combinations.values), ("non-default values", combinations.features))
     ]
 
 
 def axis_rows(covered: Coverage) -> list[list[str]]:
-    """Return a row for each axis, with its pairs and triples: the axis of which least is seen comes first."""
+    """Return a row for each axis, with its pairs and triples: the least covered axis comes first."""
     pairs, triples = covered.pairs.axes, covered.triples.axes
     worst_first = sorted(pairs, key=lambda axis: (pairs[axis].share, triples[axis].share))
     return [[axis, *_cells(pairs[axis]), *_cells(triples[axis])] for axis in worst_first]
@@ -59,16 +60,16 @@ def axis_rows(covered: Coverage) -> list[list[str]]:
 
 def law_rows(covered: Coverage) -> list[list[str]]:
     """Return a row for each law, and more where the law leaves out cells for several reasons."""
-    return [row for law, of_law in covered.laws.items() for row in _law_rows(law, of_law)]
+    return [row for law, entry in covered.laws.items() for row in _law_rows(law, entry)]
 
 
-def _law_rows(law: str, of_law: LawCoverage) -> Iterator[list[str]]:
-    pairs = "" if of_law.pairs is None else str(of_law.pairs)
-    share = share_text(Tally(of_law.judged, of_law.cells))
-    first = [law, pairs, str(of_law.cells), str(of_law.judged), share]
-    reasons = [[str(gap.cells), gap.where, gap.reason] for gap in of_law.left_out]
-    if of_law.pending:
-        reasons.append([str(of_law.pending), "", _PENDING])
+def _law_rows(law: str, entry: LawCoverage) -> Iterator[list[str]]:
+    pairs = "" if entry.pairs is None else str(entry.pairs)
+    share = share_text(Tally(entry.judged, entry.cells))
+    first = [law, pairs, str(entry.cells), str(entry.judged), share]
+    reasons = [[str(gap.cells), gap.where, gap.reason] for gap in entry.left_out]
+    if entry.pending:
+        reasons.append([str(entry.pending), "", _PENDING])
     for index, reason in enumerate(reasons or [["", "", ""]]):
         yield [*(first if index == 0 else [""] * len(first)), *reason]
 

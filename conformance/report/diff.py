@@ -46,9 +46,9 @@ Kind = Literal[
 _HARMLESS: tuple[Kind, ...] = ("fixed", "new-case", "support-gained")
 """Changes that need no review before an upgrade."""
 _WARNINGS: tuple[Kind, ...] = ("coverage-fell",)
-"""Changes that speak against the session, not against what it has judged: they do not count for the exit status."""
+"""Changes of the session itself, not of its subject: they do not count for the exit status."""
 _RESTRICTIONS = "restrictions"
-"""Key of what was compared: why a side does not tell the outcome of its profile; empty if it does."""
+"""Key of `Difference.before`: reasons why a side does not tell the outcome of its profile; empty if it does."""
 _GOOD = (Verdict.PASS, Verdict.QUALITY_WARNING, Verdict.WAIVED)
 _ABSENT = (Verdict.UNSUPPORTED, Verdict.NOT_RUN)
 _MACHINE_LAWS = "ENV-"
@@ -78,7 +78,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
-    """All changes between two reports, and what was compared."""
+    """All changes between two reports, with the facts that distinguish the sides."""
 
     schema: Literal[1] = 1
     before: dict[str, str]
@@ -338,7 +338,7 @@ def _side(side: Mapping[str, str]) -> str:
 
 
 def _sides(difference: Difference, table_format: str) -> str:
-    """Return a table of what distinguishes the two sessions, such as the version of torch."""
+    """Return a table of facts that distinguish the two sessions, such as the version of torch."""
     sides = ([name, difference.before[name], difference.after[name]] for name in difference.before)
     rows = [row for row in sides if any(row[1:])]
     return tabulate(rows, headers=["", "before", "after"], tablefmt=table_format, disable_numparse=True)

@@ -1,4 +1,4 @@
-"""Explanation of what failed in a session: its causes, each with the cases that it explains.
+"""Explanation of the failures of a session: causes, each with the cases that it explains.
 
 `explain` is the one entry: texts, HTML, annotations and the search for smallest cells all render its result. A cause
 is a ratio by which results are off, if a size of the mesh explains it, whichever laws see it; otherwise the tensor that
@@ -240,8 +240,8 @@ def _explanation(
 
 def _by_cause(failures: Sequence[_Failure]) -> Iterator[list[_Failure]]:
     multiples = [failure for failure in failures if failure.ratio is not None]
-    for of_one_law in _by_key(multiples, lambda failure: (failure.case.verdict, failure.case.law)):
-        yield from _by_ratio(of_one_law)
+    for law_failures in _by_key(multiples, lambda failure: (failure.case.verdict, failure.case.law)):
+        yield from _by_ratio(law_failures)
     yield from _by_key([failure for failure in failures if failure.ratio is None], lambda failure: failure.cause)
 
 
@@ -272,8 +272,8 @@ def _most_of_one_ratio(failures: Sequence[_Failure]) -> list[_Failure]:
         return bisect_left(ordered, number + spread) - bisect_right(ordered, number - spread)
 
     number = max(ratios, key=frequency)
-    of_number = [failure for failure, ratio in zip(failures, ratios, strict=True) if _are_equal(ratio, number)]
-    return max([*by_name.values(), of_number], key=len)
+    numbered = [failure for failure, ratio in zip(failures, ratios, strict=True) if _are_equal(ratio, number)]
+    return max([*by_name.values(), numbered], key=len)
 
 
 def _by_key(failures: Sequence[_Failure], key: Callable[[_Failure], Hashable]) -> list[list[_Failure]]:
@@ -381,8 +381,8 @@ def _telling_size(failing: Sequence[Facts], passing: Sequence[Facts]) -> dict[st
 class _KnownFault(msgspec.Struct, frozen=True):
     """Defect of the catalogue that a report speaks for and not against.
 
-    A law that the defect must break, and that fails on a cell that shows the defect, speaks for it; one that passes on
-    all of them, against it. Laws that were not judged there say nothing.
+    A law that the defect must break speaks for it by a failure on a cell that shows the defect, and against it if it
+    passes on all of these. Laws that were not judged there do not count.
     """
 
     id: str

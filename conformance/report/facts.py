@@ -66,7 +66,7 @@ def _device(hardware: Hardware) -> dict[str, Any]:
 
 
 def _cannot_show(hardware: Hardware) -> str:
-    """Return the subjects, with commas, about which no case on this machine says anything; empty if there are none."""
+    """Return the subjects, with commas, that no case can judge on this machine; empty if there are none."""
     if hardware.simulated:
         return _SIMULATION_IS_BLIND_TO
     if not hardware.devices:
@@ -106,7 +106,7 @@ def _version(package: str) -> str | None:
 def _git_commit() -> str | None:
     """The suite's commit, with `-dirty` if files differ from it; None outside of a checkout.
 
-    An installed wheel may lie in the directory of another project, whose commit says nothing of the suite.
+    An installed wheel may lie in the directory of another project, whose commit is not the suite's.
     """
     if not IS_CHECKOUT:
         return None

@@ -13,17 +13,19 @@ from markupsafe import Markup, escape
 
 from conformance.instruments.communication import Communication
 from conformance.judge.verdicts import BAD, Verdict
-from conformance.report.charts import bounds_bar
+from conformance.report.charts import bar, bounds_bar, deviations, loss_curve
 from conformance.report.coverage import AXIS_HEADERS, LAW_HEADERS, TOTAL_HEADERS, axis_rows, law_rows, total_rows
 from conformance.report.explain import MAX_EXPLANATIONS, explain, summary, title
-from conformance.report.schema import CaseResult, Report
+from conformance.report.schema import CaseResult, Report, verdict_counts
 from conformance.report.sections import (
     Family,
     axis_map,
+    bytes_text,
     families_of,
     filter_tokens,
     loss_plots,
     memory_plots,
+    narrowest_margin,
     traffic_plots,
 )
 from conformance.report.text import headline
@@ -101,7 +103,9 @@ def _templates() -> Environment:
         keep_trailing_newline=True,
         undefined=StrictUndefined,
     )
-    filters = (bounds_bar, bounds_text, counted, derivation_text, is_outside, linked, value_text)
+    charts = (bar, bounds_bar, deviations, loss_curve)
+    texts = (bounds_text, bytes_text, counted, derivation_text, linked, value_text)
+    filters = (*charts, *texts, is_outside, narrowest_margin, verdict_counts)
     environment.filters |= {function.__name__: function for function in filters}
     environment.filters |= {"range_text": _range_text, "exposed_text": _exposed_text}
     return environment

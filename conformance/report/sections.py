@@ -6,11 +6,10 @@ Plotted are metrics that laws have compared with bounds, so that each plot belon
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations_with_replacement, groupby
 
 import msgspec
-from markupsafe import Markup
 
 from conformance.judge.margins import margin_of
 from conformance.judge.measurements import Measurement
@@ -18,13 +17,12 @@ from conformance.judge.verdicts import BAD, Verdict
 from conformance.plan.cells import AxisValue, Cell, cell_from_id
 from conformance.plan.mesh import AxisError
 from conformance.plan.scopes import in_order
-from conformance.report.charts import bar, bounds_bar, deviations, loss_curve
 from conformance.report.facts import CellFacts
-from conformance.report.schema import CaseResult, verdict_counts
+from conformance.report.schema import CaseResult
 from conformance.report.wording import is_outside, spelled
 
 NOT_JUDGED = frozenset({Verdict.UNSUPPORTED, Verdict.NOT_RUN})
-"""Verdicts that say nothing about the law."""
+"""Verdicts on cases of which no law has judged a run."""
 _MIN_RATIO = 1.01
 """Smallest multiple of a bound that is written as a number."""
 _DIMENSIONS = ("pp", "dp_shard", "dp_replicate", "tp")
@@ -48,15 +46,15 @@ class Narrowest(msgspec.Struct, frozen=True):
     """Id of the case with that metric; empty for `exact`."""
 
 
-class LawOverview(msgspec.Struct, frozen=True, kw_only=True):
-    """Verdicts on one law."""
+class LawOverview(msgspec.Struct, frozen=True):
+    """Cases of one law, at least one."""
 
-    id: str
-    must: str
     cases: list[CaseResult]
-    verdicts: dict[str, int]
-    """Number of cases by verdict, in the order of `Verdict`."""
-    narrowest: Narrowest
+
+    @property
+    def id(self) -> str:
+        """Id of the law."""
+        return self.cases[0].law
 
     @property
     def is_bad(self) -> bool:
@@ -64,20 +62,23 @@ class LawOverview(msgspec.Struct, frozen=True, kw_only=True):
         return any(case.verdict in BAD for case in self.cases)
 
 
-class Family(msgspec.Struct, frozen=True, kw_only=True):
+class Family(msgspec.Struct, frozen=True):
     """Laws whose ids begin alike."""
 
     name: str
     laws: list[LawOverview]
-    verdicts: dict[str, int]
-    duration_s: float
-    """Duration of all cases, one after the other."""
+
+    @property
+    def cases(self) -> list[CaseResult]:
+        """Cases of all laws."""
+        return [case for law in self.laws for case in law.cases]
 
 
 def families_of(cases: Sequence[CaseResult]) -> list[Family]:
-    """Return the overview of all laws of a report by family, in the order of ids."""
+    """Return all laws of a report by family, in the order of ids."""
     ordered = sorted(cases, key=lambda case: in_order(case.law))
-    return [_family(name, list(group)) for name, group in groupby(ordered, key=lambda case: case.law.partition("-")[0])]
+    laws = [LawOverview(list(group)) for _, group in groupby(ordered, key=lambda case: case.law)]
+    return [Family(name, list(group)) for name, group in groupby(laws, key=lambda law: law.id.partition("-")[0])]
 
 
 def narrowest_margin(cases: Sequence[CaseResult]) -> Narrowest:
@@ -88,25 +89,6 @@ def narrowest_margin(cases: Sequence[CaseResult]) -> Narrowest:
         return Narrowest("exact" if bounded else "")
     margin, name, metric, case = max(with_room, key=lambda entry: entry[0])
     return Narrowest(_room(margin, metric), f"{name}{f' at {metric.at}' if metric.at else ''}", case.id)
-
-
-def _family(name: str, cases: list[CaseResult]) -> Family:
-    return Family(
-        name=name,
-        laws=[_law(list(group)) for _, group in groupby(cases, key=lambda case: case.law)],
-        verdicts=verdict_counts(cases),
-        duration_s=sum(case.duration_s for case in cases),
-    )
-
-
-def _law(cases: list[CaseResult]) -> LawOverview:
-    return LawOverview(
-        id=cases[0].law,
-        must=cases[0].must,
-        cases=cases,
-        verdicts=verdict_counts(cases),
-        narrowest=narrowest_margin(cases),
-    )
 
 
 def _bounded(case: CaseResult) -> Iterator[tuple[str, Measurement]]:
@@ -211,44 +193,35 @@ def _features(axes: Mapping[str, str]) -> list[str]:
 # Plots
 
 
-class Bar(msgspec.Struct, frozen=True):
-    """Metric in bytes, as a bar."""
-
-    name: str
-    svg: Markup
-    """Bar on the scale of all plots of the section, from 0."""
-    within: Markup
-    """Place of the value between its bounds."""
-    label: str
-    is_outside: bool
-
-
-class BarPlot(msgspec.Struct, frozen=True):
-    """Metrics in bytes of one case."""
+class BytesPlot(msgspec.Struct, frozen=True):
+    """Metrics in bytes of one case, with both bounds."""
 
     case: CaseResult
-    bars: list[Bar]
+    metrics: dict[str, Measurement]
+    largest: float
+    """Largest value of all plots of the section, which have one scale."""
 
 
 class LossPlot(msgspec.Struct, frozen=True):
-    """Losses of a cell's run, and their deviations from what was expected."""
+    """Losses of a cell's run, and their deviations from the expected losses."""
 
     case: CaseResult
-    curve: Markup
+    losses: list[float | None]
     """Losses by step; empty where the report has no facts of the cell."""
-    deviations: Markup
+    earlier: list[float | None]
+    """Losses of an earlier report."""
+    metrics: dict[str, Measurement]
     """Deviations with their bounds."""
-    is_outside: bool
 
 
-def memory_plots(cases: Sequence[CaseResult]) -> list[BarPlot]:
+def memory_plots(cases: Sequence[CaseResult]) -> list[BytesPlot]:
     """Return bytes of memory that were compared with a model, by case."""
-    return _bar_plots(cases, lambda metric: metric.kind == "memory")
+    return _bytes_plots(cases, "memory")
 
 
-def traffic_plots(cases: Sequence[CaseResult]) -> list[BarPlot]:
+def traffic_plots(cases: Sequence[CaseResult]) -> list[BytesPlot]:
     """Return bytes of collectives that were compared with the model of traffic, by case."""
-    return _bar_plots(cases, lambda metric: metric.kind == "exact")
+    return _bytes_plots(cases, "exact")
 
 
 def loss_plots(
@@ -260,38 +233,12 @@ def loss_plots(
         metrics = {name: metric for name, metric in case.measured.items() if _LOSS.match(name) and metric.upper}
         if metrics:
             losses, earlier = (facts[case.cell].losses if case.cell in facts else [] for facts in (cells, baseline))
-            plots.append(
-                LossPlot(case, loss_curve(losses, earlier), deviations(metrics), any(map(is_outside, metrics.values())))
-            )
-    return sorted(plots, key=lambda plot: not plot.is_outside)
+            plots.append(LossPlot(case, losses, earlier, metrics))
+    return sorted(plots, key=_outside_first)
 
 
-def _bar_plots(cases: Sequence[CaseResult], wanted: Callable[[Measurement], bool]) -> list[BarPlot]:
-    """Plots of all cases on one scale, those with a metric outside of its bounds first."""
-    by_case = [(case, _bytes_with_bounds(case, wanted)) for case in cases]
-    largest = max((metric.value or 0.0 for _, metrics in by_case for metric in metrics.values()), default=0.0)
-    plots = [
-        BarPlot(case, [_bar(name, metric, largest) for name, metric in metrics.items()])
-        for case, metrics in by_case
-        if metrics
-    ]
-    return sorted(plots, key=lambda plot: not any(each.is_outside for each in plot.bars))
-
-
-def _bytes_with_bounds(case: CaseResult, wanted: Callable[[Measurement], bool]) -> dict[str, Measurement]:
-    return {
-        name: metric
-        for name, metric in case.measured.items()
-        if wanted(metric) and metric.unit.startswith("bytes") and metric.lower is not None and metric.upper
-    }
-
-
-def _bar(name: str, metric: Measurement, largest: float) -> Bar:
-    return Bar(name, bar(metric, largest=largest), bounds_bar(metric), _bytes_text(metric), is_outside(metric))
-
-
-def _bytes_text(metric: Measurement) -> str:
-    """Value in MiB with its distance from the bounds, which may be a few bytes apart."""
+def bytes_text(metric: Measurement) -> str:
+    """Return the value in MiB with its distance from the bounds, which may be a few bytes apart."""
     if metric.value is None:
         return "not finite"
     lower, upper = metric.lower or 0.0, metric.upper or 0.0
@@ -300,3 +247,21 @@ def _bytes_text(metric: Measurement) -> str:
         return f"{text}, the model's{f' {metric.value - lower:+,.0f} B' if metric.value != lower else ''}"
     above = f", lower bound {metric.value - lower:+,.0f} B" if lower else ""
     return f"{text}{above}, upper bound {metric.value - upper:+,.0f} B"
+
+
+def _bytes_plots(cases: Sequence[CaseResult], kind: str) -> list[BytesPlot]:
+    by_case = [(case, metrics) for case in cases if (metrics := _bytes_with_bounds(case, kind))]
+    largest = max((metric.value or 0.0 for _, metrics in by_case for metric in metrics.values()), default=0.0)
+    return sorted([BytesPlot(case, metrics, largest) for case, metrics in by_case], key=_outside_first)
+
+
+def _bytes_with_bounds(case: CaseResult, kind: str) -> dict[str, Measurement]:
+    return {
+        name: metric
+        for name, metric in case.measured.items()
+        if metric.kind == kind and metric.unit.startswith("bytes") and metric.lower is not None and metric.upper
+    }
+
+
+def _outside_first(plot: BytesPlot | LossPlot) -> bool:
+    return not any(map(is_outside, plot.metrics.values()))

@@ -39,7 +39,7 @@ class Headline(msgspec.Struct, frozen=True):
     restrictions: list[str]
     """Reasons why the outcome is not that of the profile: `only --cells 'tp = 2'`, `defect grads-summed injected`."""
     nothing_about: str
-    """Clause about what the session cannot show: `nothing about NCCL, CUDA streams: 13 cases unsupported`, or empty."""
+    """Clause about the limits of the session: `nothing about NCCL, CUDA streams: 13 cases unsupported`, or empty."""
 
     @property
     def line(self) -> str:
@@ -70,7 +70,7 @@ def restrictions(report: Report) -> Iterator[str]:
 
 
 def terminal_lines(report: Report, place: str) -> Iterator[str]:
-    """Yield the headline, what failed by cause, the table of laws, what was not judged, the coverage, and the outcome.
+    """Yield the headline, failures by cause, the table of laws, reasons of cases not judged, coverage, and the outcome.
 
     `place` is a clause that says where the report is.
     """
@@ -92,7 +92,7 @@ def terminal_lines(report: Report, place: str) -> Iterator[str]:
 
 
 def markdown(report: Report) -> str:
-    """Return the end of a session as markdown for the readers of a pull request: what failed comes first."""
+    """Return the end of a session as markdown for the readers of a pull request: failures come first."""
     head = headline(report)
     blocks = [f"## {head.line}", _plain(head.nothing_about), _ending(report)]
     blocks += [*_failures_in_markdown(explain(report)), _law_table(report, table_format="github")]
@@ -199,7 +199,7 @@ def _not_judged(report: Report) -> Iterator[str]:
 
 
 def _exposed_communication(report: Report) -> Iterator[str]:
-    """Yield a line about the time in which nothing but communication happens; a fact, no verdict."""
+    """Yield a line about time in which ranks communicate and compute nothing; a fact, no verdict."""
     shares = {cell: facts.communication.exposed_share for cell, facts in report.cells.items() if facts.communication}
     if shares:
         most, median = max(shares, key=shares.__getitem__), statistics.median(shares.values())

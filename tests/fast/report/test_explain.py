@@ -131,8 +131,8 @@ def test_metrics_that_drifted_come_last() -> None:
 
 def test_axis_values_that_failing_cells_share_and_no_passing_cell_has() -> None:
     fails = [failing(f"PAR-1/{DP2}-offloadcpu"), failing(f"PAR-1/{DP4}-offloadcpu-sgd")]
-    unsupported, of_another_law = case(f"PAR-1/{DP2}-offloadcpu-pinned", "unsupported"), case(f"PAR-5/{DP2}-offloadcpu")
-    shown = report(*fails, case(f"PAR-1/{DP2}"), unsupported, of_another_law)
+    unsupported, another_law = case(f"PAR-1/{DP2}-offloadcpu-pinned", "unsupported"), case(f"PAR-5/{DP2}-offloadcpu")
+    shown = report(*fails, case(f"PAR-1/{DP2}"), unsupported, another_law)
     assert only(shown).shared == {"offload": "cpu"}
     assert only(report(*fails)).shared == {}, "nothing passes: nothing can be told apart"
     assert only(report(failing(f"PAR-1/{DP2}"), case(f"PAR-1/{DP2}-nosp"))).shared == {"sequence_parallel": "true"}
