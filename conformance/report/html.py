@@ -104,8 +104,8 @@ def _templates() -> Environment:
         undefined=StrictUndefined,
     )
     charts = (bar, bounds_bar, deviations, loss_curve)
-    texts = (bounds_text, bytes_text, counted, derivation_text, linked, value_text)
-    filters = (*charts, *texts, is_outside, narrowest_margin, verdict_counts)
+    words = (bounds_text, bytes_text, counted, derivation_text, linked, value_text)
+    filters = (*charts, *words, is_outside, narrowest_margin, verdict_counts)
     environment.filters |= {function.__name__: function for function in filters}
     environment.filters |= {"range_text": _range_text, "exposed_text": _exposed_text}
     return environment
