@@ -10,15 +10,14 @@ import msgspec
 import pytest
 
 from conformance.__main__ import main
-from conformance.cli.prediction import Request, prediction
-from conformance.cli.simulation import Simulation, simulation
 from conformance.defects.catalogue import injected
-from conformance.experiments.fake_step import fake_step
 from conformance.experiments.memory import step_in_simulation
 from conformance.oracles.memory_model import usage_by_phase
 from conformance.plan.cells import Cell
 from conformance.run.experiment import job_of
 from conformance.run.ranks.messages import RankContext
+from conformance.sizing.prediction import Request, prediction
+from conformance.sizing.simulation import Simulation, fake_step, simulation
 from reference_trainer.parallel_dims import resolve_mesh
 
 SMALL = ["n_layers=3", "dim=1024", "n_heads=8", "n_kv_heads=4", "ffn_dim=2048", "vocab_size=32768", "max_seq_len=256"]

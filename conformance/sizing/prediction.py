@@ -1,19 +1,19 @@
-"""Memory and traffic of a model of any size on a mesh of any size, from the models that the laws verify.
+"""Memory and traffic of a model of any size on a mesh of any size, and the settings that fit a device.
 
 Parameters, gradients, buffers of collectives and the optimizer follow the memory model that MEM-1 and MEM-3 compare
-with measurements, collectives the traffic model of MP-4. Activations are estimated, see `activation_estimate`.
+with measurements, collectives the traffic model of MP-4. Activations are estimated, see `activations`.
 """
 
 import math
+import re
 from collections.abc import Sequence
+from itertools import product
 from typing import Literal, get_args
 
 import msgspec
 import torch
 from msgspec.structs import replace
 
-from conformance.cli.activation_estimate import estimated_profile, estimated_stages_profile, kept_for_backward
-from conformance.cli.model_shapes import read_model
 from conformance.memory_segment import MemorySegment
 from conformance.oracles import memory_walk, pipeline
 from conformance.oracles.dtype_policy import dtype_policy
@@ -21,6 +21,8 @@ from conformance.oracles.memory_model import optimizer_bytes, parameter_bytes, p
 from conformance.oracles.tp_schedule import local_shapes
 from conformance.oracles.traffic import add_up, ranks_in, sent_bytes, step_events
 from conformance.plan.mesh import Mesh
+from conformance.sizing.activations import estimated_profile, estimated_stages_profile, kept_for_backward
+from conformance.sizing.models import read_model
 from reference_trainer.checks import UsageError, require
 from reference_trainer.config import DataConfig, MeshConfig, ModelConfig, TrainerConfig
 from reference_trainer.observer import Phase
@@ -50,13 +52,14 @@ _CHOICES = {
 }
 _AFTER_BACKWARD = ("clip", "optimizer", "idle")
 _FP32_BYTES = 4
+_UNITS_BYTES = {"MiB": 2**20, "GiB": 2**30, "MB": 10**6, "GB": 10**9}
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """Model, mesh and workload that are to be predicted."""
+    """Model, mesh and workload to predict."""
 
     model: str
-    """Name of a file in `conformance/models`, without `.yaml`, or path of a `.yaml` or of a `config.json`."""
+    """Name of a file in `conformance/sizing/models`, without `.yaml`, or path of a `.yaml` or of a `config.json`."""
     mesh: str
     """Mesh as in matrix.yaml: dp8, dp64-tp8, hsdp2x4."""
     precision: str = "bf16-mp"
@@ -89,7 +92,7 @@ def _is_halved(request: Request) -> bool:
 
 
 class PhaseMemory(msgspec.Struct, frozen=True):
-    """Memory of one phase on the device, with all that is held between steps."""
+    """Memory of one phase on the device, including the state held between steps."""
 
     peak_bytes: int
     end_bytes: int
@@ -105,7 +108,7 @@ class PhaseTraffic(msgspec.Struct, frozen=True):
     group: str
     """Mesh dimension whose ranks take part."""
     ranks: int
-    """Number of ranks that take part."""
+    """Number of these ranks."""
     dtype: str
     count: int
     input_bytes: int
@@ -228,7 +231,7 @@ def _with_resident(usage: memory_walk.Usage, resident: dict[str, int]) -> PhaseM
 
 
 def _traffic(config: TrainerConfig, dims: ParallelDims, stage: int) -> list[PhaseTraffic]:
-    """Collectives by phase, in the order of time; within a phase those of FSDP come first."""
+    """Return collectives by phase, in the order of time; within a phase those of FSDP come first."""
     rows = []
     for (phase, group, kind, dtype), traffic in add_up(step_events(config, dims, tp_rank=0, pp_rank=stage)).items():
         ranks = ranks_in(group, dims)
@@ -240,7 +243,7 @@ def _traffic(config: TrainerConfig, dims: ParallelDims, stage: int) -> list[Phas
 
 
 def _transfers(config: TrainerConfig, dims: ParallelDims, stage: int) -> list[PhaseTraffic]:
-    """Activations and their gradients that a rank sends to its neighbours in the pipeline."""
+    """Return the activations and gradients that a rank sends to its neighbours in the pipeline."""
     dtype = dtype_policy(config.precision).compute
     nbytes = pipeline.activation_numel(config, dims) * int(getattr(torch, dtype).itemsize)
     rows = []
@@ -282,7 +285,7 @@ def configuration(request: Request) -> tuple[TrainerConfig, ParallelDims]:
         dims.pp == 1 or request.reshard in RESHARD_MODES,
         f"reshard {request.reshard} with mesh {request.mesh}: in a pipeline choose from {', '.join(RESHARD_MODES)}",
     )
-    reshard_policy(config, dims, torch.device("cpu"))  # what the trainer refuses cannot be predicted
+    reshard_policy(config, dims, torch.device("cpu"))  # refuses what the trainer refuses
     return config, dims
 
 
@@ -300,7 +303,7 @@ def _require_modelled(model: ModelConfig) -> None:
 
 
 def _reshard(text: str) -> str | int | dict[str, str | int]:
-    """A mode, or as JSON a number of ranks or a table. Raises UsageError for anything else."""
+    """Return a mode, or from JSON a number of ranks or a table. Raises UsageError for anything else."""
     if text in RESHARD_MODES:
         return text
     try:
@@ -318,3 +321,61 @@ def buffer_bytes(config: TrainerConfig) -> int:
 
 def _numel(shapes: dict[str, tuple[int, ...]]) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """Alternative reshard mode and activation checkpointing, with the memory that they need."""
+
+    reshard: str
+    activation_checkpointing: str
+    peak_bytes: int
+    left_bytes: int
+    """Memory of the device above the peak; negative if the setting does not fit."""
+
+
+class DeviceFit(msgspec.Struct, frozen=True):
+    """Room that a prediction leaves on a device."""
+
+    device_bytes: int
+    phase: str
+    """Phase with the largest peak."""
+    left_bytes: int
+    """Memory of the device above that peak; negative if the model does not fit."""
+    tried: list[Setting]
+    """Other settings, from the fastest to the least memory; none if the model fits."""
+
+    @property
+    def fits(self) -> bool:
+        """True if no phase needs more than the device has."""
+        return self.left_bytes >= 0
+
+
+def parse_bytes(size: str) -> int:
+    """Return the bytes of a size such as `80GiB`. Raises UsageError for any other text, and for 0."""
+    match = re.fullmatch(rf"([0-9]+(?:\.[0-9]+)?) ?({'|'.join(_UNITS_BYTES)})", size)
+    nbytes = int(float(match[1]) * _UNITS_BYTES[match[2]]) if match else 0
+    units = ", ".join(_UNITS_BYTES)
+    require(nbytes > 0, f"device memory {size}: write a number above 0 and a unit, one of {units}: 80GiB")
+    return nbytes
+
+
+def device_fit(request: Request, phases: dict[str, PhaseMemory], *, device_bytes: int) -> DeviceFit:
+    """Compare predicted `phases` with a device, and try other settings of the request if they do not fit.
+
+    Raises UsageError as `prediction` does.
+    """
+    phase, memory = max(phases.items(), key=lambda item: item[1].peak_bytes)
+    left_bytes = device_bytes - memory.peak_bytes
+    return DeviceFit(device_bytes, phase, left_bytes, [] if left_bytes >= 0 else _others(request, device_bytes))
+
+
+def _others(request: Request, device_bytes: int) -> list[Setting]:
+    """Return all combinations of reshard mode and checkpointing except the request's own."""
+    asked_for = (request.activation_checkpointing, request.reshard)
+    settings = []
+    for checkpointing, reshard in product(checkpointing_kinds(request), reshard_modes(request)):
+        if (checkpointing, reshard) != asked_for:
+            other = replace(request, reshard=reshard, activation_checkpointing=checkpointing)
+            other_peak_bytes = peak_bytes(phase_memory(*configuration(other)))
+            settings.append(Setting(reshard, checkpointing, other_peak_bytes, device_bytes - other_peak_bytes))
+    return settings

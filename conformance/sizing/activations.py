@@ -1,7 +1,6 @@
 """Estimate of the activations of a step, on a rank of any mesh.
 
-They are what each layer saves for backward with fused attention and norms, and what its largest product needs in
-addition.
+Each layer saves tensors for backward, with fused attention and norms, and its largest product needs a temporary.
 """
 
 from collections.abc import Sequence
@@ -35,7 +34,7 @@ class _Costs:
     saved: dict[str, int]
     """Activations that are kept for backward."""
     working: dict[str, int]
-    """Results that nothing keeps."""
+    """Results that are freed at once."""
     recomputed: dict[str, int]
     """Activations that backward computes again."""
     freed: dict[str, int]
@@ -63,8 +62,8 @@ def _costs(config: TrainerConfig, dims: ParallelDims) -> _Costs:
     working = dict.fromkeys(names, tokens * max(model.ffn_dim, model.dim) * compute // dims.tp)
     if compute < _FP32_BYTES:
         working["output"] = max(working["output"], logits)  # raised to fp32, before the logarithm
-    every = _saved_bytes(replace(config, activation_checkpointing="none"), dims, tokens, compute)
-    recomputed = {name: every - saved[name] if name.startswith("layers.") else 0 for name in names}
+    unrecomputed = _saved_bytes(replace(config, activation_checkpointing="none"), dims, tokens, compute)
+    recomputed = {name: unrecomputed - saved[name] if name.startswith("layers.") else 0 for name in names}
     # Of the block the gradients of what its norms and linear layers return; of the output those of norm and logits.
     width = 5 * model.dim + 2 * model.n_kv_heads * model.head_dim + 2 * model.ffn_dim
     arrived = dict.fromkeys(names, tokens * width * compute // dims.tp)
@@ -83,7 +82,7 @@ def estimated_profile(config: TrainerConfig, dims: ParallelDims) -> list[MemoryS
 
 
 def estimated_stages_profile(config: TrainerConfig, dims: ParallelDims, *, rank: int) -> list[MemorySegment]:
-    """Return as `estimated_profile` does what the stages of a rank of the pipeline hold."""
+    """Return activations and gradients of the stages of a rank of the pipeline, as `estimated_profile` does."""
     costs, rank_of = _costs(config, dims), pipeline.owners(config)
     walk = _Walk(costs, stay=gradients_stay(config, UP_TO_2_14))
     for action, ends_stage in pipeline.with_ends(pipeline.order(config, rank=rank), config):
@@ -152,9 +151,9 @@ class _Walk:
         self._add("end")
 
     def backward_of_input(self, names: Sequence[str], *, keeps: bool) -> None:
-        """Compute the first half of a backward; `keeps` says whether the gradient of its input is kept thereafter.
+        """Compute the first half of a backward; with `keeps` the gradient of its input stays afterwards.
 
-        FSDP takes what second halves have left, see `pipeline.added_up_at_once`.
+        FSDP takes the gradients that second halves have left, see `pipeline.added_up_at_once`.
         """
         self._add("backward", more=self._costs.gradients_of_logits if "output" in names else 0)
         for name in reversed(names):
@@ -197,9 +196,9 @@ class _Walk:
 
 
 def _saved_bytes(config: TrainerConfig, dims: ParallelDims, tokens: int, compute: int) -> int:
-    """Activations of one block that are saved for backward.
+    """Return the bytes of the activations that one block saves for backward.
 
-    Those are inputs and outputs of both norms, queries, keys and values (repeated for each query head), output of
+    They are inputs and outputs of both norms, queries, keys and values (repeated for each query head), output of
     attention, and four times the hidden layer of the feed-forward (gate, its activation, up, their product).
     """
     model = config.model

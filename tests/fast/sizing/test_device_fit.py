@@ -7,9 +7,8 @@ from expecttest import assert_expected_inline
 from msgspec.structs import replace
 
 from conformance.__main__ import main
-from conformance.cli.device_fit import DeviceFit, device_fit, parse_bytes
-from conformance.cli.prediction import Request, prediction
-from conformance.cli.prediction_text import prediction_text
+from conformance.sizing.prediction import DeviceFit, Request, device_fit, parse_bytes, prediction
+from conformance.sizing.rendering import prediction_text
 
 FOUR_LAYERS = Request(model="llama3-8b", mesh="dp8", overrides=("n_layers=4",))
 

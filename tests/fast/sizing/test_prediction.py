@@ -11,8 +11,8 @@ import pytest
 from expecttest import assert_expected_inline
 
 from conformance.__main__ import main
-from conformance.cli.prediction import KINDS, Prediction, Request, prediction
-from conformance.cli.prediction_text import prediction_text
+from conformance.sizing.prediction import KINDS, Prediction, Request, prediction
+from conformance.sizing.rendering import prediction_text
 
 _GIB = 1024**3
 

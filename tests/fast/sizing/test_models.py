@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from conformance.cli.model_shapes import MODELS, model_names, read_model
-from conformance.cli.prediction import Request, prediction
+from conformance.sizing.models import MODELS, model_names, read_model
+from conformance.sizing.prediction import Request, prediction
 from reference_trainer.config import ModelConfig
 from reference_trainer.model import Transformer
 
@@ -137,7 +137,7 @@ def test_structures_that_the_trainer_does_not_have(
         (
             "model.toml",
             "",
-            "or give the path of a .yaml like those in conformance/models, or of a config.json",
+            "or give the path of a .yaml like those in conformance/sizing/models, or of a config.json",
         ),
         ("absent.yaml", None, "absent.yaml:1: cannot be read: No such file or directory"),
         ("short.yaml", "dim: 64\nn_layers: 2\n", "short.yaml:1: vocab_size, n_heads, n_kv_heads, ffn_dim missing"),
