@@ -18,7 +18,7 @@ from conformance.experiments.simulation import simulated_world
 from conformance.experiments.trials import trying_only
 from conformance.experiments.weight_files import write_weights
 from conformance.numerics.knobs import pin_numerics
-from conformance.plan.workload import compiled_on_device
+from conformance.plan.cells import compiled_on_device
 from conformance.run.experiment import Experiment, Job, Needs, Result, sampled_ranks
 from conformance.run.ranks.messages import RankContext
 from conformance.simulated_device import device as simulated

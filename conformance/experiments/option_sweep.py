@@ -7,11 +7,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from conformance.covering_arrays.combinations import Rule
+from conformance.covering_arrays.covering import covering_rows
 from conformance.experiments.context import RankWorld, experiment
 from conformance.experiments.option_training import DEFAULTS, OPTIONS, Options, differences
 from conformance.experiments.trials import End, Ended, Swept, Trials, Wrong, tried_alone
-from conformance.plan.combinations import Rule
-from conformance.plan.covering import covering_rows
 from conformance.run.experiment import Needs
 from reference_trainer.mesh import fsdp_mesh
 

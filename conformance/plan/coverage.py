@@ -12,11 +12,11 @@ from functools import cached_property
 
 import msgspec
 import numpy as np
+from msgspec.structs import asdict, replace
 
+from conformance.covering_arrays.combinations import Combinations, Space, possible, seen
 from conformance.plan.cells import AxisValue, Cell, axis_default, axis_value
-from conformance.plan.combinations import Combinations, Space, possible, seen
 from conformance.plan.content import Content, Exclusion
-from conformance.plan.derivation import affects, row_of, rules_of
 from conformance.plan.matrix import Matrix
 from conformance.plan.scopes import Scope
 from conformance.plan.selection import Facts
@@ -164,7 +164,7 @@ def on_numbers(matrix: Matrix, laws: Mapping[Cell, Iterable[str]]) -> list[Cell]
 def covered(content: Content, cells: Iterable[Cell], strength: int) -> Covered:
     """Return the possible combinations of `strength` values of the matrix's axes, and those that the cells have."""
     axes = _axes(content)
-    return _seen(possible(axes, strength=strength, rules=rules_of(content, axes, {})), cells)
+    return _seen(possible(axes, strength=strength, rules=content.rules(axes)), cells)
 
 
 def impossible_pairs(content: Content) -> list[Impossible]:
@@ -175,9 +175,9 @@ def impossible_pairs(content: Content) -> list[Impossible]:
     for number in range(1, _MAX_TOGETHER + 1):
         for exclusions in itertools.combinations(content.exclusions, number):
             near = {axis: values for axis, values in axes.items() if any(axis in rule.axes for rule in exclusions)}
-            if not _share_an_axis(exclusions) or not all(affects(rule, near) for rule in exclusions):
+            if not _share_an_axis(exclusions) or not all(rule.affects(near) for rule in exclusions):
                 continue
-            excluded = map(_key, _excluded(msgspec.structs.replace(content, exclusions=list(exclusions)), near))
+            excluded = map(_key, _excluded(replace(content, exclusions=list(exclusions)), near))
             if pairs := [left.pop(key) for key in excluded if key in left]:
                 found.append(Impossible(exclusions, pairs))
     return [*found, Impossible((), list(left.values()))] if left else found
@@ -189,7 +189,7 @@ def _axes(content: Content) -> dict[str, list[AxisValue]]:
 
 
 def _seen(allowed: Combinations, cells: Iterable[Cell]) -> Covered:
-    return Covered(allowed, allowed & seen(map(row_of, cells), allowed.space.axes, allowed.strength))
+    return Covered(allowed, allowed & seen(map(asdict, cells), allowed.space.axes, allowed.strength))
 
 
 def _is_feature(space: Space, number: int) -> bool:
@@ -203,7 +203,7 @@ def _count_among(combinations: Combinations, values: Sequence[int]) -> int:
 
 def _excluded(content: Content, axes: dict[str, list[AxisValue]]) -> Iterable[dict[str, AxisValue]]:
     """Return the pairs of values of axes that the exclusions leave no cell for."""
-    allowed = possible(axes, strength=2, rules=rules_of(content, axes, {}))
+    allowed = possible(axes, strength=2, rules=content.rules(axes))
     return Combinations(allowed.space, allowed.space.combinations(2)) - allowed
 
 

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conformance.matrix_lock.cost import estimated_s
 from conformance.plan.cells import Cell
-from conformance.plan.cost import estimated_s
 from conformance.plan.lock import STARTUP_S, PlannedCell
-from conformance.plan.matrix import Case, Matrix, load_matrix
+from conformance.plan.matrix import Case, Matrix
 from conformance.plan.selection import parse
 from reference_trainer.strict_yaml import ConfigError
+from tests.support.matrices import written_matrix
 
 TEXT = """\
 schema: 2
@@ -67,9 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read(folder: Path, text: str) -> Matrix:
-    path = folder / "matrix.yaml"
-    path.write_text(text)
-    return load_matrix(path, laws_directory=folder)
+    return written_matrix(folder / "matrix.yaml", text, laws_directory=folder)
 
 
 def in_section(matrix: Matrix, name: str) -> tuple[Cell, ...]:

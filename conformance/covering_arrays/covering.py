@@ -1,25 +1,25 @@
-"""Covering arrays: cheap rows in which every possible combination of t values of different axes occurs.
+"""Construction of covering arrays: cheap rows with every possible combination of t values of different axes.
 
 Most faults of software need no more than two or three factors to show (NIST SP 800-142, section 2), while all
 combinations of a dozen axes would be millions of cells.
 
 Rows are built one at a time as AETG does (Cohen, Dalal, Fredman, Patton 1997): some candidates grow value by value,
-each value the one that adds most, and the best candidate is kept. Here a candidate is worth what it covers per second
-that it is estimated to run. covertable, which was tried, minimises the number of rows instead, while a row on eight
-ranks costs as much as eight on two, and a compiled one as 25: by the same estimates 75 rows from here cost three
-quarters of covertable's 80.
+each time by the value that adds most, and the best candidate is kept. Here a candidate's worth is the weight that it
+covers per estimated second of its run. covertable, which was tried, minimises the number of rows instead, while a row
+on eight ranks costs as much as eight on two, and a compiled one as 25: by the same estimates 75 rows from here cost
+three quarters of covertable's 80.
 """
 
 import math
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from conformance.plan.combinations import (
+from conformance.covering_arrays.combinations import (
     Axes,
     Combinations,
     Constraints,
@@ -35,10 +35,7 @@ from conformance.plan.combinations import (
     seen,
     symmetric,
 )
-from conformance.plan.reduction import needed, reduced
 from reference_trainer.checks import UsageError
-
-__all__ = ["Cost", "Row", "Rule", "covering_rows"]
 
 CANDIDATES = 8
 """Rows that are tried for each row of the array."""
@@ -118,7 +115,7 @@ class _Prices:
         for axis in self.axes:
             options = numbers(space.masks[axis])
             prices = [self.of(1 << value) for value in options]
-            self._known.clear()  # they were costs beside what was the cheapest value until now
+            self._known.clear()  # computed with the former cheapest value of this axis
             self._cheapest[axis] = options[prices.index(min(prices))]
 
     def of(self, values: int) -> int:
@@ -136,8 +133,8 @@ class _Prices:
 class _Builder:
     """Builder of the rows of an array.
 
-    A combination weighs what a row costs at least that contains it, since this has to be paid once; `equal_weights`
-    is for an array that may leave the expensive ones out.
+    The weight of a combination is the least cost of a row that contains it, which has to be paid once; with
+    `equal_weights` the array may leave expensive combinations out.
     """
 
     def __init__(self, constraints: Constraints, wanted: Combinations, cost: Cost, *, equal_weights: bool) -> None:
@@ -151,7 +148,7 @@ class _Builder:
             self._worth = np.maximum(self._worth[..., None], prices)
 
     def array(self, rounds: int, *, left: int) -> list[Values]:
-        """Return rows of which at most `left` of the wanted combinations are in none.
+        """Return rows that contain all but at most `left` of the wanted combinations.
 
         Each round replaces some rows, chosen at random, which leads out of local optima (ruin and recreate).
         """
@@ -163,9 +160,9 @@ class _Builder:
         return rows
 
     def extended(self, rows: list[Values], left: int) -> list[Values]:
-        """Return the rows that are needed, and new ones, of which at most `left` combinations are in none."""
+        """Return the needed rows, and new ones, that contain all but at most `left` of the wanted combinations."""
         missing = self._wanted - contained(self._space, rows, self._strength)
-        rows = [*rows, *self._new_rows(missing.members, left)]
+        rows = [*rows, *self._add_rows(missing.members, left)]
         covered = self._wanted & contained(self._space, rows, self._strength)
         return needed(rows, covered.members, self._constraints, self.prices.of)
 
@@ -173,13 +170,13 @@ class _Builder:
         return sum(self.prices.of(bits(row)) for row in rows)
 
     def _completed(self, rows: list[Values], left: int) -> list[Values]:
-        """Return rows, and new ones, until at most `left` combinations are missing, without those not needed."""
+        """Return rows, and new ones until at most `left` combinations are missing, reduced."""
         missing = self._wanted - contained(self._space, rows, self._strength)
-        rows = [*rows, *self._new_rows(missing.members, left)]
+        rows = [*rows, *self._add_rows(missing.members, left)]
         covered = self._wanted & contained(self._space, rows, self._strength)
         return reduced(rows, covered.members, self._constraints, self.prices.of)
 
-    def _new_rows(self, wanted: NDArray[np.bool_], left: int) -> Iterator[Values]:
+    def _add_rows(self, wanted: NDArray[np.bool_], left: int) -> Iterator[Values]:
         """Yield rows until at most `left` of the wanted combinations are in none of them."""
         weights = np.where(symmetric(wanted), self._worth, 0)
         while len(seeds := np.argwhere(wanted & (weights > 0))) > left:
@@ -193,7 +190,7 @@ class _Builder:
         return int(gains(weights, values, values).sum()) // self._strength
 
     def _grown(self, weights: NDArray[np.int64], seed: Values) -> Values:
-        """Return a row with the values of the seed, to which one value after the other was added that adds most."""
+        """Return a row grown from the values of the seed, each time by the value that gains most per cost."""
         order = sorted(self._space.masks.items(), key=lambda _: self._random())
 
         def best_first(chosen: Values, left: int) -> list[int]:
@@ -234,3 +231,141 @@ class _Builder:
             if self._constraints.join(value, others):
                 return others | 1 << value
         return 0
+
+
+def reduced(
+    rows: Iterable[Values], wanted: NDArray[np.bool_], constraints: Constraints, price: Callable[[int], int]
+) -> list[Values]:
+    """Return fewer or cheaper rows in which all wanted combinations occur that occur in `rows`.
+
+    `wanted` is an array as in `Combinations`; `price` is the cost of the values that an integer has as bits.
+    """
+    array = _Array(rows, wanted, constraints, price)
+    before, after = 0, array.cost()
+    while after != before:
+        array.sweep()
+        before, after = after, array.cost()
+    return [numbers(row) for row in array.rows]
+
+
+def needed(
+    rows: Iterable[Values], wanted: NDArray[np.bool_], constraints: Constraints, price: Callable[[int], int]
+) -> list[Values]:
+    """Return the rows without redundant ones, whose wanted combinations others have; arguments as for `reduced`."""
+    array = _Array(rows, wanted, constraints, price)
+    array.remove_superfluous()
+    return [numbers(row) for row in array.rows]
+
+
+class _Array:
+    """Rows, as bits of their values, and how often each combination occurs in them."""
+
+    def __init__(
+        self, rows: Iterable[Values], wanted: NDArray[np.bool_], constraints: Constraints, price: Callable[[int], int]
+    ) -> None:
+        self.rows = [bits(row) for row in rows]
+        self._strength, self._constraints, self._price = wanted.ndim, constraints, price
+        self._masks, self._owners = constraints.space.masks, constraints.space.owners
+        # A combination that need not be covered never counts as covered by a single row.
+        self._times = np.where(symmetric(wanted), 0, 2).astype(np.int32)
+        for row in self.rows:
+            self._count(row, 1)
+        self._slack = [0] * len(self.rows)
+
+    def cost(self) -> int:
+        """Return the cost of all rows."""
+        return sum(map(self._price, self.rows))
+
+    def sweep(self) -> None:
+        """Remove or cheapen rows, the most expensive first."""
+        self._slack = [self._slack_of(row) for row in self.rows]
+        for row in sorted(self.rows, key=lambda row: (-self._price(row), row)):
+            if row in self.rows and not self._merge_into_others(row):
+                self._cheapen(row)
+
+    def remove_superfluous(self) -> None:
+        """Remove rows without a unique combination, the most expensive first."""
+        for row in sorted(self.rows, key=lambda row: (-self._price(row), row)):
+            if self._slack_of(row) == row:
+                self.rows.remove(row)
+                self._count(row, -1)
+
+    def _block(self, row: int) -> tuple[NDArray[np.intp], ...]:
+        """Return the index of the combinations of a row's values."""
+        return np.ix_(*[numbers(row)] * self._strength)
+
+    def _count(self, row: int, change: int) -> None:
+        self._times[self._block(row)] += change
+
+    def _slack_of(self, row: int) -> int:
+        """Return the values of a row, as bits, that are in none of its unique combinations."""
+        needed = (self._times[self._block(row)] == 1).any(axis=tuple(range(1, self._strength)))
+        return bits(value for value, need in zip(numbers(row), needed.tolist(), strict=True) if not need)
+
+    def _covered_only_by(self, row: int) -> list[Values]:
+        """Return the combinations that no other row covers."""
+        values = np.array(numbers(row))
+        needed = values[np.argwhere(self._times[self._block(row)] == 1)]
+        return [tuple(combination) for combination in needed.tolist() if sorted(combination) == combination]
+
+    def _replace(self, index: int, row: int) -> None:
+        self._count(self.rows[index], -1)
+        self._count(row, 1)
+        self.rows[index], self._slack[index] = row, self._slack_of(row)
+
+    def _cheapen(self, row: int) -> None:
+        """Change slack values of the row as long as that makes it cheaper."""
+        index = self.rows.index(row)
+        while cheaper := [
+            new
+            for new in self._with_other_values(row, numbers(self._slack_of(row)))
+            if self._price(new) < self._price(row)
+        ]:
+            row = min(cheaper, key=lambda new: (self._price(new), new))
+            self._replace(index, row)
+
+    def _with_other_values(self, row: int, values: Sequence[int]) -> list[int]:
+        """Return the allowed rows that differ in one of the values."""
+        masks = [self._masks[self._owners[value]] for value in values]
+        return [
+            row & ~mask | 1 << other
+            for mask in masks
+            for other in numbers(mask & ~row)
+            if self._constraints.join(other, row & ~mask)
+        ]
+
+    def _merge_into_others(self, row: int) -> bool:
+        """Drop a row whose unique combinations fit more cheaply into other rows; return True if dropped."""
+        times, rows, slack = self._times.copy(), self.rows.copy(), self._slack.copy()
+        unique = self._covered_only_by(row)
+        index = self.rows.index(row)
+        del self.rows[index], self._slack[index]
+        self._count(row, -1)
+        limit = self.cost() + self._price(row)
+        for combination in unique:
+            # The row that took another combination may contain this one, too.
+            if not self._times[combination] and not self._take(combination, limit - self.cost()):
+                self._times, self.rows, self._slack = times, rows, slack
+                return False
+        return True
+
+    def _take(self, combination: Values, limit: int) -> bool:
+        """Put a combination into the row that takes it most cheaply, for less than `limit`; return whether one does."""
+        mask, added = bits(combination), 0
+        for value in combination:
+            added |= self._masks[self._owners[value]]
+        offers = []
+        for index, row in enumerate(self.rows):
+            if not row & added & ~mask & ~self._slack[index]:
+                more = self._price(row & ~added | mask) - self._price(row)
+                if more < limit:
+                    offers.append((more, index))
+        for _, index in sorted(offers):
+            row = self.rows[index]
+            new = row & ~added | mask
+            if all(self._constraints.join(value, new) for value in combination):
+                self._slack[index] = self._slack_of(row)
+                if not row & ~new & ~self._slack[index]:
+                    self._replace(index, new)
+                    return True
+        return False

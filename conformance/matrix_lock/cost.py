@@ -5,9 +5,8 @@ of cells with many features that are not compiled (standard deviation of the res
 mesh dimensions, one rank, and eight ranks without replicas take is a rough figure from a few cells or from none.
 """
 
-from conformance.plan.cells import Cell
+from conformance.plan.cells import Cell, is_compiled_by_inductor
 from conformance.plan.mesh import Mesh
-from conformance.plan.workload import is_compiled_by_inductor
 
 COST_AXES = frozenset(
     {
@@ -40,7 +39,7 @@ def estimated_s(cell: Cell) -> float:
     mesh = Mesh.parse(cell.mesh)
     if mesh.world_size > _LARGEST_WORLD:
         return _SIMULATED_S
-    seconds = _of_mesh(mesh) * (0.5 + 0.5 * cell.steps / 3) + _sharding_propagation_s(cell, mesh)
+    seconds = _mesh_s(mesh) * (0.5 + 0.5 * cell.steps / 3) + _sharding_propagation_s(cell, mesh)
     seconds *= 1.0 + 0.2 * (cell.accumulation - 1)
     seconds *= 1.0 if cell.precision == "fp32" else 1.15
     seconds *= 1.0 if cell.activation_checkpointing == "none" else 1.15
@@ -55,10 +54,10 @@ def estimated_s(cell: Cell) -> float:
     return round(seconds, 2)
 
 
-def _of_mesh(mesh: Mesh) -> float:
-    of_world = next(run_s for ranks, run_s in _WORLD_S.items() if mesh.world_size <= ranks)
-    of_world *= 1.6 if mesh.pp > 1 else 1.0  # twice as many layers; a rough figure
-    return of_world * (1.9 if mesh.tp > 1 else 1.0) * (1.4 if mesh.dp_replicate > 1 else 1.0)
+def _mesh_s(mesh: Mesh) -> float:
+    world_s = next(run_s for ranks, run_s in _WORLD_S.items() if mesh.world_size <= ranks)
+    world_s *= 1.6 if mesh.pp > 1 else 1.0  # twice as many layers; a rough figure
+    return world_s * (1.9 if mesh.tp > 1 else 1.0) * (1.4 if mesh.dp_replicate > 1 else 1.0)
 
 
 def _sharding_propagation_s(cell: Cell, mesh: Mesh) -> float:
@@ -69,9 +68,9 @@ def _sharding_propagation_s(cell: Cell, mesh: Mesh) -> float:
     """
     if mesh.tp == 1 or mesh.dp_replicate == 1:
         return 0.0
-    of_clipping = 0.0 if cell.clip == 0.0 else 3.0 if cell.foreach_clip else 1.0
-    of_optimizer = 0.5 if cell.optimizer == "adamw-fused" else 3.0
-    return of_clipping + of_optimizer
+    clipping_s = 0.0 if cell.clip == 0.0 else 3.0 if cell.foreach_clip else 1.0
+    optimizer_s = 0.5 if cell.optimizer == "adamw-fused" else 3.0
+    return clipping_s + optimizer_s
 
 
 def _compilation_s(cell: Cell, mesh: Mesh) -> float:

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from conformance.matrix_lock.cost import estimated_s
+from conformance.matrix_lock.derivation import covering_cells
 from conformance.plan.cells import AxisValue, Cell, axis_default, axis_names, cell_from_axes
 from conformance.plan.content import Exclusion, Section, Values
-from conformance.plan.cost import estimated_s
-from conformance.plan.derivation import covering_cells
 from conformance.plan.matrix import load_matrix
 from conformance.project import PROJECT
 

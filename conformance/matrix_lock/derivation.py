@@ -7,53 +7,45 @@ combinations of two dozen axes would be billions of cells.
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
-import msgspec
+from msgspec.structs import asdict
 
+from conformance.covering_arrays.combinations import Row
+from conformance.covering_arrays.covering import Cost, covering_rows
+from conformance.matrix_lock.cost import COST_AXES, worth_s
 from conformance.plan.cells import AxisValue, Cell, axis_default, cell_from_axes
-from conformance.plan.content import Content, Exclusion, Section, Values
-from conformance.plan.cost import COST_AXES, worth_s
-from conformance.plan.covering import Cost, Row, Rule, covering_rows
+from conformance.plan.content import Content, Section, Values, read_content
 from reference_trainer.checks import UsageError
-
-
-class DerivationError(UsageError):
-    """Mistake in a matrix that shows when its cells are derived."""
-
-    def __init__(self, where: str, message: str) -> None:
-        super().__init__(message)
-        self.where = where
-        """Path of the mistake in the file, such as `$.cells.pairs`."""
-
+from reference_trainer.strict_yaml import Document
 
 _ROUNDS = {2: 15, 3: 0}
-"""Rounds in which an array is improved, by strength: with three axes a round takes longer than what it saves."""
+"""Rounds in which an array is improved, by strength: with three axes a round takes longer than it saves."""
 
 
-def derive(content: Content, locked: Mapping[str, Sequence[Cell]] | None = None) -> dict[str, list[Cell]]:
-    """Return the cells of each section, in the order of the file; a cell belongs to the first section that has it.
+def derive(document: Document, locked: Mapping[str, Sequence[Cell]] | None = None) -> dict[str, list[Cell]]:
+    """Return the cells of each section of a matrix, in the order of the file; a cell belongs to its first section.
 
-    Covering arrays count what cells of earlier sections cover, and keep the cells of `locked`, by section, that are
-    still allowed and needed, so that a change of the matrix changes few ids. Raises DerivationError for a
-    section without a cell of its own or with too few axes, and for an exclusion that matches nothing.
+    Covering arrays count combinations that cells of earlier sections cover, and keep the cells of `locked`, by section,
+    that are still allowed and needed, so that a change of the matrix changes few ids. Raises ConfigError, with file and
+    line, for a section without a cell of its own or with too few axes, and for an exclusion that matches nothing.
     """
+    content = read_content(document)
     sections: dict[str, list[Cell]] = {}
     known: dict[Cell, None] = {}
     for name, section in content.cells.items():
         try:
             kept = [cell for cell in (locked or {}).get(name, ()) if cell not in known]
             cells = dict.fromkeys(_cells(content, section, earlier=list(known), kept=kept))
-            own = [cell for cell in cells if cell not in known]
         except UsageError as error:
-            raise DerivationError(f"$.cells.{name}", str(error)) from None
-        if not own:
+            raise document.error(f"$.cells.{name}", str(error)) from None
+        sections[name] = [cell for cell in cells if cell not in known]
+        known |= cells
+        if not sections[name]:
             message = f"section `{name}` has no cell that no earlier section has: remove it, or widen its axes"
-            raise DerivationError(f"$.cells.{name}", message)
-        sections[name] = own
-        known |= dict.fromkeys(own)
+            raise document.error(f"$.cells.{name}", message)
     for index, rule in enumerate(content.exclusions):
-        if not any(affects(rule, axes) for axes in _combined(content)):
+        if not any(rule.affects(axes) for axes in _combined(content)):
             message = f"the exclusion `{rule.when}` matches nothing: remove or correct it"
-            raise DerivationError(f"$.exclusions[{index}].when", message)
+            raise document.error(f"$.exclusions[{index}].when", message)
     return sections
 
 
@@ -106,7 +98,7 @@ def _features(*groups: Mapping[str, Values]) -> Iterator[tuple[str, AxisValue]]:
 
 
 def _single(content: Content, cell: Cell, axis: str, value: AxisValue, *, more: int = 2) -> Cell | None:
-    """Return the cell with the feature, and with as few others as it needs; None if `more` others do not do."""
+    """Return the smallest cell with this feature, adding at most `more` prerequisite values; None if too few."""
     featured = cell.but(**{axis: value})
     rule = content.exclusion_of(featured)
     if rule is None:
@@ -138,7 +130,7 @@ def covering_cells(
     kept: Sequence[Cell] = (),
     share: float,
 ) -> list[Cell]:
-    """Return cells that, with those that are there already, have all allowed combinations of `strength` values.
+    """Return cells that, with earlier cells, have all allowed combinations of `strength` values.
 
     Cells of an earlier array, `kept`, are among them if they are allowed and needed.
     """
@@ -147,9 +139,9 @@ def covering_cells(
     rows = covering_rows(
         free,
         strength=strength,
-        rules=rules_of(content, free, fixed),
-        given=[row_of(cell) for cell in earlier if all(getattr(cell, axis) == value for axis, value in fixed.items())],
-        kept=[row_of(cell) for cell in kept if _is_row(cell, free, fixed)],
+        rules=content.rules(free, fixed),
+        given=[asdict(cell) for cell in earlier if all(getattr(cell, axis) == value for axis, value in fixed.items())],
+        kept=[asdict(cell) for cell in kept if _is_row(cell, free, fixed)],
         cost=Cost(sorted(COST_AXES & free.keys()), lambda row: worth_s(cell_from_axes(_costly(fixed, row)))),
         until=share,
         rounds=_ROUNDS[strength],
@@ -162,36 +154,5 @@ def _is_row(cell: Cell, free: Mapping[str, Values], fixed: Mapping[str, AxisValu
     return cell == cell_from_axes({**fixed, **{axis: getattr(cell, axis) for axis in free}})
 
 
-def rules_of(content: Content, free: Mapping[str, Values], fixed: Mapping[str, AxisValue]) -> list[Rule]:
-    """Return the exclusions as rules on rows of the free axes."""
-    return [_rule(rule, free, fixed) for rule in content.exclusions if affects(rule, {**free, **_lists(fixed)})]
-
-
-def _rule(exclusion: Exclusion, free: Mapping[str, Values], fixed: Mapping[str, AxisValue]) -> Rule:
-    decide = sorted(exclusion.axes & free.keys())
-
-    def forbids(row: Row) -> bool:
-        return exclusion.matches(cell_from_axes({**fixed, **{axis: row[axis] for axis in decide}}))
-
-    return Rule(decide, forbids)
-
-
-def _lists(fixed: Mapping[str, AxisValue]) -> dict[str, list[AxisValue]]:
-    return {axis: [value] for axis, value in fixed.items()}
-
-
-def row_of(cell: Cell) -> Row:
-    """Return a cell as a row of all axes."""
-    return msgspec.structs.asdict(cell)
-
-
 def _costly(fixed: Row, row: Row) -> dict[str, AxisValue]:
     return {axis: value for axis, value in {**fixed, **row}.items() if axis in COST_AXES}
-
-
-def affects(exclusion: Exclusion, axes: Mapping[str, Values]) -> bool:
-    """Return whether a rule excludes any combination of the values of these axes."""
-    decide = {axis: values for axis, values in axes.items() if axis in exclusion.axes}
-    fixed = {axis: values[0] for axis, values in axes.items() if len(values) == 1}
-    rows = (dict(zip(decide, values, strict=True)) for values in itertools.product(*decide.values()))
-    return any(exclusion.matches(cell_from_axes({**fixed, **row})) for row in rows)

@@ -8,12 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.__main__ import main
+from conformance.matrix_lock.cost import estimated_s
+from conformance.matrix_lock.lock_file import Gains, best_first
 from conformance.plan.cells import Cell, cell_from_axes, cell_from_id
-from conformance.plan.cost import estimated_s
 from conformance.plan.lock import STARTUP_S, PlannedCell, lock_file, parse_budget, within
 from conformance.plan.matrix import Matrix, load_matrix
 from conformance.project import PROJECT
 from reference_trainer.strict_yaml import ConfigError
+from tests.support.matrices import written_matrix
 
 MATRIX = """\
 schema: 2
@@ -57,8 +59,17 @@ def test_the_lock_file_of_the_project_is_current(capsys: pytest.CaptureFixture[s
     assert main(["lock", f"--matrix={PROJECT / 'matrix.yaml'}"]) == 0, capsys.readouterr().out
 
 
-def test_without_a_lock_file_cells_are_derived_in_the_order_of_the_sections(file: Path) -> None:
-    matrix = load_matrix(file)
+def test_a_matrix_without_a_lock_file_is_refused(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", f"--matrix={file}"]) == 4
+    assert capsys.readouterr().err == (
+        f"conformance: {file} has no matrix.lock: run `python -m conformance lock --write --matrix {file}`\n"
+    )
+    assert main(["lock", "--write", "--matrix", str(file)]) == 0
+    assert main(["list", f"--matrix={file}", "--laws=PAR-1"]) == 0
+
+
+def test_cells_are_derived_in_the_order_of_the_sections(file: Path) -> None:
+    matrix = written_matrix(file, MATRIX)
     assert planned(matrix) == OF_MATRIX
     assert matrix.seconds == {name: estimated_s(cell) for name, cell in matrix.cells.items()}
 
@@ -176,3 +187,41 @@ def test_budgets(text: str, seconds: float) -> None:
 def test_what_is_no_budget(text: str) -> None:
     with pytest.raises(ValueError, match=rf"budget `{text}`: write a time with its unit, such as 90s, 5m or 1h"):
         parse_budget(text)
+
+
+# Order of cells: greedy, best first, by gain per second
+
+NAMES = "abcdefgh"
+GAINS = st.dictionaries(
+    st.sampled_from(NAMES), st.dictionaries(st.integers(0, 9), st.sampled_from([0.25, 0.5, 1.0])), min_size=1
+)
+SECONDS = st.fixed_dictionaries({name: st.sampled_from([0.25, 0.5, 1.0, 4.0]) for name in NAMES})
+
+
+def rate(name: str, gains: dict[str, Gains], seconds: dict[str, float], before: list[str]) -> float:
+    """Return what a name adds to those before it, per second."""
+    seen = {gain for other in before for gain in gains[other]}
+    return sum(weight for gain, weight in gains[name].items() if gain not in seen) / seconds[name]
+
+
+@given(GAINS, SECONDS)
+def test_each_name_adds_most_of_those_left(gains: dict[str, Gains], seconds: dict[str, float]) -> None:
+    """Values and durations are sums and powers of two: rates are exact, so that ties are ties."""
+    ordered = best_first(list(gains), gains, seconds)
+    assert sorted(ordered) == sorted(gains)
+    for position, name in enumerate(ordered):
+        before, left = ordered[:position], ordered[position:]
+        rates = {other: rate(other, gains, seconds, before) for other in left}
+        assert rates[name] == max(rates.values())
+        earlier = [other for other in left if list(gains).index(other) < list(gains).index(name)]
+        assert all(rates[other] < rates[name] for other in earlier), "ties keep their order"
+
+
+@given(GAINS, SECONDS)
+def test_the_order_is_the_same_each_time(gains: dict[str, Gains], seconds: dict[str, float]) -> None:
+    assert best_first(list(gains), gains, seconds) == best_first(list(gains), gains, seconds)
+
+
+def test_a_short_cell_comes_before_a_longer_one_that_adds_more() -> None:
+    gains: dict[str, Gains] = {"long": {1: 1.0, 2: 1.0, 3: 1.0}, "short": {1: 1.0}, "same": {1: 1.0}}
+    assert best_first(list(gains), gains, {"long": 4.0, "short": 1.0, "same": 1.0}) == ["short", "long", "same"]

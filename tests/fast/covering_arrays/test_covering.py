@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conformance.plan.combinations import possible, seen
-from conformance.plan.covering import Cost, Row, Rule, covering_rows
+from conformance.covering_arrays.combinations import Row, Rule, possible, seen
+from conformance.covering_arrays.covering import Cost, covering_rows
 
 Axes = dict[str, list[Any]]
 
