@@ -21,6 +21,7 @@ LAYERS = (
     ("conformance/plan", "conformance/simulated_device", "conformance/instruments", "conformance/oracles"),
     ("conformance/defects", "conformance/run"),
     ("conformance/experiments", "conformance/judge", "conformance/findings", "conformance/matrix_lock"),
+    ("conformance/sweeps",),
     ("conformance/assertions", "conformance/report", "conformance/sizing"),
     ("conformance/laws",),
     ("conformance/pytest_plugin", "conformance/detection", "conformance/subjects"),

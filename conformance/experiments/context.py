@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from conformance.defects.catalogue import injected, subjects_of
 from conformance.experiments.simulation import simulated_world
-from conformance.experiments.trials import trying_only
 from conformance.experiments.weight_files import write_weights
 from conformance.numerics.knobs import pin_numerics
 from conformance.plan.cells import compiled_on_device
@@ -58,6 +57,11 @@ class RankWorld:
     def size(self) -> int:
         """Number of ranks in the cell's world, simulated or not."""
         return self.job.world_size
+
+    @property
+    def subjects(self) -> frozenset[str]:
+        """Subjects to which the job's defect restricts sweeps, see `Defect.subjects`; empty for all."""
+        return subjects_of(self.job.defect)
 
     @property
     def is_last(self) -> bool:
@@ -127,7 +131,7 @@ def rank_world(context: RankContext, job: Job, *, world: World, process_group: b
     if world == "none":
         yield RankWorld(context, job, config, device_of(context))
         return
-    with injected(job.defect), trying_only(subjects_of(job.defect)):
+    with injected(job.defect):
         if world in ("simulated", "sampled"):
             simulated_rank = sampled_ranks(config, job.world_size)[context.rank]
             with simulated_world(job.world_size, rank=simulated_rank):

@@ -6,9 +6,9 @@ from conformance.assertions.sweeps import require_no_wrong_result
 from conformance.experiments.fsdp_methods import use_methods
 from conformance.experiments.fsdp_net import Wrong
 from conformance.experiments.fsdp_options import use_options
-from conformance.experiments.option_sweep import sweep
 from conformance.judge.law import law
 from conformance.plan.cells import Cell
+from conformance.sweeps.options import sweep
 
 FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
 

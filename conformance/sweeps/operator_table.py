@@ -1,4 +1,8 @@
-"""Operators that a training step could use, each with calls that say what its arguments are."""
+"""Samples of operators that a training step could use: calls that say what their arguments are.
+
+Losses come with all reductions and options; operators that change their argument in place do so themselves or through a
+view of it.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -6,12 +10,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from conformance.experiments.operator_losses import losses
-from conformance.experiments.operator_samples import Argument, Sample, indices, sample
-from conformance.experiments.operator_writes import writes
+from conformance.sweeps.operator_samples import Argument, Sample, indices, sample
 
 _Call = Callable[..., Any]
 
@@ -270,11 +272,7 @@ def _indexing() -> Iterator[Sample]:
     yield sample("select_scatter", lambda x, y: torch.select_scatter(x, y, 0, 0), "a b", "b")
     yield sample("slice_scatter", lambda x, y: torch.slice_scatter(x, y, 0, 0, 1), "a b", "1 b")
     yield sample("one_hot", lambda i: functional.one_hot(i, 3), "a b rows")
-    yield (
-        sample("embedding", functional.embedding_of, "a b rows", "3 b")
-        if False
-        else sample("embedding", functional.embedding, "a 2 rows", "3 b")
-    )
+    yield sample("embedding", functional.embedding, "a 2 rows", "3 b")
     yield sample("embedding with padding", partial(functional.embedding, padding_idx=0), "a 2 rows", "3 b")
     by_frequency = partial(functional.embedding, scale_grad_by_freq=True)
     yield sample("embedding by frequency", by_frequency, "a 2 rows", "3 b", exact=False)
@@ -353,3 +351,237 @@ def _normalisations() -> Iterator[Sample]:
 def _running_batch_norm(x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
     """Return the normalised batch; the running mean and variance, detached, are changed in place."""
     return functional.batch_norm(x, mean.detach(), var.detach(), training=True)
+
+
+_REDUCTIONS = ("mean", "sum", "none")
+
+
+def losses() -> Iterator[Sample]:
+    """Yield a sample of each loss for each reduction and option."""
+    for reduction in _REDUCTIONS:
+        yield from _of_two_tensors(reduction)
+        yield from _of_classes(reduction)
+        yield from _of_more_tensors(reduction)
+    yield sample("kl_div, batchmean", partial(functional.kl_div, reduction="batchmean"), *_LOG, exact=False)
+    yield sample(
+        "mse_loss of rows", lambda x, y: functional.mse_loss(x, y, reduction="none").mean(1), "a b", "a b", exact=False
+    )
+    yield sample("sum of squares over count", lambda x, y: ((x - y) ** 2).sum() / x.numel(), "a b", "a b", exact=False)
+
+
+_LOG = ("a b", "a b distribution")
+
+
+def _of_two_tensors(reduction: str) -> Iterator[Sample]:
+    for name in ["l1_loss", "mse_loss", "smooth_l1_loss", "huber_loss"]:
+        call = partial(getattr(functional, name), reduction=reduction)
+        # No two numbers are equal, where the gradient of l1_loss jumps.
+        yield sample(f"{name}, {reduction}", call, "a b", "a b unit", exact=False)
+    call = partial(functional.mse_loss, reduction=reduction)
+    yield sample(f"mse_loss of three dims, {reduction}", call, "a b 3", "a b 3", exact=False)
+    for name in ("soft_margin_loss", "hinge_embedding_loss"):
+        call = partial(getattr(functional, name), reduction=reduction)
+        yield sample(f"{name}, {reduction}", call, "a b", "a b signs", exact=False)
+    call = partial(functional.binary_cross_entropy, reduction=reduction)
+    yield sample(f"binary_cross_entropy, {reduction}", call, "a b unit", "a b unit", exact=False)
+    yield sample(
+        f"binary_cross_entropy, weighted, {reduction}",
+        lambda x, y, w: functional.binary_cross_entropy(x, y, w, reduction=reduction),
+        *("a b unit", "a b unit", "a b positive"),
+        exact=False,
+    )
+    call = partial(functional.binary_cross_entropy_with_logits, reduction=reduction)
+    yield sample(f"binary_cross_entropy_with_logits, {reduction}", call, "a b", "a b unit", exact=False)
+    yield sample(
+        f"binary_cross_entropy_with_logits, pos_weight, {reduction}",
+        lambda x, y, w: functional.binary_cross_entropy_with_logits(x, y, pos_weight=w, reduction=reduction),
+        *("a b", "a b unit", "b positive"),
+        exact=False,
+    )
+    yield sample(f"kl_div, {reduction}", partial(functional.kl_div, reduction=reduction), *_LOG, exact=False)
+    call = partial(functional.kl_div, reduction=reduction, log_target=True)
+    yield sample(f"kl_div of logarithms, {reduction}", call, "a b", "a b", exact=False)
+    call = partial(functional.poisson_nll_loss, reduction=reduction)
+    yield sample(f"poisson_nll_loss, {reduction}", call, "a b", "a b positive", exact=False)
+
+
+def _of_classes(reduction: str) -> Iterator[Sample]:
+    for name in ("cross_entropy", "nll_loss"):
+        operator = getattr(functional, name)
+        options: dict[str, dict[str, Any]] = {"": {}, ", ignored": {"ignore_index": 1}}
+        if name == "cross_entropy":
+            options |= {", smoothed": {"label_smoothing": 0.25}}
+        for text, option in options.items():
+            call = partial(operator, reduction=reduction, **option)
+            yield sample(f"{name}{text}, {reduction}", call, "a 4", "a labels", exact=False)
+        yield sample(
+            f"{name}, weighted, {reduction}",
+            lambda x, y, w, operator=operator: operator(x, y, weight=w, reduction=reduction),
+            *("a 4", "a labels", "4 positive"),
+            exact=False,
+        )
+        call = partial(operator, reduction=reduction)
+        yield sample(f"{name} of sequences, {reduction}", call, "a 4 b", "a b labels", exact=False)
+    call = partial(functional.cross_entropy, reduction=reduction)
+    yield sample(f"cross_entropy of probabilities, {reduction}", call, "a b", "a b distribution", exact=False)
+    call = partial(functional.multi_margin_loss, reduction=reduction)
+    yield sample(f"multi_margin_loss, {reduction}", call, "a 4", "a labels", exact=False)
+    call = partial(functional.multilabel_margin_loss, reduction=reduction)
+    yield sample(f"multilabel_margin_loss, {reduction}", call, "a 4", "a 4 labels", exact=False)
+    call = partial(functional.multilabel_soft_margin_loss, reduction=reduction)
+    yield sample(f"multilabel_soft_margin_loss, {reduction}", call, "a b", "a b unit", exact=False)
+
+
+def _of_more_tensors(reduction: str) -> Iterator[Sample]:
+    call = partial(functional.gaussian_nll_loss, reduction=reduction)
+    yield sample(f"gaussian_nll_loss, {reduction}", call, "a b", "a b", "a b positive", exact=False)
+    call = partial(functional.margin_ranking_loss, reduction=reduction)
+    yield sample(f"margin_ranking_loss, {reduction}", call, "a", "a", "a signs", exact=False)
+    call = partial(functional.cosine_embedding_loss, reduction=reduction)
+    yield sample(f"cosine_embedding_loss, {reduction}", call, "a b positive", "a b positive", "a signs", exact=False)
+    call = partial(functional.triplet_margin_loss, reduction=reduction)
+    yield sample(f"triplet_margin_loss, {reduction}", call, "a b", "a b", "a b", exact=False)
+    yield sample(f"ctc_loss, {reduction}", partial(_ctc, reduction=reduction), "4 a b", exact=False)
+
+
+def _ctc(x: Tensor, *, reduction: str) -> Tensor:
+    """Return the loss of sequences of four steps whose only label is 1."""
+    count = x.size(1)
+    targets, steps, labels = indices(x, *[1] * count).view(-1, 1), indices(x, *[4] * count), indices(x, *[1] * count)
+    return functional.ctc_loss(x.log_softmax(-1), targets, steps, labels, reduction=reduction)
+
+
+def writes() -> Iterator[Sample]:
+    """Yield a sample of each operator in place, and of each view that is written to."""
+    yield from (replace(each, writes=True) for each in _samples())
+
+
+def _samples() -> Iterator[Sample]:
+    for name, call in _IN_PLACE.items():
+        yield sample(name, call, "a b")
+    for name, (call, other) in _IN_PLACE_BY_ANOTHER.items():
+        yield sample(name, call, "a b", other)
+    for name, call in _OF_ROWS.items():
+        yield sample(name, call, "3 b", "a rows", "a b")
+    for view_name, view in _VIEWS.items():
+        yield sample(f"{view_name} zeroed", _zeroed(view), "a b 4")
+        yield sample(f"{view_name} increased", _increased(view), "a b 4")
+    yield sample("slice assigned", _assigned(slice(0, 1)), "a b", "1 b")
+    yield sample("row assigned", _assigned(-1), "a b", "b")
+    yield sample("columns assigned", _assigned((slice(None), slice(0, 1))), "a b", "a 1")
+    yield sample("number assigned to a slice", lambda x: x.__setitem__(slice(0, 2), 9.0), "a b")
+    yield sample("number assigned to columns", lambda x: x.__setitem__((..., slice(0, 2)), 9.0), "a b")
+    yield sample("all assigned", _assigned(slice(None)), "a b", "a b")
+    yield sample("assigned by a mask", lambda x, mask: x.__setitem__(mask, 9.0), "a b", "a b bool")
+    yield sample("rows assigned by a mask", lambda x, mask: x.__setitem__(mask, 9.0), "a b", "a bool")
+    yield sample("rows assigned by index", lambda x, i: x.__setitem__(i, 9.0), "3 b", "2 rows")
+    yield sample("columns assigned by index", lambda x, i: x.__setitem__((slice(None), i), 9.0), "a 3", "2 rows")
+    yield sample("added to a view", _added_and_returned, "a b", "b", exact=True)
+
+
+def _changed(change: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a call that changes its first argument and returns it, so that it has a gradient."""
+
+    def call(x: Tensor, *others: Tensor) -> Tensor:
+        change(x, *others)
+        return x
+
+    return call
+
+
+_IN_PLACE: dict[str, Callable[..., Any]] = {
+    name: _changed(change)
+    for name, change in {
+        "zero_": lambda x: x.zero_(),
+        "fill_": lambda x: x.fill_(3.0),
+        "add_ a number": lambda x: x.add_(1),
+        "sub_ a number": lambda x: x.sub_(1),
+        "mul_ a number": lambda x: x.mul_(2),
+        "div_ a number": lambda x: x.div_(2),
+        "neg_": lambda x: x.neg_(),
+        "square_": lambda x: x.square_(),
+        "clamp_": lambda x: x.clamp_(-1, 1),
+        "relu_": lambda x: x.relu_(),
+        "abs_": lambda x: x.abs_(),
+        "sign_": lambda x: x.sign_(),
+        "tril_": lambda x: x.tril_(),
+        "triu_": lambda x: x.triu_(),
+        "masked_fill_ by itself": lambda x: x.masked_fill_(x.detach() > 0, 9.0),
+        "fill_diagonal_": lambda x: x.fill_diagonal_(9.0),
+        "cumsum_": lambda x: x.cumsum_(0),
+        "index_fill_": lambda x: x.index_fill_(0, indices(x, 0), 9.0),
+        "t_": lambda x: x.t_(),
+        "unsqueeze_": lambda x: x.unsqueeze_(0),
+    }.items()
+} | {
+    "nn.init.zeros_": lambda x: nn.init.zeros_(x.detach()),
+    "nn.init.constant_": lambda x: nn.init.constant_(x.detach(), 5.0),
+    "nn.init.eye_": lambda x: nn.init.eye_(x.detach()),
+    "nn.init.dirac_": lambda x: nn.init.dirac_(x.detach().unsqueeze(-1)),
+}
+
+_IN_PLACE_BY_ANOTHER: dict[str, tuple[Callable[..., Any], str]] = {
+    "add_": (_changed(lambda x, y: x.add_(y)), "a b"),
+    "add_ times 2": (_changed(lambda x, y: x.add_(y, alpha=2)), "a b"),
+    "add_ a row": (_changed(lambda x, y: x.add_(y)), "b"),
+    "sub_": (_changed(lambda x, y: x.sub_(y)), "a b"),
+    "mul_": (_changed(lambda x, y: x.mul_(y)), "a b"),
+    "mul_ by a row": (_changed(lambda x, y: x.mul_(y)), "b"),
+    "copy_": (_changed(lambda x, y: x.copy_(y)), "a b"),
+    "copy_ a row": (_changed(lambda x, y: x.copy_(y)), "b"),
+    "lerp_": (_changed(lambda x, y: x.lerp_(y, 0.5)), "a b"),
+    "addcmul_": (_changed(lambda x, y: x.addcmul_(y, y, value=2)), "a b"),
+    "maximum out": (lambda x, y: torch.maximum(x.detach(), y, out=x.detach()), "a b"),
+    "masked_fill_": (_changed(lambda x, mask: x.masked_fill_(mask, 9.0)), "a b bool"),
+    "masked_fill_ rows": (_changed(lambda x, mask: x.masked_fill_(mask, 9.0)), "a 1 bool"),
+    "set_ data": (lambda x, y: x.detach().copy_(y.detach()), "a b"),
+}
+
+_OF_ROWS: dict[str, Callable[..., Any]] = {
+    "index_add_": _changed(lambda x, i, y: x.index_add_(0, i, y)),
+    "index_put_": _changed(lambda x, i, y: x.index_put_((i,), y, accumulate=True)),
+    "scatter_add_": _changed(lambda x, i, y: x.scatter_add_(0, i.unsqueeze(-1).expand(-1, y.size(-1)), y)),
+}
+
+_VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "slice": lambda x: x[0:2],
+    "slice with a step": lambda x: x[::2],
+    "first row": lambda x: x[0],
+    "last column": lambda x: x[..., -1],
+    "columns": lambda x: x[:, 0:2],
+    "narrow": lambda x: x.narrow(1, 0, 1),
+    "select": lambda x: x.select(2, 1),
+    "transpose": lambda x: x.transpose(0, 1),
+    "transposed row": lambda x: x.transpose(0, 1)[0],
+    "view": lambda x: x.view(x.size(0), -1),
+    "flat view": lambda x: x.view(-1),
+    "reshaped row": lambda x: x.view(-1, x.size(-1))[0],
+    "diagonal": lambda x: x.diagonal(),
+    "first of split": lambda x: torch.split(x, 1)[0],
+    "first of chunks": lambda x: x.chunk(2)[0],
+    "last of unbind": lambda x: x.unbind(0)[-1],
+    "unsqueezed": lambda x: x.unsqueeze(0),
+    "detached": lambda x: x.detach(),
+    "expanded row": lambda x: x[:1].squeeze(0),
+    "permuted": lambda x: x.permute(2, 0, 1),
+    "flattened": lambda x: x.flatten(1),
+}
+
+
+def _zeroed(view: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    return _changed(lambda x: view(x).zero_())
+
+
+def _increased(view: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    return _changed(lambda x: view(x).add_(1))
+
+
+def _assigned(where: Any) -> Callable[..., Any]:
+    return _changed(lambda x, value: x.__setitem__(where, value))
+
+
+def _added_and_returned(x: Tensor, row: Tensor) -> Tensor:
+    """Add a row to a view of the product of x with 2, which has a gradient."""
+    doubled = x * 2
+    doubled[0].add_(row)
+    return doubled

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from conformance.experiments.context import RankWorld, experiment
-from conformance.experiments.layouts import Layout, distributed, is_cut, shard_of
 from conformance.run.experiment import Needs
+from conformance.sweeps.layouts import Layout, distributed, is_cut, shard_of
 
 _TENSORS = (
     ((8, 4), torch.float32),

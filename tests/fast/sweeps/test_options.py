@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from conformance.experiments import option_sweep
-from conformance.experiments.option_sweep import OptionSweep
-from conformance.experiments.option_training import (
+from conformance.sweeps import options as options_module
+from conformance.sweeps.options import (
     DEFAULTS,
     MICRO_BATCHES,
     OPTIONS,
     Options,
+    OptionSweep,
     SmallNet,
     inputs_of,
     samples_of,
 )
-from conformance.experiments.trials import End, Ended, trying_only
+from conformance.sweeps.trials import End, Ended
 
 OPTIONS_OF = {
     "module": "groups",
@@ -98,7 +98,9 @@ def test_the_gradient_of_an_ignored_parameter_is_told_from_the_mean_over_ranks()
     assert any(not torch.equal(grad, grads[0]) for grad in grads if grad is not None and grads[0] is not None)
 
 
-def sweep_where(end_of: Callable[[Options], End | None], monkeypatch: pytest.MonkeyPatch) -> OptionSweep:
+def sweep_where(
+    end_of: Callable[[Options], End | None], monkeypatch: pytest.MonkeyPatch, *subjects: str
+) -> OptionSweep:
     """Return a sweep whose trainings end as a function of their options says."""
 
     def ended(call: Any) -> Ended:
@@ -106,9 +108,9 @@ def sweep_where(end_of: Callable[[Options], End | None], monkeypatch: pytest.Mon
         return Ended(end, None, {} if end in (End.RIGHT, End.ERROR) else {"result": "wrong"})
 
     monkeypatch.setattr(
-        option_sweep, "meshes_of", lambda _: dict.fromkeys(OPTIONS["mesh"], SimpleNamespace(ended=ended))
+        options_module, "meshes_of", lambda _: dict.fromkeys(OPTIONS["mesh"], SimpleNamespace(ended=ended))
     )
-    return OptionSweep(cast("Any", SimpleNamespace(rank=0)))
+    return OptionSweep(cast("Any", SimpleNamespace(rank=0, subjects=frozenset(subjects))))
 
 
 @pytest.mark.usefixtures("mesh")
@@ -164,9 +166,7 @@ def test_a_restricted_sweep_tries_what_subjects_name_and_no_option(monkeypatch: 
         seen.append(options)
         return End.WRONG if options["offload"] else End.RIGHT
 
-    with trying_only(frozenset({"offload True, divide factor 8.0", "Muon"})):
-        swept = sweep_where(end_of, monkeypatch).swept()
+    swept = sweep_where(end_of, monkeypatch, "offload True, divide factor 8.0", "Muon").swept()
     assert seen == [DEFAULTS, {**DEFAULTS, "offload": True, "divide factor": 8.0}]
     assert [each.subject for each in swept.wrong] == ["offload True, divide factor 8.0"]
-    with trying_only(frozenset({"Muon"})):
-        assert sweep_where(end_of, monkeypatch).swept().computed["options"] > 1
+    assert sweep_where(end_of, monkeypatch, "Muon").swept().computed["options"] > 1

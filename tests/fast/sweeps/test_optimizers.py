@@ -6,15 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from conformance.experiments.optimizer_samples import (
+from conformance.sweeps.optimizers import (
     IMPOSSIBLE,
+    Numbers,
     OptimizerSample,
+    State,
     all_samples,
     optimizer_samples,
     optimizers,
 )
-from conformance.experiments.optimizer_sweep import Numbers, State
-from conformance.experiments.optimizer_sweep import stepped as on_plain_tensors
+from conformance.sweeps.optimizers import stepped as on_plain_tensors
 
 USUAL = [sample for sample in optimizer_samples() if sample.is_usual]
 ROWS = 6

@@ -1,14 +1,12 @@
-"""Trials of an interface on all ranks of a mesh: right, refused, wrong, or ended otherwise on some ranks.
+"""Trials of an interface on all ranks of a mesh: right, refused, wrong, or without agreement of the ranks.
 
-Ranks agree after each trial how it ended, over a process group of their own: a call that raises on one rank alone
-leaves the others waiting, which is a fault, too. The mesh is then replaced, since its process group is of no more use.
+After each trial ranks exchange how it ended, over a process group of their own: a call that raises on one rank alone
+leaves the others waiting, which is a fault, too. The mesh is then replaced, since its process group is unusable.
 """
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
@@ -27,7 +25,7 @@ AGREEMENT = "agreement"
 WITHOUT_EXPECTATION = "full tensors"
 """Fault of a call that raises on full plain tensors, with whose outcome that on shards is compared."""
 _WAIT_LIMITS_S = (0.5, 10.0)
-"""Time limits of the mesh's collectives: of each call, and of the repetition of a call after which no rank tells why.
+"""Time limits of the mesh's collectives: of a call, and of its repetition if all ranks waited or ended well.
 
 A rank that raises an error of its own while others wait is a fault however long they wait. If none does, the machine
 may be slow.
@@ -41,32 +39,17 @@ _WAITED = re.compile(
 
 Sample = TypeVar("Sample")
 Expected = TypeVar("Expected")
-_only: ContextVar[frozenset[str]] = ContextVar("only", default=frozenset())
-"""Subjects that trials of this process are restricted to; empty for all."""
 
 Call = Callable[[DeviceMesh], Mapping[str, str]]
 """Function that tries an interface on a mesh; it returns its faults, each with a text, or raises if that refuses."""
 
 
-@contextmanager
-def trying_only(subjects: frozenset[str]) -> Iterator[None]:
-    """Restrict sweeps that have some of these subjects to them."""
-    token = _only.set(subjects)
-    try:
-        yield
-    finally:
-        _only.reset(token)
-
-
-def tried_alone() -> frozenset[str]:
-    """Return the subjects that sweeps are restricted to; empty if they are to try all."""
-    return _only.get()
-
-
-def tried(samples: Iterable[Sample], subject: Callable[[Sample], str]) -> list[Sample]:
+def select_samples(
+    samples: Iterable[Sample], subject: Callable[[Sample], str], *, restricted_to: Collection[str]
+) -> list[Sample]:
     """Return the samples of the subjects that sweeps are restricted to, or all if this sweep has none of them."""
     every = list(samples)
-    return [sample for sample in every if subject(sample) in tried_alone()] or every
+    return [sample for sample in every if subject(sample) in restricted_to] or every
 
 
 class Wrong(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +70,7 @@ class Wrong(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Swept(msgspec.Struct, kw_only=True):
-    """Outcome of a sweep on one rank; numbers of cases by subject, that is by operator, optimizer or module."""
+    """Outcome of a sweep on one rank; numbers of cases by subject: operator, optimizer, module or set of options."""
 
     outcomes: dict[SweptOutcome, int] = {}
     """Number of all cases by outcome; a case that ranks end differently is wrong. Equal on all ranks."""
@@ -138,7 +121,7 @@ class Trials:
     _found: dict[tuple[str, str, str], list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        dist.all_reduce(torch.zeros(1))  # on the CPU: a rank that comes late exceeds no limit of the groups below
+        dist.all_reduce(torch.zeros(1))  # on the CPU, so that ranks meet before the short limits apply
         self.mesh = self._new_mesh(_WAIT_LIMITS_S[0])
 
     @property
@@ -151,12 +134,12 @@ class Trials:
         return msgspec.structs.replace(self._swept, wrong=wrong)
 
     def add(self, subject: str) -> None:
-        """Count the cases of a subject from 0, so that the outcome names it without any case, too."""
+        """Start the counts of a subject at 0, so that the outcome names it even without a case."""
         self._swept.computed.setdefault(subject, 0)
         self._swept.refused.setdefault(subject, 0)
 
     def attempt(self, subject: str, kind: str, case: str, call: Call) -> bool:
-        """Try a case of a kind, unless one before has left ranks waiting; returns whether all ranks ended alike."""
+        """Try a case, unless an earlier one of its kind left ranks waiting; return True if all ranks ended alike."""
         self.add(subject)
         if (subject, AGREEMENT, kind) in self._found:
             return False
@@ -171,10 +154,10 @@ class Trials:
         return ended.end is not None
 
     def expected(self, subject: str, kind: str, call: Callable[[], Expected]) -> Expected | None:
-        """Return what a call on full plain tensors returns; one that raises is wrong, and has nothing to compare with.
+        """Return the result of a call on full plain tensors; None, counted as wrong, if it raises.
 
-        What torch refuses for full tensors, too, is no subject of a sweep: it would be left out in silence, as would a
-        mistake in a sample, or an operator that another torch changes.
+        A sample that torch refuses for full tensors, too, must not be in a sweep: it would be left out in silence, as
+        would a mistake in a sample, or an operator that another torch changes.
         """
         self.add(subject)
         try:
@@ -185,7 +168,7 @@ class Trials:
             return None
 
     def ended(self, call: Call) -> Ended:
-        """Call on all ranks, once more if none of them tells why they wait; returns how that ended."""
+        """Call on all ranks, once more if no rank has an error that explains the waiting; return the end."""
         for _ in _WAIT_LIMITS_S:
             error, faults = _called(call, self.mesh)
             ends = _ends(error, faults)
@@ -206,15 +189,15 @@ class Trials:
         """Return a mesh of the same shape with new process groups.
 
         Its dimensions have names that no mesh of this process had: DTensor keeps sharding decisions by meshes that
-        compare equal, and would use the groups of the mesh before, also of one that an earlier sweep had.
+        compare equal, and would use the groups of the mesh before, even those of an earlier sweep.
         """
-        made = next(_MESHES)
+        number = next(_MESHES)
         ranks, groups = self.shape_of.mesh, []
         for dim in range(ranks.ndim):
             rows = ranks.movedim(dim, -1).reshape(-1, ranks.size(dim)).tolist()
-            of_rows = [dist.new_group(row, timeout=timedelta(seconds=limit_s)) for row in rows]
-            groups.append(next(group for row, group in zip(rows, of_rows, strict=True) if dist.get_rank() in row))
-        names = tuple(f"trials{made}_{dim}" for dim in range(ranks.ndim))
+            row_groups = [dist.new_group(row, timeout=timedelta(seconds=limit_s)) for row in rows]
+            groups.append(next(group for row, group in zip(rows, row_groups, strict=True) if dist.get_rank() in row))
+        names = tuple(f"trials{number}_{dim}" for dim in range(ranks.ndim))
         if len(groups) == 1:
             return DeviceMesh.from_group(groups[0], self.shape_of.device_type, mesh_dim_names=names)
         return DeviceMesh.from_group(groups, self.shape_of.device_type, mesh=ranks, mesh_dim_names=names)
@@ -228,7 +211,7 @@ def _called(call: Call, mesh: DeviceMesh) -> tuple[Exception | None, Mapping[str
 
 
 def _ends(error: Exception | None, faults: Mapping[str, str]) -> list[End]:
-    """Return how a call has ended on each rank."""
+    """Return the end of a call on each rank."""
     end = End.WRONG if faults else End.RIGHT
     if error is not None:
         end = End.WAITED if _WAITED.search(str(error)) else End.ERROR

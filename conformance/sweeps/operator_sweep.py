@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from conformance.experiments.context import RankWorld, experiment
-from conformance.experiments.layouts import Layout, difference, distributed, spelled, varied
-from conformance.experiments.operator_samples import Argument, Sample, Size, sizes
-from conformance.experiments.operator_table import samples
-from conformance.experiments.trials import Swept, Trials, tried
 from conformance.run.experiment import Needs
+from conformance.sweeps.layouts import Layout, difference, distributed, spelled, varied
+from conformance.sweeps.operator_samples import Argument, Sample, Size, sizes
+from conformance.sweeps.operator_table import samples
+from conformance.sweeps.trials import Swept, Trials, select_samples
 
 _ROUNDINGS = 2.0**14
 """Roundings of fp64 that results may differ by, relative to the largest expected number.
@@ -40,7 +40,7 @@ A tensor becomes a pending sum by division by their number, and up to four ranks
 def sweep(rank: RankWorld) -> Swept:
     """Call every sample with the layouts that this mesh is there for, see `plan_of`."""
     trials = Trials(rank.mesh)
-    for sample in tried(samples(), lambda sample: sample.name):
+    for sample in select_samples(samples(), lambda sample: sample.name, restricted_to=rank.subjects):
         trials.add(sample.name)
         for size, layouts in plan_of(sample, rank.mesh).items():
             _try_size(trials, sample, size, layouts)

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from conformance.experiments.operator_samples import Size, sample, sizes
-from conformance.experiments.operator_sweep import _on_full_tensors, _try_size, plan_of
-from conformance.experiments.operator_table import samples
-from conformance.experiments.trials import Trials
+from conformance.sweeps.operator_samples import Size, sample, sizes
+from conformance.sweeps.operator_sweep import _on_full_tensors, _try_size, plan_of
+from conformance.sweeps.operator_table import samples
+from conformance.sweeps.trials import Trials
 from tests.support.one_rank import world_of_one_rank
 
 SIZES: tuple[tuple[int, Size], ...] = ((2, "even"), (2, "uneven"), (3, "uneven"), (3, "empty"))
