@@ -33,12 +33,12 @@ from conformance.run.experiment import Needs
 @experiment(needs=Needs.TRAINING)
 def use_methods(rank: RankWorld) -> dict[str, Wrong]:
     """Try the methods of `FSDPModule` that the installed torch has."""
-    uses = {name: use for name, use in _METHODS.items() if hasattr(FSDPModule, _NEWER_METHODS.get(name, "unshard"))}
-    return try_all(rank, uses)
+    missing = tuple(name for name in _NEWER_METHODS if not hasattr(FSDPModule, name))
+    return try_all(rank, {name: use for name, use in _METHODS.items() if not name.startswith(missing)})
 
 
 def _fsdp(module: nn.Module) -> FSDPModule:
-    """Return a module that `fully_shard` was applied to as what it is."""
+    """Return the module as an FSDPModule, which `fully_shard` has made of it."""
     return cast("FSDPModule", module)
 
 
@@ -110,7 +110,7 @@ def _kept_after_forward(world: DataParallel) -> Wrong:
 
 
 def _resharded_after_forward(world: DataParallel) -> Wrong:
-    """Reshard the root as well, which fully_shard leaves unsharded unless it is told otherwise."""
+    """Reshard the root as well, which `fully_shard` leaves unsharded by default."""
     net = world.net()
     _fsdp(net).set_reshard_after_forward(True)
     out = net(world.own)
@@ -138,8 +138,8 @@ def _by_another_method(world: DataParallel) -> Wrong:
     return world.wrong(net, factor=2.0)
 
 
-def _told_without_recursion(world: DataParallel) -> Wrong:
-    """Change the root alone: layers go on as before, in each of the methods that can be told so."""
+def _without_recursion(world: DataParallel) -> Wrong:
+    """Change the root alone: layers go on as before, for each setter that has `recurse`."""
     without_root = world.expected() | {"shift": None}
     replicated = without_root if world.shards < world.size else world.expected()
     reductions = _postponed_by_the_root(world, "reductions", FSDPModule.set_requires_gradient_sync, without_root)
@@ -150,7 +150,7 @@ def _told_without_recursion(world: DataParallel) -> Wrong:
 def _postponed_by_the_root(
     world: DataParallel, name: str, synchronise: Callable[..., None], first: dict[str, Tensor | None]
 ) -> Wrong:
-    """Postpone what `synchronise` switches in the root for a micro-batch, after which gradients are the `first`."""
+    """Switch a synchronisation of the root off for a micro-batch, which must leave the gradients `first`."""
     net = world.net()
     synchronise(_fsdp(net), False, recurse=False)
     wrong = {f"{name}, {what}": n for what, n in world.wrong(world.backward(net), first).items()}
@@ -189,7 +189,7 @@ def _with_unused_parameters_reduced(world: DataParallel) -> Wrong:
     return world.wrong(net, world.expected(single))
 
 
-def _announced_as_not_the_last(world: DataParallel) -> Wrong:
+def _before_the_last_backward(world: DataParallel) -> Wrong:
     net = world.net()
     _fsdp(net).set_is_last_backward(False)
     world.backward(net)
@@ -219,7 +219,7 @@ def _stopped_in_backward_and_reset(world: DataParallel) -> Wrong:
 
 
 def _stopped_and_reset(world: DataParallel, stop: Callable[[Net], RemovableHandle]) -> Wrong:
-    """Stop on all ranks, then reset and train as if nothing was."""
+    """Stop on all ranks, then reset; training after that is right."""
     net = world.net()
     handle = stop(net)
     with suppress(_Stopped):
@@ -230,7 +230,7 @@ def _stopped_and_reset(world: DataParallel, stop: Callable[[Net], RemovableHandl
 
 
 def _reset_between_micro_batches(world: DataParallel) -> Wrong:
-    """Reset after a micro-batch whose reduction was postponed: its gradients are to be lost."""
+    """Reset after a micro-batch whose reduction was postponed: its gradients must be dropped."""
     net = world.net()
     _fsdp(net).set_requires_gradient_sync(False)
     world.backward(net)
@@ -246,7 +246,7 @@ def _wrong_after_reset(world: DataParallel, net: Net) -> Wrong:
 
 
 class _AllGather:
-    """All-gather of the user that notes its process groups; the interface is that of `set_custom_all_gather`."""
+    """Custom all-gather that records its process groups; the interface is that of `set_custom_all_gather`."""
 
     def __init__(self) -> None:
         self.groups: list[dist.ProcessGroup] = []
@@ -264,7 +264,7 @@ class _AllGather:
 
 
 class _ReduceScatter(_AllGather):
-    """Reduce-scatter of the user that counts earlier inputs which are still held when it is called."""
+    """Custom reduce-scatter that counts earlier inputs still alive when it is called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -289,10 +289,10 @@ def _use_collectives(net: Net) -> tuple[_AllGather, _ReduceScatter]:
     return gather, reduce
 
 
-def _with_collectives_of_the_user(world: DataParallel) -> Wrong:
-    """Let collectives of the user gather two layers twice and the root once, and reduce each of the three once.
+def _with_custom_collectives(world: DataParallel) -> Wrong:
+    """Let custom collectives gather two layers twice and the root once, and reduce each of the three once.
 
-    Both are given one group, and no input is held until the next reduction, unless that is asked for.
+    Both get one group, and by default no input lives until the next reduction.
     """
     net = world.net()
     gather, reduce = _use_collectives(net)
@@ -304,7 +304,7 @@ def _with_collectives_of_the_user(world: DataParallel) -> Wrong:
     }
 
 
-def _with_more_buffers(world: DataParallel) -> Wrong:
+def _with_more_input_buffers(world: DataParallel) -> Wrong:
     """Hold up to two inputs of reductions: from the second reduction on one earlier input."""
     net = world.net()
     _, reduce = _use_collectives(net)
@@ -320,11 +320,11 @@ def _with_a_group_for_reductions(world: DataParallel) -> Wrong:
     return wrong | {"groups in common": len({*gather.groups} & {*reduce.groups}), "groups": len({*reduce.groups}) - 1}
 
 
-def _not_unsharded_in_backward(world: DataParallel) -> Wrong:
+def _sharded_in_backward(world: DataParallel) -> Wrong:
     """Leave the first layer sharded in backward, which needs its input alone; the second one has to be gathered."""
     net = world.net()
     _fsdp(net.first).set_unshard_in_backward(False)
-    wrong: Wrong = {"unsharded": 2}  # unless the hook sees otherwise
+    wrong: Wrong = {"unsharded": 2}  # until the hook counts
 
     def see(module: nn.Module, _: Any, out: Tensor) -> None:
         torch.autograd.graph.register_multi_grad_hook(
@@ -336,30 +336,28 @@ def _not_unsharded_in_backward(world: DataParallel) -> Wrong:
 
 
 _METHODS = {
-    "divided by a factor": _with_a_divide_factor,
-    "with a hook on reduced gradients": _with_a_hook_on_reduced_gradients,
-    "unsharded ahead": _unsharded_ahead,
-    "kept after forward": _kept_after_forward,
-    "resharded after forward": _resharded_after_forward,
-    "kept after backward": _kept_after_backward,
-    "by another method": _by_another_method,
-    "told without recursion": _told_without_recursion,
-    "with unused parameters reduced": _with_unused_parameters_reduced,
-    "announced as not the last": _announced_as_not_the_last,
-    "stopped in forward and reset": _stopped_in_forward_and_reset,
-    "stopped in backward and reset": _stopped_in_backward_and_reset,
-    "reset between micro-batches": _reset_between_micro_batches,
-    "with collectives of the user": _with_collectives_of_the_user,
-    "with more buffers": _with_more_buffers,
-    "with a group for reductions": _with_a_group_for_reductions,
-    "not unsharded in backward": _not_unsharded_in_backward,
+    "set_gradient_divide_factor": _with_a_divide_factor,
+    "set_all_reduce_hook": _with_a_hook_on_reduced_gradients,
+    "unshard(async_op=True)": _unsharded_ahead,
+    "set_reshard_after_forward(False)": _kept_after_forward,
+    "set_reshard_after_forward(True)": _resharded_after_forward,
+    "set_reshard_after_backward(False)": _kept_after_backward,
+    "register_fsdp_forward_method": _by_another_method,
+    "setters with recurse=False": _without_recursion,
+    "set_reduce_scatter_unused_params": _with_unused_parameters_reduced,
+    "set_is_last_backward(False)": _before_the_last_backward,
+    "reset_iter_state in forward": _stopped_in_forward_and_reset,
+    "reset_iter_state in backward": _stopped_in_backward_and_reset,
+    "reset_iter_state between micro-batches": _reset_between_micro_batches,
+    "set_custom_reduce_scatter": _with_custom_collectives,
+    "set_reduce_scatter_max_input_buffers": _with_more_input_buffers,
+    "set_separate_reduce_scatter_group": _with_a_group_for_reductions,
+    "set_unshard_in_backward(False)": _sharded_in_backward,
 }
-_NEWER_METHODS = {
-    "with unused parameters reduced": "set_reduce_scatter_unused_params",
-    "stopped in forward and reset": "reset_iter_state",
-    "stopped in backward and reset": "reset_iter_state",
-    "reset between micro-batches": "reset_iter_state",
-    "with more buffers": "set_reduce_scatter_max_input_buffers",
-    "with a group for reductions": "set_separate_reduce_scatter_group",
-}
-"""Methods that torch has from 2.13 on, by the uses that need them."""
+_NEWER_METHODS = (
+    "set_reduce_scatter_unused_params",
+    "reset_iter_state",
+    "set_reduce_scatter_max_input_buffers",
+    "set_separate_reduce_scatter_group",
+)
+"""Methods that torch has from 2.13 on."""

@@ -163,14 +163,14 @@ def _with_hooks_on_accumulated_gradients(world: DataParallel) -> Wrong:
 
 
 _OPTIONS = {
-    "with sums of full length": _with_sums_of_full_length,
-    "sharded along the last dimension": _sharded_along_the_last_dimension,
-    "with a frozen parameter": _with_a_frozen_parameter,
-    "with an ignored parameter": _with_an_ignored_parameter,
-    "evaluated between steps": _evaluated_between_steps,
-    "with postponed reductions": _with_postponed_reductions,
-    "changed through its state dict": _changed_through_its_state_dict,
-    "with hooks on accumulated gradients": _with_hooks_on_accumulated_gradients,
-    "two modules in one group": _two_modules_in_one_group,
-    "two roots with shared streams": _two_roots_with_shared_streams,
+    "reduce_dtype=float32": _with_sums_of_full_length,
+    "shard_placement_fn": _sharded_along_the_last_dimension,
+    "requires_grad_(False)": _with_a_frozen_parameter,
+    "ignored_params": _with_an_ignored_parameter,
+    "no_grad between steps": _evaluated_between_steps,
+    "set_requires_gradient_sync": _with_postponed_reductions,
+    "load_state_dict": _changed_through_its_state_dict,
+    "register_post_accumulate_grad_hook": _with_hooks_on_accumulated_gradients,
+    "fully_shard of two modules": _two_modules_in_one_group,
+    "share_comm_ctx": _two_roots_with_shared_streams,
 }

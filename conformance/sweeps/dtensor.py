@@ -129,18 +129,18 @@ def _of_arguments(mesh: DeviceMesh, shapes: Sequence[tuple[int, ...]]) -> Iterat
 
 
 _OPERATORS: dict[str, tuple[Callable[..., Tensor], Sequence[tuple[int, ...]]]] = {
-    "matrix product": (torch.mm, ((6, 4), (4, 5))),
+    "mm": (torch.mm, ((6, 4), (4, 5))),
     "linear": (F.linear, ((5, 4), (6, 4))),
-    "sum with a row": (torch.add, ((5, 3), (3,))),
-    "product of two": (torch.mul, ((5, 3), (5, 3))),
+    "add of a row": (torch.add, ((5, 3), (3,))),
+    "mul": (torch.mul, ((5, 3), (5, 3))),
     "sum": (torch.sum, ((5, 3),)),
-    "sum of rows": (lambda x: x.sum(0), ((5, 3),)),
-    "mean of four columns": (lambda x: x.mean(1, keepdim=True), ((5, 4),)),
+    "sum of dim 0": (lambda x: x.sum(0), ((5, 3),)),
+    "mean of dim 1": (lambda x: x.mean(1, keepdim=True), ((5, 4),)),
     "relu": (torch.relu, ((5, 3),)),
     "square": (torch.square, ((5, 3),)),
-    "transpose": (lambda x: x.t(), ((5, 3),)),
-    "two in a row": (lambda x, y: torch.cat([x, y], 1), ((4, 2), (4, 2))),
-    "columns apart": (lambda x: x.view(4, 2, 4), ((4, 8),)),
+    "t": (lambda x: x.t(), ((5, 3),)),
+    "cat of dim 1": (lambda x, y: torch.cat([x, y], 1), ((4, 2), (4, 2))),
+    "view": (lambda x: x.view(4, 2, 4), ((4, 8),)),
     "slice": (lambda x: x[1:3], ((5, 3),)),
 }
 """Operator and shapes of its arguments by name."""

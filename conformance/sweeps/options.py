@@ -31,33 +31,33 @@ Options = Mapping[str, Any]
 """Values of options by the names that OPTIONS has."""
 
 OPTIONS: Mapping[str, tuple[Any, ...]] = {
-    "reduction group": (False, True),  # first, since with it ranks that do not agree wait longest
-    "mesh": ("own", "N x 1", "1 x N"),
+    "separate_reduce_scatter_group": (False, True),  # first, since with it ranks that do not agree wait longest
+    "mesh": ("default", "N x 1", "1 x N"),
     "build": ("in place", "meta"),
     "groups": ("layers", "layers together", "root alone"),
-    "placement": ("rows", "columns", "columns of matrices"),
-    "reshard": (True, False, 2),
-    "parameters": ("fp32", "bf16"),
-    "sums": ("own", "fp32"),
-    "outputs": ("own", "fp32", "bf16"),
-    "cast inputs": (True, False),
-    "offload": (False, True),
+    "shard_placement_fn": ("rows", "columns", "columns of matrices"),
+    "reshard_after_forward": (True, False, 2),
+    "param_dtype": ("fp32", "bf16"),
+    "reduce_dtype": ("default", "fp32"),
+    "output_dtype": ("default", "fp32", "bf16"),
+    "cast_forward_inputs": (True, False),
+    "offload_policy": (False, True),
     "frozen": (False, True),
-    "ignored": (False, True),
-    "divide factor": ("own", 8.0),
-    "forced sums": (False, True),
-    "reduced": ("always", "last", "all-reduced last"),
-    "reshard in backward": (True, False),
-    "announced": (False, True),
-    "unsharded ahead": ("no", "waiting", "asynchronous"),
-    "prefetch": ("own", "forward", "backward"),
-    "spare": ("unused", "zeros"),
-    "input buffers": (1, 2),
-    "loaded": (False, True),
-    "evaluated": (False, True),
-    "checkpointed": (False, True),
-    "calls": (1, 2),
-    "repeated": ("no", "grads none", "grads zero"),
+    "ignored_params": (False, True),
+    "gradient_divide_factor": ("default", 8.0),
+    "force_sum_reduction_for_comms": (False, True),
+    "gradient_sync": ("each", "last", "all-reduce-last"),
+    "reshard_after_backward": (True, False),
+    "set_is_last_backward": (False, True),
+    "unshard": ("no", "waiting", "asynchronous"),
+    "modules_to_prefetch": ("default", "forward", "backward"),
+    "reduce_scatter_unused_params": (False, True),
+    "reduce_scatter_max_input_buffers": (1, 2),
+    "load_state_dict": (False, True),
+    "no_grad_forward": (False, True),
+    "checkpoint": (False, True),
+    "forwards_per_step": (1, 2),
+    "zero_grad": ("no", "to none", "to zero"),
 }
 """Values of each option; the first is the default. A test compares them with the signatures of the installed torch."""
 
@@ -65,7 +65,7 @@ DEFAULTS: Options = {option: values[0] for option, values in OPTIONS.items()}
 MICRO_BATCHES = 2
 _GROUP_LIMIT = timedelta(seconds=4)
 """Time limit of the process group that FSDP makes for reductions, instead of that of the cell."""
-_DTYPES = {"own": None, "fp32": torch.float32, "bf16": torch.bfloat16}
+_DTYPES = {"default": None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def differences(rank: RankWorld, options: Options, mesh: DeviceMesh) -> dict[str, str]:
@@ -74,13 +74,13 @@ def differences(rank: RankWorld, options: Options, mesh: DeviceMesh) -> dict[str
     net = _built(mesh, rank.device, options)
     _set_up(net, options)
     optimizer = torch.optim.SGD(net.parameters())  # never steps
-    if options["evaluated"]:
+    if options["no_grad_forward"]:
         _evaluate(net, samples[rank.rank], options)
-    if options["loaded"]:
+    if options["load_state_dict"]:
         net.load_state_dict({name: -value for name, value in net.state_dict().items()})
     _train(net, samples, rank.rank, options)
-    if options["repeated"] != "no":
-        optimizer.zero_grad(set_to_none=options["repeated"] == "grads none")
+    if options["zero_grad"] != "no":
+        optimizer.zero_grad(set_to_none=options["zero_grad"] == "to none")
         _train(net, samples, rank.rank, options)
     for module in fsdp_modules(net):
         module.reshard()
@@ -108,34 +108,36 @@ def _single(samples: Tensor, rank: int, options: Options) -> "SmallNet":
     single, own = (_trained(samples.cpu()[of], options) for of in (slice(None), slice(rank, rank + 1)))
     for parameter in single.parameters():
         if parameter.grad is not None:
-            parameter.grad /= len(samples) if options["divide factor"] == "own" else options["divide factor"]
-    if options["ignored"]:
+            parameter.grad /= (
+                len(samples) if options["gradient_divide_factor"] == "default" else options["gradient_divide_factor"]
+            )
+    if options["ignored_params"]:
         single.first.bias.grad = own.first.bias.grad
     return single
 
 
 def _policy(options: Options, *, is_root: bool) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(
-        param_dtype=None if options["parameters"] == "fp32" else torch.bfloat16,
-        reduce_dtype=_DTYPES[options["sums"]],
-        output_dtype=_DTYPES[options["outputs"]] if is_root else None,
-        cast_forward_inputs=options["cast inputs"],
+        param_dtype=None if options["param_dtype"] == "fp32" else torch.bfloat16,
+        reduce_dtype=_DTYPES[options["reduce_dtype"]],
+        output_dtype=_DTYPES[options["output_dtype"]] if is_root else None,
+        cast_forward_inputs=options["cast_forward_inputs"],
     )
 
 
 def _trained(samples: Tensor, options: Options) -> "SmallNet":
     """Return the net of one process with the gradients of the sum over samples; the spare layer has the first one."""
     net = SmallNet()
-    if options["loaded"]:
+    if options["load_state_dict"]:
         for parameter in net.parameters():
             parameter.data.neg_()
     net.first.weight.requires_grad_(not options["frozen"])
     for index in range(MICRO_BATCHES):
         inputs = inputs_of(samples, index)
         loss = net(inputs.flatten(0, 1)).sum()
-        if options["spare"] == "zeros":
+        if options["reduce_scatter_unused_params"]:
             loss = loss + net.spare(inputs[0]).sum()
-        (loss * options["calls"]).backward()
+        (loss * options["forwards_per_step"]).backward()
     return net
 
 
@@ -174,19 +176,21 @@ def inputs_of(samples: Tensor, micro_batch: int) -> Tensor:
 def _built(mesh: DeviceMesh, device: torch.device, options: Options) -> SmallNet:
     """Return the sharded net, whose parameters are filled before or, on the meta device, after it is sharded."""
     net = SmallNet().to(device)
-    net.checkpointed = options["checkpointed"]
+    net.checkpointed = options["checkpoint"]
     net.first.weight.requires_grad_(not options["frozen"])
-    if options["ignored"]:
-        net.first.bias.data = net.first.bias.data.to(_DTYPES[options["parameters"]])
+    if options["ignored_params"]:
+        net.first.bias.data = net.first.bias.data.to(_DTYPES[options["param_dtype"]])
     if options["build"] == "meta":
         net.to("meta")
     shard = partial(
         fully_shard,
         mesh=mesh,
-        reshard_after_forward=options["reshard"],
-        shard_placement_fn=partial(_placement, placement=options["placement"]),
-        offload_policy=CPUOffloadPolicy(pin_memory=device.type != "cpu") if options["offload"] else OffloadPolicy(),
-        ignored_params={net.first.bias} if options["ignored"] else set(),
+        reshard_after_forward=options["reshard_after_forward"],
+        shard_placement_fn=partial(_placement, placement=options["shard_placement_fn"]),
+        offload_policy=CPUOffloadPolicy(pin_memory=device.type != "cpu")
+        if options["offload_policy"]
+        else OffloadPolicy(),
+        ignored_params={net.first.bias} if options["ignored_params"] else set(),
     )
     layers: dict[str, list[Any]] = {
         "layers": [net.first, net.second],
@@ -197,7 +201,7 @@ def _built(mesh: DeviceMesh, device: torch.device, options: Options) -> SmallNet
         shard(module, mp_policy=_policy(options, is_root=False))
     shard(net, mp_policy=_policy(options, is_root=True))
     if options["build"] == "meta":
-        net.to_empty(device="cpu" if options["offload"] else device)
+        net.to_empty(device="cpu" if options["offload_policy"] else device)
         _fill(net, SmallNet())
     return net
 
@@ -220,24 +224,24 @@ def _set_up(net: SmallNet, options: Options) -> None:
     """Call the methods that hold for all steps, those of options that are not at their defaults."""
     root, modules = cast("FSDPModule", net), fsdp_modules(net)
     for module in modules:
-        if options["divide factor"] != "own":
-            module.set_gradient_divide_factor(options["divide factor"])
-        if options["forced sums"]:
+        if options["gradient_divide_factor"] != "default":
+            module.set_gradient_divide_factor(options["gradient_divide_factor"])
+        if options["force_sum_reduction_for_comms"]:
             module.set_force_sum_reduction_for_comms(True)
-    if not options["reshard in backward"]:
+    if not options["reshard_after_backward"]:
         root.set_reshard_after_backward(False)
-    if options["spare"] == "zeros":
+    if options["reduce_scatter_unused_params"]:
         root.set_reduce_scatter_unused_params(True)
-    if options["input buffers"] > 1:
-        root.set_reduce_scatter_max_input_buffers(options["input buffers"])
-    if options["reduction group"]:
+    if options["reduce_scatter_max_input_buffers"] > 1:
+        root.set_reduce_scatter_max_input_buffers(options["reduce_scatter_max_input_buffers"])
+    if options["separate_reduce_scatter_group"]:
         with patch.object(dist, "new_group", partial(dist.new_group, timeout=_GROUP_LIMIT)):
             root.set_separate_reduce_scatter_group()
     backward = [modules[0], *reversed(modules[1:])]
-    if options["prefetch"] == "forward":
+    if options["modules_to_prefetch"] == "forward":
         for module, following in itertools.pairwise(modules):
             module.set_modules_to_forward_prefetch([following])
-    elif options["prefetch"] == "backward":
+    elif options["modules_to_prefetch"] == "backward":
         for module, following in itertools.pairwise(backward):
             module.set_modules_to_backward_prefetch([following])
 
@@ -248,44 +252,45 @@ def _evaluate(net: SmallNet, own: Tensor, options: Options) -> None:
 
 
 def _cast(inputs: Tensor, options: Options) -> Tensor:
-    return inputs if options["cast inputs"] else inputs.to(_DTYPES[options["parameters"]])
+    return inputs if options["cast_forward_inputs"] else inputs.to(_DTYPES[options["param_dtype"]])
 
 
 def _train(net: SmallNet, samples: Tensor, rank: int, options: Options) -> None:
     """Run the micro-batches of a step."""
     root, modules = cast("FSDPModule", net), fsdp_modules(net)
-    if options["evaluated"]:
+    if options["no_grad_forward"]:
         _evaluate(net, samples[rank], options)
     for index in range(MICRO_BATCHES):
         is_last = index == MICRO_BATCHES - 1
-        if options["reduced"] == "last":
+        if options["gradient_sync"] == "last":
             root.set_requires_gradient_sync(is_last)
-        elif options["reduced"] == "all-reduced last":
+        elif options["gradient_sync"] == "all-reduce-last":
             root.set_requires_all_reduce(is_last)
-        if options["announced"]:
+        if options["set_is_last_backward"]:
             root.set_is_last_backward(is_last)
-        if options["unsharded ahead"] != "no":
-            handles = [module.unshard(async_op=options["unsharded ahead"] == "asynchronous") for module in modules]
+        if options["unshard"] != "no":
+            handles = [module.unshard(async_op=options["unshard"] == "asynchronous") for module in modules]
             for handle in filter(None, handles):
                 handle.wait()
         inputs = _cast(inputs_of(samples[rank], index), options)
-        with_spare = options["spare"] == "zeros" and rank == 0
-        losses = [net(inputs, with_spare=with_spare).sum() for _ in range(options["calls"])]
+        with_spare = options["reduce_scatter_unused_params"] and rank == 0
+        losses = [net(inputs, with_spare=with_spare).sum() for _ in range(options["forwards_per_step"])]
         torch.autograd.backward(losses)
 
 
 SUSPECTS: tuple[Options, ...] = (
-    {"mesh": "N x 1", "reshard": 2},
+    {"mesh": "N x 1", "reshard_after_forward": 2},
     # findings/columns_resharded_to_two_ranks.py
-    {"placement": "columns", "reshard": 2},
-    {"placement": "columns of matrices", "reshard": 2},
-    {"mesh": "1 x N", "placement": "columns", "reshard": 2},
-    {"mesh": "1 x N", "placement": "columns of matrices", "reshard": 2},
-    {"divide factor": 8.0, "forced sums": False, "mesh": "own"},  # gloo cannot multiply
-    {"divide factor": 8.0, "forced sums": False, "mesh": "1 x N"},
-    {"mesh": "N x 1", "divide factor": 8.0, "forced sums": True},  # findings/divide_factor_of_one_shard.py
+    {"shard_placement_fn": "columns", "reshard_after_forward": 2},
+    {"shard_placement_fn": "columns of matrices", "reshard_after_forward": 2},
+    {"mesh": "1 x N", "shard_placement_fn": "columns", "reshard_after_forward": 2},
+    {"mesh": "1 x N", "shard_placement_fn": "columns of matrices", "reshard_after_forward": 2},
+    {"gradient_divide_factor": 8.0, "force_sum_reduction_for_comms": False, "mesh": "default"},  # gloo cannot multiply
+    {"gradient_divide_factor": 8.0, "force_sum_reduction_for_comms": False, "mesh": "1 x N"},
+    # findings/divide_factor_of_one_shard.py
+    {"mesh": "N x 1", "gradient_divide_factor": 8.0, "force_sum_reduction_for_comms": True},
     # findings/unused_parameters_of_postponed_reduction.py
-    {"parameters": "bf16", "sums": "fp32", "reduced": "last", "spare": "zeros"},
+    {"param_dtype": "bf16", "reduce_dtype": "fp32", "gradient_sync": "last", "reduce_scatter_unused_params": True},
 )
 """Options that some version of torch refuses or has wrong: tried first, since narrowing a row down takes long."""
 
@@ -394,21 +399,21 @@ class OptionSweep:
 
 
 def _spelled(option: str, value: Any) -> str:
-    return f"{option} {value}"
+    return f"{option}={value}"
 
 
 def _named(subjects: Iterable[str]) -> list[Options]:
     """Return the options of each subject that names some; subjects of other sweeps are left out."""
-    of_text = {_spelled(option, value): (option, value) for option, values in OPTIONS.items() for value in values}
+    options = {_spelled(option, value): (option, value) for option, values in OPTIONS.items() for value in values}
     spelled = [subject.split(", ") for subject in sorted(subjects)]
-    return [dict(of_text[text] for text in each) for each in spelled if of_text.keys() >= set(each)]
+    return [dict(options[text] for text in each) for each in spelled if options.keys() >= set(each)]
 
 
 def meshes_of(rank: RankWorld) -> dict[str, Trials]:
     """Return trials on the cell's mesh, on replicas of one shard and on shards of one replica, by `mesh` of OPTIONS."""
     size, device = rank.mesh.size(), rank.device.type
     return {
-        "own": Trials(fsdp_mesh(rank.mesh)),
+        "default": Trials(fsdp_mesh(rank.mesh)),
         "N x 1": Trials(init_device_mesh(device, (size, 1))),
         "1 x N": Trials(init_device_mesh(device, (1, size))),
     }

@@ -26,29 +26,29 @@ from conformance.sweeps.trials import End, Ended
 OPTIONS_OF = {
     "module": "groups",
     "mesh": "mesh",
-    "reshard_after_forward": "reshard",
-    "shard_placement_fn": "placement",
-    "mp_policy": "parameters",
-    "offload_policy": "offload",
-    "ignored_params": "ignored",
-    "param_dtype": "parameters",
-    "reduce_dtype": "sums",
-    "output_dtype": "outputs",
-    "cast_forward_inputs": "cast inputs",
-    "set_gradient_divide_factor": "divide factor",
-    "set_force_sum_reduction_for_comms": "forced sums",
-    "set_requires_gradient_sync": "reduced",
-    "set_requires_all_reduce": "reduced",
-    "set_reshard_after_forward": "reshard",
-    "set_reshard_after_backward": "reshard in backward",
-    "set_is_last_backward": "announced",
-    "unshard": "unsharded ahead",
-    "reshard": "reshard in backward",
-    "set_modules_to_forward_prefetch": "prefetch",
-    "set_modules_to_backward_prefetch": "prefetch",
-    "set_reduce_scatter_unused_params": "spare",
-    "set_reduce_scatter_max_input_buffers": "input buffers",
-    "set_separate_reduce_scatter_group": "reduction group",
+    "reshard_after_forward": "reshard_after_forward",
+    "shard_placement_fn": "shard_placement_fn",
+    "mp_policy": "param_dtype",
+    "offload_policy": "offload_policy",
+    "ignored_params": "ignored_params",
+    "param_dtype": "param_dtype",
+    "reduce_dtype": "reduce_dtype",
+    "output_dtype": "output_dtype",
+    "cast_forward_inputs": "cast_forward_inputs",
+    "set_gradient_divide_factor": "gradient_divide_factor",
+    "set_force_sum_reduction_for_comms": "force_sum_reduction_for_comms",
+    "set_requires_gradient_sync": "gradient_sync",
+    "set_requires_all_reduce": "gradient_sync",
+    "set_reshard_after_forward": "reshard_after_forward",
+    "set_reshard_after_backward": "reshard_after_backward",
+    "set_is_last_backward": "set_is_last_backward",
+    "unshard": "unshard",
+    "reshard": "reshard_after_backward",
+    "set_modules_to_forward_prefetch": "modules_to_prefetch",
+    "set_modules_to_backward_prefetch": "modules_to_prefetch",
+    "set_reduce_scatter_unused_params": "reduce_scatter_unused_params",
+    "set_reduce_scatter_max_input_buffers": "reduce_scatter_max_input_buffers",
+    "set_separate_reduce_scatter_group": "separate_reduce_scatter_group",
 }
 """Options of the sweep by the parameter or method that they try."""
 LEFT_OUT = {
@@ -85,7 +85,9 @@ def test_bf16_has_all_sums_of_sizes_of_gradients(ranks: int, sign: int) -> None:
             net(inputs_of(samples_of(ranks), index)[rank], with_spare=True).sum().backward()
             for name, parameter in net.named_parameters():
                 assert parameter.grad is not None
-                sizes[name] = sizes.get(name, torch.zeros(())) + parameter.grad.abs() * max(OPTIONS["calls"])
+                sizes[name] = sizes.get(name, torch.zeros(())) + parameter.grad.abs() * max(
+                    OPTIONS["forwards_per_step"]
+                )
     assert all(float(size.max()) <= 256 for size in sizes.values())
 
 
@@ -118,10 +120,16 @@ def test_what_is_wrong_is_narrowed_down_to_the_options_and_defaults_that_make_it
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def end_of(options: Options) -> End:
-        return End.WRONG if options["offload"] and options["calls"] == 2 and options["reduced"] != "last" else End.RIGHT
+        return (
+            End.WRONG
+            if options["offload_policy"] and options["forwards_per_step"] == 2 and options["gradient_sync"] != "last"
+            else End.RIGHT
+        )
 
     wrong = {each.subject for each in sweep_where(end_of, monkeypatch).swept().wrong}
-    assert wrong == {f"offload True, reduced {value}, calls 2" for value in ("always", "all-reduced last")}
+    assert wrong == {
+        f"offload_policy=True, gradient_sync={value}, forwards_per_step=2" for value in ("each", "all-reduce-last")
+    }
 
 
 @pytest.mark.usefixtures("mesh")
@@ -135,9 +143,9 @@ def test_all_triples_but_those_that_are_refused_are_tried(monkeypatch: pytest.Mo
         return End.RIGHT
 
     swept = sweep_where(end_of, monkeypatch).swept()
-    assert swept.refused == {"groups root alone, frozen True": 1}
+    assert swept.refused == {"groups=root alone, frozen=True": 1}
     assert not swept.wrong
-    assert any(row["frozen"] and row["loaded"] and row["offload"] for row in seen)
+    assert any(row["frozen"] and row["load_state_dict"] and row["offload_policy"] for row in seen)
     assert swept.computed["options"] >= 50
 
 
@@ -146,7 +154,7 @@ def test_a_sweep_ends_if_not_even_the_defaults_are_right(monkeypatch: pytest.Mon
     swept = sweep_where(lambda _: End.WRONG, monkeypatch).swept()
     assert swept.computed["options"] == 0
     assert "no option" in {each.subject for each in swept.wrong}
-    assert DEFAULTS["reshard"] is True
+    assert DEFAULTS["reshard_after_forward"] is True
 
 
 @pytest.mark.usefixtures("mesh")
@@ -164,9 +172,9 @@ def test_a_restricted_sweep_tries_what_subjects_name_and_no_option(monkeypatch: 
 
     def end_of(options: Options) -> End:
         seen.append(options)
-        return End.WRONG if options["offload"] else End.RIGHT
+        return End.WRONG if options["offload_policy"] else End.RIGHT
 
-    swept = sweep_where(end_of, monkeypatch, "offload True, divide factor 8.0", "Muon").swept()
-    assert seen == [DEFAULTS, {**DEFAULTS, "offload": True, "divide factor": 8.0}]
-    assert [each.subject for each in swept.wrong] == ["offload True, divide factor 8.0"]
+    swept = sweep_where(end_of, monkeypatch, "offload_policy=True, gradient_divide_factor=8.0", "Muon").swept()
+    assert seen == [DEFAULTS, {**DEFAULTS, "offload_policy": True, "gradient_divide_factor": 8.0}]
+    assert [each.subject for each in swept.wrong] == ["offload_policy=True, gradient_divide_factor=8.0"]
     assert sweep_where(end_of, monkeypatch, "Muon").swept().computed["options"] > 1

@@ -45,11 +45,11 @@ MODULES = (
     "loss_parallel, mean, weighted",
 )
 OPTIONS = (
-    "groups root alone",
-    "parameters bf16, sums fp32",
-    "offload True",
-    "ignored True",
-    "checkpointed True, calls 2",
+    "groups=root alone",
+    "param_dtype=bf16, reduce_dtype=fp32",
+    "offload_policy=True",
+    "ignored_params=True",
+    "checkpoint=True, forwards_per_step=2",
 )
 
 
