@@ -31,7 +31,7 @@ class Rule:
     axes: Collection[str]
     """Axes on which the rule depends."""
     forbids: Callable[[Row], bool]
-    """Predicate on a row that has values of these axes, and possibly of others."""
+    """Predicate on a row with values of at least these axes."""
 
 
 class Space:
@@ -69,7 +69,7 @@ class Space:
         return masks
 
     def values(self, row: Row) -> Values:
-        """Return the values of a row that are values of the axes; others are left out."""
+        """Return the numbers of a row's values; values that no axis has are left out."""
         known = (self._numbers.get((axis, type(row[axis]), row[axis])) for axis in self.axes if axis in row)
         return tuple(number for number in known if number is not None)
 
@@ -118,11 +118,11 @@ class Combinations:
 
     def count_by_axes(self) -> dict[tuple[str, ...], int]:
         """Return the number of combinations of each `strength` axes; axes without a combination have 0."""
-        of_axis = {
+        numbers_of = {
             axis: np.array([n for n, own in enumerate(self.space.owners) if own == axis]) for axis in self.space.axes
         }
         return {
-            axes: int(np.count_nonzero(self.members[np.ix_(*(of_axis[axis] for axis in axes))]))
+            axes: int(np.count_nonzero(self.members[np.ix_(*(numbers_of[axis] for axis in axes))]))
             for axes in itertools.combinations(self.space.axes, self.strength)
         }
 
@@ -161,7 +161,7 @@ class Constraints:
         return all(self.join(value, chosen) for value in numbers(chosen))
 
     def join(self, value: int, chosen: int) -> bool:
-        """Return whether no nogood has this value and otherwise only chosen ones."""
+        """Return True if no nogood consists of this value and chosen ones."""
         if self._excluded >> value & 1 or self._clashes[value] & chosen:
             return False
         chosen |= 1 << value
@@ -250,8 +250,8 @@ def _nogoods(space: Space, rule: Rule) -> list[Values]:
 def learn_possible(constraints: Constraints, strength: int) -> Combinations:
     """Return the combinations of `strength` values that a row can have; the impossible ones become nogoods.
 
-    Exact. A combination is impossible if it contains an impossible one of fewer values. Of the others, each row that
-    the search meets proves all its combinations possible, so that few need a search of their own.
+    Exact. A combination is impossible if it contains an impossible one of fewer values. Each row that the search meets
+    proves all its combinations possible, so that few of the rest need a separate search.
     """
     space = constraints.space
     members = space.combinations(strength)

@@ -52,7 +52,7 @@ class Cost:
     axes: Collection[str]
     """Axes on which the time depends."""
     seconds: Callable[[Row], float]
-    """Time in s, more than 0, of a row that has values of these axes, and possibly of others."""
+    """Time in s, more than 0, of a row with values of at least these axes."""
 
 
 EQUAL = Cost((), lambda _: 1.0)
@@ -72,7 +72,7 @@ def covering_rows(
 ) -> list[dict[str, Any]]:
     """Return rows with a value of each axis that, with the given rows, contain every possible combination of values.
 
-    Deterministic: the same on every machine and version of Python. The rows are no minimum, only cheap.
+    Deterministic: the same on every machine and version of Python. The rows are cheap, not a proven minimum.
 
     Args:
         axes: Values of each axis.
@@ -81,7 +81,7 @@ def covering_rows(
         given: Rows that are run anyway; they may lack axes, have values of none, and break rules.
         kept: Rows of an earlier array, so that a change of axes or rules changes few rows: those that are still allowed
             and needed stay, and no round replaces any.
-        cost: Time that a row takes; the total is to be small.
+        cost: Time that a row takes; the total is kept small.
         until: Share of the possible combinations at which to stop, those that cost least per combination first.
         rounds: Number of times that some rows are replaced, to keep the result if it is cheaper.
 

@@ -70,7 +70,7 @@ class RankWorld:
 
     @property
     def mapped_bytes(self) -> list[int]:
-        """Sizes of the files that building the model maps into memory, which a memory ledger is to leave out."""
+        """Sizes of the files that building the model maps into memory, which memory ledgers leave out."""
         return [Path(self.config.checkpoint).stat().st_size] if self.config.checkpoint else []
 
     @property

@@ -92,11 +92,11 @@ def _run(stages: Mapping[int, "_Stage"], actions: Sequence[Action], config: Trai
 
 
 class _Stage:
-    """Stage that holds what a schedule of torch.distributed.pipelining holds for it.
+    """Stage that keeps the tensors that a schedule of torch.distributed.pipelining keeps for it.
 
     That is, of each micro-batch between its forward and its backward, the output, its graph and its loss; between the
-    halves of a backward the output, or the loss, and what `halved_backward` keeps; and buffers for all micro-batches
-    that it receives, which are there before the step. Schedules with one stage on each rank also hold the output of the
+    halves of a backward the output, or the loss, and the tensors of `halved_backward`; and buffers for all received
+    micro-batches, which are there before the step. Schedules with one stage on each rank also hold the output of the
     last forward and the gradient that was sent last, in local variables (`_step_microbatches` in
     torch/distributed/pipelining/schedules.py); those with several do not (`_perform_action` there).
     """
@@ -121,7 +121,7 @@ class _Stage:
         self.inputs, self.gradients = buffers
         self.previous: _Stage | None = None
         self.next: _Stage | None = None
-        """Neighbours on the same rank, which are handed what another rank would be sent."""
+        """Neighbours on the same rank, which get tensors directly instead of by a send."""
         self._outputs: dict[int, Tensor] = {}
         self._branches: dict[int, list[Branch]] = {}
         self._losses: dict[int, Tensor] = {}

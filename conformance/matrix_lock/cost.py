@@ -1,8 +1,8 @@
-"""Expected durations of cells: a model by which cells that have never been timed are chosen and ordered.
+"""Expected durations of cells: a model by which cells without a measurement are chosen and ordered.
 
 Bases of meshes and factors are rounded coefficients of a least-squares fit to the logarithms of 318 measured durations,
-of cells with many features that are not compiled (standard deviation of the residuals: 0.15). What compilation, three
-mesh dimensions, one rank, and eight ranks without replicas take is a rough figure from a few cells or from none.
+of cells with many features that are not compiled (standard deviation of the residuals: 0.15). The times of compilation,
+of three mesh dimensions, of one rank, and of eight ranks without replicas are rough figures from a few cells or none.
 """
 
 from conformance.plan.cells import Cell, is_compiled_by_inductor
@@ -63,8 +63,7 @@ def _mesh_s(mesh: Mesh) -> float:
 def _sharding_propagation_s(cell: Cell, mesh: Mesh) -> float:
     """Return the time that DTensor needs on three dimensions to find out how operators are sharded.
 
-    Every rank tries all combinations of placements, once for each operator and shape; an operator on a list of tensors
-    counts each tensor.
+    Every rank tries all combinations of placements, once for each operator and shape, and for each tensor of a list.
     """
     if mesh.tp == 1 or mesh.dp_replicate == 1:
         return 0.0
@@ -83,7 +82,7 @@ def _compilation_s(cell: Cell, mesh: Mesh) -> float:
 
 
 def worth_s(cell: Cell) -> float:
-    """Return the cost by which combinations are chosen: the duration, times two where fewer laws judge the numbers.
+    """Return the cost by which combinations are chosen: the duration, doubled where fewer laws judge the numbers.
 
     Without an oracle for dropout's masks, and for bf16 master weights, such values are combined no more often than
     they must be.

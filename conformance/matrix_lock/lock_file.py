@@ -80,7 +80,7 @@ def read_lock(file: Path) -> list[PlannedCell]:
 
 
 def _gains(content: Content, cells: Sequence[Cell], scopes: Mapping[str, Scope]) -> dict[str, Gains]:
-    """Return what each cell adds: laws, defects shown on the CPU, and pairs of values under a law on numbers."""
+    """Return the gains of each cell: laws, defects shown on the CPU, and pairs of values under a law on numbers."""
     shown = [defect for defect in defects() if "gloo" in defect.substrates]
     triggers = [(defect.id, parse(defect.cells), set(defect.laws)) for defect in shown]
     gains: dict[str, Gains] = {}

@@ -96,7 +96,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     pipeline: Literal[
         "1f1b", "gpipe", "interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble", "zbv-zero-bubble"
     ] = "1f1b"
-    """Schedule of a pipeline, on a mesh that has one; `gpipe` and `1f1b` have one stage on each rank, others two."""
+    """Schedule of a pipeline, on a mesh that has one; `gpipe` and `1f1b` have one stage on each rank, the rest two."""
     forward_prefetch: Literal[0, 1, 2] = 0
     """Number of groups that a group prefetches in forward; 0: FSDP's default, which is none."""
     backward_prefetch: Literal[0, 1, 2] = 0
@@ -168,7 +168,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def saver(self) -> "Cell":
         """Cell whose run saves the state that this cell's run resumes.
 
-        On another mesh, what only some meshes can do is left out.
+        On another mesh, axes that only some meshes support have their defaults.
         """
         if self.saved_on == "same":
             return self
@@ -291,7 +291,7 @@ def axis_names() -> tuple[str, ...]:
 
 
 def axis_choices(name: str) -> tuple[AxisValue, ...]:
-    """Return the allowed values of an axis that lists them; none for a number, a bool, a mesh, and what is no axis."""
+    """Return the allowed values of an axis that lists them; empty for numbers, bools, meshes and unknown axes."""
     type_ = _AXES[name].type if name in _AXES else None
     return get_args(type_) if get_origin(type_) is Literal else ()
 
@@ -299,7 +299,7 @@ def axis_choices(name: str) -> tuple[AxisValue, ...]:
 def axis_value(name: str, value: object) -> AxisValue:
     """Return the value in the type of the axis: an int becomes a float where the axis is one.
 
-    Raises AxisError, with what is allowed, for an unknown axis or a value that it does not have.
+    Raises AxisError, with the allowed ones, for an unknown axis or value.
     """
     if name not in _AXES:
         raise AxisError(f"unknown axis `{name}`{allowed(name, _AXES)}")
@@ -372,7 +372,7 @@ _TINY_MODEL = ModelConfig(
 _MODELS = {
     "tiny": _TINY_MODEL,
     "even": replace(_TINY_MODEL, vocab_size=64),
-    # Over 4 and 8 data-parallel ranks some shards are smaller than others, or empty.
+    # Over 4 and 8 data-parallel ranks shards differ in size, or are empty.
     "uneven": replace(_TINY_MODEL, dim=30, n_heads=5, n_kv_heads=1, ffn_dim=45),
     # Two tensor-parallel ranks have equal shards, which data-parallel ranks cannot shard evenly.
     "uneven-tp": replace(_TINY_MODEL, dim=36, n_heads=6, n_kv_heads=2, ffn_dim=50),
@@ -470,7 +470,7 @@ def trainer_config(cell: Cell) -> TrainerConfig:
 
 
 def _effects(cell: Cell, mesh: Mesh) -> Iterator[tuple[bool, str]]:
-    """Yield what axis values need to have an effect: whether it is there, and what is missing if not."""
+    """Yield the preconditions for axis values to have an effect, each with the message if it fails."""
     heads = _MODELS[cell.model].n_kv_heads
     yield (
         cell.model != "integer" or cell.precision == "fp32",
@@ -491,7 +491,7 @@ def _effects(cell: Cell, mesh: Mesh) -> Iterator[tuple[bool, str]]:
     )
     replicas = mesh.dp_replicate > 1
     yield replicas or cell.gradient_sync != "all-reduce-last", "gradient_sync all-reduce-last needs replicas (hsdp)"
-    # The trainer refuses it with inductor, which devices use; a cell is to be the same everywhere.
+    # The trainer refuses it with inductor, which devices use; a cell must be the same everywhere.
     selective = cell.activation_checkpointing == "selective"
     yield not (cell.compile and selective), "selective activation checkpointing is not compiled by inductor"
     # torch refuses to reshard to as many ranks as there are, and to reshard DTensors of tensor parallelism: see
@@ -502,7 +502,7 @@ def _effects(cell: Cell, mesh: Mesh) -> Iterator[tuple[bool, str]]:
     if cell.saved_on not in ("none", "same"):
         saves = Mesh.parse(cell.saved_on)
         yield heads % saves.tp == 0, f"{heads} heads of keys cannot be divided among {saves.tp} ranks that save"
-        sizes = [_global_batch_size(of, cell.accumulation) for of in (saves, mesh)]
+        sizes = [_global_batch_size(each, cell.accumulation) for each in (saves, mesh)]
         yield (
             sizes[0] == sizes[1],
             f"saved_on {cell.saved_on} has a global batch of {sizes[0]} samples, mesh {cell.mesh} of {sizes[1]}: the "
@@ -536,15 +536,15 @@ def compile_backend(mesh: Mesh) -> Literal["inductor", "aot_eager"]:
 
 
 def compiled_on_device(config: TrainerConfig) -> TrainerConfig:
-    """Return the configuration of ranks that have devices of their own, where inductor compiles what is compiled."""
+    """Return the configuration of ranks that have their own devices, where inductor compiles the blocks."""
     return config if config.compile == "none" else replace(config, compile="inductor")
 
 
 def is_compiled_by_inductor(mesh: Mesh) -> bool:
     """Return whether a machine with a C++ compiler uses inductor: on one rank.
 
-    Each rank generates and compiles all kernels, although they depend neither on the number of ranks nor on what other
-    ranks do: two ranks on two processors take 15 s, eight take 50 s. aot_eager traces and differentiates in the same
+    Each rank generates and compiles all kernels, although they depend neither on the number nor on the work of other
+    ranks: two ranks on two processors take 15 s, eight take 50 s. aot_eager traces and differentiates in the same
     way, in a fifth of the time.
     """
     return mesh.world_size == 1

@@ -40,7 +40,7 @@ class Section(_Entry, frozen=True, kw_only=True):
     share: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
     """Share of the combinations that the covering array must have."""
     axes: dict[str, Values] | None = None
-    """Axes of a product, of singles or of a covering array of its own; without these, the axes of the matrix."""
+    """Axes of a product, of singles or of a covering array; without these, the axes of the matrix."""
 
 
 class Exclusion(_Entry, frozen=True, kw_only=True):
@@ -83,8 +83,7 @@ class Profile(_Entry, frozen=True, kw_only=True):
     must: list[Name] | Literal["all"] = []
     """Sections of which the profile has all cells."""
     budget_s: Annotated[float, Meta(gt=0.0)] | None = None
-    """Time that the profile may take by the durations of the lock file: what `must` leaves of it goes to other cells,
-    in the order of that file."""
+    """Time that the profile may take by the durations of the lock file: after `must`, the first cells of that file."""
     cells: Text | None = None
     """Selection among these cells, see `conformance.plan.selection`."""
     deadline_s: Annotated[float, Meta(gt=0.0)]
@@ -99,12 +98,12 @@ class Profile(_Entry, frozen=True, kw_only=True):
 
 
 class Content(_Entry, frozen=True, kw_only=True):
-    """Content of matrix.yaml, as it is written there."""
+    """Content of matrix.yaml."""
 
     schema: Literal[2]
     """Version of the file format."""
     axes: dict[str, Values]
-    """Values that cells combine: of each axis its default and others."""
+    """Values that cells combine: of each axis its default and more."""
     alone: dict[str, Values] = {}
     """Further values, which no combination has."""
     cells: dict[Name, Section]
@@ -127,12 +126,12 @@ class Content(_Entry, frozen=True, kw_only=True):
     @property
     def combined_meshes(self) -> list[str]:
         """Meshes that cells combine with features, each once."""
-        of_sections = (section.meshes or [] for section in self.cells.values() if section.strength is not None)
-        return list(dict.fromkeys([*map(str, self.axes.get("mesh", [])), *itertools.chain(*of_sections)]))
+        section_meshes = (section.meshes or [] for section in self.cells.values() if section.strength is not None)
+        return list(dict.fromkeys([*map(str, self.axes.get("mesh", [])), *itertools.chain(*section_meshes)]))
 
     @property
     def cells_digest(self) -> str:
-        """SHA-256 of all that the derived cells depend on; the profiles are not part of it."""
+        """SHA-256 of all sections that determine the derived cells: all but the profiles."""
         return digest_of([self.axes, self.alone, self.cells, self.exclusions])
 
 

@@ -1,6 +1,6 @@
-"""Gaps: cells of which the MUST of laws speaks and which the laws cannot judge yet, each with the reason.
+"""Gaps: cells in the MUST of laws that the laws cannot judge yet, each with the reason.
 
-`python -m conformance coverage` counts what each law leaves out.
+`python -m conformance coverage` counts the gaps of each law.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Gap:
 
 
 GAPS = {
-    # Numbers that no oracle knows.
+    # Numbers that no oracle predicts.
     "masks-of-micro-batches": Gap("dropout > 0.0", "micro-batches draw other masks than one large batch"),
     "resumed": Gap(
         "saved_on != none", "the steps before the checkpoint are in no record; CKPT-1 to CKPT-3 judge steps"
@@ -53,7 +53,7 @@ GAPS = {
         "oracles of dtypes and of rounding describe the float model; PAR-9 judges whole numbers in bits",
     ),
     "pipelines": Gap("pp > 1", "the law expects every rank to hold the full model, in one forward and one backward"),
-    # Cells that would be run for a law alone.
+    # Cells that would run for one law alone.
     "norms-on-one-shard": Gap(
         "norms_in_tp = false and dp_shard = 1",
         "that norms are on a mesh of their own shows in reductions over dp_shard, which need two shards",

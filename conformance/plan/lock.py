@@ -40,7 +40,7 @@ _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def parse_budget(text: str) -> float:
-    """Return a time such as `90s`, `5m` or `1h` in seconds; raises UsageError for any other text and for none."""
+    """Return a time such as `90s`, `5m` or `1h` in seconds; raises UsageError for any other text."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smh])", text)
     seconds = float(match[1]) * _UNITS_S[match[2]] if match else 0.0
     if seconds <= 0.0:
@@ -49,7 +49,7 @@ def parse_budget(text: str) -> float:
 
 
 def within(planned: Sequence[PlannedCell], budget_s: float) -> list[PlannedCell]:
-    """Return the first cells of which a session ends within a budget."""
+    """Return the longest beginning of the cells with which a session ends within a budget."""
     ends_s = itertools.accumulate((each.seconds for each in planned), initial=STARTUP_S)
     next(ends_s)
     return [each for each, end_s in zip(planned, ends_s, strict=True) if end_s <= budget_s]

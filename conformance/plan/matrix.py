@@ -117,7 +117,7 @@ class Matrix:
         return cases
 
     def cells_of(self, law: str) -> list[Cell]:
-        """Return the cells on which a law holds; none for an unknown law."""
+        """Return the cells on which a law holds; empty for an unknown law."""
         return [cell for cell in self.cells.values() if law in self.laws_on(cell)]
 
     def laws_on(self, cell: Cell) -> list[str]:

@@ -64,7 +64,7 @@ def _costs(config: TrainerConfig, dims: ParallelDims) -> _Costs:
         working["output"] = max(working["output"], logits)  # raised to fp32, before the logarithm
     unrecomputed = _saved_bytes(replace(config, activation_checkpointing="none"), dims, tokens, compute)
     recomputed = {name: unrecomputed - saved[name] if name.startswith("layers.") else 0 for name in names}
-    # Of the block the gradients of what its norms and linear layers return; of the output those of norm and logits.
+    # Of a block, the gradients of the results of its norms and linear layers; of the output, those of norm and logits.
     width = 5 * model.dim + 2 * model.n_kv_heads * model.head_dim + 2 * model.ffn_dim
     arrived = dict.fromkeys(names, tokens * width * compute // dims.tp)
     arrived |= {"tok_embeddings": 0, "output": hidden + logits * compute // _FP32_BYTES}
@@ -105,7 +105,7 @@ def estimated_stages_profile(config: TrainerConfig, dims: ParallelDims, *, rank:
 
 
 def _held_by_sends_alone(action: Action) -> list[Action]:
-    """Return the actions whose results their sends hold from this action on, see `pipeline.sent_numel`.
+    """Return the actions whose results are kept alive by their sends from this action on, see `pipeline.sent_numel`.
 
     Up to then the stage itself holds its output, and the gradient of a halved backward throughout.
     """
@@ -121,7 +121,7 @@ class _Walk:
         self._costs, self._stay = costs, stay
         self._held = 0
         self._waiting: set[str] = set()
-        """Groups whose gradients are held."""
+        """Groups whose gradients wait for their reduction."""
 
     def _add(self, mark: str, *, more: int = 0, then: int = 0) -> None:
         """Add a segment that needs `more` bytes at its peak, and ends with `then` more than it began with."""

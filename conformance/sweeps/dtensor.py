@@ -98,7 +98,7 @@ def _applied(mesh: DeviceMesh, operator: Callable[..., Tensor], shapes: Sequence
     expected = operator(*plain)
     torch.autograd.backward(expected.sum())
     outcome = OperatorOutcome()
-    for layouts in _of_arguments(mesh, shapes):
+    for layouts in _argument_layouts(mesh, shapes):
         given = [distributed(x.detach(), mesh, at).requires_grad_() for x, at in zip(plain, layouts, strict=True)]
         try:
             result = operator(*given)
@@ -116,7 +116,7 @@ def _applied(mesh: DeviceMesh, operator: Callable[..., Tensor], shapes: Sequence
     return outcome
 
 
-def _of_arguments(mesh: DeviceMesh, shapes: Sequence[tuple[int, ...]]) -> Iterator[Sequence[Layout]]:
+def _argument_layouts(mesh: DeviceMesh, shapes: Sequence[tuple[int, ...]]) -> Iterator[Sequence[Layout]]:
     """Yield layouts of all arguments: all combinations of up to three placements, of four a third.
 
     Where the indices of four placements add up to a multiple of three, any placements of three of them meet (an

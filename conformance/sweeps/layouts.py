@@ -1,6 +1,6 @@
-"""Layouts of DTensors: shards that are cut here and not by DTensor, and comparison of what a rank holds.
+"""Layouts of DTensors: shards that are cut here and not by DTensor, and comparison of tensors on a rank.
 
-Full tensors are on the CPU, shards on the device of their mesh; they are compared on the CPU.
+Full tensors are on the CPU, shards on the device of their mesh; comparison is on the CPU.
 """
 
 from collections.abc import Sequence
@@ -31,9 +31,9 @@ def shard_of(full: Tensor, mesh: DeviceMesh, layout: Layout) -> Tensor:
 
     A strided shard has its chunk of each of the chunks that its split factor makes.
 
-    For a pending sum every element is the rank's number, but on the first rank the remainder of the sum; for a pending
-    average the ranks differ by twice their distance from the middle; of a pending maximum or minimum the last rank has
-    the result, and the others less or more. No rank's own numbers are the result, but there.
+    For a pending sum every element is the rank's number, except that the first rank has the remainder of the sum; for a
+    pending average ranks differ by twice their distance from the middle; of a pending maximum or minimum the last rank
+    alone has the result.
     """
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
@@ -63,7 +63,7 @@ def _is_strided(placement: Placement) -> bool:
 
 
 def _pending(full: Tensor, reduction: str, index: int, size: int) -> Tensor:
-    """Return the numbers of one of `size` ranks which the reduction makes `full` again."""
+    """Return the numbers of one of `size` ranks, which the reduction over all ranks turns into `full`."""
     match reduction:
         case "sum":
             return full - sum(range(1, size)) if index == 0 else torch.full_like(full, index)
@@ -77,7 +77,7 @@ def _pending(full: Tensor, reduction: str, index: int, size: int) -> Tensor:
 
 
 def is_cut(measured: DTensor, expected: Tensor) -> bool:
-    """Return whether a rank's numbers of a tensor of the expected shape are a shard of it, or all of it."""
+    """Return True if a tensor has the expected shape, and each rank a shard or all of it, without pending sums."""
     return measured.shape == expected.shape and all(type(at) in (Replicate, Shard) for at in measured.placements)
 
 
@@ -90,10 +90,10 @@ def varied(like: Tensor) -> Tensor:
 
 
 def difference(measured: Tensor, expected: Tensor, *, bound: float | None, layout: Layout | None = None) -> str:
-    """Return how a tensor differs from the expected full tensor, or from the expected shard of a layout.
+    """Return the difference of a tensor from the expected full tensor, or from the expected shard of a layout.
 
-    Empty if it does not. `bound` is on the deviation, relative to the largest expected number if that is above 1; with
-    0 numbers must be equal, with None all bits. A collective if ranks hold no shards of such a layout.
+    Empty if there is none. `bound` is on the deviation, relative to the largest expected number if that is above 1; 0
+    requires equal numbers, None equal bits. A collective if ranks hold no shards of such a layout.
     """
     text = ""
     if isinstance(measured, DTensor):
@@ -115,7 +115,7 @@ def spelled(layout: Sequence[Placement]) -> str:
 
 
 def _alike(measured: DTensor, expected: Tensor, layout: Layout | None) -> tuple[Tensor, Tensor]:
-    """Return plain tensors to compare: shards if ranks hold some of the layout, or if no layout is given, of any."""
+    """Return plain tensors to compare: shards if the tensor has the layout, or without a layout if it is sharded."""
     mesh = measured.device_mesh
     if layout is not None:
         is_held = layout == tuple(measured.placements)

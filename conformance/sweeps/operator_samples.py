@@ -1,7 +1,7 @@
 """Samples of operators: calls with arguments of known numbers, of any of three sizes of shards.
 
 A dimension of a sample is a number, or one of two letters that stand for a size that shards can divide evenly or not,
-see `SIZES`. Data are integers where the operator computes them exactly, in any order of sums; others are in fp64.
+see `sizes`. Data are integers where the operator computes them exactly, in any order of sums, or else fp64.
 """
 
 from collections.abc import Callable
@@ -82,12 +82,12 @@ class Sample:
     """Call of an operator."""
 
     name: str
-    """Operator, with the options that tell it from other samples of the same operator."""
+    """Operator, with the options that distinguish samples of the same operator."""
     call: Callable[..., Any]
     """Function of the arguments; it may change them."""
     arguments: tuple[Argument, ...]
     exact: bool = True
-    """True if the result and the gradients are the same in every bit, whatever the order of sums."""
+    """True if result and gradients are the same in every bit in any order of sums."""
     elementwise: bool = False
     """True if each element of the result depends on the same element of the arguments alone."""
     writes: bool = False

@@ -1,8 +1,8 @@
 """Sweep of operators over layouts of their arguments: right, refused or wrong, compared with full tensors.
 
 Each sample of `operator_table` is called with DTensors in many layouts. Its result, the gradients of all arguments and
-what it has changed in place must be those of full tensors. Faults are `result`, `gradient`, `argument` (what a call
-leaves in its arguments), `type` (another dtype, shape or number of results) and `full tensors` (an error on these).
+its changes in place must be those of full tensors. Faults are `result`, `gradient`, `argument` (contents of arguments
+after the call), `type` (another dtype, shape or number of results) and `full tensors` (an error on these).
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,13 +32,13 @@ stays away from singularities, so that none of them enlarges an error by more th
 _ROUNDINGS_OF_PENDING = 2.0**3
 """Roundings of fp32 that integers may differ by where ranks are no power of two.
 
-A tensor becomes a pending sum by division by their number, and up to four ranks add what was rounded.
+A tensor becomes a pending sum by division by their number, and up to four ranks add rounded numbers.
 """
 
 
 @experiment(needs=Needs.NOTHING)
 def sweep(rank: RankWorld) -> Swept:
-    """Call every sample with the layouts that this mesh is there for, see `plan_of`."""
+    """Call every sample with the layouts of this mesh, see `plan_of`."""
     trials = Trials(rank.mesh)
     for sample in select_samples(samples(), lambda sample: sample.name, restricted_to=rank.subjects):
         trials.add(sample.name)
@@ -48,7 +48,7 @@ def sweep(rank: RankWorld) -> Swept:
 
 
 def _try_size(trials: Trials, sample: Sample, size: Size, layouts: Sequence[tuple[Layout, ...]]) -> None:
-    """Call an operator with all layouts; after a call that leaves ranks waiting, the others are left out."""
+    """Call an operator with all layouts, up to a call that leaves ranks waiting."""
     shards = max(trials.mesh.size(dim) for dim in range(trials.mesh.ndim))
     letters = sizes(shards)[size]
     full = [
@@ -57,9 +57,9 @@ def _try_size(trials: Trials, sample: Sample, size: Size, layouts: Sequence[tupl
     expected = trials.expected(sample.name, f"{size} shards", partial(_on_full_tensors, sample, full))
     if expected is None:
         return
-    for of_arguments in layouts:
-        case = " x ".join(map(spelled, of_arguments))
-        call = partial(_faults, sample, full, expected, of_arguments)
+    for combination in layouts:
+        case = " x ".join(map(spelled, combination))
+        call = partial(_faults, sample, full, expected, combination)
         if not trials.attempt(sample.name, f"{size} shards", case, call):
             return
 
@@ -90,7 +90,7 @@ class Outcome:
 
 
 def _on_full_tensors(sample: Sample, full: Sequence[Tensor]) -> Outcome:
-    """Return the outcome with the gradients of all arguments, or of the first, or of none where torch has no others."""
+    """Return the outcome with the gradients of all arguments, or of the first or of none where torch refuses more."""
     for differentiated in (len(full), 1):
         with suppress(RuntimeError):
             return _called(sample, full, differentiated=differentiated)
@@ -145,15 +145,15 @@ def _differences(measured: Outcome, expected: Outcome, *, roundings: float) -> I
         ("gradient", measured.gradients, expected.gradients),
         ("argument", measured.arguments, expected.arguments),
     )
-    for fault, of_shards, of_full in kinds:
-        differences = [_difference(m, e, roundings=roundings) for m, e in zip(of_shards, of_full, strict=True)]
+    for fault, sharded, full in kinds:
+        differences = [_difference(m, e, roundings=roundings) for m, e in zip(sharded, full, strict=True)]
         different = [text for text in differences if text]
         if different:
             yield fault, different[0]
 
 
 def _difference(measured: Any, expected: Any, *, roundings: float) -> str:
-    """Return how a result differs from the one on full tensors; empty if it does not."""
+    """Return the difference of a result from the one on full tensors; empty if there is none."""
     if (expected is None or measured is None) and expected is not measured:
         present = expected if measured is None else measured
         return "" if isinstance(present, Tensor) and not _full(present).any() else f"{measured}, expected {expected}"
@@ -174,11 +174,11 @@ _PENDING = (Partial("sum"), Partial("max"))
 
 
 def plan_of(sample: Sample, mesh: DeviceMesh) -> dict[Size, list[tuple[Layout, ...]]]:
-    """Return the layouts to try by size of shards; what a world has no time for, another one has.
+    """Return the layouts to try by size of shards; each world tries another share of them.
 
-    Two ranks: all arguments sharded alike along the first dimension, unevenly, and evenly along the first and the last,
-    which tells nothing more of an operator on elements. More ranks: uneven shards in layouts that one or all arguments
-    have, and shards that not every rank has. A mesh of two dimensions: pairs of placements, of all arguments alike.
+    Two ranks: the same shards of all arguments, uneven along the first dimension, and even along the first and the
+    last, which adds nothing for an operator on elements. More ranks: uneven shards of one or all arguments, and shards
+    that some ranks lack. A mesh of two dimensions: pairs of placements, the same for all arguments.
     """
     arguments = sample.arguments
     first, last = _alike(arguments, Shard(0)), _alike(arguments, Shard(-1))
@@ -191,7 +191,7 @@ def plan_of(sample: Sample, mesh: DeviceMesh) -> dict[Size, list[tuple[Layout, .
 
 def _each(layouts: Sequence[Sequence[Placement]]) -> list[tuple[Layout, ...]]:
     """Return layouts of a mesh of one dimension, each once."""
-    return list(dict.fromkeys(tuple((at,) for at in of_arguments) for of_arguments in layouts))
+    return list(dict.fromkeys(tuple((at,) for at in combination) for combination in layouts))
 
 
 def _alike(arguments: Sequence[Argument], at: Placement) -> tuple[Placement, ...]:
@@ -199,7 +199,7 @@ def _alike(arguments: Sequence[Argument], at: Placement) -> tuple[Placement, ...
 
 
 def _one_or_all(arguments: Sequence[Argument]) -> list[tuple[Layout, ...]]:
-    """Return layouts of arguments: all sharded alike or pending, or one of them and the others replicated."""
+    """Return layouts of arguments: all sharded in the same way, or one sharded or pending and the rest replicated."""
     replicated: tuple[Placement, ...] = (Replicate(),) * len(arguments)
     dims = [Shard(dim) for dim in range(-1, max(argument.ndim for argument in arguments))]
     chosen = [replicated, *(_alike(arguments, at) for at in dims)]

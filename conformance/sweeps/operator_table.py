@@ -24,7 +24,7 @@ def samples() -> list[Sample]:
     Torch has every operator from 2.11 on, the first version that DT-3 is about: one that a version removes is an error.
     """
     return [
-        *(replace(each, elementwise=True) for each in (*_of_one_argument(), *_of_two_arguments())),
+        *(replace(each, elementwise=True) for each in (*_unary(), *_binary())),
         *_reductions(),
         *_sorts_and_scans(),
         *_shapes(),
@@ -42,7 +42,7 @@ def _operators(owner: Any, names: str) -> Iterator[tuple[str, _Call]]:
         yield name, getattr(owner, name)
 
 
-def _of_one_argument() -> Iterator[Sample]:
+def _unary() -> Iterator[Sample]:
     exact = (
         "abs neg sign square ceil floor round trunc frac positive isfinite isnan isinf logical_not signbit nan_to_num"
     )
@@ -87,7 +87,7 @@ def _of_one_argument() -> Iterator[Sample]:
     yield sample("new_ones of another shape", lambda x: x + x.new_ones(x.shape[-1]), "a b")
 
 
-def _of_two_arguments() -> Iterator[Sample]:
+def _binary() -> Iterator[Sample]:
     exact = (
         "add sub mul maximum minimum fmax fmin eq ne lt le gt ge logical_and logical_or logical_xor copysign heaviside "
         "isclose rsub"
@@ -359,9 +359,9 @@ _REDUCTIONS = ("mean", "sum", "none")
 def losses() -> Iterator[Sample]:
     """Yield a sample of each loss for each reduction and option."""
     for reduction in _REDUCTIONS:
-        yield from _of_two_tensors(reduction)
-        yield from _of_classes(reduction)
-        yield from _of_more_tensors(reduction)
+        yield from _losses_of_two_tensors(reduction)
+        yield from _losses_of_classes(reduction)
+        yield from _losses_of_more_tensors(reduction)
     yield sample("kl_div, batchmean", partial(functional.kl_div, reduction="batchmean"), *_LOG, exact=False)
     yield sample(
         "mse_loss of rows", lambda x, y: functional.mse_loss(x, y, reduction="none").mean(1), "a b", "a b", exact=False
@@ -372,7 +372,7 @@ def losses() -> Iterator[Sample]:
 _LOG = ("a b", "a b distribution")
 
 
-def _of_two_tensors(reduction: str) -> Iterator[Sample]:
+def _losses_of_two_tensors(reduction: str) -> Iterator[Sample]:
     for name in ["l1_loss", "mse_loss", "smooth_l1_loss", "huber_loss"]:
         call = partial(getattr(functional, name), reduction=reduction)
         # No two numbers are equal, where the gradient of l1_loss jumps.
@@ -405,7 +405,7 @@ def _of_two_tensors(reduction: str) -> Iterator[Sample]:
     yield sample(f"poisson_nll_loss, {reduction}", call, "a b", "a b positive", exact=False)
 
 
-def _of_classes(reduction: str) -> Iterator[Sample]:
+def _losses_of_classes(reduction: str) -> Iterator[Sample]:
     for name in ("cross_entropy", "nll_loss"):
         operator = getattr(functional, name)
         options: dict[str, dict[str, Any]] = {"": {}, ", ignored": {"ignore_index": 1}}
@@ -432,7 +432,7 @@ def _of_classes(reduction: str) -> Iterator[Sample]:
     yield sample(f"multilabel_soft_margin_loss, {reduction}", call, "a b", "a b unit", exact=False)
 
 
-def _of_more_tensors(reduction: str) -> Iterator[Sample]:
+def _losses_of_more_tensors(reduction: str) -> Iterator[Sample]:
     call = partial(functional.gaussian_nll_loss, reduction=reduction)
     yield sample(f"gaussian_nll_loss, {reduction}", call, "a b", "a b", "a b positive", exact=False)
     call = partial(functional.margin_ranking_loss, reduction=reduction)

@@ -49,7 +49,7 @@ _VALUES: dict[str, dict[str, Any]] = {
     "line_search_fn": {"line_search_fn": "strong_wolfe"},
     "adjust_lr_fn": {"adjust_lr_fn": "match_rms_adamw"},
 }
-"""Options by the parameter of a signature that they try, with what the parameter needs; switches need no entry."""
+"""Options by the parameter of a signature that they try, with its prerequisites; switches need no entry."""
 _IMPLEMENTATIONS = ("foreach", "fused")
 _FOR_GRAPHS = ("ASGD", "Adadelta", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop")
 """Optimizers whose steps a graph of CUDA can capture."""
@@ -161,7 +161,7 @@ steps at most 2**4 operators do, by 2**-24 each.
 """
 
 _BOUND_OF_REPLICAS = 2.0**-4
-"""Bound on the relative deviation of what Muon makes of replicas, among which DTensor divides its last product.
+"""Bound on the relative deviation of Muon on replicas, among which DTensor divides its last product.
 
 An iteration makes a s + (b s^2 + c s^4) s, with coefficients 3.44, -4.78 and 2.03, of each of two numbers s = 2**-0.5,
 the shares of a matrix of norm 1. Replicas round the terms, of size 2.5 and 1.4, and the sum, of size 1.2, to bf16, by
@@ -287,8 +287,8 @@ class Numbers:
         """Return all numbers as `place` lays them out on a mesh."""
         parameters = [place(p, mesh, at) for p, at in zip(self.parameters, setting.layouts, strict=False)]
         gradients = [
-            [place(grad, mesh, at) for grad, at in zip(of_step, setting.gradients, strict=False)]
-            for of_step in self.gradients
+            [place(grad, mesh, at) for grad, at in zip(step_gradients, setting.gradients, strict=False)]
+            for step_gradients in self.gradients
         ]
         return Numbers(parameters, gradients)
 
@@ -297,7 +297,7 @@ def _one_number_by_rank(shape: tuple[int, ...], ranks: int) -> Tensor:
     """Return zeros with 1 and -1 in turn, no two of which are in one row, one column or one of `ranks` shards."""
     numbers = torch.zeros(shape)
     firsts = [range(0, length, -(-length // ranks)) for length in shape]
-    for index, position in enumerate(zip(firsts[0], *(reversed(of) for of in firsts[1:]), strict=False)):
+    for index, position in enumerate(zip(firsts[0], *(reversed(positions) for positions in firsts[1:]), strict=False)):
         numbers[position] = (-1) ** index
     return numbers
 
@@ -306,11 +306,11 @@ def stepped(sample: OptimizerSample, numbers: Numbers) -> State:
     """Return parameters and state after all steps; an optimizer that evaluates the loss gets one of the gradients."""
     parameters = [p.clone().requires_grad_(not sample.differentiable) for p in numbers.parameters]
     optimizer = sample.make(parameters, **sample.options)
-    for of_step in numbers.gradients:
+    for step_gradients in numbers.gradients:
         if sample.is_line_search:
-            optimizer.step(partial(_quadratic, parameters, of_step))
+            optimizer.step(partial(_quadratic, parameters, step_gradients))
             continue
-        for p, grad in zip(parameters, of_step, strict=True):
+        for p, grad in zip(parameters, step_gradients, strict=True):
             p.grad = grad.clone()
         optimizer.step()
     return dict(_state(optimizer, parameters))
@@ -338,7 +338,7 @@ def _state(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> It
 def _faults(
     sample: OptimizerSample, setting: Setting, numbers: Numbers, expected: State, mesh: DeviceMesh
 ) -> dict[str, str]:
-    """Return the faults of this rank: in bits of its shards for optimizers on elements, of full tensors for others."""
+    """Return the faults of this rank: bits of its shards for elementwise optimizers, or else of full tensors."""
     measured = stepped(sample, numbers.laid_out(distributed, mesh, setting))
     if sample.is_elementwise:
         own = replace(setting, gradients=setting.layouts)

@@ -69,7 +69,7 @@ _DTYPES = {"default": None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def differences(rank: RankWorld, options: Options, mesh: DeviceMesh) -> dict[str, str]:
-    """Train with options; returns what is not as in one process, with the number of wrong elements."""
+    """Train with options; returns the differences from one process, with the number of wrong elements."""
     samples = samples_of(mesh.size()).to(rank.device)
     net = _built(mesh, rank.device, options)
     _set_up(net, options)
@@ -101,11 +101,11 @@ def _differences(net: nn.Module, single: nn.Module, device: torch.device) -> Ite
 
 
 def _single(samples: Tensor, rank: int, options: Options) -> "SmallNet":
-    """Return the net of one process, with the gradients of the mean over ranks, or of what `divide factor` asks for.
+    """Return the net of one process, with the gradients of the mean over ranks, or of the sum over the divide factor.
 
     An ignored parameter has the gradient of the rank's own samples.
     """
-    single, own = (_trained(samples.cpu()[of], options) for of in (slice(None), slice(rank, rank + 1)))
+    single, own = (_trained(samples.cpu()[which], options) for which in (slice(None), slice(rank, rank + 1)))
     for parameter in single.parameters():
         if parameter.grad is not None:
             parameter.grad /= (
@@ -142,7 +142,7 @@ def _trained(samples: Tensor, options: Options) -> "SmallNet":
 
 
 class SmallNet(Net):
-    """Net with weights of -1, 0 and 1, which recomputes its layers in backward if it is told to.
+    """Net with weights of -1, 0 and 1, which recomputes its layers in backward with `checkpointed`.
 
     With samples of 0 and 1 all sums over ranks, micro-batches and calls are integers up to 256, which bf16 has.
     """
@@ -221,7 +221,7 @@ def _fill(net: nn.Module, source: nn.Module) -> None:
 
 
 def _set_up(net: SmallNet, options: Options) -> None:
-    """Call the methods that hold for all steps, those of options that are not at their defaults."""
+    """Call the methods that apply to all steps, for options without their defaults."""
     root, modules = cast("FSDPModule", net), fsdp_modules(net)
     for module in modules:
         if options["gradient_divide_factor"] != "default":
@@ -292,7 +292,7 @@ SUSPECTS: tuple[Options, ...] = (
     # findings/unused_parameters_of_postponed_reduction.py
     {"param_dtype": "bf16", "reduce_dtype": "fp32", "gradient_sync": "last", "reduce_scatter_unused_params": True},
 )
-"""Options that some version of torch refuses or has wrong: tried first, since narrowing a row down takes long."""
+"""Options that fail in some version of torch: tried first, since narrowing a row down takes long."""
 
 _MAX_RULE = 6
 """Number of options of a subset that rows can be made without; with more it counts as tried."""
@@ -300,14 +300,14 @@ _MAX_RULE = 6
 
 @experiment(needs=Needs.TRAINING)
 def sweep(rank: RankWorld) -> Swept:
-    """Train with every three values of different options, but for those that are refused."""
+    """Train with every three values of different options, except refused ones."""
     return OptionSweep(rank).swept()
 
 
 class OptionSweep:
-    """Rows of a covering array that all ranks try; what is refused or wrong is narrowed down and left out from then on.
+    """Rows of a covering array that all ranks try; a refused or wrong row is narrowed down and excluded from new rows.
 
-    A row with two options that refuse each other says nothing of the others: new rows try those.
+    A row with two options that refuse each other proves nothing about the rest: new rows try those.
     """
 
     def __init__(self, rank: RankWorld) -> None:
@@ -318,7 +318,7 @@ class OptionSweep:
         self._swept = Swept()
 
     def swept(self) -> Swept:
-        """Return the outcome: the number of rows that are right, and what is refused or wrong."""
+        """Return the outcome: the number of right rows, and the refused and wrong subsets."""
         if subsets := _named(self._rank.subjects):
             for subset in ({}, *subsets):
                 self._judge(subset, self._ended(subset))
@@ -337,7 +337,7 @@ class OptionSweep:
                     self._try(row)
 
     def _missing(self) -> list[dict[str, Any]]:
-        """Return rows with what no right row has together; none if not even the defaults are right."""
+        """Return rows with the combinations that no right row has; empty if the defaults themselves are wrong."""
         if not all(self._excluded):
             return []
         rules = [
@@ -360,7 +360,7 @@ class OptionSweep:
         self._judge(row, ended)
 
     def _judge(self, subset: Options, ended: Ended) -> None:
-        """Keep the outcome of a row, or of a subset of one."""
+        """Record the outcome of a row, or of a subset of one."""
         self._swept.count(ended.outcome)
         if ended.end is End.RIGHT:
             self._right.append({**DEFAULTS, **subset})

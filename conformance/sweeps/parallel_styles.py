@@ -2,7 +2,7 @@
 
 Samples are modules with each style of `parallelize_module`, and cross-entropy under `loss_parallel` of logits sharded
 by classes, with all reductions and options. Numbers are small integers where the module computes them exactly, in any
-order of sums; others are in fp64.
+order of sums, or else fp64.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -55,10 +55,10 @@ class ParallelSample:
     given: tuple[Layout, ...]
     """Layout of each input."""
     output: Layout | None
-    """Layout that the output is to have; None if any will do."""
+    """Required layout of the output; None for any."""
     style: ParallelStyle | None = None
     is_local: bool = False
-    """True if the module is to return a plain tensor."""
+    """True if the module must return a plain tensor."""
     exact: bool = True
     takes_dtensors: bool = True
     takes_plain: bool = True
@@ -66,7 +66,7 @@ class ParallelSample:
     tries_empty: bool = True
     """True if sizes are tried that leave some ranks without a shard."""
     inner: Layout = ()
-    """Layout in which the module computes with plain shards, whatever it is given."""
+    """Layout in which the module computes with plain shards, for any input."""
     within: Callable[[], AbstractContextManager[None]] = nullcontext
     """Context of forward and backward."""
 
@@ -429,9 +429,9 @@ def _try_size(trials: Trials, sample: ParallelSample, size: Size, *, is_compiled
 
 
 def _is_even(full: Tensor, layout: Layout, ranks: int) -> bool:
-    """Return whether all ranks have equal shards, as torch takes for granted of plain tensors.
+    """Return True if all ranks have equal shards, as torch assumes of plain tensors.
 
-    With others gloo ends the process, see findings/uneven_shards_as_plain_tensors.py.
+    With unequal ones gloo ends the process, see findings/uneven_shards_as_plain_tensors.py.
     """
     return all(full.size(at.dim) % ranks == 0 for at in layout if isinstance(at, Shard))
 
@@ -505,8 +505,8 @@ def _differences(
         },
         **{f"gradient of {name}": (measured.parameters[name], p, None) for name, p in expected.parameters.items()},
     }
-    for name, (of_shards, of_full, layout) in pairs.items():
-        text = _difference(of_shards, of_full, layout, mesh, bound=sample.bound)
+    for name, (sharded, full_tensor, layout) in pairs.items():
+        text = _difference(sharded, full_tensor, layout, mesh, bound=sample.bound)
         if text:
             yield name, text
 
@@ -520,7 +520,7 @@ def _is_laid_out(tensor: DTensor, layout: Layout) -> bool:
 def _difference(
     measured: Tensor | None, expected: Tensor | None, layout: Layout | None, mesh: DeviceMesh, *, bound: float
 ) -> str:
-    """Return how an output or gradient differs; a plain tensor is a shard of the layout."""
+    """Return the difference of an output or gradient; a plain tensor is a shard of the layout."""
     if measured is None or expected is None:
         return "" if measured is expected else f"{measured}, expected {expected}"
     if not isinstance(measured, DTensor) and layout is not None:

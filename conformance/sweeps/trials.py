@@ -1,7 +1,7 @@
 """Trials of an interface on all ranks of a mesh: right, refused, wrong, or without agreement of the ranks.
 
 After each trial ranks exchange how it ended, over a process group of their own: a call that raises on one rank alone
-leaves the others waiting, which is a fault, too. The mesh is then replaced, since its process group is unusable.
+leaves its peers waiting, which is a fault, too. The mesh is then replaced, since its process group is unusable.
 """
 
 import itertools
@@ -21,14 +21,13 @@ from conformance.outcomes import SweptOutcome
 from conformance.run.failures import PEER_LOSS_MESSAGE
 
 AGREEMENT = "agreement"
-"""Fault of a call that raises, or waits, on some ranks and not on others."""
+"""Fault of a call that raises, or waits, on some ranks only."""
 WITHOUT_EXPECTATION = "full tensors"
 """Fault of a call that raises on full plain tensors, with whose outcome that on shards is compared."""
 _WAIT_LIMITS_S = (0.5, 10.0)
 """Time limits of the mesh's collectives: of a call, and of its repetition if all ranks waited or ended well.
 
-A rank that raises an error of its own while others wait is a fault however long they wait. If none does, the machine
-may be slow.
+A rank that raises an error while its peers wait is a fault after any time. If none does, the machine may be slow.
 """
 _MESHES = itertools.count(1)
 """Numbers of the meshes of all trials of this process."""
@@ -61,7 +60,7 @@ class Wrong(msgspec.Struct, frozen=True, kw_only=True):
     cases: int
     """Number of cases that show it."""
     example: str
-    """The first of these cases, with what was expected and measured."""
+    """The first of these cases, with its expected and measured values."""
 
     @property
     def name(self) -> str:
