@@ -106,11 +106,10 @@ def _single(samples: Tensor, rank: int, options: Options) -> "SmallNet":
     An ignored parameter has the gradient of the rank's own samples.
     """
     single, own = (_trained(samples.cpu()[which], options) for which in (slice(None), slice(rank, rank + 1)))
+    factor = options["gradient_divide_factor"]
     for parameter in single.parameters():
         if parameter.grad is not None:
-            parameter.grad /= (
-                len(samples) if options["gradient_divide_factor"] == "default" else options["gradient_divide_factor"]
-            )
+            parameter.grad /= len(samples) if factor == "default" else factor
     if options["ignored_params"]:
         single.first.bias.grad = own.first.bias.grad
     return single
@@ -182,14 +181,13 @@ def _built(mesh: DeviceMesh, device: torch.device, options: Options) -> SmallNet
         net.first.bias.data = net.first.bias.data.to(_DTYPES[options["param_dtype"]])
     if options["build"] == "meta":
         net.to("meta")
+    offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if options["offload_policy"] else OffloadPolicy()
     shard = partial(
         fully_shard,
         mesh=mesh,
         reshard_after_forward=options["reshard_after_forward"],
         shard_placement_fn=partial(_placement, placement=options["shard_placement_fn"]),
-        offload_policy=CPUOffloadPolicy(pin_memory=device.type != "cpu")
-        if options["offload_policy"]
-        else OffloadPolicy(),
+        offload_policy=offload,
         ignored_params={net.first.bias} if options["ignored_params"] else set(),
     )
     layers: dict[str, list[Any]] = {
