@@ -17,11 +17,12 @@ LAWS_ARGUMENTS = "conformance/" if IS_CHECKOUT else "--pyargs conformance.laws"
 LAYERS = (
     ("reference_trainer",),
     ("conformance/*.py",),
-    ("conformance/numerics",),
+    ("conformance/numerics", "conformance/covering_arrays"),
     ("conformance/plan", "conformance/simulated_device", "conformance/instruments", "conformance/oracles"),
     ("conformance/defects", "conformance/run"),
-    ("conformance/experiments", "conformance/judge", "conformance/findings"),
-    ("conformance/assertions", "conformance/report"),
+    ("conformance/experiments", "conformance/judge", "conformance/findings", "conformance/matrix_lock"),
+    ("conformance/sweeps",),
+    ("conformance/assertions", "conformance/report", "conformance/sizing"),
     ("conformance/laws",),
     ("conformance/pytest_plugin", "conformance/detection", "conformance/subjects"),
     ("conformance/cli",),
@@ -32,6 +33,7 @@ The modules of `conformance` itself are the second layer, but for `__main__`. `t
 order, docs/architecture.md shows it.
 """
 TORCH_FREE = (
+    "conformance/covering_arrays",
     "conformance/plan",
     "conformance/run",
     "conformance/findings",

@@ -9,8 +9,7 @@ import torch
 from conformance.assertions import compare
 from conformance.assertions.fixtures import Measure
 from conformance.experiments.memory import StepMemory, step_of_sampled_ranks
-from conformance.experiments.stages_without_fsdp import profile_stages_without_fsdp
-from conformance.experiments.without_fsdp import profile_without_fsdp
+from conformance.experiments.without_fsdp import profile_stages_without_fsdp, profile_without_fsdp
 from conformance.memory_segment import MemorySegment
 from conformance.oracles import pipeline
 from conformance.oracles.copy_tables import largest_tables_bytes

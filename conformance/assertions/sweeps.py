@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from conformance.assertions import compare
-from conformance.experiments.trials import Swept
 from conformance.judge.measurements import measure
 from conformance.outcomes import SWEPT_OUTCOMES, swept_metric
+from conformance.sweeps.trials import Swept
 
 
 def require_no_wrong_result(ranks: Sequence[Swept], *, unit: str) -> None:

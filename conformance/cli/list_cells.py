@@ -28,7 +28,7 @@ def add_parser(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> Answer:
     """List the cells, or the cases, of a profile.
 
-    Raises UsageError for a matrix, profile or selection that is none, and for one that selects no case.
+    Raises UsageError for an invalid matrix, profile or selection, and for a selection without a case.
     """
     only = None if options.cells is None else parse(options.cells)
     matrix = load_matrix(options.matrix)
@@ -46,7 +46,7 @@ def _table(profile: str, cases: Sequence[Case], exclusions: Sequence[Exclusion])
     laws = defaultdict[Cell, list[str]](list)
     for case in cases:
         laws[case.cell].append(case.law)
-    rows = [[cell.id, cell.world_size, len(of_cell), ", ".join(of_cell)] for cell, of_cell in laws.items()]
+    rows = [[cell.id, cell.world_size, len(judging), ", ".join(judging)] for cell, judging in laws.items()]
     rows.sort(key=lambda row: (row[1], row[0]))
     sections = [
         tabulate(rows, headers=["cell", "ranks", "laws", ""]),

@@ -4,15 +4,12 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from conformance.cli.command import Answer, Commands
 from reference_trainer.checks import UsageError
 
 if TYPE_CHECKING:
-    from conformance.cli.device_fit import DeviceFit
-    from conformance.cli.prediction import Prediction, Request
-    from conformance.cli.simulation import Simulation
+    from conformance.sizing.prediction import Prediction, Request
+    from conformance.sizing.simulation import Simulation
 
 
 def add_parser(commands: Commands) -> None:
@@ -21,7 +18,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--model",
         required=True,
-        help="shapes in conformance/models (llama3-8b, ...), a .yaml like those, or a config.json of Hugging Face",
+        help="llama3-8b or another of conformance/sizing/models, a .yaml like those, or a config.json of Hugging Face",
     )
     parser.add_argument(
         "--mesh", required=True, help="dp8, dp64-tp8, pp4-dp16, hsdp16x8, ... up to 4096 in each dimension"
@@ -69,9 +66,8 @@ def run(options: argparse.Namespace) -> Answer:
 
     Raises UsageError for what cannot be predicted or simulated.
     """
-    from conformance.cli.device_fit import device_fit, parse_bytes
-    from conformance.cli.prediction import Request, prediction
-    from conformance.cli.prediction_text import prediction_text, simulation_text
+    from conformance.sizing.prediction import Request, device_fit, parse_bytes, prediction
+    from conformance.sizing.rendering import as_json, prediction_text, simulation_text
 
     device_bytes = parse_bytes(options.device_memory) if options.device_memory is not None else None
     request = Request(**{name: getattr(options, name) for name in Request.__struct_fields__})
@@ -90,21 +86,14 @@ def run(options: argparse.Namespace) -> Answer:
 
 
 def _simulation(request: "Request") -> "Simulation":
-    from conformance.cli.simulation import simulation
+    from conformance.sizing.simulation import simulation
 
     return simulation(request)
 
 
-def as_json(predicted: "Prediction", fit: "DeviceFit | None" = None, simulated: "Simulation | None" = None) -> str:
-    """Return all numbers as JSON; those of a device under `device`, those of a simulation under `simulation`."""
-    more = {"device": fit, "simulation": simulated}
-    given = {name: value for name, value in more.items() if value is not None}
-    return msgspec.json.format(msgspec.json.encode(msgspec.to_builtins(predicted) | given)).decode()
-
-
 def _write_chart(file: Path, request: "Request", predicted: "Prediction", device_bytes: int | None) -> None:
     """Write the chart. Raises UsageError if the file cannot be written."""
-    from conformance.cli.memory_chart import memory_chart
+    from conformance.sizing.rendering import memory_chart
 
     model = Path(request.model)
     title = f"{Path(model.parent.name, model.name)} on {request.mesh}: peak memory of each rank"

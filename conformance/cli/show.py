@@ -28,7 +28,7 @@ _WIDTH = 100
 
 
 class UnknownId(UsageError):
-    """Nothing has this id; the message names those that are nearly the same."""
+    """Unknown id; the message names similar ones."""
 
 
 def add_parser(commands: Commands) -> None:
@@ -40,12 +40,12 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """Describe what has the id. Raises UnknownId if nothing has."""
+    """Describe the law, cell or defect of this id. Raises UnknownId if there is none."""
     return Answer(show(load_matrix(options.matrix), options.id))
 
 
 def show(matrix: Matrix, id_: str) -> str:
-    """Return the description of a cell, law or defect; case does not matter. Raises UnknownId if nothing has the id."""
+    """Return the description of a cell, law or defect; case does not matter. Raises UnknownId for another id."""
     cells, lower = matrix.cells, id_.lower()
     if lower in cells:
         return _cell_text(matrix, cells[lower])
@@ -134,7 +134,7 @@ def _command(defect: Defect, name: str, smallest: list[Case]) -> str:
 
 
 def _cell_text(matrix: Matrix, cell: Cell) -> str:
-    """A configuration file of the reference trainer, with all else in comments."""
+    """Return a configuration file of the reference trainer, with the other facts as comments."""
     axes = msgspec.structs.asdict(cell)
     exclusion = next((rule for rule in matrix.exclusions if rule.matches(cell)), None)
     laws = {
@@ -164,7 +164,7 @@ def _configuration(cell: Cell) -> str:
 
 
 def _spelled(value: object) -> str:
-    """An axis's value as `--cells` takes it."""
+    """Return the value of an axis as `--cells` spells it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -173,6 +173,6 @@ def _by_profile(matrix: Matrix, chosen: Callable[[Case], bool]) -> str:
 
 
 def _facts_text(facts: dict[str, str]) -> str:
-    """One line for each fact; `-` stands for none, but a cell that is not excluded needs no line for it."""
+    """Return a line for each fact; `-` stands for none, but a cell without an exclusion has no line for it."""
     shown = [(name, value or "-") for name, value in facts.items() if value or name != "excluded"]
     return tabulate(shown, tablefmt="plain", disable_numparse=True)

@@ -20,7 +20,7 @@ DIVIDE_FACTOR_LOST_WITH_OFFLOAD = Defect(
     mechanism="the path that copies gradients to the host reduces without the factor",
     laws=("API-2", "API-3"),
     cells="id in (dp2-fp32-default-meta, hsdp2x2-fp32-default-meta)",
-    subjects=("offload True, divide factor 8.0",),
+    subjects=("offload_policy=True, gradient_divide_factor=8.0",),
     inject=partial(divide_factor_of, lambda param: param.offload_to_cpu),
     inject_twin=partial(divide_factor_of, lambda _: False),
 )
@@ -40,7 +40,7 @@ UNUSED_COLUMNS_NOT_ZERO = Defect(
     mechanism="the buffer in which columns are rearranged is not cleared for parameters without a gradient",
     laws=("API-3",),
     cells=_CELL,
-    subjects=("placement columns, spare zeros",),
+    subjects=("shard_placement_fn=columns, reduce_scatter_unused_params=True",),
     inject=partial(zeros_of_columns, dim=1),
     inject_twin=partial(zeros_of_columns, dim=2),
 )
@@ -60,7 +60,7 @@ LAST_GRADIENT_NOT_ACCUMULATED = Defect(
     mechanism="the gradient in the dtype of computation is not added to that in the dtype of reductions",
     laws=("API-3", "PAR-2"),
     cells="id in (dp2-bf16mp-default-meta-acc2-synclast, hsdp2x2-fp32-default-meta)",
-    subjects=("parameters bf16, sums fp32, reduced last",),
+    subjects=("param_dtype=bf16, reduce_dtype=fp32, gradient_sync=last",),
     inject=partial(accumulation, is_lost=True),
     inject_twin=partial(accumulation, is_lost=False),
 )

@@ -21,9 +21,9 @@ class BuildMemory(msgspec.Struct):
     """Memory of one rank while it builds its shards, and afterwards."""
 
     peak_bytes: int
-    """Peak of the bytes held while the model is built."""
+    """Peak of the allocated bytes while the model is built."""
     kept_bytes: int
-    """Bytes still held when the model is built, see `MemoryLedger`."""
+    """Bytes still allocated after the model is built, see `MemoryLedger`."""
     held_bytes: int
     """Bytes of the storages of all parameters and buffers, with the padding that FSDP adds on the last ranks."""
     on_device: bool

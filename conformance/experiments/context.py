@@ -15,10 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from conformance.defects.catalogue import injected, subjects_of
 from conformance.experiments.simulation import simulated_world
-from conformance.experiments.trials import trying_only
 from conformance.experiments.weight_files import write_weights
 from conformance.numerics.knobs import pin_numerics
-from conformance.plan.workload import compiled_on_device
+from conformance.plan.cells import compiled_on_device
 from conformance.run.experiment import Experiment, Job, Needs, Result, sampled_ranks
 from conformance.run.ranks.messages import RankContext
 from conformance.simulated_device import device as simulated
@@ -60,13 +59,18 @@ class RankWorld:
         return self.job.world_size
 
     @property
+    def subjects(self) -> frozenset[str]:
+        """Subjects to which the job's defect restricts sweeps, see `Defect.subjects`; empty for all."""
+        return subjects_of(self.job.defect)
+
+    @property
     def is_last(self) -> bool:
         """True if this rank has the highest number."""
         return self.rank == self.size - 1
 
     @property
     def mapped_bytes(self) -> list[int]:
-        """Sizes of the files that building the model maps into memory, which a memory ledger is to leave out."""
+        """Sizes of the files that building the model maps into memory, which memory ledgers leave out."""
         return [Path(self.config.checkpoint).stat().st_size] if self.config.checkpoint else []
 
     @property
@@ -127,7 +131,7 @@ def rank_world(context: RankContext, job: Job, *, world: World, process_group: b
     if world == "none":
         yield RankWorld(context, job, config, device_of(context))
         return
-    with injected(job.defect), trying_only(subjects_of(job.defect)):
+    with injected(job.defect):
         if world in ("simulated", "sampled"):
             simulated_rank = sampled_ranks(config, job.world_size)[context.rank]
             with simulated_world(job.world_size, rank=simulated_rank):

@@ -27,7 +27,7 @@ class DevicePeaks(msgspec.Struct):
     allocated: int
     """Bytes in use."""
     active: int
-    """Bytes in use, or freed but held until a stream has caught up."""
+    """Bytes in use, or freed and waiting for a stream."""
     reserved: int
     """Bytes that the allocator has taken from the device."""
 
@@ -89,7 +89,7 @@ def _peaks(rank: RankWorld, observer: Observer) -> DevicePeaks:
 class _HostAhead(Observer):
     """Observer that gives the device work before forward and before backward, as large models do.
 
-    A device that waits for the host has always caught up: nothing is held for a stream then, right or wrong.
+    A device that waits for the host is never behind: then no memory waits for a stream, right or wrong.
     """
 
     def __init__(self, device: torch.device) -> None:

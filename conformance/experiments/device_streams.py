@@ -1,8 +1,8 @@
-"""Trace of streams on the simulated device: what it was told to do, and what the host did with pinned memory.
+"""Trace of streams on the simulated device: its commands, and the host's uses of pinned memory.
 
-The device notes all operators, copies, collectives, events and uses of its allocator itself; the host's own operators
-on pinned memory are seen by the dispatch tap. What the device notes does not say who issued it: each dispatched
-operator marks how far the trace had come, so that an entry belongs to the operator whose mark follows it.
+The device records all operators, copies, collectives, events and uses of its allocator itself; the host's own operators
+on pinned memory are seen by the dispatch tap. Its entries do not name their issuer: each dispatched
+operator marks the length of the trace, so that an entry belongs to the operator whose mark follows it.
 """
 
 import sys
@@ -64,7 +64,7 @@ class DeviceStreamTrace(TracedStep):
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Open the context of a run: the device notes what it is told, and FSDP's streams have telling names."""
+        """Open the context of a run: the device records its commands, and FSDP's streams have descriptive names."""
         module = torch.get_device_module(simulated.NAME)
         new_stream: Callable[..., torch.Stream] = module.Stream
 
@@ -81,7 +81,7 @@ class DeviceStreamTrace(TracedStep):
             self.end()
 
     def listen(self, func: Any) -> OutcomeHandler:
-        """Return the handler that marks the calls of an operator, and notes what they do with pinned memory."""
+        """Return the handler that marks the calls of an operator, and records their uses of pinned memory."""
         accessed = accessed_tensors(func)
 
         def mark(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
@@ -95,7 +95,7 @@ class DeviceStreamTrace(TracedStep):
         return mark
 
     def facts(self) -> StreamFacts:
-        """Return what the trace shows, and forget the trace."""
+        """Return the findings of the trace, and clear it."""
         entries = entries_of(self._noted, first=self._first or 0, site=self._site)
         streams = {entry.stream for entry in self._noted}
         names = {stream: self._names.get(stream, f"stream {stream}") for stream in streams | {HOST}}
@@ -122,7 +122,7 @@ class _Memory:
     """Allocated memory: which storage the bytes of a block belong to at a point of the trace."""
 
     storages: dict[int, dict[int, tuple[int, int, int]]] = field(default_factory=dict)
-    """End, storage and stream of what is allocated, by block and first byte."""
+    """End, storage and stream of allocated memory, by block and first byte."""
     count: int = 0
 
     def allocate(self, at: Bytes, stream: int) -> int:
@@ -150,7 +150,7 @@ class _Memory:
 
 
 def entries_of(noted: Sequence[Noted], *, first: int, site: Callable[[int], Site | None]) -> list[Entry]:
-    """Return what the checker is to know of a device's trace, from position `first` on.
+    """Return the checker's entries for a device's trace, from position `first` on.
 
     `site` returns where the entry at a position was issued.
     """

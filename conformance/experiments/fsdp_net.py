@@ -111,7 +111,7 @@ class DataParallel:
 
 
 def try_all(rank: RankWorld, uses: Mapping[str, Callable[[DataParallel], Wrong]]) -> dict[str, Wrong]:
-    """Return what is wrong with each use, by its name, in the precision of the cell."""
+    """Return the faults of each use, by its name, in the precision of the cell."""
     policy = replace(mixed_precision_policy(rank.config.precision), cast_forward_inputs=True)
     world = DataParallel(fsdp_mesh(rank.mesh), rank.device, dp_rank(rank.mesh), policy)
     return {name: use(world) for name, use in uses.items()}

@@ -1,6 +1,6 @@
 """Backward in two halves, as zero-bubble schedules compute it: the gradient of the input, then those of parameters.
 
-The first half goes along the paths from the output to the input and keeps what arrives at each node where paths to
+The first half goes along the paths from the output to the input and keeps the gradient at each node where paths to
 parameters branch off, and the graph below it. The second half goes on from there, one node after another. Written after
 `torch/distributed/pipelining/_backward.py`, whose memory it needs: no more, and no less at any time.
 """
@@ -31,7 +31,7 @@ class Branch:
 def backward_of_input(
     output: Tensor, gradient: Tensor | None, x: Tensor, parameters: Iterable[nn.Parameter]
 ) -> tuple[Tensor, list[Branch]]:
-    """Return the gradient of the leaf `x`, and what `backward_of_parameters` needs; detaches `output` from its graph.
+    """Return the gradient of the leaf `x`, and the input of `backward_of_parameters`; detaches `output` from its graph.
 
     `gradient` is that of `output`, None for a scalar. Parameters are used once.
     """

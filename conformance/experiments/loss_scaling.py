@@ -5,8 +5,8 @@ import math
 import msgspec
 import torch
 
+from conformance.experiments.clipping import NonFiniteInjector
 from conformance.experiments.context import RankWorld, experiment
-from conformance.experiments.non_finite import NonFiniteInjector
 from conformance.instruments.capture import fingerprint
 from conformance.instruments.sharding import local
 from conformance.run.experiment import Needs

@@ -59,10 +59,10 @@ def step_on_ranks(rank: RankWorld) -> StepMemory:
 
 @experiment(needs=Needs.SHARDING | Needs.FORWARD, world="simulated")
 def step_in_simulation(rank: RankWorld) -> StepMemory:
-    """Measure the second step on rank 0 of a simulated world, and what is held when it begins.
+    """Measure the second step on rank 0 of a simulated world, and the memory at its begin.
 
     One ledger is open from before the model is built, so that no copy of parameters or optimizer state escapes it. With
-    FSDP1 a ledger begins with the step: FSDP1 frees in it what it held before, of which its memory model knows nothing.
+    FSDP1 a ledger begins with the step: FSDP1 frees in it memory of the step before, which its memory model leaves out.
     """
     return _measured_step(_warm_trainer(rank), 1) if rank.config.implementation == "fsdp1" else _second_step(rank)
 
@@ -83,7 +83,7 @@ def _second_step(rank: RankWorld) -> StepMemory:
 
 @experiment(needs=Needs.SHARDING | Needs.FORWARD, world="simulated")
 def growth_in_simulation(rank: RankWorld) -> Growth:
-    """Measure the second and the fiftieth step on rank 0 of a simulated world, and what is held before them."""
+    """Measure the second and the fiftieth step on rank 0 of a simulated world, and the memory before them."""
     return _growth(rank)
 
 
@@ -114,7 +114,7 @@ def _marked_step(trainer: Trainer, step: int) -> None:
 
 
 def _marked_steps(ledger: MemoryLedger) -> list[StepMemory]:
-    """Return the memory of each measured step, in bytes above what is held when it begins."""
+    """Return the memory of each measured step, in bytes above that at its begin."""
     steps: list[StepMemory] = []
     measuring = False
     for segment in ledger.segments:

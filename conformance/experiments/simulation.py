@@ -1,6 +1,6 @@
 """Simulated worlds of any size in one process: torch's fake process group, whose collectives do nothing.
 
-Such a run proves facts that do not depend on numbers: which collectives are issued, and what is allocated.
+Such a run proves facts that do not depend on numbers: collectives and allocations.
 """
 
 from collections.abc import Iterator

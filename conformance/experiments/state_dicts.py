@@ -115,7 +115,7 @@ def _gathered(trainer: Trainer) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _change(trainer: Trainer) -> None:
-    """Change all that a state dict is to restore."""
+    """Change all values that a state dict must restore."""
     trainer.optimizer.state.clear()
     for parameter in trainer.model.parameters():
         local(parameter).mul_(0.5).add_(1.0)

@@ -78,9 +78,9 @@ def train_with_delays(rank: RankWorld) -> dict[str, dict[str, str]]:
     """Train as `train_cell` does with delayed operators; returns fingerprints of all captured tensors.
 
     The outer key names the delayed operators. On the CPU they are `all` of the last rank, and in a pipeline also those
-    of the first, since what the last rank receives is not late if only that rank is. On a device, where streams can
-    overtake each other, they are `all`, and each of `delays.KINDS` alone; on the simulated device, what is delayed is
-    the schedule's choice. The inner key is that of `Capture`.
+    of the first, since a delay of the last rank alone delays nothing that it receives. On a device, where streams can
+    overtake each other, they are `all`, and each of `delays.KINDS` alone; on the simulated device, the
+    schedule chooses. The inner key is that of `Capture`.
     """
     fingerprints = {}
     for name, delayed in _delays(rank).items():
@@ -95,7 +95,7 @@ def train_with_delays(rank: RankWorld) -> dict[str, dict[str, str]]:
 
 
 def _delays(rank: RankWorld) -> dict[str, Callable[[], AbstractContextManager[object]]]:
-    """Return the contexts in which operators are delayed, by what is delayed."""
+    """Return the contexts in which operators are delayed, by the names of these operators."""
     if rank.device.type == simulated.NAME:
         return {name: partial(_scheduled, name, rank=rank.rank) for name in SCHEDULES}
     pipelined, delayed = rank.config.mesh.pp > 1, partial(delays, device=rank.device, sleeps=rank.is_last)

@@ -1,18 +1,24 @@
-"""Memory that a model needs without FSDP: activations, and gradients of all that FSDP would unshard.
+"""Memory that a model, or the stages of a pipeline, need without FSDP: activations, and gradients of unsharded size.
 
-The memory models of `conformance.oracles` add the allocations of FSDP.
+The memory models of `conformance.oracles` add the allocations of FSDP. Stages act in the order of a schedule.
 """
+
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from conformance.experiments.context import RankWorld, experiment
+from conformance.experiments.halved_backward import Branch, backward_of_input, backward_of_parameters
 from conformance.experiments.simulation import simulated_world
 from conformance.instruments.activations import GroupMarks, Groups
 from conformance.instruments.device_memory import ledger_of
 from conformance.instruments.memory import Ledger, mark
 from conformance.memory_segment import MemorySegment
+from conformance.oracles import pipeline
+from conformance.oracles.dtype_policy import dtype_policy
+from conformance.oracles.pipeline import Action
 from conformance.oracles.schedule import communicates
 from conformance.oracles.torch_versions import gradients_stay, traits_of
 from conformance.run.experiment import Needs
@@ -22,7 +28,7 @@ from reference_trainer.init_weights import init_weights
 from reference_trainer.loss import loss_context, summed_loss
 from reference_trainer.mesh import build_mesh
 from reference_trainer.mixed_precision import mixed_precision_policy
-from reference_trainer.model import Stage, Transformer
+from reference_trainer.model import Stage, StageLayers, Transformer
 from reference_trainer.parallel_dims import ParallelDims
 from reference_trainer.parallelize import apply_ac, apply_tp
 
@@ -113,3 +119,182 @@ def group_modules(model: Transformer | Stage) -> Groups:
     groups |= {f"layers.{index}": [block] for index, block in model.layers.items()}
     groups["output"] = [model.norm, model.output]
     return {name: modules for name, modules in groups.items() if not isinstance(modules[0], nn.Identity)}
+
+
+_MEASURED = "measured step"
+
+
+@experiment(needs=Needs.NOTHING, world="none")
+def profile_stages_without_fsdp(rank: RankWorld) -> list[list[MemorySegment]]:
+    """Profile the stage of each rank of a cell's pipeline without FSDP, in one process.
+
+    Marks are those of `instruments.activations`, and `reduce` after the last backward. With tensor parallelism the
+    process is rank 0 of a simulated world of tensor-parallel ranks.
+    """
+    with simulated_world(rank.dims.tp):
+        return [_profile(rank, pp_rank) for pp_rank in range(rank.dims.pp)]
+
+
+def _profile(rank: RankWorld, pp_rank: int) -> list[MemorySegment]:
+    config = rank.config
+    held = {index: _held(index, config) for index in pipeline.stages_of(pp_rank, config)}
+    model = Transformer(config.model, list(held.values()))
+    init_weights(model, seed=config.seed)
+    parallelize_without_fsdp(model.to(rank.device), config, rank.device, tp=rank.dims.tp)
+    batches = Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
+    micro_batches = batches.micro_batches(0, dp_rank=0, dp_size=rank.dims.dp, accumulation=config.accumulation)
+    stages = {
+        index: _Stage(module, layers, config, rank.dims, micro_batches, rank.device)
+        for (index, layers), module in zip(held.items(), model.stages, strict=True)
+    }
+    for index, stage in stages.items():
+        stage.previous, stage.next = stages.get(index - 1), stages.get(index + 1)
+    actions = pipeline.order(config, rank=pp_rank)
+    with ledger_of(rank.device) as ledger:
+        _run(stages, actions, config)
+        mark(_MEASURED)
+        _run(stages, actions, config)
+    begin = next(index for index, segment in enumerate(ledger.segments) if segment.mark == _MEASURED)
+    return [segment.above(ledger.segments[begin].start_bytes) for segment in ledger.segments[begin:]]
+
+
+def _held(index: int, config: TrainerConfig) -> StageLayers:
+    layers = pipeline.layers_of(index, config)
+    return StageLayers(
+        range(layers[0], layers[-1] + 1), first=index == 0, last=index == len(pipeline.owners(config)) - 1
+    )
+
+
+def _run(stages: Mapping[int, "_Stage"], actions: Sequence[Action], config: TrainerConfig) -> None:
+    """Run the actions of a rank, and release the gradients of each stage after its last backward."""
+    for stage in stages.values():
+        stage.clear()
+    for action, ends_stage in pipeline.with_ends(actions, config):
+        mark(f"stage {action.stage}")
+        mark("forward" if action.kind == "forward" else "backward")
+        stage = stages[action.stage]
+        act = {
+            "forward": stage.forward,
+            "backward": stage.backward,
+            "backward-input": stage.backward_of_input,
+            "backward-weight": stage.backward_of_parameters,
+        }
+        act[action.kind](action.micro_batch)
+        if ends_stage:
+            stage.reduce()
+
+
+class _Stage:
+    """Stage that keeps the tensors that a schedule of torch.distributed.pipelining keeps for it.
+
+    That is, of each micro-batch between its forward and its backward, the output, its graph and its loss; between the
+    halves of a backward the output, or the loss, and the tensors of `halved_backward`; and buffers for all received
+    micro-batches, which are there before the step. Schedules with one stage on each rank also hold the output of the
+    last forward and the gradient that was sent last, in local variables (`_step_microbatches` in
+    torch/distributed/pipelining/schedules.py); those with several do not (`_perform_action` there).
+    """
+
+    def __init__(
+        self,
+        module: Stage,
+        held: StageLayers,
+        config: TrainerConfig,
+        dims: ParallelDims,
+        micro_batches: Sequence[tuple[Tensor, Tensor]],
+        device: torch.device,
+    ) -> None:
+        self._module, self._held, self._config, self._device = module, held, config, device
+        self._micro_batches = micro_batches
+        self._marks = GroupMarks(group_modules(module))
+        self._traits = traits_of(str(torch.__version__))
+        numel = pipeline.activation_numel(config, dims)
+        shape = (len(micro_batches[0][0]), numel // len(micro_batches[0][0]) // config.model.dim, config.model.dim)
+        dtype = getattr(torch, dtype_policy(config.precision).compute)
+        buffers = [[torch.zeros(shape, dtype=dtype, device=device) for _ in micro_batches] for _ in range(2)]
+        self.inputs, self.gradients = buffers
+        self.previous: _Stage | None = None
+        self.next: _Stage | None = None
+        """Neighbours on the same rank, which get tensors directly instead of by a send."""
+        self._outputs: dict[int, Tensor] = {}
+        self._branches: dict[int, list[Branch]] = {}
+        self._losses: dict[int, Tensor] = {}
+        self._keeps_last = pipeline.has_one_stage(config)
+        self._last_output: Tensor | None = None
+        self._last_gradient: Tensor | None = None
+        self._keep_gradients()
+
+    def _keep_gradients(self) -> None:
+        self._marks.reduces, self._marks.releases = False, not gradients_stay(self._config, self._traits)
+
+    def clear(self) -> None:
+        """Release the gradients of inputs that an earlier step has left, see `VersionTraits.halves_keep_gradients`."""
+        for x in self.inputs:
+            x.grad = None
+
+    def forward(self, index: int) -> None:
+        """Compute the output of a micro-batch, and on the last stage its loss."""
+        tokens, labels = self._micro_batches[index]
+        x = tokens.to(self._device) if self._held.first else self.inputs[index].requires_grad_()
+        output = self._module(x)
+        self._outputs[index] = output
+        if self._keeps_last:
+            self._last_output = output
+        if self._held.last:
+            with loss_context(parallel=self._config.loss_parallel and self._config.mesh.tp > 1):
+                arithmetic = self._config.model.arithmetic
+                self._losses[index] = summed_loss(output, labels.to(self._device), arithmetic=arithmetic)
+        if self.next:
+            self.next.inputs[index] = output.detach()
+
+    def backward_of_input(self, index: int) -> None:
+        """Compute the gradient of a micro-batch's input; the first stage, which needs none, does nothing."""
+        if self._held.first:
+            return
+        x, output = self.inputs[index], self._outputs.pop(index)
+        root, gradient = (self._losses.pop(index), None) if self._held.last else (output, self.gradients[index])
+        with loss_context(parallel=self._config.loss_parallel and self._config.mesh.tp > 1):
+            of_input, self._branches[index] = backward_of_input(root, gradient, x, self._module.parameters())
+        self._outputs[index] = root
+        if self._traits.halves_keep_gradients:
+            x.grad = of_input
+        if self.previous:
+            self.previous.gradients[index] = of_input
+        self._marks.finish_backward()
+        mark("end")
+
+    def backward_of_parameters(self, index: int) -> None:
+        """Compute the gradients that `backward_of_input` has left; of the first stage, all."""
+        if self._held.first:
+            self.backward(index)
+            return
+        output = self._outputs.pop(index)
+        backward_of_parameters(self._branches.pop(index), copies=self._traits.halves_copy_gradients)
+        del output  # held until now
+
+    def backward(self, index: int) -> None:
+        """Compute the gradients of a micro-batch."""
+        if self._traits.gradients_have_own_dtypes:
+            set_grad_dtypes(self._module, self._config, reduces=False)
+        if self._config.pipeline.schedule == "gpipe":  # it receives into the variable from which it has sent
+            self._last_gradient = None
+        output = self._outputs.pop(index)
+        if self._held.last:
+            with loss_context(parallel=self._config.loss_parallel and self._config.mesh.tp > 1):
+                torch.autograd.backward(self._losses.pop(index))
+        else:
+            torch.autograd.backward(output, self.gradients[index])
+        if not self._held.first:
+            self._last_gradient, self.inputs[index].grad = self.inputs[index].grad, None
+        self._marks.finish_backward()
+        mark("end")
+        if not self._keeps_last:
+            self._last_gradient = None
+
+    def reduce(self) -> None:
+        """Release the gradients of each group as FSDP does when it reduces them."""
+        self._last_output = self._last_gradient = None
+        mark("reduce")
+        self._marks.reduces = self._marks.releases = True
+        self._marks.release_all(backward=self._traits.stages_finalize_backward)
+        mark("end")
+        self._keep_gradients()

@@ -1,14 +1,15 @@
-"""matrix.yaml as it is written: axes, sections of cells, cells that cannot be, and profiles."""
+"""Content of matrix.yaml: axes, sections of cells, exclusions, and profiles."""
 
 import hashlib
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from conformance.plan.cells import AxisValue, Cell, axis_names, axis_value
+from conformance.covering_arrays.combinations import Row, Rule
+from conformance.plan.cells import AxisValue, Cell, axis_names, axis_value, cell_from_axes
 from conformance.plan.mesh import AxisError
 from conformance.plan.selection import Selection, SelectionError, parse
 from reference_trainer.strict_yaml import Document, allowed, convert
@@ -39,7 +40,7 @@ class Section(_Entry, frozen=True, kw_only=True):
     share: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
     """Share of the combinations that the covering array must have."""
     axes: dict[str, Values] | None = None
-    """Axes of a product, of singles or of a covering array of its own; without these, the axes of the matrix."""
+    """Axes of a product, of singles or of a covering array; without these, the axes of the matrix."""
 
 
 class Exclusion(_Entry, frozen=True, kw_only=True):
@@ -66,6 +67,13 @@ class Exclusion(_Entry, frozen=True, kw_only=True):
         """Return whether the rule excludes the cell."""
         return self.selection(cell)
 
+    def affects(self, axes: Mapping[str, Sequence[AxisValue]]) -> bool:
+        """Return whether the rule excludes any combination of the values of these axes."""
+        decide = {axis: values for axis, values in axes.items() if axis in self.axes}
+        fixed = {axis: values[0] for axis, values in axes.items() if len(values) == 1}
+        rows = (dict(zip(decide, values, strict=True)) for values in itertools.product(*decide.values()))
+        return any(self.matches(cell_from_axes({**fixed, **row})) for row in rows)
+
 
 class Profile(_Entry, frozen=True, kw_only=True):
     """Named selection of cells, which all laws that hold there judge."""
@@ -75,8 +83,7 @@ class Profile(_Entry, frozen=True, kw_only=True):
     must: list[Name] | Literal["all"] = []
     """Sections of which the profile has all cells."""
     budget_s: Annotated[float, Meta(gt=0.0)] | None = None
-    """Time that the profile may take by the durations of the lock file: what `must` leaves of it goes to other cells,
-    in the order of that file."""
+    """Time that the profile may take by the durations of the lock file: after `must`, the first cells of that file."""
     cells: Text | None = None
     """Selection among these cells, see `conformance.plan.selection`."""
     deadline_s: Annotated[float, Meta(gt=0.0)]
@@ -91,12 +98,12 @@ class Profile(_Entry, frozen=True, kw_only=True):
 
 
 class Content(_Entry, frozen=True, kw_only=True):
-    """Content of matrix.yaml, as it is written there."""
+    """Content of matrix.yaml."""
 
     schema: Literal[2]
     """Version of the file format."""
     axes: dict[str, Values]
-    """Values that cells combine: of each axis its default and others."""
+    """Values that cells combine: of each axis its default and more."""
     alone: dict[str, Values] = {}
     """Further values, which no combination has."""
     cells: dict[Name, Section]
@@ -110,16 +117,31 @@ class Content(_Entry, frozen=True, kw_only=True):
         """Return the first rule that excludes a cell, if any."""
         return next((rule for rule in self.exclusions if rule.matches(cell)), None)
 
+    def rules(self, free: Mapping[str, Sequence[AxisValue]], fixed: Row | None = None) -> list[Rule]:
+        """Return the exclusions as rules on rows of the free axes, where the fixed axes have one value each."""
+        given = fixed or {}
+        every = {**free, **{axis: [value] for axis, value in given.items()}}
+        return [_rule(exclusion, free, given) for exclusion in self.exclusions if exclusion.affects(every)]
+
     @property
     def combined_meshes(self) -> list[str]:
         """Meshes that cells combine with features, each once."""
-        of_sections = (section.meshes or [] for section in self.cells.values() if section.strength is not None)
-        return list(dict.fromkeys([*map(str, self.axes.get("mesh", [])), *itertools.chain(*of_sections)]))
+        section_meshes = (section.meshes or [] for section in self.cells.values() if section.strength is not None)
+        return list(dict.fromkeys([*map(str, self.axes.get("mesh", [])), *itertools.chain(*section_meshes)]))
 
     @property
     def cells_digest(self) -> str:
-        """SHA-256 of all that the derived cells depend on; the profiles are not part of it."""
+        """SHA-256 of all sections that determine the derived cells: all but the profiles."""
         return digest_of([self.axes, self.alone, self.cells, self.exclusions])
+
+
+def _rule(exclusion: Exclusion, free: Mapping[str, Sequence[AxisValue]], fixed: Row) -> Rule:
+    decide = sorted(exclusion.axes & free.keys())
+
+    def forbids(row: Row) -> bool:
+        return exclusion.matches(cell_from_axes({**fixed, **{axis: row[axis] for axis in decide}}))
+
+    return Rule(decide, forbids)
 
 
 _SELECTIONS: dict[str, Selection] = {}
@@ -138,7 +160,7 @@ def digest_of(value: object) -> str:
 
 
 def read_content(document: Document) -> Content:
-    """Check a document; raises ConfigError as `matrix.load_matrix` does, for all but the profiles' cells."""
+    """Check a document; raises ConfigError, with file and line, for mistakes that show without the derived cells."""
     content = convert(document, Content)
     for field in ("axes", "alone"):
         for axis, values in getattr(content, field).items():
@@ -147,6 +169,8 @@ def read_content(document: Document) -> Content:
         _check_exclusion(document, f"$.exclusions[{index}].when", rule)
     for name, section in content.cells.items():
         _check_section(document, f"$.cells.{name}", section)
+    for name, profile in content.profiles.items():
+        _check_profile(document, f"$.profiles.{name}", profile, content.cells)
     return content
 
 
@@ -175,6 +199,19 @@ def _check_exclusion(document: Document, where: str, rule: Exclusion) -> None:
         raise document.error(where, f"an exclusion cannot ask for `{wrong[0]}`: name axes, or facts of the mesh")
 
 
+def _check_profile(document: Document, where: str, profile: Profile, sections: Collection[str]) -> None:
+    must = [] if profile.must == "all" else profile.must
+    for index, section in enumerate(must):
+        if section not in sections:
+            raise document.error(f"{where}.must[{index}]", f"unknown section `{section}`{allowed(section, sections)}")
+    _check_unique(document, f"{where}.must", must)
+    try:
+        if profile.cells is not None:
+            compiled(profile.cells)
+    except SelectionError as error:
+        raise document.error(f"{where}.cells", str(error)) from None
+
+
 def _check_axis(document: Document, where: str, axis: str, values: Sequence[AxisValue]) -> None:
     """Raise ConfigError for an unknown axis, a value that the axis cannot have, or a value given twice."""
     if axis not in axis_names():
@@ -184,10 +221,10 @@ def _check_axis(document: Document, where: str, axis: str, values: Sequence[Axis
             axis_value(axis, value)
         except AxisError as error:
             raise document.error(f"{where}[{index}]", str(error)) from None
-    check_unique(document, where, values)
+    _check_unique(document, where, values)
 
 
-def check_unique(document: Document, where: str, values: Collection[AxisValue]) -> None:
+def _check_unique(document: Document, where: str, values: Collection[AxisValue]) -> None:
     """Raise ConfigError for a value that is given twice."""
     given = list(values)
     for index, value in enumerate(given):

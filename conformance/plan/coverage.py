@@ -12,11 +12,11 @@ from functools import cached_property
 
 import msgspec
 import numpy as np
+from msgspec.structs import asdict, replace
 
+from conformance.covering_arrays.combinations import Combinations, Space, possible, seen
 from conformance.plan.cells import AxisValue, Cell, axis_default, axis_value
-from conformance.plan.combinations import Combinations, Space, possible, seen
 from conformance.plan.content import Content, Exclusion
-from conformance.plan.derivation import affects, row_of, rules_of
 from conformance.plan.matrix import Matrix
 from conformance.plan.scopes import Scope
 from conformance.plan.selection import Facts
@@ -28,7 +28,7 @@ _MAX_TOGETHER = 2
 
 
 class Tally(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Number of combinations that are seen, among those that are possible."""
+    """Numbers of seen and of possible combinations."""
 
     seen: int
     possible: int
@@ -51,7 +51,7 @@ class CombinationCoverage(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Cells that a law cannot judge yet, although its MUST speaks of them."""
+    """Cells in the MUST of a law that it cannot judge yet."""
 
     where: str
     """Selection of the cells."""
@@ -61,12 +61,12 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class LawCoverage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Cells of which the MUST of a law speaks."""
+    """Cells in the MUST of a law."""
 
     pairs: int | None
-    """Number of possible pairs of values that the cells have which the law judges; null if it judges no numbers."""
+    """Number of possible pairs of values in the cells that the law judges; null if it judges no numbers."""
     cells: int
-    """Number of cells of the profile of which the MUST speaks."""
+    """Number of cells of the profile in the MUST."""
     judged: int
     """Number of these that the law judges, or in a session has judged."""
     left_out: list[LeftOut]
@@ -89,7 +89,7 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 @dataclass(frozen=True)
 class Covered:
-    """Combinations of some number of values that are possible, and those of them that are seen."""
+    """Possible combinations of some number of values, and the seen ones among them."""
 
     possible: Combinations
     seen: Combinations
@@ -141,30 +141,30 @@ def coverage(matrix: Matrix, cells: Sequence[Cell], *, judged: Container[tuple[s
     laws = laws_on(matrix, cells, judged=judged)
     pairs, triples = (covered(matrix.content, on_numbers(matrix, laws), strength) for strength in (2, 3))
     facts = {cell: cell.facts() for cell in laws}
-    of_laws = {
+    coverage_by_law = {
         law: _law_coverage(scope, facts, [cell for cell in laws if law in laws[cell]], pairs)
         for law, scope in matrix.scopes.items()
     }
-    spoken_of = {law: each for law, each in of_laws.items() if each.cells}
+    spoken_of = {law: each for law, each in coverage_by_law.items() if each.cells}
     return Coverage(pairs=pairs.counts(), triples=triples.counts(), laws=spoken_of)
 
 
 def laws_on(
     matrix: Matrix, cells: Iterable[Cell], *, judged: Container[tuple[str, str]] | None = None
 ) -> dict[Cell, list[str]]:
-    """Return the laws that hold on each cell, of these only the ones that have judged it if `judged` is given."""
+    """Return the laws that hold on each cell; with `judged`, only those that have judged it."""
     return {cell: [law for law in matrix.laws_on(cell) if judged is None or (law, cell.id) in judged] for cell in cells}
 
 
 def on_numbers(matrix: Matrix, laws: Mapping[Cell, Iterable[str]]) -> list[Cell]:
     """Return the cells, given with their laws, that have a law on numbers."""
-    return [cell for cell, of_cell in laws.items() if any(matrix.scopes[law].numbers for law in of_cell)]
+    return [cell for cell, holding in laws.items() if any(matrix.scopes[law].numbers for law in holding)]
 
 
 def covered(content: Content, cells: Iterable[Cell], strength: int) -> Covered:
     """Return the possible combinations of `strength` values of the matrix's axes, and those that the cells have."""
     axes = _axes(content)
-    return _seen(possible(axes, strength=strength, rules=rules_of(content, axes, {})), cells)
+    return _seen(possible(axes, strength=strength, rules=content.rules(axes)), cells)
 
 
 def impossible_pairs(content: Content) -> list[Impossible]:
@@ -175,21 +175,21 @@ def impossible_pairs(content: Content) -> list[Impossible]:
     for number in range(1, _MAX_TOGETHER + 1):
         for exclusions in itertools.combinations(content.exclusions, number):
             near = {axis: values for axis, values in axes.items() if any(axis in rule.axes for rule in exclusions)}
-            if not _share_an_axis(exclusions) or not all(affects(rule, near) for rule in exclusions):
+            if not _share_an_axis(exclusions) or not all(rule.affects(near) for rule in exclusions):
                 continue
-            excluded = map(_key, _excluded(msgspec.structs.replace(content, exclusions=list(exclusions)), near))
+            excluded = map(_key, _excluded(replace(content, exclusions=list(exclusions)), near))
             if pairs := [left.pop(key) for key in excluded if key in left]:
                 found.append(Impossible(exclusions, pairs))
     return [*found, Impossible((), list(left.values()))] if left else found
 
 
 def _axes(content: Content) -> dict[str, list[AxisValue]]:
-    """Return the axes that are combined; their values have the types that they have in cells, which `seen` compares."""
+    """Return the combined axes, with values of the types of `Cell`, since `seen` compares types."""
     return {axis: [axis_value(axis, value) for value in values] for axis, values in content.axes.items()}
 
 
 def _seen(allowed: Combinations, cells: Iterable[Cell]) -> Covered:
-    return Covered(allowed, allowed & seen(map(row_of, cells), allowed.space.axes, allowed.strength))
+    return Covered(allowed, allowed & seen(map(asdict, cells), allowed.space.axes, allowed.strength))
 
 
 def _is_feature(space: Space, number: int) -> bool:
@@ -202,13 +202,13 @@ def _count_among(combinations: Combinations, values: Sequence[int]) -> int:
 
 
 def _excluded(content: Content, axes: dict[str, list[AxisValue]]) -> Iterable[dict[str, AxisValue]]:
-    """Return the pairs of values of axes that the exclusions leave no cell for."""
-    allowed = possible(axes, strength=2, rules=rules_of(content, axes, {}))
+    """Return the pairs of values for which the exclusions leave no cell."""
+    allowed = possible(axes, strength=2, rules=content.rules(axes))
     return Combinations(allowed.space, allowed.space.combinations(2)) - allowed
 
 
 def _share_an_axis(exclusions: Sequence[Exclusion]) -> bool:
-    """Return whether each exclusion has an axis of the one before; those that have none exclude nothing together."""
+    """Return True if each exclusion shares an axis with the one before; without that they exclude nothing together."""
     return all(first.axes & second.axes for first, second in itertools.pairwise(exclusions))
 
 
@@ -218,7 +218,7 @@ def _key(pair: Pair) -> tuple[tuple[str, str, AxisValue], ...]:
 
 
 def _law_coverage(scope: Scope, facts: Mapping[Cell, Facts], judged: Sequence[Cell], pairs: Covered) -> LawCoverage:
-    spoken_of = [of_cell for of_cell in facts.values() if scope.where.holds(of_cell)]
+    spoken_of = [cell_facts for cell_facts in facts.values() if scope.where.holds(cell_facts)]
     return LawCoverage(
         pairs=len(_seen(pairs.possible, judged).seen) if scope.numbers else None,
         cells=len(spoken_of),

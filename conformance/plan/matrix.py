@@ -7,14 +7,13 @@ from pathlib import Path
 import msgspec
 
 from conformance.plan.cells import Cell
-from conformance.plan.content import Content, Exclusion, Profile, check_unique, compiled, digest_of, read_content
-from conformance.plan.derivation import DerivationError
+from conformance.plan.content import Content, Exclusion, Profile, compiled, digest_of, read_content
 from conformance.plan.lock import PlannedCell, locked_cells, within
 from conformance.plan.scopes import Scope, declared_scopes
-from conformance.plan.selection import Selection, SelectionError
+from conformance.plan.selection import Selection
 from conformance.project import LAWS_DIRECTORY
 from reference_trainer.checks import UsageError
-from reference_trainer.strict_yaml import Document, allowed, load
+from reference_trainer.strict_yaml import allowed, load
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -118,7 +117,7 @@ class Matrix:
         return cases
 
     def cells_of(self, law: str) -> list[Cell]:
-        """Return the cells on which a law holds; none for an unknown law."""
+        """Return the cells on which a law holds; empty for an unknown law."""
         return [cell for cell in self.cells.values() if law in self.laws_on(cell)]
 
     def laws_on(self, cell: Cell) -> list[str]:
@@ -133,33 +132,13 @@ def load_matrix(path: Path, *, laws_directory: Path = LAWS_DIRECTORY) -> Matrix:
     """Read and check a matrix, its lock file, and the scopes of the laws.
 
     Raises ConfigError, with file and line, for all that `strict_yaml` refuses, for unknown axes, values, sections and
-    names in selections, for duplicates, for a section or profile without a cell, for an exclusion that matches
-    nothing, and for a lock file of another matrix.
+    names in selections, for duplicates, for a profile without a case, and for a lock file of another matrix or none.
     """
     document = load(path)
     content = read_content(document)
-    try:
-        planned = locked_cells(path, content)
-    except DerivationError as error:
-        raise document.error(error.where, str(error)) from None
-    matrix = Matrix(content, planned, declared_scopes(laws_directory))
+    matrix = Matrix(content, locked_cells(path, content), declared_scopes(laws_directory))
     for name in matrix.profiles:
-        _check_profile(document, f"$.profiles.{name}", matrix, name)
+        if not matrix.cases(name):
+            message = f"profile `{name}` selects nothing: name other sections, or widen `cells`"
+            raise document.error(f"$.profiles.{name}", message)
     return matrix
-
-
-def _check_profile(document: Document, where: str, matrix: Matrix, name: str) -> None:
-    """Raise ConfigError for an unknown or repeated section, a wrong selection, or a profile without a case."""
-    profile = matrix.profiles[name]
-    must = [] if profile.must == "all" else profile.must
-    for index, section in enumerate(must):
-        if section not in matrix.content.cells:
-            message = f"unknown section `{section}`{allowed(section, matrix.content.cells)}"
-            raise document.error(f"{where}.must[{index}]", message)
-    check_unique(document, f"{where}.must", must)
-    try:
-        cases = matrix.cases(name)
-    except SelectionError as error:
-        raise document.error(f"{where}.cells", str(error)) from None
-    if not cases:
-        raise document.error(where, f"profile `{name}` selects nothing: name other sections, or widen `cells`")

@@ -1,7 +1,6 @@
 """Scopes of laws: where each law holds, as its test declares it.
 
-Declarations are read from the source of the tests, without importing them: they import torch, which a process that only
-plans does without.
+Declarations are read from the source of the tests, which import torch: a process that only plans does not.
 """
 
 import ast

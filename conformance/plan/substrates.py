@@ -1,10 +1,10 @@
-"""Substrates: what a case runs on, and what a run there can prove.
+"""Substrates: backends that run a case, and the facts that a run there can prove.
 
-`simulated`: one process is rank 0 of torch's fake process group, whose collectives do nothing. It proves which
-collectives are issued and what is allocated, in worlds of any size. `gloo`: a process for each rank, all on the CPU. It
+`simulated`: one process is rank 0 of torch's fake process group, whose collectives do nothing. It proves
+collectives and allocations, in worlds of any size. `gloo`: a process for each rank, all on the CPU. It
 proves numerics too. `sim`: the same on a simulated accelerator, whose streams, pinned memory and caching allocator are
 models; it proves the logic of FSDP, and never anything about a device. `nccl-shared` (several ranks on a CUDA device)
-and `nccl` (a CUDA device for each rank) prove what streams and the caching allocator of a device do.
+and `nccl` (a CUDA device for each rank) prove the behaviour of streams and of a device's caching allocator.
 """
 
 from typing import Literal

@@ -15,10 +15,9 @@ from conformance.judge.measurements import Measurement
 from conformance.judge.registry import asserted_laws
 from conformance.judge.shrinking import SearchEnded, Shrunk, features_of, shrink, with_only
 from conformance.judge.verdicts import Verdict
-from conformance.plan.cells import Cell, cell_from_id
+from conformance.plan.cells import Cell, cell_from_id, trainer_config
 from conformance.plan.matrix import Case, Matrix
 from conformance.plan.mesh import AxisError
-from conformance.plan.workload import trainer_config
 from conformance.pytest_plugin.repeating import repeat_command
 from conformance.pytest_plugin.setup import SessionSetup
 from conformance.report.explain import Explanation

@@ -1,7 +1,7 @@
 """Experiments as processes without torch see them: names, needs and jobs of what ranks do for laws.
 
-An experiment is a function of `conformance.experiments` that the decorator `experiments.context.experiment` has given
-its needs of torch. A process without torch knows an experiment by its name.
+An experiment is a function of `conformance.experiments` or `conformance.sweeps` whose decorator,
+`experiments.context.experiment`, has given it its needs of torch. A process without torch knows it by its name.
 """
 
 from collections.abc import Callable

@@ -12,9 +12,8 @@ import msgspec
 
 from conformance.instruments.facts import RankFacts
 from conformance.outcomes import Failure
-from conformance.plan.cells import Cell
+from conformance.plan.cells import Cell, compiled_on_device
 from conformance.plan.substrates import Substrate
-from conformance.plan.workload import compiled_on_device
 from conformance.run.devices.hardware import device_type, kernel_type
 from conformance.run.experiment import TRAINING
 from conformance.run.shards import CapturedShards

@@ -108,13 +108,14 @@ def files(directory: Path) -> None:
     from conformance.plan.matrix import load_matrix
     from conformance.report.coverage import session_coverage
     from conformance.report.facts import suite_digest
+    from tests.support.matrices import write_matrix
     from tests.support.sample_reports import case, report
 
     (directory / "empty").mkdir()
     (directory / "file").write_text("a file")
     (directory / "word.yaml").write_text("word")
     (directory / "binary.yaml").write_bytes(b"\xff\xfe")
-    (directory / "matrix.yaml").write_text(MATRIX)
+    write_matrix(directory / "matrix.yaml", MATRIX)
     (directory / "waivers.yaml").write_text(WAIVERS)
     (directory / "config.yaml").write_text((PROJECT / "reference_trainer/configs/tiny.yaml").read_text())
     (directory / "defect.py").write_text("import nonsense\n")

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from conformance.experiments import context as experiments_context
-from conformance.experiments import operator_sweep, optimizer_sweep, option_sweep, parallel_sweep, trials
 from conformance.experiments.context import start_process_group
 from conformance.run.ranks.messages import RankContext
+from conformance.sweeps import operator_sweep, optimizers, options, parallel_styles, trials
 
 PEER_SLEEPS_S = 30.0
 LIMIT_S = 60.0
@@ -19,10 +19,10 @@ EXPERIMENTS = {
     each.name: each
     for each in (
         operator_sweep.sweep,
-        optimizer_sweep.sweep,
-        parallel_sweep.sweep,
-        parallel_sweep.compiled_sweep,
-        option_sweep.sweep,
+        optimizers.sweep,
+        parallel_styles.sweep,
+        parallel_styles.compiled_sweep,
+        options.sweep,
     )
 }
 

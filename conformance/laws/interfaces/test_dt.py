@@ -3,11 +3,11 @@
 from conformance.assertions import compare
 from conformance.assertions.fixtures import Measure
 from conformance.assertions.sweeps import require_no_wrong_result
-from conformance.experiments.dtensor import operate, redistribute
-from conformance.experiments.operator_sweep import sweep
 from conformance.judge.law import law
 from conformance.judge.measurements import measure as record
 from conformance.plan.cells import Cell
+from conformance.sweeps.dtensor import operate, redistribute
+from conformance.sweeps.operator_sweep import sweep
 
 DTENSOR = "https://docs.pytorch.org/docs/stable/distributed.tensor.html"
 

@@ -2,9 +2,9 @@
 
 from conformance.assertions.fixtures import Measure
 from conformance.assertions.sweeps import require_no_wrong_result
-from conformance.experiments.parallel_sweep import compiled_sweep, sweep
 from conformance.judge.law import law
 from conformance.plan.cells import Cell
+from conformance.sweeps.parallel_styles import compiled_sweep, sweep
 
 PARALLEL = "https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html"
 

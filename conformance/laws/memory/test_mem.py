@@ -141,7 +141,7 @@ def test_memory_on_every_rank_matches_the_model(measure: Measure, cell: Cell) ->
 @law(
     "MEM-4",
     where="model = deep and mesh = dp4 and reshard != always and implementation = fsdp2",
-    gaps=["modes-combined"],
+    gaps=["reshard-modes-combined"],
     reference=RESHARD_AFTER_FORWARD,
     substrates=SIMULATED,
 )

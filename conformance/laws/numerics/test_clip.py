@@ -10,14 +10,15 @@ from conformance.assertions import compare
 from conformance.assertions.dropout import are_masks_seen, recorded_masks
 from conformance.assertions.fixtures import Measure, Run
 from conformance.assertions.steps import require_steps_taken
-from conformance.experiments.clipping import ClipOutcome, clip_non_finite
-from conformance.experiments.torch_clipping import (
+from conformance.experiments.clipping import (
     AMPLIFICATION,
     AMPLIFIED,
+    ClipOutcome,
     NonFiniteClipping,
     clip_grad_norm,
     clip_grad_norm_of_non_finite,
     clip_grad_value,
+    clip_non_finite,
 )
 from conformance.instruments.facts import UNKNOWN, Collective
 from conformance.judge.law import law

@@ -78,7 +78,7 @@ def _seen(expected: dict[str, list[str]], facts: RankFacts, record: Record) -> d
 @law(
     "MP-2",
     where="precision in (bf16-mp, bf16-init) and implementation = fsdp2",
-    gaps=["second-run-combined", "resumed", "large-models"],
+    gaps=["rerun-cost-combined", "resumed", "large-models"],
     numbers=True,
     reference=FULLY_SHARD,
 )

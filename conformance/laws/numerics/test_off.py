@@ -24,7 +24,7 @@ REMEDY = 'init_process_group("cpu:gloo,cuda:nccl")'
 @law(
     "OFF-1",
     where="offload = cpu",
-    gaps=["second-run-combined", "large-models"],
+    gaps=["rerun-cost-combined", "large-models"],
     numbers=True,
     reference=CPU_OFFLOAD,
 )

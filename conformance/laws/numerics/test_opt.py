@@ -7,13 +7,13 @@ from conformance.assertions import compare
 from conformance.assertions.fixtures import Measure, Run
 from conformance.assertions.steps import run_before_save, without_checkpoint
 from conformance.assertions.sweeps import require_no_wrong_result
-from conformance.experiments.optimizer_sweep import sweep
 from conformance.judge.law import law
 from conformance.oracles.dtype_policy import optimizer_state
 from conformance.oracles.pipeline import held_by
 from conformance.oracles.plain_optimizer import Start, chosen_on_device, plain_updates
 from conformance.oracles.reference import initial_model, learning_rate
 from conformance.plan.cells import Cell
+from conformance.sweeps.optimizers import sweep
 
 OPTIM = "https://docs.pytorch.org/docs/stable/optim.html"
 FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"

@@ -116,7 +116,7 @@ def test_mixed_precision_error_equals_that_of_its_emulation(run: Run, cell: Cell
     "PAR-4",
     where="implementation = fsdp2 and (reshard != default or forward_prefetch > 0 or backward_prefetch > 0 "
     "or activation_checkpointing != none) and pipeline not in (interleaved-zero-bubble, zbv-zero-bubble)",
-    gaps=["second-run-combined", "large-models"],
+    gaps=["rerun-cost-combined", "large-models"],
     numbers=True,
     reference=FULLY_SHARD,
 )
@@ -239,7 +239,7 @@ def test_repeated_run_is_bitwise_equal(run: Run, cell: Cell) -> None:
 @law(
     "PAR-9",
     where="model = integer",
-    gaps=["not-whole"],
+    gaps=["float-model"],
     numbers=True,
     reference=FULLY_SHARD,
 )

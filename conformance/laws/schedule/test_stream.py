@@ -86,7 +86,7 @@ def _expect_nothing_held(peaks: DevicePeaks, where: str) -> None:
 @law(
     "STREAM-5",
     where="world > 1 and world <= 4 and implementation = fsdp2",
-    gaps=["delayed-runs", "large-models"],
+    gaps=["delay-cost", "large-models"],
     numbers=True,
     reference="https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams",
 )

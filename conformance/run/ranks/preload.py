@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from unittest.mock import patch
 
-from conformance.project import PACKAGE
+from conformance.project import PACKAGE, module_of
 
 # Measured with a small FSDP2+TP training step over gloo: with this list the first step imports three more small
 # modules. `torch._dynamo` is imported by the first DTensor module in any case (about 0.5 s to 1.4 s, in every rank);
@@ -63,6 +63,6 @@ def _without_asking_cuda() -> Iterator[None]:
 
 
 def experiment_modules() -> list[str]:
-    """Return the names of all modules of `conformance.experiments`, without importing any."""
-    files = sorted((PACKAGE / "experiments").glob("*.py"))
-    return [f"conformance.experiments.{file.stem}" for file in files if file.stem != "__init__"]
+    """Return the names of all modules of `conformance.experiments` and `conformance.sweeps`, without importing any."""
+    files = sorted(file for folder in ("experiments", "sweeps") for file in (PACKAGE / folder).glob("[!_]*.py"))
+    return [module_of(file) for file in files]

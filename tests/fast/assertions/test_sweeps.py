@@ -3,8 +3,8 @@
 import pytest
 
 from conformance.assertions.sweeps import require_no_wrong_result
-from conformance.experiments.trials import Swept, Wrong
 from conformance.outcomes import ConformanceFailure
+from conformance.sweeps.trials import Swept, Wrong
 
 WRONG = Wrong(subject="mm", fault="result", kind="even shards", cases=2, example="S(0): 1, expected 2")
 

@@ -9,6 +9,7 @@ import pytest
 from conformance.__main__ import main
 from conformance.plan.coverage import Coverage, profile_coverage
 from conformance.plan.matrix import load_matrix
+from tests.support.matrices import write_matrix
 
 MATRIX = """\
 schema: 2
@@ -24,8 +25,7 @@ profiles:
 
 @pytest.fixture
 def matrix(tmp_path: Path) -> Path:
-    (tmp_path / "matrix.yaml").write_text(MATRIX)
-    return tmp_path / "matrix.yaml"
+    return write_matrix(tmp_path / "matrix.yaml", MATRIX)
 
 
 def printed(capsys: pytest.CaptureFixture[str], matrix: Path, *options: str) -> str:

@@ -26,6 +26,7 @@ from conformance.plan.coverage import (
 from conformance.plan.gaps import GAPS, Gap
 from conformance.plan.matrix import Matrix, load_matrix
 from conformance.project import data_file
+from tests.support.matrices import written_matrix
 
 TEXT = """\
 schema: 2
@@ -67,9 +68,8 @@ CLIPPED_TP = Gap("mesh = tp2 and clip = 0.1", "nobody knows")
 def matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Matrix:
     """Cells dp2, dp2 clipped, tp2, tp2 clipped, and dp2 compiled with dropout; NUM-1 leaves the fourth out."""
     monkeypatch.setitem(GAPS, "clipped-tp", CLIPPED_TP)
-    (tmp_path / "matrix.yaml").write_text(TEXT)
     (tmp_path / "test_laws.py").write_text(LAWS)
-    return load_matrix(tmp_path / "matrix.yaml", laws_directory=tmp_path)
+    return written_matrix(tmp_path / "matrix.yaml", TEXT, laws_directory=tmp_path)
 
 
 def test_pairs_and_triples_are_those_counted_by_hand(matrix: Matrix) -> None:

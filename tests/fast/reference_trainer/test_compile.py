@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from conformance.experiments.simulation import simulated_world
-from conformance.plan.cells import Cell
+from conformance.plan.cells import Cell, compile_backend, compiled_on_device
 from conformance.plan.mesh import Mesh
-from conformance.plan.workload import compile_backend, compiled_on_device
 from conformance.run.record import Header, Record, RecordFile
 from reference_trainer.train import Trainer
 

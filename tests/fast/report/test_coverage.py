@@ -5,12 +5,13 @@ from msgspec.structs import replace
 
 from conformance.judge.verdicts import Verdict
 from conformance.plan.coverage import Coverage, Tally
-from conformance.plan.matrix import Matrix, load_matrix
+from conformance.plan.matrix import Matrix
 from conformance.report.coverage import axis_rows, coverage_line, law_rows, session_coverage, total_rows
 from conformance.report.diff import as_markdown, as_text, diff
 from conformance.report.html import html_report
 from conformance.report.schema import CaseResult
 from conformance.report.wording import share_text
+from tests.support.matrices import written_matrix
 from tests.support.sample_reports import COVERAGE, case, deviation, report
 
 TEXT = """\
@@ -35,9 +36,8 @@ ON_NUMBERS = "NUM-1/dp2-fp32-default-meta"
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     folder = tmp_path_factory.mktemp("matrix")
-    (folder / "matrix.yaml").write_text(TEXT)
     (folder / "test_laws.py").write_text(LAWS)
-    return load_matrix(folder / "matrix.yaml", laws_directory=folder)
+    return written_matrix(folder / "matrix.yaml", TEXT, laws_directory=folder)
 
 
 def judged(matrix: Matrix, *cases: CaseResult, seed: int = 0) -> tuple[int, dict[str, int]]:

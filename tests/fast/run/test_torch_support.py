@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from conformance.experiments.build import sample_with_torch
-from conformance.experiments.dtensor import redistribute
 from conformance.experiments.environment import probe
 from conformance.experiments.memory import step_in_simulation, step_on_ranks
 from conformance.experiments.without_fsdp import profile_without_fsdp
@@ -22,6 +21,7 @@ from conformance.run.experiment import Needs
 from conformance.run.pool import Task
 from conformance.run.store import RecordStore
 from conformance.run.torch_support import require_features
+from conformance.sweeps.dtensor import redistribute
 from reference_trainer.parallel_dims import resolve_mesh
 
 TRAINS, BUILDS, PROBES, SIMULATES = Needs.TRAINING, sample_with_torch.needs, probe.needs, step_in_simulation.needs

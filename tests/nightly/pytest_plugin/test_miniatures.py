@@ -1,12 +1,14 @@
 """Session of faulty trainers: each gets its own verdict, and the healthy trainers between them pass."""
 
 import re
+from pathlib import Path
 
 import pytest
 
 from conformance.cli.verify import verify
 from conformance.project import PROJECT
 from conformance.report.schema import CaseResult
+from tests.support.matrices import write_matrix
 from tests.support.miniatures import BY_SEED
 from tests.support.sessions import Ended, alive, finish, suite
 
@@ -42,7 +44,13 @@ REASONS = {
 
 
 @pytest.fixture(scope="module")
-def session(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    text = (PROJECT / "tests" / "support" / "miniatures.yaml").read_text()
+    return write_matrix(tmp_path_factory.mktemp("matrix") / "miniatures.yaml", text)
+
+
+@pytest.fixture(scope="module")
+def session(matrix: Path, tmp_path_factory: pytest.TempPathFactory) -> Ended:
     directory = tmp_path_factory.mktemp("miniatures") / "report"
 
     def to_the_end(_process: object) -> bool:
@@ -50,7 +58,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 
     options = [
         "--matrix",
-        "tests/support/miniatures.yaml",
+        str(matrix),
         "--defect",
         "tests/support/miniatures.py:by_seed",
         "--laws",
@@ -99,8 +107,8 @@ def test_the_session_ends_well(session: Ended) -> None:
     assert len(session.output) < 1 << 20, "what a rank prints is cut"
 
 
-def test_the_report_can_be_verified(session: Ended) -> None:
+def test_the_report_can_be_verified(session: Ended, matrix: Path) -> None:
     """The verdicts on runs that died are verified too."""
-    verified = verify(session.directory, matrix_file=PROJECT / "tests" / "support" / "miniatures.yaml")
+    verified = verify(session.directory, matrix_file=matrix)
     assert verified.problems == []
     assert verified.cases == session.report.planned

@@ -14,6 +14,7 @@ from conformance.cli.verify import verify
 from conformance.project import PROJECT
 from conformance.report.schema import Report
 from conformance.run.multihost import ANSWER_S, LINK_LIMIT_S, Location, interface_towards, spread
+from tests.support.matrices import write_matrix
 from tests.support.two_hosts import ADDRESSES, TwoHosts, two_hosts
 
 LIMIT_S = 150.0
@@ -85,8 +86,7 @@ def test_worlds_span_two_hosts(hosts: TwoHosts, tmp_path: Path) -> None:
 
 def test_a_cut_link_is_a_verdict_in_time(hosts: TwoHosts, tmp_path: Path) -> None:
     directory = tmp_path / "report"
-    matrix = tmp_path / "matrix.yaml"
-    matrix.write_text(MATRIX)
+    matrix = write_matrix(tmp_path / "matrix.yaml", MATRIX)
     processes = start(hosts, directory, f"--matrix={matrix}", "--laws=PAR-1,PAR-5", agents=1)
     until_s = time.monotonic() + LIMIT_S
     report = directory / "report.jsonl"

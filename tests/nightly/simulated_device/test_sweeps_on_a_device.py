@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from conformance.experiments import operator_sweep, optimizer_sweep, option_sweep, parallel_sweep
-from conformance.experiments.trials import Swept
 from conformance.plan.cells import Cell
 from conformance.run.devices.hardware import find_hardware
 from conformance.run.experiment import Experiment, job_of
 from conformance.run.pool import Pools, Task
+from conformance.sweeps import operator_sweep, optimizers, options, parallel_styles
+from conformance.sweeps.trials import Swept
 from tests.support.fake_devices import FakeDevices
 from tests.support.simulated_processes import library
 
@@ -45,11 +45,11 @@ MODULES = (
     "loss_parallel, mean, weighted",
 )
 OPTIONS = (
-    "groups root alone",
-    "parameters bf16, sums fp32",
-    "offload True",
-    "ignored True",
-    "checkpointed True, calls 2",
+    "groups=root alone",
+    "param_dtype=bf16, reduce_dtype=fp32",
+    "offload_policy=True",
+    "ignored_params=True",
+    "checkpoint=True, forwards_per_step=2",
 )
 
 
@@ -63,10 +63,10 @@ def pools() -> Iterator[Pools]:
     ("experiment", "mesh", "subjects"),
     [
         (operator_sweep.sweep, "dp2", OPERATORS),
-        (optimizer_sweep.sweep, "dp2", OPTIMIZERS),
-        (parallel_sweep.sweep, "tp2", MODULES),
-        (parallel_sweep.compiled_sweep, "tp2", MODULES[:1]),
-        (option_sweep.sweep, "dp2", OPTIONS),
+        (optimizers.sweep, "dp2", OPTIMIZERS),
+        (parallel_styles.sweep, "tp2", MODULES),
+        (parallel_styles.compiled_sweep, "tp2", MODULES[:1]),
+        (options.sweep, "dp2", OPTIONS),
     ],
     ids=lambda value: value.name if isinstance(value, Experiment) else "",
 )

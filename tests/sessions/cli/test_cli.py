@@ -16,6 +16,7 @@ from conformance.plan.cells import Cell
 from conformance.plan.matrix import load_matrix
 from conformance.project import PROJECT
 from reference_trainer.config import load_config
+from tests.support.matrices import write_matrix
 
 MATRIX = """\
 schema: 2
@@ -32,9 +33,7 @@ profiles:
 
 @pytest.fixture
 def matrix(tmp_path: Path) -> str:
-    file = tmp_path / "matrix.yaml"
-    file.write_text(MATRIX)
-    return f"--matrix={file}"
+    return f"--matrix={write_matrix(tmp_path / 'matrix.yaml', MATRIX)}"
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

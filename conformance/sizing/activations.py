@@ -1,0 +1,212 @@
+"""Estimate of the activations of a step, on a rank of any mesh.
+
+Each layer saves tensors for backward, with fused attention and norms, and its largest product needs a temporary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from conformance.memory_segment import MemorySegment
+from conformance.oracles import pipeline
+from conformance.oracles.dtype_policy import dtype_policy
+from conformance.oracles.memory_model import group_bytes
+from conformance.oracles.pipeline import Action
+from conformance.oracles.schedule import groups
+from conformance.oracles.torch_versions import UP_TO_2_14, gradients_stay
+from conformance.oracles.tp_schedule import local_shapes
+from reference_trainer.config import TrainerConfig
+from reference_trainer.parallel_dims import ParallelDims
+
+_FP32_BYTES = 4
+
+
+def kept_for_backward(profile: Sequence[MemorySegment]) -> int:
+    """Return the bytes of the activations before the first backward."""
+    return next(segment.start_bytes for segment in profile if segment.mark == "backward")
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """Bytes of each group for one micro-batch."""
+
+    saved: dict[str, int]
+    """Activations that are kept for backward."""
+    working: dict[str, int]
+    """Results that are freed at once."""
+    recomputed: dict[str, int]
+    """Activations that backward computes again."""
+    freed: dict[str, int]
+    """Activations that the first half of a backward needs last."""
+    arrived: dict[str, int]
+    """Gradients that the first half of a backward keeps for the second."""
+    gradients: dict[str, int]
+    """Gradients of the group's parameters."""
+    gradients_of_logits: int
+    """Gradients of the logarithms and of the logits."""
+    transferred: int
+    """Activations that a stage sends or receives."""
+
+
+def _costs(config: TrainerConfig, dims: ParallelDims) -> _Costs:
+    compute = 4 if dtype_policy(config.precision).compute == "float32" else 2
+    model = config.model
+    tokens = config.data.global_batch_size // (dims.dp * config.accumulation) * config.data.seq_len
+    logits = tokens * model.vocab_size * _FP32_BYTES
+    names = [group.name for group in groups(config)]
+    saved = {name: _saved_bytes(config, dims, tokens, compute) for name in names}
+    hidden = tokens * model.dim * compute // dims.tp
+    # The embedding's output counts with the first block. The loss keeps logits as computed, and logarithms in fp32.
+    saved |= {"tok_embeddings": 0, "output": 2 * hidden + logits * compute // _FP32_BYTES + logits}
+    working = dict.fromkeys(names, tokens * max(model.ffn_dim, model.dim) * compute // dims.tp)
+    if compute < _FP32_BYTES:
+        working["output"] = max(working["output"], logits)  # raised to fp32, before the logarithm
+    unrecomputed = _saved_bytes(replace(config, activation_checkpointing="none"), dims, tokens, compute)
+    recomputed = {name: unrecomputed - saved[name] if name.startswith("layers.") else 0 for name in names}
+    # Of a block, the gradients of the results of its norms and linear layers; of the output, those of norm and logits.
+    width = 5 * model.dim + 2 * model.n_kv_heads * model.head_dim + 2 * model.ffn_dim
+    arrived = dict.fromkeys(names, tokens * width * compute // dims.tp)
+    arrived |= {"tok_embeddings": 0, "output": hidden + logits * compute // _FP32_BYTES}
+    freed = dict.fromkeys(names, 0) | {"output": saved["output"] - 2 * hidden}
+    transferred = pipeline.activation_numel(config, dims) * compute
+    return _Costs(saved, working, recomputed, freed, arrived, _unpadded(config, dims), 2 * logits, transferred)
+
+
+def estimated_profile(config: TrainerConfig, dims: ParallelDims) -> list[MemorySegment]:
+    """Return activations and gradients as a run without FSDP would hold them, group by group, of all micro-batches."""
+    walk, names = _Walk(_costs(config, dims), stay=False), [group.name for group in groups(config)]
+    walk.forward(names)
+    walk.backward(names)
+    return walk.segments * config.accumulation
+
+
+def estimated_stages_profile(config: TrainerConfig, dims: ParallelDims, *, rank: int) -> list[MemorySegment]:
+    """Return activations and gradients of the stages of a rank of the pipeline, as `estimated_profile` does."""
+    costs, rank_of = _costs(config, dims), pipeline.owners(config)
+    walk = _Walk(costs, stay=gradients_stay(config, UP_TO_2_14))
+    for action, ends_stage in pipeline.with_ends(pipeline.order(config, rank=rank), config):
+        names = pipeline.groups_of(action.stage, config)
+        walk.enter(action.stage)
+        match action.kind:
+            case "forward":
+                walk.forward(names)
+            case "backward-input" if action.stage > 0:
+                walk.backward_of_input(names, keeps=rank_of[action.stage - 1] != rank)
+            case "backward-weight" if action.stage > 0:
+                walk.backward_of_parameters(names)
+            case "backward" | "backward-weight":
+                walk.backward(names)
+        if not pipeline.has_one_stage(config):
+            walk.hold_sent(pipeline.sends(_held_by_sends_alone(action), config))
+        if ends_stage:
+            walk.reduce(names)
+    return walk.segments
+
+
+def _held_by_sends_alone(action: Action) -> list[Action]:
+    """Return the actions whose results are kept alive by their sends from this action on, see `pipeline.sent_numel`.
+
+    Up to then the stage itself holds its output, and the gradient of a halved backward throughout.
+    """
+    forward = action._replace(kind="forward")
+    return {"backward": [forward, action], "backward-input": [forward]}.get(action.kind, [])
+
+
+class _Walk:
+    """Walk through the groups of a model or of stages; `stay` says whether gradients wait with their parameters."""
+
+    def __init__(self, costs: _Costs, *, stay: bool) -> None:
+        self.segments: list[MemorySegment] = []
+        self._costs, self._stay = costs, stay
+        self._held = 0
+        self._waiting: set[str] = set()
+        """Groups whose gradients wait for their reduction."""
+
+    def _add(self, mark: str, *, more: int = 0, then: int = 0) -> None:
+        """Add a segment that needs `more` bytes at its peak, and ends with `then` more than it began with."""
+        self.segments.append(MemorySegment(mark, self._held, self._held + max(more, then), self._held + then))
+        self._held += then
+
+    def enter(self, stage: int) -> None:
+        self._add(f"stage {stage}")
+
+    def forward(self, names: Sequence[str]) -> None:
+        self._add("forward")
+        for name in names:
+            saved = self._costs.saved[name]
+            self._add(f"forward {name}", more=saved + self._costs.working[name], then=saved)
+            self._add(f"after-forward {name}")
+
+    def backward(self, names: Sequence[str]) -> None:
+        self._add("backward", more=self._costs.gradients_of_logits if "output" in names else 0)
+        for name in reversed(names):
+            gradients = self._costs.gradients[name]
+            more = self._costs.recomputed[name] + gradients + self._costs.working[name]
+            stay = 0 if name in self._waiting else gradients
+            self._add(f"backward {name}", more=more, then=stay - self._costs.saved[name])
+            self._add(f"gradients {name}", then=0 if self._stay else -gradients)
+            self._waiting |= {name} if self._stay else set()
+            self._add(f"freed {name}")
+        self._add("end")
+
+    def backward_of_input(self, names: Sequence[str], *, keeps: bool) -> None:
+        """Compute the first half of a backward; with `keeps` the gradient of its input stays afterwards.
+
+        FSDP takes the gradients that second halves have left, see `pipeline.added_up_at_once`.
+        """
+        self._add("backward", more=self._costs.gradients_of_logits if "output" in names else 0)
+        for name in reversed(names):
+            arrived = self._costs.arrived[name]
+            self._add(
+                f"backward {name}", more=arrived + self._costs.working[name], then=arrived - self._costs.freed[name]
+            )
+            self._add(f"gradients {name}", then=0 if self._stay else -self._taken(name))
+            self._add(f"freed {name}")
+        self._add("end", then=self._costs.transferred * keeps)
+
+    def backward_of_parameters(self, names: Sequence[str]) -> None:
+        """Compute the second half of a backward, in the order of forward."""
+        costs = self._costs
+        self._add("backward")
+        for name in names:
+            gradients = costs.gradients[name]
+            stay = 0 if name in self._waiting else gradients
+            self._waiting.add(name)
+            self._add("backward", more=gradients, then=stay - costs.arrived[name])
+        self._add("backward", then=sum(costs.freed[name] - costs.saved[name] for name in names))
+
+    def hold_sent(self, number: int) -> None:
+        """Hold so many tensors that the stage has sent until all actions are done."""
+        self._add("sent", then=number * self._costs.transferred)
+
+    def _taken(self, name: str) -> int:
+        """Take the gradients of a group that wait; returns their bytes."""
+        taken = self._costs.gradients[name] if name in self._waiting else 0
+        self._waiting.discard(name)
+        return taken
+
+    def reduce(self, names: Sequence[str]) -> None:
+        """Release gradients that wait, in the order of forward, as a pipeline reduces them."""
+        self._add("reduce")
+        for name in names:
+            self._add(f"gradients {name}", then=-self._taken(name))
+            self._add(f"freed {name}")
+        self._add("end")
+
+
+def _saved_bytes(config: TrainerConfig, dims: ParallelDims, tokens: int, compute: int) -> int:
+    """Return the bytes of the activations that one block saves for backward.
+
+    They are inputs and outputs of both norms, queries, keys and values (repeated for each query head), output of
+    attention, and four times the hidden layer of the feed-forward (gate, its activation, up, their product).
+    """
+    model = config.model
+    every = 8 * model.dim + 4 * model.ffn_dim
+    width = {"none": every, "selective": every // 2, "full": model.dim}[config.activation_checkpointing]
+    return tokens * width * compute // dims.tp
+
+
+def _unpadded(config: TrainerConfig, dims: ParallelDims) -> dict[str, int]:
+    unsharded = ParallelDims(dp_replicate=1, dp_shard=1, tp=dims.tp)
+    return group_bytes(config, unsharded, local_shapes(config.model, tp=dims.tp, tp_rank=0))

@@ -1,0 +1,381 @@
+"""Memory and traffic of a model of any size on a mesh of any size, and the settings that fit a device.
+
+Parameters, gradients, buffers of collectives and the optimizer follow the memory model that MEM-1 and MEM-3 compare
+with measurements, collectives the traffic model of MP-4. Activations are estimated, see `activations`.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from itertools import product
+from typing import Literal, get_args
+
+import msgspec
+import torch
+from msgspec.structs import replace
+
+from conformance.memory_segment import MemorySegment
+from conformance.oracles import memory_walk, pipeline
+from conformance.oracles.dtype_policy import dtype_policy
+from conformance.oracles.memory_model import optimizer_bytes, parameter_bytes, predict, state_bytes
+from conformance.oracles.tp_schedule import local_shapes
+from conformance.oracles.traffic import add_up, ranks_in, sent_bytes, step_events
+from conformance.plan.mesh import Mesh
+from conformance.sizing.activations import estimated_profile, estimated_stages_profile, kept_for_backward
+from conformance.sizing.models import read_model
+from reference_trainer.checks import UsageError, require
+from reference_trainer.config import DataConfig, MeshConfig, ModelConfig, TrainerConfig
+from reference_trainer.observer import Phase
+from reference_trainer.parallel_dims import ParallelDims, check_fits_mesh, resolve_mesh
+from reference_trainer.pipeline import check_pipeline
+from reference_trainer.precision import PRECISIONS, PrecisionName
+from reference_trainer.reshard import reshard_policy
+
+RESHARD_MODES = ("never", "except-last", "default", "always")
+"""Reshard modes that have a name, from the least communication to the least memory."""
+CHECKPOINTING = ("none", "selective", "full")
+"""Kinds of activation checkpointing, from the least recomputation to the least memory."""
+KINDS = ("sharded parameters", "optimizer state", *memory_walk.KINDS, "activations", "temporaries")
+"""Kinds of memory.
+
+`sharded parameters` include the RoPE table. `temporaries` are results that nothing keeps, activations that are
+recomputed, and gradients of activations and of the block that backward computes.
+"""
+_HALVED = ("interleaved-zero-bubble", "zbv-zero-bubble")
+PIPELINES = ("1f1b", "gpipe", "interleaved-1f1b", "looped-bfs", *_HALVED)
+"""Schedules of pipelines; all but the first two have two stages on each rank."""
+_CHOICES = {
+    "pipeline": PIPELINES,
+    "precision": tuple(name for name in get_args(PrecisionName) if not PRECISIONS[name].norms_apart),
+    "offload": ("none", "cpu"),
+    "activation_checkpointing": CHECKPOINTING,
+}
+_AFTER_BACKWARD = ("clip", "optimizer", "idle")
+_FP32_BYTES = 4
+_UNITS_BYTES = {"MiB": 2**20, "GiB": 2**30, "MB": 10**6, "GB": 10**9}
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """Model, mesh and workload to predict."""
+
+    model: str
+    """Name of a file in `conformance/sizing/models`, without `.yaml`, or path of a `.yaml` or of a `config.json`."""
+    mesh: str
+    """Mesh as in matrix.yaml: dp8, dp64-tp8, hsdp2x4."""
+    precision: str = "bf16-mp"
+    reshard: str = "default"
+    """A mode, a number of ranks, or a table of regular expressions as JSON."""
+    seq_len: int = 8192
+    batch: int = 1
+    """Samples of each data-parallel rank and micro-batch."""
+    accumulation: int = 1
+    pipeline: str = "1f1b"
+    """Schedule of a mesh with pp, one of `PIPELINES`."""
+    offload: str = "none"
+    activation_checkpointing: str = "none"
+    overrides: Sequence[str] = ()
+    """`field=value` laid over the model's file, such as `n_layers=48`."""
+
+
+def reshard_modes(request: Request) -> tuple[str, ...]:
+    """Return the reshard modes that have a name and that the trainer runs with the schedule of a request."""
+    return ("never", "default") if _is_halved(request) else RESHARD_MODES
+
+
+def checkpointing_kinds(request: Request) -> tuple[str, ...]:
+    """Return the kinds of activation checkpointing that the trainer runs with the schedule of a request."""
+    return CHECKPOINTING[:1] if _is_halved(request) else CHECKPOINTING
+
+
+def _is_halved(request: Request) -> bool:
+    return Mesh.parse(request.mesh).pp > 1 and request.pipeline in _HALVED
+
+
+class PhaseMemory(msgspec.Struct, frozen=True):
+    """Memory of one phase on the device, including the state held between steps."""
+
+    peak_bytes: int
+    end_bytes: int
+    kinds_at_peak: dict[str, int]
+    """Bytes at the peak by kind, all of `KINDS`; they add up to `peak_bytes`."""
+
+
+class PhaseTraffic(msgspec.Struct, frozen=True):
+    """Collectives of a rank in one step that have phase, kind, group and dtype in common."""
+
+    phase: str
+    kind: str
+    group: str
+    """Mesh dimension whose ranks take part."""
+    ranks: int
+    """Number of these ranks."""
+    dtype: str
+    count: int
+    input_bytes: int
+    """Bytes of the rank's inputs."""
+    sent_bytes: int
+    """Bytes that the rank sends if the ranks are arranged as a ring."""
+
+
+class ModeOfPipeline(msgspec.Struct, frozen=True):
+    """Reshard mode under a pipeline, and its price: memory, or gathers for each micro-batch."""
+
+    reshard: str
+    peak_bytes: int
+    all_gathers: int
+    """All-gathers of FSDP on the rank that needs most memory, in one step."""
+    gathered_bytes: int
+    """Bytes of the rank's inputs to them."""
+
+
+class Prediction(msgspec.Struct, frozen=True):
+    """Prediction for one rank."""
+
+    parameters: int
+    """Number of parameters of the full model."""
+    ranks: int
+    """Number of ranks of the mesh."""
+    state_bytes: int
+    """Sharded parameters and optimizer state, in host memory if they are offloaded."""
+    buffer_bytes: int
+    """RoPE table, which is always on the device."""
+    stage: int
+    """Rank of the pipeline that is predicted, the one that needs most; 0 without a pipeline."""
+    stage_peaks_bytes: list[int]
+    """Peak of each rank of the pipeline."""
+    modes: list[ModeOfPipeline]
+    """Reshard modes of a pipeline; none without one."""
+    phases: dict[str, PhaseMemory]
+    """Memory by phase, in the order of time, with the buffers and, unless it is offloaded, the state."""
+    activation_bytes: int
+    """Estimate of the activations that are kept for backward."""
+    traffic: list[PhaseTraffic]
+    """Collectives that a rank issues in a step, and transfers between stages (`send`), in the order of phases."""
+
+
+def prediction(request: Request) -> Prediction:
+    """Return memory and traffic of one rank.
+
+    Raises UsageError for an unknown model, mesh or option, and for sizes that the mesh cannot shard.
+    """
+    config, dims = configuration(request)
+    memories = [_stage_memory(config, dims, stage) for stage in range(dims.pp)]
+    peaks = [peak_bytes(memory) for memory in memories]
+    stage = peaks.index(max(peaks))
+    return Prediction(
+        parameters=_numel(local_shapes(config.model, tp=1, tp_rank=0)),
+        ranks=dims.world_size,
+        state_bytes=state_bytes(config, dims, stage_shapes(config, dims, stage)),
+        buffer_bytes=buffer_bytes(config),
+        stage=stage,
+        stage_peaks_bytes=peaks,
+        modes=[_mode(request, mode) for mode in reshard_modes(request)] if dims.pp > 1 else [],
+        phases=memories[stage],
+        activation_bytes=kept_for_backward(_profile(config, dims, stage)),
+        traffic=_traffic(config, dims, stage),
+    )
+
+
+def stage_shapes(config: TrainerConfig, dims: ParallelDims, stage: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes that FSDP shards on a rank of the pipeline, by parameter."""
+    return pipeline.held_by(stage, local_shapes(config.model, tp=dims.tp, tp_rank=0), config)
+
+
+def peak_bytes(phases: dict[str, PhaseMemory]) -> int:
+    """Return the largest peak of all phases."""
+    return max(memory.peak_bytes for memory in phases.values())
+
+
+def phase_memory(config: TrainerConfig, dims: ParallelDims) -> dict[str, PhaseMemory]:
+    """Return the memory of each phase on the device of rank 0, which has the largest shards.
+
+    In a pipeline it is the first rank of the stage that needs most.
+    """
+    return max((_stage_memory(config, dims, stage) for stage in range(dims.pp)), key=peak_bytes)
+
+
+def _profile(config: TrainerConfig, dims: ParallelDims, stage: int) -> list[MemorySegment]:
+    return estimated_profile(config, dims) if dims.pp == 1 else estimated_stages_profile(config, dims, rank=stage)
+
+
+def _mode(request: Request, mode: str) -> ModeOfPipeline:
+    config, dims = configuration(replace(request, reshard=mode))
+    peaks = [peak_bytes(_stage_memory(config, dims, stage)) for stage in range(dims.pp)]
+    events = step_events(config, dims, tp_rank=0, pp_rank=peaks.index(max(peaks)))
+    gathers = [event for event in events if (event.kind, event.group) == ("all_gather", "dp_shard")]
+    return ModeOfPipeline(mode, max(peaks), len(gathers), sum(event.nbytes for event in gathers))
+
+
+def _stage_memory(config: TrainerConfig, dims: ParallelDims, stage: int) -> dict[str, PhaseMemory]:
+    shapes = stage_shapes(config, dims, stage)
+    resident = {"sharded parameters": buffer_bytes(config), "optimizer state": 0}
+    if config.offload == "none":
+        resident["sharded parameters"] += parameter_bytes(config, dims, shapes)
+        resident["optimizer state"] = optimizer_bytes(config, dims, shapes)
+    itemsize = int(getattr(torch, dtype_policy(config.precision).compute).itemsize)
+    received = pipeline.received_numel(config, dims, rank=stage) * itemsize if dims.pp > 1 else 0
+    # As in torch up to 2.14. While activations are there the profile has them.
+    kept = pipeline.kept_gradients_numel(config, dims, rank=stage) * itemsize if dims.pp > 1 else 0
+    usages = predict(config, dims, shapes, _profile(config, dims, stage), device_only=True)
+    buffers = {phase: received + kept * (phase in _AFTER_BACKWARD) for phase in usages}
+    return {
+        phase: _with_resident(usage, resident | {"communication buffers": buffers[phase]})
+        for phase, usage in usages.items()
+    }
+
+
+def _with_resident(usage: memory_walk.Usage, resident: dict[str, int]) -> PhaseMemory:
+    nbytes = sum(resident.values())
+    kinds = {kind: resident.get(kind, 0) + usage.kinds_at_peak.get(kind, 0) for kind in KINDS}
+    return PhaseMemory(nbytes + usage.peak_bytes, nbytes + usage.end_bytes, kinds)
+
+
+def _traffic(config: TrainerConfig, dims: ParallelDims, stage: int) -> list[PhaseTraffic]:
+    """Return collectives by phase, in the order of time; within a phase those of FSDP come first."""
+    rows = []
+    for (phase, group, kind, dtype), traffic in add_up(step_events(config, dims, tp_rank=0, pp_rank=stage)).items():
+        ranks = ranks_in(group, dims)
+        sent = sent_bytes(kind, traffic.nbytes, ranks=ranks)
+        rows.append(PhaseTraffic(phase, kind, group, ranks, dtype, traffic.count, traffic.nbytes, sent))
+    rows += _transfers(config, dims, stage) if dims.pp > 1 else []
+    order = get_args(Phase)
+    return sorted(rows, key=lambda row: order.index(row.phase))
+
+
+def _transfers(config: TrainerConfig, dims: ParallelDims, stage: int) -> list[PhaseTraffic]:
+    """Return the activations and gradients that a rank sends to its neighbours in the pipeline."""
+    dtype = dtype_policy(config.precision).compute
+    nbytes = pipeline.activation_numel(config, dims) * int(getattr(torch, dtype).itemsize)
+    rows = []
+    for phase in ("forward", "backward"):
+        actions = [action for action in pipeline.order(config, rank=stage) if action.kind.startswith(phase)]
+        if count := pipeline.sends(actions, config):
+            rows.append(PhaseTraffic(phase, "send", "pp", 2, dtype, count, count * nbytes, count * nbytes))
+    return rows
+
+
+def configuration(request: Request) -> tuple[TrainerConfig, ParallelDims]:
+    """Return the trainer's configuration, and its degrees of parallelism. Raises UsageError as `prediction` does."""
+    model = read_model(request.model, request.overrides)
+    _require_modelled(model)
+    for name, choices in _CHOICES.items():
+        if getattr(request, name) not in choices:
+            raise UsageError(f"{name} {getattr(request, name)}: choose from {', '.join(choices)}")
+    mesh = Mesh.parse(request.mesh)
+    samples = request.batch * request.accumulation * mesh.dp_replicate * mesh.dp_shard
+    fields = {
+        "mesh": MeshConfig(pp=mesh.pp, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, tp=mesh.tp),
+        "data": DataConfig(seq_len=request.seq_len, global_batch_size=samples),
+        "precision": request.precision,
+        "reshard": _reshard(request.reshard),
+        "accumulation": request.accumulation,
+        "offload": request.offload,
+        "pipeline": {"schedule": request.pipeline} if mesh.pp > 1 else {},
+        "activation_checkpointing": request.activation_checkpointing,
+        "model": replace(model, max_seq_len=max(model.max_seq_len, request.seq_len)),
+    }
+    try:
+        config = msgspec.convert(msgspec.to_builtins(fields), TrainerConfig)
+    except msgspec.ValidationError as error:
+        raise UsageError(str(error)) from None
+    dims = resolve_mesh(config.mesh, world_size=mesh.world_size)
+    check_fits_mesh(config, dims)
+    check_pipeline(config, dims)
+    require(
+        dims.pp == 1 or request.reshard in RESHARD_MODES,
+        f"reshard {request.reshard} with mesh {request.mesh}: in a pipeline choose from {', '.join(RESHARD_MODES)}",
+    )
+    reshard_policy(config, dims, torch.device("cpu"))  # refuses what the trainer refuses
+    return config, dims
+
+
+def _require_modelled(model: ModelConfig) -> None:
+    require(
+        not model.tied_embeddings,
+        "tied embeddings are not predicted, since the memory model knows no group that spans the model; "
+        "--set tied_embeddings=false counts the weight of the output twice",
+    )
+    require(
+        model.dropout == 0 and model.arithmetic == "float",
+        f"dropout {model.dropout} with arithmetic {model.arithmetic}: the estimate of activations is that of dropout 0 "
+        "and arithmetic float; leave both out",
+    )
+
+
+def _reshard(text: str) -> str | int | dict[str, str | int]:
+    """Return a mode, or from JSON a number of ranks or a table. Raises UsageError for anything else."""
+    if text in RESHARD_MODES:
+        return text
+    try:
+        return msgspec.json.decode(text, type=int | dict[str, Literal["always", "never"] | int])
+    except msgspec.DecodeError:
+        modes = ", ".join(RESHARD_MODES)
+        table = '{"layers.*": "never"}'
+        raise UsageError(f"reshard {text}: choose from {modes}, or write a number of ranks or {table}") from None
+
+
+def buffer_bytes(config: TrainerConfig) -> int:
+    """Return the size of the RoPE table: cosines and sines in fp32."""
+    return 2 * config.model.max_seq_len * config.model.head_dim // 2 * _FP32_BYTES
+
+
+def _numel(shapes: dict[str, tuple[int, ...]]) -> int:
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """Alternative reshard mode and activation checkpointing, with the memory that they need."""
+
+    reshard: str
+    activation_checkpointing: str
+    peak_bytes: int
+    left_bytes: int
+    """Memory of the device above the peak; negative if the setting does not fit."""
+
+
+class DeviceFit(msgspec.Struct, frozen=True):
+    """Room that a prediction leaves on a device."""
+
+    device_bytes: int
+    phase: str
+    """Phase with the largest peak."""
+    left_bytes: int
+    """Memory of the device above that peak; negative if the model does not fit."""
+    tried: list[Setting]
+    """Other settings, from the fastest to the least memory; none if the model fits."""
+
+    @property
+    def fits(self) -> bool:
+        """True if no phase needs more than the device has."""
+        return self.left_bytes >= 0
+
+
+def parse_bytes(size: str) -> int:
+    """Return the bytes of a size such as `80GiB`. Raises UsageError for any other text, and for 0."""
+    match = re.fullmatch(rf"([0-9]+(?:\.[0-9]+)?) ?({'|'.join(_UNITS_BYTES)})", size)
+    nbytes = int(float(match[1]) * _UNITS_BYTES[match[2]]) if match else 0
+    units = ", ".join(_UNITS_BYTES)
+    require(nbytes > 0, f"device memory {size}: write a number above 0 and a unit, one of {units}: 80GiB")
+    return nbytes
+
+
+def device_fit(request: Request, phases: dict[str, PhaseMemory], *, device_bytes: int) -> DeviceFit:
+    """Compare predicted `phases` with a device, and try other settings of the request if they do not fit.
+
+    Raises UsageError as `prediction` does.
+    """
+    phase, memory = max(phases.items(), key=lambda item: item[1].peak_bytes)
+    left_bytes = device_bytes - memory.peak_bytes
+    return DeviceFit(device_bytes, phase, left_bytes, [] if left_bytes >= 0 else _others(request, device_bytes))
+
+
+def _others(request: Request, device_bytes: int) -> list[Setting]:
+    """Return all combinations of reshard mode and checkpointing except the request's own."""
+    asked_for = (request.activation_checkpointing, request.reshard)
+    settings = []
+    for checkpointing, reshard in product(checkpointing_kinds(request), reshard_modes(request)):
+        if (checkpointing, reshard) != asked_for:
+            other = replace(request, reshard=reshard, activation_checkpointing=checkpointing)
+            other_peak_bytes = peak_bytes(phase_memory(*configuration(other)))
+            settings.append(Setting(reshard, checkpointing, other_peak_bytes, device_bytes - other_peak_bytes))
+    return settings

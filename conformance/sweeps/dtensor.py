@@ -1,0 +1,169 @@
+"""DTensor compared with a plain tensor: redistribution from any layout to any other, and operators.
+
+Numbers are small integers, so that sums are exact in any order; some dimensions can be sharded evenly and some cannot.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+
+import msgspec
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's standard name
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from conformance.experiments.context import RankWorld, experiment
+from conformance.run.experiment import Needs
+from conformance.sweeps.layouts import Layout, distributed, is_cut, shard_of
+
+_TENSORS = (
+    ((8, 4), torch.float32),
+    ((5, 3), torch.float32),
+    ((1, 7), torch.float16),
+    ((2, 3, 5), torch.bfloat16),
+)
+"""Shapes and dtypes of tensors to redistribute."""
+_LAYOUTS: tuple[Placement, ...] = (Replicate(), Shard(0), Shard(1), Shard(2))
+
+
+class Redistribution(msgspec.Struct):
+    """Numbers of redistributions on one rank, and of their wrong elements."""
+
+    tried: int = 0
+    """Number of pairs of layouts."""
+    local: int = 0
+    """Number of wrong elements of this rank's shard."""
+    full: int = 0
+    """Number of wrong elements of the full tensor."""
+    gradient: int = 0
+    """Number of wrong elements of the gradient of the tensor that was redistributed."""
+
+
+class OperatorOutcome(msgspec.Struct):
+    """Outcome of one operator on one rank, over all layouts of its arguments."""
+
+    computed: int = 0
+    """Number of layouts for which the operator has computed."""
+    refused: int = 0
+    """Number of layouts for which the operator has raised an error."""
+    wrong: int = 0
+    """Number of wrong elements of results and gradients."""
+
+
+@experiment(needs=Needs.NOTHING)
+def redistribute(rank: RankWorld) -> Redistribution:
+    """Redistribute from every layout, partial sums included, to every other layout.
+
+    On a mesh of two or three dimensions, where layouts are many, one tensor has to do, which cannot be sharded evenly.
+    """
+    mesh, outcome = _largest_mesh(rank), Redistribution()
+    for shape, dtype in _TENSORS if mesh.ndim == 1 else _TENSORS[1:2]:
+        plain, weights = (_numbers(mesh, shape, seed=seed).to(dtype) for seed in (0, 1))
+        for source, target in _pairs_of_layouts(mesh, len(shape)):
+            given = distributed(plain, mesh, source)
+            given.requires_grad_()
+            result = given.redistribute(placements=target)
+            torch.autograd.backward((result * distributed(weights, mesh, target)).sum())
+            assert isinstance(given.grad, DTensor)
+            outcome.tried += 1
+            outcome.local += _wrong(result.to_local(), shard_of(plain, mesh, target))
+            outcome.full += _wrong(result.full_tensor(), plain)
+            outcome.gradient += _wrong(given.grad.full_tensor(), weights)
+    return outcome
+
+
+def _largest_mesh(rank: RankWorld) -> DeviceMesh:
+    """Return the cell's mesh, or a mesh of three dimensions of eight ranks."""
+    return init_device_mesh(rank.device.type, (2, 2, 2)) if rank.size == 8 else rank.mesh
+
+
+def _pairs_of_layouts(mesh: DeviceMesh, tensor_dims: int) -> Iterator[tuple[Layout, Layout]]:
+    """Yield all pairs of layouts; on a mesh of three dimensions a third, in which any five of six placements meet."""
+    placements = _LAYOUTS[: 1 + tensor_dims]
+    for source, target in product(_layouts(mesh, (*placements, Partial())), _layouts(mesh, placements)):
+        indices = [(*placements, Partial()).index(placement) for placement in (*source, *target)]
+        if mesh.ndim < 3 or sum(indices) % len(placements) == 0:
+            yield source, target
+
+
+@experiment(needs=Needs.NOTHING)
+def operate(rank: RankWorld) -> dict[str, OperatorOutcome]:
+    """Apply operators to all layouts of their arguments; returns outcomes by name of the operator."""
+    return {name: _applied(rank.mesh, operator, shapes) for name, (operator, shapes) in _OPERATORS.items()}
+
+
+def _applied(mesh: DeviceMesh, operator: Callable[..., Tensor], shapes: Sequence[tuple[int, ...]]) -> OperatorOutcome:
+    plain = [_numbers(mesh, shape, seed=index).requires_grad_() for index, shape in enumerate(shapes)]
+    expected = operator(*plain)
+    torch.autograd.backward(expected.sum())
+    outcome = OperatorOutcome()
+    for layouts in _argument_layouts(mesh, shapes):
+        given = [distributed(x.detach(), mesh, at).requires_grad_() for x, at in zip(plain, layouts, strict=True)]
+        try:
+            result = operator(*given)
+        except (RuntimeError, NotImplementedError):
+            outcome.refused += 1
+            continue
+        assert isinstance(result, DTensor)
+        outcome.computed += 1
+        outcome.wrong += _wrong_here(result, expected)
+        torch.autograd.backward(result.sum())
+        for x, argument in zip(plain, given, strict=True):
+            assert isinstance(argument.grad, DTensor)
+            assert x.grad is not None
+            outcome.wrong += _wrong_here(argument.grad, x.grad)
+    return outcome
+
+
+def _argument_layouts(mesh: DeviceMesh, shapes: Sequence[tuple[int, ...]]) -> Iterator[Sequence[Layout]]:
+    """Yield layouts of all arguments: all combinations of up to three placements, of four a third.
+
+    Where the indices of four placements add up to a multiple of three, any placements of three of them meet (an
+    orthogonal array of strength three, Bush 1952).
+    """
+    for layouts in product(*([*_layouts(mesh, _LAYOUTS[: 1 + len(shape)])] for shape in shapes)):
+        indices = [_LAYOUTS.index(placement) for layout in layouts for placement in layout]
+        if len(indices) <= 3 or sum(indices) % len(_LAYOUTS) == 0:
+            yield layouts
+
+
+_OPERATORS: dict[str, tuple[Callable[..., Tensor], Sequence[tuple[int, ...]]]] = {
+    "mm": (torch.mm, ((6, 4), (4, 5))),
+    "linear": (F.linear, ((5, 4), (6, 4))),
+    "add of a row": (torch.add, ((5, 3), (3,))),
+    "mul": (torch.mul, ((5, 3), (5, 3))),
+    "sum": (torch.sum, ((5, 3),)),
+    "sum of dim 0": (lambda x: x.sum(0), ((5, 3),)),
+    "mean of dim 1": (lambda x: x.mean(1, keepdim=True), ((5, 4),)),
+    "relu": (torch.relu, ((5, 3),)),
+    "square": (torch.square, ((5, 3),)),
+    "t": (lambda x: x.t(), ((5, 3),)),
+    "cat of dim 1": (lambda x, y: torch.cat([x, y], 1), ((4, 2), (4, 2))),
+    "view": (lambda x: x.view(4, 2, 4), ((4, 8),)),
+    "slice": (lambda x: x[1:3], ((5, 3),)),
+}
+"""Operator and shapes of its arguments by name."""
+
+
+def _layouts(mesh: DeviceMesh, placements: Sequence[Placement]) -> Iterator[Layout]:
+    return product(placements, repeat=mesh.ndim)
+
+
+def _numbers(mesh: DeviceMesh, shape: tuple[int, ...], *, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-4, 5, shape, generator=generator).float().to(mesh.device_type)
+
+
+def _wrong_here(measured: DTensor, expected: Tensor) -> int:
+    """Return the number of wrong elements on this rank: of its shard, which spares a collective, or else of the sum."""
+    if is_cut(measured, expected):
+        return _wrong(measured.to_local(), shard_of(expected, measured.device_mesh, measured.placements))
+    return _wrong(measured.full_tensor(), expected)
+
+
+def _wrong(measured: Tensor, expected: Tensor) -> int:
+    """Return the number of elements that differ; all elements count if the shapes differ."""
+    if measured.shape != expected.shape:
+        return max(measured.numel(), expected.numel(), 1)
+    return int((measured.detach() != expected.detach()).sum())

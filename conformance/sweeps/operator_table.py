@@ -1,0 +1,587 @@
+"""Samples of operators that a training step could use: calls that say what their arguments are.
+
+Losses come with all reductions and options; operators that change their argument in place do so themselves or through a
+view of it.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from conformance.sweeps.operator_samples import Argument, Sample, indices, sample
+
+_Call = Callable[..., Any]
+
+
+def samples() -> list[Sample]:
+    """Return all samples, in order; no two have the same name.
+
+    Torch has every operator from 2.11 on, the first version that DT-3 is about: one that a version removes is an error.
+    """
+    return [
+        *(replace(each, elementwise=True) for each in (*_unary(), *_binary())),
+        *_reductions(),
+        *_sorts_and_scans(),
+        *_shapes(),
+        *_indexing(),
+        *_products(),
+        *_normalisations(),
+        *losses(),
+        *writes(),
+    ]
+
+
+def _operators(owner: Any, names: str) -> Iterator[tuple[str, _Call]]:
+    """Yield the operators of these names."""
+    for name in names.split():
+        yield name, getattr(owner, name)
+
+
+def _unary() -> Iterator[Sample]:
+    exact = (
+        "abs neg sign square ceil floor round trunc frac positive isfinite isnan isinf logical_not signbit nan_to_num"
+    )
+    for name, operator in _operators(torch, exact):
+        yield sample(name, operator, "a b")
+    for name, operator in _operators(functional, "relu relu6 hardtanh hardshrink softshrink leaky_relu"):
+        yield sample(name, operator, "a b", exact=name != "leaky_relu")
+    smooth = (
+        "exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal sin cos tan atan sinh cosh tanh asinh sigmoid erf "
+        "erfc lgamma digamma i0 sinc deg2rad rad2deg"
+    )
+    for name, operator in _operators(torch, smooth):
+        yield sample(name, operator, "a b positive", exact=False)
+    for name, operator in _operators(torch, "asin acos atanh logit erfinv"):
+        yield sample(name, operator, "a b unit", exact=False)
+    activations = "gelu silu mish elu selu celu softplus logsigmoid softsign tanhshrink hardsigmoid hardswish glu"
+    for name, operator in _operators(functional, activations):
+        yield sample(name, operator, "a b" if name != "glu" else "a b 4", exact=False)
+    yield sample("gelu, tanh", partial(functional.gelu, approximate="tanh"), "a b", exact=False)
+    yield sample("glu of dim 0", partial(functional.glu, dim=0), "4 a b", exact=False)
+    yield sample("clamp", lambda x: x.clamp(-2, 2), "a b")
+    yield sample("clamp by tensors", torch.clamp, "a b", "a b")
+    yield sample("threshold", lambda x: functional.threshold(x, 1.0, 20.0), "a b")
+    yield sample("prelu", functional.prelu, "a 4 b", "4")
+    yield sample("pow", lambda x: x**2, "a b")
+    yield sample("pow of a number", lambda x: 2.0**x, "a b", exact=False)
+    yield sample("plus a number", lambda x: x + 1, "a b")
+    yield sample("number minus", lambda x: 3 - x, "a b")
+    for name, operator in _operators(torch, "add sub mul div floor_divide remainder"):
+        yield sample(f"{name} of a number and", partial(operator, 5), "a b positive", exact=name != "div")
+    yield sample("times a number", lambda x: x * 2, "a b")
+    yield sample("to another dtype", lambda x: x.to(torch.bfloat16), "a b")
+    yield sample("to integers", lambda x: x.long(), "a b")
+    yield sample("dropout of nothing", lambda x: functional.dropout(x, 0.0), "a b")
+    yield sample("dropout of all", lambda x: functional.dropout(x, 1.0), "a b")
+    yield sample("detach", torch.detach, "a b")
+    yield sample("clone", torch.clone, "a b")
+    yield sample("zeros_like", torch.zeros_like, "a b")
+    yield sample("ones_like", torch.ones_like, "a b")
+    yield sample("full_like", lambda x: torch.full_like(x, 3.0), "a b")
+    yield sample("new_zeros", lambda x: x.new_zeros(x.shape), "a b")
+    yield sample("new_ones of another shape", lambda x: x + x.new_ones(x.shape[-1]), "a b")
+
+
+def _binary() -> Iterator[Sample]:
+    exact = (
+        "add sub mul maximum minimum fmax fmin eq ne lt le gt ge logical_and logical_or logical_xor copysign heaviside "
+        "isclose rsub"
+    )
+    for name, operator in _operators(torch, exact):
+        yield sample(name, operator, "a b", "a b")
+    for name, operator in _operators(torch, "fmod remainder floor_divide"):
+        yield sample(name, operator, "a b", "a b positive")
+    for name, operator in _operators(torch, "div float_power atan2 hypot logaddexp logaddexp2 xlogy"):
+        yield sample(name, operator, "a b positive", "a b positive", exact=False)
+    for name, operator in (("add", torch.add), ("mul", torch.mul), ("sub", torch.sub)):
+        yield sample(f"{name} of a row", operator, "a b", "b")
+        yield sample(f"{name} of a column", operator, "a b", "a 1")
+        yield sample(f"{name} of a scalar", operator, "a b", Argument(()))
+    yield sample("add times 2", lambda x, y: torch.add(x, y, alpha=2), "a b", "a b")
+    yield sample("where", torch.where, "a b bool", "a b", "a b")
+    yield sample("where of a number", lambda mask, x: torch.where(mask, x, 5.0), "a b bool", "a b")
+    yield sample("lerp", lambda x, y: torch.lerp(x, y, 0.5), "a b", "a b")
+    yield sample("lerp by a tensor", torch.lerp, "a b", "a b", "a b")
+    yield sample("addcmul", lambda x, y, z: torch.addcmul(x, y, z, value=2), "a b", "a b", "a b")
+    yield sample("addcdiv", torch.addcdiv, "a b", "a b", "a b positive", exact=False)
+    yield sample("equal", torch.equal, "a b", "a b")
+    yield sample("equal to itself", lambda x: torch.equal(x, x.clone()), "a b")
+    yield sample("allclose to itself", lambda x: torch.allclose(x, x.clone()), "a b")
+
+
+def _reductions() -> Iterator[Sample]:
+    dims: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("", {}),
+        (" of dim 0", {"dim": 0}),
+        (" of dim -1", {"dim": -1}),
+        (" of dim 1, kept", {"dim": 1, "keepdim": True}),
+    )
+    for text, options in dims:
+        for name in ["sum", "nansum", "amax", "amin", "all", "any"]:
+            domain = "bool" if name in ("all", "any") else "distinct" if name.startswith("am") else ""
+            yield sample(f"{name}{text}", partial(getattr(torch, name), **options), f"a b {domain}")
+        for name in ["mean", "nanmean", "std", "var", "logsumexp"]:
+            if name != "logsumexp" or options:
+                yield sample(f"{name}{text}", partial(getattr(torch, name), **options), "a b distinct", exact=False)
+        yield sample(f"prod{text}", partial(torch.prod, **options), "a b signs")
+        for name in ("argmax", "argmin"):
+            yield sample(f"{name}{text}", partial(getattr(torch, name), **options), "a b distinct")
+        for name in ["max", "min", "median"]:
+            yield sample(f"{name}{text}", partial(getattr(torch, name), **options), "a b distinct")
+        for order in (0, 1, 2, 3, float("inf"), float("-inf")):
+            call = partial(torch.linalg.vector_norm, ord=order, **options)
+            yield sample(f"vector_norm {order}{text}", call, "a b positive", exact=False)
+        yield sample(f"var without correction{text}", partial(torch.var, correction=0, **options), "a b", exact=False)
+        yield sample(f"aminmax{text}", lambda x, options=options: tuple(torch.aminmax(x, **options)), "a b distinct")
+    yield sample("sum of both dims", lambda x: x.sum((0, 1)), "a b 3")
+    yield sample("mean of both dims", lambda x: x.mean((0, -1)), "a b 3", exact=False)
+    yield sample("sum in fp64", lambda x: x.sum(dtype=torch.float64), "a b")
+    yield sample("std_mean", torch.std_mean, "a b", exact=False)
+    yield sample("var_mean of dim 0", lambda x: torch.var_mean(x, dim=0), "a b", exact=False)
+    yield sample("count_nonzero", torch.count_nonzero, "a b")
+    yield sample("count_nonzero of dim 0", lambda x: torch.count_nonzero(x, dim=0), "a b")
+    yield sample("norm", torch.norm, "a b", exact=False)
+    yield sample("matrix_norm", torch.linalg.matrix_norm, "a b", exact=False)
+    yield sample("dist", torch.dist, "a b", "a b", exact=False)
+    yield sample("trace", torch.trace, "a b")
+    yield sample("item of the sum", lambda x: x.sum().item(), "a b")
+    yield sample("max of integers", lambda x: x.max(), "a b labels")
+    yield sample("mean of squares", lambda x: (x * x).mean(), "a b", exact=False)
+
+
+def _sorts_and_scans() -> Iterator[Sample]:
+    for dim in (0, -1):
+        for name in ["cumsum", "cummax", "cummin"]:
+            yield sample(f"{name} of dim {dim}", partial(getattr(torch, name), dim=dim), "a b distinct")
+        yield sample(f"cumprod of dim {dim}", partial(torch.cumprod, dim=dim), "a b signs")
+        yield sample(f"logcumsumexp of dim {dim}", partial(torch.logcumsumexp, dim=dim), "a b", exact=False)
+        yield sample(f"sort of dim {dim}", partial(torch.sort, dim=dim), "a b distinct")
+        yield sample(f"sort down of dim {dim}", partial(torch.sort, dim=dim, descending=True), "a b distinct")
+        yield sample(f"argsort of dim {dim}", partial(torch.argsort, dim=dim), "a b distinct")
+        yield sample(f"topk of dim {dim}", partial(torch.topk, k=1, dim=dim), "a b distinct")
+        yield sample(f"kthvalue of dim {dim}", partial(torch.kthvalue, k=1, dim=dim), "a b distinct")
+        yield sample(f"diff of dim {dim}", partial(torch.diff, dim=dim), "a b")
+        yield sample(f"quantile of dim {dim}", lambda x, dim=dim: torch.quantile(x, 0.5, dim=dim), "a b", exact=False)
+        yield sample(f"nanmedian of dim {dim}", partial(torch.nanmedian, dim=dim), "a b distinct")
+        yield sample(f"unique_consecutive of dim {dim}", partial(torch.unique_consecutive, dim=dim), "a b")
+        yield sample(f"renorm of dim {dim}", lambda x, dim=dim: torch.renorm(x, 2, dim % 2, 1.0), "a b", exact=False)
+    yield sample("msort", torch.msort, "a b distinct")
+    yield sample("unique", torch.unique, "a b")
+    yield sample("nonzero", torch.nonzero, "a b bool")
+    yield sample("bincount", lambda x: torch.bincount(x, minlength=4), "a labels")
+    yield sample("histc", lambda x: torch.histc(x, 4, -4, 4), "a b")
+    yield sample("searchsorted", lambda x, y: torch.searchsorted(x.sort(-1).values, y), "a b distinct", "a b")
+    yield sample("isin", torch.isin, "a b", "3")
+
+
+def _shapes() -> Iterator[Sample]:
+    calls: dict[str, _Call] = {
+        "flatten": torch.flatten,
+        "flatten of the last two": lambda x: x.flatten(1),
+        "reshape to one": lambda x: x.reshape(-1),
+        "view of the first two": lambda x: x.view(-1, x.size(-1)),
+        "unflatten": lambda x: x.unflatten(-1, (2, 2)),
+        "transpose": lambda x: x.transpose(0, -1),
+        "permute": lambda x: x.permute(2, 0, 1),
+        "movedim": lambda x: x.movedim(0, -1),
+        "unsqueeze": lambda x: x.unsqueeze(0),
+        "unsqueeze the last": lambda x: x.unsqueeze(-1),
+        "squeeze": lambda x: x[:, :1].squeeze(1),
+        "expand": lambda x: x.unsqueeze(0).expand(2, -1, -1, -1),
+        "repeat": lambda x: x.repeat(2, 1, 1),
+        "tile": lambda x: x.tile((1, 2)),
+        "repeat_interleave": lambda x: x.repeat_interleave(2, dim=0),
+        "split": lambda x: x.split(1),
+        "chunk": lambda x: x.chunk(2),
+        "chunk the last": lambda x: x.chunk(2, -1),
+        "unbind": torch.unbind,
+        "unbind the last": lambda x: x.unbind(-1),
+        "narrow": lambda x: x.narrow(0, 0, 1),
+        "narrow the last": lambda x: x.narrow(-1, 1, 2),
+        "select": lambda x: x.select(0, -1),
+        "select the last": lambda x: x[..., -1],
+        "slice": lambda x: x[1:3],
+        "slice with a step": lambda x: x[::2],
+        "slice the last": lambda x: x[..., 1:3],
+        "flip": lambda x: x.flip(0),
+        "flip the last": lambda x: x.flip(-1),
+        "roll": lambda x: x.roll(1, 0),
+        "roll of all": lambda x: x.roll(1),
+        "rot90": torch.rot90,
+        "tril": torch.tril,
+        "triu above": lambda x: x.triu(1),
+        "diagonal": lambda x: x.diagonal(),
+        "diagonal of the last two": lambda x: x.diagonal(0, -2, -1),
+        "diag_embed": torch.diag_embed,
+        "unfold": lambda x: x.unfold(-1, 2, 1),
+        "unfold the first": lambda x: x.unfold(0, 1, 1),
+        "pad": lambda x: functional.pad(x, (1, 2)),
+        "pad the first": lambda x: functional.pad(x, (0, 0, 0, 0, 1, 1)),
+        "pad by a number": lambda x: functional.pad(x, (1, 0, 2, 0), value=7.0),
+        "pad by reflection": lambda x: functional.pad(x, (1, 1), mode="reflect"),
+        "pad by replication": lambda x: functional.pad(x, (1, 1), mode="replicate"),
+        "pad in a circle": lambda x: functional.pad(x, (1, 1), mode="circular"),
+        "contiguous": lambda x: x.transpose(0, 1).contiguous(),
+        "pixel_shuffle": lambda x: functional.pixel_shuffle(x.unsqueeze(0).repeat(1, 4, 1, 1), 2),
+        "interpolate": lambda x: functional.interpolate(x, scale_factor=2),
+        "avg_pool1d": lambda x: functional.avg_pool1d(x, 2),
+        "max_pool1d": lambda x: functional.max_pool1d(x, 2),
+        "max_pool2d": lambda x: functional.max_pool2d(x.unsqueeze(0), (1, 2)),
+        "adaptive_avg_pool1d": lambda x: functional.adaptive_avg_pool1d(x, 2),
+    }
+    for name, call in calls.items():
+        yield sample(name, call, "a b 4 distinct", exact="avg" not in name)
+    yield sample("cat", lambda x, y: torch.cat([x, y]), "a b", "a b")
+    yield sample("cat the last", lambda x, y: torch.cat([x, y], -1), "a b", "a b")
+    yield sample("cat of different sizes", lambda x, y: torch.cat([x, y]), "a b", "3 b")
+    yield sample("stack", lambda x, y: torch.stack([x, y]), "a b", "a b")
+    yield sample("stack the last", lambda x, y: torch.stack([x, y], -1), "a b", "a b")
+    yield sample("meshgrid", lambda x, y: torch.meshgrid(x, y, indexing="ij"), "a", "b")
+    yield sample("broadcast_tensors", torch.broadcast_tensors, "a b", "b")
+    yield sample("block_diag", torch.block_diag, "a b", "a b")
+
+
+def _indexing() -> Iterator[Sample]:
+    yield sample("index by a tensor", lambda x, i: x[i], "3 b", "a rows")
+    yield sample("index the last", lambda x, i: x[..., i], "a 3", "b rows")
+    yield sample("index by a matrix", lambda x, i: x[i], "3 b", "a 2 rows")
+    yield sample("index by two", lambda x, i, j: x[i, j], "3 3", "a rows", "a rows")
+    yield sample("index by a mask", lambda x, mask: x[mask], "a b", "a bool")
+    yield sample("index_select", lambda x, i: x.index_select(0, i), "3 b", "a rows")
+    yield sample("index_select the last", lambda x, i: x.index_select(-1, i), "a 3", "b rows")
+    yield sample("gather", lambda x, i: x.gather(0, i), "3 b", "a b rows")
+    yield sample("gather the last", lambda x, i: x.gather(-1, i), "a 3", "a b rows")
+    yield sample("take", torch.take, "a b 3", "a rows")
+    yield sample("take_along_dim", lambda x, i: torch.take_along_dim(x, i, 0), "3 b", "a b rows")
+    yield sample("masked_select", torch.masked_select, "a b", "a b bool")
+    yield sample("masked_fill", lambda x, mask: x.masked_fill(mask, 9.0), "a b", "a b bool")
+    yield sample("masked_fill of rows", lambda x, mask: x.masked_fill(mask, 9.0), "a b", "a 1 bool")
+    yield sample("scatter", lambda x, i, y: x.scatter(0, i[:1], y[:1]), "3 b", "a b rows", "a b")
+    yield sample("scatter the last", lambda x, i: x.scatter(-1, i[:, :1], 9.0), "a 3", "a b rows")
+    yield sample("scatter_add", lambda x, i, y: x.scatter_add(0, i, y), "3 b", "a b rows", "a b")
+    yield sample("scatter_reduce", lambda x, i, y: x.scatter_reduce(0, i, y, "amax"), "3 b", "a b rows", "a b distinct")
+    yield sample("index_add", lambda x, i, y: x.index_add(0, i, y), "3 b", "a rows", "a b")
+    yield sample("index_fill", lambda x, i: x.index_fill(0, i, 9.0), "3 b", "2 rows")
+    yield sample("index_copy", lambda x, y: x.index_copy(0, indices(x, 2, 0), y), "3 b", "2 b")
+    yield sample("index_put", lambda x, i, y: x.index_put((i,), y, accumulate=True), "3 b", "a rows", "a b")
+    yield sample("select_scatter", lambda x, y: torch.select_scatter(x, y, 0, 0), "a b", "b")
+    yield sample("slice_scatter", lambda x, y: torch.slice_scatter(x, y, 0, 0, 1), "a b", "1 b")
+    yield sample("one_hot", lambda i: functional.one_hot(i, 3), "a b rows")
+    yield sample("embedding", functional.embedding, "a 2 rows", "3 b")
+    yield sample("embedding with padding", partial(functional.embedding, padding_idx=0), "a 2 rows", "3 b")
+    by_frequency = partial(functional.embedding, scale_grad_by_freq=True)
+    yield sample("embedding by frequency", by_frequency, "a 2 rows", "3 b", exact=False)
+    for mode in ("sum", "mean", "max"):
+        call = partial(functional.embedding_bag, mode=mode)
+        yield sample(f"embedding_bag, {mode}", call, "a 2 rows", "3 b", exact=False)
+    rows = "a 3 rows"
+    yield sample("embedding of sharded rows", lambda i, w: functional.embedding(i, w[:3]), rows, "4 b")
+
+
+def _products() -> Iterator[Sample]:
+    yield sample("mm", torch.mm, "a 3", "3 b")
+    yield sample("mm inside", torch.mm, "3 a", "a b")
+    yield sample("matmul of stacks", torch.matmul, "a 3 b", "b 2")
+    yield sample("matmul of a vector", torch.matmul, "a b", "b")
+    yield sample("bmm", torch.bmm, "a 3 b", "a b 2")
+    yield sample("addmm", torch.addmm, "b", "a 3", "3 b")
+    yield sample("addmm, scaled", partial(torch.addmm, beta=2, alpha=3), "a b", "a 3", "3 b")
+    yield sample("baddbmm", torch.baddbmm, "a 3 2", "a 3 b", "a b 2")
+    yield sample("addbmm", torch.addbmm, "3 2", "a 3 b", "a b 2")
+    yield sample("addmv", torch.addmv, "a", "a b", "b")
+    yield sample("addr", torch.addr, "a b", "a", "b")
+    yield sample("mv", torch.mv, "a b", "b")
+    yield sample("dot", torch.dot, "a", "a")
+    yield sample("vdot", torch.vdot, "a", "a")
+    yield sample("outer", torch.outer, "a", "b")
+    yield sample("kron", torch.kron, "a 2", "2 b")
+    yield sample("tensordot", lambda x, y: torch.tensordot(x, y, 1), "a b", "b 3")
+    yield sample("einsum", lambda x, y: torch.einsum("abc,bd->acd", x, y), "a b 2", "b 3")
+    yield sample("linear", functional.linear, "a b", "3 b", "3")
+    yield sample("linear of stacks", functional.linear, "a 3 b", "2 b")
+    yield sample("linear, sharded output", functional.linear, "a 3", "b 3", "b")
+    yield sample("bilinear", functional.bilinear, "a 3", "a 2", "b 3 2")
+    yield sample("conv1d", functional.conv1d, "a 3 6", "b 3 2", "b")
+    yield sample("conv2d", functional.conv2d, "a 2 4 4", "b 2 2 2")
+    yield sample("conv2d, padded", partial(functional.conv2d, padding=1, stride=2), "a 2 4 4", "b 2 2 2", "b")
+    yield sample("conv_transpose1d", functional.conv_transpose1d, "a 3 4", "3 b 2")
+    yield sample("cross", torch.cross, "a 3", "a 3")
+    yield sample("cdist", torch.cdist, "a 3", "b 3", exact=False)
+    yield sample("cosine_similarity", functional.cosine_similarity, "a b positive", "a b positive", exact=False)
+    yield sample("pairwise_distance", functional.pairwise_distance, "a b", "a b", exact=False)
+
+
+def _normalisations() -> Iterator[Sample]:
+    for name, operator in _operators(functional, "softmax log_softmax softmin"):
+        for dim in (0, -1):
+            yield sample(f"{name} of dim {dim}", partial(operator, dim=dim), "a b", exact=False)
+    last = partial(functional.layer_norm, normalized_shape=(4,))
+    yield sample("layer_norm", last, "a b 4", exact=False)
+    yield sample(
+        "layer_norm, weighted",
+        lambda x, w, b: functional.layer_norm(x, (4,), w, b),
+        *("a b 4", "4", "4"),
+        exact=False,
+    )
+    yield sample("layer_norm of two", lambda x: functional.layer_norm(x, tuple(x.shape[1:])), "a b 4", exact=False)
+    yield sample("rms_norm", lambda x, w: functional.rms_norm(x, (4,), w), "a b 4", "4", exact=False)
+    yield sample("group_norm", lambda x: functional.group_norm(x, 2), "a 4 b", exact=False)
+    yield sample("group_norm, weighted", lambda x, w: functional.group_norm(x, 2, w), "a 4 b", "4", exact=False)
+    yield sample("instance_norm", lambda x: functional.instance_norm(x), "a b 4", exact=False)
+    yield sample(
+        "batch_norm", lambda x: functional.batch_norm(x, None, None, training=True), "a 4 b distinct", exact=False
+    )
+    running = sample("batch_norm, running", _running_batch_norm, "a 4 b distinct", "4", "4 positive", exact=False)
+    yield replace(running, writes=True)
+    evaluated = lambda x, mean, var: functional.batch_norm(x, mean, var, training=False)  # noqa: E731
+    # Channels for each rank: torch 2.12 dies without, see findings/batch_norm_of_rank_without_channels.py.
+    yield sample("batch_norm, evaluated", evaluated, "a 6 b", "6", "6 positive", exact=False)
+    yield sample("normalize", functional.normalize, "a b", exact=False)
+    yield sample("normalize of dim 0", partial(functional.normalize, dim=0), "a b", exact=False)
+    yield sample("local_response_norm", lambda x: functional.local_response_norm(x, 2), "a 4 b", exact=False)
+    # Not here: scaled_dot_product_attention, for which torch 2.13 takes twenty seconds on the CPU, see
+    # findings/attention_placements_take_long.py.
+
+
+def _running_batch_norm(x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+    """Return the normalised batch; the running mean and variance, detached, are changed in place."""
+    return functional.batch_norm(x, mean.detach(), var.detach(), training=True)
+
+
+_REDUCTIONS = ("mean", "sum", "none")
+
+
+def losses() -> Iterator[Sample]:
+    """Yield a sample of each loss for each reduction and option."""
+    for reduction in _REDUCTIONS:
+        yield from _losses_of_two_tensors(reduction)
+        yield from _losses_of_classes(reduction)
+        yield from _losses_of_more_tensors(reduction)
+    yield sample("kl_div, batchmean", partial(functional.kl_div, reduction="batchmean"), *_LOG, exact=False)
+    yield sample(
+        "mse_loss of rows", lambda x, y: functional.mse_loss(x, y, reduction="none").mean(1), "a b", "a b", exact=False
+    )
+    yield sample("sum of squares over count", lambda x, y: ((x - y) ** 2).sum() / x.numel(), "a b", "a b", exact=False)
+
+
+_LOG = ("a b", "a b distribution")
+
+
+def _losses_of_two_tensors(reduction: str) -> Iterator[Sample]:
+    for name in ["l1_loss", "mse_loss", "smooth_l1_loss", "huber_loss"]:
+        call = partial(getattr(functional, name), reduction=reduction)
+        # No two numbers are equal, where the gradient of l1_loss jumps.
+        yield sample(f"{name}, {reduction}", call, "a b", "a b unit", exact=False)
+    call = partial(functional.mse_loss, reduction=reduction)
+    yield sample(f"mse_loss of three dims, {reduction}", call, "a b 3", "a b 3", exact=False)
+    for name in ("soft_margin_loss", "hinge_embedding_loss"):
+        call = partial(getattr(functional, name), reduction=reduction)
+        yield sample(f"{name}, {reduction}", call, "a b", "a b signs", exact=False)
+    call = partial(functional.binary_cross_entropy, reduction=reduction)
+    yield sample(f"binary_cross_entropy, {reduction}", call, "a b unit", "a b unit", exact=False)
+    yield sample(
+        f"binary_cross_entropy, weighted, {reduction}",
+        lambda x, y, w: functional.binary_cross_entropy(x, y, w, reduction=reduction),
+        *("a b unit", "a b unit", "a b positive"),
+        exact=False,
+    )
+    call = partial(functional.binary_cross_entropy_with_logits, reduction=reduction)
+    yield sample(f"binary_cross_entropy_with_logits, {reduction}", call, "a b", "a b unit", exact=False)
+    yield sample(
+        f"binary_cross_entropy_with_logits, pos_weight, {reduction}",
+        lambda x, y, w: functional.binary_cross_entropy_with_logits(x, y, pos_weight=w, reduction=reduction),
+        *("a b", "a b unit", "b positive"),
+        exact=False,
+    )
+    yield sample(f"kl_div, {reduction}", partial(functional.kl_div, reduction=reduction), *_LOG, exact=False)
+    call = partial(functional.kl_div, reduction=reduction, log_target=True)
+    yield sample(f"kl_div of logarithms, {reduction}", call, "a b", "a b", exact=False)
+    call = partial(functional.poisson_nll_loss, reduction=reduction)
+    yield sample(f"poisson_nll_loss, {reduction}", call, "a b", "a b positive", exact=False)
+
+
+def _losses_of_classes(reduction: str) -> Iterator[Sample]:
+    for name in ("cross_entropy", "nll_loss"):
+        operator = getattr(functional, name)
+        options: dict[str, dict[str, Any]] = {"": {}, ", ignored": {"ignore_index": 1}}
+        if name == "cross_entropy":
+            options |= {", smoothed": {"label_smoothing": 0.25}}
+        for text, option in options.items():
+            call = partial(operator, reduction=reduction, **option)
+            yield sample(f"{name}{text}, {reduction}", call, "a 4", "a labels", exact=False)
+        yield sample(
+            f"{name}, weighted, {reduction}",
+            lambda x, y, w, operator=operator: operator(x, y, weight=w, reduction=reduction),
+            *("a 4", "a labels", "4 positive"),
+            exact=False,
+        )
+        call = partial(operator, reduction=reduction)
+        yield sample(f"{name} of sequences, {reduction}", call, "a 4 b", "a b labels", exact=False)
+    call = partial(functional.cross_entropy, reduction=reduction)
+    yield sample(f"cross_entropy of probabilities, {reduction}", call, "a b", "a b distribution", exact=False)
+    call = partial(functional.multi_margin_loss, reduction=reduction)
+    yield sample(f"multi_margin_loss, {reduction}", call, "a 4", "a labels", exact=False)
+    call = partial(functional.multilabel_margin_loss, reduction=reduction)
+    yield sample(f"multilabel_margin_loss, {reduction}", call, "a 4", "a 4 labels", exact=False)
+    call = partial(functional.multilabel_soft_margin_loss, reduction=reduction)
+    yield sample(f"multilabel_soft_margin_loss, {reduction}", call, "a b", "a b unit", exact=False)
+
+
+def _losses_of_more_tensors(reduction: str) -> Iterator[Sample]:
+    call = partial(functional.gaussian_nll_loss, reduction=reduction)
+    yield sample(f"gaussian_nll_loss, {reduction}", call, "a b", "a b", "a b positive", exact=False)
+    call = partial(functional.margin_ranking_loss, reduction=reduction)
+    yield sample(f"margin_ranking_loss, {reduction}", call, "a", "a", "a signs", exact=False)
+    call = partial(functional.cosine_embedding_loss, reduction=reduction)
+    yield sample(f"cosine_embedding_loss, {reduction}", call, "a b positive", "a b positive", "a signs", exact=False)
+    call = partial(functional.triplet_margin_loss, reduction=reduction)
+    yield sample(f"triplet_margin_loss, {reduction}", call, "a b", "a b", "a b", exact=False)
+    yield sample(f"ctc_loss, {reduction}", partial(_ctc, reduction=reduction), "4 a b", exact=False)
+
+
+def _ctc(x: Tensor, *, reduction: str) -> Tensor:
+    """Return the loss of sequences of four steps whose only label is 1."""
+    count = x.size(1)
+    targets, steps, labels = indices(x, *[1] * count).view(-1, 1), indices(x, *[4] * count), indices(x, *[1] * count)
+    return functional.ctc_loss(x.log_softmax(-1), targets, steps, labels, reduction=reduction)
+
+
+def writes() -> Iterator[Sample]:
+    """Yield a sample of each operator in place, and of each view that is written to."""
+    yield from (replace(each, writes=True) for each in _samples())
+
+
+def _samples() -> Iterator[Sample]:
+    for name, call in _IN_PLACE.items():
+        yield sample(name, call, "a b")
+    for name, (call, other) in _IN_PLACE_BY_ANOTHER.items():
+        yield sample(name, call, "a b", other)
+    for name, call in _OF_ROWS.items():
+        yield sample(name, call, "3 b", "a rows", "a b")
+    for view_name, view in _VIEWS.items():
+        yield sample(f"{view_name} zeroed", _zeroed(view), "a b 4")
+        yield sample(f"{view_name} increased", _increased(view), "a b 4")
+    yield sample("slice assigned", _assigned(slice(0, 1)), "a b", "1 b")
+    yield sample("row assigned", _assigned(-1), "a b", "b")
+    yield sample("columns assigned", _assigned((slice(None), slice(0, 1))), "a b", "a 1")
+    yield sample("number assigned to a slice", lambda x: x.__setitem__(slice(0, 2), 9.0), "a b")
+    yield sample("number assigned to columns", lambda x: x.__setitem__((..., slice(0, 2)), 9.0), "a b")
+    yield sample("all assigned", _assigned(slice(None)), "a b", "a b")
+    yield sample("assigned by a mask", lambda x, mask: x.__setitem__(mask, 9.0), "a b", "a b bool")
+    yield sample("rows assigned by a mask", lambda x, mask: x.__setitem__(mask, 9.0), "a b", "a bool")
+    yield sample("rows assigned by index", lambda x, i: x.__setitem__(i, 9.0), "3 b", "2 rows")
+    yield sample("columns assigned by index", lambda x, i: x.__setitem__((slice(None), i), 9.0), "a 3", "2 rows")
+    yield sample("added to a view", _added_and_returned, "a b", "b", exact=True)
+
+
+def _changed(change: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a call that changes its first argument and returns it, so that it has a gradient."""
+
+    def call(x: Tensor, *others: Tensor) -> Tensor:
+        change(x, *others)
+        return x
+
+    return call
+
+
+_IN_PLACE: dict[str, Callable[..., Any]] = {
+    name: _changed(change)
+    for name, change in {
+        "zero_": lambda x: x.zero_(),
+        "fill_": lambda x: x.fill_(3.0),
+        "add_ a number": lambda x: x.add_(1),
+        "sub_ a number": lambda x: x.sub_(1),
+        "mul_ a number": lambda x: x.mul_(2),
+        "div_ a number": lambda x: x.div_(2),
+        "neg_": lambda x: x.neg_(),
+        "square_": lambda x: x.square_(),
+        "clamp_": lambda x: x.clamp_(-1, 1),
+        "relu_": lambda x: x.relu_(),
+        "abs_": lambda x: x.abs_(),
+        "sign_": lambda x: x.sign_(),
+        "tril_": lambda x: x.tril_(),
+        "triu_": lambda x: x.triu_(),
+        "masked_fill_ by itself": lambda x: x.masked_fill_(x.detach() > 0, 9.0),
+        "fill_diagonal_": lambda x: x.fill_diagonal_(9.0),
+        "cumsum_": lambda x: x.cumsum_(0),
+        "index_fill_": lambda x: x.index_fill_(0, indices(x, 0), 9.0),
+        "t_": lambda x: x.t_(),
+        "unsqueeze_": lambda x: x.unsqueeze_(0),
+    }.items()
+} | {
+    "nn.init.zeros_": lambda x: nn.init.zeros_(x.detach()),
+    "nn.init.constant_": lambda x: nn.init.constant_(x.detach(), 5.0),
+    "nn.init.eye_": lambda x: nn.init.eye_(x.detach()),
+    "nn.init.dirac_": lambda x: nn.init.dirac_(x.detach().unsqueeze(-1)),
+}
+
+_IN_PLACE_BY_ANOTHER: dict[str, tuple[Callable[..., Any], str]] = {
+    "add_": (_changed(lambda x, y: x.add_(y)), "a b"),
+    "add_ times 2": (_changed(lambda x, y: x.add_(y, alpha=2)), "a b"),
+    "add_ a row": (_changed(lambda x, y: x.add_(y)), "b"),
+    "sub_": (_changed(lambda x, y: x.sub_(y)), "a b"),
+    "mul_": (_changed(lambda x, y: x.mul_(y)), "a b"),
+    "mul_ by a row": (_changed(lambda x, y: x.mul_(y)), "b"),
+    "copy_": (_changed(lambda x, y: x.copy_(y)), "a b"),
+    "copy_ a row": (_changed(lambda x, y: x.copy_(y)), "b"),
+    "lerp_": (_changed(lambda x, y: x.lerp_(y, 0.5)), "a b"),
+    "addcmul_": (_changed(lambda x, y: x.addcmul_(y, y, value=2)), "a b"),
+    "maximum out": (lambda x, y: torch.maximum(x.detach(), y, out=x.detach()), "a b"),
+    "masked_fill_": (_changed(lambda x, mask: x.masked_fill_(mask, 9.0)), "a b bool"),
+    "masked_fill_ rows": (_changed(lambda x, mask: x.masked_fill_(mask, 9.0)), "a 1 bool"),
+    "set_ data": (lambda x, y: x.detach().copy_(y.detach()), "a b"),
+}
+
+_OF_ROWS: dict[str, Callable[..., Any]] = {
+    "index_add_": _changed(lambda x, i, y: x.index_add_(0, i, y)),
+    "index_put_": _changed(lambda x, i, y: x.index_put_((i,), y, accumulate=True)),
+    "scatter_add_": _changed(lambda x, i, y: x.scatter_add_(0, i.unsqueeze(-1).expand(-1, y.size(-1)), y)),
+}
+
+_VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "slice": lambda x: x[0:2],
+    "slice with a step": lambda x: x[::2],
+    "first row": lambda x: x[0],
+    "last column": lambda x: x[..., -1],
+    "columns": lambda x: x[:, 0:2],
+    "narrow": lambda x: x.narrow(1, 0, 1),
+    "select": lambda x: x.select(2, 1),
+    "transpose": lambda x: x.transpose(0, 1),
+    "transposed row": lambda x: x.transpose(0, 1)[0],
+    "view": lambda x: x.view(x.size(0), -1),
+    "flat view": lambda x: x.view(-1),
+    "reshaped row": lambda x: x.view(-1, x.size(-1))[0],
+    "diagonal": lambda x: x.diagonal(),
+    "first of split": lambda x: torch.split(x, 1)[0],
+    "first of chunks": lambda x: x.chunk(2)[0],
+    "last of unbind": lambda x: x.unbind(0)[-1],
+    "unsqueezed": lambda x: x.unsqueeze(0),
+    "detached": lambda x: x.detach(),
+    "expanded row": lambda x: x[:1].squeeze(0),
+    "permuted": lambda x: x.permute(2, 0, 1),
+    "flattened": lambda x: x.flatten(1),
+}
+
+
+def _zeroed(view: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    return _changed(lambda x: view(x).zero_())
+
+
+def _increased(view: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    return _changed(lambda x: view(x).add_(1))
+
+
+def _assigned(where: Any) -> Callable[..., Any]:
+    return _changed(lambda x, value: x.__setitem__(where, value))
+
+
+def _added_and_returned(x: Tensor, row: Tensor) -> Tensor:
+    """Add a row to a view of the product of x with 2, which has a gradient."""
+    doubled = x * 2
+    doubled[0].add_(row)
+    return doubled

@@ -1,0 +1,355 @@
+"""Sweep of optimizers over layouts of parameters and gradients, compared with steps on plain tensors.
+
+Samples are every class of `torch.optim` with each of its implementations and options, one at a time. Classes,
+implementations and switches are read from the signatures of the installed torch: an optimizer or a switch that a
+version adds is tried without a change here.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.optim import Optimizer
+
+from conformance.experiments.context import RankWorld, experiment
+from conformance.instruments.sharding import full
+from conformance.run.experiment import Needs
+from conformance.sweeps.layouts import Layout, difference, distributed, placed_shard
+from conformance.sweeps.trials import Swept, Trials, select_samples
+
+STEPS = 3
+"""Number of steps that each sample takes: the second is the first with state, the third the first that was updated."""
+_REDUCING = ("Adafactor", "LBFGS", "Muon")
+"""Optimizers in which an element of a parameter depends on other elements; tests prove that no other one is."""
+_LR = 0.125
+_USUAL: dict[str, dict[str, Any]] = {
+    # A step of the size of the parameters, momentum that leaves few bits, and one iteration of Newton-Schulz.
+    "Muon": {"lr": 1.0, "momentum": 0.5, "ns_steps": 1},
+    "LBFGS": {"lr": 0.5, "max_iter": 2},
+}
+"""Options of all samples of an optimizer."""
+_VALUES: dict[str, dict[str, Any]] = {
+    "weight_decay": {"weight_decay": 0.25},
+    "decoupled_weight_decay": {"decoupled_weight_decay": True, "weight_decay": 0.25},
+    "momentum": {"momentum": 0.5},
+    "dampening": {"momentum": 0.5, "dampening": 0.25},
+    "nesterov": {"momentum": 0.5, "nesterov": True},
+    "initial_accumulator_value": {"initial_accumulator_value": 0.5},
+    "lr_decay": {"lr_decay": 0.5},
+    "t0": {"t0": 1.0},  # from which on ASGD averages
+    "line_search_fn": {"line_search_fn": "strong_wolfe"},
+    "adjust_lr_fn": {"adjust_lr_fn": "match_rms_adamw"},
+}
+"""Options by the parameter of a signature that they try, with its prerequisites; switches need no entry."""
+_IMPLEMENTATIONS = ("foreach", "fused")
+_FOR_GRAPHS = ("ASGD", "Adadelta", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop")
+"""Optimizers whose steps a graph of CUDA can capture."""
+IMPOSSIBLE: dict[str, str] = {
+    **{f"{name}, capturable": "refuses parameters on a CPU" for name in _FOR_GRAPHS},
+    **{f"{name}, foreach, capturable": "refuses parameters on a CPU" for name in _FOR_GRAPHS},
+    **{f"{name}, foreach, differentiable": "operators on lists have no gradient" for name in (*_FOR_GRAPHS, "Adagrad")},
+    **{f"{name}, fused, differentiable": "has no gradient" for name in ("Adagrad", "Adam", "AdamW", "SGD")},
+    **{f"{name}, foreach, tensor lr": "needs capturable, too" for name in ("Adam", "AdamW")},
+    **dict.fromkeys(("SparseAdam", "SparseAdam, maximize", "SparseAdam, tensor lr"), "refuses dense gradients"),
+}
+"""Samples that torch refuses for plain tensors, in all versions from 2.11 on, with the reason; no sweep tries them."""
+
+
+@dataclass(frozen=True)
+class OptimizerSample:
+    """Optimizer with options."""
+
+    name: str
+    make: type[Optimizer]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    is_usual: bool = True
+    """True if no option is tried but the implementation."""
+
+    @property
+    def is_elementwise(self) -> bool:
+        """True if each element of a parameter depends on the same elements of gradients and state alone."""
+        return self.make.__name__ not in _REDUCING
+
+    @property
+    def is_line_search(self) -> bool:
+        """True if the optimizer evaluates the loss itself, by a closure."""
+        return self.make.__name__ == "LBFGS"
+
+    @property
+    def differentiable(self) -> bool:
+        """True if autograd records the steps, so that parameters cannot be leaves that need gradients."""
+        return bool(self.options.get("differentiable"))
+
+    @property
+    def is_muon(self) -> bool:
+        """True if the optimizer computes in bf16: equal in bits if no sum has more than one number that is not zero."""
+        return self.make.__name__ == "Muon"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of parameters: fp64 where results round, so that no rounding hides a fault."""
+        return torch.float64 if self.bound else torch.float32
+
+    @property
+    def bound(self) -> float:
+        """Bound on the deviation of a parameter or state, relative to the largest expected number; 0 for bits.
+
+        Adafactor adds at most 2**6 numbers, and composes at most 2**4 operators in each of three steps, none of which
+        enlarges an error by more than 2**2: below 2**14 roundings of fp64. LBFGS takes six iterations on a loss whose
+        curvatures are 1 to 3; the differences of which it makes directions are then at least 2**-8 of the numbers that
+        they are taken from, which allows 2**8 times as much.
+        """
+        return {"Adafactor": 2.0**-39, "LBFGS": 2.0**-31}.get(self.make.__name__, 0.0)
+
+
+def optimizer_samples() -> Iterator[OptimizerSample]:
+    """Yield every optimizer with each implementation, and with each implementation every option, but `IMPOSSIBLE`."""
+    return (sample for sample in all_samples() if sample.name not in IMPOSSIBLE)
+
+
+def all_samples() -> Iterator[OptimizerSample]:
+    """Yield every optimizer with each implementation and option, whether torch refuses it or not."""
+    for make in optimizers():
+        for implementation in ("", *(name for name in _IMPLEMENTATIONS if name in _parameters(make))):
+            for option, values in {"": {}, **_options_of(make)}.items():
+                name = ", ".join(text for text in (make.__name__, implementation, option) if text)
+                switch = {implementation: True} if implementation else {}
+                usual = _USUAL.get(make.__name__, {"lr": _LR})
+                yield OptimizerSample(name, make, usual | switch | values, is_usual=not option)
+
+
+def optimizers() -> list[type[Optimizer]]:
+    """Return every optimizer that `torch.optim` has, by name."""
+    classes = [value for _, value in sorted(vars(torch.optim).items()) if inspect.isclass(value)]
+    return [value for value in classes if issubclass(value, Optimizer) and value is not Optimizer]
+
+
+def _parameters(make: type[Optimizer]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(make).parameters
+
+
+def _options_of(make: type[Optimizer]) -> dict[str, dict[str, Any]]:
+    """Return the options to try, by name: values that are known, every switch turned, and the rate as a tensor."""
+    options = {}
+    for name, parameter in _parameters(make).items():
+        if name in _VALUES:
+            options[name] = _VALUES[name]
+        elif isinstance(parameter.default, bool):
+            options[name] = {name: not parameter.default}
+    return options | {"tensor lr": {"lr": torch.tensor(_USUAL.get(make.__name__, {}).get("lr", _LR))}}
+
+
+Shapes = Sequence[tuple[int, ...]]
+State = dict[str, Tensor]
+"""Parameters, and tensors and numbers of the optimizer's state, by name."""
+
+
+_BOUND_OF_PENDING = 2.0**-18
+"""Bound on the relative deviation of fp32 numbers where gradients are pending sums.
+
+Ranks may step with their own numbers, which are at most 2, and round them before they are added up: in each of three
+steps at most 2**4 operators do, by 2**-24 each.
+"""
+
+_BOUND_OF_REPLICAS = 2.0**-4
+"""Bound on the relative deviation of Muon on replicas, among which DTensor divides its last product.
+
+An iteration makes a s + (b s^2 + c s^4) s, with coefficients 3.44, -4.78 and 2.03, of each of two numbers s = 2**-0.5,
+the shares of a matrix of norm 1. Replicas round the terms, of size 2.5 and 1.4, and the sum, of size 1.2, to bf16, by
+2**-8; one process rounds the sum alone. That is e = 2**-8 * (2.5 + 1.4 + 2 * 1.2) in a step of size 1.1. Three steps
+add up to 3 r e, for a rate r of 0.45 or 1.3. The largest number is above 1.3 r although a tenth decays in each step:
+one that was not stepped, of 0.7, or, for a rate of 1.3, one that was, of 2.7 r - 0.8 (with a decay of a quarter of
+2.5 r - 0.5). And 3 e / 1.3 is below 2**-4.
+"""
+_SIZES_OF_SPARSE = (4, 2, 2)
+"""Gradients of each step that with a momentum of a half stay integers of two bits, whose squares bf16 has."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Parameters of an optimizer: their shapes, and layouts of each and of its gradient."""
+
+    kind: str
+    shapes: Shapes
+    layouts: Sequence[Layout]
+    gradients: Sequence[Layout]
+
+    @property
+    def is_pending(self) -> bool:
+        """True if gradients are pending sums."""
+        return any(at.is_partial() for layout in self.gradients for at in layout)
+
+    def bound(self, sample: OptimizerSample) -> float | None:
+        """Return the bound on relative deviations; None if bits must be equal."""
+        if sample.is_muon and self.kind == "HSDP":
+            return _BOUND_OF_REPLICAS
+        return sample.bound or (_BOUND_OF_PENDING if self.is_pending else None)
+
+
+@experiment(needs=Needs.SHARDING)
+def sweep(rank: RankWorld) -> Swept:
+    """Step with every sample in the settings of this mesh; options in the first setting alone."""
+    trials = Trials(rank.mesh)
+    settings = settings_of(trials.mesh)
+    for sample in select_samples(optimizer_samples(), lambda sample: sample.name, restricted_to=rank.subjects):
+        trials.add(sample.name)
+        for setting in settings[:1] if sample.is_elementwise and not sample.is_usual else settings:
+            _try_setting(trials, sample, setting)
+    return trials.swept
+
+
+def settings_of(mesh: DeviceMesh) -> list[Setting]:
+    """Return the settings that a mesh is there for.
+
+    One dimension: rows of which ranks have different numbers or none, rows of equal numbers, vectors alone, columns,
+    and gradients laid out otherwise than parameters. Two: parameters of FSDP over tensor parallelism in one optimizer,
+    replicas whose gradients are pending sums, as those of norms under sequence parallelism, and HSDP.
+    """
+    size = mesh.size(mesh.ndim - 1)
+    if mesh.ndim == 2:
+        norm = (Shard(0), Replicate())
+        layouts = [_strided(mesh), (Shard(0), Shard(1)), norm]
+        norms, pending, hsdp = [norm] * 2, [(Shard(0), Partial("sum"))] * 2, [(Replicate(), Shard(0))] * 2
+        return [
+            Setting("FSDP and TP", [(4 * size, 3), (2 * size + 1, 2 * size), (5,)], layouts, layouts),
+            Setting("pending gradients", [(2 * size, 3), (size,)], norms, pending),
+            Setting("HSDP", [(2 * size + 1, 3), (2 * size - 1,)], hsdp, hsdp),
+        ]
+    rows, columns, replicas = ([(at,)] * 2 for at in (Shard(0), Shard(1), Replicate()))
+    uneven = [(2 * size + 1, 4), (2 * size - 1,)]
+    return [
+        Setting("uneven rows", uneven, rows, rows),
+        Setting("even rows", [(2 * size, 4), (size,)], rows, rows),
+        Setting("vectors", [(2 * size + 1,), (2 * size,)], rows, rows),
+        Setting("columns", [(3, 2 * size + 1), (4, 2 * size)], columns, columns),
+        Setting("rows on some ranks", [(1, 4), (size - 1,)], rows, rows),
+        Setting("replicated gradients", uneven, rows, replicas),
+    ]
+
+
+def _strided(mesh: DeviceMesh) -> Layout:
+    """Return the layout that FSDP gives to a parameter that tensor parallelism has sharded by rows."""
+    assert mesh.mesh_dim_names is not None
+    dp, tp = mesh.mesh_dim_names
+    linear = parallelize_module(nn.Linear(2, 4 * mesh.size(1), bias=False), mesh[tp], ColwiseParallel())
+    fully_shard(linear, mesh=mesh[dp])
+    assert isinstance(linear.weight, DTensor)
+    return tuple(linear.weight.placements)
+
+
+def _try_setting(trials: Trials, sample: OptimizerSample, setting: Setting) -> None:
+    """Step in a setting; an optimizer that takes matrices alone gets the first ones."""
+    shapes = [*takewhile(lambda shape: len(shape) == 2, setting.shapes)] if sample.is_muon else setting.shapes
+    if not shapes:
+        return
+    numbers = Numbers.of(shapes, sample, trials.mesh.size(trials.mesh.ndim - 1))
+    expected = trials.expected(sample.name, setting.kind, partial(stepped, sample, numbers))
+    if expected is not None:
+        call = partial(_faults, sample, setting, numbers, expected)
+        trials.attempt(sample.name, setting.kind, f"{len(shapes)} parameters", call)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Parameters, and gradients of each step: full or shards, plain tensors or DTensors."""
+
+    parameters: Sequence[Tensor]
+    gradients: Sequence[Sequence[Tensor]]
+
+    @classmethod
+    def of(cls, shapes: Shapes, sample: OptimizerSample, ranks: int) -> "Numbers":
+        """Return multiples of an eighth between -1 and 1, whose sums are exact in any order.
+
+        Muon gets gradients with powers of two of which no rank has two.
+        """
+        generator = torch.Generator().manual_seed(0)
+
+        def sampled() -> list[Tensor]:
+            return [torch.randint(-8, 9, shape, generator=generator).to(sample.dtype) / 8 for shape in shapes]
+
+        if not sample.is_muon:
+            return cls(sampled(), [sampled() for _ in range(STEPS)])
+        sparse = [_one_number_by_rank(shape, ranks) for shape in shapes]
+        return cls(sampled(), [[grad * size for grad in sparse] for size in _SIZES_OF_SPARSE])
+
+    def laid_out(
+        self, place: Callable[[Tensor, DeviceMesh, Layout], Tensor], mesh: DeviceMesh, setting: Setting
+    ) -> "Numbers":
+        """Return all numbers as `place` lays them out on a mesh."""
+        parameters = [place(p, mesh, at) for p, at in zip(self.parameters, setting.layouts, strict=False)]
+        gradients = [
+            [place(grad, mesh, at) for grad, at in zip(step_gradients, setting.gradients, strict=False)]
+            for step_gradients in self.gradients
+        ]
+        return Numbers(parameters, gradients)
+
+
+def _one_number_by_rank(shape: tuple[int, ...], ranks: int) -> Tensor:
+    """Return zeros with 1 and -1 in turn, no two of which are in one row, one column or one of `ranks` shards."""
+    numbers = torch.zeros(shape)
+    firsts = [range(0, length, -(-length // ranks)) for length in shape]
+    for index, position in enumerate(zip(firsts[0], *(reversed(positions) for positions in firsts[1:]), strict=False)):
+        numbers[position] = (-1) ** index
+    return numbers
+
+
+def stepped(sample: OptimizerSample, numbers: Numbers) -> State:
+    """Return parameters and state after all steps; an optimizer that evaluates the loss gets one of the gradients."""
+    parameters = [p.clone().requires_grad_(not sample.differentiable) for p in numbers.parameters]
+    optimizer = sample.make(parameters, **sample.options)
+    for step_gradients in numbers.gradients:
+        if sample.is_line_search:
+            optimizer.step(partial(_quadratic, parameters, step_gradients))
+            continue
+        for p, grad in zip(parameters, step_gradients, strict=True):
+            p.grad = grad.clone()
+        optimizer.step()
+    return dict(_state(optimizer, parameters))
+
+
+def _quadratic(parameters: Sequence[Tensor], minima: Sequence[Tensor]) -> float:
+    """Return a loss whose curvature is 1 to 3 by parameter, and set its gradients."""
+    loss = 0.0
+    for curvature, (p, minimum) in enumerate(zip(parameters, minima, strict=True), 1):
+        distance = p.detach() - minimum
+        p.grad = distance * curvature
+        loss += float(full((distance * distance).sum())) * curvature / 2
+    return loss
+
+
+def _state(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    for index, p in enumerate(parameters):
+        yield f"parameter {index}", p.detach()
+        for key, value in optimizer.state.get(p, {}).items():
+            for number, each in enumerate(value if isinstance(value, list) else [value]):
+                if each is not None:
+                    yield f"{key} {number} of {index}", torch.as_tensor(each).detach()
+
+
+def _faults(
+    sample: OptimizerSample, setting: Setting, numbers: Numbers, expected: State, mesh: DeviceMesh
+) -> dict[str, str]:
+    """Return the faults of this rank: bits of its shards for elementwise optimizers, or else of full tensors."""
+    measured = stepped(sample, numbers.laid_out(distributed, mesh, setting))
+    if sample.is_elementwise:
+        own = replace(setting, gradients=setting.layouts)
+        expected = stepped(sample, numbers.laid_out(placed_shard, mesh, own))
+    if measured.keys() != expected.keys():
+        return {"state": f"{sorted(measured)}, expected {sorted(expected)}"}
+    bound = setting.bound(sample)
+    faults: dict[str, str] = {}
+    for name, wanted in expected.items():
+        layout = setting.layouts[int(name.rpartition(" ")[2])] if sample.is_elementwise else None
+        text = difference(measured[name], wanted, bound=bound, layout=layout)
+        if text:
+            faults.setdefault("parameter" if name.startswith("parameter") else "state", f"{name}: {text}")
+    return faults

@@ -1,0 +1,180 @@
+"""Sweep of FSDP2's options: none is missing, its sums are exact, and what is refused or wrong is narrowed down."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from conformance.sweeps import options as options_module
+from conformance.sweeps.options import (
+    DEFAULTS,
+    MICRO_BATCHES,
+    OPTIONS,
+    Options,
+    OptionSweep,
+    SmallNet,
+    inputs_of,
+    samples_of,
+)
+from conformance.sweeps.trials import End, Ended
+
+OPTIONS_OF = {
+    "module": "groups",
+    "mesh": "mesh",
+    "reshard_after_forward": "reshard_after_forward",
+    "shard_placement_fn": "shard_placement_fn",
+    "mp_policy": "param_dtype",
+    "offload_policy": "offload_policy",
+    "ignored_params": "ignored_params",
+    "param_dtype": "param_dtype",
+    "reduce_dtype": "reduce_dtype",
+    "output_dtype": "output_dtype",
+    "cast_forward_inputs": "cast_forward_inputs",
+    "set_gradient_divide_factor": "gradient_divide_factor",
+    "set_force_sum_reduction_for_comms": "force_sum_reduction_for_comms",
+    "set_requires_gradient_sync": "gradient_sync",
+    "set_requires_all_reduce": "gradient_sync",
+    "set_reshard_after_forward": "reshard_after_forward",
+    "set_reshard_after_backward": "reshard_after_backward",
+    "set_is_last_backward": "set_is_last_backward",
+    "unshard": "unshard",
+    "reshard": "reshard_after_backward",
+    "set_modules_to_forward_prefetch": "modules_to_prefetch",
+    "set_modules_to_backward_prefetch": "modules_to_prefetch",
+    "set_reduce_scatter_unused_params": "reduce_scatter_unused_params",
+    "set_reduce_scatter_max_input_buffers": "reduce_scatter_max_input_buffers",
+    "set_separate_reduce_scatter_group": "separate_reduce_scatter_group",
+}
+"""Options of the sweep by the parameter or method that they try."""
+LEFT_OUT = {
+    "dp_mesh_dims": "SPMD meshes, see docs/detection/blind_spots.md",
+    "set_all_reduce_hook": "API-2",
+    "set_custom_all_gather": "API-2",
+    "set_custom_reduce_scatter": "API-2",
+    "set_unshard_in_backward": "API-2: valid for modules without parameters in backward alone",
+    "reset_iter_state": "API-2: after an error",
+    "set_reduce_scatter_divide_factor": "deprecated",
+    "set_post_optim_event": "events of devices",
+    "set_allocate_memory_from_process_group_for_comm": "memory of NCCL",
+    "set_symm_mem_for_comm": "memory of NCCL",
+}
+"""Parameters and methods without an option, with the reason."""
+
+
+def test_every_parameter_and_method_is_an_option_or_left_out_for_a_reason() -> None:
+    names = set(inspect.signature(fully_shard).parameters) | {field.name for field in fields(MixedPrecisionPolicy)}
+    names |= {name for name, value in vars(FSDPModule).items() if callable(value) and not name.startswith("_")}
+    assert names == OPTIONS_OF.keys() | LEFT_OUT.keys()
+    assert set(OPTIONS_OF.values()) <= OPTIONS.keys()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_bf16_has_all_sums_of_sizes_of_gradients(ranks: int, sign: int) -> None:
+    sizes: dict[str, torch.Tensor] = {}
+    for rank in range(ranks):
+        for index in range(MICRO_BATCHES):
+            net = SmallNet()
+            for parameter in net.parameters():
+                parameter.data *= sign
+            net(inputs_of(samples_of(ranks), index)[rank], with_spare=True).sum().backward()
+            for name, parameter in net.named_parameters():
+                assert parameter.grad is not None
+                sizes[name] = sizes.get(name, torch.zeros(())) + parameter.grad.abs() * max(
+                    OPTIONS["forwards_per_step"]
+                )
+    assert all(float(size.max()) <= 256 for size in sizes.values())
+
+
+def test_the_gradient_of_an_ignored_parameter_is_told_from_the_mean_over_ranks() -> None:
+    grads = []
+    for rank in range(4):
+        net = SmallNet()
+        net(inputs_of(samples_of(4), 0)[rank]).sum().backward()
+        grads.append(net.first.bias.grad)
+    assert any(not torch.equal(grad, grads[0]) for grad in grads if grad is not None and grads[0] is not None)
+
+
+def sweep_where(
+    end_of: Callable[[Options], End | None], monkeypatch: pytest.MonkeyPatch, *subjects: str
+) -> OptionSweep:
+    """Return a sweep whose trainings end as a function of their options says."""
+
+    def ended(call: Any) -> Ended:
+        end = end_of(call.args[1])
+        return Ended(end, None, {} if end in (End.RIGHT, End.ERROR) else {"result": "wrong"})
+
+    monkeypatch.setattr(
+        options_module, "meshes_of", lambda _: dict.fromkeys(OPTIONS["mesh"], SimpleNamespace(ended=ended))
+    )
+    return OptionSweep(cast("Any", SimpleNamespace(rank=0, subjects=frozenset(subjects))))
+
+
+@pytest.mark.usefixtures("mesh")
+def test_what_is_wrong_is_narrowed_down_to_the_options_and_defaults_that_make_it_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def end_of(options: Options) -> End:
+        return (
+            End.WRONG
+            if options["offload_policy"] and options["forwards_per_step"] == 2 and options["gradient_sync"] != "last"
+            else End.RIGHT
+        )
+
+    wrong = {each.subject for each in sweep_where(end_of, monkeypatch).swept().wrong}
+    assert wrong == {
+        f"offload_policy=True, gradient_sync={value}, forwards_per_step=2" for value in ("each", "all-reduce-last")
+    }
+
+
+@pytest.mark.usefixtures("mesh")
+def test_all_triples_but_those_that_are_refused_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Options] = []
+
+    def end_of(options: Options) -> End:
+        if options["frozen"] and options["groups"] == "root alone":
+            return End.ERROR
+        seen.append(options)
+        return End.RIGHT
+
+    swept = sweep_where(end_of, monkeypatch).swept()
+    assert swept.refused == {"groups=root alone, frozen=True": 1}
+    assert not swept.wrong
+    assert any(row["frozen"] and row["load_state_dict"] and row["offload_policy"] for row in seen)
+    assert swept.computed["options"] >= 50
+
+
+@pytest.mark.usefixtures("mesh")
+def test_a_sweep_ends_if_not_even_the_defaults_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    swept = sweep_where(lambda _: End.WRONG, monkeypatch).swept()
+    assert swept.computed["options"] == 0
+    assert "no option" in {each.subject for each in swept.wrong}
+    assert DEFAULTS["reshard_after_forward"] is True
+
+
+@pytest.mark.usefixtures("mesh")
+def test_what_no_part_shows_alone_is_reported_as_a_whole_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end_of(options: Options) -> End:
+        return End.WRONG if sum(options[name] != default for name, default in DEFAULTS.items()) > 20 else End.RIGHT
+
+    swept = sweep_where(end_of, monkeypatch).swept()
+    assert all(each.subject.count(",") >= 20 for each in swept.wrong)
+
+
+@pytest.mark.usefixtures("mesh")
+def test_a_restricted_sweep_tries_what_subjects_name_and_no_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Options] = []
+
+    def end_of(options: Options) -> End:
+        seen.append(options)
+        return End.WRONG if options["offload_policy"] else End.RIGHT
+
+    swept = sweep_where(end_of, monkeypatch, "offload_policy=True, gradient_divide_factor=8.0", "Muon").swept()
+    assert seen == [DEFAULTS, {**DEFAULTS, "offload_policy": True, "gradient_divide_factor": 8.0}]
+    assert [each.subject for each in swept.wrong] == ["offload_policy=True, gradient_divide_factor=8.0"]
+    assert sweep_where(end_of, monkeypatch, "Muon").swept().computed["options"] > 1
