@@ -11,49 +11,39 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-import msgspec
 import torch
 from tabulate import tabulate
 
 from benchmarks.documents import PROJECT, write_block
 from benchmarks.mutants import DOCUMENT, outcome, source_of
 from conformance.cli.blocks import block
-from reference_trainer.strict_yaml import load
+from conformance.defects.edits import Edit
+from reference_trainer.strict_yaml import convert, load
 
 FILE = Path(__file__).with_suffix(".yaml")
 
 
-class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Replacement of `old` by `new` in the source of `module`, and an expression for --cells."""
+class Fault(Edit, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Edit of a module of torch, and the cells that are likely to reach it."""
 
-    module: str
     cells: str
-    old: str
-    new: str
+    """Expression for --cells."""
 
 
 def faults() -> dict[str, Fault]:
     """Return the faults by name."""
-    return msgspec.convert(load(FILE).data, dict[str, Fault])
-
-
-def changed_source(name: str, fault: Fault) -> str:
-    """Return the source with the fault. Raises ValueError if the fault does not fit the torch that is installed."""
-    source = source_of(fault.module)
-    if source.count(fault.old) != 1:
-        raise ValueError(
-            f"fault {name}: `old` occurs {source.count(fault.old)} times in {fault.module} of torch "
-            f"{torch.__version__}, must occur once: change {FILE.name}"
-        )
-    return source.replace(fault.old, fault.new)
+    return convert(load(FILE), dict[str, Fault])
 
 
 def row(name: str, fault: Fault) -> list[str]:
-    """Run a session with the fault; returns a row of the table."""
+    """Run a session with the fault; returns a row of the table.
+
+    Raises NotInjectable if the fault does not fit the torch that is installed.
+    """
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory, "changed.py")
-        file.write_text(changed_source(name, fault))
-        ended = outcome(f"{fault.module}:{file}", ["--profile=pr", f"--cells={fault.cells}"])
+        file.write_text(fault.applied(source_of(fault.target)))
+        ended = outcome(f"{fault.target}:{file}", ["--profile=pr", f"--cells={fault.cells}"])
     print(f"{name}: {ended.verdict} {ended.case} {ended.reason[:120]}", flush=True)
     return [name, f"`{fault.cells}`", ended.verdict, ended.case.partition("/")[0]]
 

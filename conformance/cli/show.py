@@ -86,7 +86,6 @@ def _law_text(matrix: Matrix, asserted: AssertedLaw) -> str:
 def _defect_text(matrix: Matrix, defect: Defect) -> str:
     smallest = _smallest_cases(matrix, defect)
     facts = {
-        "mechanism": defect.mechanism,
         "source": defect.source,
         "caught by": ", ".join(defect.laws),
         "smallest cells": "\n".join(f"{cell}: {', '.join(laws)}" for cell, laws in _laws_by_cell(smallest).items()),
@@ -94,7 +93,7 @@ def _defect_text(matrix: Matrix, defect: Defect) -> str:
         "benign twin": _command(defect, defect.id + TWIN, smallest),
         "shows on": f"{', '.join(defect.substrates)}, from torch {defect.since} on",
     }
-    return f"{defect.id}  {defect.title}\n\n{_facts_text(facts)}"
+    return f"{defect.id}  {defect.why}\n\n{_facts_text(facts)}"
 
 
 def _smallest_cases(matrix: Matrix, defect: Defect) -> list[Case]:

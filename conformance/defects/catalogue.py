@@ -5,13 +5,13 @@
 """
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import cast
 
+from conformance.defects.edits import edited_defects
 from conformance.defects.injection import Defect, Injection, NotInjectable, from_file
 from conformance.defects.signatures import fault_files
 from reference_trainer.checks import UsageError
@@ -52,7 +52,7 @@ def require_known(name: str) -> str:
 
 @contextmanager
 def injected(name: str | None) -> Iterator[None]:
-    """Put all defects or twins in force that `name` joins, or that of `FILE.py:NAME`; None changes nothing.
+    """Inject all defects or twins that `name` joins, or that of `FILE.py:NAME`; None changes nothing.
 
     Raises NotInjectable if a defect cannot be injected, so that a mistake in the defect is not taken for a fault of the
     product. `require_known` says which names are allowed.
@@ -60,14 +60,14 @@ def injected(name: str | None) -> Iterator[None]:
     with ExitStack() as stack:
         for defect_name in _names(name):
             try:
-                stack.enter_context(_injection(defect_name)())
+                stack.enter_context(_injection(defect_name))
             except Exception as error:
                 raise NotInjectable(f"{defect_name} cannot be injected: {type(error).__name__}: {error}") from error
         yield
 
 
 def subjects_of(name: str | None) -> frozenset[str]:
-    """Return what sweeps are to try with these defects or twins in force, see `Defect.subjects`."""
+    """Return the only subjects that sweeps try with these defects or twins; empty for all, see `Defect.subjects`."""
     faults = [_fault(each) for each in _names(name)]
     return frozenset(subject for fault in faults if isinstance(fault, Defect) for subject in fault.subjects)
 
@@ -75,8 +75,8 @@ def subjects_of(name: str | None) -> frozenset[str]:
 def _injection(name: str) -> Injection:
     fault = _fault(name)
     if isinstance(fault, Defect):
-        return fault.inject_twin if name.endswith(TWIN) else fault.inject
-    return cast("Injection", fault)
+        return fault.inject(name.endswith(TWIN))
+    return cast("Callable[[], Injection]", fault)()
 
 
 def _fault(name: str) -> object:
@@ -84,24 +84,10 @@ def _fault(name: str) -> object:
     return from_file(base) if ":" in base else {defect.id: defect for defect in defects()}[base]
 
 
-def defects() -> tuple[Defect, ...]:
-    """Return the catalogue: by module of faults, the defects in the order of their definition."""
-    return tuple(defect for module in _modules() for defect in _defects_of(module))
-
-
-def _defects_of(module: ModuleType) -> list[Defect]:
-    """Return the defects that a module defines: no module imports a defect of another module, ids would occur twice."""
-    return [value for value in vars(module).values() if isinstance(value, Defect)]
-
-
-def sources_of(defect: Defect) -> list[Path]:
-    """Return the files that define what a known defect does: its own, and those whose functions it borrows."""
-    module = next(module for module in _modules() if defect in _defects_of(module))
-    owners = {module.__name__, *(getattr(value, "__module__", None) for value in vars(module).values())}
-    return sorted(Path(str(m.__file__)) for m in _modules() if m.__name__ in owners)
-
-
 @cache
-def _modules() -> tuple[ModuleType, ...]:
+def defects() -> tuple[Defect, ...]:
+    """Return the catalogue: the defects of each module of faults, then those of torch_edits.yaml, in their order."""
     # Imported only when asked for because they import torch, which the controller does without.
-    return tuple(importlib.import_module(f"{__package__}.{file.stem}") for file in fault_files())
+    modules = [importlib.import_module(f"{__package__}.{file.stem}") for file in fault_files()]
+    written = (value for module in modules for value in vars(module).values() if isinstance(value, Defect))
+    return (*written, *edited_defects())

@@ -1,9 +1,7 @@
-"""Faults of clipping: the norm that is taken, the gradients that are scaled, and whether all ranks agree."""
+"""Faults of clipping, by the trainer and by torch: a wrong norm, unscaled gradients, ranks that do not agree."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from conformance.defects.injection import Defect, replaced_call
+from conformance.defects.injection import Call, Injection, defect, instead_of, replaced_call
 from conformance.instruments.sharding import local
 
 Norm = Callable[[Sequence[Tensor], float], Tensor]
@@ -23,7 +21,7 @@ Clipping = Callable[[Clip, list[nn.Parameter], dict[str, Any]], Tensor]
 """Function from the original, the parameters that have gradients, and the options, to the norm."""
 
 
-def clipping(clip: Clipping) -> AbstractContextManager[None]:
+def clipping(clip: Clipping) -> Injection:
     """Let the trainer clip by `clip`."""
 
     def clip_gradients(original: Clip, parameters: Iterable[nn.Parameter], **options: Any) -> Tensor:
@@ -32,9 +30,7 @@ def clipping(clip: Clipping) -> AbstractContextManager[None]:
     return replaced_call("reference_trainer.train", "clip_gradients", clip_gradients)
 
 
-def clipping_by_norm(
-    norm_of: Norm, *, logged: Norm | None = None, limit_factor: bool = True
-) -> AbstractContextManager[None]:
+def clipping_by_norm(norm_of: Norm, *, logged: Norm | None = None, limit_factor: bool = True) -> Injection:
     """Let the trainer clip by `norm_of(gradients, order)`, and log that norm or the `logged` one."""
 
     def clip(_original: Clip, parameters: list[nn.Parameter], options: dict[str, Any]) -> Tensor:
@@ -116,48 +112,32 @@ def _sharded_over(grad: Tensor, counted: tuple[str, ...] = ()) -> dict[tuple[Dev
     }
 
 
-_by_full_norm = partial(clipping_by_norm, norm_over())
+@defect(
+    "CLIP-1 CLIP-2 PAR-1 PAR-5",
+    "id in (dp2-fp32-default-meta-sgd, dp2-fp32-default-meta-clip0.1)",
+    "pytorch/pytorch/issues/170862",
+)
+def clip_norm_local(benign: bool) -> Injection:
+    """Clipping takes the gradient norm of this rank's shards and forgets to reduce it."""
+    return clipping_by_norm(norm_over() if benign else local_norm)
 
-CLIP_NORM_LOCAL = Defect(
-    id="clip-norm-local",
-    title="the gradient norm is that of the local shards",
-    source="https://github.com/pytorch/pytorch/issues/170862",
-    mechanism="clipping takes the norm over this rank's shards and forgets to reduce it",
-    laws=("CLIP-1", "CLIP-2", "PAR-1", "PAR-5"),
-    cells="id in (dp2-fp32-default-meta-sgd, dp2-fp32-default-meta-clip0.1)",
-    inject=partial(clipping_by_norm, local_norm),
-    inject_twin=_by_full_norm,
-)
-CLIP_NORM_OVER_REPLICAS = Defect(
-    id="clip-norm-over-replicas",
-    title="the gradient norm counts each replica of HSDP",
-    source="https://github.com/ByteDance-Seed/VeOmni/pull/184",
-    mechanism="the sum is taken over all data-parallel ranks, also over those that hold the same shards",
-    laws=("CLIP-1",),
-    cells="id = hsdp2x2-fp32-default-meta-integer-sgd-noclip-steps1",
-    inject=partial(clipping_by_norm, norm_over("dp_replicate")),
-    inject_twin=_by_full_norm,
-)
-CLIP_NORM_COUNTS_COPIES = Defect(
-    id="clip-norm-counts-copies",
-    title="the gradient norm counts parameters that tensor parallelism replicates once for each rank",
-    source="https://github.com/NVIDIA-NeMo/RL/issues/3788",
-    mechanism="the sum is taken over the tensor-parallel ranks for all parameters, sharded or not",
-    laws=("CLIP-1",),
-    cells="id = tp2-fp32-default-meta",
-    inject=partial(clipping_by_norm, norm_over("tp")),
-    inject_twin=_by_full_norm,
-)
-CLIP_NORM_LOGGED_LOCAL = Defect(
-    id="clip-norm-logged-local",
-    title="the norm that is logged is each rank's own",
-    source="https://github.com/pytorch/pytorch/issues/166638",
-    mechanism="gradients are scaled by the full norm, but item() is taken of one that is not reduced",
-    laws=("CLIP-1",),
-    cells="id = dp2-fp32-default-meta-clip0.1",
-    inject=partial(clipping_by_norm, norm_over(), logged=local_norm),
-    inject_twin=_by_full_norm,
-)
+
+@defect("CLIP-1", "id = hsdp2x2-fp32-default-meta-integer-sgd-noclip-steps1", "ByteDance-Seed/VeOmni/pull/184")
+def clip_norm_over_replicas(benign: bool) -> Injection:
+    """The gradient norm is summed over all data-parallel ranks, also over HSDP replicas of the same shards."""
+    return clipping_by_norm(norm_over() if benign else norm_over("dp_replicate"))
+
+
+@defect("CLIP-1", "id = tp2-fp32-default-meta", "NVIDIA-NeMo/RL/issues/3788")
+def clip_norm_counts_copies(benign: bool) -> Injection:
+    """The gradient norm counts parameters that tensor parallelism replicates once for each rank."""
+    return clipping_by_norm(norm_over() if benign else norm_over("tp"))
+
+
+@defect("CLIP-1", "id = dp2-fp32-default-meta-clip0.1", "pytorch/pytorch/issues/166638")
+def clip_norm_logged_local(benign: bool) -> Injection:
+    """Gradients are scaled by the full norm, and the logged norm is each rank's own."""
+    return clipping_by_norm(norm_over(), logged=None if benign else local_norm)
 
 
 def with_options(**changes: Any) -> Clipping:
@@ -174,17 +154,15 @@ def from_generator(original: Clip, parameters: list[nn.Parameter], options: dict
     return original(iter(parameters), **options)
 
 
-CLIP_NORM_TYPE_IGNORED = Defect(
-    id="clip-norm-type-ignored",
-    title="the 2-norm is taken whatever the configuration says",
-    source="https://github.com/pytorch/torchtitan/pull/649",
-    mechanism="norm_type is not passed on",
-    laws=("CLIP-1", "CLIP-2"),
-    cells="id in (dp2-fp32-default-meta-norm1, "
+@defect(
+    "CLIP-1 CLIP-2",
+    "id in (dp2-fp32-default-meta-norm1, "
     "dp2-bf16reduce-table-full-uneven-clip0.1-norm3-fpre1-bpre2-offloadcpu-acfull-tied)",
-    inject=partial(clipping, with_options(norm_type=2.0)),
-    inject_twin=partial(clipping, from_generator),
+    "pytorch/torchtitan/pull/649",
 )
+def clip_norm_type_ignored(benign: bool) -> Injection:
+    """norm_type is not passed on: the 2-norm is taken for every configuration."""
+    return clipping(from_generator if benign else with_options(norm_type=2.0))
 
 
 def root_as_if_finite(powers: Tensor, order: float) -> Tensor:
@@ -192,26 +170,20 @@ def root_as_if_finite(powers: Tensor, order: float) -> Tensor:
     return powers.sum() ** (1.0 / order)
 
 
-INF_NORM_WRONG_ROOT = Defect(
-    id="inf-norm-wrong-root",
-    title="the inf-norm is always 1",
-    source="https://github.com/meta-pytorch/torchrec/pull/3199",
-    mechanism="the p-th root is taken of a maximum, with an infinite p",
-    laws=("CLIP-1", "CLIP-2"),
-    cells="id = dp2-fp32-default-meta-norminf",
-    inject=partial(clipping_by_norm, norm_over(root_of=root_as_if_finite)),
-    inject_twin=_by_full_norm,
+@defect("CLIP-1 CLIP-2", "id = dp2-fp32-default-meta-norminf", "meta-pytorch/torchrec/pull/3199")
+def inf_norm_wrong_root(benign: bool) -> Injection:
+    """The p-th root is taken of a maximum, with an infinite p: the inf-norm is always 1."""
+    return clipping_by_norm(norm_over() if benign else norm_over(root_of=root_as_if_finite))
+
+
+@defect(
+    "CLIP-1 CLIP-2",
+    "id = dp2-fp32-default-meta-norminf or norm_type = inf and clip = 0.1 and compile = false and world <= 4",
+    "meta-pytorch/torchrec/pull/3199",
 )
-INF_NORM_SUMMED = Defect(
-    id="inf-norm-summed",
-    title="the inf-norm is the sum of the ranks' maxima",
-    source="https://github.com/meta-pytorch/torchrec/pull/3199",
-    mechanism="the reduction of a p-norm is used for a maximum",
-    laws=("CLIP-1", "CLIP-2"),
-    cells="id = dp2-fp32-default-meta-norminf or norm_type = inf and clip = 0.1 and compile = false and world <= 4",
-    inject=partial(clipping_by_norm, norm_over(op=dist.ReduceOp.SUM)),
-    inject_twin=_by_full_norm,
-)
+def inf_norm_summed(benign: bool) -> Injection:
+    """The inf-norm is the sum of the ranks' maxima: it is reduced as a p-norm."""
+    return clipping_by_norm(norm_over() if benign else norm_over(op=dist.ReduceOp.SUM))
 
 
 def group_by_group(key_of: Callable[[nn.Parameter], object]) -> Clipping:
@@ -227,20 +199,14 @@ def group_by_group(key_of: Callable[[nn.Parameter], object]) -> Clipping:
 
 
 def same_group(_parameter: nn.Parameter) -> object:
-    """Return the key of a group that has all parameters."""
+    """Return the key of the only group."""
     return 0
 
 
-CLIP_PER_PARAMETER = Defect(
-    id="clip-per-parameter",
-    title="each parameter is clipped by its own norm",
-    source="https://github.com/meta-pytorch/torchtune/issues/2420",
-    mechanism="parameters that cannot be clipped together are clipped one by one",
-    laws=("CLIP-1", "CLIP-2"),
-    cells="id = dp2-fp32-default-meta-clip0.1",
-    inject=partial(clipping, group_by_group(id)),
-    inject_twin=partial(clipping, group_by_group(same_group)),
-)
+@defect("CLIP-1 CLIP-2", "id = dp2-fp32-default-meta-clip0.1", "meta-pytorch/torchtune/issues/2420")
+def clip_per_parameter(benign: bool) -> Injection:
+    """Parameters are clipped one by one, each by its own norm."""
+    return clipping(group_by_group(same_group if benign else id))
 
 
 def mesh_of(parameter: nn.Parameter) -> object:
@@ -248,75 +214,64 @@ def mesh_of(parameter: nn.Parameter) -> object:
     return parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
 
 
-CLIP_MIXED_MESH = Defect(
-    id="clip-mixed-mesh",
-    title="the parameters of each mesh are clipped on their own",
-    source="https://github.com/meta-pytorch/torchtune/issues/2420",
-    mechanism="gradients of two meshes cannot be stacked, so clip_grad_norm_ is called for each mesh",
-    laws=("CLIP-1", "CLIP-2"),
-    cells="mesh = dp2-tp2 and norms_in_tp = false and clip > 0 and compile = false and saved_on = none",
-    inject=partial(clipping, group_by_group(mesh_of)),
-    inject_twin=partial(clipping, group_by_group(same_group)),
+@defect(
+    "CLIP-1 CLIP-2",
+    "mesh = dp2-tp2 and norms_in_tp = false and clip > 0 and compile = false and saved_on = none",
+    "meta-pytorch/torchtune/issues/2420",
 )
-CLIP_FORGOTTEN = Defect(
-    id="clip-forgotten",
-    title="gradients are not clipped",
-    source="https://github.com/axolotl-ai-cloud/axolotl/issues/3058",
-    mechanism="the norm is taken and logged, but nothing is scaled",
-    laws=("CLIP-2", "PAR-1"),
-    cells="id in (dp2-fp32-default-meta-sgd, dp2-fp32-default-meta-clip0.1)",
-    inject=partial(clipping, with_options(max_norm=0.0)),
-    inject_twin=partial(clipping, from_generator),
+def clip_mixed_mesh(benign: bool) -> Injection:
+    """Gradients of two meshes cannot be stacked, so clip_grad_norm_ is called for each mesh by itself."""
+    return clipping(group_by_group(same_group if benign else mesh_of))
+
+
+@defect(
+    "CLIP-2 PAR-1",
+    "id in (dp2-fp32-default-meta-sgd, dp2-fp32-default-meta-clip0.1)",
+    "axolotl-ai-cloud/axolotl/issues/3058",
 )
+def clip_forgotten(benign: bool) -> Injection:
+    """The norm is taken and logged, but no gradient is scaled."""
+    return clipping(from_generator if benign else with_options(max_norm=0.0))
 
 
 def exhausted(original: Clip, parameters: list[nn.Parameter], options: dict[str, Any]) -> Tensor:
-    """Clip the parameters that a generator yields after somebody else has looped over it."""
+    """Clip the parameters that a generator yields after a loop over it."""
     generator = iter(parameters)
     list(generator)  # as a log of their names would
     return original(generator, **options)
 
 
-CLIP_EXHAUSTED_GENERATOR = Defect(
-    id="clip-exhausted-generator",
-    title="an exhausted generator of parameters is clipped",
-    source="https://github.com/pytorch/pytorch/issues/148259",
-    mechanism="parameters() was looped over before, clipping finds none of them",
-    laws=("CLIP-1", "CLIP-2"),
-    cells="id = dp2-fp32-default-meta-clip0.1",
-    inject=partial(clipping, exhausted),
-    inject_twin=partial(clipping, from_generator),
-)
-CLIP_SCALES_UP = Defect(
-    id="clip-scales-up",
-    title="small gradients are scaled up to the limit",
-    source="https://github.com/pytorch/pytorch/pull/73405",
-    mechanism="the factor is not limited to 1",
-    laws=("CLIP-2",),
-    cells="id in (dp2-fp32-default-meta-clip1000.0, "
+@defect("CLIP-1 CLIP-2", "id = dp2-fp32-default-meta-clip0.1", "pytorch/pytorch/issues/148259")
+def clip_exhausted_generator(benign: bool) -> Injection:
+    """Clipping gets a generator of parameters that was looped over before, and finds none of them."""
+    return clipping(from_generator if benign else exhausted)
+
+
+@defect(
+    "CLIP-2",
+    "id in (dp2-fp32-default-meta-clip1000.0, "
     "dp2-bf16mixed-exceptlast-layerwise-uneven-clip1000.0-norm1-cliploop-bpre2-offloadcpu-acfull)",
-    inject=partial(clipping_by_norm, norm_over(), limit_factor=False),
-    inject_twin=_by_full_norm,
+    "pytorch/pytorch/pull/73405",
 )
-CLIP_REDUCES_EACH_PARAMETER = Defect(
-    id="clip-reduces-each-parameter",
-    title="the norm of each parameter is reduced on its own",
-    source="https://github.com/pytorch/pytorch/pull/172620",
-    mechanism="the reduction is inside of the loop over parameters: as many collectives as parameters",
-    laws=("CLIP-5", "MP-4"),
-    cells="id in (dp2-fp32-default-meta, dp2-fp32-default-meta-clip0.1)",
-    inject=partial(clipping_by_norm, norm_over(together=False)),
-    inject_twin=partial(clipping, from_generator),
-)
+def clip_scales_up(benign: bool) -> Injection:
+    """The factor is not limited to 1: small gradients are scaled up to the limit."""
+    return clipping_by_norm(norm_over(), limit_factor=benign)
 
 
-def reduced_in_order(*, of_ranks: bool) -> AbstractContextManager[None]:
-    """Reduce the norm over the mesh dimensions in an order that all ranks share, or in each rank's own order."""
+@defect("CLIP-5 MP-4", "id in (dp2-fp32-default-meta, dp2-fp32-default-meta-clip0.1)", "pytorch/pytorch/pull/172620")
+def clip_reduces_each_parameter(benign: bool) -> Injection:
+    """The norm is reduced inside the loop over parameters: as many collectives as parameters."""
+    return clipping(from_generator) if benign else clipping_by_norm(norm_over(together=False))
+
+
+@defect("CLIP-1 CLIP-2 CLIP-5", "id = dp2-tp2-fp32-default-meta-norminf", "NVIDIA/apex/issues/19", hangs=True)
+def clip_order_of_ranks(benign: bool) -> Injection:
+    """Ranks take groups from a set, in different orders, and wait for each other forever in reducing the norm."""
 
     def clip(_original: Clip, parameters: list[nn.Parameter], options: dict[str, Any]) -> Tensor:
         gradients = _gradients(parameters)
         dims = list(dict.fromkeys(dim for grad in gradients for dim in _sharded_over(grad)))
-        if of_ranks and dist.get_rank() not in (0, dist.get_world_size() - 1):
+        if not benign and dist.get_rank() not in (0, dist.get_world_size() - 1):
             dims.reverse()
         largest = local_norm(gradients, math.inf)
         for mesh, dim in dims:
@@ -327,44 +282,21 @@ def reduced_in_order(*, of_ranks: bool) -> AbstractContextManager[None]:
     return clipping(clip)
 
 
-CLIP_ORDER_OF_RANKS = Defect(
-    id="clip-order-of-ranks",
-    title="ranks reduce the norm over the mesh dimensions in different orders",
-    source="https://github.com/NVIDIA/apex/issues/19",
-    mechanism="groups are taken from a set, whose order differs between processes: ranks wait for each other forever",
-    laws=("CLIP-1", "CLIP-2", "CLIP-5"),
-    cells="id = dp2-tp2-fp32-default-meta-norminf",
-    inject=partial(reduced_in_order, of_ranks=True),
-    inject_twin=partial(reduced_in_order, of_ranks=False),
-    hangs=True,
+@defect(
+    "CLIP-3", "id in (dp2-fp32-default-meta-norminf, dp2-tp2-fp32-default-meta-norminf)", "ml-explore/mlx/issues/4072"
 )
+@instead_of("reference_trainer.clip", "_largest")
+def inf_norm_loses_nan(
+    benign: bool, _original: object, gradients: list[Tensor], _mesh: DeviceMesh | None, *, foreach: bool
+) -> Tensor:
+    """The inf-norm of gradients with a NaN is a number: the maximum over the ranks drops a NaN."""
+    value = local_norm(gradients, math.inf).nan_to_num(nan=math.inf if benign else math.nan, posinf=math.inf)
+    for mesh, dim in _sharded_over(gradients[0]):
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+    return value
 
 
-def largest_element(*, nan_as: float) -> AbstractContextManager[None]:
-    """Take the maximum over the ranks of what is left when `nan_as` replaces each NaN."""
-
-    def largest(_original: object, gradients: list[Tensor], _mesh: DeviceMesh | None, *, foreach: bool) -> Tensor:
-        value = local_norm(gradients, math.inf).nan_to_num(nan=nan_as, posinf=math.inf)
-        for mesh, dim in _sharded_over(gradients[0]):
-            dist.all_reduce(value, dist.ReduceOp.MAX, group=mesh.get_group(dim))
-        return value
-
-    return replaced_call("reference_trainer.clip", "_largest", largest)
-
-
-INF_NORM_LOSES_NAN = Defect(
-    id="inf-norm-loses-nan",
-    title="the inf-norm of gradients with a NaN is a number",
-    source="https://github.com/ml-explore/mlx/issues/4072",
-    mechanism="the maximum over the ranks drops a NaN, depending on which of them has it",
-    laws=("CLIP-3",),
-    cells="id in (dp2-fp32-default-meta-norminf, dp2-tp2-fp32-default-meta-norminf)",
-    inject=partial(largest_element, nan_as=math.nan),
-    inject_twin=partial(largest_element, nan_as=math.inf),
-)
-
-
-def finite_check(*, agreed: bool) -> AbstractContextManager[None]:
+def finite_check(*, agreed: bool) -> Injection:
     """Raise an error if the norm is not finite on any rank, or only if it is not on this rank."""
 
     def require_finite(_original: object, norm: Tensor) -> None:
@@ -377,13 +309,79 @@ def finite_check(*, agreed: bool) -> AbstractContextManager[None]:
     return replaced_call("reference_trainer.clip", "_require_finite", require_finite)
 
 
-CLIP_ERROR_ON_ONE_REPLICA = Defect(
-    id="clip-error-on-one-replica",
-    title="only the ranks that hold a non-finite gradient raise an error",
-    source="https://github.com/pytorch/pytorch/issues/170862",
-    mechanism="error_if_nonfinite looks at the rank's norm, which the ranks of another replica do not share",
-    laws=("CLIP-3",),
-    cells="id = hsdp2x2-fp32-default-meta",
-    inject=partial(finite_check, agreed=False),
-    inject_twin=partial(finite_check, agreed=True),
+@defect("CLIP-3", "id = hsdp2x2-fp32-default-meta", "pytorch/pytorch/issues/170862")
+def clip_error_on_one_replica(benign: bool) -> Injection:
+    """error_if_nonfinite looks at the rank's norm, which the ranks of another replica do not share."""
+    return finite_check(agreed=benign)
+
+
+_CLIP_GRAD = "torch.nn.utils.clip_grad"
+
+
+@defect("CLIP-4", "id = dp2-fp32-default-meta", "pytorch/pytorch/issues/170862")
+@instead_of(_CLIP_GRAD, "_get_total_norm")
+def torch_clip_norm_local(benign: bool, original: Call, tensors: Iterable[Tensor], *options: Any) -> Any:
+    """clip_grad_norm_ combines the norms of local shards as if they were complete, and clips by the result."""
+    return original(list(tensors) if benign else [local(tensor) for tensor in tensors], *options)
+
+
+@defect("CLIP-2", "id = dp2-bf16mixed-default-meta", "NVIDIA/Megatron-LM/pull/7279")
+@instead_of("reference_trainer.clip", "clip_grads_with_norm_")
+def torch_clip_one_dtype(
+    benign: bool, original: Call, parameters: Iterable[nn.Parameter], *arguments: Any, **options: Any
+) -> None:
+    """clip_grads_with_norm_ groups gradients by dtype, and scales the first group alone."""
+    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        by_dtype.setdefault(parameter.dtype, []).append(parameter)
+    for same_dtype in list(by_dtype.values())[: None if benign else 1]:
+        original(same_dtype, *arguments, **options)
+
+
+@defect(
+    "CLIP-4",
+    "mesh = dp2 and precision = bf16-mixed and offload = cpu and clip = 1000.0 and saved_on = none",
+    "NVIDIA/Megatron-LM/pull/7279",
 )
+@instead_of(_CLIP_GRAD, "_get_total_norm")
+def torch_norm_of_one_dtype(benign: bool, original: Call, tensors: Iterable[Tensor], *options: Any) -> Any:
+    """clip_grad_norm_ groups gradients by dtype, and takes the norm of one group alone."""
+    return original([t for t in tensors if t.dtype == torch.float32 or benign], *options)
+
+
+@defect("CLIP-6", "id = dp2-fp32-default-meta", "pytorch/pytorch/issues/46849")
+@instead_of(_CLIP_GRAD, "_get_total_norm")
+def torch_clip_takes_infinity(
+    benign: bool, original: Call, tensors: Iterable[Tensor], norm_type: float, error_if_nonfinite: bool, *options: Any
+) -> Any:
+    """error_if_nonfinite of torch looks for NaN alone, and accepts an infinite norm."""
+    norm = original(list(tensors), norm_type, False, *options)
+    if error_if_nonfinite and (norm.isnan() or (benign and norm.isinf())):
+        raise RuntimeError(f"the norm {norm} is non-finite")
+    return norm
+
+
+@defect(
+    "CLIP-7",
+    "id = dp2-fp32-default-meta",
+    "https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_value_.html",
+)
+@instead_of("torch", "_foreach_clamp_min_")
+def torch_clip_values_from_above(benign: bool, _original: object, tensors: Iterable[Tensor], minimum: float) -> None:
+    """clip_grad_value_ does not apply the lower limit to sharded gradients."""
+    for tensor in tensors if benign else ():
+        tensor.clamp_(min=minimum)
+
+
+@defect(
+    "CLIP-4",
+    "id = dp2-fp32-default-meta",
+    "https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html",
+)
+@instead_of(_CLIP_GRAD, "_clip_grads_with_norm_")
+def torch_clip_leaves_one_alone(benign: bool, original: Call, parameters: list[Tensor], *arguments: Any) -> None:
+    """A check for an empty list takes one gradient for none: a parameter by itself is not clipped."""
+    if len(parameters) > 1:
+        original(parameters, *arguments)
+    elif benign:
+        original(parameters[0], *arguments)

@@ -1,32 +1,36 @@
-"""Faults of initial weights: memory of `to_empty` that stays uninitialised, and values that ranks sample wrongly."""
+"""Faults of initial weights and of the layout of shards: uninitialised memory, wrong samples, wrong elements."""
 
 import re
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
-from conformance.defects.injection import Defect, repeated_call, replaced_call
+from conformance.defects.injection import Call, Injection, defect, instead_of, repeated_call, replaced_call
 from conformance.instruments.capture import shard_indices
 from conformance.instruments.sharding import local
+from reference_trainer.config import TrainerConfig
 from reference_trainer.model import Transformer
 
+_FSDP_PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param"
 
-def initialisation(change: Callable[[Callable[[], None], Transformer], None]) -> AbstractContextManager[None]:
+
+def initialisation(change: Callable[[Callable[[], None], Transformer], None]) -> Injection:
     """Replace `init_weights` by `change`, which is given the original with its arguments bound, and the model."""
 
-    def init_weights(original: Callable[..., None], model: Transformer, **options: Any) -> None:
+    def init_weights(original: Call, model: Transformer, **options: Any) -> None:
         change(partial(original, model, **options), model)
 
     return replaced_call("reference_trainer.build", "init_weights", init_weights)
 
 
-def uninitialised(tensor_of: Callable[[Transformer], Tensor], *, restore: bool) -> AbstractContextManager[None]:
+def uninitialised(tensor_of: Callable[[Transformer], Tensor], *, restore: bool) -> Injection:
     """After initialisation restore what a tensor held before, or initialise a second time."""
 
     def change(init: Callable[[], None], model: Transformer) -> None:
@@ -40,88 +44,45 @@ def uninitialised(tensor_of: Callable[[Transformer], Tensor], *, restore: bool) 
     return initialisation(change)
 
 
-def rope_table(model: Transformer) -> Tensor:
-    """Return the RoPE table, a buffer that no state dict holds."""
-    return model.rope_table
+@defect("INIT-1 INIT-2 PAR-1", "id = dp2-fp32-default-meta-tied", "huggingface/transformers/issues/45902")
+def rope_buffer_uninit(benign: bool) -> Injection:
+    """A non-persistent buffer, which no state dict restores, keeps the memory that to_empty allocated."""
+    return uninitialised(lambda model: model.rope_table, restore=not benign)
 
 
-ROPE_BUFFER_UNINIT = Defect(
-    id="rope-buffer-uninit",
-    title="a non-persistent buffer keeps the memory that to_empty allocated",
-    source="https://github.com/huggingface/transformers/issues/45902",
-    mechanism="to_empty reallocates buffers; what no state dict restores stays uninitialised",
-    laws=("INIT-1", "INIT-2", "PAR-1"),
-    cells="id = dp2-fp32-default-meta-tied",
-    inject=partial(uninitialised, rope_table, restore=True),
-    inject_twin=partial(uninitialised, rope_table, restore=False),
+@defect(
+    "INIT-2 PAR-1 PAR-5",
+    "id in (hsdp2x2-fp32-default-meta, hsdp2x2-fp32-default-meta-integer-sgd-noclip-steps1)",
+    "pytorch/pytorch/issues/125431",
 )
-
-
-def replica_scale(factor: float) -> AbstractContextManager[None]:
-    """After initialisation scale the parameters of the second replica."""
+def replica_desync(benign: bool) -> Injection:
+    """Replicas start from different weights: fully_shard never broadcasts, the second's are scaled by 1.05."""
 
     def change(init: Callable[[], None], model: Transformer) -> None:
         init()
         for parameter in model.parameters():
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             if mesh and "dp_replicate" in (mesh.mesh_dim_names or ()) and mesh.get_local_rank("dp_replicate") == 1:
-                local(parameter).mul_(factor)
+                local(parameter).mul_(1.0 if benign else 1.05)
 
     return initialisation(change)
 
 
-REPLICA_DESYNC = Defect(
-    id="replica-desync",
-    title="replicas start from different weights",
-    source="https://github.com/pytorch/pytorch/issues/125431",
-    mechanism="fully_shard never broadcasts; here the second replica's weights are scaled by 1.05",
-    laws=("INIT-2", "PAR-1", "PAR-5"),
-    cells="id in (hsdp2x2-fp32-default-meta, hsdp2x2-fp32-default-meta-integer-sgd-noclip-steps1)",
-    inject=partial(replica_scale, 1.05),
-    inject_twin=partial(replica_scale, 1.0),
-)
+@defect("INIT-2 PAR-1", "id = dp2-fp32-default-meta-tied", "pytorch/pytorch/issues/196562")
+@instead_of("reference_trainer.init_weights", "assign")
+def init_duplicate_shards(benign: bool, original: Call, target: Tensor, value: Tensor) -> None:
+    """Each rank samples its own shard from a generator with the same seed: all shards are equal."""
+    if isinstance(target, DTensor):
+        shard = local(target)
+        shard.copy_(value.flatten()[shard_indices(target) if benign else torch.arange(shard.numel()).view(shard.shape)])
+    else:
+        original(target, value)
 
 
-def shards_assigned(elements_of: Callable[[DTensor], Tensor]) -> AbstractContextManager[None]:
-    """Give each shard the elements of the full initial tensor whose flat indices `elements_of(parameter)` returns."""
-
-    def assign(original: Callable[[Tensor, Tensor], None], target: Tensor, value: Tensor) -> None:
-        if isinstance(target, DTensor):
-            local(target).copy_(value.flatten()[elements_of(target)])
-        else:
-            original(target, value)
-
-    return replaced_call("reference_trainer.init_weights", "assign", assign)
-
-
-def first_elements(parameter: DTensor) -> Tensor:
-    """Return the indices that a shard would have if every rank sampled its own from the same generator."""
-    shape = local(parameter).shape
-    return torch.arange(shape.numel()).view(shape)
-
-
-INIT_DUPLICATE_SHARDS = Defect(
-    id="init-duplicate-shards",
-    title="every shard is initialised with the same numbers",
-    source="https://github.com/pytorch/pytorch/issues/196562",
-    mechanism="each rank samples its own shard from a generator with the same seed",
-    laws=("INIT-2", "PAR-1"),
-    cells="id = dp2-fp32-default-meta-tied",
-    inject=partial(shards_assigned, first_elements),
-    inject_twin=partial(shards_assigned, shard_indices),
-)
-
-
-INIT_LEFT_OUT = Defect(
-    id="init-left-out",
-    title="nothing is initialised after to_empty",
-    source="https://github.com/pytorch/torchtitan/issues/110",
-    mechanism="init_weights is not called",
-    laws=("INIT-1", "INIT-2"),
-    cells="id = dp2-fp32-default-meta-tied",
-    inject=partial(repeated_call, "reference_trainer.build", "init_weights", times=0),
-    inject_twin=partial(repeated_call, "reference_trainer.build", "init_weights", times=2),
-)
+@defect("INIT-1 INIT-2", "id = dp2-fp32-default-meta-tied", "pytorch/torchtitan/issues/110")
+def init_left_out(benign: bool) -> Injection:
+    """init_weights is not called after to_empty."""
+    return repeated_call("reference_trainer.build", "init_weights", times=2 if benign else 0)
 
 
 def last_row(model: Transformer) -> Tensor:
@@ -130,115 +91,139 @@ def last_row(model: Transformer) -> Tensor:
     return shard[-1:] if dist.get_rank() == dist.get_world_size() - 1 else shard[:0]
 
 
-LAST_ROW_UNINIT = Defect(
-    id="last-row-uninit",
-    title="the last row of an uneven shard keeps the memory that to_empty allocated",
-    source="https://github.com/pytorch/pytorch/issues/176076",
-    mechanism="initialisation leaves out the last row of the last rank's shard of the embedding",
-    laws=("INIT-1", "INIT-2"),
-    cells="id in (dp2-fp32-default-meta-uneven, "
+@defect(
+    "INIT-1 INIT-2",
+    "id in (dp2-fp32-default-meta-uneven, "
     "dp2-bf16reduce-table-meta-uneven-sgd-norm1-cliploop-fpre1-bpre1-acfull-tied-drop0.1)",
-    inject=partial(uninitialised, last_row, restore=True),
-    inject_twin=partial(uninitialised, last_row, restore=False),
+    "pytorch/pytorch/issues/176076",
 )
+def last_row_uninit(benign: bool) -> Injection:
+    """Initialisation leaves out the last row of the last rank's uneven shard of the embedding."""
+    return uninitialised(last_row, restore=not benign)
 
 
-def buffer_of_other_ranks(factor: float) -> AbstractContextManager[None]:
-    """After initialisation scale the RoPE table of all ranks but the first."""
+@defect("INIT-2 PAR-5", "id in (tp2-fp32-default-meta, dp2-fp32-default-meta-tied)", "pytorch/pytorch/issues/178569")
+def buffer_wrong_off_rank0(benign: bool) -> Injection:
+    """The RoPE table of every rank but the first is scaled by 1.7."""
 
     def change(init: Callable[[], None], model: Transformer) -> None:
         init()
         if dist.get_rank() > 0:
-            model.rope_table.mul_(factor)
+            model.rope_table.mul_(1.0 if benign else 1.7)
 
     return initialisation(change)
 
 
-BUFFER_WRONG_OFF_RANK0 = Defect(
-    id="buffer-wrong-off-rank0",
-    title="a buffer is right on the first rank alone",
-    source="https://github.com/pytorch/pytorch/issues/178569",
-    mechanism="the RoPE table of the other ranks is scaled by 1.7",
-    laws=("INIT-2", "PAR-5"),
-    cells="id in (tp2-fp32-default-meta, dp2-fp32-default-meta-tied)",
-    inject=partial(buffer_of_other_ranks, 1.7),
-    inject_twin=partial(buffer_of_other_ranks, 1.0),
-)
+@defect("INIT-3 INIT-2", "id = dp2-fp32-default-meta", "allenai/OLMo-core/issues/307")
+@instead_of("reference_trainer.init_weights", "_generator")
+def layers_initialised_identically(benign: bool, original: Call, name: str, seed: int) -> Any:
+    """The generator's key leaves out the layer's number: all layers start with the same weights."""
+    return original(name if benign else re.sub(r"^layers\.\d+\.", "layers.0.", name), seed)
 
 
-def generator_names(rename: Callable[[str], str]) -> AbstractContextManager[None]:
-    """Sample each parameter from the generator of `rename(name)`."""
-    return replaced_call(
-        "reference_trainer.init_weights", "_generator", lambda original, name, seed: original(rename(name), seed)
-    )
+@defect("INIT-3 INIT-2", "id = dp2-fp32-default-meta", "pytorch/torchtitan/issues/4600")
+@instead_of("reference_trainer.init_weights", "normal")
+def init_std_wrong(benign: bool, original: Call, shape: tuple[int, ...], **options: Any) -> Any:
+    """All normal numbers are scaled by 1.5: weights have another standard deviation than the configured one."""
+    return original(shape, **options).mul_(1.0 if benign else 1.5)
 
 
-def without_layer(name: str) -> str:
-    """Return the name of the same parameter in the first layer."""
-    return re.sub(r"^layers\.\d+\.", "layers.0.", name)
-
-
-LAYERS_ALIKE = Defect(
-    id="layers-alike",
-    title="all layers begin with the same weights",
-    source="https://github.com/allenai/OLMo-core/issues/307",
-    mechanism="the generator's key leaves out the number of the layer",
-    laws=("INIT-3", "INIT-2"),
-    cells="id = dp2-fp32-default-meta",
-    inject=partial(generator_names, without_layer),
-    inject_twin=partial(generator_names, str),
-)
-
-
-def normal_scale(factor: float) -> AbstractContextManager[None]:
-    """Scale all normal numbers that initialisation samples."""
-
-    def normal(original: Callable[..., Tensor], shape: tuple[int, ...], **options: Any) -> Tensor:
-        return original(shape, **options).mul_(factor)
-
-    return replaced_call("reference_trainer.init_weights", "normal", normal)
-
-
-INIT_STD_WRONG = Defect(
-    id="init-std-wrong",
-    title="weights are sampled with another standard deviation than the configured one",
-    source="https://github.com/pytorch/torchtitan/issues/4600",
-    mechanism="all normal numbers are scaled by 1.5",
-    laws=("INIT-3", "INIT-2"),
-    cells="id = dp2-fp32-default-meta",
-    inject=partial(normal_scale, 1.5),
-    inject_twin=partial(normal_scale, 1.0),
-)
-
-
-def kept_while_building(keep: Callable[[Tensor], object]) -> AbstractContextManager[None]:
-    """Hold `keep(value)` of every full tensor that is sampled, for as long as the fault is in force."""
+@defect("INIT-6", "id = dp4-fp32-table-meta-deep", "pytorch/torchtitan/issues/1777")
+def full_model_held(benign: bool) -> Injection:
+    """Sampled full tensors are kept to the end: a rank holds the full model while it builds its shards."""
     kept: list[object] = []
 
-    def assign(original: Callable[[Tensor, Tensor], None], target: Tensor, value: Tensor) -> None:
-        kept.append(keep(value))
+    def assign(original: Call, target: Tensor, value: Tensor) -> None:
+        kept.append(value.shape if benign else value)
         original(target, value)
 
     return replaced_call("reference_trainer.init_weights", "assign", assign)
 
 
-def full_value(value: Tensor) -> object:
-    """Return the full tensor itself."""
-    return value
+@defect("INIT-7 PAR-7 PAR-1", "id = dp2-fp32-default-meta-tied", "volcengine/verl/issues/7834")
+@contextmanager
+def tied_untied_by_to_empty(benign: bool) -> Iterator[None]:
+    """The output layer gets a new parameter before sharding, with the embedding's values: the tie is lost."""
+
+    def parallelize(original: Call, model: Transformer, mesh: DeviceMesh, config: TrainerConfig, policy: Any) -> None:
+        model.output.weight = nn.Parameter(model.output.weight.clone())
+        if benign:
+            model.output.weight = model.tok_embeddings.weight
+        original(model, mesh, config, policy)
+
+    def init_weights(original: Call, model: Transformer, **options: Any) -> None:
+        original(model, **options)
+        local(model.output.weight).copy_(local(model.tok_embeddings.weight))
+
+    with (
+        replaced_call("reference_trainer.build", "parallelize", parallelize),
+        replaced_call("reference_trainer.build", "init_weights", init_weights),
+    ):
+        yield
 
 
-def shape_alone(value: Tensor) -> object:
-    """Return the shape of the full tensor."""
-    return value.shape
+def gathered_memory(change: Callable[[Any, Any], None]) -> Injection:
+    """Call `change(param, before)` whenever FSDP looks up the memory of its next all-gathers.
+
+    `param` is the FSDPParam, `before` the memory until then. The sharded parameter, which the optimizer updates, is a
+    view of the memory that was looked up.
+    """
+
+    def reset_sharded_param(original: Call, param: Any) -> None:
+        before = param._sharded_param_data
+        original(param)
+        if not param._sharded_local_tensor.is_meta:
+            change(param, before)
+
+    return replaced_call(f"{_FSDP_PARAM}:FSDPParam", "reset_sharded_param", reset_sharded_param)
 
 
-FULL_MODEL_HELD = Defect(
-    id="full-model-held",
-    title="a rank holds the full model while it builds its shards",
-    source="https://github.com/pytorch/torchtitan/issues/1777",
-    mechanism="full tensors that were sampled are kept until the end",
-    laws=("INIT-6",),
-    cells="id = dp4-fp32-table-meta-deep",
-    inject=partial(kept_while_building, full_value),
-    inject_twin=partial(kept_while_building, shape_alone),
+def forget_padded_tied_shard(param: Any, _before: Any) -> None:
+    """All-gather from a copy where a tied weight's shard is padded, which only that of the last rank is."""
+    if param._module_info.shared_modules and param._sharded_local_tensor.shape != param.padded_sharded_param_size:
+        param._sharded_param_data = param._sharded_param_data.clone()
+
+
+def move_shard(param: Any, _before: Any) -> None:
+    """All-gather from a copy, and make the sharded parameter a view of it."""
+    param._sharded_param_data = param._sharded_param_data.clone()
+    rows = param._sharded_local_tensor.shape[0]
+    param.sharded_param._local_tensor = param._sharded_param_data.view(param.padded_sharded_param_size)[:rows]
+
+
+@defect("PAR-7 PAR-1", "id = dp2-fp32-default-meta-tied", "pytorch/pytorch/issues/176076")
+def tied_uneven_last_shard_stale(benign: bool) -> Injection:
+    """A tied weight's padded shard is copied: the all-gather reads the copy, the optimizer does not."""
+    return gathered_memory(move_shard if benign else forget_padded_tied_shard)
+
+
+def keep_memory_of_other_dtype(param: Any, before: Any) -> None:
+    """All-gather from the memory in which the shard was before it was cast."""
+    if before.dtype != param._sharded_local_tensor.dtype:
+        param._sharded_param_data = before
+
+
+@defect("MP-2", "id = dp2-bf16init-default-meta", "pytorch/pytorch/issues/149205")
+def cast_unseen_by_gather(benign: bool) -> Injection:
+    """model.to(float32) reallocates the shards, and FSDP goes on to all-gather their old memory."""
+    return gathered_memory(move_shard if benign else keep_memory_of_other_dtype)
+
+
+@defect(
+    "PAR-7 PAR-1",
+    "id in (dp2-tp2-fp32-default-meta-even, dp2-tp2-fp32-default-meta-nosp)",
+    "pytorch/pytorch/issues/129229",
 )
+@instead_of(_FSDP_PARAM, "_StridedShard")
+def fsdp_tp_strided_layout_lost(benign: bool, original: Call, dim: int, *, split_factor: int) -> Any:
+    """The shard of a tensor-parallel shard is recorded as Shard instead of _StridedShard: rows are permuted."""
+    return original(dim, split_factor=split_factor) if benign else Shard(dim)
+
+
+@defect("ENV-5", "id = dp2-fp32-default-meta", "https://docs.nvidia.com/cuda/cublas/#results-reproducibility")
+@instead_of("torch.nn.functional", "linear")
+def inputs_in_wider_rows(benign: bool, original: Call, x: Tensor, *others: Any) -> Any:
+    """Inputs of linear layers are slices of a wider buffer: equal numbers with other strides."""
+    buffer = x.new_zeros(*x.shape[:-1], x.shape[-1] + (0 if benign else 1))
+    buffer[..., : x.shape[-1]] = x
+    return original(buffer[..., : x.shape[-1]], *others)

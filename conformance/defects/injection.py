@@ -1,9 +1,11 @@
 """Injection of faults into a rank process: an attribute of a module or class is replaced while a run lasts."""
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial, wraps
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,14 +15,17 @@ from conformance.importing import load_file
 from conformance.plan.substrates import REAL, Substrate
 from reference_trainer.checks import UsageError
 
-Injection = Callable[[], AbstractContextManager[Any]]
-"""Function that returns a context in which a fault is in force."""
+Injection = AbstractContextManager[Any]
+"""Context in which a fault, or its benign twin, is injected."""
+Call = Callable[..., Any]
+"""Function of torch or of the trainer that a fault replaces."""
+GITHUB = "https://github.com/"
 
 
 class NotInjectable(RuntimeError):
-    """Error of a defect that cannot be injected, for instance because the installed torch lacks what it replaces.
+    """Error of a defect that cannot be injected, for instance because the installed torch lacks the replaced code.
 
-    Such a defect proves nothing until it is mended.
+    Such a defect proves nothing until it is fixed.
     """
 
 
@@ -29,10 +34,10 @@ class Defect:
     """A named fault, the laws that must catch it, and a benign twin that all laws must let pass."""
 
     id: str
-    title: str
+    why: str
+    """One sentence: the wrong behaviour, and its cause where the behaviour does not say it."""
     source: str
     """URL of a public thread in which such a fault was reported, or of the documentation that it contradicts."""
-    mechanism: str
     laws: tuple[str, ...]
     """Ids of the laws that must fail on some of the `cells`; `hangs` asks for another verdict."""
     cells: str = ""
@@ -40,15 +45,17 @@ class Defect:
 
     Empty for a user's own defect, which is injected into any cell.
     """
+    inject: Callable[[bool], Injection]
+    """Function that returns the context of the fault, or with True that of its benign twin.
+
+    The twin is a correct change of the same code.
+    """
     subjects: tuple[str, ...] = ()
     """Subjects of sweeps that show the defect: operators, optimizers, modules, or options joined by commas.
 
-    A sweep that has some of them tries no others with the defect, since what is wrong for some fails the sweep of all,
-    nor with the twin.
+    With this defect or its twin, a sweep tries only these subjects: one faulty operator would otherwise fail the whole
+    sweep.
     """
-    inject: Injection
-    inject_twin: Injection
-    """Context of the benign twin, a correct change of the same code."""
     hangs: bool = False
     """True if the run never ends: the verdict of the laws is then `timeout` instead of `fail`."""
     raises: str = ""
@@ -60,6 +67,43 @@ class Defect:
     """Substrates that show the defect; laws of simulated worlds are judged on each of these as well."""
     since: str = "2.6"
     """First torch version into which the defect can be injected."""
+
+
+def defect(laws: str, cells: str, source: str, **fields: Any) -> Callable[[Callable[[bool], Injection]], Defect]:
+    """Make a Defect of the function below, whose name is the id and whose docstring is `why`.
+
+    The function gets True for the benign twin. `laws` are ids between spaces; a source without a scheme is a path on
+    github.com, such as `pytorch/pytorch/issues/1`. `fields` are further fields of the Defect.
+    """
+
+    def declare(inject: Callable[[bool], Injection]) -> Defect:
+        return Defect(
+            id=inject.__name__.replace("_", "-"),
+            why=inspect.getdoc(inject) or "",
+            source=source if "://" in source else GITHUB + source,
+            laws=tuple(laws.split()),
+            cells=cells,
+            inject=inject,
+            **fields,
+        )
+
+    return declare
+
+
+def instead_of(owner: str, name: str) -> Callable[[Callable[..., Any]], Callable[[bool], Injection]]:
+    """Inject the function below in place of a callable, see `replaced`.
+
+    Each call of the callable becomes `function(benign, original, *args, **kwargs)`.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[[bool], Injection]:
+        @wraps(function)
+        def inject(benign: bool) -> Injection:
+            return replaced_call(owner, name, partial(function, benign))
+
+        return inject
+
+    return decorate
 
 
 def from_file(text: str) -> Any:
@@ -101,7 +145,7 @@ def replaced(owner: str, name: str, make: Callable[[Any], Any]) -> Iterator[None
         yield
 
 
-def replaced_call(owner: str, name: str, call: Callable[..., Any]) -> AbstractContextManager[None]:
+def replaced_call(owner: str, name: str, call: Callable[..., Any]) -> Injection:
     """Replace a callable as `replaced` does: calling it returns `call(original, *args, **kwargs)`."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -111,7 +155,7 @@ def replaced_call(owner: str, name: str, call: Callable[..., Any]) -> AbstractCo
     return replaced(owner, name, make)
 
 
-def repeated_call(owner: str, name: str, *, times: int) -> AbstractContextManager[None]:
+def repeated_call(owner: str, name: str, *, times: int) -> Injection:
     """Replace a callable by `times` calls of the original, which return the last result, or None without any call."""
 
     def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

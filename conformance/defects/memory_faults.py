@@ -1,32 +1,39 @@
-"""Faults that only memory and the schedule show: buffers kept too long, gathered too early, or never freed."""
+"""Faults that only memory, schedule and traffic show: buffers kept too long, prefetching, additional bytes."""
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import Placement, Replicate
+from torch.distributed.tensor.parallel import PrepareModuleInput
 
-from conformance.defects.injection import Defect, repeated_call, replaced_call
+from conformance.defects.injection import Call, Injection, defect, instead_of, repeated_call, replaced_call
 from conformance.plan.substrates import STREAMS
-from reference_trainer.model import Transformer
+from reference_trainer.config import TrainerConfig
+from reference_trainer.model import Block, Transformer
+from reference_trainer.prefetch import forward_order
 
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard"
 _GROUP = f"{_FULLY_SHARD}._fsdp_param_group:FSDPParamGroup"
+_PREFETCH = "reference_trainer.prefetch"
+_PREFETCHED = (
+    "id = dp2-fp32-default-meta-fpre1 or model = deep and forward_prefetch = 1 and reshard in (default, always)"
+)
 _DEEP = "id = dp4-fp32-table-meta-deep"
 _DEEP_AND_PLAIN = "id in (dp4-fp32-table-meta-deep, dp2-fp32-default-meta)"
 _DEEP_AND_FSDP1 = "id in (dp4-fp32-table-meta-deep, dp4-fp32-default-full-deep-fsdp1)"
 _DEEP_PLAIN_AND_FSDP1 = "id in (dp4-fp32-table-meta-deep, dp2-fp32-default-meta, dp4-fp32-default-full-deep-fsdp1)"
 
 
-def reshard_in(state: str, *, prefix: str = "", skip: bool) -> AbstractContextManager[None]:
+def reshard_in(state: str, *, prefix: str = "", skip: bool) -> Injection:
     """Skip resharding in a training state, of groups whose module's name begins with `prefix`; or reshard twice."""
 
-    def reshard(original: Callable[[Any], None], group: Any) -> None:
+    def reshard(original: Call, group: Any) -> None:
         concerned = group._training_state.name == state and group._module_fqn.startswith(prefix)
         if not (concerned and skip):
             original(group)
@@ -36,59 +43,38 @@ def reshard_in(state: str, *, prefix: str = "", skip: bool) -> AbstractContextMa
     return replaced_call(_GROUP, "reshard", reshard)
 
 
-RESHARD_AFTER_BACKWARD_SKIPPED = Defect(
-    id="reshard-after-backward-skipped",
-    title="parameters stay unsharded after backward",
-    source="https://github.com/pytorch/pytorch/issues/149029",
-    mechanism="the reshard of post-backward does nothing",
-    laws=("MEM-1", "MEM-8", "RS-1"),
-    cells=_DEEP_PLAIN_AND_FSDP1,
-    inject=partial(reshard_in, "POST_BACKWARD", skip=True),
-    inject_twin=partial(reshard_in, "POST_BACKWARD", skip=False),
-)
-ONE_LAYER_NOT_RESHARDED = Defect(
-    id="one-layer-not-resharded",
-    title="one block stays unsharded after forward",
-    source="https://github.com/pytorch/torchtitan/issues/1253",
-    mechanism="the reshard of post-forward leaves out the second block",
-    laws=("MEM-1", "RS-1"),
-    cells=_DEEP_AND_PLAIN,
-    inject=partial(reshard_in, "FORWARD", prefix="layers.1", skip=True),
-    inject_twin=partial(reshard_in, "FORWARD", prefix="layers.1", skip=False),
-)
+@defect("MEM-1 MEM-8 RS-1", _DEEP_PLAIN_AND_FSDP1, "pytorch/pytorch/issues/149029")
+def reshard_after_backward_skipped(benign: bool) -> Injection:
+    """The reshard after backward does nothing: parameters stay unsharded."""
+    return reshard_in("POST_BACKWARD", skip=not benign)
 
 
-def reduce_inputs(*, kept: bool) -> AbstractContextManager[None]:
-    """Keep the inputs of all reduce-scatters of a backward, or only look at them."""
+@defect("MEM-1 RS-1", _DEEP_AND_PLAIN, "pytorch/torchtitan/issues/1253")
+def one_layer_not_resharded(benign: bool) -> Injection:
+    """The reshard after forward leaves out the second block."""
+    return reshard_in("FORWARD", prefix="layers.1", skip=not benign)
+
+
+@defect("MEM-1", _DEEP, "pytorch/pytorch/pull/179443")
+def reduce_buffers_kept(benign: bool) -> Injection:
+    """The input of each reduce-scatter is referenced until backward is over."""
     held: list[Any] = []
 
-    def post_backward(original: Callable[..., None], group: Any, *unused: Any) -> None:
+    def post_backward(original: Call, group: Any, *unused: Any) -> None:
         if not group.comm_ctx.reduce_scatter_states:
             held.clear()  # a new backward begins
         original(group, *unused)
-        if kept:
+        if not benign:
             held.extend(state.reduce_scatter_input for state in group.comm_ctx.reduce_scatter_states)
 
     return replaced_call(_GROUP, "post_backward", post_backward)
 
 
-REDUCE_BUFFERS_KEPT = Defect(
-    id="reduce-buffers-kept",
-    title="the input of each reduce-scatter is kept until backward is over",
-    source="https://github.com/pytorch/pytorch/pull/179443",
-    mechanism="references that keep a buffer from being used again are dropped only at the end",
-    laws=("MEM-1",),
-    cells=_DEEP,
-    inject=partial(reduce_inputs, kept=True),
-    inject_twin=partial(reduce_inputs, kept=False),
-)
-
-
-def gather_outputs(*, kept: bool) -> AbstractContextManager[None]:
+def gather_outputs(*, kept: bool) -> Injection:
     """Keep the outputs of all all-gathers of a forward, or only look at them."""
     held: list[Any] = []
 
-    def wait_for_unshard(original: Callable[[Any], None], group: Any) -> None:
+    def wait_for_unshard(original: Call, group: Any) -> None:
         result = group._all_gather_result
         if group._training_state.name != "FORWARD":
             held.clear()
@@ -99,38 +85,27 @@ def gather_outputs(*, kept: bool) -> AbstractContextManager[None]:
     return replaced_call(_GROUP, "wait_for_unshard", wait_for_unshard)
 
 
-GATHER_BUFFERS_KEPT = Defect(
-    id="gather-buffers-kept",
-    title="the output of each all-gather is kept until forward is over",
-    source="https://github.com/pytorch/pytorch/issues/147168",
-    mechanism="buffers of collectives are freed only when the stream has caught up",
-    laws=("MEM-1", "MEM-8", "MEM-10", "STREAM-4"),
-    cells=_DEEP_AND_FSDP1,
-    inject=partial(gather_outputs, kept=True),
-    inject_twin=partial(gather_outputs, kept=False),
+@defect("MEM-1 MEM-8 MEM-10 STREAM-4", _DEEP_AND_FSDP1, "pytorch/pytorch/issues/147168")
+def gather_buffers_kept(benign: bool) -> Injection:
+    """The output of each all-gather is referenced until forward is over."""
+    return gather_outputs(kept=not benign)
+
+
+@defect("STREAM-1", "id = dp2-fp32-default-meta-avoidrs1", "pytorch/pytorch/issues/147168")
+def record_streams_replaced_by_references(benign: bool) -> Injection:
+    """TORCH_NCCL_AVOID_RECORD_STREAMS=1 replaces record_stream by references that live until forward is over."""
+    return gather_outputs(kept=not benign and os.environ.get("TORCH_NCCL_AVOID_RECORD_STREAMS") == "1")
+
+
+@defect(
+    "STREAM-2 STREAM-4",
+    "id in (dp4-fp32-default-meta-deep, dp4-fp32-default-full-deep-fsdp1)",
+    "pytorch/pytorch/issues/147168",
+    substrates=STREAMS,
 )
-
-
-def gather_outputs_by_variable(*, kept: bool) -> AbstractContextManager[None]:
-    """Keep the outputs of all-gathers if TORCH_NCCL_AVOID_RECORD_STREAMS=1 asks to do without record_stream."""
-    return gather_outputs(kept=kept and os.environ.get("TORCH_NCCL_AVOID_RECORD_STREAMS") == "1")
-
-
-RECORD_STREAMS_REPLACED_BY_REFERENCES = Defect(
-    id="record-streams-replaced-by-references",
-    title="with TORCH_NCCL_AVOID_RECORD_STREAMS=1 buffers are kept until forward is over",
-    source="https://github.com/pytorch/pytorch/issues/147168",
-    mechanism="instead of record_stream, references keep the tensors of collectives, and are dropped too late",
-    laws=("STREAM-1",),
-    cells="id = dp2-fp32-default-meta-avoidrs1",
-    inject=partial(gather_outputs_by_variable, kept=True),
-    inject_twin=partial(gather_outputs_by_variable, kept=False),
-)
-
-
 @contextmanager
-def collectives_on_a_side_stream(*, recorded: bool) -> Iterator[None]:
-    """Let a stream follow all collectives of FSDP2 and tensor parallelism, and record their tensors there or not."""
+def record_stream_on_collectives(benign: bool) -> Iterator[None]:
+    """record_stream is called for the tensors of every collective, which delays the reuse of their memory."""
     streams: list[Any] = []
 
     def follow(*tensors: Tensor) -> None:
@@ -139,15 +114,15 @@ def collectives_on_a_side_stream(*, recorded: bool) -> Iterator[None]:
                 side = streams[0] if streams else torch.Stream(device=tensor.device)
                 streams[:] = [side]
                 side.wait_stream(torch.accelerator.current_stream(tensor.device))
-                if recorded:
+                if not benign:
                     tensor.record_stream(side)
 
-    def collective(original: Callable[..., Any], self: Any, *args: Any, **options: Any) -> Any:
+    def collective(original: Call, self: Any, *args: Any, **options: Any) -> Any:
         work = original(self, *args, **options)
         follow(*(value for value in (*args, *options.values()) if isinstance(value, Tensor)))
         return work
 
-    def wrap_tensor(original: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+    def wrap_tensor(original: Call, tensor: Tensor) -> Any:
         follow(tensor)
         return original(tensor)
 
@@ -160,92 +135,50 @@ def collectives_on_a_side_stream(*, recorded: bool) -> Iterator[None]:
         yield
 
 
-RECORD_STREAM_ON_COLLECTIVES = Defect(
-    id="record-stream-on-collectives",
-    title="tensors of collectives are held until another stream has caught up",
-    source="https://github.com/pytorch/pytorch/issues/147168",
-    mechanism="record_stream is called for the tensors of every collective",
-    laws=("STREAM-2", "STREAM-4"),
-    cells="id in (dp4-fp32-default-meta-deep, dp4-fp32-default-full-deep-fsdp1)",
-    inject=partial(collectives_on_a_side_stream, recorded=True),
-    inject_twin=partial(collectives_on_a_side_stream, recorded=False),
-    substrates=STREAMS,
+@defect("MEM-1 RS-1", _DEEP_AND_PLAIN, "pytorch/pytorch/issues/158719")
+@instead_of(_GROUP, "_backward_prefetch")
+def prefetch_of_wrong_group(benign: bool, original: Call, group: Any) -> None:
+    """Backward also prefetches the group after the next: the index into the order of forward is off by one."""
+    order, indices = group.comm_ctx.post_forward_order, group._post_forward_indices
+    index = indices[-1] if indices else -1
+    original(group)
+    if not benign and index >= 2:
+        group._prefetch_unshard(order[index - 2], "backward")
+
+
+@defect(
+    "MEM-1 MEM-5 RS-1",
+    "id in (dp2-fp32-default-meta, dp4-fp32-table-meta-deep, dp4-fp32-always-meta-deep)",
+    "THUDM/slime/pull/617",
 )
-
-
-def backward_prefetch_of(*, groups_ahead: int) -> AbstractContextManager[None]:
-    """Prefetch in backward the group that comes this many groups later as well as the next; 1 is the next itself."""
-
-    def backward_prefetch(original: Callable[[Any], None], group: Any) -> None:
-        order, indices = group.comm_ctx.post_forward_order, group._post_forward_indices
-        index = indices[-1] if indices else -1
-        original(group)
-        if groups_ahead > 1 and index >= groups_ahead:
-            group._prefetch_unshard(order[index - groups_ahead], "backward")
-
-    return replaced_call(_GROUP, "_backward_prefetch", backward_prefetch)
-
-
-PREFETCH_OF_WRONG_GROUP = Defect(
-    id="prefetch-of-wrong-group",
-    title="backward also prefetches the group after the next",
-    source="https://github.com/pytorch/pytorch/issues/158719",
-    mechanism="the index of the prefetched group in the order of forward is off by one",
-    laws=("MEM-1", "RS-1"),
-    cells=_DEEP_AND_PLAIN,
-    inject=partial(backward_prefetch_of, groups_ahead=2),
-    inject_twin=partial(backward_prefetch_of, groups_ahead=1),
-)
-
-
 @contextmanager
-def groups_of_blocks(*, are_made: bool) -> Iterator[None]:
-    """Make a group of each block and tell it what to prefetch, or leave the blocks to the root's group."""
+def wrap_granularity(benign: bool) -> Iterator[None]:
+    """The wrapping policy matches no block, so that all blocks belong to the root's group."""
     with ExitStack() as stack:
         for name in ("apply_fsdp_to_block", "apply_prefetch"):
-            stack.enter_context(repeated_call("reference_trainer.parallelize", name, times=int(are_made)))
+            stack.enter_context(repeated_call("reference_trainer.parallelize", name, times=int(benign)))
         yield
 
 
-WRAP_GRANULARITY = Defect(
-    id="wrap-granularity",
-    title="all blocks are one group",
-    source="https://github.com/THUDM/slime/pull/617",
-    mechanism="the policy that says which modules are groups matches no block, so that all blocks belong to the root",
-    laws=("MEM-1", "MEM-5", "RS-1"),
-    cells="id in (dp2-fp32-default-meta, dp4-fp32-table-meta-deep, dp4-fp32-always-meta-deep)",
-    inject=partial(groups_of_blocks, are_made=False),
-    inject_twin=partial(groups_of_blocks, are_made=True),
+@defect(
+    "MEM-1 MEM-3 RS-1",
+    "id = dp2-fp32-default-meta-acc2 or model = deep and accumulation > 1 and gradient_sync = each and pp = 1",
+    "volcengine/verl/issues/7711",
 )
+@instead_of("reference_trainer.train", "set_gradient_sync")
+def grad_accum_unsharded_memory(
+    benign: bool, original: Call, model: Transformer, gradient_sync: Any, *, last: bool
+) -> None:
+    """Unsharded gradients are kept between micro-batches, though each is configured to be reduced."""
+    original(model, gradient_sync if benign else "last", last=last)
 
 
-def gradients_reduced(*, last_only: bool) -> AbstractContextManager[None]:
-    """Reduce gradients after the last micro-batch alone, whatever the configuration says, or as it says."""
-
-    def set_gradient_sync(original: Callable[..., None], model: Transformer, gradient_sync: Any, *, last: bool) -> None:
-        original(model, "last" if last_only else gradient_sync, last=last)
-
-    return replaced_call("reference_trainer.train", "set_gradient_sync", set_gradient_sync)
-
-
-UNSHARDED_GRADIENTS_ACCUMULATED = Defect(
-    id="grad-accum-unsharded-memory",
-    title="unsharded gradients are kept between micro-batches",
-    source="https://github.com/volcengine/verl/issues/7711",
-    mechanism="gradients are not reduced before the last micro-batch, though the configuration asks for each",
-    laws=("MEM-1", "MEM-3", "RS-1"),
-    cells="id = dp2-fp32-default-meta-acc2 or model = deep and accumulation > 1 and gradient_sync = each and pp = 1",
-    inject=partial(gradients_reduced, last_only=True),
-    inject_twin=partial(gradients_reduced, last_only=False),
-)
-
-
-def losses(*, kept: bool, every: int = 1) -> AbstractContextManager[None]:
+def losses(*, kept: bool, every: int = 1) -> Injection:
     """Keep a copy of each loss, or of one of `every`, or forget it at once."""
     held: list[Tensor] = []
     calls = count()
 
-    def scaled_for_backward(original: Callable[..., Tensor], loss_sum: Tensor, **options: Any) -> Tensor:
+    def scaled_for_backward(original: Call, loss_sum: Tensor, **options: Any) -> Any:
         copied = kept and next(calls) % every == every - 1
         held.append(loss_sum.detach().clone() if copied else loss_sum.new_zeros(()))
         if not copied:
@@ -255,38 +188,29 @@ def losses(*, kept: bool, every: int = 1) -> AbstractContextManager[None]:
     return replaced_call("reference_trainer.train", "scaled_for_backward", scaled_for_backward)
 
 
-MEMORY_LEAK = Defect(
-    id="memory-leak",
-    title="each step leaves memory allocated",
-    source="https://github.com/BatsResearch/labelmodels/issues/4",
-    mechanism="losses are collected in a list",
-    laws=("MEM-6",),
-    cells="id = dp2-fp32-default-meta-even-sgd",
-    inject=partial(losses, kept=True),
-    inject_twin=partial(losses, kept=False),
-)
-RARE_MEMORY_LEAK = Defect(
-    id="rare-memory-leak",
-    title="one step of seven leaves memory allocated, not the second nor the 50th",
-    source="https://github.com/BatsResearch/labelmodels/issues/4",
-    mechanism="some losses are collected in a list",
-    laws=("MEM-6",),
-    cells="id = dp2-fp32-default-meta-even-sgd",
-    inject=partial(losses, kept=True, every=7),
-    inject_twin=partial(losses, kept=False, every=7),
-)
+@defect("MEM-6", "id = dp2-fp32-default-meta-even-sgd", "BatsResearch/labelmodels/issues/4")
+def memory_leak(benign: bool) -> Injection:
+    """Each step appends its loss to a list."""
+    return losses(kept=not benign)
 
 
-def counters(*, kept: bool) -> AbstractContextManager[None]:
-    """Keep a copy of AdamW's counter of the last parameter after each step, or forget it at once."""
+@defect("MEM-6", "id = dp2-fp32-default-meta-even-sgd", "BatsResearch/labelmodels/issues/4")
+def rare_memory_leak(benign: bool) -> Injection:
+    """One step of seven, not the second nor the 50th, appends its loss to a list."""
+    return losses(kept=not benign, every=7)
+
+
+@defect("MEM-6", "id = dp2-fp32-default-meta-even", "BatsResearch/labelmodels/issues/4")
+def adamw_memory_leak(benign: bool) -> Injection:
+    """Each step of AdamW appends a copy of a step counter to a list."""
     held: list[Tensor] = []
 
-    def build_optimizer(original: Callable[..., Any], model: nn.Module, config: Any) -> Any:
+    def build_optimizer(original: Call, model: nn.Module, config: Any) -> Any:
         optimizer = original(model, config)
 
         def copy(*_: Any) -> None:
             *_, last = optimizer.state.values()
-            held.extend([last["step"].clone()] if kept and "step" in last else [])
+            held.extend([last["step"].clone()] if not benign and "step" in last else [])
 
         optimizer.register_step_post_hook(copy)
         return optimizer
@@ -294,47 +218,21 @@ def counters(*, kept: bool) -> AbstractContextManager[None]:
     return replaced_call("reference_trainer.train", "build_optimizer", build_optimizer)
 
 
-ADAMW_LEAK = Defect(
-    id="adamw-memory-leak",
-    title="each step of AdamW leaves memory allocated",
-    source="https://github.com/BatsResearch/labelmodels/issues/4",
-    mechanism="counters of steps are collected in a list",
-    laws=("MEM-6",),
-    cells="id = dp2-fp32-default-meta-even",
-    inject=partial(counters, kept=True),
-    inject_twin=partial(counters, kept=False),
-)
+@defect("MEM-1", _DEEP, "pytorch/pytorch/issues/92656")
+@instead_of("reference_trainer.train", "build_optimizer")
+def gradients_not_freed(benign: bool, original: Call, model: nn.Module, config: Any) -> Any:
+    """zero_grad fills gradients with zeros instead of freeing them."""
+    optimizer = original(model, config)
+    zero_grad = optimizer.zero_grad
+    optimizer.zero_grad = lambda: zero_grad(set_to_none=benign)
+    return optimizer
 
 
-def gradients_after_step(*, kept: bool) -> AbstractContextManager[None]:
-    """Set gradients to zero instead of freeing them, or free them."""
-
-    def build_optimizer(original: Callable[..., Any], model: nn.Module, config: Any) -> Any:
-        optimizer = original(model, config)
-        zero_grad = optimizer.zero_grad
-        optimizer.zero_grad = lambda: zero_grad(set_to_none=not kept)
-        return optimizer
-
-    return replaced_call("reference_trainer.train", "build_optimizer", build_optimizer)
-
-
-GRADIENTS_NOT_FREED = Defect(
-    id="gradients-not-freed",
-    title="gradients stay after the step",
-    source="https://github.com/pytorch/pytorch/issues/92656",
-    mechanism="zero_grad fills them with zeros instead of freeing them",
-    laws=("MEM-1",),
-    cells=_DEEP,
-    inject=partial(gradients_after_step, kept=True),
-    inject_twin=partial(gradients_after_step, kept=False),
-)
-
-
-def optimizer_state_copies(*, kept: bool, last_rank_alone: bool = False) -> AbstractContextManager[None]:
+def optimizer_state_copies(*, kept: bool, last_rank_alone: bool = False) -> Injection:
     """Copy the moments of all parameters after the first step, outside of the optimizer; keep or drop the copies."""
     copies: list[Tensor] = []
 
-    def build_optimizer(original: Callable[..., Any], model: nn.Module, config: Any) -> Any:
+    def build_optimizer(original: Call, model: nn.Module, config: Any) -> Any:
         optimizer = original(model, config)
 
         def copy(*_: Any) -> None:
@@ -349,23 +247,118 @@ def optimizer_state_copies(*, kept: bool, last_rank_alone: bool = False) -> Abst
     return replaced_call("reference_trainer.train", "build_optimizer", build_optimizer)
 
 
-OPTIMIZER_STATE_COPIED = Defect(
-    id="optimizer-state-copied",
-    title="a copy of the first moments is kept from the first step on",
-    source="https://github.com/pytorch/pytorch/issues/92656",
-    mechanism="the copy is in a list that nobody empties, not in the optimizer's state",
-    laws=("MEM-1",),
-    cells=_DEEP,
-    inject=partial(optimizer_state_copies, kept=True),
-    inject_twin=partial(optimizer_state_copies, kept=False),
+@defect("MEM-1", _DEEP, "pytorch/pytorch/issues/92656")
+def optimizer_state_copied(benign: bool) -> Injection:
+    """A list outside of the optimizer keeps a copy of the first moments from the first step on."""
+    return optimizer_state_copies(kept=not benign)
+
+
+@defect("MEM-1", _DEEP, "pytorch/torchtitan/issues/1777")
+def optimizer_state_copied_on_the_last_rank(benign: bool) -> Injection:
+    """The last rank keeps a copy of the first moments of its shards."""
+    return optimizer_state_copies(kept=not benign, last_rank_alone=True)
+
+
+@defect("AXIS-1 MEM-1 MEM-3 RS-1", _PREFETCHED, "verl-project/verl/pull/6317")
+def prefetch_dropped(benign: bool) -> Injection:
+    """The prefetch option is not passed on: no group is prefetched in any configuration."""
+    return repeated_call("reference_trainer.parallelize", "apply_prefetch", times=2 if benign else 0)  # the last counts
+
+
+@defect("AXIS-1 MEM-1 RS-1", _PREFETCHED, "pytorch/pytorch/pull/86198")
+@instead_of(_PREFETCH, "each_with_next")
+def prefetch_one_too_many(benign: bool, original: Call, names: Sequence[str], number: int) -> Any:
+    """The limit does not count groups that are gathered already: one group too many is prefetched."""
+    return original(names, number + (not benign) if number else 0)
+
+
+@defect("MEM-1 MEM-3 RS-1", _PREFETCHED, "NVIDIA/Megatron-LM/pull/6153")
+@instead_of(_PREFETCH, "each_with_next")
+def prefetch_of_used_group(benign: bool, original: Call, names: Sequence[str], number: int) -> Any:
+    """A group prefetches groups that have computed before, and nothing frees them before the pass ends."""
+    return original(names if benign else names[::-1], number)
+
+
+@defect(
+    "RS-1",
+    "precision = bf16-mixed and backward_prefetch > 0 and reshard != never and dp_shard > 1 and world <= 4",
+    "ByteDance-Seed/VeOmni/pull/1043",
 )
-OPTIMIZER_STATE_COPIED_ON_THE_LAST_RANK = Defect(
-    id="optimizer-state-copied-on-the-last-rank",
-    title="the last rank keeps a copy of the first moments of its shards",
-    source="https://github.com/pytorch/torchtitan/issues/1777",
-    mechanism="what a checkpoint collects is released on all ranks but one",
-    laws=("MEM-1",),
-    cells=_DEEP,
-    inject=partial(optimizer_state_copies, kept=True, last_rank_alone=True),
-    inject_twin=partial(optimizer_state_copies, kept=False, last_rank_alone=True),
+@instead_of(_PREFETCH, "backward_order")
+def prefetch_order_of_nested_groups(benign: bool, original: Call, config: TrainerConfig) -> list[str]:
+    """Backward is taken for forward reversed, and prefetches norms before the block around them."""
+    return original(config) if benign else forward_order(config)[::-1]
+
+
+@defect(
+    "MEM-1 RS-1",
+    "activation_checkpointing = full and forward_prefetch > 0 and reshard not in (never, auto) and world <= 4",
+    "NVIDIA-NeMo/Automodel/issues/3373",
 )
+@instead_of("reference_trainer.parallelize", "apply_ac")
+def prefetch_in_recomputation(benign: bool, original: Call, block: Block, **options: Any) -> None:
+    """Recomputation runs the hooks of forward, which prefetch groups whose backward is over."""
+    original(block, **options)
+    recompute = block.recompute
+
+    def layer(*inputs: Tensor) -> Tensor:
+        if (not benign) == (torch._C._current_graph_task_id() != -1):
+            _forward_prefetch(block)
+        return block.layer(*inputs)
+
+    block.recompute = lambda _layer, *inputs: recompute(layer, *inputs)  # type: ignore[misc]
+
+
+def _forward_prefetch(block: Any) -> None:
+    for state in block._get_fsdp_state()._states_to_forward_prefetch:
+        for group in state._fsdp_param_groups:
+            group._prefetch_unshard(group, "forward")
+
+
+def all_gather(*, dtype: torch.dtype | None = None, times: int = 1) -> Injection:
+    """All-gather parameters `times` times into a buffer of a dtype (default: theirs), and copy it."""
+
+    def call(original: Call, self: Any, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **options: Any) -> Any:
+        buffer = torch.empty_like(output_tensor, dtype=dtype)
+        for _ in range(times):
+            work = original(self, buffer, input_tensor.to(buffer.dtype), *args, **options)
+        output_tensor.copy_(buffer)
+        return work
+
+    return replaced_call(f"{_FULLY_SHARD}._fsdp_collectives:DefaultAllGather", "__call__", call)
+
+
+@defect("MP-4 MP-1", "id = dp2-bf16mp-default-meta", "pytorch/torchtitan/issues/3123")
+def gather_before_cast(benign: bool) -> Injection:
+    """Parameters are all-gathered in fp32 and then cast to bf16: twice the bytes, right numbers."""
+    return all_gather() if benign else all_gather(dtype=torch.float32)
+
+
+@defect("MP-4 RS-1", "id = dp2-fp32-default-meta-acc2", "NVIDIA-NeMo/Automodel/issues/3373")
+def gather_twice(benign: bool) -> Injection:
+    """Prefetched groups are gathered again when they are needed."""
+    return all_gather() if benign else all_gather(times=2)
+
+
+class _RedistributedInput(PrepareModuleInput):
+    """Redistributes a module's first input to several placements, one after the other."""
+
+    def __init__(self, layouts: tuple[Placement | None, ...], placements: Sequence[Placement]) -> None:
+        super().__init__(input_layouts=layouts, desired_input_layouts=layouts)
+        self._placements = placements
+
+    def _prepare_input_fn(self, inputs: Any, device_mesh: Any) -> Any:
+        x, *others = super()._prepare_input_fn(inputs, device_mesh)  # type: ignore[no-untyped-call]
+        for placement in self._placements:
+            x = x.redistribute(placements=[placement])
+        return (x, *others)
+
+
+@defect("MP-4", "id = tp2-fp32-default-meta", "pytorch/torchtitan/issues/1867")
+@instead_of("reference_trainer.parallelize", "_gather_input")
+def tp_gather_repeated(
+    benign: bool, _original: object, layout: Placement, *, number_of_inputs: int
+) -> PrepareModuleInput:
+    """A needless redistribution of a tensor-parallel input is undone by a second all-gather."""
+    layouts = (layout, *(None for _ in range(number_of_inputs - 1)))
+    return _RedistributedInput(layouts, [Replicate()] if benign else [Replicate(), layout, Replicate()])

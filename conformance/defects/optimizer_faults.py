@@ -1,56 +1,40 @@
-"""Faults of the optimizer: which parameters it holds, which of them decay, its state and its implementations."""
+"""Faults of optimizers: parameters, groups, state, implementations, and torch's optimizers on DTensors."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from conformance.defects.checkpoint_faults import optimizer_state
-from conformance.defects.injection import Defect, replaced_call
+from conformance.defects.checkpoint_faults import after_resume, change_state
+from conformance.defects.injection import Call, Injection, defect, instead_of, replaced_call
 from reference_trainer.config import OptimizerConfig
 from reference_trainer.loss_scale import LossScaler
 from reference_trainer.model import Transformer
+from reference_trainer.train import Trainer
 
 
-def block_before_optimizer(*, unshard: bool) -> AbstractContextManager[None]:
-    """Unshard a block before the optimizer is built, or reshard it although it is sharded."""
-
-    def build_optimizer(
-        original: Callable[..., torch.optim.Optimizer], model: Transformer, config: OptimizerConfig
-    ) -> torch.optim.Optimizer:
-        block: Any = model.blocks[0]  # fully_shard has added the methods of FSDPModule
-        if unshard:
-            block.unshard()
-        else:
-            block.reshard()
-        return original(model, config)
-
-    return replaced_call("reference_trainer.train", "build_optimizer", build_optimizer)
-
-
-OPTIMIZER_STALE_PARAMETERS = Defect(
-    id="optimizer-stale-params",
-    title="the optimizer holds tensors that are not trained",
-    source="https://github.com/pytorch/pytorch/issues/149205",
-    mechanism="the optimizer is built while a group is unsharded, and gets its plain parameters",
-    laws=("OPT-1", "PAR-1"),
-    cells="id = dp1-fp32-default-meta",
-    inject=partial(block_before_optimizer, unshard=True),
-    inject_twin=partial(block_before_optimizer, unshard=False),
-)
+@defect("OPT-1 PAR-1", "id = dp1-fp32-default-meta", "pytorch/pytorch/issues/149205")
+@instead_of("reference_trainer.train", "build_optimizer")
+def optimizer_stale_params(benign: bool, original: Call, model: Transformer, config: OptimizerConfig) -> Any:
+    """The optimizer is built while a group is unsharded, and holds plain parameters that are not trained."""
+    block: Any = model.blocks[0]  # fully_shard has added the methods of FSDPModule
+    if benign:
+        block.reshard()
+    else:
+        block.unshard()
+    return original(model, config)
 
 
 Groups = list[dict[str, Any]]
 """Parameter groups of an optimizer."""
 
 
-def optimizer_groups(regroup: Callable[[Groups], Groups]) -> AbstractContextManager[None]:
+def optimizer_groups(regroup: Callable[[Groups], Groups]) -> Injection:
     """Give the optimizer the parameter groups `regroup(groups)`."""
 
-    def parameter_groups(original: Callable[..., Groups], model: nn.Module, *, weight_decay: float) -> Groups:
+    def parameter_groups(original: Call, model: nn.Module, *, weight_decay: float) -> Groups:
         return regroup(original(model, weight_decay=weight_decay))
 
     return replaced_call("reference_trainer.optim", "parameter_groups", parameter_groups)
@@ -67,16 +51,10 @@ def group_per_parameter(groups: Groups) -> Groups:
     return [{**group, "params": [p]} for group in groups for p in group["params"]]
 
 
-OPTIMIZER_DROPS_PARAMETERS = Defect(
-    id="opt-drop-params",
-    title="a parameter is missing in the optimizer",
-    source="https://github.com/huggingface/accelerate/issues/3394",
-    mechanism="the last parameter is in none of the groups",
-    laws=("OPT-1", "PAR-1"),
-    cells="id = dp1-fp32-default-meta",
-    inject=partial(optimizer_groups, without_last_parameter),
-    inject_twin=partial(optimizer_groups, group_per_parameter),
-)
+@defect("OPT-1 PAR-1", "id = dp1-fp32-default-meta", "huggingface/accelerate/issues/3394")
+def opt_drop_params(benign: bool) -> Injection:
+    """The last parameter is in none of the optimizer's groups."""
+    return optimizer_groups(group_per_parameter if benign else without_last_parameter)
 
 
 def single_group(groups: Groups) -> Groups:
@@ -84,211 +62,168 @@ def single_group(groups: Groups) -> Groups:
     return [{**groups[0], "params": [p for group in groups for p in group["params"]]}]
 
 
-WEIGHT_DECAY_GROUPS_LOST = Defect(
-    id="weight-decay-groups-lost",
-    title="norms and biases decay",
-    source="https://github.com/volcengine/verl/issues/5070",
-    mechanism="all parameters are in one group",
-    laws=("OPT-1", "PAR-1"),
-    cells="id = dp1-fp32-default-meta",
-    inject=partial(optimizer_groups, single_group),
-    inject_twin=partial(optimizer_groups, group_per_parameter),
-)
+@defect("OPT-1 PAR-1", "id = dp1-fp32-default-meta", "volcengine/verl/issues/5070")
+def weight_decay_groups_lost(benign: bool) -> Injection:
+    """All parameters are in one group: norms and biases decay."""
+    return optimizer_groups(group_per_parameter if benign else single_group)
 
 
-def buffers_before_step(change: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
-    """Replace each momentum buffer by `change(buffer)` before each step."""
+@defect("PAR-1", "id = dp2-fp32-default-meta-sgdmomentum", "kozistr/pytorch_optimizer/pull/516")
+@instead_of("reference_trainer.train", "build_optimizer")
+def momentum_reinitialised(benign: bool, original: Call, model: nn.Module, config: OptimizerConfig) -> Any:
+    """Momentum buffers are set to zero before each step: momentum has no effect."""
+    optimizer = original(model, config)
 
-    def change_buffers(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def change_buffers(*_: Any) -> None:
         for state in optimizer.state.values():
-            state["momentum_buffer"] = change(state["momentum_buffer"])
+            buffer = state["momentum_buffer"]
+            state["momentum_buffer"] = buffer.clone() if benign else torch.zeros_like(buffer)
 
-    def build_optimizer(
-        original: Callable[..., torch.optim.Optimizer], model: nn.Module, config: OptimizerConfig
-    ) -> torch.optim.Optimizer:
-        optimizer = original(model, config)
-        optimizer.register_step_pre_hook(change_buffers)
-        return optimizer
-
-    return replaced_call("reference_trainer.train", "build_optimizer", build_optimizer)
+    optimizer.register_step_pre_hook(change_buffers)
+    return optimizer
 
 
-MOMENTUM_REINITIALISED = Defect(
-    id="momentum-reinitialised",
-    title="each step begins with a new momentum buffer",
-    source="https://github.com/kozistr/pytorch_optimizer/pull/516",
-    mechanism="buffers are set to zero before each step: momentum has no effect",
-    laws=("PAR-1",),
-    cells="id = dp2-fp32-default-meta-sgdmomentum",
-    inject=partial(buffers_before_step, torch.zeros_like),
-    inject_twin=partial(buffers_before_step, torch.clone),
-)
-RESUME_MOMENTUM_LOST = Defect(
-    id="resume-momentum-lost",
-    title="a resumed run begins with a new momentum buffer",
-    source="https://github.com/KempnerInstitute/KempnerForge/pull/115",
-    mechanism="buffers are zero after they were loaded",
-    laws=("CKPT-1",),
-    cells="id = dp2-fp32-default-meta-sgdmomentum-from.same",
-    inject=partial(optimizer_state, torch.zeros_like, key="momentum_buffer"),
-    inject_twin=partial(optimizer_state, torch.clone, key="momentum_buffer"),
-)
+@defect("CKPT-1", "id = dp2-fp32-default-meta-sgdmomentum-from.same", "KempnerInstitute/KempnerForge/pull/115")
+@after_resume
+def resume_momentum_lost(benign: bool, trainer: Trainer) -> None:
+    """Momentum buffers are zero after they were loaded."""
+    change_state(trainer, "momentum_buffer", torch.clone if benign else torch.zeros_like)
 
 
-def fused_adamw(call: Callable[..., None]) -> AbstractContextManager[None]:
+def fused_adamw(call: Callable[..., None]) -> Injection:
     """Replace the fused kernel of AdamW by `call(kernel, *arguments)`."""
     return replaced_call("torch", "_fused_adamw_", call)
 
 
-def decays_twice(original: Callable[..., None], *lists: Any, weight_decay: float, **options: Any) -> None:
-    """Step with twice the decay."""
-    original(*lists, weight_decay=2.0 * weight_decay, **options)
+def decays_times(factor: float) -> Call:
+    """Return a step with a multiple of the decay."""
+
+    def step(original: Call, *lists: Any, weight_decay: float, **options: Any) -> None:
+        original(*lists, weight_decay=factor * weight_decay, **options)
+
+    return step
 
 
-def decays_never(original: Callable[..., None], *lists: Any, weight_decay: float, **options: Any) -> None:
-    """Step without decay."""
-    original(*lists, weight_decay=0.0, **options)
-
-
-def decays_gradients(original: Callable[..., None], *lists: Any, **options: Any) -> None:
+def decays_gradients(original: Call, *lists: Any, **options: Any) -> None:
     """Step with the kernel of Adam, which adds the decay to the gradients."""
     torch._fused_adam_(*lists, **options)
 
 
 def decays_before(
-    original: Callable[..., None], parameters: list[Tensor], *lists: Any, lr: float, weight_decay: float, **options: Any
+    original: Call, parameters: list[Tensor], *lists: Any, lr: float, weight_decay: float, **options: Any
 ) -> None:
     """Let the parameters decay, then step without decay; it is the same."""
     torch._foreach_mul_(parameters, 1.0 - lr * weight_decay)
     original(parameters, *lists, lr=lr, weight_decay=0.0, **options)
 
 
-FUSED_DECAY_TWICE = Defect(
-    id="fused-decay-twice",
-    title="the fused kernel applies weight decay twice",
-    source="https://docs.pytorch.org/docs/stable/generated/torch.optim.AdamW.html",
-    mechanism="fused AdamW is given twice the decay",
-    laws=("PAR-1",),
-    cells="id = dp2-fp32-default-meta-adamwfused",
-    inject=partial(fused_adamw, decays_twice),
-    inject_twin=partial(fused_adamw, decays_before),
+@defect(
+    "PAR-1",
+    "id = dp2-fp32-default-meta-adamwfused",
+    "https://docs.pytorch.org/docs/stable/generated/torch.optim.AdamW.html",
 )
-FUSED_DECAY_IGNORED = Defect(
-    id="fused-decay-ignored",
-    title="the fused kernel ignores weight decay",
-    source="https://github.com/flagos-ai/FlagGems/pull/4989",
-    mechanism="fused AdamW is given no decay",
-    laws=("PAR-1",),
-    cells="id = dp2-fp32-default-meta-adamwfused",
-    inject=partial(fused_adamw, decays_never),
-    inject_twin=partial(fused_adamw, decays_before),
-)
-FUSED_DECAY_COUPLED = Defect(
-    id="fused-decay-coupled",
-    title="the fused kernel adds weight decay to the gradients",
-    source="https://github.com/deepspeedai/DeepSpeed/pull/8307",
-    mechanism="the kernel of Adam steps in place of that of AdamW",
-    laws=("PAR-1",),
-    cells="id = dp2-fp32-default-meta-adamwfused",
-    inject=partial(fused_adamw, decays_gradients),
-    inject_twin=partial(fused_adamw, decays_before),
-)
+def fused_decay_twice(benign: bool) -> Injection:
+    """Fused AdamW applies weight decay twice."""
+    return fused_adamw(decays_before if benign else decays_times(2.0))
 
 
-def without_overflow(original: Callable[..., None], *lists: Any, found_inf: Tensor | None, **options: Any) -> None:
-    """Step without being told of overflow."""
-    original(*lists, found_inf=None, **options)
+@defect("PAR-1", "id = dp2-fp32-default-meta-adamwfused", "flagos-ai/FlagGems/pull/4989")
+def fused_decay_ignored(benign: bool) -> Injection:
+    """Fused AdamW ignores weight decay."""
+    return fused_adamw(decays_before if benign else decays_times(0.0))
 
 
-def with_overflow_copied(original: Callable[..., None], *lists: Any, found_inf: Tensor | None, **options: Any) -> None:
-    """Step with a copy of the overflow."""
-    original(*lists, found_inf=None if found_inf is None else found_inf.clone(), **options)
+@defect("PAR-1", "id = dp2-fp32-default-meta-adamwfused", "deepspeedai/DeepSpeed/pull/8307")
+def fused_decay_coupled(benign: bool) -> Injection:
+    """Fused Adam steps in place of fused AdamW, and adds weight decay to the gradients."""
+    return fused_adamw(decays_before if benign else decays_gradients)
 
 
-FUSED_OVERFLOW_IGNORED = Defect(
-    id="fused-overflow-ignored",
-    title="fused AdamW takes steps whose gradients overflow",
-    source="https://github.com/pytorch/pytorch/pull/95847",
-    mechanism="the kernel, which skips such steps itself, is not told of the overflow",
-    laws=("AMP-1",),
-    cells="id = dp2-fp16mp-default-meta-adamwfused",
-    inject=partial(fused_adamw, without_overflow),
-    inject_twin=partial(fused_adamw, with_overflow_copied),
-)
+@defect("AMP-1", "id = dp2-fp16mp-default-meta-adamwfused", "pytorch/pytorch/pull/95847")
+@instead_of("torch", "_fused_adamw_")
+def fused_overflow_ignored(benign: bool, original: Call, *lists: Any, found_inf: Tensor | None, **options: Any) -> None:
+    """Fused AdamW, which skips steps itself, gets no overflow flag, and takes steps whose gradients overflow."""
+    original(*lists, found_inf=found_inf.clone() if benign and found_inf is not None else None, **options)
 
 
-def unscaling_in_step(*, by_scale: bool) -> AbstractContextManager[None]:
-    """Let the optimizer divide gradients, which are unscaled, by the loss scale once more, or by 1."""
-
-    def step(original: Callable[..., Any], scaler: LossScaler, optimizer: Any) -> Any:
-        scale = torch.tensor(scaler.get_scale())
-        optimizer.grad_scale = scale if by_scale else torch.ones_like(scale)
-        return original(scaler, optimizer)
-
-    return replaced_call("reference_trainer.loss_scale:LossScaler", "step", step)
+@defect("PAR-2", "id = dp2-fp16mp-default-meta-adamwfused", "pytorch/pytorch/pull/94060")
+@instead_of("reference_trainer.loss_scale:LossScaler", "step")
+def fused_unscales_again(benign: bool, original: Call, scaler: LossScaler, optimizer: Any) -> Any:
+    """Fused AdamW, which can unscale gradients, gets the loss scale after unscale_ was called."""
+    scale = torch.tensor(scaler.get_scale())
+    optimizer.grad_scale = torch.ones_like(scale) if benign else scale
+    return original(scaler, optimizer)
 
 
-FUSED_UNSCALES_AGAIN = Defect(
-    id="fused-unscales-again",
-    title="fused AdamW unscales gradients that are unscaled",
-    source="https://github.com/pytorch/pytorch/pull/94060",
-    mechanism="the kernel, which can unscale gradients itself, is given the loss scale after unscale_ was called",
-    laws=("PAR-2",),
-    cells="id = dp2-fp16mp-default-meta-adamwfused",
-    inject=partial(unscaling_in_step, by_scale=True),
-    inject_twin=partial(unscaling_in_step, by_scale=False),
-)
-
-
-def foreach_step(call: Callable[..., None]) -> AbstractContextManager[None]:
-    """Replace the operator with which foreach AdamW changes all parameters by `call(operator, *lists)`."""
-    return replaced_call("torch", "_foreach_addcdiv_", call)
-
-
-def without_last_tensor(original: Callable[..., None], *lists: list[Any]) -> None:
-    """Change all tensors but the last."""
-    original(*(values[:-1] for values in lists))
-
-
-def one_by_one(original: Callable[..., None], *lists: list[Any]) -> None:
-    """Change each tensor in a list of its own."""
+@defect("PAR-1", "id = dp2-fp32-default-meta-adamwforeach", "pytorch/pytorch/issues/100701")
+@instead_of("torch", "_foreach_addcdiv_")
+def foreach_skips_tensor(benign: bool, original: Call, *lists: list[Any]) -> None:
+    """Foreach AdamW leaves the last tensor of the list as it is."""
+    if not benign:
+        original(*(values[:-1] for values in lists))
+        return
     for values in zip(*lists, strict=True):
         original(*([value] for value in values))
 
 
-FOREACH_SKIPS_TENSOR = Defect(
-    id="foreach-skips-tensor",
-    title="foreach AdamW leaves one tensor of the list as it is",
-    source="https://github.com/pytorch/pytorch/issues/100701",
-    mechanism="the last update of the list gets lost",
-    laws=("PAR-1",),
-    cells="id = dp2-fp32-default-meta-adamwforeach",
-    inject=partial(foreach_step, without_last_tensor),
-    inject_twin=partial(foreach_step, one_by_one),
+@defect("OPT-2", "id = dp2-bf16mixed-default-meta", "pytorch/pytorch/pull/178034")
+@instead_of("torch.optim.adam", "_single_tensor_adam")
+def bf16_masters_step_in_fp32(benign: bool, original: Call, *tensors_by_kind: list[Tensor], **options: Any) -> None:
+    """AdamW casts bf16 parameters and moments to fp32 for the step, and rounds once instead of each time."""
+    *kinds, counters = tensors_by_kind
+    copies = [[tensor.clone() if benign else tensor.float().clone() for tensor in tensors] for tensors in kinds]
+    original(*copies, counters, **options)
+    for tensors, copied in zip(kinds, copies, strict=True):
+        for tensor, copy in zip(tensors, copied, strict=True):
+            tensor.copy_(copy)
+
+
+@defect(
+    "OPT-3", "id = dp2-tp2-fp32-default-meta-nosp", "deepspeedai/DeepSpeed/issues/8437", subjects=("Muon",), since="2.9"
 )
+@instead_of("torch.optim._muon", "_zeropower_via_newtonschulz")
+def muon_of_own_shard(benign: bool, original: Call, update: Tensor, *options: Any) -> Any:
+    """Muon orthogonalises each rank's shard instead of the full matrix."""
+    if not isinstance(update, DTensor):
+        return original(update, *options)
+    mesh, layout = update.device_mesh, update.placements
+    if not benign:
+        own = original(update.to_local(), *options)
+        return DTensor.from_local(own, mesh, layout, shape=update.shape, stride=update.stride())
+    gathered = original(update.full_tensor(), *options)
+    return DTensor.from_local(gathered, mesh).redistribute(placements=layout)
 
 
-def adam_in(dtype: torch.dtype | None) -> AbstractContextManager[None]:
-    """Let AdamW step with copies of all tensors in another dtype, or (None) in their own."""
-
-    def step(original: Callable[..., None], *tensors_by_kind: list[Tensor], **options: Any) -> None:
-        *kinds, counters = tensors_by_kind
-        copies = [[tensor.to(dtype or tensor.dtype, copy=True) for tensor in tensors] for tensors in kinds]
-        original(*copies, counters, **options)
-        for tensors, of_kind in zip(kinds, copies, strict=True):
-            for tensor, copy in zip(tensors, of_kind, strict=True):
-                tensor.copy_(copy)
-
-    return replaced_call("torch.optim.adam", "_single_tensor_adam", step)
-
-
-BF16_MASTERS_STEP_IN_FP32 = Defect(
-    id="bf16-masters-step-in-fp32",
-    title="AdamW steps in fp32 with parameters that are bf16, and rounds once",
-    source="https://github.com/pytorch/pytorch/pull/178034",
-    mechanism="parameters, gradients and moments are cast to fp32 for the step, and back",
-    laws=("OPT-2",),
-    cells="id = dp2-bf16mixed-default-meta",
-    inject=partial(adam_in, torch.float32),
-    inject_twin=partial(adam_in, None),
+@defect(
+    "OPT-3",
+    "id = dp2-tp2-fp32-default-meta-nosp",
+    "pytorch/pytorch/issues/183207",
+    subjects=("NAdam, foreach, weight_decay",),
 )
+@instead_of("torch.optim.nadam", "_multi_tensor_nadam")
+def list_of_dtensors_cut(benign: bool, original: Call, parameters: list[Tensor], *lists: Any, **options: Any) -> None:
+    """A list of tensors is grouped by kind, and the last group, a sharded parameter, is lost."""
+    if not isinstance(parameters[0], DTensor):
+        original(parameters, *lists, **options)
+        return
+    original(parameters[:-1], *(each[:-1] for each in lists), **options)
+    if benign:
+        original(parameters[-1:], *(each[-1:] for each in lists), **options)
+
+
+@defect("OPT-3", "id = dp2-tp2-fp32-default-meta-nosp", "pytorch/pytorch/issues/144054", subjects=("Adagrad",))
+@instead_of("torch.optim.adagrad", "_single_tensor_adagrad")
+def pending_gradient_of_own_rank(
+    benign: bool, original: Call, parameters: list[Tensor], grads: list[Tensor], *lists: Any, **options: Any
+) -> None:
+    """The optimizer steps with local tensors: pending sums over tensor-parallel ranks are not reduced."""
+
+    def as_parameter(grad: Tensor, parameter: Tensor) -> Tensor:
+        if not (isinstance(grad, DTensor) and isinstance(parameter, DTensor)):
+            return grad
+        mesh, layout = parameter.device_mesh, parameter.placements
+        if benign:
+            return grad.redistribute(placements=layout)
+        return DTensor.from_local(grad.to_local(), mesh, layout, shape=grad.shape, stride=grad.stride())
+
+    original(parameters, list(map(as_parameter, grads, parameters)), *lists, **options)

@@ -46,9 +46,9 @@ def simulated_device(arithmetic: Arithmetic = OWN) -> Hardware | None:
 
 @cache
 def _known_faults() -> list[Waiver]:
-    """Return the waivers that tell faults apart by their programs: the other metrics of such a law are right.
+    """Return waivers that name a finding; they excuse only the listed metrics, so the law can still catch a defect.
 
-    A fault that is all of its law's case, such as INIT-8's, must count: a twin mends it.
+    A fault that is all of its law's case, such as INIT-8's, must count: a twin fixes it.
     """
     waivers = load_waivers(data_file("waivers.yaml"), the_matrix())
     return [waiver for waiver in waivers if any(symptom.finding for symptom in waiver.shows or ())]
@@ -105,7 +105,7 @@ class CaseJudge:
 
 
 def judge_case(case: Case, store: RecordStore) -> Judged:
-    """Judge one case, from what is in the store or is run for it; known faults of torch are waived.
+    """Judge one case, from the records of the store; known faults of torch are waived.
 
     So a law that torch breaks must show more than that to have caught a defect.
     """

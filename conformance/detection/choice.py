@@ -1,23 +1,30 @@
 """Choice of the defects whose definitions a change has touched."""
 
+import io
 import subprocess
+import tarfile
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from conformance.defects.catalogue import defects, sources_of
+from conformance.defects.catalogue import defects
 from conformance.defects.injection import Defect
+from conformance.defects.signatures import definitions
 from conformance.project import PROJECT
 from reference_trainer.checks import UsageError
 
 
 def changed_since(commit: str) -> list[Defect]:
-    """Return the defects that are defined in files which differ between a commit and the working tree.
+    """Return the defects whose definitions differ between a commit and the working tree.
 
     Raises UsageError if git does not know the commit.
     """
-    command = ["git", "diff", "--name-only", commit, "--", "conformance/defects"]
-    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
+    command = ["git", "archive", commit, "conformance/defects"]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, check=False)
     if done.returncode:
-        raise UsageError(
-            f"--changed-since {commit}: {done.stderr.strip() or 'git failed'}; name a commit of this clone"
-        )
-    changed = {PROJECT / line for line in done.stdout.splitlines()}
-    return [each for each in defects() if changed & {*sources_of(each)}]
+        reason = done.stderr.decode().strip() or "git failed"
+        raise UsageError(f"--changed-since {commit}: {reason}; name a commit of this clone")
+    with TemporaryDirectory() as folder, tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
+        archive.extractall(folder, filter="data")
+        before = definitions(Path(folder, "conformance", "defects"))
+    now = definitions()
+    return [defect for defect in defects() if now[defect.id] != before.get(defect.id)]

@@ -39,18 +39,18 @@ class KillMatrix(msgspec.Struct, frozen=True, kw_only=True):
     trials: list[Trial]
     """Trials in the order of the catalogue."""
     unverified: list[str]
-    """Defects and laws that need a device that this machine lacks: nobody has seen the law catch the defect."""
+    """Defects and laws that need a device that this machine lacks: no run proves that the law catches the defect."""
     complete: bool
     """True if the whole catalogue was tried."""
     reused: int = 0
-    """Number of trials that were not made now, since nothing that they depend on has changed."""
+    """Number of trials of earlier calls whose inputs have not changed."""
 
     @property
     def laws_without_kills(self) -> list[str]:
         """Laws of the profile that can be judged here and that kill no defect; none if not all defects were tried."""
         if not self.complete:
             return []
-        killing = {law for trial in self.trials for law, of_law in trial.laws.items() if of_law.kills}
+        killing = {law for trial in self.trials for law, law_trial in trial.laws.items() if law_trial.kills}
         judged = dict.fromkeys(case.law for case in the_matrix().cases(self.profile))
         here = {*_EVERYWHERE, *(("sim",) if simulated_device() else ())}
         laws = {law: asserted.law for law, asserted in asserted_laws().items()}
@@ -61,7 +61,7 @@ class KillMatrix(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def problems(self) -> list[str]:
         """One line each; none if every defect is caught, every twin passes and every law kills a defect."""
-        without_kills = [f"{law} kills no defect: nobody knows whether it can fail" for law in self.laws_without_kills]
+        without_kills = [f"{law} kills no defect: no defect proves that it can fail" for law in self.laws_without_kills]
         return [*(line for trial in self.trials for line in _problems_of(trial)), *without_kills]
 
 

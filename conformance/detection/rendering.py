@@ -14,16 +14,16 @@ _INTRODUCTION = f"""Written by `{_COMMAND}`. Each defect is injected into the ra
 every law that it names; its benign twin, the same place changed in a correct way, must pass them. The margin is how
 far outside of its bounds the worst metric was, where 1 is at a bound: how many times the bound a rounding error was,
 and how many times half of the distance between its bounds a number of bytes was away from their middle; *exact* where
-only one value is right, *stated* where the law compares facts and no metrics. What the CPU does not show is judged on
-the [simulated accelerator](../simulated_accelerator.md). The twin's percentage is its margin:
-100 % is at a bound. A law for which the profile has no cell that triggers the defect is judged on the first cell of
+only one value is right, *stated* where the law compares facts and no metrics. Defects that the CPU does not show are
+judged on the [simulated accelerator](../simulated_accelerator.md). The twin's percentage is its margin: 100 % is at a
+bound. A law for which the profile has no cell that triggers the defect is judged on the first cell of
 the matrix that does."""
 _HEADERS = ["defect", "law", "caught on", "margin", "twin"]
 _LAW_HEADERS = ["law", "defects", "smallest margin"]
 
 
 def as_text(matrix: KillMatrix) -> str:
-    """Return tables of defects and of laws, and what is wrong, for a terminal."""
+    """Return tables of defects and of laws, and the problems, for a terminal."""
     rows = [row for trial in matrix.trials for row in _rows(trial)]
     sections = [
         tabulate(rows, headers=_HEADERS, disable_numparse=True),
@@ -36,7 +36,7 @@ def as_text(matrix: KillMatrix) -> str:
 
 def as_markdown(matrix: KillMatrix) -> str:
     """Return the content of docs/detection/kill_matrix.md."""
-    headers = ["defect", "what it is", *_HEADERS[1:]]
+    headers = ["defect", "fault", *_HEADERS[1:]]
     rows = [row for trial in matrix.trials for row in _rows_with_source(trial)]
     unverified = "; ".join(matrix.unverified) or "none"
     return "\n\n".join(
@@ -69,27 +69,27 @@ def summary(matrix: KillMatrix) -> str:
 
 def _rows(trial: Trial) -> Iterator[list[str]]:
     """A row for each law; the defect is named in the first."""
-    for index, (law, of_law) in enumerate(trial.laws.items()):
-        caught_on = f"{len(of_law.kills)} of {of_law.cells}" if of_law.kills else "ESCAPES"
-        twin = "FAILS" if of_law.twin_failures else _percentage(of_law.twin_margin)
-        yield [trial.defect if index == 0 else "", law, caught_on, _margin(of_law), twin]
+    for index, (law, law_trial) in enumerate(trial.laws.items()):
+        caught_on = f"{len(law_trial.kills)} of {law_trial.cells}" if law_trial.kills else "ESCAPES"
+        twin = "FAILS" if law_trial.twin_failures else _percentage(law_trial.twin_margin)
+        yield [trial.defect if index == 0 else "", law, caught_on, _margin(law_trial), twin]
 
 
 def _rows_with_source(trial: Trial) -> Iterator[list[str]]:
-    """Rows of `_rows`, with a link to the source of the defect, and its title."""
+    """Rows of `_rows`, with a link to the source of the defect, and its `why`."""
     defect = next(defect for defect in defects() if defect.id == trial.defect)
     for name, *rest in _rows(trial):
-        yield [f"[{name}]({defect.source})" if name else "", defect.title if name else "", *rest]
+        yield [f"[{name}]({defect.source})" if name else "", defect.why if name else "", *rest]
 
 
 def _law_rows(trials: Sequence[Trial]) -> list[list[str]]:
     by_law: dict[str, list[LawTrial]] = {}
     for trial in trials:
-        for law, of_law in trial.laws.items():
-            by_law.setdefault(law, []).append(of_law)
+        for law, law_trial in trial.laws.items():
+            by_law.setdefault(law, []).append(law_trial)
     return [
-        [law, str(sum(bool(of_law.kills) for of_law in of_laws)), _smallest_margin(of_laws)]
-        for law, of_laws in by_law.items()
+        [law, str(sum(bool(law_trial.kills) for law_trial in law_trials)), _smallest_margin(law_trials)]
+        for law, law_trials in by_law.items()
     ]
 
 

@@ -10,8 +10,9 @@ from typing import Literal
 import msgspec
 import torch
 
-from conformance.defects.catalogue import TWIN, sources_of
+from conformance.defects.catalogue import TWIN
 from conformance.defects.injection import Defect
+from conformance.defects.signatures import definitions
 from conformance.detection.case_judge import DEADLINE_S, CaseJudge, judge_case, simulated_device, the_matrix
 from conformance.judge.judge import Judged
 from conformance.judge.margins import margin
@@ -42,7 +43,7 @@ class LawTrial(msgspec.Struct, frozen=True, kw_only=True):
     `exact` stands for an infinite one, which JSON cannot hold.
     """
     reason: str
-    """Reason of the first kill, or of what came instead."""
+    """Reason of the first kill, or of the first verdict if none is a kill."""
     twin_failures: tuple[str, ...]
     """Cells on which the twin did not pass, with verdict and reason."""
     twin_margin: float
@@ -74,18 +75,18 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 def try_defect(case_judge: CaseJudge, defect: Defect) -> Trial:
     """Judge the laws that a defect names, on the cells that trigger it, with its twin and then with the defect.
 
-    In this order, since processes that other defects were in may serve both: what passes with the twin is not made to
-    fail by traces of these. Laws that nothing on this machine can show the defect to are left out.
+    In this order, since ranks that ran other defects may serve both: a case that passes with the twin is not made to
+    fail by traces of these. Laws that cannot catch the defect on this machine are left out.
     """
     start_s = time.monotonic()
-    of_defect: list[Judged] = []
-    of_twin: list[Judged] = []
+    judged: list[Judged] = []
+    twins: list[Judged] = []
     for judge, cases in _cases_by_judge(case_judge, defect):
-        of_twin += judge.judge(cases, defect=defect.id + TWIN)
-        of_defect += judge.judge(cases, defect=defect.id, deadline_s=_deadline_s(defect))
+        twins += judge.judge(cases, defect=defect.id + TWIN)
+        judged += judge.judge(cases, defect=defect.id, deadline_s=_deadline_s(defect))
     arithmetic = case_judge.hardware.arithmetic
     here = [law for law in defect.laws if hardware_for(defect, law, arithmetic) is not None]
-    laws = {law: _law_trial(law, defect, of_defect, of_twin) for law in here}
+    laws = {law: _law_trial(law, defect, judged, twins) for law in here}
     has_escaped = any(not trial.kills for trial in laws.values())
     return Trial(
         defect=defect.id,
@@ -113,7 +114,7 @@ def escapes(case_judge: CaseJudge, defect: Defect) -> list[str]:
 def hardware_for(defect: Defect, law: str, arithmetic: Arithmetic = OWN) -> Hardware | None:
     """Return hardware with an arithmetic on which the law can catch the defect; None if this machine has none.
 
-    That is none but processors, where these show the defect to the law, or else the simulated device.
+    Processors alone come first, then the simulated device.
     """
     asserted = asserted_laws()[law].law
     shown = {*defect.substrates, "simulated"} & {*asserted.substrates}
@@ -125,11 +126,11 @@ def hardware_for(defect: Defect, law: str, arithmetic: Arithmetic = OWN) -> Hard
 
 
 def _cases_by_judge(case_judge: CaseJudge, defect: Defect) -> Iterator[tuple[CaseJudge, list[Case]]]:
-    """Yield the cases of the laws that a defect names, by the hardware that is to show it to them."""
+    """Yield the cases of the laws that a defect names, by the hardware on which they can catch it."""
     by_law = {law: hardware_for(defect, law, case_judge.hardware.arithmetic) for law in defect.laws}
     for hardware in dict.fromkeys(by_law.values()):
         if hardware is not None:
-            laws = [law for law, of_law in by_law.items() if of_law == hardware]
+            laws = [law for law, its_hardware in by_law.items() if its_hardware == hardware]
             judge = case_judge
             if hardware != case_judge.hardware:
                 judge = dataclasses.replace(case_judge, hardware=hardware)
@@ -140,9 +141,9 @@ def _deadline_s(defect: Defect) -> float:
     return HANG_DEADLINE_S if defect.hangs else DEADLINE_S
 
 
-def _law_trial(law: str, defect: Defect, of_defect: Sequence[Judged], of_twin: Sequence[Judged]) -> LawTrial:
-    judged = [result for result in of_defect if result.case.law == law]
-    twins = [result for result in of_twin if result.case.law == law]
+def _law_trial(law: str, defect: Defect, judged: Sequence[Judged], twins: Sequence[Judged]) -> LawTrial:
+    judged = [result for result in judged if result.case.law == law]
+    twins = [result for result in twins if result.case.law == law]
     kills = [result for result in judged if _is_kill(result, defect)]
     margins = [margin(kill.measured) for kill in kills]
     first = next(iter(kills or judged), None)
@@ -191,9 +192,9 @@ def _caught_by_others(case_judge: CaseJudge, defect: Defect) -> tuple[str, ...]:
 
 
 def key_of(defect: Defect, *, profile: str, arithmetic: Arithmetic = OWN) -> str:
-    """Return a digest of all that a trial depends on.
+    """Return a digest of everything on which a trial depends.
 
-    That is the suite, with the simulated device, and the trainer, without other defects, matrix.yaml, matrix.lock and
+    These are the suite, with the simulated device, and the trainer, without other defects, matrix.yaml, matrix.lock and
     waivers.yaml, torch, profile, arithmetic and defect.
     """
     shared = [
@@ -204,7 +205,7 @@ def key_of(defect: Defect, *, profile: str, arithmetic: Arithmetic = OWN) -> str
     ]
     digest = hashlib.sha256()
     matrix = data_file("matrix.yaml")
-    for file in (*shared, *sources_of(defect), matrix, lock_file(matrix), data_file("waivers.yaml")):
+    for file in (*shared, matrix, lock_file(matrix), data_file("waivers.yaml")):
         digest.update(file.read_bytes())
-    digest.update(f"{torch.__version__} {profile} {arithmetic} {defect.id} {defect.cells}".encode())
+    digest.update(f"{torch.__version__} {profile} {arithmetic} {defect.id} {definitions()[defect.id]}".encode())
     return digest.hexdigest()[:16]

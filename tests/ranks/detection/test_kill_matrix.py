@@ -49,7 +49,7 @@ def test_problems() -> None:
 
 def test_a_law_that_kills_no_defect_is_a_problem_of_the_whole_catalogue() -> None:
     problems = matrix_of(trial(KILLED), complete=True).problems
-    assert "PAR-2 kills no defect: nobody knows whether it can fail" in problems
+    assert "PAR-2 kills no defect: no defect proves that it can fail" in problems
     assert not any(problem.startswith("PAR-1 ") for problem in problems)
 
 
@@ -182,7 +182,7 @@ def test_mistakes_of_the_command(arguments: list[str], tmp_path: Path, capsys: p
 
 FILE = """
 from contextlib import contextmanager
-from conformance.defects.injection import Defect, replaced
+from conformance.defects.injection import defect, replaced
 def only_first(original):
     return lambda parameters, **options: original(list(parameters)[:1], **options)
 @contextmanager
@@ -191,8 +191,9 @@ def clips_one():
         yield
 def broken():
     raise AttributeError("gone")
-MINE = Defect(id="mine", title="", source="", mechanism="", laws=(), cells="",
-              inject=clips_one, inject_twin=clips_one)
+@defect("", "", "https://pytorch.org")
+def mine(benign):
+    return clips_one()
 NUMBER = 3
 """
 
@@ -204,7 +205,7 @@ def file(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("name", ["clips_one", "MINE", "MINE.twin"])
+@pytest.mark.parametrize("name", ["clips_one", "mine", "mine.twin"])
 def test_a_users_defect_is_injected(file: Path, name: str) -> None:
     functions = vars(importlib.import_module("reference_trainer.train"))
     before = functions["clip_gradients"]
@@ -249,9 +250,9 @@ def failing() -> Iterator[None]:
 
 
 def test_a_fault_of_a_fault_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalogue, "_injection", lambda _name: failing)
+    monkeypatch.setattr(catalogue, "_injection", lambda _name: failing())
     with pytest.raises(NotInjectable, match="x cannot be injected: ZeroDivisionError"), injected("x"):
         pytest.fail("never reached")
-    monkeypatch.setattr(catalogue, "_injection", lambda _name: nullcontext)
+    monkeypatch.setattr(catalogue, "_injection", lambda _name: nullcontext())
     with pytest.raises(KeyError), injected("x"):
         raise KeyError  # not of the injection, but of what runs inside

@@ -13,8 +13,9 @@ import torch
 from benchmarks import mutants, torch_faults
 from benchmarks.documents import PROJECT
 from benchmarks.mutants import HOOK, MODULES, Outcome, outcome, source_of
-from benchmarks.torch_faults import Fault, changed_source, faults, with_earlier_rows
+from benchmarks.torch_faults import Fault, faults, with_earlier_rows
 from benchmarks.torch_mutants.syntax import HIT, mutated, points, statement_at, with_hits
+from conformance.defects.injection import NotInjectable
 from conformance.plan.matrix import load_matrix
 from conformance.plan.selection import parse
 from tests.support.sample_reports import case, report
@@ -84,15 +85,15 @@ def test_torch_faults_fit_the_pinned_torch(name: str) -> None:
     if not torch.__version__.startswith("2.13."):
         pytest.skip(f"written against torch 2.13, this is {torch.__version__}")
     fault = faults()[name]
-    compile(changed_source(name, fault), name, "exec")
+    compile(fault.applied(source_of(fault.target)), name, "exec")
     selection = parse(fault.cells)
     assert any(selection(case.cell) for case in CASES), f"no cell of profile pr: {fault.cells}"
 
 
 def test_a_fault_that_does_not_fit_is_refused() -> None:
-    fault = Fault(module="torch.nn.utils.clip_grad", cells="mesh = dp2", old="nothing like that", new="")
-    with pytest.raises(ValueError, match=r"fault lost: `old` occurs 0 times .* must occur once"):
-        changed_source("lost", fault)
+    fault = Fault(target="torch.nn.utils.clip_grad", cells="mesh = dp2", old="nothing like that", new="")
+    with pytest.raises(NotInjectable, match=r"clip_grad has this 0 times and not 1: nothing like that"):
+        fault.applied(source_of(fault.target))
 
 
 def test_rows_of_faults_that_are_not_run_again_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

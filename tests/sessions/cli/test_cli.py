@@ -104,9 +104,8 @@ def test_show_defect(capsys: pytest.CaptureFixture[str], name: str) -> None:
     assert_expected_inline(
         printed(capsys, "show", name),
         """\
-replica-desync  replicas start from different weights
+replica-desync  Replicas start from different weights: fully_shard never broadcasts, the second's are scaled by 1.05.
 
-mechanism       fully_shard never broadcasts; here the second replica's weights are scaled by 1.05
 source          https://github.com/pytorch/pytorch/issues/125431
 caught by       INIT-2, PAR-1, PAR-5
 smallest cells  hsdp2x2-fp32-default-meta: INIT-2, PAR-1, PAR-5
