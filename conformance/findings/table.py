@@ -35,7 +35,7 @@ _TRAINERS = """## Faults of released trainers
 
 Each program needs the package that its docstring names, beside torch. `conformance findings` runs those whose package
 is installed. A private name that a program touches is one that lets the package run on CPUs. Laws are those by which
-`conformance judge` judges ([docs/subjects.md](../docs/subjects.md))."""
+`conformance judge` judges ([judge_your_trainer](../docs/judge_your_trainer.md))."""
 
 _REPORT = """# {title}
 
