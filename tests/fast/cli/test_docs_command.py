@@ -67,7 +67,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(("more_cases", "shown"), [(0, "1.4 to 2.0 min on 2 processors"), (1, "installs torch")])
-def test_durations_of_other_cases_are_replaced_by_estimates(project: Path, smoke_cases: int, more_cases: int, shown: str) -> None:
+def test_stale_durations_give_way_to_estimates(project: Path, smoke_cases: int, more_cases: int, shown: str) -> None:
     smoke = Durations(cases=smoke_cases + more_cases, durations_s=(90, 84, 120), processors=2, torch="2.13.0")
     measured = Measured(first_command=smoke, profiles={"smoke": smoke})
     (project / "docs" / "measured.json").write_bytes(msgspec.json.encode(measured))

@@ -3,7 +3,6 @@
 import ast
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import get_args
 
 import pytest
