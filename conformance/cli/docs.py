@@ -97,7 +97,9 @@ def generated() -> dict[Path, str]:
     return {
         PROJECT / "README.md": _with_blocks(PROJECT / "README.md", readme),
         docs / "architecture.md": _with_blocks(docs / "architecture.md", {"packages": _packages}),
-        docs / "judge_your_trainer.md": _with_blocks(docs / "judge_your_trainer.md", {"subject-laws": _subject_laws}),
+        docs / "judge_your_trainer.md": _with_blocks(
+            docs / "judge_your_trainer.md", {"subject-laws": _subject_laws, "subjects": _subjects}
+        ),
         LAWS_DIRECTORY / "README.md": specification_markdown() + "\n",
         docs / "report.schema.json": as_json(report_schema()) + "\n",
         CATALOGUE: catalogue(
@@ -160,6 +162,14 @@ def _subject_laws() -> str:
 
     rows = [[f"`{law.id}`", law.suite_law, law.must] for law in LAWS]
     return tabulate(rows, headers=["law", "like", "MUST"], tablefmt="github", disable_numparse=True)
+
+
+def _subjects() -> str:
+    """Return tables of the verdicts on released trainers that docs/subjects/ keeps."""
+    from conformance.subjects.keeping import read_kept  # torch is for those who ask for this page
+    from conformance.subjects.overview import as_markdown
+
+    return as_markdown(read_kept())
 
 
 def _packages() -> str:
