@@ -3,7 +3,8 @@
 A mutant is one small change (`torch_mutants/syntax.py`) in a module of FSDP2, tensor parallelism or clipping, at a
 point that the session reaches, made from outside by a `sitecustomize` on PYTHONPATH. Prints the verdict of the
 session on each mutant, up to its first failure. A mutant that survives is either no fault, since it changes nothing
-that a user could notice, or a fault that no law sees: docs/detection/torch_faults.md classifies survivors manually.
+that a user could notice, or a fault that no law sees: docs/blind_spots.md classifies survivors manually, and
+`--write` puts the numbers of verdicts there.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from benchmarks.documents import PROJECT, write_block
 from benchmarks.torch_mutants.syntax import Point, points, statement_at
 from conformance.report.schema import CaseResult, Report
 
-DOCUMENT = PROJECT / "docs" / "detection" / "torch_faults.md"
+DOCUMENT = PROJECT / "docs" / "blind_spots.md"
 HOOK = Path(__file__).parent / "torch_mutants"
 LIMIT_S = 1200.0
 _FSDP, _DTENSOR = "torch.distributed.fsdp._fully_shard", "torch.distributed.tensor"
@@ -106,13 +107,13 @@ def _is_noticed(case: CaseResult) -> bool:
 
 
 def main() -> None:
-    """Print the table, and write it into the document if asked to."""
+    """Print the table, and write the numbers of verdicts into the document if asked to."""
     parser = argparse.ArgumentParser(description="Verdicts of the suite on small changes of torch.")
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1, help="seed of the sample")
     parser.add_argument("--profile", default="smoke")
     parser.add_argument("--cells", default="compile = false", help="Dynamo does not compile a module that is watched")
-    parser.add_argument("--write", action="store_true", help=f"put the table into {DOCUMENT.relative_to(PROJECT)}")
+    parser.add_argument("--write", action="store_true", help=f"put the result into {DOCUMENT.name}")
     arguments = parser.parse_args()
     selection = [f"--profile={arguments.profile}", f"--cells={arguments.cells}"]
     all_mutants = reached(selection)
@@ -130,10 +131,9 @@ def main() -> None:
     text = (
         f"`python -m benchmarks.mutants {options} --write`, torch {torch.__version__}, "
         f"sampled from {len(all_mutants)} mutants: "
-        f"{', '.join(f'{count} {verdict}' for verdict, count in counts.most_common())}.\n\n"
-        + tabulate(rows, headers=headers, tablefmt="github")
+        f"{', '.join(f'{count} {verdict}' for verdict, count in counts.most_common())}."
     )
-    print(text)
+    print(tabulate(rows, headers=headers, tablefmt="github"), text, sep="\n\n")
     if arguments.write:
         write_block(DOCUMENT, "mutants", text)
 

@@ -1,4 +1,4 @@
-"""Laws under other kernels and other sums, as a page: what alarms, and what defects they still catch.
+"""Laws under other kernels and other sums: alarms by session and law, and the defects that laws still catch.
 
     for seed in 1 2 3; do for sums in ring tree; do
       pytest conformance/ --profile pr --kernels other:$seed --sums $sums --report-dir runs/$seed-$sums
@@ -8,7 +8,7 @@
     python -m benchmarks.other_kernels runs/* --defects own other [--write]
 
 An alarm is a case that fails, or passes where it is waived. A bound that were loosened for other kernels would show as
-a defect that a law no longer catches. `--write` puts the tables into docs/gpu/other_kernels.md.
+a defect that a law no longer catches. `--write` puts the table of sessions into docs/gpu.md.
 """
 
 import argparse
@@ -25,12 +25,12 @@ from conformance.judge.verdicts import Verdict
 from conformance.numerics.arithmetic import Arithmetic
 from conformance.report.schema import Report
 
-DOCUMENT = PROJECT / "docs" / "gpu" / "other_kernels.md"
+DOCUMENT = PROJECT / "docs" / "gpu.md"
 _ALARMS = (Verdict.FAIL, Verdict.ERROR, Verdict.CRASH, Verdict.TIMEOUT, Verdict.UNEXPECTED_PASS, Verdict.NOT_RUN)
 
 
 def main() -> None:
-    """Print the tables, and write them into the page if asked to."""
+    """Print the tables, and write that of sessions into the page if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("reports", nargs="+", type=Path)
     parser.add_argument("--defects", nargs=2, type=Path, required=True, metavar=("OWN", "OTHER"))
@@ -38,11 +38,10 @@ def main() -> None:
     options = parser.parse_args()
     reports = [read_report(directory) for directory in options.reports]
     own, other = (read_matrix(directory) for directory in options.defects)
-    tables = {"other-kernels-runs": runs_table(reports), "other-kernels-laws": laws_table(reports, own, other)}
-    for name, table in tables.items():
-        print(table, end="\n\n")
-        if options.write:
-            write_block(DOCUMENT, name, table)
+    runs = runs_table(reports)
+    print(runs, laws_table(reports, own, other), sep="\n\n")
+    if options.write:
+        write_block(DOCUMENT, "other-kernels", runs)
 
 
 def read_report(directory: Path) -> Report:

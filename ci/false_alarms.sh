@@ -7,6 +7,9 @@
 # SEEDS is the number of seeds, from 1 on, or FIRST-LAST. TURN in an argument stands for 1, 2, 3 ...: with
 # `--shard TURN/20`, each of twenty seeds judges another twentieth of the cells.
 #
+# Usual causes: a property of the workload that depends on the seed, too few steps (all fp16 steps overflow), an oracle
+# that misses a cast of a newer torch, an expectation that a world of one rank cannot meet.
+#
 # Leaves a report for each seed in false-alarms/seed-N, prints a line for each seed and the number of alarms; exit status
 # 1 for any alarm.
 set -uo pipefail

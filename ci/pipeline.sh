@@ -58,6 +58,7 @@ case $job in
   detection)
     make environment || exit 1
     .venv/bin/python -m conformance defects || status=1
+    mkdir -p conformance-report && .venv/bin/python -m conformance laws >conformance-report/laws.md || status=1
     ;;
   versions)
     # shellcheck disable=SC2086 # one word for each version

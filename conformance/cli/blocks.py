@@ -1,13 +1,6 @@
 """Generated blocks of markdown files, each between `<!-- NAME: begin -->` and `<!-- NAME: end -->`."""
 
-import re
-
 from reference_trainer.checks import UsageError
-
-
-def block_names(text: str) -> list[str]:
-    """Return the names of the blocks of a text, in their order."""
-    return re.findall(r"<!-- ([\w-]+): begin -->", text)
 
 
 def block(text: str, name: str) -> str:

@@ -8,7 +8,7 @@ from conformance.numerics.arithmetic import OWN, Arithmetic
 from conformance.project import PROJECT, require_checkout
 from reference_trainer.checks import UsageError
 
-_DOCS_FILE = PROJECT / "docs" / "detection" / "kill_matrix.md"
+_DOCS_FILE = PROJECT / "docs" / "kill_matrix.md"
 
 
 def add_parser(commands: Commands) -> None:
@@ -20,7 +20,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="processes, each with its own ranks")
     parser.add_argument("--kernels", default=OWN.kernels, metavar="WHICH", help="as for a session")
     parser.add_argument("--sums", default=OWN.sums, metavar="ORDER", help="as for a session")
-    parser.add_argument("--write-docs", action="store_true", help="also write docs/detection/kill_matrix.md")
+    parser.add_argument("--write-docs", action="store_true", help="also write docs/kill_matrix.md")
     parser.add_argument(
         "--report-dir",
         type=Path,

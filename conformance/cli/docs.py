@@ -1,13 +1,12 @@
-"""`python -m conformance docs`: what README and docs say of the suite itself, generated and checked.
+"""`python -m conformance docs`: generated parts of the documentation, checked and written.
 
-Counts come from the matrix, the laws and the docstrings as they are; durations from docs/measured.json, which
-`python -m benchmarks.profiles` writes. A measurement of a profile that has other cases now is left out: a duration, and
-every block that begins with "Profile `NAME`, N cases". The text around such a block names the command that writes it.
+Counts come from the matrix, the laws and the docstrings; durations from docs/measured.json, which
+`python -m benchmarks.profiles` writes. A duration of a profile that has other cases now is replaced by the estimate
+that matrix.lock gives.
 """
 
 import argparse
 import ast
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated
@@ -15,9 +14,9 @@ from typing import Annotated
 import msgspec
 from tabulate import tabulate
 
-from conformance.cli.blocks import block, block_names, with_block
+from conformance.cli.blocks import with_block
 from conformance.cli.command import Answer, Commands
-from conformance.cli.laws import laws_markdown, specification_markdown
+from conformance.cli.laws import specification_markdown
 from conformance.cli.schema import as_json
 from conformance.findings.programs import TRAINERS, findings
 from conformance.findings.table import CATALOGUE, catalogue, read_versions, worst
@@ -36,7 +35,6 @@ _ABOUT = {
     "OPT, DATA, AXIS, ENV": "what is trained, on what; each option takes effect; preconditions of the suite",
 }
 """Subject of the laws, by family of ids."""
-_OF_PROFILE = re.compile(r"Profile `(\w+)`, (\d+) cases")
 _WRITE = "python -m conformance docs --write"
 
 
@@ -66,19 +64,13 @@ def read_measured() -> Measured:
 def add_parser(commands: Commands) -> None:
     """Add the command."""
     parser = commands.add_parser("docs", help="are generated parts of README and docs stale? exit status 1 if any is")
-    output = parser.add_mutually_exclusive_group()
-    output.add_argument("--write", action="store_true", help="bring them up to date")
-    output.add_argument(
-        "--subjects-html", type=Path, metavar="FILE", help="write docs/subjects.md as HTML, with cells and reasons"
-    )
+    parser.add_argument("--write", action="store_true", help="bring them up to date")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> Answer:
     """Check the generated parts of the documentation, or write them. Raises UsageError outside of a checkout."""
     require_checkout("docs")
-    if options.subjects_html is not None:
-        return _write_subjects_html(options.subjects_html)
     contents = generated()
     stale = [file for file, content in contents.items() if not file.exists() or file.read_text() != content]
     names = ", ".join(str(file.relative_to(PROJECT)) for file in stale)
@@ -103,12 +95,11 @@ def generated() -> dict[Path, str]:
         "profiles": lambda: _profiles(matrix, measured),
     }
     return {
-        **{file: _without_stale_blocks(file.read_text(), matrix) for file in sorted(docs.rglob("*.md"))},
         PROJECT / "README.md": _with_blocks(PROJECT / "README.md", readme),
         docs / "architecture.md": _with_blocks(docs / "architecture.md", {"packages": _packages}),
-        docs / "judge_your_trainer.md": _with_blocks(docs / "judge_your_trainer.md", {"subject-laws": _subject_laws}),
-        docs / "subjects.md": _subjects(),
-        docs / "laws.md": laws_markdown() + "\n",
+        docs / "judge_your_trainer.md": _with_blocks(
+            docs / "judge_your_trainer.md", {"subject-laws": _subject_laws, "subjects": _subjects}
+        ),
         LAWS_DIRECTORY / "README.md": specification_markdown() + "\n",
         docs / "report.schema.json": as_json(report_schema()) + "\n",
         CATALOGUE: catalogue(
@@ -139,7 +130,7 @@ def _profiles(matrix: Matrix, measured: Measured) -> str:
         took = _current(matrix, name, measured.profiles.get(name))
         expected_s = sum(matrix.seconds[cell.id] for cell in {case.cell for case in cases})
         takes = (
-            f"{_minutes(took)}, {took.processors} processors" if took else f"about {expected_s / 60:.0f} min, planned"
+            f"{_minutes(took)}, {took.processors} processors" if took else f"about {expected_s / 60:.0f} min, estimated"
         )
         rows.append([f"`{name}`", profile.note, len({case.cell for case in cases}), len(cases), takes])
     return tabulate(rows, headers=["profile", "for", "cells", "cases", "takes"], tablefmt="github")
@@ -147,20 +138,7 @@ def _profiles(matrix: Matrix, measured: Measured) -> str:
 
 def _current(matrix: Matrix, profile: str, took: Durations | None) -> Durations | None:
     """Return the durations, or None if the profile had other cases when it was measured."""
-    return took if took and _is_current(matrix, profile, took.cases) else None
-
-
-def _is_current(matrix: Matrix, profile: str, cases: int) -> bool:
-    return profile in matrix.profiles and len(matrix.cases(profile)) == cases
-
-
-def _without_stale_blocks(text: str, matrix: Matrix) -> str:
-    """Return a document without the measurements of profiles that had other cases then."""
-    for name in block_names(text):
-        measured = _OF_PROFILE.match(block(text, name))
-        if measured and not _is_current(matrix, measured[1], int(measured[2])):
-            text = with_block(text, name, f"Not shown: `{measured[1]}` had other cases when it was measured.")
-    return text
+    return took if took and len(matrix.cases(profile)) == took.cases else None
 
 
 def _minutes(took: Durations) -> str:
@@ -187,19 +165,11 @@ def _subject_laws() -> str:
 
 
 def _subjects() -> str:
-    """Return the page of subjects by laws."""
+    """Return tables of the verdicts on released trainers that docs/subjects/ keeps."""
     from conformance.subjects.keeping import read_kept  # torch is for those who ask for this page
     from conformance.subjects.overview import as_markdown
 
     return as_markdown(read_kept())
-
-
-def _write_subjects_html(file: Path) -> Answer:
-    from conformance.subjects.keeping import read_kept
-    from conformance.subjects.overview import as_html
-
-    file.write_text(as_html(read_kept()))
-    return Answer(f"written: {file}")
 
 
 def _packages() -> str:

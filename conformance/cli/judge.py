@@ -45,7 +45,7 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument("--cells", metavar="ID,...", help="run these cells alone, such as dp2-fp32")
     parser.add_argument("--no-faults", action="store_true", help="do not test whether the laws see faults")
-    parser.add_argument("--keep", action="store_true", help="keep the verdicts for docs/subjects.md, in a checkout")
+    parser.add_argument("--keep", action="store_true", help="keep the verdicts in docs/subjects/, in a checkout")
     parser.add_argument("--json", action="store_true", help="print verdicts, metrics and bounds as JSON")
     add_limit(parser, of="a run", default=60.0)
     parser.set_defaults(run=run)

@@ -1,4 +1,4 @@
-"""`python -m conformance laws`: all laws as markdown, which docs/laws.md is."""
+"""`python -m conformance laws`: all laws as markdown; conformance/laws/README.md has their statements by chapter."""
 
 import argparse
 import importlib
@@ -13,16 +13,14 @@ from conformance.plan.scopes import in_order
 
 _INTRODUCTION = """# Laws
 
-Written by `python -m conformance docs --write`; a test keeps it in step with the laws. `python -m conformance
-show LAW` adds numbers of cases. A law is judged on all cells of a session that are *where* it holds, but for the gaps
-below the table. It holds from the torch version on that stands there, on each of its substrates; those with devices are
-unverified where [gpu/status.md](gpu/status.md) says so. The defects are those that the law must catch, see
-[detection/kill_matrix.md](detection/kill_matrix.md)."""
+A law is judged on all cells of a session that are *where* it holds, except for the gaps below the table, from this
+version of torch on and on these substrates; docs/gpu.md says which of them have run. It must catch these defects:
+docs/kill_matrix.md. `python -m conformance show LAW` adds numbers of cases."""
 
 _SPECIFICATION = """# The specification
 
 Written by `python -m conformance docs --write`. What FSDP2 and tensor parallelism MUST do, by chapter, which is a
-folder here. Where each law holds, since which torch, and the defects that prove it: [laws](../../docs/laws.md)."""
+folder here. `python -m conformance laws` adds where each law holds, since which torch, its gaps and its defects."""
 
 _GAPS = """## Gaps
 

@@ -1,4 +1,4 @@
-"""Kill matrix in words: for a terminal, and as markdown for docs/detection/kill_matrix.md."""
+"""Kill matrix in words: for a terminal, and as markdown for docs/kill_matrix.md."""
 
 from collections.abc import Iterator, Sequence
 
@@ -15,7 +15,7 @@ every law that it names; its benign twin, the same place changed in a correct wa
 far outside of its bounds the worst metric was, where 1 is at a bound: how many times the bound a rounding error was,
 and how many times half of the distance between its bounds a number of bytes was away from their middle; *exact* where
 only one value is right, *stated* where the law compares facts and no metrics. Defects that the CPU does not show are
-judged on the [simulated accelerator](../simulated_accelerator.md). The twin's percentage is its margin: 100 % is at a
+judged on the [simulated accelerator](simulated_accelerator.md). The twin's percentage is its margin: 100 % is at a
 bound. A law for which the profile has no cell that triggers the defect is judged on the first cell of
 the matrix that does."""
 _HEADERS = ["defect", "law", "caught on", "margin", "twin"]
@@ -35,7 +35,7 @@ def as_text(matrix: KillMatrix) -> str:
 
 
 def as_markdown(matrix: KillMatrix) -> str:
-    """Return the content of docs/detection/kill_matrix.md."""
+    """Return the content of docs/kill_matrix.md."""
     headers = ["defect", "fault", *_HEADERS[1:]]
     rows = [row for trial in matrix.trials for row in _rows_with_source(trial)]
     unverified = "; ".join(matrix.unverified) or "none"
@@ -46,10 +46,7 @@ def as_markdown(matrix: KillMatrix) -> str:
             summary(matrix),
             *(f"- **{problem}**" for problem in matrix.problems),
             tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True),
-            "## Laws",
-            tabulate(_law_rows(matrix.trials), headers=_LAW_HEADERS, tablefmt="github"),
-            "## Not verified",
-            f"Defects and laws that need a device which the machine of this run lacks: {unverified}",
+            f"Not tried, for want of a device: {unverified}.",
         ]
     )
 

@@ -1,4 +1,4 @@
-"""Memory of a step on devices while the host runs ahead of them. Not yet run on CUDA: docs/gpu/status.md."""
+"""Memory of a step on devices while the host runs ahead of them. Not yet run on CUDA: docs/gpu.md."""
 
 import gc
 

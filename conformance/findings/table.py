@@ -16,7 +16,7 @@ CATALOGUE = DIRECTORY / "README.md"
 WORST = 6
 _NEWEST = 3
 """Number of versions, the last that were tried, whose faults are of interest to everybody."""
-_INTRODUCTION = """# Faults of released torch
+_INTRODUCTION = """# Bugs found in released PyTorch
 
 Written by `conformance findings --write`, which runs every program on the installed torch and keeps the outcome in
 `versions.json`. Each program needs torch alone, prints what it expected and what it got, and ends with status 1 if the
@@ -31,11 +31,11 @@ Outcomes: **wrong** (the fault is there), right, refused (torch says that it can
 program failed and says nothing about torch), and nothing where it was not run. "None known" means that no thread was
 found in a stored copy of GitHub's; it is no proof. `conformance findings --report NAME` prints a text to file."""
 
-_TRAINERS = """## Faults of released trainers
+_TRAINERS = """## Bugs found in released trainers
 
 Each program needs the package that its docstring names, beside torch. `conformance findings` runs those whose package
 is installed. A private name that a program touches is one that lets the package run on CPUs. Laws are those by which
-`conformance judge` judges ([docs/subjects.md](../docs/subjects.md))."""
+`conformance judge` judges ([judge_your_trainer](../docs/judge_your_trainer.md))."""
 
 _REPORT = """# {title}
 

@@ -1,6 +1,6 @@
 """Memory of a device by segments, from the caching allocator's public statistics.
 
-Not yet run on a CUDA device, see docs/gpu/status.md.
+Not yet run on a CUDA device, see docs/gpu.md.
 
 `requested_bytes` counts the bytes that torch asked for: the allocator rounds a request up to 512 bytes and more, and
 reserves whole segments of the device (`reserved`); NVML tells what the device has given to any process. The host counts

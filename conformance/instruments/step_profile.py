@@ -1,6 +1,6 @@
 """Profile of one step, for the time that communication takes. A fact: no law judges it.
 
-Not yet run on a device, see docs/gpu/status.md.
+Not yet run on a device, see docs/gpu.md.
 """
 
 import tempfile

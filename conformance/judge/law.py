@@ -16,7 +16,7 @@ class Law(msgspec.Struct, frozen=True):
     """One normative statement about FSDP2 and tensor parallelism."""
 
     id: str
-    """Family and number, such as `PAR-1`; docs/laws.md lists all."""
+    """Family and number, such as `PAR-1`; conformance/laws/README.md lists all."""
     must: str
     """Statement that MUST hold: first paragraph of the test's docstring."""
     reference: str

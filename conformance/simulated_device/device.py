@@ -58,7 +58,7 @@ def load(library: Path) -> ModuleType:
     """
     extension = load_module(MODULE, library)
     rename_privateuse1_backend(NAME)
-    # The only way: see docs/notes/private_names.md.
+    # A device module has no public way in.
     torch._register_device_module(NAME, _DeviceModule())  # type: ignore[no-untyped-call]
     generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)
     dist.Backend.register_backend(BACKEND, _make_backend, devices=[NAME])

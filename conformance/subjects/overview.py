@@ -11,13 +11,6 @@ from conformance.subjects.catalogue import LAWS
 from conformance.subjects.keeping import KeptSubject
 from conformance.subjects.schema import NOT_JUDGED
 
-_INTRODUCTION = """# Other people's trainers
-
-Written by `python -m conformance docs --write` from `docs/subjects/`, which `conformance judge SUBJECT --keep` writes.
-Each trainer ran on the CPU ([judge_your_trainer.md](judge_your_trainer.md)). A law is
-`pass` if it holds on all cells that were run; `-` where it was not judged. With the reasons of each cell:
-`python -m conformance docs --subjects-html FILE`."""
-
 
 class OnCell(NamedTuple):
     """Verdict of a law on one cell."""
@@ -49,7 +42,7 @@ class LawOnSubject(NamedTuple):
 
 
 def as_markdown(kept: Mapping[str, KeptSubject]) -> str:
-    """Return the page: laws by subjects, about each subject, and what does not hold."""
+    """Return laws by subjects, about each subject, and what does not hold."""
     rows = [[f"`{law.id}`", *(_summary(of_law(subject, law.id)) for subject in kept.values())] for law in LAWS]
     table = tabulate(rows, headers=["law", *kept], tablefmt="github", disable_numparse=True)
     about = tabulate(
@@ -59,7 +52,7 @@ def as_markdown(kept: Mapping[str, KeptSubject]) -> str:
         disable_numparse=True,
     )
     failures = "\n\n".join(_failures(name, subject) for name, subject in kept.items() if any(_reasons(subject)))
-    return f"{_INTRODUCTION}\n\n{table}\n\n{about}\n\n## What does not hold\n\n{failures}\n"
+    return f"{table}\n\n{about}\n\n## What does not hold\n\n{failures}"
 
 
 def as_html(kept: Mapping[str, KeptSubject]) -> str:

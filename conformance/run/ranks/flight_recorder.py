@@ -5,7 +5,7 @@ runs into a timeout. It also listens to a pipe, but only in the first process gr
 ProcessGroupNCCL.cpp), and a warm rank makes one for each task: therefore a rank has a pipe and a thread of its own.
 
 The pool's process, which has no torch, reads the dumps: torch's own readers (`torch.distributed.flight_recorder`, the
-command `torchfrtrace`) need torch and the dumps of all ranks. Not yet run on a device, see docs/gpu/status.md; the
+command `torchfrtrace`) need torch and the dumps of all ranks. Not yet run on a device, see docs/gpu.md; the
 format is that of a dump of torch 2.13. Gloo's recorder leaves each collective at `scheduled` (seen with torch 2.13).
 
 https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html

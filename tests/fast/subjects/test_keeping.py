@@ -1,11 +1,10 @@
-"""Verdicts on subjects that are kept, and what shows them: docs/subjects.md, and HTML."""
+"""Verdicts on subjects that are kept, and what shows them: docs/subjects/, and HTML."""
 
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from conformance.__main__ import main
 from conformance.judge.verdicts import Verdict
 from conformance.subjects import keeping, overview
 from conformance.subjects.catalogue import LAWS
@@ -86,12 +85,6 @@ def test_html_of_a_conformant_subject_and_of_what_it_says(kept: dict[str, KeptSu
     assert '<td class="pass"><details><summary>conformant</summary>' in text
     assert '<td class="pass"><details><summary>pass on 1</summary>' in text
     assert '<td class="pass"><details><summary>all seen</summary>' in text
-
-
-def test_the_command_writes_html(tmp_path: Path) -> None:
-    file = tmp_path / "subjects.html"
-    assert main(["docs", "--subjects-html", str(file)]) == 0
-    assert all(name in file.read_text() for name in keeping.read_kept())
 
 
 def test_a_blind_subject_is_not_conformant() -> None:

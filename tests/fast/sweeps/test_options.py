@@ -52,7 +52,7 @@ OPTIONS_OF = {
 }
 """Options of the sweep by the parameter or method that they try."""
 LEFT_OUT = {
-    "dp_mesh_dims": "SPMD meshes, see docs/detection/blind_spots.md",
+    "dp_mesh_dims": "SPMD meshes, see docs/blind_spots.md",
     "set_all_reduce_hook": "API-2",
     "set_custom_all_gather": "API-2",
     "set_custom_reduce_scatter": "API-2",

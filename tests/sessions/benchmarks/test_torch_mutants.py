@@ -10,10 +10,10 @@ import msgspec
 import pytest
 import torch
 
-from benchmarks import mutants, torch_faults
+from benchmarks import mutants
 from benchmarks.documents import PROJECT
 from benchmarks.mutants import HOOK, MODULES, Outcome, outcome, source_of
-from benchmarks.torch_faults import Fault, faults, with_earlier_rows
+from benchmarks.torch_faults import Fault, faults
 from benchmarks.torch_mutants.syntax import HIT, mutated, points, statement_at, with_hits
 from conformance.defects.injection import NotInjectable
 from conformance.plan.matrix import load_matrix
@@ -94,15 +94,6 @@ def test_a_fault_that_does_not_fit_is_refused() -> None:
     fault = Fault(target="torch.nn.utils.clip_grad", cells="mesh = dp2", old="nothing like that", new="")
     with pytest.raises(NotInjectable, match=r"clip_grad has this 0 times and not 1: nothing like that"):
         fault.applied(source_of(fault.target))
-
-
-def test_rows_of_faults_that_are_not_run_again_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = "| fault | cells | verdict | law |\n|---|---|---|---|\n| a | `x` | fail | PAR-1 |\n| b | `y` | survived | |"
-    document = tmp_path / "faults.md"
-    document.write_text(f"<!-- faults: begin -->\n{table}\n<!-- faults: end -->\n")
-    monkeypatch.setattr(torch_faults, "DOCUMENT", document)
-    rows = with_earlier_rows([["b", "`y`", "fail", "AC-1"], ["c", "`z`", "survived", ""]], ["c", "a", "b", "gone"])
-    assert rows == [["c", "`z`", "survived", ""], ["a", "`x`", "fail", "PAR-1"], ["b", "`y`", "fail", "AC-1"]]
 
 
 @pytest.mark.parametrize(

@@ -326,7 +326,7 @@ def test_certifying_without_devices_is_no_result(tmp_path: Path) -> None:
 
 def test_rows_of_what_ran_on_devices_name_laws_and_their_substrates() -> None:
     """A law without a row is unverified, which the page says."""
-    status = (PROJECT / "docs" / "gpu" / "status.md").read_text()
+    status = (PROJECT / "docs" / "gpu.md").read_text()
     rows = re.findall(r"^\| ([A-Z]+-\d+) \| ([a-z-]+) \|", status, re.MULTILINE)
     laws = [law for test in law_tests().values() if (law := law_of(test))]
     assert set(rows) <= {(law.id, substrate) for law in laws for substrate in law.substrates if substrate in CUDA}
@@ -335,6 +335,6 @@ def test_rows_of_what_ran_on_devices_name_laws_and_their_substrates() -> None:
 
 
 def test_every_defect_of_devices_has_its_state_in_the_docs() -> None:
-    status = (PROJECT / "docs" / "gpu" / "status.md").read_text()
+    status = (PROJECT / "docs" / "gpu.md").read_text()
     listed = {line.split("`")[1] for line in status.splitlines() if line.startswith("| defect `")}
     assert listed == {defect.id for defect in defects() if set(defect.substrates) <= set(STREAMS)}
