@@ -36,7 +36,7 @@ def count_valid_tokens(labels: list[Tensor], mesh: DeviceMesh, device: torch.dev
 
     Raises ValueError if there is none.
     """
-    local = sum(int((of_micro_batch != IGNORED_LABEL).sum()) for of_micro_batch in labels)
+    local = sum(int((batch != IGNORED_LABEL).sum()) for batch in labels)
     total = int(sum_over_dp(torch.tensor(local, dtype=torch.int64, device=device), mesh))
     if not total:
         raise ValueError("no valid label in the whole batch: the loss is undefined")

@@ -89,7 +89,7 @@ def _count(modules: list[str], among: dict[str, float]) -> str:
 
 
 @torch.no_grad()
-def _largest_by_module(model: Transformer, of: Callable[[Parameter], Tensor | None]) -> dict[str, Tensor]:
+def _largest_by_module(model: Transformer, tensor_of: Callable[[Parameter], Tensor | None]) -> dict[str, Tensor]:
     """Largest absolute value of this rank's shards by module, an fp32 scalar: NaN if there is one, 0 without shards.
 
     Modules have the same names and order, that of forward, on every rank.
@@ -97,10 +97,10 @@ def _largest_by_module(model: Transformer, of: Callable[[Parameter], Tensor | No
     shards: dict[str, list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         module = ".".join(name.split(".")[:-1][:_MODULE_DEPTH])
-        of_module = shards.setdefault(module, [])
-        tensor = of(parameter)
+        module_shards = shards.setdefault(module, [])
+        tensor = tensor_of(parameter)
         if tensor is not None:
-            of_module.append(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+            module_shards.append(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
     return {module: _largest(tensors) for module, tensors in shards.items()}
 
 

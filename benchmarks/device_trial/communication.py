@@ -127,11 +127,11 @@ def _order(name: str, results: Sequence[Mapping[str, Any]]) -> str:
     measured = torch.tensor([result["sums"][name] for result in results], dtype=torch.bfloat16)
     rings: dict[str, Ring] = {"NCCL's ring": NCCL_RING, "gloo's ring": GLOO_RING}
     matching = []
-    for of, ring in rings.items():
+    for library, ring in rings.items():
         total = ring_sum(terms, dim=None if kind == "all_reduce" else 0, ring=ring)
         expected = total.expand(len(results), -1) if kind == "all_reduce" else total.view(len(results), -1)
         if torch.equal(measured, expected):
-            matching.append(of)
+            matching.append(library)
     return " or ".join(matching) or "another order"
 
 

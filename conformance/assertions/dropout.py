@@ -70,23 +70,23 @@ def _passes(record: Record, rank: int, step: int, *, phase: str) -> list[tuple[i
 def _masks_of_step(record: Record, step: int) -> Sequence[Tensor]:
     """Masks of the global batch: samples belong to a data-parallel rank, and within it to a micro-batch."""
     config, mesh = record.cell.config, Mesh.parse(record.cell.mesh)
-    of_place: dict[tuple[int, int], dict[MaskKey, list[Tensor]]] = {}
+    masks_by_place: dict[tuple[int, int], dict[MaskKey, list[Tensor]]] = {}
     for facts in record.ranks:
         at = facts.mesh_coordinate
         place = at.get("dp_replicate", 0) * mesh.dp_shard + at["dp_shard"], at.get("tp", 0)
-        of_place.setdefault(place, {}).update(masks_of_rank(record, facts.rank, step, phase="forward"))
+        masks_by_place.setdefault(place, {}).update(masks_of_rank(record, facts.rank, step, phase="forward"))
     keys = list(itertools.product(range(config.accumulation), range(config.model.n_layers)))
     by_coordinate: dict[int, list[list[Tensor]]] = {}
-    for (coordinate, _), masks in sorted(of_place.items(), key=lambda item: item[0]):
+    for (coordinate, _), masks in sorted(masks_by_place.items(), key=lambda item: item[0]):
         if missing := [key for key in keys if key not in masks]:
             index, layer = missing[0]
             raise ConformanceFailure(
                 f"data-parallel rank {coordinate}, step {step}: layer {layer} drops nothing in micro-batch {index}"
             )
         by_coordinate.setdefault(coordinate, []).append([mask for key in keys for mask in masks[key]])
-    of_coordinates = [_over_tp(ranks, sharded=config.sequence_parallel) for ranks in by_coordinate.values()]
+    coordinate_masks = [_over_tp(ranks, sharded=config.sequence_parallel) for ranks in by_coordinate.values()]
     calls = config.model.n_layers * CALLS_PER_BLOCK
-    return [torch.cat([mask for masks in of_coordinates for mask in masks[call::calls]]) for call in range(calls)]
+    return [torch.cat([mask for masks in coordinate_masks for mask in masks[call::calls]]) for call in range(calls)]
 
 
 def _over_tp(ranks: Sequence[Sequence[Tensor]], *, sharded: bool) -> list[Tensor]:

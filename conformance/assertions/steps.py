@@ -39,8 +39,8 @@ def compare_steps(record: Record) -> None:
         else:
             within = tolerance.emulated_gradients(config, expected, loss_scale=facts.loss_scale)
             compare.tensors(gradients, expected.gradients, name=f"gradient {name}", within=within)
-        of_loss = tolerance.fp32_loss(config) if rounds_like_eager(record) else tolerance.compiled_loss(config)
-        compare.scalars([loss], [expected.loss], name=f"loss {name}", within=of_loss)
+        loss_bound = tolerance.fp32_loss(config) if rounds_like_eager(record) else tolerance.compiled_loss(config)
+        compare.scalars([loss], [expected.loss], name=f"loss {name}", within=loss_bound)
 
 
 def rounds_like_eager(record: Record) -> bool:
@@ -54,9 +54,9 @@ def _compare_errors(record: Record, step: int) -> None:
     Rounding the weights alone makes them at least as wrong, rounding the result of every operator at most.
     """
     __tracebackhide__ = True
-    exact, of_rounded_weights = (in_fp32(record, step, rounded=rounded).gradients for rounded in (False, True))
+    exact, weights_rounded = (in_fp32(record, step, rounded=rounded).gradients for rounded in (False, True))
     emulated, gradients = emulation_of(record, step).gradients, record.select(f"step{step}/gradient/")
-    error, least, most = (compare.distance(each, exact) for each in (gradients, of_rounded_weights, emulated))
+    error, least, most = (compare.distance(each, exact) for each in (gradients, weights_rounded, emulated))
     factor, name = tolerance.bf16_error_factor(record.config).value, f"error of step {step}, compared with fp32"
     detail, unit = "all gradients", "in the 2-norm"
     compare.between(error, least / factor, most * factor, name=name, detail=detail, unit=unit, kind="rounding")

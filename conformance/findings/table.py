@@ -83,13 +83,14 @@ def order_of_version(version: str) -> tuple[str, Version]:
 
 
 def catalogue(
-    findings: Sequence[Finding], versions: Versions, *, trainers: Sequence[Finding], of_trainers: Versions
+    findings: Sequence[Finding], versions: Versions, *, trainers: Sequence[Finding], trainer_versions: Versions
 ) -> str:
     """Return `findings/README.md`: findings of torch, and those of trainers."""
-    return f"{_INTRODUCTION}\n\n{_all(findings, versions)}\n\n{_TRAINERS}\n\n{_of_trainers(trainers, of_trainers)}\n"
+    sections = (_INTRODUCTION, _all(findings, versions), _TRAINERS, _trainer_findings(trainers, trainer_versions))
+    return "\n\n".join(sections) + "\n"
 
 
-def _of_trainers(findings: Sequence[Finding], versions: Versions) -> str:
+def _trainer_findings(findings: Sequence[Finding], versions: Versions) -> str:
     headers = ["program", "what", "severity", "training", "versions", "law", "thread", "how to avoid it"]
     rows = [
         [
@@ -115,7 +116,7 @@ def _all(findings: Sequence[Finding], versions: Versions) -> str:
             finding.title,
             f"{finding.severity}, {finding.visible}",
             finding.training,
-            *(_emphasised(of_version.get(finding.name, "")) for of_version in versions.values()),
+            *(_emphasised(outcomes.get(finding.name, "")) for outcomes in versions.values()),
             finding.law,
             _thread(finding),
             finding.avoid,

@@ -28,8 +28,8 @@ class Events(Observer):
 
     def missing(self, steps: Iterable[int]) -> list[str]:
         """Return the events of building, and of these steps, that have not come."""
-        of_steps = (f"{event} of step {step}" for step in steps for event in _EVENTS_OF_STEP)
-        return [event for event in ("sharded", "initialized", *of_steps) if event not in self._seen]
+        step_events = (f"{event} of step {step}" for step in steps for event in _EVENTS_OF_STEP)
+        return [event for event in ("sharded", "initialized", *step_events) if event not in self._seen]
 
     def phase(self, name: Phase, *, step: int) -> None:
         """Remember that a phase has begun."""

@@ -98,11 +98,11 @@ class _Storages(_Tap):  # type: ignore[no-untyped-call]
     def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if args and isinstance(args[0], str) and args[0].startswith(MARK):
             self.reports.append(args[0].removeprefix(MARK))
-        of_arguments = {id(tensor.untyped_storage()) for tensor in _tensors([args, kwargs])}
+        argument_storages = {id(tensor.untyped_storage()) for tensor in _tensors([args, kwargs])}
         result = func(*args, **kwargs)
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
-            if id(storage) not in of_arguments and id(storage) not in self._held:
+            if id(storage) not in argument_storages and id(storage) not in self._held:
                 self._allocated(storage)
         return result
 

@@ -53,7 +53,7 @@ class PipelineLog(Observer):
 
     def stage_action(self, action: StageAction, *, stage: int, micro_batch: int, step: int) -> None:
         """Write down an action, and the micro-batches with activations alive when it begins."""
-        held = sorted(of for (owner, of), number in self._alive.items() if owner == stage and number)
+        held = sorted(micro_batch for (owner, micro_batch), number in self._alive.items() if owner == stage and number)
         self.actions.append(StageActionFacts(step, action, stage, micro_batch, held, self._collectives()))
         self._now = stage, micro_batch
 

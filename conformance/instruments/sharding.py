@@ -44,7 +44,7 @@ def shared_parameters(model: nn.Module) -> list[list[str]]:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    return [of_parameter for of_parameter in names.values() if len(of_parameter) > 1]
+    return [aliases for aliases in names.values() if len(aliases) > 1]
 
 
 def fsdp_group_of(model: nn.Module) -> dict[str, str]:

@@ -84,15 +84,15 @@ def _norm_backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of `x` and of the weight, as far as they are wanted."""
     wide, wide_grad = _widened(x), _widened(grad)
-    of_normalised = wide_grad if weight is None else wide_grad * weight
-    of_rstd = (of_normalised * wide).sum(_last(shape), keepdim=True)
-    of_mean = -0.5 * of_rstd * rstd.pow(3)
-    of_squares = of_mean.expand(x.shape) / math.prod(shape)
-    of_x = of_normalised * rstd + of_squares * (2 * wide)
-    of_weight = None
+    normalised_grad = wide_grad if weight is None else wide_grad * weight
+    rstd_grad = (normalised_grad * wide).sum(_last(shape), keepdim=True)
+    mean_grad = -0.5 * rstd_grad * rstd.pow(3)
+    squares_grad = mean_grad.expand(x.shape) / math.prod(shape)
+    x_grad = normalised_grad * rstd + squares_grad * (2 * wide)
+    weight_grad = None
     if weight is not None and wanted[1]:
-        of_weight = (wide_grad * (wide * rstd)).sum(list(range(x.ndim - len(shape)))).to(weight.dtype)
-    return of_x.to(x.dtype) if wanted[0] else None, of_weight
+        weight_grad = (wide_grad * (wide * rstd)).sum(list(range(x.ndim - len(shape)))).to(weight.dtype)
+    return x_grad.to(x.dtype) if wanted[0] else None, weight_grad
 
 
 def _widened(x: Tensor) -> Tensor:

@@ -192,13 +192,13 @@ class _Kernels:
         """Gradients of q, k and v; arXiv:2205.14135, algorithm 4."""
         scores = self._scores("attention backward", q, k, is_causal=is_causal, mask=attn_mask, scale=scale)
         weights, wide_grad = (scores - log_of_total.unsqueeze(-1)).exp(), _wide(grad)
-        of_weights = self._product("gradient of weights", wide_grad, _wide(v).mT, keys=(grad, v))
+        weights_grad = self._product("gradient of weights", wide_grad, _wide(v).mT, keys=(grad, v))
         rows = self._sum("attention rows", wide_grad * _wide(out), [-1], keepdim=True, key=grad)
-        of_scores = weights * (of_weights - rows) * _scale(q, scale)
-        of_q = self._product("gradient of q", of_scores, _wide(k), keys=(grad, k))
-        of_k = self._product("gradient of k", of_scores.mT, _wide(q), keys=(grad, q))
-        of_v = self._product("gradient of v", weights.mT, wide_grad, keys=(grad, v))
-        return _by_sequence(of_q, q.dtype), _by_sequence(of_k, q.dtype), _by_sequence(of_v, q.dtype)
+        scores_grad = weights * (weights_grad - rows) * _scale(q, scale)
+        q_grad = self._product("gradient of q", scores_grad, _wide(k), keys=(grad, k))
+        k_grad = self._product("gradient of k", scores_grad.mT, _wide(q), keys=(grad, q))
+        v_grad = self._product("gradient of v", weights.mT, wide_grad, keys=(grad, v))
+        return _by_sequence(q_grad, q.dtype), _by_sequence(k_grad, q.dtype), _by_sequence(v_grad, q.dtype)
 
     def _scores(
         self, name: str, q: Tensor, k: Tensor, *, is_causal: bool, mask: Tensor | None, scale: float | None
@@ -211,14 +211,14 @@ class _Kernels:
 
     def _product(self, name: str, a: Tensor, b: Tensor, *, keys: Sequence[Tensor] | None = None) -> Tensor:
         """Product of matrices, or of batches of matrices, in fp32; the sum over the inner dimension is split."""
-        chosen, of_batch = self._hash(name, *((a, b) if keys is None else keys)), a.shape[:-2]
-        a, b = (_wide(x).reshape(-1, *x.shape[-2:]) if of_batch else _wide(x) for x in (a, b))
-        multiply = aten.bmm.out if of_batch else aten.mm.out
+        chosen, batch = self._hash(name, *((a, b) if keys is None else keys)), a.shape[:-2]
+        a, b = (_wide(x).reshape(-1, *x.shape[-2:]) if batch else _wide(x) for x in (a, b))
+        multiply = aten.bmm.out if batch else aten.mm.out
         partials = []
         for begin, end in _slices(a.shape[-1], chosen):
             x, y = a[..., begin:end].contiguous(), b[..., begin:end, :].contiguous()
             partials.append(_torchs(multiply, x, y, out=x.new_empty(*x.shape[:-1], y.shape[-1])))
-        return reduce(add, partials).reshape(*of_batch, *partials[0].shape[-2:])
+        return reduce(add, partials).reshape(*batch, *partials[0].shape[-2:])
 
     def _sum(self, name: str, x: Tensor, dims: Sequence[int] | None, *, keepdim: bool, key: Tensor) -> Tensor:
         reduced = _reduced_dims(x, dims)
@@ -226,9 +226,9 @@ class _Kernels:
         rows = x.permute([*kept, *reduced]).reshape([x.shape[dim] for dim in kept] + [-1])
         partials = []
         for begin, end in _slices(rows.shape[-1], self._hash(name, key, *reduced)):
-            of_slice = rows[..., begin:end].contiguous()
-            out = of_slice.new_empty(of_slice.shape[:-1])
-            partials.append(_torchs(aten.sum.IntList_out, of_slice, [-1], False, out=out))
+            slice_rows = rows[..., begin:end].contiguous()
+            out = slice_rows.new_empty(slice_rows.shape[:-1])
+            partials.append(_torchs(aten.sum.IntList_out, slice_rows, [-1], False, out=out))
         total = reduce(add, partials)
         return total.reshape(_reduced_shape(x, dims, keepdim=True)) if keepdim else total
 

@@ -32,8 +32,8 @@ def clip_events(parameters: Iterable[str], config: TrainerConfig, dims: Parallel
     dtype = policy.sharded if outside_tp else policy.sharded_norms
     inside = _norm(len(names) - len(outside_tp), ("dp_shard", "tp"), config, dims, dtype)
     outside = _norm(len(outside_tp), ("dp_shard",), config, dims, policy.sharded_norms) if outside_tp else []
-    of_stages = [Event("clip", "all_gather", "pp", 1, policy.sharded_norms)] if dims.pp > 1 else []
-    return (outside + inside if names[0] in outside_tp else inside + outside) + of_stages
+    stage_norms = [Event("clip", "all_gather", "pp", 1, policy.sharded_norms)] if dims.pp > 1 else []
+    return (outside + inside if names[0] in outside_tp else inside + outside) + stage_norms
 
 
 def _norm(

@@ -77,6 +77,6 @@ def replay(model: Transformer, masks: Sequence[Tensor], *, rounding: Rounding = 
     """Let the next forward of a model drop what these masks drop, one for each call; without masks nothing changes."""
     if not masks:
         return
-    of_calls = iter(masks)
+    call_masks = iter(masks)
     for block in model.blocks.values():
-        block.dropout = _Replayed(model.config.dropout, of_calls, rounding)  # type: ignore[assignment]
+        block.dropout = _Replayed(model.config.dropout, call_masks, rounding)  # type: ignore[assignment]

@@ -206,11 +206,11 @@ def _leaves(model: Transformer, forward: TensorParallelForward | None) -> Tensor
     copied = forward.copied if forward else {}
     leaves: Tensors = {name: parameter for name, parameter in model.named_parameters() if name not in copied}
     for name, copies in copied.items():
-        leaves |= {_of_rank(name, rank): copy for rank, copy in enumerate(copies)}
+        leaves |= {_rank_copy(name, rank): copy for rank, copy in enumerate(copies)}
     return leaves
 
 
-def _of_rank(name: str, rank: int) -> str:
+def _rank_copy(name: str, rank: int) -> str:
     return f"{name}@{rank}"
 
 
@@ -252,7 +252,7 @@ def _reduce_scatter_inputs(
     on_the_wire = getattr(torch, dtype_policy(config.precision).reduce)
     if gradient_sync(config) == "last":
         by_rank = zip(*gradients, strict=True)
-        totals = [_added_up(config, of_rank, on_the_wire) for of_rank in by_rank]
+        totals = [_added_up(config, grads, on_the_wire) for grads in by_rank]
         return [[_summed_over_copies(total, copied, ring) for total in totals]]
     return [[_to(_summed_over_copies(grads, copied, ring), on_the_wire) for grads in ranks] for ranks in gradients]
 
@@ -282,9 +282,9 @@ def _reductions(config: TrainerConfig, rounds: Sequence[Sequence[Tensors]]) -> l
     """Means over all ranks, from the inputs of each reduce-scatter by round and rank; they are yet to be added up."""
     before, between, after = _divisors(config)
     sums = [_reduce_scattered(config, [_quotients(grads, before) for grads in ranks]) for ranks in rounds]
-    sums = [[_quotients(of_replica, between) for of_replica in replicas] for replicas in sums]
+    sums = [[_quotients(replica, between) for replica in replicas] for replicas in sums]
     if gradient_sync(config) == "all-reduce-last":
-        sums = [[_sum(of_replica) for of_replica in zip(*sums, strict=True)]]
+        sums = [[_sum(replica) for replica in zip(*sums, strict=True)]]
     return [_quotients(_sum(replicas), after) for replicas in sums]
 
 

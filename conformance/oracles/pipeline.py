@@ -119,12 +119,12 @@ def order(config: TrainerConfig, *, rank: int) -> list[Action]:
 def _interleaved(config: TrainerConfig, rank: int, *, hops: int) -> list[Action]:
     """Return interleaved 1F1B: each rank after this one lets it run so many forwards more before its first backward."""
     own, pp = stages_of(rank, config), config.mesh.pp
-    of_round = config.accumulation // max(1, config.accumulation // pp)
-    batches = [range(start, start + of_round) for start in range(0, config.accumulation, of_round)]
+    round_size = config.accumulation // max(1, config.accumulation // pp)
+    batches = [range(start, start + round_size) for start in range(0, config.accumulation, round_size)]
     forwards = [Action("forward", s, i) for batch in batches for s in own for i in batch]
     backwards = [Action("backward", s, i) for batch in batches for s in reversed(own) for i in batch]
     # The forwards before the first backward (arXiv:2104.04473), and the one that alternates with it.
-    return _one_by_one(forwards, backwards, ahead=(len(own) - 1) * of_round + hops * (pp - 1 - rank) + 1)
+    return _one_by_one(forwards, backwards, ahead=(len(own) - 1) * round_size + hops * (pp - 1 - rank) + 1)
 
 
 def _halved(actions: Sequence[Action], *, behind: int) -> Iterator[Action]:

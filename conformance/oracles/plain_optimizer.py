@@ -67,11 +67,11 @@ def _updated(
         loaded = {kind: tensors[name].to(device, copy=True) for kind, tensors in start.state.items()}
         counter = {"step": torch.tensor(float(start.steps_taken))} if config.optimizer.name == "adamw" else {}
         optimizer.state[p] = counter | loaded
-    for step, of_step in gradients.items():
+    for step, step_gradients in gradients.items():
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(config, step)
         for name, p in parameters.items():
-            p.grad = of_step[name].to(device)
+            p.grad = step_gradients[name].to(device)
         optimizer.step()
     kinds = optimizer_state(config.optimizer) if optimizer.state else ()
     states = {kind: {name: optimizer.state[p][kind].cpu() for name, p in parameters.items()} for kind in kinds}

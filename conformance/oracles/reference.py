@@ -83,9 +83,9 @@ def summed_loss(model: Transformer, batch: Batch) -> Tensor:
     logits: Tensor = model(inputs)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     valid = labels != IGNORED_LABEL
-    of_labels = logits.gather(-1, labels.where(valid, 0).unsqueeze(-1)).squeeze(-1)
+    label_logits = logits.gather(-1, labels.where(valid, 0).unsqueeze(-1)).squeeze(-1)
     normalisation = logits.logsumexp(-1) if model.config.arithmetic == "float" else 0.0
-    return ((normalisation - of_labels) * valid).sum()
+    return ((normalisation - label_logits) * valid).sum()
 
 
 def _train(
@@ -121,9 +121,9 @@ def replay_updates(config: TrainerConfig, initial: Tensors, gradients: Mapping[i
     parameters = {name: p.double() for name, p in initial.items()}
     run = ReferenceRun(initial={name: p.clone() for name, p in parameters.items()})
     update = _update(config.optimizer)
-    for step, of_step in gradients.items():
-        doubled = {name: grad.double() for name, grad in of_step.items()}
-        run.gradients.append(of_step)
+    for step, step_gradients in gradients.items():
+        doubled = {name: grad.double() for name, grad in step_gradients.items()}
+        run.gradients.append(step_gradients)
         run.rates.append(learning_rate(config, step))
         run.grad_norms.append(update.clip_and_step(parameters, doubled, lr=run.rates[-1]))
     run.parameters, run.optimizer_state = parameters, update.state

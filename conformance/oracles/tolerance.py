@@ -203,14 +203,14 @@ def _after_cast(emulated: Emulation, *, roundings: float) -> dict[str, Bound]:
     """
     bounds = {}
     for name in emulated.uncast[0].sums if emulated.uncast else ():
-        of_emulation = emulated.gradients[name]
+        emulated_gradient = emulated.gradients[name]
         margins = [(each.sums[name].double(), roundings * each.sizes[name].double()) for each in emulated.uncast]
         ends = (
-            reduce(add, [(sums + side * margin).to(of_emulation.dtype) for sums, margin in margins])
+            reduce(add, [(sums + side * margin).to(emulated_gradient.dtype) for sums, margin in margins])
             for side in (-1.0, 1.0)
         )
-        farthest = torch.maximum(*((end.double() - of_emulation.double()).abs() for end in ends))
-        norm = float(of_emulation.double().norm())
+        farthest = torch.maximum(*((end.double() - emulated_gradient.double()).abs() for end in ends))
+        norm = float(emulated_gradient.double().norm())
         bounds[name] = bound("f", f=float(farthest.norm()) / norm if norm else 0.0)
     return bounds
 
@@ -255,9 +255,9 @@ def _roundings_of_sums(config: TrainerConfig) -> tuple[int, int]:
         return 0, 0
     later = config.accumulation - 1 if gradient_sync(config) != "last" else 0
     postponed = gradient_sync(config) == "all-reduce-last"
-    of_shards = shards - 1 + later * postponed if shards > 2 else 0
+    shard_sums = shards - 1 + later * postponed if shards > 2 else 0
     quotients = sum(not log2(ranks).is_integer() for ranks in (shards, replicas))
-    return of_shards + replicas - 1 + quotients, 0 if postponed else later
+    return shard_sums + replicas - 1 + quotients, 0 if postponed else later
 
 
 def both(error: Bound) -> Bound:

@@ -127,7 +127,7 @@ class CapturedShards(ABC):
         numel, layout = math.prod(self.parameters[name].shape), f"layout/{name}"
         held = [shards[layout].flatten() for shards in self.shards if layout in shards]
         counts = [indices.bincount(minlength=numel).tolist() for indices in held]
-        owners = {sum(of_element) for of_element in zip(*counts, strict=True)}
+        owners = {sum(holders) for holders in zip(*counts, strict=True)}
         return bool(held) and len(owners) <= 1 and 0 not in owners
 
     def _assemble(self, prefix: str, name: str) -> "Tensor":

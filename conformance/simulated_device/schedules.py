@@ -37,6 +37,6 @@ class Schedule:
             raise UsageError(f"the schedule is {text!r}: write eager, lazy, random:SEED or starve:NUMBER-OF-STREAM")
         return cls(_POLICIES.index(name), int(number or 0))
 
-    def of_rank(self, rank: int) -> "Schedule":
+    def for_rank(self, rank: int) -> "Schedule":
         """Return the schedule of a rank: each has a random one of its own, and all share any other."""
         return Schedule(self.policy, self.number + rank) if _POLICIES[self.policy] == "random" else self

@@ -163,8 +163,8 @@ def _model(record: Record, neighbour: Record) -> None:
             integral, usually = (_has_integer_gradients(run) for run in (record, neighbour))
             expect(integral and not usually, f"all gradients are integers: {integral}, of tiny {usually}")
         case "cut":  # a pipeline's default; the search for the smallest failing cell may leave the pipeline out
-            layers, of_tiny = (layer_count(run) for run in (record, neighbour))
-            expect(layers > of_tiny, f"{layers} layers, tiny has {of_tiny}")
+            layers, tiny_layers = (layer_count(run) for run in (record, neighbour))
+            expect(layers > tiny_layers, f"{layers} layers, tiny has {tiny_layers}")
         case name:
             raise ValueError(f"no proof that model `{name}` takes effect: add one here")
 
@@ -275,8 +275,8 @@ def _sequence_parallel(record: Record, neighbour: Record) -> None:
 
 def _loss_parallel(record: Record, neighbour: Record) -> None:
     gathers, usual = (collectives(run, "forward", "all_gather", "tp") for run in (record, neighbour))
-    of_last_stage = record.cell.world_size // Mesh.parse(record.cell.mesh).pp
-    logits = of_last_stage * record.cell.steps * record.cell.accumulation
+    last_stage_ranks = record.cell.world_size // Mesh.parse(record.cell.mesh).pp
+    logits = last_stage_ranks * record.cell.steps * record.cell.accumulation
     expect(gathers == usual - logits, f"{gathers} all-gathers over tp in forward, {usual} with {logits} of logits")
     sums, usual = (collectives(run, "forward", "all_reduce", "tp") for run in (record, neighbour))
     expect(sums > usual, f"{sums} all-reduces over tp in forward, {usual} of full logits")

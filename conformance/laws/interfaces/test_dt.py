@@ -38,10 +38,10 @@ def test_dtensor_operators_equal_those_on_full_tensors(measure: Measure, cell: C
     Wrong also if it refuses all layouts. How many it refuses is recorded, without a bound, as in DT-3.
     """
     ranks = measure(operate, cell)
-    for name, of_first in ranks[0].items():
-        tried = f"of {of_first.computed + of_first.refused} layouts"
-        record(f"{name}: refused", of_first.refused, kind="exact", unit="layouts", at=tried)
-        for rank, outcome in enumerate(of_rank[name] for of_rank in ranks):
+    for name, first_outcome in ranks[0].items():
+        tried = f"of {first_outcome.computed + first_outcome.refused} layouts"
+        record(f"{name}: refused", first_outcome.refused, kind="exact", unit="layouts", at=tried)
+        for rank, outcome in enumerate(outcomes[name] for outcomes in ranks):
             detail = f"rank {rank}, {outcome.computed} layouts, {outcome.refused} refused"
             compare.count(outcome.wrong, name=f"{name}: wrong elements", expected=0, detail=detail, unit="elements")
             refused = int(outcome.computed == 0)

@@ -62,17 +62,17 @@ def test_fsdp2_active_peak_is_at_most_fsdp1s(measure: Measure, cell: Cell) -> No
     device is as far behind as events permit; where it keeps up, as on the CPU, the peaks are reported, and MEM-8 bounds
     them.
     """
-    older, newer = (measure(step_on_device, of) for of in (cell, with_fsdp2(cell)))
+    older, newer = (measure(step_on_device, each) for each in (cell, with_fsdp2(cell)))
     config, dims, shapes = sizes_of(cell)
     gathered = 2 * max(group_bytes(config, dims, shapes).values()) if cell.reshard == "never" else 0
-    for rank, (of_fsdp1, of_fsdp2) in enumerate(zip(older, newer, strict=True)):
-        for name, by_timing in (("FSDP1", of_fsdp1), ("FSDP2", of_fsdp2)):
+    for rank, (fsdp1, fsdp2) in enumerate(zip(older, newer, strict=True)):
+        for name, by_timing in (("FSDP1", fsdp1), ("FSDP2", fsdp2)):
             for timing, peaks in by_timing.items():
                 for kind in ("allocated", "active", "reserved"):
                     value = getattr(peaks, kind)
                     report(f"{kind}, {name}, device {timing}, rank {rank}", value, kind="memory", unit="bytes")
-        (timing,) = of_fsdp2.keys() - {"eager"}
-        active, limit = of_fsdp2[timing].active, of_fsdp1[timing].active + gathered
+        (timing,) = fsdp2.keys() - {"eager"}
+        active, limit = fsdp2[timing].active, fsdp1[timing].active + gathered
         compare.between(active, 0, limit, name="active peak", detail=f"FSDP2, rank {rank}", unit="bytes")
 
 
@@ -91,16 +91,16 @@ def test_fsdp2_holds_no_more_than_fsdp1_and_its_own_buffers(measure: Measure, ce
     nothing. That is the least memory that FSDP1 can need; STREAM-4 judges its memory on a device.
     """
     config, dims, shapes = sizes_of(cell)
-    for_fsdp1, for_fsdp2 = (measure(profile_without_fsdp, of)[0] for of in (cell, with_fsdp2(cell)))
+    for_fsdp1, for_fsdp2 = (measure(profile_without_fsdp, each)[0] for each in (cell, with_fsdp2(cell)))
     expected = predict_fsdp1(config, dims, shapes, for_fsdp1)
     own_bytes = {
         phase: max(0, usage.peak_bytes - expected[phase].peak_bytes)
         for phase, usage in predict(config, dims, shapes, for_fsdp2).items()
         if phase in _PHASES
     }
-    (of_fsdp1,), (of_fsdp2,) = (measure(step_in_simulation, of) for of in (cell, with_fsdp2(cell)))
-    left_bytes = of_fsdp2.held_before_bytes - resident_bytes(*sizes_of(with_fsdp2(cell)))
-    older, newer = _peaks_bytes(of_fsdp1), _peaks_bytes(of_fsdp2, left_bytes=left_bytes)
+    (fsdp1,), (fsdp2,) = (measure(step_in_simulation, each) for each in (cell, with_fsdp2(cell)))
+    left_bytes = fsdp2.held_before_bytes - resident_bytes(*sizes_of(with_fsdp2(cell)))
+    older, newer = _peaks_bytes(fsdp1), _peaks_bytes(fsdp2, left_bytes=left_bytes)
     for phase in _PHASES:
         least = expected[phase].peak_bytes
         name, detail = f"FSDP1's peak of {phase}", "rank 0, by its model"

@@ -81,12 +81,12 @@ def require_inputs_of_blocks(measure: Measure, cell: Cell) -> None:
     config, dims, _ = sizes_of(cell)
     (profile,) = measure(profile_without_fsdp, cell)
     activations = {segment.mark: segment.start_bytes for segment in profile}
-    of_block = activations["after-forward layers.2"] - activations["after-forward layers.1"]
+    block_bytes = activations["after-forward layers.2"] - activations["after-forward layers.1"]
     tokens = config.data.global_batch_size * config.data.seq_len // dims.dp // config.accumulation
     tokens //= dims.tp if config.sequence_parallel else 1
     expected = tokens * config.model.dim * itemsize_bytes(config, "compute") + torch.get_rng_state().nbytes
     detail, unit = "the second block", "bytes"
-    compare.count(of_block, name="kept of a block", expected=expected, detail=detail, unit=unit, kind="memory")
+    compare.count(block_bytes, name="kept of a block", expected=expected, detail=detail, unit=unit, kind="memory")
 
 
 @law(
@@ -133,8 +133,8 @@ def test_memory_on_every_rank_matches_the_model(measure: Measure, cell: Cell) ->
     in such a thread is noticed when the memory is used again: in forward and backward at once, in later phases
     not, which are judged in simulation only (MEM-1).
     """
-    of_ranks = bounds_of_ranks(measure, cell, in_flight=True)
-    for rank, (memory, bounds) in enumerate(zip(measure(step_on_ranks, cell), of_ranks, strict=True)):
+    bounds_by_rank = bounds_of_ranks(measure, cell, in_flight=True)
+    for rank, (memory, bounds) in enumerate(zip(measure(step_on_ranks, cell), bounds_by_rank, strict=True)):
         compare_phases(usage_of(memory), bounds, where=f"rank {rank}", ratio=1.16)
 
 
@@ -151,7 +151,7 @@ def test_reshard_after_forward_keeps_the_groups_of_its_mode(measure: Measure, ce
     """
     config, dims, shapes = sizes_of(cell)
     always = cell.but(reshard="always")
-    held, least = (_after_forward_bytes(measure, of) for of in (cell, always))
+    held, least = (_after_forward_bytes(measure, each) for each in (cell, always))
     sizes = group_bytes(config, dims, shapes)
     if config.reshard == 2:
         expected = sum(size // 2 for size in sizes.values())
@@ -177,18 +177,19 @@ def test_memory_is_linear_in_the_layers(measure: Measure, cell: Cell) -> None:
     """
     deep, half = cell, cell.but(model="half")
     config, dims, shapes = sizes_of(deep)
-    layers, fewer = (of.config.model.n_layers for of in (deep, half))
-    held, less = (_after_forward_bytes(measure, of) for of in (deep, half))
+    layers, fewer = (each.config.model.n_layers for each in (deep, half))
+    held, less = (_after_forward_bytes(measure, each) for each in (deep, half))
     (profile,) = measure(profile_without_fsdp, deep)
     activations = {segment.mark: segment.start_bytes for segment in profile}
     sizes = group_bytes(config, dims, shapes)
     kept = {group: size for group, size in sizes.items() if kept_after_forward(group, config)}
-    of_layer = activations["after-forward layers.2"] - activations["after-forward layers.1"] + kept.get("layers.1", 0)
+    growth = activations["after-forward layers.2"] - activations["after-forward layers.1"]
+    layer_bytes = growth + kept.get("layers.1", 0)
     slope = (held - less) // (layers - fewer)
     detail, unit = f"{held} and {less} bytes", "bytes for each layer"
-    compare.count(slope, name="slope", expected=of_layer, detail=detail, unit=unit, kind="memory")
+    compare.count(slope, name="slope", expected=layer_bytes, detail=detail, unit=unit, kind="memory")
     ends = sum(size for group, size in kept.items() if not group.startswith("layers."))
-    rest = activations["backward"] - (layers * (of_layer - kept.get("layers.1", 0))) + ends
+    rest = activations["backward"] - (layers * growth) + ends
     intercept = held - layers * slope
     compare.between(intercept, rest, rest + SCALARS_BYTES, name="intercept", detail="no layers", unit="bytes")
 
@@ -273,8 +274,8 @@ def test_memory_requested_of_cuda_matches_the_model(measure: Measure, cell: Cell
     cuBLAS's workspaces are there since the warm step. Wrong if a group is not resharded, or a buffer is kept too long:
     the record of the measurement has the allocator's history, `snapshot-rankN.pickle`.
     """
-    of_ranks = bounds_of_ranks(measure, cell, on_device=True)
-    for rank, (memory, bounds) in enumerate(zip(measure(step_on_ranks, cell), of_ranks, strict=True)):
+    bounds_by_rank = bounds_of_ranks(measure, cell, on_device=True)
+    for rank, (memory, bounds) in enumerate(zip(measure(step_on_ranks, cell), bounds_by_rank, strict=True)):
         compare_phases(usage_of(memory), bounds, where=f"rank {rank}", ratio=1.02)
         for kind, peak in _allocator_peaks(memory).items():
             report(f"{kind} of rank {rank}", peak, kind="memory", unit="bytes")

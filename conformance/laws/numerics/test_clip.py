@@ -125,7 +125,7 @@ def test_error_if_nonfinite_stops_every_rank(measure: Measure, cell: Cell) -> No
     ranks = measure(clip_non_finite, cell)
     wrong = []
     for situation in ranks[0]:
-        outcomes = [of_rank[situation] for of_rank in ranks]
+        outcomes = [rank_outcomes[situation] for rank_outcomes in ranks]
         wrong += [] if _agree(situation, outcomes) else [f"{situation}: {outcomes}"]
     unit = f"of {len(ranks[0])} situations"
     compare.count(len(wrong), name="wrong outcomes", expected=0, detail="; ".join(wrong[:4]), unit=unit)
@@ -227,7 +227,7 @@ def test_clip_grad_norm_error_if_nonfinite_raises_on_every_rank(measure: Measure
     unit = f"of {len(ranks) * len(ranks[0])}"
     wrong: dict[str, list[str]] = {"not raised": [], "raised unasked": [], "finite norm": [], "changed": []}
     for situation in ranks[0]:
-        for rank, outcome in enumerate(of_rank[situation] for of_rank in ranks):
+        for rank, outcome in enumerate(rank_outcomes[situation] for rank_outcomes in ranks):
             for fault in _faults(outcome, asked=situation.startswith("raise/")):
                 wrong[fault].append(f"{situation} on rank {rank}")
     for fault, outcomes in wrong.items():

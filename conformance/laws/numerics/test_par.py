@@ -51,8 +51,8 @@ def test_sharded_fp32_equals_one_process(run: Run, cell: Cell) -> None:
     compare.tensors(single, reference, name="own error of one process in fp32", within=bound)
     compare.tensors(record.select("step0/gradient/"), reference, name="gradient at step 0", within=bound)
     compare_steps(record)
-    of_norm = tolerance.gradient_norm(bound, reference, order=config.optimizer.norm_order)
-    compare.scalars(record.grad_norms, expected.grad_norms, name="gradient norm", within=of_norm)
+    norm_bound = tolerance.gradient_norm(bound, reference, order=config.optimizer.norm_order)
+    compare.scalars(record.grad_norms, expected.grad_norms, name="gradient norm", within=norm_bound)
     compare.tensors(
         record.select("final/parameter/"),
         expected.parameters,
@@ -173,8 +173,8 @@ def test_gradient_accumulation_equals_one_large_batch(run: Run, cell: Cell) -> N
     bound = tolerance.both(tolerance.fp32_gradients(config))
     gradients = single.select("step0/gradient/")
     compare.tensors(record.select("step0/gradient/"), gradients, name="gradient at step 0", within=bound)
-    of_norm = tolerance.gradient_norm(bound, gradients, order=config.optimizer.norm_order)
-    compare.scalars(record.grad_norms, single.grad_norms, name="gradient norm", within=of_norm)
+    norm_bound = tolerance.gradient_norm(bound, gradients, order=config.optimizer.norm_order)
+    compare.scalars(record.grad_norms, single.grad_norms, name="gradient norm", within=norm_bound)
     compare.tensors(
         record.select("final/parameter/"),
         single.select("final/parameter/"),

@@ -47,8 +47,8 @@ def _compare_operators(facts: RankFacts, cell: Cell, attention: Attention) -> No
     compare.count(attention.calls(backward), name="attention", expected=blocks * is_dropped, detail=detail, unit=unit)
     linear = products(forward) - blocks * attention.products("forward")
     needed = _linear_layers_of_a_block(cell) - (cell.dropout == 0.0) + attention.products("forward")
-    of_gradients = _PRODUCTS_OF_A_GRADIENT * linear + blocks * attention.products("backward")
-    expected = of_gradients + blocks * needed * repeats
+    gradient_products = _PRODUCTS_OF_A_GRADIENT * linear + blocks * attention.products("backward")
+    expected = gradient_products + blocks * needed * repeats
     compare.count(products(backward), name="matrix products", expected=expected, detail=detail, unit=unit)
 
 

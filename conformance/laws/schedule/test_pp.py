@@ -60,13 +60,13 @@ def _check_transfers(
 ) -> None:
     __tracebackhide__ = True
     tensor = (pipeline.activation_numel(config, dims), dtype_policy(config.precision).compute)
-    of_step = [t for t in facts.transfers if t.step == step and t.dtype.startswith(("float", "bfloat"))]
+    transfers = [t for t in facts.transfers if t.step == step and t.dtype.startswith(("float", "bfloat"))]
     if traits_of(str(torch.__version__)).stages_exchange_a_number and step == facts.stage_actions[0].step:
-        of_step = [t for t in of_step if t.numel > 1]
-    sizes = {(t.numel, t.dtype) for t in of_step}
+        transfers = [t for t in transfers if t.numel > 1]
+    sizes = {(t.numel, t.dtype) for t in transfers}
     if sizes - {tensor}:
         raise ConformanceFailure(f"{_where(facts, step)}: transfers of {sorted(sizes)}, must be of {tensor}")
-    measured = Counter((t.direction, t.peer) for t in of_step)
+    measured = Counter((t.direction, t.peer) for t in transfers)
     expected = pipeline.transfers(actions, config)
     if measured != expected:
         raise ConformanceFailure(f"{_where(facts, step)}: transfers {dict(measured)}, must be {dict(expected)}")
@@ -125,7 +125,8 @@ def test_groups_are_gathered_as_often_as_the_reshard_mode_says(run: Run, cell: C
             expected = Counter[int]()
             for group, times in count.items():
                 expected[numels[group]] += times
-            measured = Counter(e.numel for e in _of_fsdp(facts, step, "all_gather", "dp_shard", policy.compute))
+            gathers = _fsdp_collectives(facts, step, "all_gather", "dp_shard", policy.compute)
+            measured = Counter(event.numel for event in gathers)
             detail = f"{_where(facts, step)}: elements by number {dict(measured)}, must be {dict(expected)}"
             compare.count(
                 measured.total(),
@@ -158,7 +159,7 @@ def test_gradients_are_reduced_once_after_the_last_micro_batch(run: Run, cell: C
                 expected = Counter(
                     numels[group] * width for stage in last for group in pipeline.groups_of(stage, config)
                 )
-                measured = Counter(e.numel for e in _of_fsdp(facts, step, kind, over, reduce))
+                measured = Counter(e.numel for e in _fsdp_collectives(facts, step, kind, over, reduce))
                 if measured != expected:
                     raise ConformanceFailure(
                         f"{_where(facts, step)}: {kind}, elements by number {dict(measured)}, must be {dict(expected)}"
@@ -208,7 +209,7 @@ def test_every_stage_clips_by_the_norm_of_all(run: Run, cell: Cell) -> None:
         )
 
 
-def _of_fsdp(facts: RankFacts, step: int, kind: str, over: str, dtype: str) -> list[Collective]:
+def _fsdp_collectives(facts: RankFacts, step: int, kind: str, over: str, dtype: str) -> list[Collective]:
     """Return collectives of a step's forward and backward, and of what a schedule does before its first action.
 
     Raises ConformanceFailure for another dtype than that of the precision.

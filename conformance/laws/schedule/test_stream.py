@@ -43,7 +43,7 @@ def test_avoid_record_streams_variable_changes_nothing(run: Run, measure: Measur
     for facts, expected in zip(record.ranks, other.ranks, strict=True):
         if facts.collectives != expected.collectives:
             raise ConformanceFailure(f"rank {facts.rank} issued other collectives")
-    with_it, without = (measure(step_in_simulation, of)[0].segments for of in (cell, unset))
+    with_it, without = (measure(step_in_simulation, each)[0].segments for each in (cell, unset))
     differences = [(a, b) for a, b in zip(with_it, without, strict=True) if a != b]
     detail = f"{differences[:1]}"
     compare.count(len(differences), name="phases with other memory", expected=0, detail=detail, unit="segments")
