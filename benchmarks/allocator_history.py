@@ -64,7 +64,7 @@ def history(file: Path) -> list[dict[str, Any]]:
 
 
 def placed_by_torch(events: Iterable[Mapping[str, Any]]) -> list[Placed]:
-    """Return where torch's allocator has placed each block, and the segments that it has taken, in order."""
+    """Return the blocks as torch's allocator has placed them, and the segments that it has taken, in order."""
     segments: dict[int, tuple[int, int]] = {}
     placed = []
     for event in events:
@@ -80,7 +80,7 @@ def placed_by_torch(events: Iterable[Mapping[str, Any]]) -> list[Placed]:
 
 
 def placed_by_model(events: Iterable[Mapping[str, Any]]) -> list[Placed]:
-    """Return where the simulated device places the same blocks, and the segments that it takes.
+    """Return the same blocks as the simulated device places them, and the segments that it takes.
 
     A block is released when torch's allocator could hand it out again (`free_completed`), whatever streams it had
     waited for.
@@ -133,7 +133,7 @@ def differences(measured: list[Placed], modelled: list[Placed]) -> list[str]:
 
 
 def main() -> None:
-    """Do what the arguments say."""
+    """Record or replay, as the arguments say."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=("record", "replay"))
     parser.add_argument("file", type=Path)

@@ -1,4 +1,4 @@
-"""Laws under other kernels and other sums, as a page: what alarms, and what defects they still catch.
+"""Page on laws under other kernels and other sums: false alarms, and defects that the laws still catch.
 
     for seed in 1 2 3; do for sums in ring tree; do
       pytest conformance/ --profile pr --kernels other:$seed --sums $sums --report-dir runs/$seed-$sums

@@ -66,7 +66,7 @@ def multiple(measured: Measurement) -> float | None:
 
 
 def comparison(name: str, measured: Measurement) -> str:
-    """Return the name of a row: all steps share a row, and bitwise comparisons have a row of their own."""
+    """Return the name of a row: all steps share a row, and so do all bitwise comparisons."""
     plain = re.sub(r" of step \d+", " of each step", name)
     return f"{plain}, no bit may differ" if measured.upper == 0.0 else plain
 

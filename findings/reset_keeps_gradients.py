@@ -1,7 +1,7 @@
 """`FSDPModule.reset_iter_state` keeps gradients of the iteration that failed: the next one adds them to its own.
 
-It is documented to discard them, those of accumulation without synchronisation included. It reshards parameters, and
-leaves `.grad` of the unsharded ones and `unsharded_accumulated_grad` alone (`FSDPParamGroup._reset_iter_state`).
+The method is documented to discard them, also those of accumulation without synchronisation. It reshards parameters,
+and leaves `.grad` of the unsharded ones and `unsharded_accumulated_grad` alone (`FSDPParamGroup._reset_iter_state`).
 
 severity: high
 visible: silent

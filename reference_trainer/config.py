@@ -50,8 +50,8 @@ class ModelConfig(Config, frozen=True, kw_only=True):
     """Standard deviation of norm weights around 1."""
     arithmetic: Literal["float", "integer"] = "float"
     """`integer`: a stand-in with the same parameters that computes small integers, see `integer_model`; it learns
-    nothing, but is exact in fp32 on every mesh. Initial weights are then -1, 0 or 1, whatever the three fields above
-    say."""
+    nothing, but is exact in fp32 on every mesh. Initial weights are then -1, 0 or 1, independent of the three fields
+    above."""
 
     def __post_init__(self) -> None:
         sizes = "vocab_size dim n_layers n_heads n_kv_heads ffn_dim max_seq_len"
@@ -290,8 +290,8 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     the reverse of the order in which forward left the groups, as with 1."""
     gradient_sync: GradientSync = "each"
     """Micro-batches after which gradients are reduced. `last`: only the last, until then every rank holds unsharded
-    gradients. `all-reduce-last` (HSDP): reduce-scattered after each, all-reduced after the last. A pipeline reduces
-    after the last of its micro-batches, whatever this says: leave it out."""
+    gradients. `all-reduce-last` (HSDP): reduce-scattered after each, all-reduced after the last. A pipeline always
+    reduces after the last of its micro-batches: leave this field out."""
     implementation: Literal["fsdp2", "fsdp1"] = "fsdp2"
     """`fsdp1`: FullyShardedDataParallel, to compare FSDP2 with; supports few of the other options."""
     limit_all_gathers: bool = True
@@ -310,8 +310,8 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainerConfig:
-    """Read a YAML file, lay `section.field=value` overrides over it and check the result.
+    """Read a YAML file, apply `section.field=value` overrides and check the result.
 
-    Raises ConfigError, a UsageError, that names file and line or the override, and what is allowed.
+    Raises ConfigError, a UsageError, with file and line or the override, and the allowed values.
     """
     return convert(override(load(path), overrides), TrainerConfig)

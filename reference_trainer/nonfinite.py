@@ -1,4 +1,4 @@
-"""End of a run that computes with NaN or infinity, and the search for the module in which that began."""
+"""End of a run with NaN or infinity, and the search for the module that produced it first."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -18,11 +18,11 @@ _MODULE_DEPTH = 3  # layers.3.attention
 
 
 class NonFiniteError(Exception):
-    """A number of the run is not finite. The message names the step and the module; every rank raises this error."""
+    """Number of a run that is not finite. The message names the step and the module; every rank raises this error."""
 
 
 class NonFiniteWatch(Observer):
-    """Watch that keeps the largest absolute values of parameters and gradients, by module, of the last step.
+    """Monitor of the largest absolute values of parameters and gradients, by module, of the last step.
 
     Clipping and the optimizer spread one NaN over the model, so the values are those before both. They are this rank's,
     and stay on their device: ranks communicate only about a step that was not finite. Methods that raise NonFiniteError
@@ -42,7 +42,8 @@ class NonFiniteWatch(Observer):
     def require_finite(self, metrics: StepMetrics) -> None:
         """Raise NonFiniteError if the loss or the gradient norm is not finite.
 
-        A step that was skipped may have any gradient norm: the loss scale is found that way. No scale mends a loss.
+        A step that was skipped may have any gradient norm: the loss scale is found that way. A loss must be finite at
+        any scale.
         """
         if not math.isfinite(metrics.loss) or not (metrics.skipped or math.isfinite(metrics.grad_norm)):
             problem = f"the loss is {metrics.loss:.4g}, the gradient norm {metrics.grad_norm:.4g}"
@@ -60,7 +61,7 @@ class NonFiniteWatch(Observer):
         return NonFiniteError(f"step {step}: {problem}; {self._origin()}")
 
     def _origin(self) -> str:
-        """Parameters come first, in the order of forward, then gradients, in the order of backward."""
+        """Search parameters first, in the order of forward, then gradients, in the order of backward."""
         parameters, gradients = self._over_ranks(self._parameters), self._over_ranks(self._gradients)
         if modules := _not_finite(parameters):
             return f"parameters of {modules[0]} were not finite before the step ({_count(modules, parameters)})"

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 
 def tell(name: str, value: object) -> None:
-    """Print one value at once, so that a probe that is cut off has told what it had."""
+    """Print one value at once, so that a probe that is cut off has printed all values until then."""
     print(f"{name}\t{value}", flush=True)
 
 

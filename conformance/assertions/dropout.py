@@ -1,4 +1,4 @@
-"""Masks of dropout in a record, put together to those of the global batch, which oracles replay."""
+"""Masks of dropout in a record, assembled for the global batch, so that oracles can replay them."""
 
 import itertools
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ def recorded_masks(record: Record) -> Masks | None:
     """Return the masks of a run's forward passes; None without dropout.
 
     Raises Unsupported if masks are not seen, and ConformanceFailure if ranks that hold the same activations drop
-    others.
+    different elements.
     """
     if not record.cell.dropout:
         return None
@@ -29,7 +29,7 @@ def recorded_masks(record: Record) -> Masks | None:
 
 
 def are_masks_seen(record: Record) -> bool:
-    """Return whether a run has no dropout, or masks that are recorded: those that inductor draws are not."""
+    """Return whether all masks of a run are recorded; masks that inductor draws are not."""
     return not record.cell.dropout or record.config.compile != "inductor"
 
 
@@ -38,10 +38,10 @@ MaskKey = tuple[int, int]
 
 
 def masks_of_rank(record: Record, rank: int, step: int, *, phase: str) -> dict[MaskKey, list[Tensor]]:
-    """Return a rank's masks of a step: of each micro-batch and layer those of the calls in the order of forward.
+    """Return a rank's masks of a step, by micro-batch and layer, in the order of the calls in forward.
 
     They are bool, of shape (samples, seq_len, dim); sequence parallelism shards the sequence. The phase is `forward`,
-    or `backward` for what is recomputed: there may be no mask. Raises ConformanceFailure for another number of masks.
+    or `backward` for recomputation: there may be no mask. Raises ConformanceFailure for another number of masks.
     """
     below = record.shards_below(f"step{step}/dropout/{phase}/", rank=rank)
     keys: dict[MaskKey, list[str]] = {}

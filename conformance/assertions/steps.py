@@ -1,4 +1,4 @@
-"""Comparisons that several laws share: each step of a run with what one process computes from the same state."""
+"""Comparisons of each step of a run with the step that one process computes from the same state."""
 
 from functools import lru_cache, partial
 
@@ -24,7 +24,8 @@ from reference_trainer.config import LossScaleConfig
 def compare_steps(record: Record) -> None:
     """Compare each step's loss and gradients with the emulation, from the weights with which the step began.
 
-    Rounding errors of several steps do not add up that way. What inductor compiles in 16 bits is compared by its error.
+    Rounding errors of several steps do not add up that way. A run that inductor compiles in 16 bits is compared by its
+    error.
     """
     __tracebackhide__ = True
     config = record.config
@@ -44,14 +45,15 @@ def compare_steps(record: Record) -> None:
 
 
 def rounds_like_eager(record: Record) -> bool:
-    """Return whether a run rounds where eager mode does, as all do but for those that inductor compiles in 16 bits."""
+    """Return True unless inductor compiled the run in 16-bit precision, where fusion removes roundings."""
     return record.config.precision == "fp32" or record.config.compile != "inductor"
 
 
 def _compare_errors(record: Record, step: int) -> None:
-    """Compare how far the gradients of a step are from those of fp32, with two limits, but for chance.
+    """Compare the distance of a step's gradients from those of fp32 with a lower and an upper limit.
 
-    Rounding the weights alone makes them at least as wrong, rounding the result of every operator at most.
+    The lower limit is the error of rounding the weights alone, the upper one that of rounding the result of every
+    operator; both allow for chance.
     """
     __tracebackhide__ = True
     exact, weights_rounded = (in_fp32(record, step, rounded=rounded).gradients for rounded in (False, True))
@@ -66,7 +68,7 @@ def _compare_errors(record: Record, step: int) -> None:
 def emulation_of(record: Record, step: int) -> Emulation:
     """Return the emulation of a step of a run, from the weights with which the step began.
 
-    Several laws compare the same step with it, one after another.
+    It is cached: several laws compare the same step, one after another.
     """
     return _emulated(record, step)
 
@@ -97,7 +99,7 @@ def in_fp32(record: Record, step: int, *, rounded: bool = False) -> Emulation:
 
 
 def is_emulated(measure: Measure, record: Record) -> bool:
-    """Return whether the emulation knows all that a run depends on: masks of dropout, and the order of sums."""
+    """Return whether the emulation knows the masks of dropout of a run, and the order of its sums."""
     return are_masks_seen(record) and is_sum_order_known(measure, record.cell)
 
 
@@ -111,14 +113,14 @@ def without_checkpoint(cell: Cell) -> Cell:
 
 
 def run_before_save(cell: Cell) -> Cell:
-    """Return the cell whose final state is what the checkpoint of a resumed cell holds."""
+    """Return the cell whose final state the checkpoint of a resumed cell holds."""
     return cell.saver.but(saved_on="none", saving="blocking", steps=cell.steps_before_save)
 
 
 def compare_updates(record: Record) -> None:
     """Compare norms, parameters and optimizer state with those that the recorded gradients of taken steps imply.
 
-    Masters below fp32 are left to OPT-2: they lose updates, and no useful bound in fp64 is left.
+    OPT-2 judges masters below fp32, which lose updates: no bound in fp64 would be useful.
     """
     __tracebackhide__ = True
     if dtype_policy(record.cell.precision).sharded != FP32:

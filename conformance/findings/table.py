@@ -1,4 +1,4 @@
-"""Tables of findings: what the installed torch shows, and the page `findings/README.md` with all versions."""
+"""Tables of findings: those of the installed torch, and the page `findings/README.md` with all versions."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ VERSIONS_FILE = "versions.json"
 CATALOGUE = DIRECTORY / "README.md"
 WORST = 6
 _NEWEST = 3
-"""Number of versions, the last that were tried, whose faults are of interest to everybody."""
+"""Number of newest versions whose faults `worst` shows."""
 _INTRODUCTION = """# Faults of released torch
 
 Written by `conformance findings --write`, which runs every program on the installed torch and keeps the outcome in
@@ -70,7 +70,7 @@ def read_versions(directory: Path = DIRECTORY) -> Versions:
 
 
 def with_version(versions: Versions, version: str, outcomes: Mapping[str, Outcome], names: Sequence[str]) -> Versions:
-    """Return outcomes with those of a version added to it, of the programs that there are, in order."""
+    """Return the outcomes with those of a version added, for the existing programs only, in order of versions."""
     known = {**versions.get(version, {}), **outcomes}
     every = {**versions, version: {name: known[name] for name in names if name in known}}
     return {version: every[version] for version in sorted(every, key=order_of_version)}
@@ -127,7 +127,7 @@ def _all(findings: Sequence[Finding], versions: Versions) -> str:
 
 
 def report(finding: Finding, versions: Versions, *, ran_with: str, output: str) -> str:
-    """Return a text to file upstream: what is wrong and why, the program, what it prints, and versions that show it."""
+    """Return a report to file upstream: the fault and its cause, the program, its output, and versions that show it."""
     outcomes = "\n".join(f"- {version}: {of[finding.name]}" for version, of in versions.items() if finding.name in of)
     return _REPORT.format(
         title=finding.title.rstrip("."),
@@ -147,7 +147,7 @@ def report(finding: Finding, versions: Versions, *, ran_with: str, output: str) 
 def worst(findings: Sequence[Finding], versions: Versions) -> str:
     """Return a table of the findings that do most damage and are seen least, with the versions that show them.
 
-    Only findings that one of the newest versions shows: who has an older one runs `conformance findings`.
+    Only findings that one of the newest versions shows; for older versions there is `conformance findings`.
     """
     newest = list(versions.values())[-_NEWEST:]
     recent = [each for each in findings if any(outcomes.get(each.name) in PRESENT for outcomes in newest)]

@@ -1,4 +1,4 @@
-"""Tokens that the model is called with: a batch may still be changed after the trainer has reported it."""
+"""Tokens with which the model is called: a batch may still change after the trainer has reported it."""
 
 from typing import Any
 

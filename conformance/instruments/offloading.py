@@ -1,6 +1,6 @@
-"""Parameters that FSDP offloads, read from FSDP's private state: no public attribute tells.
+"""Parameters that FSDP offloads, read from FSDP's private state for lack of a public attribute.
 
-Where the CPU is also the device of computation, offloading moves nothing: only FSDP itself knows that it was asked to.
+Where the CPU is also the device of computation, offloading moves nothing: only FSDP's own state shows the policy.
 """
 
 from typing import Any
@@ -14,8 +14,8 @@ from conformance.instruments.fsdp_state import private_state
 def offloading_of(model: nn.Module) -> dict[str, str]:
     """Return `none`, `cpu` or `cpu pinned` for each parameter that FSDP2 manages, by its name in the model.
 
-    `?` stands for the name of a parameter that is not the model's. Raises RuntimeError for a version of torch whose
-    FSDP keeps the policy elsewhere.
+    `?` stands for the name of a parameter that does not belong to the model. Raises RuntimeError for a version of torch
+    whose FSDP keeps the policy elsewhere.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     policies: dict[str, str] = {}

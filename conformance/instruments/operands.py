@@ -1,8 +1,8 @@
-"""Operands of operators that add numbers up: dtype, shape, strides and alignment of what their kernels read.
+"""Operands of operators that add numbers up: dtype, shape, strides and alignment of the tensors that kernels read.
 
-A library of kernels chooses by these how it adds: two computations that hand equal operands to it get equal bits, and
-others may not (https://docs.nvidia.com/cuda/cublas/#results-reproducibility; alignment and leading dimension are
-attributes of cuBLASLt's heuristic search, cublasLtMatrixLayoutAttribute_t and cublasLtMatmulPreferenceAttributes_t).
+A library of kernels chooses by these how it adds: only computations with equal operands are sure to get equal bits
+(https://docs.nvidia.com/cuda/cublas/#results-reproducibility; alignment and leading dimension are attributes of
+cuBLASLt's heuristic search, cublasLtMatrixLayoutAttribute_t and cublasLtMatmulPreferenceAttributes_t).
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ _SUMS = (
 )
 _ATTENTION = "aten::_scaled_dot_product"
 _OPERANDS_OF_ATTENTION = 5
-"""Number of operands that count: gradient, queries, keys, values and result. Kernels lay out the rest as they like."""
+"""Number of compared operands: gradient, queries, keys, values and result. Kernels choose the layout of the rest."""
 
 
 class Operands(Observer):
@@ -57,7 +57,7 @@ class Operands(Observer):
         self._is_open = step == self._step and name in ("forward", "backward")
 
     def listen(self, func: Any) -> Handler | None:
-        """Return the handler that notes the operands of an operator; to be a listener of a `DispatchTap`."""
+        """Return the handler that notes the operands of an operator, as a listener of a `DispatchTap`."""
         name = func._schema.name
         is_attention = name.startswith(_ATTENTION)
         if name not in _SUMS and not is_attention:

@@ -1,4 +1,4 @@
-"""Calls of each operator by phase: they show what is recomputed, and which implementation ran."""
+"""Calls of each operator by phase, which show recomputation, and the implementation that ran."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ _PHASES: tuple[Phase, ...] = ("forward", "backward", "clip", "optimizer")
 
 
 class OperatorCount(Observer):
-    """Listener of the dispatch tap that counts operators. What inductor has fused is no operator, and not seen."""
+    """Listener of the dispatch tap that counts operators, except those that inductor has fused."""
 
     def __init__(self) -> None:
         self._counts: dict[str, Counter[str]] = {phase: Counter() for phase in _PHASES}
@@ -26,7 +26,7 @@ class OperatorCount(Observer):
         self._current = self._counts.get(name)
 
     def listen(self, func: Any) -> Handler:
-        """Return the handler that counts the calls of an operator; to be a listener of a `DispatchTap`."""
+        """Return the handler that counts the calls of an operator, as a listener of a `DispatchTap`."""
         name = func._schema.name
 
         def count(_args: Sequence[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Log of a pipeline: what its stages compute, in which order, with which activations alive, and what they transfer."""
+"""Log of a pipeline: the actions of its stages in order, the activations alive at each, and the transfers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -42,7 +42,7 @@ class PipelineLog(Observer):
         """Hook modules of each stage whose outputs are activations that backward needs.
 
         They are the inputs of the last linear layers and, since activation checkpointing recomputes these, the outputs
-        of layers. The output of a stage is no such activation: it is kept by whoever sends it.
+        of layers. The output of a stage is no such activation: its send keeps it.
         """
         for stage in model.stages:
             *inner, last = (cast("Block", layer) for layer in stage.layers.values())
@@ -78,7 +78,7 @@ class PipelineLog(Observer):
 
 
 class _Held:
-    """Count of one activation, which ends with the storage that has the only reference to it."""
+    """Count of one activation, referenced by its storage alone, with which it ends."""
 
     def __init__(self, alive: dict[tuple[int, int], int], key: tuple[int, int]) -> None:
         self._alive, self._key = alive, key

@@ -1,6 +1,6 @@
-"""Groups that FSDP was told to prefetch in backward, read from FSDP's private state: no public attribute tells.
+"""Groups that FSDP is configured to prefetch in backward, read from private state for lack of a public attribute.
 
-A list of one group changes nothing else that could be seen: FSDP prefetches that group without being told.
+A list of one group has no other visible effect: FSDP prefetches that group by default.
 """
 
 from typing import Any
@@ -12,10 +12,10 @@ from conformance.instruments.fsdp_state import private_state
 
 
 def backward_prefetch_of(model: nn.Module) -> dict[str, list[str]]:
-    """Return the modules that an FSDP module was told to prefetch, in order, by FSDP module.
+    """Return the modules that each FSDP module is configured to prefetch, in order.
 
-    The first of its modules stands for a group of several; modules that were told nothing are left out. Raises
-    RuntimeError for a version of torch whose FSDP keeps the lists elsewhere.
+    The first of its modules stands for a group of several; modules without a list are left out. Raises RuntimeError for
+    a version of torch whose FSDP keeps the lists elsewhere.
     """
     names: dict[Any, str] = {}
     with private_state(__name__, "what FSDP was told to prefetch"):

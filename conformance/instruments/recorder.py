@@ -1,4 +1,4 @@
-"""Recorder: all instruments of one rank's training run, and the facts that they leave."""
+"""Recorder: all instruments of one rank's training run, and their facts."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -95,7 +95,7 @@ class Recorder(Observer):
             yield
 
     def phase(self, name: Phase, *, step: int) -> None:
-        """Tell every instrument the phase that begins."""
+        """Pass the phase that begins to every instrument."""
         if name == "data":
             self._profile.begin(step)
         for instrument in self._instruments:
@@ -108,14 +108,14 @@ class Recorder(Observer):
         self._reshard = after_forward
 
     def sharded(self, model: Transformer) -> None:
-        """Keep the layouts of the parameters, and tell every instrument."""
+        """Keep the layouts of the parameters, and pass the model to every instrument."""
         with self._tap.paused(), summon_full_params(model):
             groups = fsdp_group_of(model)
             self._parameters = {name: _parameter_facts(p, groups[name]) for name, p in model.named_parameters()}
         self._notify("sharded", model)
 
     def materialized(self, model: Transformer) -> None:
-        """Tell every instrument that parameters and buffers are materialised."""
+        """Pass the materialised model to every instrument."""
         self._notify("materialized", model)
 
     def loaded(self, path: str, form: str) -> None:
@@ -123,11 +123,11 @@ class Recorder(Observer):
         self._checkpoint = path, form
 
     def resumed(self, model: Transformer, optimizer: torch.optim.Optimizer) -> None:
-        """Tell every instrument that the state of a checkpoint is restored."""
+        """Pass the restored state of a checkpoint to every instrument."""
         self._notify("resumed", model, optimizer)
 
     def initialized(self, model: Transformer) -> None:
-        """Keep the names of shared parameters, and tell every instrument."""
+        """Keep the names of shared parameters, and pass the model to every instrument."""
         self._shared["initialized"] = shared_parameters(model)
         self._notify("initialized", model)
 
@@ -136,19 +136,19 @@ class Recorder(Observer):
         self._notify("batch", micro_batches, step=step)
 
     def stage_action(self, action: StageAction, *, stage: int, micro_batch: int, step: int) -> None:
-        """Tell the log of the pipeline, outside of which nothing may keep activations alive."""
+        """Pass the action to the log of the pipeline alone: no other instrument may keep activations alive."""
         self._pipeline.stage_action(action, stage=stage, micro_batch=micro_batch, step=step)
 
     def gradients(self, model: Transformer, *, step: int) -> None:
-        """Tell every instrument that gradients are reduced and unscaled."""
+        """Pass the reduced and unscaled gradients to every instrument."""
         self._notify("gradients", model, step=step)
 
     def clipped(self, model: Transformer, *, norm: Tensor, step: int) -> None:
-        """Tell every instrument that gradients are clipped."""
+        """Pass the clipped gradients to every instrument."""
         self._notify("clipped", model, norm=norm, step=step)
 
     def missing(self, steps: Sequence[int], metrics: Sequence[object]) -> list[str]:
-        """Return what the trainer should have reported of these steps and has not; `finish` needs all of it."""
+        """Return the events of these steps that the trainer has not reported; `finish` needs all of them."""
         silent = [step for step, reported in zip(steps, metrics, strict=True) if not isinstance(reported, StepMetrics)]
         return [*self._events.missing(steps), *(f"metrics of step {step}" for step in silent)]
 

@@ -1,4 +1,4 @@
-"""Parameters that are unsharded at the points in time that decide memory and staleness."""
+"""Unsharded parameters at the points in time that decide memory and staleness."""
 
 from conformance.instruments.sharding import sharded_parameters
 from reference_trainer.model import Transformer

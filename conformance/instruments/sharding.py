@@ -22,7 +22,7 @@ def is_sharded_by_fsdp(parameter: Tensor) -> bool:
 def sharded_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters that FSDP has sharded at present, by name, in any shape and dtype.
 
-    FSDP1 puts plain tensors in the place of parameters that are unsharded.
+    FSDP1 replaces unsharded parameters by plain tensors.
     """
     if isinstance(model, FSDP1Model):
         return {name: p for name, p in model.named_parameters() if isinstance(p, nn.Parameter)}

@@ -1,4 +1,4 @@
-"""Profile of one step, for the time that communication takes. A fact: no law judges it.
+"""Profile of one step and its communication time, which is reported and not judged.
 
 Not yet run on a device, see docs/gpu/status.md.
 """
@@ -59,7 +59,7 @@ class StepProfile:
 
 
 def read_trace(export: Callable[[str], object]) -> list[Span]:
-    """Return the events of a trace, which `export` writes to the file that it is given."""
+    """Return the events of a trace that `export` writes to a file."""
     with tempfile.TemporaryDirectory() as directory:
         trace = Path(directory, "trace.json")
         export(str(trace))

@@ -1,4 +1,4 @@
-"""Duration of steps without the work of instruments. A fact: no law judges it."""
+"""Duration of steps without the work of instruments, which is reported and not judged."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -13,10 +13,10 @@ _WIDTH, _PRODUCTS, _REPEATS = 64, 16, 3
 
 
 def calibration_s(device: torch.device) -> float:
-    """Return the seconds that a fixed amount of work takes here and now, the least of several: a unit for durations.
+    """Return the least time of several runs of a fixed amount of work, in seconds: a unit for durations.
 
-    The work is small products of matrices, as in the models of the matrix: on a machine, or under a load, that makes
-    steps slower it becomes slower too.
+    The work is small products of matrices, as in the models of the matrix: a slow or busy machine slows it down as it
+    slows down steps.
     """
     matrix = torch.ones(_WIDTH, _WIDTH, device=device)
     return min(_time_s(matrix) for _ in range(_REPEATS))
@@ -30,7 +30,7 @@ def _time_s(matrix: torch.Tensor) -> float:
 
 
 def _now_s(clock: Callable[[], float] = time.perf_counter) -> float:
-    """Point in time when all that was issued so far is done."""
+    """Point in time when all issued work has finished."""
     accelerators.synchronize()
     return clock()
 
@@ -52,7 +52,7 @@ class StepTimes(Observer):
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
-        """Open a context for work that is not counted."""
+        """Open a context for uncounted work."""
         start_s = self._clock()
         try:
             yield

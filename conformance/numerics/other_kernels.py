@@ -1,9 +1,9 @@
 """Kernels of another library, for the CPU: products, sums, norms, softmax and attention that add in another order.
 
-What such a kernel looks at before it chooses an order is what libraries for devices look at: the operator, and of each
-operand dtype, shape, strides and alignment; here they are hashed with a seed. Equal operands are added up alike, in
-each process. All numbers are added in fp32 at least and rounded to the dtype of the result once, so that sums of whole
-numbers stay exact. Kernels that inductor generates, and operators that write into an `out` of their own, are torch's.
+Such a kernel chooses an order as libraries for devices do: by the operator, and by dtype, shape, strides and alignment
+of each operand; here they are hashed with a seed. Equal operands are added in the same order in each process. All
+numbers are added in fp32 at least and rounded to the dtype of the result once, so that sums of whole numbers stay
+exact. Kernels that inductor generates, and operators with an argument `out`, are not replaced.
 
 Source: https://docs.nvidia.com/cuda/cublas/#results-reproducibility.
 """
@@ -22,16 +22,16 @@ from torch import Tensor
 aten = torch.ops.aten
 _LOW = (torch.bfloat16, torch.float16)
 _SLICES = 4
-"""Maximum number of slices that are added up by themselves."""
+"""Maximum number of slices that are added up separately."""
 _ALIGNMENT_BYTES = 16
 
 
 _installed: dict[int, torch.library.Library] = {}
-"""The library by its seed, as long as the process lives; a library that is collected takes its kernels back."""
+"""The library by its seed; when a library is garbage-collected, its kernels are unregistered."""
 
 
 def install(seed: int) -> None:
-    """Replace torch's kernels on the CPU in this process, for good. Raises ValueError for another seed than before."""
+    """Replace torch's CPU kernels in this process, permanently. Raises ValueError for a second seed."""
     if seed in _installed:
         return
     if _installed:
@@ -244,7 +244,7 @@ def _torchs(operator: Callable[..., Any], *arguments: Any, **options: Any) -> Te
 
 
 def _is_exact(x: Tensor) -> bool:
-    """Return whether torch's own kernel shall compute: other numbers than fp32 and 16 bits, or none at all."""
+    """Return whether to call torch's kernel: for dtypes other than fp32 and 16 bits, or no elements."""
     return x.dtype not in (torch.float32, *_LOW) or not x.numel()
 
 
@@ -261,7 +261,7 @@ def _scale(q: Tensor, scale: float | None) -> float:
 
 
 def _by_sequence(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a gradient with the strides that torch's attention gives it: heads inside of the sequence."""
+    """Return a gradient with the strides of torch's attention: heads inside of the sequence."""
     return x.to(dtype).transpose(1, 2).contiguous().transpose(1, 2)
 
 

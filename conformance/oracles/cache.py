@@ -13,8 +13,8 @@ from reference_trainer.config import LossScaleConfig, MeshConfig, TrainerConfig
 def reference_run(config: TrainerConfig, *, dtype: torch.dtype, masks: Masks | None = None) -> ReferenceRun:
     """Return the training run of one process in `dtype`, for weights as for computation.
 
-    It does not depend on mesh, precision, accumulation and other options that only move data, but for the masks of
-    dropout.
+    The run does not depend on mesh, precision, accumulation and other options that only move data, except through the
+    masks of dropout.
     """
     return _reference(_workload(config), dtype, masks)
 
@@ -25,7 +25,7 @@ def _reference(config: TrainerConfig, dtype: torch.dtype, masks: Masks | None) -
 
 
 def _workload(config: TrainerConfig) -> TrainerConfig:
-    """The configuration without the options that must not change the result."""
+    """Return the configuration without the options that must not change the result."""
     return msgspec.structs.replace(
         config,
         mesh=MeshConfig(),

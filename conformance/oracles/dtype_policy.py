@@ -25,14 +25,14 @@ FP32, BF16, FP16 = "float32", "bfloat16", "float16"
 
 @dataclass(frozen=True)
 class DtypePolicy:
-    """Names of the dtypes that a precision stands for."""
+    """Names of the dtypes of a precision."""
 
     compute: str
     """Dtype of unsharded parameters, activations and their gradients, all-gathers, tensor-parallel collectives."""
     reduce: str
     """Dtype of reductions of gradients over data-parallel ranks."""
     sharded: str = FP32
-    """Dtype of sharded parameters, their gradients and optimizer state, but for norms."""
+    """Dtype of sharded parameters other than norms, their gradients and optimizer state."""
     sharded_norms: str = FP32
     """Dtype of sharded parameters of norms, their gradients and optimizer state."""
 
@@ -91,7 +91,7 @@ def expected_dtypes(config: TrainerConfig) -> Dtypes:
 
 
 def _module_dtypes(model: Transformer, config: TrainerConfig, policy: DtypePolicy) -> Iterator[tuple[str, str]]:
-    """Dtypes that modules compute with. Modules inside of compiled blocks are traced, not called: no hook sees them."""
+    """Return the dtypes of computation. Modules inside of compiled blocks are traced, not called: no hook sees them."""
     phases = ("forward",) if config.activation_checkpointing == "none" else ("forward", "backward")
     for name, module in model.named_modules():
         if isinstance(module, Block):
@@ -108,7 +108,7 @@ def _module_dtypes(model: Transformer, config: TrainerConfig, policy: DtypePolic
 
 
 def _state_dtypes(model: Transformer, config: TrainerConfig, policy: DtypePolicy) -> Iterator[tuple[str, str]]:
-    """Dtypes of what is kept from step to step, and of gradients."""
+    """Return the dtypes of gradients and of the state that is kept between steps."""
     norms = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.RMSNorm))
     state = (f"optimizer_state/{key}" for key in optimizer_state(config.optimizer))
     kinds = ("initial_parameter", "final_parameter", "gradient", *state)

@@ -9,7 +9,7 @@ from reference_trainer.config import TrainerConfig
 
 
 class Root(msgspec.Struct):
-    """Groups that a root drives, and what their memory depends on."""
+    """Groups that a root drives, with the state on which their memory depends."""
 
     groups: list[str]
     """Groups in the order in which forward enters them; none for a stage of another rank."""

@@ -1,6 +1,6 @@
 """Memory model: bytes that a rank holds in each phase of a training step, in its state and in its groups.
 
-`memory_walk` knows what a step allocates and frees, buffer by buffer.
+`memory_walk` has the allocations and releases of a step, buffer by buffer.
 """
 
 import math
@@ -43,9 +43,8 @@ def predict(
     """Predict the memory of `forward`, `backward`, `clip`, `optimizer` and `idle`, over all micro-batches of a step.
 
     `shapes` are the shapes that FSDP shards, by parameter; `profile` has the segments of all micro-batches without
-    FSDP; `kernels` says whether memory counts that operators of the CPU allocate for themselves, which tensors without
-    memory do not show; `device_only`, whether offloaded gradients and the optimizer's memory are left out, as they are
-    on a device that is not the host.
+    FSDP; `kernels` includes temporaries of the CPU's operators, which tensors without memory do not show; `device_only`
+    leaves out offloaded gradients and the optimizer's memory, which are not on the device.
     """
     walk = Walk(config, dims, shapes, traits, kernels=kernels, device_only=device_only)
     walk.micro_batches(profile)

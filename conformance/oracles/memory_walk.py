@@ -86,7 +86,7 @@ class Walk:
         self.phases: dict[str, Usage] = {}
         self._kernels = int(kernels)
         self._offloads = device_only and config.offload != "none"
-        """True if reduced gradients and the optimizer are in memory that does not count."""
+        """True if reduced gradients and the optimizer are in uncounted memory."""
         self._config, self._dims, self._traits = config, dims, traits
         policy = dtype_policy(config.precision)
         self._compute, self._reduce, self._master = (
@@ -193,7 +193,7 @@ class Walk:
                 self._unshard(group)
 
     def _wait_for_gathers(self, stage: int) -> None:
-        """Copy out what was gathered ahead for a stage that begins to act, and free the outputs of its gathers."""
+        """Copy out the groups gathered ahead for a stage that begins to act, and free the outputs of their gathers."""
         for group in self._roots[stage].groups:
             if f"A {group}" in self._held:
                 self._copy_out(group)
@@ -202,8 +202,7 @@ class Walk:
     def after_backward(self) -> None:
         """Walk through clipping, which works in place, and the optimizer's step.
 
-        Implementation `auto` is taken for torch's choice on the CPU, a loop. On a device it is `foreach`, which the
-        caller has to name.
+        Implementation `auto` is torch's choice on the CPU, a loop. On a device the caller has to name `foreach`.
         """
         self._phase = "clip"
         parameters = sum(len(group) for group in self._parameters.values())
@@ -290,7 +289,7 @@ class Walk:
             self._held["B"] -= gradient
 
     def _set_aside(self, group: str) -> None:
-        """Parameter by parameter: the gradient is cast and freed. Gradients that were added up before are only kept."""
+        """Parameter by parameter: the gradient is cast and freed. Gradients of postponed reductions are only kept."""
         for gradient in self._gradients(group) if self._held["B"] else ():
             self._hold(f"L {group}", gradient * self._reduce // self._compute)
             self._held["B"] -= gradient
@@ -322,7 +321,7 @@ class Walk:
             self._held["B"] = own
 
     def _keep_last_gradient(self, group: str) -> None:
-        """The last gradient of a group is held for longer than the others."""
+        """Hold the last gradient of a group until the group is reduced, see `VersionTraits`."""
         among, itemsize = ("B", self._compute) if self._held["B"] else (f"L {group}", self._reduce)
         last = min(self._parameters[group][-1].numel * itemsize, self._held.get(among, 0))
         self._held["last gradient"] = last

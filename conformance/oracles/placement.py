@@ -11,8 +11,8 @@ from reference_trainer.config import TrainerConfig
 
 _OFFLOADED = ("initial_parameter", "final_parameter", "gradient", "optimizer_state")
 _PINNED = ("initial_parameter", "final_parameter", "gradient")
-"""Things in page-locked memory: parameters as soon as they are initialised, never the optimizer's state. So it is on
-the simulated accelerator with `init` meta; with other ways of initialisation, and on a GPU: unverified."""
+"""Tensors in page-locked memory: parameters as soon as they are initialised, never the optimizer's state. Verified on
+the simulated accelerator with `init` meta only, not with other strategies of initialisation, and not on a GPU."""
 
 
 def expected_offloading(config: TrainerConfig) -> dict[str, str]:

@@ -48,7 +48,7 @@ class ReferenceRun:
 
 
 def initial_model(config: TrainerConfig) -> Transformer:
-    """Return an unsharded model with the initial weights, fp32 on the CPU; each call returns another object."""
+    """Return a new unsharded model with the initial weights, fp32 on the CPU."""
     return copy.deepcopy(_initial_model(config.model, config.seed))
 
 
@@ -62,7 +62,7 @@ def _initial_model(config: ModelConfig, seed: int) -> Transformer:
 def train_reference(config: TrainerConfig, *, dtype: torch.dtype, masks: Masks | None = None) -> ReferenceRun:
     """Train in one process, weights and computation in `dtype`, each step on the full global batch at once.
 
-    Dropout drops what `masks` say; raises ValueError if they are missing.
+    Dropout replays `masks`; raises ValueError if they are missing.
     """
 
     def gradients(model: Transformer, batch: Batch, valid_tokens: int) -> tuple[float, Tensors]:
@@ -114,7 +114,7 @@ def _train(
 
 
 def replay_updates(config: TrainerConfig, initial: Tensors, gradients: Mapping[int, Tensors]) -> ReferenceRun:
-    """Clip given gradients and apply them to `initial`, step after step, in fp64, whatever their dtypes are.
+    """Clip given gradients of any dtype and apply them to `initial`, step after step, in fp64.
 
     The gradients of each step, by its number, are full tensors by parameter name.
     """
@@ -131,7 +131,7 @@ def replay_updates(config: TrainerConfig, initial: Tensors, gradients: Mapping[i
 
 
 def learning_rate(config: TrainerConfig, step: int) -> float:
-    """Return the learning rate of a step; of the step after the last it is what the optimizer has at the end.
+    """Return the learning rate of a step; that of the step after the last is the optimizer's rate at the end.
 
     It rises linearly during warm-up, and then falls along a quarter of cos^2 to `final_lr_fraction` in the last of
     `lr_decay_steps` steps, which are those of the run if they are not given (as arXiv:1608.03983, without restarts).

@@ -156,7 +156,7 @@ def ranks_after_forward(group: str, config: TrainerConfig) -> int:
 
 
 def _automatic(config: TrainerConfig) -> Literal["never", "default", "always"]:
-    """Mode that `auto` must choose where there is no doubt. Raises ValueError where there is.
+    """Mode that `auto` must choose in clear cases; raises ValueError for others.
 
     Parameters, gradients, two Adam moments and as much again fit by far, or the parameters alone do not.
     """
@@ -170,7 +170,7 @@ def _automatic(config: TrainerConfig) -> Literal["never", "default", "always"]:
 
 
 def gradient_sync(config: TrainerConfig) -> GradientSync:
-    """Return after which micro-batches gradients are reduced: in a pipeline after the last one of each stage."""
+    """Return the micro-batches after which gradients are reduced: in a pipeline the last one of each stage."""
     return config.gradient_sync if config.mesh.pp == 1 else "last"
 
 
@@ -183,8 +183,8 @@ def communicates(config: TrainerConfig, micro_batch: int) -> tuple[bool, bool]:
 def fsdp_events(config: TrainerConfig, dims: ParallelDims, numels: Mapping[str, int]) -> list[Event]:
     """Return all collectives over `dp_shard` and `dp_replicate` of one optimizer step: those of forward and backward.
 
-    `numels` are the elements of shards, see `shard_numels`. A dimension of a single rank communicates nothing, but see
-    `VersionTraits.one_rank_gathers`.
+    `numels` are the elements of shards, see `shard_numels`. A dimension of a single rank communicates nothing; for
+    exceptions see `VersionTraits.one_rank_gathers`.
     """
     schedule = _Schedule(config, dims, numels)
     for micro_batch in range(config.accumulation):
@@ -265,7 +265,7 @@ class _Schedule:
             self._reshard(group.name)
 
     def _prefetched_in_backward(self, group: str) -> list[str]:
-        """Return the groups that are prefetched; without a list of its own a group follows the recorded order."""
+        """Return the groups that are prefetched; a group without a list follows the recorded order."""
         listed = prefetched_in_backward(group, self._left, self._config.backward_prefetch)
         return listed or prefetched_in_backward(group, [*self._left, *self._recomputed], 1)
 

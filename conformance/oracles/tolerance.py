@@ -1,12 +1,12 @@
-"""Bounds on rounding errors, derived from the computation and not from what was measured.
+"""Bounds on rounding errors, derived from the computation and not from measurements.
 
 Model (N. J. Higham, T. Mary, "A new approach to probabilistic rounding error analysis", SIAM J. Sci. Comput. 41(5),
 2019, theorem 3.1): an inner product of length n in arithmetic of unit roundoff u has, with high probability, an error
 of at most about sqrt(n) u relative to its terms. Errors of successive stages are added, as if all pointed the same way.
 A deviation is a Frobenius norm relative to that of the full tensor, so single nearly cancelled elements do not count.
 Each bound is a formula over terms (`conformance.bound.Bound`), which reports show; a name stands for one number in a
-bound and the bounds inside of it. docs/tolerances.md tells how far the bounds are from correct programs and from
-defects. Bounds on what the optimizer makes of gradients are in `optimizer_tolerance`.
+bound and the bounds inside of it. docs/tolerances.md has the distance of the bounds from correct programs and from
+defects. Bounds for the optimizer are in `optimizer_tolerance`.
 
 Where a function takes gradients, they are tensors of any shape and floating-point dtype by parameter name.
 """
@@ -157,16 +157,16 @@ def clipped_gradients(gradient_error: Bound, gradients: Mapping[str, Tensor], *,
 def emulated_gradients(config: TrainerConfig, emulated: Emulation, *, loss_scale: float = 1.0) -> dict[str, Bound]:
     """Return the relative deviation of each gradient of a run from the emulation, which rounds where the run does.
 
-    What is left open is the order of sums. Over two ranks a sum has one order, and of tensor-parallel sums in bf16 the
-    order is known (`virtual_tp.sums_in_ring_order`): no bit may differ, as products of equal shapes are equal in every
-    bit with one torch on one machine. A sum over n > 2 data-parallel ranks in any order has an error of at most
-    (n - 1) u times the sum of its terms' sizes (Higham, "Accuracy and Stability of Numerical Algorithms", 2nd edition,
-    section 4.2), in the run as in the emulation; what is rounded after it, see `_roundings_of_sums`, adds one u each.
-    Where such a sum is then cast to a coarser dtype, that of bf16 masters, see `_after_cast`.
-    In fp16 the last division also errs by half of FP16_SMALLEST in each element of the gradient of the scaled loss.
-    In fp32 with more than two tensor-parallel ranks, compiled by inductor, or with TF32, of which the emulation knows
-    nothing, run and emulation are computations of their own, each with the error of `fp32_gradients`. What aot_eager
-    compiles calls the kernels of eager mode. In 16 bits inductor rounds in other places: see `compiled_loss`.
+    Only the order of sums may differ. Over two ranks a sum has one order, and of tensor-parallel sums in bf16 the order
+    is known (`virtual_tp.sums_in_ring_order`): no bit may differ, as products of equal shapes are equal in every bit
+    with one torch on one machine. A sum over n > 2 data-parallel ranks in any order has an error of at most (n - 1) u
+    times the sum of its terms' sizes (Higham, "Accuracy and Stability of Numerical Algorithms", 2nd edition, section
+    4.2), in the run as in the emulation; what is rounded after it, see `_roundings_of_sums`, adds one u each. Where
+    such a sum is then cast to a coarser dtype, that of bf16 masters, see `_after_cast`. In fp16 the last division also
+    errs by half of FP16_SMALLEST in each element of the gradient of the scaled loss. In fp32 with more than two
+    tensor-parallel ranks, compiled by inductor, or with TF32, which the emulation does not model, run and emulation are
+    independent computations, each with the error of `fp32_gradients`. What aot_eager compiles calls the kernels of
+    eager mode. In 16 bits inductor rounds in other places: see `compiled_loss`.
     """
     if config.precision == "fp32" and (config.mesh.tp > 2 or config.compile == "inductor" or config.tf32):
         return dict.fromkeys(emulated.gradients, both(fp32_gradients(config)))
@@ -198,8 +198,8 @@ def _after_cast(emulated: Emulation, *, roundings: float) -> dict[str, Bound]:
     """Return the relative deviation of gradients that are cast to a coarser dtype after sums in any order.
 
     Before the cast each element of the run is at most `roundings` times the sum of its terms' sizes away from that of
-    the emulation. Casts and additions never decrease in what they are given, so that the run's element lies between
-    what comes of the two ends: most often that is one number.
+    the emulation. Casts and additions are monotone, so that the run's element lies between the results of the two ends:
+    most often these are one number.
     """
     bounds = {}
     for name in emulated.uncast[0].sums if emulated.uncast else ():

@@ -53,9 +53,9 @@ def _dtypes(record: Record) -> dict[str, set[str]]:
 
 
 def loss_scale_takes_effect(record: Record, neighbour: Record) -> None:
-    """Raise ConformanceFailure unless steps are skipped, and none in the neighbour but for those of a larger scale.
+    """Raise ConformanceFailure unless steps are skipped that the neighbour takes.
 
-    A scale that fits grows in long runs, until gradients overflow.
+    The neighbour may skip steps of a larger scale: in long runs it grows until gradients overflow.
     """
     skipped, usual = ([step.loss_scale for step in run.ranks[0].steps if step.skipped] for run in (record, neighbour))
     fits = neighbour.config.loss_scale.initial

@@ -14,9 +14,9 @@ def forward_prefetch_takes_effect(record: Record, neighbour: Record) -> None:
 
 
 def backward_prefetch_takes_effect(record: Record, neighbour: Record) -> None:
-    """Raise ConformanceFailure unless FSDP is told to prefetch as many groups as the axis says, and prefetches them.
+    """Raise ConformanceFailure unless FSDP has a list of as many groups as the axis says, and prefetches them.
 
-    In the neighbour FSDP must be told nothing.
+    In the neighbour FSDP must have no list.
     """
     for run in (record, neighbour):
         told = max((len(groups) for facts in run.ranks for groups in facts.backward_prefetch.values()), default=0)

@@ -46,7 +46,7 @@ _EXPENSIVE = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_dot_product
 def neighbours(cell: Cell) -> Iterator[tuple[str, Cell, Cell]]:
     """Yield the name of each axis that is not at its default, with the cell to look at and that cell's neighbour.
 
-    That a mesh takes effect is asked once for each, on its cell without features.
+    Each mesh is proven once, on its cell without features.
     """
     base = _OF_PIPELINES if Mesh.parse(cell.mesh).pp > 1 else _BASE
     for axis in axis_names():

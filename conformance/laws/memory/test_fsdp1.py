@@ -32,8 +32,9 @@ _PHASES = ("forward", "backward")
     reference=FSDP1,
 )
 def test_fsdp1_and_fsdp2_compute_the_same(run: Run, cell: Cell) -> None:
-    """From the same weights FSDP1 and FSDP2 MUST compute the same gradients, but for the order of sums and for rounding
-    that only one of them does; and each step of FSDP1 MUST be that of one process that rounds alike, as for FSDP2.
+    """From the same weights FSDP1 and FSDP2 MUST compute the same gradients, except for the order of sums and for
+    rounding that only one of them does; and each step of FSDP1 MUST be that of one process with the same rounding, as
+    for FSDP2.
 
     Only then can their memory be compared.
     """
@@ -58,9 +59,8 @@ def test_fsdp2_active_peak_is_at_most_fsdp1s(measure: Measure, cell: Cell) -> No
     FSDP1's and the outputs of two all-gathers.
 
     FSDP1 gathers into the parameters themselves. FSDP2 copies them out, and keeps the output until the next group has
-    copied its own: that shows where parameters stay and nothing of them piles up. On the simulated accelerator the
-    device is as far behind as events permit; where it keeps up, as on the CPU, the peaks are reported, and MEM-8 bounds
-    them.
+    copied its own: that shows where parameters are never resharded. On the simulated accelerator the device is as far
+    behind as events permit; where it keeps up, as on the CPU, the peaks are reported, and MEM-8 bounds them.
     """
     older, newer = (measure(step_on_device, each) for each in (cell, with_fsdp2(cell)))
     config, dims, shapes = sizes_of(cell)
@@ -86,8 +86,8 @@ def test_fsdp2_holds_no_more_than_fsdp1_and_its_own_buffers(measure: Measure, ce
     """FSDP2 MUST hold at its peaks in forward and in backward at most the memory that FSDP1 holds, and the buffers that
     FSDP2 keeps instead of calling record_stream: outputs of all-gathers, inputs of reduce-scatters.
 
-    Parameters and optimizer state do not count; what else FSDP2 has left from the step before does. On the CPU, which
-    waits for no stream, memory that FSDP1 passes to record_stream is free at once, and limit_all_gathers changes
+    Parameters and optimizer state do not count; other memory that FSDP2 has left from the step before does. On the CPU,
+    which waits for no stream, memory that FSDP1 passes to record_stream is free at once, and limit_all_gathers changes
     nothing. That is the least memory that FSDP1 can need; STREAM-4 judges its memory on a device.
     """
     config, dims, shapes = sizes_of(cell)

@@ -89,7 +89,7 @@ def test_gradients_are_scaled_to_the_norm(run: Run, cell: Cell) -> None:
 
 
 def _has_reference(record: Record) -> bool:
-    """Return whether one process computes the gradients of a run: all its steps, in fp32, with masks that are seen."""
+    """Return whether one process computes the gradients of a run: all its steps are in fp32, and its masks recorded."""
     return record.cell.precision == "fp32" and are_masks_seen(record) and record.steps[0] == 0
 
 
@@ -117,7 +117,7 @@ def _scaled(gradients: Mapping[str, Tensor], factor: float) -> dict[str, Tensor]
     reference=CLIP_GRAD_NORM,
 )
 def test_error_if_nonfinite_stops_every_rank(measure: Measure, cell: Cell) -> None:
-    """A gradient that is not finite on one rank MUST raise an error on every rank if asked to, and otherwise on none.
+    """A gradient that is not finite on one rank MUST raise an error on every rank if asked to, and on none if not.
 
     A rank that raises alone leaves the others waiting in their next collective. NaN and infinity are put into a rank's
     gradient before gradients are reduced, and into a shard afterwards, where replicas do not have them.
@@ -180,7 +180,7 @@ def test_clip_grad_norm_returns_and_scales_by_the_full_norm(run: Run, measure: M
 
 @law("CLIP-5", where="implementation = fsdp2", gaps=["large-models"], reference=CLIP_GRAD_NORM)
 def test_collectives_of_clipping(run: Run, cell: Cell) -> None:
-    """Clipping MUST issue the collectives that the norm needs on this mesh, in one order on every rank, and no others.
+    """Clipping MUST issue exactly the collectives that the norm needs on this mesh, in one order on every rank.
 
     Wrong if replicas are counted, a reduction is left out, or each parameter costs a collective of its own.
     """
@@ -201,7 +201,7 @@ def test_collectives_of_clipping(run: Run, cell: Cell) -> None:
 
 
 def _sent(event: Event | Collective, *, untold: bool) -> tuple[str, str, int, str, str | None]:
-    """Return an event to compare, without the operation that imperative reductions of torch up to 2.8 do not tell.
+    """Return an event to compare, without the operation, which imperative reductions of torch up to 2.8 do not expose.
 
     CLIP-1 judges the result of such a reduction.
     """
@@ -219,7 +219,8 @@ def _sent(event: Event | Collective, *, untold: bool) -> tuple[str, str, int, st
 )
 def test_clip_grad_norm_error_if_nonfinite_raises_on_every_rank(measure: Measure, cell: Cell) -> None:
     """torch.nn.utils.clip_grad_norm_ with `error_if_nonfinite` MUST raise an error on every rank if a gradient has a
-    NaN or an infinity anywhere, and change nothing then; without, it MUST raise none, and return a norm that tells.
+    NaN or an infinity anywhere, and change nothing then; without, it MUST raise none, and return a norm that is not
+    finite.
 
     Wrong if only the rank that holds the number raises: the others wait for it in their next collective.
     """
@@ -238,7 +239,7 @@ def test_clip_grad_norm_error_if_nonfinite_raises_on_every_rank(measure: Measure
 
 
 def _faults(outcome: NonFiniteClipping, *, asked: bool) -> Iterator[str]:
-    """Yield what is wrong with an outcome, if an error was asked for or not."""
+    """Yield the faults of an outcome, with or without `error_if_nonfinite`."""
     if outcome.raised != asked:
         yield "not raised" if asked else "raised unasked"
     if outcome.norm_is_finite:

@@ -29,7 +29,7 @@ time, do not share a clock."""
 def test_collectives_are_exact_in_every_dtype(measure: Measure, cell: Cell) -> None:
     """all_reduce, all_gather, reduce_scatter and broadcast MUST be exact on small integers in every dtype.
 
-    Wrong if the backend is broken, an interface is misconfigured, or ranks are not who they think they are.
+    Wrong if the backend is broken, an interface is misconfigured, or ranks have wrong numbers.
     """
     world = cell.world_size
     numbers = [[rank + 1 + i for i in range(world)] for rank in range(world)]

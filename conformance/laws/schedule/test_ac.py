@@ -1,4 +1,4 @@
-"""AC: activation checkpointing computes again what it has dropped, and nothing else."""
+"""AC: activation checkpointing computes exactly the dropped activations again."""
 
 from torch import nn
 
@@ -22,9 +22,9 @@ _PRODUCTS_OF_A_GRADIENT = 2
     reference=CHECKPOINT,
 )
 def test_backward_recomputes_what_was_dropped(run: Run, cell: Cell) -> None:
-    """Each rank MUST compute in backward, once more, the attention and the matrix products of a block under full
-    activation checkpointing, up to the last result that a gradient needs, and none again under selective checkpointing,
-    which keeps these results, or without any.
+    """In backward each rank MUST recompute, under full activation checkpointing, each attention and matrix product of a
+    block once, up to the last result that a gradient needs; under selective checkpointing, which keeps these results,
+    or without checkpointing, none.
 
     The block's last product is needed if dropout follows, whose mask is drawn again. Where a device has no operator for
     attention, it is two products, which count as such, and a softmax, which no checkpointing keeps.

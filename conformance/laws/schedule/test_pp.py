@@ -1,4 +1,4 @@
-"""PP: a pipeline computes, holds, gathers and reduces what its schedule and the reshard mode promise."""
+"""PP: a pipeline computes, holds, gathers and reduces as its schedule and the reshard mode promise."""
 
 from collections import Counter
 
@@ -111,10 +111,10 @@ def _leaves_traces(stage: int, config: TrainerConfig) -> bool:
 
 @law("PP-3", where="pp > 1 and dp_shard > 1", reference=UNSHARD)
 def test_groups_are_gathered_as_often_as_the_reshard_mode_says(run: Run, cell: Cell) -> None:
-    """A group that the mode keeps after forward MUST be gathered once per step, whatever the number of micro-batches;
-    a group that it frees, once for each forward or backward that finds the group sharded.
+    """A group that the mode keeps after forward MUST be gathered once per step, with any number of micro-batches; a
+    group that it frees, once for each forward or backward that finds the group sharded.
 
-    Wrong if a pipeline gathers again what it has, or keeps what the mode promises to free.
+    Wrong if a pipeline gathers an unsharded group, or keeps a group that the mode promises to free.
     """
     config, record = cell.config, run(cell)
     policy = dtype_policy(config.precision)
@@ -174,7 +174,7 @@ def _early_reductions(
     """Return the number of reductions that come before the last backward of their stage.
 
     `last` is the number of collectives before the last action of each stage. Layers have equally many elements, so that
-    a reduction does not tell its stage; but only the groups of stages that are done can have been reduced.
+    a reduction does not show its stage; but only the groups of finished stages can have been reduced.
     """
     at = [
         index
@@ -210,7 +210,7 @@ def test_every_stage_clips_by_the_norm_of_all(run: Run, cell: Cell) -> None:
 
 
 def _fsdp_collectives(facts: RankFacts, step: int, kind: str, over: str, dtype: str) -> list[Collective]:
-    """Return collectives of a step's forward and backward, and of what a schedule does before its first action.
+    """Return collectives of a step's forward and backward, also those before the first action of a schedule.
 
     Raises ConformanceFailure for another dtype than that of the precision.
     """
