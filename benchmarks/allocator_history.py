@@ -82,8 +82,7 @@ def placed_by_torch(events: Iterable[Mapping[str, Any]]) -> list[Placed]:
 def placed_by_model(events: Iterable[Mapping[str, Any]]) -> list[Placed]:
     """Return the same blocks as the simulated device places them, and the segments that it takes.
 
-    A block is released when torch's allocator could hand it out again (`free_completed`), whatever streams it had
-    waited for.
+    A block is released when torch's allocator could hand it out again (`free_completed`), after all its streams.
     """
     streams: dict[int, torch.Stream] = {}
     blocks: dict[int, Tensor] = {}

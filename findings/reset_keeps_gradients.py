@@ -8,7 +8,7 @@ visible: silent
 training: the step after a caught exception, such as one for lack of memory, has gradients of two batches
 thread: none known
 law: API-2
-avoid: after an exception build the model anew, or load a checkpoint in a new process
+avoid: after an exception build the model again, or load a checkpoint in a new process
 ranks: 2
 """
 

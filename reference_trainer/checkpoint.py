@@ -58,7 +58,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Checkpoints:
     """Writer of a run's checkpoints into one directory, which must not hold those of another run.
 
-    Every method is to be called on all ranks. With `asynchronous`, `save` copies the state and returns; a thread writes
+    Every method must be called on all ranks. With `asynchronous`, `save` copies the state and returns; a thread writes
     the copy while training goes on. Raises UsageError if the directory holds checkpoints and the run does not resume
     from it.
     """

@@ -158,7 +158,7 @@ class OptimizerConfig(Config, frozen=True, kw_only=True):
     """Fraction of `lr` to which the rate falls on a cosine after warm-up; 1 keeps it constant."""
     lr_decay_steps: int | None = None
     """Steps after which the rate has fallen and stays where it is. None: all `steps`; to extend such a run beyond them,
-    set this field to what they were."""
+    set this field to their number."""
 
     def __post_init__(self) -> None:
         require_each(self, "optimizer.", "lr", positive, "positive and finite")
@@ -257,9 +257,9 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     on every rank, then shards."""
     checkpoint: str | None = None
     """Path of the weights with init=checkpoint, one of: a safetensors file with the full tensor of each parameter under
-    its name (a tied output layer has no entry of its own); a Llama model of the transformers library, as a safetensors
-    file or the directory of several; a directory of torch.distributed.checkpoint, such as a step that was saved by this
-    trainer. Values are cast to the parameters' dtype."""
+    its name (a tied output layer has no entry); a Llama model of the transformers library, as a safetensors file or the
+    directory of several; a directory of torch.distributed.checkpoint, such as a step that was saved by this trainer.
+    Values are cast to the parameters' dtype."""
     checkpoint_reader: Literal["each-rank", "rank0"] = "each-rank"
     """`each-rank`: all ranks read, one tensor at a time. `rank0`: only rank 0 reads, holds the full model in memory and
     broadcasts it; the others read names and shapes alone."""
@@ -284,7 +284,7 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     """Micro-batches per optimizer step; a pipeline needs at least as many as it has ranks."""
     forward_prefetch: int = 0
     """Number of groups that a group prefetches in forward, before it computes. 0, FSDP's default: none; communication
-    overlaps only as far as the CPU runs ahead of the device."""
+    overlaps only where the CPU runs ahead of the device."""
     backward_prefetch: int = 0
     """Number of groups that a group prefetches in backward, in an explicit list. 0, FSDP's default: the next group, in
     the reverse of the order in which forward left the groups, as with 1."""

@@ -51,8 +51,8 @@ class FSDP1Model(FullyShardedDataParallel):
     def clip(self, *, max_norm: float) -> Tensor:
         """Scale gradients down to a 2-norm of `max_norm` (0: leave them), and return the norm before, a scalar.
 
-        FSDP1's method `clip_grad_norm_` is not enough: it adds up over data-parallel ranks alone, so that each
-        tensor-parallel rank has a norm of its own (torch 2.13).
+        FSDP1's method `clip_grad_norm_` is not enough: it adds up over data-parallel ranks alone, so that the norm
+        differs between tensor-parallel ranks (torch 2.13).
         """
         parameters = zip(self.parameters(), self.copies, strict=True)
         squares = [p.grad.square().sum() / copies for p, copies in parameters if p.grad is not None]

@@ -26,7 +26,7 @@ class NonFiniteWatch(Observer):
 
     Clipping and the optimizer spread one NaN over the model, so the values are those before both. They are this rank's,
     and stay on their device: ranks communicate only about a step that was not finite. Methods that raise NonFiniteError
-    are to be called on all ranks.
+    must be called on all ranks.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -219,7 +219,7 @@ def _wait_for_output(_module: nn.Module, _inputs: tuple[Any, ...], output: torch
 def apply_fsdp_to_block(
     block: Block, name: str, policy: ReshardPolicy, options: dict[str, Any], *, norms_apart: bool
 ) -> None:
-    """Shard a block as one FSDP group, or as three, with each norm as a group of its own.
+    """Shard a block as one FSDP group, or as three, with each norm as a separate group.
 
     The parameters of a group must have one dtype: "FSDP expects uniform original parameter dtype",
     torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py.
@@ -233,7 +233,7 @@ def apply_fsdp_to_block(
 def apply_fsdp_to_ends(
     model: Transformer, policy: ReshardPolicy, options: dict[str, Any], *, norms_apart: bool
 ) -> None:
-    """Shard the embedding and (norm, output) as groups of their own, then the root.
+    """Shard the embedding and (norm, output) as separate groups, then the root.
 
     Tied embeddings form one group with norm and output: a parameter can belong to one group only.
     """

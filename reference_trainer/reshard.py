@@ -29,7 +29,7 @@ _USABLE = 0.9
 def group_names(config: TrainerConfig) -> list[str]:
     """Return the names of the groups, each that of a module, in the order in which forward enters them.
 
-    Each norm is a group of its own if the precision takes norms apart. Tied embeddings are in the group of the output,
+    Each norm is a separate group if the precision takes norms apart. Tied embeddings are in the group of the output,
     the last one here.
     """
     apart = PRECISIONS[config.precision].norms_apart

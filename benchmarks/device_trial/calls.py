@@ -1,7 +1,7 @@
-"""Stages of the two calls, in the order in which they teach.
+"""Stages of the two calls, the most informative first.
 
-The first says what the device's kernels, forks and communication do, and what that means for the laws that rest on
-them. The second takes the rest: four ranks, races, and as many cases of the profile `pr` as there is time for.
+The first probes the device's kernels, forks and communication, and judges the laws that rest on them. The second takes
+the rest: four ranks, races, and as many cases of the profile `pr` as there is time for.
 """
 
 import sys

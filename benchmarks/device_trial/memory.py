@@ -2,7 +2,7 @@
 
     python -m benchmarks.device_trial.memory cuda|sim|cpu MESH
 
-MEM-10 stops at the first bound that does not hold; the first run on a device is to show the excess over all.
+MEM-10 stops at the first bound that does not hold; the first run on a device shows the excess over each.
 """
 
 import sys

@@ -98,7 +98,9 @@ def _trainer_findings(findings: Sequence[Finding], versions: Versions) -> str:
             finding.title,
             f"{finding.severity}, {finding.visible}",
             finding.training,
-            ", ".join(f"{v}: {_emphasised(of[finding.name])}" for v, of in versions.items() if finding.name in of),
+            ", ".join(
+                f"{v}: {_emphasised(shown[finding.name])}" for v, shown in versions.items() if finding.name in shown
+            ),
             finding.law,
             _thread(finding),
             finding.avoid,
@@ -128,7 +130,8 @@ def _all(findings: Sequence[Finding], versions: Versions) -> str:
 
 def report(finding: Finding, versions: Versions, *, ran_with: str, output: str) -> str:
     """Return a report to file upstream: the fault and its cause, the program, its output, and versions that show it."""
-    outcomes = "\n".join(f"- {version}: {of[finding.name]}" for version, of in versions.items() if finding.name in of)
+    pairs = ((version, shown[finding.name]) for version, shown in versions.items() if finding.name in shown)
+    outcomes = "\n".join(f"- {version}: {outcome}" for version, outcome in pairs)
     return _REPORT.format(
         title=finding.title.rstrip("."),
         details=finding.details,

@@ -167,7 +167,7 @@ def _has_gradients_of_own_dtypes(config: TrainerConfig) -> bool:
 def _is_compiled(parameter: str, config: TrainerConfig) -> bool:
     """Return whether a compiled graph computes a gradient, which rounds it to the dtype of the parameter.
 
-    Graphs are traced with parameters whose `grad_dtype` is their dtype, whatever FSDP sets for backward.
+    Graphs are traced with parameters whose `grad_dtype` is their dtype, with any setting of FSDP for backward.
     """
     return config.compile != "none" and parameter.startswith("layers.")
 

@@ -81,7 +81,7 @@ def _weighted_sum_condition(
     """Return by parameter the relative error of a weighted sum over that of its terms: sum of sizes over size of sum.
 
     The term of a step is its clipped gradient and the decay of the parameter, `gradient + decay p`; p is at most as
-    large as the larger of its first and last values, as far as its size is monotonic.
+    large as the larger of its first and last values, if its size is monotonic.
     """
     factors = [clip_factor(norm, max_norm=config.max_norm) for norm in reference.grad_norms]
     conditions = {}

@@ -61,7 +61,7 @@ class Group:
 def groups(config: TrainerConfig) -> tuple[Group, ...]:
     """Return the groups in forward order: the embedding, each block, norm and output together.
 
-    Masters of two dtypes (`bf16-mixed`) put each norm into a group of its own. A tied weight makes a single group of
+    Masters of two dtypes (`bf16-mixed`) put each norm into a separate group. A tied weight makes a single group of
     embedding and output, which runs from the first to the last module.
     """
     norms = ("attention_norm", "ffn_norm") if _norms_are_groups(config) else ()

@@ -235,7 +235,7 @@ def emulated_deviation(
 def compiled_loss(config: TrainerConfig) -> Bound:
     """Return the relative error of the mean loss of blocks that inductor compiles in the dtype of computation.
 
-    As `fp32_loss`, of which it has the stages. Kernels of inductor keep in fp32 what those of eager mode round, so that
+    The stages are those of `fp32_loss`. Kernels of inductor keep values in fp32 that those of eager mode round, so that
     no emulation has the same bits.
     """
     compute = getattr(torch, dtype_policy(config.precision).compute)

@@ -73,7 +73,7 @@ class VersionTraits(msgspec.Struct, frozen=True):
     stages_pool_buffers: bool = False
     """True if a stage of a pipeline allocates buffers of transfers as its schedule needs them, and drops sent outputs.
 
-    Up to 2.14 each micro-batch has buffers of its own from the first step on. From 2.15 on they are not held between
+    Up to 2.14 each micro-batch has separate buffers from the first step on. From 2.15 on they are not held between
     steps; the memory model does not know when they are. Source: `release_fwd_send_outputs` in
     torch/distributed/pipelining/stage.py, and the slots in schedules.py there.
     """

@@ -1,6 +1,6 @@
 """Build of the simulated device: compiled on first use, and kept for each torch, Python and compiler.
 
-The process that calls `device_library` needs no torch: torch's extension builder runs in a process of its own, see
+The process that calls `device_library` needs no torch: torch's extension builder runs in a separate process, see
 `compiling`.
 """
 

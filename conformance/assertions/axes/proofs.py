@@ -1,8 +1,8 @@
 """Proofs of axes: the changes that each value of an axis must make to the record of a neighbour.
 
 A neighbour is the same cell with that axis at its default, which for the mesh is one process; in a pipeline, whose
-default is to reshard nothing, `never` and other modes are compared with `always`. Differences are read from
-measurements, never from the configuration: a value that the trainer ignores leaves equal records.
+default reshards nothing, `never` and other modes are compared with `always`. Differences are read from measurements,
+never from the configuration: a value that the trainer ignores leaves equal records.
 """
 
 from collections.abc import Callable, Iterator

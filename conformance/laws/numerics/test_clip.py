@@ -68,7 +68,7 @@ def test_gradients_are_scaled_to_the_norm(run: Run, cell: Cell) -> None:
     """Clipping MUST scale all gradients by the one factor that brings their norm down to the limit, and change no bit
     of gradients whose norm is below it.
 
-    Wrong if it is left out, reaches some gradients only, scales each by a norm of its own, or scales up. Compared with
+    Wrong if it is left out, reaches some gradients only, scales each by a separate norm, or scales up. Compared with
     the run's own gradients, and in fp32 with those of the reference.
     """
     config, record = cell.config, run(cell)
@@ -182,7 +182,7 @@ def test_clip_grad_norm_returns_and_scales_by_the_full_norm(run: Run, measure: M
 def test_collectives_of_clipping(run: Run, cell: Cell) -> None:
     """Clipping MUST issue exactly the collectives that the norm needs on this mesh, in one order on every rank.
 
-    Wrong if replicas are counted, a reduction is left out, or each parameter costs a collective of its own.
+    Wrong if replicas are counted, a reduction is left out, or each parameter costs a separate collective.
     """
     config = cell.config
     dims = resolve_mesh(config.mesh, world_size=cell.world_size)

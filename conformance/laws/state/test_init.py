@@ -138,7 +138,7 @@ def test_init_strategies_end_in_the_same_state(run: Run, cell: Cell) -> None:
 def test_poison_is_seen_in_every_tensor(run: Run, cell: Cell) -> None:
     """Before initialisation INIT-1 MUST, as a control, see every element of every parameter and buffer as forgotten.
 
-    Each rank also counts poison before anything is initialised: that count is what INIT-1 would find at the end if
+    Each rank also counts poison before anything is initialised: INIT-1 would find that count at the end if
     `init_weights`, or the rule of one buffer, were left out.
     """
     for facts in run(cell).ranks:
