@@ -65,7 +65,7 @@ class Checkpoints:
 
     def __init__(self, directory: Path, *, asynchronous: bool = False, resumed: bool = False) -> None:
         self._directory, self._asynchronous = directory, asynchronous
-        # A thread's collectives need a group of their own, on the CPU.
+        # A thread's collectives need a separate group, on the CPU.
         self._group = dist.new_group(backend="gloo") if asynchronous else None
         self._pending: tuple[Future[Any], Path, Manifest] | None = None
         if not resumed:
@@ -201,7 +201,7 @@ def resume(trainer: Trainer, directory: Path) -> int:
     path, manifest = newest_checkpoint(directory, trainer.config)
     stored = read_dcp_metadata(path).state_dict_metadata
     state = _state(trainer)
-    if f"loss_scale.{_SCALE[0]}" not in stored:  # saved with another precision: the scale begins anew
+    if f"loss_scale.{_SCALE[0]}" not in stored:  # saved with another precision: the scale begins again
         state.pop("loss_scale", None)
     state["rng"] = {key: value for key, value in state["rng"].items() if f"rng.{key}" in stored}
     try:

@@ -159,7 +159,7 @@ def apply_tp_to_ends(model: Transformer, mesh: DeviceMesh, config: TrainerConfig
     if norms := _norm_style(config):
         plan["norm"] = norms
     parallelize_module(model, mesh, {name: style for name, style in plan.items() if name in model.ends})
-    model.tie_weights()  # each style has made a parameter of its own, with the same placement: rows of the vocabulary
+    model.tie_weights()  # each style has made a separate parameter, with the same placement: rows of the vocabulary
 
 
 def _between_regions(config: TrainerConfig) -> Placement:

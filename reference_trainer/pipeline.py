@@ -240,7 +240,7 @@ class Pipeline:
             loss_fn=self._loss_of_micro_batch,
             scale_grads=False,
         )
-        # torch 2.13 can drop the logits, which nobody reads.
+        # torch 2.13 can drop the logits, which are not read.
         takes = inspect.signature(self._schedule.step).parameters
         self._options = {"return_outputs": False} if "return_outputs" in takes else {}
 

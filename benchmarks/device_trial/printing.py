@@ -8,7 +8,7 @@ def tell(name: str, value: object) -> None:
     print(f"{name}\t{value}", flush=True)
 
 
-def told(output: str) -> dict[str, str]:
+def printed_values(output: str) -> dict[str, str]:
     """Return the values in the output of a probe by name."""
     pairs = (line.partition("\t") for line in output.splitlines())
     return {name: value for name, tab, value in pairs if tab}

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.device_trial.printing import told
+from benchmarks.device_trial.printing import printed_values
 
 _TO_REPORT_S = 25.0
 """Time that a session has between SIGTERM and its end, to write its report."""
@@ -86,7 +86,7 @@ class Trial:
             stage.name,
             _state(stage, status),
             round(time.monotonic() - start_s, 1),
-            told(log.read_text(errors="replace")),
+            printed_values(log.read_text(errors="replace")),
             str(stage.report or ""),
         )
 

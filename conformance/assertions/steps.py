@@ -9,7 +9,7 @@ from conformance.assertions import compare
 from conformance.assertions.dropout import are_masks_seen, recorded_masks
 from conformance.assertions.fixtures import Measure
 from conformance.experiments.environment import probe
-from conformance.instruments.operands import operands_of
+from conformance.instruments.operators import operands_of
 from conformance.numerics.rings import is_ring_sum, ring_of
 from conformance.oracles import optimizer_tolerance, tolerance
 from conformance.oracles.dtype_policy import FP32, dtype_policy

@@ -51,7 +51,7 @@ def run_program(pools: Pools, file: Path, *, ranks: int, limit_s: float = LIMIT_
 
 def perform(_context: RankContext, payload: dict[str, Any]) -> int:
     """Run a program as one rank of its world; returns its status, and passes on its exceptions."""
-    warnings.simplefilter("ignore")  # programs are judged by their status, and shown by what they print
+    warnings.simplefilter("ignore")  # programs are judged by their status, and their output is shown
     try:
         runpy.run_path(payload["file"], run_name="__main__")
     except SystemExit as end:

@@ -17,7 +17,7 @@ class Compilation(Observer):
     """Counter of the autograd nodes behind the outputs of blocks, by which compiled outputs are recognised."""
 
     def __init__(self) -> None:
-        # Each graph has a class of its own: autograd makes a class for each torch.autograd.Function that is defined.
+        # Each graph has a separate class: autograd makes a class for each torch.autograd.Function that is defined.
         self._nodes: list[type | None] = []
 
     def initialized(self, model: Transformer) -> None:

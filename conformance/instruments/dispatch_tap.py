@@ -96,7 +96,7 @@ class DispatchTap(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Let a wrapper unwrap itself first: what it runs inside comes back here on plain tensors.
+        # Let a wrapper unwrap itself first: its inner operators come back here on plain tensors.
         if types and _any_wrapper(tuple(types)):
             return NotImplemented
         before, after, outcomes = self._handlers.get(func) or self._handlers_of(func)

@@ -53,7 +53,7 @@ class DropoutMasks(Observer):
         return self._keep_mask if func._schema.name == "aten::native_dropout" else None
 
     def _keep_sample(self, args: Sequence[Any]) -> None:
-        self._keep(args[0].to(torch.bool))  # a copy: dropout goes on to divide what it has sampled, in place
+        self._keep(args[0].to(torch.bool))  # a copy: dropout then divides the sampled mask in place
 
     def _keep_mask(self, _args: Sequence[Any], _kwargs: Mapping[str, Any], result: Sequence[Tensor]) -> None:
         self._keep(result[1])

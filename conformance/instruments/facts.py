@@ -170,9 +170,9 @@ class RankFacts(msgspec.Struct, frozen=True):
     reshard_after_forward: dict[str, bool | int]
     """Argument of `fully_shard` by group."""
     backward_prefetch: dict[str, list[str]]
-    """Modules that each FSDP module is configured to prefetch, see `prefetching.backward_prefetch_of`."""
+    """Modules that each FSDP module is configured to prefetch, see `fsdp_state.backward_prefetch_of`."""
     unsharded: dict[str, list[str]]
-    """Parameters that are unsharded, by step and point in time, see `residency.Residency`."""
+    """Parameters that are unsharded, by step and point in time, see `sharding.Residency`."""
     dtypes: dict[str, list[str]]
     """Names of dtypes by the keys of `dtypes.DtypeAudit`."""
     rope_tables: dict[str, list[str]]
@@ -180,13 +180,13 @@ class RankFacts(msgspec.Struct, frozen=True):
     places: dict[str, list[str]]
     """Kinds of memory by the keys of `dtypes.DtypeAudit`, see `dtypes.DtypeAudit.places`."""
     offloading: dict[str, str]
-    """Offloading policy by parameter, see `offloading.offloading_of`."""
+    """Offloading policy by parameter, see `fsdp_state.offloading_of`."""
     optimizer_groups: list[OptimizerGroup]
     """Parameter groups after the last step."""
     operators: dict[str, dict[str, int]]
     """Number of calls over all steps, by phase and operator such as `aten::addmm`, see `operators.OperatorCount`."""
     operands: list[str]
-    """Operands of operators that add up, in the first step; see `operands.Operands.noted`."""
+    """Operands of operators that add up, in the first step; see `operators.Operands.noted`."""
     blocks: CompilationFacts
     """Forward passes of blocks: compiled or not."""
     checkpoint: str | None

@@ -65,7 +65,7 @@ class _Tap(DispatchTap):  # type: ignore[no-untyped-call]
     ) -> Any:
         if func is torch.ops.prim.device.default:  # by far the most calls, and this is all that they do
             return args[0].fake_device
-        # Let wrappers unwrap themselves first: what they run inside comes back here.
+        # Let wrappers unwrap themselves first: their inner operators come back here.
         if any(hasattr(t, "__tensor_flatten__") for t in types):
             return NotImplemented
         return self.run(func, args, kwargs or {})

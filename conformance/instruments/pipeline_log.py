@@ -71,7 +71,7 @@ class PipelineLog(Observer):
             self.transfers.append(Transfer(self._step, direction, arguments[peer], tensor.numel(), dtype))
 
     def _follow(self, activation: Tensor) -> None:
-        if torch.compiler.is_compiling():  # the graph is to be the same as without the hook
+        if torch.compiler.is_compiling():  # the graph must be the same as without the hook
             return
         shard = activation.to_local() if isinstance(activation, DTensor) else activation
         setattr(shard.untyped_storage(), _HELD, _Held(self._alive, self._now))

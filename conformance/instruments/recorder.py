@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from conformance.instruments.capture import Capture
+from conformance.instruments.capture import Capture, ModelInputs
 from conformance.instruments.collectives import CollectiveLog
 from conformance.instruments.compilation import Compilation
 from conformance.instruments.device_memory import expandable_segments
@@ -19,18 +19,13 @@ from conformance.instruments.dropout_masks import DropoutMasks
 from conformance.instruments.dtypes import DtypeAudit
 from conformance.instruments.events import Events
 from conformance.instruments.facts import OptimizerGroup, ParameterFacts, RankFacts, StepFacts
-from conformance.instruments.model_inputs import ModelInputs
-from conformance.instruments.offloading import offloading_of
-from conformance.instruments.operands import Operands
-from conformance.instruments.operators import OperatorCount
+from conformance.instruments.fsdp_state import backward_prefetch_of, offloading_of
+from conformance.instruments.operators import Operands, OperatorCount
 from conformance.instruments.pipeline_log import PipelineLog
 from conformance.instruments.poison import Poison
-from conformance.instruments.prefetching import backward_prefetch_of
-from conformance.instruments.residency import Residency
-from conformance.instruments.sharding import fsdp_group_of, sharded_parameters, shared_parameters
-from conformance.instruments.step_profile import StepProfile
+from conformance.instruments.sharding import Residency, fsdp_group_of, sharded_parameters, shared_parameters
 from conformance.instruments.streams import TracedStep
-from conformance.instruments.timing import StepTimes, calibration_s
+from conformance.instruments.timing import StepProfile, StepTimes, calibration_s
 from reference_trainer.fsdp1 import summon_full_params
 from reference_trainer.model import Transformer
 from reference_trainer.observer import Observer, Phase, StageAction

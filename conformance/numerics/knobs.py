@@ -48,7 +48,7 @@ _KNOBS = {
     "uninitialised memory as it is": _attribute(
         torch.utils.deterministic,
         "fill_uninitialized_memory",
-        pinned=False,  # saves time; INIT-1 has a poison of its own
+        pinned=False,  # saves time; INIT-1 has its poison
     ),
     "no benchmarks of kernels": _attribute(torch.backends.cudnn, "benchmark", pinned=False),
     "kernels of cuDNN as chosen": _attribute(torch.backends.cudnn, "deterministic", pinned=False),

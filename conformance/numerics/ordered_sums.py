@@ -62,7 +62,7 @@ class _Reductions:
     ) -> tuple[list[Tensor], Any]:
         (tensor,) = tensors
         kind = _kind(group, operation, limit)
-        if kind in ("max", "min"):  # the same in any order, but for NaN
+        if kind in ("max", "min"):  # the same in any order, except for NaN
             return tensors, c10d.allreduce_coalesced_.default(tensors, group, operation, True, limit)
         terms, work = _gathered(tensor, group, limit)
         tensor.copy_(self._reduced(terms, kind, scattered=False))

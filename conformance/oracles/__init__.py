@@ -2,7 +2,7 @@
 
 `reference` trains in one process, `emulation` also rounds where the ranks of a mesh do, and `tolerance` bounds the
 deviation of a run from either. `schedule`, `tp_schedule`, `clip_schedule` and `loss_scale` predict collectives, which
-`traffic` adds up; `memory_model` and its `memory_walk` predict memory, `dtype_policy` dtypes, `placement` devices.
+`traffic` adds up; `memory_model` and its `memory_walk` predict memory, `dtype_policy` dtypes and devices.
 `torch_versions` has the differences between releases of torch. An oracle shares configuration, data, initial weights
 and modules with the trainer, and repeats everything else.
 

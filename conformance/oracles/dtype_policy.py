@@ -1,12 +1,15 @@
-"""Dtype policy: the dtype of every tensor in a run, from the configuration alone.
+"""Dtype and memory of every tensor in a run, from the configuration alone.
 
 Source: torch.distributed.fsdp.MixedPrecisionPolicy. Sharded parameters, and with them their reduced gradients and the
 optimizer's state, keep the dtype in which they were sharded; `param_dtype` is the dtype of unsharded parameters,
 computation and all-gathers, `reduce_dtype` that of reductions of gradients over data-parallel ranks. Buffers keep their
 own dtype.
+
+Source: torch.distributed.fsdp.CPUOffloadPolicy. Sharded parameters, gradients and optimizer state are offloaded;
+unsharded parameters, activations and buffers are not.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -118,3 +121,33 @@ def _state_dtypes(model: Transformer, config: TrainerConfig, policy: DtypePolicy
     for name, buffer in model.named_buffers():
         dtype = str(buffer.dtype).removeprefix("torch.")
         yield from ((f"{kind}/{name}", dtype) for kind in ("initial_buffer", "final_buffer"))
+
+
+_OFFLOADED = ("initial_parameter", "final_parameter", "gradient", "optimizer_state")
+_PINNED = ("initial_parameter", "final_parameter", "gradient")
+"""Tensors in page-locked memory: parameters as soon as they are initialised, never the optimizer's state. Verified on
+the simulated accelerator with `init` meta only, not with other strategies of initialisation, and not on a GPU."""
+
+
+def expected_offloading(config: TrainerConfig) -> dict[str, str]:
+    """Return the offloading policy of each parameter, as `instruments.offloading` reads it: `none`, `cpu`, ..."""
+    names = [name for name, _ in outline(config.model).named_parameters()]
+    return dict.fromkeys(names, "none" if config.offload == "none" else _host(config))
+
+
+def expected_places(config: TrainerConfig, things: Iterable[str], *, device: str) -> dict[str, list[str]]:
+    """Return the kinds of memory of things, by key in `instruments.dtypes`: a type of device, or `cpu pinned`.
+
+    `device` is the type of the device that computes.
+    """
+    return {thing: [_place(thing.partition("/")[0], config, device)] for thing in things}
+
+
+def _place(kind: str, config: TrainerConfig, device: str) -> str:
+    if config.offload == "none" or kind not in _OFFLOADED:
+        return device
+    return _host(config) if kind in _PINNED else "cpu"
+
+
+def _host(config: TrainerConfig) -> str:
+    return "cpu pinned" if config.pin_memory else "cpu"

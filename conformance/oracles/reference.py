@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+import msgspec
 import torch
 from torch import Tensor
 
 from conformance.oracles.dropout import Masks, replay
-from reference_trainer.config import ModelConfig, OptimizerConfig, TrainerConfig
+from reference_trainer.config import LossScaleConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from reference_trainer.data import IGNORED_LABEL, Batches
 from reference_trainer.init_weights import init_weights
 from reference_trainer.model import Transformer
@@ -224,3 +225,43 @@ class _AdamW(_Update):
 
 def _decay(config: OptimizerConfig, parameter: Tensor) -> float:
     return config.weight_decay if parameter.ndim >= 2 else 0.0
+
+
+def reference_run(config: TrainerConfig, *, dtype: torch.dtype, masks: Masks | None = None) -> ReferenceRun:
+    """Return the training run of one process in `dtype`, for weights as for computation.
+
+    The run does not depend on mesh, precision, accumulation and other options that only move data, except through the
+    masks of dropout.
+    """
+    return _reference(_workload(config), dtype, masks)
+
+
+@lru_cache(maxsize=64)
+def _reference(config: TrainerConfig, dtype: torch.dtype, masks: Masks | None) -> ReferenceRun:
+    return train_reference(config, dtype=dtype, masks=masks)
+
+
+def _workload(config: TrainerConfig) -> TrainerConfig:
+    """Return the configuration without the options that must not change the result."""
+    return msgspec.structs.replace(
+        config,
+        mesh=MeshConfig(),
+        precision="fp32",
+        loss_scale=LossScaleConfig(),
+        tf32=False,
+        reshard="default",
+        memory_bytes=None,
+        offload="none",
+        pin_memory=False,
+        sequence_parallel=True,
+        norms_in_tp=True,
+        loss_parallel=False,
+        activation_checkpointing="none",
+        compile="none",
+        accumulation=1,
+        gradient_sync="each",
+        init="meta",
+        checkpoint=None,
+        checkpoint_reader="each-rank",
+        optimizer=msgspec.structs.replace(config.optimizer, foreach_clip=True, implementation="auto"),
+    )

@@ -223,7 +223,7 @@ class _Schedule:
         self._forward(groups(self._config))
         self._during = ""
         self._backward(groups(self._config), *communicates(self._config, micro_batch))
-        self._unsharded.clear()  # what was prefetched after its backward is let go
+        self._unsharded.clear()  # groups prefetched after their backward are freed
 
     def _forward(self, among: Sequence[Group]) -> None:
         for group in among:

@@ -143,7 +143,7 @@ class RecordStore:
         with self.writing():
             if content.failure is not None and content.failure.kind == "crash":
                 # A rank's death belongs to the case that saw it, and may have come from outside (the OOM killer): the
-                # other laws of the cell get a run of their own. Hangs are kept: each law would wait for the deadline.
+                # other laws of the cell get another run. Hangs are kept: each law would wait for the deadline.
                 write_failure(directory, content.failure)
             else:
                 train_s = round(self.pools.trained_s - trained_before_s, 4)

@@ -9,12 +9,17 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from conformance.assertions.axes.allocator import expandable_segments_take_effect
 from conformance.assertions.axes.differences import batches, collectives, expect, held, layer_count, operators, same
-from conformance.assertions.axes.mesh import mesh_takes_effect
-from conformance.assertions.axes.numerics import loss_scale_takes_effect, precision_takes_effect, tf32_takes_effect
-from conformance.assertions.axes.optimizer import optimizer_takes_effect
-from conformance.assertions.axes.prefetch import backward_prefetch_takes_effect, forward_prefetch_takes_effect
+from conformance.assertions.axes.effects import (
+    backward_prefetch_takes_effect,
+    expandable_segments_take_effect,
+    forward_prefetch_takes_effect,
+    loss_scale_takes_effect,
+    mesh_takes_effect,
+    optimizer_takes_effect,
+    precision_takes_effect,
+    tf32_takes_effect,
+)
 from conformance.plan.cells import RECORD_STREAMS, AxisValue, Cell, axis_names
 from conformance.plan.mesh import Mesh
 from conformance.run.record import Record

@@ -31,7 +31,7 @@ _PHASES = ("forward", "backward")
     numbers=True,
     reference=FSDP1,
 )
-def test_fsdp1_and_fsdp2_compute_the_same(run: Run, cell: Cell) -> None:
+def test_fsdp1_and_fsdp2_compute_the_same_gradients(run: Run, cell: Cell) -> None:
     """From the same weights FSDP1 and FSDP2 MUST compute the same gradients, except for the order of sums and for
     rounding that only one of them does; and each step of FSDP1 MUST be that of one process with the same rounding, as
     for FSDP2.

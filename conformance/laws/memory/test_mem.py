@@ -266,7 +266,7 @@ def test_reshard_modes_are_ordered_by_peak(measure: Measure, cell: Cell) -> None
     since="2.9",
     substrates=STREAMS,
 )
-def test_memory_requested_of_cuda_matches_the_model(measure: Measure, cell: Cell) -> None:
+def test_memory_requested_from_cuda_matches_the_model(measure: Measure, cell: Cell) -> None:
     """Peak bytes requested from the caching allocator in each phase, and bytes held after forward and after the step,
     MUST match the memory model on each rank: between bounds at most 2 % apart.
 

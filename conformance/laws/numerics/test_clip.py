@@ -23,9 +23,8 @@ from conformance.instruments.facts import UNKNOWN, Collective
 from conformance.judge.law import law
 from conformance.judge.measurements import measure as report
 from conformance.oracles import tolerance
-from conformance.oracles.cache import reference_run
 from conformance.oracles.clip_schedule import clip_events
-from conformance.oracles.reference import clip_factor, total_norm
+from conformance.oracles.reference import clip_factor, reference_run, total_norm
 from conformance.oracles.schedule import Event
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell
@@ -191,21 +190,21 @@ def test_collectives_of_clipping(run: Run, cell: Cell) -> None:
         events = clip_events(facts.parameters, config, dims)
         for step in record.steps:
             issued = [event for event in facts.collectives if (event.phase, event.step) == ("clip", step)]
-            untold = {index for index, event in enumerate(issued) if event.reduce_op == UNKNOWN}
-            measured = [_sent(event, untold=index in untold) for index, event in enumerate(issued)]
-            expected = [_sent(event, untold=index in untold) for index, event in enumerate(events)]
+            hidden = {index for index, event in enumerate(issued) if event.reduce_op == UNKNOWN}
+            measured = [_sent(event, hides_operation=index in hidden) for index, event in enumerate(issued)]
+            expected = [_sent(event, hides_operation=index in hidden) for index, event in enumerate(events)]
             detail, unit = f"rank {facts.rank}, step {step}: {measured}, expected {expected}", "collectives"
             compare.count(len(measured), name="collectives per step", expected=len(expected), detail=detail, unit=unit)
             if measured != expected:
                 raise ConformanceFailure(f"collectives of clipping on {detail}")
 
 
-def _sent(event: Event | Collective, *, untold: bool) -> tuple[str, str, int, str, str | None]:
+def _sent(event: Event | Collective, *, hides_operation: bool) -> tuple[str, str, int, str, str | None]:
     """Return an event to compare, without the operation, which imperative reductions of torch up to 2.8 do not expose.
 
     CLIP-1 judges the result of such a reduction.
     """
-    return event.kind, event.group, event.numel, event.dtype, UNKNOWN if untold else event.reduce_op
+    return event.kind, event.group, event.numel, event.dtype, UNKNOWN if hides_operation else event.reduce_op
 
 
 @law(

@@ -8,9 +8,8 @@ from conformance.assertions.steps import compare_steps, compare_updates
 from conformance.experiments.offload_mistakes import offload_with_mistakes
 from conformance.judge.law import law
 from conformance.judge.measurements import measure as report
-from conformance.oracles.dtype_policy import optimizer_state
+from conformance.oracles.dtype_policy import expected_offloading, expected_places, optimizer_state
 from conformance.oracles.pipeline import held_by
-from conformance.oracles.placement import expected_offloading, expected_places
 from conformance.plan.cells import Cell
 from conformance.run.record import Record
 

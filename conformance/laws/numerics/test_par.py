@@ -13,8 +13,7 @@ from conformance.assertions.steps import compare_steps, compare_updates, emulati
 from conformance.judge.law import law
 from conformance.judge.measurements import measure as report
 from conformance.oracles import optimizer_tolerance, tolerance
-from conformance.oracles.cache import reference_run
-from conformance.oracles.reference import initial_model
+from conformance.oracles.reference import initial_model, reference_run
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell, axis_default
 from conformance.plan.mesh import Mesh
@@ -276,7 +275,7 @@ def test_dropout_masks_are_equal_where_activations_are(run: Run, cell: Cell) -> 
     masks = recorded_masks(record)
     assert masks is not None
     _require_none(_repeated_masks(record), name="repeated masks")
-    _require_none(_masks_recomputed_otherwise(record), name="other masks in recomputation")
+    _require_none(_masks_recomputed_differently(record), name="other masks in recomputation")
     kept = torch.cat([mask.flatten() for step in record.steps for mask in masks.of(step)])
     share, within = 1.0 - float(kept.double().mean()), tolerance.dropped_share(cell.dropout, samples=kept.numel())
     if abs(share - cell.dropout) > within:
@@ -303,7 +302,7 @@ def _repeated_masks(record: Record) -> list[str]:
     return repeated
 
 
-def _masks_recomputed_otherwise(record: Record) -> list[str]:
+def _masks_recomputed_differently(record: Record) -> list[str]:
     """Return the recomputed masks that differ from those of forward."""
     otherwise = []
     recomputes = record.cell.activation_checkpointing != "none"

@@ -21,7 +21,7 @@ _PRODUCTS_OF_A_GRADIENT = 2
     gaps=["large-models"],
     reference=CHECKPOINT,
 )
-def test_backward_recomputes_what_was_dropped(run: Run, cell: Cell) -> None:
+def test_backward_recomputes_exactly_the_dropped_activations(run: Run, cell: Cell) -> None:
     """In backward each rank MUST recompute, under full activation checkpointing, each attention and matrix product of a
     block once, up to the last result that a gradient needs; under selective checkpointing, which keeps these results,
     or without checkpointing, none.

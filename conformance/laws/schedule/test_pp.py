@@ -6,7 +6,6 @@ import torch
 
 from conformance.assertions import compare
 from conformance.assertions.fixtures import Run
-from conformance.assertions.stage_actions import recorded_actions
 from conformance.instruments.facts import Collective, RankFacts
 from conformance.judge.law import law
 from conformance.oracles import pipeline, tolerance
@@ -30,6 +29,11 @@ def _where(facts: RankFacts, step: int) -> str:
     return f"rank {facts.rank}, step {step}"
 
 
+def _recorded(facts: RankFacts, step: int) -> list[Action]:
+    """Return the actions of the stages of a rank in a step, in their order."""
+    return [Action(a.action, a.stage, a.micro_batch) for a in facts.stage_actions if a.step == step]
+
+
 @law("PP-1", where="pp > 1", reference=PIPELINING)
 def test_stages_act_and_transfer_in_the_order_of_the_schedule(run: Run, cell: Cell) -> None:
     """Each stage MUST compute each micro-batch once forward and once backward, in the order of the schedule, and send
@@ -42,7 +46,7 @@ def test_stages_act_and_transfer_in_the_order_of_the_schedule(run: Run, cell: Ce
     for facts in record.ranks:
         rank = facts.mesh_coordinate["pp"]
         for step in record.steps:
-            where, actions = _where(facts, step), recorded_actions(facts, step)
+            where, actions = _where(facts, step), _recorded(facts, step)
             wrong = pipeline.violations(actions, config, rank=rank)
             detail = f"{where}: {', '.join(wrong[:4])}"
             compare.count(len(wrong), name="invalid stage actions", expected=0, detail=detail, unit="actions")
@@ -121,7 +125,7 @@ def test_groups_are_gathered_as_often_as_the_reshard_mode_says(run: Run, cell: C
     for facts in record.ranks:
         numels = _shard_numels(facts, config)
         for step in record.steps:
-            count = pipeline.gathers(recorded_actions(facts, step), config)
+            count = pipeline.gathers(_recorded(facts, step), config)
             expected = Counter[int]()
             for group, times in count.items():
                 expected[numels[group]] += times

@@ -55,7 +55,7 @@ def test_avoid_record_streams_variable_changes_nothing(run: Run, measure: Measur
     reference=AVOID_RECORD_STREAMS,
     substrates=STREAMS,
 )
-def test_record_stream_holds_nothing(measure: Measure, cell: Cell) -> None:
+def test_record_stream_holds_no_memory(measure: Measure, cell: Cell) -> None:
     """Memory that the caching allocator holds at its peak for streams that have not caught up (`active` above
     `allocated`) MUST be zero, although the host runs ahead of the device: with any value of
     TORCH_NCCL_AVOID_RECORD_STREAMS, up to torch 2.7 if it is 1.

@@ -39,7 +39,7 @@ DETERMINISM = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "NCCL_ALGO": "Ring",
     "NCCL_PROTO": "Simple",
-    # One channel, since each would cut tensors into chunks of its own; multicast, and the service for statistics, would
+    # One channel, since each would cut tensors into separate chunks; multicast, and the service for statistics, would
     # take memory and threads for nothing.
     "NCCL_MAX_CTAS": "1",
     "NCCL_NVLS_ENABLE": "0",
@@ -57,7 +57,7 @@ that compile, and a rank that leaves a process behind is not used again."""
 # that it waits for from starting; NVLink multicast does not support several ranks on a device.
 _MULTI_RANK = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 # Older versions refuse two ranks of a host on one device. NCCL_HOSTID, with a different value in each rank, makes every
-# rank a host of its own; ranks of different hosts communicate over sockets.
+# rank a separate host; ranks of different hosts communicate over sockets.
 _SOCKETS = {
     "NCCL_HOSTID": f"conformance-{RANK_IN_VALUE}",
     "NCCL_NET": "Socket",

@@ -65,7 +65,7 @@ class RankHandle:
 
     def notify(self, number: bytes) -> None:
         """Notify the rank of its assignment, task `number`."""
-        with suppress(OSError):  # the pidfd shows that the rank has died meanwhile
+        with suppress(OSError):  # the pidfd shows that the rank has died
             self._channel.send(number)
 
     def poll(self, number: bytes) -> RankReport | None:

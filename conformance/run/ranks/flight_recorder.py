@@ -118,5 +118,5 @@ def _decoded(file: Path) -> Any:
     """Return the content of a dump; None for a file that is missing, half written, or no pickle of builtins."""
     try:
         return _Builtins(io.BytesIO(file.read_bytes())).load()
-    except Exception:  # a truncated pickle raises whatever it likes
+    except Exception:  # a truncated pickle raises any exception
         return None
