@@ -304,13 +304,11 @@ def keys(module: ast.Module, tables: Iterable[str]) -> Iterator[tuple[int, str]]
     """Yield line and text of the keys of dictionaries that a module assigns to variables with these names."""
     for node in module.body:
         match node:
-            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Dict(keys=nodes)) if name in tables:
-                pass
-            case ast.AnnAssign(target=ast.Name(id=name), value=ast.Dict(keys=nodes)) if name in tables:
-                pass
-            case _:
-                continue
-        yield from ((key.lineno, key.value) for key in nodes if isinstance(key, ast.Constant))
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=ast.Dict(keys=nodes))
+                | ast.AnnAssign(target=ast.Name(id=name), value=ast.Dict(keys=nodes))
+            ) if name in tables:
+                yield from ((key.lineno, str(key.value)) for key in nodes if isinstance(key, ast.Constant))
 
 
 def test_keys_of_metrics_are_names_of_the_api() -> None:
