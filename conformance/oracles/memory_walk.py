@@ -21,7 +21,7 @@ On the CPU I is filled with further copies (`_copies_to_fill`), and one paramete
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 
 import msgspec
@@ -31,6 +31,7 @@ from conformance.memory_segment import MemorySegment
 from conformance.oracles import pipeline
 from conformance.oracles.dtype_policy import dtype_policy
 from conformance.oracles.schedule import (
+    Shapes,
     communicates,
     group_of,
     prefetched_in_backward,
@@ -138,7 +139,7 @@ class Walk:
         self,
         config: TrainerConfig,
         dims: ParallelDims,
-        shapes: Mapping[str, Sequence[int]],
+        shapes: Shapes,
         traits: VersionTraits,
         *,
         kernels: bool = True,

@@ -21,6 +21,8 @@ from conformance.oracles.torch_versions import traits_of
 from reference_trainer.config import GradientSync, TrainerConfig
 from reference_trainer.parallel_dims import ParallelDims
 
+Shapes = Mapping[str, Sequence[int]]
+"""Shapes that FSDP shards, by parameter."""
 _EMBEDDING, _NORM, _OUTPUT = "tok_embeddings", "norm", "output"
 
 
@@ -111,11 +113,10 @@ def prefetched_in_backward(group: str, left: Sequence[str], count: int) -> list[
     return list(reversed(left[max(0, index - count) : index]))
 
 
-def shard_numels(shapes: Mapping[str, Sequence[int]], config: TrainerConfig, *, shards: int) -> dict[str, int]:
+def shard_numels(shapes: Shapes, config: TrainerConfig, *, shards: int) -> dict[str, int]:
     """Return the elements of a rank's shard of each group, by name.
 
-    `shapes` are the shapes that FSDP shards, by parameter. Dimension 0 is cut into equal chunks, rounded up: a shard is
-    padded.
+    Dimension 0 is cut into equal chunks, rounded up: a shard is padded.
     """
     numels: dict[str, int] = {}
     for parameter, (rows, *rest) in shapes.items():
