@@ -383,7 +383,7 @@ class Walk:
             self._held["B"] = own
 
     def _keep_last_gradient(self, group: str) -> None:
-        """Hold the last gradient of a group until the group is reduced, see `VersionTraits`."""
+        """Hold the last gradient of a group, see `VersionTraits.last_gradient_until_reduced`."""
         among, itemsize = ("B", self._compute) if self._held["B"] else (f"L {group}", self._reduce)
         last = min(self._parameters[group][-1].numel * itemsize, self._held.get(among, 0))
         self._held["last gradient"] = last

@@ -117,7 +117,7 @@ def order(config: TrainerConfig, *, rank: int) -> list[Action]:
 
 
 def _interleaved(config: TrainerConfig, rank: int, *, hops: int) -> list[Action]:
-    """Return interleaved 1F1B: each later rank adds as many forwards before the first backward of this one."""
+    """Return interleaved 1F1B, with `hops` more forwards before the first backward for each later rank."""
     own, pp = stages_of(rank, config), config.mesh.pp
     round_size = config.accumulation // max(1, config.accumulation // pp)
     batches = [range(start, start + round_size) for start in range(0, config.accumulation, round_size)]
@@ -128,7 +128,7 @@ def _interleaved(config: TrainerConfig, rank: int, *, hops: int) -> list[Action]
 
 
 def _halved(actions: Sequence[Action], *, behind: int) -> Iterator[Action]:
-    """Yield the actions with backwards in two halves; the second halves follow a number of first halves later."""
+    """Yield the actions with backwards in two halves; the second halves are `behind` the first."""
     waiting: list[Action] = []
     for action in actions:
         if action.kind == "forward":

@@ -141,7 +141,7 @@ class TensorParallelForward:
         return [shard.clone(memory_format=torch.contiguous_format) for shard in tensor.chunk(self._tp, dim)]
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
-        """Split the sequence over ranks, each of which has a term of the weight's gradient."""
+        """Apply a norm; in sequence parallelism each rank has a shard, and a term of the weight's gradient."""
         norm = self._model.get_submodule(name)
         if not self._sequence_parallel:
             # A view, for autograd to add up the norm's own terms first, as where the module's input is made a DTensor.

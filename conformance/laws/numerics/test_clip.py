@@ -37,7 +37,7 @@ CLIP_GRAD_VALUE = "https://docs.pytorch.org/docs/stable/generated/torch.nn.utils
 
 @law("CLIP-1", where="implementation = fsdp2", gaps=["large-models"], reference=CLIP_GRAD_NORM)
 def test_gradient_norm_is_that_of_the_full_gradients(run: Run, cell: Cell) -> None:
-    """The norm that is logged MUST be that of the full gradients of one process, and the same number on every rank.
+    """The logged norm MUST be that of the full gradients of one process, and the same number on every rank.
 
     Wrong if it is a rank's own, if replicas or replicated parameters count more than once, if a maximum is summed, or
     if the type is ignored. Compared with the run's own gradients, each element once, and in fp32 with the reference.

@@ -40,8 +40,8 @@ _OPERATORS = tuple(f"{kind}/{phase}" for kind in ("matmul", "attention") for pha
     reference=MIXED_PRECISION,
 )
 def test_dtypes_are_those_of_the_mixed_precision_policy(run: Run, cell: Cell) -> None:
-    """Every parameter, gradient, optimizer state, buffer, module and operator MUST have the dtype that the precision
-    gives it, and so must every collective on the wire.
+    """Every parameter, gradient, optimizer state, buffer, module, operator and collective on the wire MUST have the
+    dtype of the precision.
 
     Wrong if bf16 did not run somewhere, if the reduce dtype was dropped, or if a cast reaches a buffer or the masters.
     """

@@ -128,8 +128,8 @@ def test_cuda_devices_are_free_and_pinned(measure: Measure, cell: Cell) -> None:
     reference="https://docs.nvidia.com/cuda/cublas/#results-reproducibility",
 )
 def test_emulation_has_the_operands_of_the_run(run: Run, cell: Cell) -> None:
-    """Operators that add numbers up MUST be handed operands of the same dtypes, shapes, strides and alignments in a run
-    and in its emulation by one process.
+    """Operators that add numbers up MUST get operands of the same dtypes, shapes, strides and alignments in a run and
+    in its emulation by one process.
 
     A precondition of every bound that is 0: a library chooses by these in which order it adds. Both sides are judged in
     the first step; how often an operator is called does not count, nor, on the simulated device, the name of a fused

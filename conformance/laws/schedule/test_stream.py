@@ -56,9 +56,9 @@ def test_avoid_record_streams_variable_changes_nothing(run: Run, measure: Measur
     substrates=STREAMS,
 )
 def test_record_stream_holds_no_memory(measure: Measure, cell: Cell) -> None:
-    """Memory that the caching allocator holds at its peak for streams that have not caught up (`active` above
-    `allocated`) MUST be zero, although the host runs ahead of the device: with any value of
-    TORCH_NCCL_AVOID_RECORD_STREAMS, up to torch 2.7 if it is 1.
+    """The caching allocator MUST hold no memory for streams that have not caught up (peak of `active` above
+    `allocated`), although the host runs ahead of the device: with any value of TORCH_NCCL_AVOID_RECORD_STREAMS, up to
+    torch 2.7 with 1.
 
     Neither FSDP2 nor, as torch says since 2.8, the process group calls record_stream. Before 2.8, without the variable,
     the buffers of asynchronous collectives of tensor parallelism are held, and nothing can be judged. On the simulated
