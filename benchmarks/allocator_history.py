@@ -63,8 +63,8 @@ def history(file: Path) -> list[dict[str, Any]]:
     raise ValueError(f"{file} has no events: record it with `python -m benchmarks.allocator_history record {file}`")
 
 
-def of_history(events: Iterable[Mapping[str, Any]]) -> list[Placed]:
-    """Return where torch's allocator has placed each block, and the segments that it has taken, in order."""
+def placed_by_torch(events: Iterable[Mapping[str, Any]]) -> list[Placed]:
+    """Return the blocks as torch's allocator has placed them, and the segments that it has taken, in order."""
     segments: dict[int, tuple[int, int]] = {}
     placed = []
     for event in events:
@@ -79,11 +79,10 @@ def of_history(events: Iterable[Mapping[str, Any]]) -> list[Placed]:
     return placed
 
 
-def of_model(events: Iterable[Mapping[str, Any]]) -> list[Placed]:
-    """Return where the simulated device places the same blocks, and the segments that it takes.
+def placed_by_model(events: Iterable[Mapping[str, Any]]) -> list[Placed]:
+    """Return the same blocks as the simulated device places them, and the segments that it takes.
 
-    A block is released when torch's allocator could hand it out again (`free_completed`), whatever streams it had
-    waited for.
+    A block is released when torch's allocator could hand it out again (`free_completed`), after all its streams.
     """
     streams: dict[int, torch.Stream] = {}
     blocks: dict[int, Tensor] = {}
@@ -123,9 +122,9 @@ def _reserved_bytes() -> int:
 def differences(measured: list[Placed], modelled: list[Placed]) -> list[str]:
     """Return a line for each entry that differs, and one if there are more entries on one side."""
     lines = [
-        f"entry {index}: torch {of_torch}, model {of_model}"
-        for index, (of_torch, of_model) in enumerate(zip(measured, modelled, strict=False))
-        if of_torch != of_model
+        f"entry {index}: torch {torch_place}, model {model_place}"
+        for index, (torch_place, model_place) in enumerate(zip(measured, modelled, strict=False))
+        if torch_place != model_place
     ]
     if len(measured) != len(modelled):
         lines.append(f"torch has {len(measured)} entries, the model {len(modelled)}")
@@ -133,7 +132,7 @@ def differences(measured: list[Placed], modelled: list[Placed]) -> list[str]:
 
 
 def main() -> None:
-    """Do what the arguments say."""
+    """Record or replay, as the arguments say."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=("record", "replay"))
     parser.add_argument("file", type=Path)
@@ -143,7 +142,7 @@ def main() -> None:
         return
     events = history(options.file)
     simulated.load(device_library())
-    measured, modelled = of_history(events), of_model(events)
+    measured, modelled = placed_by_torch(events), placed_by_model(events)
     lines = differences(measured, modelled)
     print("\n".join(lines[:20]))
     print(f"{len(measured)} blocks and segments, {len(lines)} differences")

@@ -98,8 +98,8 @@ def caught(matrix: KillMatrix) -> defaultdict[str, set[str]]:
     """Return the defects that each law has caught."""
     defects: defaultdict[str, set[str]] = defaultdict(set)
     for trial in matrix.trials:
-        for law, of_law in trial.laws.items():
-            if of_law.kills:
+        for law, law_trial in trial.laws.items():
+            if law_trial.kills:
                 defects[law].add(trial.defect)
     return defects
 

@@ -51,7 +51,7 @@ def _duration_s(command: list[str], *, cwd: Path) -> float:
 
 
 def main() -> None:
-    """Measure what the arguments name, and write docs/measured.json."""
+    """Measure the profiles that the arguments name, and write docs/measured.json."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("profiles", nargs="*", metavar="PROFILE", help="smoke, pr, nightly or certify")
     parser.add_argument("--runs", type=int, default=3, help="runs of each profile (default: %(default)s)")

@@ -67,7 +67,7 @@ def multiple(measured: Measurement) -> float | None:
 
 
 def comparison(name: str, measured: Measurement) -> str:
-    """Return the name of a row: all steps share a row, and bitwise comparisons have a row of their own."""
+    """Return the name of a row: all steps share a row, and so do all bitwise comparisons."""
     plain = re.sub(r" of step \d+", " of each step", name)
     return f"{plain}, no bit may differ" if measured.upper == 0.0 else plain
 
@@ -75,29 +75,29 @@ def comparison(name: str, measured: Measurement) -> str:
 def multiples(case: CaseResult) -> Iterator[tuple[tuple[str, str], float, Measurement]]:
     """Yield row, multiple and measurement of each comparison of a case that has a margin."""
     for name, measured in case.measured.items():
-        of_bound = multiple(measured)
-        if of_bound is not None:
-            yield (case.law, comparison(name, measured)), of_bound, measured
+        ratio = multiple(measured)
+        if ratio is not None:
+            yield (case.law, comparison(name, measured)), ratio, measured
 
 
 def add_clean(rows: dict[tuple[str, str], Row], report: Report) -> None:
     """Add the cases of correct runs."""
     for case in report.cases:
-        for key, of_bound, measured in multiples(case):
+        for key, ratio, measured in multiples(case):
             row = rows[key]
             row.cases += 1
             row.bound = max(row.bound, measured.upper or 0.0)
-            row.clean = max(row.clean, (of_bound, measured.value or 0.0, case.cell))
+            row.clean = max(row.clean, (ratio, measured.value or 0.0, case.cell))
 
 
 def add_defect(rows: dict[tuple[str, str], Row], report: Report, laws: tuple[str, ...]) -> None:
     """Add the failed cases of a defect; each counts once, for the comparison that failed and ended it."""
     for case in report.cases:
-        for key, of_bound, measured in multiples(case):
-            if case.law in laws and of_bound > 1.0:
+        for key, ratio, measured in multiples(case):
+            if case.law in laws and ratio > 1.0:
                 rows[key].defect_cases += 1
                 value = math.inf if measured.value is None else measured.value
-                rows[key].defect = min(rows[key].defect, (of_bound, value, str(report.defect)))
+                rows[key].defect = min(rows[key].defect, (ratio, value, str(report.defect)))
 
 
 def session(directory: Path, *, seed: int, cells: str, defect: str | None) -> Report:
@@ -137,10 +137,10 @@ def table(rows: dict[tuple[str, str], Row]) -> str:
     lines = []
     for (law, name), row in rows.items():
         multiple_of_clean, value, _ = row.clean
-        of_defect, defect_value, defect = row.defect
+        defect_ratio, defect_value, defect = row.defect
         correct = [row.cases, f"{value:.2g}", "equal" if row.bound == 0.0 else f"{multiple_of_clean:.2g}"]
         if row.defect_cases:
-            caught = [f"{defect_value:.2g}", "differs" if row.bound == 0.0 else f"{of_defect:.2g}", defect]
+            caught = [f"{defect_value:.2g}", "differs" if row.bound == 0.0 else f"{defect_ratio:.2g}", defect]
         else:
             caught = ["-", "-", "an earlier comparison fails first"]
         lines.append([law, name, *correct, *caught])

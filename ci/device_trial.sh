@@ -24,7 +24,7 @@ site=$(mktemp --directory)
 background=()
 trap 'rm -rf "$site"; [[ ${#background[@]} == 0 ]] || kill "${background[@]}" 2>/dev/null || true' EXIT
 
-install_wheels() { # into a folder of its own: the environment of torch stays as it is, and its numpy
+install_wheels() { # into a separate folder: the environment of torch stays as it is, and its numpy
   local chosen=()
   for wheel in "$wheels"/*.whl; do
     [[ $wheel == */numpy-* ]] && "$python" -c 'import numpy' 2>/dev/null && continue

@@ -10,7 +10,7 @@
 #   detection      every defect and its twin on the default torch: the suite must still catch the defects
 #   versions       profile smoke on each of VERSIONS, and a table of laws by version
 #   cuda-build     profile smoke, and tests of ranks, on the CUDA builds of VERSIONS on a machine without a device
-#   other-kernels  profile nightly (or a shard) with kernels that add in other orders, drawn anew each week
+#   other-kernels  profile nightly (or a shard) with kernels that add in other orders, from a new seed each week
 #   package        files of ci/ that run the suite elsewhere, by their linters, and a wheel in an empty environment
 #   gpu            profile certify on this machine's devices: no waivers, no unsupported cases
 #

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs a profile on several versions of torch, each in an environment of its own, and writes a table of laws by version.
+# Runs a profile on several versions of torch, each in a separate environment, and writes a table of laws by version.
 #
 #   ci/run_versions.sh VERSION...              for example: ci/run_versions.sh 2.6.0 2.13.0 2.15.0
 #

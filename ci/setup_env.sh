@@ -40,7 +40,7 @@ torch_version() { # from the metadata: importing torch takes seconds
 }
 
 install_into_new_environment() {
-    # Its scripts name the directory in which it was made: in a checkout that was moved or copied, make it anew.
+    # Its scripts name the directory in which it was made: in a checkout that was moved or copied, make it again.
     if ! grep -qF "$(pwd -P)/$target/bin/python" "$target/bin/pip" 2>/dev/null ||
         ! "$target/bin/python" -c 'import pip' 2>/dev/null; then
         require_python

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Judges trainers of others, each in an environment of its own with the packages of its extra, and tries the findings
+# Judges third-party trainers, each in a separate environment with the packages of its extra, and tries the findings
 # about them. Verdicts are written to docs/subjects/, outcomes of findings to findings/trainers/.
 #
 #   ci/subjects.sh [EXTRA...]        for example: ci/subjects.sh fabric accelerate      (default: all)

@@ -2,14 +2,14 @@
 
 The folders stand in the order in which a cell travels through the suite:
 
-- `plan`: which laws are judged on which cells (matrix.yaml), and which cases a profile selects.
+- `plan`: the laws that are judged on each cell (matrix.yaml), and the cases that a profile selects.
 - `run`: executes cells and experiments on ranks, at most once per session, and keeps their records.
 - `judge`: turns a case into a verdict.
 - `report`: the session's results as JSON, text and HTML, and the difference between two reports.
 
-Other folders hold what these four work with:
+Other folders support these four:
 
-- `experiments`: what ranks do for a law, with `instruments` that observe a run without changing it.
+- `experiments`: functions that ranks call for a law, with `instruments` that observe a run without changing it.
 - `laws`: the statements that MUST hold, each with the test that asserts it.
 - `oracles`: the expected results, computed a second time without FSDP2.
 - `defects`: known faults that can be injected, and `detection`, which checks that the laws notice them.

@@ -67,7 +67,7 @@ _EXIT_INTERRUPTED = 130
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; returns 0, 1 for problems, or 4 with one line on stderr for what cannot be used."""
+    """Run a command; returns 0, 1 for problems, or 4 for a usage error, with one line on stderr."""
     os.environ.update(ONE_THREAD)  # of commands that judge; no torch is imported yet
     try:
         options = _parser().parse_args(arguments)

@@ -9,7 +9,7 @@ from types import CodeType
 
 @dataclass(frozen=True)
 class Bound:
-    """Largest value that rounding, or an allocator, can explain: a formula over numbers and other bounds.
+    """Largest value that rounding, or an allocator, can explain, as a formula over numbers and other bounds.
 
     The formula is a Python expression over the names of the terms, `sqrt`, `min` and `max`; it is evaluated, so that
     the formula in a report cannot differ from the bound that was applied. Example: `bound("2 * e", e=error)`.

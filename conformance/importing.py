@@ -1,4 +1,4 @@
-"""Import of files that are on no path, under names that no other module has."""
+"""Import of files that are on no path, under unique module names."""
 
 import hashlib
 import sys
@@ -17,7 +17,7 @@ def load_file(file: Path, *, with_neighbours: bool = False) -> ModuleType:
     """Return the module of a Python file, which is executed once in a process unless its content changes.
 
     With `with_neighbours` this process finds modules of the file's directory from now on, as if the file were a script.
-    What the file itself raises is passed on.
+    Exceptions of the file itself are passed on.
     """
     path = file.resolve()
     digest = hashlib.sha256(str(path).encode() + path.read_bytes()).hexdigest()[:12]

@@ -1,4 +1,4 @@
-"""Memory between two marks: the value that instruments measure, memory models predict and laws compare."""
+"""Memory between two marks, which instruments measure, memory models predict and laws compare."""
 
 import msgspec
 from msgspec.structs import replace

@@ -19,11 +19,11 @@ def swept_metric(outcome: SweptOutcome) -> str:
 
 
 class ConformanceFailure(AssertionError):
-    """A comparison that a law demands does not hold."""
+    """Failed comparison of a law."""
 
 
 class Unsupported(Exception):
-    """The machine or its torch cannot run the case; the message says with numbers what is missing."""
+    """Inability of the machine or its torch to run the case; the message has the missing and the present amount."""
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +40,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CellFailed(Exception):
-    """The run of a cell did not finish. Unless a rank died, every law on that cell gets the same verdict."""
+    """Unfinished run of a cell. Unless a rank died, every law on that cell gets the same verdict."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(f"{failure.reason}\n{failure.details}")

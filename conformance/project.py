@@ -29,7 +29,7 @@ LAYERS = (
 )
 """Order of imports: a module may import its own package and those of earlier layers.
 
-The modules of `conformance` itself are the second layer, but for `__main__`. `tests/fast/test_quality.py` holds the
+The modules of `conformance` itself, except `__main__`, are the second layer. `tests/fast/test_quality.py` holds the
 order, docs/architecture.md shows it.
 """
 TORCH_FREE = (

@@ -1,4 +1,4 @@
-"""Releases of torch, as laws, waivers and version traits compare them."""
+"""Releases of torch in the form that laws, waivers and version traits compare."""
 
 from packaging.version import Version
 

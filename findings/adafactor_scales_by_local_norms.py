@@ -1,7 +1,7 @@
 """Adafactor steps with norms of each rank's own shard: sharded vectors get another step size on each rank.
 
-It scales updates by `param.norm(2).item()` and `update.norm(2).item()` (torch/optim/_adafactor.py), and `item` of a
-DTensor that is a pending norm is the rank's own number (torch/distributed/tensor/_sharding_prop.py lets
+Adafactor scales updates by `param.norm(2).item()` and `update.norm(2).item()` (torch/optim/_adafactor.py), and `item`
+of a DTensor that is a pending norm is the rank's own number (torch/distributed/tensor/_sharding_prop.py lets
 `_local_scalar_dense` pass, see pytorch#144054). Matrices are refused where they are reduced in place.
 
 severity: medium

@@ -1,4 +1,4 @@
-"""Under fully_shard, gradients of a norm's weight are rounded to param_dtype if the module is compiled, and else not.
+"""Under fully_shard, gradients of a norm's weight are rounded to param_dtype only if the module is compiled.
 
 Since 2.15 FSDP leaves gradients in the dtype in which autograd computes them (`_set_unsharded_grad_dtypes` in
 torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py), and those of a norm are computed in fp32. A compiled graph

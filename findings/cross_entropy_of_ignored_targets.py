@@ -1,9 +1,9 @@
-"""F.cross_entropy of a batch that is sharded over ranks is the mean of their means, whatever targets are ignored.
+"""F.cross_entropy of a sharded batch is the mean of the ranks' means, even if they ignore different numbers of targets.
 
 A rank divides by the number, or by the weight, of its own targets, and the result is `Partial("avg")`:
 `nll_loss_forward_strategy` in torch/distributed/tensor/_ops/_math_ops.py asks for shards of equal length alone. Ranks
-with more ignored targets count as much as all others; the loss is NaN if one has nothing else. So it is with weights of
-classes, in nll_loss, and in the gradients.
+with more ignored targets count as much as all others; the loss is NaN if one has nothing else. Weights of classes,
+nll_loss and the gradients have the same fault.
 
 severity: high
 visible: silent

@@ -1,7 +1,7 @@
 """A forward pass without gradients between backward and the next step makes FSDP2 gather the last layer once more.
 
 In the next backward pass a group is gathered that forward has just gathered, and so it is after
-`set_is_last_backward(False)`. What is computed is right.
+`set_is_last_backward(False)`. The results are right.
 
 severity: low
 visible: silent

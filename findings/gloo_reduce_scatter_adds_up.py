@@ -1,6 +1,6 @@
 """gloo's reduce-scatter with ReduceOp.AVG gives the sum.
 
-FSDP2 averages gradients so, unless it is told to sum.
+FSDP2 averages gradients this way, unless sums are forced.
 
 severity: high
 visible: silent

@@ -1,6 +1,6 @@
-"""Backward of a parallel nn.Linear raises where a gradient that is sharded unevenly has to be laid out otherwise.
+"""Backward of a parallel nn.Linear raises where an unevenly sharded gradient is redistributed.
 
-What is cut off after the exchange of padded shards is not contiguous (`_maybe_unpad_tensor`, torch/distributed/tensor/
+A shard without its padding is not contiguous after the exchange (`_maybe_unpad_tensor`, torch/distributed/tensor/
 placement_types.py), and nn.Linear takes a view of it. Ranks whose shard is not padded go on and wait.
 
 severity: low

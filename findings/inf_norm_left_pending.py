@@ -1,6 +1,6 @@
 """The inf-norm that clip_grad_norm_ returns is not reduced: item() gives each rank's own maximum.
 
-It is a DTensor that is `Partial("max")`. Clipping itself uses the right norm.
+The norm is a DTensor with the placement `Partial("max")`. Clipping itself uses the right norm.
 
 severity: medium
 visible: silent

@@ -25,12 +25,12 @@ expected = nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
 weight = nn.Parameter(distribute_tensor(expected.detach().clone(), mesh, [Replicate()]))
 
 
-def loss(of: nn.Parameter, *, is_pending: bool) -> float:
+def loss(parameter: nn.Parameter, *, is_pending: bool) -> float:
     """Return half of the curved square of a parameter, and set its gradient."""
-    here = (of.to_local() if is_pending else of).detach()
+    here = (parameter.to_local() if is_pending else parameter).detach()
     share = 0.25 + 0.5 * dist.get_rank()
     gradient = curvature * here
-    of.grad = DTensor.from_local(gradient * share, mesh, [Partial()]) if is_pending else gradient
+    parameter.grad = DTensor.from_local(gradient * share, mesh, [Partial()]) if is_pending else gradient
     return float((gradient * here).sum() / 2)
 
 

@@ -1,4 +1,4 @@
-"""An error inside of `loss_parallel` leaves it in force: log_softmax of any DTensor is refused from then on.
+"""An error inside of `loss_parallel` does not end it: log_softmax of any DTensor is refused from then on.
 
 Its context manager (torch/distributed/tensor/parallel/loss.py) yields without `try` and `finally`, so that the handlers
 of log_softmax and nll_loss stay in place; one of the blocks that are nested ends it for the outer one, too.

@@ -1,7 +1,8 @@
 """Under `loss_parallel` log_softmax passes gradients on unchanged, unless nll_loss takes its result.
 
-`_log_softmax_backward_handler` (torch/distributed/tensor/parallel/loss.py) returns what it is given, since that of
-nll_loss has the gradient of log_softmax in it already. Log-probabilities that anything else takes get no softmax.
+`_log_softmax_backward_handler` (torch/distributed/tensor/parallel/loss.py) returns its input, since the handler of
+nll_loss has applied the gradient of log_softmax already. The gradient of any other use of log-probabilities lacks the
+softmax.
 
 severity: high
 visible: silent

@@ -1,7 +1,7 @@
 """Mean losses of unevenly sharded DTensors are the mean of the ranks' means, and so are their gradients.
 
-Each rank divides by its own number of elements; the result is `Partial("avg")` whatever the sizes of the shards. It is
-the fault of pytorch#162692, which was mended for `mean`, in the losses that have operators of their own.
+Each rank divides by its own number of elements; the result is `Partial("avg")` for any sizes of the shards. The fault
+of pytorch#162692, which was fixed for `mean`, remains in losses that have separate operators.
 
 severity: high
 visible: silent

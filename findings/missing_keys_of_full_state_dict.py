@@ -1,8 +1,8 @@
 """Loading a full state dict reports no missing key, with `strict=False`, and raises no error, with `strict=True`.
 
 `set_model_state_dict` adds the model's own state to the state dict before it loads it (`_load_model_state_dict` in
-torch/distributed/checkpoint/state_dict.py, `state_dict.update(local_state_dict)`), so that no key is missing. What a
-truncated checkpoint lacks keeps its initial values.
+torch/distributed/checkpoint/state_dict.py, `state_dict.update(local_state_dict)`), so that no key is missing.
+Parameters that a truncated checkpoint lacks keep their initial values.
 
 severity: medium
 visible: silent

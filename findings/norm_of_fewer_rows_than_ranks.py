@@ -1,7 +1,8 @@
 """SequenceParallel returns all rows on every rank, instead of a shard, if there are fewer rows than ranks.
 
 DTensor drops strategies that would leave a rank without elements (`is_tensor_shardable`, torch/distributed/tensor/_ops/
-utils.py), and gathers the input; the style hands on what it gets as its shard: it is wrong with use_local_output=True.
+utils.py), and gathers the input; the style returns the gathered rows as its shard, which is wrong with
+use_local_output=True.
 
 severity: low
 visible: silent

@@ -2,7 +2,7 @@
 
 `constant_pad_nd_strategy` (torch/distributed/tensor/_ops/_matrix_ops.py) is registered without naming the padding as a
 static argument, as it is from pytorch#175656 on: the cache of sharding decisions takes the output of the first padding
-for that of any other. The local result is right, what DTensor says of it is not.
+for that of any other. The local result is right, its DTensor is not.
 
 severity: high
 visible: silent

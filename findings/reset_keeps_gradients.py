@@ -1,14 +1,14 @@
 """`FSDPModule.reset_iter_state` keeps gradients of the iteration that failed: the next one adds them to its own.
 
-It is documented to discard them, those of accumulation without synchronisation included. It reshards parameters, and
-leaves `.grad` of the unsharded ones and `unsharded_accumulated_grad` alone (`FSDPParamGroup._reset_iter_state`).
+The method is documented to discard them, also those of accumulation without synchronisation. It reshards parameters,
+and leaves `.grad` of the unsharded ones and `unsharded_accumulated_grad` alone (`FSDPParamGroup._reset_iter_state`).
 
 severity: high
 visible: silent
 training: the step after a caught exception, such as one for lack of memory, has gradients of two batches
 thread: none known
 law: API-2
-avoid: after an exception build the model anew, or load a checkpoint in a new process
+avoid: after an exception build the model again, or load a checkpoint in a new process
 ranks: 2
 """
 

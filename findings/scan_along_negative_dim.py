@@ -1,4 +1,4 @@
-"""cumsum and logcumsumexp along a negative dimension that is sharded start anew on each rank.
+"""cumsum and logcumsumexp along a negative dimension that is sharded start again on each rank.
 
 `x.cumsum(-1)` of a DTensor sharded along its last dimension is the sum of each shard alone; `x.cumsum(1)` is right.
 `scan_strategy` (torch/distributed/tensor/_ops/_math_ops.py) passes `[dim]` on without normalising it, so that the

@@ -1,6 +1,6 @@
 """Assignment to a slice of a DTensor along its sharded dimension writes nothing, without an error.
 
-A slice along a sharded dimension is gathered first, so that `x[1:3]` is no view of `x`, and what is written into it is
+A slice along a sharded dimension is gathered first, so that `x[1:3]` is no view of `x`, and values written into it are
 lost. So are `x[0].zero_()` and `nn.init.zeros_(x[:2])`.
 
 severity: high

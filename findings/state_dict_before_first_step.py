@@ -1,4 +1,4 @@
-"""Taking the state of an optimizer before its first step changes what the first step does.
+"""Taking the state of an optimizer before its first step changes the first step.
 
 `get_optimizer_state_dict` lets an optimizer without state take a step with zero gradients
 (torch/distributed/checkpoint/state_dict.py, `_init_optim_state`) and leaves the state there: Adam counts the step and
@@ -6,7 +6,7 @@ corrects its first real one as the second; SGD keeps `weight_decay * parameter` 
 
 severity: medium
 visible: silent
-training: a run whose checkpoint of step 0 is saved learns otherwise; Adam's first update is a quarter smaller
+training: a run whose checkpoint of step 0 is saved learns differently; Adam's first update is a quarter smaller
 thread: https://github.com/pytorch/pytorch/issues/164929
 law: CKPT-5
 avoid: save no optimizer state before the first step

@@ -1,7 +1,7 @@
 """F.threshold of a DTensor that is a pending maximum replaces numbers of single ranks that are not the maximum.
 
 DTensor lets the operator pass a pending maximum, as if it were monotone; it is not where the replacement is larger than
-the threshold: the maximum of what was replaced is then taken for the result.
+the threshold: the maximum of the replaced numbers is then taken for the result.
 
 severity: low
 visible: silent

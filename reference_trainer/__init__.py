@@ -1,4 +1,4 @@
-"""A small, readable trainer for FSDP2 and tensor parallelism that computes what a real one computes.
+"""A small, readable trainer for FSDP2 and tensor parallelism that performs the steps of a real one.
 
 The conformance suite judges its runs, but the trainer knows nothing of the suite: it imports libraries and its own
 modules, never `conformance` or `pytest`. `checks`, `config`, `hf_llama`, `overrides`, `parallel_dims`, `precision`,

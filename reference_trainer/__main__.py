@@ -93,7 +93,7 @@ def _parse_arguments() -> argparse.Namespace:
 
 
 def _prepare(arguments: argparse.Namespace, *, world_size: int) -> tuple[TrainerConfig, torch.device, Saving, int]:
-    """Configuration, this process's device, checkpoints, and the number of steps that are done already.
+    """Return the configuration, this process's device, checkpoints, and the number of steps done before.
 
     Raises UsageError or OSError for a run that is not possible.
     """
@@ -122,7 +122,7 @@ def _prepare(arguments: argparse.Namespace, *, world_size: int) -> tuple[Trainer
 
 
 class _Row(msgspec.Struct):
-    """Row of the metrics file, as far as a resumed run reads it."""
+    """Fields of a row of the metrics file that a resumed run reads."""
 
     step: int
 
@@ -136,7 +136,7 @@ def _open_metrics(path: Path, *, steps_done: int) -> IO[bytes]:
 
 
 def _rows_before(path: Path, steps_done: int) -> list[bytes]:
-    """Complete lines about earlier steps; a process that was killed may have left an incomplete one."""
+    """Return the complete lines about earlier steps; a process that was killed may have left an incomplete one."""
     rows = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
     try:
         return [row for row in rows if msgspec.json.decode(row, type=_Row).step < steps_done]

@@ -130,7 +130,7 @@ def _initialise_first(
 
 
 def _wrap_in_fsdp1(model: Transformer, mesh: DeviceMesh, config: TrainerConfig, device: torch.device) -> Transformer:
-    """FSDP1's wrapper passes on to the model every attribute that it does not have itself."""
+    """Return the wrapper as the model, since it forwards every unknown attribute to the model."""
     if "tp" in (mesh.mesh_dim_names or ()):
         apply_tp(model, mesh["tp"], config)
     return cast("Transformer", FSDP1Model(model, mesh, config, device))

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: all that its next step depends on, so that a resumed run goes on as if it had never stopped.
+"""Checkpoints of a run: the whole state of its next step, so that a resumed run equals an uninterrupted one.
 
 `DIRECTORY/step-00000020` is the state after 20 steps: files of torch.distributed.checkpoint, and `manifest.json`, which
 lists them. A checkpoint is written under another name and renamed when all of it is on disk: a save that is killed
@@ -36,7 +36,7 @@ _FORMAT = 2
 _MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-(\d{8})")
 _MUST_AGREE = ("model", "optimizer", "data", "seed")
-"""Fields in which a resumed run must be the saved run; mesh, precision and the like may change. The optimizer's
+"""Fields in which a resumed run must equal the saved run; mesh, precision and the like may change. The optimizer's
 `lr_decay_steps`, and `steps`, may change as `_require_same_run` says."""
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 """The optimizer's state by parameter, without the lists of its groups, which differ between stages of a pipeline."""
@@ -45,7 +45,7 @@ _SCALE = ("scale", "_growth_tracker")
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Contents of a checkpoint; the presence of this file says that the checkpoint is complete."""
+    """Contents of a checkpoint, whose presence marks the checkpoint as complete."""
 
     format: int
     steps_done: int
@@ -58,14 +58,14 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Checkpoints:
     """Writer of a run's checkpoints into one directory, which must not hold those of another run.
 
-    Every method is to be called on all ranks. With `asynchronous`, `save` copies the state and returns; a thread writes
+    Every method must be called on all ranks. With `asynchronous`, `save` copies the state and returns; a thread writes
     the copy while training goes on. Raises UsageError if the directory holds checkpoints and the run does not resume
     from it.
     """
 
     def __init__(self, directory: Path, *, asynchronous: bool = False, resumed: bool = False) -> None:
         self._directory, self._asynchronous = directory, asynchronous
-        # A thread's collectives need a group of their own, on the CPU.
+        # A thread's collectives need a separate group, on the CPU.
         self._group = dist.new_group(backend="gloo") if asynchronous else None
         self._pending: tuple[Future[Any], Path, Manifest] | None = None
         if not resumed:
@@ -166,7 +166,7 @@ def newest_checkpoint(directory: Path, config: TrainerConfig) -> tuple[Path, Man
 
 
 def _require_same_run(path: Path, manifest: Manifest, config: TrainerConfig) -> None:
-    """Raise UsageError if the run cannot go on from the checkpoint as if it had never stopped.
+    """Raise UsageError if the run cannot continue from the checkpoint like an uninterrupted one.
 
     A run may have more steps than it was saved with, as long as its learning rate falls over as many as before.
     """
@@ -193,7 +193,7 @@ def _without_lr_decay_steps(section: object) -> object:
 
 @torch.no_grad()
 def resume(trainer: Trainer, directory: Path) -> int:
-    """Load the newest checkpoint's state into a new trainer; returns how many steps are done.
+    """Load the newest checkpoint's state into a new trainer; returns the number of steps done.
 
     The mesh may be another than the one that saved. If it is the same, each rank's random numbers go on, too. Raises
     UsageError as `newest_checkpoint` does, or if the files cannot be read.
@@ -201,7 +201,7 @@ def resume(trainer: Trainer, directory: Path) -> int:
     path, manifest = newest_checkpoint(directory, trainer.config)
     stored = read_dcp_metadata(path).state_dict_metadata
     state = _state(trainer)
-    if f"loss_scale.{_SCALE[0]}" not in stored:  # saved with another precision: the scale begins anew
+    if f"loss_scale.{_SCALE[0]}" not in stored:  # saved with another precision: the scale begins again
         state.pop("loss_scale", None)
     state["rng"] = {key: value for key, value in state["rng"].items() if f"rng.{key}" in stored}
     try:
@@ -215,7 +215,7 @@ def resume(trainer: Trainer, directory: Path) -> int:
 
 
 def _state(trainer: Trainer) -> dict[str, Any]:
-    """Everything to save, with tensors that are the run's own. Raises UsageError for a run that cannot be saved."""
+    """Return the state to save, with the run's own tensors. Raises UsageError for a run that cannot be saved."""
     check_can_be_saved(trainer.config)
     model, optimizer = _state_dicts(trainer)
     names = trainer.mesh.mesh_dim_names or ()
@@ -281,7 +281,7 @@ def _steps(directory: Path) -> list[Path]:
 
 
 def _sync(directory: Path) -> None:
-    """Flush a directory to disk: the names of its files are not there before."""
+    """Flush a directory to disk, which makes the names of its files durable."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

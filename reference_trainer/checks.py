@@ -1,4 +1,4 @@
-"""Building blocks of configurations: a strict struct, and checks whose errors say what is wrong."""
+"""Building blocks of configurations: a strict struct, and checks with precise errors."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class UsageError(ValueError):
-    """Mistake in what a user has given, such as an option or a file; the message says what is wrong, in one line."""
+    """Mistake of a user in an option or a file; the message explains it in one line."""
 
 
 def require(condition: bool, message: str) -> None:

@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 
 class NonFiniteGradientsError(RuntimeError):
-    """The total norm of the gradients is not finite on some rank; every rank of the world raises this error."""
+    """Total norm of the gradients that is not finite on some rank; every rank of the world raises this error."""
 
 
 def clip_gradients(
@@ -90,8 +90,8 @@ def _norm_of_norms(norms: list[Tensor], *, norm_type: float) -> Tensor:
 def _require_finite(norm: Tensor) -> None:
     """Raise NonFiniteGradientsError on every rank of the world, or on none.
 
-    A number that is not finite on one rank is not in the norm of the other ranks if they hold copies (replicas,
-    replicated parameters): a rank that raised by itself would leave the others waiting for it.
+    A number that is not finite on one rank is not in the norm of ranks that hold copies (replicas, replicated
+    parameters): a rank that raised alone would leave these waiting.
     """
     finite = norm.isfinite().to(torch.int32)
     dist.all_reduce(finite, dist.ReduceOp.MIN)

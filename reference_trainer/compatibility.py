@@ -1,4 +1,4 @@
-"""Compatibility of a trainer's options: what does not go together, or has no effect, is refused with the remedy."""
+"""Compatibility of a trainer's options: errors, with the remedy, for options in conflict or without effect."""
 
 import re
 from operator import attrgetter
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def check_compatibility(config: "TrainerConfig") -> None:
-    """Raise UsageError, with what to write instead, for options that do not go together."""
+    """Raise UsageError, with the remedy, for options in conflict."""
     _check_reshard(config)
     require(
         config.offload == "cpu" or not config.pin_memory,
@@ -120,7 +120,7 @@ _FSDP1_GOES_WITH: dict[str, tuple[object, ...]] = {
     "optimizer.error_if_nonfinite": (False,),
     "optimizer.foreach_clip": (True,),
 }
-"""Values that an option may have with FSDP1: those that are compared; FSDP1 itself can do more."""
+"""Values of options that the suite compares with FSDP1, which itself supports more."""
 
 
 def _check_implementation(config: "TrainerConfig") -> None:

@@ -50,8 +50,8 @@ class ModelConfig(Config, frozen=True, kw_only=True):
     """Standard deviation of norm weights around 1."""
     arithmetic: Literal["float", "integer"] = "float"
     """`integer`: a stand-in with the same parameters that computes small integers, see `integer_model`; it learns
-    nothing, but is exact in fp32 on every mesh. Initial weights are then -1, 0 or 1, whatever the three fields above
-    say."""
+    nothing, but is exact in fp32 on every mesh. Initial weights are then -1, 0 or 1, independent of the three fields
+    above."""
 
     def __post_init__(self) -> None:
         sizes = "vocab_size dim n_layers n_heads n_kv_heads ffn_dim max_seq_len"
@@ -158,7 +158,7 @@ class OptimizerConfig(Config, frozen=True, kw_only=True):
     """Fraction of `lr` to which the rate falls on a cosine after warm-up; 1 keeps it constant."""
     lr_decay_steps: int | None = None
     """Steps after which the rate has fallen and stays where it is. None: all `steps`; to extend such a run beyond them,
-    set this field to what they were."""
+    set this field to their number."""
 
     def __post_init__(self) -> None:
         require_each(self, "optimizer.", "lr", positive, "positive and finite")
@@ -257,9 +257,9 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     on every rank, then shards."""
     checkpoint: str | None = None
     """Path of the weights with init=checkpoint, one of: a safetensors file with the full tensor of each parameter under
-    its name (a tied output layer has no entry of its own); a Llama model of the transformers library, as a safetensors
-    file or the directory of several; a directory of torch.distributed.checkpoint, such as a step that was saved by this
-    trainer. Values are cast to the parameters' dtype."""
+    its name (a tied output layer has no entry); a Llama model of the transformers library, as a safetensors file or the
+    directory of several; a directory of torch.distributed.checkpoint, such as a step that was saved by this trainer.
+    Values are cast to the parameters' dtype."""
     checkpoint_reader: Literal["each-rank", "rank0"] = "each-rank"
     """`each-rank`: all ranks read, one tensor at a time. `rank0`: only rank 0 reads, holds the full model in memory and
     broadcasts it; the others read names and shapes alone."""
@@ -284,14 +284,14 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     """Micro-batches per optimizer step; a pipeline needs at least as many as it has ranks."""
     forward_prefetch: int = 0
     """Number of groups that a group prefetches in forward, before it computes. 0, FSDP's default: none; communication
-    overlaps only as far as the CPU runs ahead of the device."""
+    overlaps only where the CPU runs ahead of the device."""
     backward_prefetch: int = 0
     """Number of groups that a group prefetches in backward, in an explicit list. 0, FSDP's default: the next group, in
     the reverse of the order in which forward left the groups, as with 1."""
     gradient_sync: GradientSync = "each"
     """Micro-batches after which gradients are reduced. `last`: only the last, until then every rank holds unsharded
-    gradients. `all-reduce-last` (HSDP): reduce-scattered after each, all-reduced after the last. A pipeline reduces
-    after the last of its micro-batches, whatever this says: leave it out."""
+    gradients. `all-reduce-last` (HSDP): reduce-scattered after each, all-reduced after the last. A pipeline always
+    reduces after the last of its micro-batches: leave this field out."""
     implementation: Literal["fsdp2", "fsdp1"] = "fsdp2"
     """`fsdp1`: FullyShardedDataParallel, to compare FSDP2 with; supports few of the other options."""
     limit_all_gathers: bool = True
@@ -310,8 +310,8 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainerConfig:
-    """Read a YAML file, lay `section.field=value` overrides over it and check the result.
+    """Read a YAML file, apply `section.field=value` overrides and check the result.
 
-    Raises ConfigError, a UsageError, that names file and line or the override, and what is allowed.
+    Raises ConfigError, a UsageError, with file and line or the override, and the allowed values.
     """
     return convert(override(load(path), overrides), TrainerConfig)

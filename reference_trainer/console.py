@@ -37,9 +37,9 @@ def progress_line(row: Mapping[str, int | float], *, steps: int, device: torch.d
 
 
 def last_line(config: TrainerConfig, *, trained: int, duration_s: float, loss: float, outputs: str) -> str:
-    """Return how many steps a run has trained in how many seconds, saving included, its final loss, and outputs.
+    """Return the number of steps and seconds of a run, saving included, its final loss, and outputs.
 
-    A run that had done all its steps before has trained none, and has no loss.
+    A run whose steps were all done before has trained none, and has no loss.
     """
     if not trained:
         return f"{_count(config.steps, 'step')} were done before: set steps to more to go on; {outputs}"

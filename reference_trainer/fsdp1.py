@@ -1,4 +1,4 @@
-"""FSDP1, `FullyShardedDataParallel`: only what it takes to compare FSDP2 with it.
+"""FSDP1, `FullyShardedDataParallel`, with the options that the comparison with FSDP2 needs.
 
 FSDP1 flattens the parameters of a group into one vector, of which each rank holds a shard; groups are the embedding,
 each block, and at the root norm and output. Such a shard has neither the shape of a parameter nor its placements.
@@ -51,8 +51,8 @@ class FSDP1Model(FullyShardedDataParallel):
     def clip(self, *, max_norm: float) -> Tensor:
         """Scale gradients down to a 2-norm of `max_norm` (0: leave them), and return the norm before, a scalar.
 
-        The method `clip_grad_norm_` is not enough: it adds up over data-parallel ranks alone, so that each
-        tensor-parallel rank has a norm of its own (torch 2.13).
+        FSDP1's method `clip_grad_norm_` is not enough: it adds up over data-parallel ranks alone, so that the norm
+        differs between tensor-parallel ranks (torch 2.13).
         """
         parameters = zip(self.parameters(), self.copies, strict=True)
         squares = [p.grad.square().sum() / copies for p, copies in parameters if p.grad is not None]
@@ -86,7 +86,7 @@ def _is_sharded(parameter: nn.Parameter) -> bool:
 
 
 def _sharding_strategy(config: TrainerConfig) -> ShardingStrategy:
-    """FULL_SHARD never reshards the root after forward, which is what `reshard: default` says."""
+    """Return the strategy of `reshard`; FULL_SHARD never reshards the root after forward, as `default` demands."""
     return ShardingStrategy.SHARD_GRAD_OP if config.reshard == "never" else ShardingStrategy.FULL_SHARD
 
 

@@ -1,8 +1,7 @@
 """Names and settings of Llama checkpoints as the transformers library writes them.
 
 Weights need no permutation: both models rotate pairs (x[i], x[i + head_dim/2]), see `model.apply_rope`, and order heads
-alike.
-Source: https://github.com/huggingface/transformers/blob/main/src/transformers/models/llama/modeling_llama.py
+equally. Source: https://github.com/huggingface/transformers/blob/main/src/transformers/models/llama/modeling_llama.py
 """
 
 import json

@@ -1,6 +1,6 @@
 """Initial weights that do not depend on the layout.
 
-Each full tensor is sampled from a counter-based generator of its own (Philox, Salmon et al. 2011,
+Each full tensor is sampled from a separate counter-based generator (Philox, Salmon et al. 2011,
 doi:10.1145/2063384.2063405), keyed by seed and parameter name; each rank then keeps its shard, and never holds more
 than one full tensor at a time. DTensor's own random init gives every shard of a CPU mesh the same numbers (torch 2.13),
 and other numbers for each mesh on CUDA.

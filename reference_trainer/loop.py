@@ -33,7 +33,7 @@ class Saving:
     directory: Path = Path("checkpoints")
     """Directory into which checkpoints are written."""
     asynchronous: bool = False
-    """Train on while a checkpoint is written."""
+    """Continue training while a checkpoint is written."""
 
     @property
     def resumes_there(self) -> bool:

@@ -1,6 +1,6 @@
 """Loss: the sum over valid tokens divided by the number of valid tokens of the step, over all ranks.
 
-A mean over each rank's own tokens would weight them by rank: wrong as soon as ranks have different numbers of them.
+A mean over each rank's own tokens would weight tokens by rank: wrong if ranks have different numbers of them.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ def count_valid_tokens(labels: list[Tensor], mesh: DeviceMesh, device: torch.dev
 
     Raises ValueError if there is none.
     """
-    local = sum(int((of_micro_batch != IGNORED_LABEL).sum()) for of_micro_batch in labels)
+    local = sum(int((batch != IGNORED_LABEL).sum()) for batch in labels)
     total = int(sum_over_dp(torch.tensor(local, dtype=torch.int64, device=device), mesh))
     if not total:
         raise ValueError("no valid label in the whole batch: the loss is undefined")
@@ -72,7 +72,7 @@ def summed_loss(logits: Tensor, labels: Tensor, *, arithmetic: Literal["float", 
 
 
 def full_loss(loss_sum: Tensor) -> Tensor:
-    """Return a detached loss as a plain scalar: computed on sharded logits, each rank has a part of it."""
+    """Return a detached loss as a plain scalar; of sharded logits each rank has a partial sum of the loss."""
     return loss_sum.full_tensor() if isinstance(loss_sum, DTensor) else loss_sum
 
 

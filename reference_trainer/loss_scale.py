@@ -14,7 +14,7 @@ from reference_trainer.precision import PRECISIONS
 
 
 class LossScaler(GradScaler):
-    """torch's scaler, with which all ranks agree on what has overflowed; disabled but for a precision of fp16.
+    """Gradient scaler of torch whose ranks all agree on overflows; enabled with a precision of fp16 only.
 
     torch asks the ranks among which the *first* gradient is sharded (`found_inf_reduce_handler` in
     torch/distributed/tensor/_dispatch.py). If that gradient were replicated over tensor parallelism, or a number bad on
@@ -34,7 +34,7 @@ class LossScaler(GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """By device a scalar, 1.0 if something has overflowed; torch's own scaler for FSDP1 extends the same method."""
+        """Return a scalar by device, 1.0 after an overflow; torch's own scaler for FSDP1 extends the same method."""
         if self._is_offloaded:
             # torch copies both to the gradients' device without waiting, and the host then reads what may not be there
             # (torch 2.13; reported for FSDP1 in https://github.com/pytorch/pytorch/pull/176429, which 2.13 does not

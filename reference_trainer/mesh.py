@@ -96,7 +96,7 @@ def check_offload(config: TrainerConfig, device: torch.device) -> None:
 
 
 def init_process_group(backend: str, *, init_method: str, rank: int, world_size: int, timeout_s: float) -> None:
-    """Initialise the default process group; `backend` is what `backends` returns."""
+    """Initialise the default process group; `backend` is a result of `backends`."""
     dist.init_process_group(
         backend,
         init_method=init_method,
@@ -110,7 +110,7 @@ def destroy_process_group() -> None:
     """Destroy the default process group.
 
     Up to torch 2.7 gloo's threads are joined while the interpreter's lock is held. A thread that is about to drop the
-    last reference to a tensor of a finished collective needs that lock, and both wait for ever
+    last reference to a tensor of a finished collective needs that lock, and both wait forever
     (https://github.com/pytorch/pytorch/pull/154976): a short sleep lets the thread finish first.
     """
     if _RELEASE < (2, 8):

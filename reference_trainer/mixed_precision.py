@@ -15,7 +15,7 @@ def torch_dtype(name: Dtype) -> torch.dtype:
 
 
 def set_parameter_dtypes(model: Transformer, precision: PrecisionName) -> None:
-    """Cast parameters, before they are materialised or initialised, to the dtypes in which they are to be sharded.
+    """Cast parameters, before they are materialised or initialised, to the dtypes in which they will be sharded.
 
     Buffers are left alone: the RoPE table is fp32 throughout.
     """

@@ -121,7 +121,7 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
         self.recompute: Callable[..., Tensor] | None = None
-        """Function that calls another, keeps only some of its activations for backward and recomputes the others."""
+        """Function that calls another, keeps only some of its activations for backward and recomputes the rest."""
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         """Map activations of shape (batch, seq_len, dim), with activation checkpointing if it is switched on."""
@@ -186,7 +186,7 @@ class Transformer(nn.Module):
 
     @property
     def ends(self) -> dict[str, nn.Module]:
-        """Embedding, norm and output by name, as far as they are held."""
+        """Embedding, norm and output by name, if this rank holds them."""
         ends = {"tok_embeddings": self.tok_embeddings, "norm": self.norm, "output": self.output}
         return {name: module for name, module in ends.items() if not isinstance(module, nn.Identity)}
 
@@ -216,7 +216,7 @@ class Stage(nn.Module):
 
 
 def _through(model: Transformer | Stage, x: Tensor, table: Tensor) -> Tensor:
-    """Map tokens or activations through all that a model or a stage holds."""
+    """Map tokens or activations through all layers that a model or a stage holds."""
     x = model.tok_embeddings(x)
     for layer in model.layers.values():
         x = layer(x, table)

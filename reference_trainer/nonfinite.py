@@ -1,4 +1,4 @@
-"""End of a run that computes with NaN or infinity, and the search for the module in which that began."""
+"""End of a run with NaN or infinity, and the search for the module that produced it first."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -18,15 +18,15 @@ _MODULE_DEPTH = 3  # layers.3.attention
 
 
 class NonFiniteError(Exception):
-    """A number of the run is not finite. The message names the step and the module; every rank raises this error."""
+    """Number of a run that is not finite. The message names the step and the module; every rank raises this error."""
 
 
 class NonFiniteWatch(Observer):
-    """Watch that keeps the largest absolute values of parameters and gradients, by module, of the last step.
+    """Monitor of the largest absolute values of parameters and gradients, by module, of the last step.
 
     Clipping and the optimizer spread one NaN over the model, so the values are those before both. They are this rank's,
     and stay on their device: ranks communicate only about a step that was not finite. Methods that raise NonFiniteError
-    are to be called on all ranks.
+    must be called on all ranks.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -42,7 +42,8 @@ class NonFiniteWatch(Observer):
     def require_finite(self, metrics: StepMetrics) -> None:
         """Raise NonFiniteError if the loss or the gradient norm is not finite.
 
-        A step that was skipped may have any gradient norm: the loss scale is found that way. No scale mends a loss.
+        A step that was skipped may have any gradient norm: the loss scale is found that way. A loss must be finite at
+        any scale.
         """
         if not math.isfinite(metrics.loss) or not (metrics.skipped or math.isfinite(metrics.grad_norm)):
             problem = f"the loss is {metrics.loss:.4g}, the gradient norm {metrics.grad_norm:.4g}"
@@ -60,7 +61,7 @@ class NonFiniteWatch(Observer):
         return NonFiniteError(f"step {step}: {problem}; {self._origin()}")
 
     def _origin(self) -> str:
-        """Parameters come first, in the order of forward, then gradients, in the order of backward."""
+        """Search parameters first, in the order of forward, then gradients, in the order of backward."""
         parameters, gradients = self._over_ranks(self._parameters), self._over_ranks(self._gradients)
         if modules := _not_finite(parameters):
             return f"parameters of {modules[0]} were not finite before the step ({_count(modules, parameters)})"
@@ -89,7 +90,7 @@ def _count(modules: list[str], among: dict[str, float]) -> str:
 
 
 @torch.no_grad()
-def _largest_by_module(model: Transformer, of: Callable[[Parameter], Tensor | None]) -> dict[str, Tensor]:
+def _largest_by_module(model: Transformer, tensor_of: Callable[[Parameter], Tensor | None]) -> dict[str, Tensor]:
     """Largest absolute value of this rank's shards by module, an fp32 scalar: NaN if there is one, 0 without shards.
 
     Modules have the same names and order, that of forward, on every rank.
@@ -97,10 +98,10 @@ def _largest_by_module(model: Transformer, of: Callable[[Parameter], Tensor | No
     shards: dict[str, list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         module = ".".join(name.split(".")[:-1][:_MODULE_DEPTH])
-        of_module = shards.setdefault(module, [])
-        tensor = of(parameter)
+        module_shards = shards.setdefault(module, [])
+        tensor = tensor_of(parameter)
         if tensor is not None:
-            of_module.append(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+            module_shards.append(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
     return {module: _largest(tensors) for module, tensors in shards.items()}
 
 

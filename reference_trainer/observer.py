@@ -1,4 +1,4 @@
-"""Observer: where others may look into a run. The trainer calls its methods and knows nothing of who listens."""
+"""Observer: interface through which instruments look into a run. The trainer depends on no implementation."""
 
 from typing import Literal
 
@@ -15,13 +15,13 @@ the parameters."""
 
 
 class Observer:
-    """Base of observers, which does nothing: override what is of interest. Observers must not change the run."""
+    """Base of observers with empty methods to override. Observers must not change the run."""
 
     def phase(self, name: Phase, *, step: int) -> None:
         """A phase of a step begins (step -1 while building). Only gradients of a scaled loss are unscaled."""
 
     def reshard_policy(self, after_forward: dict[str, bool | int]) -> None:
-        """FSDP is told about each group, by its name, whether to reshard it after forward, or to how many ranks."""
+        """Groups, by name, have their `reshard_after_forward`: True, False or a number of ranks."""
 
     def sharded(self, model: Transformer) -> None:
         """The model has its final modules and placements, on the meta device or already with its initial weights."""
@@ -29,12 +29,12 @@ class Observer:
     def materialized(self, model: Transformer) -> None:
         """Parameters and buffers were materialised, and are not initialised yet.
 
-        With init=layerwise this method is called for each block, and then for the ends: what was materialised before is
-        initialised by then, what comes later is on the meta device.
+        With init=layerwise this method is called for each block, and then for the ends: tensors of earlier calls are
+        initialised by then, those of later calls are on the meta device.
         """
 
     def loaded(self, path: str, form: str) -> None:
-        """Parameters hold what was read from this checkpoint, in a format of `weights.Format`; a cast may follow."""
+        """Parameters hold the values of this checkpoint, in a format of `weights.Format`; a cast may follow."""
 
     def initialized(self, model: Transformer) -> None:
         """Parameters and buffers hold their initial values."""
@@ -52,4 +52,4 @@ class Observer:
         """All gradients of the step are reduced and unscaled, none is clipped."""
 
     def clipped(self, model: Transformer, *, norm: Tensor, step: int) -> None:
-        """Gradients are what the optimizer is about to step with; `norm`, a scalar, was their total norm before."""
+        """Gradients are clipped, and the optimizer steps next; `norm`, a scalar, was the total norm before."""

@@ -46,7 +46,7 @@ def resolve_mesh(mesh: MeshConfig, *, world_size: int) -> ParallelDims:
 
 
 def check_fits_mesh(config: TrainerConfig, dims: ParallelDims) -> None:
-    """Raise UsageError for what does not go with this mesh: sizes that it cannot divide, options without effect."""
+    """Raise UsageError for sizes that this mesh cannot divide, and for options without effect on it."""
     model, data = config.model, config.data
     for name, heads in (("n_heads", model.n_heads), ("n_kv_heads", model.n_kv_heads)):
         require(heads % dims.tp == 0, f"model.{name} {heads} is not divisible by mesh.tp {dims.tp}")

@@ -44,9 +44,8 @@ def parallelize(
 ) -> None:
     """Parallelise a model in place, on the meta device or with its weights, which are then sharded.
 
-    `blocks` are the indices of the blocks to parallelise (default: all); `ends` says whether what surrounds them is
-    parallelised, too: embedding, norm, output and the root. The ends come after all blocks. The order of the five steps
-    is a contract.
+    `blocks` are the indices of the blocks to parallelise (default: all); `ends` includes embedding, norm, output and
+    the root. The ends come after all blocks. The order of the five steps is a contract.
     """
     indices = model.blocks if blocks is None else blocks
     chosen = {f"layers.{index}": model.blocks[index] for index in indices}
@@ -105,7 +104,7 @@ def apply_tp(model: Transformer, mesh: DeviceMesh, config: TrainerConfig) -> Non
 
 
 class ReplicateParallel(ParallelStyle):
-    """Style of a module that every tensor-parallel rank computes alike, with replicated DTensors as parameters.
+    """Style of a module that all tensor-parallel ranks compute redundantly, with replicated DTensors as parameters.
 
     Without this style the parameters would stay plain tensors, and their gradients would be on another mesh than all
     others, which torch.nn.utils.clip_grad_norm_ refuses.
@@ -160,11 +159,11 @@ def apply_tp_to_ends(model: Transformer, mesh: DeviceMesh, config: TrainerConfig
     if norms := _norm_style(config):
         plan["norm"] = norms
     parallelize_module(model, mesh, {name: style for name, style in plan.items() if name in model.ends})
-    model.tie_weights()  # each style has made a parameter of its own, with the same placement: rows of the vocabulary
+    model.tie_weights()  # each style has made a separate parameter, with the same placement: rows of the vocabulary
 
 
 def _between_regions(config: TrainerConfig) -> Placement:
-    """Activations between the tensor-parallel regions are sharded along the sequence, or replicated."""
+    """Return the placement of activations between tensor-parallel regions: sequence shards, or replicas."""
     return Shard(1) if config.sequence_parallel else Replicate()
 
 
@@ -220,7 +219,7 @@ def _wait_for_output(_module: nn.Module, _inputs: tuple[Any, ...], output: torch
 def apply_fsdp_to_block(
     block: Block, name: str, policy: ReshardPolicy, options: dict[str, Any], *, norms_apart: bool
 ) -> None:
-    """Shard a block as one FSDP group, or as three, with each norm as a group of its own.
+    """Shard a block as one FSDP group, or as three, with each norm as a separate group.
 
     The parameters of a group must have one dtype: "FSDP expects uniform original parameter dtype",
     torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py.
@@ -234,7 +233,7 @@ def apply_fsdp_to_block(
 def apply_fsdp_to_ends(
     model: Transformer, policy: ReshardPolicy, options: dict[str, Any], *, norms_apart: bool
 ) -> None:
-    """Shard the embedding and (norm, output) as groups of their own, then the root.
+    """Shard the embedding and (norm, output) as separate groups, then the root.
 
     Tied embeddings form one group with norm and output: a parameter can belong to one group only.
     """
@@ -262,7 +261,7 @@ def _fsdp_options(config: TrainerConfig, mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def set_gradient_sync(model: Transformer, gradient_sync: GradientSync, *, last: bool) -> None:
-    """Say, before a micro-batch's forward, whether its backward communicates gradients; `last`: it is the step's last.
+    """Set, before a micro-batch's forward, whether its backward communicates gradients; `last`: it is the step's last.
 
     `set_is_last_backward` stays True. That switch is meant for several forwards before their backwards (pipelines):
     left False, FSDP keeps the order of an earlier forward, and a later backward prefetches parameters that it does not

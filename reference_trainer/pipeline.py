@@ -1,4 +1,4 @@
-"""Pipeline parallelism: which layers each rank's stages hold, and a step's micro-batches on their way through them.
+"""Pipeline parallelism: the layers of each rank's stages, and the passage of a step's micro-batches through them.
 
 Schedules are those of torch.distributed.pipelining (https://docs.pytorch.org/docs/stable/distributed.pipelining.html).
 They reduce gradients once, after the last micro-batch of a stage.
@@ -48,7 +48,7 @@ _BACKWARD_OF_INPUTS = ("interleaved-zero-bubble", "zbv-zero-bubble")
 
 
 def stages_per_rank(config: TrainerConfig) -> int:
-    """Return the number of stages that each rank has."""
+    """Return the number of stages of each rank."""
     default = 1 if _SCHEDULES[config.pipeline.schedule].placement == "one" else 2
     return config.pipeline.stages_per_rank or default
 
@@ -81,7 +81,7 @@ def held_stages(config: TrainerConfig, dims: ParallelDims, mesh: DeviceMesh) -> 
 
 
 def check_pipeline(config: TrainerConfig, dims: ParallelDims) -> None:
-    """Raise UsageError for a pipeline that cannot be cut or scheduled, and for what does not go with one."""
+    """Raise UsageError for a pipeline that cannot be cut or scheduled, and for options in conflict with a pipeline."""
     options = config.pipeline
     if dims.pp == 1:
         require(options == type(options)(), "pipeline has no effect with mesh.pp 1: set mesh.pp, or leave it out")
@@ -166,7 +166,7 @@ def _check_goes_with_pipeline(config: TrainerConfig) -> None:
 
 
 class _ObservedStage(pipelining.PipelineStage):
-    """Stage that tells the observer what the schedule has it do."""
+    """Stage that reports its actions to the observer."""
 
     observe: Callable[[StageAction, int], None]
 
@@ -181,7 +181,7 @@ class _ObservedStage(pipelining.PipelineStage):
         return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Compute the gradients of the parameters that `backward-input` has left."""
+        """Compute the gradients of parameters that `backward-input` has postponed."""
         self.observe("backward-weight", bwd_chunk_id)
         return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
@@ -240,7 +240,7 @@ class Pipeline:
             loss_fn=self._loss_of_micro_batch,
             scale_grads=False,
         )
-        # torch 2.13 can drop the logits, which nobody reads.
+        # torch 2.13 can drop the logits, which are not read.
         takes = inspect.signature(self._schedule.step).parameters
         self._options = {"return_outputs": False} if "return_outputs" in takes else {}
 

@@ -1,6 +1,6 @@
 """Precisions as data: the dtypes that each name means. Without torch, so that any process can read the table.
 
-The functions of `mixed_precision` tell torch what the table says.
+The functions of `mixed_precision` translate the table for torch.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ class Precision:
     shard: Dtype = "float32"
     """Dtype of sharded parameters, and with them of reduced gradients and optimizer state; norms have their own."""
     norm_shard: Dtype = "float32"
-    """Dtype of the sharded parameters of norms. If it is not `shard`, norms are FSDP groups of their own, since all
+    """Dtype of the sharded parameters of norms. If it is not `shard`, norms are separate FSDP groups, since all
     parameters of a group must have one dtype."""
     build: Dtype | None = None
     """Dtype in which all parameters are built, sharded and initialised before they are cast to `shard`. None: each is
@@ -40,7 +40,7 @@ class Precision:
 
     @property
     def norms_apart(self) -> bool:
-        """True if norms are FSDP groups of their own."""
+        """True if norms are separate FSDP groups."""
         return self.norm_shard != self.shard
 
     @property

@@ -1,8 +1,8 @@
-"""Explicit prefetching: which groups of parameters FSDP all-gathers ahead of time.
+"""Explicit prefetching: the groups of parameters that FSDP all-gathers ahead of time.
 
 A group names the groups that follow it, in the order in which forward or backward enters them. As soon as FSDP has the
 group's own parameters, and before the group computes, it all-gathers those of the named groups that are not gathered
-yet. An empty list leaves FSDP to its default.
+yet. An empty list keeps FSDP's default.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from reference_trainer.reshard import group_names
 
 
 def apply_prefetch(model: Transformer, config: TrainerConfig) -> None:
-    """Tell each group what to prefetch; all groups must exist. A group of several modules is told by any of them."""
+    """Set the groups that each group prefetches; all groups must exist. Any module of a group may be used."""
 
     def module(name: str) -> FSDPModule:
         return cast("FSDPModule", model.get_submodule(name))  # `fully_shard` has added the methods of FSDPModule
@@ -52,5 +52,5 @@ def backward_order(config: TrainerConfig) -> list[str]:
 
 
 def _block(name: str) -> str:
-    """`layers.0` for the block itself and for the norms inside of it."""
+    """Return `layers.0` for the block itself and for the norms inside of it."""
     return ".".join(name.split(".")[:2])

@@ -1,4 +1,4 @@
-"""Progress bar for loads and saves that take long."""
+"""Progress bar for long loads and saves."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def progress(items: Sequence[T], *, title: str) -> Iterable[T]:
-    """Return the items, and show on rank 0's terminal how many of them are done."""
+    """Return the items, and show their progress on rank 0's terminal."""
     return tqdm(items, desc=title, delay=_DELAY_S, disable=_quiet())
 
 
@@ -27,7 +27,7 @@ class LoadPlanner(DefaultLoadPlanner):
         self._title = title
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Begin the bar: the plan says how many shards there are."""
+        """Begin the bar with the number of shards in the plan."""
         plan = super().finish_plan(new_plan)
         self._bar = _bar(len(plan.items), self._title)
         return plan
@@ -51,7 +51,7 @@ class SavePlanner(DefaultSavePlanner):
         self._title = title
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Begin the bar: the plan says how many shards there are."""
+        """Begin the bar with the number of shards in the plan."""
         plan = super().finish_plan(new_plan)
         self._bar = _bar(len(plan.items), self._title)
         return plan
@@ -74,5 +74,5 @@ def _count(bar: "tqdm[Any]") -> None:
 
 
 def _quiet() -> bool | None:
-    """Only rank 0 shows a bar, and that on a terminal only (None)."""
+    """Return the option `disable`: only rank 0 shows a bar, and only on a terminal (None)."""
     return True if dist.is_initialized() and dist.get_rank() != 0 else None

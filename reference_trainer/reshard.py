@@ -1,7 +1,7 @@
-"""Resharding after forward: which groups of parameters FSDP frees, and over how many ranks they stay sharded.
+"""Resharding after forward: the groups of parameters that FSDP frees, and the ranks over which they stay sharded.
 
 The model is sharded in groups: the embedding, each block, and norm and output together. The root owns no parameters, so
-that torch's treatment of a root (it was never resharded before 2.8) does not matter here.
+that torch's treatment of a root (never resharded before 2.8) does not matter here.
 """
 
 import os
@@ -29,7 +29,7 @@ _USABLE = 0.9
 def group_names(config: TrainerConfig) -> list[str]:
     """Return the names of the groups, each that of a module, in the order in which forward enters them.
 
-    Each norm is a group of its own if the precision takes norms apart. Tied embeddings are in the group of the output,
+    Each norm is a separate group if the precision takes norms apart. Tied embeddings are in the group of the output,
     the last one here.
     """
     apart = PRECISIONS[config.precision].norms_apart
@@ -87,10 +87,11 @@ def reshard_policy(config: TrainerConfig, dims: ParallelDims, device: torch.devi
 
 
 def _named(mode: str, name: str, config: TrainerConfig, dims: ParallelDims) -> bool:
-    """Backward begins with the last group and the last block: freeing them means to all-gather them at once again.
+    """Return whether a group is resharded: backward begins with the last group and the last block.
 
-    In a pipeline forwards of other micro-batches lie between a forward and its backward, and each would all-gather
-    what the one before has freed: by default nothing is freed before the last backward.
+    Freed, these would be all-gathered again at once. In a pipeline forwards of other micro-batches lie between a
+    forward and its backward, and each would all-gather the groups that the previous one has freed: by default nothing
+    is freed before the last backward.
     """
     last_group = name in ("norm", "output")
     last_block = name.startswith(f"layers.{config.model.n_layers - 1}")
@@ -100,7 +101,7 @@ def _named(mode: str, name: str, config: TrainerConfig, dims: ParallelDims) -> b
 
 
 def _from_table(table: Mapping[str, str | int], names: list[str]) -> dict[str, AfterForward]:
-    """The first expression that matches the full name decides; a group that none matches is resharded."""
+    """Apply the first expression that matches the full name; a group without a match is resharded."""
     policy: dict[str, AfterForward] = {}
     unused = dict(table)
     for name in names:
@@ -116,7 +117,7 @@ def _from_table(table: Mapping[str, str | int], names: list[str]) -> dict[str, A
 
 
 def _check_ranks(ranks: int, dims: ParallelDims) -> None:
-    """Raise UsageError for a number that torch refuses: it must divide the shard world, and tp must be 1."""
+    """Raise UsageError for a number that torch refuses: a divisor of the shard world, with tp = 1, is allowed."""
     require(
         ranks < dims.dp_shard and dims.dp_shard % ranks == 0,
         f"reshard to {ranks} ranks: must be a divisor of mesh.dp_shard, {dims.dp_shard}, and smaller; "

@@ -5,7 +5,7 @@ from contextlib import ContextDecorator
 
 
 class Stopwatch(ContextDecorator):
-    """Sum of the seconds between entering and leaving; as a decorator, of those that a function takes."""
+    """Sum of the seconds between entering and leaving; as a decorator, of the calls of a function."""
 
     def __init__(self) -> None:
         self.total_s = 0.0

@@ -1,9 +1,9 @@
-"""YAML without surprises: what could be misread is refused, and every mistake is reported as FILE:LINE.
+"""YAML without surprises: ambiguous values are refused, and every mistake is reported as FILE:LINE.
 
 `load` reads a file into plain Python values and remembers the line of each; `convert` turns them into a typed msgspec
 Struct or dataclass. The library reads YAML 1.2, in which `1e-3` is a number; other text that Python reads as a number,
-such as `.5e3`, is a number, too. Refused is a scalar without quotes that a reader of YAML 1.1 takes for something else,
-such as `on` or `010`; and all that makes a value depend on another line: anchors, aliases, tags and merge keys. A
+such as `.5e3`, is a number, too. Refused are scalars without quotes that a reader of YAML 1.1 reads differently, such
+as `on` or `010`, and constructs by which a value depends on another line: anchors, aliases, tags and merge keys. A
 version such as `2.10` is a number, which no field for text accepts without quotes.
 """
 
@@ -49,11 +49,11 @@ _TRAPS = {
         "is a number in YAML 1.1 and a word in YAML 1.2: write it without `_`"
     ),
 }
-"""Patterns of scalars without quotes that could be misread, after an example, and what is wrong with them."""
+"""Ambiguous scalars without quotes: an example, the pattern, and the reason."""
 
 
 class ConfigError(UsageError):
-    """A mistake in a configuration file; the message begins with FILE:LINE."""
+    """Mistake in a configuration file; the message begins with FILE:LINE."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,7 @@ def load(path: Path) -> Document:
     """Read one mapping from a file.
 
     Raises ConfigError for an unreadable file, a syntax error, a second document, a duplicate or non-string key, an
-    anchor, alias, tag or merge key, and a scalar that could be misread.
+    anchor, alias, tag or merge key, and an ambiguous scalar.
     """
     text = _read(path)
     yaml = _yaml()
@@ -110,7 +110,7 @@ def load(path: Path) -> Document:
 def parse_scalar(text: str) -> Scalar:
     """Return the value of `text` as if it stood in a file, for example behind `name: `.
 
-    Raises UsageError, with what to write, if it is not one scalar, or could be misread.
+    Raises UsageError, with the remedy, if it is not one scalar, or ambiguous.
     """
     if not text.strip():
         return None
@@ -150,7 +150,7 @@ def explain(error: msgspec.ValidationError, value: object, type_: Any) -> str:
 
 
 def allowed(given: str, names: Iterable[str]) -> str:
-    """Return the end of a message: the names that are allowed, and the one that was probably meant."""
+    """Return the end of a message: the allowed names, and the most similar one."""
     names = list(names)
     near = difflib.get_close_matches(given, names, n=1)
     return f"; allowed: {', '.join(names)}" + (f" (did you mean `{near[0]}`?)" if near else "")
@@ -178,7 +178,7 @@ def _yaml() -> YAML:
 
 
 class _Composer(Composer):
-    """Refuses what makes a value depend on another line of the file or on a type's name."""
+    """Refuses constructs by which a value depends on another line of the file or on a type's name."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.parser.peek_event()
@@ -224,7 +224,7 @@ class _Constructor(SafeConstructor):
         return self.scalar(node)
 
     def scalar(self, node: ScalarNode) -> Scalar:
-        """Return the value; an error for one without quotes that could be misread, or is not finite."""
+        """Return the value; raises an error for an ambiguous one without quotes, or one that is not finite."""
         text: str = node.value
         if node.style is not None:
             return text
@@ -256,7 +256,7 @@ def _mistake(at: Node | Event, problem: str) -> MarkedYAMLError:
 
 
 def _check(document: Document, where: str, value: Any, type_: Any) -> None:
-    """Raises ConfigError if the value has a key that its type does not, or does not convert."""
+    """Raise ConfigError if the value has a key that its type does not, or does not convert."""
     records = [fields for option in _options(type_) if (fields := _fields(option)) is not None]
     if isinstance(value, dict) and len(records) == 1:
         for key in (key for key in value if key not in records[0]):
@@ -269,7 +269,7 @@ def _check(document: Document, where: str, value: Any, type_: Any) -> None:
 
 
 def _nested(value: Any, type_: Any, where: str) -> Iterator[tuple[str, Any, Any]]:
-    """Path, value and type of all that is nested in a value, innermost first, the value itself last."""
+    """Yield path, value and type of all nested values, innermost first, the value itself last."""
     fitting = [members for option in _options(type_) if (members := _members(value, option)) is not None]
     # With two types that fit, only msgspec knows which is meant: their members are then left to it.
     for suffix, member, member_type in fitting[0] if len(fitting) == 1 else []:

@@ -51,7 +51,7 @@ class StepMetrics:
     loss_scale: float = 1.0
     """Factor by which the loss was multiplied in backward."""
     skipped: bool = False
-    """True if gradients overflowed and nothing was changed but the scale."""
+    """True if gradients overflowed, so that only the scale was changed."""
 
 
 class Trainer:

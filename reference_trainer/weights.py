@@ -1,4 +1,4 @@
-"""Loading of weights: which files hold them, under which names, and how they get into shards.
+"""Loading of weights: formats of files, names of parameters, and distribution to shards.
 
 There are three formats: a safetensors file with the full tensor of each parameter under its name in `named_parameters`
 (a tied weight once, as the embedding's); safetensors in the names of Hugging Face's Llama, one file or a directory with

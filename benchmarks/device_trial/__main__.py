@@ -1,4 +1,4 @@
-"""Run one call of the trial; `ci/device_trial.sh` sets up what it needs.
+"""Run one call of the trial; `ci/device_trial.sh` sets up the machine.
 
     python -m benchmarks.device_trial first|second OUT [--accelerator cuda|cpu|sim] [--total-s N]
 
@@ -19,7 +19,7 @@ from benchmarks.device_trial.screen import screen
 from benchmarks.device_trial.stages import Trial
 
 _RECIPE_VARIABLE = "TRIAL_RECIPE"
-"""Variable with what the first call has printed as recipe, for the second: `NCCL_CUMEM_ENABLE=0 ...`."""
+"""Variable with the recipe that the first call has printed, for the second: `NCCL_CUMEM_ENABLE=0 ...`."""
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
-"""Stages of the two calls, in the order in which they teach.
+"""Stages of the two calls, the most informative first.
 
-The first says what the device's kernels, forks and communication do, and what that means for the laws that rest on
-them. The second takes what is left: four ranks, races, and as many cases of the profile `pr` as there is time for.
+The first probes the device's kernels, forks and communication, and judges the laws that rest on them. The second takes
+the rest: four ranks, races, and as many cases of the profile `pr` as there is time for.
 """
 
 import sys
@@ -75,9 +75,9 @@ class _Program:
         may_be_empty: bool = False,
         fills_the_rest: bool = False,
     ) -> Stage:
-        """Return a session with a report of its own, with no plugins but the suite's and xdist's.
+        """Return a session with a separate report, without plugins other than the suite's and xdist's.
 
-        A cell that stands alone may be one that the matrix has not.
+        A single cell need not be in the matrix.
         """
         report = self._work / name
         selected = cells[0] if cells and len(cells) == 1 else f"id in ({', '.join(cells or ())})"

@@ -41,7 +41,7 @@ _NUMELS = (64, 101)
 
 
 def main(device: str, recipe_file: Path) -> int:
-    """Print what ranks of two worlds tell; exit status 1 if no recipe works, and then ranks cannot share the device."""
+    """Print the values of ranks of two worlds; exit status 1 if no recipe works: then ranks cannot share the device."""
     for recipe in RECIPES if device == "cuda" else RECIPES[:1]:
         failure = _try_world(2, device, recipe)
         if failure is None:
@@ -121,17 +121,17 @@ def _tell_world(results: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _order(name: str, results: Sequence[Mapping[str, Any]]) -> str:
-    """Return in which order the ranks' terms were added, as far as it is one that the emulation knows."""
+    """Return the order in which the ranks' terms were added, if the emulation knows it."""
     kind, _, numel = name.partition(" ")
     terms = [_terms(int(numel), rank, len(results)) for rank in range(len(results))]
     measured = torch.tensor([result["sums"][name] for result in results], dtype=torch.bfloat16)
     rings: dict[str, Ring] = {"NCCL's ring": NCCL_RING, "gloo's ring": GLOO_RING}
     matching = []
-    for of, ring in rings.items():
+    for library, ring in rings.items():
         total = ring_sum(terms, dim=None if kind == "all_reduce" else 0, ring=ring)
         expected = total.expand(len(results), -1) if kind == "all_reduce" else total.view(len(results), -1)
         if torch.equal(measured, expected):
-            matching.append(of)
+            matching.append(library)
     return " or ".join(matching) or "another order"
 
 
@@ -197,7 +197,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _used_bytes(device: torch.device) -> int | None:
-    """Return what all processes have of the device, with a context of this process; None on the CPU."""
+    """Return the memory of the device that all processes have, including a context of this one; None on the CPU."""
     if device.type != "cuda":
         return None
     torch.ones(1, device=device)

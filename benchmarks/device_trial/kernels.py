@@ -67,15 +67,15 @@ def _products(dtype: torch.dtype, device: str) -> bool:
     for tokens, inputs, outputs in SHAPES:
         x, w = _random(tokens, inputs, dtype=dtype, device=device), _random(outputs, inputs, dtype=dtype, device=device)
         gradient = _random(tokens, outputs, dtype=dtype, device=device)
-        products = _of_layer(x, w, gradient)
-        repeated.append(_are_equal(products, _of_layer(x, w, gradient)))
+        products = _layer_products(x, w, gradient)
+        repeated.append(_are_equal(products, _layer_products(x, w, gradient)))
         wide = torch.zeros(tokens, 2 * outputs + 1, device=device, dtype=dtype)
         wide[:, outputs + 1 :] = gradient
-        _, of_input, of_weight = _of_layer(x, w, wide[:, outputs + 1 :])
-        cut_input.append(torch.equal(of_input, products[1]))
-        cut_weight.append(torch.equal(of_weight, products[2]))
+        _, input_grad, weight_grad = _layer_products(x, w, wide[:, outputs + 1 :])
+        cut_input.append(torch.equal(input_grad, products[1]))
+        cut_weight.append(torch.equal(weight_grad, products[2]))
         halves.append(torch.equal(products[0], torch.cat([half @ w.T for half in x.chunk(2)])))
-        defaults.append(_are_equal(products, _with_default_knobs(partial(_of_layer, x, w, gradient), device)))
+        defaults.append(_are_equal(products, _with_default_knobs(partial(_layer_products, x, w, gradient), device)))
     tell(
         f"products {_name(dtype)}",
         f"repeated {yes(repeated)}; cut from a wider tensor: input's gradient {yes(cut_input)}, weight's "
@@ -84,7 +84,7 @@ def _products(dtype: torch.dtype, device: str) -> bool:
     return all(repeated)
 
 
-def _of_layer(x: Tensor, w: Tensor, gradient: Tensor) -> list[Tensor]:
+def _layer_products(x: Tensor, w: Tensor, gradient: Tensor) -> list[Tensor]:
     """Return the output of a linear layer, and the gradients of its input and of its weight."""
     return [x @ w.T, gradient @ w, gradient.T @ x]
 
@@ -154,7 +154,7 @@ def _norms(dtype: torch.dtype, device: str) -> None:
 def _optimizers(device: str) -> None:
     initial = [torch.randn(numel, generator=_GENERATOR) for numel in (7, 64, 1000)]
     for name in ("foreach", "loop", "fused"):
-        here, on_host = (_stepped(initial, name, of) for of in (device, "cpu"))
+        here, on_host = (_stepped(initial, name, place) for place in (device, "cpu"))
         tell(f"AdamW {name}", f"equal to the processor's {yes([_are_equal(here, on_host)])}")
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.device_trial.memory cuda|sim|cpu MESH
 
-MEM-10 stops at the first bound that does not hold; the first run on a device is to show the excess over all.
+MEM-10 stops at the first bound that does not hold; the first run on a device shows the excess over each.
 """
 
 import sys
@@ -37,8 +37,8 @@ def main(accelerator: str, mesh: str) -> int:
             Path(directory), "trial", str(torch.__version__), None, LIMIT_S, pools=pools, hardware=hardware
         )
         measure = CaseRuns(store, REAL).measure
-        of_ranks = bounds_of_ranks(measure, cell, on_device=on_device, in_flight=not on_device)
-        for rank, (memory, bounds) in enumerate(zip(measure(step_on_ranks, cell), of_ranks, strict=True)):
+        bounds_by_rank = bounds_of_ranks(measure, cell, on_device=on_device, in_flight=not on_device)
+        for rank, (memory, bounds) in enumerate(zip(measure(step_on_ranks, cell), bounds_by_rank, strict=True)):
             usage = usage_of(memory)
             for (phase, kind), bound in bounds.by_phase.items():
                 used = usage[phase].peak_bytes if kind == "peak" else usage[phase].end_bytes

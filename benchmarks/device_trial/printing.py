@@ -4,11 +4,11 @@ from collections.abc import Iterable
 
 
 def tell(name: str, value: object) -> None:
-    """Print one value at once, so that a probe that is cut off has told what it had."""
+    """Print one value at once, so that a probe that is cut off has printed all values until then."""
     print(f"{name}\t{value}", flush=True)
 
 
-def told(output: str) -> dict[str, str]:
+def printed_values(output: str) -> dict[str, str]:
     """Return the values in the output of a probe by name."""
     pairs = (line.partition("\t") for line in output.splitlines())
     return {name: value for name, tab, value in pairs if tab}

@@ -1,4 +1,4 @@
-"""One screen of what a call has taught: values of probes, laws by verdict, the first failures, and the time left."""
+"""One screen with the results of a call: values of probes, laws by verdict, the first failures, and the time left."""
 
 import collections
 import json
@@ -14,7 +14,7 @@ _BAD = ("fail", "error", "crash", "timeout", "unexpected-pass")
 
 
 def screen(outcomes: Sequence[Outcome], *, left_s: float) -> str:
-    """Return at most `LINES` lines; what does not fit is left out of the values, and its number told."""
+    """Return at most `LINES` lines, which end with the number of values that did not fit."""
     cases = [case for outcome in outcomes for case in _cases(outcome)]
     head = [_stage_line(outcome) for outcome in outcomes]
     tail = [*_laws(cases), *_failures(cases), f"{left_s:.0f} s left"]

@@ -1,4 +1,4 @@
-"""Stages of a trial: programs with time limits, of which one may need others to have succeeded."""
+"""Stages of a trial: programs with time limits, which may need earlier stages to have succeeded."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.device_trial.printing import told
+from benchmarks.device_trial.printing import printed_values
 
 _TO_REPORT_S = 25.0
 """Time that a session has between SIGTERM and its end, to write its report."""
@@ -25,11 +25,11 @@ class Stage:
     needs: Sequence[str] = ()
     """Names of earlier stages without whose success this one means nothing."""
     expected: Sequence[int] = (0,)
-    """Exit statuses that mean what is expected of the stage."""
+    """Exit statuses that the stage may have."""
     report: Path | None = None
     """Directory of the session's report, if the stage is a session of the suite."""
     fills_the_rest: bool = False
-    """True if the stage takes what time is left, and is expected to be cut off."""
+    """True if the stage takes all time that is left, and is expected to be cut off."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Outcome:
 
     @property
     def is_expected(self) -> bool:
-        """True if the stage has ended as it should."""
+        """True if the stage has ended as expected."""
         return self.state == "expected"
 
 
@@ -66,7 +66,7 @@ class Trial:
         return self.total_s - (time.monotonic() - self._start_s)
 
     def run(self, stage: Stage) -> None:
-        """Run a stage, unless it lacks time or what it needs; its values and its end stay in the directory."""
+        """Run a stage unless it lacks time or a needed stage has failed; its values and end stay in the directory."""
         outcome = self._outcome(stage)
         self.outcomes.append(outcome)
         text = json.dumps([vars(each) for each in self.outcomes], indent=1)
@@ -86,7 +86,7 @@ class Trial:
             stage.name,
             _state(stage, status),
             round(time.monotonic() - start_s, 1),
-            told(log.read_text(errors="replace")),
+            printed_values(log.read_text(errors="replace")),
             str(stage.report or ""),
         )
 

@@ -1,6 +1,6 @@
 """Attention as the device of a run computes it: one operator, or products and a softmax where the device has none.
 
-Which it is depends on the device, the dtype and the size of heads. It is observed in one process, on the device of the
+The choice depends on the device, the dtype and the size of heads, and is observed in one process, on the device of the
 oracles.
 """
 
@@ -36,11 +36,11 @@ class Attention:
 
     @property
     def is_fused(self) -> bool:
-        """True if it is one operator."""
+        """True if attention is one operator."""
         return any(_FUSED in name for name in self.operators["forward"])
 
     def calls(self, operators: Mapping[str, int]) -> int:
-        """Return how many attentions, and not their gradients, are among operators."""
+        """Return the number of attentions among operators, without their gradients."""
         return sum(number for name, number in operators.items() if self._is_core(name))
 
     def _is_core(self, name: str) -> bool:
@@ -54,7 +54,7 @@ class Attention:
 
 
 def products(operators: Mapping[str, int]) -> int:
-    """Return how many matrix products are among operators."""
+    """Return the number of matrix products among operators."""
     return sum(operators.get(name, 0) for name in _PRODUCTS)
 
 
@@ -71,7 +71,7 @@ def attention_of(record: Record) -> Attention:
 
 
 def _attend(config: TrainerConfig, dtype: torch.dtype, device: str, *observers: OperatorCount | DtypeAudit) -> None:
-    """Compute one attention, and its gradients; observers are told the phases."""
+    """Compute one attention and its gradients, and report the phases to observers."""
 
     def begin(phase: Phase) -> None:
         for observer in observers:

@@ -1,4 +1,4 @@
-"""Comparisons by name; each records its metric, and a failure says what was measured and what was expected."""
+"""Comparisons by name; each records its metric, and a failure has the measured and the expected value."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Masks of dropout in a record, put together to those of the global batch, which oracles replay."""
+"""Masks of dropout in a record, assembled for the global batch, so that oracles can replay them."""
 
 import itertools
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ def recorded_masks(record: Record) -> Masks | None:
     """Return the masks of a run's forward passes; None without dropout.
 
     Raises Unsupported if masks are not seen, and ConformanceFailure if ranks that hold the same activations drop
-    others.
+    different elements.
     """
     if not record.cell.dropout:
         return None
@@ -29,7 +29,7 @@ def recorded_masks(record: Record) -> Masks | None:
 
 
 def are_masks_seen(record: Record) -> bool:
-    """Return whether a run has no dropout, or masks that are recorded: those that inductor draws are not."""
+    """Return whether all masks of a run are recorded; masks that inductor draws are not."""
     return not record.cell.dropout or record.config.compile != "inductor"
 
 
@@ -38,10 +38,10 @@ MaskKey = tuple[int, int]
 
 
 def masks_of_rank(record: Record, rank: int, step: int, *, phase: str) -> dict[MaskKey, list[Tensor]]:
-    """Return a rank's masks of a step: of each micro-batch and layer those of the calls in the order of forward.
+    """Return a rank's masks of a step, by micro-batch and layer, in the order of the calls in forward.
 
     They are bool, of shape (samples, seq_len, dim); sequence parallelism shards the sequence. The phase is `forward`,
-    or `backward` for what is recomputed: there may be no mask. Raises ConformanceFailure for another number of masks.
+    or `backward` for recomputation: there may be no mask. Raises ConformanceFailure for another number of masks.
     """
     below = record.shards_below(f"step{step}/dropout/{phase}/", rank=rank)
     keys: dict[MaskKey, list[str]] = {}
@@ -70,23 +70,23 @@ def _passes(record: Record, rank: int, step: int, *, phase: str) -> list[tuple[i
 def _masks_of_step(record: Record, step: int) -> Sequence[Tensor]:
     """Masks of the global batch: samples belong to a data-parallel rank, and within it to a micro-batch."""
     config, mesh = record.cell.config, Mesh.parse(record.cell.mesh)
-    of_place: dict[tuple[int, int], dict[MaskKey, list[Tensor]]] = {}
+    masks_by_place: dict[tuple[int, int], dict[MaskKey, list[Tensor]]] = {}
     for facts in record.ranks:
         at = facts.mesh_coordinate
         place = at.get("dp_replicate", 0) * mesh.dp_shard + at["dp_shard"], at.get("tp", 0)
-        of_place.setdefault(place, {}).update(masks_of_rank(record, facts.rank, step, phase="forward"))
+        masks_by_place.setdefault(place, {}).update(masks_of_rank(record, facts.rank, step, phase="forward"))
     keys = list(itertools.product(range(config.accumulation), range(config.model.n_layers)))
     by_coordinate: dict[int, list[list[Tensor]]] = {}
-    for (coordinate, _), masks in sorted(of_place.items(), key=lambda item: item[0]):
+    for (coordinate, _), masks in sorted(masks_by_place.items(), key=lambda item: item[0]):
         if missing := [key for key in keys if key not in masks]:
             index, layer = missing[0]
             raise ConformanceFailure(
                 f"data-parallel rank {coordinate}, step {step}: layer {layer} drops nothing in micro-batch {index}"
             )
         by_coordinate.setdefault(coordinate, []).append([mask for key in keys for mask in masks[key]])
-    of_coordinates = [_over_tp(ranks, sharded=config.sequence_parallel) for ranks in by_coordinate.values()]
+    coordinate_masks = [_over_tp(ranks, sharded=config.sequence_parallel) for ranks in by_coordinate.values()]
     calls = config.model.n_layers * CALLS_PER_BLOCK
-    return [torch.cat([mask for masks in of_coordinates for mask in masks[call::calls]]) for call in range(calls)]
+    return [torch.cat([mask for masks in coordinate_masks for mask in masks[call::calls]]) for call in range(calls)]
 
 
 def _over_tp(ranks: Sequence[Sequence[Tensor]], *, sharded: bool) -> list[Tensor]:

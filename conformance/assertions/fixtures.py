@@ -8,7 +8,7 @@ from conformance.run.record import Record
 
 
 class Run(Protocol):
-    """Fixture `run`: the record of a cell, which runs at most once per session (`repeat=1`: a second time)."""
+    """Fixture `run`: the record of a cell, which runs at most once per session; `repeat=1` is a second run."""
 
     def __call__(self, cell: Cell, *, repeat: int = 0) -> Record:
         """See `CaseRuns.run`."""

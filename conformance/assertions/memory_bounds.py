@@ -39,7 +39,7 @@ SCALARS_BYTES = 128
 GLOO_THREADS = 2
 """Threads that run the operators of one process group, in turns: `ProcessGroupGloo::Options::threads`.
 
-A thread that has run an operator tells those who wait for it, and releases its tensors when it is scheduled again
+A thread that has run an operator notifies the waiting callers, and releases its tensors when it is scheduled again
 (`ProcessGroupGloo::runLoop` in torch/csrc/distributed/c10d/ProcessGroupGloo.cpp). A busy machine may stop both threads
 there; a third operator needs one of them."""
 _COPIES_OF_A_ROW = 16
@@ -65,7 +65,7 @@ class PhaseBounds(msgspec.Struct, frozen=True):
 
 
 class SimulatedStep(NamedTuple):
-    """Memory of a simulated step of one rank, with what it must be."""
+    """Memory of a simulated step of one rank, with its bounds."""
 
     where: str
     memory: StepMemory
@@ -79,7 +79,7 @@ def sizes_of(
 ) -> tuple[TrainerConfig, ParallelDims, dict[str, tuple[int, ...]]]:
     """Return the configuration of a cell, its degrees of parallelism, and the shapes that FSDP shards, by parameter.
 
-    They are those of a tensor-parallel rank. In a pipeline the parameters are those of a rank of the pipeline, `stage`.
+    Shapes are those of a tensor-parallel rank; in a pipeline, of the parameters of the rank `stage`.
     """
     config = cell.config
     dims = resolve_mesh(config.mesh, world_size=cell.world_size)
@@ -88,7 +88,7 @@ def sizes_of(
 
 
 def itemsize_bytes(config: TrainerConfig, what: str) -> int:
-    """Return the bytes of a number in the dtype of `compute` or `reduce`, as `what` says."""
+    """Return the bytes of a number in the dtype of computation or of reductions; `what` is `compute` or `reduce`."""
     policy = dtype_policy(config.precision)
     return int(getattr(torch, policy.reduce if what == "reduce" else policy.compute).itemsize)
 
@@ -189,7 +189,7 @@ def _resident_of_last_bytes(cell: Cell) -> int:
 
 
 def resident_of_stage_bytes(cell: Cell, stage: int) -> int:
-    """Return the bytes that a rank of a pipeline must hold between steps: its state, and buffers of what it receives.
+    """Return the bytes that a rank of a pipeline must hold between steps: its state, and its receive buffers.
 
     See `VersionTraits.stages_pool_buffers` for the buffers.
     """

@@ -1,4 +1,4 @@
-"""Comparisons that several laws share: each step of a run with what one process computes from the same state."""
+"""Comparisons of each step of a run with the step that one process computes from the same state."""
 
 from functools import lru_cache, partial
 
@@ -9,7 +9,7 @@ from conformance.assertions import compare
 from conformance.assertions.dropout import are_masks_seen, recorded_masks
 from conformance.assertions.fixtures import Measure
 from conformance.experiments.environment import probe
-from conformance.instruments.operands import operands_of
+from conformance.instruments.operators import operands_of
 from conformance.numerics.rings import is_ring_sum, ring_of
 from conformance.oracles import optimizer_tolerance, tolerance
 from conformance.oracles.dtype_policy import FP32, dtype_policy
@@ -24,7 +24,8 @@ from reference_trainer.config import LossScaleConfig
 def compare_steps(record: Record) -> None:
     """Compare each step's loss and gradients with the emulation, from the weights with which the step began.
 
-    Rounding errors of several steps do not add up that way. What inductor compiles in 16 bits is compared by its error.
+    Rounding errors of several steps do not add up that way. A run that inductor compiles in 16 bits is compared by its
+    error.
     """
     __tracebackhide__ = True
     config = record.config
@@ -39,24 +40,25 @@ def compare_steps(record: Record) -> None:
         else:
             within = tolerance.emulated_gradients(config, expected, loss_scale=facts.loss_scale)
             compare.tensors(gradients, expected.gradients, name=f"gradient {name}", within=within)
-        of_loss = tolerance.fp32_loss(config) if rounds_like_eager(record) else tolerance.compiled_loss(config)
-        compare.scalars([loss], [expected.loss], name=f"loss {name}", within=of_loss)
+        loss_bound = tolerance.fp32_loss(config) if rounds_like_eager(record) else tolerance.compiled_loss(config)
+        compare.scalars([loss], [expected.loss], name=f"loss {name}", within=loss_bound)
 
 
 def rounds_like_eager(record: Record) -> bool:
-    """Return whether a run rounds where eager mode does, as all do but for those that inductor compiles in 16 bits."""
+    """Return True unless inductor compiled the run in 16-bit precision, where fusion removes roundings."""
     return record.config.precision == "fp32" or record.config.compile != "inductor"
 
 
 def _compare_errors(record: Record, step: int) -> None:
-    """Compare how far the gradients of a step are from those of fp32, with two limits, but for chance.
+    """Compare the distance of a step's gradients from those of fp32 with a lower and an upper limit.
 
-    Rounding the weights alone makes them at least as wrong, rounding the result of every operator at most.
+    The lower limit is the error of rounding the weights alone, the upper one that of rounding the result of every
+    operator; both allow for chance.
     """
     __tracebackhide__ = True
-    exact, of_rounded_weights = (in_fp32(record, step, rounded=rounded).gradients for rounded in (False, True))
+    exact, weights_rounded = (in_fp32(record, step, rounded=rounded).gradients for rounded in (False, True))
     emulated, gradients = emulation_of(record, step).gradients, record.select(f"step{step}/gradient/")
-    error, least, most = (compare.distance(each, exact) for each in (gradients, of_rounded_weights, emulated))
+    error, least, most = (compare.distance(each, exact) for each in (gradients, weights_rounded, emulated))
     factor, name = tolerance.bf16_error_factor(record.config).value, f"error of step {step}, compared with fp32"
     detail, unit = "all gradients", "in the 2-norm"
     compare.between(error, least / factor, most * factor, name=name, detail=detail, unit=unit, kind="rounding")
@@ -66,7 +68,7 @@ def _compare_errors(record: Record, step: int) -> None:
 def emulation_of(record: Record, step: int) -> Emulation:
     """Return the emulation of a step of a run, from the weights with which the step began.
 
-    Several laws compare the same step with it, one after another.
+    It is cached: several laws compare the same step, one after another.
     """
     return _emulated(record, step)
 
@@ -97,7 +99,7 @@ def in_fp32(record: Record, step: int, *, rounded: bool = False) -> Emulation:
 
 
 def is_emulated(measure: Measure, record: Record) -> bool:
-    """Return whether the emulation knows all that a run depends on: masks of dropout, and the order of sums."""
+    """Return whether the emulation knows the masks of dropout of a run, and the order of its sums."""
     return are_masks_seen(record) and is_sum_order_known(measure, record.cell)
 
 
@@ -111,14 +113,14 @@ def without_checkpoint(cell: Cell) -> Cell:
 
 
 def run_before_save(cell: Cell) -> Cell:
-    """Return the cell whose final state is what the checkpoint of a resumed cell holds."""
+    """Return the cell whose final state the checkpoint of a resumed cell holds."""
     return cell.saver.but(saved_on="none", saving="blocking", steps=cell.steps_before_save)
 
 
 def compare_updates(record: Record) -> None:
     """Compare norms, parameters and optimizer state with those that the recorded gradients of taken steps imply.
 
-    Masters below fp32 are left to OPT-2: they lose updates, and no useful bound in fp64 is left.
+    OPT-2 judges masters below fp32, which lose updates: no bound in fp64 would be useful.
     """
     __tracebackhide__ = True
     if dtype_policy(record.cell.precision).sharded != FP32:

@@ -103,7 +103,7 @@ def generated() -> dict[Path, str]:
         LAWS_DIRECTORY / "README.md": specification_markdown() + "\n",
         docs / "report.schema.json": as_json(report_schema()) + "\n",
         CATALOGUE: catalogue(
-            findings(), read_versions(), trainers=findings(TRAINERS), of_trainers=read_versions(TRAINERS)
+            findings(), read_versions(), trainers=findings(TRAINERS), trainer_versions=read_versions(TRAINERS)
         ),
         docs / "report_line.schema.json": as_json(line_schema()) + "\n",
     }

@@ -92,7 +92,7 @@ def _written(shown: dict[str, Shown]) -> str:
         findings(DIRECTORY),
         read_versions(DIRECTORY),
         trainers=findings(TRAINERS),
-        of_trainers=read_versions(TRAINERS),
+        trainer_versions=read_versions(TRAINERS),
     )
     CATALOGUE.write_text(text)
     return f"written: {CATALOGUE}"

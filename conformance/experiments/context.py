@@ -163,7 +163,7 @@ def _simulated_device(context: RankContext) -> torch.device:
     pin_numerics("cpu")  # whose kernels compute
     simulated.load(Path(os.environ[LIBRARY_VARIABLE]))
     schedule = Schedule.parse(os.environ[schedules.VARIABLE])
-    simulated.follow(schedule.of_rank(context.rank))
+    simulated.follow(schedule.for_rank(context.rank))
     simulated.poison(True)
     torch.accelerator.empty_cache()
     torch.accelerator.reset_peak_memory_stats()

@@ -109,7 +109,7 @@ def _delays(rank: RankWorld) -> dict[str, Callable[[], AbstractContextManager[ob
 
 @contextmanager
 def _scheduled(name: str, *, rank: int) -> Iterator[None]:
-    simulated.follow(Schedule.parse(name).of_rank(rank))
+    simulated.follow(Schedule.parse(name).for_rank(rank))
     yield
 
 

@@ -1,5 +1,5 @@
 """Findings: faults of released torch, each with a standalone program of `findings/` that shows it.
 
-`programs` reads what the programs say of themselves, `execution` runs them on the installed torch, `table` shows what
-came out. None of them imports torch; the programs do, in ranks of `conformance.run`.
+`programs` reads the programs' docstrings, `execution` runs the programs on the installed torch, `table` shows their
+outcomes. None of them imports torch; the programs do, in ranks of `conformance.run`.
 """

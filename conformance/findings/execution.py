@@ -1,6 +1,6 @@
 """Execution of the programs of `findings/` on the installed torch, in fresh ranks.
 
-A program ends with status 1 if the fault is there, 0 if not, and 2 if torch refuses or lacks what the program needs. It
+A program ends with status 1 if the fault is there, 0 if not, and 2 if torch refuses the program or lacks a function. It
 reads its rank and rendezvous from the variables that torchrun sets, and so runs under torchrun as well.
 """
 
@@ -17,7 +17,7 @@ from conformance.run.pool import Pools, RankContext, RankReport, Task, require_r
 
 Outcome = Literal["wrong", "right", "refused", "hangs", "dies", "error"]
 """`wrong`: the fault is there. `hangs`: a rank did not end; `dies`: a signal ended a rank. `error`: the program itself
-failed, and says nothing about torch."""
+failed, which says nothing about torch."""
 PRESENT: tuple[Outcome, ...] = ("wrong", "hangs", "dies")
 """Outcomes that show the fault, or a worse one."""
 LIMIT_S = 40.0
@@ -28,17 +28,17 @@ _BY_STATUS: dict[int, Outcome] = {1: "wrong", 2: "refused", 0: "right"}
 
 
 class Shown(msgspec.Struct, frozen=True, kw_only=True):
-    """Outcome of a program, and what it has printed."""
+    """Outcome of a program, and its output."""
 
     outcome: Outcome
     output: str
 
 
 def run_program(pools: Pools, file: Path, *, ranks: int, limit_s: float = LIMIT_S) -> Shown:
-    """Run a program on so many ranks; all processes have ended afterwards, also those of a program that hangs.
+    """Run a program on a number of ranks, and end all its processes, also those of a program that hangs.
 
-    `pools` must isolate tasks (`Pools(isolate=True)`), so that no program sees what another has left. Raises ValueError
-    for a limit that is not positive.
+    `pools` must isolate tasks (`Pools(isolate=True)`), so that no program sees traces of another. Raises ValueError for
+    a limit that is not positive.
     """
     env = {**_UNDER_TORCHRUN, "MASTER_PORT": str(_free_port())}
     task = Task(f"{__name__}:perform", {"file": str(file)}, kind=file.stem)
@@ -50,8 +50,8 @@ def run_program(pools: Pools, file: Path, *, ranks: int, limit_s: float = LIMIT_
 
 
 def perform(_context: RankContext, payload: dict[str, Any]) -> int:
-    """Run a program as one rank of its world; returns its status, and raises what it raises."""
-    warnings.simplefilter("ignore")  # programs are judged by their status, and shown by what they print
+    """Run a program as one rank of its world; returns its status, and passes on its exceptions."""
+    warnings.simplefilter("ignore")  # programs are judged by their status, and their output is shown
     try:
         runpy.run_path(payload["file"], run_name="__main__")
     except SystemExit as end:
@@ -72,7 +72,7 @@ def _outcome(reports: Sequence[RankReport]) -> Outcome:
 
 
 def _printed(report: RankReport) -> str:
-    """Return what a rank has printed, without what gloo says of its connections."""
+    """Return the output of a rank without gloo's lines about its connections."""
     return "".join(line + "\n" for line in report.output_tail.splitlines() if "Gloo] Rank" not in line)
 
 

@@ -1,4 +1,4 @@
-"""Programs of `findings/`, and what each says of itself in its docstring."""
+"""Programs of `findings/`, each described by its docstring."""
 
 import ast
 import re
@@ -24,14 +24,14 @@ Text = Annotated[str, Meta(pattern=r"\S")]
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Fault of torch, or of a trainer, as its program's docstring tells of it."""
+    """Fault of torch or of a trainer, as its program's docstring describes it."""
 
     name: str
     """Name of the program, without `.py`."""
     title: Text
-    """Sentence that says what is wrong: the first paragraph."""
+    """Description of the fault in one sentence: the first paragraph."""
     details: Text
-    """Cause, as far as it is known: the paragraphs after the title."""
+    """Known cause: the paragraphs after the title."""
     severity: Literal["high", "medium", "low"]
     """Damage to a training run that meets the fault."""
     visible: Literal["silent", "hang", "loud"]
@@ -43,11 +43,11 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     law: Annotated[str, Meta(pattern=_LAW)]
     """Law that fails, one for subjects if the fault is a trainer's, or `none`."""
     avoid: Text
-    """Advice for somebody who has to use such a torch."""
+    """Advice for users of such a torch."""
     ranks: Annotated[int, Meta(ge=1, le=8)]
     """Number of processes that the program needs."""
     package: Text = TORCH
-    """Distribution whose fault it is."""
+    """Distribution that has the fault."""
 
     @property
     def file(self) -> Path:
@@ -61,20 +61,20 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def order(self) -> tuple[int, int, bool, str]:
-        """Key to sort by: what does most damage, and is seen least, comes first; then what nobody knows."""
+        """Sort key: severity, then visibility (silent first), then unreported first."""
         return _SEVERITIES.index(self.severity), _VISIBLE.index(self.visible), self.has_thread, self.name
 
 
 def findings(directory: Path = DIRECTORY) -> list[Finding]:
     """Return the findings of a directory, the worst first.
 
-    Raises UsageError for a program that does not say what it is about.
+    Raises UsageError for a program without a valid docstring.
     """
     return sorted(map(read_finding, directory.glob("*.py")), key=lambda finding: finding.order)
 
 
 def read_finding(file: Path) -> Finding:
-    """Return what a program's docstring says, without importing the program.
+    """Return the finding in a program's docstring, without importing the program.
 
     The first paragraph is the title, the last consists of lines `FIELD: VALUE`, and those between are the details.
     Raises UsageError for a field that is missing, unknown or wrong.

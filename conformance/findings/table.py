@@ -1,4 +1,4 @@
-"""Tables of findings: what the installed torch shows, and the page `findings/README.md` with all versions."""
+"""Tables of findings: those of the installed torch, and the page `findings/README.md` with all versions."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ VERSIONS_FILE = "versions.json"
 CATALOGUE = DIRECTORY / "README.md"
 WORST = 6
 _NEWEST = 3
-"""Number of versions, the last that were tried, whose faults are of interest to everybody."""
+"""Number of newest versions whose faults `worst` shows."""
 _INTRODUCTION = """# Bugs found in released PyTorch
 
 Written by `conformance findings --write`, which runs every program on the installed torch and keeps the outcome in
@@ -70,7 +70,7 @@ def read_versions(directory: Path = DIRECTORY) -> Versions:
 
 
 def with_version(versions: Versions, version: str, outcomes: Mapping[str, Outcome], names: Sequence[str]) -> Versions:
-    """Return outcomes with those of a version added to it, of the programs that there are, in order."""
+    """Return the outcomes with those of a version added, for the existing programs only, in order of versions."""
     known = {**versions.get(version, {}), **outcomes}
     every = {**versions, version: {name: known[name] for name in names if name in known}}
     return {version: every[version] for version in sorted(every, key=order_of_version)}
@@ -83,13 +83,14 @@ def order_of_version(version: str) -> tuple[str, Version]:
 
 
 def catalogue(
-    findings: Sequence[Finding], versions: Versions, *, trainers: Sequence[Finding], of_trainers: Versions
+    findings: Sequence[Finding], versions: Versions, *, trainers: Sequence[Finding], trainer_versions: Versions
 ) -> str:
     """Return `findings/README.md`: findings of torch, and those of trainers."""
-    return f"{_INTRODUCTION}\n\n{_all(findings, versions)}\n\n{_TRAINERS}\n\n{_of_trainers(trainers, of_trainers)}\n"
+    sections = (_INTRODUCTION, _all(findings, versions), _TRAINERS, _trainer_findings(trainers, trainer_versions))
+    return "\n\n".join(sections) + "\n"
 
 
-def _of_trainers(findings: Sequence[Finding], versions: Versions) -> str:
+def _trainer_findings(findings: Sequence[Finding], versions: Versions) -> str:
     headers = ["program", "what", "severity", "training", "versions", "law", "thread", "how to avoid it"]
     rows = [
         [
@@ -97,7 +98,9 @@ def _of_trainers(findings: Sequence[Finding], versions: Versions) -> str:
             finding.title,
             f"{finding.severity}, {finding.visible}",
             finding.training,
-            ", ".join(f"{v}: {_emphasised(of[finding.name])}" for v, of in versions.items() if finding.name in of),
+            ", ".join(
+                f"{v}: {_emphasised(shown[finding.name])}" for v, shown in versions.items() if finding.name in shown
+            ),
             finding.law,
             _thread(finding),
             finding.avoid,
@@ -115,7 +118,7 @@ def _all(findings: Sequence[Finding], versions: Versions) -> str:
             finding.title,
             f"{finding.severity}, {finding.visible}",
             finding.training,
-            *(_emphasised(of_version.get(finding.name, "")) for of_version in versions.values()),
+            *(_emphasised(outcomes.get(finding.name, "")) for outcomes in versions.values()),
             finding.law,
             _thread(finding),
             finding.avoid,
@@ -126,8 +129,9 @@ def _all(findings: Sequence[Finding], versions: Versions) -> str:
 
 
 def report(finding: Finding, versions: Versions, *, ran_with: str, output: str) -> str:
-    """Return a text to file upstream: what is wrong and why, the program, what it prints, and versions that show it."""
-    outcomes = "\n".join(f"- {version}: {of[finding.name]}" for version, of in versions.items() if finding.name in of)
+    """Return a report to file upstream: the fault and its cause, the program, its output, and versions that show it."""
+    pairs = ((version, shown[finding.name]) for version, shown in versions.items() if finding.name in shown)
+    outcomes = "\n".join(f"- {version}: {outcome}" for version, outcome in pairs)
     return _REPORT.format(
         title=finding.title.rstrip("."),
         details=finding.details,
@@ -146,7 +150,7 @@ def report(finding: Finding, versions: Versions, *, ran_with: str, output: str) 
 def worst(findings: Sequence[Finding], versions: Versions) -> str:
     """Return a table of the findings that do most damage and are seen least, with the versions that show them.
 
-    Only findings that one of the newest versions shows: who has an older one runs `conformance findings`.
+    Only findings that one of the newest versions shows; for older versions there is `conformance findings`.
     """
     newest = list(versions.values())[-_NEWEST:]
     recent = [each for each in findings if any(outcomes.get(each.name) in PRESENT for outcomes in newest)]

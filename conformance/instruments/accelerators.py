@@ -1,7 +1,7 @@
-"""Accelerator of a rank, whatever it is: what the suite asks of a device beyond tensors, streams and events.
+"""Accelerator of a rank, of any vendor: the device functions that the suite calls beyond tensors, streams and events.
 
-All goes through `torch.accelerator` and the module of the device, so that a device of another vendor needs nothing
-here: docs/simulated_accelerator.md lists what it has to offer.
+All calls go through `torch.accelerator` and the module of the device; docs/simulated_accelerator.md lists the functions
+that a device must offer.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ def is_in_use() -> bool:
 
 
 def synchronize() -> None:
-    """Wait for all that this process has issued, if it uses an accelerator."""
+    """Wait until the accelerator, if this process uses one, has run all issued work."""
     if is_in_use():
         torch.accelerator.synchronize()
 

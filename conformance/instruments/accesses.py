@@ -1,6 +1,7 @@
-"""Memory that operators access: which arguments they read and write, and the bytes of which storage these are.
+"""Memory that operators access: the arguments that they read and write, with their storages and byte ranges.
 
-What an operator writes stands in its schema. The operators that communicate, and one of FSDP2's, do not say it.
+An operator's schema says which arguments it writes; the schemas of the operators that communicate, and of one of
+FSDP2's, do not.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,7 +44,7 @@ class AccessedTensors:
     allocates: bool
     """True if results are new memory."""
     initializes: bool
-    """True if results are written; `empty` allocates alone."""
+    """True if results are written; `empty` only allocates."""
 
     def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Tensor, bool]]:
         """Return each tensor in the arguments of a call, and whether it is written."""
@@ -106,7 +107,7 @@ def byte_range(tensor: Tensor) -> tuple[int, int]:
 
 
 class _Identity:
-    """Number of a storage, which holds the only reference to it: its end is the storage's."""
+    """Number of a storage, referenced by the storage alone, so that both are released together."""
 
     __slots__ = ("_entries", "number")
 
@@ -124,7 +125,7 @@ def identity_of(tensor: Tensor) -> int | None:
 
 
 def identify(tensor: Tensor, number: int, entries: list[Entry]) -> None:
-    """Give a tensor's storage a number, and let its end be noted among the entries."""
+    """Give a tensor's storage a number, and add its release to the entries."""
     setattr(tensor.untyped_storage(), _IDENTITY, _Identity(number, entries))
 
 

@@ -1,4 +1,4 @@
-"""Marks in the memory of a model without FSDP, where FSDP would gather, free and reduce its parameters.
+"""Marks in the memory of a model without FSDP, at the points where FSDP would gather, free and reduce.
 
 The segments between marks hold activations and gradients. Tensor parallelism may have been applied. Marks, by name G of
 the group: `forward G` and `after-forward G`; `backward G` when the gradient of the group's output is there;
@@ -24,7 +24,7 @@ class GroupMarks:
 
     def __init__(self, groups: Groups) -> None:
         self.reduces = True
-        """True if gradients are to be reduced, and so first summed over tensor-parallel ranks."""
+        """True if gradients are reduced, and therefore first summed over tensor-parallel ranks."""
         self.releases = True
         """True if gradients are released; otherwise they stay with the parameters for a later micro-batch."""
         self._groups = groups
@@ -64,7 +64,7 @@ class GroupMarks:
 
 
 def _sum_as_placed(parameter: nn.Parameter) -> None:
-    """Give the gradient the placements of its parameter. Until then a rank may hold a partial sum of it."""
+    """Redistribute the gradient, of which a rank may hold a partial sum, to the placements of its parameter."""
     if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
         parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
 

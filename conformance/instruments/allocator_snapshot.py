@@ -1,4 +1,4 @@
-"""History of a device's caching allocator, for https://docs.pytorch.org/memory_viz: to look at when a memory law fails.
+"""History of a device's caching allocator for https://docs.pytorch.org/memory_viz, to explain a failed memory law.
 
 torch documents the functions that record it, although their names begin with an underscore
 (https://docs.pytorch.org/docs/stable/torch_cuda_memory.html); this is the only module that touches them.
@@ -16,7 +16,7 @@ _NEEDED = ("_record_memory_history", "_dump_snapshot")
 
 @contextmanager
 def allocator_snapshot(file: Path, device: torch.device) -> Iterator[None]:
-    """Record what the allocator does inside of the context, and leave the history in `file`.
+    """Record the history of the allocator in the context, and write it to `file`.
 
     Does nothing on the CPU, and for a torch that lacks the functions.
     """

@@ -1,19 +1,21 @@
 """Tensors and fingerprints of a run: initial state, each step's gradients before and after clipping, final state.
 
-Each rank keeps its own shards, and which elements of the full tensor they are. Nothing is communicated, so capturing is
-cheap and does not depend on the collectives that the run is judged by. Of the initial parameters, one of each layout
-is also gathered by DTensor's redistribution, the product's own way, which INIT-2 compares with the reference.
+Each rank keeps its own shards, and their indices in the full tensor. Nothing is communicated, so capturing is cheap and
+does not depend on the collectives that laws judge. Of the initial parameters, one of each layout is also gathered by
+DTensor's redistribution, the product's own way, which INIT-2 compares with the reference.
 """
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from conformance.instruments.sharding import full, local
-from reference_trainer.observer import Observer
+from reference_trainer.model import Transformer
+from reference_trainer.observer import Observer, Phase
 
 
 def fingerprint(tensor: Tensor) -> str:
@@ -28,10 +30,9 @@ def shard_indices(parameter: DTensor) -> Tensor:
 
     They are int64, of the shard's shape, and on the CPU.
 
-    Each mesh dimension cuts what is left of the tensor as `torch.chunk` does. FSDP2 cuts what tensor parallelism has
-    left, although its mesh dimension comes first, and its placement then has a `split_factor`.
-    (`distribute_tensor` cuts uneven dimensions elsewhere than `fully_shard` up to torch 2.8:
-    https://github.com/pytorch/pytorch/pull/163843.)
+    Each mesh dimension cuts the remaining shard as `torch.chunk` does. FSDP2 cuts the shard of tensor parallelism,
+    although its mesh dimension comes first, and its placement then has a `split_factor`. (`distribute_tensor` cuts
+    uneven dimensions elsewhere than `fully_shard` up to torch 2.8: https://github.com/pytorch/pytorch/pull/163843.)
     """
     indices = torch.arange(parameter.numel(), device="cpu").view(parameter.shape)
     mesh, placements = parameter.device_mesh, parameter.placements
@@ -42,14 +43,14 @@ def shard_indices(parameter: DTensor) -> Tensor:
 
 
 def _chunk(tensor: Tensor, dim: int, count: int, index: int) -> Tensor:
-    """One of `torch.chunk`'s chunks, but there are always `count` of them: the last may be empty."""
+    """Chunk number `index` of exactly `count` chunks as of `torch.chunk`, of which the last may be empty."""
     size = -(-tensor.shape[dim] // count)
     start = min(index * size, tensor.shape[dim])
     return tensor.narrow(dim, start, min(size, tensor.shape[dim] - start))
 
 
 def one_of_each_layout(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield one of the parameters of each shape, dtype, mesh and placement, which DTensor gathers in the same way.
+    """Yield one parameter of each shape, dtype, mesh and placement: DTensor gathers equal layouts in the same way.
 
     Gathering all of them takes a tenth of a run with tensor parallelism.
     """
@@ -97,14 +98,14 @@ class Capture(Observer):
         self._state("initial", model)
 
     def gradients(self, model: nn.Module, *, step: int) -> None:
-        """Keep the gradients of a step, and the parameters that they were computed at."""
+        """Keep the gradients of a step, and its parameters."""
         for name, parameter in self._parameters(model):
             self._add(f"step{step}/parameter/{name}", parameter)
             if parameter.grad is not None:
                 self._add(f"step{step}/gradient/{name}", parameter.grad)
 
     def clipped(self, model: nn.Module, *, norm: Tensor, step: int) -> None:
-        """Keep the gradients that the optimizer is about to step with."""
+        """Keep the gradients after clipping."""
         for name, parameter in self._parameters(model):
             if parameter.grad is not None:
                 self._add(f"step{step}/clipped/{name}", parameter.grad)
@@ -139,3 +140,31 @@ class Capture(Observer):
         # A copy: the run goes on to overwrite its parameters, of which a tensor "gathered" from one rank is a view.
         self.tensors[key] = local(tensor).cpu().clone(memory_format=torch.contiguous_format)
         self.fingerprints[key] = fingerprint(self.tensors[key])
+
+
+class ModelInputs(Observer):
+    """Collector of the tokens with which the model is called in the forward phase.
+
+    Leaves `model_inputs` of `facts.RankFacts`.
+    """
+
+    def __init__(self) -> None:
+        self.digests: list[str] = []
+        self._tokens: list[Tensor] = []
+        self._phase: Phase = "build"
+
+    def phase(self, name: Phase, *, step: int) -> None:
+        """Remember the phase; when the optimizer is about to step, digest the tokens of the step."""
+        self._phase = name
+        if name == "optimizer" and self._tokens:  # only the first stage of a pipeline has tokens
+            self.digests.append(fingerprint(torch.cat(self._tokens)))
+            self._tokens.clear()
+
+    def initialized(self, model: Transformer) -> None:
+        """Hook the forward of the model, or of the first stage of a pipeline."""
+        if model.is_first:
+            (model.stages[0] if model.stages else model).register_forward_pre_hook(self._before_forward)
+
+    def _before_forward(self, _model: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if self._phase == "forward":
+            self._tokens.append(inputs[0])

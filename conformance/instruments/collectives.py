@@ -1,4 +1,4 @@
-"""Log of all collectives as the dispatcher sees them, whoever issued them (FSDP2, DTensor, clipping, trainer)."""
+"""Log of all collectives as the dispatcher sees them, of FSDP2, DTensor, clipping and the trainer."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -55,7 +55,7 @@ class CollectiveLog(Observer):
         self._step, self._phase, self._during = step, name, ""
 
     def sharded(self, model: nn.Module) -> None:
-        """Hook the forward of each module sharded by FSDP2, but the root's."""
+        """Hook the forward of each module sharded by FSDP2, except the root."""
         for name in [name for name, module in model.named_modules() if name and isinstance(module, FSDPModule)]:
             # Before FSDP's own hook, in which it gathers.
             model.get_submodule(name).register_forward_pre_hook(partial(self._enter, name), prepend=True)
@@ -111,7 +111,7 @@ def _group_names(mesh: DeviceMesh) -> dict[tuple[int, ...], str]:
 
 
 def _subgroup_name(ranks: tuple[int, ...], names: Mapping[tuple[int, ...], str]) -> str | None:
-    """`dp_shard/2` for two of the ranks of `dp_shard`."""
+    """Name a group such as `dp_shard/2`, two of the ranks of `dp_shard`."""
     dimension = next((name for group, name in names.items() if name != "world" and set(ranks) < set(group)), None)
     return f"{dimension}/{len(ranks)}" if dimension else None
 
@@ -131,7 +131,7 @@ def collective_kind(operator_name: str) -> str | None:
 
 
 def _process_group(arguments: Mapping[str, Any]) -> dist.ProcessGroup:
-    """Operators carry their group as an object, boxed for TorchScript, or (functional collectives) by name."""
+    """Return the group of a call: an object, boxed for TorchScript, or a name in functional collectives."""
     group = arguments.get("process_group", arguments.get("group_name"))
     if isinstance(group, dist.ProcessGroup):
         return group

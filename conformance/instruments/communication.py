@@ -1,10 +1,10 @@
-"""Time that a step communicates, and time in which it communicates but does not compute, from torch's profiler.
+"""Communication time of a step, and the part without overlapping computation, from torch's profiler.
 
-A trace is asked for the documented fields of Chrome's format (`name`, `cat`, `ph`, `ts` and `dur` in microseconds,
-`tid`), and for the names that torch and NCCL give: `kernel` is the category of what runs on a device, and NCCL's
-kernels begin with `nccl`; `gloo:all_gather` spans an operation of gloo until it has ended, in a thread of gloo.
-https://docs.pytorch.org/docs/stable/profiler.html#torch.profiler.profile.export_chrome_trace
-No torch is needed here: the report, whose process has none, reads the same metrics.
+Events have the documented fields of Chrome's format (`name`, `cat`, `ph`, `ts` and `dur` in microseconds, `tid`), and
+the names that torch and NCCL give: `kernel` is the category of kernels of a device, and those of NCCL begin with
+`nccl`; `gloo:all_gather` spans an operation of gloo until it has ended, in a thread of gloo.
+https://docs.pytorch.org/docs/stable/profiler.html#torch.profiler.profile.export_chrome_trace No torch is needed here:
+the report, whose process has none, reads the same metrics.
 """
 
 from collections.abc import Iterable, Sequence
@@ -39,7 +39,7 @@ class Communication(msgspec.Struct, frozen=True, kw_only=True):
     busy_s: float
     """Time in which at least one collective is under way."""
     exposed_s: float
-    """Time in which a collective is under way and nothing is computed.
+    """Time in which a collective is under way, without computation.
 
     No kernel but those of collectives runs; on the CPU, no operator in the thread of the rank. On the CPU the
     computation of compiled code is not seen.
@@ -54,7 +54,7 @@ class Communication(msgspec.Struct, frozen=True, kw_only=True):
 def communication(spans: Iterable[Span], *, step_s: float, thread: int, on_device: bool) -> Communication:
     """Return the communication of a step from the spans of its trace.
 
-    `step_s` is the duration of the step with all that is EXCLUDED, `thread` the rank's own thread.
+    `step_s` is the duration of the step including the spans EXCLUDED, `thread` the rank's own thread.
     """
     lasting = [span for span in spans if span.ph == "X"]
     transfers, computing = (_on_device if on_device else _on_cpu)(lasting, thread)

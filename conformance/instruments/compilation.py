@@ -1,4 +1,4 @@
-"""Compilation of blocks: did a block's forward run as a compiled graph, or silently in eager mode?"""
+"""Compilation of blocks: whether a block's forward ran as a compiled graph, or silently in eager mode."""
 
 from typing import Any
 
@@ -9,15 +9,15 @@ from reference_trainer.model import Block, Transformer
 from reference_trainer.observer import Observer
 
 COMPILED = "CompiledFunctionBackward"
-"""Name of the autograd node that AOTAutograd, with whatever backend, puts behind the outputs of each graph
+"""Name of the autograd node that AOTAutograd, with any backend, puts behind the outputs of each graph
 (torch/_functorch/_aot_autograd/runtime_wrappers.py, `CompiledFunction`)."""
 
 
 class Compilation(Observer):
-    """Counter of the autograd nodes behind the outputs of blocks: a node tells what has computed the output."""
+    """Counter of the autograd nodes behind the outputs of blocks, by which compiled outputs are recognised."""
 
     def __init__(self) -> None:
-        # Each graph has a class of its own: autograd makes a class for each torch.autograd.Function that is defined.
+        # Each graph has a separate class: autograd makes a class for each torch.autograd.Function that is defined.
         self._nodes: list[type | None] = []
 
     def initialized(self, model: Transformer) -> None:
@@ -27,7 +27,7 @@ class Compilation(Observer):
                 module.register_forward_hook(self._after_block)
 
     def facts(self) -> CompilationFacts:
-        """Return how the forward passes of blocks ran."""
+        """Return the numbers of compiled and of eager forward passes of blocks."""
         compiled = [node for node in self._nodes if node is not None and node.__name__ == COMPILED]
         return CompilationFacts(
             graphs=len(set(compiled)), compiled=len(compiled), eager=len(self._nodes) - len(compiled)

@@ -1,8 +1,8 @@
-"""Delayed communication and copies, for the question whether a stream or a rank uses a result before it is there.
+"""Delayed communication and copies, which show whether a stream or a rank uses a result too early.
 
 On a device the stream that issues the operator is kept busy (`torch.cuda._sleep`, which is not public: nothing else
-keeps a stream busy without a kernel of one's own), so that all that does not wait for the stream runs ahead; and freed
-memory is handed out again and filled with NaN meanwhile. On the CPU one rank sleeps, and its peers run ahead.
+keeps a stream busy without a custom kernel), so that work which does not wait for the stream runs ahead; and freed
+memory is handed out again and filled with NaN. On the CPU one rank sleeps, and its peers run ahead.
 """
 
 import random
@@ -60,7 +60,7 @@ class _Delay:
 
 
 def _choices(kind: str) -> Iterator[bool]:
-    """Yield True for each operator of a kind that is to be delayed, False for the others."""
+    """Yield, for each operator of a kind, whether to delay it."""
     yield True
     generator = random.Random(kind)
     while True:
@@ -89,7 +89,7 @@ def _device_types(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[st
 
 
 def _do_nothing() -> None:
-    """The other ranks are not delayed."""
+    """Delay nothing: on the CPU one rank alone sleeps."""
 
 
 def _sleep() -> None:

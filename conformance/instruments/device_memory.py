@@ -3,8 +3,8 @@
 Not yet run on a CUDA device, see docs/gpu.md.
 
 `requested_bytes` counts the bytes that torch asked for: the allocator rounds a request up to 512 bytes and more, and
-reserves whole segments of the device (`reserved`); NVML tells what the device has given to any process. The host counts
-when it allocates and frees, so nothing has to be waited for.
+reserves whole segments of the device (`reserved`); NVML reports the memory of all processes. The host counts when it
+allocates and frees, so that there is nothing to wait for.
 https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.memory_stats.html
 """
 

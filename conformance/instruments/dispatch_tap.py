@@ -2,8 +2,8 @@
 
 `TorchDispatchMode` lives in `torch.utils._python_dispatch`: private by name, but the base of the public
 `CommDebugMode`, and the only place below autograd, FSDP2 and DTensor where all torch versions from 2.6 on show their
-collectives under stable names. `AsyncCollectiveTensor`, which functional collectives return until somebody waits, is
-as private. This is the only module of the suite that touches either.
+collectives under stable names. `AsyncCollectiveTensor`, which functional collectives return until it is waited for, is
+as private. No other module of the suite touches either.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,10 +43,11 @@ _Answer = TypeVar("_Answer")
 
 
 class DispatchTap(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that tells the listeners of each operator on plain tensors, and those of `before` before it runs.
+    """Dispatch mode that calls its listeners for each operator on plain tensors.
 
-    Those of `outcomes` are told the result, too. An operator on wrapper tensors is seen as the operators on what they
-    wrap: the shards of DTensors, the results of functional collectives.
+    Listeners of `before` are called before the operator runs, those of `outcomes` also get its result. An operator on
+    wrapper tensors is seen as the operators on the wrapped tensors: the shards of DTensors, the results of functional
+    collectives.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class DispatchTap(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Tell torch.compile to compile inside of the tap, which is then out of its way.
+        """Let torch.compile compile inside of the tap, which is then left while it traces.
 
         Otherwise it would fall back to eager inside of a mode.
         """
@@ -71,12 +72,12 @@ class DispatchTap(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Tell torch.compile the same, in versions of torch that ask this instead of `ignore_compile_internals`."""
+        """Return the same as `ignore_compile_internals`, for versions of torch that call this instead."""
         return True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Tell torch not to wrap `__torch_dispatch__` in `torch._dynamo.disable`, a quarter of the mode's overhead.
+        """Ask torch not to wrap `__torch_dispatch__` in `torch._dynamo.disable`, a quarter of the mode's overhead.
 
         Nothing is traced here: torch.compile leaves the mode while it traces (`ignore_compile_internals`), and calls
         its graphs with tracing disabled.
@@ -85,7 +86,7 @@ class DispatchTap(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Open a context in which listeners see nothing, and nothing is slowed down; it must be inside of the tap."""
+        """Open a context, inside of the tap, in which listeners see nothing and operators run at full speed."""
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
             yield
@@ -95,7 +96,7 @@ class DispatchTap(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Let a wrapper unwrap itself first: what it runs inside comes back here on plain tensors.
+        # Let a wrapper unwrap itself first: its inner operators come back here on plain tensors.
         if types and _any_wrapper(tuple(types)):
             return NotImplemented
         before, after, outcomes = self._handlers.get(func) or self._handlers_of(func)

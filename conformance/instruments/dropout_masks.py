@@ -1,4 +1,4 @@
-"""Masks of dropout: which elements each call keeps, in forward and where activations are recomputed."""
+"""Masks of dropout: the elements that each call keeps, in forward and in recomputation."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,11 +14,11 @@ from reference_trainer.observer import Observer, Phase
 class DropoutMasks(Observer):
     """Listener of the dispatch tap that keeps the masks that dropout samples, in the order of its calls.
 
-    `tensors` holds them by the key `stepN/dropout/PHASE/PASS/CALL`: bool, of the shape of the activations, True
-    for an element that is kept. PHASE is `forward`, or `backward` for recomputation, which starts with the last block.
-    On the CPU dropout is `aten::bernoulli_` and a product, or `aten::native_dropout` in a graph that aot_eager runs, as
-    it is on devices; hooks of modules would break graphs of torch.compile, and miss the last dropout of a block, before
-    whose end recomputation stops. What kernels of inductor draw is not seen.
+    `tensors` holds them by the key `stepN/dropout/PHASE/PASS/CALL`: bool, of the shape of the activations, True for an
+    element that is kept. PHASE is `forward`, or `backward` for recomputation, which starts with the last block. On the
+    CPU dropout is `aten::bernoulli_` and a product, or `aten::native_dropout` in a graph that aot_eager runs, as it is
+    on devices; hooks of modules would break graphs of torch.compile, and miss the last dropout of a block, before whose
+    end recomputation stops. Masks that kernels of inductor draw are not seen.
 
     The masks of a device are held there until the step is over: a copy would let the host wait in the midst of it.
     """
@@ -45,15 +45,15 @@ class DropoutMasks(Observer):
         self._phase = name
 
     def listen(self, func: Any) -> Handler | None:
-        """Return the handler that keeps what is sampled; to be a listener of a `DispatchTap`."""
+        """Return the handler that keeps sampled masks, as a listener of a `DispatchTap`."""
         return self._keep_sample if func._schema.name == "aten::bernoulli_" else None
 
     def listen_to_outcomes(self, func: Any) -> OutcomeHandler | None:
-        """Return the handler that keeps the mask of an operator; to be a listener of a `DispatchTap` to outcomes."""
+        """Return the handler that keeps the mask of an operator, as a listener of a `DispatchTap` to outcomes."""
         return self._keep_mask if func._schema.name == "aten::native_dropout" else None
 
     def _keep_sample(self, args: Sequence[Any]) -> None:
-        self._keep(args[0].to(torch.bool))  # a copy: dropout goes on to divide what it has sampled, in place
+        self._keep(args[0].to(torch.bool))  # a copy: dropout then divides the sampled mask in place
 
     def _keep_mask(self, _args: Sequence[Any], _kwargs: Mapping[str, Any], result: Sequence[Tensor]) -> None:
         self._keep(result[1])

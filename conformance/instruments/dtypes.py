@@ -1,4 +1,4 @@
-"""Dtype audit: the dtypes, and the kinds of memory, of the tensors that a run uses, read where they are used."""
+"""Dtype audit: dtypes and kinds of memory of a run's tensors, read where they are used."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -99,7 +99,7 @@ class DtypeAudit(Observer):
                     self._add(f"optimizer_state/{key}/{name}", [value])
 
     def listen(self, func: Any) -> Handler | None:
-        """Return the handler that looks at the operands of an operator; to be a listener of a `DispatchTap`."""
+        """Return the handler that looks at the operands of an operator, as a listener of a `DispatchTap`."""
         name = func._schema.name
         if name in _MATMULS:
             return partial(self._operands, "matmul", None)
@@ -118,7 +118,7 @@ class DtypeAudit(Observer):
             self._add("loss", args[:1])
 
     def _hook(self, hook: Callable[..., None], key: str) -> Callable[..., None]:
-        """The hook with its key, in forward and backward only.
+        """Return the hook with its key, in forward and backward only.
 
         While torch.compile traces, the hook does nothing, so that the graph is the same as without it.
         """
@@ -162,7 +162,7 @@ class DtypeAudit(Observer):
 def _place(tensor: Tensor) -> str:
     """Return the kind of memory of a tensor, of any shape and dtype, or of this rank's shard of it.
 
-    Only processes that use a device have page-locked memory; others save the operators of the question.
+    Only processes that use a device have page-locked memory; others need not call `is_pinned`.
     """
     if tensor.is_cpu and accelerators.is_in_use():
         return "cpu pinned" if local(tensor).is_pinned() else "cpu"

@@ -1,4 +1,4 @@
-"""Events that the trainer has reported: a run that does not report what it does cannot be judged."""
+"""Events that the trainer has reported; a run with missing events cannot be judged."""
 
 from collections.abc import Iterable
 
@@ -27,9 +27,9 @@ class Events(Observer):
         self._seen: set[str] = set()
 
     def missing(self, steps: Iterable[int]) -> list[str]:
-        """Return the events of building, and of these steps, that have not come."""
-        of_steps = (f"{event} of step {step}" for step in steps for event in _EVENTS_OF_STEP)
-        return [event for event in ("sharded", "initialized", *of_steps) if event not in self._seen]
+        """Return the missing events of building and of these steps."""
+        step_events = (f"{event} of step {step}" for step in steps for event in _EVENTS_OF_STEP)
+        return [event for event in ("sharded", "initialized", *step_events) if event not in self._seen]
 
     def phase(self, name: Phase, *, step: int) -> None:
         """Remember that a phase has begun."""

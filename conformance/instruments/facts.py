@@ -1,7 +1,7 @@
-"""Facts that instruments leave of one rank's training run: the content of `record.json`.
+"""Facts about one rank's training run, which instruments leave in `record.json`.
 
-All are of builtin types, and nothing here imports torch: processes that only read records do without it. The meaning of
-a field stands here; keys that need more words are explained at the instrument that the field names.
+All are of builtin types, and nothing here imports torch: processes that only read records do without it. The docstring
+of a field gives its meaning; the instrument that it names explains the keys.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import msgspec
 from conformance.instruments.communication import Communication
 
 UNKNOWN = "UNKNOWN"
-"""Name of a reduction operation that torch does not tell."""
+"""Name of a reduction operation that torch does not expose."""
 FULL_LAYOUT = "full"
 """Layout of a tensor that is not sharded, in place of a fingerprint."""
 
@@ -70,7 +70,7 @@ class Collective(msgspec.Struct, frozen=True):
     dtype: str
     """Dtype on the wire; `none` for a collective without tensors."""
     reduce_op: str | None
-    """`SUM`, `AVG`, `MAX`, ... for reductions; UNKNOWN where torch does not tell."""
+    """`SUM`, `AVG`, `MAX`, ... for reductions; UNKNOWN where torch does not expose it."""
     during: str = ""
     """In forward: the module sharded by FSDP, other than the root, that was entered last."""
 
@@ -113,7 +113,7 @@ class StreamFacts(msgspec.Struct, frozen=True):
     operators: dict[str, int]
     """Number of operators by stream."""
     waits: int
-    """Number of times that a stream was told to wait for an event."""
+    """Number of waits of a stream for an event."""
     unordered: list[UnorderedOperators]
     """First pair of each kind, see `happens_before.races`."""
 
@@ -170,9 +170,9 @@ class RankFacts(msgspec.Struct, frozen=True):
     reshard_after_forward: dict[str, bool | int]
     """Argument of `fully_shard` by group."""
     backward_prefetch: dict[str, list[str]]
-    """Modules that FSDP was told to prefetch, by FSDP module, see `prefetching.backward_prefetch_of`."""
+    """Modules that each FSDP module is configured to prefetch, see `fsdp_state.backward_prefetch_of`."""
     unsharded: dict[str, list[str]]
-    """Parameters that are unsharded, by step and point in time, see `residency.Residency`."""
+    """Parameters that are unsharded, by step and point in time, see `sharding.Residency`."""
     dtypes: dict[str, list[str]]
     """Names of dtypes by the keys of `dtypes.DtypeAudit`."""
     rope_tables: dict[str, list[str]]
@@ -180,17 +180,17 @@ class RankFacts(msgspec.Struct, frozen=True):
     places: dict[str, list[str]]
     """Kinds of memory by the keys of `dtypes.DtypeAudit`, see `dtypes.DtypeAudit.places`."""
     offloading: dict[str, str]
-    """Offloading policy by parameter, see `offloading.offloading_of`."""
+    """Offloading policy by parameter, see `fsdp_state.offloading_of`."""
     optimizer_groups: list[OptimizerGroup]
     """Parameter groups after the last step."""
     operators: dict[str, dict[str, int]]
     """Number of calls over all steps, by phase and operator such as `aten::addmm`, see `operators.OperatorCount`."""
     operands: list[str]
-    """Operands of operators that add up, in the first step; see `operands.Operands.noted`."""
+    """Operands of operators that add up, in the first step; see `operators.Operands.noted`."""
     blocks: CompilationFacts
     """Forward passes of blocks: compiled or not."""
     checkpoint: str | None
-    """File or directory that the weights were loaded from; None if they were sampled."""
+    """Path of the loaded weights; None if they were sampled."""
     checkpoint_format: str | None
     """Recognised format of the checkpoint, see `reference_trainer.weights.Format`."""
     poisoned: dict[str, int]
@@ -219,4 +219,4 @@ class RankFacts(msgspec.Struct, frozen=True):
     transfers: list[Transfer] = []
     """Transfers within the pipeline in the order of issue."""
     streams: StreamFacts | None = None
-    """Streams and what orders them; None where they are not traced: on CUDA devices, and in runs of FSDP1."""
+    """Streams and their synchronisation; None where they are not traced: on CUDA devices, and in runs of FSDP1."""

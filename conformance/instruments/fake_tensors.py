@@ -1,4 +1,4 @@
-"""Tensors without memory, and a ledger of the memory that they would take.
+"""Tensors without memory, and a ledger of the memory that real ones would take.
 
 In torch's FakeTensorMode a tensor has shape, dtype, device and a storage of the right size without a byte in it, and
 operators compute nothing else: a step of any model takes seconds. The ledger sees storages: a storage is allocated by
@@ -65,7 +65,7 @@ class _Tap(DispatchTap):  # type: ignore[no-untyped-call]
     ) -> Any:
         if func is torch.ops.prim.device.default:  # by far the most calls, and this is all that they do
             return args[0].fake_device
-        # Let wrappers unwrap themselves first: what they run inside comes back here.
+        # Let wrappers unwrap themselves first: their inner operators come back here.
         if any(hasattr(t, "__tensor_flatten__") for t in types):
             return NotImplemented
         return self.run(func, args, kwargs or {})
@@ -75,7 +75,7 @@ class _Tap(DispatchTap):  # type: ignore[no-untyped-call]
 
 
 class _Substitutes(_Tap):  # type: ignore[no-untyped-call]
-    """Substitutes for operators that fake tensors cannot do, or do otherwise than real tensors."""
+    """Substitutes for operators that fake tensors do not support, or compute differently from real tensors."""
 
     def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -86,28 +86,28 @@ class _Substitutes(_Tap):  # type: ignore[no-untyped-call]
 
 
 class _Storages(_Tap):  # type: ignore[no-untyped-call]
-    """Reports of each storage that an operator allocates, and of its end, as if all had addresses of their own."""
+    """Reports of the allocation and release of each storage, as if all had different addresses."""
 
     def __init__(self) -> None:
         super().__init__()
         self.reports: list[Report] = []
         self._held: dict[int, tuple[Report, weakref.ref[Any]]] = {}
-        """Report of each storage's release, and the reference that makes it, by id: unique while the storage lives."""
+        """Release report of each storage, and the weak reference that triggers it, by id."""
         self._next_address = 0
 
     def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if args and isinstance(args[0], str) and args[0].startswith(MARK):
             self.reports.append(args[0].removeprefix(MARK))
-        of_arguments = {id(tensor.untyped_storage()) for tensor in _tensors([args, kwargs])}
+        argument_storages = {id(tensor.untyped_storage()) for tensor in _tensors([args, kwargs])}
         result = func(*args, **kwargs)
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
-            if id(storage) not in of_arguments and id(storage) not in self._held:
+            if id(storage) not in argument_storages and id(storage) not in self._held:
                 self._allocated(storage)
         return result
 
     def watched(self, resize: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
-        """`resize` of storages, reported as a reallocation: the tap does not see it, for it is no operator."""
+        """Return a `resize` of storages that is reported as a reallocation: the tap sees operators only."""
 
         def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
             before = self._held.pop(id(storage), None)

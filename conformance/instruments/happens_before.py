@@ -1,20 +1,20 @@
-"""Happens-before: accesses to memory on different streams that nothing orders, found in a trace of what was issued.
+"""Happens-before: unordered accesses to memory on different streams, found in a trace of issued operators.
 
-Operators on one stream run in the order in which the host issued them. Across streams only events order: what was
-issued before an event was recorded comes before what is issued after a stream, or the host, has waited for the event.
-Two accesses of the same bytes, one of them a write, on different streams and without such a chain are a race: some
-timing of the streams runs them the other way round, whether this run did or not.
+Operators on one stream run in the order in which the host issued them. Across streams only events order: operators
+issued before an event was recorded precede those issued after a stream, or the host, has waited for the event. Two
+accesses of the same bytes, one of them a write, on different streams and without such a chain are a race: some timing
+of the streams runs them the other way round, whether this run did or not.
 
 Each stream has a vector clock: how far into every other stream its next operator is known to come after (Mattern,
 "Virtual time and global states of distributed systems", 1989; Flanagan and Freund, "FastTrack", 2009).
 
 Memory that is released is reused as early as any allocator may: a caching allocator hands it to the next request on the
 stream that it was allocated on, without waiting for other streams
-(https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams). So the first access to what is allocated next must
-come after all accesses to what was released. Whether the sizes fit is not asked: a release is a fault of its own.
+(https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams). So the first access to the next allocation must
+come after all accesses to the released storage. Sizes are not compared: releasing too early is a fault by itself.
 
-What the host itself does with memory, such as reading pinned memory, is an operator of stream `HOST`: it comes after
-what the host has waited for, and before all that the host issues next.
+An access of the host itself, such as reading pinned memory, is an operator of stream `HOST`: it follows everything that
+the host has waited for, and precedes everything that the host issues next.
 
 Nothing here imports torch: a trace is plain data, from a run on the CPU (`streams.py`) or from a device.
 """
@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 HOST = -1
-"""Number of the stream of what the host itself does."""
+"""Number of the stream of the host's own accesses."""
 
 
 class Access(NamedTuple):
@@ -46,7 +46,7 @@ class Operation(NamedTuple):
     """Name of the operator, such as `aten::mm`."""
     accesses: Sequence[Access]
     site: Any = None
-    """Whatever tells where the operator was issued; passed on."""
+    """Call site of the operator, in any form; passed on unchanged."""
 
 
 class Record(NamedTuple):
@@ -57,7 +57,7 @@ class Record(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Stream that was told to wait for an event; an event that was never recorded delays nothing."""
+    """Wait of a stream for an event; an event that was never recorded delays nothing."""
 
     event: int
     stream: int
@@ -99,7 +99,7 @@ class Release(NamedTuple):
 
 
 Entry = Operation | Record | Wait | HostWait | HostSynchronize | Allocation | Recorded | Release
-"""Something that the host did; a trace has its entries in the order in which the host did them."""
+"""Action of the host; a trace has its entries in the order of the host."""
 
 
 class Race(NamedTuple):
@@ -108,7 +108,7 @@ class Race(NamedTuple):
     first: Operation
     second: Operation
     storage: int
-    """Storage that both access; that of the first, if the second accesses memory that may be the same again."""
+    """Storage that both access, or that of the first, whose memory the second may reuse."""
     reused: bool
     """True if the storage was released in between, and the second operator's may be in the same memory."""
 
@@ -125,12 +125,12 @@ class _Storage:
     def __init__(self, number: int, owner: int | None, former: "list[_Storage]") -> None:
         self.number, self.owner, self.former = number, owner, former
         self.uses: dict[tuple[int, int, int, bool], _Use] = {}
-        """Last use by stream, start, stop, and whether it writes: what comes after it comes after earlier ones, too."""
+        """Last use by stream, start, stop, and whether it writes; order after it implies order after earlier uses."""
         self.recorded: set[int] = set()
         """Streams that the allocator lets finish before it hands out the memory again."""
 
     def uses_at_reuse(self) -> dict[tuple[int, int, int, bool], _Use]:
-        """Return the uses that an allocator does not wait for."""
+        """Return the uses for which an allocator does not wait."""
         return {key: use for key, use in self.uses.items() if key[0] not in self.recorded}
 
 
@@ -173,7 +173,7 @@ class _Checker:
         return self._clocks[stream]
 
     def _host_knows(self, clock: dict[int, int]) -> None:
-        """Whatever the host issues from now on, on any stream, comes after this."""
+        """Order all work that the host issues from now on, on any stream, after this clock."""
         _advance(self._host, clock)
         for other in self._clocks.values():
             _advance(other, self._host)
@@ -193,7 +193,7 @@ class _Checker:
             self._host_knows(clock)
 
     def _release(self, storage: _Storage | None) -> None:
-        """Let the allocator have the memory, and what it had before if nothing has used it since."""
+        """Return the memory to the allocator, also that of earlier storages there if nothing has used it since."""
         if storage is not None and storage.owner is not None:
             storage.uses = storage.uses_at_reuse()
             released = [*storage.former, *([storage] if storage.uses else [])]
@@ -224,9 +224,9 @@ def _advance(clock: dict[int, int], other: Mapping[int, int]) -> None:
 
 
 def _shared_storages(trace: Sequence[Entry]) -> set[int]:
-    """Return the storages that another stream uses than the one that they were allocated on, or first used on.
+    """Return the storages that a second stream uses besides the one of their allocation or first use.
 
-    No other can be in a race. They are few, and asking saves most of the time that checking a trace would take.
+    Only these can be in a race. They are few: the selection saves most of the time of checking a trace.
     """
     stream_of: dict[int, int] = {}
     shared: set[int] = set()
@@ -242,8 +242,8 @@ def _shared_storages(trace: Sequence[Entry]) -> set[int]:
 def races(trace: Sequence[Entry]) -> list[Race]:
     """Return the first race of each kind in a trace, in the order of the second operator.
 
-    A kind is two operators' names and streams, and whether memory was reused: a wait that is missing shows in each
-    group of parameters, and in each of its tensors.
+    A kind is two operators' names and streams, and whether memory was reused: a missing wait shows in each group of
+    parameters, and in each of its tensors.
     """
     first: dict[tuple[Any, ...], Race] = {}
     for race in _Checker(trace).races():

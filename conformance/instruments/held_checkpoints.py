@@ -1,4 +1,4 @@
-"""Asynchronous checkpoints that are written only when they are released: what training changes meanwhile shows."""
+"""Asynchronous checkpoints whose writing is postponed, so that changes by training in between would show."""
 
 from pathlib import Path
 from threading import Event
@@ -10,7 +10,7 @@ from reference_trainer.checkpoint import Checkpoints
 
 
 class HeldCheckpoints(Checkpoints):
-    """Asynchronous checkpoints saved as users save them, but the thread that writes waits until `release`."""
+    """Asynchronous checkpoints of the public API, whose writing thread waits until `release`."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, asynchronous=True)
@@ -21,7 +21,7 @@ class HeldCheckpoints(Checkpoints):
         self._released.set()
 
     def storage(self, directory: Path) -> FileSystemWriter:
-        """Return the writer of a checkpoint, which waits."""
+        """Return the writer of a checkpoint, which waits for `release`."""
         return _HeldWriter(directory, self._released)
 
 

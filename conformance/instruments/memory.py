@@ -1,8 +1,8 @@
 """Memory ledger: every allocation and release of torch's allocators, as the profiler reports them.
 
 Public throughout: `torch.profiler` with `profile_memory`, exported as a trace, whose `[memory]` events hold address,
-bytes and device, in the order in which they happened, of all threads that work for this one. Memory that is not torch's
-own is not seen: NumPy's arrays, gloo's buffers.
+bytes and device, in the order in which they happened, of all threads that work for this one. Memory outside of torch's
+allocators is not seen: NumPy's arrays, gloo's buffers.
 
 Memory that a process group allocates while it communicates (copies of inputs and outputs) has an account of its own. It
 is allocated inside of an operator of c10d, or by another thread, and often released by such a thread out of the
@@ -122,7 +122,7 @@ class _Blocks:
 
 
 class _Backend:
-    """Accounts of each operator: memory that earlier operators were not seen to release is not counted again."""
+    """Accounts of each operator: memory whose release by earlier operators was not seen is not counted again."""
 
     def __init__(self, uses: list[BackendUse]) -> None:
         self._uses, self._operator = uses, ""
@@ -166,8 +166,8 @@ def listening(listener: Callable[[str], None]) -> Iterator[None]:
 def allocations_alone() -> Iterator[None]:
     """Open a context in which open ledgers of the CPU see allocations and releases, but neither operators nor marks.
 
-    For steps between measured ones: to write and read the operators of fifty steps takes longer than the steps. What a
-    process group allocates counts as this process's own there, so that its other threads must not release any of it.
+    For steps between measured ones: to write and read the operators of fifty steps takes longer than the steps. Memory
+    of process groups counts as this process's own there, so that their threads must not release any of it.
     https://docs.pytorch.org/docs/stable/profiler.html#torch.profiler._KinetoProfile.toggle_collection_dynamic
     """
     for profiler in _profilers:

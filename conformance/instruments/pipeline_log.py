@@ -1,4 +1,4 @@
-"""Log of a pipeline: what its stages compute, in which order, with which activations alive, and what they transfer."""
+"""Log of a pipeline: the actions of its stages in order, the activations alive at each, and the transfers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -42,7 +42,7 @@ class PipelineLog(Observer):
         """Hook modules of each stage whose outputs are activations that backward needs.
 
         They are the inputs of the last linear layers and, since activation checkpointing recomputes these, the outputs
-        of layers. The output of a stage is no such activation: it is kept by whoever sends it.
+        of layers. The output of a stage is no such activation: its send keeps it.
         """
         for stage in model.stages:
             *inner, last = (cast("Block", layer) for layer in stage.layers.values())
@@ -53,7 +53,7 @@ class PipelineLog(Observer):
 
     def stage_action(self, action: StageAction, *, stage: int, micro_batch: int, step: int) -> None:
         """Write down an action, and the micro-batches with activations alive when it begins."""
-        held = sorted(of for (owner, of), number in self._alive.items() if owner == stage and number)
+        held = sorted(micro_batch for (owner, micro_batch), number in self._alive.items() if owner == stage and number)
         self.actions.append(StageActionFacts(step, action, stage, micro_batch, held, self._collectives()))
         self._now = stage, micro_batch
 
@@ -71,14 +71,14 @@ class PipelineLog(Observer):
             self.transfers.append(Transfer(self._step, direction, arguments[peer], tensor.numel(), dtype))
 
     def _follow(self, activation: Tensor) -> None:
-        if torch.compiler.is_compiling():  # the graph is to be the same as without the hook
+        if torch.compiler.is_compiling():  # the graph must be the same as without the hook
             return
         shard = activation.to_local() if isinstance(activation, DTensor) else activation
         setattr(shard.untyped_storage(), _HELD, _Held(self._alive, self._now))
 
 
 class _Held:
-    """Count of one activation, which ends with the storage that has the only reference to it."""
+    """Count of one activation, referenced by its storage alone, with which it ends."""
 
     def __init__(self, alive: dict[tuple[int, int], int], key: tuple[int, int]) -> None:
         self._alive, self._key = alive, key

@@ -35,7 +35,7 @@ def poisoned_elements(tensor: Tensor) -> int:
 
 
 class Poison(Observer):
-    """Poisons each parameter and buffer when it is materialised, and counts what is left after initialisation.
+    """Poisons each parameter and buffer when it is materialised, and counts the poison after initialisation.
 
     Leaves `poisoned`, `materialized`, `noticed_poison` and `surviving_poison` of `facts.RankFacts`.
     """

@@ -1,4 +1,4 @@
-"""Recorder: all instruments of one rank's training run, and the facts that they leave."""
+"""Recorder: all instruments of one rank's training run, and their facts."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from conformance.instruments.capture import Capture
+from conformance.instruments.capture import Capture, ModelInputs
 from conformance.instruments.collectives import CollectiveLog
 from conformance.instruments.compilation import Compilation
 from conformance.instruments.device_memory import expandable_segments
@@ -19,18 +19,13 @@ from conformance.instruments.dropout_masks import DropoutMasks
 from conformance.instruments.dtypes import DtypeAudit
 from conformance.instruments.events import Events
 from conformance.instruments.facts import OptimizerGroup, ParameterFacts, RankFacts, StepFacts
-from conformance.instruments.model_inputs import ModelInputs
-from conformance.instruments.offloading import offloading_of
-from conformance.instruments.operands import Operands
-from conformance.instruments.operators import OperatorCount
+from conformance.instruments.fsdp_state import backward_prefetch_of, offloading_of
+from conformance.instruments.operators import Operands, OperatorCount
 from conformance.instruments.pipeline_log import PipelineLog
 from conformance.instruments.poison import Poison
-from conformance.instruments.prefetching import backward_prefetch_of
-from conformance.instruments.residency import Residency
-from conformance.instruments.sharding import fsdp_group_of, sharded_parameters, shared_parameters
-from conformance.instruments.step_profile import StepProfile
+from conformance.instruments.sharding import Residency, fsdp_group_of, sharded_parameters, shared_parameters
 from conformance.instruments.streams import TracedStep
-from conformance.instruments.timing import StepTimes, calibration_s
+from conformance.instruments.timing import StepProfile, StepTimes, calibration_s
 from reference_trainer.fsdp1 import summon_full_params
 from reference_trainer.model import Transformer
 from reference_trainer.observer import Observer, Phase, StageAction
@@ -95,7 +90,7 @@ class Recorder(Observer):
             yield
 
     def phase(self, name: Phase, *, step: int) -> None:
-        """Tell every instrument the phase that begins."""
+        """Pass the phase that begins to every instrument."""
         if name == "data":
             self._profile.begin(step)
         for instrument in self._instruments:
@@ -108,14 +103,14 @@ class Recorder(Observer):
         self._reshard = after_forward
 
     def sharded(self, model: Transformer) -> None:
-        """Keep the layouts of the parameters, and tell every instrument."""
+        """Keep the layouts of the parameters, and pass the model to every instrument."""
         with self._tap.paused(), summon_full_params(model):
             groups = fsdp_group_of(model)
             self._parameters = {name: _parameter_facts(p, groups[name]) for name, p in model.named_parameters()}
         self._notify("sharded", model)
 
     def materialized(self, model: Transformer) -> None:
-        """Tell every instrument that parameters and buffers are materialised."""
+        """Pass the materialised model to every instrument."""
         self._notify("materialized", model)
 
     def loaded(self, path: str, form: str) -> None:
@@ -123,11 +118,11 @@ class Recorder(Observer):
         self._checkpoint = path, form
 
     def resumed(self, model: Transformer, optimizer: torch.optim.Optimizer) -> None:
-        """Tell every instrument that the state of a checkpoint is restored."""
+        """Pass the restored state of a checkpoint to every instrument."""
         self._notify("resumed", model, optimizer)
 
     def initialized(self, model: Transformer) -> None:
-        """Keep the names of shared parameters, and tell every instrument."""
+        """Keep the names of shared parameters, and pass the model to every instrument."""
         self._shared["initialized"] = shared_parameters(model)
         self._notify("initialized", model)
 
@@ -136,19 +131,19 @@ class Recorder(Observer):
         self._notify("batch", micro_batches, step=step)
 
     def stage_action(self, action: StageAction, *, stage: int, micro_batch: int, step: int) -> None:
-        """Tell the log of the pipeline, outside of which nothing may keep activations alive."""
+        """Pass the action to the log of the pipeline alone: no other instrument may keep activations alive."""
         self._pipeline.stage_action(action, stage=stage, micro_batch=micro_batch, step=step)
 
     def gradients(self, model: Transformer, *, step: int) -> None:
-        """Tell every instrument that gradients are reduced and unscaled."""
+        """Pass the reduced and unscaled gradients to every instrument."""
         self._notify("gradients", model, step=step)
 
     def clipped(self, model: Transformer, *, norm: Tensor, step: int) -> None:
-        """Tell every instrument that gradients are clipped."""
+        """Pass the clipped gradients to every instrument."""
         self._notify("clipped", model, norm=norm, step=step)
 
     def missing(self, steps: Sequence[int], metrics: Sequence[object]) -> list[str]:
-        """Return what the trainer should have reported of these steps and has not; `finish` needs all of it."""
+        """Return the events of these steps that the trainer has not reported; `finish` needs all of them."""
         silent = [step for step, reported in zip(steps, metrics, strict=True) if not isinstance(reported, StepMetrics)]
         return [*self._events.missing(steps), *(f"metrics of step {step}" for step in silent)]
 

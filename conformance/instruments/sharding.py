@@ -1,10 +1,12 @@
-"""Sharded state of a model, from public attributes alone."""
+"""Sharded state of a model, from public attributes alone, and its unsharded parameters over time."""
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from reference_trainer.fsdp1 import FSDP1Model, own_name
+from reference_trainer.model import Transformer
+from reference_trainer.observer import Observer, Phase
 
 
 def is_sharded_by_fsdp(parameter: Tensor) -> bool:
@@ -22,7 +24,7 @@ def is_sharded_by_fsdp(parameter: Tensor) -> bool:
 def sharded_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters that FSDP has sharded at present, by name, in any shape and dtype.
 
-    FSDP1 puts plain tensors in the place of parameters that are unsharded.
+    FSDP1 replaces unsharded parameters by plain tensors.
     """
     if isinstance(model, FSDP1Model):
         return {name: p for name, p in model.named_parameters() if isinstance(p, nn.Parameter)}
@@ -44,7 +46,7 @@ def shared_parameters(model: nn.Module) -> list[list[str]]:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    return [of_parameter for of_parameter in names.values() if len(of_parameter) > 1]
+    return [aliases for aliases in names.values() if len(aliases) > 1]
 
 
 def fsdp_group_of(model: nn.Module) -> dict[str, str]:
@@ -55,3 +57,32 @@ def fsdp_group_of(model: nn.Module) -> dict[str, str]:
     for name, _ in model.named_parameters():
         owners[name] = max((group for group in group_modules if not group or name.startswith(f"{group}.")), key=len)
     return owners
+
+
+_POINT_AT_PHASE: dict[Phase, str] = {"backward": "after_forward", "optimizer": "at_optimizer", "idle": "after_step"}
+"""Point in time by the phase that begins then."""
+
+
+class Residency(Observer):
+    """Record of the unsharded parameters after forward, before the optimizer steps and at the end of each step.
+
+    Leaves `unsharded` of `facts.RankFacts`, whose keys are `STEP/POINT`; POINT is `after_forward`, `at_optimizer` or
+    `after_step`.
+    """
+
+    def __init__(self) -> None:
+        self.unsharded: dict[str, list[str]] = {}
+        self._model: Transformer | None = None
+        self._names: list[str] = []
+
+    def sharded(self, model: Transformer) -> None:
+        """Remember the model and the names of its parameters."""
+        self._model, self._names = model, [name for name, _ in model.named_parameters()]
+
+    def phase(self, name: Phase, *, step: int) -> None:
+        """Write down the unsharded parameters at the points in time that count."""
+        point = _POINT_AT_PHASE.get(name)
+        if point is None or self._model is None:
+            return
+        sharded = sharded_parameters(self._model)
+        self.unsharded[f"{step}/{point}"] = [name for name in self._names if name not in sharded]

@@ -1,16 +1,16 @@
-"""Trace of streams on the CPU: which operator read and wrote what, on which stream, and which events order them.
+"""Trace of streams on the CPU: operators with the memory that they access, and the events that order them.
 
 FSDP2 issues the same streams, events and waits on every device, through the module of its mesh's device. On the CPU
-that is `torch.cpu`, whose streams do nothing: everything runs at once, in the order of issue. So one may note instead
-what a device would be told to do, and ask whether any timing of its streams could run two accesses the wrong way round
-(`happens_before.py`).
+that is `torch.cpu`, whose streams do nothing: everything runs at once, in the order of issue. The trace has the
+sequence that a device would get; `happens_before.py` finds accesses that some timing of its streams could run in the
+wrong order.
 
-Every storage has a number of its own, which it carries as an attribute as long as it lives. Neither its address nor
-that of its C++ object would do: both are used again for other storages, on other streams.
+Every storage carries a unique number as an attribute. Its address, or that of its C++ object, would not be unique: both
+are reused for other storages, on other streams.
 
 A collective counts as an operator of the stream on which it was issued, as ProcessGroupNCCL runs synchronous ones since
-torch 2.8 (https://github.com/pytorch/pytorch/pull/150398). What the host learns from a value (`item()`) orders nothing
-here, though it would on a device: FSDP's own events have to do.
+torch 2.8 (https://github.com/pytorch/pytorch/pull/150398). Reading a value (`item()`) orders nothing here, although it
+would on a device: FSDP's own events must suffice.
 """
 
 import itertools
@@ -57,7 +57,7 @@ _FRAMES = 8
 _numbers = itertools.count(1)
 """Numbers of events and storages; a storage that outlives its trace has a number that no later trace uses."""
 _PLUMBING = ("torch/_ops.py", "torch/utils/_contextlib.py", "torch/nn/modules/module.py", "torch/_compile.py")
-"""Files whose frames tell nothing about where an operator was issued."""
+"""Files whose frames do not belong to the call site of an operator."""
 Site = list[Any]
 """Code and instruction of each of the innermost frames in turn, innermost first.
 
@@ -66,17 +66,17 @@ a frame decodes its line table for `f_lineno`, once for each operator of a step.
 
 
 class Stream:
-    """Stream that runs nothing, and notes what it is told: interface of `torch.cuda.Stream` as far as FSDP uses it."""
+    """Recording stub of `torch.cuda.Stream`, with the methods that FSDP calls."""
 
     def __init__(self, trace: "StreamTrace", number: int, name: str) -> None:
         self._trace, self.number, self.name = trace, number, name
 
     def wait_event(self, event: "Event") -> None:
-        """Let what is issued from now on wait for the event."""
+        """Order all later work on this stream after the event."""
         self._trace.add(Wait(event.number, self.number))
 
     def wait_stream(self, stream: "Stream") -> None:
-        """Let what is issued from now on wait for what was issued on the other stream."""
+        """Order all later work on this stream after all earlier work on `stream`."""
         self.wait_event(stream.record_event())
 
     def record_event(self, event: "Event | None" = None) -> "Event":
@@ -86,34 +86,34 @@ class Stream:
         return event
 
     def synchronize(self) -> None:
-        """Let the host wait for all that was issued."""
+        """Order all later work of the host after all earlier work on this stream."""
         self._trace.add(HostSynchronize(self.number))
 
     def query(self) -> bool:
-        """Tell that all is done: what runs nothing never has anything to do."""
+        """Always True: a recorded run has finished."""
         return True
 
 
 class Event:
-    """Event that notes where it is recorded and waited for: interface of `torch.cuda.Event` as far as FSDP uses it."""
+    """Recording stub of `torch.cuda.Event`, with the methods that FSDP calls."""
 
     def __init__(self, trace: "StreamTrace", number: int) -> None:
         self._trace, self.number = trace, number
 
     def record(self, stream: Stream | None = None) -> None:
-        """Stand for what was issued on the stream, by default the current one."""
+        """Mark the current end of the stream, by default of the current one."""
         self._trace.add(Record(self.number, (stream or self._trace.current).number))
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Let the stream wait, by default the current one."""
+        """Order all later work on the stream, by default the current one, after the event."""
         (stream or self._trace.current).wait_event(self)
 
     def synchronize(self) -> None:
-        """Let the host wait."""
+        """Order all later work of the host after the event."""
         self._trace.add(HostWait(self.number))
 
     def query(self) -> bool:
-        """Tell that it has happened."""
+        """Always True: a recorded run has finished."""
         return True
 
 
@@ -134,23 +134,23 @@ class TracedStep(Observer):
             self.end()
 
     def open(self) -> None:
-        """Begin to trace, unless that has begun."""
+        """Start the trace unless it is open."""
         self._is_open = True
 
     def end(self) -> None:
-        """Trace no more."""
+        """Stop the trace."""
         self._is_open = False
 
     def installed(self) -> AbstractContextManager[None]:
-        """Return the context that the whole run must take place in."""
+        """Return the context for the whole run."""
         raise NotImplementedError
 
     def listen(self, func: Any) -> OutcomeHandler | None:
-        """Return the handler of an operator's calls, to be a listener of a `DispatchTap` for outcomes."""
+        """Return the handler of an operator's calls, as a listener of a `DispatchTap` for outcomes."""
         raise NotImplementedError
 
     def facts(self) -> StreamFacts:
-        """Return what the trace shows, and forget the trace."""
+        """Return the traced step, and clear the trace."""
         raise NotImplementedError
 
 
@@ -165,7 +165,7 @@ class StreamTrace(TracedStep):
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Open a context in which `torch.cpu` has streams and events that are noted.
+        """Open a context in which `torch.cpu` has recording stubs of streams and events.
 
         Raises RuntimeError for a torch in which a storage does not keep its attributes.
         """
@@ -185,7 +185,7 @@ class StreamTrace(TracedStep):
             yield
 
     def add(self, entry: Entry) -> None:
-        """Note what the host did."""
+        """Add an action of the host to the trace."""
         if self._is_open:
             self.entries.append(entry)
 
@@ -208,7 +208,7 @@ class StreamTrace(TracedStep):
     def listen(self, func: Any) -> OutcomeHandler | None:
         """Return the handler that notes the calls of an operator; None for one that accesses nothing, such as a view.
 
-        To be a listener of a `DispatchTap` for outcomes.
+        The handler is a listener of a `DispatchTap` for outcomes.
         """
         accessed = accessed_tensors(func)
         if accessed is None:
@@ -242,14 +242,14 @@ class StreamTrace(TracedStep):
         return number
 
     def facts(self) -> StreamFacts:
-        """Return what the trace shows, and forget the trace."""
+        """Return the traced step, and clear the trace."""
         entries = [*self.entries]
         self.entries.clear()  # storages that still live hold the list
         return stream_facts(entries, {stream.number: stream.name for stream in self._streams})
 
 
 def stream_facts(entries: Sequence[Entry], names: Mapping[int, str]) -> StreamFacts:
-    """Return what a trace shows; streams have the names by their numbers."""
+    """Return the traced step with its races; `names` are the names of streams by number."""
     return StreamFacts(
         operators=dict(Counter(names[entry.stream] for entry in entries if isinstance(entry, Operation))),
         waits=sum(isinstance(entry, Wait) for entry in entries),
@@ -266,7 +266,7 @@ def _unordered(race: Race, names: Mapping[int, str]) -> UnorderedOperators:
 
 
 def site_of(frame: FrameType | None) -> Site:
-    """Return where an operator was issued, as seen from a frame."""
+    """Return the call site of an operator, given the frame of its handler."""
     site: Site = []
     for _ in range(_FRAMES):
         if frame is None:

@@ -1,22 +1,31 @@
-"""Duration of steps without the work of instruments. A fact: no law judges it."""
+"""Times of steps, which are reported and not judged: durations without the work of instruments, and a step's profile.
 
+The profile has not yet been run on a device, see docs/gpu/status.md.
+"""
+
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 
+import msgspec
 import torch
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from conformance.instruments import accelerators
+from conformance.instruments.communication import EXCLUDED, Communication, Span, communication
 from reference_trainer.observer import Observer, Phase
 
 _WIDTH, _PRODUCTS, _REPEATS = 64, 16, 3
 
 
 def calibration_s(device: torch.device) -> float:
-    """Return the seconds that a fixed amount of work takes here and now, the least of several: a unit for durations.
+    """Return the least time of several runs of a fixed amount of work, in seconds: a unit for durations.
 
-    The work is small products of matrices, as in the models of the matrix: on a machine, or under a load, that makes
-    steps slower it becomes slower too.
+    The work is small products of matrices, as in the models of the matrix: a slow or busy machine slows it down as it
+    slows down steps.
     """
     matrix = torch.ones(_WIDTH, _WIDTH, device=device)
     return min(_time_s(matrix) for _ in range(_REPEATS))
@@ -30,7 +39,7 @@ def _time_s(matrix: torch.Tensor) -> float:
 
 
 def _now_s(clock: Callable[[], float] = time.perf_counter) -> float:
-    """Point in time when all that was issued so far is done."""
+    """Point in time when all issued work has finished."""
     accelerators.synchronize()
     return clock()
 
@@ -52,9 +61,62 @@ class StepTimes(Observer):
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
-        """Open a context for work that is not counted."""
+        """Open a context for uncounted work."""
         start_s = self._clock()
         try:
             yield
         finally:
             self._excluded_s += self._clock() - start_s
+
+
+class _Trace(msgspec.Struct):
+    traceEvents: list[Span]  # noqa: N815 - the format's name
+
+
+class StepProfile:
+    """Profiler of one step, or of none if `step` is None."""
+
+    def __init__(self, step: int | None) -> None:
+        self.communication: Communication | None = None
+        """Communication of the step, when the step has ended."""
+        self._step = step
+        self._profile: profile | None = None
+        self._start_s = 0.0
+
+    def begin(self, step: int) -> None:
+        """Start the profiler if this is its step. Call it before anything of the step happens."""
+        if step != self._step:
+            return
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if _on_device() else [])]
+        self._profile = profile(activities=activities)
+        self._profile.start()
+        self._start_s = time.perf_counter()
+
+    def end(self, step: int) -> None:
+        """Stop the profiler if this is its step. Call it when all of the step has been issued."""
+        if step != self._step or self._profile is None:
+            return
+        if _on_device():
+            torch.cuda.synchronize()
+        step_s = time.perf_counter() - self._start_s
+        self._profile.stop()
+        spans = read_trace(self._profile.export_chrome_trace)
+        self._profile = None
+        thread = threading.get_native_id()
+        self.communication = communication(spans, step_s=step_s, thread=thread, on_device=_on_device())
+
+    def excluded(self) -> AbstractContextManager[object]:
+        """Return the context for work that does not belong to the step."""
+        return nullcontext() if self._profile is None else record_function(EXCLUDED)
+
+
+def read_trace(export: Callable[[str], object]) -> list[Span]:
+    """Return the events of a trace that `export` writes to a file."""
+    with tempfile.TemporaryDirectory() as directory:
+        trace = Path(directory, "trace.json")
+        export(str(trace))
+        return msgspec.json.decode(trace.read_bytes(), type=_Trace).traceEvents
+
+
+def _on_device() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]  # in ranks on devices, and nowhere else

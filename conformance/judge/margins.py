@@ -1,4 +1,4 @@
-"""Margins: how far metrics are from their bounds, where 1 is at a bound and more is outside."""
+"""Margins: distances of metrics from their bounds, where 1 is at a bound and more is outside."""
 
 import math
 from collections.abc import Mapping
@@ -16,13 +16,13 @@ def margin_of(metric: Measurement) -> float:
 
     - `rounding` and `time`: the value over the upper bound, or the lower bound over the value where that is positive,
       since a ratio may be too small;
-    - `memory` between two bounds: the distance of the value from their middle over half of their distance. A buffer of
-      the size of what the bounds leave open counts as such, however many bytes are held besides it. Without a lower
-      bound, or with one of 0, nothing says how much is left open: then it is the value over the upper bound, how many
-      times what is allowed is held; without an upper bound, the lower bound over the value;
+    - `memory` between two bounds: the distance of the value from their middle over half of their distance. A stray
+      buffer as large as the gap between the bounds scores the same, whatever the total. Without a positive lower bound
+      there is no gap: then it is the value over the upper bound; without an upper bound, the lower bound over the
+      value;
     - `exact`: as `rounding` inside of the bounds, infinite outside.
 
-    Of any kind it is 0 or infinite where both bounds are equal, and infinite for a value that is not finite.
+    For any kind it is 0 or infinite where both bounds are equal, and infinite for a value that is not finite.
     """
     value, lower, upper = metric.value, metric.lower, metric.upper
     if value is None:
@@ -42,7 +42,7 @@ def _above(value: float, upper: float | None) -> float:
 
 
 def _below(value: float, lower: float | None) -> float:
-    """Margin at a lower bound; a negative bound is that of a deviation in either direction."""
+    """Return the margin at a lower bound; a negative one bounds a deviation in either direction."""
     if lower is None:
         return 0.0
     if lower < 0:

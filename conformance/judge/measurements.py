@@ -1,4 +1,4 @@
-"""Metrics of the running case, which every comparison of a law records, whether it holds or not."""
+"""Metrics of the running case: every comparison of a law records one, whether it holds or not."""
 
 import math
 from collections.abc import Iterator
@@ -36,9 +36,9 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     terms: dict[str, float] = {}
     """Values of the terms of the derivation."""
     ratio: float | None = None
-    """Factor by which what was measured, at its worst, is a multiple of what was expected.
+    """Ratio of the measured to the expected value where the metric was worst.
 
-    None where the bounds hold, where one is not a multiple of the other, and where nothing but rounding differs."""
+    None where the bounds hold, where one value is no multiple of the other, and where only rounding differs."""
 
 
 _current: ContextVar[dict[str, Measurement] | None] = ContextVar("measurements", default=None)

@@ -1,7 +1,8 @@
 """Shrinking: from a cell on which a law fails to the smallest one, by resetting axes to their defaults.
 
-Nothing is run here: an oracle says whether the law fails alike on a cell. If what fails are the cells that have all of
-some features, the result has exactly these, found with about log2(n) questions for each of them among n features.
+Nothing is run here: an oracle answers whether the law fails with the same symptoms on a cell. If the failing cells are
+those with a certain set of features, the result has exactly this set, found with about log2(n) questions for each
+feature of the set among n.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,14 +13,14 @@ from conformance.plan.cells import AxisValue, Cell, axis_default, axis_names
 from conformance.plan.mesh import Mesh
 
 Fails = Callable[[Cell], bool | None]
-"""Function that returns whether the law fails alike on a cell, None if it cannot be judged there.
+"""Function that returns whether the law fails with the same symptoms on a cell; None if it cannot be judged there.
 
 Raises SearchEnded to end the search."""
 _SMALL_WORLD = 2
 
 
 class SearchEnded(Exception):
-    """The oracle answers no more questions; what is known by then is the result."""
+    """The oracle answers no more questions; the smallest cell so far is the result."""
 
 
 class Shrunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,20 +28,20 @@ class Shrunk(msgspec.Struct, frozen=True, kw_only=True):
 
     cell: Cell
     features: dict[str, AxisValue]
-    """Values of axes without any one of which the law does not fail; the mesh is one if it is not the default."""
-    bound: dict[str, AxisValue]
-    """Other values than defaults that no cell can lack: without them `features` cannot be, or the law is not judged."""
+    """Minimal non-default values, the mesh included: resetting any one of them removes or changes the failure."""
+    required: dict[str, AxisValue]
+    """Non-default values forced by exclusions or by the law's scope; not part of the cause."""
     neighbours: tuple[Cell, ...]
-    """Cells that lack one of the features, on which the law was judged and does not fail alike."""
+    """Cells without one of the features, on which the law was judged and does not fail with the same symptoms."""
     complete: bool
     """False if the search ended early: then the law may fail without some of the features."""
 
 
 def shrink(cell: Cell, fails: Fails, *, meshes: Sequence[str], guesses: Sequence[Cell] = ()) -> Shrunk:
-    """Return the smallest cell on which a law fails as on `cell`, which is not asked for.
+    """Return the smallest cell on which a law fails as it is known to fail on `cell`.
 
-    `meshes` are the meshes that may replace that of the cell. `guesses` are cells that may be close to the result,
-    tried first as far as `cell` has all that they have.
+    `meshes` are the meshes that may replace that of the cell. `guesses` are cells that may be close to the result: they
+    are tried first, if `cell` has all their features.
     """
     search = _Search(cell, fails, meshes)
     complete = True
@@ -88,7 +89,7 @@ def _is_smaller(guess: Cell, cell: Cell, meshes: Sequence[str]) -> bool:
 
 
 class _Search:
-    """Smallest cell so far, and all answers."""
+    """Search with the smallest cell so far, and all answers."""
 
     def __init__(self, cell: Cell, fails: Fails, meshes: Sequence[str]) -> None:
         self._cell, self._fails, self._meshes = cell, fails, meshes
@@ -107,10 +108,9 @@ class _Search:
         return found is not None
 
     def bisect(self) -> None:
-        """Look for the features that are needed, the last one of the open ones first.
+        """Find the needed features by bisection, the last one first.
 
-        A cell that cannot be judged counts as one that does not fail: the features are in an order in which one comes
-        after those without which it cannot be.
+        A cell that cannot be judged counts as one that does not fail: each feature comes after those that it requires.
         """
         cell = self._cell
         features = _without(features_of(cell), "mesh")
@@ -159,11 +159,11 @@ class _Search:
         """Return the smallest cell so far, with its features."""
         features = features_of(self._cell)
         without = {name: self._lacking(name) for name in features}
-        bound = [name for name, cells in without.items() if all(self._answers.get(c, False) is None for c in cells)]
+        required = [name for name, cells in without.items() if all(self._answers.get(c, False) is None for c in cells)]
         return Shrunk(
             cell=self._cell,
-            features={name: value for name, value in features.items() if name not in bound},
-            bound={name: features[name] for name in bound},
+            features={name: value for name, value in features.items() if name not in required},
+            required={name: features[name] for name in required},
             neighbours=tuple(c for cells in without.values() for c in cells if self._answers.get(c) is False),
             complete=complete,
         )

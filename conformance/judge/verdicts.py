@@ -37,7 +37,7 @@ _BY_FAILURE = {
 
 
 def classify(error: BaseException) -> tuple[Verdict, str]:
-    """Return the verdict on a case that an exception has ended, and a reason of one line."""
+    """Return the verdict on a case that an exception has ended, with a reason of one line."""
     match error:
         case CellFailed():
             return _BY_FAILURE[error.failure.kind], error.failure.reason

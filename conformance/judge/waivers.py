@@ -1,4 +1,4 @@
-"""Waivers of known faults of torch, from waivers.yaml; a case that a waiver names is run, and must fail."""
+"""Waivers of known faults of torch, from waivers.yaml; a waived case is run, and must fail."""
 
 import datetime
 import itertools
@@ -26,7 +26,7 @@ _Versions = Annotated[str, Meta(pattern=r"^[0-9]+\.[0-9]+ - [0-9]+\.[0-9]+\Z")]
 
 
 class Symptom(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Metric that a known fault drives out of its bounds, and the values that the fault explains."""
+    """Metric that a known fault drives out of its bounds, with the values that the fault explains."""
 
     metric: Text
     """Name of the metric in the report; `*` stands for any characters."""
@@ -37,7 +37,7 @@ class Symptom(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     finding: Text | None = None
     """Program of `findings/` that shows this fault alone, where a waiver covers several."""
     torch: _Versions | None = None
-    """Releases that show it, where not all of the waiver's do."""
+    """Releases that show the symptom, if not all of the waiver's do."""
 
     def explains(self, name: str, metric: Measurement) -> bool:
         """Return whether the fault explains this metric; it never explains a value that is not finite."""
@@ -56,11 +56,11 @@ class Waiver(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     torch: _Versions
     """Releases that have the fault."""
     issue: Annotated[str, Meta(pattern="^(https://|findings/)")]
-    """Address of the issue, or page of this project on faults of which no issue is known."""
+    """Address of the issue, or page of this project on faults without a known issue."""
     reason: Text
     """Description of the fault."""
     expires: Annotated[str, Meta(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}\Z")]
-    """Last day of the waiver, which waives nothing from the next day on: nobody forgets a waiver."""
+    """Last day on which the waiver holds, so that no waiver is forgotten."""
     shows: Annotated[list[Symptom], Meta(min_length=1)]
     """Metrics that fail, and by how much; a failure of another metric or size is not waived."""
 
@@ -80,7 +80,7 @@ class Waiver(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return applies and parse(self.cells)(cell)
 
     def overlaps(self, other: "Waiver", cells: Iterable[Cell]) -> bool:
-        """Return whether both waivers apply to one of these cells, whose pass would not tell which one to remove."""
+        """Return whether both waivers apply to one of these cells: its pass would not show which one to remove."""
         (first, last), (others_first, others_last) = self.versions, other.versions
         if (self.law, self.device) != (other.law, other.device) or first > others_last or others_first > last:
             return False
@@ -174,7 +174,7 @@ def waiver_of(waivers: Sequence[Waiver], law: str, cell: Cell, *, device: str, t
 def profile_waivers(
     matrix_file: Path, matrix: Matrix, profile: Profile, *, today: datetime.date
 ) -> tuple[list[Waiver], list[Waiver]]:
-    """Return the waivers that a profile allows: those in force, and those that have expired.
+    """Return the waivers that a profile allows: the valid ones, and those that have expired.
 
     They are in waivers.yaml in the directory of the matrix, if there is such a file. Raises UsageError as
     `load_waivers` does.

@@ -1,1 +1,1 @@
-"""Numerics of a process: which kernels compute, in which order they and collectives add, and what must be pinned."""
+"""Numerics of a process: its kernels, the order of sums in kernels and collectives, and the pinned knobs."""

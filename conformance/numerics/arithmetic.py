@@ -1,4 +1,4 @@
-"""Arithmetic of a session's processors: torch's and gloo's own, or one that adds in other orders.
+"""Arithmetic of a session's processors: that of torch and gloo, or one that adds in other orders.
 
 A device adds in other orders than a processor, and NCCL than gloo. Laws that hold for one order alone would raise false
 alarms there; `--kernels` and `--sums` show it without a device.
@@ -51,9 +51,9 @@ class Arithmetic(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variables of processes that compute so."""
+        """Environment variables of processes with this arithmetic."""
         return {KERNELS_VARIABLE: self.kernels, SUMS_VARIABLE: self.sums}
 
 
 OWN = Arithmetic()
-"""Arithmetic of torch's own kernels and of gloo's own reductions."""
+"""Arithmetic of the kernels of torch and the reductions of gloo."""

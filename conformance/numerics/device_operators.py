@@ -1,7 +1,7 @@
-"""Operators that CUDA chooses where a processor takes others, computed by the processor.
+"""Operators that torch calls on CUDA but not on a processor, computed by the processor.
 
-The simulated device chooses as CUDA does, with the processor's kernels. An oracle of its runs has to take the same
-operators on the CPU: they round in other places, and DTensor shards each in its own way.
+The simulated device chooses as CUDA does, with the processor's kernels. An oracle of its runs must call the same
+operators on the CPU: they round in other places, and DTensor shards them differently.
 """
 
 import math
@@ -21,15 +21,15 @@ _NORMS_SINCE = (2, 11)
 
 
 def kernel_device(device_type: str) -> str:
-    """Return the type of the device whose kernels compute on a type of device."""
+    """Return the type of the device whose kernels a device uses."""
     return "cpu" if device_type == SIMULATED else device_type
 
 
 @contextmanager
 def chosen_as_on(device_type: str, dtype: torch.dtype, *, head_dim: int) -> Iterator[None]:
-    """Open a context in which its kernel device takes the operators that a device takes, for a model's dtype and heads.
+    """Open a context in which the kernel device calls the operators of a device, for a model's dtype and heads.
 
-    Nothing changes for devices that compute by kernels of their own.
+    Nothing changes for devices with their own kernels.
     """
     if device_type != SIMULATED:
         yield
@@ -43,8 +43,8 @@ def chosen_as_on(device_type: str, dtype: torch.dtype, *, head_dim: int) -> Iter
 def has_fused_attention(dtype: torch.dtype, *, head_dim: int) -> bool:
     """Return whether the simulated device computes causal attention in one operator, or as products and a softmax.
 
-    Flash attention takes 16 bits, efficient attention fp32 if rows of a head are multiples of 16 bytes; where the rules
-    are from says csrc/attention.cpp of the device.
+    Flash attention takes 16 bits, efficient attention fp32 if rows of a head are multiples of 16 bytes;
+    csrc/attention.cpp of the device names the sources of the rules.
     """
     return dtype.itemsize == 2 or (dtype == torch.float32 and head_dim % 4 == 0)
 
@@ -55,7 +55,7 @@ def has_fused_norms() -> bool:
 
 
 def fused_norms() -> torch.library.Library | None:
-    """Give processors RMSNorm in one operator, as long as the result lives; None for a torch in which it is none.
+    """Give processors RMSNorm in one operator while the result lives; returns None if torch has no such operator.
 
     Its numbers are those of the operators of which torch composes it on a processor (`rms_norm_composite` in
     https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/layer_norm.cpp), and its gradients those of
@@ -82,17 +82,17 @@ def _norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | N
 def _norm_backward(
     grad: Tensor, x: Tensor, shape: Sequence[int], rstd: Tensor, weight: Tensor | None, wanted: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of `x` and of the weight, as far as they are wanted."""
+    """Return the gradients of `x` and of the weight; None for those that are not wanted."""
     wide, wide_grad = _widened(x), _widened(grad)
-    of_normalised = wide_grad if weight is None else wide_grad * weight
-    of_rstd = (of_normalised * wide).sum(_last(shape), keepdim=True)
-    of_mean = -0.5 * of_rstd * rstd.pow(3)
-    of_squares = of_mean.expand(x.shape) / math.prod(shape)
-    of_x = of_normalised * rstd + of_squares * (2 * wide)
-    of_weight = None
+    normalised_grad = wide_grad if weight is None else wide_grad * weight
+    rstd_grad = (normalised_grad * wide).sum(_last(shape), keepdim=True)
+    mean_grad = -0.5 * rstd_grad * rstd.pow(3)
+    squares_grad = mean_grad.expand(x.shape) / math.prod(shape)
+    x_grad = normalised_grad * rstd + squares_grad * (2 * wide)
+    weight_grad = None
     if weight is not None and wanted[1]:
-        of_weight = (wide_grad * (wide * rstd)).sum(list(range(x.ndim - len(shape)))).to(weight.dtype)
-    return of_x.to(x.dtype) if wanted[0] else None, of_weight
+        weight_grad = (wide_grad * (wide * rstd)).sum(list(range(x.ndim - len(shape)))).to(weight.dtype)
+    return x_grad.to(x.dtype) if wanted[0] else None, weight_grad
 
 
 def _widened(x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ class _Knob:
     turn: Callable[[Any], object]
     pinned: Any
     on_devices: Any = None
-    """Value for computing on CUDA devices; None if that is `pinned`, too."""
+    """Value for computing on CUDA devices; None if it is also `pinned`."""
 
     def value(self, device_type: str) -> Any:
         return self.pinned if self.on_devices is None or device_type != "cuda" else self.on_devices
@@ -48,7 +48,7 @@ _KNOBS = {
     "uninitialised memory as it is": _attribute(
         torch.utils.deterministic,
         "fill_uninitialized_memory",
-        pinned=False,  # saves time; INIT-1 has a poison of its own
+        pinned=False,  # saves time; INIT-1 has its poison
     ),
     "no benchmarks of kernels": _attribute(torch.backends.cudnn, "benchmark", pinned=False),
     "kernels of cuDNN as chosen": _attribute(torch.backends.cudnn, "deterministic", pinned=False),
@@ -56,13 +56,13 @@ _KNOBS = {
 
 
 def pin_knobs(device: torch.device | str) -> None:
-    """Set all knobs for computing on `device`, for good; only its type counts."""
+    """Set all knobs permanently for computing on `device`, of which only the type counts."""
     for knob in _KNOBS.values():
         knob.turn(knob.value(torch.device(device).type))
 
 
 def pin_numerics(device: torch.device | str) -> None:
-    """Set all knobs for computing on `device`, and install the arithmetic that the environment asks for, for good.
+    """Set all knobs for computing on `device`, and install the arithmetic of the environment, permanently.
 
     Raises as `ordered_sums.install` and `other_kernels.install` do.
     """

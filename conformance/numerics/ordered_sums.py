@@ -1,11 +1,11 @@
 """Reductions of gloo that add in the order of NCCL's ring, or of a tree, and divide before they add, as NCCL does.
 
 For a mean, NCCL multiplies by 1/n before it adds (`ncclAvg` in src/enqueue.cc of https://github.com/NVIDIA/nccl). The
-order of its ring is that of `rings`; a tree adds neighbours first. Gloo gathers all terms, and each rank adds up what
-it needs.
+order of its ring is that of `rings`; a tree adds neighbours first. Gloo gathers all terms, and each rank adds up its
+share.
 
-Operators of `c10d` are replaced on the CPU: whatever reduces, by `torch.distributed` or by a functional collective,
-passes them. `allreduce_coalesced_`, which nothing here uses otherwise, stays gloo's own.
+Operators of `c10d` are replaced on the CPU: all reductions of `torch.distributed` and of functional collectives call
+them. `allreduce_coalesced_`, which the suite does not use, is not replaced.
 """
 
 import warnings
@@ -23,14 +23,14 @@ from conformance.numerics.rings import NCCL_RING, ring_sum
 
 c10d = torch.ops.c10d
 _installed: dict[Sums, torch.library.Library] = {}
-"""The library by its order, as long as the process lives."""
+"""The library by its order, for the lifetime of the process."""
 
 
 def install(order: Sums) -> None:
-    """Replace gloo's reductions in this process, for good.
+    """Replace gloo's reductions in this process, permanently.
 
-    Raises ValueError for another order than before, and RuntimeError for a torch that does not tell Python of which
-    process group an operator is; 2.7 does.
+    Raises ValueError for another order than before, and RuntimeError for a torch that does not expose the process group
+    of an operator to Python; 2.7 does.
     """
     if order in _installed:
         return
@@ -62,7 +62,7 @@ class _Reductions:
     ) -> tuple[list[Tensor], Any]:
         (tensor,) = tensors
         kind = _kind(group, operation, limit)
-        if kind in ("max", "min"):  # the same in any order, but for NaN
+        if kind in ("max", "min"):  # the same in any order, except for NaN
             return tensors, c10d.allreduce_coalesced_.default(tensors, group, operation, True, limit)
         terms, work = _gathered(tensor, group, limit)
         tensor.copy_(self._reduced(terms, kind, scattered=False))
@@ -119,9 +119,9 @@ def _gathered(tensor: Tensor, group: Any, limit: int) -> tuple[list[Tensor], Any
 
 
 def _kind(group: Any, operation: Any, limit: int) -> str:
-    """Return `sum`, `mean`, `max` or `min`, as gloo's own reduction of the numbers 1, 2, ..., n tells.
+    """Return `sum`, `mean`, `max` or `min`, deduced from gloo's reduction of the numbers 1, 2, ..., n.
 
-    Up to torch 2.14 nothing tells Python what a boxed ReduceOp is. Raises NotImplementedError for another reduction.
+    Up to torch 2.14 Python cannot read a boxed ReduceOp. Raises NotImplementedError for another reduction.
     """
     group_of = dist.ProcessGroup.unbox(group)
     number, ranks = torch.tensor([group_of.rank() + 1.0], dtype=torch.float32), group_of.size()

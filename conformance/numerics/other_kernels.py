@@ -1,9 +1,9 @@
 """Kernels of another library, for the CPU: products, sums, norms, softmax and attention that add in another order.
 
-What such a kernel looks at before it chooses an order is what libraries for devices look at: the operator, and of each
-operand dtype, shape, strides and alignment; here they are hashed with a seed. Equal operands are added up alike, in
-each process. All numbers are added in fp32 at least and rounded to the dtype of the result once, so that sums of whole
-numbers stay exact. Kernels that inductor generates, and operators that write into an `out` of their own, are torch's.
+Such a kernel chooses an order as libraries for devices do: by the operator, and by dtype, shape, strides and alignment
+of each operand; here they are hashed with a seed. Equal operands are added in the same order in each process. All
+numbers are added in fp32 at least and rounded to the dtype of the result once, so that sums of whole numbers stay
+exact. Kernels that inductor generates, and operators with an argument `out`, are not replaced.
 
 Source: https://docs.nvidia.com/cuda/cublas/#results-reproducibility.
 """
@@ -22,16 +22,16 @@ from torch import Tensor
 aten = torch.ops.aten
 _LOW = (torch.bfloat16, torch.float16)
 _SLICES = 4
-"""Maximum number of slices that are added up by themselves."""
+"""Maximum number of slices that are added up separately."""
 _ALIGNMENT_BYTES = 16
 
 
 _installed: dict[int, torch.library.Library] = {}
-"""The library by its seed, as long as the process lives; a library that is collected takes its kernels back."""
+"""The library by its seed; when a library is garbage-collected, its kernels are unregistered."""
 
 
 def install(seed: int) -> None:
-    """Replace torch's kernels on the CPU in this process, for good. Raises ValueError for another seed than before."""
+    """Replace torch's CPU kernels in this process, permanently. Raises ValueError for a second seed."""
     if seed in _installed:
         return
     if _installed:
@@ -192,13 +192,13 @@ class _Kernels:
         """Gradients of q, k and v; arXiv:2205.14135, algorithm 4."""
         scores = self._scores("attention backward", q, k, is_causal=is_causal, mask=attn_mask, scale=scale)
         weights, wide_grad = (scores - log_of_total.unsqueeze(-1)).exp(), _wide(grad)
-        of_weights = self._product("gradient of weights", wide_grad, _wide(v).mT, keys=(grad, v))
+        weights_grad = self._product("gradient of weights", wide_grad, _wide(v).mT, keys=(grad, v))
         rows = self._sum("attention rows", wide_grad * _wide(out), [-1], keepdim=True, key=grad)
-        of_scores = weights * (of_weights - rows) * _scale(q, scale)
-        of_q = self._product("gradient of q", of_scores, _wide(k), keys=(grad, k))
-        of_k = self._product("gradient of k", of_scores.mT, _wide(q), keys=(grad, q))
-        of_v = self._product("gradient of v", weights.mT, wide_grad, keys=(grad, v))
-        return _by_sequence(of_q, q.dtype), _by_sequence(of_k, q.dtype), _by_sequence(of_v, q.dtype)
+        scores_grad = weights * (weights_grad - rows) * _scale(q, scale)
+        q_grad = self._product("gradient of q", scores_grad, _wide(k), keys=(grad, k))
+        k_grad = self._product("gradient of k", scores_grad.mT, _wide(q), keys=(grad, q))
+        v_grad = self._product("gradient of v", weights.mT, wide_grad, keys=(grad, v))
+        return _by_sequence(q_grad, q.dtype), _by_sequence(k_grad, q.dtype), _by_sequence(v_grad, q.dtype)
 
     def _scores(
         self, name: str, q: Tensor, k: Tensor, *, is_causal: bool, mask: Tensor | None, scale: float | None
@@ -211,14 +211,14 @@ class _Kernels:
 
     def _product(self, name: str, a: Tensor, b: Tensor, *, keys: Sequence[Tensor] | None = None) -> Tensor:
         """Product of matrices, or of batches of matrices, in fp32; the sum over the inner dimension is split."""
-        chosen, of_batch = self._hash(name, *((a, b) if keys is None else keys)), a.shape[:-2]
-        a, b = (_wide(x).reshape(-1, *x.shape[-2:]) if of_batch else _wide(x) for x in (a, b))
-        multiply = aten.bmm.out if of_batch else aten.mm.out
+        chosen, batch = self._hash(name, *((a, b) if keys is None else keys)), a.shape[:-2]
+        a, b = (_wide(x).reshape(-1, *x.shape[-2:]) if batch else _wide(x) for x in (a, b))
+        multiply = aten.bmm.out if batch else aten.mm.out
         partials = []
         for begin, end in _slices(a.shape[-1], chosen):
             x, y = a[..., begin:end].contiguous(), b[..., begin:end, :].contiguous()
             partials.append(_torchs(multiply, x, y, out=x.new_empty(*x.shape[:-1], y.shape[-1])))
-        return reduce(add, partials).reshape(*of_batch, *partials[0].shape[-2:])
+        return reduce(add, partials).reshape(*batch, *partials[0].shape[-2:])
 
     def _sum(self, name: str, x: Tensor, dims: Sequence[int] | None, *, keepdim: bool, key: Tensor) -> Tensor:
         reduced = _reduced_dims(x, dims)
@@ -226,9 +226,9 @@ class _Kernels:
         rows = x.permute([*kept, *reduced]).reshape([x.shape[dim] for dim in kept] + [-1])
         partials = []
         for begin, end in _slices(rows.shape[-1], self._hash(name, key, *reduced)):
-            of_slice = rows[..., begin:end].contiguous()
-            out = of_slice.new_empty(of_slice.shape[:-1])
-            partials.append(_torchs(aten.sum.IntList_out, of_slice, [-1], False, out=out))
+            slice_rows = rows[..., begin:end].contiguous()
+            out = slice_rows.new_empty(slice_rows.shape[:-1])
+            partials.append(_torchs(aten.sum.IntList_out, slice_rows, [-1], False, out=out))
         total = reduce(add, partials)
         return total.reshape(_reduced_shape(x, dims, keepdim=True)) if keepdim else total
 
@@ -244,7 +244,7 @@ def _torchs(operator: Callable[..., Any], *arguments: Any, **options: Any) -> Te
 
 
 def _is_exact(x: Tensor) -> bool:
-    """Return whether torch's own kernel shall compute: other numbers than fp32 and 16 bits, or none at all."""
+    """Return whether to call torch's kernel: for dtypes other than fp32 and 16 bits, or no elements."""
     return x.dtype not in (torch.float32, *_LOW) or not x.numel()
 
 
@@ -261,7 +261,7 @@ def _scale(q: Tensor, scale: float | None) -> float:
 
 
 def _by_sequence(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a gradient with the strides that torch's attention gives it: heads inside of the sequence."""
+    """Return a gradient with the strides of torch's attention: heads inside of the sequence."""
     return x.to(dtype).transpose(1, 2).contiguous().transpose(1, 2)
 
 

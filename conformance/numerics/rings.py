@@ -1,4 +1,4 @@
-"""Orders in which the rings of communication libraries add: which rank's term of a chunk comes first."""
+"""Orders in which the rings of communication libraries add the ranks' terms of a chunk."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,17 +13,17 @@ from conformance.numerics.arithmetic import Arithmetic
 
 @dataclass(frozen=True)
 class Ring:
-    """Way of a library's ring through the ranks, and how it cuts the tensor of an all-reduce into chunks."""
+    """Path of a library's ring through the ranks, and its division of an all-reduce's tensor into chunks."""
 
     step: int
     """Chunk c passes the ranks c + step, c + 2 step, ..., c."""
     multiple_numel: int = 1
-    """Number of elements of which chunks are multiples, but for the last."""
+    """Number of elements that divides the size of all chunks but the last."""
     multiple_bytes: int = 1
-    """Bytes of which chunks are multiples, but for the last."""
+    """Bytes that divide the size of all chunks but the last."""
 
     def chunk_numel(self, flat: Tensor, count: int) -> int:
-        """Return the elements of a chunk, of `count` that a flat tensor is cut into."""
+        """Return the elements of one of the `count` chunks of a flat tensor."""
         multiple = max(self.multiple_numel, self.multiple_bytes // flat.element_size())
         return max(1, -(-flat.numel() // (count * multiple)) * multiple)
 
@@ -35,7 +35,7 @@ NCCL_RING = Ring(step=1, multiple_bytes=16)
 
 
 def ring_of(device_type: str) -> Ring:
-    """Return the ring by which ranks add on a type of device: NCCL's on CUDA, and where the session's sums are so."""
+    """Return the ring by which ranks add on a type of device: NCCL's on CUDA, or with `--sums ring`."""
     return NCCL_RING if device_type == "cuda" or Arithmetic.here().sums == "ring" else GLOO_RING
 
 
@@ -64,7 +64,7 @@ def _sums(chunks: Sequence[Sequence[Tensor]], ring: Ring) -> list[Tensor]:
 
 
 def is_ring_sum(terms: Sequence[Sequence[float]], totals: Sequence[Sequence[float]], ring: Ring) -> bool:
-    """Return whether all-reduced sums of bf16 numbers over ranks are, in every bit, a `ring_sum`.
+    """Return whether all-reduced sums of bf16 numbers over ranks equal a `ring_sum` in every bit.
 
     `terms` has the numbers of each rank, `totals` their sums as each rank has them.
     """

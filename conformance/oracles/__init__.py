@@ -1,9 +1,9 @@
-"""Oracles: what a run must give, computed a second time from the configuration, and how far rounding may take it.
+"""Oracles: the expected results of a run, computed from the configuration, and bounds on rounding errors.
 
 `reference` trains in one process, `emulation` also rounds where the ranks of a mesh do, and `tolerance` bounds the
 deviation of a run from either. `schedule`, `tp_schedule`, `clip_schedule` and `loss_scale` predict collectives, which
-`traffic` adds up; `memory_model` and its `memory_walk` predict memory, `dtype_policy` dtypes, `placement` devices.
-`torch_versions` says where torch itself differs between releases. An oracle shares configuration, data, initial weights
+`traffic` adds up; `memory_model` and its `memory_walk` predict memory, `dtype_policy` dtypes and devices.
+`torch_versions` has the differences between releases of torch. An oracle shares configuration, data, initial weights
 and modules with the trainer, and repeats everything else.
 
 May import `reference_trainer`, `conformance.bound`, `conformance.memory_segment` and `conformance.torch_release`,

@@ -1,8 +1,8 @@
 """Schedule of clipping: the reductions of the gradient norm, in their order.
 
 The p-norm of a tensor that is sharded over ranks is the root of a sum over these ranks, the inf-norm a maximum;
-replicas hold the same, and nothing is reduced over them. A single number would do. torch reduces the norm of each
-parameter: the p-norm of pending p-norms is not among the reductions that DTensor knows to be linear
+replicas hold the same, and nothing is reduced over them. Reducing a single number would suffice. torch reduces the norm
+of each parameter: the p-norm of pending p-norms is not among the reductions that DTensor knows to be linear
 (`common_reduction_strategy` in torch/distributed/tensor/_ops), so the norms that get_total_norm has stacked are reduced
 before they are combined; but see `VersionTraits.norms_reduced_one_by_one`.
 """
@@ -20,20 +20,20 @@ from reference_trainer.parallel_dims import ParallelDims
 
 
 def clip_events(parameters: Iterable[str], config: TrainerConfig, dims: ParallelDims) -> list[Event]:
-    """Return all collectives of clipping in one step on a rank that has these parameters.
+    """Return all collectives of clipping in one step on a rank with these parameters.
 
-    The norm is taken, and reported, even where nothing is clipped. RMSNorms outside of tensor parallelism are on a mesh
-    of their own, and come second, unless the first parameter is one, in a stage that does not begin with the embedding.
-    In a pipeline each rank then gathers the norms of all stages. Norms of one mesh are stacked in the largest of
-    their gradients' dtypes, which is that of RMSNorms where these are among them.
+    The norm is taken, and reported, even where nothing is clipped. RMSNorms outside of tensor parallelism are on a
+    separate mesh, and come second, unless the first parameter is one, in a stage that does not begin with the
+    embedding. In a pipeline each rank then gathers the norms of all stages. Norms of one mesh are stacked in the
+    largest of their gradients' dtypes, which is that of RMSNorms where these are among them.
     """
     names, policy = list(parameters), dtype_policy(config.precision)
     outside_tp = [name for name in names if "norm" in name] if dims.tp > 1 and not config.norms_in_tp else []
     dtype = policy.sharded if outside_tp else policy.sharded_norms
     inside = _norm(len(names) - len(outside_tp), ("dp_shard", "tp"), config, dims, dtype)
     outside = _norm(len(outside_tp), ("dp_shard",), config, dims, policy.sharded_norms) if outside_tp else []
-    of_stages = [Event("clip", "all_gather", "pp", 1, policy.sharded_norms)] if dims.pp > 1 else []
-    return (outside + inside if names[0] in outside_tp else inside + outside) + of_stages
+    stage_norms = [Event("clip", "all_gather", "pp", 1, policy.sharded_norms)] if dims.pp > 1 else []
+    return (outside + inside if names[0] in outside_tp else inside + outside) + stage_norms
 
 
 def _norm(

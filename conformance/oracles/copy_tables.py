@@ -16,12 +16,12 @@ https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/cuda/Tensor
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 
 import torch
 
 from conformance.oracles.dtype_policy import dtype_policy
-from conformance.oracles.schedule import group_of
+from conformance.oracles.schedule import Shapes, group_of
 from conformance.oracles.torch_versions import VersionTraits
 from reference_trainer.config import TrainerConfig
 from reference_trainer.parallel_dims import ParallelDims
@@ -31,12 +31,9 @@ _TILE_BYTES = 128 * 16
 
 
 def largest_tables_bytes(
-    config: TrainerConfig, dims: ParallelDims, shapes: Mapping[str, Sequence[int]], *, traits: VersionTraits
+    config: TrainerConfig, dims: ParallelDims, shapes: Shapes, *, traits: VersionTraits
 ) -> dict[str, int]:
-    """Return the bytes of the largest table in forward and in backward; there is one at a time.
-
-    `shapes` are the shapes that FSDP shards, by parameter.
-    """
+    """Return the bytes of the largest table in forward and in backward; there is one at a time."""
     policy = dtype_policy(config.precision)
     compute, reduce = (int(getattr(torch, name).itemsize) for name in (policy.compute, policy.reduce))
     groups: dict[str, list[int]] = {}

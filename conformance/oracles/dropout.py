@@ -1,4 +1,4 @@
-"""Dropout with given masks, as arXiv:1207.0580 rescaled to keep the mean: kept elements are divided by 1 - p."""
+"""Dropout with given masks (arXiv:1207.0580), rescaled to keep the mean: kept elements are divided by 1 - p."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from reference_trainer.model import Transformer
 CALLS_PER_BLOCK = 2
 """Calls of dropout in a block: after attention, and after the feed-forward network."""
 Rounding = Literal["processor", "traced", "device"]
-"""Where dropout rounds: several operators of a processor, one operator of a graph there, or one of a device."""
+"""Rounding of dropout: several operators of a processor, one operator of a graph there, or one of a device."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +28,7 @@ class Masks:
 
 
 class _NativeDropout(torch.autograd.Function):
-    """`aten::native_dropout` with a given mask: its backward rounds otherwise than its forward.
+    """`aten::native_dropout` with a given mask, whose backward rounds differently from its forward.
 
     CPU: https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/Dropout.cpp
 
@@ -40,7 +40,7 @@ class _NativeDropout(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Tensor, kept: float, on_device: bool) -> Tensor:
-        """Return activations of any shape and floating dtype times 0 or 1 / kept, on the CPU of their dtype."""
+        """Return activations of any shape and floating dtype times 0 or 1 / kept, on the CPU in their dtype."""
         ctx.save_for_backward(mask)
         ctx.kept = kept
         return x * mask * _scale_on_device(kept, x.dtype) if on_device else x * mask.to(x.dtype).div_(kept)
@@ -74,9 +74,9 @@ class _Replayed(nn.Module):
 
 
 def replay(model: Transformer, masks: Sequence[Tensor], *, rounding: Rounding = "processor") -> None:
-    """Let the next forward of a model drop what these masks drop, one for each call; without masks nothing changes."""
+    """Replay masks in the next forward of a model, one for each call; without masks nothing changes."""
     if not masks:
         return
-    of_calls = iter(masks)
+    call_masks = iter(masks)
     for block in model.blocks.values():
-        block.dropout = _Replayed(model.config.dropout, of_calls, rounding)  # type: ignore[assignment]
+        block.dropout = _Replayed(model.config.dropout, call_masks, rounding)  # type: ignore[assignment]

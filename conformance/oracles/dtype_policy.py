@@ -1,12 +1,15 @@
-"""Dtype policy: the dtype of every tensor in a run, from the configuration alone.
+"""Dtype and memory of every tensor in a run, from the configuration alone.
 
 Source: torch.distributed.fsdp.MixedPrecisionPolicy. Sharded parameters, and with them their reduced gradients and the
 optimizer's state, keep the dtype in which they were sharded; `param_dtype` is the dtype of unsharded parameters,
 computation and all-gathers, `reduce_dtype` that of reductions of gradients over data-parallel ranks. Buffers keep their
 own dtype.
+
+Source: torch.distributed.fsdp.CPUOffloadPolicy. Sharded parameters, gradients and optimizer state are offloaded;
+unsharded parameters, activations and buffers are not.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -25,14 +28,14 @@ FP32, BF16, FP16 = "float32", "bfloat16", "float16"
 
 @dataclass(frozen=True)
 class DtypePolicy:
-    """Names of the dtypes that a precision stands for."""
+    """Names of the dtypes of a precision."""
 
     compute: str
     """Dtype of unsharded parameters, activations and their gradients, all-gathers, tensor-parallel collectives."""
     reduce: str
     """Dtype of reductions of gradients over data-parallel ranks."""
     sharded: str = FP32
-    """Dtype of sharded parameters, their gradients and optimizer state, but for norms."""
+    """Dtype of sharded parameters other than norms, their gradients and optimizer state."""
     sharded_norms: str = FP32
     """Dtype of sharded parameters of norms, their gradients and optimizer state."""
 
@@ -91,7 +94,7 @@ def expected_dtypes(config: TrainerConfig) -> Dtypes:
 
 
 def _module_dtypes(model: Transformer, config: TrainerConfig, policy: DtypePolicy) -> Iterator[tuple[str, str]]:
-    """Dtypes that modules compute with. Modules inside of compiled blocks are traced, not called: no hook sees them."""
+    """Return the dtypes of computation. Modules inside of compiled blocks are traced, not called: no hook sees them."""
     phases = ("forward",) if config.activation_checkpointing == "none" else ("forward", "backward")
     for name, module in model.named_modules():
         if isinstance(module, Block):
@@ -108,7 +111,7 @@ def _module_dtypes(model: Transformer, config: TrainerConfig, policy: DtypePolic
 
 
 def _state_dtypes(model: Transformer, config: TrainerConfig, policy: DtypePolicy) -> Iterator[tuple[str, str]]:
-    """Dtypes of what is kept from step to step, and of gradients."""
+    """Return the dtypes of gradients and of the state that is kept between steps."""
     norms = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.RMSNorm))
     state = (f"optimizer_state/{key}" for key in optimizer_state(config.optimizer))
     kinds = ("initial_parameter", "final_parameter", "gradient", *state)
@@ -118,3 +121,33 @@ def _state_dtypes(model: Transformer, config: TrainerConfig, policy: DtypePolicy
     for name, buffer in model.named_buffers():
         dtype = str(buffer.dtype).removeprefix("torch.")
         yield from ((f"{kind}/{name}", dtype) for kind in ("initial_buffer", "final_buffer"))
+
+
+_OFFLOADED = ("initial_parameter", "final_parameter", "gradient", "optimizer_state")
+_PINNED = ("initial_parameter", "final_parameter", "gradient")
+"""Tensors in page-locked memory: parameters as soon as they are initialised, never the optimizer's state. Verified on
+the simulated accelerator with `init` meta only, not with other strategies of initialisation, and not on a GPU."""
+
+
+def expected_offloading(config: TrainerConfig) -> dict[str, str]:
+    """Return the offloading policy of each parameter, as `instruments.offloading` reads it: `none`, `cpu`, ..."""
+    names = [name for name, _ in outline(config.model).named_parameters()]
+    return dict.fromkeys(names, "none" if config.offload == "none" else _host(config))
+
+
+def expected_places(config: TrainerConfig, things: Iterable[str], *, device: str) -> dict[str, list[str]]:
+    """Return the kinds of memory of things, by key in `instruments.dtypes`: a type of device, or `cpu pinned`.
+
+    `device` is the type of the device that computes.
+    """
+    return {thing: [_place(thing.partition("/")[0], config, device)] for thing in things}
+
+
+def _place(kind: str, config: TrainerConfig, device: str) -> str:
+    if config.offload == "none" or kind not in _OFFLOADED:
+        return device
+    return _host(config) if kind in _PINNED else "cpu"
+
+
+def _host(config: TrainerConfig) -> str:
+    return "cpu pinned" if config.pin_memory else "cpu"

@@ -1,11 +1,11 @@
 """Emulation of a mesh in one process that rounds where the ranks do: casts, reductions and tensor-parallel sums.
 
-The emulation takes the master weights in which a step began and computes the step's loss and gradients; it shares the
+The emulation takes the master weights at the start of a step and computes the step's loss and gradients; it shares the
 modules of the model with the trainer and nothing else. In bf16 or fp16 a rounding left out or added shows as a
 difference. Sources: `torch.distributed.fsdp.MixedPrecisionPolicy` (parameters are cast when they are unsharded,
 gradients before they are reduced), `FSDPModule.set_requires_gradient_sync` and `set_requires_all_reduce` (gradients
-that are added up before they are reduced); arXiv:1909.08053 section 3 (column- and row-wise sharding),
-arXiv:2205.05198 section 4 (sequence parallelism); `torch.distributed.tensor.parallel.loss_parallel`.
+that are added up before they are reduced); arXiv:1909.08053 section 3 (column- and row-wise sharding), arXiv:2205.05198
+section 4 (sequence parallelism); `torch.distributed.tensor.parallel.loss_parallel`.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -72,10 +72,10 @@ def emulated_step(
     `masters` are the full weights before the step by parameter name, in their dtypes. Gradients are computed of the
     loss times `loss_scale`, a power of two, and divided by it when they are reduced.
 
-    `device` is the type of the device of the run: the emulation computes by the same kernels, and takes the operators
-    that such a device takes, since others round in other places. Tensors that are given or returned are on the CPU.
-    Sums over more than two data-parallel ranks are taken in one order of many, see `tolerance.emulated_gradients`.
-    Dropout drops what `masks` say; raises ValueError if they are missing.
+    `device` is the type of the device of the run: the emulation uses the same kernels and the operators of such a
+    device, since others round in other places. Tensors that are given or returned are on the CPU. Sums over more than
+    two data-parallel ranks are taken in one order of many, see `tolerance.emulated_gradients`. Dropout replays `masks`;
+    raises ValueError if they are missing.
     """
     if config.model.dropout and masks is None:
         raise ValueError("the emulation draws no masks of dropout: give those of a run")
@@ -138,8 +138,7 @@ def _local_gradients(
 ) -> tuple[float, list[list[Tensors]]]:
     """Summed loss of a batch, and the gradients of `scale` times it by micro-batch and data-parallel rank.
 
-    Micro-batches come in the order in which their gradients are added up. `drop` lets the next forward drop what masks
-    say.
+    Micro-batches come in the order in which their gradients are added up. `drop` sets the masks of the next forward.
     """
     loss, gradients = 0.0, []
     for place, index in enumerate(backward_order(config)):
@@ -159,16 +158,16 @@ def _local_gradients(
 
 
 def _has_gradients_of_own_dtypes(config: TrainerConfig) -> bool:
-    """FSDP1 casts parameters for forward, and autograd their gradients back, in every version."""
+    """Return whether gradients keep the dtype of computation; autograd casts those of FSDP1 back in every version."""
     policy = dtype_policy(config.precision)
     keeps = traits_of(str(torch.__version__)).gradients_have_own_dtypes and config.implementation == "fsdp2"
     return keeps and policy.reduce != policy.compute
 
 
 def _is_compiled(parameter: str, config: TrainerConfig) -> bool:
-    """Return whether a gradient comes out of a compiled graph, which rounds it to the dtype of the parameter.
+    """Return whether a compiled graph computes a gradient, which rounds it to the dtype of the parameter.
 
-    Graphs are traced with parameters whose `grad_dtype` is their dtype, whatever FSDP sets for backward.
+    Graphs are traced with parameters whose `grad_dtype` is their dtype, with any setting of FSDP for backward.
     """
     return config.compile != "none" and parameter.startswith("layers.")
 
@@ -176,8 +175,8 @@ def _is_compiled(parameter: str, config: TrainerConfig) -> bool:
 def _grad_dtype(config: TrainerConfig, place: int) -> torch.dtype | None:
     """Dtype to which autograd casts the gradients of a micro-batch, one by one, before it adds those of a tied weight.
 
-    None leaves gradients as they are computed, so that a norm's stay in fp32; but where a first gradient is only kept
-    for others to be added to it, FSDPParamGroup lets autograd cast it (`_set_unsharded_grad_dtypes`, torch 2.15).
+    None leaves gradients as they are computed, so that a norm's stay in fp32; but FSDPParamGroup lets autograd cast the
+    first of several gradients that are added up (`_set_unsharded_grad_dtypes`, torch 2.15).
     """
     is_only_kept = gradient_sync(config) == "last" and place == 0 and config.accumulation > 1
     return getattr(torch, dtype_policy(config.precision).reduce) if is_only_kept else None
@@ -206,16 +205,16 @@ def _leaves(model: Transformer, forward: TensorParallelForward | None) -> Tensor
     copied = forward.copied if forward else {}
     leaves: Tensors = {name: parameter for name, parameter in model.named_parameters() if name not in copied}
     for name, copies in copied.items():
-        leaves |= {_of_rank(name, rank): copy for rank, copy in enumerate(copies)}
+        leaves |= {_rank_copy(name, rank): copy for rank, copy in enumerate(copies)}
     return leaves
 
 
-def _of_rank(name: str, rank: int) -> str:
+def _rank_copy(name: str, rank: int) -> str:
     return f"{name}@{rank}"
 
 
 def _loss_function(config: TrainerConfig, forward: Callable[[Tensor], Tensor], ring: Ring) -> Callable[[Batch], Tensor]:
-    """Summed loss of a micro-batch, in fp32, by torch's own cross entropy: another formula would round otherwise."""
+    """Summed loss of a micro-batch, in fp32, by torch's own cross entropy: another formula would round differently."""
     tp = config.mesh.tp
 
     def loss_of(batch: Batch) -> Tensor:
@@ -247,18 +246,18 @@ def _reduce_scatter_inputs(
     """Inputs of each reduce-scatter, by round and rank, from the gradients by micro-batch and rank.
 
     The gradient of a weight that tensor-parallel ranks have copies of is summed over them when a round begins;
-    gradients that are added up before are added up by each rank, in the dtype of the reduce-scatter.
+    gradients of postponed reductions are first added up by each rank, in the dtype of the reduce-scatter.
     """
     on_the_wire = getattr(torch, dtype_policy(config.precision).reduce)
     if gradient_sync(config) == "last":
         by_rank = zip(*gradients, strict=True)
-        totals = [_added_up(config, of_rank, on_the_wire) for of_rank in by_rank]
+        totals = [_added_up(config, grads, on_the_wire) for grads in by_rank]
         return [[_summed_over_copies(total, copied, ring) for total in totals]]
     return [[_to(_summed_over_copies(grads, copied, ring), on_the_wire) for grads in ranks] for ranks in gradients]
 
 
 def _added_up(config: TrainerConfig, gradients: Sequence[Tensors], dtype: torch.dtype) -> Tensors:
-    """Sum over micro-batches in `dtype`; gradients in another one are first added up where nobody casts them."""
+    """Sum over micro-batches in `dtype`; gradients in another one are first added up in that one, without a cast."""
     total: Tensors = {}
     for name in gradients[0]:
         terms = [grads[name] for grads in gradients]
@@ -270,7 +269,7 @@ def _added_up(config: TrainerConfig, gradients: Sequence[Tensors], dtype: torch.
 
 
 def _summed_over_copies(gradients: Tensors, copied: Collection[str], ring: Ring) -> Tensors:
-    """The all-reduce of tensor-parallel ranks."""
+    """Result of the all-reduce of tensor-parallel ranks."""
     summed = {name: grad for name, grad in gradients.items() if name.partition("@")[0] not in copied}
     for name in copied:
         copies = [grad for key, grad in gradients.items() if key.partition("@")[0] == name]
@@ -282,9 +281,9 @@ def _reductions(config: TrainerConfig, rounds: Sequence[Sequence[Tensors]]) -> l
     """Means over all ranks, from the inputs of each reduce-scatter by round and rank; they are yet to be added up."""
     before, between, after = _divisors(config)
     sums = [_reduce_scattered(config, [_quotients(grads, before) for grads in ranks]) for ranks in rounds]
-    sums = [[_quotients(of_replica, between) for of_replica in replicas] for replicas in sums]
+    sums = [[_quotients(replica, between) for replica in replicas] for replicas in sums]
     if gradient_sync(config) == "all-reduce-last":
-        sums = [[_sum(of_replica) for of_replica in zip(*sums, strict=True)]]
+        sums = [[_sum(replica) for replica in zip(*sums, strict=True)]]
     return [_quotients(_sum(replicas), after) for replicas in sums]
 
 
@@ -332,7 +331,7 @@ def _ratio(numerator: Tensor, denominator: Tensor) -> float:
 
 
 def _coarsened(tensors: Tensors, masters: Tensors) -> Tensors:
-    """Tensors, on the CPU, that a cast to the dtypes of the masters rounds."""
+    """Return the tensors, on the CPU, that a cast to the dtypes of the masters rounds."""
     return {
         name: tensor.cpu()
         for name, tensor in tensors.items()

@@ -15,11 +15,11 @@ streams to wait for. Buffers of a group, of n elements and s = n / ranks in each
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from conformance.memory_segment import MemorySegment
 from conformance.oracles.memory_walk import Usage, Walk
-from conformance.oracles.schedule import group_of
+from conformance.oracles.schedule import Shapes, group_of
 from conformance.oracles.torch_versions import UP_TO_2_14
 from reference_trainer.config import TrainerConfig
 from reference_trainer.parallel_dims import ParallelDims
@@ -30,7 +30,7 @@ _ALIGNMENT_BYTES = 16
 
 
 def predict_fsdp1(
-    config: TrainerConfig, dims: ParallelDims, shapes: Mapping[str, Sequence[int]], profile: Sequence[MemorySegment]
+    config: TrainerConfig, dims: ParallelDims, shapes: Shapes, profile: Sequence[MemorySegment]
 ) -> dict[str, Usage]:
     """Predict the memory of `forward` and `backward` as `memory_model.predict` does for FSDP2."""
     walk = _Fsdp1Walk(config, dims, shapes)
@@ -39,7 +39,7 @@ def predict_fsdp1(
 
 
 class _Fsdp1Walk(Walk):
-    def __init__(self, config: TrainerConfig, dims: ParallelDims, shapes: Mapping[str, Sequence[int]]) -> None:
+    def __init__(self, config: TrainerConfig, dims: ParallelDims, shapes: Shapes) -> None:
         super().__init__(config, dims, shapes, UP_TO_2_14)
         alignment, numels = _ALIGNMENT_BYTES // self._compute, dict.fromkeys(self._shard, 0)
         for name, shape in shapes.items():

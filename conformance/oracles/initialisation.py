@@ -24,7 +24,7 @@ def specified(config: ModelConfig, name: str) -> tuple[float, float]:
 def initial_weights(config: TrainerConfig) -> dict[str, torch.Tensor]:
     """Return the weights of one process with which a run begins, by name, in the dtypes in which they are sharded.
 
-    A model that is built in bf16 keeps what bf16 keeps of them, whatever it is cast to later.
+    A model that is built in bf16 keeps them rounded to bf16, even if it is cast to fp32 later.
     """
     policy, built = dtype_policy(config.precision), PRECISIONS[config.precision].build
     weights = {}
@@ -56,7 +56,7 @@ def building_memory(config: TrainerConfig, held_bytes: int, *, on_device: bool) 
 
     `held_bytes` (shards, buffers) are left at the end. Full parameters are sampled on the host: with `on_device`, where
     the memory of the device is measured, none need be there. Parameters are in fp32, and no dimension is
-    tensor-parallel but for `meta` and `checkpoint`: memory that gloo sends in the background is released out of the
+    tensor-parallel except with `meta` and `checkpoint`: memory that gloo sends in the background is released out of the
     profiler's sight.
     """
     model = outline(config.model)

@@ -13,7 +13,7 @@ from reference_trainer.precision import PRECISIONS
 
 
 def loss_scales(options: LossScaleConfig, skipped: Sequence[bool]) -> list[float]:
-    """Return the scale of each step of a run; `skipped` tells by step whether it is skipped."""
+    """Return the scale of each step of a run; `skipped` is True for each skipped step."""
     scale, in_a_row, scales = options.initial, 0, []
     for overflowed in skipped:
         scales.append(scale)
@@ -26,7 +26,7 @@ def loss_scales(options: LossScaleConfig, skipped: Sequence[bool]) -> list[float
 
 
 def unscale_events(config: TrainerConfig, dims: ParallelDims) -> list[Event]:
-    """Return the collectives by which ranks agree on whether a gradient has overflowed: each the maximum of a number.
+    """Return the collectives by which ranks agree on an overflow: each is the maximum of a number.
 
     torch asks the ranks over which the first gradient, the embedding's, is sharded; then the trainer asks all ranks.
     """

@@ -1,17 +1,17 @@
 """Memory model: bytes that a rank holds in each phase of a training step, in its state and in its groups.
 
-`memory_walk` knows what a step allocates and frees, buffer by buffer.
+`memory_walk` has the allocations and releases of a step, buffer by buffer.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from conformance.memory_segment import MemorySegment
 from conformance.oracles.dtype_policy import dtype_policy, optimizer_state
 from conformance.oracles.memory_walk import Usage, Walk
-from conformance.oracles.schedule import group_of
+from conformance.oracles.schedule import Shapes, group_of
 from conformance.oracles.torch_versions import UP_TO_2_14, VersionTraits
 from reference_trainer.config import TrainerConfig
 from reference_trainer.parallel_dims import ParallelDims
@@ -33,7 +33,7 @@ def usage_by_phase(segments: Iterable[MemorySegment]) -> dict[str, Usage]:
 def predict(
     config: TrainerConfig,
     dims: ParallelDims,
-    shapes: Mapping[str, Sequence[int]],
+    shapes: Shapes,
     profile: Sequence[MemorySegment],
     *,
     traits: VersionTraits = UP_TO_2_14,
@@ -42,10 +42,9 @@ def predict(
 ) -> dict[str, Usage]:
     """Predict the memory of `forward`, `backward`, `clip`, `optimizer` and `idle`, over all micro-batches of a step.
 
-    `shapes` are the shapes that FSDP shards, by parameter; `profile` has the segments of all micro-batches without
-    FSDP; `kernels` says whether memory counts that operators of the CPU allocate for themselves, which tensors without
-    memory do not show; `device_only`, whether offloaded gradients and the optimizer's memory are left out, as they are
-    on a device that is not the host.
+    `profile` has the segments of all micro-batches without FSDP; `kernels` includes temporaries of the CPU's operators,
+    which tensors without memory do not show; `device_only` leaves out offloaded gradients and the optimizer's memory,
+    which are not on the device.
     """
     walk = Walk(config, dims, shapes, traits, kernels=kernels, device_only=device_only)
     walk.micro_batches(profile)
@@ -53,47 +52,34 @@ def predict(
     return walk.phases
 
 
-def state_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Mapping[str, Sequence[int]]) -> int:
-    """Return the bytes that are held in all phases: shards with padding, and as much for each moment of the optimizer.
-
-    `shapes` are the shapes that FSDP shards, by parameter.
-    """
+def state_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Shapes) -> int:
+    """Return the bytes held in all phases: shards with padding, and as much for each moment of the optimizer."""
     return parameter_bytes(config, dims, shapes) + optimizer_bytes(config, dims, shapes)
 
 
-def resident_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Mapping[str, Sequence[int]]) -> int:
+def resident_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Shapes) -> int:
     """Return the bytes of tensors that a rank holds between steps.
 
-    They are its state, AdamW's counter of each parameter, and the model's table of rotations, both in fp32. `shapes`
-    are the shapes that FSDP shards, by parameter.
+    They are its state, AdamW's counter of each parameter, and the model's table of rotations, both in fp32.
     """
     counters = len(shapes) if config.optimizer.name == "adamw" else 0
     rotations = config.model.max_seq_len * config.model.head_dim  # a cosine and a sine for each pair of elements
     return state_bytes(config, dims, shapes) + torch.float32.itemsize * (counters + rotations)
 
 
-def optimizer_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Mapping[str, Sequence[int]]) -> int:
-    """Return the bytes of the optimizer's moments, each as large as the sharded parameters.
-
-    `shapes` are the shapes that FSDP shards, by parameter.
-    """
+def optimizer_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Shapes) -> int:
+    """Return the bytes of the optimizer's moments, each as large as the sharded parameters."""
     return len(optimizer_state(config.optimizer)) * parameter_bytes(config, dims, shapes)
 
 
-def parameter_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Mapping[str, Sequence[int]]) -> int:
-    """Return the bytes of a rank's sharded parameters, with padding.
-
-    `shapes` are the shapes that FSDP shards, by parameter.
-    """
+def parameter_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Shapes) -> int:
+    """Return the bytes of a rank's sharded parameters, with padding."""
     master = int(getattr(torch, dtype_policy(config.precision).sharded).itemsize)
     return master * sum(-(-rows // dims.dp_shard) * math.prod(rest) for rows, *rest in shapes.values())
 
 
-def padding_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Mapping[str, Sequence[int]]) -> int:
-    """Return the bytes of padding of the last rank, which has the most.
-
-    `shapes` are the shapes that FSDP shards, by parameter.
-    """
+def padding_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Shapes) -> int:
+    """Return the bytes of padding of the last rank, which has the most."""
     master = int(getattr(torch, dtype_policy(config.precision).sharded).itemsize)
     ranks, padding = dims.dp_shard, 0
     for rows, *rest in shapes.values():
@@ -102,11 +88,8 @@ def padding_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Mapping[str
     return master * padding
 
 
-def group_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """Return the bytes of each group's unsharded parameters, with padding, in the dtype of computation.
-
-    `shapes` are the shapes that FSDP shards, by parameter.
-    """
+def group_bytes(config: TrainerConfig, dims: ParallelDims, shapes: Shapes) -> dict[str, int]:
+    """Return the bytes of each group's unsharded parameters, with padding, in the dtype of computation."""
     compute = int(getattr(torch, dtype_policy(config.precision).compute).itemsize)
     nbytes: dict[str, int] = {}
     for name, (rows, *rest) in shapes.items():

@@ -21,7 +21,8 @@ On the CPU I is filled with further copies (`_copies_to_fill`), and one paramete
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import pairwise
 
 import msgspec
 import torch
@@ -29,19 +30,80 @@ import torch
 from conformance.memory_segment import MemorySegment
 from conformance.oracles import pipeline
 from conformance.oracles.dtype_policy import dtype_policy
-from conformance.oracles.fsdp_roots import Root, roots
 from conformance.oracles.schedule import (
+    Shapes,
     communicates,
     group_of,
     prefetched_in_backward,
     prefetched_in_forward,
     ranks_after_forward,
 )
-from conformance.oracles.step_temporaries import optimizer_temporaries, scalars_of_norms
 from conformance.oracles.torch_versions import VersionTraits
 from conformance.oracles.tp_schedule import sharded_dim
-from reference_trainer.config import TrainerConfig
+from reference_trainer.config import OptimizerConfig, TrainerConfig
 from reference_trainer.parallel_dims import ParallelDims
+
+
+class Root(msgspec.Struct):
+    """Groups that a root drives, with the state on which their memory depends."""
+
+    groups: list[str]
+    """Groups in the order in which forward enters them; none for a stage of another rank."""
+    left: list[str] = []
+    """Groups in the order in which forward has left them."""
+    copied_out: str = ""
+    """Output of the all-gather that the last group in forward has copied out."""
+
+    def leave(self, group: str) -> None:
+        """Note that forward has left a group; one that it had left before begins another forward."""
+        if group in self.left:
+            self.left.clear()
+        self.left.append(group)
+
+
+def roots(config: TrainerConfig, held: Collection[str]) -> list[Root]:
+    """Return the roots by the number of their stage, a single one without a pipeline; `held` are a rank's groups."""
+    among = (pipeline.groups_of(stage, config) for stage in range(len(pipeline.owners(config))))
+    return [Root([name for name in names if name in held]) for names in among]
+
+
+def optimizer_temporaries(options: OptimizerConfig, matrices: Sequence[int], vectors: Sequence[int]) -> Iterator[int]:
+    """Yield the elements that a step holds for a while: AdamW's denominators, or SGD's sums of gradients and decay.
+
+    `matrices` and `vectors` are the elements of shards, in the order of the optimizer; a fused kernel needs no more. In
+    a loop AdamW computes a root and its quotient while it still holds the last denominator. `foreach` computes all
+    roots of a group, and goes on in place.
+
+    Sources: `_single_tensor_adam`, `_multi_tensor_adam` in torch/optim/adam.py; torch/optim/sgd.py.
+    """
+    if options.implementation == "fused":
+        return
+    decaying = matrices if options.weight_decay else []
+    for shards in [matrices, vectors] if options.name == "adamw" else [decaying]:
+        if options.implementation == "foreach":
+            yield sum(shards)
+        elif options.name == "adamw":
+            yield from (before + 2 * shard for before, shard in pairwise([0, *shards]))
+        else:
+            yield max(shards, default=0)
+
+
+def scalars_of_norms(
+    order: float, parameters: int, replicated_over_tp: int, dims: ParallelDims, traits: VersionTraits
+) -> int:
+    """Return the number of scalars: norms, the norms in a stack, and reductions of the stack over the mesh.
+
+    The inf-norm is that of local shards, of which the trainer reduces one number (`reference_trainer/clip.py`). Up to
+    torch 2.9 the stack is left pending. The norm of a parameter that is replicated over tensor-parallel ranks is then
+    put into the stack as a partial sum.
+    """
+    if order == math.inf:
+        return 2 * parameters
+    if not traits.norms_reduced_one_by_one:
+        return 2 * parameters + replicated_over_tp * (dims.tp > 1)
+    reductions = (dims.dp_shard > 1) + (dims.tp > 1)
+    return parameters * (2 + (2 + reductions if reductions else 0))
+
 
 KINDS = {
     "gradients": ("G", "B", "L", "last", "partial"),
@@ -77,7 +139,7 @@ class Walk:
         self,
         config: TrainerConfig,
         dims: ParallelDims,
-        shapes: Mapping[str, Sequence[int]],
+        shapes: Shapes,
         traits: VersionTraits,
         *,
         kernels: bool = True,
@@ -86,7 +148,7 @@ class Walk:
         self.phases: dict[str, Usage] = {}
         self._kernels = int(kernels)
         self._offloads = device_only and config.offload != "none"
-        """True if reduced gradients and the optimizer are in memory that does not count."""
+        """True if reduced gradients and the optimizer are in uncounted memory."""
         self._config, self._dims, self._traits = config, dims, traits
         policy = dtype_policy(config.precision)
         self._compute, self._reduce, self._master = (
@@ -193,7 +255,7 @@ class Walk:
                 self._unshard(group)
 
     def _wait_for_gathers(self, stage: int) -> None:
-        """Copy out what was gathered ahead for a stage that begins to act, and free the outputs of its gathers."""
+        """Copy out the groups gathered ahead for a stage that begins to act, and free the outputs of their gathers."""
         for group in self._roots[stage].groups:
             if f"A {group}" in self._held:
                 self._copy_out(group)
@@ -202,8 +264,7 @@ class Walk:
     def after_backward(self) -> None:
         """Walk through clipping, which works in place, and the optimizer's step.
 
-        Implementation `auto` is taken for torch's choice on the CPU, a loop. On a device it is `foreach`, which the
-        caller has to name.
+        Implementation `auto` is torch's choice on the CPU, a loop. On a device the caller has to name `foreach`.
         """
         self._phase = "clip"
         parameters = sum(len(group) for group in self._parameters.values())
@@ -290,7 +351,7 @@ class Walk:
             self._held["B"] -= gradient
 
     def _set_aside(self, group: str) -> None:
-        """Parameter by parameter: the gradient is cast and freed. Gradients that were added up before are only kept."""
+        """Parameter by parameter: the gradient is cast and freed. Gradients of postponed reductions are only kept."""
         for gradient in self._gradients(group) if self._held["B"] else ():
             self._hold(f"L {group}", gradient * self._reduce // self._compute)
             self._held["B"] -= gradient
@@ -322,7 +383,7 @@ class Walk:
             self._held["B"] = own
 
     def _keep_last_gradient(self, group: str) -> None:
-        """The last gradient of a group is held for longer than the others."""
+        """Hold the last gradient of a group, see `VersionTraits.last_gradient_until_reduced`."""
         among, itemsize = ("B", self._compute) if self._held["B"] else (f"L {group}", self._reduce)
         last = min(self._parameters[group][-1].numel * itemsize, self._held.get(among, 0))
         self._held["last gradient"] = last

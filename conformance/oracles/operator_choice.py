@@ -20,7 +20,7 @@ _EFFICIENT_ROW_BYTES = 16
 
 
 def has_fused_attention(config: TrainerConfig, device_type: str) -> bool:
-    """Return whether a device computes attention by one operator. Of a CUDA device torch is asked, which must be there.
+    """Return whether a device computes attention by one operator; for CUDA by a query of torch on a CUDA device.
 
     Raises ValueError for a type of device whose choice is not known.
     """
@@ -44,7 +44,7 @@ def has_fused_attention(config: TrainerConfig, device_type: str) -> bool:
 
 
 def add_up_norms_as_on(device_type: str, model: nn.Module) -> None:
-    """Let autograd add up the terms of a norm's gradient before it adds others, where the norm is one operator."""
+    """Let autograd first add up the terms of each norm's gradient, where the norm is one operator."""
     if device_type == "cpu":
         return
     for module in model.modules():
@@ -59,7 +59,7 @@ def _take_a_view(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, 
 
 @contextmanager
 def attention_as_on(device_type: str, config: TrainerConfig) -> Iterator[None]:
-    """Compute attention by products and a softmax where a device of this type does; raises as `has_fused_attention`."""
+    """Use products and a softmax for attention where a device of this type does; raises as `has_fused_attention`."""
     if has_fused_attention(config, device_type):
         yield
         return

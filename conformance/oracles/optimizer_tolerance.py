@@ -1,4 +1,4 @@
-"""Bounds on rounding errors of the optimizer's state and of parameters, derived as those in `tolerance`."""
+"""Bounds on rounding errors of the optimizer's state and of parameters, derived as in `tolerance`."""
 
 from collections.abc import Mapping, Sequence
 
@@ -81,7 +81,7 @@ def _weighted_sum_condition(
     """Return by parameter the relative error of a weighted sum over that of its terms: sum of sizes over size of sum.
 
     The term of a step is its clipped gradient and the decay of the parameter, `gradient + decay p`; p is at most as
-    large as the larger of its first and last values, as far as its size is monotonic.
+    large as the larger of its first and last values, if its size is monotonic.
     """
     factors = [clip_factor(norm, max_norm=config.max_norm) for norm in reference.grad_norms]
     conditions = {}
@@ -162,13 +162,13 @@ def replayed_state(reference: ReferenceRun, config: OptimizerConfig) -> Bound | 
 def _replayed_steps(reference: ReferenceRun, config: OptimizerConfig) -> Bound:
     """Return the relative error of the optimizer's steps, given the gradients that were applied.
 
-    A step rounds some ten times, each relative to what is rounded (products, quotients and roots: no cancellation but
-    in the first moment's average), and the gradient norm is a sum over all elements. The steps' errors are added.
+    A step rounds some ten times, each relative to the rounded number (products, quotients and roots: no cancellation
+    but in the first moment's average), and the gradient norm is a sum over all elements. The steps' errors are added.
 
     Ten covers all implementations. AdamW rounds an element 13 times between gradient and step, one by one or in lists
     (torch/optim/adam.py), 12 times if fused (aten/src/ATen/native/cpu/FusedAdamKernel.cpp); SGD with momentum 6 times.
-    At most 5 of them round scalars such as 1 - beta, alike for all elements; the others are independent, so that in the
-    norm of a tensor n of them count as sqrt(n): 5 + sqrt(8) is below 10.
+    At most 5 of them round scalars such as 1 - beta, equally for all elements; the others are independent, so that in
+    the norm of a tensor n of them count as sqrt(n): 5 + sqrt(8) is below 10.
     """
     clip_error = norm(reference.gradients[0], order=config.norm_order) if config.max_norm > 0 else EXACT
     return bound(

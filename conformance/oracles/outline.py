@@ -10,6 +10,6 @@ from reference_trainer.model import Transformer
 
 @lru_cache(maxsize=32)
 def outline(config: ModelConfig) -> Transformer:
-    """Return a model on the meta device; equal configurations share the model, which nobody may change."""
+    """Return a model on the meta device; equal configurations share the model, which must not be changed."""
     with torch.device("meta"):
         return Transformer(config)

@@ -1,4 +1,4 @@
-"""Pipeline model: what each rank's stages compute and transfer in a step, and when their groups are gathered.
+"""Pipeline model: actions, transfers and gathers of each rank's stages in a step, in order.
 
 Sources: GPipe arXiv:1811.06965 (all forwards, then all backwards); 1F1B arXiv:2006.09503 and its interleaved form
 arXiv:2104.04473 section 2.2; looped BFS arXiv:2211.05953; zero bubble arXiv:2401.10241, sections 2 (ZB-H1) and 6 (ZB-V)
@@ -72,17 +72,17 @@ def groups_of(stage: int, config: TrainerConfig) -> list[str]:
 
 
 def held_by(rank: int, things: Mapping[str, Thing], config: TrainerConfig) -> dict[str, Thing]:
-    """Return the entries that a rank of the pipeline has, of entries whose keys name parameters, buffers or modules.
+    """Keep the entries of pipeline rank `rank`; a key that names no stage belongs to all.
 
-    A key may say more than a name, such as `module_input/layers.2.attention.wq`; one that names none is every rank's.
-    Without a pipeline each rank has all.
+    Keys name parameters, buffers or modules, with or without a prefix: `module_input/layers.2.attention.wq`. Without a
+    pipeline each rank has all entries.
     """
     own = [*stages_of(rank, config), None]
     return {thing: value for thing, value in things.items() if _stage_of(thing, config) in own}
 
 
 def _stage_of(thing: str, config: TrainerConfig) -> int | None:
-    """Return the stage that has what a key names, None if every rank has it."""
+    """Return the stage with the parameter, buffer or module in a key; None if every rank has it."""
     stages = range(len(owners(config)))
     if match := _LAYER.search(thing):
         return next(stage for stage in stages if int(match[1]) in layers_of(stage, config))
@@ -117,18 +117,18 @@ def order(config: TrainerConfig, *, rank: int) -> list[Action]:
 
 
 def _interleaved(config: TrainerConfig, rank: int, *, hops: int) -> list[Action]:
-    """Return interleaved 1F1B: each rank after this one lets it run so many forwards more before its first backward."""
+    """Return interleaved 1F1B, with `hops` more forwards before the first backward for each later rank."""
     own, pp = stages_of(rank, config), config.mesh.pp
-    of_round = config.accumulation // max(1, config.accumulation // pp)
-    batches = [range(start, start + of_round) for start in range(0, config.accumulation, of_round)]
+    round_size = config.accumulation // max(1, config.accumulation // pp)
+    batches = [range(start, start + round_size) for start in range(0, config.accumulation, round_size)]
     forwards = [Action("forward", s, i) for batch in batches for s in own for i in batch]
     backwards = [Action("backward", s, i) for batch in batches for s in reversed(own) for i in batch]
     # The forwards before the first backward (arXiv:2104.04473), and the one that alternates with it.
-    return _one_by_one(forwards, backwards, ahead=(len(own) - 1) * of_round + hops * (pp - 1 - rank) + 1)
+    return _one_by_one(forwards, backwards, ahead=(len(own) - 1) * round_size + hops * (pp - 1 - rank) + 1)
 
 
 def _halved(actions: Sequence[Action], *, behind: int) -> Iterator[Action]:
-    """Yield the actions with backwards in two halves; the second halves follow so many first halves behind."""
+    """Yield the actions with backwards in two halves; the second halves are `behind` the first."""
     waiting: list[Action] = []
     for action in actions:
         if action.kind == "forward":
@@ -144,7 +144,7 @@ def _halved(actions: Sequence[Action], *, behind: int) -> Iterator[Action]:
 def _v_shaped(config: TrainerConfig, rank: int) -> list[Action]:
     """Return ZB-V, in which a rank has a stage on the way `down` and one on the way `up`.
 
-    It needs as many micro-batches as fill the pipeline; with fewer, the turns of those that are missing are left out.
+    The schedule needs as many micro-batches as fill the pipeline; with fewer, the missing turns are left out.
     """
     pp, (down, up) = config.mesh.pp, stages_of(rank, config)
     forward_down, forward_up = ("forward", down), ("forward", up)
@@ -181,7 +181,7 @@ def added_up_at_once(parameter: str, config: TrainerConfig) -> list[int]:
     """Return the numbers of consecutive micro-batches whose gradients of a parameter are added up as they are computed.
 
     FSDP sees gradients, which it keeps in the dtype of reductions, in the part of a backward that passes through the
-    input of a group. The second half of a backward does not: it adds to what an earlier one has left, until the next
+    input of a group. The second half of a backward does not: it adds to the gradient of an earlier one, until the next
     first half or the reduction. The first stage, whose input has no gradient, computes a backward as a whole. Sources:
     `stage_backward_weight` in torch/distributed/pipelining/_backward.py; `FSDPParamGroup.post_backward`.
     """
@@ -197,7 +197,7 @@ def added_up_at_once(parameter: str, config: TrainerConfig) -> list[int]:
 
 
 def violations(actions: Sequence[Action], config: TrainerConfig, *, rank: int) -> list[str]:
-    """Return what keeps a rank's actions from being a valid order: once each, and none before what it needs."""
+    """Return the faults of a rank's order of actions: each must come once, and after the actions that it needs."""
     own = stages_of(rank, config)
     kinds = ("forward", *backward_kinds(config))
     wanted = Counter(Action(kind, s, i) for kind in kinds for s in own for i in range(config.accumulation))

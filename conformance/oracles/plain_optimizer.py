@@ -1,9 +1,9 @@
 """Steps of torch's optimizer on plain tensors: the shards of one rank, without FSDP2 and DTensor.
 
-Kernels that are given the same shards round alike in every bit, whichever implementation is asked for; that holds for
-bf16 masters too, where updates below half a unit in the last place are lost and a bound on rounding would allow nearly
-everything. (Full tensors would not do: vectorised kernels round the last elements of a tensor in another way.) A fault
-of torch's optimizer itself is on both sides; `reference` has the formulas by which fp32 masters are judged.
+Kernels give equal bits on equal shards, with every implementation; that holds for bf16 masters too, where updates below
+half a unit in the last place are lost and a bound on rounding would allow nearly everything. (Full tensors would not
+suffice: vectorised kernels round the last elements of a tensor differently.) A fault of torch's optimizer itself is on
+both sides; `reference` has the formulas by which fp32 masters are judged.
 """
 
 from collections.abc import Iterable, Mapping
@@ -43,7 +43,7 @@ def plain_updates(
     start: Start,
     device: torch.device | str = "cpu",
 ) -> dict[str, Tensors]:
-    """Return what one rank holds after all steps: `parameter` and each kind of optimizer state, by parameter name.
+    """Return the tensors of one rank after all steps: `parameter` and each kind of optimizer state, by parameter name.
 
     An optimizer that begins, and takes no step, has no state.
 
@@ -67,11 +67,11 @@ def _updated(
         loaded = {kind: tensors[name].to(device, copy=True) for kind, tensors in start.state.items()}
         counter = {"step": torch.tensor(float(start.steps_taken))} if config.optimizer.name == "adamw" else {}
         optimizer.state[p] = counter | loaded
-    for step, of_step in gradients.items():
+    for step, step_gradients in gradients.items():
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(config, step)
         for name, p in parameters.items():
-            p.grad = of_step[name].to(device)
+            p.grad = step_gradients[name].to(device)
         optimizer.step()
     kinds = optimizer_state(config.optimizer) if optimizer.state else ()
     states = {kind: {name: optimizer.state[p][kind].cpu() for name, p in parameters.items()} for kind in kinds}
@@ -79,9 +79,9 @@ def _updated(
 
 
 def chosen_on_device(config: TrainerConfig) -> TrainerConfig:
-    """Return a configuration in which `auto` is replaced by what torch chooses on a device: lists of tensors.
+    """Return a configuration in which `auto` is replaced by torch's choice on a device, `foreach`.
 
-    In bf16 an update is rounded otherwise there than in a loop.
+    In bf16 an update is rounded differently there than in a loop.
     """
     if config.optimizer.implementation != "auto":
         return config

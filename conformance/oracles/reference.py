@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+import msgspec
 import torch
 from torch import Tensor
 
 from conformance.oracles.dropout import Masks, replay
-from reference_trainer.config import ModelConfig, OptimizerConfig, TrainerConfig
+from reference_trainer.config import LossScaleConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from reference_trainer.data import IGNORED_LABEL, Batches
 from reference_trainer.init_weights import init_weights
 from reference_trainer.model import Transformer
@@ -48,7 +49,7 @@ class ReferenceRun:
 
 
 def initial_model(config: TrainerConfig) -> Transformer:
-    """Return an unsharded model with the initial weights, fp32 on the CPU; each call returns another object."""
+    """Return a new unsharded model with the initial weights, fp32 on the CPU."""
     return copy.deepcopy(_initial_model(config.model, config.seed))
 
 
@@ -62,7 +63,7 @@ def _initial_model(config: ModelConfig, seed: int) -> Transformer:
 def train_reference(config: TrainerConfig, *, dtype: torch.dtype, masks: Masks | None = None) -> ReferenceRun:
     """Train in one process, weights and computation in `dtype`, each step on the full global batch at once.
 
-    Dropout drops what `masks` say; raises ValueError if they are missing.
+    Dropout replays `masks`; raises ValueError if they are missing.
     """
 
     def gradients(model: Transformer, batch: Batch, valid_tokens: int) -> tuple[float, Tensors]:
@@ -83,9 +84,9 @@ def summed_loss(model: Transformer, batch: Batch) -> Tensor:
     logits: Tensor = model(inputs)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     valid = labels != IGNORED_LABEL
-    of_labels = logits.gather(-1, labels.where(valid, 0).unsqueeze(-1)).squeeze(-1)
+    label_logits = logits.gather(-1, labels.where(valid, 0).unsqueeze(-1)).squeeze(-1)
     normalisation = logits.logsumexp(-1) if model.config.arithmetic == "float" else 0.0
-    return ((normalisation - of_labels) * valid).sum()
+    return ((normalisation - label_logits) * valid).sum()
 
 
 def _train(
@@ -114,16 +115,16 @@ def _train(
 
 
 def replay_updates(config: TrainerConfig, initial: Tensors, gradients: Mapping[int, Tensors]) -> ReferenceRun:
-    """Clip given gradients and apply them to `initial`, step after step, in fp64, whatever their dtypes are.
+    """Clip given gradients of any dtype and apply them to `initial`, step after step, in fp64.
 
     The gradients of each step, by its number, are full tensors by parameter name.
     """
     parameters = {name: p.double() for name, p in initial.items()}
     run = ReferenceRun(initial={name: p.clone() for name, p in parameters.items()})
     update = _update(config.optimizer)
-    for step, of_step in gradients.items():
-        doubled = {name: grad.double() for name, grad in of_step.items()}
-        run.gradients.append(of_step)
+    for step, step_gradients in gradients.items():
+        doubled = {name: grad.double() for name, grad in step_gradients.items()}
+        run.gradients.append(step_gradients)
         run.rates.append(learning_rate(config, step))
         run.grad_norms.append(update.clip_and_step(parameters, doubled, lr=run.rates[-1]))
     run.parameters, run.optimizer_state = parameters, update.state
@@ -131,7 +132,7 @@ def replay_updates(config: TrainerConfig, initial: Tensors, gradients: Mapping[i
 
 
 def learning_rate(config: TrainerConfig, step: int) -> float:
-    """Return the learning rate of a step; of the step after the last it is what the optimizer has at the end.
+    """Return the learning rate of a step; that of the step after the last is the optimizer's rate at the end.
 
     It rises linearly during warm-up, and then falls along a quarter of cos^2 to `final_lr_fraction` in the last of
     `lr_decay_steps` steps, which are those of the run if they are not given (as arXiv:1608.03983, without restarts).
@@ -224,3 +225,43 @@ class _AdamW(_Update):
 
 def _decay(config: OptimizerConfig, parameter: Tensor) -> float:
     return config.weight_decay if parameter.ndim >= 2 else 0.0
+
+
+def reference_run(config: TrainerConfig, *, dtype: torch.dtype, masks: Masks | None = None) -> ReferenceRun:
+    """Return the training run of one process in `dtype`, for weights as for computation.
+
+    The run does not depend on mesh, precision, accumulation and other options that only move data, except through the
+    masks of dropout.
+    """
+    return _reference(_workload(config), dtype, masks)
+
+
+@lru_cache(maxsize=64)
+def _reference(config: TrainerConfig, dtype: torch.dtype, masks: Masks | None) -> ReferenceRun:
+    return train_reference(config, dtype=dtype, masks=masks)
+
+
+def _workload(config: TrainerConfig) -> TrainerConfig:
+    """Return the configuration without the options that must not change the result."""
+    return msgspec.structs.replace(
+        config,
+        mesh=MeshConfig(),
+        precision="fp32",
+        loss_scale=LossScaleConfig(),
+        tf32=False,
+        reshard="default",
+        memory_bytes=None,
+        offload="none",
+        pin_memory=False,
+        sequence_parallel=True,
+        norms_in_tp=True,
+        loss_parallel=False,
+        activation_checkpointing="none",
+        compile="none",
+        accumulation=1,
+        gradient_sync="each",
+        init="meta",
+        checkpoint=None,
+        checkpoint_reader="each-rank",
+        optimizer=msgspec.structs.replace(config.optimizer, foreach_clip=True, implementation="auto"),
+    )

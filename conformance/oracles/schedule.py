@@ -21,6 +21,8 @@ from conformance.oracles.torch_versions import traits_of
 from reference_trainer.config import GradientSync, TrainerConfig
 from reference_trainer.parallel_dims import ParallelDims
 
+Shapes = Mapping[str, Sequence[int]]
+"""Shapes that FSDP shards, by parameter."""
 _EMBEDDING, _NORM, _OUTPUT = "tok_embeddings", "norm", "output"
 
 
@@ -61,7 +63,7 @@ class Group:
 def groups(config: TrainerConfig) -> tuple[Group, ...]:
     """Return the groups in forward order: the embedding, each block, norm and output together.
 
-    Masters of two dtypes (`bf16-mixed`) put each norm into a group of its own. A tied weight makes a single group of
+    Masters of two dtypes (`bf16-mixed`) put each norm into a separate group. A tied weight makes a single group of
     embedding and output, which runs from the first to the last module.
     """
     norms = ("attention_norm", "ffn_norm") if _norms_are_groups(config) else ()
@@ -111,11 +113,10 @@ def prefetched_in_backward(group: str, left: Sequence[str], count: int) -> list[
     return list(reversed(left[max(0, index - count) : index]))
 
 
-def shard_numels(shapes: Mapping[str, Sequence[int]], config: TrainerConfig, *, shards: int) -> dict[str, int]:
+def shard_numels(shapes: Shapes, config: TrainerConfig, *, shards: int) -> dict[str, int]:
     """Return the elements of a rank's shard of each group, by name.
 
-    `shapes` are the shapes that FSDP shards, by parameter. Dimension 0 is cut into equal chunks, rounded up: a shard is
-    padded.
+    Dimension 0 is cut into equal chunks, rounded up: a shard is padded.
     """
     numels: dict[str, int] = {}
     for parameter, (rows, *rest) in shapes.items():
@@ -156,7 +157,7 @@ def ranks_after_forward(group: str, config: TrainerConfig) -> int:
 
 
 def _automatic(config: TrainerConfig) -> Literal["never", "default", "always"]:
-    """Mode that `auto` must choose where there is no doubt. Raises ValueError where there is.
+    """Mode that `auto` must choose in clear cases; raises ValueError for others.
 
     Parameters, gradients, two Adam moments and as much again fit by far, or the parameters alone do not.
     """
@@ -170,7 +171,7 @@ def _automatic(config: TrainerConfig) -> Literal["never", "default", "always"]:
 
 
 def gradient_sync(config: TrainerConfig) -> GradientSync:
-    """Return after which micro-batches gradients are reduced: in a pipeline after the last one of each stage."""
+    """Return the micro-batches after which gradients are reduced: in a pipeline the last one of each stage."""
     return config.gradient_sync if config.mesh.pp == 1 else "last"
 
 
@@ -183,8 +184,8 @@ def communicates(config: TrainerConfig, micro_batch: int) -> tuple[bool, bool]:
 def fsdp_events(config: TrainerConfig, dims: ParallelDims, numels: Mapping[str, int]) -> list[Event]:
     """Return all collectives over `dp_shard` and `dp_replicate` of one optimizer step: those of forward and backward.
 
-    `numels` are the elements of shards, see `shard_numels`. A dimension of a single rank communicates nothing, but see
-    `VersionTraits.one_rank_gathers`.
+    `numels` are the elements of shards, see `shard_numels`. A dimension of a single rank communicates nothing; for
+    exceptions see `VersionTraits.one_rank_gathers`.
     """
     schedule = _Schedule(config, dims, numels)
     for micro_batch in range(config.accumulation):
@@ -223,7 +224,7 @@ class _Schedule:
         self._forward(groups(self._config))
         self._during = ""
         self._backward(groups(self._config), *communicates(self._config, micro_batch))
-        self._unsharded.clear()  # what was prefetched after its backward is let go
+        self._unsharded.clear()  # groups prefetched after their backward are freed
 
     def _forward(self, among: Sequence[Group]) -> None:
         for group in among:
@@ -265,7 +266,7 @@ class _Schedule:
             self._reshard(group.name)
 
     def _prefetched_in_backward(self, group: str) -> list[str]:
-        """Return the groups that are prefetched; without a list of its own a group follows the recorded order."""
+        """Return the groups that are prefetched; a group without a list follows the recorded order."""
         listed = prefetched_in_backward(group, self._left, self._config.backward_prefetch)
         return listed or prefetched_in_backward(group, [*self._left, *self._recomputed], 1)
 

@@ -1,12 +1,12 @@
-"""Bounds on rounding errors, derived from the computation and not from what was measured.
+"""Bounds on rounding errors, derived from the computation and not from measurements.
 
 Model (N. J. Higham, T. Mary, "A new approach to probabilistic rounding error analysis", SIAM J. Sci. Comput. 41(5),
 2019, theorem 3.1): an inner product of length n in arithmetic of unit roundoff u has, with high probability, an error
 of at most about sqrt(n) u relative to its terms. Errors of successive stages are added, as if all pointed the same way.
 A deviation is a Frobenius norm relative to that of the full tensor, so single nearly cancelled elements do not count.
 Each bound is a formula over terms (`conformance.bound.Bound`), which reports show; a name stands for one number in a
-bound and the bounds inside of it. docs/tolerances.md tells how far the bounds are from correct programs and from
-defects. Bounds on what the optimizer makes of gradients are in `optimizer_tolerance`.
+bound and the bounds inside of it. docs/tolerances.md has the distance of the bounds from correct programs and from
+defects. Bounds for the optimizer are in `optimizer_tolerance`.
 
 Where a function takes gradients, they are tensors of any shape and floating-point dtype by parameter name.
 """
@@ -157,16 +157,16 @@ def clipped_gradients(gradient_error: Bound, gradients: Mapping[str, Tensor], *,
 def emulated_gradients(config: TrainerConfig, emulated: Emulation, *, loss_scale: float = 1.0) -> dict[str, Bound]:
     """Return the relative deviation of each gradient of a run from the emulation, which rounds where the run does.
 
-    What is left open is the order of sums. Over two ranks a sum has one order, and of tensor-parallel sums in bf16 the
-    order is known (`virtual_tp.sums_in_ring_order`): no bit may differ, as products of equal shapes are equal in every
-    bit with one torch on one machine. A sum over n > 2 data-parallel ranks in any order has an error of at most
-    (n - 1) u times the sum of its terms' sizes (Higham, "Accuracy and Stability of Numerical Algorithms", 2nd edition,
-    section 4.2), in the run as in the emulation; what is rounded after it, see `_roundings_of_sums`, adds one u each.
-    Where such a sum is then cast to a coarser dtype, that of bf16 masters, see `_after_cast`.
-    In fp16 the last division also errs by half of FP16_SMALLEST in each element of the gradient of the scaled loss.
-    In fp32 with more than two tensor-parallel ranks, compiled by inductor, or with TF32, of which the emulation knows
-    nothing, run and emulation are computations of their own, each with the error of `fp32_gradients`. What aot_eager
-    compiles calls the kernels of eager mode. In 16 bits inductor rounds in other places: see `compiled_loss`.
+    Only the order of sums may differ. Over two ranks a sum has one order, and of tensor-parallel sums in bf16 the order
+    is known (`virtual_tp.sums_in_ring_order`): no bit may differ, as products of equal shapes are equal in every bit
+    with one torch on one machine. A sum over n > 2 data-parallel ranks in any order has an error of at most (n - 1) u
+    times the sum of its terms' sizes (Higham, "Accuracy and Stability of Numerical Algorithms", 2nd edition, section
+    4.2), in the run as in the emulation; what is rounded after it, see `_roundings_of_sums`, adds one u each. Where
+    such a sum is then cast to a coarser dtype, that of bf16 masters, see `_after_cast`. In fp16 the last division also
+    errs by half of FP16_SMALLEST in each element of the gradient of the scaled loss. In fp32 with more than two
+    tensor-parallel ranks, compiled by inductor, or with TF32, which the emulation does not model, run and emulation are
+    independent computations, each with the error of `fp32_gradients`. What aot_eager compiles calls the kernels of
+    eager mode. In 16 bits inductor rounds in other places: see `compiled_loss`.
     """
     if config.precision == "fp32" and (config.mesh.tp > 2 or config.compile == "inductor" or config.tf32):
         return dict.fromkeys(emulated.gradients, both(fp32_gradients(config)))
@@ -198,19 +198,19 @@ def _after_cast(emulated: Emulation, *, roundings: float) -> dict[str, Bound]:
     """Return the relative deviation of gradients that are cast to a coarser dtype after sums in any order.
 
     Before the cast each element of the run is at most `roundings` times the sum of its terms' sizes away from that of
-    the emulation. Casts and additions never decrease in what they are given, so that the run's element lies between
-    what comes of the two ends: most often that is one number.
+    the emulation. Casts and additions are monotone, so that the run's element lies between the results of the two ends:
+    most often these are one number.
     """
     bounds = {}
     for name in emulated.uncast[0].sums if emulated.uncast else ():
-        of_emulation = emulated.gradients[name]
+        emulated_gradient = emulated.gradients[name]
         margins = [(each.sums[name].double(), roundings * each.sizes[name].double()) for each in emulated.uncast]
         ends = (
-            reduce(add, [(sums + side * margin).to(of_emulation.dtype) for sums, margin in margins])
+            reduce(add, [(sums + side * margin).to(emulated_gradient.dtype) for sums, margin in margins])
             for side in (-1.0, 1.0)
         )
-        farthest = torch.maximum(*((end.double() - of_emulation.double()).abs() for end in ends))
-        norm = float(of_emulation.double().norm())
+        farthest = torch.maximum(*((end.double() - emulated_gradient.double()).abs() for end in ends))
+        norm = float(emulated_gradient.double().norm())
         bounds[name] = bound("f", f=float(farthest.norm()) / norm if norm else 0.0)
     return bounds
 
@@ -235,7 +235,7 @@ def emulated_deviation(
 def compiled_loss(config: TrainerConfig) -> Bound:
     """Return the relative error of the mean loss of blocks that inductor compiles in the dtype of computation.
 
-    As `fp32_loss`, of which it has the stages. Kernels of inductor keep in fp32 what those of eager mode round, so that
+    The stages are those of `fp32_loss`. Kernels of inductor keep values in fp32 that those of eager mode round, so that
     no emulation has the same bits.
     """
     compute = getattr(torch, dtype_policy(config.precision).compute)
@@ -255,9 +255,9 @@ def _roundings_of_sums(config: TrainerConfig) -> tuple[int, int]:
         return 0, 0
     later = config.accumulation - 1 if gradient_sync(config) != "last" else 0
     postponed = gradient_sync(config) == "all-reduce-last"
-    of_shards = shards - 1 + later * postponed if shards > 2 else 0
+    shard_sums = shards - 1 + later * postponed if shards > 2 else 0
     quotients = sum(not log2(ranks).is_integer() for ranks in (shards, replicas))
-    return of_shards + replicas - 1 + quotients, 0 if postponed else later
+    return shard_sums + replicas - 1 + quotients, 0 if postponed else later
 
 
 def both(error: Bound) -> Bound:

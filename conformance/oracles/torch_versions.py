@@ -37,12 +37,12 @@ class VersionTraits(msgspec.Struct, frozen=True):
     group of bf16 ones. Source: `_set_unsharded_grad_dtypes`, `may_reduce_grad_outside_dp`, `chunk_cat_mixed_dtype`.
     """
     one_rank_gathers: bool = False
-    """True if a shard group of one rank gathers like others.
+    """True if a shard group of one rank gathers like larger ones.
 
     Up to 2.8, as run: 2.9.1 gathers nothing. See https://github.com/pytorch/pytorch/pull/160135.
     """
     one_rank_reduces: bool = False
-    """True if a shard group of one rank reduces gradients like others, and p-norms in clipping.
+    """True if a shard group of one rank reduces gradients like larger ones, and p-norms in clipping.
 
     Up to 2.9, as run: 2.10.0 reduces nothing. See https://github.com/pytorch/pytorch/pull/162021.
     """
@@ -73,7 +73,7 @@ class VersionTraits(msgspec.Struct, frozen=True):
     stages_pool_buffers: bool = False
     """True if a stage of a pipeline allocates buffers of transfers as its schedule needs them, and drops sent outputs.
 
-    Up to 2.14 each micro-batch has buffers of its own from the first step on. From 2.15 on they are not held between
+    Up to 2.14 each micro-batch has separate buffers from the first step on. From 2.15 on they are not held between
     steps; the memory model does not know when they are. Source: `release_fwd_send_outputs` in
     torch/distributed/pipelining/stage.py, and the slots in schedules.py there.
     """
@@ -81,8 +81,8 @@ class VersionTraits(msgspec.Struct, frozen=True):
     """True if the first half of a backward leaves the gradient that it sends at the buffer of its input.
 
     Up to 2.14 the next step releases it: a fault of torch, for which MEM-6 is waived
-    (`findings/zero_bubble_keeps_gradients.py`). MEM-1 counts these gradients, so that it sees all else: what a waiver
-    covers would not be judged. Source: `stage_backward_input` in torch/distributed/pipelining/_backward.py.
+    (`findings/zero_bubble_keeps_gradients.py`). MEM-1 counts these gradients: under a waiver it could not judge other
+    memory. Source: `stage_backward_input` in torch/distributed/pipelining/_backward.py.
     """
     halves_copy_gradients: bool = False
     """True if the second half of a backward copies the gradients that the first half has kept, one after another.
@@ -124,7 +124,7 @@ _LAST_RELEASES = (
 def traits_of(torch_version: str) -> VersionTraits:
     """Return the traits of a version of torch, such as `2.13.0+cpu`.
 
-    A version that is not known is taken to be like the last one. Raises ValueError for a text that is no version.
+    An unknown version has the traits of the last known one. Raises ValueError for a text that is no version.
     """
     installed = release(torch_version)
     return next((traits for last, traits in _LAST_RELEASES if installed <= last), FROM_2_15)
@@ -133,7 +133,7 @@ def traits_of(torch_version: str) -> VersionTraits:
 def gradients_stay(config: TrainerConfig, traits: VersionTraits) -> bool:
     """Return whether gradients that wait for the last micro-batch stay with their parameters.
 
-    Autograd then adds to them; otherwise FSDP keeps them aside, in the reduce dtype (L).
+    Autograd then adds to them; otherwise FSDP keeps them separately, in the reduce dtype (L).
     """
     policy = dtype_policy(config.precision)
     return traits.gradients_have_own_dtypes or policy.compute == policy.reduce

@@ -1,6 +1,6 @@
 """Traffic model: all collectives of one rank in one optimizer step, in every phase.
 
-The collectives of FSDP, tensor parallelism, the loss and clipping, each derived from what its algorithm needs.
+The collectives of FSDP, tensor parallelism, the loss and clipping, each derived from its algorithm.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ class Traffic:
 
     count: int = 0
     nbytes: int = 0
-    """Bytes of this rank's inputs. What it sends follows from these, kind and group, see `sent_bytes`."""
+    """Bytes of this rank's inputs. The bytes that it sends follow from these, kind and group, see `sent_bytes`."""
 
 
 TrafficByKey = dict[tuple[str, str, str, str], Traffic]

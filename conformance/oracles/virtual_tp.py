@@ -35,7 +35,7 @@ class _Copies(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Sum of the ranks' partial results; backward hands each rank the same gradient."""
+    """Sum of the ranks' partial results; backward returns the same gradient for each rank."""
 
     @staticmethod
     def forward(ctx: Any, dim: int | None, ring: Ring, *partials: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """Shards of the ranks along a dimension, gathered; backward hands each rank a tensor of its own.
+    """Shards of the ranks along a dimension, gathered; backward returns a separate tensor for each rank.
 
     The gradient of `torch.cat` would be views, with the strides of the full tensor and at any address, for which a
     library of kernels may choose another order of sums than for the ranks' own tensors.
@@ -137,11 +137,11 @@ class TensorParallelForward:
         return local
 
     def _shards(self, tensor: Tensor, dim: int) -> list[Tensor]:
-        """Shards of the ranks, each in memory of its own, as the ranks have them."""
+        """Return the shards of the ranks, each in separate memory as on the ranks."""
         return [shard.clone(memory_format=torch.contiguous_format) for shard in tensor.chunk(self._tp, dim)]
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
-        """Sequence parallelism gives each rank a shard of the sequence, and a term of the weight's gradient."""
+        """Apply a norm; in sequence parallelism each rank has a shard, and a term of the weight's gradient."""
         norm = self._model.get_submodule(name)
         if not self._sequence_parallel:
             # A view, for autograd to add up the norm's own terms first, as where the module's input is made a DTensor.

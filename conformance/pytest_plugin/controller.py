@@ -20,7 +20,7 @@ from conformance.pytest_plugin.progress import Progress
 from conformance.pytest_plugin.report_files import PLAN, ReportFiles
 from conformance.pytest_plugin.setup import SessionSetup
 from conformance.pytest_plugin.shrinking import has_combined, smallest_cells
-from conformance.pytest_plugin.told_failures import ToldFailures
+from conformance.pytest_plugin.summarized_failures import SummarizedFailures
 from conformance.report.coverage import session_coverage
 from conformance.report.explain import explain
 from conformance.report.facts import cell_facts, environment_facts, suite_digest
@@ -33,8 +33,8 @@ from reference_trainer.checks import UsageError
 class Controller:
     """Plugin of the process that the user started: the controller of xdist's workers, or the only process."""
 
-    def __init__(self, setup: SessionSetup, told_failures: ToldFailures, progress: Progress | None) -> None:
-        self._setup, self._told_failures, self._progress = setup, told_failures, progress
+    def __init__(self, setup: SessionSetup, summarized_failures: SummarizedFailures, progress: Progress | None) -> None:
+        self._setup, self._summarized_failures, self._progress = setup, summarized_failures, progress
         self._directory, self._baseline = setup.report_directory, setup.baseline
         try:
             self._files = ReportFiles(self._directory, records=setup.store.directory)
@@ -130,7 +130,7 @@ class Controller:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print the summary."""
-        self._told_failures.restore(terminalreporter)
+        self._summarized_failures.restore(terminalreporter)
         if self._report is None:
             return
         write = terminalreporter.write_line

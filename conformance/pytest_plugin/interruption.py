@@ -1,4 +1,4 @@
-"""Early end of a session: SIGTERM, which batch systems and CI send, has the effect of Ctrl-C, which works once."""
+"""Early end of a session by one Ctrl-C, or by SIGTERM, which batch systems and CI send."""
 
 import os
 import signal
@@ -15,8 +15,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def end_cleanly_on_signals() -> None:
     """Let the first SIGINT or SIGTERM end the session, so that ranks are ended and a partial report is left.
 
-    Further ones are ignored: `timeout -s INT` sends two, to the process and to its group. Does nothing outside of the
-    main thread, which alone may set handlers.
+    Further signals are ignored: `timeout -s INT` sends two, to the process and to its group. Does nothing outside of
+    the main thread, which alone may set handlers.
     """
     if threading.current_thread() is threading.main_thread():
         for number in _SIGNALS:

@@ -1,4 +1,4 @@
-"""JUnit file of a session: pytest writes it, with the properties of each case; here the suite gets its own."""
+"""JUnit file of a session, which pytest writes with the properties of each case; properties of the suite are added."""
 
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -20,7 +20,7 @@ def case_properties(result: CaseResult, *, torch_version: str) -> list[tuple[str
 
 
 def name_suite(file: Path, report: Report) -> None:
-    """Give the suite in a JUnit file its name, and properties that say what was judged.
+    """Give the suite in a JUnit file its name, and properties that describe the session.
 
     pytest's own `junit_suite_name` is an ini option, which the configuration of the user's project would have to set.
     Raises OSError if the file cannot be read or written.

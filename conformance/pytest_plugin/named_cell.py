@@ -1,4 +1,4 @@
-"""Cell that `--cells` names by its id and that the profile does not have: a smallest failing cell may be such a one."""
+"""`--cells ID` for a cell outside of the profile, such as the result of shrinking."""
 
 from conformance.plan.cells import cell_from_id
 from conformance.plan.matrix import Case, Matrix
@@ -7,7 +7,7 @@ from reference_trainer.checks import UsageError
 
 
 def cases_of(cell_id: str, matrix: Matrix, *, seed: int = 0) -> tuple[Case, ...]:
-    """Return the cases of all laws that hold on the cell of an id, with a number added to its seed; none for no id.
+    """Return the cases of all laws on the cell with this id, whose seed is increased by `seed`; none for no id.
 
     Raises UsageError for a cell that a rule of the matrix excludes.
     """

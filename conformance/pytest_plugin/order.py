@@ -12,7 +12,7 @@ from conformance.report.schema import CaseResult
 from reference_trainer.checks import UsageError
 
 _FIRST = ("ENV-1", "ENV-2", "ENV-3", "ENV-4")
-"""Preconditions that are judged before anything else, on few cells."""
+"""Preconditions, judged first, on few cells."""
 _CACHE_KEY = "conformance/durations_of_cases_s"
 
 
@@ -48,8 +48,8 @@ def parse_shard(text: str) -> Shard:
 class RunOrder:
     """Order of cases: preconditions first, then the widest worlds; cases of a mesh and of a cell stay together.
 
-    Within a mesh the cells that took longest in the last session come first, so that workers end together; but `kind`
-    groups cells whose ranks can be the same processes, where few ranks are warm at once.
+    Within a mesh the slowest cells of the last session come first, so that workers end together; where few ranks are
+    warm at once, `kind` groups cells whose ranks can be the same processes.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class RunOrder:
         self._rank = {cell: rank for rank, cell in enumerate(longest_first)}
 
     def key(self, case: Case | None) -> tuple[bool, int, str, str, int, str]:
-        """Return the sort key of a case; None, for an item that is no case, comes last."""
+        """Return the sort key of a case; None, an item that is no case, comes last."""
         if case is None:
             return True, 0, "", "", 0, ""
         cell = case.cell

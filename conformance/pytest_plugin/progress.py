@@ -1,4 +1,4 @@
-"""Progress of a session: an estimate before the first case, and now and then a line that dots cannot replace.
+"""Progress of a session: an estimate before the first case, and a line of progress from time to time.
 
 The line says which laws have failed so far and which case has run longest. A thread writes it, since a case may take
 minutes in which no hook of pytest is called.
@@ -19,11 +19,11 @@ from conformance.report.wording import counted
 _INTERVAL_S = 30.0
 _NAMED_LAWS = 5
 _KNOWN_SHARE = 0.8
-"""Share of cases that must have run here before, so that their durations make an estimate."""
+"""Minimum share of cases with durations of earlier sessions for an estimate."""
 
 
 class Progress:
-    """Plugin of the process that the user started, which hears of all cases wherever they run."""
+    """Plugin of the process that the user started, which is notified of all cases of all workers."""
 
     def __init__(self, out: TextIO, *, workers: int, interval_s: float = _INTERVAL_S) -> None:
         """Take a stream for the lines, the number of processes that run cases, and the time between lines."""
@@ -49,7 +49,7 @@ class Progress:
         threading.Thread(target=self._run, name="conformance-progress", daemon=True).start()
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Remember when a case was started."""
+        """Keep the start time of a case."""
         with self._lock:
             self._started_s[nodeid] = time.monotonic()
 
@@ -70,7 +70,7 @@ class Progress:
         self._over.set()
 
     def estimate(self) -> str:
-        """Return what is planned, and how long it took here, or where the lock file of the matrix was written."""
+        """Return the plan, with its duration in earlier sessions, or when the lock file of the matrix was written."""
         cells = {case.partition("/")[2] for case in self._planned.values()}
         if (known_s := self._known_s(self._planned.values())) is not None:
             takes = f"about {_duration_text(STARTUP_S + known_s)}, as before"

@@ -1,4 +1,4 @@
-"""Command that repeats a case, as it can be pasted into the shell in which the session was started."""
+"""Command that repeats a case, for the shell in which the session was started."""
 
 import shlex
 import shutil
@@ -12,9 +12,9 @@ _REPORT_DIRECTORY = "conformance-report-repro"  # repeating a case must not over
 
 
 def repeat_command(path: Path, name: str, options: Sequence[str], *, directory: Path) -> str:
-    """Return the command that repeats a case in a directory, from the path of its file and its name there.
+    """Return the command that repeats a case, given the path of its file and its name there.
 
-    The node id does not do: outside of pytest's rootdir, as in a wheel, it does not lead to the file.
+    The node id would not do: outside of pytest's rootdir, as in a wheel, it does not lead to the file.
     """
     test = _test_argument(path, name, directory=directory)
     return shlex.join([*_pytest(directory), "-n0", *options, f"--report-dir={_REPORT_DIRECTORY}", *test])

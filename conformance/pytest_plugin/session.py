@@ -31,7 +31,7 @@ from conformance.pytest_plugin.progress import Progress
 from conformance.pytest_plugin.repeating import repeat_command
 from conformance.pytest_plugin.report_files import JUNIT, PLAN
 from conformance.pytest_plugin.setup import SessionSetup, read_options
-from conformance.pytest_plugin.told_failures import ToldFailures, says_all
+from conformance.pytest_plugin.summarized_failures import SummarizedFailures, is_summarized
 from conformance.report.schema import CaseResult
 from conformance.run.devices.leases import LeaseError
 from conformance.run.devices.nvml import SESSION_VARIABLE
@@ -105,14 +105,14 @@ def _number_of_worker(config: pytest.Config) -> int:
 
 def _start_controller(config: pytest.Config, setup: SessionSetup) -> None:
     option, manager = config.option, config.pluginmanager
-    told_failures, progress = ToldFailures(), None
+    summarized_failures, progress = SummarizedFailures(), None
     if config.get_verbosity() > -2:
         # pytest captures the descriptor while a case runs; the copy stays what it is now.
         out = os.fdopen(os.dup(1), "w")
         progress = Progress(out, workers=getattr(option, "numprocesses", None) or 1)
         manager.register(progress, "conformance-progress")
-    manager.register(told_failures, "conformance-told-failures")
-    manager.register(Controller(setup, told_failures, progress), "conformance-controller")
+    manager.register(summarized_failures, "conformance-told-failures")
+    manager.register(Controller(setup, summarized_failures, progress), "conformance-controller")
     option.xmlpath = option.xmlpath or str(setup.report_directory / JUNIT)
     if getattr(option, "maxschedchunk", None) is None:
         # Other workers could not help with the items that a worker holds in its queue (xdist docs, how-it-works).
@@ -246,7 +246,7 @@ class Session:
         case_item = item.stash.get(_ITEM, None)
         if case_item is None:
             return report
-        if report.when == "call" and case_item.judged is not None and says_all(case_item.judged):
+        if report.when == "call" and case_item.judged is not None and is_summarized(case_item.judged):
             report.longrepr = case_item.judged.reason
         case_item.duration_s += call.duration
         if report.skipped and isinstance(report.longrepr, tuple):  # pytest would name a line of this plugin

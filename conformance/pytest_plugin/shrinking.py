@@ -87,7 +87,7 @@ class Shrinker:
             law=first.law,
             cell=shrunk.cell.id,
             features={name: spelled(value) for name, value in shrunk.features.items()},
-            bound={name: spelled(value) for name, value in shrunk.bound.items()},
+            bound={name: spelled(value) for name, value in shrunk.required.items()},
             passes=all(self._outcomes[f"{first.law}/{c.id}"].verdict in _PASSED for c in shrunk.neighbours),
             complete=shrunk.complete,
             judged=self.judged - judged_before,

@@ -1,4 +1,4 @@
-"""Runs of cells, and experiments on them, for one case: with a clock and a deadline of its own."""
+"""Runs of cells, and experiments on them, for one case, with its clock and deadline."""
 
 import re
 import shutil
@@ -82,7 +82,7 @@ class CaseRuns:
             require_features(needs, trained, device=device_type(substrate), torch_version=self.store.torch_version)
 
     def _left_s(self) -> float:
-        """Return the time that earlier runs of the case have left of its deadline; raises CellFailed for none."""
+        """Return the remaining time of the case's deadline; raises CellFailed if there is none."""
         left_s = self.store.deadline_s - self.clock.run_s
         if left_s <= 0:
             reason = f"earlier runs of this case used up its deadline of {self.store.deadline_s:g} s"
@@ -123,7 +123,7 @@ class CaseRuns:
         return self.store.pools.run(task, world_size=_processes(header), deadline_s=deadline_s, env=environment)
 
     def _save(self, header: Header, directory: Path, *, deadline_s: float) -> float:
-        """Run the cell that saves the state to resume, in processes of its own; returns the duration in seconds."""
+        """Run the cell that saves the state to resume, in separate processes; returns the duration in seconds."""
         pools, saver = self.store.pools, header.cell.saver
         start_s, waited_before_s = time.monotonic(), pools.waited_s
         shutil.rmtree(directory / "checkpoints", ignore_errors=True)  # those of an earlier run that died

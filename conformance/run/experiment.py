@@ -1,7 +1,7 @@
-"""Experiments as processes without torch see them: names, needs and jobs of what ranks do for laws.
+"""Experiments as processes without torch see them: names, needs and jobs.
 
-An experiment is a function of `conformance.experiments` or `conformance.sweeps` whose decorator,
-`experiments.context.experiment`, has given it its needs of torch. A process without torch knows it by its name.
+An experiment is a function of `conformance.experiments` or `conformance.sweeps` that ranks call for a law; the decorator
+`experiments.context.experiment` declares its needs of torch. A process without torch refers to it by name.
 """
 
 from collections.abc import Callable
@@ -63,7 +63,7 @@ def job_of(cell: Cell, directory: Path, *, defect: str | None, kept: Path | None
 
 
 def sampled_ranks(config: TrainerConfig, world_size: int) -> list[int]:
-    """Return ranks that stand for all of a world: the first of each stage, or without a pipeline two.
+    """Return ranks that represent all of a world: the first of each stage, or without a pipeline two.
 
     These are the first ranks of the first and of the last data-parallel coordinate. Other ranks of tensor parallelism,
     whose shards may be smaller, would need a process each: DTensor caches the shapes of the rank that a process is.

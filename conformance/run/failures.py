@@ -50,8 +50,9 @@ class RunFailed(Exception):
 def find_cause(ranks: Sequence[RankReport], *, deadline_s: float) -> RunFailed:
     """Return the error that names the rank which failed first; at least one report must not be "finished".
 
-    A death, or an exception of a rank's own, is a cause rather than exceptions about a lost peer; otherwise the earlier
-    event is. If all exceptions are about lost peers, the cause is a hung rank that was not itself waiting for a peer.
+    A death, or an exception raised by a rank's own work, takes precedence over exceptions about a lost peer; otherwise
+    the earlier event is. If all exceptions are about lost peers, the cause is a hung rank that was not itself waiting
+    for a peer.
     """
     failures = [report for report in ranks if report.state in ("raised", "died")]
     hung = [report for report in ranks if report.state == "hung"]
@@ -69,7 +70,7 @@ def find_cause(ranks: Sequence[RankReport], *, deadline_s: float) -> RunFailed:
 
 
 def is_peer_loss(report: RankReport) -> bool:
-    """Return whether the rank's exception is about another rank's end and not about a fault of its own."""
+    """Return whether the rank's exception is about the end of another rank."""
     return report.state == "raised" and (
         report.exception_type in PEER_LOSS_TYPES or PEER_LOSS_MESSAGE.search(report.message) is not None
     )

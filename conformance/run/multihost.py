@@ -121,7 +121,7 @@ class AgentsLost(RunFailed):
 
 
 def meet(store: Store, *, agents: int, agent: int, node: int, directory: Path, limit_s: float = 60.0) -> list[Location]:
-    """Announce the location of this agent and wait for all others; returns the locations of all agents.
+    """Announce the location of this agent and wait for those of all agents, which are returned.
 
     Raises UsageError if a host does not see the leader's directory, TimeoutError if an agent is missing.
     """
@@ -221,7 +221,7 @@ class SpanningPools:
         self._pools.close()
 
     def dismiss(self, status: int) -> None:
-        """Tell all agents to end with the session's exit status."""
+        """End all agents with the session's exit status."""
         self._store.set(f"order/{self._number + 1}", str(status))
 
     def _require_present(self, agents: Sequence[int]) -> None:
@@ -233,7 +233,7 @@ class SpanningPools:
             raise AgentsLost(kind="crash", first_rank=lost[0], reason=self._lost[agents[lost[0]]], ranks=reports)
 
     def _reports(self, order: Order) -> list[RankReport]:
-        """Return the reports of all ranks; called when the leader's own rank has ended, so that all others are due."""
+        """Return the reports of all ranks; called when the leader's own rank has ended, so that the rest are due."""
         until_s = time.monotonic() + ANSWER_S
         reports = []
         for rank, agent in enumerate(order.agents):

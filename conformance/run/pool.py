@@ -57,13 +57,13 @@ class RunsTasks(Protocol):
     """Interface of `Pools` that a record store uses; substitutes may have their ranks elsewhere."""
 
     waited_s: float
-    """Time spent waiting for devices or processors that others had, in all tasks so far."""
+    """Time spent waiting for occupied devices or processors, in all tasks so far."""
     trained_s: float
     """Time that the slowest rank of each task spent in trainers, in all tasks so far that have ended well."""
     max_world_size: int
 
     def prepare(self) -> None:
-        """Start what the first task needs."""
+        """Start the processes that the first task needs."""
 
     def run(self, task: Task, *, world_size: int, deadline_s: float, env: Mapping[str, str] | None = None) -> list[Any]:
         """Run a task on all ranks of a world; returns the results in the order of the ranks."""
@@ -80,9 +80,9 @@ class Pools:
     first. A pool that has been idle for `IDLE_LIMIT_S` ends too.
 
     Each rank of an accelerated task has one of `devices` as long as its pool lives, shared with other ranks only if
-    devices are too few; idle pools end as soon as anybody waits for devices. All other ranks share the processors: with
-    `share_processors` a task waits until as many processors are free as its world has ranks, or all processors for a
-    wider world; idle ranks need no processor. With `isolate` no process serves two tasks.
+    devices are too few; idle pools end as soon as a process waits for devices. All other ranks share the processors:
+    with `share_processors` a task waits until as many processors are free as its world has ranks, or all processors for
+    a wider world; idle ranks need no processor. With `isolate` no process serves two tasks.
     """
 
     def __init__(self, *, devices: Leases | None = None, share_processors: bool = True, isolate: bool = False) -> None:
@@ -95,7 +95,7 @@ class Pools:
         self._release_thread: _ReleaseThread | None = None
         self.max_world_size = MAX_WORLD_SIZE
         self.waited_s = 0.0
-        """Time spent waiting for devices or processors that others had, in all tasks so far."""
+        """Time spent waiting for occupied devices or processors, in all tasks so far."""
         self.trained_s = 0.0
         """Time that the slowest rank of each task spent in trainers, in all tasks so far that have ended well."""
 
@@ -204,7 +204,7 @@ class Pools:
     def _lease_devices(self, ranks: int) -> Lease:
         """Lease devices in addition to those of warm pools, or, if that means waiting, after releasing all of those.
 
-        So nobody waits while holding devices.
+        So no process waits while holding devices.
         """
         if self._devices is None:
             raise PoolError("the task needs a device for each rank, and these pools have no devices")
@@ -217,7 +217,7 @@ class Pools:
         return lease
 
     def _release_unused(self) -> None:
-        """Release the devices of idle pools if anybody waits for devices; end pools that have been idle for long."""
+        """Release the devices of idle pools if a process waits for devices; end pools that have been idle for long."""
         with self._busy:
             if self._devices is not None and self._pools and self._devices.is_contended():
                 self._release_devices()
@@ -241,7 +241,7 @@ class Pools:
 
 
 class _ReleaseThread:
-    """Thread that releases what unused ranks hold, also in a worker that only waits for the end of its session."""
+    """Thread that releases devices and ends pools of idle ranks, also in a worker that has no tasks left."""
 
     def __init__(self, release_unused: Callable[[], None]) -> None:
         self._release_unused = release_unused
@@ -269,5 +269,5 @@ def require_runnable(task: Task, *, world_size: int, deadline_s: float) -> None:
 
 
 def latched(env: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """Return the variables in `env` that only fresh processes are sure to obey."""
+    """Return the variables in `env` that need fresh processes."""
     return tuple(sorted(item for item in env.items() if item[0].startswith(LATCHED_PREFIXES)))

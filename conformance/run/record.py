@@ -21,7 +21,7 @@ from reference_trainer.config import TrainerConfig
 
 RECORD_FILE = "record.json"
 RESULTS_FILE = "results.msgpack"
-"""Results of an experiment by rank; NaN and infinity survive in it."""
+"""Results of an experiment by rank; NaN and infinity are preserved."""
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,7 +127,7 @@ def read_record(directory: Path) -> RecordFile | None:
 
 
 def read_failures(directory: Path) -> list[Failure]:
-    """Return failures that belong to one case each, such as a rank's death; other cases ran the cell again."""
+    """Return failures of single cases, such as a rank's death; other cases ran the cell again."""
     files = sorted(directory.glob("failure*.json"))
     return [msgspec.json.decode(file.read_bytes(), type=Failure) for file in files]
 

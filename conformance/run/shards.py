@@ -99,7 +99,7 @@ class CapturedShards(ABC):
 
     @cached_property
     def unequal_copies(self) -> list[tuple[str, int]]:
-        """Key and rank of each captured tensor that has other bits than the copy of a rank before.
+        """Yield key and rank of each captured tensor that differs in bits from the copy of an earlier rank.
 
         Copies are tensors of one key that hold the same elements of the full tensor.
         """
@@ -114,7 +114,7 @@ class CapturedShards(ABC):
         return unequal
 
     def _require_equal_copies(self, prefix: str) -> None:
-        """An assembled tensor has the elements of one rank, and is to stand for the copies of all."""
+        """Require equal copies: an assembled tensor has the elements of one rank, and represents the copies of all."""
         for key, rank in self.unequal_copies:
             if key.startswith(prefix):
                 raise ConformanceFailure(f"{key}: rank {rank} holds other bits than a rank with the same elements")
@@ -127,7 +127,7 @@ class CapturedShards(ABC):
         numel, layout = math.prod(self.parameters[name].shape), f"layout/{name}"
         held = [shards[layout].flatten() for shards in self.shards if layout in shards]
         counts = [indices.bincount(minlength=numel).tolist() for indices in held]
-        owners = {sum(of_element) for of_element in zip(*counts, strict=True)}
+        owners = {sum(holders) for holders in zip(*counts, strict=True)}
         return bool(held) and len(owners) <= 1 and 0 not in owners
 
     def _assemble(self, prefix: str, name: str) -> "Tensor":
@@ -150,7 +150,7 @@ class CapturedShards(ABC):
 
 
 def _load(file: Path) -> "dict[str, Tensor]":
-    """Return the tensors of a file by key; safetensors imports torch here, in processes that judge tensors only."""
+    """Return the tensors of a file by key; safetensors imports torch here, only in processes that judge tensors."""
     with safe_open(file, framework="pt") as tensors:
         return {key: tensors.get_tensor(key) for key in tensors.keys()}  # noqa: SIM118 - it is no mapping
 

@@ -29,7 +29,7 @@ from conformance.run.record import (
 )
 
 KEPT = 16
-"""Number of records that a process holds in memory: of the current cells, and of cells that many are compared with.
+"""Number of records that a process holds in memory: of the current cells, and of common references.
 
 All other records are read again when a law needs them, so that memory does not grow with the number of cases."""
 
@@ -38,7 +38,7 @@ Execute = Callable[[Path], RecordFile]
 
 
 class Unwritable(RuntimeError):
-    """The records of a session cannot be written."""
+    """Failure to write the records of a session."""
 
 
 @dataclass
@@ -63,9 +63,9 @@ class RecordStore:
     """Time limit of all runs of one case together."""
     pools: RunsTasks = field(default_factory=Pools)
     shares_ranks: bool = False
-    """True if ranks also serve stores with other defects, for defects whose traces in a process are harmless."""
+    """True if ranks also serve stores with other defects, for defects that leave harmless traces in a process."""
     replay: bool = False
-    """True if nothing is run, since every record that laws ask for must exist already."""
+    """True if nothing is run, since every needed record must exist already."""
     hardware: Hardware = NO_DEVICES
 
     def __post_init__(self) -> None:
@@ -85,14 +85,14 @@ class RecordStore:
         return self._results(self._once(header, measure, clock))
 
     def within(self, limit_s: float) -> "RecordStore":
-        """Return a store whose cases have at most this time; both share what they have read."""
+        """Return a store whose cases have at most this time; both share their caches."""
         shorter = copy.copy(self)
         shorter.deadline_s = min(self.deadline_s, limit_s)
         return shorter
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Give a block that writes nothing but records: an OSError there raises Unwritable."""
+        """Open a context that only writes records: an OSError there raises Unwritable."""
         try:
             yield
         except OSError as error:
@@ -143,7 +143,7 @@ class RecordStore:
         with self.writing():
             if content.failure is not None and content.failure.kind == "crash":
                 # A rank's death belongs to the case that saw it, and may have come from outside (the OOM killer): the
-                # other laws of the cell get a run of their own. Hangs are kept: each law would wait for the deadline.
+                # other laws of the cell get another run. Hangs are kept: each law would wait for the deadline.
                 write_failure(directory, content.failure)
             else:
                 train_s = round(self.pools.trained_s - trained_before_s, 4)

@@ -97,7 +97,7 @@ def _recompilation(needs: Needs, cell: Cell, torch: Release) -> Iterator[str]:
     """Yield the limit of compiled blocks in a dispatch mode up to torch 2.9.
 
     A guard fails at each call inside of a mode that lets torch.compile compile (`DispatchTap`), so that the block is
-    compiled anew; more than `torch._dynamo.config.recompile_limit` times is an error, since the graph must be whole.
+    compiled again; more than `torch._dynamo.config.recompile_limit` times is an error, since the graph must be whole.
     """
     calls = cell.config.model.n_layers * cell.steps * cell.accumulation
     if cell.activation_checkpointing != "none":
@@ -135,12 +135,12 @@ def kind_of_processes(cell: Cell, *, torch_version: str) -> str:
 
 
 def confuses_embeddings(torch_version: str) -> bool:
-    """Return whether DTensor may confuse an embedding with another that the process had before, as up to torch 2.10.
+    """Return whether DTensor may confuse an embedding with an earlier one of the process, as up to torch 2.10.
 
     With an embedding of another vocabulary: "EmbeddingBackward0 returned an invalid gradient" (fixed by
     https://github.com/pytorch/pytorch/pull/174727). With an embedding sharded in another dtype: "assert
     self.mask_buffer.data is not None" (https://github.com/pytorch/torchchat/issues/1086; the mask's equality is changed
     by https://github.com/pytorch/pytorch/pull/169748). A trainer, which has one model, never sees the fault. torch 2.13
-    has both changes; 2.11 and 2.12 were not checked, and are taken to have neither, which costs only time.
+    has both changes; 2.11 and 2.12 were not checked, and are treated as without, which costs only time.
     """
     return release(torch_version) <= (2, 12)

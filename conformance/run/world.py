@@ -1,4 +1,4 @@
-"""Worlds: the ranks of one world that run on this host, which are all ranks unless the world spans hosts."""
+"""Worlds: the ranks of one world on this host, all ranks unless the world spans hosts."""
 
 import shutil
 import tempfile
@@ -16,7 +16,7 @@ from conformance.run.ranks.flight_recorder import collect_dumps
 from conformance.run.ranks.messages import READY, Assignment, RankReport, Task
 
 SETTLE_S = 1.0
-"""Time that the other ranks have to report their own state after the first failure."""
+"""Time for the remaining ranks to report their state after the first failure."""
 _STOP_POLL_S = 0.05
 
 

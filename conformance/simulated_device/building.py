@@ -1,6 +1,6 @@
 """Build of the simulated device: compiled on first use, and kept for each torch, Python and compiler.
 
-The process that calls `device_library` needs no torch: torch's extension builder runs in a process of its own, see
+The process that calls `device_library` needs no torch: torch's extension builder runs in a separate process, see
 `compiling`.
 """
 
@@ -76,7 +76,7 @@ def _lacking(what: str) -> Unsupported:
 
 
 def _key(compiler: str) -> str:
-    """Return a name for all that the compiled device depends on."""
+    """Return a name that identifies all inputs of the compilation."""
     version = _version(compiler)
     torch = importlib.metadata.version("torch")
     facts = [version, torch, sys.version, platform.machine(), *FLAGS, *(file.read_text() for file in source_files())]
@@ -98,7 +98,7 @@ def source_files() -> list[Path]:
 
 
 def _build(directory: Path, compiler: str) -> None:
-    """Compile in `directory`; the library appears there when it is complete."""
+    """Compile in `directory`, where the library appears when it is complete."""
     log_file = directory / "build.log"
     note = f"building the simulated accelerator for this torch, once; may take minutes ({log_file})"
     print(note, file=sys.stderr, flush=True)

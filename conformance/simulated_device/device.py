@@ -1,7 +1,7 @@
 """Simulated device as the accelerator of a process, under the name `sim`.
 
-A process is made one with the device after its last fork, and for good: torch allows one device of this kind
-(PrivateUse1). What torch asks of a device module, and no more, is in `_DeviceModule`.
+A process gets the device after its last fork, permanently: torch allows one device of this kind (PrivateUse1).
+`_DeviceModule` has only the functions that torch calls on a device module.
 """
 
 import sys
@@ -29,21 +29,21 @@ NAME = SIMULATED
 BACKEND = "simccl"
 """Backend of process groups, for tensors on the device and on the host."""
 BACKENDS = f"cpu:{BACKEND},{NAME}:{BACKEND}"
-"""Backends for `init_process_group`. The one for the host lets the device go on while the host waits for its peers."""
+"""Backends for `init_process_group`. While the host's waits for peers, the device continues."""
 
 
 _MILLISECOND = timedelta(milliseconds=1)
 
 
 class Lifetime(IntEnum):
-    """How a process group sees to it that the memory of a collective is not handed out too early; `collectives.h`."""
+    """Protection of a collective's memory against early reuse by a process group; see `collectives.h`."""
 
     HELD_UNTIL_WAIT = 0
-    """ProcessGroupNCCL since torch 2.8: it refers to the tensors until somebody waits for the collective."""
+    """ProcessGroupNCCL since torch 2.8: references to the tensors until the collective is waited for."""
     AVOID_RECORD_STREAMS = 1
     """ProcessGroupNCCL up to 2.7 with TORCH_NCCL_AVOID_RECORD_STREAMS=1: the same, one stream for all collectives."""
     RECORD_STREAM = 2
-    """ProcessGroupNCCL up to 2.7 without the variable: `record_stream`, but for synchronous collectives of FSDP."""
+    """ProcessGroupNCCL up to 2.7 without the variable: `record_stream`, except for synchronous collectives of FSDP."""
 
 
 _kept: list[Any] = []
@@ -75,7 +75,7 @@ def device() -> torch.device:
 
 
 def follow(schedule: Schedule) -> None:
-    """Run all that is queued, then follow another schedule."""
+    """Run all queued work, then follow another schedule."""
     _extension().follow(schedule.policy, schedule.number, schedule.number)
 
 
@@ -90,27 +90,27 @@ def poison(on: bool) -> None:
 
 
 def counts() -> dict[str, Any]:
-    """Return how many operators the device was given, how many tasks it has run, and for what the host had to wait."""
+    """Return the numbers of queued operators and of executed tasks, and of waits of the host by reason."""
     return dict(_extension().counts())
 
 
 def start_trace() -> None:
-    """Begin to record what the host issues."""
+    """Start to record the work that the host issues."""
     _extension().start_trace()
 
 
 def stop_trace() -> list[Access]:
-    """Return what the host has issued since `start_trace`."""
+    """Return the work that the host has issued since `start_trace`."""
     return [Access(*record) for record in _extension().stop_trace()]
 
 
 def trace_size() -> int:
-    """Return how many entries the trace has since `start_trace`."""
+    """Return the number of entries of the trace since `start_trace`."""
     return int(_extension().trace_size())
 
 
 def host_access(name: str, begin: int, size_bytes: int, *, write: bool) -> None:
-    """Record that the host uses memory at an address, if it is pinned."""
+    """Record an access of the host at an address, if the memory is pinned."""
     _extension().host_access(name, begin, size_bytes, write)
 
 
@@ -138,7 +138,7 @@ def _make_backend(store: Any, rank: int, size: int, timeout: Any) -> Any:
 
 
 class _DeviceModule(ModuleType):
-    """Module `torch.sim`: what FSDP, DeviceMesh and autocast ask of the module of a device."""
+    """Module `torch.sim`, with the functions that FSDP, DeviceMesh and autocast call on the module of a device."""
 
     def __init__(self) -> None:
         super().__init__(f"torch.{NAME}")
@@ -186,7 +186,7 @@ class _DeviceModule(ModuleType):
 
     @staticmethod
     def set_device(_: Any) -> None:
-        """There is one device."""
+        """Do nothing: there is one device."""
 
     @staticmethod
     def synchronize(_: Any = None) -> None:
@@ -198,11 +198,11 @@ class _DeviceModule(ModuleType):
 
     @staticmethod
     def _lazy_init() -> None:
-        """In torch 2.11 torch.accelerator synchronizes no device that has not been initialised by this name."""
+        """Do nothing: torch.accelerator of torch 2.11 synchronizes only devices whose module has this function."""
 
     @staticmethod
     def manual_seed_all(_: int) -> None:
-        """Random numbers are the CPU's, whose generator torch.manual_seed has set already."""
+        """Do nothing: random numbers are the CPU's, whose generator torch.manual_seed has seeded already."""
 
     @staticmethod
     def get_amp_supported_dtype() -> list[torch.dtype]:

@@ -1,4 +1,4 @@
-"""Trace of the simulated device: what the host issued, in order, for a checker of happens-before."""
+"""Trace of the simulated device: the work that the host issued, in order, for the check of happens-before."""
 
 from typing import NamedTuple
 
@@ -15,8 +15,8 @@ class Access(NamedTuple):
     Kinds: `op` (an operator, copy or collective is queued on `stream`), `record` and `wait` (of `event`, by a stream),
     `host_wait_event`, `host_wait_stream`, `host_wait_read` (for a number, or a copy in pageable memory),
     `host_wait_device` (for all streams), `host` (the host uses pinned memory), `alloc`, `alloc_pinned` (when no stream
-    uses the block any longer), `record_stream`, `free_later` (freed, but for the streams that record_stream named) and
-    `free` (the memory may be handed out again).
+    uses the block any longer), `record_stream`, `free_later` (freed, once the streams of record_stream have finished)
+    and `free` (the memory may be handed out again).
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""accelerate cannot prepare a model with FSDP2 and tensor parallelism: it imports what transformers no longer has.
+"""accelerate cannot prepare a model with FSDP2 and tensor parallelism: it imports a class that transformers dropped.
 
 `_prepare_tp` (accelerate/accelerator.py) imports `ReplicateParallel` of transformers.integrations.tensor_parallel for
 every model that has DTensors. transformers 5.23.0 has no such class.

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from conformance.experiments.context import start_process_group
-from conformance.instruments.step_profile import StepProfile
+from conformance.instruments.timing import StepProfile
 from conformance.numerics.knobs import pin_numerics, pinned_knobs
 from conformance.run.ranks.messages import RankContext
 

@@ -1,20 +1,25 @@
 """Proofs of axes: the changes that each value of an axis must make to the record of a neighbour.
 
 A neighbour is the same cell with that axis at its default, which for the mesh is one process; in a pipeline, whose
-default is to reshard nothing, `never` and other modes are compared with `always`. Differences are read from
-measurements, never from the configuration: a value that the trainer ignores leaves equal records.
+default reshards nothing, `never` and other modes are compared with `always`. Differences are read from measurements,
+never from the configuration: a value that the trainer ignores leaves equal records.
 """
 
 from collections.abc import Callable, Iterator
 
 import msgspec
 
-from conformance.assertions.axes.allocator import expandable_segments_take_effect
 from conformance.assertions.axes.differences import batches, collectives, expect, held, layer_count, operators, same
-from conformance.assertions.axes.mesh import mesh_takes_effect
-from conformance.assertions.axes.numerics import loss_scale_takes_effect, precision_takes_effect, tf32_takes_effect
-from conformance.assertions.axes.optimizer import optimizer_takes_effect
-from conformance.assertions.axes.prefetch import backward_prefetch_takes_effect, forward_prefetch_takes_effect
+from conformance.assertions.axes.effects import (
+    backward_prefetch_takes_effect,
+    expandable_segments_take_effect,
+    forward_prefetch_takes_effect,
+    loss_scale_takes_effect,
+    mesh_takes_effect,
+    optimizer_takes_effect,
+    precision_takes_effect,
+    tf32_takes_effect,
+)
 from conformance.plan.cells import RECORD_STREAMS, AxisValue, Cell, axis_names
 from conformance.plan.mesh import Mesh
 from conformance.run.record import Record
@@ -46,7 +51,7 @@ _EXPENSIVE = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_dot_product
 def neighbours(cell: Cell) -> Iterator[tuple[str, Cell, Cell]]:
     """Yield the name of each axis that is not at its default, with the cell to look at and that cell's neighbour.
 
-    That a mesh takes effect is asked once for each, on its cell without features.
+    Each mesh is proven once, on its cell without features.
     """
     base = _OF_PIPELINES if Mesh.parse(cell.mesh).pp > 1 else _BASE
     for axis in axis_names():
@@ -163,8 +168,8 @@ def _model(record: Record, neighbour: Record) -> None:
             integral, usually = (_has_integer_gradients(run) for run in (record, neighbour))
             expect(integral and not usually, f"all gradients are integers: {integral}, of tiny {usually}")
         case "cut":  # a pipeline's default; the search for the smallest failing cell may leave the pipeline out
-            layers, of_tiny = (layer_count(run) for run in (record, neighbour))
-            expect(layers > of_tiny, f"{layers} layers, tiny has {of_tiny}")
+            layers, tiny_layers = (layer_count(run) for run in (record, neighbour))
+            expect(layers > tiny_layers, f"{layers} layers, tiny has {tiny_layers}")
         case name:
             raise ValueError(f"no proof that model `{name}` takes effect: add one here")
 
@@ -275,8 +280,8 @@ def _sequence_parallel(record: Record, neighbour: Record) -> None:
 
 def _loss_parallel(record: Record, neighbour: Record) -> None:
     gathers, usual = (collectives(run, "forward", "all_gather", "tp") for run in (record, neighbour))
-    of_last_stage = record.cell.world_size // Mesh.parse(record.cell.mesh).pp
-    logits = of_last_stage * record.cell.steps * record.cell.accumulation
+    last_stage_ranks = record.cell.world_size // Mesh.parse(record.cell.mesh).pp
+    logits = last_stage_ranks * record.cell.steps * record.cell.accumulation
     expect(gathers == usual - logits, f"{gathers} all-gathers over tp in forward, {usual} with {logits} of logits")
     sums, usual = (collectives(run, "forward", "all_reduce", "tp") for run in (record, neighbour))
     expect(sums > usual, f"{sums} all-reduces over tp in forward, {usual} of full logits")

@@ -17,11 +17,11 @@ FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard
     reference=FULLY_SHARD,
 )
 def test_axis_value_takes_effect(run: Run, cell: Cell) -> None:
-    """Every axis value MUST take effect: the record of a cell differs from its neighbour's, with the axis at its
-    default and all else equal, in the way the axis says.
+    """Every axis value MUST take effect: the record of a cell differs from that of the cell with the axis at its
+    default as the axis's proof demands.
 
-    Wrong if the trainer, or torch, silently ignores an option: then every other law passes on it without having
-    judged anything. What must differ for each axis is in `conformance/assertions/axes/`.
+    Wrong if the trainer, or torch, silently ignores an option: then every other law passes on it without having judged
+    anything. The required differences of each axis are in `conformance/assertions/axes/`.
     """
     pairs = list(neighbours(cell))
     for axis, shown, neighbour in pairs:

@@ -19,8 +19,8 @@ FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard
     since="2.10",
 )
 def test_fully_shard_options_change_no_gradient(measure: Measure, cell: Cell) -> None:
-    """However parameters are sharded (`shard_placement_fn`), whichever are frozen, ignored or not used, after an
-    evaluation and after a change through the state dict, gradients MUST be those of one process, in every bit.
+    """Gradients MUST equal those of one process in every bit, with any `shard_placement_fn`, with frozen, ignored and
+    unused parameters, after an evaluation, and after a change through the state dict.
     """
     _require_nothing_wrong(measure(use_options, cell))
 
@@ -31,10 +31,10 @@ def test_fully_shard_options_change_no_gradient(measure: Measure, cell: Cell) ->
     reference=FULLY_SHARD,
     since="2.10",
 )
-def test_fsdp_module_methods_do_what_they_are_for(measure: Measure, cell: Cell) -> None:
-    """Methods of FSDPModule MUST do what they are documented to, and nothing else: gradients are divided by the factor
-    that is set, hooks see what is reduced, parameters are unsharded when and as long as they were asked for, and
-    another method than forward can compute with them.
+def test_fsdp_module_methods_match_their_documentation(measure: Measure, cell: Cell) -> None:
+    """Methods of FSDPModule MUST match their documentation: gradients are divided by the factor that is set, hooks get
+    the reduced gradients, parameters are unsharded exactly as long as requested, registered methods other than forward
+    can compute with them, and there are no other effects.
     """
     _require_nothing_wrong(measure(use_methods, cell))
 
@@ -48,8 +48,7 @@ def test_fsdp_module_methods_do_what_they_are_for(measure: Measure, cell: Cell) 
 )
 def test_fsdp_options_do_not_disturb_each_other(measure: Measure, cell: Cell) -> None:
     """Any three options of `fully_shard`, of MixedPrecisionPolicy and of the methods of FSDPModule MUST leave
-    parameters as they are and give the gradients of one process, in every bit, or refuse each other, on all ranks
-    alike.
+    parameters unchanged and give the gradients of one process, in every bit, or refuse each other on all ranks.
 
     Refusals are recorded, without a bound.
     """

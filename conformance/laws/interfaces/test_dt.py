@@ -19,8 +19,8 @@ DTENSOR = "https://docs.pytorch.org/docs/stable/distributed.tensor.html"
     since="2.8",
 )
 def test_dtensor_redistribute_keeps_the_tensor(measure: Measure, cell: Cell) -> None:
-    """Redistributed from any layout to any other, a DTensor MUST have on each rank the shard that the layout says, in
-    every bit, be the same full tensor, and pass gradients on likewise; also where ranks have unequal shards.
+    """`DTensor.redistribute` between any two layouts MUST give each rank exactly the target shard, preserve
+    `full_tensor()` bitwise, and do the same to gradients, for even and uneven shards.
     """
     for rank, outcome in enumerate(measure(redistribute, cell)):
         if not outcome.tried:
@@ -32,16 +32,16 @@ def test_dtensor_redistribute_keeps_the_tensor(measure: Measure, cell: Cell) -> 
 
 @law("DT-2", where="features = 0 and tp = 1 and world in (2, 3, 4)", reference=DTENSOR, since="2.8")
 def test_dtensor_operators_equal_those_on_full_tensors(measure: Measure, cell: Cell) -> None:
-    """An operator on DTensors MUST give the result and the gradients that it gives on full tensors, however they are
-    laid out, or refuse to compute.
+    """An operator on DTensors MUST give the result and the gradients that it gives on full tensors, in every layout, or
+    refuse to compute.
 
     Wrong also if it refuses all layouts. How many it refuses is recorded, without a bound, as in DT-3.
     """
     ranks = measure(operate, cell)
-    for name, of_first in ranks[0].items():
-        tried = f"of {of_first.computed + of_first.refused} layouts"
-        record(f"{name}: refused", of_first.refused, kind="exact", unit="layouts", at=tried)
-        for rank, outcome in enumerate(of_rank[name] for of_rank in ranks):
+    for name, first_outcome in ranks[0].items():
+        tried = f"of {first_outcome.computed + first_outcome.refused} layouts"
+        record(f"{name}: refused", first_outcome.refused, kind="exact", unit="layouts", at=tried)
+        for rank, outcome in enumerate(outcomes[name] for outcomes in ranks):
             detail = f"rank {rank}, {outcome.computed} layouts, {outcome.refused} refused"
             compare.count(outcome.wrong, name=f"{name}: wrong elements", expected=0, detail=detail, unit="elements")
             refused = int(outcome.computed == 0)
@@ -58,9 +58,10 @@ def test_dtensor_operators_equal_those_on_full_tensors(measure: Measure, cell: C
     substrates=("gloo",),
 )
 def test_dtensor_operators_on_every_layout(measure: Measure, cell: Cell) -> None:
-    """An operator on DTensors MUST give the result and the gradients, and change its arguments, as it does on full
-    tensors, whatever their layout and however unequal their shards, or refuse, on all ranks alike.
+    """An operator on DTensors MUST give the results, gradients and in-place changes that it gives on full tensors, in
+    every layout, for even and uneven shards, or refuse on all ranks.
 
-    How often an operator refuses is recorded, without a bound: it shows when a version refuses what another computed.
+    How often an operator refuses is recorded, without a bound: it shows when a version refuses a call that another
+    computed.
     """
     require_no_wrong_result(measure(sweep, cell), unit="layouts")

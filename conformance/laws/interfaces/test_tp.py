@@ -1,4 +1,4 @@
-"""TP: interfaces of tensor parallelism compute what modules and losses compute in one process."""
+"""TP: interfaces of tensor parallelism compute the results of one process, in modules and losses."""
 
 from conformance.assertions.fixtures import Measure
 from conformance.assertions.sweeps import require_no_wrong_result
@@ -18,9 +18,9 @@ PARALLEL = "https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.htm
     substrates=("gloo",),  # as for DT-3
 )
 def test_parallel_styles_and_loss_parallel_equal_one_process(measure: Measure, cell: Cell) -> None:
-    """Modules with each style of parallelize_module, in any layout that it is given, and cross_entropy under
-    loss_parallel MUST have the output and the gradients that they have in one process, or refuse, on all ranks alike;
-    also where sizes do not divide the mesh.
+    """Modules with each style of `parallelize_module`, in any input and output layout, and `cross_entropy` under
+    `loss_parallel` MUST have the output and the gradients of one process, or refuse on all ranks; also where sizes do
+    not divide the mesh.
 
     Exactly on whole numbers, else within a derived bound. Refusals are recorded, without a bound.
     """
@@ -35,10 +35,10 @@ def test_parallel_styles_and_loss_parallel_equal_one_process(measure: Measure, c
     substrates=("gloo",),  # as for DT-3
 )
 def test_compiled_parallel_styles_equal_one_process(measure: Measure, cell: Cell) -> None:
-    """Modules with each style of parallelize_module that are compiled MUST have the output and the gradients that they
-    have in one process without a compiler, or refuse, on all ranks alike.
+    """Compiled modules with each style of `parallelize_module` MUST have the output and the gradients of one process
+    without a compiler, or refuse on all ranks.
 
-    As TP-1 judges them, with fewer modules and sizes. The compiler's backend is `aot_eager`: graphs are captured, and
-    run by the operators of eager mode.
+    Judged as in TP-1, with fewer modules and sizes. The compiler's backend is `aot_eager`: graphs are captured, and run
+    by the operators of eager mode.
     """
     require_no_wrong_result(measure(compiled_sweep, cell), unit="layouts")

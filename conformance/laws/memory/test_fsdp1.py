@@ -31,9 +31,10 @@ _PHASES = ("forward", "backward")
     numbers=True,
     reference=FSDP1,
 )
-def test_fsdp1_and_fsdp2_compute_the_same(run: Run, cell: Cell) -> None:
-    """From the same weights FSDP1 and FSDP2 MUST compute the same gradients, but for the order of sums and for rounding
-    that only one of them does; and each step of FSDP1 MUST be that of one process that rounds alike, as for FSDP2.
+def test_fsdp1_and_fsdp2_compute_the_same_gradients(run: Run, cell: Cell) -> None:
+    """From the same weights FSDP1 and FSDP2 MUST compute the same gradients, except for the order of sums and for
+    rounding that only one of them does; and each step of FSDP1 MUST be that of one process with the same rounding, as
+    for FSDP2.
 
     Only then can their memory be compared.
     """
@@ -58,21 +59,20 @@ def test_fsdp2_active_peak_is_at_most_fsdp1s(measure: Measure, cell: Cell) -> No
     FSDP1's and the outputs of two all-gathers.
 
     FSDP1 gathers into the parameters themselves. FSDP2 copies them out, and keeps the output until the next group has
-    copied its own: that shows where parameters stay and nothing of them piles up. On the simulated accelerator the
-    device is as far behind as events permit; where it keeps up, as on the CPU, the peaks are reported, and MEM-8 bounds
-    them.
+    copied its own: that shows where parameters are never resharded. On the simulated accelerator the device is as far
+    behind as events permit; where it keeps up, as on the CPU, the peaks are reported, and MEM-8 bounds them.
     """
-    older, newer = (measure(step_on_device, of) for of in (cell, with_fsdp2(cell)))
+    older, newer = (measure(step_on_device, each) for each in (cell, with_fsdp2(cell)))
     config, dims, shapes = sizes_of(cell)
     gathered = 2 * max(group_bytes(config, dims, shapes).values()) if cell.reshard == "never" else 0
-    for rank, (of_fsdp1, of_fsdp2) in enumerate(zip(older, newer, strict=True)):
-        for name, by_timing in (("FSDP1", of_fsdp1), ("FSDP2", of_fsdp2)):
+    for rank, (fsdp1, fsdp2) in enumerate(zip(older, newer, strict=True)):
+        for name, by_timing in (("FSDP1", fsdp1), ("FSDP2", fsdp2)):
             for timing, peaks in by_timing.items():
                 for kind in ("allocated", "active", "reserved"):
                     value = getattr(peaks, kind)
                     report(f"{kind}, {name}, device {timing}, rank {rank}", value, kind="memory", unit="bytes")
-        (timing,) = of_fsdp2.keys() - {"eager"}
-        active, limit = of_fsdp2[timing].active, of_fsdp1[timing].active + gathered
+        (timing,) = fsdp2.keys() - {"eager"}
+        active, limit = fsdp2[timing].active, fsdp1[timing].active + gathered
         compare.between(active, 0, limit, name="active peak", detail=f"FSDP2, rank {rank}", unit="bytes")
 
 
@@ -86,21 +86,21 @@ def test_fsdp2_holds_no_more_than_fsdp1_and_its_own_buffers(measure: Measure, ce
     """FSDP2 MUST hold at its peaks in forward and in backward at most the memory that FSDP1 holds, and the buffers that
     FSDP2 keeps instead of calling record_stream: outputs of all-gathers, inputs of reduce-scatters.
 
-    Parameters and optimizer state do not count; what else FSDP2 has left from the step before does. On the CPU, which
-    waits for no stream, memory that FSDP1 passes to record_stream is free at once, and limit_all_gathers changes
+    Parameters and optimizer state do not count; other memory that FSDP2 has left from the step before does. On the CPU,
+    which waits for no stream, memory that FSDP1 passes to record_stream is free at once, and limit_all_gathers changes
     nothing. That is the least memory that FSDP1 can need; STREAM-4 judges its memory on a device.
     """
     config, dims, shapes = sizes_of(cell)
-    for_fsdp1, for_fsdp2 = (measure(profile_without_fsdp, of)[0] for of in (cell, with_fsdp2(cell)))
+    for_fsdp1, for_fsdp2 = (measure(profile_without_fsdp, each)[0] for each in (cell, with_fsdp2(cell)))
     expected = predict_fsdp1(config, dims, shapes, for_fsdp1)
     own_bytes = {
         phase: max(0, usage.peak_bytes - expected[phase].peak_bytes)
         for phase, usage in predict(config, dims, shapes, for_fsdp2).items()
         if phase in _PHASES
     }
-    (of_fsdp1,), (of_fsdp2,) = (measure(step_in_simulation, of) for of in (cell, with_fsdp2(cell)))
-    left_bytes = of_fsdp2.held_before_bytes - resident_bytes(*sizes_of(with_fsdp2(cell)))
-    older, newer = _peaks_bytes(of_fsdp1), _peaks_bytes(of_fsdp2, left_bytes=left_bytes)
+    (fsdp1,), (fsdp2,) = (measure(step_in_simulation, each) for each in (cell, with_fsdp2(cell)))
+    left_bytes = fsdp2.held_before_bytes - resident_bytes(*sizes_of(with_fsdp2(cell)))
+    older, newer = _peaks_bytes(fsdp1), _peaks_bytes(fsdp2, left_bytes=left_bytes)
     for phase in _PHASES:
         least = expected[phase].peak_bytes
         name, detail = f"FSDP1's peak of {phase}", "rank 0, by its model"

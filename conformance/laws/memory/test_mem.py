@@ -1,4 +1,4 @@
-"""MEM: the memory held in each phase is what the cell needs, no more and no less."""
+"""MEM: the memory of each phase matches the memory model of the cell."""
 
 from itertools import pairwise
 
@@ -52,16 +52,16 @@ MEMORY_STATS = "https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory
     substrates=SIMULATED,
 )
 def test_memory_of_a_simulated_world_matches_the_model(measure: Measure, cell: Cell) -> None:
-    """Peak memory of a rank in each phase, and memory held after forward and after the step, MUST be what the cell's
-    groups, activations, gradients and optimizer need: between bounds at most 2 % apart. Between steps a rank MUST hold
-    its shards, their optimizer state and the model's buffers, and nothing else that was allocated since before the
-    model was built.
+    """Peak memory of a rank in each phase, and memory held after forward and after the step, MUST match the memory
+    model of the cell's groups, activations, gradients and optimizer: between bounds at most 2 % apart. Between steps a
+    rank MUST hold its shards, their optimizer state and the model's buffers, and nothing else that was allocated since
+    the model was built.
 
-    Wrong if a group is not resharded, a buffer is kept too long, all-gathered too early or never freed, or if anybody
-    keeps a copy of parameters or of optimizer state. The first and the last data-parallel rank are judged. In a
-    pipeline it is each stage: it needs the activations of the micro-batches whose backward is to come, between the
-    halves of a backward what the second needs, and buffers for what it receives. What is held may include a number from
-    each rank, the losses, and gradients that torch keeps by a fault that MEM-6 judges.
+    Wrong if a group is not resharded, a buffer is kept too long, all-gathered too early or never freed, or if a copy of
+    parameters or of optimizer state is kept. The first and the last data-parallel rank are judged. In a pipeline it is
+    each stage: it needs the activations of the micro-batches whose backward is to come, between the halves of a
+    backward the inputs of the second, and receive buffers. Other memory may be a number from each rank, the losses, and
+    gradients that torch keeps by a fault that MEM-6 judges.
     """
     losses = cell.world_size * torch.float32.itemsize
     for where, memory, bounds, resident in simulated_steps(measure, cell):
@@ -81,12 +81,12 @@ def require_inputs_of_blocks(measure: Measure, cell: Cell) -> None:
     config, dims, _ = sizes_of(cell)
     (profile,) = measure(profile_without_fsdp, cell)
     activations = {segment.mark: segment.start_bytes for segment in profile}
-    of_block = activations["after-forward layers.2"] - activations["after-forward layers.1"]
+    block_bytes = activations["after-forward layers.2"] - activations["after-forward layers.1"]
     tokens = config.data.global_batch_size * config.data.seq_len // dims.dp // config.accumulation
     tokens //= dims.tp if config.sequence_parallel else 1
     expected = tokens * config.model.dim * itemsize_bytes(config, "compute") + torch.get_rng_state().nbytes
     detail, unit = "the second block", "bytes"
-    compare.count(of_block, name="kept of a block", expected=expected, detail=detail, unit=unit, kind="memory")
+    compare.count(block_bytes, name="kept of a block", expected=expected, detail=detail, unit=unit, kind="memory")
 
 
 @law(
@@ -100,7 +100,7 @@ def require_inputs_of_blocks(measure: Measure, cell: Cell) -> None:
 def test_gloo_allocates_copies_of_full_buffers(measure: Measure, cell: Cell) -> None:
     """Memory that gloo allocates for itself MUST be a copy of the full buffer of an all-gather or a reduce-scatter.
 
-    MEM-3 does not judge this copy: the law says that no more is left out there.
+    MEM-3 does not judge this copy: the law bounds the memory that MEM-3 leaves out.
     """
     config, dims, shapes = sizes_of(cell)
     largest = max(group_bytes(config, dims, shapes).values())
@@ -123,7 +123,7 @@ def test_gloo_allocates_copies_of_full_buffers(measure: Measure, cell: Cell) -> 
     memory=True,
 )
 def test_memory_on_every_rank_matches_the_model(measure: Measure, cell: Cell) -> None:
-    """Peak memory in forward and in backward, on each rank of a real world, MUST be what the cell needs: between bounds
+    """Peak memory in forward and in backward, on each rank of a real world, MUST match the memory model: between bounds
     at most 16 % apart.
 
     It may exceed the memory model only by buffers that the backend's threads have not released yet. Each process group
@@ -133,8 +133,8 @@ def test_memory_on_every_rank_matches_the_model(measure: Measure, cell: Cell) ->
     in such a thread is noticed when the memory is used again: in forward and backward at once, in later phases
     not, which are judged in simulation only (MEM-1).
     """
-    of_ranks = bounds_of_ranks(measure, cell, in_flight=True)
-    for rank, (memory, bounds) in enumerate(zip(measure(step_on_ranks, cell), of_ranks, strict=True)):
+    bounds_by_rank = bounds_of_ranks(measure, cell, in_flight=True)
+    for rank, (memory, bounds) in enumerate(zip(measure(step_on_ranks, cell), bounds_by_rank, strict=True)):
         compare_phases(usage_of(memory), bounds, where=f"rank {rank}", ratio=1.16)
 
 
@@ -151,7 +151,7 @@ def test_reshard_after_forward_keeps_the_groups_of_its_mode(measure: Measure, ce
     """
     config, dims, shapes = sizes_of(cell)
     always = cell.but(reshard="always")
-    held, least = (_after_forward_bytes(measure, of) for of in (cell, always))
+    held, least = (_after_forward_bytes(measure, each) for each in (cell, always))
     sizes = group_bytes(config, dims, shapes)
     if config.reshard == 2:
         expected = sum(size // 2 for size in sizes.values())
@@ -177,18 +177,19 @@ def test_memory_is_linear_in_the_layers(measure: Measure, cell: Cell) -> None:
     """
     deep, half = cell, cell.but(model="half")
     config, dims, shapes = sizes_of(deep)
-    layers, fewer = (of.config.model.n_layers for of in (deep, half))
-    held, less = (_after_forward_bytes(measure, of) for of in (deep, half))
+    layers, fewer = (each.config.model.n_layers for each in (deep, half))
+    held, less = (_after_forward_bytes(measure, each) for each in (deep, half))
     (profile,) = measure(profile_without_fsdp, deep)
     activations = {segment.mark: segment.start_bytes for segment in profile}
     sizes = group_bytes(config, dims, shapes)
     kept = {group: size for group, size in sizes.items() if kept_after_forward(group, config)}
-    of_layer = activations["after-forward layers.2"] - activations["after-forward layers.1"] + kept.get("layers.1", 0)
+    growth = activations["after-forward layers.2"] - activations["after-forward layers.1"]
+    layer_bytes = growth + kept.get("layers.1", 0)
     slope = (held - less) // (layers - fewer)
     detail, unit = f"{held} and {less} bytes", "bytes for each layer"
-    compare.count(slope, name="slope", expected=of_layer, detail=detail, unit=unit, kind="memory")
+    compare.count(slope, name="slope", expected=layer_bytes, detail=detail, unit=unit, kind="memory")
     ends = sum(size for group, size in kept.items() if not group.startswith("layers."))
-    rest = activations["backward"] - (layers * (of_layer - kept.get("layers.1", 0))) + ends
+    rest = activations["backward"] - (layers * growth) + ends
     intercept = held - layers * slope
     compare.between(intercept, rest, rest + SCALARS_BYTES, name="intercept", detail="no layers", unit="bytes")
 
@@ -203,10 +204,10 @@ def test_memory_is_linear_in_the_layers(measure: Measure, cell: Cell) -> None:
     substrates=SIMULATED,
 )
 def test_memory_does_not_grow_over_steps(measure: Measure, cell: Cell) -> None:
-    """Steps MUST leave no memory behind, fifty in all, and the 50th MUST need what the second needs, in every phase.
+    """Fifty steps MUST leave no memory behind, and the 50th MUST have the peaks of the second, in every phase.
 
     In a pipeline each stage is judged, and between steps it MUST hold its shards, their optimizer state, the model's
-    buffers, losses, and buffers for what it receives, with every schedule.
+    buffers, losses, and receive buffers, with every schedule.
     """
     if cell.config.mesh.pp == 1:
         (growth,) = measure(growth_in_simulation, cell)
@@ -243,7 +244,7 @@ def _require_no_growth(growth: Growth, *, where: str) -> None:
 )
 def test_reshard_modes_are_ordered_by_peak(measure: Measure, cell: Cell) -> None:
     """The peak of a step MUST NOT be lower if more groups are kept: never >= except-last >= default >= always, and in a
-    pipeline, whose default is to keep all, never >= default >= except-last >= always on each stage.
+    pipeline, whose default keeps all, never >= default >= except-last >= always on each stage.
 
     MEM-1 implies it, by a model of memory that this law does without.
     """
@@ -265,16 +266,16 @@ def test_reshard_modes_are_ordered_by_peak(measure: Measure, cell: Cell) -> None
     since="2.9",
     substrates=STREAMS,
 )
-def test_memory_requested_of_cuda_matches_the_model(measure: Measure, cell: Cell) -> None:
-    """Peak bytes requested from the caching allocator in each phase, and what is left after forward and after the
-    step, MUST match the memory model on each rank: between bounds at most 2 % apart.
+def test_memory_requested_from_cuda_matches_the_model(measure: Measure, cell: Cell) -> None:
+    """Peak bytes requested from the caching allocator in each phase, and bytes held after forward and after the step,
+    MUST match the memory model on each rank: between bounds at most 2 % apart.
 
-    What the allocator rounds up and holds in reserve, and what others have of the device, are reported without bounds.
+    Rounding and reserve of the allocator, and memory of other processes on the device, are reported without bounds.
     cuBLAS's workspaces are there since the warm step. Wrong if a group is not resharded, or a buffer is kept too long:
     the record of the measurement has the allocator's history, `snapshot-rankN.pickle`.
     """
-    of_ranks = bounds_of_ranks(measure, cell, on_device=True)
-    for rank, (memory, bounds) in enumerate(zip(measure(step_on_ranks, cell), of_ranks, strict=True)):
+    bounds_by_rank = bounds_of_ranks(measure, cell, on_device=True)
+    for rank, (memory, bounds) in enumerate(zip(measure(step_on_ranks, cell), bounds_by_rank, strict=True)):
         compare_phases(usage_of(memory), bounds, where=f"rank {rank}", ratio=1.02)
         for kind, peak in _allocator_peaks(memory).items():
             report(f"{kind} of rank {rank}", peak, kind="memory", unit="bytes")

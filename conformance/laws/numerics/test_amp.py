@@ -81,8 +81,8 @@ def test_grad_scaler_scale_follows_overflow(run: Run, cell: Cell) -> None:
     numbers=True,
     reference=GRAD_SCALER,
 )
-def test_loss_scale_does_not_show_in_gradients(run: Run, measure: Measure, cell: Cell) -> None:
-    """Gradients of a step that is taken MUST be those of fp32 but for what fp16 rounds and loses, whatever the scale:
+def test_gradients_do_not_depend_on_the_loss_scale(run: Run, measure: Measure, cell: Cell) -> None:
+    """Gradients of a step that is taken MUST be those of fp32 up to the rounding and underflow of fp16, at every scale:
     as far from them as one process that rounds where the run does, and no further than the order of sums leaves open.
 
     Wrong if gradients are clipped or applied while they are scaled, divided by another scale than the loss was

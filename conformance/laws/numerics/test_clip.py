@@ -24,9 +24,8 @@ from conformance.instruments.facts import UNKNOWN, Collective
 from conformance.judge.law import law
 from conformance.judge.measurements import measure as report
 from conformance.oracles import tolerance
-from conformance.oracles.cache import reference_run
 from conformance.oracles.clip_schedule import clip_events
-from conformance.oracles.reference import clip_factor, total_norm
+from conformance.oracles.reference import clip_factor, reference_run, total_norm
 from conformance.oracles.schedule import Event
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell
@@ -39,7 +38,7 @@ CLIP_GRAD_VALUE = "https://docs.pytorch.org/docs/stable/generated/torch.nn.utils
 
 @law("CLIP-1", where="implementation = fsdp2", gaps=["large-models"], reference=CLIP_GRAD_NORM)
 def test_gradient_norm_is_that_of_the_full_gradients(run: Run, cell: Cell) -> None:
-    """The norm that is logged MUST be that of the full gradients of one process, and the same number on every rank.
+    """The logged norm MUST be that of the full gradients of one process, and the same number on every rank.
 
     Wrong if it is a rank's own, if replicas or replicated parameters count more than once, if a maximum is summed, or
     if the type is ignored. Compared with the run's own gradients, each element once, and in fp32 with the reference.
@@ -69,7 +68,7 @@ def test_gradients_are_scaled_to_the_norm(run: Run, cell: Cell) -> None:
     """Clipping MUST scale all gradients by the one factor that brings their norm down to the limit, and change no bit
     of gradients whose norm is below it.
 
-    Wrong if it is left out, reaches some gradients only, scales each by a norm of its own, or scales up. Compared with
+    Wrong if it is left out, reaches some gradients only, scales each by a separate norm, or scales up. Compared with
     the run's own gradients, and in fp32 with those of the reference.
     """
     config, record = cell.config, run(cell)
@@ -90,7 +89,7 @@ def test_gradients_are_scaled_to_the_norm(run: Run, cell: Cell) -> None:
 
 
 def _has_reference(record: Record) -> bool:
-    """Return whether one process computes the gradients of a run: all its steps, in fp32, with masks that are seen."""
+    """Return whether one process computes the gradients of a run: all its steps are in fp32, and its masks recorded."""
     return record.cell.precision == "fp32" and are_masks_seen(record) and record.steps[0] == 0
 
 
@@ -118,7 +117,7 @@ def _scaled(gradients: Mapping[str, Tensor], factor: float) -> dict[str, Tensor]
     reference=CLIP_GRAD_NORM,
 )
 def test_error_if_nonfinite_stops_every_rank(measure: Measure, cell: Cell) -> None:
-    """A gradient that is not finite on one rank MUST raise an error on every rank if asked to, and otherwise on none.
+    """A gradient that is not finite on one rank MUST raise an error on every rank if asked to, and on none if not.
 
     A rank that raises alone leaves the others waiting in their next collective. NaN and infinity are put into a rank's
     gradient before gradients are reduced, and into a shard afterwards, where replicas do not have them.
@@ -126,7 +125,7 @@ def test_error_if_nonfinite_stops_every_rank(measure: Measure, cell: Cell) -> No
     ranks = measure(clip_non_finite, cell)
     wrong = []
     for situation in ranks[0]:
-        outcomes = [of_rank[situation] for of_rank in ranks]
+        outcomes = [rank_outcomes[situation] for rank_outcomes in ranks]
         wrong += [] if _agree(situation, outcomes) else [f"{situation}: {outcomes}"]
     unit = f"of {len(ranks[0])} situations"
     compare.count(len(wrong), name="wrong outcomes", expected=0, detail="; ".join(wrong[:4]), unit=unit)
@@ -181,9 +180,9 @@ def test_clip_grad_norm_returns_and_scales_by_the_full_norm(run: Run, measure: M
 
 @law("CLIP-5", where="implementation = fsdp2", gaps=["large-models"], reference=CLIP_GRAD_NORM)
 def test_collectives_of_clipping(run: Run, cell: Cell) -> None:
-    """Clipping MUST issue the collectives that the norm needs on this mesh, in one order on every rank, and no others.
+    """Clipping MUST issue exactly the collectives that the norm needs on this mesh, in one order on every rank.
 
-    Wrong if replicas are counted, a reduction is left out, or each parameter costs a collective of its own.
+    Wrong if replicas are counted, a reduction is left out, or each parameter costs a separate collective.
     """
     config = cell.config
     dims = resolve_mesh(config.mesh, world_size=cell.world_size)
@@ -192,21 +191,21 @@ def test_collectives_of_clipping(run: Run, cell: Cell) -> None:
         events = clip_events(facts.parameters, config, dims)
         for step in record.steps:
             issued = [event for event in facts.collectives if (event.phase, event.step) == ("clip", step)]
-            untold = {index for index, event in enumerate(issued) if event.reduce_op == UNKNOWN}
-            measured = [_sent(event, untold=index in untold) for index, event in enumerate(issued)]
-            expected = [_sent(event, untold=index in untold) for index, event in enumerate(events)]
+            hidden = {index for index, event in enumerate(issued) if event.reduce_op == UNKNOWN}
+            measured = [_sent(event, hides_operation=index in hidden) for index, event in enumerate(issued)]
+            expected = [_sent(event, hides_operation=index in hidden) for index, event in enumerate(events)]
             detail, unit = f"rank {facts.rank}, step {step}: {measured}, expected {expected}", "collectives"
             compare.count(len(measured), name="collectives per step", expected=len(expected), detail=detail, unit=unit)
             if measured != expected:
                 raise ConformanceFailure(f"collectives of clipping on {detail}")
 
 
-def _sent(event: Event | Collective, *, untold: bool) -> tuple[str, str, int, str, str | None]:
-    """Return an event to compare, without the operation that imperative reductions of torch up to 2.8 do not tell.
+def _sent(event: Event | Collective, *, hides_operation: bool) -> tuple[str, str, int, str, str | None]:
+    """Return an event to compare, without the operation, which imperative reductions of torch up to 2.8 do not expose.
 
     CLIP-1 judges the result of such a reduction.
     """
-    return event.kind, event.group, event.numel, event.dtype, UNKNOWN if untold else event.reduce_op
+    return event.kind, event.group, event.numel, event.dtype, UNKNOWN if hides_operation else event.reduce_op
 
 
 @law(
@@ -220,7 +219,8 @@ def _sent(event: Event | Collective, *, untold: bool) -> tuple[str, str, int, st
 )
 def test_clip_grad_norm_error_if_nonfinite_raises_on_every_rank(measure: Measure, cell: Cell) -> None:
     """torch.nn.utils.clip_grad_norm_ with `error_if_nonfinite` MUST raise an error on every rank if a gradient has a
-    NaN or an infinity anywhere, and change nothing then; without, it MUST raise none, and return a norm that tells.
+    NaN or an infinity anywhere, and change nothing then; without, it MUST raise none, and return a norm that is not
+    finite.
 
     Wrong if only the rank that holds the number raises: the others wait for it in their next collective.
     """
@@ -228,7 +228,7 @@ def test_clip_grad_norm_error_if_nonfinite_raises_on_every_rank(measure: Measure
     unit = f"of {len(ranks) * len(ranks[0])}"
     wrong: dict[str, list[str]] = {"not raised": [], "raised unasked": [], "finite norm": [], "changed": []}
     for situation in ranks[0]:
-        for rank, outcome in enumerate(of_rank[situation] for of_rank in ranks):
+        for rank, outcome in enumerate(rank_outcomes[situation] for rank_outcomes in ranks):
             for fault in _faults(outcome, asked=situation.startswith("raise/")):
                 wrong[fault].append(f"{situation} on rank {rank}")
     for fault, outcomes in wrong.items():
@@ -239,7 +239,7 @@ def test_clip_grad_norm_error_if_nonfinite_raises_on_every_rank(measure: Measure
 
 
 def _faults(outcome: NonFiniteClipping, *, asked: bool) -> Iterator[str]:
-    """Yield what is wrong with an outcome, if an error was asked for or not."""
+    """Yield the faults of an outcome, with or without `error_if_nonfinite`."""
     if outcome.raised != asked:
         yield "not raised" if asked else "raised unasked"
     if outcome.norm_is_finite:

@@ -40,8 +40,8 @@ _OPERATORS = tuple(f"{kind}/{phase}" for kind in ("matmul", "attention") for pha
     reference=MIXED_PRECISION,
 )
 def test_dtypes_are_those_of_the_mixed_precision_policy(run: Run, cell: Cell) -> None:
-    """Every parameter, gradient, optimizer state, buffer, module and operator MUST have the dtype that the precision
-    gives it, and so must every collective on the wire.
+    """Every parameter, gradient, optimizer state, buffer, module, operator and collective on the wire MUST have the
+    dtype of the precision.
 
     Wrong if bf16 did not run somewhere, if the reduce dtype was dropped, or if a cast reaches a buffer or the masters.
     """
@@ -60,7 +60,7 @@ def test_dtypes_are_those_of_the_mixed_precision_policy(run: Run, cell: Cell) ->
 
 
 def _with_operators_of(attention: Attention, expected: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Return what is expected where attention may be products and a softmax, in a dtype of their own.
+    """Return the expected dtypes where attention may be products and a softmax in another dtype.
 
     Up to torch 2.15 they are in fp32, unless a knob says otherwise (`allow_fp16_bf16_reduction_math_sdp`).
     """
@@ -69,7 +69,7 @@ def _with_operators_of(attention: Attention, expected: dict[str, list[str]]) -> 
 
 
 def _seen(expected: dict[str, list[str]], facts: RankFacts, record: Record) -> dict[str, list[str]]:
-    """Return what is expected, without kinds of operators that kernels of inductor hide: all that it has fused."""
+    """Return the expected dtypes without the kinds of operators that inductor has fused into its kernels."""
     if record.config.compile != "inductor":
         return expected
     return {thing: dtypes for thing, dtypes in expected.items() if thing in facts.dtypes or thing not in _OPERATORS}
@@ -83,11 +83,12 @@ def _seen(expected: dict[str, list[str]], facts: RankFacts, record: Record) -> d
     reference=FULLY_SHARD,
 )
 def test_mixed_precision_builds_differ_in_starting_weights_alone(run: Run, measure: Measure, cell: Cell) -> None:
-    """Built in fp32, or in bf16 and cast to fp32 after `fully_shard`, sampled or loaded, a model MUST start from the
-    weights that its way implies, train in the same dtypes, and compute what follows from those weights.
+    """A model built in fp32, or in bf16 and cast to fp32 after `fully_shard`, sampled or loaded, MUST start from the
+    weights rounded to the dtype in which it is built, train in the dtypes of its precision, and compute each step from
+    those weights.
 
     Wrong if the cast leaves bf16 behind, the optimizer holds the tensors from before it, a load skips or rounds a
-    tensor, or all-gathers still serve what was there before.
+    tensor, or all-gathers still return the weights from before the cast.
     """
     require_known_sum_order(measure, cell)
     record, plain = run(cell), run(cell.but(precision="bf16-mp", init="meta"))
@@ -105,8 +106,8 @@ def test_rope_tables_and_buffers_keep_every_bit(run: Run, cell: Cell) -> None:
     """RoPE tables and other fp32 buffers MUST stay fp32 and keep every bit, in each attention, when it is recomputed,
     and after training.
 
-    Wrong if FSDP casts what blocks are given, a cast of the model reaches its buffers, or recomputation sees another
-    table than forward did. A table that was rounded and raised to fp32 again has other bits.
+    Wrong if FSDP casts inputs of blocks, a cast of the model reaches its buffers, or recomputation sees another table
+    than forward did. A table that was rounded and raised to fp32 again has other bits.
     """
     config, record = cell.config, run(cell)
     buffers = dict(initial_model(config).named_buffers())
@@ -229,7 +230,7 @@ def _held(expected: Mapping[str, list[str]], facts: RankFacts, config: TrainerCo
 
 
 def _compare(measured: Mapping[str, list[str]], expected: Mapping[str, list[str]], *, name: str, rank: int) -> None:
-    """Require that every expected thing was seen, with the expected values, and no other thing."""
+    """Require that exactly the expected keys were seen, with the expected values."""
     __tracebackhide__ = True
     wrong = [
         f"{thing}: measured {_listed(measured, thing)}, expected {_listed(expected, thing)}"

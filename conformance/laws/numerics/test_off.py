@@ -8,9 +8,8 @@ from conformance.assertions.steps import compare_steps, compare_updates
 from conformance.experiments.offload_mistakes import offload_with_mistakes
 from conformance.judge.law import law
 from conformance.judge.measurements import measure as report
-from conformance.oracles.dtype_policy import optimizer_state
+from conformance.oracles.dtype_policy import expected_offloading, expected_places, optimizer_state
 from conformance.oracles.pipeline import held_by
-from conformance.oracles.placement import expected_offloading, expected_places
 from conformance.plan.cells import Cell
 from conformance.run.record import Record
 
@@ -29,11 +28,11 @@ REMEDY = 'init_process_group("cpu:gloo,cuda:nccl")'
     reference=CPU_OFFLOAD,
 )
 def test_cpu_offload_run_equals_one_without(run: Run, cell: Cell) -> None:
-    """Norm, clipped gradients and optimizer steps of an offloaded run MUST equal those of the run without offload; in
+    """Norm, clipped gradients and optimizer steps of an offloaded run MUST equal those of the run without offload, in
     every bit if both compute on one kind of device.
 
     On a CUDA device the first gradients MUST be equal in every bit, and the CPU's norms and steps, which are rounded
-    otherwise, MUST be those of one process on the same gradients. One law, since the first difference causes all
+    differently, MUST be those of one process on the same gradients. One law, since the first difference causes all
     others. Wrong if gradients are not clipped on the CPU, or by a rank's own norm, if the next micro-batch overwrites
     gradients, or if the parameters that step are not those that are gathered.
     """
@@ -58,7 +57,8 @@ def test_cpu_offload_run_equals_one_without(run: Run, cell: Cell) -> None:
 @law("OFF-2", where="implementation = fsdp2", gaps=["large-models"], reference=CPU_OFFLOAD)
 def test_cpu_offload_state_is_in_host_memory(run: Run, cell: Cell) -> None:
     """All sharded parameters, their gradients and the optimizer's state MUST be in host memory if they are offloaded,
-    page-locked if asked; unsharded parameters, activations and buffers on the device, as is all without offload.
+    page-locked if requested; unsharded parameters, activations and buffers on the device, as everything is without
+    offload.
 
     Wrong if a group was sharded without the policy, the optimizer was built on the device, or a buffer was offloaded.
     """

@@ -21,10 +21,11 @@ FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard
 
 @law("OPT-1", where="implementation = fsdp2", gaps=["large-models"], reference=FULLY_SHARD)
 def test_optimizer_holds_the_sharded_parameters(run: Run, cell: Cell) -> None:
-    """The optimizer MUST hold exactly the model's sharded parameters, each once, in the group that decays matrices and
-    spares norms and biases.
+    """The optimizer MUST hold exactly the model's sharded parameters, each once: matrices in the group with weight
+    decay, norms and biases in the group without.
 
-    Wrong if it was built before sharding, or while a group was unsharded: then it trains tensors that are not used.
+    Wrong if it was built before sharding, or while a group was unsharded: then it trains tensors that the model does
+    not use.
     """
     config = cell.config
     decay, lr = config.optimizer.weight_decay, _spelled(learning_rate(config, config.steps))
@@ -76,9 +77,8 @@ def test_optimizer_steps_as_on_plain_tensors(run: Run, cell: Cell) -> None:
     substrates=("gloo",),  # as for DT-3
 )
 def test_optimizers_step_on_dtensors_as_on_plain_tensors(measure: Measure, cell: Cell) -> None:
-    """Every optimizer of torch.optim, with each implementation and option, MUST leave on DTensors the parameters and
-    the state that it leaves on full plain tensors after several steps, or refuse, on all ranks alike; however
-    parameters and gradients are laid out.
+    """Every optimizer of torch.optim, with each implementation and option, MUST leave on DTensors of every layout the
+    parameters and the state that it leaves on full plain tensors after several steps, or refuse on all ranks.
 
     In every bit where an element depends on no other, else within a derived bound. How often an optimizer refuses is
     recorded, without a bound.

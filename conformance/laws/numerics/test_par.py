@@ -1,4 +1,4 @@
-"""PAR: a parallel run computes what one process computes, with any movement of data, in fp32 and in bf16."""
+"""PAR: a parallel run computes the step of one process, with any movement of data, in fp32 and in bf16."""
 
 import itertools
 
@@ -13,8 +13,7 @@ from conformance.assertions.steps import compare_steps, compare_updates, emulati
 from conformance.judge.law import law
 from conformance.judge.measurements import measure as report
 from conformance.oracles import optimizer_tolerance, tolerance
-from conformance.oracles.cache import reference_run
-from conformance.oracles.reference import initial_model
+from conformance.oracles.reference import initial_model, reference_run
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell, axis_default
 from conformance.plan.mesh import Mesh
@@ -51,8 +50,8 @@ def test_sharded_fp32_equals_one_process(run: Run, cell: Cell) -> None:
     compare.tensors(single, reference, name="own error of one process in fp32", within=bound)
     compare.tensors(record.select("step0/gradient/"), reference, name="gradient at step 0", within=bound)
     compare_steps(record)
-    of_norm = tolerance.gradient_norm(bound, reference, order=config.optimizer.norm_order)
-    compare.scalars(record.grad_norms, expected.grad_norms, name="gradient norm", within=of_norm)
+    norm_bound = tolerance.gradient_norm(bound, reference, order=config.optimizer.norm_order)
+    compare.scalars(record.grad_norms, expected.grad_norms, name="gradient norm", within=norm_bound)
     compare.tensors(
         record.select("final/parameter/"),
         expected.parameters,
@@ -74,11 +73,11 @@ def test_sharded_fp32_equals_one_process(run: Run, cell: Cell) -> None:
     reference=MIXED_PRECISION,
 )
 def test_mixed_precision_equals_its_emulation(run: Run, measure: Measure, cell: Cell) -> None:
-    """A bf16 or fp16 run MUST round where FSDP2 and tensor parallelism say it does, and nowhere else: as one process
-    does with the same casts and partial sums.
+    """A bf16 or fp16 run MUST round exactly where FSDP2 and tensor parallelism document it: as one process does with
+    the same casts and partial sums.
 
     Wrong if gradients are reduced in bf16, master weights are bf16, or a cast is missing or doubled. In fp16 each step
-    is computed with the loss scale that it reports: what is too small for fp16 is lost where the emulation loses it.
+    is computed with the loss scale that it reports, so that both underflow at the same points.
     """
     require_known_sum_order(measure, cell)
     record = run(cell)
@@ -102,7 +101,7 @@ def test_mixed_precision_error_equals_that_of_its_emulation(run: Run, cell: Cell
     """The error of a bf16 or fp16 run's gradients against fp32 MUST equal that of an emulation with the same rounding
     points, within a two-sided bound.
 
-    Wrong if something is rounded more often than it has to be, or if bf16 did not run at all.
+    Wrong if something is rounded more often than necessary, or if bf16 did not run at all.
     """
     config = cell.config
     record = run(cell)
@@ -124,8 +123,8 @@ def test_reshard_prefetch_and_checkpointing_change_no_bit(run: Run, cell: Cell) 
     """Settings that only move or repeat (reshard mode, prefetching, activation checkpointing) MUST NOT change a bit of
     gradients or final state.
 
-    Wrong if a group is used before it is all-gathered, or after it was freed or became stale, or if what activation
-    checkpointing recomputes is different.
+    Wrong if a group is used before it is all-gathered, or after it was freed or became stale, or if activation
+    checkpointing recomputes other values.
     """
     opposite = "always" if cell.reshard != "always" else "never"
     plain = cell.but(reshard=opposite, forward_prefetch=0, backward_prefetch=0, activation_checkpointing="none")
@@ -173,8 +172,8 @@ def test_gradient_accumulation_equals_one_large_batch(run: Run, cell: Cell) -> N
     bound = tolerance.both(tolerance.fp32_gradients(config))
     gradients = single.select("step0/gradient/")
     compare.tensors(record.select("step0/gradient/"), gradients, name="gradient at step 0", within=bound)
-    of_norm = tolerance.gradient_norm(bound, gradients, order=config.optimizer.norm_order)
-    compare.scalars(record.grad_norms, single.grad_norms, name="gradient norm", within=of_norm)
+    norm_bound = tolerance.gradient_norm(bound, gradients, order=config.optimizer.norm_order)
+    compare.scalars(record.grad_norms, single.grad_norms, name="gradient norm", within=norm_bound)
     compare.tensors(
         record.select("final/parameter/"),
         single.select("final/parameter/"),
@@ -266,8 +265,8 @@ def test_integer_model_is_exact_on_every_mesh(run: Run, cell: Cell) -> None:
     reference=DROPOUT,
 )
 def test_dropout_masks_are_equal_where_activations_are(run: Run, cell: Cell) -> None:
-    """Dropout MUST drop each element with its probability, the same elements on ranks that replicate activations and in
-    recomputation, and others in each layer, micro-batch and step and on ranks with other activations.
+    """Dropout masks MUST be Bernoulli(p); identical on tensor-parallel replicas and in recomputation; independent
+    across layers, micro-batches, steps, and ranks with different activations.
 
     Wrong if ranks share a seed, or do not where they must, or if the generator's state is not kept for recomputation.
     That kept elements are rescaled is judged by the laws on numbers, whose oracles replay the masks.
@@ -276,7 +275,7 @@ def test_dropout_masks_are_equal_where_activations_are(run: Run, cell: Cell) -> 
     masks = recorded_masks(record)
     assert masks is not None
     _require_none(_repeated_masks(record), name="repeated masks")
-    _require_none(_masks_recomputed_otherwise(record), name="other masks in recomputation")
+    _require_none(_masks_recomputed_differently(record), name="other masks in recomputation")
     kept = torch.cat([mask.flatten() for step in record.steps for mask in masks.of(step)])
     share, within = 1.0 - float(kept.double().mean()), tolerance.dropped_share(cell.dropout, samples=kept.numel())
     if abs(share - cell.dropout) > within:
@@ -289,7 +288,7 @@ def _require_none(wrong: list[str], *, name: str) -> None:
 
 
 def _repeated_masks(record: Record) -> list[str]:
-    """Masks that have been drawn before, in another place; replicas of activations count as one place."""
+    """Return the masks that are equal to an earlier one of another place; replicas of activations are one place."""
     seen: dict[bytes, str] = {}
     repeated = []
     for facts in record.ranks:
@@ -303,8 +302,8 @@ def _repeated_masks(record: Record) -> list[str]:
     return repeated
 
 
-def _masks_recomputed_otherwise(record: Record) -> list[str]:
-    """Recomputed masks that are not those of forward."""
+def _masks_recomputed_differently(record: Record) -> list[str]:
+    """Return the recomputed masks that differ from those of forward."""
     otherwise = []
     recomputes = record.cell.activation_checkpointing != "none"
     for rank, step in itertools.product(range(len(record.ranks)), record.steps):

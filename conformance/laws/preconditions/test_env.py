@@ -29,7 +29,7 @@ time, do not share a clock."""
 def test_collectives_are_exact_in_every_dtype(measure: Measure, cell: Cell) -> None:
     """all_reduce, all_gather, reduce_scatter and broadcast MUST be exact on small integers in every dtype.
 
-    Wrong if the backend is broken, an interface is misconfigured, or ranks are not who they think they are.
+    Wrong if the backend is broken, an interface is misconfigured, or ranks have wrong numbers.
     """
     world = cell.world_size
     numbers = [[rank + 1 + i for i in range(world)] for rank in range(world)]
@@ -38,7 +38,7 @@ def test_collectives_are_exact_in_every_dtype(measure: Measure, cell: Cell) -> N
     for rank, facts in enumerate(ranks):
         expected = {
             "all_reduce": sums,
-            "all_gather": [number for of_rank in numbers for number in of_rank],
+            "all_gather": [number for rank_numbers in numbers for number in rank_numbers],
             "reduce_scatter": [sums[rank]],
             "broadcast": numbers[world - 1],
         }
@@ -128,8 +128,8 @@ def test_cuda_devices_are_free_and_pinned(measure: Measure, cell: Cell) -> None:
     reference="https://docs.nvidia.com/cuda/cublas/#results-reproducibility",
 )
 def test_emulation_has_the_operands_of_the_run(run: Run, cell: Cell) -> None:
-    """Operators that add numbers up MUST be handed operands of the same dtypes, shapes, strides and alignments in a run
-    and in its emulation by one process.
+    """Operators that add numbers up MUST get operands of the same dtypes, shapes, strides and alignments in a run and
+    in its emulation by one process.
 
     A precondition of every bound that is 0: a library chooses by these in which order it adds. Both sides are judged in
     the first step; how often an operator is called does not count, nor, on the simulated device, the name of a fused
@@ -139,7 +139,7 @@ def test_emulation_has_the_operands_of_the_run(run: Run, cell: Cell) -> None:
     measured = {operands for facts in record.ranks for operands in facts.operands}
     expected = operands_of_emulation(record)
     if record.device_type == "sim":
-        measured, expected = _of_one_attention(measured), _of_one_attention(expected)
+        measured, expected = _attention_merged(measured), _attention_merged(expected)
     if not expected:
         raise RuntimeError(f"cell {cell.id}: the emulation has handed nothing to operators that add up")
     for name, only in (("in the run alone", measured - expected), ("in the emulation alone", expected - measured)):
@@ -147,7 +147,7 @@ def test_emulation_has_the_operands_of_the_run(run: Run, cell: Cell) -> None:
         compare.count(len(only), name=f"operands {name}", expected=0, detail=detail, unit=unit)
 
 
-def _of_one_attention(operands: Iterable[str]) -> set[str]:
+def _attention_merged(operands: Iterable[str]) -> set[str]:
     """Return operands with one name for all fused attentions, and one for their gradients."""
     return {
         re.sub(r"^aten::_scaled_dot_product_[a-z_]+_attention(_for_cpu)?", "attention", noted) for noted in operands

@@ -1,1 +1,1 @@
-"""Laws of order: what is gathered, reduced, resharded and recomputed when, in pipelines too, and on which streams."""
+"""Laws of order: times and streams of gathers, reductions, resharding and recomputation, in pipelines too."""

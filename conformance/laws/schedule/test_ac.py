@@ -1,4 +1,4 @@
-"""AC: activation checkpointing computes again what it has dropped, and nothing else."""
+"""AC: activation checkpointing computes exactly the dropped activations again."""
 
 from torch import nn
 
@@ -21,10 +21,10 @@ _PRODUCTS_OF_A_GRADIENT = 2
     gaps=["large-models"],
     reference=CHECKPOINT,
 )
-def test_backward_recomputes_what_was_dropped(run: Run, cell: Cell) -> None:
-    """Each rank MUST compute in backward, once more, the attention and the matrix products of a block under full
-    activation checkpointing, up to the last result that a gradient needs, and none again under selective checkpointing,
-    which keeps these results, or without any.
+def test_backward_recomputes_exactly_the_dropped_activations(run: Run, cell: Cell) -> None:
+    """In backward each rank MUST recompute, under full activation checkpointing, each attention and matrix product of a
+    block once, up to the last result that a gradient needs; under selective checkpointing, which keeps these results,
+    or without checkpointing, none.
 
     The block's last product is needed if dropout follows, whose mask is drawn again. Where a device has no operator for
     attention, it is two products, which count as such, and a softmax, which no checkpointing keeps.
@@ -47,8 +47,8 @@ def _compare_operators(facts: RankFacts, cell: Cell, attention: Attention) -> No
     compare.count(attention.calls(backward), name="attention", expected=blocks * is_dropped, detail=detail, unit=unit)
     linear = products(forward) - blocks * attention.products("forward")
     needed = _linear_layers_of_a_block(cell) - (cell.dropout == 0.0) + attention.products("forward")
-    of_gradients = _PRODUCTS_OF_A_GRADIENT * linear + blocks * attention.products("backward")
-    expected = of_gradients + blocks * needed * repeats
+    gradient_products = _PRODUCTS_OF_A_GRADIENT * linear + blocks * attention.products("backward")
+    expected = gradient_products + blocks * needed * repeats
     compare.count(products(backward), name="matrix products", expected=expected, detail=detail, unit=unit)
 
 

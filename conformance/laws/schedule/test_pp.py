@@ -1,4 +1,4 @@
-"""PP: a pipeline computes, holds, gathers and reduces what its schedule and the reshard mode promise."""
+"""PP: a pipeline computes, holds, gathers and reduces as its schedule and the reshard mode promise."""
 
 from collections import Counter
 
@@ -6,7 +6,6 @@ import torch
 
 from conformance.assertions import compare
 from conformance.assertions.fixtures import Run
-from conformance.assertions.stage_actions import recorded_actions
 from conformance.instruments.facts import Collective, RankFacts
 from conformance.judge.law import law
 from conformance.oracles import pipeline, tolerance
@@ -30,6 +29,11 @@ def _where(facts: RankFacts, step: int) -> str:
     return f"rank {facts.rank}, step {step}"
 
 
+def _recorded(facts: RankFacts, step: int) -> list[Action]:
+    """Return the actions of the stages of a rank in a step, in their order."""
+    return [Action(a.action, a.stage, a.micro_batch) for a in facts.stage_actions if a.step == step]
+
+
 @law("PP-1", where="pp > 1", reference=PIPELINING)
 def test_stages_act_and_transfer_in_the_order_of_the_schedule(run: Run, cell: Cell) -> None:
     """Each stage MUST compute each micro-batch once forward and once backward, in the order of the schedule, and send
@@ -42,7 +46,7 @@ def test_stages_act_and_transfer_in_the_order_of_the_schedule(run: Run, cell: Ce
     for facts in record.ranks:
         rank = facts.mesh_coordinate["pp"]
         for step in record.steps:
-            where, actions = _where(facts, step), recorded_actions(facts, step)
+            where, actions = _where(facts, step), _recorded(facts, step)
             wrong = pipeline.violations(actions, config, rank=rank)
             detail = f"{where}: {', '.join(wrong[:4])}"
             compare.count(len(wrong), name="invalid stage actions", expected=0, detail=detail, unit="actions")
@@ -60,13 +64,13 @@ def _check_transfers(
 ) -> None:
     __tracebackhide__ = True
     tensor = (pipeline.activation_numel(config, dims), dtype_policy(config.precision).compute)
-    of_step = [t for t in facts.transfers if t.step == step and t.dtype.startswith(("float", "bfloat"))]
+    transfers = [t for t in facts.transfers if t.step == step and t.dtype.startswith(("float", "bfloat"))]
     if traits_of(str(torch.__version__)).stages_exchange_a_number and step == facts.stage_actions[0].step:
-        of_step = [t for t in of_step if t.numel > 1]
-    sizes = {(t.numel, t.dtype) for t in of_step}
+        transfers = [t for t in transfers if t.numel > 1]
+    sizes = {(t.numel, t.dtype) for t in transfers}
     if sizes - {tensor}:
         raise ConformanceFailure(f"{_where(facts, step)}: transfers of {sorted(sizes)}, must be of {tensor}")
-    measured = Counter((t.direction, t.peer) for t in of_step)
+    measured = Counter((t.direction, t.peer) for t in transfers)
     expected = pipeline.transfers(actions, config)
     if measured != expected:
         raise ConformanceFailure(f"{_where(facts, step)}: transfers {dict(measured)}, must be {dict(expected)}")
@@ -111,21 +115,22 @@ def _leaves_traces(stage: int, config: TrainerConfig) -> bool:
 
 @law("PP-3", where="pp > 1 and dp_shard > 1", reference=UNSHARD)
 def test_groups_are_gathered_as_often_as_the_reshard_mode_says(run: Run, cell: Cell) -> None:
-    """A group that the mode keeps after forward MUST be gathered once per step, whatever the number of micro-batches;
-    a group that it frees, once for each forward or backward that finds the group sharded.
+    """A group that the mode keeps after forward MUST be gathered once per step, with any number of micro-batches; a
+    group that it frees, once for each forward or backward that finds the group sharded.
 
-    Wrong if a pipeline gathers again what it has, or keeps what the mode promises to free.
+    Wrong if a pipeline gathers an unsharded group, or keeps a group that the mode promises to free.
     """
     config, record = cell.config, run(cell)
     policy = dtype_policy(config.precision)
     for facts in record.ranks:
         numels = _shard_numels(facts, config)
         for step in record.steps:
-            count = pipeline.gathers(recorded_actions(facts, step), config)
+            count = pipeline.gathers(_recorded(facts, step), config)
             expected = Counter[int]()
             for group, times in count.items():
                 expected[numels[group]] += times
-            measured = Counter(e.numel for e in _of_fsdp(facts, step, "all_gather", "dp_shard", policy.compute))
+            gathers = _fsdp_collectives(facts, step, "all_gather", "dp_shard", policy.compute)
+            measured = Counter(event.numel for event in gathers)
             detail = f"{_where(facts, step)}: elements by number {dict(measured)}, must be {dict(expected)}"
             compare.count(
                 measured.total(),
@@ -158,7 +163,7 @@ def test_gradients_are_reduced_once_after_the_last_micro_batch(run: Run, cell: C
                 expected = Counter(
                     numels[group] * width for stage in last for group in pipeline.groups_of(stage, config)
                 )
-                measured = Counter(e.numel for e in _of_fsdp(facts, step, kind, over, reduce))
+                measured = Counter(e.numel for e in _fsdp_collectives(facts, step, kind, over, reduce))
                 if measured != expected:
                     raise ConformanceFailure(
                         f"{_where(facts, step)}: {kind}, elements by number {dict(measured)}, must be {dict(expected)}"
@@ -173,7 +178,7 @@ def _early_reductions(
     """Return the number of reductions that come before the last backward of their stage.
 
     `last` is the number of collectives before the last action of each stage. Layers have equally many elements, so that
-    a reduction does not tell its stage; but only the groups of stages that are done can have been reduced.
+    a reduction does not show its stage; but only the groups of finished stages can have been reduced.
     """
     at = [
         index
@@ -208,8 +213,8 @@ def test_every_stage_clips_by_the_norm_of_all(run: Run, cell: Cell) -> None:
         )
 
 
-def _of_fsdp(facts: RankFacts, step: int, kind: str, over: str, dtype: str) -> list[Collective]:
-    """Return collectives of a step's forward and backward, and of what a schedule does before its first action.
+def _fsdp_collectives(facts: RankFacts, step: int, kind: str, over: str, dtype: str) -> list[Collective]:
+    """Return collectives of a step's forward and backward, also those before the first action of a schedule.
 
     Raises ConformanceFailure for another dtype than that of the precision.
     """

@@ -17,7 +17,7 @@ RESHARD_AFTER_FORWARD = (
 _PHASES = ("data", "forward", "backward")
 _OF_FSDP = ("dp_shard", "dp_replicate")
 _NUMBER_OF_TOKENS = "int64"
-"""Dtype of the only sum over data ranks that is none of FSDP's."""
+"""Dtype of the only sum over data ranks that FSDP does not issue."""
 
 
 @law("RS-1", where="implementation = fsdp2", gaps=["large-models"], reference=RESHARD_AFTER_FORWARD)

@@ -27,13 +27,12 @@ AVOID_RECORD_STREAMS = "https://github.com/pytorch/pytorch/pull/150398"
     since="2.8",
 )
 def test_avoid_record_streams_variable_changes_nothing(run: Run, measure: Measure, cell: Cell) -> None:
-    """Whatever TORCH_NCCL_AVOID_RECORD_STREAMS says, a run MUST be the same as without it: in every bit, in all
+    """A run with any value of TORCH_NCCL_AVOID_RECORD_STREAMS MUST be the same as without it: in every bit, in all
     collectives, and in the memory of each phase.
 
     From torch 2.8 on nothing but a warning depends on the variable. AXIS-1's proof is repeated first: ranks had the
     variable before they made their process group. Memory is that of a simulated world, without the blocks that several
-    streams of a GPU use. Gloo does not read the variable: on the CPU the law is for what torch does with it above the
-    backend.
+    streams of a GPU use. Gloo does not read the variable: on the CPU the law judges its effects above the backend.
     """
     unset = cell.but(record_streams="unset")
     record, other = run(cell), run(unset)
@@ -43,7 +42,7 @@ def test_avoid_record_streams_variable_changes_nothing(run: Run, measure: Measur
     for facts, expected in zip(record.ranks, other.ranks, strict=True):
         if facts.collectives != expected.collectives:
             raise ConformanceFailure(f"rank {facts.rank} issued other collectives")
-    with_it, without = (measure(step_in_simulation, of)[0].segments for of in (cell, unset))
+    with_it, without = (measure(step_in_simulation, each)[0].segments for each in (cell, unset))
     differences = [(a, b) for a, b in zip(with_it, without, strict=True) if a != b]
     detail = f"{differences[:1]}"
     compare.count(len(differences), name="phases with other memory", expected=0, detail=detail, unit="segments")
@@ -56,10 +55,10 @@ def test_avoid_record_streams_variable_changes_nothing(run: Run, measure: Measur
     reference=AVOID_RECORD_STREAMS,
     substrates=STREAMS,
 )
-def test_record_stream_holds_nothing(measure: Measure, cell: Cell) -> None:
-    """Memory that the caching allocator holds at its peak for streams that have not caught up (`active` above
-    `allocated`) MUST be zero, although the host runs ahead of the device: with any value of
-    TORCH_NCCL_AVOID_RECORD_STREAMS, up to torch 2.7 if it is 1.
+def test_record_stream_holds_no_memory(measure: Measure, cell: Cell) -> None:
+    """The caching allocator MUST hold no memory for streams that have not caught up (peak of `active` above
+    `allocated`), although the host runs ahead of the device: with any value of TORCH_NCCL_AVOID_RECORD_STREAMS, up to
+    torch 2.7 with 1.
 
     Neither FSDP2 nor, as torch says since 2.8, the process group calls record_stream. Before 2.8, without the variable,
     the buffers of asynchronous collectives of tensor parallelism are held, and nothing can be judged. On the simulated
@@ -91,12 +90,12 @@ def _expect_nothing_held(peaks: DevicePeaks, where: str) -> None:
     reference="https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams",
 )
 def test_delayed_collectives_and_copies_change_no_bit(run: Run, measure: Measure, cell: Cell) -> None:
-    """Whatever is delayed - all-gathers, reduce-scatters, all-reduces, transfers between stages, copies between device
-    and host, or all of them, on the last rank, or on the streams of a device - a run MUST be the same in every bit.
+    """A run MUST be the same in every bit with delayed all-gathers, reduce-scatters, all-reduces, transfers between
+    stages, copies between device and host, or all of them, on the last rank or on the streams of a device.
 
     Wrong if a tensor is used before it is complete, or its memory is handed out again while it is in use. In a pipeline
-    the first rank is delayed, too, in a run of its own: its peers wait for what it sends forward. On a device, freed
-    memory is filled with NaN meanwhile. On the simulated accelerator, schedules of its streams delay.
+    the first rank is delayed, too, in a separate run: its peers wait for its activations. On a device, freed memory is
+    filled with NaN. On the simulated accelerator, schedules of its streams delay.
     """
     record = run(cell)
     for facts, delayed in zip(record.ranks, measure(train_with_delays, cell), strict=True):
@@ -120,8 +119,8 @@ def test_fully_shard_orders_conflicting_accesses_of_streams(run: Run, cell: Cell
     has used.
 
     Wrong if a stream does not wait for another one, or if memory is released too early. On the CPU FSDP issues the same
-    streams and events as on a device, and all runs in order: the law judges what any timing of streams could do, not
-    what has happened. The simulated device adds what the host does with pinned memory.
+    streams and events as on a device, and all runs in order: the law judges every timing of streams that events permit.
+    The simulated device adds accesses of the host to pinned memory.
     """
     for facts in run(cell).ranks:
         if facts.streams is None or len(facts.streams.operators) < 2 or not facts.streams.waits:

@@ -28,8 +28,8 @@ ASYNC_SAVE = f"{CHECKPOINT}#torch.distributed.checkpoint.state_dict_saver.async_
     reference=CHECKPOINT,
 )
 def test_checkpoint_resumes_bit_for_bit(run: Run, measure: Measure, cell: Cell) -> None:
-    """Saved, stopped and resumed in new processes on the same mesh, a run MUST go on in every bit as if it had not, and
-    each step, before and after, MUST compute what one process computes.
+    """A run that is saved, stopped and resumed in new processes on the same mesh MUST equal the uninterrupted run in
+    every bit, and each step, before and after, MUST be that of one process.
 
     Wrong if moments, step counters, the schedule, random numbers or the data position are lost or off by one.
     """
@@ -44,8 +44,8 @@ def test_checkpoint_resumes_bit_for_bit(run: Run, measure: Measure, cell: Cell) 
     reference=CHECKPOINT,
 )
 def test_checkpoint_is_resumed_on_another_mesh(run: Run, measure: Measure, cell: Cell) -> None:
-    """Loaded on any mesh, a checkpoint MUST give parameters and optimizer state as they were saved, in every bit, and
-    the steps that follow MUST compute what one process computes from them.
+    """A checkpoint loaded on any mesh MUST restore parameters and optimizer state in every bit, and the steps that
+    follow MUST be those of one process from this state.
 
     Wrong if shards are put together in another order than they were cut: a round trip on one mesh would not show it.
     """
@@ -69,7 +69,7 @@ def test_checkpoint_is_resumed_on_another_mesh(run: Run, measure: Measure, cell:
 )
 def test_async_checkpoint_does_not_see_later_steps(run: Run, measure: Measure, cell: Cell) -> None:
     """A checkpoint saved while training goes on MUST be the state at the call, in every bit, and each step, before and
-    after, MUST compute what one process computes.
+    after, MUST be that of one process.
 
     Nothing is written before the next step has changed every parameter. Wrong if the save keeps the run's own tensors.
     """
@@ -85,12 +85,12 @@ def test_async_checkpoint_does_not_see_later_steps(run: Run, measure: Measure, c
     reference=STATE_DICT,
 )
 def test_state_dicts_restore_the_run_in_every_form(measure: Measure, cell: Cell) -> None:
-    """Sharded, full, offloaded, flattened or broadcast from rank 0, a state dict MUST give back parameters, optimizer
-    state and each group's options in every bit, and the next step MUST be the same.
+    """A state dict that is sharded, full, offloaded, flattened or broadcast from rank 0 MUST restore parameters,
+    optimizer state and each group's options in every bit, and the next step MUST be the same.
 
-    A full one is the gathered tensors; offloaded too, on rank 0 alone. With `strict=False` keys that are missing or
-    unexpected are reported, and all others are loaded, of a full state dict, too. With tensor parallelism torch 2.13
-    loads a full state dict of dimensions that are divisible by all ranks only
+    A full state dict has the gathered tensors; if offloaded, on rank 0 alone. With `strict=False` missing and
+    unexpected keys are reported, and all others are loaded, also from a full state dict. With tensor parallelism torch
+    2.13 loads a full state dict of dimensions that are divisible by all ranks only
     (findings/full_state_dict_of_uneven_strided_shards.py).
     """
     ranks = measure(use_state_dicts, cell)
@@ -107,9 +107,9 @@ def test_state_dicts_restore_the_run_in_every_form(measure: Measure, cell: Cell)
     since="2.8",
 )
 def test_get_state_dict_before_the_first_step_changes_nothing(measure: Measure, cell: Cell) -> None:
-    """A state dict that is taken before the first step MUST NOT change a bit of what the step computes.
+    """A state dict that is taken before the first step MUST NOT change a bit of that step.
 
-    Wrong if the step that gives the optimizer a state counts, or leaves something in it.
+    Wrong if the step that initialises the optimizer's state is counted, or leaves a trace in it.
     """
     ranks = measure(take_state_dict_before_training, cell)
     wrong = {kind: sum(rank.get(kind, 0) for rank in ranks) for rank in ranks for kind in rank}

@@ -1,4 +1,4 @@
-"""INIT: however a model is built, every tensor is initialised, independently of the mesh."""
+"""INIT: every tensor is initialised independently of the mesh, with every strategy of building a model."""
 
 from collections.abc import Mapping
 from itertools import combinations
@@ -92,7 +92,7 @@ def test_initial_weights_are_independent_and_as_specified(run: Run, cell: Cell) 
 
 
 def _layouts(record: Record, parameters: Mapping[str, Tensor]) -> set[tuple[torch.Size, str]]:
-    """Return shape and layout, on a rank that holds it, of each of these parameters."""
+    """Return the shape and the layout of each of these parameters, from a rank that holds it."""
     layouts = {name: layout for facts in record.ranks for name, layout in facts.layouts.items()}
     return {(tensor.shape, layouts.get(name, FULL_LAYOUT)) for name, tensor in parameters.items()}
 
@@ -119,10 +119,10 @@ def _require_distinct_shards(record: Record) -> None:
     reference=FULLY_SHARD,
 )
 def test_init_strategies_end_in_the_same_state(run: Run, cell: Cell) -> None:
-    """Sharded before it is initialised or after, at once or layer by layer, sampled or loaded, a model MUST end with
-    the same weights, buffers, groups, shards and dtypes.
+    """A model sharded before or after initialisation, at once or layer by layer, sampled or loaded, MUST end with the
+    same weights, buffers, groups, shards and dtypes.
 
-    Wrong if a strategy leaves a tensor behind, shards it otherwise, or samples in another order.
+    Wrong if a strategy leaves a tensor behind, shards it differently, or samples in another order.
     """
     record, usual = run(cell), run(cell.but(init="meta", weights="safetensors"))
     for kind in ("parameter", "buffer"):
@@ -138,7 +138,7 @@ def test_init_strategies_end_in_the_same_state(run: Run, cell: Cell) -> None:
 def test_poison_is_seen_in_every_tensor(run: Run, cell: Cell) -> None:
     """Before initialisation INIT-1 MUST, as a control, see every element of every parameter and buffer as forgotten.
 
-    Each rank also counts poison before anything is initialised: that count is what INIT-1 would find at the end if
+    Each rank also counts poison before anything is initialised: INIT-1 would find that count at the end if
     `init_weights`, or the rule of one buffer, were left out.
     """
     for facts in run(cell).ranks:
@@ -154,8 +154,8 @@ def test_poison_is_seen_in_every_tensor(run: Run, cell: Cell) -> None:
     reference=FULLY_SHARD,
 )
 def test_peak_memory_of_building(measure: Measure, cell: Cell) -> None:
-    """While it is built, a rank MUST hold no more than its shards and one full parameter (`meta`, `checkpoint`), its
-    shards and one layer (`layerwise`), or the full model (`full`), and not less than that takes.
+    """A rank that builds a model MUST hold at most its shards and one full parameter (`meta`, `checkpoint`), its shards
+    and one layer (`layerwise`), or the full model (`full`), and at least the minimum of that strategy.
 
     Measured by torch's allocator reports. Wrong if a full model, or a second copy of it, is there at any time.
     """

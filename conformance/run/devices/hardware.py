@@ -24,7 +24,7 @@ ACCELERATORS = ("auto", "cpu", "cuda", "sim")
 SHARED_RANKS = 4
 """Maximum number of ranks on one device with `--share-gpu auto`.
 
-Ranks on a device take turns, and collectives wait for all ranks: each additional rank slows every collective down.
+Ranks on a device take turns, and collectives wait for all ranks: each additional rank slows down every collective.
 Unverified beyond 4: https://github.com/NVIDIA/nccl/issues/418 has failures."""
 
 MULTI_RANK_SINCE = (2, 30)
@@ -39,7 +39,7 @@ DETERMINISM = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "NCCL_ALGO": "Ring",
     "NCCL_PROTO": "Simple",
-    # One channel, since each would cut tensors into chunks of its own; multicast, and the service for statistics, would
+    # One channel, since each would cut tensors into separate chunks; multicast, and the service for statistics, would
     # take memory and threads for nothing.
     "NCCL_MAX_CTAS": "1",
     "NCCL_NVLS_ENABLE": "0",
@@ -57,7 +57,7 @@ that compile, and a rank that leaves a process behind is not used again."""
 # that it waits for from starting; NVLink multicast does not support several ranks on a device.
 _MULTI_RANK = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 # Older versions refuse two ranks of a host on one device. NCCL_HOSTID, with a different value in each rank, makes every
-# rank a host of its own; ranks of different hosts communicate over sockets.
+# rank a separate host; ranks of different hosts communicate over sockets.
 _SOCKETS = {
     "NCCL_HOSTID": f"conformance-{RANK_IN_VALUE}",
     "NCCL_NET": "Socket",
@@ -111,8 +111,8 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     def session_environment(self, *, worker: int = 0) -> dict[str, str]:
         """Return the environment variables of a session's worker, and of its rank server.
 
-        Oracles compute on a device, too, each worker's on one of its own as far as there are so many; libraries read
-        these variables once.
+        Oracles compute on a device, too, on a different one for each worker if there are enough; libraries read these
+        variables once.
         """
         if not self.devices:
             return ONE_THREAD | self._arithmetic_variables(self.arithmetic)
@@ -133,7 +133,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
         return variables
 
     def _arithmetic_variables(self, arithmetic: Arithmetic) -> dict[str, str]:
-        """Return the variables of an arithmetic in a session that has another one than torch's and gloo's own.
+        """Return the variables of the session's arithmetic, unless it is that of torch and gloo.
 
         Ranks inherit the variables of the session's processes.
         """
@@ -164,9 +164,9 @@ def kernel_type(substrate: str) -> Literal["cpu", "cuda"]:
 def find_hardware(
     interface: DeviceInterface, *, accelerator: str, share_gpu: str, arithmetic: Arithmetic = OWN
 ) -> Hardware:
-    """Return the hardware of this machine, as far as the options allow.
+    """Return the hardware of this machine that the options allow.
 
-    Another arithmetic than that of torch and gloo is for processors: devices are not looked for.
+    With another arithmetic than that of torch and gloo only processors are used.
 
     The simulated accelerator is compiled, which takes minutes, if this machine has not compiled it yet. Raises
     UsageError for options that are unknown or contradict each other, for `cuda` where there is no device, or as
@@ -218,9 +218,9 @@ def _ranks_per_device(share_gpu: str) -> int:
 
 
 def nccl_version() -> tuple[int, ...]:
-    """Return the version of NCCL: that of the package on which torch's wheels depend, or else that which torch reports.
+    """Return the version of NCCL, of the package on which torch's wheels depend, or else as torch reports it.
 
-    A process of its own asks torch, which takes seconds, since the controller does without torch.
+    A separate process asks torch, which takes seconds: the controller does not import torch.
     """
     for package in _NCCL_PACKAGES:
         try:

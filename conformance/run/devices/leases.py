@@ -31,7 +31,7 @@ class LeaseError(RuntimeError):
 
 @dataclass(frozen=True)
 class Lease:
-    """Slots that nobody else has until `release`, or until the last process that has the locks open has died."""
+    """Exclusively held slots, until `release` or the death of the last process that has the locks open."""
 
     slots: tuple[str, ...]
     fds: tuple[int, ...]
@@ -89,7 +89,7 @@ class Leases:
                 time.sleep(_POLL_S)
 
     def is_contended(self) -> bool:
-        """Return whether anybody waits for any of the slots."""
+        """Return whether a process waits for any of the slots."""
         with self._mutex():
             return self._is_behind(None)
 
@@ -184,7 +184,7 @@ def processor_slots() -> tuple[str, ...]:
 
 
 def _make_private(directory: Path) -> None:
-    """Make sure that the directory exists and belongs to this user, or anybody could hold the locks."""
+    """Make sure that the directory exists and belongs to this user, so that other users cannot hold the locks."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         owner = directory.stat().st_uid

@@ -64,8 +64,8 @@ class RankHandle:
         return [self.pidfd] if self._silent else [self._channel, self.pidfd]
 
     def notify(self, number: bytes) -> None:
-        """Tell the rank to look at its assignment, task `number`."""
-        with suppress(OSError):  # the pidfd shows that the rank has died meanwhile
+        """Notify the rank of its assignment, task `number`."""
+        with suppress(OSError):  # the pidfd shows that the rank has died
             self._channel.send(number)
 
     def poll(self, number: bytes) -> RankReport | None:
@@ -83,7 +83,7 @@ class RankHandle:
             signal.pidfd_send_signal(self.pidfd, DUMP_SIGNAL)
 
     def has_dumped(self) -> bool:
-        """Return whether the dump of the stacks is complete, or never will be."""
+        """Return whether the dump of the stacks is complete, or impossible."""
         return self._receive() == DUMPED or self._has_ended()
 
     def with_diagnostics(self, report: RankReport) -> RankReport:
@@ -221,7 +221,7 @@ def dump_stacks(ranks: Iterable[RankHandle]) -> None:
 def _server_code(control_fd: int, directory: Path) -> str:
     """Return the server's program, which has its owner's import path and an empty `__main__`, without pytest.
 
-    Imported modules stay, so garbage collection, a quarter of the time of the imports, is disabled meanwhile.
+    Imported modules stay, so garbage collection, a quarter of the time of the imports, is disabled during imports.
     """
     path = [os.path.abspath(entry) for entry in sys.path]
     return (

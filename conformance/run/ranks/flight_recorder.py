@@ -2,7 +2,7 @@
 
 torch keeps a ring buffer of collectives in each process, and dumps the buffer as a pickle of builtins when its watchdog
 runs into a timeout. It also listens to a pipe, but only in the first process group of a process (`getUid() == 0` in
-ProcessGroupNCCL.cpp), and a warm rank makes one for each task: therefore a rank has a pipe and a thread of its own.
+ProcessGroupNCCL.cpp), and a warm rank makes one for each task: therefore the suite gives each rank a pipe and a thread.
 
 The pool's process, which has no torch, reads the dumps: torch's own readers (`torch.distributed.flight_recorder`, the
 command `torchfrtrace`) need torch and the dumps of all ranks. Not yet run on a device, see docs/gpu.md; the
@@ -48,7 +48,7 @@ def variables(files: RankFiles) -> dict[str, str]:
 
 
 def listen(files: RankFiles) -> None:
-    """Start the thread that dumps the buffer of this rank whenever somebody writes into the rank's pipe."""
+    """Start the thread that dumps the buffer of this rank at each write into the rank's pipe."""
     os.mkfifo(files.flight_pipe)
     fd = os.open(files.flight_pipe, os.O_RDWR)  # opened at once, and never at its end
     threading.Thread(target=_dump_on_request, args=(fd, files.flight), name="flight recorder", daemon=True).start()
@@ -72,7 +72,7 @@ def collect_dumps(ranks: Sequence[RankFiles], *, limit_s: float = DUMP_LIMIT_S) 
 
 
 def _ask(pipe: Path) -> bool:
-    """Write into a pipe; returns whether somebody listens."""
+    """Write into a pipe; returns whether a process reads it."""
     try:
         fd = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
     except OSError:
@@ -118,5 +118,5 @@ def _decoded(file: Path) -> Any:
     """Return the content of a dump; None for a file that is missing, half written, or no pickle of builtins."""
     try:
         return _Builtins(io.BytesIO(file.read_bytes())).load()
-    except Exception:  # a truncated pickle raises whatever it likes
+    except Exception:  # a truncated pickle raises any exception
         return None

@@ -25,7 +25,7 @@ PRELOADED_MODULES = (
     "torch.utils._sympy.reference",
 )
 _COMPILER_MODULES = ("torch._functorch.aot_autograd", "torch._inductor.lowering")
-"""Modules that import all but a few small ones of those that the first compilation imports (1 s in every rank)."""
+"""Modules whose import covers nearly all imports of the first compilation (1 s in every rank)."""
 
 
 def preload() -> None:
@@ -42,7 +42,7 @@ def preload() -> None:
 
 @cache
 def preload_compiler() -> None:
-    """Import what torch.compile needs with the backends `aot_eager` and `inductor`."""
+    """Import the modules of torch.compile with the backends `aot_eager` and `inductor`."""
     # In releases such as torch 2.6 the import starts processes that compile for Triton, which the server would end as
     # strays of its ranks.
     with patch.dict(os.environ, {"TORCH_WARM_POOL": "0"}), _without_asking_cuda():
@@ -53,9 +53,9 @@ def preload_compiler() -> None:
 
 @contextmanager
 def _without_asking_cuda() -> Iterator[None]:
-    """Open a context in which torch seems to have no CUDA device, and nobody asks the driver.
+    """Open a context in which torch seems to have no CUDA device, so that the driver is not called.
 
-    A process that is forked from one that has asked cannot use CUDA. `torch._inductor.runtime.benchmarking` asks when
+    A fork of a process that has called the driver cannot use CUDA. `torch._inductor.runtime.benchmarking` calls it when
     it is imported, for an experiment that is off by default; the patch can go with torch 2.12, the last to do so.
     """
     with patch("torch.cuda.is_available", lambda: False):

@@ -81,7 +81,7 @@ class Rank:
 
         C handlers do all of it, without the interpreter and its lock: the handler of `faulthandler` chains to that of
         the interpreter, which writes the signal's number to the wakeup fd. The rank must not end by itself: its peers
-        would notice, and their stacks would show that instead of the call in which they were waiting.
+        would notice, and their stacks would no longer show the call in which they were waiting.
         """
         stack = self._files.stack.open("a")
         faulthandler.enable(stack)
@@ -158,9 +158,9 @@ def end_with_parent() -> None:
 
 
 def require_clean_fork() -> None:
-    """Raise RuntimeError in a process that can never use CUDA, since the rank server had asked the driver before.
+    """Raise RuntimeError in a process that can never use CUDA, since the rank server has called the driver.
 
-    Also where there is no device: importing torch asks there, too, if it asks anywhere.
+    The check works without a device, too: if importing torch calls the driver, it does so there as well.
     """
     if torch.cuda._is_in_bad_fork():
         raise RuntimeError(
@@ -253,7 +253,7 @@ def _find_function(name: str) -> Any:
 
 
 def _exit_early(request: SystemExit) -> NoReturn:
-    """Exit as the task asked for; the pool reports a crash, whatever the exit code."""
+    """Exit with the code of the task's SystemExit; the pool reports every exit code as a crash."""
     traceback.print_exception(request)
     sys.stdout.flush()
     if request.code is None:

@@ -38,7 +38,7 @@ def main(control_fd: int, directory: str) -> NoReturn:
     """Serve the owner of the control socket until the owner closes the socket; end all ranks and remove `directory`."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     preload()
-    # Ranks share the pages of what was loaded so far, and their garbage collections skip it.
+    # Ranks share the pages of modules loaded so far, and their garbage collections skip it.
     gc.collect()
     gc.freeze()
     gc.enable()

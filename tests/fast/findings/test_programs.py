@@ -99,7 +99,7 @@ def test_a_version_is_added_in_its_place(program: Path) -> None:
     versions = with_version({"2.9.0": {"it_is": "right"}}, "2.13.0", {"it_is": "wrong"}, ["it_is"])
     versions = with_version(versions, "2.10.0", {"it_is": "refused", "gone": "right"}, ["it_is"])
     assert versions == {"2.9.0": {"it_is": "right"}, "2.10.0": {"it_is": "refused"}, "2.13.0": {"it_is": "wrong"}}
-    text = catalogue([read_finding(program)], versions, trainers=[], of_trainers={})
+    text = catalogue([read_finding(program)], versions, trainers=[], trainer_versions={})
     assert "| right   | refused  | **wrong** | PAR-1 | none known | do not" in text
     assert "| 2.13    | [It is wrong](findings/it_is.py) |" in worst([read_finding(program)], versions)
 
@@ -121,6 +121,6 @@ def test_versions_without_a_gap_are_a_range(program: Path) -> None:
 
 def test_the_catalogue_is_current() -> None:
     known, trainers = findings(), findings(TRAINERS)
-    page = catalogue(known, read_versions(), trainers=trainers, of_trainers=read_versions(TRAINERS))
+    page = catalogue(known, read_versions(), trainers=trainers, trainer_versions=read_versions(TRAINERS))
     assert (DIRECTORY / "README.md").read_text() == page, "conformance docs --write"
     assert len(worst(known, read_versions()).splitlines()) == 2 + WORST

@@ -87,15 +87,15 @@ def with_device_metrics(memory: StepMemory) -> StepMemory:
 
 @pytest.mark.parametrize("change", [{"forward": (MEBI, 0)}, {"backward": (-MEBI, 0)}, {"forward": (0, MEBI)}])
 def test_a_phase_that_needs_something_else_fails(change: dict[str, tuple[int, int]]) -> None:
-    test_mem.test_memory_requested_of_cuda_matches_the_model(on_device({}), FOREACH)
+    test_mem.test_memory_requested_from_cuda_matches_the_model(on_device({}), FOREACH)
     with pytest.raises(ConformanceFailure, match=r"^(peak|rest) of (forward|backward)"):
-        test_mem.test_memory_requested_of_cuda_matches_the_model(on_device(change), FOREACH)
+        test_mem.test_memory_requested_from_cuda_matches_the_model(on_device(change), FOREACH)
 
 
 def test_a_device_is_given_another_optimizer_than_the_cpu() -> None:
     """Torch steps parameter by parameter on the CPU, and by lists on a device."""
     with pytest.raises(ConformanceFailure, match="peak of optimizer of rank 0: measured"):
-        test_mem.test_memory_requested_of_cuda_matches_the_model(on_device({}), CELL)
+        test_mem.test_memory_requested_from_cuda_matches_the_model(on_device({}), CELL)
 
 
 SOUND = DeviceSurroundings(

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's standard name
 from torch import Tensor
 
-from conformance.instruments.operands import Operands, operands_of
+from conformance.instruments.operators import Operands, operands_of
 
 if TYPE_CHECKING:
     from reference_trainer.observer import Phase

@@ -43,8 +43,8 @@ def test_two_features_are_found_exactly(cell: Cell, data: st.DataObject) -> None
     assert smallest.complete
     assert oracle(smallest.cell)
     assert smallest.features.items() <= needed.items()
-    assert needed.items() <= (smallest.features | smallest.bound).items()
-    for name in smallest.bound:  # nothing is left that could be reset
+    assert needed.items() <= (smallest.features | smallest.required).items()
+    for name in smallest.required:  # nothing is left that could be reset
         assert oracle(smallest.cell.but(**{name: Cell().facts()[name]})) is None or name == "mesh"
 
 
@@ -96,7 +96,7 @@ def test_a_feature_that_needs_another_is_named_alone() -> None:
     cell = Cell(mesh="hsdp2x2", accumulation=2, gradient_sync="last", offload="cpu", tied_embeddings=True)
     smallest = shrink(cell, Oracle({"gradient_sync": "last", "offload": "cpu"}), meshes=MESHES)
     assert smallest.features == {"gradient_sync": "last", "offload": "cpu"}
-    assert smallest.bound == {"accumulation": 2}
+    assert smallest.required == {"accumulation": 2}
     assert smallest.cell.mesh == "dp2"
 
 
@@ -116,12 +116,12 @@ def test_what_the_law_needs_to_be_judged_is_no_feature() -> None:
     cell = Cell(precision="bf16-mp", offload="cpu", accumulation=2)
     oracle = Oracle({"offload": "cpu"}, scope=lambda cell: cell.precision == "bf16-mp")
     smallest = shrink(cell, oracle, meshes=MESHES)
-    assert (smallest.features, smallest.bound) == ({"offload": "cpu"}, {"precision": "bf16-mp"})
+    assert (smallest.features, smallest.required) == ({"offload": "cpu"}, {"precision": "bf16-mp"})
 
 
 def test_no_feature_is_left_if_the_plain_cell_fails() -> None:
     smallest = shrink(Cell(mesh="dp4", offload="cpu", accumulation=2, seed=3), Oracle({}), meshes=MESHES)
-    assert (smallest.cell, smallest.features, smallest.bound) == (Cell(seed=3), {}, {})
+    assert (smallest.cell, smallest.features, smallest.required) == (Cell(seed=3), {}, {})
 
 
 @pytest.mark.parametrize("questions", range(8))

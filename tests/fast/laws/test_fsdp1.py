@@ -140,20 +140,20 @@ def test_a_device_is_judged_by_what_is_active() -> None:
 @pytest.mark.parametrize("value", ["unset", "0", "1"])
 def test_what_is_held_for_a_stream_fails(value: str) -> None:
     cell = Cell(record_streams=value)  # type: ignore[arg-type]
-    streams.test_record_stream_holds_nothing(on_device(0, GIB), cell)
+    streams.test_record_stream_holds_no_memory(on_device(0, GIB), cell)
     with pytest.raises(ConformanceFailure, match=r"held for streams: measured 512, expected 0 bytes; rank 1"):
-        streams.test_record_stream_holds_nothing(on_device(0, GIB, held=512), cell)
+        streams.test_record_stream_holds_no_memory(on_device(0, GIB, held=512), cell)
 
 
 def test_before_2_8_only_the_variable_promises_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.7.1+cu126")
-    streams.test_record_stream_holds_nothing(on_device(0, GIB), Cell(record_streams="1"))
+    streams.test_record_stream_holds_no_memory(on_device(0, GIB), Cell(record_streams="1"))
     with pytest.raises(Unsupported, match=r"unless TORCH_NCCL_AVOID_RECORD_STREAMS is 1; this is 2.7.1"):
-        streams.test_record_stream_holds_nothing(on_device(0, GIB), Cell())
+        streams.test_record_stream_holds_no_memory(on_device(0, GIB), Cell())
 
 
 @pytest.mark.parametrize(
-    "test", [laws.test_fsdp2_active_peak_is_at_most_fsdp1s, streams.test_record_stream_holds_nothing]
+    "test", [laws.test_fsdp2_active_peak_is_at_most_fsdp1s, streams.test_record_stream_holds_no_memory]
 )
 def test_unsupported_says_what_is_missing(test: Any) -> None:
     law = law_of(test)

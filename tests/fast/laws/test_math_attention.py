@@ -40,7 +40,7 @@ def judge_dtypes(cell: Cell, directory: Path, facts: RankFacts) -> None:
 
 
 def judge_recomputation(cell: Cell, directory: Path, facts: RankFacts) -> None:
-    judge(test_ac.test_backward_recomputes_what_was_dropped, cell, directory, facts)
+    judge(test_ac.test_backward_recomputes_exactly_the_dropped_activations, cell, directory, facts)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-mp"])

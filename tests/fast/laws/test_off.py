@@ -7,9 +7,9 @@ import pytest
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from conformance.instruments.offloading import offloading_of
+from conformance.instruments.fsdp_state import offloading_of
 from conformance.laws.numerics import test_off as laws
-from conformance.oracles.placement import expected_offloading, expected_places
+from conformance.oracles.dtype_policy import expected_offloading, expected_places
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell
 
@@ -96,6 +96,6 @@ def test_a_torch_that_keeps_the_policy_elsewhere_is_named(state: dict[str, Any],
             return SimpleNamespace(**state)
 
     with pytest.raises(
-        RuntimeError, match=rf"^torch .* no attribute '{missing}'; adapt conformance\.instruments\.offloading"
+        RuntimeError, match=rf"^torch .* no attribute '{missing}'; adapt conformance\.instruments\.fsdp_state"
     ):
         offloading_of(Managed(1, 1))

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from conformance.assertions.axes.optimizer import optimizer_takes_effect
+from conformance.assertions.axes.effects import optimizer_takes_effect
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell, axis_choices
 

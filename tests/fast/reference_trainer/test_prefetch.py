@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from conformance.instruments.prefetching import backward_prefetch_of
+from conformance.instruments.fsdp_state import backward_prefetch_of
 from reference_trainer.config import ModelConfig, TrainerConfig
 from reference_trainer.model import Transformer
 from reference_trainer.parallel_dims import ParallelDims
@@ -87,5 +87,5 @@ def test_another_torch_is_an_error() -> None:
 
     managed = nn.Module.__new__(Managed)
     nn.Module.__init__(managed)
-    with pytest.raises(RuntimeError, match=r"_states_to_backward_prefetch.*; adapt conformance\.instruments\.pref"):
+    with pytest.raises(RuntimeError, match=r"_states_to_backward_prefetch.*; adapt .*\.fsdp_state"):
         backward_prefetch_of(managed)

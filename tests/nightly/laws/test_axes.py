@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from conformance.assertions.axes.numerics import loss_scale_takes_effect
+from conformance.assertions.axes.effects import loss_scale_takes_effect
 from conformance.assertions.axes.proofs import PROOFS, neighbours, prove
 from conformance.assertions.fixtures import Run
 from conformance.outcomes import ConformanceFailure

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.allocator_history import Placed, differences, history, of_history, of_model
+from benchmarks.allocator_history import Placed, differences, history, placed_by_model, placed_by_torch
 from tests.support.simulated_processes import exit_code
 
 MEBI = 1 << 20
@@ -32,28 +32,28 @@ EVENTS = [
 
 
 def test_the_places_of_a_history() -> None:
-    assert of_history(EVENTS)[:3] == [Placed(0, -1, 2 * MEBI), Placed(0, 0, 100), Placed(0, 512, 1000)]
-    assert of_history(EVENTS)[4:6] == [Placed(1, -1, 20 * MEBI), Placed(1, 0, 5 * MEBI)]
+    assert placed_by_torch(EVENTS)[:3] == [Placed(0, -1, 2 * MEBI), Placed(0, 0, 100), Placed(0, 512, 1000)]
+    assert placed_by_torch(EVENTS)[4:6] == [Placed(1, -1, 20 * MEBI), Placed(1, 0, 5 * MEBI)]
 
 
 def test_a_block_of_an_unknown_segment() -> None:
-    assert of_history([event("alloc", SMALL, 100)]) == [Placed(-1, 0, 100)]
+    assert placed_by_torch([event("alloc", SMALL, 100)]) == [Placed(-1, 0, 100)]
 
 
 def follows_the_rules() -> None:
-    assert differences(of_history(EVENTS), of_model(EVENTS)) == []
+    assert differences(placed_by_torch(EVENTS), placed_by_model(EVENTS)) == []
 
 
 def breaks_them() -> None:
     late = [{**e, "addr": e["addr"] + 1024} if e is EVENTS[5] else e for e in EVENTS]
-    (line,) = differences(of_history(late), of_model(late))
+    (line,) = differences(placed_by_torch(late), placed_by_model(late))
     assert line.startswith("entry 3: torch Placed(segment=0, offset=1024")
 
 
 def has_streams_of_their_own() -> None:
     """Another stream's block is in a segment of its own, although the first has room."""
     events = [EVENTS[0], EVENTS[1], event("segment_alloc", LARGE, 2 * MEBI), event("alloc", LARGE, 100, stream=7)]
-    assert differences(of_history(events), of_model(events)) == []
+    assert differences(placed_by_torch(events), placed_by_model(events)) == []
 
 
 @pytest.mark.parametrize("check", [follows_the_rules, breaks_them, has_streams_of_their_own])

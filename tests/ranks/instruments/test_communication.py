@@ -22,7 +22,7 @@ from conformance.instruments.communication import (
     uncovered,
     union,
 )
-from conformance.instruments.step_profile import StepProfile, read_trace
+from conformance.instruments.timing import StepProfile, read_trace
 from conformance.plan.cells import Cell
 from conformance.run.experiment import job_of
 from conformance.run.pool import Pools

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.device_trial import packing
 from benchmarks.device_trial.calls import RACES, stages_of
 from benchmarks.device_trial.packing import pack
-from benchmarks.device_trial.printing import told, yes
+from benchmarks.device_trial.printing import printed_values, yes
 from benchmarks.device_trial.screen import LINES, screen
 from benchmarks.device_trial.stages import Outcome, Stage, Trial
 from conformance.defects.catalogue import defects
@@ -89,7 +89,7 @@ def test_a_recipe_is_in_the_environment_of_the_stages_after_it(tmp_path: Path) -
 
 
 def test_values_in_an_output() -> None:
-    assert told("a\t1\nno value\nb\t2\t3\na\t4\n") == {"a": "4", "b": "2\t3"}
+    assert printed_values("a\t1\nno value\nb\t2\t3\na\t4\n") == {"a": "4", "b": "2\t3"}
     assert [yes(answers) for answers in ([True], [False], [True, False, True])] == ["yes", "no", "2 of 3"]
 
 

@@ -1,0 +1,186 @@
+"""Proofs that allocator, mesh, numerics, optimizer and prefetching take effect, for `proofs`."""
+
+from collections import Counter
+
+import torch
+
+from conformance.assertions.axes.differences import expect, operators, same
+from conformance.oracles.dtype_policy import dtype_policy
+from conformance.oracles.torch_versions import traits_of
+from conformance.plan.cells import ALLOCATOR_VARIABLES
+from conformance.plan.mesh import Mesh
+from conformance.run.record import Record
+from reference_trainer.precision import PRECISIONS
+
+
+def expandable_segments_take_effect(record: Record, neighbour: Record) -> None:
+    """Raise ConformanceFailure unless the ranks had the variables in time, and the allocator obeyed them.
+
+    Ranks must have the variables before they touch the device. A snapshot of the allocator says of each segment whether
+    it is expandable. Without the variables no segment is expandable, unless the session's own environment sets them:
+    the neighbour must have had other values.
+    """
+    wanted = record.cell.environment
+    for facts, others in zip(record.ranks, neighbour.ranks, strict=False):
+        for name in ALLOCATOR_VARIABLES:
+            value, usual = facts.variables[name], others.variables[name]
+            expect(value == wanted[name], f"{record.cell.id}: {name} is {value} before the device is used")
+            expect(value != usual, f"{neighbour.cell.id}: {name} is {usual} too")
+    expandable = {facts.expandable_segments for facts in record.ranks}
+    expected = record.cell.expandable_segments == "1"
+    expect(expandable == {expected}, f"{record.cell.id}: expandable segments: {expandable}, not {expected}")
+
+
+def mesh_takes_effect(record: Record, neighbour: Record) -> None:
+    """Raise ConformanceFailure unless ranks have the mesh's coordinates, and communicate over its dimensions only."""
+    mesh = Mesh.parse(record.cell.mesh)
+    sizes = {"pp": mesh.pp, "dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard, "tp": mesh.tp}
+    for name, size in sizes.items():
+        seen = {facts.mesh_coordinate.get(name, 0) for facts in record.ranks}
+        expect(seen == set(range(size)), f"coordinates {sorted(seen)} in mesh dimension {name} of size {size}")
+    pairs = {(facts.rank, transfer.peer) for facts in record.ranks for transfer in facts.transfers}
+    expect(bool(pairs) == (mesh.pp > 1), f"{len(pairs)} pairs of ranks exchange tensors")
+    wide = {name for name, size in sizes.items() if size > 1 and name != "pp"}
+    alone = {"dp_shard"} if traits_of(record.header.torch).one_rank_reduces else set()
+    for run, expected in ((record, wide | alone), (neighbour, alone)):
+        groups = {e.group for facts in run.ranks for e in facts.collectives if e.phase in ("forward", "backward")}
+        expect(groups == expected, f"forward and backward communicate over {sorted(groups)}, not {sorted(expected)}")
+    for run, expected_shards in ((record, mesh.dp_shard * mesh.tp), (neighbour, 1)):
+        shards = _most_shards(run)
+        expect(shards == expected_shards, f"parameters have at most {shards} different shards, not {expected_shards}")
+
+
+def _most_shards(record: Record) -> int:
+    """Return the largest number of different shards of a parameter that ranks hold."""
+    shards = {(name, layout) for facts in record.ranks for name, layout in facts.layouts.items()}
+    return max(Counter(name for name, _ in shards).values())
+
+
+_PASSES = ("data", "forward", "backward")
+"""Phases in which FSDP communicates; in `data` a rank with several stages of a pipeline gathers ahead."""
+
+
+def precision_takes_effect(record: Record, neighbour: Record) -> None:
+    """Raise ConformanceFailure unless weights, products and reductions of both have the dtypes of their precisions."""
+    for run in (record, neighbour):
+        policy = dtype_policy(run.cell.precision)
+        in_bf16 = run.cell.precision == "bf16-init"
+        several, traits = Mesh.parse(run.cell.mesh).dp_shard > 1, traits_of(run.header.torch)
+        expected = {
+            "matrix products": {policy.compute},
+            "all-gathers": {policy.compute} if several or traits.one_rank_gathers else set(),
+            "reduce-scatters": {policy.reduce} if several or traits.one_rank_reduces else set(),
+            "norms": {policy.sharded_norms},
+            "other parameters": {policy.sharded},
+            "fp32 weights begin as bf16 numbers": {str(in_bf16)},
+            "the loss is scaled": {str(PRECISIONS[run.cell.precision].scales_loss)},
+        }
+        measured = _dtypes(run)
+        wrong = {what: sorted(dtypes) for what, dtypes in measured.items() if dtypes != expected[what]}
+        expect(not wrong, f"{run.cell.id}: {wrong}, expected { ({what: sorted(expected[what]) for what in wrong}) }")
+
+
+def _dtypes(record: Record) -> dict[str, set[str]]:
+    facts = record.ranks[0]
+    initial = {key.partition("/")[2]: set(names) for key, names in facts.dtypes.items() if key.startswith("initial_p")}
+    weights = [weight for weight in record.select("initial/parameter/").values() if weight.dtype == torch.float32]
+    sent = {
+        kind: {e.dtype for e in facts.collectives if (e.kind, e.group) == (kind, "dp_shard") and e.phase in _PASSES}
+        for kind in ("all_gather", "reduce_scatter")
+    }
+    return {
+        "matrix products": set(facts.dtypes.get("matmul/forward", [])),
+        "all-gathers": sent["all_gather"],
+        "reduce-scatters": sent["reduce_scatter"],
+        "norms": set().union(*(dtypes for name, dtypes in initial.items() if "norm" in name)),
+        "other parameters": set().union(*(dtypes for name, dtypes in initial.items() if "norm" not in name)),
+        "fp32 weights begin as bf16 numbers": {str(all(bool((w.bfloat16() == w).all()) for w in weights))},
+        "the loss is scaled": {str(step.loss_scale != 1.0) for step in facts.steps},
+    }
+
+
+def loss_scale_takes_effect(record: Record, neighbour: Record) -> None:
+    """Raise ConformanceFailure unless steps are skipped that the neighbour takes.
+
+    The neighbour may skip steps of a larger scale: in long runs it grows until gradients overflow.
+    """
+    skipped, usual = ([step.loss_scale for step in run.ranks[0].steps if step.skipped] for run in (record, neighbour))
+    fits = neighbour.config.loss_scale.initial
+    expect(bool(skipped), "no step is skipped")
+    expect(all(scale > fits for scale in usual), f"steps with scales {usual} are skipped, although {fits} fits")
+
+
+def tf32_takes_effect(record: Record, neighbour: Record) -> None:
+    """Raise ConformanceFailure unless gradients from the same weights differ from those of the neighbour."""
+    expect(same(record, neighbour, "initial/parameter/"), "initial weights differ")
+    expect(not same(record, neighbour, "step0/gradient/"), "gradients are the same in every bit with TF32 and without")
+
+
+_STATE = {
+    "adamw": {"exp_avg", "exp_avg_sq"},
+    "adamw-foreach": {"exp_avg", "exp_avg_sq"},
+    "adamw-fused": {"exp_avg", "exp_avg_sq"},
+    "sgd": set[str](),
+    "sgd-momentum": {"momentum_buffer"},
+}
+"""Keys of the state of a parameter's size, by optimizer."""
+_UPDATES = {"aten::addcdiv_": "for-loop", "aten::_foreach_addcdiv_": "foreach", "aten::_fused_adamw_": "fused"}
+"""Implementation of AdamW by the operator that changes the parameters; see torch/optim/adam.py."""
+
+
+def optimizer_takes_effect(record: Record, neighbour: Record) -> None:
+    """Compare the optimizer's state, and the operators of its steps. Raises ConformanceFailure, see `proofs.Proof`."""
+    for run in (record, neighbour):
+        state, expected = _state(run), _STATE[run.cell.optimizer]
+        expect(state == expected, f"{run.cell.id}: state is {sorted(state)}, not {sorted(expected)}")
+    used, usual = _implementations(record), _implementations(neighbour)
+    wanted = {"adamw-foreach": {"foreach"}, "adamw-fused": {"fused"}}.get(record.cell.optimizer, set())
+    expect(used == wanted, f"AdamW steps with {sorted(used)}, not {sorted(wanted)}")
+    chosen = {"foreach"} if record.device_type != "cpu" and record.cell.offload == "none" else {"for-loop"}
+    expect(usual == chosen, f"AdamW by default steps with {sorted(usual)}, not {sorted(chosen)}")
+
+
+def _state(record: Record) -> set[str]:
+    keys = (key.split("/") for facts in record.ranks for key in facts.fingerprints)
+    return {kind for when, kind, _ in keys if when == "final"} - {"parameter", "buffer"}
+
+
+def _implementations(record: Record) -> set[str]:
+    return {_UPDATES[name] for name in operators(record, "optimizer") if name in _UPDATES}
+
+
+def forward_prefetch_takes_effect(record: Record, neighbour: Record) -> None:
+    """Raise ConformanceFailure unless as many groups are prefetched as the axis says, and none in the neighbour."""
+    for run in (record, neighbour):
+        gathers, expected = _most_gathered_at_once(run), 1 + run.cell.forward_prefetch
+        expect(gathers == expected, f"{run.cell.id}: a group all-gathers {gathers} groups with its own, not {expected}")
+
+
+def backward_prefetch_takes_effect(record: Record, neighbour: Record) -> None:
+    """Raise ConformanceFailure unless FSDP has a list of as many groups as the axis says, and prefetches them.
+
+    In the neighbour FSDP must have no list.
+    """
+    for run in (record, neighbour):
+        told = max((len(groups) for facts in run.ranks for groups in facts.backward_prefetch.values()), default=0)
+        expect(told == run.cell.backward_prefetch, f"{run.cell.id}: FSDP is told to prefetch {told} groups")
+    gathers, usual = (_gathered_before_reducing(run) for run in (record, neighbour))
+    more = record.cell.backward_prefetch - 1
+    expect(gathers - usual == more, f"{gathers} all-gathers before the first reduction, {usual} by default")
+
+
+def _most_gathered_at_once(record: Record) -> int:
+    """Return the largest number of all-gathers of FSDP that a rank issued in forward on entering a module."""
+    gathers = (
+        (facts.rank, e.step, e.during)
+        for facts in record.ranks
+        for e in facts.collectives
+        if (e.phase, e.kind, e.group) == ("forward", "all_gather", "dp_shard")
+    )
+    return max(Counter(gathers).values())
+
+
+def _gathered_before_reducing(record: Record) -> int:
+    """Return the number of all-gathers that rank 0 issued in the first backward before its first reduce-scatter."""
+    kinds = [e.kind for e in record.ranks[0].collectives if (e.phase, e.group) == ("backward", "dp_shard")]
+    return kinds.index("reduce_scatter")
