@@ -107,9 +107,13 @@ def run_tests(tree: Path, selected: Iterable[str], results: Path, *options: str,
     arguments = results.with_suffix(".args")
     arguments.write_text("\n".join(selected))
     command = [sys.executable, "-m", "pytest", f"@{arguments}", *OPTIONS, f"--junitxml={results}", *options]
+    path = os.pathsep.join([str(tree), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])  # for `pytest` itself
+    environment = os.environ | {"PYTHONPATH": path}
     with (
         results.with_suffix(".out").open("wb") as output,
-        subprocess.Popen(command, cwd=tree, stdout=output, stderr=output, start_new_session=True) as process,
+        subprocess.Popen(
+            command, cwd=tree, env=environment, stdout=output, stderr=output, start_new_session=True
+        ) as process,
     ):
         try:
             status = process.wait(limit_s)
