@@ -1,11 +1,11 @@
-"""Model, compared with a second implementation, and its initial weights."""
+"""Model and its initial weights; `test_hf_llama` compares its logits with those of transformers."""
 
 import math
 
 import msgspec
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from reference_trainer.config import ModelConfig
 from reference_trainer.data import IGNORED_LABEL
@@ -17,7 +17,6 @@ SMALL = ModelConfig(
     vocab_size=13, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=24, max_seq_len=8, bias=True,
     init_std=0.3, bias_std=0.1, norm_std=0.2,
 )  # fmt: skip
-TOKENS = torch.tensor([[1, 5, 12, 0, 7, 3], [2, 2, 9, 11, 4, 6]])
 
 
 def model_of(config: ModelConfig, *, seed: int = 0) -> Transformer:
@@ -27,109 +26,6 @@ def model_of(config: ModelConfig, *, seed: int = 0) -> Transformer:
 
 
 # --- model -----------------------------------------------------------------------------------------------------------
-
-
-def naive_logits(model: Transformer, tokens: Tensor) -> Tensor:
-    """Compute logits in a second way: complex rotations, one head and one query at a time, explicit softmax."""
-    config, weights = model.config, dict(model.named_parameters(remove_duplicate=False))
-
-    def linear(name: str, x: Tensor) -> Tensor:
-        return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", torch.zeros(()))
-
-    def rms_norm(name: str, x: Tensor) -> Tensor:
-        return x / (x.square().mean(-1, keepdim=True) + config.norm_eps).sqrt() * weights[f"{name}.weight"]
-
-    def rotated(head: Tensor) -> Tensor:
-        half = config.head_dim // 2
-        frequencies = config.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
-        angles = torch.arange(len(head), dtype=torch.float64)[:, None] * frequencies
-        turned = torch.complex(head[:, :half], head[:, half:]) * torch.polar(torch.ones_like(angles), angles)
-        return torch.cat((turned.real, turned.imag), dim=-1)
-
-    def attention(name: str, x: Tensor) -> Tensor:
-        q, k, v = (torch.split(linear(f"{name}.{proj}", x), config.head_dim, dim=-1) for proj in ("wq", "wk", "wv"))
-        shared = config.n_heads // config.n_kv_heads
-        outputs = []
-        for head in range(config.n_heads):
-            query, key, value = rotated(q[head]), rotated(k[head // shared]), v[head // shared]
-            rows = []
-            for t in range(len(x)):
-                scores = (key[: t + 1] @ query[t] / math.sqrt(config.head_dim)).exp()
-                rows.append(scores / scores.sum() @ value[: t + 1])
-            outputs.append(torch.stack(rows))
-        return linear(f"{name}.wo", torch.cat(outputs, dim=-1))
-
-    def feed_forward(name: str, x: Tensor) -> Tensor:
-        gate = linear(f"{name}.w1", x)
-        return linear(f"{name}.w2", gate / (1 + (-gate).exp()) * linear(f"{name}.w3", x))
-
-    def logits_of(sample: Tensor) -> Tensor:
-        x = weights["tok_embeddings.weight"][sample]
-        for layer in range(config.n_layers):
-            x = x + attention(f"layers.{layer}.attention", rms_norm(f"layers.{layer}.attention_norm", x))
-            x = x + feed_forward(f"layers.{layer}.feed_forward", rms_norm(f"layers.{layer}.ffn_norm", x))
-        return linear("output", rms_norm("norm", x))
-
-    return torch.stack([logits_of(sample) for sample in tokens])
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"bias": False}, {"tied_embeddings": True}, {"n_kv_heads": 4}, {"n_kv_heads": 1}, {"rope_theta": 50.0}],
-    ids=str,
-)
-def test_model_equals_a_second_implementation(changes: dict[str, int | float | bool]) -> None:
-    model = model_of(msgspec.structs.replace(SMALL, **changes))
-    with torch.no_grad():
-        logits, expected = model(TOKENS), naive_logits(model, TOKENS)
-    assert logits.shape == (*TOKENS.shape, SMALL.vocab_size)
-    torch.testing.assert_close(logits, expected, rtol=0, atol=2e-6)  # the rope table is rounded to fp32
-
-
-def test_gradients_are_those_of_finite_differences() -> None:
-    model = model_of(msgspec.structs.replace(SMALL, tied_embeddings=True))
-    labels, step = TOKENS.roll(-1, dims=1), 1e-6
-    torch.autograd.backward(summed_loss_fp64(model, labels))
-
-    @torch.no_grad()
-    def loss_after(p: Tensor, change: Tensor) -> float:
-        p.add_(change)
-        loss = float(summed_loss_fp64(model, labels))
-        p.sub_(change)
-        return loss
-
-    for name, p in model.named_parameters():
-        direction = normal(tuple(p.shape), name=name, seed=1).double()
-        slope = (loss_after(p, step * direction) - loss_after(p, -step * direction)) / (2 * step)
-        assert p.grad is not None
-        assert slope == pytest.approx(float((p.grad * direction).sum()), rel=1e-6, abs=1e-7), name
-
-
-def summed_loss_fp64(model: Transformer, labels: Tensor) -> Tensor:
-    logits: Tensor = model(TOKENS)
-    return -logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).sum()
-
-
-def test_a_token_sees_no_later_token() -> None:
-    model = model_of(SMALL)
-    changed = TOKENS.clone()
-    changed[:, 4] = (changed[:, 4] + 1) % SMALL.vocab_size
-    with torch.no_grad():
-        before, after = model(TOKENS), model(changed)
-    assert torch.equal(before[:, :4], after[:, :4])
-    assert not torch.isclose(before[:, 4:], after[:, 4:]).all(-1).any()
-
-
-def test_rope_is_relative_and_keeps_length() -> None:
-    table = rope_table(SMALL)
-    assert table.dtype == torch.float32
-    q, k = (normal((1, 1, 1, 4), name=name, seed=0).expand(1, 8, 1, 4) for name in "qk")
-    q_turned, k_turned = apply_rope(q, table), apply_rope(k, table)
-    torch.testing.assert_close(q_turned.norm(dim=-1), q.norm(dim=-1))
-    scores = q_turned[0, :, 0] @ k_turned[0, :, 0].T
-    for offset in range(-7, 8):
-        diagonal = scores.diagonal(offset)
-        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-5, atol=1e-6)
 
 
 def test_rope_rounds_bf16_once() -> None:

@@ -1,13 +1,9 @@
-"""Pipelines of the trainer: how stages are cut, what is refused, and runs of several ranks."""
+"""Pipelines of the trainer: layers of each stage, and refused configurations."""
 
 import pytest
 import torch
 from msgspec.structs import replace
 
-from conformance.assertions.axes.proofs import prove
-from conformance.assertions.fixtures import Run
-from conformance.outcomes import ConformanceFailure
-from conformance.plan.cells import Cell
 from reference_trainer.config import MeshConfig, ModelConfig, PipelineConfig, ScheduleName, TrainerConfig
 from reference_trainer.model import Transformer
 from reference_trainer.parallel_dims import resolve_mesh
@@ -100,20 +96,3 @@ def test_the_default_keeps_groups_between_micro_batches() -> None:
     scarce = reshard_policy(replace(CONFIG, reshard="auto", memory_bytes=1), dims, device)
     assert all(scarce.after_forward.values())
     assert "auto: always" in scarce.reason
-
-
-def test_schedules_that_add_up_in_one_order_compute_the_same_bits(run: Run) -> None:
-    """Two stages on two ranks, with GPipe and with 1F1B."""
-    cell = Cell(mesh="pp2", model="cut", accumulation=2, steps=2)
-    one, other = run(cell), run(cell.but(pipeline="gpipe"))
-    assert one.losses == other.losses
-    for name, tensor in one.select("final/parameter/").items():
-        assert torch.equal(tensor, other.select("final/parameter/")[name]), name
-
-
-def test_the_schedule_takes_effect(run: Run) -> None:
-    """The proof of AXIS-1, which is asked of no cell with a pipeline yet."""
-    cell = Cell(mesh="pp2", model="cut", accumulation=2, steps=2)
-    prove("pipeline", run(cell.but(pipeline="gpipe")), run(cell))
-    with pytest.raises(ConformanceFailure, match="in the same order"):
-        prove("pipeline", run(cell), run(cell))
