@@ -1,4 +1,4 @@
-"""Bounds: what is printed is what is applied, for every bound that a law may take from the oracles of tolerances."""
+"""Bounds: the printed formula is the applied one, for every bound that oracles of tolerances give to laws."""
 
 import ast
 import operator
@@ -53,7 +53,7 @@ def all_bounds(axes: Mapping[str, Any], seed: int, steps: int, loss_scale: float
     gradients = [sampled(seed + step, fp32) for step in range(steps)]
     mixed = sampled(seed, (torch.float32, torch.bfloat16, torch.float16))
     initial = sampled(seed + 100, fp32)
-    norms = [total_norm(of_step.values(), order=order) for of_step in gradients]
+    norms = [total_norm(step.values(), order=order) for step in gradients]
     run = ReferenceRun(
         initial,
         grad_norms=norms,
@@ -91,7 +91,7 @@ def _flat(bounds: Mapping[str, Bound | Mapping[str, Any]]) -> Iterator[tuple[str
         if isinstance(value, Bound):
             yield name, value
         else:
-            yield from ((f"{name} of {key}", of_key) for key, of_key in _flat(value))
+            yield from ((f"{name} of {key}", flat) for key, flat in _flat(value))
 
 
 BOUNDS = st.builds(

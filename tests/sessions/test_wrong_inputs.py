@@ -52,7 +52,7 @@ waivers:
 
 
 class Row(NamedTuple):
-    """Input, and what it must come to."""
+    """Input, with its exit status and first line."""
 
     edit: str
     """`FILE: OLD -> NEW`, with NEW as in a string of Python; empty if no file is edited."""
@@ -88,11 +88,11 @@ def require(row: Row, ended: Printed) -> None:
     assert re.fullmatch(".*".join(map(re.escape, row.line.split("..."))), said[0]), said[0]
 
 
-# What the commands name
+# Files that commands name
 
 
 def files(directory: Path) -> None:
-    """Make what the commands name: files with mistakes, and reports that are less than that."""
+    """Write the files that commands name: some with mistakes, and reports of several kinds."""
     from conformance.plan.matrix import load_matrix
     from conformance.report.coverage import session_coverage
     from conformance.report.environment import suite_digest
@@ -146,14 +146,14 @@ def stream_of(report: Any) -> bytes:
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a directory with what the commands name."""
+    """Return a directory with the files that commands name."""
     directory = tmp_path_factory.mktemp("given")
     files(directory)
     return directory
 
 
 def place(row: Row, given: Path, directory: Path) -> Path:
-    """Return the directory of what the command names: a copy if the row edits a file."""
+    """Return the directory of the files that the command names: a copy if the row edits a file."""
     if not row.edit:
         return given
     match = re.fullmatch(r"(\S+): (.*) -> (.*)", row.edit)

@@ -1,4 +1,4 @@
-"""Sessions of the suite in processes of their own, for tests of their reports and their ends."""
+"""Sessions of the suite in separate processes, for tests of their reports and exit statuses."""
 
 import io
 import json
@@ -144,7 +144,7 @@ def _finish_together(sessions: Sequence[tuple[Path, Sequence[str]]], results: Pa
 def watch(
     process: psutil.Process, act: Callable[[psutil.Process], bool], *, limit_s: float
 ) -> frozenset[psutil.Process]:
-    """Call `act` until it returns True; returns every process seen below the session meanwhile."""
+    """Call `act` until it returns True; returns every process seen below the session until then."""
     until_s = time.monotonic() + limit_s
     seen: set[psutil.Process] = set()
     done = False

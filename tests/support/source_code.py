@@ -15,7 +15,7 @@ class Import(NamedTuple):
 
     module: str
     name: str
-    """Dotted name of what is imported: the module, or `module.name`, which may be a module too."""
+    """Dotted name of the import: the module, or `module.name`, which may be a module too."""
     typing_only: bool
     """True below `if TYPE_CHECKING`."""
 

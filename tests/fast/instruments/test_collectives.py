@@ -1,4 +1,4 @@
-"""Log of collectives: the kind of each operator, and what is written down of a collective."""
+"""Log of collectives: the kind of each operator, and the fields of an entry."""
 
 import pytest
 import torch

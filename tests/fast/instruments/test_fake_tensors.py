@@ -1,4 +1,4 @@
-"""Fake tensors: nothing is computed, and the ledger has what real tensors would have allocated."""
+"""Fake tensors: nothing is computed, and the ledger has the allocations of real tensors."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Tensor files: what the library of the format reads is what was written."""
+"""Tensor files: the safetensors library reads the tensors that were written."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Loss scaling: the oracle of scales, the bound on fp16 gradients, skipped steps, and a scaler that begins anew."""
+"""Loss scaling: the oracle of scales, the bound on fp16 gradients, skipped steps, and a scaler that starts again."""
 
 from contextlib import nullcontext
 from pathlib import Path

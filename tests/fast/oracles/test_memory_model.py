@@ -118,8 +118,8 @@ def test_gradients_that_must_be_cast_are_copied_once_more() -> None:
     filled = sizes["tok_embeddings"] + sizes["layers.0"] + block + 2 * block + reduced  # U of two groups, B, I, G
     one_dtype = predict(config, dims, shapes, with_gradients(sizes, {}))
     assert one_dtype["backward"].peak_bytes == filled + matrix
-    of_norms = with_gradients({**sizes, "layers.1": block - norms}, {"layers.1": 2 * norms})
-    two_dtypes = predict(config, dims, shapes, of_norms)
+    with_norms = with_gradients({**sizes, "layers.1": block - norms}, {"layers.1": 2 * norms})
+    two_dtypes = predict(config, dims, shapes, with_norms)
     assert two_dtypes["backward"].peak_bytes == filled + norms + 2 * (block - norms)
 
 

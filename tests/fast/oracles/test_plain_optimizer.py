@@ -31,8 +31,8 @@ def test_steps_are_those_of_the_formulas(optimizer: OptimizerConfig) -> None:
     expected = replay_updates(config, initial, gradients)
     plain = plain_updates(config, initial, gradients, start=Start())
     assert plain.keys() == {"parameter", *expected.optimizer_state}
-    for kind, of_kind in {"parameter": expected.parameters, **expected.optimizer_state}.items():
-        torch.testing.assert_close(plain[kind], dict(of_kind), check_dtype=False, rtol=1e-5, atol=1e-6)
+    for kind, named in {"parameter": expected.parameters, **expected.optimizer_state}.items():
+        torch.testing.assert_close(plain[kind], dict(named), check_dtype=False, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -45,8 +45,8 @@ def test_a_resumed_run_goes_on_in_every_bit(optimizer: OptimizerConfig, dtype: t
     halfway = first.pop("parameter")
     rest = {step: gradients[step] for step in STEPS[2:]}
     resumed = plain_updates(config, halfway, rest, start=Start(steps_taken=2, state=first))
-    for kind, of_kind in whole.items():
-        for name, tensor in of_kind.items():
+    for kind, named in whole.items():
+        for name, tensor in named.items():
             assert torch.equal(resumed[kind][name], tensor), (kind, name)
 
 
@@ -56,7 +56,7 @@ def test_an_optimizer_that_takes_no_step_has_no_state() -> None:
 
 
 def test_state_without_its_step_counter_changes_the_next_update() -> None:
-    """AdamW corrects the moments' bias by the number of steps: a counter that begins anew must not be forgiven."""
+    """AdamW corrects the moments' bias by the number of steps: a counter that starts again must not be forgiven."""
     config, initial = config_of(OPTIMIZERS[0]), tensors(0)
     state = plain_updates(config, initial, {0: tensors(1)}, start=Start())
     parameters = state.pop("parameter")

@@ -1,4 +1,4 @@
-"""Tolerances on cases small enough to be computed otherwise."""
+"""Tolerances on cases small enough for another computation."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""Progress: the estimate, and what a line says of failures and of the case that runs longest."""
+"""Progress: the estimate, and the line on failures and on the case that runs longest."""
 
 import io
 import time

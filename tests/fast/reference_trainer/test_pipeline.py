@@ -45,11 +45,11 @@ def test_stages_of_ranks(schedule: ScheduleName, stages: list[list[int]]) -> Non
 
 def test_a_rank_holds_its_stages_under_the_names_of_the_full_model() -> None:
     names = {name for name, _ in Transformer(SIX_LAYERS).named_parameters()}
-    of_stages = [
+    stage_names = [
         {name for name, _ in Transformer(SIX_LAYERS, [stage]).named_parameters()} for stage in stage_layers(CONFIG, 2)
     ]
-    assert set.union(*of_stages) == names
-    assert not set.intersection(*of_stages)
+    assert set.union(*stage_names) == names
+    assert not set.intersection(*stage_names)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Table of precisions, and what torch is told of it."""
+"""Table of precisions, and the policy for `fully_shard`."""
 
 from typing import get_args
 

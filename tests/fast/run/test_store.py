@@ -1,4 +1,4 @@
-"""Record store: what cannot be written is told as that, and no other error of a run is."""
+"""Record store: an unwritable record is reported as such, and no other error of a run is."""
 
 import errno
 from pathlib import Path
@@ -44,13 +44,13 @@ def test_a_record_that_cannot_be_written_is_told_with_its_directory(tmp_path: Pa
 
 
 def test_a_store_with_less_time_shares_what_was_read(tmp_path: Path) -> None:
-    of_session = store(tmp_path)
-    record = of_session.record(HEADER, lambda _: RecordFile(header=HEADER, ranks=msgspec.Raw(b"[]")), Clock())
+    session_store = store(tmp_path)
+    record = session_store.record(HEADER, lambda _: RecordFile(header=HEADER, ranks=msgspec.Raw(b"[]")), Clock())
 
     def execute(_directory: Path) -> RecordFile:
         raise AssertionError("recorded already")
 
     for limit_s in (3.0, 600.0):
-        shorter = of_session.within(limit_s)
+        shorter = session_store.within(limit_s)
         assert shorter.record(HEADER, execute, Clock()) is record
-        assert (shorter.deadline_s, of_session.deadline_s) == (min(limit_s, 60), 60)
+        assert (shorter.deadline_s, session_store.deadline_s) == (min(limit_s, 60), 60)

@@ -77,7 +77,7 @@ def test_what_instruments_see_of_compiled_cells(tmp_path: Path, pools: Pools) ->
 
 
 def test_operators_that_inductor_hides_are_not_missed_and_nothing_else_is_forgiven() -> None:
-    """MP-1: kernels may hide products and attention; what is seen must be right."""
+    """MP-1: kernels may hide products and attention; visible operators must be right."""
     expected = {"matmul/forward": ["bfloat16"], "attention/backward": ["bfloat16"], "gradient/norm": ["float32"]}
     facts: Any = SimpleNamespace(dtypes={"matmul/forward": ["float32"]})
     for backend, left in (("inductor", {"matmul/forward", "gradient/norm"}), ("aot_eager", set(expected))):
@@ -87,7 +87,7 @@ def test_operators_that_inductor_hides_are_not_missed_and_nothing_else_is_forgiv
 
 @pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
 def test_inductor_is_compared_with_a_run_that_recomputes_alike(backend: str) -> None:
-    """PAR-4: inductor rounds otherwise where it recomputes; how parameters are resharded changes no bit."""
+    """PAR-4: inductor rounds differently where it recomputes; resharding changes no bit."""
     compared: list[Cell] = []
 
     def run(cell: Cell) -> Any:

@@ -71,7 +71,7 @@ def pids(pools: Pools, *, world_size: int) -> list[int]:
 
 
 def sleepers() -> list[psutil.Process]:
-    """Return the processes that tasks leave behind, whatever their parent."""
+    """Return the processes that tasks leave behind, of any parent."""
     mine = psutil.Process().children(recursive=True)
     return [process for process in mine if process.name() == "sleep"]
 

@@ -71,7 +71,7 @@ def test_modules_are_arguments_with_pyargs(tmp_path: Path, argument: str, active
 def test_an_environment_may_lie_in_another_project(
     monkeypatch: pytest.MonkeyPatch, directory: Path, active: bool
 ) -> None:
-    """Nobody who collects a project with an environment in it, with a wheel of the suite, means the laws."""
+    """A project with an environment in it, with a wheel of the suite, is collected without the laws."""
     monkeypatch.setattr(plugin, "_ROOT", PACKAGE)
     assert plugin._collects_laws(fake_config(directory, ".")) is active
 

@@ -1,4 +1,4 @@
-"""Options of pytest itself that select cases: what its users expect of them, and no report is lost."""
+"""Options of pytest itself that select cases: they act as in other projects, and no report is lost."""
 
 import json
 import os
@@ -152,7 +152,7 @@ def test_on_a_terminal_the_short_summary_has_its_words(failed: Ended, tmp_path: 
 
 
 def on_a_terminal(repeated: list[str]) -> str:
-    """Run a command on a terminal of its own; returns what the terminal got."""
+    """Run a command on a new terminal; returns the terminal's input."""
     leader, follower = pty.openpty()
     process = psutil.Popen(repeated, cwd=PROJECT, stdin=follower, stdout=follower, stderr=follower)
     os.close(follower)

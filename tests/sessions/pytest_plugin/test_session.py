@@ -1,4 +1,4 @@
-"""Sessions of the suite in processes of their own: their reports, their ends, and interruptions."""
+"""Sessions of the suite in separate processes: reports, failures and interruptions."""
 
 import json
 import re
@@ -58,7 +58,7 @@ def test_report(healthy: Ended) -> None:
         assert case.duration_s >= case.run_s + case.wait_s >= 0
         assert "MUST" in case.must
         assert case.repro.startswith("pytest -n0 --profile=pr ")
-    judged = {law: of_law.judged for law, of_law in report.coverage.laws.items() if of_law.judged}
+    judged = {name: law.judged for name, law in report.coverage.laws.items() if law.judged}
     assert judged == Counter(case.law for case in report.cases if case.verdict == "pass")
     assert report.coverage.pairs.values.seen == report.coverage.laws["PAR-1"].pairs
     assert "\ncoverage by laws on numbers: pairs " in healthy.output
@@ -78,9 +78,9 @@ def test_report_is_plain_json_with_the_promised_fields(healthy: Ended) -> None:
     report = json.loads((healthy.directory / "report.json").read_text())
     promised = {"schema", "environment", "profile", "planned", "executed", "verdicts", "exit_code", "cases"}
     assert promised <= report.keys()
-    of_case = {"id", "law", "cell", "verdict", "reason", "duration_s", "wait_s", "measured", "repro"}
+    fields = {"id", "law", "cell", "verdict", "reason", "duration_s", "wait_s", "measured", "repro"}
     for case in report["cases"]:
-        assert of_case <= case.keys()
+        assert fields <= case.keys()
         for metric in case["measured"].values():
             assert {"kind", "value", "lower", "upper", "unit"} <= metric.keys()
     measured = next(case["measured"] for case in report["cases"] if case["law"] == "PAR-1")
@@ -107,10 +107,10 @@ def test_lines_of_the_stream(healthy: Ended) -> None:
 def test_junit(healthy: Ended) -> None:
     root = ET.parse(healthy.directory / "junit.xml").getroot()
     assert len(list(root.iter("testcase"))) == healthy.report.planned
-    (of_session,) = root.iter("testsuite")
-    assert [of_session.get(key) for key in ("name", "failures", "errors", "skipped")] == ["conformance", "0", "0", "1"]
+    (test_suite,) = root.iter("testsuite")
+    assert [test_suite.get(key) for key in ("name", "failures", "errors", "skipped")] == ["conformance", "0", "0", "1"]
     torch = healthy.report.environment["packages"]["torch"]
-    assert properties(of_session).items() >= {"torch": torch, "profile": "pr", "exit_code": "0"}.items()
+    assert properties(test_suite).items() >= {"torch": torch, "profile": "pr", "exit_code": "0"}.items()
     known = {(case.law, case.cell): case for case in healthy.report.cases}
     for testcase in root.iter("testcase"):
         named = properties(testcase)
@@ -181,7 +181,7 @@ def test_a_defective_product(defective: Ended) -> None:
 
 
 def test_a_failed_comparison_is_told_once(defective: Ended) -> None:
-    """Pytest names the case; neither a traceback nor a second telling of the reason is of use to anybody."""
+    """Pytest names the case; neither a traceback nor a repeated reason would help a reader."""
     (failed,) = [case for case in defective.report.cases if case.verdict == "fail"]
     assert "FAILURES" not in defective.output
     assert "Traceback" not in defective.output
