@@ -36,9 +36,9 @@ MUTATED = (
 )
 FOLDERS = ("tests/fast", "tests/ranks")
 """Folders of tests, in the order in which they try a mutant. Sessions run in processes without coverage."""
-SESSIONS = "tests/sessions/pytest_plugin"
-"""Tests of sessions, which try what the others let live outside of laws and their oracles."""
-LIMIT_S = 120.0
+SESSIONS = "tests/sessions/pytest_plugin/test_session.py"
+"""Tests of sessions, which try the survivors outside of laws, assertions and oracles."""
+LIMIT_S = 60.0
 """Seconds of tests that try a mutant in a folder, quick ones first, by how long they took without a mutant."""
 OPTIONS = ("-q", "-o", "junit_family=xunit1", "-p", "no:cacheprovider")
 
@@ -172,7 +172,11 @@ def mutants(tree: Path) -> list[Mutant]:
 
 def sessions(mutant: Mutant) -> list[str]:
     """Return the tests of sessions that try a mutant."""
-    return [] if mutant.file.startswith(("conformance/laws/", "conformance/oracles/")) else [SESSIONS]
+    return (
+        []
+        if mutant.file.startswith(("conformance/laws/", "conformance/assertions/", "conformance/oracles/"))
+        else [SESSIONS]
+    )
 
 
 def outcome(mutant: Mutant, folders: Sequence[Tests], commit: str | None) -> Outcome:
