@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from conformance.assertions.fixtures import Measure
 from conformance.assertions.memory_bounds import sizes_of
 from conformance.experiments import without_fsdp
 from conformance.experiments.memory import StepMemory
@@ -212,13 +213,28 @@ def test_one_rank_gathers_nothing() -> None:
     assert predict(config, dims, shapes, empty_profile())["forward"].peak_bytes == largest
 
 
-def as_predicted(experiment: Experiment[Any], cell: Cell, *, on_device: bool = False) -> list[Any]:
-    """Measure as the fixture `measure`: predictions for a model without activations."""
-    if experiment is without_fsdp.profile_without_fsdp:
-        return [empty_profile()]
-    phases = predict(*sizes_of(cell), empty_profile()).items()
-    segments = [MemorySegment(phase, 0, usage.peak_bytes, usage.end_bytes) for phase, usage in phases]
-    return [StepMemory(segments, [], held_before_bytes=resident_bytes(*sizes_of(cell)))] * cell.world_size
+def measured(change: Mapping[str, tuple[int, int]], *, kernels: bool = True) -> Measure:
+    """Return the fixture `measure`: predictions without activations, plus changes by phase in bytes.
+
+    Without `kernels` they are for a device with kernels for FSDP2's copies.
+    """
+
+    def measure(experiment: Experiment[Any], cell: Cell, *, on_device: bool = False) -> list[Any]:
+        if experiment is without_fsdp.profile_without_fsdp:
+            return [empty_profile()]
+        return [step_memory(cell, change, kernels=kernels)] * (
+            1 if experiment.alone or experiment.sampled else cell.world_size
+        )
+
+    return measure
+
+
+def step_memory(cell: Cell, change: Mapping[str, tuple[int, int]], *, kernels: bool = True) -> StepMemory:
+    segments = []
+    for phase, usage in predict(*sizes_of(cell), empty_profile(), kernels=kernels).items():
+        peak, rest = change.get(phase, (0, 0))
+        segments.append(MemorySegment(phase, 0, usage.peak_bytes + peak, usage.end_bytes + rest))
+    return StepMemory(segments, [], held_before_bytes=resident_bytes(*sizes_of(cell)))
 
 
 def stages_profile(config: TrainerConfig, *, rank: int) -> list[MemorySegment]:
@@ -267,4 +283,4 @@ CELL = Cell(mesh="dp4", model="deep", reshard="never").but(model="tiny")
 
 def test_bounds_that_prove_nothing_are_the_suites_error() -> None:
     with pytest.raises(ValueError, match=r"bounds of \w+ are more than a factor of 1.16 apart"):
-        laws.test_memory_on_every_rank_matches_the_model(as_predicted, CELL)
+        laws.test_memory_on_every_rank_matches_the_model(measured({}), CELL)
