@@ -77,16 +77,15 @@ def test_gradients_are_held_in_both_dtypes_while_they_are_reduced() -> None:
     assert mixed["backward"].peak_bytes == held
 
 
-def on_device(fsdp1: int, fsdp2: int, *, held: int = 0) -> Any:
-    """Return the fixture `measure` on two ranks with these peaks, the second of which holds more for streams."""
+def on_device(fsdp1: int, fsdp2: int) -> Any:
+    """Return the fixture `measure` on two ranks with these peaks."""
 
     def measure(experiment: Any, cell: Cell) -> list[dict[str, DevicePeaks]]:
         if experiment is step_with_older_process_group:
             return [{}, {}]  # measured on the simulated device alone
         assert experiment is step_on_device
         peak = fsdp1 if cell.implementation == "fsdp1" else fsdp2
-        peaks = [DevicePeaks(allocated=peak, active=peak + more, reserved=2 * peak) for more in (0, held)]
-        return [{"behind": of_rank} for of_rank in peaks]
+        return [{"behind": DevicePeaks(allocated=peak, active=peak, reserved=2 * peak)}] * 2
 
     return measure
 
