@@ -90,7 +90,7 @@ def store(tmp_path_factory: pytest.TempPathFactory, pools: Pools) -> RecordStore
 
 @pytest.fixture(scope="module")
 def run(store: RecordStore) -> Run:
-    """Return a function that trains a cell once, with a deadline of its own."""
+    """Return a function that trains a cell once, within a separate deadline."""
 
     def run_alone(cell: Cell, *, repeat: int = 0) -> Record:
         return CaseRuns(store).run(cell, repeat=repeat)

@@ -44,16 +44,16 @@ class Point(NamedTuple):
     change: str
 
 
-def points(source: str) -> list[Point]:
-    """Return all points of a module."""
-    mutator = _Mutator(None)
+def points(source: str, *, in_judgement: bool = False) -> list[Point]:
+    """Return all points of a module; `in_judgement` adds checks that raise, returned values and floats."""
+    mutator = _mutator(None, in_judgement)
     mutator.visit(ast.parse(source))
     return mutator.points
 
 
-def mutated(source: str, number: int) -> ast.Module:
-    """Return the module with the fault of this number."""
-    return _finished(_Mutator(number).visit(ast.parse(source)))
+def mutated(source: str, number: int, *, in_judgement: bool = False) -> ast.Module:
+    """Return the module with the fault of this number among its points."""
+    return _finished(_mutator(number, in_judgement).visit(ast.parse(source)))
 
 
 def with_hits(source: str) -> ast.Module:
@@ -152,6 +152,32 @@ class _Mutator(ast.NodeTransformer):
             if self._is_wanted(node, f"{other} for {node.value}"):
                 return ast.copy_location(ast.Constant(other), node)
         return node
+
+
+class _JudgementMutator(_Mutator):
+    def visit_If(self, node: ast.If) -> ast.AST:
+        test = ast.unparse(node.test)
+        if test == "TYPE_CHECKING":
+            return node
+        if self._is_wanted(node, f"not ({test[:_SHOWN]})"):
+            node.test = ast.UnaryOp(ast.Not(), node.test)
+            return node
+        return self.generic_visit(node)
+
+    def visit_Return(self, node: ast.Return) -> ast.AST:
+        if node.value is not None and self._is_wanted(node, f"None for {ast.unparse(node.value)[:_SHOWN]}"):
+            node.value = ast.Constant(None)
+            return node
+        return self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        if isinstance(node.value, float) and self._is_wanted(node, f"{node.value + 1} for {node.value}"):
+            return ast.copy_location(ast.Constant(node.value + 1), node)
+        return super().visit_Constant(node)
+
+
+def _mutator(wanted: int | None, in_judgement: bool) -> _Mutator:
+    return (_JudgementMutator if in_judgement else _Mutator)(wanted)
 
 
 class _Hits(ast.NodeTransformer):

@@ -1,6 +1,6 @@
 """Times of steps, which are reported and not judged: durations without the work of instruments, and a step's profile.
 
-The profile has not yet been run on a device, see docs/gpu/status.md.
+The profile has not yet been run on a device, see docs/gpu.md.
 """
 
 import tempfile

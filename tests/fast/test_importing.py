@@ -1,4 +1,4 @@
-"""Import of files: each is executed once, under a name of its own, and takes the place of no other module."""
+"""Import of files: each is executed once, under a unique name, and replaces no other module."""
 
 import random
 import sys

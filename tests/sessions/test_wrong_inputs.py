@@ -6,15 +6,10 @@ above the command, `FILE: OLD -> NEW`, is an edit of a file before the command. 
 """
 
 import importlib.metadata
-import io
-import json
-import os
 import re
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,10 +20,9 @@ import msgspec
 import pytest
 
 from conformance.project import PROJECT
-from tests.support import forked
+from tests.support.sessions import Printed, finish_together
 
 FILE = Path(__file__).with_name("wrong_inputs.txt")
-LIMIT_S = 100.0
 MATRIX = """\
 schema: 2
 axes:
@@ -58,7 +52,7 @@ waivers:
 
 
 class Row(NamedTuple):
-    """Input, and what it must come to."""
+    """Input, with its exit status and first line."""
 
     edit: str
     """`FILE: OLD -> NEW`, with NEW as in a string of Python; empty if no file is edited."""
@@ -81,30 +75,24 @@ def rows() -> list[Row]:
     return [Row(edit, command, int(status), line) for edit, command, status, line in blocks]
 
 
-def of_program(program: str) -> pytest.MarkDecorator:
+def rows_of(program: str) -> pytest.MarkDecorator:
     """Return a decorator for a test that is called with each row of a program."""
     chosen = [row for row in rows() if row.words[0] == program]
     return pytest.mark.parametrize("row", chosen, ids=[row.id for row in chosen])
 
 
-class Ended(NamedTuple):
-    status: int
-    out: str
-    err: str
-
-
-def require(row: Row, ended: Ended) -> None:
+def require(row: Row, ended: Printed) -> None:
     said = [line for line in (ended.err or ended.out).splitlines() if line.strip()]
     assert "Traceback" not in ended.err + ended.out
     assert ended.status == row.status, said
     assert re.fullmatch(".*".join(map(re.escape, row.line.split("..."))), said[0]), said[0]
 
 
-# What the commands name
+# Files that commands name
 
 
 def files(directory: Path) -> None:
-    """Make what the commands name: files with mistakes, and reports that are less than that."""
+    """Write the files that commands name: some with mistakes, and reports of several kinds."""
     from conformance.plan.matrix import load_matrix
     from conformance.report.coverage import session_coverage
     from conformance.report.facts import suite_digest
@@ -159,46 +147,46 @@ def stream_of(report: Any) -> bytes:
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a directory with what the commands name."""
+    """Return a directory with the files that commands name."""
     directory = tmp_path_factory.mktemp("given")
     files(directory)
     return directory
 
 
-def enter(row: Row, given: Path, directory: Path) -> None:
-    """Change to the directory with what the command names: to a copy if the row edits a file."""
-    if row.edit:
-        match = re.fullmatch(r"(\S+): (.*) -> (.*)", row.edit)
-        assert match, row.edit
-        name, old, new = match.groups()
-        shutil.copytree(given, directory)
-        text = (directory / name).read_text()
-        assert old in text, f"{name} has no {old}"
-        (directory / name).write_text(text.replace(old, new.encode().decode("unicode_escape"), 1))
-    os.chdir(directory if row.edit else given)
+def place(row: Row, given: Path, directory: Path) -> Path:
+    """Return the directory of the files that the command names: a copy if the row edits a file."""
+    if not row.edit:
+        return given
+    match = re.fullmatch(r"(\S+): (.*) -> (.*)", row.edit)
+    assert match, row.edit
+    name, old, new = match.groups()
+    shutil.copytree(given, directory)
+    text = (directory / name).read_text()
+    assert old in text, f"{name} has no {old}"
+    (directory / name).write_text(text.replace(old, new.encode().decode("unicode_escape"), 1))
+    return directory
 
 
 @pytest.fixture
 def entered(row: Row, given: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Be in the directory of a row."""
-    monkeypatch.chdir(given)
-    enter(row, given, tmp_path / "edited")
+    monkeypatch.chdir(place(row, given, tmp_path / "edited"))
 
 
 # Programs
 
 
 @pytest.mark.usefixtures("entered")
-@of_program("conformance")
+@rows_of("conformance")
 def test_commands(row: Row, capsys: pytest.CaptureFixture[str]) -> None:
     from conformance.__main__ import main
 
     status = main(row.words[1:])
-    require(row, Ended(status, *capsys.readouterr()))
+    require(row, Printed(status, *capsys.readouterr()))
 
 
 @pytest.mark.usefixtures("entered")
-@of_program("trainer")
+@rows_of("trainer")
 def test_the_trainer(row: Row, capsys: pytest.CaptureFixture[str]) -> None:
     from reference_trainer.__main__ import main
 
@@ -207,45 +195,23 @@ def test_the_trainer(row: Row, capsys: pytest.CaptureFixture[str]) -> None:
         patch("reference_trainer.__main__.init_process_group", side_effect=AssertionError("it would train")),
     ):
         status = main()
-    require(row, Ended(status, *capsys.readouterr()))
+    require(row, Printed(status, *capsys.readouterr()))
 
 
 @pytest.fixture(scope="module")
-def sessions(given: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    """Return how sessions end, by row; one process, forked with torch loaded, has them all."""
+def sessions(given: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Printed]:
+    """Return how sessions end, by row."""
     chosen = [row for row in rows() if row.words[0] == "pytest"]
     directory = tmp_path_factory.mktemp("sessions")
-    results, output = directory / "results.json", directory / "output"
-    process = forked.context().Process(target=end_sessions, args=(chosen, given, directory, output))
-    process.start()
-    process.join(LIMIT_S)
-    process.kill()
-    assert results.exists(), output.read_text()
-    return {row_id: Ended(*ended) for row_id, ended in json.loads(results.read_text()).items()}
+    commands = [
+        (place(row, given, directory / str(index)), [str(PROJECT / row.words[1]), "-pno:cacheprovider", *row.words[2:]])
+        for index, row in enumerate(chosen)
+    ]
+    return dict(zip([row.id for row in chosen], finish_together(commands, directory), strict=True))
 
 
-def end_sessions(chosen: Sequence[Row], given: Path, directory: Path, output: Path) -> None:
-    """Run a session for each row, one after the other; each ends before it judges anything."""
-    with output.open("w") as file:
-        for number in (1, 2):
-            os.dup2(file.fileno(), number)
-    ended = {}
-    for index, row in enumerate(chosen):
-        enter(row, given, directory / str(index))
-        ended[row.id] = end_session(row.words[1:])
-    (directory / "results.json").write_text(json.dumps(ended))
-
-
-def end_session(arguments: list[str]) -> Ended:
-    laws, *options = arguments
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
-        status = pytest.main([str(PROJECT / laws), "-p", "no:cacheprovider", "-p", "no:hypothesispytest", *options])
-    return Ended(int(status), out.getvalue(), err.getvalue())
-
-
-@of_program("pytest")
-def test_sessions(row: Row, sessions: dict[str, Ended]) -> None:
+@rows_of("pytest")
+def test_sessions(row: Row, sessions: dict[str, Printed]) -> None:
     require(row, sessions[row.id])
 
 

@@ -1,4 +1,4 @@
-"""Headless browser, driven by WebDriver's protocol (https://www.w3.org/TR/webdriver2/) without a library of its own.
+"""Headless browser, driven by WebDriver's protocol (https://www.w3.org/TR/webdriver2/) without another library.
 
 `python -m tests.support.browser REPORT.html PICTURE.png WIDTH` takes the pictures of docs/.
 """
@@ -57,7 +57,7 @@ class Browser:
         return self
 
     def run(self, script: str, *arguments: object) -> Any:
-        """Return what a script returns."""
+        """Return the result of a script."""
         return self._call("POST", "/execute/sync", script=script, args=arguments)
 
     def visible(self, selector: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Reports that no session has written, for tests of what is done with reports."""
+"""Made-up reports, for tests of their readers."""
 
 from typing import Any
 

@@ -1,15 +1,20 @@
-"""Sessions of the suite in processes of their own, for tests of their reports and their ends."""
+"""Sessions of the suite in separate processes, for tests of their reports and exit statuses."""
 
+import io
+import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import psutil
+import pytest
 
 from conformance.project import PROJECT
 from conformance.report.schema import Report
@@ -103,10 +108,43 @@ def _forked(arguments: list[str], environment: dict[str, str], output: Path, *, 
         process.kill()
 
 
+class Printed(NamedTuple):
+    """Exit status and output of a session."""
+
+    status: int
+    out: str
+    err: str
+
+
+def finish_together(sessions: Sequence[tuple[Path, Sequence[str]]], directory: Path) -> list[Printed]:
+    """Run sessions that judge nothing, one after the other in one process, each in a directory with arguments."""
+    results, output = directory / "results.json", directory / "output"
+    process = forked.context().Process(target=_finish_together, args=(sessions, results, output))
+    process.start()
+    process.join(LIMIT_S)
+    process.kill()
+    assert results.exists(), output.read_text()
+    return [Printed(*ended) for ended in json.loads(results.read_text())]
+
+
+def _finish_together(sessions: Sequence[tuple[Path, Sequence[str]]], results: Path, output: Path) -> None:
+    with output.open("w") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    ended = []
+    for directory, arguments in sessions:
+        os.chdir(directory)
+        out, err = io.StringIO(), io.StringIO()
+        with redirect_stdout(out), redirect_stderr(err):
+            status = pytest.main(["-p", "no:hypothesispytest", *arguments])
+        ended.append(Printed(int(status), out.getvalue(), err.getvalue()))
+    results.write_text(json.dumps(ended))
+
+
 def watch(
     process: psutil.Process, act: Callable[[psutil.Process], bool], *, limit_s: float
 ) -> frozenset[psutil.Process]:
-    """Call `act` until it returns True; returns every process seen below the session meanwhile."""
+    """Call `act` until it returns True; returns every process seen below the session until then."""
     until_s = time.monotonic() + limit_s
     seen: set[psutil.Process] = set()
     done = False

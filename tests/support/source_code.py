@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from typing import NamedTuple
@@ -15,7 +15,7 @@ class Import(NamedTuple):
 
     module: str
     name: str
-    """Dotted name of what is imported: the module, or `module.name`, which may be a module too."""
+    """Dotted name of the import: the module, or `module.name`, which may be a module too."""
     typing_only: bool
     """True below `if TYPE_CHECKING`."""
 
@@ -32,8 +32,13 @@ def tree(file: str) -> ast.Module:
     return ast.parse((PROJECT / file).read_text(), filename=file)
 
 
-def imports(module: ast.Module) -> Iterator[Import]:
-    """Yield every import of a module, wherever in the module."""
+@cache
+def imports(module: ast.Module) -> tuple[Import, ...]:
+    """Return every import of a module, wherever in the module."""
+    return tuple(_imports(module))
+
+
+def _imports(module: ast.Module) -> Iterator[Import]:
     guards = [node for node in ast.walk(module) if isinstance(node, ast.If) and _is_type_checking(node.test)]
     guarded = {id(inner) for guard in guards for statement in guard.body for inner in ast.walk(statement)}
     for node in ast.walk(module):
@@ -56,14 +61,15 @@ def modules() -> Mapping[str, str]:
     return {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in paths}
 
 
-def imported_modules(file: str, *, typing_too: bool) -> set[str]:
+@cache
+def imported_modules(file: str, *, typing_too: bool) -> Set[str]:
     """Return the modules of the project that a file imports."""
     found = (imported for imported in imports(tree(file)) if typing_too or not imported.typing_only)
     names = {imported.name if imported.name in modules() else imported.module for imported in found}
     return names & modules().keys()
 
 
-def cycle(graph: Mapping[str, set[str]]) -> list[str]:
+def cycle(graph: Mapping[str, Set[str]]) -> list[str]:
     """Return the nodes of a cycle, of which the first is also the last, or an empty list if the graph has no cycle."""
     try:
         TopologicalSorter(graph).prepare()

@@ -1,4 +1,4 @@
-"""Fault that needs two features, as a user injects one of their own: `--defect FILE.py:NAME`."""
+"""Fault that needs two features, as a user injects one: `--defect FILE.py:NAME`."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager

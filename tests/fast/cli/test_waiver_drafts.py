@@ -1,4 +1,4 @@
-"""Drafts of waivers, which become waivers when somebody has written an issue's address into them."""
+"""Drafts of waivers: the reader refuses them until an issue's address is filled in."""
 
 import datetime
 from pathlib import Path

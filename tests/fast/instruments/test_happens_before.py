@@ -247,7 +247,7 @@ def test_what_the_host_must_wait_for(trace: list[Entry], pair: tuple[str, int, s
 
 
 def test_what_the_host_has_seen_orders_all_that_it_issues_later() -> None:
-    """The host waits for COPY, and what it issues on COMPUTE afterwards comes after COPY."""
+    """The host waits for COPY, so its later work on COMPUTE comes after COPY."""
     assert races([writes(COPY), HostSynchronize(COPY), reads(HOST, OTHER), writes(COMPUTE)]) == []
 
 

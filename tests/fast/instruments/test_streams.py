@@ -1,4 +1,4 @@
-"""Trace of streams: what operators access, which storages are one, and what torch.cpu's streams note."""
+"""Trace of streams: accesses of operators, shared storages, and the stub of torch.cpu's streams."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -150,7 +150,7 @@ def test_a_torch_that_forgets_attributes_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 def on_two_streams(*, waits: bool) -> StreamFacts:
-    """Return the trace of a sum that was computed on a stream of its own."""
+    """Return the trace of a sum on a second stream."""
     device: Any = torch.cpu
     with traced() as trace:
         side = device.Stream(priority=-1)

@@ -1,4 +1,4 @@
-"""The pipeline from a case to its verdict: what is run at all, and what becomes of each outcome of a law's test."""
+"""The pipeline from a case to its verdict: skipped runs, and the verdict for each outcome of a law's test."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -45,7 +45,7 @@ def test_where_one_value_is_right_all_others_are_infinitely_far(kind: Kind) -> N
     [(1_000_000, 1.0), (1_000_064, 0.0), (1_000_128, 1.0), (1_000_256, 3.0), (999_936, 2.0)],
 )
 def test_memory_is_measured_by_what_the_bounds_leave_open(value: float, expected: float) -> None:
-    """A buffer of 128 bytes counts, whatever is held besides it."""
+    """A buffer of 128 bytes counts the same beside any amount of other memory."""
     assert margin_of("memory", value, 1_000_000, 1_000_128) == expected
 
 

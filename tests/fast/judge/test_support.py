@@ -23,7 +23,7 @@ ZERO_BUBBLE = Cell(mesh="pp2-dp2", model="cut", accumulation=4, pipeline="zbv-ze
     ],
 )
 def test_pipelines_by_version(torch_version: str, cell: Cell, reason: str | None) -> None:
-    """Gloo refuses what stages of older versions send to each other before their first step."""
+    """Gloo refuses the metadata that stages of older versions exchange before their first step."""
     machine = Machine(hardware=Hardware(), torch_version=torch_version, max_world_size=8)
     found = unsupported(asserted_laws()["PP-1"].law, cell, machine)
     assert found == reason or (reason and found and reason in found)
@@ -39,7 +39,7 @@ def test_pipelines_on_the_simulated_device_by_version(torch_version: str, refuse
 
 
 def test_the_run_that_saves_needs_its_ranks_too() -> None:
-    """A cell that two devices can run resumes what a larger mesh has saved."""
+    """A cell that two devices can run resumes a checkpoint of a larger mesh."""
     resumed = Cell(mesh="dp2", saved_on="hsdp2x2", steps=4)
     devices = Hardware(devices=some_devices(2), ranks_per_device=1, nccl=(2, 27, 3))
     law = asserted_laws()["CKPT-1"].law

@@ -17,10 +17,10 @@ INPUT_BYTES = 8 * 8 * 64 * 4
 
 @pytest.mark.parametrize("more_bytes", [0, 4])
 def test_checkpointing_that_holds_more_than_inputs_fails(more_bytes: int) -> None:
-    of_block = INPUT_BYTES + torch.get_rng_state().nbytes + more_bytes
+    block_bytes = INPUT_BYTES + torch.get_rng_state().nbytes + more_bytes
 
     def measure(*_: Any) -> list[list[MemorySegment]]:
-        return [[MemorySegment(f"after-forward layers.{i}", i * of_block, 0, 0) for i in range(3)]]
+        return [[MemorySegment(f"after-forward layers.{i}", i * block_bytes, 0, 0) for i in range(3)]]
 
     if not more_bytes:
         require_inputs_of_blocks(measure, CELL)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""STREAM-6: what the law makes of the trace in a record."""
+"""STREAM-6 on traces: races fail with both places, and a trace without streams is an error."""
 
 from types import SimpleNamespace
 from typing import Any

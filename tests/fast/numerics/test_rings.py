@@ -36,9 +36,9 @@ def test_a_chunk_passes_the_ranks_in_the_order_of_its_ring(ring: Ring, expected:
 
 def test_chunks_of_an_all_reduce_are_aligned() -> None:
     """36 numbers of 2 bytes: the first chunk of gloo's four has 10, and the last of NCCL's three 4."""
-    of_gloo, of_nccl = (ring_sum(one_and_tiny(36), dim=None, ring=ring).tolist() for ring in (GLOO_RING, NCCL_RING))
-    assert of_gloo == [KEPT] * 10 + [1.0] * 20 + [KEPT] * 6
-    assert of_nccl == [KEPT] * 32 + [1.0] * 4
+    by_gloo, by_nccl = (ring_sum(one_and_tiny(36), dim=None, ring=ring).tolist() for ring in (GLOO_RING, NCCL_RING))
+    assert by_gloo == [KEPT] * 10 + [1.0] * 20 + [KEPT] * 6
+    assert by_nccl == [KEPT] * 32 + [1.0] * 4
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])

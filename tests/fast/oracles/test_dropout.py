@@ -1,4 +1,4 @@
-"""Replayed dropout: what torch computes with the same masks, in every bit."""
+"""Replayed dropout equals torch's with the same masks, in every bit."""
 
 from collections.abc import Iterator
 
@@ -20,7 +20,7 @@ CONFIG = ModelConfig(vocab_size=31, dim=16, n_layers=2, ffn_dim=24, max_seq_len=
 
 @pytest.fixture(autouse=True)
 def no_graphs_left() -> Iterator[None]:
-    """Forget what was compiled: `layer` of a block would be compiled anew in other tests of the process."""
+    """Forget compiled graphs: `layer` of a block would be compiled anew in other tests of the process."""
     yield
     torch.compiler.reset()
 

@@ -1,4 +1,4 @@
-"""Memory model on cases small enough to be computed manually, and the laws MEM on metrics that are wrong."""
+"""Memory model on cases small enough to be computed manually, and bounds too wide to prove anything."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,15 +11,14 @@ from torch import Tensor, nn
 from conformance.assertions.fixtures import Measure
 from conformance.assertions.memory_bounds import sizes_of
 from conformance.experiments import without_fsdp
-from conformance.experiments.memory import Growth, StepMemory
+from conformance.experiments.memory import StepMemory
 from conformance.instruments.activations import GroupMarks
-from conformance.instruments.memory import BackendUse, memory_ledger
+from conformance.instruments.memory import memory_ledger
 from conformance.laws.memory import test_mem as laws
 from conformance.memory_segment import MemorySegment
 from conformance.oracles import pipeline
 from conformance.oracles.memory_model import group_bytes, predict, resident_bytes, state_bytes
 from conformance.oracles.torch_versions import FROM_2_15, UP_TO_2_14, VersionTraits, gradients_stay
-from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell
 from conformance.run.experiment import Experiment, job_of
 from conformance.run.ranks.messages import RankContext
@@ -118,8 +117,8 @@ def test_gradients_that_must_be_cast_are_copied_once_more() -> None:
     filled = sizes["tok_embeddings"] + sizes["layers.0"] + block + 2 * block + reduced  # U of two groups, B, I, G
     one_dtype = predict(config, dims, shapes, with_gradients(sizes, {}))
     assert one_dtype["backward"].peak_bytes == filled + matrix
-    of_norms = with_gradients({**sizes, "layers.1": block - norms}, {"layers.1": 2 * norms})
-    two_dtypes = predict(config, dims, shapes, of_norms)
+    with_norms = with_gradients({**sizes, "layers.1": block - norms}, {"layers.1": 2 * norms})
+    two_dtypes = predict(config, dims, shapes, with_norms)
     assert two_dtypes["backward"].peak_bytes == filled + norms + 2 * (block - norms)
 
 
@@ -215,9 +214,9 @@ def test_one_rank_gathers_nothing() -> None:
 
 
 def measured(change: Mapping[str, tuple[int, int]], *, kernels: bool = True) -> Measure:
-    """Return the fixture `measure`: what the model predicts without activations, and changes by phase in bytes.
+    """Return the fixture `measure`: predictions without activations, plus changes by phase in bytes.
 
-    Without `kernels` it is what a device with kernels for FSDP2's copies needs.
+    Without `kernels` they are for a device with kernels for FSDP2's copies.
     """
 
     def measure(experiment: Experiment[Any], cell: Cell, *, on_device: bool = False) -> list[Any]:
@@ -236,13 +235,6 @@ def step_memory(cell: Cell, change: Mapping[str, tuple[int, int]], *, kernels: b
         peak, rest = change.get(phase, (0, 0))
         segments.append(MemorySegment(phase, 0, usage.peak_bytes + peak, usage.end_bytes + rest))
     return StepMemory(segments, [], held_before_bytes=resident_bytes(*sizes_of(cell)))
-
-
-def returning(result: object) -> Measure:
-    def measure(experiment: Experiment[Any], cell: Cell, *, on_device: bool = False) -> list[Any]:
-        return [result]
-
-    return measure
 
 
 def stages_profile(config: TrainerConfig, *, rank: int) -> list[MemorySegment]:
@@ -289,85 +281,6 @@ def test_stages_without_activations(schedule: Any, rank: int) -> None:
 CELL = Cell(mesh="dp4", model="deep", reshard="never").but(model="tiny")
 
 
-def test_memory_as_predicted_passes() -> None:
-    laws.test_memory_of_a_simulated_world_matches_the_model(measured({}), CELL)
-
-
-@pytest.mark.parametrize("phase", ["forward", "backward", "clip", "optimizer"])
-@pytest.mark.parametrize("off", [-1, 1])
-def test_a_peak_that_is_off_fails(phase: str, off: int) -> None:
-    change = {phase: (1024 * off, 0)}
-    with pytest.raises(ConformanceFailure, match=f"peak of {phase} of first rank: measured"):
-        laws.test_memory_of_a_simulated_world_matches_the_model(measured(change), CELL)
-
-
-@pytest.mark.parametrize("phase", ["forward", "idle"])
-def test_something_left_over_fails(phase: str) -> None:
-    with pytest.raises(ConformanceFailure, match=f"rest of {phase} of first rank: measured"):
-        laws.test_memory_of_a_simulated_world_matches_the_model(measured({phase: (0, 1024)}), CELL)
-
-
 def test_bounds_that_prove_nothing_are_the_suites_error() -> None:
     with pytest.raises(ValueError, match=r"bounds of \w+ are more than a factor of 1.16 apart"):
         laws.test_memory_on_every_rank_matches_the_model(measured({}), CELL)
-
-
-def changed_in(mode: str, change: Mapping[str, tuple[int, int]]) -> Measure:
-    """Return the fixture `measure` with a change in the cells of one reshard mode."""
-
-    def measure(experiment: Experiment[Any], cell: Cell, *, on_device: bool = False) -> list[Any]:
-        return measured(change if cell.reshard == mode else {})(experiment, cell)
-
-    return measure
-
-
-def test_more_kept_than_the_mode_says_fails() -> None:
-    laws.test_reshard_after_forward_keeps_the_groups_of_its_mode(measured({}), CELL)
-    with pytest.raises(ConformanceFailure, match="kept after forward: measured"):
-        laws.test_reshard_after_forward_keeps_the_groups_of_its_mode(changed_in("never", {"forward": (0, 8)}), CELL)
-
-
-def test_modes_in_another_order_fail() -> None:
-    laws.test_reshard_modes_are_ordered_by_peak(measured({}), CELL)
-    with pytest.raises(ConformanceFailure, match="modes out of order: measured 1"):
-        laws.test_reshard_modes_are_ordered_by_peak(changed_in("default", {"forward": (10**6, 0)}), CELL)
-
-
-def test_equal_peaks_of_all_modes_fail() -> None:
-    with pytest.raises(ConformanceFailure, match="never and always have the same peak"):
-        laws.test_reshard_modes_are_ordered_by_peak(returning(step_memory(CELL, {})), CELL)
-
-
-@pytest.mark.parametrize(
-    ("left", "grown", "between", "message"),
-    [
-        (8, 0, 0, "left by the 50th step"),
-        (0, 8, 0, "growth of a peak"),
-        (0, 0, 4, "left by the steps between"),
-    ],
-)
-def test_growth_fails(left: int, grown: int, between: int, message: str) -> None:
-    second = step_memory(CELL, {})
-    fiftieth = step_memory(CELL, {"idle": (0, left), "backward": (grown, 0)})
-    laws.test_memory_does_not_grow_over_steps(returning(Growth(second, second)), CELL)
-    fiftieth.held_before_bytes += between
-    with pytest.raises(ConformanceFailure, match=message):
-        laws.test_memory_does_not_grow_over_steps(returning(Growth(second, fiftieth)), CELL)
-
-
-@pytest.mark.parametrize(
-    ("gathered", "reduced", "wrong"), [(1, 1, ""), (0, 1, "an all-gather"), (1, 2, "a reduce-scatter")]
-)
-def test_a_backend_that_copies_more_or_less_fails(gathered: int, reduced: int, wrong: str) -> None:
-    largest = max(group_bytes(*sizes_of(CELL)).values())
-    times = {"c10d::_allgather_base_": gathered, "c10d::_reduce_scatter_base_": reduced}
-    memory = StepMemory([], [BackendUse(operator, count * largest) for operator, count in times.items()])
-
-    def judge() -> None:
-        laws.test_gloo_allocates_copies_of_full_buffers(returning(memory), CELL)
-
-    if wrong:
-        with pytest.raises(ConformanceFailure, match=f"copy of {wrong}: measured"):
-            judge()
-    else:
-        judge()

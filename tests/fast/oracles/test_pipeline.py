@@ -1,4 +1,4 @@
-"""Pipeline model on known cases: the orders of the papers, and what they imply."""
+"""Pipeline model on known cases: the orders of the papers, and their consequences."""
 
 from collections import Counter
 
@@ -216,7 +216,7 @@ def test_buffers_for_what_is_received() -> None:
 
 
 def test_gradients_that_are_held_until_the_next_step() -> None:
-    """Each stage leaves those of its input, but for the first, and for the upper stage at the bend of the V."""
+    """Each stage leaves those of its input, except the first stage and the upper one at the bend of the V."""
     for schedule, expected in (("1f1b", [0, 0]), ("interleaved-zero-bubble", [4, 8]), ("zbv-zero-bubble", [4, 4])):
         of = config(schedule)
         dims = resolve_mesh(of.mesh, world_size=4)

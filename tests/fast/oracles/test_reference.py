@@ -1,13 +1,28 @@
-"""Single-process references: their formulas, compared with torch's own and with finite differences."""
+"""Single-process references: their formulas, optimizer, initial weights and loss scale."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - the field's standard name
+from msgspec.structs import replace
 from torch import Tensor
 
+from conformance.assertions.compare import distance
+from conformance.assertions.steps import require_steps_taken
+from conformance.instruments.facts import OptimizerGroup
+from conformance.laws.state.test_ckpt import state_of_no_step, without_zero_counters
+from conformance.oracles import tolerance
+from conformance.oracles.emulation import emulated_step
+from conformance.oracles.initialisation import mean_bound, specified, spread_bounds
+from conformance.oracles.loss_scale import loss_scales, unscale_events
+from conformance.oracles.plain_optimizer import Start, plain_updates
 from conformance.oracles.reference import (
     Tensors,
     clip_factor,
@@ -18,10 +33,16 @@ from conformance.oracles.reference import (
     total_norm,
     train_reference,
 )
-from reference_trainer.config import DataConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from conformance.outcomes import ConformanceFailure
+from conformance.plan.cells import Cell
+from reference_trainer.checkpoint import Checkpoints, resume
+from reference_trainer.config import DataConfig, LossScaleConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from reference_trainer.data import IGNORED_LABEL, Batches
 from reference_trainer.init_weights import normal
+from reference_trainer.mesh import init_process_group
 from reference_trainer.optim import build_schedule
+from reference_trainer.parallel_dims import resolve_mesh
+from reference_trainer.train import Trainer
 
 CONFIG = TrainerConfig(
     model=ModelConfig(
@@ -167,3 +188,241 @@ def test_learning_rates_are_those_of_the_schedule(options: OptimizerConfig) -> N
         assert learning_rate(config, step) == pytest.approx(schedule.get_last_lr()[0], rel=1e-12), step
         schedule.optimizer.step()
         schedule.step()
+
+
+# Optimizer
+
+
+OPTIMIZERS = [
+    OptimizerConfig(name="adamw", lr=0.05, weight_decay=0.3, eps=1e-3, max_norm=0.0),
+    OptimizerConfig(name="adamw", lr=0.05, weight_decay=0.3, eps=1e-3, max_norm=0.0, implementation="fused"),
+    OptimizerConfig(name="sgd", lr=0.05, weight_decay=0.3, max_norm=0.0, momentum=0.9),
+]
+STEPS = range(4)
+
+
+def config_of(optimizer: OptimizerConfig) -> TrainerConfig:
+    return TrainerConfig(model=ModelConfig(), optimizer=optimizer, steps=len(STEPS))
+
+
+def tensors(seed: int, dtype: torch.dtype = torch.float32) -> Tensors:
+    """Return a matrix, which decays, and a vector, which does not."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in {"w": (3, 5), "b": (5,)}.items()}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda each: f"{each.name}-{each.implementation}")
+def test_steps_are_those_of_the_formulas(optimizer: OptimizerConfig) -> None:
+    config, initial, gradients = config_of(optimizer), tensors(0), {step: tensors(step + 1) for step in STEPS}
+    expected = replay_updates(config, initial, gradients)
+    plain = plain_updates(config, initial, gradients, start=Start())
+    assert plain.keys() == {"parameter", *expected.optimizer_state}
+    for kind, named in {"parameter": expected.parameters, **expected.optimizer_state}.items():
+        torch.testing.assert_close(plain[kind], dict(named), check_dtype=False, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda each: f"{each.name}-{each.implementation}")
+def test_a_resumed_run_goes_on_in_every_bit(optimizer: OptimizerConfig, dtype: torch.dtype) -> None:
+    config, initial = config_of(optimizer), tensors(0, dtype)
+    gradients = {step: tensors(step + 1, dtype) for step in STEPS}
+    whole = plain_updates(config, initial, gradients, start=Start())
+    first = plain_updates(config, initial, {step: gradients[step] for step in STEPS[:2]}, start=Start())
+    halfway = first.pop("parameter")
+    rest = {step: gradients[step] for step in STEPS[2:]}
+    resumed = plain_updates(config, halfway, rest, start=Start(steps_taken=2, state=first))
+    for kind, named in whole.items():
+        for name, tensor in named.items():
+            assert torch.equal(resumed[kind][name], tensor), (kind, name)
+
+
+def test_an_optimizer_that_takes_no_step_has_no_state() -> None:
+    initial = tensors(0)
+    assert plain_updates(config_of(OPTIMIZERS[0]), initial, {}, start=Start()).keys() == {"parameter"}
+
+
+def test_state_without_its_step_counter_changes_the_next_update() -> None:
+    """AdamW corrects the moments' bias by the number of steps: a counter that starts again must not be forgiven."""
+    config, initial = config_of(OPTIMIZERS[0]), tensors(0)
+    state = plain_updates(config, initial, {0: tensors(1)}, start=Start())
+    parameters = state.pop("parameter")
+    after = [
+        plain_updates(config, parameters, {1: tensors(2)}, start=Start(steps_taken, state))["parameter"]["w"]
+        for steps_taken in (0, 1)
+    ]
+    assert not torch.equal(*after)
+
+
+# Initial weights
+
+
+@pytest.mark.parametrize("numel", [8, 64, 1000, 100_000])
+def test_normal_samples_are_inside(numel: int) -> None:
+    samples = torch.randn(200, numel, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert float(samples.mean(1).abs().max()) < mean_bound(numel)
+    least, most = spread_bounds(numel)
+    spreads = samples.square().mean(1)
+    assert least < float(spreads.min())
+    assert float(spreads.max()) < most
+
+
+def test_a_wrong_scale_is_outside_of_a_matrix() -> None:
+    """A standard deviation that is too large by half shows in 1024 elements."""
+    samples = 1.5 * torch.randn(1024, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert float(samples.square().mean()) > spread_bounds(1024)[1]
+    assert float((samples + 0.5).mean()) > mean_bound(1024)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("layers.0.attention_norm.weight", (1.0, 0.3)),
+        ("norm.weight", (1.0, 0.3)),
+        ("layers.0.attention.wk.bias", (0.0, 0.2)),
+        ("layers.0.attention.wk.weight", (0.0, 0.1)),
+        ("tok_embeddings.weight", (0.0, 0.1)),
+    ],
+)
+def test_distribution_of_each_kind(name: str, expected: tuple[float, float]) -> None:
+    assert specified(ModelConfig(init_std=0.1, bias_std=0.2, norm_std=0.3), name) == expected
+
+
+# Loss scale
+
+
+FP16 = Cell(mesh="dp2", precision="fp16-mp").config
+FP16_REDUCED = Cell(mesh="hsdp2x2", precision="fp16-reduce", accumulation=2, gradient_sync="last").config
+FP32 = Cell(mesh="dp2").config
+
+
+@pytest.mark.parametrize(
+    ("skipped", "expected"),
+    [
+        ([], []),
+        ([False] * 5, [8.0, 8.0, 16.0, 16.0, 32.0]),
+        ([True, True, False, False, False], [8.0, 4.0, 2.0, 2.0, 4.0]),
+        ([False, True, False, False, True], [8.0, 8.0, 4.0, 4.0, 8.0]),
+    ],
+)
+def test_scales_of_steps(skipped: list[bool], expected: list[float]) -> None:
+    assert loss_scales(LossScaleConfig(initial=8.0, growth_interval=2), skipped) == expected
+
+
+def test_torch_has_the_scales_of_the_oracle() -> None:
+    skipped = [False, True, False, False, False, True, False]
+    parameter = torch.nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([parameter])
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    scales = []
+    for overflows in skipped:
+        scales.append(scaler.get_scale())
+        scaler.scale(parameter * (float("inf") if overflows else 1.0)).backward()  # type: ignore[no-untyped-call]
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert scales == loss_scales(LossScaleConfig(initial=8.0, growth_interval=2), skipped)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "groups"),
+    [
+        ("dp1", ["dp_shard"]),
+        ("dp2", ["dp_shard", "dp_shard"]),
+        ("tp2", ["tp", "tp"]),
+        ("dp2-tp2", ["dp_shard", "tp", "world"]),
+        ("hsdp2x2", ["dp_shard", "world"]),
+    ],
+)
+def test_groups_that_agree_on_an_overflow(mesh: str, groups: list[str]) -> None:
+    cell = Cell(mesh=mesh, precision="fp16-mp")
+    config = cell.config
+    dims = resolve_mesh(config.mesh, world_size=cell.world_size)
+    assert [event.group for event in unscale_events(config, dims)] == groups
+    assert unscale_events(cell.but(precision="bf16-mp").config, dims) == []
+
+
+def gradients(config: TrainerConfig, *, scale: float = 1.0) -> Tensors:
+    weights = {name: p.detach() for name, p in initial_model(config).named_parameters()}
+    return emulated_step(config, weights, step=0, loss_scale=scale).gradients
+
+
+@pytest.mark.parametrize("exponent", [-16, -8, 0, 8, 16])
+@pytest.mark.parametrize("config", [FP16, FP16_REDUCED], ids=lambda config: config.precision)
+def test_fp16_gradients_are_within_their_bound(config: TrainerConfig, exponent: int) -> None:
+    """The bound holds at scales so small that most of a gradient is lost, too."""
+    expected, emulated = gradients(FP32), gradients(config, scale=2.0**exponent)
+    bounds = tolerance.fp16_gradients(config, expected, loss_scale=2.0**exponent)
+    for name, bound in bounds.items():
+        limit = bound.value * float(expected[name].norm())
+        assert distance({name: emulated[name]}, {name: expected[name]}) <= limit, name
+
+
+def test_without_its_term_for_underflow_the_bound_would_not_hold() -> None:
+    expected, emulated = gradients(FP32), gradients(FP16, scale=2.0**-16)
+    relative = min(bound.value for bound in tolerance.fp16_gradients(FP16, expected, loss_scale=2.0**100).values())
+    zeros = {name: torch.zeros_like(grad) for name, grad in expected.items()}
+    assert distance(emulated, expected) > relative * distance(expected, zeros)
+
+
+@pytest.mark.parametrize("taken", [[], [1]])
+def test_a_run_of_skipped_steps_is_a_failure(taken: list[int]) -> None:
+    """Laws on steps that are taken would pass such a run with nothing judged."""
+    record: Any = SimpleNamespace(steps=[0, 1], steps_taken=taken)
+    with nullcontext() if taken else pytest.raises(ConformanceFailure, match="all of 2 steps are skipped"):
+        require_steps_taken(record)
+
+
+@pytest.mark.parametrize("moment", [0.0, 1e-30])
+def test_a_resumed_run_of_skipped_steps_may_have_zeros_alone(moment: float) -> None:
+    """An optimizer that has not stepped is saved with zeros by torch; the run that never stopped has no moments."""
+    tensors = {"w": torch.tensor([0.0, moment])}
+    resumed: Any = SimpleNamespace(kinds=lambda _when: ["exp_avg", "parameter"], select=lambda _prefix: tensors)
+    with pytest.raises(ConformanceFailure, match="final/exp_avg of no step") if moment else nullcontext():
+        assert state_of_no_step(resumed, ["parameter"], when="final") == ["exp_avg"]
+
+
+@pytest.mark.parametrize(("counted", "left"), [([0.0], []), ([], []), ([1.0], [1.0])])
+def test_a_counter_at_zero_is_that_of_no_step(counted: list[float], left: list[float]) -> None:
+    assert without_zero_counters([group_of(counted)]) == [group_of(left)]
+
+
+def group_of(steps: list[float]) -> OptimizerGroup:
+    return OptimizerGroup(0.0, 0.01, ["w"], steps)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_a_scale_that_was_not_saved_begins_anew(tmp_path: Path) -> None:
+    """A checkpoint of another precision has no scale; a scale that was saved goes on."""
+    cpu = torch.device("cpu")
+    bf16 = Cell(mesh="dp1", precision="bf16-mp").config
+    fp16 = replace(bf16, precision="fp16-mp", loss_scale=LossScaleConfig(initial=2.0**20, growth_interval=2))
+    init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1, timeout_s=60.0)
+    try:
+        for first, expected in ((bf16, 2.0**20), (fp16, 2.0**19)):
+            directory = tmp_path / first.precision
+            trainer = Trainer(first, device=cpu, world_size=1)
+            trainer.train_step(0)
+            Checkpoints(directory).save(trainer, steps_done=1)
+            resumed = Trainer(fp16, device=cpu, world_size=1)
+            assert resume(resumed, directory) == 1
+            assert resumed.train_step(1).loss_scale == expected
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw-foreach", "adamw-fused", "sgd-momentum"])
+def test_an_optimizer_that_has_not_stepped_is_saved_without_a_trace_of_torchs_step(
+    tmp_path: Path, optimizer: Any
+) -> None:
+    """Saving steps once, with gradients of zero, to have a state: that counts, and puts decay into momentum buffers."""
+    config = Cell(mesh="dp1", optimizer=optimizer).config
+    init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1, timeout_s=60.0)
+    try:
+        trainer = Trainer(config, device=torch.device("cpu"), world_size=1)
+        Checkpoints(tmp_path / "saved").save(trainer, steps_done=0)
+        resumed = Trainer(config, device=torch.device("cpu"), world_size=1)
+        assert resume(resumed, tmp_path / "saved") == 0
+    finally:
+        dist.destroy_process_group()
+    assert {len(state) for state in resumed.optimizer.state.values()} == {1 if optimizer == "sgd-momentum" else 3}
+    assert not any(value.any() for state in resumed.optimizer.state.values() for value in state.values())

@@ -24,7 +24,7 @@ NUMELS = {group: 100 + number for group, number in NUMBERS.items()}
 """Elements of a shard by group: the size of an event tells its group."""
 
 
-def of_cell(cell: Cell) -> tuple[TrainerConfig, ParallelDims]:
+def config_and_dims(cell: Cell) -> tuple[TrainerConfig, ParallelDims]:
     config = cell.config
     return config, resolve_mesh(config.mesh, world_size=cell.world_size)
 
@@ -34,7 +34,7 @@ def schedule(**axes: AxisValue) -> str:
 
     `G0` is an all-gather of the embedding, `S3` a reduce-scatter of the output, `R3` its all-reduce.
     """
-    config, dims = of_cell(cell_from_axes(axes))
+    config, dims = config_and_dims(cell_from_axes(axes))
     letters = {"all_gather": "G", "reduce_scatter": "S", "all_reduce": "R"}
     words, phase = [], ""
     for event in fsdp_events(config, dims, NUMELS):
@@ -125,7 +125,7 @@ def test_groups_prefetched_in_backward(axes: dict[str, AxisValue], expected: str
 )
 def test_groups_prefetched_in_forward(axes: dict[str, AxisValue], expected: str) -> None:
     """`0:1`: the first block is gathered when the embedding is entered. The order of gathers is always the same."""
-    events = fsdp_events(*of_cell(cell_from_axes(axes)), NUMELS)
+    events = fsdp_events(*config_and_dims(cell_from_axes(axes)), NUMELS)
     gathers = [f"{NUMBERS[event.during]}:{event.numel - 100}" for event in events if event.phase == "forward"]
     assert " ".join(gathers) == expected
     assert {event.during for event in events if event.phase == "backward"} == {""}
@@ -154,7 +154,7 @@ def test_schedule_without_peers() -> None:
 
 @pytest.mark.parametrize(("precision", "reduce"), [("bf16-mp", "float32"), ("bf16-reduce", "bfloat16")])
 def test_schedule_dtypes_and_groups(precision: str, reduce: str) -> None:
-    config, dims = of_cell(Cell(mesh="hsdp2x2").but(precision=precision))
+    config, dims = config_and_dims(Cell(mesh="hsdp2x2").but(precision=precision))
     events = fsdp_events(config, dims, dict.fromkeys(NUMELS, 10))
     assert {(e.kind, e.group, e.numel, e.dtype) for e in events} == {
         ("all_gather", "dp_shard", 10, "bfloat16"),
@@ -177,13 +177,13 @@ def test_schedule_dtypes_and_groups(precision: str, reduce: str) -> None:
     ],
 )
 def test_kept_after_forward(mode: str, kept: list[str]) -> None:
-    config, _ = of_cell(Cell(mesh="dp4", reshard=mode))  # type: ignore[arg-type]
+    config, _ = config_and_dims(Cell(mesh="dp4", reshard=mode))  # type: ignore[arg-type]
     groups = ("tok_embeddings", "layers.0", "layers.1", "output")
     assert [group for group in groups if kept_after_forward(group, config)] == kept
 
 
 def test_a_group_that_is_left_with_fewer_ranks_is_gathered_from_them() -> None:
-    events = fsdp_events(*of_cell(Cell(mesh="dp4", reshard="k2")), NUMELS)
+    events = fsdp_events(*config_and_dims(Cell(mesh="dp4", reshard="k2")), NUMELS)
     gathers = [(e.phase, e.group, e.numel) for e in events if e.kind == "all_gather"]
     numels = [NUMELS[group] for group in ("tok_embeddings", "layers.0", "layers.1", "output")]
     assert gathers[:4] == [("forward", "dp_shard", numel) for numel in numels]
@@ -191,7 +191,7 @@ def test_a_group_that_is_left_with_fewer_ranks_is_gathered_from_them() -> None:
 
 
 def test_shards_of_uneven_rows() -> None:
-    config, _ = of_cell(Cell())
+    config, _ = config_and_dims(Cell())
     shapes = {
         "tok_embeddings.weight": (61, 8),
         "layers.0.attention.wq.weight": (6, 3),
@@ -211,14 +211,14 @@ def test_shards_of_uneven_rows() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
 def test_every_parameter_has_a_group_of_the_forward_order(precision: str, tied: bool) -> None:
-    config, _ = of_cell(Cell(tied_embeddings=tied).but(precision=precision))
+    config, _ = config_and_dims(Cell(tied_embeddings=tied).but(precision=precision))
     names = ["tok_embeddings.weight", "norm.weight", "output.weight"]
     names += [f"layers.{i}.{name}.weight" for i in (0, 1) for name in ("attention_norm", "attention.wo", "ffn_norm")]
     assert {group_of(name, config) for name in names} == set(entered(groups(config)))
 
 
 def test_an_unknown_mode_is_an_error() -> None:
-    config, dims = of_cell(Cell())
+    config, dims = config_and_dims(Cell())
     with pytest.raises(KeyError):
         fsdp_events(msgspec.structs.replace(config, gradient_sync="never"), dims, NUMELS)
     with pytest.raises(ValueError, match="fp8"):

@@ -1,4 +1,4 @@
-"""Version traits: each version of torch has those of the releases around it, whatever its build is called."""
+"""Version traits: each version of torch has those of the releases around it, under any name of its build."""
 
 import pytest
 

@@ -1,23 +1,31 @@
-"""Model, compared with a second implementation, and its initial weights."""
+"""Models and their initial weights: the Llama, the integer model, and precisions."""
 
 import math
+from math import frexp
+from typing import get_args
 
 import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from reference_trainer.config import ModelConfig
-from reference_trainer.data import IGNORED_LABEL
-from reference_trainer.init_weights import init_weights, normal
+from conformance.oracles.reference import initial_model, summed_loss, train_reference
+from conformance.plan.cells import Cell
+from reference_trainer.config import ModelConfig, TrainerConfig
+from reference_trainer.data import IGNORED_LABEL, Batches
+from reference_trainer.init_weights import init_weights, normal, signs
+from reference_trainer.integer_model import EXACT_BELOW, largest_partial_sum, linear_attention
 from reference_trainer.loss import summed_cross_entropy
+from reference_trainer.loss import summed_loss as trainers_summed_loss
+from reference_trainer.mixed_precision import mixed_precision_policy
 from reference_trainer.model import Transformer, apply_rope, rope_table
+from reference_trainer.precision import PRECISIONS, Dtype, PrecisionName
 
 SMALL = ModelConfig(
     vocab_size=13, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=24, max_seq_len=8, bias=True,
     init_std=0.3, bias_std=0.1, norm_std=0.2,
 )  # fmt: skip
-TOKENS = torch.tensor([[1, 5, 12, 0, 7, 3], [2, 2, 9, 11, 4, 6]])
 
 
 def model_of(config: ModelConfig, *, seed: int = 0) -> Transformer:
@@ -27,109 +35,6 @@ def model_of(config: ModelConfig, *, seed: int = 0) -> Transformer:
 
 
 # --- model -----------------------------------------------------------------------------------------------------------
-
-
-def naive_logits(model: Transformer, tokens: Tensor) -> Tensor:
-    """Compute logits in a second way: complex rotations, one head and one query at a time, explicit softmax."""
-    config, weights = model.config, dict(model.named_parameters(remove_duplicate=False))
-
-    def linear(name: str, x: Tensor) -> Tensor:
-        return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", torch.zeros(()))
-
-    def rms_norm(name: str, x: Tensor) -> Tensor:
-        return x / (x.square().mean(-1, keepdim=True) + config.norm_eps).sqrt() * weights[f"{name}.weight"]
-
-    def rotated(head: Tensor) -> Tensor:
-        half = config.head_dim // 2
-        frequencies = config.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
-        angles = torch.arange(len(head), dtype=torch.float64)[:, None] * frequencies
-        turned = torch.complex(head[:, :half], head[:, half:]) * torch.polar(torch.ones_like(angles), angles)
-        return torch.cat((turned.real, turned.imag), dim=-1)
-
-    def attention(name: str, x: Tensor) -> Tensor:
-        q, k, v = (torch.split(linear(f"{name}.{proj}", x), config.head_dim, dim=-1) for proj in ("wq", "wk", "wv"))
-        shared = config.n_heads // config.n_kv_heads
-        outputs = []
-        for head in range(config.n_heads):
-            query, key, value = rotated(q[head]), rotated(k[head // shared]), v[head // shared]
-            rows = []
-            for t in range(len(x)):
-                scores = (key[: t + 1] @ query[t] / math.sqrt(config.head_dim)).exp()
-                rows.append(scores / scores.sum() @ value[: t + 1])
-            outputs.append(torch.stack(rows))
-        return linear(f"{name}.wo", torch.cat(outputs, dim=-1))
-
-    def feed_forward(name: str, x: Tensor) -> Tensor:
-        gate = linear(f"{name}.w1", x)
-        return linear(f"{name}.w2", gate / (1 + (-gate).exp()) * linear(f"{name}.w3", x))
-
-    def logits_of(sample: Tensor) -> Tensor:
-        x = weights["tok_embeddings.weight"][sample]
-        for layer in range(config.n_layers):
-            x = x + attention(f"layers.{layer}.attention", rms_norm(f"layers.{layer}.attention_norm", x))
-            x = x + feed_forward(f"layers.{layer}.feed_forward", rms_norm(f"layers.{layer}.ffn_norm", x))
-        return linear("output", rms_norm("norm", x))
-
-    return torch.stack([logits_of(sample) for sample in tokens])
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"bias": False}, {"tied_embeddings": True}, {"n_kv_heads": 4}, {"n_kv_heads": 1}, {"rope_theta": 50.0}],
-    ids=str,
-)
-def test_model_equals_a_second_implementation(changes: dict[str, int | float | bool]) -> None:
-    model = model_of(msgspec.structs.replace(SMALL, **changes))
-    with torch.no_grad():
-        logits, expected = model(TOKENS), naive_logits(model, TOKENS)
-    assert logits.shape == (*TOKENS.shape, SMALL.vocab_size)
-    torch.testing.assert_close(logits, expected, rtol=0, atol=2e-6)  # the rope table is rounded to fp32
-
-
-def test_gradients_are_those_of_finite_differences() -> None:
-    model = model_of(msgspec.structs.replace(SMALL, tied_embeddings=True))
-    labels, step = TOKENS.roll(-1, dims=1), 1e-6
-    torch.autograd.backward(summed_loss_fp64(model, labels))
-
-    @torch.no_grad()
-    def loss_after(p: Tensor, change: Tensor) -> float:
-        p.add_(change)
-        loss = float(summed_loss_fp64(model, labels))
-        p.sub_(change)
-        return loss
-
-    for name, p in model.named_parameters():
-        direction = normal(tuple(p.shape), name=name, seed=1).double()
-        slope = (loss_after(p, step * direction) - loss_after(p, -step * direction)) / (2 * step)
-        assert p.grad is not None
-        assert slope == pytest.approx(float((p.grad * direction).sum()), rel=1e-6, abs=1e-7), name
-
-
-def summed_loss_fp64(model: Transformer, labels: Tensor) -> Tensor:
-    logits: Tensor = model(TOKENS)
-    return -logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).sum()
-
-
-def test_a_token_sees_no_later_token() -> None:
-    model = model_of(SMALL)
-    changed = TOKENS.clone()
-    changed[:, 4] = (changed[:, 4] + 1) % SMALL.vocab_size
-    with torch.no_grad():
-        before, after = model(TOKENS), model(changed)
-    assert torch.equal(before[:, :4], after[:, :4])
-    assert not torch.isclose(before[:, 4:], after[:, 4:]).all(-1).any()
-
-
-def test_rope_is_relative_and_keeps_length() -> None:
-    table = rope_table(SMALL)
-    assert table.dtype == torch.float32
-    q, k = (normal((1, 1, 1, 4), name=name, seed=0).expand(1, 8, 1, 4) for name in "qk")
-    q_turned, k_turned = apply_rope(q, table), apply_rope(k, table)
-    torch.testing.assert_close(q_turned.norm(dim=-1), q.norm(dim=-1))
-    scores = q_turned[0, :, 0] @ k_turned[0, :, 0].T
-    for offset in range(-7, 8):
-        diagonal = scores.diagonal(offset)
-        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-5, atol=1e-6)
 
 
 def test_rope_rounds_bf16_once() -> None:
@@ -201,3 +106,164 @@ def test_a_module_without_a_rule_is_refused() -> None:
     model.layers["2"] = nn.BatchNorm1d(4)
     with pytest.raises(ValueError, match=r"no initialisation rule for layers\.2\.weight of BatchNorm1d: add one to"):
         init_weights(model, seed=0)
+
+
+# Integer model
+
+
+CELL = Cell(model="integer", optimizer="sgd", clip=0.0, steps=1)
+CONFIG = CELL.config
+
+
+def first_batch(config: TrainerConfig) -> tuple[Tensor, Tensor]:
+    return Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed).global_batch(0)
+
+
+def is_power_of_two(value: float) -> bool:
+    return frexp(value)[0] == 0.5
+
+
+# --- exactness -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("seed", [0, 1, 405])  # of the first 600 seeds, 405 has the largest sums
+def test_every_sum_of_the_workload_is_exact(seed: int, tied: bool) -> None:
+    """In units of lr / tokens the new weight, too, is a sum of integers: the old weight, and the gradient."""
+    config = CELL.but(seed=seed, tied_embeddings=tied).config
+    largest = largest_partial_sum(initial_model(config), *first_batch(config))
+    tokens, lr = config.data.global_batch_size * config.data.seq_len, config.optimizer.lr
+    assert is_power_of_two(tokens)
+    assert is_power_of_two(lr)
+    assert config.data.min_valid_fraction == 1.0
+    assert config.optimizer.weight_decay == config.optimizer.momentum == 0.0
+    assert largest + tokens / lr < EXACT_BELOW
+
+
+def test_the_bound_holds_and_is_reached_where_nothing_cancels() -> None:
+    model, (inputs, labels) = initial_model(CONFIG).double(), first_batch(CONFIG)
+    bound = largest_partial_sum(model, inputs, labels)
+    assert largest_entry(model, (inputs, labels)) < bound
+    for parameter in model.parameters():
+        parameter.data.abs_()
+    assert largest_entry(model, (inputs, labels)) == bound == largest_partial_sum(model, inputs, labels)
+
+
+def largest_entry(model: nn.Module, batch: tuple[Tensor, Tensor]) -> float:
+    """Return the largest absolute value of loss, logits and gradients."""
+    logits = model(batch[0])
+    loss = -logits.gather(-1, batch[1].unsqueeze(-1)).sum()
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    return max(float(tensor.detach().abs().max()) for tensor in (loss, logits, *gradients))
+
+
+def test_the_bound_sees_weights_that_are_too_large() -> None:
+    model = initial_model(CONFIG)
+    assert largest_partial_sum(model, *first_batch(CONFIG)) < EXACT_BELOW
+    with torch.no_grad():
+        model.get_parameter("layers.0.attention.wv.weight").mul_(16)
+    assert largest_partial_sum(model, *first_batch(CONFIG)) > EXACT_BELOW
+
+
+def test_fp32_equals_fp64_in_every_bit() -> None:
+    fp32, fp64 = (train_reference(CONFIG, dtype=dtype) for dtype in (torch.float32, torch.float64))
+    assert fp32.losses == fp64.losses
+    for name, expected in fp64.gradients[0].items():
+        assert torch.equal(fp32.gradients[0][name].double(), expected), name
+        assert torch.equal(fp32.parameters[name].double(), fp64.parameters[name]), name
+    float_model = CELL.but(model="tiny").config
+    rounded, exact = (train_reference(float_model, dtype=dtype) for dtype in (torch.float32, torch.float64))
+    equal = [torch.equal(rounded.gradients[0][name].double(), grad) for name, grad in exact.gradients[0].items()]
+    assert not any(equal), "the usual model must not pass for an exact one"
+
+
+# --- what it computes ------------------------------------------------------------------------------------------------
+
+
+def test_attention_adds_query_key_and_earlier_values() -> None:
+    batch, seq, heads, kv_heads, head_dim = 2, 5, 4, 2, 3
+    q, k, v = (
+        signs((batch, seq, n, head_dim), name=name, seed=0, nonzeros_per_row=2)
+        for name, n in (("q", heads), ("k", kv_heads), ("v", kv_heads))
+    )
+    out = linear_attention(q, k, v, torch.empty(0))
+    assert out.shape == q.shape
+    for head in range(heads):
+        shared = head // (heads // kv_heads)
+        for t in range(seq):
+            expected = q[:, t, head] + k[:, t, shared] + v[:, : t + 1, shared].sum(1)
+            assert torch.equal(out[:, t, head], expected)
+
+
+@pytest.mark.parametrize("name", [name for name, _ in initial_model(CONFIG).named_parameters()])
+def test_loss_is_linear_in_each_parameter(name: str) -> None:
+    """The slope along any direction is exact, so gradients are right, and a parameter without effect would show."""
+    model, batch = initial_model(CONFIG).double(), first_batch(CONFIG)
+    parameter = model.get_parameter(name)
+    direction = signs(tuple(parameter.shape), name=name, seed=1, nonzeros_per_row=3).double()
+    loss = summed_loss(model, batch)
+    (gradient,) = torch.autograd.grad(loss, parameter)
+    with torch.no_grad():
+        parameter.add_(direction)
+    assert float(summed_loss(model, batch).detach() - loss.detach()) == float((gradient * direction).sum())
+    assert gradient.count_nonzero() >= gradient.numel() / 2
+
+
+def test_initial_weights_are_sparse_signs() -> None:
+    for name, parameter in initial_model(CONFIG).named_parameters():
+        values, width = parameter.detach(), parameter.shape[-1]
+        nonzeros = width if name.endswith("norm.weight") else width // 8 if parameter.ndim == 1 else 2
+        assert (values.count_nonzero(-1) == nonzeros).all(), name
+        assert set(values.flatten().tolist()) <= {-1.0, 0.0, 1.0}, name
+        assert parameter.ndim == 1 or {-1.0, 1.0} <= set(values.flatten().tolist()), name
+
+
+def test_the_loss_goes_with_the_arithmetic() -> None:
+    logits = signs((2, 3, 5), name="logits", seed=0, nonzeros_per_row=5)
+    labels = torch.tensor([[0, 4, -100], [-100, 2, 1]])
+    chosen = sum(logits[b, t, labels[b, t]] for b, t in ((0, 0), (0, 1), (1, 1), (1, 2)))
+    assert trainers_summed_loss(logits, labels, arithmetic="integer") == -chosen
+    cross_entropy = summed_cross_entropy(logits, labels)
+    assert trainers_summed_loss(logits, labels, arithmetic="float") == cross_entropy != -chosen
+    with pytest.raises(ValueError, match="loss_parallel computes a cross entropy"):
+        TrainerConfig(model=ModelConfig(arithmetic="integer"), loss_parallel=True)
+
+
+# Precisions
+
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+
+def test_every_name_is_in_the_table() -> None:
+    assert tuple(PRECISIONS) == get_args(PrecisionName)
+
+
+@pytest.mark.parametrize("name", get_args(Dtype))
+def test_dtypes_are_those_of_torch(name: str) -> None:
+    assert str(getattr(torch, name)) == f"torch.{name}"
+
+
+@pytest.mark.parametrize(
+    ("precision", "compute", "reduce"),
+    [
+        ("fp32", None, None),
+        ("bf16-mp", BF16, FP32),
+        ("bf16-init", BF16, FP32),
+        ("bf16-reduce", BF16, BF16),
+        ("bf16-params", BF16, None),
+        ("bf16-mixed", BF16, FP32),
+        ("fp16-mp", FP16, FP32),
+        ("fp16-reduce", FP16, FP16),
+    ],
+)
+def test_what_fully_shard_is_told(
+    precision: PrecisionName, compute: torch.dtype | None, reduce: torch.dtype | None
+) -> None:
+    """`cast_forward_inputs` has its default, True, only with the default policy, which casts nothing."""
+    expected = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=compute is None)
+    assert mixed_precision_policy(precision) == expected
+
+
+def test_a_loss_is_scaled_where_computation_is_in_fp16() -> None:
+    assert [name for name, precision in PRECISIONS.items() if precision.scales_loss] == ["fp16-mp", "fp16-reduce"]

@@ -148,7 +148,7 @@ def test_tasks_that_dtensor_confuses_do_not_share_ranks(torch_version: str, pool
     assert len(set(kinds.seen)) == pools
 
 
-def of_version(module: Any, torch_version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def pretend_version(module: Any, torch_version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "traits_of", lambda _installed: traits_of(torch_version))
 
 
@@ -159,7 +159,7 @@ def of_version(module: Any, torch_version: str, monkeypatch: pytest.MonkeyPatch)
 def test_one_rank_gathers_up_to_2_8_and_reduces_up_to_2_9(
     torch_version: str, expected: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of_version(schedule, torch_version, monkeypatch)
+    pretend_version(schedule, torch_version, monkeypatch)
     config = Cell(mesh="tp2", reshard="always").config
     dims = resolve_mesh(config.mesh, world_size=2)
     events = schedule.fsdp_events(config, dims, dict.fromkeys(schedule.entered(schedule.groups(config)), 8))
@@ -171,7 +171,7 @@ def test_one_rank_gathers_up_to_2_8_and_reduces_up_to_2_9(
 def test_norms_are_reduced_together_up_to_2_9(
     torch_version: str, numels: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of_version(clip_schedule, torch_version, monkeypatch)
+    pretend_version(clip_schedule, torch_version, monkeypatch)
     config = Cell(mesh="dp2-tp2").config
     events = clip_schedule.clip_events(["a", "b", "c"], config, resolve_mesh(config.mesh, world_size=4))
     assert [event.numel for event in events] == numels

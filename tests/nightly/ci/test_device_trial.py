@@ -1,4 +1,4 @@
-"""First runs on a device: what the script sets up, and its dry run where there is no device."""
+"""First runs on a device: set-up by the script, and its dry run where there is no device."""
 
 import json
 import os
@@ -24,7 +24,7 @@ exit {status}
 def run(
     tmp_path: Path, *arguments: str, status: int = 0, numpy: int = 0, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run the script with a python that notes what it is asked for and ends with this status."""
+    """Run the script with a python that notes its arguments and ends with this status."""
     python = tmp_path / "python"
     python.write_text(PYTHON.format(python=sys.executable, directory=tmp_path, status=status, numpy=numpy))
     python.chmod(0o755)

@@ -1,4 +1,4 @@
-"""CUDA build of torch on a machine without a device: what ranks do before, and instead of, using one.
+"""CUDA build of torch on a machine without a device: ranks start, and fall back to the CPU.
 
 The job `cuda-build` of ci/pipeline.sh runs these tests, those of forks in tests/ranks/run/ranks and the profile smoke.
 """

@@ -52,7 +52,7 @@ def test_every_value_of_the_axes_of_the_matrix_is_looked_at() -> None:
 
 
 def test_every_value_of_singles_in_pipelines_is_looked_at() -> None:
-    """Their norms are not on a mesh of their own, which needs two shards (`norms-on-one-shard`)."""
+    """Pipelines have no separate mesh for norms, which needs two shards (`norms-on-one-shard`)."""
     sections = [MATRIX.content.cells[name] for name in ("pipeline-singles", "pipeline-singles-tp")]
     values = {(axis, value, "pp") for each in sections for axis in each.axes or {} for value in (each.axes or {})[axis]}
     assert values - DEAD.keys() == {("norms_in_tp", False, "pp")}

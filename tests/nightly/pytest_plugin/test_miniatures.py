@@ -40,7 +40,7 @@ REASONS = {
     "raises": "rank 1 raised ArithmeticError: on this rank only",
     "claims_unsupported": "rank [01] raised Skipped: needs 8 devices",
 }
-"""Patterns for the beginning of reasons that name a rank; of two ranks that fail alike either may be first."""
+"""Patterns for the beginning of reasons that name a rank; of two equal failures either rank may be first."""
 
 
 @pytest.fixture(scope="module")

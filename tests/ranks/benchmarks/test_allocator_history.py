@@ -51,7 +51,7 @@ def breaks_them() -> None:
 
 
 def has_streams_of_their_own() -> None:
-    """Another stream's block is in a segment of its own, although the first has room."""
+    """Another stream's block is in a second segment, although the first has room."""
     events = [EVENTS[0], EVENTS[1], event("segment_alloc", LARGE, 2 * MEBI), event("alloc", LARGE, 100, stream=7)]
     assert differences(placed_by_torch(events), placed_by_model(events)) == []
 

@@ -260,7 +260,7 @@ def test_a_defect_that_cannot_be_injected_is_the_suites_error(case_judge: CaseJu
 
 
 def test_a_rank_that_hangs_is_told_from_its_waiting_peers(case_judge: CaseJudge) -> None:
-    limit_s = 6.0
+    limit_s = 3.0
     cell, defect = Cell(mesh="dp2", seed=1), f"{miniatures.__file__}:suspended"
     with pytest.raises(CellFailed) as caught:
         CaseRuns(case_judge.store(defect=defect, deadline_s=limit_s)).run(cell)

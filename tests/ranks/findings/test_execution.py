@@ -1,4 +1,4 @@
-"""Execution of programs of findings: outcomes by status, and what becomes of those that hang, die or fail."""
+"""Execution of programs of findings: outcomes by status, and programs that hang, die or fail."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -24,7 +24,7 @@ ON, OFF, UNSET = (Cell(expandable_segments=value) for value in ("1", "0", "unset
 
 
 def record(cell: Cell, *, segments: bool | None, **variables: str | None) -> Any:
-    """Return a record of two ranks that obeyed the variables, but for those given."""
+    """Return a record of two ranks that obeyed the variables, except the given ones."""
     values = {name: cell.environment.get(name) for name in ALLOCATOR_VARIABLES} | variables
     ranks = [SimpleNamespace(rank=rank, variables=values, expandable_segments=segments) for rank in range(2)]
     return SimpleNamespace(cell=cell, ranks=ranks)

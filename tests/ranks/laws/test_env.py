@@ -85,14 +85,14 @@ def test_other_operands_than_those_of_the_emulation_fail(
 
 
 def test_fused_attentions_are_one_kernel_on_the_simulated_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    of_cpu, of_cuda = (
+    on_cpu, on_cuda = (
         f"aten::_scaled_dot_product_{name}(a)" for name in ("flash_attention_for_cpu", "flash_attention")
     )
-    monkeypatch.setattr(laws, "operands_of_emulation", lambda _: {of_cpu})
+    monkeypatch.setattr(laws, "operands_of_emulation", lambda _: {on_cpu})
     law = laws.test_emulation_has_the_operands_of_the_run
-    law(lambda _: Ran([of_cuda], device_type="sim"), Cell())  # type: ignore[arg-type]
+    law(lambda _: Ran([on_cuda], device_type="sim"), Cell())  # type: ignore[arg-type]
     with pytest.raises(ConformanceFailure, match="operands in the run alone: measured 1"):
-        law(lambda _: Ran([of_cuda], device_type="cuda"), Cell())  # type: ignore[arg-type]
+        law(lambda _: Ran([on_cuda], device_type="cuda"), Cell())  # type: ignore[arg-type]
 
 
 def test_an_emulation_of_which_nothing_is_seen_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

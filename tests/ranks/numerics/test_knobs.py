@@ -1,4 +1,4 @@
-"""Knobs of torch: set for ranks and for oracles, whatever the process has."""
+"""Knobs of torch: set for ranks and for oracles, over the settings of the process."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -71,7 +71,7 @@ def pids(pools: Pools, *, world_size: int) -> list[int]:
 
 
 def sleepers() -> list[psutil.Process]:
-    """Return the processes that tasks leave behind, whatever their parent."""
+    """Return the processes that tasks leave behind, of any parent."""
     mine = psutil.Process().children(recursive=True)
     return [process for process in mine if process.name() == "sleep"]
 
@@ -282,9 +282,9 @@ def test_a_rank_killed_from_outside(pools: Pools) -> None:
 
 @pytest.mark.parametrize("how", ["sleep", "sleep_with_interpreter_lock"])
 def test_a_hung_rank_is_told_from_those_that_wait_for_it(pools: Pools, how: str) -> None:
-    failure = fail(pools, "misbehave_in_collective", world_size=4, deadline_s=4.0, rank=2, how=how)
+    failure = fail(pools, "misbehave_in_collective", world_size=4, deadline_s=2.0, rank=2, how=how)
     assert (failure.kind, failure.first_rank) == ("timeout", 2)
-    assert failure.reason == "no result from ranks 0, 1, 2, 3 within 4 s; rank 2 did not wait for a peer"
+    assert failure.reason == "no result from ranks 0, 1, 2, 3 within 2 s; rank 2 did not wait for a peer"
     assert "in sleep" in failure.ranks[2].stack
     assert all("barrier" in report.stack for report in failure.ranks if report.rank != 2)
 

@@ -1,4 +1,4 @@
-"""Build of the simulated device: what is missing is named, and a device is built once for each torch and compiler."""
+"""Build of the simulated device: missing tools are named, and each torch and compiler builds once."""
 
 import importlib.metadata
 from pathlib import Path

@@ -78,7 +78,7 @@ def memory_of_collectives_is_held_as_by_nccl(rank: int, ranks: int, directory: P
 
 
 def ranks_that_send_to_each_other_go_on(rank: int, ranks: int, directory: Path) -> None:
-    """Neither rank waits for the other's receive; what arrives is what was sent, whatever its buffer holds by then."""
+    """Neither rank waits for the other's receive; later writes to the sent buffer do not arrive."""
     start(rank, ranks, directory, "lazy")
     peer = 1 - rank
     for device_type in ("cpu", "sim"):

@@ -1,4 +1,4 @@
-"""Simulated device in a process of its own: memory, allocator, streams, schedules and copies."""
+"""Simulated device in a separate process: memory, allocator, streams, schedules and copies."""
 
 import ctypes
 import signal

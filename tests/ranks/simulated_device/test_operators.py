@@ -110,7 +110,7 @@ def switches_of_attention_are_obeyed() -> None:
 
 
 def dropout_is_one_operator_with_a_mask() -> None:
-    """The host does not wait for it, and the mask is the same whatever the schedule."""
+    """The host does not wait for it, and the mask is the same under each schedule."""
     for dtype in DTYPES:
         for rate in RATES:
             drawn = []
@@ -130,7 +130,7 @@ def dropout_is_one_operator_with_a_mask() -> None:
 
 
 def kernels_on_lists_have_tables() -> None:
-    """The largest is what the statistics show of an operator whose results are there already."""
+    """The largest is in the statistics of an operator whose results exist already."""
     device.follow(Schedule.parse("lazy"))
     shards = [torch.ones(rows, 8, device="sim") for rows in (64, 3, 65)]  # 2048, 96 and 2080 bytes in fp32
     chunks = torch.empty(2, sum(-(-len(shard) // 2) * 8 for shard in shards), device="sim")

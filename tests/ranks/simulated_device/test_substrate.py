@@ -1,4 +1,4 @@
-"""Substrate `sim` in sessions: which cases run on it, which are unsupported and why, and what a report says of it."""
+"""Substrate `sim` in sessions: cases that run on it, unsupported ones, and the lines in a report."""
 
 from conformance.detection.case_judge import the_matrix
 from conformance.judge.registry import asserted_laws

@@ -1,4 +1,4 @@
-"""Trial of a device: stages, the screen, what comes back, and which cells and defects the calls name."""
+"""Trial of a device: stages, the screen, returned files, and the cells and defects of the calls."""
 
 import json
 import sys

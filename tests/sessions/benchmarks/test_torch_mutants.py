@@ -1,4 +1,4 @@
-"""Mutants of torch: each fault has an effect of its own, in every process that the hook reaches."""
+"""Mutants of torch: each fault has another effect, in every process that the hook reaches."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Kernels that add in another order, in a process of their own, since they stay."""
+"""Kernels that add in another order, in a separate process, since they cannot be removed."""
 
 import json
 import subprocess

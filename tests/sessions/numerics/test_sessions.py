@@ -1,4 +1,4 @@
-"""Sessions in other arithmetics: what they judge, and an assumption on layouts that torch's own kernels hide."""
+"""Sessions in other arithmetics: their verdicts, and an assumption on layouts that torch's kernels hide."""
 
 from pathlib import Path
 

@@ -74,7 +74,7 @@ def cells_in_order(directory: Path) -> list[str]:
 
 
 def test_cells_whose_ranks_can_be_the_same_processes_follow_each_other() -> None:
-    """On one device each change of kind costs contexts and communicators anew."""
+    """On one device each change of kind costs new contexts and communicators."""
     cells = [Cell(mesh="dp2", model=model, seed=seed) for seed in range(3) for model in ("tiny", "even")]
     cases = [Case("PAR-1", cell) for cell in cells]
     durations_s = {case.id: float(number) for number, case in enumerate(cases)}

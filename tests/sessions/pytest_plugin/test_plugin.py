@@ -71,7 +71,7 @@ def test_modules_are_arguments_with_pyargs(tmp_path: Path, argument: str, active
 def test_an_environment_may_lie_in_another_project(
     monkeypatch: pytest.MonkeyPatch, directory: Path, active: bool
 ) -> None:
-    """Nobody who collects a project with an environment in it, with a wheel of the suite, means the laws."""
+    """A project with an environment in it, with a wheel of the suite, is collected without the laws."""
     monkeypatch.setattr(plugin, "_ROOT", PACKAGE)
     assert plugin._collects_laws(fake_config(directory, ".")) is active
 
@@ -124,8 +124,7 @@ def test_sessions_of_the_laws_have_the_options(tmp_path: Path) -> None:
     assert "--share-gpu" in run_pytest(tmp_path, "--help", "--pyargs", "conformance.laws").stdout
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize(("workers", "order"), [(0, -1), (2, 1)])
 def test_options_stand_before_and_after_the_laws(tmp_path: Path, workers: int, order: int) -> None:
     """The values of options look like arguments until the options are known."""
     arguments = [["--profile", "smoke"], ["--pyargs", "conformance.laws"], ["--cells", "id = dp2-fp32-default-meta"]]

@@ -1,18 +1,20 @@
-"""Options of pytest itself that select cases: what its users expect of them, and no report is lost."""
+"""Options of pytest itself that select cases: they act as in other projects, and no report is lost."""
 
 import json
 import os
 import pty
 import re
+import shlex
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pytest
 from filelock import FileLock
 
 from conformance.project import PROJECT
-from tests.support.sessions import CELL, TWO_CASES, Ended, finish, suite
+from tests.support.sessions import CELL, PYTEST, TWO_CASES, Ended, Printed, finish, finish_together, suite
 
 FAILED, PASSED = f"PAR-1/{CELL}", f"PAR-5/{CELL}"
 OTHER = "conformance/laws/preconditions/test_env.py"
@@ -29,20 +31,17 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return ended
 
 
-def command(
-    failed: Ended, tmp_path: Path, *arguments: str, selection: tuple[str, ...] = TWO_CASES
-) -> tuple[list[str], Path]:
+def command(failed: Ended, copy: Path, *arguments: str) -> tuple[list[str], Path]:
     """Return a command that repeats the session without its defect, in copies of its report and cache."""
     for name in ("report", "cache"):
-        shutil.copytree(failed.directory.with_name(name), tmp_path / name)
-    directory = tmp_path / "report"
-    return suite(directory, *selection, *arguments, cache=tmp_path / "cache"), directory
+        shutil.copytree(failed.directory.with_name(name), copy / name)
+    return suite(copy / "report", *arguments, cache=copy / "cache"), copy / "report"
 
 
 @pytest.mark.parametrize(
     ("arguments", "cases", "selection"),
     [
-        (["conformance/", "--lf"], [FAILED], "--lf"),
+        (["conformance/", "--lf", "-n1"], [FAILED], "--lf"),
         (["conformance/", "--ff", f"--deselect={OTHER}"], [FAILED, PASSED], f"--deselect {OTHER}"),
         (["conformance/laws/numerics/test_par.py", "--laws=par-5"], [PASSED], "conformance/laws/numerics/test_par.py"),
     ],
@@ -51,7 +50,7 @@ def command(
 def test_cases_are_selected(
     failed: Ended, tmp_path: Path, arguments: list[str], cases: list[str], selection: str
 ) -> None:
-    ended = finish(*command(failed, tmp_path, *arguments))
+    ended = finish(*command(failed, tmp_path, *TWO_CASES, *arguments))
     assert ended.status == 0, ended.output
     assert ended.report.defect is None
     assert selection in ended.report.selection
@@ -59,64 +58,80 @@ def test_cases_are_selected(
     assert [line["id"] for line in lines if line["type"] == "case"] == cases, "in this order"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "files_of_laws"),
-    [
-        (["conformance/", "--ignore=conformance/laws/numerics/test_par.py", "--laws=PAR-*,MP-*"], {"test_mp.py"}),
-        (["conformance/", "--ignore-glob=*_[a-l]*.py", "--laws=PAR-*,CLIP-*"], {"test_par.py"}),
-        (["conformance/", "--deselect=conformance/laws/numerics/test_par.py", "--laws=PAR-*,MP-*"], {"test_mp.py"}),
-        (["conformance/laws/numerics/test_par.py"], {"test_par.py"}),
-        (["conformance/", "--laws=par-5"], {"test_par.py"}),
-    ],
-    ids=["ignore", "ignore-glob", "deselect", "file", "laws"],
-)
-def test_cases_are_collected_and_the_report_stays(
-    failed: Ended, tmp_path: Path, arguments: list[str], files_of_laws: set[str]
-) -> None:
-    """The cell has cases in several files, so that laws are left out for which this selection collects no test."""
-    repeated, directory = command(failed, tmp_path, *arguments, "--collect-only", "-q", selection=PLAIN_CELL)
-    before = files(directory)
-    ended = finish(repeated, directory)
-    assert ended.status == 0, ended.output
-    assert set(re.findall(r"^conformance/laws/\w+/(\w+\.py)::", ended.output, re.MULTILINE)) == files_of_laws
-    assert files(directory) == before
+COLLECTED = {
+    "conformance/ --ignore=conformance/laws/numerics/test_par.py --laws=PAR-*,MP-*": {"test_mp.py"},
+    "conformance/ --ignore-glob=*_[a-l]*.py --laws=PAR-*,CLIP-*": {"test_par.py"},
+    "conformance/ --deselect=conformance/laws/numerics/test_par.py --laws=PAR-*,MP-*": {"test_mp.py"},
+    "conformance/laws/numerics/test_par.py": {"test_par.py"},
+    "conformance/ --laws=par-5": {"test_par.py"},
+}
+"""Files of laws by arguments that collect them on a cell which has cases in several files."""
+WITHOUT_AN_ENDED_CASE = {
+    "conformance/ -k typo": 5,
+    "conformance/ --cells 'mesh = dp2048'": 5,
+    "conformance/ --profile smok": 4,
+    "conformance/laws/test_none.py": 4,
+    "conformance/laws/test_none.py -n1": 4,
+    "conformance/ --lf --deselect conformance/laws/numerics/test_par.py": 5,
+}
+"""Exit status by arguments."""
 
 
-def test_failures_of_the_last_session_are_run_by_workers_too(failed: Ended, tmp_path: Path) -> None:
-    ended = finish(*command(failed, tmp_path, "conformance/", "--lf", "-n1"))
-    assert (ended.status, list(ended.verdicts)) == (0, [FAILED]), ended.output
+class Kept(NamedTuple):
+    """End of a session in a directory with an earlier report."""
+
+    ended: Printed
+    directory: Path
+    is_report_kept: bool
+
+
+@pytest.fixture(scope="module")
+def kept(failed: Ended, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kept]:
+    """Return how sessions without an ended case end, by their arguments."""
+    directory = tmp_path_factory.mktemp("kept")
+    collecting = dict.fromkeys(COLLECTED, (*PLAIN_CELL, "--collect-only", "-q"))
+    selections = collecting | dict.fromkeys(WITHOUT_AN_ENDED_CASE, TWO_CASES)
+    commands = [
+        command(failed, directory / str(number), *options, *shlex.split(arguments))
+        for number, (arguments, options) in enumerate(selections.items())
+    ]
+    before = files(failed.directory)
+    sessions = finish_together([(PROJECT, words[len(PYTEST) :]) for words, _ in commands], directory)
+    return {
+        arguments: Kept(ended, report, files(report) == before)
+        for arguments, ended, (_, report) in zip(selections, sessions, commands, strict=True)
+    }
 
 
 def files(directory: Path) -> dict[Path, bytes]:
-    return {file: file.read_bytes() for file in directory.rglob("*") if file.is_file() and file.suffix != ".lock"}
+    return {
+        file.relative_to(directory): file.read_bytes()
+        for file in directory.rglob("*")
+        if file.is_file() and file.suffix != ".lock"
+    }
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status"),
-    [
-        (["conformance/", "-k", "typo"], 5),
-        (["conformance/", "--cells", "mesh = dp2048"], 5),
-        (["conformance/", "--profile", "smok"], 4),
-        (["conformance/laws/test_none.py"], 4),
-        (["conformance/laws/test_none.py", "-n1"], 4),
-        (["conformance/", "--lf", "--deselect", "conformance/laws/numerics/test_par.py"], 5),
-    ],
-    ids=["-k", "--cells", "--profile", "no-file", "no-file-xdist", "all-deselected"],
-)
-def test_a_session_without_an_ended_case_keeps_the_earlier_report(
-    failed: Ended, tmp_path: Path, arguments: list[str], status: int
-) -> None:
-    repeated, directory = command(failed, tmp_path, *arguments)
-    before = files(directory)
-    ended = finish(repeated, directory)
-    assert ended.status == status, ended.output
-    assert files(directory) == before
-    assert ("keeps the report of an earlier session" in ended.output) == (status == 5)
-    assert f"report: {directory}" not in ended.output
+@pytest.mark.parametrize("arguments", COLLECTED)
+def test_cases_are_collected_and_the_report_stays(kept: dict[str, Kept], arguments: str) -> None:
+    """Laws are left out for which this selection collects no test."""
+    ended, _, is_report_kept = kept[arguments]
+    assert ended.status == 0, ended
+    assert {*re.findall(r"^conformance/laws/\w+/(\w+\.py)::", ended.out, re.MULTILINE)} == COLLECTED[arguments]
+    assert is_report_kept
+
+
+@pytest.mark.parametrize("arguments", WITHOUT_AN_ENDED_CASE)
+def test_a_session_without_an_ended_case_keeps_the_earlier_report(kept: dict[str, Kept], arguments: str) -> None:
+    ended, directory, is_report_kept = kept[arguments]
+    status = WITHOUT_AN_ENDED_CASE[arguments]
+    assert ended.status == status, ended
+    assert is_report_kept
+    assert ("keeps the report of an earlier session" in ended.out) == (status == 5)
+    assert f"report: {directory}" not in ended.out
 
 
 def test_a_second_session_in_a_report_directory_is_one_line(failed: Ended, tmp_path: Path) -> None:
-    repeated, directory = command(failed, tmp_path, "conformance/")
+    repeated, directory = command(failed, tmp_path, *TWO_CASES, "conformance/")
     before = files(directory)
     with FileLock(directory / "session.lock"):
         ended = finish(repeated, directory)
@@ -137,7 +152,7 @@ def test_on_a_terminal_the_short_summary_has_its_words(failed: Ended, tmp_path: 
 
 
 def on_a_terminal(repeated: list[str]) -> str:
-    """Run a command on a terminal of its own; returns what the terminal got."""
+    """Run a command on a new terminal; returns the terminal's input."""
     leader, follower = pty.openpty()
     process = psutil.Popen(repeated, cwd=PROJECT, stdin=follower, stdout=follower, stderr=follower)
     os.close(follower)

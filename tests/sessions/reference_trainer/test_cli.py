@@ -25,8 +25,8 @@ TINY = PROJECT / "reference_trainer" / "configs" / "tiny.yaml"
 LIMIT_S = 120.0
 PLAIN = [sys.executable, "-m", "reference_trainer"]
 MODULE = ["-m", "reference_trainer", "--config", str(TINY)]
-OF_STEP = ["step", "loss", "grad_norm", "valid_tokens", "lr", "loss_scale", "skipped"]
-FIELDS = [*OF_STEP, "step_s", "tokens_per_s", "peak_memory_bytes"]
+STEP_FIELDS = ["step", "loss", "grad_norm", "valid_tokens", "lr", "loss_scale", "skipped"]
+FIELDS = [*STEP_FIELDS, "step_s", "tokens_per_s", "peak_memory_bytes"]
 
 
 def command(*arguments: str, nproc: int | None = None) -> list[str]:
@@ -62,15 +62,15 @@ def run_ranks(arguments: list[str], *, world_size: int, directory: Path) -> list
     """Run the command line on several ranks, which a launcher other than torchrun has started."""
     shared = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()[0].split("=")[1]}
     outputs = [(directory / f"{rank}.out", directory / f"{rank}.err") for rank in range(world_size)]
-    of_trainer = command(*arguments)[3:]
+    words = command(*arguments)[3:]
     processes = [
         forked.start(
-            "reference_trainer", of_trainer, cwd=PROJECT, out=out, err=err,
+            "reference_trainer", words, cwd=PROJECT, out=out, err=err,
             environment={**environment(), **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank, (out, err) in enumerate(outputs)
     ]  # fmt: skip
-    return [ended(process, of_trainer, out, err) for process, (out, err) in zip(processes, outputs, strict=True)]
+    return [ended(process, words, out, err) for process, (out, err) in zip(processes, outputs, strict=True)]
 
 
 def ended(process: BaseProcess, arguments: list[str], out: Path, err: Path) -> subprocess.CompletedProcess[str]:
@@ -82,14 +82,14 @@ def ended(process: BaseProcess, arguments: list[str], out: Path, err: Path) -> s
 def trained_here(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the command line in this process: starting one takes seconds."""
     out, err = io.StringIO(), io.StringIO()
-    _interpreter, _option, _module, *of_trainer = command(*arguments)
+    _interpreter, _option, _module, *words = command(*arguments)
     with (
-        patch.object(sys, "argv", ["reference_trainer", *of_trainer]),
+        patch.object(sys, "argv", ["reference_trainer", *words]),
         redirect_stdout(out),
         redirect_stderr(err),
     ):
         status = main()
-    return subprocess.CompletedProcess(of_trainer, status, out.getvalue(), err.getvalue())
+    return subprocess.CompletedProcess(words, status, out.getvalue(), err.getvalue())
 
 
 def refusal(arguments: list[str]) -> subprocess.CompletedProcess[str]:

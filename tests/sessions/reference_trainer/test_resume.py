@@ -24,7 +24,7 @@ CONFIG = TrainerConfig(
     steps=60,
     device="cpu",
 )
-ROUNDS, RANKS = 20, 2
+ROUNDS, RANKS = 10, 2
 
 
 def train(rank: int, directory: Path, rendezvous: Path, report: Path) -> None:
@@ -72,7 +72,7 @@ def losses(report: Path) -> dict[int, float]:
 
 
 def test_a_kill_during_a_save_loses_nothing(tmp_path: Path) -> None:
-    """After twenty kills at random times, complete checkpoints are there, and training goes on bit for bit."""
+    """After ten kills at random times, complete checkpoints are there, and training goes on bit for bit."""
     rng = random.Random(0)
     directory, report = tmp_path / "checkpoints", tmp_path / "losses"
     done = 0

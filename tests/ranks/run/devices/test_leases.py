@@ -1,4 +1,4 @@
-"""Leases: nothing is used twice, nobody starves, nothing is lost with those who die."""
+"""Leases: no device is used twice, no session starves, and a device outlives a session that dies."""
 
 import multiprocessing
 import os

@@ -1,20 +1,13 @@
-"""Traffic model on an example computed manually, and the law MP-4 on real and on falsified runs."""
+"""Traffic model on an example computed manually."""
 
-from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
-from conformance.assertions.fixtures import Run
-from conformance.instruments.facts import Collective
-from conformance.laws.numerics.test_mp import test_collective_bytes_equal_the_traffic_model as mp_4
 from conformance.oracles.clip_schedule import clip_events
 from conformance.oracles.tp_schedule import local_shapes, sharded_dim, tensor_parallel_events
 from conformance.oracles.traffic import Traffic, add_up, ranks_in, sent_bytes, step_events
-from conformance.outcomes import ConformanceFailure
-from conformance.plan.cells import AxisValue, Cell, cell_from_axes
 from reference_trainer.config import DataConfig, MeshConfig, ModelConfig, TrainerConfig
 from reference_trainer.parallel_dims import ParallelDims, resolve_mesh
 
@@ -168,71 +161,3 @@ def test_norms_are_reduced_in_the_largest_dtype_of_their_mesh() -> None:
 def test_one_process_sends_nothing() -> None:
     config = but(mesh=MeshConfig(dp_shard=1))
     assert step_events(config, resolve_mesh(config.mesh, world_size=1), tp_rank=0) == []
-
-
-# --- real runs -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "axes",
-    [
-        {"mesh": "dp2-tp2", "precision": "bf16-mp", "accumulation": 2, "gradient_sync": "last"},
-        {"mesh": "tp4", "activation_checkpointing": "full"},
-        {"mesh": "tp2", "activation_checkpointing": "full", "dropout": 0.1},
-        {"mesh": "tp2", "tied_embeddings": True, "sequence_parallel": False, "loss_parallel": True, "clip": 0.0},
-    ],
-)
-def test_real_runs_hold_the_law_in_the_order_of_the_model(run: Run, axes: dict[str, AxisValue]) -> None:
-    cell = cell_from_axes({**axes, "steps": 2})
-    mp_4(run, cell)
-    config = cell.config
-    expected = tensor_parallel_events(config, resolve_mesh(config.mesh, world_size=cell.world_size))
-    for facts in run(cell).ranks:
-        sent = [e for e in facts.collectives if e.step == 1 and e.group == "tp" and e.phase in ("forward", "backward")]
-        assert [(e.phase, e.kind, e.numel, e.dtype) for e in sent] == [
-            (e.phase, e.kind, e.numel, e.dtype) for e in expected
-        ]
-
-
-def without(entries: list[Collective], index: int) -> list[Collective]:
-    return entries[:index] + entries[index + 1 :]
-
-
-def twice(entries: list[Collective], index: int) -> list[Collective]:
-    return [*entries, entries[index]]
-
-
-def in_bf16(entries: list[Collective], index: int) -> list[Collective]:
-    changed = msgspec.structs.replace(entries[index], dtype="bfloat16", nbytes=entries[index].nbytes // 2)
-    return [*without(entries, index), changed]
-
-
-def over_the_world(entries: list[Collective], index: int) -> list[Collective]:
-    return [*without(entries, index), msgspec.structs.replace(entries[index], group="world")]
-
-
-@pytest.mark.parametrize("fault", [without, twice, in_bf16, over_the_world])
-@pytest.mark.parametrize(
-    ("phase", "kind", "group"),
-    [
-        ("data", "all_reduce", "dp_shard"),
-        ("backward", "reduce_scatter", "dp_shard"),
-        ("backward", "all_reduce", "tp"),
-        ("clip", "all_reduce", "tp"),
-    ],
-)
-def test_the_law_sees_one_wrong_collective(
-    run: Run, fault: Callable[[list[Collective], int], list[Collective]], phase: str, kind: str, group: str
-) -> None:
-    cell = Cell(mesh="dp2-tp2", steps=2)
-    record = run(cell)
-    facts = record.ranks[3]
-    index = next(
-        index
-        for index, e in enumerate(facts.collectives)
-        if (e.step, e.phase, e.kind, e.group) == (1, phase, kind, group)
-    )
-    wrong = msgspec.structs.replace(facts, collectives=fault(facts.collectives, index))
-    falsified: Any = SimpleNamespace(ranks=[*record.ranks[:3], wrong], steps=record.steps)
-    with pytest.raises(ConformanceFailure, match=rf"rank 3, step 1, {phase}: {kind} over {group} .*measured \d+ bytes"):
-        mp_4(lambda cell, *, repeat=0: falsified, cell)

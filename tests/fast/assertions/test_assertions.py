@@ -1,17 +1,26 @@
-"""Comparisons: numbers that differ, measurements, and messages of failures."""
+"""Assertions: comparisons with their metrics and messages, and judgement of steps, sweeps and memory."""
 
+import doctest
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import msgspec
 import pytest
 import torch
 from torch import Tensor
 
-from conformance.assertions import compare
-from conformance.bound import Bound, bound
+from conformance.assertions import compare, memory_bounds, steps, sweeps
+from conformance.assertions.memory_bounds import bounds_of_ranks
+from conformance.assertions.sweeps import require_no_wrong_result
+from conformance.bound import EXACT, Bound, bound
+from conformance.experiments.trials import Swept, Wrong
 from conformance.judge.measurements import Measurement, collecting
-from conformance.outcomes import ConformanceFailure
+from conformance.oracles.reference import Tensors, initial_model
+from conformance.oracles.torch_versions import traits_of
+from conformance.outcomes import ConformanceFailure, Unsupported
+from conformance.plan.cells import Cell
 
 NAN, INF = math.nan, math.inf
 
@@ -217,3 +226,144 @@ def test_count() -> None:
     assert said == "x: measured 3, expected 4 ranks; rank 1"
     assert metrics == {"x": Measurement(kind="exact", value=3.0, lower=4, upper=4, unit="ranks")}
     assert run_comparison(lambda: compare.count(4, name="x", expected=4, unit="ranks"))[1] == ""
+
+
+# Examples in docstrings
+
+
+@pytest.mark.parametrize(("module", "least"), [(compare, 9), (sweeps, 2)])
+def test_examples_are_right(module: object, least: int) -> None:
+    names = {**vars(module), "torch": torch, "bound": bound, "EXACT": EXACT}
+    finder, runner = doctest.DocTestFinder(), doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    for example in finder.find(module, globs=names):
+        runner.run(example)
+    failed, tried = runner.summarize()
+    assert failed == 0
+    assert tried >= least
+
+
+# Steps that inductor compiled
+
+
+CELL = Cell(mesh="dp2", precision="bf16-mp", compile=True)
+
+
+class Recorded:
+    """Record of one step that inductor compiled, with gradients made of those of the emulation and of fp32."""
+
+    cell, device_type, kernel_type = CELL, "cpu", "cpu"
+
+    def __init__(self, gradients: Callable[[Tensors, Tensors], Tensors]) -> None:
+        self.config = msgspec.structs.replace(CELL.config, compile="inductor")
+        self.ranks = [SimpleNamespace(steps=[SimpleNamespace(step=0, loss_scale=1.0, skipped=False)])]
+        self._of: dict[str, Tensors] = {
+            "step0/parameter/": {name: p.detach() for name, p in initial_model(self.config).named_parameters()}
+        }
+        record: Any = self
+        emulated = steps.emulation_of(record, 0)
+        self.losses = [emulated.loss * 1.01]  # inductor rounds the loss otherwise, too
+        self._of["step0/gradient/"] = gradients(emulated.gradients, steps.in_fp32(record, 0).gradients)
+
+    def select(self, prefix: str) -> Tensors:
+        return self._of[prefix]
+
+
+def emulated(emulated: Tensors, _exact: Tensors) -> Tensors:
+    return emulated
+
+
+def rounded_less(emulated: Tensors, exact: Tensors) -> Tensors:
+    return {name: exact[name] + 0.9 * (emulated[name] - exact[name]) for name in exact}
+
+
+def exact(_emulated: Tensors, exact: Tensors) -> Tensors:
+    return exact
+
+
+def summed(emulated: Tensors, _exact: Tensors) -> Tensors:
+    return {name: grad * 2 for name, grad in emulated.items()}
+
+
+def one_percent_off(emulated: Tensors, _exact: Tensors) -> Tensors:
+    return {name: grad * 1.01 for name, grad in emulated.items()}
+
+
+def one_missing(emulated: Tensors, _exact: Tensors) -> Tensors:
+    return {name: torch.zeros_like(grad) if "wq" in name else grad for name, grad in emulated.items()}
+
+
+@pytest.mark.parametrize("gradients", [emulated, rounded_less])
+def test_gradients_that_err_as_rounding_does_pass(gradients: Callable[[Tensors, Tensors], Tensors]) -> None:
+    record: Any = Recorded(gradients)
+    steps.compare_steps(record)
+
+
+def test_another_loss_fails() -> None:
+    record: Any = Recorded(emulated)
+    record.losses = [2 * loss for loss in record.losses]
+    with pytest.raises(ConformanceFailure, match="loss of step 0, emulated"):
+        steps.compare_steps(record)
+
+
+@pytest.mark.parametrize("gradients", [exact, summed, one_percent_off, one_missing])
+def test_gradients_that_err_more_or_less_fail(gradients: Callable[[Tensors, Tensors], Tensors]) -> None:
+    record: Any = Recorded(gradients)
+    with pytest.raises(ConformanceFailure, match="error of step 0, compared with fp32"):
+        steps.compare_steps(record)
+
+
+# Sweeps
+
+
+WRONG = Wrong(subject="mm", fault="result", kind="even shards", cases=2, example="S(0): 1, expected 2")
+
+
+@pytest.mark.parametrize(
+    ("swept", "message"),
+    [
+        (Swept(computed={"mm": 1, "glu": 0}, refused={"mm": 0, "glu": 1}), ""),
+        (Swept(computed={"mm": 1, "glu": 0}, refused={"mm": 0, "glu": 0}), "glu: not tried: 1 layouts, expected 0"),
+        (
+            Swept(computed={"glu": 1, "mm": 0}, refused={"glu": 0, "mm": 0}, wrong=[WRONG]),
+            "mm: result of even shards: 2",
+        ),
+    ],
+    ids=["refused", "not tried", "wrong"],
+)
+def test_every_subject_is_tried_and_none_is_wrong(swept: Swept, message: str) -> None:
+    if not message:
+        require_no_wrong_result([swept, swept], unit="layouts")
+        return
+    with pytest.raises(ConformanceFailure, match=message):
+        require_no_wrong_result([swept, swept], unit="layouts")
+
+
+# Memory that the model does not know
+
+
+class Measured(Exception):
+    """A measurement was asked for."""
+
+
+def measure(*_: Any, **__: Any) -> NoReturn:
+    raise Measured
+
+
+@pytest.mark.parametrize(
+    ("version", "mesh", "in_flight", "outcome"),
+    [
+        ("2.8.0", "dp1", False, Unsupported),
+        ("2.8.0", "dp1", True, Measured),
+        ("2.8.0", "dp2", False, Measured),
+        ("2.9.1", "dp1", False, Measured),
+        ("2.15.0", "pp2-dp2", False, Unsupported),
+        ("2.14.0", "pp2-dp2", False, Measured),
+    ],
+)
+def test_what_the_model_does_not_know(
+    monkeypatch: pytest.MonkeyPatch, version: str, mesh: str, in_flight: bool, outcome: type[Exception]
+) -> None:
+    monkeypatch.setattr(memory_bounds, "traits_of", lambda _: traits_of(version))
+    cell = Cell(mesh=mesh, accumulation=4 if "pp" in mesh else 1, model="cut" if "pp" in mesh else "tiny")
+    with pytest.raises(outcome):
+        bounds_of_ranks(measure, cell, in_flight=in_flight)
