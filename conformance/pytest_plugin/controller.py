@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from conformance.judge.verdicts import CONFORMANT, SUITE_FAILED, Verdict, exit_status
+from conformance.judge.verdicts import CONFORMANT, NOT_CONFORMANT, SUITE_FAILED, Verdict, exit_status
 from conformance.pytest_plugin.junit import name_suite
 from conformance.pytest_plugin.order import remember_durations, remembered_durations_s
 from conformance.pytest_plugin.progress import Progress
@@ -21,6 +21,7 @@ from conformance.pytest_plugin.report_files import PLAN, ReportFiles
 from conformance.pytest_plugin.setup import SessionSetup
 from conformance.pytest_plugin.shrinking import has_combined, smallest_cells
 from conformance.pytest_plugin.told_failures import ToldFailures
+from conformance.pytest_plugin.trainer import require_judgeable, trainer_facts
 from conformance.report.cell_facts import cell_facts
 from conformance.report.coverage import session_coverage
 from conformance.report.environment import environment_facts, suite_digest
@@ -29,6 +30,7 @@ from conformance.report.github import annotations
 from conformance.report.html import html_report
 from conformance.report.schema import CaseResult, Footer, Header, Report
 from conformance.report.text import markdown, terminal_lines
+from conformance.report.trainer import trainer_lines
 from reference_trainer.checks import UsageError
 
 
@@ -56,8 +58,16 @@ class Controller:
     # Results.
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
-        """Read the durations of earlier sessions; pytest has no cache before."""
+        """Read the durations of earlier sessions; pytest has no cache before.
+
+        Raises pytest.UsageError for another trainer that cannot be judged.
+        """
         self._durations_s = remembered_durations_s(session.config)
+        if self._setup.trainer is not None:
+            try:
+                require_judgeable(self._setup)
+            except UsageError as error:
+                raise pytest.UsageError(str(error)) from None
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Remember the planned cases, if this process has collected them."""
@@ -132,12 +142,12 @@ class Controller:
             cases=sorted(self._results.values(), key=lambda result: result.id),
         )
         if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-            report = self._with_smallest(report, session.config)
+            report = self._with_smallest(self._with_trainer(report), session.config)
         cells = cell_facts(self._setup.store.directory, session=self._header.session)
         self._report = replace(report, cells=cells)
         self._leave_files(self._report, junit=Path(session.config.option.xmlpath))
         remember_durations(session.config, self._results.values())
-        session.exitstatus = SUITE_FAILED if self._files.unwritable else status
+        session.exitstatus = SUITE_FAILED if self._files.unwritable else self._report.exit_code
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print the summary."""
@@ -151,10 +161,19 @@ class Controller:
         place = f"report: {self._directory}"
         if self._files.has_earlier:
             place = f"no case has ended, so {self._directory} keeps the report of an earlier session"
-        for line in [*annotations(self._report), *terminal_lines(self._report, place)]:
+        trainer = trainer_lines(self._report.trainer) if self._report.trainer else ()
+        for line in [*annotations(self._report), *trainer, *terminal_lines(self._report, place)]:
             write(line)
         if self._baseline:
             write(f"\n{self._baseline.difference(self._report)}")
+
+    def _with_trainer(self, report: Report) -> Report:
+        """Return the report with facts about another trainer; faults that no law sees make it not conformant."""
+        if self._setup.trainer is None:
+            return report
+        trainer = trainer_facts(self._setup, report.cases)
+        is_blind = report.exit_code == CONFORMANT and trainer.blind_to
+        return replace(report, trainer=trainer, exit_code=NOT_CONFORMANT if is_blind else report.exit_code)
 
     def _with_smallest(self, report: Report, config: pytest.Config) -> Report:
         """Return the report with the smallest failing cells, if something failed, or why the search had no end."""
@@ -175,21 +194,20 @@ class Controller:
     def _begin_progress(self) -> None:
         if self._progress is not None:
             plan = self._read_plan()["cases"]
-            planned = {nodeid: f"{case['law']}/{case['cell']}" for nodeid, case in plan.items()}
+            planned = {nodeid: case["id"] for nodeid, case in plan.items()}
             self._progress.begin(planned, self._durations_s, self._setup.matrix.seconds)
 
     def _add_missing(self) -> None:
         missing = [nodeid for nodeid in self._planned if nodeid not in self._results]
         plan = self._read_plan().get("cases", {}) if missing else {}
         for nodeid in missing:
-            known = plan.get(nodeid, {"law": "?", "must": "", "cell": "?", "repro": "?"})
-            law, cell = known["law"], known["cell"]
+            known = plan.get(nodeid, {"id": nodeid, "law": "?", "must": "", "cell": "?", "repro": "?"})
             crash = self._crashed.get(nodeid)
             self._results[nodeid] = CaseResult(
-                id=f"{law}/{cell}" if law != "?" else nodeid,
-                law=law,
+                id=known["id"],
+                law=known["law"],
                 must=known["must"],
-                cell=cell,
+                cell=known["cell"],
                 substrate="",
                 verdict=(Verdict.ERROR if crash else Verdict.NOT_RUN).value,
                 reason=crash or "the session ended before this case",

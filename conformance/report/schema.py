@@ -8,6 +8,7 @@ from conformance.judge.measurements import Measurement
 from conformance.plan.coverage import Coverage
 from conformance.report.cell_facts import CellFacts
 from conformance.report.smallest import Smallest
+from conformance.report.trainer import TrainerFacts
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -95,6 +96,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cases: list[CaseResult]
     smallest: list[Smallest] = []
     """Smallest failing cells that were searched for after the last case, at most one for each cause."""
+    trainer: TrainerFacts | None = None
+    """Another trainer that was judged; None for the reference trainer."""
     search_failure: str = ""
     """Traceback of what ended the search for these cells before it was done; empty if nothing has."""
 
