@@ -235,14 +235,12 @@ class _Verifier:
         return f"the records give {verdict} on the smallest failing cell {smallest.cell}"
 
     def _judged(self, case: Case) -> Judged:
-        from conformance.subjects.running import runs_for  # loads torch, as the laws do
-
         law = asserted_laws()[case.law]
         return judge(
             case,
             law.law,
             law.test,
-            runs_for(case, law.law, self._store),
+            self._store,
             machine=self._machine,
             profile=self._profile,
             waivers=self._waivers,

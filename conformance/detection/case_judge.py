@@ -22,7 +22,6 @@ from conformance.run.devices.hardware import NO_DEVICES, Hardware, find_hardware
 from conformance.run.devices.nvml import machine_devices
 from conformance.run.pool import Pools
 from conformance.run.store import RecordStore
-from conformance.subjects.running import runs_for
 
 DEADLINE_S = 60.0
 
@@ -114,5 +113,4 @@ def judge_case(case: Case, store: RecordStore) -> Judged:
     machine = Machine(
         hardware=store.hardware, torch_version=store.torch_version, max_world_size=store.pools.max_world_size
     )
-    runs = runs_for(case, law.law, store)
-    return judge(case, law.law, law.test, runs, machine=machine, waivers=_known_faults())
+    return judge(case, law.law, law.test, store, machine=machine, waivers=_known_faults())

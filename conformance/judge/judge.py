@@ -1,5 +1,6 @@
 """Judge: the pipeline from a case to its verdict, which sessions, the kill matrix and `verify` share."""
 
+import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,8 +15,9 @@ from conformance.plan.cells import Cell
 from conformance.plan.content import Profile
 from conformance.plan.matrix import Case
 from conformance.plan.substrates import Substrate
+from conformance.run.case_runs import CaseRuns
 from conformance.run.devices.hardware import kernel_type
-from conformance.run.store import Clock
+from conformance.run.store import Clock, RecordStore
 from conformance.torch_release import release
 
 Drift = Callable[[str, Mapping[str, Measurement]], tuple[Verdict, str]]
@@ -54,7 +56,7 @@ def judge(
     case: Case,
     law: Law,
     test: Callable[..., None],
-    runs: Runs,
+    store: RecordStore,
     *,
     machine: Machine,
     profile: Profile | None = None,
@@ -72,6 +74,7 @@ def judge(
     missing = unsupported(law, case.cell, machine, profile=profile)
     if missing:
         return Judged(case, substrate, Verdict.UNSUPPORTED, missing)
+    runs = _runs(case, law, store)
     verdict, reason, error = Verdict.PASS, "", None
     with collecting() as measured:
         try:
@@ -90,3 +93,10 @@ def judge(
     clock = runs.clock
     return Judged(case, substrate, verdict, reason, measured, clock.wait_s, clock.run_s, error)
 
+
+def _runs(case: Case, law: Law, store: RecordStore) -> Runs:
+    """Return the runs on which a law is judged: of the reference trainer, or of the store's, whose code takes torch."""
+    if case.trainer is None:
+        return CaseRuns(store, law.substrates)
+    runs: Runs = importlib.import_module("conformance.subjects.running").SubjectRuns(store)
+    return runs

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 
@@ -10,7 +11,7 @@ from conformance.plan.cells import Cell
 from conformance.plan.content import Content, Exclusion, Profile, check_unique, compiled, digest_of, read_content
 from conformance.plan.derivation import DerivationError
 from conformance.plan.lock import PlannedCell, locked_cells, within
-from conformance.plan.scopes import Scope, declared_scopes
+from conformance.plan.scopes import Scope, Trainers, declared_scopes
 from conformance.plan.selection import Selection, SelectionError
 from conformance.plan.trainer_cells import TRAINER_CELLS, TRAINER_PROFILE, TRAINERS, is_trainer_cell
 from conformance.plan.workload import trainer_config
@@ -42,13 +43,19 @@ class Case(msgspec.Struct, frozen=True):
 class Matrix:
     """Cells and laws: `load_matrix` reads and checks them. A matrix never changes."""
 
-    def __init__(self, content: Content, planned: Sequence[PlannedCell], scopes: Mapping[str, Scope]) -> None:
+    def __init__(
+        self,
+        content: Content,
+        planned: Sequence[PlannedCell],
+        scopes: Mapping[str, Scope],
+        trainer_scopes: Mapping[str, Scope],
+    ) -> None:
         self.content = content
         self.planned = tuple(planned)
         """All cells, best first."""
-        self.scopes = {law: scope for law, scope in scopes.items() if scope.of == "reference trainer"}
+        self.scopes = dict(scopes)
         """Scopes of the laws of the reference trainer by id, in the order in which laws are listed."""
-        self.trainer_scopes = {law: scope for law, scope in scopes.items() if scope.of == "any trainer"}
+        self.trainer_scopes = dict(trainer_scopes)
         """Scopes of the laws of any trainer, by id."""
         self._laws: dict[Cell, list[str]] = {}
         self._cases: dict[tuple[str, float | None], tuple[Case, ...]] = {}
@@ -183,7 +190,8 @@ def load_matrix(path: Path, *, laws_directory: Path = LAWS_DIRECTORY) -> Matrix:
         planned = locked_cells(path, content)
     except DerivationError as error:
         raise document.error(error.where, str(error)) from None
-    matrix = Matrix(content, planned, declared_scopes(laws_directory))
+    scopes, trainer_scopes = (declared_scopes(laws_directory, of=of) for of in get_args(Trainers))
+    matrix = Matrix(content, planned, scopes, trainer_scopes)
     for name in matrix.profiles:
         _check_profile(document, f"$.profiles.{name}", matrix, name)
     return matrix

@@ -84,8 +84,8 @@ def in_order(law: str) -> tuple[bool, str, int]:
 
 
 @cache
-def declared_scopes(directory: Path) -> dict[str, Scope]:
-    """Return the scopes of all laws that the tests in a directory declare, by id of the law and in order.
+def declared_scopes(directory: Path, *, of: Trainers = "reference trainer") -> dict[str, Scope]:
+    """Return the scopes of the laws of these trainers that tests in a directory declare, by id of the law, in order.
 
     Raises ValueError for a law that is declared twice, or otherwise than by literals.
     """
@@ -96,7 +96,7 @@ def declared_scopes(directory: Path) -> dict[str, Scope]:
             if declared.law in scopes:
                 raise ValueError(f"{file.name}:{call.lineno}: law {declared.law} is declared twice")
             scopes[declared.law] = declared
-    return {law: scopes[law] for law in sorted(scopes, key=in_order)}
+    return {law: scopes[law] for law in sorted(scopes, key=in_order) if scopes[law].of == of}
 
 
 def _declarations(module: ast.Module) -> Iterator[ast.Call]:

@@ -1,12 +1,14 @@
 """Controller of a session: collects results, writes the report, decides the exit status."""
 
 import datetime
+import importlib
 import json
 import time
 import traceback
 from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -21,7 +23,6 @@ from conformance.pytest_plugin.report_files import PLAN, ReportFiles
 from conformance.pytest_plugin.setup import SessionSetup
 from conformance.pytest_plugin.shrinking import has_combined, smallest_cells
 from conformance.pytest_plugin.told_failures import ToldFailures
-from conformance.pytest_plugin.trainer import require_judgeable, trainer_facts
 from conformance.report.cell_facts import cell_facts
 from conformance.report.coverage import session_coverage
 from conformance.report.environment import environment_facts, suite_digest
@@ -30,7 +31,7 @@ from conformance.report.github import annotations
 from conformance.report.html import html_report
 from conformance.report.schema import CaseResult, Footer, Header, Report
 from conformance.report.text import markdown, terminal_lines
-from conformance.report.trainer import trainer_lines
+from conformance.report.trainer import TrainerFacts, trainer_lines
 from reference_trainer.checks import UsageError
 
 
@@ -65,7 +66,7 @@ class Controller:
         self._durations_s = remembered_durations_s(session.config)
         if self._setup.trainer is not None:
             try:
-                require_judgeable(self._setup)
+                _trainer_session().require_judgeable(self._setup.store)
             except UsageError as error:
                 raise pytest.UsageError(str(error)) from None
 
@@ -171,7 +172,10 @@ class Controller:
         """Return the report with facts about another trainer; faults that no law sees make it not conformant."""
         if self._setup.trainer is None:
             return report
-        trainer = trainer_facts(self._setup, report.cases)
+        setup = self._setup
+        trainer: TrainerFacts = _trainer_session().trainer_facts(
+            setup.store, report.cases, setup.trainer, machine=setup.machine, with_faults=setup.faults
+        )
         is_blind = report.exit_code == CONFORMANT and trainer.blind_to
         return replace(report, trainer=trainer, exit_code=NOT_CONFORMANT if is_blind else report.exit_code)
 
@@ -252,6 +256,11 @@ class Controller:
                 }
             )
         self._files.close()
+
+
+def _trainer_session() -> ModuleType:
+    """Return the module about other trainers in sessions, which takes torch: other controllers do without it."""
+    return importlib.import_module("conformance.subjects.session")
 
 
 def _header(setup: SessionSetup) -> Header:

@@ -225,13 +225,11 @@ class Session:
         if item is None:
             return None
         setup = self._setup
-        from conformance.subjects.running import runs_for  # loads torch, which the controller of workers does without
-
         item.judged = judge(
             item.case,
             item.law,
             pyfuncitem.obj,
-            runs_for(item.case, item.law, setup.store),
+            setup.store,
             machine=setup.machine,
             profile=setup.profile,
             waivers=setup.waivers,

@@ -156,15 +156,13 @@ def smallest_cells(setup: SessionSetup, cases: Sequence[CaseResult], groups: Seq
 def session_judge(setup: SessionSetup) -> Judge:
     """Return a function that judges cases as a session does, in this process and with the session's records."""
 
-    from conformance.subjects.running import runs_for  # loads torch, as the laws do
-
     def judge_within(case: Case, limit_s: float) -> Judged:
         law = asserted_laws()[case.law]
         return judge(
             case,
             law.law,
             law.test,
-            runs_for(case, law.law, setup.store.within(limit_s)),
+            setup.store.within(limit_s),
             machine=setup.machine,
             profile=setup.profile,
             waivers=setup.waivers,

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from conformance.outcomes import CellFailed, Failure, Unsupported
+from conformance.outcomes import Failure, Unsupported
 from conformance.plan.cells import Cell
 from conformance.plan.substrates import REAL, Substrate
 from conformance.project import PACKAGE

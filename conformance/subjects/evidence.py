@@ -10,8 +10,8 @@ from torch import Tensor
 
 from conformance.bound import Bound, bound
 from conformance.oracles.tolerance import FP32_ROUNDOFF
-from conformance.run.shards import CapturedShards
 from conformance.plan.cells import Cell
+from conformance.run.shards import CapturedShards
 from conformance.subjects.cells import SubjectCell, subject_cell
 from conformance.subjects.facts import OwnErrors, ReferenceFacts, SubjectFacts
 

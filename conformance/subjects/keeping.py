@@ -1,6 +1,6 @@
 """Verdicts on trainers that a checkout keeps, one file for each, and the table of them in docs."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -71,13 +71,25 @@ def table(kept: Mapping[str, KeptSubject]) -> str:
     laws = [law for law, asserted in asserted_laws().items() if asserted.law.scope.of == "any trainer"]
     rows = [[f"`{law}`", *(_summary(subject.laws.get(law, {})) for subject in kept.values())] for law in laws]
     verdicts = tabulate(rows, headers=["law", *kept], tablefmt="github", disable_numparse=True)
-    about = "\n".join(
+    about = [
         f"- {name}: {', '.join(f'{package} {version}' for package, version in subject.versions.items())}; "
         f"private names: {', '.join(f'`{shim}`' for shim in subject.shims) or 'none'}; "
         f"faults seen: {_faults_seen(subject)}"
         for name, subject in kept.items()
-    )
-    return f"{verdicts}\n\n{about}\n"
+    ]
+    failures = [f"- {name} fails {failure}" for name, subject in kept.items() for failure in _failures(subject)]
+    return f"{verdicts}\n\n" + "\n".join([*about, *failures]) + "\n"
+
+
+def _failures(subject: KeptSubject) -> Iterator[str]:
+    """Yield the laws that fail first on a cell for the same reason, with cell and reason."""
+    laws: dict[tuple[str, str], list[str]] = {}
+    for law, verdicts in subject.laws.items():
+        cell = next((cell for cell, verdict in verdicts.items() if verdict in BAD), None)
+        if cell is not None:
+            laws.setdefault((cell, subject.reasons[law][cell]), []).append(law)
+    for (cell, reason), failing in laws.items():
+        yield f"{', '.join(failing)} on {cell}: {reason}"[:300]
 
 
 def _summary(verdicts: Mapping[str, Verdict]) -> str:

@@ -8,13 +8,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from conformance.judge.judge import Runs
-from conformance.judge.law import Law
 from conformance.outcomes import CellFailed, Failure, Unsupported
 from conformance.plan.cells import Cell
-from conformance.plan.matrix import Case
 from conformance.project import PACKAGE
-from conformance.run.case_runs import CaseRuns, to_failure
+from conformance.run.case_runs import to_failure
 from conformance.run.failures import RunFailed
 from conformance.run.pool import Task
 from conformance.run.ranks.messages import RankReport
@@ -38,11 +35,6 @@ _UNDER_TORCHRUN = {
 _FRAME = re.compile(r'^  File "([^"]+)", line (\d+)', re.MULTILINE)
 _MISTAKE = SubjectMistake.__name__
 _Result = TypeVar("_Result")
-
-
-def runs_for(case: Case, law: Law, store: RecordStore) -> Runs:
-    """Return the runs on which the law of a case is judged: of the store's subject, or of the reference trainer."""
-    return CaseRuns(store, law.substrates) if case.trainer is None else SubjectRuns(store)
 
 
 class SubjectRuns:

@@ -86,7 +86,6 @@ def test_nothing_is_left_uninitialised(evidence: Evidence) -> None:
     compare.count(sum(left.values()), name="uninitialised elements", expected=0, detail=detail, unit="elements")
 
 
-
 @law("initial-weights", of="any trainer", like="INIT-2", where="init = full", reference=FULLY_SHARD)
 def test_initial_weights_are_those_of_one_process(evidence: Evidence) -> None:
     """A model that is made with its weights MUST keep them, in every bit, when it is made parallel.
@@ -96,7 +95,6 @@ def test_initial_weights_are_those_of_one_process(evidence: Evidence) -> None:
     measured = evidence.record.select("initial/parameter/")
     expected = {name: tensor.float() for name, tensor in evidence.reference.below("initial/").items()}
     compare.bits(measured, expected, name="initial weights")
-
 
 
 @law("tied-weights", of="any trainer", like="PAR-7", where="tied_embeddings = true", reference=FULLY_SHARD)
