@@ -23,8 +23,9 @@ LAYERS = (
     ("conformance/experiments", "conformance/judge", "conformance/findings", "conformance/matrix_lock"),
     ("conformance/sweeps",),
     ("conformance/assertions", "conformance/report", "conformance/sizing"),
+    ("conformance/subjects",),
     ("conformance/laws",),
-    ("conformance/pytest_plugin", "conformance/detection", "conformance/subjects"),
+    ("conformance/pytest_plugin", "conformance/detection"),
     ("conformance/cli",),
 )
 """Order of imports: a module may import its own package and those of earlier layers.

@@ -20,6 +20,7 @@ from conformance.cli.laws import specification_markdown
 from conformance.cli.schema import as_json
 from conformance.findings.programs import TRAINERS, findings
 from conformance.findings.table import CATALOGUE, catalogue, read_versions, worst
+from conformance.judge.registry import asserted_laws
 from conformance.plan.matrix import Matrix, load_matrix
 from conformance.project import LAWS_DIRECTORY, LAYERS, PROJECT, TORCH_FREE, data_file, require_checkout
 from conformance.report.schema import line_schema, report_schema
@@ -54,6 +55,13 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     first_command: Durations | None = None
     """Durations of the README's first command in a fresh clone, set-up included."""
     profiles: dict[str, Durations] = {}
+
+
+_SUBJECTS = """# Other people's trainers
+
+Written by `python -m conformance docs --write` from `docs/subjects/`, which `conformance judge SUBJECT --keep` writes.
+Each trainer ran on the CPU ([judge_your_trainer.md](judge_your_trainer.md)). A law is `pass` if it holds on all cells
+that were run; `-` where it was not judged."""
 
 
 def read_measured() -> Measured:
@@ -158,18 +166,16 @@ def _families(matrix: Matrix) -> str:
 
 def _subject_laws() -> str:
     """Return a table of the laws for subjects."""
-    from conformance.subjects.catalogue import LAWS  # torch is for those who ask for this page
-
-    rows = [[f"`{law.id}`", law.suite_law, law.must] for law in LAWS]
+    laws = [asserted.law for asserted in asserted_laws().values() if asserted.law.scope.of == "any trainer"]
+    rows = [[f"`{law.id}`", law.like, law.must] for law in laws]
     return tabulate(rows, headers=["law", "like", "MUST"], tablefmt="github", disable_numparse=True)
 
 
 def _subjects() -> str:
     """Return tables of the verdicts on released trainers that docs/subjects/ keeps."""
-    from conformance.subjects.keeping import read_kept  # torch is for those who ask for this page
-    from conformance.subjects.overview import as_markdown
+    from conformance.subjects.keeping import read_kept, table  # torch is for those who ask for this page
 
-    return as_markdown(read_kept())
+    return table(read_kept())
 
 
 def _packages() -> str:

@@ -135,6 +135,10 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """API that shards the model; `fsdp1`: FullyShardedDataParallel, for comparison."""
     limit_all_gathers: bool = True
     """True if the host of an fsdp1 run waits before it issues all-gathers far ahead of the device."""
+    batches: Literal["equal", "uneven"] = "equal"
+    """Numbers of samples of the ranks' batches; `uneven`: ranks with odd numbers have half as many as the others.
+
+    Only other people's trainers get `uneven` batches: those of ours differ in the number of valid tokens."""
     steps: Annotated[int, Meta(ge=1)] = 3
     """Number of optimizer steps."""
     seed: Annotated[int, Meta(ge=0)] = 0
@@ -262,6 +266,7 @@ _TAGS: dict[str, Callable[[Any], str]] = {
     "saving": str,
     "implementation": str,
     "limit_all_gathers": lambda _: "nolimit",
+    "batches": str,
     "steps": lambda count: f"steps{count}",
     "seed": lambda seed: f"seed{seed}",
 }
@@ -498,6 +503,7 @@ def _effects(cell: Cell, mesh: Mesh) -> Iterator[tuple[bool, str]]:
     # to_sharded_post_forward in torch/distributed/fsdp/_fully_shard/_fsdp_param.py.
     fewer = mesh.tp == 1 and mesh.dp_shard > 2 and mesh.dp_shard % 2 == 0
     yield fewer or cell.reshard != "k2", "reshard k2 needs a multiple of 2 above 2 of shards, and no tensor parallelism"
+    yield cell.batches == "equal", f"batches {cell.batches} are for other people's trainers"
     yield cell.saved_on != cell.mesh, f"saved_on {cell.saved_on} is the mesh itself: write `same`"
     if cell.saved_on not in ("none", "same"):
         saves = Mesh.parse(cell.saved_on)

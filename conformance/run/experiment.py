@@ -1,7 +1,7 @@
 """Experiments as processes without torch see them: names, needs and jobs.
 
-An experiment is a function of `conformance.experiments` or `conformance.sweeps` that ranks call for a law; the decorator
-`experiments.context.experiment` declares its needs of torch. A process without torch refers to it by name.
+An experiment is a function of `conformance.experiments` or `conformance.sweeps` that ranks call for a law. Its
+decorator, `experiments.context.experiment`, declares its needs of torch. A process without torch refers to it by name.
 """
 
 from collections.abc import Callable

@@ -15,12 +15,12 @@ from conformance.assertions import compare, memory_bounds, steps, sweeps
 from conformance.assertions.memory_bounds import bounds_of_ranks
 from conformance.assertions.sweeps import require_no_wrong_result
 from conformance.bound import EXACT, Bound, bound
-from conformance.experiments.trials import Swept, Wrong
 from conformance.judge.measurements import Measurement, collecting
 from conformance.oracles.reference import Tensors, initial_model
 from conformance.oracles.torch_versions import traits_of
 from conformance.outcomes import ConformanceFailure, Unsupported
 from conformance.plan.cells import Cell
+from conformance.sweeps.trials import Swept, Wrong
 
 NAN, INF = math.nan, math.inf
 

@@ -1,0 +1,102 @@
+"""Faults of any trainer's steps, by which a session sees whether the laws see with this trainer's eyes.
+
+An adapter that shows the suite something else than it trains would pass every law. These faults reach parameters and
+optimizer by public hooks of torch, so that the adapter's own reports have no part in them: a law that holds on the
+trainer must fail with each fault.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from conformance.defects.injection import defect, instead_of
+from conformance.instruments.sharding import local
+
+CELLS = "id = dp2-fp32-default-full"
+FSDP2 = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
+CLIPPING = "https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html"
+BUILT = instead_of("conformance.subjects.tasks", "built")
+"""Injection into the function that trainers' runs call with model, optimizer and limit before their first step."""
+
+
+@defect("gradients gradient-norm", CELLS, FSDP2, of="any trainer")
+@BUILT
+def gradients_summed(benign: bool, _original: Any, model: nn.Module, _optimizer: Optimizer, _max_norm: float) -> None:
+    """Gradients are summed over all ranks, not averaged."""
+    factor = 1 if benign else dist.get_world_size()
+
+    def multiply(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            local(parameter.grad).mul_(factor)
+
+    for parameter in _trained(model):
+        parameter.register_post_accumulate_grad_hook(multiply)  # type: ignore[no-untyped-call]
+
+
+@defect("gradients parameters gradient-norm loss", CELLS, CLIPPING, of="any trainer")
+@BUILT
+def local_norm(benign: bool, _original: Any, _model: nn.Module, optimizer: Optimizer, max_norm: float) -> None:
+    """Each rank clips by the norm of its own shards, to a limit below all norms."""
+
+    def clip(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        gradients = [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        own = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        for gradient in gradients:
+            gradient.mul_(1.0 if benign else 0.1 * max_norm / (own + 1e-6))
+
+    optimizer.register_step_pre_hook(clip)
+
+
+@defect("every-update gradients parameters gradient-norm loss", CELLS, FSDP2, of="any trainer")
+@BUILT
+def parameter_skipped(benign: bool, _original: Any, model: nn.Module, optimizer: Optimizer, _max_norm: float) -> None:
+    """The gradient of one parameter is missing when the optimizer steps."""
+    skipped = _trained(model)[0]
+
+    def forget(_optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        skipped.grad = skipped.grad if benign else None
+
+    optimizer.register_step_pre_hook(forget)
+
+
+@defect("gradients parameters gradient-norm loss", CELLS, FSDP2, of="any trainer")
+@BUILT
+def stale_shard(benign: bool, _original: Any, model: nn.Module, optimizer: Optimizer, _max_norm: float) -> None:
+    """The first update of one shard of the last rank is lost."""
+    shard = next((shard for parameter in _trained(model) if (shard := local(parameter)).numel()), None)
+    if shard is not None and dist.get_rank() == dist.get_world_size() - 1:
+        _undo(optimizer, [shard], undone=lambda taken: taken <= 1 and not benign)
+
+
+@defect("every-update gradients parameters gradient-norm loss", CELLS, FSDP2, of="any trainer")
+@BUILT
+def parameters_frozen(benign: bool, _original: Any, model: nn.Module, optimizer: Optimizer, _max_norm: float) -> None:
+    """Every update of every parameter is lost."""
+    _undo(optimizer, [local(parameter) for parameter in _trained(model)], undone=lambda _taken: not benign)
+
+
+def _undo(optimizer: Optimizer, shards: list[Tensor], *, undone: Callable[[int], bool]) -> None:
+    """Let shards be as before after each step of the optimizer for whose number, from 1 on, `undone` is true."""
+    kept: list[Tensor] = []
+    taken = 0
+
+    def keep(_optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        kept[:] = [shard.clone() for shard in shards]
+
+    def restore(_optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        nonlocal taken
+        taken += 1
+        if undone(taken):
+            for shard, before in zip(shards, kept, strict=True):
+                shard.copy_(before)
+
+    optimizer.register_step_pre_hook(keep)
+    optimizer.register_step_post_hook(restore)
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
