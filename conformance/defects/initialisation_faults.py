@@ -31,7 +31,7 @@ def initialisation(change: Callable[[Callable[[], None], Transformer], None]) ->
 
 
 def uninitialised(tensor_of: Callable[[Transformer], Tensor], *, restore: bool) -> Injection:
-    """After initialisation restore what a tensor held before, or initialise a second time."""
+    """After initialisation restore a tensor's earlier values, or initialise a second time."""
 
     def change(init: Callable[[], None], model: Transformer) -> None:
         before = tensor_of(model).clone()

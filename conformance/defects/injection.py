@@ -73,7 +73,7 @@ class Defect:
 
 
 def defect(laws: str, cells: str, source: str, **fields: Any) -> Callable[[Callable[[bool], Injection]], Defect]:
-    """Make a Defect of the function below, whose name is the id and whose docstring is `why`.
+    """Make a Defect of the function below: its name is the id, the first paragraph of its docstring is `why`.
 
     The function gets True for the benign twin. `laws` are ids between spaces; a source without a scheme is a path on
     github.com, such as `pytorch/pytorch/issues/1`. `fields` are further fields of the Defect.
@@ -82,7 +82,7 @@ def defect(laws: str, cells: str, source: str, **fields: Any) -> Callable[[Calla
     def declare(inject: Callable[[bool], Injection]) -> Defect:
         return Defect(
             id=inject.__name__.replace("_", "-"),
-            why=inspect.getdoc(inject) or "",
+            why=" ".join((inspect.getdoc(inject) or "").partition("\n\n")[0].split()),
             source=source if "://" in source else GITHUB + source,
             laws=tuple(laws.split()),
             cells=cells,

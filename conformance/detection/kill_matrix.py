@@ -1,4 +1,4 @@
-"""Kill matrix: which law catches which defect, by how much, and what escapes."""
+"""Kill matrix: for each defect, the laws that catch it, their margins, and the laws that it escapes."""
 
 import os
 from collections.abc import Iterator, Sequence

@@ -44,7 +44,7 @@ def edit(target: str, old: str, **fields: Any) -> Edit:
 
 
 @pytest.mark.parametrize(
-    ("change", "expected", "of_twin"),
+    ("change", "expected", "twin"),
     [
         (edit("total", "start += 10"), 4, 84),
         (edit("total", "start += 10", new="start += 1", twin="start += 2"), 8, 12),
@@ -55,7 +55,7 @@ def edit(target: str, old: str, **fields: Any) -> Edit:
         (edit("total", "start += 1\n", new="raise ZeroDivisionError\n"), None, None),
     ],
 )
-def test_a_text_is_replaced(change: Edit, expected: int | None, of_twin: int | None) -> None:
+def test_a_text_is_replaced(change: Edit, expected: int | None, twin: int | None) -> None:
     with edited([change], benign=False):
         if expected is None:
             with pytest.raises(ZeroDivisionError) as caught:
@@ -64,9 +64,9 @@ def test_a_text_is_replaced(change: Edit, expected: int | None, of_twin: int | N
             assert "start += 1" in str(caught.traceback[-1].statement)
         else:
             assert total(1) == expected
-    if of_twin is not None:
+    if twin is not None:
         with edited([change], benign=True):
-            assert total(1) == of_twin
+            assert total(1) == twin
     assert total(1) == 44
 
 

@@ -61,7 +61,7 @@ def test_a_source_of_an_offload_cannot_be_released_too_early_unless_its_target_i
 
 @pytest.mark.parametrize("name", HIDDEN_BY_WAITS)
 def test_a_race_is_found_in_the_trace(case_judge: CaseJudge, name: str) -> None:
-    """Under every schedule, since the checker asks for all timings of the streams."""
+    """Under any schedule: the checker considers every timing of the streams."""
     result = judged(case_judge, name, "", law="STREAM-6")
     if library() is None:
         assert result.verdict == Verdict.UNSUPPORTED

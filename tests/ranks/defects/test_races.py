@@ -1,4 +1,4 @@
-"""Faults of buffers that only a device shows: without a device, they are seen to reach what they change."""
+"""Faults of buffers that only a device shows: a test without a device proves that they reach their targets."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
