@@ -22,8 +22,9 @@ LAYERS = (
     ("conformance/defects", "conformance/run"),
     ("conformance/experiments", "conformance/judge", "conformance/findings"),
     ("conformance/assertions", "conformance/report"),
+    ("conformance/subjects",),
     ("conformance/laws",),
-    ("conformance/pytest_plugin", "conformance/detection", "conformance/subjects"),
+    ("conformance/pytest_plugin", "conformance/detection"),
     ("conformance/cli",),
 )
 """Order of imports: a module may import its own package and those of earlier layers.

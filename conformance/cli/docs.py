@@ -21,6 +21,7 @@ from conformance.cli.laws import laws_markdown, specification_markdown
 from conformance.cli.schema import as_json
 from conformance.findings.programs import TRAINERS, findings
 from conformance.findings.table import CATALOGUE, catalogue, read_versions, worst
+from conformance.judge.registry import asserted_laws
 from conformance.plan.matrix import Matrix, load_matrix
 from conformance.project import LAWS_DIRECTORY, LAYERS, PROJECT, TORCH_FREE, data_file, require_checkout
 from conformance.report.schema import line_schema, report_schema
@@ -58,6 +59,13 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     profiles: dict[str, Durations] = {}
 
 
+_SUBJECTS = """# Other people's trainers
+
+Written by `python -m conformance docs --write` from `docs/subjects/`, which `conformance judge SUBJECT --keep` writes.
+Each trainer ran on the CPU ([judge_your_trainer.md](judge_your_trainer.md)). A law is `pass` if it holds on all cells
+that were run; `-` where it was not judged."""
+
+
 def read_measured() -> Measured:
     """Read docs/measured.json; nothing is measured if there is no such file."""
     return msgspec.json.decode(MEASURED_FILE.read_bytes(), type=Measured) if MEASURED_FILE.exists() else Measured()
@@ -66,19 +74,13 @@ def read_measured() -> Measured:
 def add_parser(commands: Commands) -> None:
     """Add the command."""
     parser = commands.add_parser("docs", help="are generated parts of README and docs stale? exit status 1 if any is")
-    output = parser.add_mutually_exclusive_group()
-    output.add_argument("--write", action="store_true", help="bring them up to date")
-    output.add_argument(
-        "--subjects-html", type=Path, metavar="FILE", help="write docs/subjects.md as HTML, with cells and reasons"
-    )
+    parser.add_argument("--write", action="store_true", help="bring them up to date")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> Answer:
     """Check the generated parts of the documentation, or write them. Raises UsageError outside of a checkout."""
     require_checkout("docs")
-    if options.subjects_html is not None:
-        return _write_subjects_html(options.subjects_html)
     contents = generated()
     stale = [file for file, content in contents.items() if not file.exists() or file.read_text() != content]
     names = ", ".join(str(file.relative_to(PROJECT)) for file in stale)
@@ -180,26 +182,16 @@ def _families(matrix: Matrix) -> str:
 
 def _subject_laws() -> str:
     """Return a table of the laws for subjects."""
-    from conformance.subjects.catalogue import LAWS  # torch is for those who ask for this page
-
-    rows = [[f"`{law.id}`", law.suite_law, law.must] for law in LAWS]
+    laws = [asserted.law for asserted in asserted_laws().values() if asserted.law.scope.of == "any trainer"]
+    rows = [[f"`{law.id}`", law.like, law.must] for law in laws]
     return tabulate(rows, headers=["law", "like", "MUST"], tablefmt="github", disable_numparse=True)
 
 
 def _subjects() -> str:
     """Return the page of subjects by laws."""
-    from conformance.subjects.keeping import read_kept  # torch is for those who ask for this page
-    from conformance.subjects.overview import as_markdown
+    from conformance.subjects.keeping import read_kept, table  # torch is for those who ask for this page
 
-    return as_markdown(read_kept())
-
-
-def _write_subjects_html(file: Path) -> Answer:
-    from conformance.subjects.keeping import read_kept
-    from conformance.subjects.overview import as_html
-
-    file.write_text(as_html(read_kept()))
-    return Answer(f"written: {file}")
+    return f"{_SUBJECTS}\n\n{table(read_kept())}"
 
 
 def _packages() -> str:

@@ -1,22 +1,18 @@
-"""`python -m conformance judge SUBJECT`: other people's trainers, judged."""
+"""`python -m conformance judge SUBJECT`: a session of the suite in which another trainer is judged."""
 
 import argparse
+import contextlib
 import sys
-import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
+import pytest
 
-from conformance.cli import known_subjects
 from conformance.cli.command import Answer, Commands, add_limit
 from conformance.project import PACKAGE, require_checkout
-from conformance.run.pool import Pools
+from conformance.report.schema import Report
+from conformance.run import known_trainers
 from reference_trainer.checks import UsageError
-from reference_trainer.strict_yaml import allowed
-
-if TYPE_CHECKING:
-    from conformance.subjects.cells import SubjectCell
 
 TEMPLATE = PACKAGE / "subjects" / "example.py.txt"
 """Commented example that `--init` writes."""
@@ -43,50 +39,65 @@ def add_parser(commands: Commands) -> None:
         metavar="FILE",
         help=f"write an example to begin with (default: {_EXAMPLE})",
     )
-    parser.add_argument("--cells", metavar="ID,...", help="run these cells alone, such as dp2-fp32")
+    parser.add_argument("--cells", metavar="EXPR", help="only these cells, such as 'mesh = dp2', or an id")
     parser.add_argument("--no-faults", action="store_true", help="do not test whether the laws see faults")
-    parser.add_argument("--keep", action="store_true", help="keep the verdicts for docs/subjects.md, in a checkout")
-    parser.add_argument("--json", action="store_true", help="print verdicts, metrics and bounds as JSON")
-    add_limit(parser, of="a run", default=60.0)
+    parser.add_argument("--keep", action="store_true", help="keep the verdicts in docs/subjects, in a checkout")
+    parser.add_argument("--json", action="store_true", help="print report.json instead of the summary")
+    parser.add_argument(
+        "--report-dir", type=Path, default=Path("conformance-report"), metavar="DIR", help="where the report goes"
+    )
+    parser.add_argument("--baseline", type=Path, metavar="DIR", help="an earlier report, to compare with")
+    add_limit(parser, of="the runs of one case", default=60.0)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """Judge a subject, list those that are known, or write an example.
+    """Judge a subject, list those that are known, or write an example; the session itself prints its summary.
 
-    Raises UsageError, with one line, for a subject that cannot be judged.
+    Raises UsageError, with one line, for options that cannot be used.
     """
     if options.subject is not None and (options.list or options.init is not None):
         raise UsageError(f"--{'list' if options.list else 'init'} judges nothing: leave out the subject")
     if options.list:
-        return Answer(known_subjects.as_text(known_subjects.known_subjects()))
+        return Answer(known_trainers.as_text(known_trainers.known_subjects()))
     if options.init is not None:
         return _write_example(options.init)
     if options.subject is None:
         raise UsageError("no subject: write MODULE:NAME, FILE.py:NAME or a name of --list, or begin with --init")
-    subject = known_subjects.resolve(options.subject)
+    known_trainers.resolve(options.subject)
     if options.keep:
         require_checkout("--keep")
-    # Torch is for those who judge: no other command pays for its import.
-    from conformance.subjects.judging import judge_subject
-    from conformance.subjects.running import SubjectRuns
-    from conformance.subjects.text import as_text
-
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # the command is a script: Python looks in the script's directory
-    cells, named = _cells(options.cells)
-    with tempfile.TemporaryDirectory() as directory, Pools() as pools:
-        runs = SubjectRuns(subject, pools, Path(directory), options.limit)
-        if other := named - {runs.description.name}:
-            raise UsageError(f"--cells names cells of {min(other)}: the subject is {runs.description.name}")
-        report = judge_subject(runs, cells=cells, with_faults=not options.no_faults)
+    quiet = contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext()
+    with quiet:
+        status = int(pytest.main(_session_arguments(options)))
+    file = options.report_dir / "report.json"
+    if status not in _WITH_REPORT:
+        return Answer("", status)
     if options.keep:
-        from conformance.subjects.keeping import keep
+        from conformance.subjects.keeping import keep  # loads torch, which only judging needs
 
-        keep(options.subject, report)
-    if options.json:
-        return Answer(msgspec.json.format(msgspec.json.encode(report), indent=1).decode(), report.status)
-    return Answer(as_text(report), report.status)
+        keep(msgspec.json.decode(file.read_bytes(), type=Report))
+    return Answer(file.read_text() if options.json else "", status)
+
+
+_WITH_REPORT = (0, 1, 3)
+"""Exit status of sessions that leave a report of their own."""
+
+
+def _session_arguments(options: argparse.Namespace) -> list[str]:
+    """Return the arguments of pytest: neither options nor conftest files of the user's own project have a say."""
+    given = {
+        "subject": options.subject,
+        "deadline": options.limit,
+        "report-dir": options.report_dir,
+        "cells": options.cells,
+        "baseline": options.baseline,
+    }
+    chosen = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    flags = ["--no-faults"] * options.no_faults + ["-qq"] * options.json
+    return ["--pyargs", "conformance.laws.trainers", "--override-ini=addopts=", "--noconftest", *chosen, *flags]
 
 
 def _write_example(file: Path) -> Answer:
@@ -96,17 +107,3 @@ def _write_example(file: Path) -> Answer:
         raise UsageError(f"{file} exists: give another name, or remove it")
     file.write_text(TEMPLATE.read_text().replace("FILE:", f"{file.name}:"))
     return Answer(f"written: {file}\nnext: conformance judge {file}:parallelize")
-
-
-def _cells(names: str | None) -> "tuple[list[SubjectCell], set[str]]":
-    """Return the cells with these ids, or all, and the subjects that they name, as cells in reports do."""
-    from conformance.subjects.cells import CELLS, split_name
-
-    by_id = {cell.id: cell for cell in CELLS}
-    if names is None:
-        return list(CELLS), set()
-    split = [split_name(name) for name in names.split(",")]
-    for _, cell_id in split:
-        if cell_id not in by_id:
-            raise UsageError(f"no cell `{cell_id}`{allowed(cell_id, by_id)}")
-    return [by_id[cell_id] for _, cell_id in split], {subject for subject, _ in split if subject}

@@ -19,7 +19,7 @@ from conformance.judge.judge import Judged, judge
 from conformance.judge.measurements import Measurement
 from conformance.judge.registry import asserted_laws
 from conformance.judge.support import Machine
-from conformance.judge.verdicts import CONFORMANT, INCOMPLETE, SUITE_FAILED, USAGE, Verdict, exit_status
+from conformance.judge.verdicts import CONFORMANT, INCOMPLETE, NOT_CONFORMANT, SUITE_FAILED, USAGE, Verdict, exit_status
 from conformance.judge.waivers import Waiver, profile_waivers
 from conformance.plan.content import Profile
 from conformance.plan.matrix import Case, Matrix, load_matrix
@@ -138,6 +138,8 @@ def _wrong_sums(report: Report, rules: Profile) -> Iterator[str]:
         yield f"the report counts the verdicts {report.verdicts}, its cases have {dict(counts)}"
     # What fails outside of cases makes the exit status worse, never better.
     expected = exit_status(counts, allows=rules.allows)
+    if expected == CONFORMANT and report.trainer and report.trainer.blind_to:
+        expected = NOT_CONFORMANT
     better = report.exit_code == CONFORMANT and expected != CONFORMANT
     if better or report.exit_code not in (expected, SUITE_FAILED, USAGE, INCOMPLETE):
         yield f"the report says exit status {report.exit_code}, the verdicts give {expected}"
@@ -186,9 +188,13 @@ class _Verifier:
             deadline_s=self._profile.deadline_s,
             replay=True,
             hardware=self._machine.hardware,
+            subject=report.trainer.given if report.trainer else None,
         )
-        named = [case for word in shlex.split(report.selection) for case in cases_of(word, matrix, seed=report.seed)]
-        self._by_id = {case.id: case for case in (*named, *matrix.cases(report.profile, seed=report.seed))}
+        trainer = report.trainer.name if report.trainer else None
+        words = shlex.split(report.selection)
+        named = [case for word in words for case in cases_of(word, matrix, seed=report.seed, trainer=trainer)]
+        planned = matrix.trainer_cases(trainer) if trainer else matrix.cases(report.profile, seed=report.seed)
+        self._by_id = {case.id: case for case in (*named, *planned)}
 
     def problems(self, result: CaseResult) -> Iterator[str]:
         """Yield what is wrong with one case of the report."""

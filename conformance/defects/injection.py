@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 from conformance.importing import load_file
+from conformance.plan.scopes import Trainers
 from conformance.plan.substrates import REAL, Substrate
 from reference_trainer.checks import UsageError
 
@@ -60,6 +61,8 @@ class Defect:
     """Substrates that show the defect; laws of simulated worlds are judged on each of these as well."""
     since: str = "2.6"
     """First torch version into which the defect can be injected."""
+    of: Trainers = "reference trainer"
+    """Trainers that can have the defect; one of any trainer shows on cells of the profile `trainers`."""
 
 
 def from_file(text: str) -> Any:

@@ -1,25 +1,38 @@
 """Judge: the pipeline from a case to its verdict, which sessions, the kill matrix and `verify` share."""
 
+import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from conformance.judge.law import Law
 from conformance.judge.measurements import Measurement, collecting
 from conformance.judge.support import Machine, judging_substrate, unsupported
 from conformance.judge.verdicts import Verdict, classify
 from conformance.judge.waivers import Waiver, waiver_of
+from conformance.plan.cells import Cell
 from conformance.plan.content import Profile
 from conformance.plan.matrix import Case
 from conformance.plan.substrates import Substrate
 from conformance.run.case_runs import CaseRuns
 from conformance.run.devices.hardware import kernel_type
-from conformance.run.store import RecordStore
+from conformance.run.store import Clock, RecordStore
 from conformance.torch_release import release
 
 Drift = Callable[[str, Mapping[str, Measurement]], tuple[Verdict, str]]
 """Function from the id and metrics of a case that passes to verdict and reason, which tell of drift from a baseline."""
+
+
+class Runs(Protocol):
+    """Runs for the law of one case: of the reference trainer (`CaseRuns`), or of another one (`SubjectRuns`)."""
+
+    @property
+    def clock(self) -> Clock:
+        """Time that the case has spent on runs."""
+
+    def fixtures(self, cell: Cell) -> Mapping[str, Any]:
+        """Return the arguments that a law's test may have, by name, see `conformance.assertions.fixtures`."""
 
 
 @dataclass(frozen=True)
@@ -61,17 +74,18 @@ def judge(
     missing = unsupported(law, case.cell, machine, profile=profile)
     if missing:
         return Judged(case, substrate, Verdict.UNSUPPORTED, missing)
-    runs = CaseRuns(store, law.substrates)
+    runs = _runs(case, law, store)
     verdict, reason, error = Verdict.PASS, "", None
     with collecting() as measured:
         try:
-            test(**_arguments(test, case, runs))
+            known = runs.fixtures(case.cell)
+            test(**{name: known[name] for name in inspect.signature(test).parameters})
         except KeyboardInterrupt:
             raise
         except BaseException as raised:  # pytest's outcomes do not derive from Exception
             (verdict, reason), error = classify(raised), raised
     torch = release(machine.torch_version)
-    waiver = waiver_of(waivers, case.law, case.cell, device=kernel_type(substrate), torch=torch)
+    waiver = waiver_of(waivers, case, device=kernel_type(substrate), torch=torch)
     if waiver is not None:
         verdict, reason = waiver.judge(verdict, reason, measured)
     if drift is not None and verdict == Verdict.PASS:
@@ -80,7 +94,9 @@ def judge(
     return Judged(case, substrate, verdict, reason, measured, clock.wait_s, clock.run_s, error)
 
 
-def _arguments(test: Callable[..., None], case: Case, runs: CaseRuns) -> dict[str, Any]:
-    """Return the arguments that the parameters of a law's test name, see `conformance.assertions.fixtures`."""
-    known = {"cell": case.cell, "run": runs.run, "measure": runs.measure}
-    return {name: known[name] for name in inspect.signature(test).parameters}
+def _runs(case: Case, law: Law, store: RecordStore) -> Runs:
+    """Return the runs on which a law is judged: of the reference trainer, or of the store's, whose code takes torch."""
+    if case.trainer is None:
+        return CaseRuns(store, law.substrates)
+    runs: Runs = importlib.import_module("conformance.subjects.running").SubjectRuns(store)
+    return runs

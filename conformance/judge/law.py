@@ -5,8 +5,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from conformance.plan.scopes import Scope, scope
-from conformance.plan.substrates import REAL, Substrate
+from conformance.plan.scopes import Scope, Trainers, scope
+from conformance.plan.substrates import PROCESSORS, REAL, Substrate
 
 _ATTRIBUTE = "conformance_law"
 _Test = TypeVar("_Test", bound=Callable[..., None])
@@ -16,7 +16,7 @@ class Law(msgspec.Struct, frozen=True):
     """One normative statement about FSDP2 and tensor parallelism."""
 
     id: str
-    """Family and number, such as `PAR-1`; docs/laws.md lists all."""
+    """Family and number, such as `PAR-1`, or words for a law of any trainer; laws/README.md lists all."""
     must: str
     """Statement that MUST hold: first paragraph of the test's docstring."""
     reference: str
@@ -29,6 +29,8 @@ class Law(msgspec.Struct, frozen=True):
     """Cells on which the law is judged."""
     memory: bool = False
     """True if the law measures what torch's own kernels and gloo take of the processor's memory."""
+    like: str = ""
+    """Law of the reference trainer that a law of any trainer generalises; empty if there is none."""
 
 
 def law(
@@ -37,21 +39,26 @@ def law(
     where: str,
     gaps: Sequence[str] = (),
     numbers: bool = False,
+    of: Trainers = "reference trainer",
+    like: str = "",
     reference: str,
     since: str = "2.6",
-    substrates: tuple[Substrate, ...] = REAL,
+    substrates: tuple[Substrate, ...] | None = None,
     memory: bool = False,
 ) -> Callable[[_Test], _Test]:
     """Declare that the decorated test asserts a law on all cells that `where` selects, but for `gaps`.
 
     `where` is the scope of the MUST, in the language of `--cells`. `gaps` names cells of which the MUST speaks and
     that the law cannot judge yet, see `conformance.plan.gaps`. A law that judges the numbers of a run says
-    `numbers=True`, one that measures the processor's memory `memory=True`. The first four, and the id, are literals:
-    `plan.scopes.declared_scopes` reads them without importing the test.
+    `numbers=True`, one that measures the processor's memory `memory=True`. A law `of="any trainer"` judges the evidence
+    that `conformance judge` gathers of a trainer, and names the law of ours that it is `like`. Without `substrates` a
+    law is judged on all real ones, one of any trainer on processors. The id, `where`, `gaps`, `numbers` and `of` are
+    literals: `plan.scopes.declared_scopes` reads them without importing the test.
     Raises ValueError if the docstring does not state a MUST, for an expression that cannot be compiled, and for an
     unknown gap.
     """
-    holds = scope(law_id, where=where, gaps=gaps, numbers=numbers)
+    judged_on = substrates or (REAL if of == "reference trainer" else PROCESSORS)
+    holds = scope(law_id, where=where, gaps=gaps, numbers=numbers, of=of)
 
     def declare(test: _Test) -> _Test:
         must = " ".join((test.__doc__ or "").strip().split("\n\n")[0].split())
@@ -59,7 +66,7 @@ def law(
             raise ValueError(
                 f"law {law_id}: the first paragraph of {test.__name__}'s docstring must say what MUST hold"
             )
-        setattr(test, _ATTRIBUTE, Law(law_id, must, reference, since, substrates, holds, memory))
+        setattr(test, _ATTRIBUTE, Law(law_id, must, reference, since, judged_on, holds, memory, like))
         return test
 
     return declare

@@ -9,6 +9,7 @@ from conformance.judge.law import Law
 from conformance.numerics.arithmetic import OWN
 from conformance.plan.cells import Cell
 from conformance.plan.content import Profile
+from conformance.plan.mesh import Mesh
 from conformance.plan.substrates import Substrate
 from conformance.run.devices.hardware import Hardware, device_type
 from conformance.torch_release import release
@@ -71,7 +72,7 @@ def _lacks_for_pipeline(cell: Cell, substrate: Substrate, torch_version: str) ->
 
     Before their first step stages connect (`_get_init_p2p_neighbors_ops` in torch/distributed/pipelining/stage.py).
     """
-    if cell.config.mesh.pp == 1:
+    if Mesh.parse(cell.mesh).pp == 1:
         return None
     if release(torch_version) < (2, 10):
         return (

@@ -15,7 +15,7 @@ from conformance.judge.measurements import Measurement
 from conformance.judge.verdicts import Verdict
 from conformance.plan.cells import Cell
 from conformance.plan.content import LawId, Profile, Text
-from conformance.plan.matrix import Matrix
+from conformance.plan.matrix import Case, Matrix
 from conformance.plan.selection import parse
 from conformance.torch_release import Release, release
 from reference_trainer.checks import UsageError
@@ -49,6 +49,8 @@ class Waiver(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Known fault of torch: a law that it breaks on some cells."""
 
     law: LawId
+    trainer: Text | None = None
+    """Trainer that shows the fault, by the name in reports; left out for the reference trainer."""
     cells: Text
     """Selection of cells, see `conformance.plan.selection`."""
     device: Literal["cpu", "cuda"]
@@ -74,15 +76,16 @@ class Waiver(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         shown = [symptom for symptom in self.shows if symptom.torch is None or _includes(symptom.torch, torch)]
         return msgspec.structs.replace(self, shows=shown)
 
-    def matches(self, law: str, cell: Cell, *, device: str, torch: Release) -> bool:
+    def matches(self, case: Case, *, device: str, torch: Release) -> bool:
         """Return whether the waiver applies to this case, on this type of device with this release of torch."""
-        applies = (self.law, self.device) == (law, device) and _includes(self.torch, torch)
-        return applies and parse(self.cells)(cell)
+        applies = (self.law, self.trainer, self.device) == (case.law, case.trainer, device)
+        return applies and _includes(self.torch, torch) and parse(self.cells)(case.cell)
 
     def overlaps(self, other: "Waiver", cells: Iterable[Cell]) -> bool:
         """Return whether both waivers apply to one of these cells, whose pass would not tell which one to remove."""
         (first, last), (others_first, others_last) = self.versions, other.versions
-        if (self.law, self.device) != (other.law, other.device) or first > others_last or others_first > last:
+        alike = (self.law, self.trainer, self.device) == (other.law, other.trainer, other.device)
+        if not alike or first > others_last or others_first > last:
             return False
         selects, other_selects = parse(self.cells), parse(other.cells)
         return any(selects(cell) and other_selects(cell) for cell in cells)
@@ -165,9 +168,9 @@ def load_waivers(file: Path, matrix: Matrix) -> list[Waiver]:
     return waivers
 
 
-def waiver_of(waivers: Sequence[Waiver], law: str, cell: Cell, *, device: str, torch: Release) -> Waiver | None:
+def waiver_of(waivers: Sequence[Waiver], case: Case, *, device: str, torch: Release) -> Waiver | None:
     """Return the waiver of a case, if any, with the symptoms of this release of torch."""
-    matching = (waiver for waiver in waivers if waiver.matches(law, cell, device=device, torch=torch))
+    matching = (waiver for waiver in waivers if waiver.matches(case, device=device, torch=torch))
     return next((waiver.on(torch) for waiver in matching), None)
 
 

@@ -121,6 +121,10 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """API that shards the model; `fsdp1`: FullyShardedDataParallel, for comparison."""
     limit_all_gathers: bool = True
     """True if the host of an fsdp1 run waits before it issues all-gathers far ahead of the device."""
+    batches: Literal["equal", "uneven"] = "equal"
+    """Numbers of samples of the ranks' batches; `uneven`: ranks with odd numbers have half as many as the others.
+
+    Only other people's trainers get `uneven` batches: those of ours differ in the number of valid tokens."""
     steps: Annotated[int, Meta(ge=1)] = 3
     """Number of optimizer steps."""
     seed: Annotated[int, Meta(ge=0)] = 0
@@ -248,6 +252,7 @@ _TAGS: dict[str, Callable[[Any], str]] = {
     "saving": str,
     "implementation": str,
     "limit_all_gathers": lambda _: "nolimit",
+    "batches": str,
     "steps": lambda count: f"steps{count}",
     "seed": lambda seed: f"seed{seed}",
 }

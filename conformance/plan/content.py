@@ -14,7 +14,7 @@ from conformance.plan.selection import Selection, SelectionError, parse
 from reference_trainer.strict_yaml import Document, allowed, convert
 
 Name = Annotated[str, Meta(pattern=r"^[a-z0-9-]+\Z")]
-LawId = Annotated[str, Meta(pattern=r"^[A-Z]+-[0-9]+\Z")]
+LawId = Annotated[str, Meta(pattern=r"^([A-Z]+-[0-9]+|[a-z][a-z0-9]*(-[a-z0-9]+)*)\Z")]
 Text = Annotated[str, Meta(pattern=r"\S")]
 Values = Annotated[list[AxisValue], Meta(min_length=1)]
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 
@@ -10,8 +11,10 @@ from conformance.plan.cells import Cell
 from conformance.plan.content import Content, Exclusion, Profile, check_unique, compiled, digest_of, read_content
 from conformance.plan.derivation import DerivationError
 from conformance.plan.lock import PlannedCell, locked_cells, within
-from conformance.plan.scopes import Scope, declared_scopes
+from conformance.plan.scopes import Scope, Trainers, declared_scopes
 from conformance.plan.selection import Selection, SelectionError
+from conformance.plan.trainer_cells import TRAINER_CELLS, TRAINER_PROFILE, TRAINERS, is_trainer_cell
+from conformance.plan.workload import trainer_config
 from conformance.project import LAWS_DIRECTORY
 from reference_trainer.checks import UsageError
 from reference_trainer.strict_yaml import Document, allowed, load
@@ -24,22 +27,36 @@ class Case(msgspec.Struct, frozen=True):
     """Id of the law."""
     cell: Cell
     """Cell on which the law is judged."""
+    trainer: str | None = None
+    """Name of the trainer that is judged; None for the reference trainer as the matrix runs it."""
 
     @property
     def id(self) -> str:
-        """Unique and stable id, `LAW/CELL`."""
-        return f"{self.law}/{self.cell.id}"
+        """Unique and stable id: `LAW/CELL`, or `LAW/TRAINER/CELL` for other people's trainers."""
+        return "/".join(filter(None, (self.law, self.trainer, self.cell.id)))
+
+    def on(self, cell: Cell) -> "Case":
+        """Return the case of the same law and trainer on another cell."""
+        return Case(self.law, cell, self.trainer)
 
 
 class Matrix:
     """Cells and laws: `load_matrix` reads and checks them. A matrix never changes."""
 
-    def __init__(self, content: Content, planned: Sequence[PlannedCell], scopes: Mapping[str, Scope]) -> None:
+    def __init__(
+        self,
+        content: Content,
+        planned: Sequence[PlannedCell],
+        scopes: Mapping[str, Scope],
+        trainer_scopes: Mapping[str, Scope],
+    ) -> None:
         self.content = content
         self.planned = tuple(planned)
         """All cells, best first."""
         self.scopes = dict(scopes)
-        """Scopes of all laws by id, in the order in which laws are listed."""
+        """Scopes of the laws of the reference trainer by id, in the order in which laws are listed."""
+        self.trainer_scopes = dict(trainer_scopes)
+        """Scopes of the laws of any trainer, by id."""
         self._laws: dict[Cell, list[str]] = {}
         self._cases: dict[tuple[str, float | None], tuple[Case, ...]] = {}
 
@@ -69,11 +86,40 @@ class Matrix:
         return digest_of([self.content, [[planned.section, planned.cell.id] for planned in self.planned]])
 
     def laws(self) -> tuple[str, ...]:
-        """Return the ids of all laws, in order."""
+        """Return the ids of the laws of the reference trainer, in order."""
         return tuple(self.scopes)
 
+    def trainer_laws(self) -> tuple[str, ...]:
+        """Return the ids of the laws of any trainer, in order."""
+        return tuple(self.trainer_scopes)
+
+    def trainer_cases(self, trainer: str, *, only: Selection | None = None) -> tuple[Case, ...]:
+        """Return the cases of another trainer: of each cell of `TRAINER_CELLS` those of all laws that hold there."""
+        cells = [cell for cell in TRAINER_CELLS if only is None or only(cell)]
+        return tuple(case for cell in cells for case in self.cases_on(cell, trainer=trainer))
+
+    def cases_on(self, cell: Cell, *, trainer: str | None = None) -> tuple[Case, ...]:
+        """Return the cases of all laws that hold on a cell, for the reference trainer or another one."""
+        if trainer is None:
+            return tuple(Case(law, cell) for law in self.laws_on(cell))
+        return tuple(Case(law, cell, trainer) for law, scope in self.trainer_scopes.items() if scope.holds(cell))
+
+    def is_possible(self, case: Case) -> bool:
+        """Return whether a law is judged on a cell that its trainer can run, and no rule excludes the cell."""
+        if self.content.exclusion_of(case.cell) is not None:
+            return False
+        if case.trainer is not None:
+            return is_trainer_cell(case.cell) and self.trainer_scopes[case.law].holds(case.cell)
+        try:
+            trainer_config(case.cell)
+        except UsageError:
+            return False  # a value that can have no effect there
+        return self.scopes[case.law].holds(case.cell)
+
     def profile(self, name: str) -> Profile:
-        """Return the profile of this name; raises UsageError for an unknown profile."""
+        """Return the profile of this name, `trainers` too; raises UsageError for an unknown profile."""
+        if name == TRAINERS:
+            return TRAINER_PROFILE
         if name not in self.profiles:
             raise UsageError(f"unknown profile `{name}`{allowed(name, self.profiles)}")
         return self.profiles[name]
@@ -108,7 +154,7 @@ class Matrix:
         """
         if (profile, budget_s) not in self._cases:
             cells = self.profile_cells(profile, budget_s=budget_s)
-            self._cases[profile, budget_s] = tuple(Case(law, cell) for cell in cells for law in self.laws_on(cell))
+            self._cases[profile, budget_s] = tuple(case for cell in cells for case in self.cases_on(cell))
         cases = self._cases[profile, budget_s]
         if only is not None:
             selected = {cell for cell in dict.fromkeys(case.cell for case in cases) if only(cell)}
@@ -118,7 +164,9 @@ class Matrix:
         return cases
 
     def cells_of(self, law: str) -> list[Cell]:
-        """Return the cells on which a law holds; none for an unknown law."""
+        """Return the cells on which a law holds, also one of any trainer; none for an unknown law."""
+        if law in self.trainer_scopes:
+            return [cell for cell in TRAINER_CELLS if self.trainer_scopes[law].holds(cell)]
         return [cell for cell in self.cells.values() if law in self.laws_on(cell)]
 
     def laws_on(self, cell: Cell) -> list[str]:
@@ -142,7 +190,8 @@ def load_matrix(path: Path, *, laws_directory: Path = LAWS_DIRECTORY) -> Matrix:
         planned = locked_cells(path, content)
     except DerivationError as error:
         raise document.error(error.where, str(error)) from None
-    matrix = Matrix(content, planned, declared_scopes(laws_directory))
+    scopes, trainer_scopes = (declared_scopes(laws_directory, of=of) for of in get_args(Trainers))
+    matrix = Matrix(content, planned, scopes, trainer_scopes)
     for name in matrix.profiles:
         _check_profile(document, f"$.profiles.{name}", matrix, name)
     return matrix

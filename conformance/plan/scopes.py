@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 from conformance.plan.cells import Cell
 from conformance.plan.gaps import GAPS, Gap
@@ -17,6 +18,9 @@ from conformance.project import test_files
 from reference_trainer.strict_yaml import allowed
 
 _DECORATOR = "law"
+_DECLARED = ("where", "gaps", "numbers", "of")
+Trainers = Literal["reference trainer", "any trainer"]
+"""Trainers that a law is about: the reference trainer, or whatever `conformance judge` is given."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class Scope:
     """Cells of which the law's MUST speaks."""
     gaps: tuple[Gap, ...] = ()
     """Cells of which the MUST speaks and which the law cannot judge yet."""
+    of: Trainers = "reference trainer"
     numbers: bool = False
     """True if the law judges the numbers that a run computes: gradients, norms, updates or bits of its state."""
 
@@ -48,13 +53,20 @@ class Scope:
         return next((gap for gap in self.gaps if gap.selection.holds(facts)), None)
 
 
-def scope(law: str, *, where: str, gaps: Sequence[str] = (), numbers: bool = False) -> Scope:
+def scope(
+    law: str,
+    *,
+    where: str,
+    gaps: Sequence[str] = (),
+    numbers: bool = False,
+    of: Trainers = "reference trainer",
+) -> Scope:
     """Return a scope; raises ValueError, with the law, for an expression that cannot be compiled and an unknown gap."""
     for name in gaps:
         if name not in GAPS:
             raise ValueError(f"law {law}: unknown gap `{name}`{allowed(name, GAPS)}")
     try:
-        return Scope(law, parse(where), tuple(GAPS[name] for name in gaps), numbers)
+        return Scope(law, parse(where), tuple(GAPS[name] for name in gaps), of, numbers)
     except SelectionError as error:
         raise ValueError(f"law {law}: {error}") from None
 
@@ -62,15 +74,18 @@ def scope(law: str, *, where: str, gaps: Sequence[str] = (), numbers: bool = Fal
 def in_order(law: str) -> tuple[bool, str, int]:
     """Return a key to sort laws by: preconditions come first, and `PAR-10` comes after `PAR-9`.
 
-    A case whose worker died before its law was known has the law `?`.
+    Laws of any trainer, whose ids are words, come last, in the order in which they are declared. A case whose worker
+    died before its law was known has the law `?`.
     """
+    if not law[:1].isupper():
+        return True, "~", 0
     family, _, number = law.partition("-")
-    return family != "ENV", family, int(number or 0)
+    return family != "ENV", family, int(number)
 
 
 @cache
-def declared_scopes(directory: Path) -> dict[str, Scope]:
-    """Return the scopes of all laws that the tests in a directory declare, by id of the law and in order.
+def declared_scopes(directory: Path, *, of: Trainers = "reference trainer") -> dict[str, Scope]:
+    """Return the scopes of the laws of these trainers that tests in a directory declare, by id of the law, in order.
 
     Raises ValueError for a law that is declared twice, or otherwise than by literals.
     """
@@ -81,7 +96,7 @@ def declared_scopes(directory: Path) -> dict[str, Scope]:
             if declared.law in scopes:
                 raise ValueError(f"{file.name}:{call.lineno}: law {declared.law} is declared twice")
             scopes[declared.law] = declared
-    return {law: scopes[law] for law in sorted(scopes, key=in_order)}
+    return {law: scopes[law] for law in sorted(scopes, key=in_order) if scopes[law].of == of}
 
 
 def _declarations(module: ast.Module) -> Iterator[ast.Call]:
@@ -93,11 +108,11 @@ def _declarations(module: ast.Module) -> Iterator[ast.Call]:
 
 
 def _scope_of(call: ast.Call, place: str) -> Scope:
-    wanted = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg in ("where", "gaps", "numbers")}
+    wanted = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg in _DECLARED}
     try:
         law = ast.literal_eval(call.args[0])
         declared = {str(name): ast.literal_eval(value) for name, value in wanted.items()}
         where = declared.pop("where")
     except (IndexError, KeyError, ValueError):
-        raise ValueError(f"{place}: write id, `where`, `gaps` and `numbers` of a law as literals") from None
+        raise ValueError(f"{place}: write id, `where`, `gaps`, `numbers` and `of` of a law as literals") from None
     return scope(law, where=where, **declared)

@@ -105,13 +105,14 @@ def parse_laws(text: str, known: Collection[str]) -> tuple[str, ...]:
     Ids and patterns such as `CLIP-*` are separated by commas or spaces; case does not matter. Raises UsageError for one
     that matches no law, and if there are none.
     """
-    patterns = [pattern.upper() for pattern in re.split(r"[,\s]+", text) if pattern]
+    in_case = str.upper if any(law[:1].isupper() for law in known) else str.lower
+    patterns = [in_case(pattern) for pattern in re.split(r"[,\s]+", text) if pattern]
     if not patterns:
         raise UsageError("no law is named: write ids or patterns, such as `PAR-1,CLIP-*`")
     for pattern in patterns:
         if not any(fnmatchcase(law, pattern) for law in known):
-            families = dict.fromkeys(f"{law.partition('-')[0]}-*" for law in known)
-            raise UsageError(f"no law matches `{pattern}`{allowed(pattern, families)}")
+            groups = dict.fromkeys(f"{law.partition('-')[0]}-*" if law[:1].isupper() else law for law in known)
+            raise UsageError(f"no law matches `{pattern}`{allowed(pattern, groups)}")
     return tuple(law for law in known if any(fnmatchcase(law, pattern) for pattern in patterns))
 
 

@@ -12,6 +12,8 @@ from typing import Literal
 Substrate = Literal["simulated", "gloo", "sim", "nccl-shared", "nccl"]
 REAL: tuple[Substrate, ...] = ("gloo", "sim", "nccl-shared", "nccl")
 """Substrates with real processes and real collectives."""
+PROCESSORS: tuple[Substrate, ...] = ("gloo",)
+"""Substrate without devices, on which other people's trainers run."""
 SIMULATED: tuple[Substrate, ...] = ("simulated",)
 """One process and torch's fake process group: worlds of any size."""
 CUDA: tuple[Substrate, ...] = ("nccl-shared", "nccl")

@@ -166,6 +166,7 @@ def _effects(cell: "Cell", mesh: Mesh) -> Iterator[tuple[bool, str]]:
     # to_sharded_post_forward in torch/distributed/fsdp/_fully_shard/_fsdp_param.py.
     fewer = mesh.tp == 1 and mesh.dp_shard > 2 and mesh.dp_shard % 2 == 0
     yield fewer or cell.reshard != "k2", "reshard k2 needs a multiple of 2 above 2 of shards, and no tensor parallelism"
+    yield cell.batches == "equal", f"batches {cell.batches} are for other people's trainers"
     yield cell.saved_on != cell.mesh, f"saved_on {cell.saved_on} is the mesh itself: write `same`"
     if cell.saved_on not in ("none", "same"):
         saves = Mesh.parse(cell.saved_on)

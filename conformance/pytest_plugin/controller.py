@@ -1,19 +1,21 @@
 """Controller of a session: collects results, writes the report, decides the exit status."""
 
 import datetime
+import importlib
 import json
 import time
 import traceback
 from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
 import pytest
 from msgspec.structs import asdict, replace
 
-from conformance.judge.verdicts import CONFORMANT, SUITE_FAILED, Verdict, exit_status
+from conformance.judge.verdicts import CONFORMANT, NOT_CONFORMANT, SUITE_FAILED, Verdict, exit_status
 from conformance.pytest_plugin.junit import name_suite
 from conformance.pytest_plugin.order import remember_durations, remembered_durations_s
 from conformance.pytest_plugin.progress import Progress
@@ -27,6 +29,7 @@ from conformance.report.facts import cell_facts, environment_facts, suite_digest
 from conformance.report.html import html_report
 from conformance.report.schema import CaseResult, Footer, Header, Report, verdict_counts
 from conformance.report.text import annotations, markdown, terminal_lines
+from conformance.report.trainer import TrainerFacts, trainer_lines
 from reference_trainer.checks import UsageError
 
 
@@ -54,8 +57,16 @@ class Controller:
     # Results.
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
-        """Read the durations of earlier sessions; pytest has no cache before."""
+        """Read the durations of earlier sessions; pytest has no cache before.
+
+        Raises pytest.UsageError for another trainer that cannot be judged.
+        """
         self._durations_s = remembered_durations_s(session.config)
+        if self._setup.trainer is not None:
+            try:
+                _trainer_session().require_judgeable(self._setup.store)
+            except UsageError as error:
+                raise pytest.UsageError(str(error)) from None
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Remember the planned cases, if this process has collected them."""
@@ -121,12 +132,12 @@ class Controller:
             cases=sorted(self._results.values(), key=lambda result: result.id),
         )
         if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-            report = self._with_smallest(report, session.config)
+            report = self._with_smallest(self._with_trainer(report), session.config)
         cells = cell_facts(self._setup.store.directory, session=self._header.session)
         self._report = replace(report, cells=cells)
         self._leave_files(self._report, junit=Path(session.config.option.xmlpath))
         remember_durations(session.config, self._results.values())
-        session.exitstatus = SUITE_FAILED if self._files.unwritable else status
+        session.exitstatus = SUITE_FAILED if self._files.unwritable else self._report.exit_code
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print the summary."""
@@ -140,10 +151,22 @@ class Controller:
         place = f"report: {self._directory}"
         if self._files.has_earlier:
             place = f"no case has ended, so {self._directory} keeps the report of an earlier session"
-        for line in [*annotations(self._report), *terminal_lines(self._report, place)]:
+        trainer = trainer_lines(self._report.trainer) if self._report.trainer else ()
+        for line in [*annotations(self._report), *trainer, *terminal_lines(self._report, place)]:
             write(line)
         if self._baseline:
             write(f"\n{self._baseline.difference(self._report)}")
+
+    def _with_trainer(self, report: Report) -> Report:
+        """Return the report with facts about another trainer; faults that no law sees make it not conformant."""
+        if self._setup.trainer is None:
+            return report
+        setup = self._setup
+        trainer: TrainerFacts = _trainer_session().trainer_facts(
+            setup.store, report.cases, setup.trainer, machine=setup.machine, with_faults=setup.faults
+        )
+        is_blind = report.exit_code == CONFORMANT and trainer.blind_to
+        return replace(report, trainer=trainer, exit_code=NOT_CONFORMANT if is_blind else report.exit_code)
 
     def _with_smallest(self, report: Report, config: pytest.Config) -> Report:
         """Return the report with the smallest failing cells, if something failed, or why the search had no end."""
@@ -164,21 +187,20 @@ class Controller:
     def _begin_progress(self) -> None:
         if self._progress is not None:
             plan = self._read_plan()["cases"]
-            planned = {nodeid: f"{case['law']}/{case['cell']}" for nodeid, case in plan.items()}
+            planned = {nodeid: case["id"] for nodeid, case in plan.items()}
             self._progress.begin(planned, self._durations_s, self._setup.matrix.seconds)
 
     def _add_missing(self) -> None:
         missing = [nodeid for nodeid in self._planned if nodeid not in self._results]
         plan = self._read_plan().get("cases", {}) if missing else {}
         for nodeid in missing:
-            known = plan.get(nodeid, {"law": "?", "must": "", "cell": "?", "repro": "?"})
-            law, cell = known["law"], known["cell"]
+            known = plan.get(nodeid, {"id": nodeid, "law": "?", "must": "", "cell": "?", "repro": "?"})
             crash = self._crashed.get(nodeid)
             self._results[nodeid] = CaseResult(
-                id=f"{law}/{cell}" if law != "?" else nodeid,
-                law=law,
+                id=known["id"],
+                law=known["law"],
                 must=known["must"],
-                cell=cell,
+                cell=known["cell"],
                 substrate="",
                 verdict=(Verdict.ERROR if crash else Verdict.NOT_RUN).value,
                 reason=crash or "the session ended before this case",
@@ -223,6 +245,11 @@ class Controller:
                 }
             )
         self._files.close()
+
+
+def _trainer_session() -> ModuleType:
+    """Return the module about other trainers in sessions, which takes torch: other controllers do without it."""
+    return importlib.import_module("conformance.subjects.session")
 
 
 def _header(setup: SessionSetup) -> Header:

@@ -3,13 +3,16 @@
 from conformance.plan.cells import cell_from_id
 from conformance.plan.matrix import Case, Matrix
 from conformance.plan.mesh import AxisError
+from conformance.plan.trainer_cells import TRAINER_CELLS, is_trainer_cell
 from reference_trainer.checks import UsageError
 
+_TRAINER_IDS = f": {', '.join(cell.id for cell in TRAINER_CELLS)}"
 
-def cases_of(cell_id: str, matrix: Matrix, *, seed: int = 0) -> tuple[Case, ...]:
+
+def cases_of(cell_id: str, matrix: Matrix, *, seed: int = 0, trainer: str | None = None) -> tuple[Case, ...]:
     """Return the cases of all laws that hold on the cell of an id, with a number added to its seed; none for no id.
 
-    Raises UsageError for a cell that a rule of the matrix excludes.
+    Raises UsageError for a cell that a rule of the matrix excludes, or that another trainer cannot be asked for.
     """
     try:
         cell = cell_from_id(cell_id.strip())
@@ -18,5 +21,6 @@ def cases_of(cell_id: str, matrix: Matrix, *, seed: int = 0) -> tuple[Case, ...]
     rule = matrix.content.exclusion_of(cell)
     if rule is not None:
         raise UsageError(f"--cells {cell_id}: cells with {rule.when} cannot be: {rule.reason}")
-    seeded = cell.but(seed=cell.seed + seed)
-    return tuple(Case(law, seeded) for law in matrix.laws_on(cell))
+    if trainer is not None and not is_trainer_cell(cell):
+        raise UsageError(f"--cells {cell_id}: other trainers have the options of these cells alone{_TRAINER_IDS}")
+    return tuple(case.on(cell.but(seed=cell.seed + seed)) for case in matrix.cases_on(cell, trainer=trainer))

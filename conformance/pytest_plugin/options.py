@@ -47,6 +47,19 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "metavar": "SECONDS",
         "help": "time to search for the smallest cells on which failures occur; 0: none (default: %(default)g)",
     },
+    "--subject": {
+        "metavar": "TRAINER",
+        "help": "judge another trainer: MODULE:NAME, FILE.py:NAME or a name of `conformance judge --list`",
+    },
+    "--no-faults": {
+        "action": "store_true",
+        "help": "with --subject: do not test whether the laws see faults in the trainer's steps",
+    },
+    "--deadline": {
+        "type": float,
+        "metavar": "SECONDS",
+        "help": "time limit of the runs of one case (default: the profile's)",
+    },
     "--isolate": {"action": "store_true", "help": "fresh processes for every run, instead of warm ones"},
     "--matrix": {"metavar": "FILE", "help": "matrix file (default: matrix.yaml of the project)"},
     "--report-dir": {

@@ -176,7 +176,7 @@ class Session:
             law = law_of(getattr(item, "function", None))
             if law is not None:
                 cell = item.callspec.params["cell"]  # type: ignore[attr-defined]
-                item.stash[_ITEM] = _Item(law, Case(law.id, cell), item.path, item.name)
+                item.stash[_ITEM] = _Item(law, Case(law.id, cell, self._setup.trainer), item.path, item.name)
         order = RunOrder(self._setup.cases, self._durations_s, kind=self._kind_on_devices)
         items.sort(key=lambda item: order.key(item.stash[_ITEM].case if _ITEM in item.stash else None))
 
@@ -203,6 +203,7 @@ class Session:
         directory.mkdir(parents=True, exist_ok=True)
         plan = {
             nodeid: {
+                "id": item.case.id,
                 "law": item.law.id,
                 "must": item.law.must,
                 "cell": item.case.cell.id,
@@ -295,6 +296,11 @@ class Session:
     @pytest.fixture
     def run(self) -> Callable[..., Any] | None:
         """Declare the fixture `run`, see `conformance.assertions.fixtures.Run`."""
+        return None
+
+    @pytest.fixture
+    def evidence(self, cell: Cell) -> object | None:
+        """Declare the fixture `evidence`, see `conformance.subjects.evidence.Evidence`."""
         return None
 
     @pytest.fixture

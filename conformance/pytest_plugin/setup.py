@@ -18,10 +18,13 @@ from conformance.plan.content import Profile
 from conformance.plan.lock import parse_budget
 from conformance.plan.matrix import Case, Matrix, load_matrix
 from conformance.plan.selection import parse, parse_laws
-from conformance.project import LAWS_DIRECTORY, data_file
+from conformance.plan.trainer_cells import TRAINERS
+from conformance.project import LAWS_DIRECTORY, data_file, module_of
 from conformance.pytest_plugin.named_cell import cases_of
+from conformance.pytest_plugin.options import DEFAULT_PROFILE
 from conformance.pytest_plugin.order import parse_shard
 from conformance.report.diff import Baseline
+from conformance.run import known_trainers
 from conformance.run.devices.hardware import Hardware, find_hardware
 from conformance.run.devices.leases import Leases
 from conformance.run.devices.nvml import machine_devices
@@ -58,12 +61,16 @@ class SessionSetup:
     defect: str | None
     selection: str
     """Options that select cases of the profile, as they were given; empty if there are none."""
+    trainer: str | None
+    """Name in reports of the trainer that `--subject` names; None for the reference trainer."""
     baseline: Baseline | None
     store: RecordStore
     durations_s: dict[str, float]
     """Durations of cases in earlier sessions by id, which the controller passes to its workers."""
     repro_options: tuple[str, ...]
     """Options with which pytest repeats a case."""
+    faults: bool
+    """True if faults are injected into another trainer's steps, to see whether the laws see them."""
     shrink_s: float
     """Time to search for the smallest failing cells, in seconds; none if not positive."""
 
@@ -86,13 +93,21 @@ def read_options(config: pytest.Config) -> SessionSetup:
     try:
         file = Path(option.matrix) if option.matrix else data_file("matrix.yaml")
         matrix = load_matrix(file)
-        profile = matrix.profile(option.profile)
+        subject = known_trainers.resolve(option.subject) if option.subject else None
+        profile_name = TRAINERS if subject else option.profile
+        profile = matrix.profile(profile_name)
+        _require_no_other_data(option)
         selection = parse(option.cells) if option.cells is not None else None
-        laws = parse_laws(option.laws, matrix.laws()) if option.laws is not None else matrix.laws()
+        laws = matrix.trainer_laws() if subject else matrix.laws()
+        laws = parse_laws(option.laws, laws) if option.laws is not None else laws
         budget_s = parse_budget(option.budget) if option.budget is not None else None
-        planned = matrix.cases(option.profile, only=selection, seed=option.seed, budget_s=budget_s)
+        trainer = known_trainers.name_of(option.subject) if subject else None
+        if trainer is not None:
+            planned = matrix.trainer_cases(trainer, only=selection)
+        else:
+            planned = matrix.cases(option.profile, only=selection, seed=option.seed, budget_s=budget_s)
         if not planned and option.cells is not None:
-            planned = cases_of(option.cells, matrix, seed=option.seed)
+            planned = cases_of(option.cells, matrix, seed=option.seed, trainer=trainer)
         cases = tuple(case for case in planned if case.law in laws)
         defect = require_known(option.defect) if option.defect else None
         hardware = _hardware(config)
@@ -103,7 +118,8 @@ def read_options(config: pytest.Config) -> SessionSetup:
             directory=config.invocation_params.dir.resolve(),
             report_directory=report_directory,
             matrix=matrix,
-            profile_name=option.profile,
+            profile_name=profile_name,
+            trainer=trainer,
             profile=profile,
             cases=parse_shard(option.shard).of(cases) if option.shard else cases,
             waivers=waivers,
@@ -117,12 +133,14 @@ def read_options(config: pytest.Config) -> SessionSetup:
                 session=name,
                 torch_version=importlib.metadata.version("torch"),
                 defect=defect,
-                deadline_s=profile.deadline_s,
+                deadline_s=option.deadline or profile.deadline_s,
+                subject=subject,
                 pools=config.stash.get(POOLS, None) or _pools(hardware, isolate=option.isolate),
                 hardware=hardware,
             ),
             durations_s=inherited.get("durations_s", {}),
             repro_options=tuple(_repro_options(option, defect)),
+            faults=not option.no_faults,
             shrink_s=option.shrink,
         )
     except UsageError as error:
@@ -143,17 +161,21 @@ def _selection(config: pytest.Config) -> str:
         "--ignore": option.ignore or [],
         "--ignore-glob": option.ignore_glob or [],
     }
-    arguments = [] if any(map(_leads_to_all_laws, config.args)) else list(config.args)
+    collected = LAWS_DIRECTORY / "trainers" if option.subject else LAWS_DIRECTORY
+    arguments = [] if any(_leads_to(collected, argument) for argument in config.args) else list(config.args)
     chosen = [word for name, values in given.items() for value in values if value for word in (name, str(value))]
     return shlex.join([*arguments, *chosen, *(["--lf"] if getattr(option, "lf", False) else [])])
 
 
-def _leads_to_all_laws(argument: str) -> bool:
-    return LAWS_DIRECTORY.is_relative_to(Path(argument).resolve()) or argument in ("conformance", "conformance.laws")
+def _leads_to(laws: Path, argument: str) -> bool:
+    """Return whether a path, or a package after `--pyargs`, contains all of these laws."""
+    packages = ("conformance", "conformance.laws", module_of(laws))
+    return laws.is_relative_to(Path(argument).resolve()) or argument in packages
 
 
 def _repro_options(option: Any, defect: str | None) -> list[str]:
     given = {
+        "subject": option.subject,
         "matrix": option.matrix,
         "seed": option.seed or None,
         "defect": defect,
@@ -163,7 +185,15 @@ def _repro_options(option: Any, defect: str | None) -> list[str]:
         "sums": option.sums if option.sums != "gloo" else None,
     }
     chosen = [f"--{name}={value}" for name, value in given.items() if value]
-    return [f"--profile={option.profile}", *chosen]
+    return chosen if option.subject else [f"--profile={option.profile}", *chosen]
+
+
+def _require_no_other_data(option: Any) -> None:
+    """Raise UsageError for options that other people's trainers do not have: their cells and data are fixed."""
+    given = {"--profile": option.profile != DEFAULT_PROFILE, "--budget": option.budget, "--seed": option.seed}
+    unfit = [name for name, is_given in given.items() if is_given]
+    if option.subject and unfit:
+        raise UsageError(f"--subject has a profile and data of its own: leave out {', '.join(unfit)}")
 
 
 def _hardware(config: pytest.Config) -> Hardware:

@@ -6,7 +6,7 @@ Results of the session count as answers. What is judged besides changes no verdi
 import inspect
 import re
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,13 +18,11 @@ from conformance.judge.verdicts import Verdict
 from conformance.plan.cells import Cell, cell_from_id
 from conformance.plan.matrix import Case, Matrix
 from conformance.plan.mesh import AxisError
-from conformance.plan.workload import trainer_config
 from conformance.pytest_plugin.repeating import repeat_command
 from conformance.pytest_plugin.setup import SessionSetup
 from conformance.report.explain import Explanation
 from conformance.report.schema import CaseResult, Smallest
 from conformance.report.wording import is_outside, spelled
-from reference_trainer.checks import UsageError
 
 Judge = Callable[[Case, float], Judged]
 """Function that judges a case within a number of seconds."""
@@ -55,9 +53,17 @@ def outcome_of(verdict: str, measured: Mapping[str, Measurement], reason: str) -
 class Shrinker:
     """Searches of one session, which share their time and their answers."""
 
-    def __init__(self, matrix: Matrix, cases: Sequence[CaseResult], judge: Judge, *, budget_s: float) -> None:
+    def __init__(
+        self,
+        matrix: Matrix,
+        cases: Sequence[CaseResult],
+        judge: Judge,
+        *,
+        budget_s: float,
+        trainer: str | None = None,
+    ) -> None:
         """Take the results of the session, and a time for all searches together, which starts now."""
-        self._matrix, self._judge = matrix, judge
+        self._matrix, self._judge, self._trainer = matrix, judge, trainer
         self._until_s = time.monotonic() + budget_s
         self._outcomes = {case.id: outcome_of(case.verdict, case.measured, case.reason) for case in cases}
         self.judged = 0
@@ -74,7 +80,7 @@ class Shrinker:
         return [smallest for smallest in found if smallest is not None]
 
     def _of(self, explanation: Explanation, repeat: Callable[[Case], str]) -> Smallest | None:
-        cases = _shrinkable(explanation, self._matrix.scopes)
+        cases = _shrinkable(explanation, self._trainer)
         if not cases or self._left_s() <= 0:
             return None
         start_s, judged_before = time.monotonic(), self.judged
@@ -89,11 +95,11 @@ class Shrinker:
             cell=shrunk.cell.id,
             features={name: spelled(value) for name, value in shrunk.features.items()},
             bound={name: spelled(value) for name, value in shrunk.bound.items()},
-            passes=all(self._outcomes[f"{first.law}/{c.id}"].verdict in _PASSED for c in shrunk.neighbours),
+            passes=all(self._outcomes[first.on(c).id].verdict in _PASSED for c in shrunk.neighbours),
             complete=shrunk.complete,
             judged=self.judged - judged_before,
             seconds=round(time.monotonic() - start_s, 2),
-            repro=repeat(Case(first.law, shrunk.cell)),
+            repro=repeat(first.on(shrunk.cell)),
         )
 
     def search(self, case: Case, *, guesses: Sequence[Cell] = ()) -> Shrunk:
@@ -101,7 +107,7 @@ class Shrinker:
         expected = self._outcomes[case.id]
 
         def fails(cell: Cell) -> bool | None:
-            outcome = self._outcome(Case(case.law, cell))
+            outcome = self._outcome(case.on(cell))
             if outcome is None or outcome.verdict not in (*_JUDGED, expected.verdict):
                 return None
             return outcome == expected
@@ -112,7 +118,7 @@ class Shrinker:
         """Return the outcome of a case, None for one that cannot be; raises SearchEnded if there is no time for it."""
         if case.id in self._outcomes:
             return self._outcomes[case.id]
-        if not _is_possible(case, self._matrix):
+        if not self._matrix.is_possible(case):
             return None
         if self._left_s() <= 0:
             raise SearchEnded
@@ -133,9 +139,7 @@ class Shrinker:
 
 def has_combined(setup: SessionSetup, explanations: Sequence[Explanation]) -> bool:
     """Return whether there is a failure whose cell could be smaller."""
-    return any(
-        _shrinkable(each, setup.matrix.scopes) for explanation in explanations for each in explanation.with_related
-    )
+    return any(_shrinkable(each, setup.trainer) for explanation in explanations for each in explanation.with_related)
 
 
 def smallest_cells(
@@ -143,7 +147,8 @@ def smallest_cells(
 ) -> list[Smallest]:
     """Return the smallest failing cells of a session that has ended with these cases and explanations of failures."""
     setup.store.pools.prepare()  # ranks load torch while this process imports the laws
-    shrinker = Shrinker(setup.matrix, cases, session_judge(setup), budget_s=setup.shrink_s)
+    judge_case, trainer = session_judge(setup), setup.trainer
+    shrinker = Shrinker(setup.matrix, cases, judge_case, budget_s=setup.shrink_s, trainer=trainer)
     return shrinker.smallest(explanations, session_repeat(setup))
 
 
@@ -152,9 +157,14 @@ def session_judge(setup: SessionSetup) -> Judge:
 
     def judge_within(case: Case, limit_s: float) -> Judged:
         law = asserted_laws()[case.law]
-        store = setup.store.within(limit_s)
         return judge(
-            case, law.law, law.test, store, machine=setup.machine, profile=setup.profile, waivers=setup.waivers
+            case,
+            law.law,
+            law.test,
+            setup.store.within(limit_s),
+            machine=setup.machine,
+            profile=setup.profile,
+            waivers=setup.waivers,
         )
 
     return judge_within
@@ -173,13 +183,13 @@ def session_repeat(setup: SessionSetup) -> Callable[[Case], str]:
     return repeat
 
 
-def _shrinkable(explanation: Explanation, laws: Container[str]) -> list[Case]:
+def _shrinkable(explanation: Explanation, trainer: str | None) -> list[Case]:
     """Return the cases of an explanation; none if one is on a plain cell, or if they tell of no fault to search for."""
     try:
-        cases = [Case(result.law, cell_from_id(result.cell)) for result in explanation.cases]
+        cases = [Case(result.law, cell_from_id(result.cell), trainer) for result in explanation.cases]
     except AxisError:
         return []
-    is_combined = all(case.cell.features and case.law in laws for case in cases)
+    is_combined = all(case.cell.features and case.law != "?" for case in cases)
     return cases if is_combined and explanation.first.verdict in _SHRUNK else []
 
 
@@ -190,14 +200,3 @@ def _in_common(cell: Cell, cases: Sequence[Case]) -> list[Cell]:
     common.pop("mesh", None)
     plain = with_only(Cell(seed=cell.seed), common)
     return [plain, plain.but(mesh=cell.mesh)]
-
-
-def _is_possible(case: Case, matrix: Matrix) -> bool:
-    """Return whether the law is judged on a cell, and no rule excludes the cell."""
-    if not matrix.scopes[case.law].holds(case.cell) or matrix.content.exclusion_of(case.cell):
-        return False
-    try:
-        trainer_config(case.cell)
-    except UsageError:
-        return False  # a value that can have no effect there
-    return True

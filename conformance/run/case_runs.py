@@ -4,12 +4,13 @@ import re
 import shutil
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from conformance.outcomes import CellFailed, Failure, Unsupported
+from conformance.outcomes import Failure, Unsupported
 from conformance.plan.cells import Cell
 from conformance.plan.substrates import REAL, Substrate
 from conformance.project import PACKAGE
@@ -32,6 +33,10 @@ class CaseRuns:
         self.store = store
         self.clock = Clock()
         self._real = tuple(substrate for substrate in accepts if substrate != "simulated") or REAL
+
+    def fixtures(self, cell: Cell) -> Mapping[str, Any]:
+        """Return the arguments that a law's test may have, by name, see `conformance.assertions.fixtures`."""
+        return {"cell": cell, "run": self.run, "measure": self.measure}
 
     def run(self, cell: Cell, *, repeat: int = 0) -> Record:
         """Return the record of a cell, from this session's store or from a run now.
@@ -81,16 +86,8 @@ class CaseRuns:
         for trained in (cell, cell.saver) if cell.steps_before_save else (cell,):
             require_features(needs, trained, device=device_type(substrate), torch_version=self.store.torch_version)
 
-    def _left_s(self) -> float:
-        """Return the time that earlier runs of the case have left of its deadline; raises CellFailed for none."""
-        left_s = self.store.deadline_s - self.clock.run_s
-        if left_s <= 0:
-            reason = f"earlier runs of this case used up its deadline of {self.store.deadline_s:g} s"
-            raise CellFailed(Failure(kind="timeout", first_rank=0, reason=reason, details=""))
-        return left_s
-
     def _train(self, header: Header, directory: Path) -> RecordFile:
-        left_s = self._left_s()
+        left_s = self.store.left_s(self.clock)
         try:
             if header.cell.steps_before_save:
                 left_s -= self._save(header, directory, deadline_s=left_s)
@@ -104,7 +101,7 @@ class CaseRuns:
         return RecordFile(header=header, ranks=facts)
 
     def _measure(self, header: Header, directory: Path) -> RecordFile:
-        left_s = self._left_s()
+        left_s = self.store.left_s(self.clock)
         with tempfile.TemporaryDirectory() as scratch:
             try:
                 results = self._on_ranks(header, Path(scratch), kept=directory, deadline_s=left_s)

@@ -40,6 +40,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     """True if the experiment ran in one process."""
     sampled: bool = False
     """True if the experiment ran in a process for each of the cell's sampled ranks."""
+    trainer: str | None = None
+    """Trainer that ran, as `RecordStore.subject` names it; None for the reference trainer."""
     repeat: int = 0
     """Index of this run among the runs of the cell: 0 for the first."""
 

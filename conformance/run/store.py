@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from filelock import FileLock
 
-from conformance.outcomes import CellFailed
+from conformance.outcomes import CellFailed, Failure
 from conformance.run.devices.hardware import NO_DEVICES, Hardware
 from conformance.run.devices.leases import LIMIT_S as LEASE_LIMIT_S
 from conformance.run.pool import Pools, RunsTasks
@@ -67,6 +67,8 @@ class RecordStore:
     replay: bool = False
     """True if nothing is run, since every record that laws ask for must exist already."""
     hardware: Hardware = NO_DEVICES
+    subject: str | None = None
+    """`MODULE:NAME` or `FILE.py:NAME` of the trainer that is judged; None for the reference trainer."""
 
     def __post_init__(self) -> None:
         self._finished: set[Path] = set()
@@ -78,11 +80,11 @@ class RecordStore:
 
         Raises CellFailed if the run did not finish, Unwritable if records cannot be written.
         """
-        return self._records(self._once(header, train, clock))
+        return self._records(self.run(header, train, clock))
 
     def results(self, header: Header, measure: Execute, clock: Clock) -> list[Any]:
         """Return the result of each rank in builtin types; runs `measure` and raises as `record` does."""
-        return self._results(self._once(header, measure, clock))
+        return self._results(self.run(header, measure, clock))
 
     def within(self, limit_s: float) -> "RecordStore":
         """Return a store whose cases have at most this time; both share what they have read."""
@@ -102,8 +104,16 @@ class RecordStore:
         """End all ranks."""
         self.pools.close()
 
-    def _once(self, header: Header, execute: Execute, clock: Clock) -> Path:
-        """Return the directory of a finished run with this header."""
+    def left_s(self, clock: Clock) -> float:
+        """Return the time that earlier runs of a case have left of its deadline; raises CellFailed for none."""
+        left_s = self.deadline_s - clock.run_s
+        if left_s <= 0:
+            reason = f"earlier runs of this case used up its deadline of {self.deadline_s:g} s"
+            raise CellFailed(Failure(kind="timeout", first_rank=0, reason=reason, details=""))
+        return left_s
+
+    def run(self, header: Header, execute: Execute, clock: Clock) -> Path:
+        """Return the directory of the finished run with this header, which `execute` makes unless it is there."""
         directory = self.directory / f"{header.cell.id}--{_digest(header)}"
         if directory in self._finished:
             return directory

@@ -1,24 +1,25 @@
-"""Cells of subjects: the few configurations in which a subject is judged, and the data of each."""
+"""Cells as trainers see them: the options of a run, and the model and data of its reference."""
 
 from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
 
+from conformance.plan.cells import Cell
+from conformance.plan.mesh import Mesh
+
 MeshName = Literal["dp2", "hsdp2x2", "dp2-tp2"]
 Precision = Literal["fp32", "bf16"]
-
 MESHES: Mapping[MeshName, Mapping[str, int]] = {
     "dp2": {"dp_shard": 2},
     "hsdp2x2": {"dp_replicate": 2, "dp_shard": 2},
     "dp2-tp2": {"dp_shard": 2, "tp": 2},
 }
 """Ranks by dimension of each mesh, the outermost first."""
-_ONE_EACH, _ACCUMULATED = (1, 1, 1), (2, 1, 2)
 
 
 class Workload(msgspec.Struct, frozen=True):
-    """Model and data of a run: what a reference must know of a cell, and no more."""
+    """Model and data of a run: all options on which its reference depends."""
 
     tied: bool
     """True if the model ties its embedding and its head."""
@@ -31,13 +32,13 @@ class Workload(msgspec.Struct, frozen=True):
 
 
 class SubjectCell(msgspec.Struct, frozen=True, kw_only=True):
-    """One configuration in which a subject is run."""
+    """Options of one run of a trainer."""
 
     mesh: MeshName = "dp2"
     precision: Precision = "fp32"
     init: Literal["full", "meta"] = "full"
     """`meta`: the model is made on the meta device, and initialised when it is sharded."""
-    accumulation: tuple[int, ...] = _ONE_EACH
+    accumulation: tuple[int, ...] = (1, 1, 1)
     """Micro-batches of each step. A step of one micro-batch between others is a plain step after an accumulated one."""
     uneven: bool = False
     tied: bool = False
@@ -45,23 +46,6 @@ class SubjectCell(msgspec.Struct, frozen=True, kw_only=True):
     """True if parameters are offloaded to the host, without pinned memory."""
     resumed: bool = False
     """True if the run is saved after its first step, built anew, and loaded."""
-
-    @property
-    def id(self) -> str:
-        """Name, such as `dp2-fp32-accumulated-uneven`."""
-        tags = {
-            "meta": self.init == "meta",
-            "accumulated": max(self.accumulation) > 1,
-            "uneven": self.uneven,
-            "tied": self.tied,
-            "offload": self.offload,
-            "resumed": self.resumed,
-        }
-        return "-".join([self.mesh, self.precision, *(tag for tag, is_on in tags.items() if is_on)])
-
-    def name_for(self, subject: str) -> str:
-        """Return the name in reports, such as `fabric/dp2-fp32`, so that those of several subjects fit together."""
-        return f"{subject}/{self.id}"
 
     @property
     def shape(self) -> Mapping[str, int]:
@@ -84,29 +68,28 @@ class SubjectCell(msgspec.Struct, frozen=True, kw_only=True):
         return Workload(self.tied, self.data_ranks, self.accumulation, self.uneven)
 
 
-CELLS = (
-    SubjectCell(),
-    SubjectCell(accumulation=_ACCUMULATED),
-    SubjectCell(accumulation=_ACCUMULATED, uneven=True),
-    SubjectCell(init="meta"),
-    SubjectCell(tied=True),
-    SubjectCell(init="meta", tied=True),
-    SubjectCell(resumed=True),
-    SubjectCell(precision="bf16"),
-    SubjectCell(precision="bf16", accumulation=_ACCUMULATED, offload=True),
-    SubjectCell(mesh="hsdp2x2"),
-    SubjectCell(mesh="hsdp2x2", accumulation=_ACCUMULATED, uneven=True),
-    SubjectCell(mesh="dp2-tp2"),
-    SubjectCell(mesh="dp2-tp2", accumulation=_ACCUMULATED, uneven=True),
-    SubjectCell(mesh="dp2-tp2", resumed=True),
-    SubjectCell(mesh="dp2-tp2", precision="bf16"),
-)
-"""All cells, in the order in which they are run."""
-FIRST_OF_MESHES = tuple(SubjectCell(mesh=mesh) for mesh in MESHES)
-"""Cell of each mesh on which it is tested whether the laws see faults."""
+def subject_cell(cell: Cell) -> SubjectCell:
+    """Return the options that a trainer has on a cell of the profile `trainers`."""
+    count = cell.accumulation
+    return SubjectCell(
+        mesh=cell.mesh,  # type: ignore[arg-type]
+        precision="fp32" if cell.precision == "fp32" else "bf16",
+        init=cell.init,  # type: ignore[arg-type]
+        accumulation=tuple(1 if step % 2 else count for step in range(cell.steps)),
+        uneven=cell.batches == "uneven",
+        tied=cell.tied_embeddings,
+        offload=cell.offload == "cpu",
+        resumed=cell.saved_on == "same",
+    )
 
 
-def split_name(name: str) -> tuple[str, str]:
-    """Return subject and id of a cell's name in a report; no subject for an id alone."""
-    subject, _, cell_id = name.rpartition("/")
-    return subject, cell_id
+def reference_cell(cell: Cell) -> Cell:
+    """Return the cell with the same model and data whose reference a cell is compared with: one for many cells."""
+    mesh = Mesh.parse(cell.mesh)
+    return Cell(
+        mesh=f"dp{mesh.dp_replicate * mesh.dp_shard}",
+        init="full",
+        accumulation=cell.accumulation,
+        tied_embeddings=cell.tied_embeddings,
+        batches=cell.batches,
+    )

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from conformance.bound import Bound, bound
 from conformance.oracles.tolerance import FP32_ROUNDOFF
+from conformance.plan.cells import Cell
 from conformance.run.shards import CapturedShards
-from conformance.subjects.cells import SubjectCell
+from conformance.subjects.cells import SubjectCell, subject_cell
 from conformance.subjects.facts import OwnErrors, ReferenceFacts, SubjectFacts
 
 FP32_FACTOR = 8.0
@@ -34,9 +35,9 @@ their sum where one process rounds once, and gradients that are reduced in bf16 
 class SubjectRecord(CapturedShards):
     """Record of the ranks of a subject on a cell."""
 
-    def __init__(self, directory: Path, cell: SubjectCell, facts: Sequence[SubjectFacts]) -> None:
+    def __init__(self, directory: Path, cell: Cell, facts: Sequence[SubjectFacts]) -> None:
         super().__init__(directory, name=cell.id, world_size=cell.world_size)
-        self.cell = cell
+        self.cell = subject_cell(cell)
         self._facts = facts
 
     @property

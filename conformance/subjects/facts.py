@@ -97,7 +97,6 @@ class ReferenceJob(msgspec.Struct, frozen=True, kw_only=True):
 
     subject: str
     workload: Workload
-    bf16: bool
     directory: str
 
 
@@ -114,14 +113,13 @@ class TrainJob(msgspec.Struct, frozen=True, kw_only=True):
     weights: str
     """File with the initial weights of the reference."""
     directory: str
-    fault: str | None = None
+    defect: str | None = None
 
 
 class Description(msgspec.Struct, frozen=True):
-    """Subject, as its author describes it."""
+    """Packages of a subject, as its author names them."""
 
-    name: str
     versions: dict[str, str]
+    """Version by package."""
     shims: list[str]
-    unsupported: dict[str, str]
-    """Reason by the id of each cell that the subject cannot run."""
+    """Private names that were touched to make the subject run here."""

@@ -1,23 +1,26 @@
-"""Results of subjects that a checkout keeps, one file for each; `overview` shows them."""
+"""Verdicts on trainers that a checkout keeps, one file for each, and the table of them in docs."""
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
+from tabulate import tabulate
 
-from conformance.judge.verdicts import Verdict
+from conformance.judge.registry import asserted_laws
+from conformance.judge.verdicts import BAD, Verdict
 from conformance.project import PROJECT
-from conformance.subjects.cells import split_name
-from conformance.subjects.schema import SubjectReport
+from conformance.report.schema import Report
 
 DIRECTORY = PROJECT / "docs" / "subjects"
 """Directory of the results."""
+_NOT_JUDGED = (Verdict.UNSUPPORTED, Verdict.NOT_RUN)
 
 
 class KeptSubject(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Verdicts on a subject, without the numbers; cells have ids without the subject's name."""
+    """Verdicts on a subject, without the numbers."""
 
     subject: str
-    """Name that `conformance judge` was given."""
+    """Subject as it was named to `conformance judge`."""
     versions: dict[str, str]
     shims: list[str]
     laws: dict[str, dict[str, Verdict]]
@@ -29,34 +32,72 @@ class KeptSubject(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     duration_s: float
 
 
-def keep(name: str, report: SubjectReport) -> Path:
-    """Write the verdicts on a subject, and return the file."""
+def keep(report: Report) -> Path:
+    """Write the verdicts on the trainer of a report, and return the file; raises ValueError if it has none."""
+    if report.trainer is None:
+        raise ValueError("the report is about the reference trainer")
     laws: dict[str, dict[str, Verdict]] = {}
     reasons: dict[str, dict[str, str]] = {}
-    for entry in report.verdicts:
-        _, cell = split_name(entry.cell)
-        laws.setdefault(entry.law, {})[cell] = entry.verdict
-        if entry.verdict != Verdict.PASS:
-            reasons.setdefault(entry.law, {})[cell] = entry.reason
+    for case in report.cases:
+        laws.setdefault(case.law, {})[case.cell] = Verdict(case.verdict)
+        if case.verdict != Verdict.PASS:
+            reasons.setdefault(case.law, {})[case.cell] = case.reason
     faults: dict[str, dict[str, list[str]]] = {}
-    for seen in report.faults:
-        faults.setdefault(split_name(seen.cell)[1], {})[seen.fault] = seen.laws
+    for seen in report.trainer.faults:
+        faults.setdefault(seen.cell, {})[seen.fault] = seen.laws
     kept = KeptSubject(
-        subject=name,
-        versions=report.versions,
-        shims=report.shims,
+        subject=report.trainer.given,
+        versions=report.trainer.versions,
+        shims=report.trainer.shims,
         laws=laws,
         reasons=reasons,
         faults=faults,
         duration_s=report.duration_s,
     )
     DIRECTORY.mkdir(exist_ok=True)
-    file = DIRECTORY / f"{report.subject}.json"
+    file = DIRECTORY / f"{report.trainer.name.rpartition(':')[2]}.json"
     file.write_bytes(msgspec.json.format(msgspec.json.encode(kept), indent=1) + b"\n")
     return file
 
 
 def read_kept() -> dict[str, KeptSubject]:
-    """Return what is kept, by the short names of subjects."""
+    """Return the kept verdicts by the short names of subjects."""
     files = sorted(DIRECTORY.glob("*.json"), key=lambda file: file.stem)
     return {file.stem: msgspec.json.decode(file.read_bytes(), type=KeptSubject) for file in files}
+
+
+def table(kept: Mapping[str, KeptSubject]) -> str:
+    """Return a Markdown table of the laws of any trainer by subjects, then one line about each subject."""
+    laws = [law for law, asserted in asserted_laws().items() if asserted.law.scope.of == "any trainer"]
+    rows = [[f"`{law}`", *(_summary(subject.laws.get(law, {})) for subject in kept.values())] for law in laws]
+    verdicts = tabulate(rows, headers=["law", *kept], tablefmt="github", disable_numparse=True)
+    about = [
+        f"- {name}: {', '.join(f'{package} {version}' for package, version in subject.versions.items())}; "
+        f"private names: {', '.join(f'`{shim}`' for shim in subject.shims) or 'none'}; "
+        f"faults seen: {_faults_seen(subject)}"
+        for name, subject in kept.items()
+    ]
+    failures = [f"- {name} fails {failure}" for name, subject in kept.items() for failure in _failures(subject)]
+    return f"{verdicts}\n\n" + "\n".join([*about, *failures]) + "\n"
+
+
+def _failures(subject: KeptSubject) -> Iterator[str]:
+    """Yield the laws that fail first on a cell for the same reason, with cell and reason."""
+    laws: dict[tuple[str, str], list[str]] = {}
+    for law, verdicts in subject.laws.items():
+        cell = next((cell for cell, verdict in verdicts.items() if verdict in BAD), None)
+        if cell is not None:
+            laws.setdefault((cell, subject.reasons[law][cell]), []).append(law)
+    for (cell, reason), failing in laws.items():
+        yield f"{', '.join(failing)} on {cell}: {reason}"[:300]
+
+
+def _summary(verdicts: Mapping[str, Verdict]) -> str:
+    judged = [verdict for verdict in verdicts.values() if verdict not in _NOT_JUDGED]
+    bad = sum(verdict in BAD for verdict in judged)
+    return f"**fail** on {bad} of {len(judged)}" if bad else "pass" if judged else "-"
+
+
+def _faults_seen(subject: KeptSubject) -> str:
+    tried = [laws for faults in subject.faults.values() for laws in faults.values()]
+    return f"{sum(map(bool, tried))} of {len(tried)}" if tried else "not tried"

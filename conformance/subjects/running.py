@@ -1,29 +1,29 @@
-"""Runs of a subject on warm ranks: the reference in one process, and cells on all their ranks."""
+"""Runs of a subject for one case: its reference in one process, and cells on all their ranks."""
 
 import re
-from dataclasses import dataclass, field
-from functools import cached_property, partial
-from importlib.metadata import version
+from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-from conformance.outcomes import CellFailed, Failure
+from conformance.outcomes import CellFailed, Failure, Unsupported
+from conformance.plan.cells import Cell
 from conformance.project import PACKAGE
 from conformance.run.case_runs import to_failure
 from conformance.run.failures import RunFailed
-from conformance.run.pool import RunsTasks, Task
+from conformance.run.pool import Task
 from conformance.run.ranks.messages import RankReport
+from conformance.run.record import Header, RecordFile, read_results, write_results
+from conformance.run.store import Clock, RecordStore
 from conformance.run.torch_support import confuses_embeddings
-from conformance.subjects.cells import CELLS, SubjectCell, Workload
+from conformance.subjects.cells import reference_cell, subject_cell
 from conformance.subjects.evidence import Evidence, Reference, SubjectRecord
 from conformance.subjects.facts import Description, ReferenceFacts, ReferenceJob, SubjectFacts, TrainJob
 from conformance.subjects.protocol import SubjectMistake
 from conformance.subjects.tasks import REFERENCE_FILE, WEIGHTS_FILE
 
-LIMIT_S = 60.0
-"""Default limit of one run."""
 _TASKS = "conformance.subjects.tasks"
 _UNDER_TORCHRUN = {
     "MASTER_ADDR": "127.0.0.1",
@@ -34,80 +34,131 @@ _UNDER_TORCHRUN = {
 """Variables by which trainers recognise torchrun. Nobody connects to the address: the process group exists before."""
 _FRAME = re.compile(r'^  File "([^"]+)", line (\d+)', re.MULTILINE)
 _MISTAKE = SubjectMistake.__name__
+_Result = TypeVar("_Result")
 
 
-@dataclass
 class SubjectRuns:
-    """Runs of one subject, whose files are in a directory of the caller."""
+    """Runs of the store's subject for the law of one case; a run that the session has made already is not repeated."""
 
-    name: str
-    pools: RunsTasks
-    directory: Path
-    limit_s: float = LIMIT_S
-    torch_version: str = field(default_factory=partial(version, "torch"))
-    _references: dict[Workload, Reference] = field(default_factory=dict)
-    _count: int = 0
+    def __init__(self, store: RecordStore) -> None:
+        if store.subject is None:
+            raise ValueError("the record store names no subject")
+        self.store, self.subject = store, store.subject
+        self.clock = Clock()
 
-    @cached_property
+    def fixtures(self, cell: Cell) -> Mapping[str, Any]:
+        """Return the arguments that a law's test may have, by name: the cell, and the evidence of a run on it."""
+        return {"cell": cell, "evidence": self.evidence(cell)}
+
     def description(self) -> Description:
-        """Subject as its author describes it; raises SubjectMistake if it cannot be loaded."""
-        return msgspec.convert(self._alone("describe", {"subject": self.name}), Description)
+        """Return the packages of the subject; raises CellFailed if it cannot be loaded."""
+        directory = self._alone("describe", Cell(), {"subject": self.subject})
+        return _first_result(directory, Description)
 
-    def reference(self, workload: Workload) -> Reference:
-        """Return the reference for a division of the data, which is run once; raises SubjectMistake if it fails."""
-        if workload not in self._references:
-            directory = self._new_directory()
-            bf16 = any(
-                cell.precision == "bf16" and cell.workload == workload and cell.id not in self.description.unsupported
-                for cell in CELLS
-            )
-            job = ReferenceJob(subject=self.name, workload=workload, bf16=bf16, directory=str(directory))
-            facts = msgspec.convert(self._alone("train_reference", _payload(job)), ReferenceFacts)
-            self._references[workload] = Reference(directory, REFERENCE_FILE, facts)
-        return self._references[workload]
+    def reference(self, cell: Cell) -> Reference:
+        """Return the reference with which a cell is compared, which ranks without a defect have made."""
+        base = reference_cell(cell)
+        job = ReferenceJob(subject=self.subject, workload=subject_cell(cell).workload, directory="")
+        directory = self._alone("train_reference", base, _payload(job))
+        return _reference(directory)
 
-    def run(self, cell: SubjectCell, *, fault: str | None = None) -> Evidence:
-        """Run a cell on its ranks; raises CellFailed if a rank does not finish."""
-        reference, directory = self.reference(cell.workload), self._new_directory()
+    def evidence(self, cell: Cell) -> Evidence:
+        """Return the record of a cell with its reference.
+
+        Raises CellFailed if a rank does not finish, or another cell has hung before: each of the others would probably
+        take all of its time, too. Raises Unsupported for a cell that the subject refuses.
+        """
+        payload = _payload({"subject": self.subject, "cell": subject_cell(cell)})
+        (reason,) = read_results(self._alone("unsupported", cell, payload))
+        if reason is not None:
+            raise Unsupported(reason)
+        self._require_nothing_hung(cell)
+        reference = self.reference(cell)
+        if cell.batches == "uneven" and not reference.facts.varies:
+            raise Unsupported("count() is the same for all batches")
+        header = self._header("train_subject", cell, defect=self.store.defect)
         job = TrainJob(
-            subject=self.name,
-            cell=cell,
+            subject=self.subject,
+            cell=subject_cell(cell),
             max_norm=reference.facts.max_norm,
             names=reference.facts.parameters,
             aliases=reference.facts.aliases,
             weights=str(reference.directory / WEIGHTS_FILE),
-            directory=str(directory),
-            fault=fault,
+            directory="",
+            defect=self.store.defect,
         )
-        task = Task(f"{_TASKS}:train_subject", _payload(job), kind=self._kind(cell))
-        try:
-            results = self.pools.run(task, world_size=cell.world_size, deadline_s=self.limit_s, env=_UNDER_TORCHRUN)
-        except RunFailed as failed:
-            raise CellFailed(_failure(failed)) from failed
-        facts = [msgspec.convert(result, SubjectFacts) for result in results]
-        return Evidence(SubjectRecord(directory, cell, facts), reference)
+        directory = self._run(header, _payload(job), world_size=cell.world_size, kind=self._kind(cell))
+        return Evidence(_record(directory, cell), reference)
 
-    def _kind(self, cell: SubjectCell) -> str:
-        """Return the kind of a cell's task; see `kind_of_processes` for what must not share processes."""
-        kind = f"{self.name} {cell.mesh}"
-        return f"{kind} {cell.precision}" if confuses_embeddings(self.torch_version) else kind
+    def _alone(self, function: str, cell: Cell, payload: Mapping[str, Any]) -> Path:
+        header = self._header(function, cell, defect=None, alone=True)
+        return self._run(header, payload, world_size=1, kind=self.subject)
 
-    def _alone(self, function: str, payload: dict[str, Any]) -> Any:
-        task = Task(f"{_TASKS}:{function}", payload, kind=self.name)
-        try:
-            (result,) = self.pools.run(task, world_size=1, deadline_s=self.limit_s)
-        except RunFailed as failed:
-            raise SubjectMistake(_reason(failed)) from failed
-        return result
+    def _header(self, function: str, cell: Cell, *, defect: str | None, alone: bool = False) -> Header:
+        return Header(
+            cell=cell,
+            session=self.store.session,
+            torch=self.store.torch_version,
+            substrate="gloo",
+            defect=defect,
+            experiment=f"{_TASKS}:{function}",
+            alone=alone,
+            trainer=self.subject,
+        )
 
-    def _new_directory(self) -> Path:
-        self._count += 1
-        directory = self.directory / f"run{self._count}"
-        directory.mkdir()
-        return directory
+    def _run(self, header: Header, payload: Mapping[str, Any], *, world_size: int, kind: str) -> Path:
+        """Return the directory of a run, in which its ranks leave their files; raises CellFailed if one fails."""
+
+        def execute(directory: Path) -> RecordFile:
+            task = Task(header.experiment, {**payload, "directory": str(directory)}, kind=kind)
+            environment = {**self.store.hardware.environment(header.substrate), **_UNDER_TORCHRUN}
+            left_s = self.store.left_s(self.clock)
+            try:
+                results = self.store.pools.run(task, world_size=world_size, deadline_s=left_s, env=environment)
+            except RunFailed as failed:
+                failure = _failure(failed)
+                if failure.kind == "timeout" and header.defect is None:
+                    self._hung.write_text(header.cell.id)
+                return RecordFile(header=header, failure=failure)
+            with self.store.writing():
+                write_results(directory, results)
+            return RecordFile(header=header)
+
+        return self.store.run(header, execute, self.clock)
+
+    @property
+    def _hung(self) -> Path:
+        """File with the id of the cell that has hung in this session."""
+        return self.store.directory / f"hung-{self.store.session}"
+
+    def _require_nothing_hung(self, cell: Cell) -> None:
+        hung = self._hung.read_text() if self._hung.exists() else cell.id
+        if hung != cell.id:
+            raise CellFailed(Failure(kind="timeout", first_rank=0, reason=f"not run: cell {hung} hung", details=""))
+
+    def _kind(self, cell: Cell) -> str:
+        """Return the kind of a cell's task; see `kind_of_processes` for tasks that must not share processes."""
+        precision = cell.precision if confuses_embeddings(self.store.torch_version) else ""
+        defect = "" if self.store.shares_ranks else self.store.defect
+        return " ".join(filter(None, (self.subject, cell.mesh, precision, defect)))
 
 
-def _payload(job: ReferenceJob | TrainJob) -> dict[str, Any]:
+@lru_cache(maxsize=4)
+def _reference(directory: Path) -> Reference:
+    return Reference(directory, REFERENCE_FILE, _first_result(directory, ReferenceFacts))
+
+
+@lru_cache(maxsize=4)
+def _record(directory: Path, cell: Cell) -> SubjectRecord:
+    facts = [msgspec.convert(result, SubjectFacts) for result in read_results(directory)]
+    return SubjectRecord(directory, cell, facts)
+
+
+def _first_result(directory: Path, type_: type[_Result]) -> _Result:
+    return msgspec.convert(read_results(directory)[0], type_)
+
+
+def _payload(job: ReferenceJob | TrainJob | dict[str, object]) -> dict[str, Any]:
     """Return a job in the types that a task's payload may have: lists in place of tuples.
 
     JSON would turn NaN and infinity, which a norm may be, into null.
@@ -117,7 +168,7 @@ def _payload(job: ReferenceJob | TrainJob) -> dict[str, Any]:
 
 
 def _failure(failed: RunFailed) -> Failure:
-    """Return the failure of a cell; what the author of the subject has to mend is no error of the suite."""
+    """Return the failure of a run; a mistake that the author of the subject has to correct is no error of the suite."""
     failure = to_failure(failed)
     is_mistake = _first(failed).exception_type == _MISTAKE
     kind = "raised" if is_mistake else failure.kind

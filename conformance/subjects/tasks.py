@@ -12,17 +12,19 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
+from conformance.defects.catalogue import injected
 from conformance.experiments.context import start_process_group
 from conformance.instruments.capture import shard_indices
 from conformance.instruments.sharding import local
 from conformance.instruments.tensor_file import write_tensors
+from conformance.plan.trainer_cells import TRAINER_CELLS
 from conformance.run.ranks.messages import RankContext
 from conformance.subjects import reference
-from conformance.subjects.cells import CELLS, Workload
+from conformance.subjects.cells import SubjectCell, Workload, subject_cell
 from conformance.subjects.data import micro_batches
-from conformance.subjects.facts import Description, ReferenceFacts, ReferenceJob, TrainJob
-from conformance.subjects.faults import FAULTS
+from conformance.subjects.facts import Description, ReferenceFacts, ReferenceJob, SubjectFacts, TrainJob
 from conformance.subjects.loading import load_subject
 from conformance.subjects.measuring import SubjectRecorder, uninitialised_elements, uninitialised_is_nan
 from conformance.subjects.protocol import (
@@ -50,15 +52,12 @@ _SAVED_AFTER = 1
 def describe(_context: RankContext, payload: dict[str, Any]) -> Any:
     """Return the Description of the subject that `payload["subject"]` names."""
     subject = load_subject(payload["subject"])
-    reasons = {cell.id: subject.unsupported(cell) for cell in CELLS}
-    return msgspec.to_builtins(
-        Description(
-            name=subject.name,
-            versions=dict(subject.versions()),
-            shims=list(subject.shims),
-            unsupported={cell: reason for cell, reason in reasons.items() if reason is not None},
-        )
-    )
+    return msgspec.to_builtins(Description(versions=dict(subject.versions()), shims=list(subject.shims)))
+
+
+def unsupported(_context: RankContext, payload: dict[str, Any]) -> str | None:
+    """Return why the subject that `payload["subject"]` names cannot run the cell of the payload, or None."""
+    return load_subject(payload["subject"]).unsupported(msgspec.convert(payload["cell"], SubjectCell))
 
 
 def train_reference(_context: RankContext, payload: dict[str, Any]) -> Any:
@@ -76,7 +75,7 @@ def train_reference(_context: RankContext, payload: dict[str, Any]) -> Any:
         own_errors([run.parameters[step] for run in runs], exact.parameters[step], exact.initial) for step in steps
     ]
     _write(Path(job.directory), exact, runs[0])
-    bf16, matmuls = _bf16(subject, job.workload, exact) if job.bf16 else (None, [])
+    bf16, matmuls = _bf16(subject, job.workload, exact) if _trains_in_bf16(subject) else (None, [])
     trained = {name for of_step in exact.gradients for name in of_step}
     model = reference.initial_model(subject, tied=job.workload.tied)
     facts = ReferenceFacts(
@@ -104,6 +103,11 @@ def train_subject(context: RankContext, payload: dict[str, Any]) -> Any:
     """Train a subject on this rank; returns SubjectFacts, and writes tensors into the job's directory."""
     job = msgspec.convert(payload, TrainJob)
     subject = load_subject(job.subject)
+    with injected(job.defect):
+        return msgspec.to_builtins(_train(context, subject, job))
+
+
+def _train(context: RankContext, subject: Subject, job: TrainJob) -> SubjectFacts:
     device = start_process_group(context)
     build = partial(_built, subject, job, device)
     with ExitStack() as uninitialised:
@@ -117,7 +121,7 @@ def train_subject(context: RankContext, payload: dict[str, Any]) -> Any:
             losses = _all_steps(subject, job, run, build, recorder)
     facts = recorder.finish(losses, Path(job.directory))
     destroy_process_group()
-    return msgspec.to_builtins(facts)
+    return facts
 
 
 def _built(subject: Subject, job: TrainJob, device: torch.device) -> Run | LoopedRun:
@@ -125,12 +129,15 @@ def _built(subject: Subject, job: TrainJob, device: torch.device) -> Run | Loope
     return subject.build(job.cell, device=device, max_norm=job.max_norm)
 
 
+def built(model: nn.Module, optimizer: Optimizer, max_norm: float) -> None:
+    """Do nothing: defects replace this function, to reach a run that is about to take its first step."""
+
+
 def _begin(job: TrainJob, uninitialised: ExitStack, run: Built) -> None:
-    """Load the initial weights into a run that has been built and looked at, and put the job's fault into it."""
+    """After inspection, load the reference weights."""
     uninitialised.close()
     load_weights(run.model, Path(job.weights), job.aliases)
-    if job.fault is not None:
-        FAULTS[job.fault](run, job.max_norm)
+    built(run.model, run.optimizer, job.max_norm)
 
 
 def _all_steps(
@@ -202,6 +209,11 @@ def _most_accurate(subject: Subject, workload: Workload) -> tuple[Trajectory, st
     except (RuntimeError, TypeError, NotImplementedError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     return train(subject, workload, dtype=torch.float32, order=0, max_norm=None), reason
+
+
+def _trains_in_bf16(subject: Subject) -> bool:
+    cells = map(subject_cell, TRAINER_CELLS)
+    return any(cell.precision == "bf16" and subject.unsupported(cell) is None for cell in cells)
 
 
 def _bf16(subject: Subject, workload: Workload, exact: Trajectory) -> tuple[Any, list[str]]:

@@ -34,7 +34,7 @@ ORDER = (*LAYERS, (MAIN,))
 
 WITH_TORCH = ("conformance/run/ranks/process.py", "conformance/run/ranks/server.py")
 TORCH = re.compile(r"(torch|safetensors\.torch)(\..*)?")
-PYTEST_ALLOWED_IN = ("conformance/pytest_plugin/", "conformance/cli/spmd.py")
+PYTEST_ALLOWED_IN = ("conformance/pytest_plugin/", "conformance/cli/judge.py", "conformance/cli/spmd.py")
 
 PRIVATE_NAMES_ALLOWED_IN = {
     "conformance/instruments/dispatch_tap.py": "the dispatch mode has no public name",
@@ -166,7 +166,7 @@ def test_torch_free_packages_do_not_import_torch() -> None:
     require(chains_to_torch, [file for file in torch_free if file not in WITH_TORCH])
 
 
-def test_only_the_plugin_and_spmd_import_pytest() -> None:
+def test_only_the_plugin_and_commands_with_sessions_import_pytest() -> None:
     def imports_of_pytest(file: str) -> Iterator[str]:
         if not file.startswith(PYTEST_ALLOWED_IN):
             yield from (entry.name for entry in imports(tree(file)) if entry.module.partition(".")[0] == "pytest")

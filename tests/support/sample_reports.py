@@ -35,8 +35,8 @@ COVERAGE = Coverage(
 
 
 def case(name: str, verdict: str = "pass", **measured: Measurement) -> CaseResult:
-    """A case, `LAW/CELL`, of this verdict."""
-    law, cell = name.split("/")
+    """A case, `LAW/CELL` or `LAW/TRAINER/CELL`, of this verdict."""
+    law, *_, cell = name.split("/")
     nothing: dict[str, Any] = {"duration_s": 1.0, "wait_s": 0.0, "run_s": 0.0, "repro": "", "nodeid": name}
     return CaseResult(
         id=name,

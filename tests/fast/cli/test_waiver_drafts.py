@@ -12,6 +12,7 @@ from conformance.cli.waive import NO_ISSUE, draft_waivers
 from conformance.judge.measurements import Measurement
 from conformance.judge.waivers import Symptom, Waivers
 from conformance.plan.cells import Cell
+from conformance.plan.matrix import Case
 from reference_trainer.strict_yaml import convert, load
 from tests.support.sample_reports import case, report
 
@@ -63,8 +64,8 @@ def test_a_draft_is_refused_until_there_is_an_issue(tmp_path: Path) -> None:
     (waiver,) = convert(load(file), Waivers).waivers
     assert waiver.reason == odd.reason.strip()
     assert waiver.shows == [Symptom(metric="loss #1: 'x'", least=2.5, most=2.5)]
-    assert waiver.matches("PAR-1", Cell(mesh="dp2"), device="cpu", torch=(2, 15))
-    assert not waiver.matches("PAR-1", Cell(mesh="dp4"), device="cpu", torch=(2, 15))
+    assert waiver.matches(Case("PAR-1", Cell(mesh="dp2")), device="cpu", torch=(2, 15))
+    assert not waiver.matches(Case("PAR-1", Cell(mesh="dp4")), device="cpu", torch=(2, 15))
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from conformance.judge.measurements import Measurement
 from conformance.judge.verdicts import Verdict
 from conformance.judge.waivers import Symptom, Waiver, expired_warning, load_waivers, profile_waivers, waiver_of
 from conformance.plan.cells import Cell
-from conformance.plan.matrix import Matrix, load_matrix
+from conformance.plan.matrix import Case, Matrix, load_matrix
 from conformance.project import PROJECT
 
 WAIVER = Waiver(
@@ -41,7 +41,7 @@ def test_matches_law_cells_device_and_versions() -> None:
         device: str = "cpu",
         torch: tuple[int, ...] = (2, 13),
     ) -> bool:
-        return WAIVER.matches(law, cell, device=device, torch=torch)
+        return WAIVER.matches(Case(law, cell), device=device, torch=torch)
 
     assert matches()
     assert matches(torch=(2, 6))
@@ -89,8 +89,8 @@ def test_a_waiver_covers_what_it_shows_and_nothing_else(measured: dict[str, Meas
 
 
 def test_the_waiver_of_a_case() -> None:
-    assert waiver_of([WAIVER], "INIT-8", CELL, device="cpu", torch=(2, 13)) == WAIVER
-    assert waiver_of([WAIVER], "INIT-7", CELL, device="cpu", torch=(2, 13)) is None
+    assert waiver_of([WAIVER], Case("INIT-8", CELL), device="cpu", torch=(2, 13)) == WAIVER
+    assert waiver_of([WAIVER], Case("INIT-7", CELL), device="cpu", torch=(2, 13)) is None
 
 
 def test_a_symptom_may_be_one_of_some_releases() -> None:
@@ -98,7 +98,7 @@ def test_a_symptom_may_be_one_of_some_releases() -> None:
     waivers = [msgspec.structs.replace(WAIVER, shows=[symptom])]
     verdicts = []
     for torch in ((2, 12), (2, 13)):
-        waiver = waiver_of(waivers, "INIT-8", CELL, device="cpu", torch=torch)
+        waiver = waiver_of(waivers, Case("INIT-8", CELL), device="cpu", torch=torch)
         assert waiver
         verdicts.append(waiver.judge(Verdict.FAIL, "", {"norm of rank 1": metric(2.0)})[0])
     assert verdicts == [Verdict.WAIVED, Verdict.FAIL]
@@ -166,7 +166,7 @@ def test_waivers_overlap_if_some_case_has_both(one: tuple[str, str], two: tuple[
     cells = [Cell(mesh=mesh) for mesh in meshes]
 
     def both_apply(cell: Cell, version: tuple[int, ...]) -> bool:
-        return all(waiver.matches("INIT-8", cell, device="cpu", torch=version) for waiver in (first, second))
+        return all(waiver.matches(Case("INIT-8", cell), device="cpu", torch=version) for waiver in (first, second))
 
     expected = any(both_apply(cell, (2, minor)) for cell in cells for minor in range(6, 21))
     assert first.overlaps(second, cells) == second.overlaps(first, cells) == expected

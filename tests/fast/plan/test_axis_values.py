@@ -29,8 +29,8 @@ def test_every_axis_with_a_choice_is_varied() -> None:
     assert {name for name, _ in alternatives()} | single == set(axis_names())
 
 
-# Axes that decide which runs there are, and not how a run is configured.
-AXES_OF_RUNS = ("record_streams", "expandable_segments", "saved_on", "saving")
+# Axes that decide which runs there are, and not how a run of the reference trainer is configured.
+AXES_OF_RUNS = ("record_streams", "expandable_segments", "saved_on", "saving", "batches")
 NEEDED: dict[str, dict[str, Any]] = {
     "loss_scale": {"precision": "fp16-mp", "steps": 8},
     "reshard": {"mesh": "dp4"},

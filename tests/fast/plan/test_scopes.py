@@ -21,8 +21,9 @@ def declared(directory: Path, *declarations: str) -> dict[str, Scope]:
 
 def test_what_is_read_is_what_the_decorator_declares() -> None:
     decorated = {law: entry.law.scope for law, entry in asserted_laws().items()}
-    assert declared_scopes(LAWS_DIRECTORY) == decorated
-    assert list(declared_scopes(LAWS_DIRECTORY)) == sorted(decorated, key=in_order)
+    declared = declared_scopes(LAWS_DIRECTORY) | declared_scopes(LAWS_DIRECTORY, of="any trainer")
+    assert declared == decorated
+    assert list(declared) == sorted(decorated, key=in_order)
 
 
 def test_every_gap_leaves_a_cell_of_the_matrix_out_of_a_law() -> None:
@@ -74,7 +75,10 @@ def test_other_decorators_and_files_declare_nothing(tmp_path: Path) -> None:
     [
         ("@law('PAR-1', where='tpp = 1')", "law PAR-1: unknown name `tpp`; allowed: id, mesh, "),
         ("@law('PAR-1', where='tp = 1', gaps=['no-masks'])", "law PAR-1: unknown gap `no-masks`; allowed: masks-of-"),
-        ("@law('PAR-1', where=WHERE)", "test_laws.py:1: write id, `where`, `gaps` and `numbers` of a law as literals"),
+        (
+            "@law('PAR-1', where=WHERE)",
+            "test_laws.py:1: write id, `where`, `gaps`, `numbers` and `of` of a law as literals",
+        ),
         ("@law(PAR, where='tp = 1')", "test_laws.py:1: write id, "),
         ("@law('PAR-1', where='tp = 1', gaps=[*GAPS])", "test_laws.py:1: write id, "),
         ("@law('PAR-1')", "test_laws.py:1: write id, "),

@@ -8,12 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from conformance.run.pool import Pools, Task
-from conformance.subjects.cells import CELLS
-from conformance.subjects.facts import Description, OwnErrors, ReferenceFacts, TrainJob
+from conformance.plan.trainer_cells import TRAINER_CELLS
+from conformance.run.pool import Task
+from conformance.run.store import RecordStore
+from conformance.subjects.facts import OwnErrors, ReferenceFacts, TrainJob
 from conformance.subjects.running import SubjectRuns
-
-DESCRIPTION = Description(name="x", versions={}, shims=[], unsupported={})
 
 
 def reference_of(norm: float) -> ReferenceFacts:
@@ -34,25 +33,25 @@ def reference_of(norm: float) -> ReferenceFacts:
         updates=[errors],
         bf16_gradients=None,
         bf16_matmul_dtypes=[],
-        varies=False,
+        varies=True,
     )
 
 
 class Ranks:
-    """Pools that run nothing: a reference with a norm, and ranks whose job is kept."""
+    """Pools that run nothing: a reference with a norm, and ranks whose tasks are kept."""
 
     waited_s = trained_s = 0.0
     max_world_size = 8
 
     def __init__(self, norm: float) -> None:
-        self._results = {"describe": DESCRIPTION, "train_reference": reference_of(norm)}
-        self.jobs: list[dict[str, Any]] = []
+        self._results = {"unsupported": None, "train_reference": reference_of(norm)}
+        self.tasks: list[Task] = []
 
     def run(self, task: Task, *, world_size: int, deadline_s: float, env: Mapping[str, str] | None = None) -> list[Any]:
         name = task.function.rpartition(":")[2]
         if name in self._results:
             return [msgspec.to_builtins(self._results[name])]
-        self.jobs.append(task.payload)
+        self.tasks.append(task)
         return []
 
     def prepare(self) -> None: ...
@@ -60,16 +59,23 @@ class Ranks:
     def close(self) -> None: ...
 
 
+def runs(ranks: Ranks, directory: Path, *, torch_version: str = "2.13.0+cpu") -> SubjectRuns:
+    return SubjectRuns(RecordStore(directory, "test", torch_version, None, 60.0, ranks, subject="m:right"))
+
+
 @pytest.mark.parametrize("norm", [math.inf, math.nan])
 def test_a_norm_that_is_not_finite_reaches_the_ranks(tmp_path: Path, norm: float) -> None:
     ranks = Ranks(norm)
-    SubjectRuns("x", ranks, tmp_path).run(CELLS[0])
-    (job,) = ranks.jobs
-    assert repr(msgspec.convert(job, TrainJob).max_norm) == repr(norm)
+    runs(ranks, tmp_path).evidence(TRAINER_CELLS[0])
+    (task,) = ranks.tasks
+    assert repr(msgspec.convert(task.payload, TrainJob).max_norm) == repr(norm)
 
 
 @pytest.mark.parametrize(("torch_version", "kinds"), [("2.12.0", 2), ("2.13.0+cpu", 1)])
 def test_cells_that_dtensor_confuses_do_not_share_ranks(torch_version: str, kinds: int, tmp_path: Path) -> None:
     """Up to torch 2.12 DTensor takes an embedding in bf16 for the one in fp32 that the process had before."""
-    runs = SubjectRuns("m:right", Pools(), tmp_path, torch_version=torch_version)
-    assert len({runs._kind(cell) for cell in CELLS if cell.mesh == "dp2-tp2"}) == kinds
+    ranks = Ranks(1.0)
+    for cell in TRAINER_CELLS:
+        if cell.mesh == "dp2-tp2":
+            runs(ranks, tmp_path, torch_version=torch_version).evidence(cell)
+    assert len({task.kind for task in ranks.tasks}) == kinds

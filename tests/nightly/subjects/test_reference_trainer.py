@@ -3,15 +3,15 @@
 from pathlib import Path
 
 from conformance.judge.verdicts import Verdict
+from conformance.plan.trainer_cells import TRAINER_CELLS
 from conformance.run.pool import Pools
-from conformance.subjects.judging import judge_subject
-from conformance.subjects.running import SubjectRuns
-from conformance.subjects.text import as_text
+from tests.support.judged_trainers import judged_trainer
 
 
-def test_the_reference_trainer_conforms_by_the_laws_for_subjects(pools: Pools, tmp_path: Path) -> None:
-    runs = SubjectRuns("conformance.subjects.shipped.reference:ReferenceTrainer", pools, tmp_path)
-    report = judge_subject(runs)
-    assert {entry.verdict for entry in report.verdicts} == {Verdict.PASS}, as_text(report)
-    assert report.faults
-    assert not report.blind_to
+def test_the_reference_trainer_conforms_by_the_laws_of_any_trainer(pools: Pools, tmp_path: Path) -> None:
+    name = "conformance.subjects.shipped.reference:ReferenceTrainer"
+    trainer = judged_trainer(pools, tmp_path, name, *TRAINER_CELLS)
+    assert {entry.verdict for entry in trainer.judged} == {Verdict.PASS}, trainer.reasons()
+    faults = trainer.faults()
+    assert faults
+    assert all(seen.laws for seen in faults), faults

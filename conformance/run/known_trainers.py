@@ -13,6 +13,7 @@ the package itself:
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, entry_points, version
+from pathlib import Path
 
 from packaging.requirements import Requirement
 from tabulate import tabulate
@@ -68,6 +69,12 @@ def resolve(name: str) -> str:
         needed = " ".join(subject.missing)
         raise UsageError(f"subject `{name}` needs packages that are not installed: pip install {needed}")
     return subject.target
+
+
+def name_of(given: str) -> str:
+    """Return the name in reports of a subject: as it is registered, or `MODULE:NAME`; of a file the name alone."""
+    origin, separator, attribute = given.partition(":")
+    return f"{Path(origin).stem}:{attribute}" if origin.endswith(".py") else f"{origin}{separator}{attribute}"
 
 
 def as_text(known: Sequence[KnownSubject]) -> str:

@@ -1,20 +1,21 @@
-"""Laws for subjects: relations that every correct parallelisation keeps, with bounds that are measured."""
+"""Laws of any trainer: relations that every correct parallelisation keeps, with bounds that are measured."""
 
 from torch import Tensor
 
 from conformance.assertions import compare
+from conformance.judge.law import law
 from conformance.oracles import tolerance
 from conformance.oracles.reference import clip_factor, total_norm
 from conformance.outcomes import ConformanceFailure, Unsupported
-from conformance.subjects.cells import SubjectCell
-from conformance.subjects.declaring import in_bf16, in_fp32, subject_law
 from conformance.subjects.evidence import Evidence
 from conformance.subjects.facts import SubjectFacts
 from conformance.subjects.traffic import GATHER
 
+FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
 
-@subject_law("fsdp-is-on", suite_law="AXIS-1")
-def fsdp_is_on(evidence: Evidence) -> None:
+
+@law("fsdp-is-on", of="any trainer", like="AXIS-1", where="world > 1", reference=FULLY_SHARD)
+def test_fsdp_is_on(evidence: Evidence) -> None:
     """Every parameter MUST be a DTensor that is sharded over ranks with different data, and parameters MUST be gathered
     in forward.
 
@@ -44,8 +45,8 @@ def _gathers_in_forward(facts: SubjectFacts) -> bool:
     return any(entry.phase == "forward" and entry.kind == GATHER for entry in facts.collectives)
 
 
-@subject_law("partition", suite_law="PAR-7")
-def shards_partition_parameters(evidence: Evidence) -> None:
+@law("partition", of="any trainer", like="PAR-7", where="world > 1", reference=FULLY_SHARD)
+def test_shards_partition_parameters(evidence: Evidence) -> None:
     """The ranks MUST hold each element of each sharded parameter, all elements equally often.
 
     Wrong if a shard is lost, is held twice, or has another shape than its placements say.
@@ -56,8 +57,8 @@ def shards_partition_parameters(evidence: Evidence) -> None:
     compare.count(len(wrong), name="parameters not partitioned", expected=0, detail=_some(wrong), unit="parameters")
 
 
-@subject_law("replicas", suite_law="PAR-5")
-def copies_are_equal(evidence: Evidence) -> None:
+@law("replicas", of="any trainer", like="PAR-5", where="world > 1", reference=FULLY_SHARD)
+def test_copies_are_equal(evidence: Evidence) -> None:
     """Ranks that hold the same elements MUST hold the same bits: of parameters, buffers, gradients before and after
     clipping, from the start to the end.
 
@@ -68,8 +69,8 @@ def copies_are_equal(evidence: Evidence) -> None:
     compare.count(len(unequal), name="unequal copies", expected=0, detail=detail, unit="tensors")
 
 
-@subject_law("initialised", suite_law="INIT-1")
-def nothing_is_left_uninitialised(evidence: Evidence) -> None:
+@law("initialised", of="any trainer", like="INIT-1", where="world > 1", reference=FULLY_SHARD)
+def test_nothing_is_left_uninitialised(evidence: Evidence) -> None:
     """Every element of every parameter and buffer MUST be initialised when the model is built.
 
     Wrong if a buffer is forgotten after `to_empty`. Memory that torch hands out is NaN meanwhile, or the largest
@@ -85,12 +86,8 @@ def nothing_is_left_uninitialised(evidence: Evidence) -> None:
     compare.count(sum(left.values()), name="uninitialised elements", expected=0, detail=detail, unit="elements")
 
 
-def _from_full_weights(cell: SubjectCell) -> bool:
-    return cell.init == "full"
-
-
-@subject_law("initial-weights", suite_law="INIT-2", where=_from_full_weights)
-def initial_weights_are_those_of_one_process(evidence: Evidence) -> None:
+@law("initial-weights", of="any trainer", like="INIT-2", where="init = full", reference=FULLY_SHARD)
+def test_initial_weights_are_those_of_one_process(evidence: Evidence) -> None:
     """A model that is made with its weights MUST keep them, in every bit, when it is made parallel.
 
     Wrong if ranks have other weights than rank 0, or shards are in another order.
@@ -100,12 +97,8 @@ def initial_weights_are_those_of_one_process(evidence: Evidence) -> None:
     compare.bits(measured, expected, name="initial weights")
 
 
-def _is_tied(cell: SubjectCell) -> bool:
-    return cell.tied
-
-
-@subject_law("tied-weights", suite_law="PAR-7", where=_is_tied)
-def tied_weights_are_one_parameter(evidence: Evidence) -> None:
+@law("tied-weights", of="any trainer", like="PAR-7", where="tied_embeddings = true", reference=FULLY_SHARD)
+def test_tied_weights_are_one_parameter(evidence: Evidence) -> None:
     """Weights that are one parameter in one process MUST be one parameter of the parallel model.
 
     Wrong if they are materialised, sharded or loaded one by one: embedding and head are trained apart.
@@ -114,8 +107,8 @@ def tied_weights_are_one_parameter(evidence: Evidence) -> None:
     compare.count(len(untied), name="weights that are not tied", expected=0, detail=_some(untied), unit="parameters")
 
 
-@subject_law("optimizer-holds-each-once", suite_law="OPT-1")
-def optimizer_holds_each_parameter_once(evidence: Evidence) -> None:
+@law("optimizer-holds-each-once", of="any trainer", like="OPT-1", where="world > 1", reference=FULLY_SHARD)
+def test_optimizer_holds_each_parameter_once(evidence: Evidence) -> None:
     """The optimizer MUST hold each trainable parameter of the model exactly once, and nothing else.
 
     Wrong if it was made before the model was sharded, or of parameters that are told apart by their memory's address.
@@ -133,8 +126,8 @@ def optimizer_holds_each_parameter_once(evidence: Evidence) -> None:
         compare.count(wrong, name="wrong in the optimizer", expected=0, detail=detail, unit="entries")
 
 
-@subject_law("every-gradient")
-def every_parameter_gets_a_gradient(evidence: Evidence) -> None:
+@law("every-gradient", of="any trainer", where="world > 1", reference=FULLY_SHARD)
+def test_every_parameter_gets_a_gradient(evidence: Evidence) -> None:
     """Every parameter that one process gives a gradient MUST get one in every step, on every rank.
 
     Wrong if gradients are not synchronised after an accumulated step, or a layer is cut off.
@@ -148,8 +141,8 @@ def every_parameter_gets_a_gradient(evidence: Evidence) -> None:
             compare.count(len(without), name=name, expected=0, detail=detail, unit="parameters")
 
 
-@subject_law("every-update")
-def every_parameter_moves(evidence: Evidence) -> None:
+@law("every-update", of="any trainer", where="world > 1", reference=FULLY_SHARD)
+def test_every_parameter_moves(evidence: Evidence) -> None:
     """Every parameter that a step of one process changes MUST change in that step.
 
     Wrong if the optimizer holds other tensors than the model, or skips a parameter.
@@ -171,8 +164,8 @@ def _clearly_differ(after: Tensor, before: Tensor) -> bool:
     return float((after - before).norm()) > 16 * tolerance.FP32_ROUNDOFF * float(before.norm())
 
 
-@subject_law("gradients", suite_law="PAR-1", where=in_fp32)
-def gradients_are_those_of_one_process(evidence: Evidence) -> None:
+@law("gradients", of="any trainer", like="PAR-1", where="precision = fp32", reference=FULLY_SHARD)
+def test_gradients_are_those_of_one_process(evidence: Evidence) -> None:
     """Gradients in fp32 MUST be those of one process, in every step: of the mean over all that counts in the step.
 
     Wrong if they are summed over ranks instead of averaged, micro-batches or ranks count alike that are not alike, or
@@ -185,8 +178,8 @@ def gradients_are_those_of_one_process(evidence: Evidence) -> None:
         compare.tensors(measured, expected, name=name, within=evidence.reference.of_gradients(step))
 
 
-@subject_law("parameters", suite_law="PAR-1", where=in_fp32)
-def parameters_are_those_of_one_process(evidence: Evidence) -> None:
+@law("parameters", of="any trainer", like="PAR-1", where="precision = fp32", reference=FULLY_SHARD)
+def test_parameters_are_those_of_one_process(evidence: Evidence) -> None:
     """After each step the change of every parameter since the start MUST be that of one process.
 
     Wrong if an update is lost on one rank, or gradients are clipped by another norm.
@@ -205,8 +198,8 @@ def parameters_are_those_of_one_process(evidence: Evidence) -> None:
         )
 
 
-@subject_law("loss", suite_law="PAR-1", where=in_fp32)
-def losses_are_those_of_one_process(evidence: Evidence) -> None:
+@law("loss", of="any trainer", like="PAR-1", where="precision = fp32", reference=FULLY_SHARD)
+def test_losses_are_those_of_one_process(evidence: Evidence) -> None:
     """The loss of each step MUST be that of one process, and the same number on every rank.
 
     Wrong if it is a rank's own, or the mean of the ranks' means.
@@ -218,8 +211,8 @@ def losses_are_those_of_one_process(evidence: Evidence) -> None:
     compare.scalars(evidence.record.ranks[0].losses, facts.losses, name="loss", within=within)
 
 
-@subject_law("gradient-norm", suite_law="CLIP-1")
-def norm_is_that_of_the_full_gradients(evidence: Evidence) -> None:
+@law("gradient-norm", of="any trainer", like="CLIP-1", where="world > 1", reference=FULLY_SHARD)
+def test_norm_is_that_of_the_full_gradients(evidence: Evidence) -> None:
     """The norm by which gradients are clipped MUST be that of the full gradients, and the same on every rank.
 
     Wrong if it is a rank's own, or if replicas count more than once. In fp32 it is also that of one process.
@@ -236,13 +229,13 @@ def norm_is_that_of_the_full_gradients(evidence: Evidence) -> None:
         name="norm, compared with that of the run's own gradients",
         within=tolerance.norm(own[0], order=2.0),
     )
-    if in_fp32(evidence.cell):
+    if evidence.cell.precision == "fp32":
         within = reference.of_number(reference.facts.norm_error)
         compare.scalars(record.ranks[0].grad_norms, reference.facts.grad_norms, name="norm", within=within)
 
 
-@subject_law("clipping", suite_law="CLIP-2")
-def gradients_are_scaled_by_one_factor(evidence: Evidence) -> None:
+@law("clipping", of="any trainer", like="CLIP-2", where="world > 1", reference=FULLY_SHARD)
+def test_gradients_are_scaled_by_one_factor(evidence: Evidence) -> None:
     """Clipping MUST scale all gradients by the one factor that brings their norm down to the limit.
 
     Wrong if it is left out, reaches some gradients only, or scales each rank's by a norm of its own.
@@ -258,8 +251,8 @@ def gradients_are_scaled_by_one_factor(evidence: Evidence) -> None:
         compare.tensors(after, scaled, name=f"clipped gradients at step {step}", within=within)
 
 
-@subject_law("bf16-is-used", suite_law="MP-1", where=in_bf16)
-def products_are_in_bf16(evidence: Evidence) -> None:
+@law("bf16-is-used", of="any trainer", like="MP-1", where="precision = bf16-mp", reference=FULLY_SHARD)
+def test_products_are_in_bf16(evidence: Evidence) -> None:
     """Matrix products in forward MUST be in the dtypes in which one process with bf16 parameters computes them.
 
     Wrong if mixed precision is forgotten, for the model or for a layer.
@@ -271,8 +264,8 @@ def products_are_in_bf16(evidence: Evidence) -> None:
     compare.count(len(other) + len(missing), name="other dtypes", expected=0, detail=detail, unit="dtypes")
 
 
-@subject_law("fp32-masters", suite_law="MP-2", where=in_bf16)
-def masters_are_in_fp32(evidence: Evidence) -> None:
+@law("fp32-masters", of="any trainer", like="MP-2", where="precision = bf16-mp", reference=FULLY_SHARD)
+def test_masters_are_in_fp32(evidence: Evidence) -> None:
     """Parameters that the optimizer updates, and the gradients that it steps with, MUST be in fp32.
 
     Wrong if the model was cast to bf16: small updates are lost.
@@ -283,8 +276,8 @@ def masters_are_in_fp32(evidence: Evidence) -> None:
     compare.count(len(other), name="not in fp32", expected=0, detail=_some(other), unit="parameters or gradients")
 
 
-@subject_law("bf16-gradients", suite_law="MP-3", where=in_bf16)
-def bf16_gradients_are_as_accurate_as_in_one_process(evidence: Evidence) -> None:
+@law("bf16-gradients", of="any trainer", like="MP-3", where="precision = bf16-mp", reference=FULLY_SHARD)
+def test_bf16_gradients_are_as_accurate_as_in_one_process(evidence: Evidence) -> None:
     """Gradients in mixed precision MUST be no farther from fp64 than those of one process in bf16.
 
     Wrong if gradients are added up in bf16, or a sum is lost. One process is torch's autocast, or cast parameters.

@@ -1,4 +1,4 @@
-"""Laws for subjects on their collectives: what the groups that are observed must issue, and no more.
+"""Laws of any trainer about collectives: the least and the most that its groups of ranks must issue.
 
 Sizes come from the layouts of parameters, not from a configuration: FSDP2 gathers and reduces each shard padded to the
 largest of its group (`foreach_all_gather` and `foreach_reduce` in torch/distributed/fsdp/_fully_shard). What tensor
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from conformance.assertions import compare
 from conformance.instruments.facts import Collective
-from conformance.subjects.declaring import subject_law
+from conformance.judge.law import law
 from conformance.subjects.evidence import Evidence
 from conformance.subjects.facts import SubjectFacts
 from conformance.subjects.traffic import (
@@ -22,13 +22,14 @@ from conformance.subjects.traffic import (
     shard_group_names,
 )
 
+FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
 _NORMS = (ALL_REDUCE, GATHER, REDUCE_SCATTER)
 _SYMMETRIC = (*_NORMS, "broadcast")
 """Collectives to which every rank contributes as much; from `scatter`, for one, only its source gives anything."""
 
 
-@subject_law("parameters-are-gathered", suite_law="RS-1")
-def every_parameter_is_gathered(evidence: Evidence) -> None:
+@law("parameters-are-gathered", of="any trainer", like="RS-1", where="world > 1", reference=FULLY_SHARD)
+def test_every_parameter_is_gathered(evidence: Evidence) -> None:
     """Before the first backward pass of a step ranks MUST gather every sharded parameter that one process trains or
     whose module computes, and in the whole step each parameter at most once for each time that its module computes,
     forward and backward.
@@ -47,8 +48,8 @@ def every_parameter_is_gathered(evidence: Evidence) -> None:
         compare.between(gathered, once, most, name=name, detail=detail, unit="elements of shards")
 
 
-@subject_law("gradients-are-reduced", suite_law="MP-4")
-def every_gradient_is_reduced(evidence: Evidence) -> None:
+@law("gradients-are-reduced", of="any trainer", like="MP-4", where="world > 1", reference=FULLY_SHARD)
+def test_every_gradient_is_reduced(evidence: Evidence) -> None:
     """In every step ranks MUST reduce the gradients of all parameters alike: after its last backward pass, or after
     each; first over the ranks that shard a parameter, then over those that hold copies.
 
@@ -71,8 +72,8 @@ def every_gradient_is_reduced(evidence: Evidence) -> None:
                 compare.count(reduced % (factor * once), name=name, expected=0, detail=where, unit="elements")
 
 
-@subject_law("wire-dtypes", suite_law="MP-1")
-def dtypes_on_the_wire_stay(evidence: Evidence) -> None:
+@law("wire-dtypes", of="any trainer", like="MP-1", where="world > 1", reference=FULLY_SHARD)
+def test_dtypes_on_the_wire_stay(evidence: Evidence) -> None:
     """FSDP's collectives MUST have the dtypes and reductions of the first step in every step, and in fp32 be in fp32.
 
     Wrong if gradients are reduced in another dtype after the first step, or in 16 bits where nobody asks for them.
@@ -89,8 +90,8 @@ def dtypes_on_the_wire_stay(evidence: Evidence) -> None:
         compare.count(len(other), name="other dtypes or reductions", expected=0, detail=detail, unit="kinds")
 
 
-@subject_law("same-collectives", suite_law="RS-1")
-def ranks_issue_the_same_collectives(evidence: Evidence) -> None:
+@law("same-collectives", of="any trainer", like="RS-1", where="world > 1", reference=FULLY_SHARD)
+def test_ranks_issue_the_same_collectives(evidence: Evidence) -> None:
     """The ranks of each process group MUST issue the same collectives in the same order: of the same kind, and where
     all contribute alike of the same size, dtype and reduction.
 
@@ -110,8 +111,8 @@ def ranks_issue_the_same_collectives(evidence: Evidence) -> None:
             compare.count(wrong, name="different collectives", expected=0, detail=detail, unit="collectives")
 
 
-@subject_law("clipping-reduces-norms", suite_law="CLIP-5")
-def clipping_communicates_norms_alone(evidence: Evidence) -> None:
+@law("clipping-reduces-norms", of="any trainer", like="CLIP-5", where="world > 1", reference=FULLY_SHARD)
+def test_clipping_communicates_norms_alone(evidence: Evidence) -> None:
     """Clipping MUST reduce norms over every group of ranks that shards gradients, and MUST NOT gather gradients.
 
     Wrong if it takes a rank's own norm for that of all, or needs the memory of full gradients.
@@ -130,8 +131,8 @@ def clipping_communicates_norms_alone(evidence: Evidence) -> None:
             compare.none(counts, details={name: f"{where}: {text}" for name, text in details.items()}, unit="seen")
 
 
-@subject_law("resharded", suite_law="RS-1")
-def parameters_are_sharded_when_the_optimizer_steps(evidence: Evidence) -> None:
+@law("resharded", of="any trainer", like="RS-1", where="world > 1", reference=FULLY_SHARD)
+def test_parameters_are_sharded_when_the_optimizer_steps(evidence: Evidence) -> None:
     """When the optimizer steps, every parameter MUST be sharded as it was when the model was built.
 
     Wrong if a group stays unsharded: the next forward pass computes with weights from before the step.

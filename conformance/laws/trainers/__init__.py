@@ -1,0 +1,1 @@
+"""Laws of any trainer: `conformance judge` holds them against the evidence of `conformance.subjects`."""

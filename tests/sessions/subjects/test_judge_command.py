@@ -1,0 +1,110 @@
+"""`python -m conformance judge`: a session about another trainer, and mistakes as one line and exit status 4."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conformance.__main__ import main
+from conformance.project import PROJECT
+from conformance.subjects import subject
+from conformance.subjects.protocol import reference_name
+from tests.support.subject_models import batch, loss
+
+RIGHT = "tests.support.subject_models:right"
+
+
+def judge(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    variables = {**os.environ, "PYTHONPATH": str(PROJECT)}
+    command = [sys.executable, "-m", "conformance", "judge", *arguments]
+    return subprocess.run(
+        command, cwd=directory, env=variables, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_the_example_is_conformant_in_an_empty_directory(tmp_path: Path) -> None:
+    """The two commands of docs/judge_your_trainer.md, as they stand there, and `verify` of the report."""
+    assert "written: my_subject.py" in judge(tmp_path, "--init").stdout
+    refused = judge(tmp_path, "--init")
+    assert (refused.returncode, refused.stderr.strip()) == (
+        4,
+        "conformance: my_subject.py exists: give another name, or remove it",
+    )
+    done = judge(tmp_path, "my_subject.py:parallelize")
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "conformance-report" / "report.json").read_text())
+    assert report["verdicts"] == {"pass": len(report["cases"])}
+    assert {case["id"].split("/")[1] for case in report["cases"]} == {"my_subject:parallelize"}
+    assert "dp2-tp2-bf16mp-default-full" in {case["cell"] for case in report["cases"]}
+    assert all(seen["laws"] for seen in report["trainer"]["faults"])
+    assert (tmp_path / "conformance-report" / "report.html").exists()
+    assert "CONFORMANT: " in done.stdout
+    verify = [sys.executable, "-m", "conformance", "verify", "conformance-report"]
+    variables = {**os.environ, "PYTHONPATH": str(PROJECT)}
+    verified = subprocess.run(verify, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
+    assert (verified.returncode, verified.stdout) == (
+        0,
+        f"{len(report['cases'])} cases judged again from records, 0 problems\n",
+    )
+
+
+def test_a_wrong_trainer_fails_and_json_has_the_measured_numbers(tmp_path: Path) -> None:
+    cells = ("--cells", "id = dp2-fp32-default-full or id = dp2-fp32-default-full-acc2")
+    done = judge(tmp_path, "tests.support.subject_models:local_clip", *cells, "--no-faults", "--json")
+    assert done.returncode == 1, done.stderr
+    report = json.loads(done.stdout)
+    failing = {case["law"] for case in report["cases"] if case["verdict"] == "fail"}
+    assert {"gradient-norm", "parameters"} <= failing
+    assert report["trainer"]["faults"] == []
+    assert {smallest["cell"] for smallest in report["smallest"]} <= {"dp2-fp32-default-full", "dp2-fp32-default-meta"}
+    (norm,) = [c for c in report["cases"] if (c["law"], c["cell"]) == ("clipping", "dp2-fp32-default-full-acc2")]
+    assert "--subject=tests.support.subject_models:local_clip" in norm["repro"]
+
+
+def test_a_trainer_that_cannot_be_judged_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("x = 1\nraise KeyError('settings')\n")
+    done = judge(tmp_path, "broken.py:f")
+    assert (done.returncode, done.stderr) == (4, "ERROR: rank 0 raised KeyError: 'settings' (broken.py:2)\n\n")
+
+
+def test_options_that_do_not_fit_are_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def refused(*arguments: str) -> str:
+        assert main(["judge", *arguments]) == 4
+        return capsys.readouterr().err
+
+    assert "no subject: write MODULE:NAME" in refused()
+    assert "--list judges nothing: leave out the subject" in refused("a:b", "--list")
+    assert "--init judges nothing: leave out the subject" in refused("a:b", "--init")
+    assert "give a name that ends in .py" in refused("--init", str(tmp_path / "x.txt"))
+
+
+def test_a_function_of_other_parameters_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"shard\(model\) cannot be called with \(model, mesh, config\)"):
+
+        @subject(model=lambda: None, loss=loss, batch=batch)  # type: ignore[arg-type,return-value]
+        def shard(model: object) -> None:
+            pass
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"meshes": ["dp4"]}, r"meshes=\['dp4'\]: give a list of 'dp2', 'hsdp2x2', 'dp2-tp2'"),
+        ({"precisions": "bf16"}, "precisions='bf16': give a list of 'fp32', 'bf16'"),
+        ({"reduction": "max"}, "reduction='max': give 'mean' or 'sum'"),
+        ({"loss": 3}, "loss= is a int: give a function"),
+        ({"save": print}, "save= without load=, or load= without save=: give both, or neither"),
+    ],
+)
+def test_options_of_the_decorator_are_checked(options: dict[str, object], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        subject(**{"model": lambda: None, "loss": loss, "batch": batch, **options})  # type: ignore[arg-type]
+
+
+def test_names_of_wrappers_are_taken_out_of_names() -> None:
+    known = {"layers.0.weight", "module.bias"}
+    assert reference_name("module._orig_mod.layers.0.weight", known) == "layers.0.weight"
+    assert reference_name("module.bias", known) == "module.bias"
