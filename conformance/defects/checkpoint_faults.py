@@ -174,7 +174,7 @@ def _rolled(tensor: Tensor, by: int) -> Tensor:
 @defect("CKPT-4", "id = dp2-fp32-default-meta", _DOCUMENTATION)
 @instead_of(_STATE_DICT, "_load_model_state_dict")
 def missing_keys_unreported(benign: bool, original: Call, *args: Any) -> Any:
-    """With strict=False the lists of missing and unexpected keys are empty."""
+    """The lists of missing and unexpected keys are empty with strict=False."""
     keys = original(*args)
     for names in (keys.missing_keys, keys.unexpected_keys):
         names[:] = list(names) if benign else []
