@@ -103,32 +103,21 @@ def test_an_invalid_order_is_named(wrong: str, what: str) -> None:
     assert what in violation
 
 
-def test_stages_on_ranks() -> None:
-    assert owners(config("1f1b")) == [0, 1]
-    assert owners(config("looped-bfs")) == [0, 1, 0, 1]
-    assert owners(config("zbv-zero-bubble")) == [0, 1, 1, 0]
-
-
-def test_layers_and_groups_of_stages() -> None:
+def test_ranks_layers_and_groups_of_stages() -> None:
     two, four = config("1f1b"), config("looped-bfs")
+    assert (owners(two), owners(four), owners(config("zbv-zero-bubble"))) == ([0, 1], [0, 1, 0, 1], [0, 1, 1, 0])
     assert [layers_of(stage, two) for stage in range(2)] == [[0, 1], [2, 3, 4]]
     assert [layers_of(stage, four) for stage in range(4)] == [[0], [1], [2], [3, 4]]
     assert groups_of(0, two) == ["tok_embeddings", "layers.0", "layers.1"]
     assert groups_of(1, two) == ["layers.2", "layers.3", "layers.4", "output"]
 
 
-def test_things_of_a_rank() -> None:
-    things = dict.fromkeys(
-        ["tok_embeddings.weight", "module_input/layers.2.attention.wq", "norm.weight", "logits", "rope_table"], 1
-    )
-    assert list(held_by(0, things, config("1f1b"))) == ["tok_embeddings.weight", "rope_table"]
-    assert list(held_by(1, things, config("1f1b"))) == [
-        "module_input/layers.2.attention.wq",
-        "norm.weight",
-        "logits",
-        "rope_table",
-    ]
-    assert held_by(0, things, Cell(model="cut").config) == things
+def test_entries_of_a_rank() -> None:
+    first, last = ["tok_embeddings.weight"], ["module_input/layers.2.attention.wq", "norm.weight", "logits"]
+    entries = dict.fromkeys([*first, *last, "rope_table"], 1)
+    assert list(held_by(0, entries, config("1f1b"))) == [*first, "rope_table"]
+    assert list(held_by(1, entries, config("1f1b"))) == [*last, "rope_table"]
+    assert held_by(0, entries, Cell(model="cut").config) == entries
 
 
 def test_transfers_cross_ranks_only() -> None:
@@ -161,11 +150,7 @@ def test_collectives_in_the_order_of_actions() -> None:
     events = fsdp_events(always, dims, numels, order(always, rank=0))
     gathered = [event.numel for event in events if event.kind == "all_gather"]
     assert gathered == [3, 5, 7] * 4 + [7, 5, 3]
-    assert [(event.kind, event.numel) for event in events[-3:]] == [
-        ("reduce_scatter", 6),
-        ("reduce_scatter", 10),
-        ("reduce_scatter", 14),
-    ]
+    assert [(event.kind, event.numel) for event in events[-3:]] == [("reduce_scatter", n) for n in (6, 10, 14)]
 
 
 @pytest.mark.parametrize("schedule", ["interleaved-1f1b", "looped-bfs"])
@@ -174,8 +159,7 @@ def test_a_rank_with_two_stages_gathers_ahead(schedule: str) -> None:
     default, always = (config(schedule, reshard=reshard) for reshard in ("default", "always"))
     ahead = [("gather", group, "data") for group in ("tok_embeddings", "layers.0", "layers.2")]
     reduced = [("reduce", group, "backward") for group in ("layers.2", "tok_embeddings", "layers.0")]
-    in_between = [step.group for step in list(group_steps(order(default, rank=0), default))[3:-3]]
-    assert not in_between
+    assert not list(group_steps(order(default, rank=0), default))[3:-3]
     steps = list(group_steps(order(always, rank=0), always))
     assert steps[:3] == ahead
     assert [step for step in steps if step.kind == "reduce"] == reduced
@@ -185,11 +169,11 @@ def test_a_rank_with_two_stages_gathers_ahead(schedule: str) -> None:
     )
 
 
-@pytest.mark.parametrize("schedule", ["interleaved-zero-bubble", "zbv-zero-bubble"])
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "interleaved-zero-bubble", "zbv-zero-bubble"])
 @pytest.mark.parametrize(("pp", "accumulation"), [(2, 2), (2, 6), (4, 4), (4, 8), (8, 8), (8, 24)])
-def test_zero_bubble_orders_of_any_size_are_valid(schedule: str, pp: int, accumulation: int) -> None:
-    of = replace(config(schedule), mesh=replace(config(schedule).mesh, pp=pp), accumulation=accumulation)
-    assert not [wrong for rank in range(pp) for wrong in violations(order(of, rank=rank), of, rank=rank)]
+def test_orders_of_any_size_are_valid(schedule: str, pp: int, accumulation: int) -> None:
+    sized = replace(config(schedule), mesh=replace(config(schedule).mesh, pp=pp), accumulation=accumulation)
+    assert not [wrong for rank in range(pp) for wrong in violations(order(sized, rank=rank), sized, rank=rank)]
 
 
 @pytest.mark.parametrize(
@@ -202,28 +186,30 @@ def test_zero_bubble_orders_of_any_size_are_valid(schedule: str, pp: int, accumu
     ],
 )
 def test_gradients_that_second_halves_add_up(schedule: str, expected: list[list[int]]) -> None:
-    of = config(schedule)
-    assert [added_up_at_once(f"layers.{layer}.attention_norm.weight", of) for layer in range(4)] == expected
+    names = [f"layers.{layer}.attention_norm.weight" for layer in range(4)]
+    assert [added_up_at_once(name, config(schedule)) for name in names] == expected
 
 
-def test_buffers_for_what_is_received() -> None:
-    """The ends of a pipeline receive from one neighbour, a rank with two stages for both: 4 micro-batches of 1024."""
-    for schedule, expected in (("1f1b", [4, 4]), ("interleaved-1f1b", [12, 12]), ("zbv-zero-bubble", [8, 16])):
-        of = config(schedule)
-        dims = resolve_mesh(of.mesh, world_size=4)
-        received = [received_numel(of, dims, rank=rank) for rank in range(2)]
-        assert received == [number * activation_numel(of, dims) for number in expected]
+@pytest.mark.parametrize(
+    ("schedule", "received", "kept"),
+    [
+        ("1f1b", [4, 4], [0, 0]),
+        ("interleaved-1f1b", [12, 12], None),
+        ("interleaved-zero-bubble", None, [4, 8]),
+        ("zbv-zero-bubble", [8, 16], [4, 4]),
+    ],
+)
+def test_activations_received_and_gradients_kept(
+    schedule: str, received: list[int] | None, kept: list[int] | None
+) -> None:
+    """In activations of a micro-batch, of which there are 4.
 
-
-def test_gradients_that_are_held_until_the_next_step() -> None:
-    """Each stage leaves those of its input, except the first stage and the upper one at the bend of the V."""
-    for schedule, expected in (("1f1b", [0, 0]), ("interleaved-zero-bubble", [4, 8]), ("zbv-zero-bubble", [4, 4])):
-        of = config(schedule)
-        dims = resolve_mesh(of.mesh, world_size=4)
-        kept = [kept_gradients_numel(of, dims, rank=rank) for rank in range(2)]
-        assert kept == [number * activation_numel(of, dims) for number in expected]
-
-
-def test_a_single_micro_batch_per_round() -> None:
-    rounds = replace(config("interleaved-1f1b"), accumulation=2)
-    assert not violations(order(rounds, rank=0), rounds, rank=0)
+    The ends of a pipeline receive from one neighbour, a rank with two stages for both. Until the next step each stage
+    keeps gradients of its input, except the first stage and the upper one at the bend of the V.
+    """
+    by_schedule = config(schedule)
+    dims = resolve_mesh(by_schedule.mesh, world_size=4)
+    for count, expected in ((received_numel, received), (kept_gradients_numel, kept)):
+        if expected is not None:
+            numels = [number * activation_numel(by_schedule, dims) for number in expected]
+            assert [count(by_schedule, dims, rank=rank) for rank in range(2)] == numels

@@ -50,10 +50,7 @@ FORWARD = "forward: S32 G16 S32 G16 S32 G16 G16"
             but(loss_parallel=True),
             "forward: S32 G16 S32 G16 S32 G16 R8 R8 R8 backward: S32 R4 G16 S32 G16 S32 R4 R4 G16",
         ),
-        (
-            but(activation_checkpointing="full"),
-            f"{FORWARD} backward: S32 R4 G16 G16 S32 G16 S32 G16 S32 R4 R4 G16",
-        ),
+        (but(activation_checkpointing="full"), f"{FORWARD} backward: S32 R4 G16 G16 S32 G16 S32 G16 S32 R4 R4 G16"),
         (
             but(activation_checkpointing="full", compile="inductor"),
             f"{FORWARD} backward: S32 R4 G16 S32 G16 S32 G16 S32 G16 S32 R4 R4 G16",
@@ -86,16 +83,14 @@ def test_gradients_of_norms_are_reduced_in_their_own_dtype(sync: str, dtypes: se
     assert {event.dtype for event in events if event.numel == 4} == dtypes
 
 
-def test_shapes_of_uneven_shards() -> None:
+def test_shapes_of_uneven_shards_and_sharded_dimensions() -> None:
+    """Biases are sharded like the output that they are added to."""
     first, last = (local_shapes(CONFIG.model, tp=2, tp_rank=rank) for rank in (0, 1))
     assert first["tok_embeddings.weight"] == (2, 4)
     assert last["tok_embeddings.weight"] == last["output.weight"] == (1, 4)
     assert first["layers.0.attention.wq.weight"] == (2, 4)
     assert first["layers.0.feed_forward.w2.weight"] == (4, 3)
     assert first["norm.weight"] == (4,)
-
-
-def test_biases_are_sharded_like_the_output_that_they_are_added_to() -> None:
     assert sharded_dim("layers.0.attention.wq.bias") == 0
     assert sharded_dim("layers.0.attention.wo.bias") is None
     with pytest.raises(ValueError, match=r"layers.0.router.weight.*plan"):
@@ -135,9 +130,6 @@ def test_traffic_of_a_step_computed_manually() -> None:
 def test_bytes_that_each_of_four_ranks_sends(kind: str, messages: list[int]) -> None:
     assert sent_bytes(kind, 8, ranks=4) == sum(messages)
     assert sent_bytes(kind, 8, ranks=1) == 0
-
-
-def test_bytes_of_an_unknown_collective() -> None:
     with pytest.raises(ValueError, match="collective all_to_all: only all_gather, reduce_scatter"):
         sent_bytes("all_to_all", 8, ranks=4)
 
@@ -147,17 +139,11 @@ def test_ranks_of_a_group(group: str, ranks: int) -> None:
     assert ranks_in(group, ParallelDims(dp_replicate=3, dp_shard=4, tp=8)) == ranks
 
 
-def test_norms_are_reduced_in_the_largest_dtype_of_their_mesh() -> None:
+def test_norms_are_reduced_in_the_largest_dtype_of_their_mesh_if_there_is_one() -> None:
     names, dims = ["output.weight", "norm.weight"], resolve_mesh(CONFIG.mesh, world_size=4)
     assert {event.dtype for event in clip_events(names, but(precision="bf16-mixed"), dims)} == {"float32"}
     apart = clip_events(names, but(precision="bf16-mixed", sequence_parallel=False, norms_in_tp=False), dims)
-    assert [(event.group, event.dtype) for event in apart] == [
-        ("dp_shard", "bfloat16"),
-        ("tp", "bfloat16"),
-        ("dp_shard", "float32"),
-    ]
-
-
-def test_one_process_sends_nothing() -> None:
-    config = but(mesh=MeshConfig(dp_shard=1))
-    assert step_events(config, resolve_mesh(config.mesh, world_size=1), tp_rank=0) == []
+    expected = [("dp_shard", "bfloat16"), ("tp", "bfloat16"), ("dp_shard", "float32")]
+    assert [(event.group, event.dtype) for event in apart] == expected
+    alone = but(mesh=MeshConfig(dp_shard=1))
+    assert step_events(alone, resolve_mesh(alone.mesh, world_size=1), tp_rank=0) == []
