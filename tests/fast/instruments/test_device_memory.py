@@ -1,6 +1,7 @@
 """Ledger of a device's memory, and the laws on devices, with metrics made up."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,9 +9,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from conformance.assertions.fixtures import Measure
 from conformance.experiments.environment import DeviceSurroundings
-from conformance.experiments.memory import StepMemory
 from conformance.instruments.allocator_snapshot import allocator_snapshot
 from conformance.instruments.device_memory import device_ledger
 from conformance.instruments.memory import mark
@@ -22,7 +21,6 @@ from conformance.oracles.initialisation import initial_weights
 from conformance.outcomes import ConformanceFailure, Unsupported
 from conformance.plan.cells import Cell
 from conformance.run.devices.hardware import DETERMINISM
-from conformance.run.experiment import Experiment
 from reference_trainer.config import TrainerConfig
 from tests.fast.oracles.test_memory_model import CELL, measured
 
@@ -69,33 +67,20 @@ def test_segments_of_a_device() -> None:
     assert len(ledger.segments) == 3
 
 
-def on_device(change: dict[str, tuple[int, int]]) -> Measure:
-    """Return the fixture `measure` on devices: `measured` with the metrics that only devices give."""
-
-    def measure(experiment: Experiment[Any], cell: Cell, *, on_device: bool = False) -> list[Any]:
-        assert on_device == experiment.alone, "activations must be those of the device"
-        results = measured(change, kernels=False)(experiment, cell)
-        return results if experiment.alone else [with_device_metrics(memory) for memory in results]
-
-    return measure
-
-
-def with_device_metrics(memory: StepMemory) -> StepMemory:
-    segments = [replace(segment, allocated_bytes=1, active_bytes=1, reserved_bytes=1) for segment in memory.segments]
-    return StepMemory(segments, [], device_level_bytes=1)
+judge = test_mem.test_memory_requested_from_cuda_matches_the_model
 
 
 @pytest.mark.parametrize("change", [{"forward": (MEBI, 0)}, {"backward": (-MEBI, 0)}, {"forward": (0, MEBI)}])
 def test_a_phase_that_needs_something_else_fails(change: dict[str, tuple[int, int]]) -> None:
-    test_mem.test_memory_requested_from_cuda_matches_the_model(on_device({}), FOREACH)
+    judge(measured({}, kernels=False), FOREACH)
     with pytest.raises(ConformanceFailure, match=r"^(peak|rest) of (forward|backward)"):
-        test_mem.test_memory_requested_from_cuda_matches_the_model(on_device(change), FOREACH)
+        judge(measured(change, kernels=False), FOREACH)
 
 
-def test_a_device_is_given_another_optimizer_than_the_cpu() -> None:
+def test_a_device_has_another_optimizer_than_the_cpu() -> None:
     """Torch steps parameter by parameter on the CPU, and by lists on a device."""
     with pytest.raises(ConformanceFailure, match="peak of optimizer of rank 0: measured"):
-        test_mem.test_memory_requested_from_cuda_matches_the_model(on_device({}), CELL)
+        judge(measured({}, kernels=False), CELL)
 
 
 SOUND = DeviceSurroundings(
@@ -119,24 +104,24 @@ def test_a_device_that_is_shared_or_not_pinned_fails(
     change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judging_with(monkeypatch, {"one thread": True})
-    test_env.test_cuda_devices_are_free_and_pinned(returning(SOUND, SOUND), Cell())
+    require_free_and_pinned(SOUND, SOUND)
     with pytest.raises(ConformanceFailure, match=message):
-        test_env.test_cuda_devices_are_free_and_pinned(returning(SOUND, replace(SOUND, **change)), Cell())
+        require_free_and_pinned(SOUND, replace(SOUND, **change))
 
 
 def test_a_process_that_judges_with_other_knobs_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     judging_with(monkeypatch, {"one thread": True, "bf16 sums in fp32": False})
     with pytest.raises(ConformanceFailure, match="the process that judges: bf16 sums in fp32"):
-        test_env.test_cuda_devices_are_free_and_pinned(returning(SOUND), Cell())
+        require_free_and_pinned(SOUND)
     judging_with(monkeypatch, {"one thread": True})
     monkeypatch.setenv("NCCL_ALGO", "Tree")
     with pytest.raises(ConformanceFailure, match="the process that judges: NCCL_ALGO"):
-        test_env.test_cuda_devices_are_free_and_pinned(returning(SOUND), Cell())
+        require_free_and_pinned(SOUND)
 
 
 def test_where_processes_are_not_seen_nothing_is_said_of_them() -> None:
     with pytest.raises(Unsupported, match="ids of another namespace"):
-        test_env.test_cuda_devices_are_free_and_pinned(returning(replace(SOUND, sees_itself=False)), Cell())
+        require_free_and_pinned(replace(SOUND, sees_itself=False))
 
 
 def judging_with(monkeypatch: pytest.MonkeyPatch, knobs: dict[str, bool]) -> None:
@@ -151,40 +136,27 @@ def judging_with(monkeypatch: pytest.MonkeyPatch, knobs: dict[str, bool]) -> Non
     monkeypatch.setattr(test_env, "emulated_step", emulate)
 
 
-def returning(*results: DeviceSurroundings) -> Measure:
-    def measure(experiment: Experiment[Any], cell: Cell, *, on_device: bool = False) -> list[Any]:
-        return list(results)
-
-    return measure
+def require_free_and_pinned(*results: DeviceSurroundings) -> None:
+    measure: Any = lambda *_, **__: list(results)  # noqa: E731 - a function cannot be generic in its result here
+    test_env.test_cuda_devices_are_free_and_pinned(measure, Cell())
 
 
-class Recording:
-    """Stand-in for torch.cuda.memory that remembers its calls."""
-
-    def __init__(self) -> None:
-        self.calls: list[object] = []
-
-    def _record_memory_history(
-        self, enabled: str | None = "all", max_entries: int = 0, stacks: str | None = None
-    ) -> None:
-        self.calls.append(f"{enabled}, stacks of {stacks}" if enabled else enabled)
-
-    def _dump_snapshot(self, file: str) -> None:
-        self.calls.append(file)
-
-
-@pytest.mark.parametrize(("kind", "expected"), [("cuda", ["all, stacks of python", "x/s.pickle", None]), ("cpu", [])])
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("cuda", ["record all python", "dump x/s.pickle", "record None None"]), ("cpu", [])]
+)
 def test_a_snapshot_is_left_where_there_is_a_device(
-    kind: str, expected: list[object], monkeypatch: pytest.MonkeyPatch
+    kind: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory = Recording()
+    calls: list[str] = []
+
+    def record(enabled: str | None = "all", *, max_entries: int = 0, stacks: str | None = None) -> None:
+        calls.append(f"record {enabled} {stacks}")
+
+    memory = SimpleNamespace(_record_memory_history=record, _dump_snapshot=lambda file: calls.append(f"dump {file}"))
     monkeypatch.setattr(torch.cuda, "memory", memory)
     with allocator_snapshot(Path("x/s.pickle"), torch.device(kind)):
         pass
-    assert memory.calls == expected
-
-
-def test_without_the_functions_there_is_no_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "memory", object())
-    with allocator_snapshot(Path("x/s.pickle"), torch.device("cuda")):
+    assert calls == expected
+    monkeypatch.setattr(torch.cuda, "memory", object())  # a torch without the functions
+    with allocator_snapshot(Path("x/s.pickle"), torch.device(kind)):
         pass

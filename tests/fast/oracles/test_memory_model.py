@@ -58,6 +58,8 @@ def test_a_step_without_activations() -> None:
     assert phases["backward"].end_bytes == sum(sizes.values()) // 4
     later = predict(config, dims, shapes, empty_profile(), traits=VersionTraits(previous_gather_until_copied=False))
     assert later["forward"].peak_bytes == 2 * block
+    alone = sizes_of(Cell(mesh="dp1", reshard="always"))
+    assert predict(*alone, empty_profile())["forward"].peak_bytes == max(group_bytes(*alone).values())
 
 
 @pytest.mark.parametrize(
@@ -131,12 +133,11 @@ def test_gradients_that_wait_are_held_in_the_reduce_dtype() -> None:
     assert phases["backward"].end_bytes == 2 * sum(sizes.values()) // 4
 
 
-@pytest.mark.parametrize(
-    ("precision", "traits", "stay"),
-    [("fp32", UP_TO_2_14, True), ("bf16-mp", UP_TO_2_14, False), ("bf16-mp", FROM_2_15, True)],
-)
-def test_where_gradients_wait(precision: Any, traits: VersionTraits, stay: bool) -> None:
-    assert gradients_stay(sizes_of(Cell(precision=precision))[0], traits) == stay
+def test_where_gradients_wait() -> None:
+    fp32, bf16 = Cell().config, Cell(precision="bf16-mp").config
+    assert gradients_stay(fp32, UP_TO_2_14)
+    assert not gradients_stay(bf16, UP_TO_2_14)
+    assert gradients_stay(bf16, FROM_2_15)
 
 
 def released(cell: Cell, traits: VersionTraits, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
@@ -207,36 +208,6 @@ def test_groups_kept_after_forward_add_up(mesh: str) -> None:
     assert rests == [0, sizes["output"], sizes["output"] + sizes["layers.1"], sum(sizes.values())]
 
 
-def test_one_rank_gathers_nothing() -> None:
-    config, dims, shapes = sizes_of(Cell(mesh="dp1", reshard="always"))
-    largest = max(group_bytes(config, dims, shapes).values())
-    assert predict(config, dims, shapes, empty_profile())["forward"].peak_bytes == largest
-
-
-def measured(change: Mapping[str, tuple[int, int]], *, kernels: bool = True) -> Measure:
-    """Return the fixture `measure`: predictions without activations, plus changes by phase in bytes.
-
-    Without `kernels` they are for a device with kernels for FSDP2's copies.
-    """
-
-    def measure(experiment: Experiment[Any], cell: Cell, *, on_device: bool = False) -> list[Any]:
-        if experiment is without_fsdp.profile_without_fsdp:
-            return [empty_profile()]
-        return [step_memory(cell, change, kernels=kernels)] * (
-            1 if experiment.alone or experiment.sampled else cell.world_size
-        )
-
-    return measure
-
-
-def step_memory(cell: Cell, change: Mapping[str, tuple[int, int]], *, kernels: bool = True) -> StepMemory:
-    segments = []
-    for phase, usage in predict(*sizes_of(cell), empty_profile(), kernels=kernels).items():
-        peak, rest = change.get(phase, (0, 0))
-        segments.append(MemorySegment(phase, 0, usage.peak_bytes + peak, usage.end_bytes + rest))
-    return StepMemory(segments, [], held_before_bytes=resident_bytes(*sizes_of(cell)))
-
-
 def stages_profile(config: TrainerConfig, *, rank: int) -> list[MemorySegment]:
     """Return the marks of a rank of the pipeline whose stages have no activations."""
     marks: list[str] = []
@@ -276,6 +247,26 @@ def test_stages_without_activations(schedule: Any, rank: int) -> None:
         assert always["forward"].end_bytes == tokens
     if pipeline.has_one_stage(config):
         assert always["forward"].peak_bytes < default["forward"].peak_bytes
+
+
+def measured(change: Mapping[str, tuple[int, int]], *, kernels: bool = True) -> Measure:
+    """Return the fixture `measure`: predictions without activations, plus changes by phase in bytes.
+
+    Without `kernels` they are for a device with kernels for FSDP2's copies.
+    """
+
+    def measure(experiment: Experiment[Any], cell: Cell, *, on_device: bool = False) -> list[Any]:
+        if experiment is without_fsdp.profile_without_fsdp:
+            assert on_device != kernels, "activations must be those of the device"
+            return [empty_profile()]
+        segments = []
+        for phase, usage in predict(*sizes_of(cell), empty_profile(), kernels=kernels).items():
+            peak, rest = change.get(phase, (0, 0))
+            segments.append(MemorySegment(phase, 0, usage.peak_bytes + peak, usage.end_bytes + rest, 1, 1, 1))
+        memory = StepMemory(segments, [], held_before_bytes=resident_bytes(*sizes_of(cell)), device_level_bytes=1)
+        return [memory] * (1 if experiment.sampled else cell.world_size)
+
+    return measure
 
 
 CELL = Cell(mesh="dp4", model="deep", reshard="never").but(model="tiny")

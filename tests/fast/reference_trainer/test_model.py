@@ -1,104 +1,34 @@
-"""Models and their initial weights: the Llama, the integer model, and precisions."""
+"""Models: rules of initial weights, and the integer model, all of whose sums are exact, and compiled blocks."""
 
-import math
+import shutil
 from math import frexp
-from typing import get_args
+from pathlib import Path
+from typing import Literal
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from conformance.experiments.simulation import simulated_world
 from conformance.oracles.reference import initial_model, summed_loss, train_reference
-from conformance.plan.cells import Cell
+from conformance.plan.cells import Cell, compile_backend
+from conformance.plan.mesh import Mesh
+from conformance.run.record import Header, Record, RecordFile
 from reference_trainer.config import ModelConfig, TrainerConfig
-from reference_trainer.data import IGNORED_LABEL, Batches
+from reference_trainer.data import Batches
 from reference_trainer.init_weights import init_weights, normal, signs
 from reference_trainer.integer_model import EXACT_BELOW, largest_partial_sum, linear_attention
 from reference_trainer.loss import summed_cross_entropy
 from reference_trainer.loss import summed_loss as trainers_summed_loss
-from reference_trainer.mixed_precision import mixed_precision_policy
 from reference_trainer.model import Transformer, apply_rope, rope_table
-from reference_trainer.precision import PRECISIONS, Dtype, PrecisionName
+from reference_trainer.train import Trainer
 
-SMALL = ModelConfig(
-    vocab_size=13, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=24, max_seq_len=8, bias=True,
-    init_std=0.3, bias_std=0.1, norm_std=0.2,
-)  # fmt: skip
-
-
-def model_of(config: ModelConfig, *, seed: int = 0) -> Transformer:
-    model = Transformer(config)
-    init_weights(model, seed=seed)
-    return model.double()
-
-
-# --- model -----------------------------------------------------------------------------------------------------------
+SMALL = ModelConfig(vocab_size=13, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=24, max_seq_len=8)
 
 
 def test_rope_rounds_bf16_once() -> None:
     x = normal((2, 8, 4, 4), name="x", seed=0).bfloat16()
     assert torch.equal(apply_rope(x, rope_table(SMALL)), apply_rope(x.float(), rope_table(SMALL)).bfloat16())
-
-
-def test_tied_embeddings_are_one_parameter() -> None:
-    model = Transformer(msgspec.structs.replace(SMALL, tied_embeddings=True))
-    assert model.output.weight is model.tok_embeddings.weight
-    assert "output.weight" not in dict(model.named_parameters())
-    assert Transformer(SMALL).output.weight is not Transformer(SMALL).tok_embeddings.weight
-
-
-def test_rope_table_is_no_part_of_the_state() -> None:
-    model = Transformer(SMALL)
-    assert "rope_table" in dict(model.named_buffers())
-    assert "rope_table" not in model.state_dict()
-
-
-def test_loss_counts_valid_labels_only() -> None:
-    logits = normal((2, 3, 5), name="logits", seed=0)
-    labels = torch.tensor([[0, 4, IGNORED_LABEL], [IGNORED_LABEL, 2, 1]])
-    chosen = [logits.log_softmax(-1)[b, t, labels[b, t]] for b, t in ((0, 0), (0, 1), (1, 1), (1, 2))]
-    torch.testing.assert_close(summed_cross_entropy(logits, labels), -torch.stack(chosen).sum())
-
-
-# --- initial weights -------------------------------------------------------------------------------------------------
-
-
-def test_initial_weights_depend_on_seed_and_name() -> None:
-    first, same, other = (dict(model_of(SMALL, seed=seed).named_parameters()) for seed in (3, 3, 4))
-    assert all(torch.equal(first[name], same[name]) for name in first)
-    assert not any(torch.equal(first[name], other[name]) for name in first)
-    fingerprints = {(tuple(p.shape), float(p.detach().sum())) for p in first.values()}
-    assert len(fingerprints) == len(first)
-
-
-def test_initial_weights_do_not_depend_on_the_other_layers() -> None:
-    shallow, deep = (dict(model_of(msgspec.structs.replace(SMALL, n_layers=n)).named_parameters()) for n in (1, 3))
-    assert all(torch.equal(shallow[name], deep[name]) for name in shallow)
-
-
-def test_initial_weights_have_the_specified_statistics() -> None:
-    config = msgspec.structs.replace(SMALL, dim=64, ffn_dim=96)
-    model = Transformer(config)
-    init_weights(model, seed=0)
-    for name, p in model.named_parameters():
-        is_norm = name.endswith("norm.weight")
-        mean, std = (1.0, config.norm_std) if is_norm else (0.0, config.bias_std if p.ndim == 1 else config.init_std)
-        # Five standard errors of the sample mean and of the sample standard deviation: about one miss in 10^6.
-        assert abs(float(p.detach().mean()) - mean) < 5 * std / math.sqrt(p.numel()), name
-        assert abs(float(p.detach().std()) - std) < 5 * std / math.sqrt(2 * p.numel()), name
-
-
-def test_initialisation_fills_parameters_and_buffers_of_a_meta_model() -> None:
-    with torch.device("meta"):
-        model = Transformer(msgspec.structs.replace(SMALL, tied_embeddings=True))
-    model.to_empty(device="cpu")
-    for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data.fill_(math.nan)
-    init_weights(model, seed=0)
-    assert all(tensor.isfinite().all() for tensor in (*model.parameters(), *model.buffers()))
-    assert torch.equal(model.rope_table, rope_table(SMALL))
 
 
 def test_a_module_without_a_rule_is_refused() -> None:
@@ -119,13 +49,6 @@ def first_batch(config: TrainerConfig) -> tuple[Tensor, Tensor]:
     return Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed).global_batch(0)
 
 
-def is_power_of_two(value: float) -> bool:
-    return frexp(value)[0] == 0.5
-
-
-# --- exactness -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("seed", [0, 1, 405])  # of the first 600 seeds, 405 has the largest sums
 def test_every_sum_of_the_workload_is_exact(seed: int, tied: bool) -> None:
@@ -133,8 +56,7 @@ def test_every_sum_of_the_workload_is_exact(seed: int, tied: bool) -> None:
     config = CELL.but(seed=seed, tied_embeddings=tied).config
     largest = largest_partial_sum(initial_model(config), *first_batch(config))
     tokens, lr = config.data.global_batch_size * config.data.seq_len, config.optimizer.lr
-    assert is_power_of_two(tokens)
-    assert is_power_of_two(lr)
+    assert frexp(tokens)[0] == frexp(lr)[0] == 0.5, "powers of two"
     assert config.data.min_valid_fraction == 1.0
     assert config.optimizer.weight_decay == config.optimizer.momentum == 0.0
     assert largest + tokens / lr < EXACT_BELOW
@@ -157,14 +79,6 @@ def largest_entry(model: nn.Module, batch: tuple[Tensor, Tensor]) -> float:
     return max(float(tensor.detach().abs().max()) for tensor in (loss, logits, *gradients))
 
 
-def test_the_bound_sees_weights_that_are_too_large() -> None:
-    model = initial_model(CONFIG)
-    assert largest_partial_sum(model, *first_batch(CONFIG)) < EXACT_BELOW
-    with torch.no_grad():
-        model.get_parameter("layers.0.attention.wv.weight").mul_(16)
-    assert largest_partial_sum(model, *first_batch(CONFIG)) > EXACT_BELOW
-
-
 def test_fp32_equals_fp64_in_every_bit() -> None:
     fp32, fp64 = (train_reference(CONFIG, dtype=dtype) for dtype in (torch.float32, torch.float64))
     assert fp32.losses == fp64.losses
@@ -175,9 +89,6 @@ def test_fp32_equals_fp64_in_every_bit() -> None:
     rounded, exact = (train_reference(float_model, dtype=dtype) for dtype in (torch.float32, torch.float64))
     equal = [torch.equal(rounded.gradients[0][name].double(), grad) for name, grad in exact.gradients[0].items()]
     assert not any(equal), "the usual model must not pass for an exact one"
-
-
-# --- what it computes ------------------------------------------------------------------------------------------------
 
 
 def test_attention_adds_query_key_and_earlier_values() -> None:
@@ -209,15 +120,6 @@ def test_loss_is_linear_in_each_parameter(name: str) -> None:
     assert gradient.count_nonzero() >= gradient.numel() / 2
 
 
-def test_initial_weights_are_sparse_signs() -> None:
-    for name, parameter in initial_model(CONFIG).named_parameters():
-        values, width = parameter.detach(), parameter.shape[-1]
-        nonzeros = width if name.endswith("norm.weight") else width // 8 if parameter.ndim == 1 else 2
-        assert (values.count_nonzero(-1) == nonzeros).all(), name
-        assert set(values.flatten().tolist()) <= {-1.0, 0.0, 1.0}, name
-        assert parameter.ndim == 1 or {-1.0, 1.0} <= set(values.flatten().tolist()), name
-
-
 def test_the_loss_goes_with_the_arithmetic() -> None:
     logits = signs((2, 3, 5), name="logits", seed=0, nonzeros_per_row=5)
     labels = torch.tensor([[0, 4, -100], [-100, 2, 1]])
@@ -229,41 +131,36 @@ def test_the_loss_goes_with_the_arithmetic() -> None:
         TrainerConfig(model=ModelConfig(arithmetic="integer"), loss_parallel=True)
 
 
-# Precisions
+# Compiled blocks
 
 
-FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+@pytest.mark.parametrize("mesh_name", ["dp2", "dp2-tp2"])
+def test_one_graph_serves_all_blocks(mesh_name: str) -> None:
+    """Torch raises an error where it would compile the second block by itself."""
+    cell = Cell(mesh=mesh_name, compile=True)
+    try:
+        with simulated_world(cell.world_size), torch._dynamo.config.patch(error_on_recompile=True):
+            Trainer(cell.config, device=torch.device("cpu"), world_size=cell.world_size).train_step(0)
+    finally:
+        torch.compiler.reset()
 
 
-def test_every_name_is_in_the_table() -> None:
-    assert tuple(PRECISIONS) == get_args(PrecisionName)
-
-
-@pytest.mark.parametrize("name", get_args(Dtype))
-def test_dtypes_are_those_of_torch(name: str) -> None:
-    assert str(getattr(torch, name)) == f"torch.{name}"
+@pytest.mark.parametrize(("mesh_name", "has_compiler"), [("dp1", True), ("dp1", False), ("dp2", True), ("tp2", True)])
+def test_inductor_compiles_on_one_rank(mesh_name: str, has_compiler: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}" if has_compiler else None)
+    inductor = has_compiler and mesh_name == "dp1"
+    assert compile_backend(Mesh.parse(mesh_name)) == ("inductor" if inductor else "aot_eager")
 
 
 @pytest.mark.parametrize(
-    ("precision", "compute", "reduce"),
-    [
-        ("fp32", None, None),
-        ("bf16-mp", BF16, FP32),
-        ("bf16-init", BF16, FP32),
-        ("bf16-reduce", BF16, BF16),
-        ("bf16-params", BF16, None),
-        ("bf16-mixed", BF16, FP32),
-        ("fp16-mp", FP16, FP32),
-        ("fp16-reduce", FP16, FP16),
-    ],
+    ("substrate", "given", "used"),
+    [("gloo", "aot_eager", "aot_eager"), ("nccl", "aot_eager", "inductor"), ("nccl", "none", "none")],
 )
-def test_what_fully_shard_is_told(
-    precision: PrecisionName, compute: torch.dtype | None, reduce: torch.dtype | None
+def test_inductor_compiles_on_devices(
+    substrate: Literal["gloo", "nccl"], given: str, used: str, tmp_path: Path
 ) -> None:
-    """`cast_forward_inputs` has its default, True, only with the default policy, which casts nothing."""
-    expected = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=compute is None)
-    assert mixed_precision_policy(precision) == expected
-
-
-def test_a_loss_is_scaled_where_computation_is_in_fp16() -> None:
-    assert [name for name, precision in PRECISIONS.items() if precision.scales_loss] == ["fp16-mp", "fp16-reduce"]
+    """Laws see the backend that the ranks used."""
+    cell = Cell(mesh="dp2", compile=given != "none")
+    header = Header(cell=cell, session="", torch="2.13.0", substrate=substrate, defect=None)
+    assert cell.config.compile == given
+    assert Record(tmp_path, RecordFile(header=header)).config.compile == used

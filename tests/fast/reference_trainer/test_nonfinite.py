@@ -1,17 +1,16 @@
 """Runs whose numbers are not finite: how they end, and which step and module they name."""
 
 import math
-from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
+from torch.distributed.device_mesh import DeviceMesh
 
 from reference_trainer.config import ModelConfig, load_config
 from reference_trainer.init_weights import init_weights
-from reference_trainer.mesh import init_process_group
 from reference_trainer.model import Transformer
 from reference_trainer.nonfinite import NonFiniteError, NonFiniteWatch
 from reference_trainer.train import StepMetrics
@@ -86,17 +85,8 @@ def test_a_step_that_is_skipped_for_the_loss_scale_does_not_end_a_run(tmp_path: 
 # --- the watch -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Process group of this process alone."""
-    rendezvous = tmp_path_factory.mktemp("group") / "rendezvous"
-    init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1, timeout_s=60.0)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.fixture
-def model(group: None) -> Transformer:
+def model(mesh: DeviceMesh) -> Transformer:
     """Model whose parameters are 1, and whose gradients are 2."""
     model = Transformer(ModelConfig(vocab_size=13, dim=16, ffn_dim=24, max_seq_len=8))
     for parameter in model.parameters():
@@ -176,12 +166,8 @@ def test_clipping_and_the_optimizer_do_not_hide_where_it_began(model: Transforme
     ],
 )
 def test_only_the_norm_of_a_skipped_step_may_be_anything(model: Transformer, metrics: StepMetrics, ends: bool) -> None:
-    watch = watch_of(model)
-    if not ends:
-        watch.require_finite(metrics)
-        return
-    with pytest.raises(NonFiniteError):
-        watch.require_finite(metrics)
+    with pytest.raises(NonFiniteError) if ends else nullcontext():
+        watch_of(model).require_finite(metrics)
 
 
 def test_parameters_after_a_step_are_named(model: Transformer) -> None:

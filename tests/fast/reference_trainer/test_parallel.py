@@ -1,12 +1,15 @@
-"""Parallel set-up of the trainer: resharding of groups, and stages of pipelines."""
+"""Parallel set-up of the trainer: resharding and prefetching of groups, and stages of pipelines."""
 
 from typing import Any
 
 import pytest
 import torch
 from msgspec.structs import replace
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
+from conformance.instruments.fsdp_state import backward_prefetch_of
 from reference_trainer.config import (
     MeshConfig,
     ModelConfig,
@@ -18,30 +21,18 @@ from reference_trainer.config import (
 from reference_trainer.model import Transformer
 from reference_trainer.parallel_dims import ParallelDims, resolve_mesh
 from reference_trainer.parallelize import parallelize
-from reference_trainer.pipeline import check_pipeline, stage_layers, stages_of_rank
-from reference_trainer.reshard import device_memory_bytes, estimated_peak_bytes, group_names, reshard_policy
+from reference_trainer.pipeline import check_pipeline, stage_layers
+from reference_trainer.prefetch import backward_order
+from reference_trainer.reshard import device_memory_bytes, estimated_peak_bytes, reshard_policy
 
 CPU = torch.device("cpu")
 DIMS = ParallelDims(dp_replicate=1, dp_shard=4, tp=1)
 MODEL = ModelConfig(n_layers=3)
-NAMES = ["tok_embeddings", "layers.0", "layers.1", "layers.2", "output"]
 
 
 def policy(reshard: Any, dims: ParallelDims = DIMS, **options: Any) -> list[bool | int]:
     config = TrainerConfig(model=MODEL, reshard=reshard, **options)
     return list(reshard_policy(config, dims, CPU).after_forward.values())
-
-
-def test_names_of_groups() -> None:
-    assert group_names(TrainerConfig(model=MODEL)) == NAMES
-    tied = ModelConfig(n_layers=1, tied_embeddings=True)
-    assert group_names(TrainerConfig(model=tied, precision="bf16-mixed")) == [
-        "layers.0",
-        "layers.0.attention_norm",
-        "layers.0.ffn_norm",
-        "norm",
-        "output",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -61,20 +52,17 @@ def test_policies(mode: Any, expected: list[bool | int]) -> None:
     assert (chosen, list(map(type, chosen))) == (expected, list(map(type, expected)))
 
 
-def test_the_last_of_ten_blocks_is_not_the_first() -> None:
+def test_the_order_of_ten_blocks_is_not_that_of_the_alphabet() -> None:
     config = TrainerConfig(model=ModelConfig(n_layers=11), reshard="except-last")
     kept = [name for name, after in reshard_policy(config, DIMS, CPU).after_forward.items() if not after]
     assert kept == ["layers.10", "output"]
+    assert backward_order(config)[1:4] == ["layers.10", "layers.9", "layers.8"]
 
 
 @pytest.mark.parametrize(
     ("mode", "dims", "message"),
     [
-        (
-            {r"layers\.9": "never"},
-            DIMS,
-            r"layers\\.9 matches none of the groups that earlier expressions leave",
-        ),
+        ({r"layers\.9": "never"}, DIMS, r"layers\\.9 matches none of the groups that earlier expressions leave"),
         ({".*": "never", "output": "always"}, DIMS, "output matches none of the groups that earlier"),
         (3, DIMS, "reshard to 3 ranks: must be a divisor of mesh.dp_shard, 4, and smaller"),
         (4, DIMS, "reshard to 4 ranks: must be a divisor of mesh.dp_shard, 4, and smaller"),
@@ -99,6 +87,8 @@ def test_policies_that_are_refused(mode: Any, dims: ParallelDims, message: str) 
 def test_configurations_that_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TrainerConfig(**fields)
+    with pytest.raises(ValueError, match="must rise"):
+        PipelineConfig(cuts=(2, 2))
 
 
 def test_auto_keeps_everything_if_it_fits() -> None:
@@ -113,30 +103,20 @@ def test_auto_keeps_everything_if_it_fits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "sign"),
+    "fields",
     [
-        ({"precision": "bf16-mp"}, -1),
-        ({"optimizer": OptimizerConfig(name="sgd")}, -1),
-        ({"optimizer": OptimizerConfig(name="sgd", momentum=0.9)}, -1),
-        ({"offload": "cpu"}, -1),
-        ({"activation_checkpointing": "full"}, -1),
-        ({"accumulation": 2}, -1),
-        ({"model": ModelConfig(n_layers=6)}, 1),
+        {"precision": "bf16-mp"},
+        {"optimizer": OptimizerConfig(name="sgd", momentum=0.9)},
+        {"offload": "cpu"},
+        {"activation_checkpointing": "full"},
+        {"accumulation": 2},
+        {"model": replace(MODEL, n_layers=2)},
     ],
+    ids=str,
 )
-def test_the_estimate_follows_the_configuration(fields: dict[str, Any], sign: int) -> None:
-    base = estimated_peak_bytes(TrainerConfig(model=MODEL), DIMS)
-    assert sign * (estimated_peak_bytes(TrainerConfig(**{"model": MODEL, **fields}), DIMS) - base) > 0
-
-
-def test_a_policy_knows_its_groups_and_no_others() -> None:
-    chosen = reshard_policy(TrainerConfig(model=MODEL), DIMS, CPU)
-    assert chosen.of("layers.2") is True
-    assert chosen.of("output") is False
-    with pytest.raises(
-        ValueError, match=r"no FSDP group is named 'layers.3': the groups are tok_embeddings, layers.0, .*output$"
-    ):
-        chosen.of("layers.3")
+def test_the_estimate_follows_the_configuration(fields: dict[str, Any]) -> None:
+    config = TrainerConfig(model=MODEL)
+    assert estimated_peak_bytes(replace(config, **fields), DIMS) < estimated_peak_bytes(config, DIMS)
 
 
 def test_a_model_with_other_groups_than_the_policy_is_refused(mesh: DeviceMesh) -> None:
@@ -159,13 +139,56 @@ def test_a_policy_in_words() -> None:
     assert reshard_policy(default, DIMS, CPU).describe() == "tok_embeddings to layers.2: always, output: never"
 
 
+# Prefetching
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, {}),
+        ({"forward_prefetch": 2}, {}),
+        (
+            {"backward_prefetch": 2, "model": ModelConfig()},
+            {
+                "norm": ["layers.1", "layers.0"],
+                "layers.1": ["layers.0", "tok_embeddings"],
+                "layers.0": ["tok_embeddings"],
+            },
+        ),
+        (
+            {"backward_prefetch": 9, "model": ModelConfig(tied_embeddings=True)},
+            {"tok_embeddings": ["layers.1", "layers.0"], "layers.1": ["layers.0"]},
+        ),
+    ],
+)
+def test_groups_that_fsdp_prefetches_in_backward(
+    mesh: DeviceMesh, fields: dict[str, Any], expected: dict[str, list[str]]
+) -> None:
+    """A group of several modules has the name of its first: norm, of norm and output, or the tied embedding."""
+    config = TrainerConfig(**fields)
+    with torch.device("meta"):
+        model = Transformer(config.model)
+    parallelize(model, mesh, config, reshard_policy(config, ParallelDims(1, 1, 1), CPU))
+    assert backward_prefetch_of(model) == expected
+
+
+def test_another_torch_is_an_error() -> None:
+    class Managed(FSDPModule, nn.Linear):
+        def _get_fsdp_state(self) -> Any:
+            return self
+
+    managed = nn.Module.__new__(Managed)
+    nn.Module.__init__(managed)
+    with pytest.raises(RuntimeError, match=r"_states_to_backward_prefetch.*; adapt .*\.fsdp_state"):
+        backward_prefetch_of(managed)
+
+
 # Pipelines
 
 
 SIX_LAYERS = ModelConfig(n_layers=6)
-CONFIG = TrainerConfig(
-    model=SIX_LAYERS, mesh=MeshConfig(pp=2, dp_shard=2), accumulation=4, pipeline=PipelineConfig(schedule="1f1b")
-)
+ONE_F_ONE_B = PipelineConfig(schedule="1f1b")
+CONFIG = TrainerConfig(model=SIX_LAYERS, mesh=MeshConfig(pp=2, dp_shard=2), accumulation=4, pipeline=ONE_F_ONE_B)
 
 
 def checked(config: TrainerConfig) -> None:
@@ -176,32 +199,9 @@ def scheduled(schedule: ScheduleName, **options: object) -> TrainerConfig:
     return replace(CONFIG, pipeline=PipelineConfig(schedule=schedule, **options))  # type: ignore[arg-type]
 
 
-def test_stages_have_the_layers_in_between() -> None:
-    stages = stage_layers(replace(CONFIG, model=replace(SIX_LAYERS, n_layers=5)), 2)
-    assert [list(stage.layers) for stage in stages] == [[0, 1], [2, 3, 4]]
-    assert [(stage.first, stage.last) for stage in stages] == [(True, False), (False, True)]
-
-
 def test_cuts_are_those_that_are_given() -> None:
     stages = stage_layers(scheduled("1f1b", cuts=(5,)), 2)
     assert [list(stage.layers) for stage in stages] == [[0, 1, 2, 3, 4], [5]]
-
-
-@pytest.mark.parametrize(
-    ("schedule", "stages"),
-    [("1f1b", [[0], [1]]), ("looped-bfs", [[0, 2], [1, 3]]), ("zbv-zero-bubble", [[0, 3], [1, 2]])],
-)
-def test_stages_of_ranks(schedule: ScheduleName, stages: list[list[int]]) -> None:
-    assert [stages_of_rank(scheduled(schedule), 2, pp_rank=rank) for rank in range(2)] == stages
-
-
-def test_a_rank_holds_its_stages_under_the_names_of_the_full_model() -> None:
-    names = {name for name, _ in Transformer(SIX_LAYERS).named_parameters()}
-    stage_names = [
-        {name for name, _ in Transformer(SIX_LAYERS, [stage]).named_parameters()} for stage in stage_layers(CONFIG, 2)
-    ]
-    assert set.union(*stage_names) == names
-    assert not set.intersection(*stage_names)
 
 
 @pytest.mark.parametrize(
@@ -219,32 +219,24 @@ def test_a_rank_holds_its_stages_under_the_names_of_the_full_model() -> None:
         (replace(CONFIG, forward_prefetch=1), "set forward_prefetch=0"),
         (replace(scheduled("zbv-zero-bubble"), reshard="always"), "findings/zero_bubble_loses_gradients.py"),
         (replace(scheduled("zbv-zero-bubble"), activation_checkpointing="full"), "use activation_checkpointing none"),
-        (replace(CONFIG, mesh=MeshConfig(dp_shard=4)), ""),
         (replace(scheduled("gpipe"), mesh=MeshConfig(dp_shard=4)), "pipeline has no effect with mesh.pp 1"),
     ],
 )
-def test_what_is_refused(config: TrainerConfig, message: str) -> None:
-    if not message:
-        checked(config)
-        return
+def test_refused_pipelines(config: TrainerConfig, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         checked(config)
 
 
 def test_a_schedule_that_torch_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked(replace(CONFIG, mesh=MeshConfig(dp_shard=4)))
     monkeypatch.delattr("torch.distributed.pipelining.ScheduleZBVZeroBubble")
     with pytest.raises(ValueError, match=r"has no torch\.distributed\.pipelining\.ScheduleZBVZeroBubble"):
         checked(scheduled("zbv-zero-bubble"))
 
 
-def test_cuts_must_rise() -> None:
-    with pytest.raises(ValueError, match="must rise"):
-        PipelineConfig(cuts=(2, 2))
-
-
 def test_the_default_keeps_groups_between_micro_batches() -> None:
-    dims, device = resolve_mesh(CONFIG.mesh, world_size=4), torch.device("cpu")
-    assert not any(reshard_policy(CONFIG, dims, device).after_forward.values())
-    scarce = reshard_policy(replace(CONFIG, reshard="auto", memory_bytes=1), dims, device)
+    dims = resolve_mesh(CONFIG.mesh, world_size=4)
+    assert not any(reshard_policy(CONFIG, dims, CPU).after_forward.values())
+    scarce = reshard_policy(replace(CONFIG, reshard="auto", memory_bytes=1), dims, CPU)
     assert all(scarce.after_forward.values())
     assert "auto: always" in scarce.reason

@@ -33,47 +33,38 @@ def problem(folder: Path, text: str | bytes, type_: Any = None) -> str:
 
 
 @pytest.mark.parametrize(
-    ("text", "value"),
+    ("scalars", "value"),
     [
-        ("true", True),
-        ("True", True),
+        ("true True", True),
         ("FALSE", False),
-        ("null", None),
-        ("~", None),
-        ("", None),
+        ("null ~", None),
         ("0", 0),
         ("-12", -12),
         ("+1", 1),
         ("0x1F", 31),
         ("0o17", 15),
-        ("2.1", 2.1),
+        ("2.1 2.10", 2.1),
         ("2.0", 2.0),
-        ("0.001", 0.001),
-        ("2.10", 2.1),
-        ("0.0010", 0.001),
-        (".5", 0.5),
-        ("+.5", 0.5),
+        ("0.001 0.0010 1e-3 1.0e-3", 0.001),
+        (".5 +.5", 0.5),
         ("5.", 5.0),
         (".5e3", 500.0),
         ("-.5E-1", -0.05),
-        ("1e-3", 0.001),
-        ("1.0e-3", 0.001),
-        ("1e-05", 1e-05),
         ("6E23", 6e23),
-        ("dp2-tp2", "dp2-tp2"),
-        ("1.2.3", "1.2.3"),
-        ("2024-01-31", "2024-01-31"),
-        ("2024-99-99", "2024-99-99"),
-        ("=", "="),
-        ("'010'", "010"),
-        ('"on"', "on"),
-        ("|\n  yes\n", "yes\n"),
-        ("two\n  words", "two words"),
+        ("'010' \"010\"", "010"),
     ],
 )
-def test_accepted_scalars(folder: Path, text: str, value: object) -> None:
-    result = read(folder, f"a: {text}\n").data["a"]
-    assert (type(result), result) == (type(value), value)
+def test_accepted_scalars(folder: Path, scalars: str, value: object) -> None:
+    for text in scalars.split():
+        result = read(folder, f"a: {text}\n").data["a"]
+        assert (type(result), result) == (type(value), value)
+
+
+def test_accepted_strings(folder: Path) -> None:
+    for text in ("dp2-tp2", "1.2.3", "2024-01-31", "2024-99-99", "="):
+        assert read(folder, f"a: {text}\n").data == {"a": text}
+    document = read(folder, "a: two\n  words\nb: |\n  yes\nc:\n")
+    assert document.data == {"a": "two words", "b": "yes\n", "c": None}
 
 
 @pytest.mark.parametrize(
@@ -90,7 +81,7 @@ def test_accepted_scalars(folder: Path, text: str, value: object) -> None:
         ("&a !!str !x !", "anchors, aliases and tags are not supported: write the value itself"),
         ("*a", "anchors, aliases and tags are not supported: write the value itself"),
     ],
-    ids=["on", "off", "010", "0b11", "1_000", "1:30", "inf", "999...", "tags", "aliases"],
+    ids=lambda text: text.split()[0][:9],
 )
 def test_refused_scalars(folder: Path, scalars: str, advice: str) -> None:
     for text in scalars.split():
@@ -227,10 +218,7 @@ def test_convert_accepts(folder: Path) -> None:
         ),
         ("inner: {rate: 1}\npair: [1, 2]", "3: Expected `str`, got `int`: put the value in quotes - at `$.pair[1]`"),
         ("inner: {rate: 1}\npair: [1]", "3: Expected `array` of length 2, got 1 - at `$.pair`"),
-        (
-            "inner: {rate: 1}\nunion:\n  type: other\n  size: x",
-            "5: Expected `int`, got `str` - at `$.union.size`",
-        ),
+        ("inner: {rate: 1}\nunion:\n  type: other\n  size: x", "5: Expected `int`, got `str` - at `$.union.size`"),
     ],
 )
 def test_convert_points_at_the_line(folder: Path, text: str, message: str) -> None:

@@ -86,6 +86,8 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         load_weights(empty_model(TIED), path=tmp_path / "text")
     with pytest.raises(ValueError, match=r"checkpoint .*none is neither a file nor a directory"):
         load_weights(empty_model(TIED), path=tmp_path / "none")
+    with pytest.raises(ValueError, match=r"holds none of .metadata, model.safetensors.index.json and model"):
+        load_weights(empty_model(TIED), path=tmp_path)
 
 
 def test_a_directory_of_torch_distributed_checkpoint_is_loaded(tmp_path: Path) -> None:
@@ -98,22 +100,14 @@ def test_a_directory_of_torch_distributed_checkpoint_is_loaded(tmp_path: Path) -
 
 
 def test_a_directory_of_torch_distributed_checkpoint_must_hold_the_model(tmp_path: Path) -> None:
-    path = tmp_path / "dcp"
-    save(
-        {name: tensor for name, tensor in weights(TIED).items() if name != "norm.weight"},
-        checkpoint_id=path,
-        no_dist=True,
-    )
+    path, without_norm = tmp_path / "dcp", weights(TIED)
+    del without_norm["norm.weight"]
+    save(dict(without_norm), checkpoint_id=path, no_dist=True)
     with pytest.raises(ValueError, match=r"does not hold this model: missing norm.weight"):
         load_weights(empty_model(TIED), path=path)
     (path / ".metadata").write_bytes(b"damaged")
     with pytest.raises(ValueError, match=r".metadata cannot be read"):
         load_weights(empty_model(TIED), path=path)
-
-
-def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"holds none of .metadata, model.safetensors.index.json and model"):
-        load_weights(empty_model(TIED), path=tmp_path)
 
 
 # Checkpoints of transformers
@@ -160,21 +154,12 @@ def test_logits_are_those_of_transformers(config: ModelConfig, max_shard_size: s
     theirs = written(tmp_path, config, max_shard_size=max_shard_size)
     assert (tmp_path / "model.safetensors.index.json").exists() == (max_shard_size == "10KB")
     ours = Transformer(config)
-    load_weights(ours, path=tmp_path)
+    load_weights(ours, path=tmp_path / "model.safetensors" if max_shard_size == "1GB" else tmp_path)
     tokens = torch.randint(config.vocab_size, (3, config.max_seq_len), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected, actual = theirs(tokens).logits, ours(tokens)
     # Rounding of fp32: some 20 products of lengths up to 64 in a row, see docs/tolerances.md.
     assert float((actual - expected).norm() / expected.norm()) < 20 * 8 * 2.0**-24
-
-
-def test_a_single_file_is_loaded(tmp_path: Path) -> None:
-    theirs = written(tmp_path, MODEL, max_shard_size="1GB")
-    (tmp_path / "config.json").unlink()
-    ours = Transformer(MODEL)
-    load_weights(ours, path=tmp_path / "model.safetensors")
-    expected = theirs.get_parameter("model.layers.1.self_attn.k_proj.weight")
-    assert torch.equal(ours.get_parameter("layers.1.attention.wk.weight"), expected)
 
 
 @pytest.mark.parametrize(
@@ -215,9 +200,7 @@ def test_a_truncated_file_is_refused_before_anything_is_read(tmp_path: Path) -> 
     written(tmp_path, MODEL, max_shard_size="1GB")
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    model = Transformer(MODEL)
-    init_weights(model, seed=0)
-    before = model.norm.weight.clone()
+    model = empty_model(MODEL)
     with pytest.raises(ValueError, match="cannot be read as safetensors"):
         load_weights(model, path=tmp_path)
-    assert torch.equal(model.norm.weight, before)
+    assert model.norm.weight.isnan().all()

@@ -1,11 +1,15 @@
-"""A backward in two halves computes the gradients of a whole one, and lets go of its graph."""
+"""Steps of experiments: a backward in two halves, and steps that memory laws measure."""
 
 import weakref
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's standard name
 from torch import Tensor, nn
 
+from conformance.experiments import memory
 from conformance.experiments.halved_backward import backward_of_input, backward_of_parameters
 
 
@@ -55,3 +59,10 @@ def test_each_half_lets_go_of_the_graph_that_it_needs_last() -> None:
     assert len(saved) == below
     backward_of_parameters(branches, copies=False)
     assert not saved
+
+
+def test_a_step_that_the_loss_scaler_skips_is_not_measured() -> None:
+    """A skipped step needs other memory than one that is taken, and no memory law could tell."""
+    trainer: Any = SimpleNamespace(train_step=lambda step: SimpleNamespace(skipped=True))
+    with pytest.raises(RuntimeError, match="step 1 was skipped"):
+        memory._marked_step(trainer, 1)

@@ -1,0 +1,140 @@
+"""Samples of sweeps: operators and optimizers compute on plain tensors, and trials end as outcomes."""
+
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from conformance.outcomes import SweptOutcome
+from conformance.sweeps.operator_samples import Size, sample, sizes
+from conformance.sweeps.operator_sweep import _on_full_tensors, _try_size, plan_of
+from conformance.sweeps.operator_table import samples
+from conformance.sweeps.optimizers import (
+    IMPOSSIBLE,
+    Numbers,
+    OptimizerSample,
+    State,
+    all_samples,
+    optimizer_samples,
+    optimizers,
+)
+from conformance.sweeps.optimizers import stepped as on_plain_tensors
+from conformance.sweeps.trials import Trials, select_samples
+from tests.support.one_rank import world_of_one_rank
+
+# Operators
+
+
+SIZES: tuple[tuple[int, Size], ...] = ((2, "even"), (2, "uneven"), (3, "uneven"), (3, "empty"))
+"""Numbers of shards and sizes that meshes try, see `plan_of`."""
+
+
+def test_every_sample_computes_on_full_tensors_of_every_size() -> None:
+    warnings.simplefilter("ignore")  # deprecations are not what is tested
+    for each in samples():
+        for shards, size in SIZES:
+            letters = sizes(shards)[size]
+            full = [x.numbers(letters, seed=index, dtype=each.dtype) for index, x in enumerate(each.arguments)]
+            _on_full_tensors(each, full)
+
+
+def test_names_of_samples_are_unique() -> None:
+    assert Counter(each.name for each in samples()).most_common(1)[0][1] == 1
+
+
+def test_a_sample_that_full_tensors_refuse_is_wrong() -> None:
+    def misspelled(x: Tensor) -> Tensor:
+        return torch.unflatten(x, 0, (7, 9))
+
+    broken = sample("unflatten", misspelled, "a b")
+    with world_of_one_rank():
+        trials = Trials(init_device_mesh("cpu", (1,)))
+        for size, layouts in plan_of(broken, trials.mesh).items():
+            _try_size(trials, broken, size, layouts)
+        swept = trials.swept
+    (uneven, empty) = swept.wrong
+    assert (uneven.name, empty.kind) == ("unflatten: full tensors of uneven shards", "empty shards")
+    assert "RuntimeError" in uneven.example
+    assert (swept.computed, swept.outcomes) == ({"unflatten": 0}, {"wrong": 2})
+
+
+# Optimizers
+
+
+USUAL = [sample for sample in optimizer_samples() if sample.is_usual]
+ROWS = 6
+
+
+def stepped(sample: OptimizerSample, rows: slice) -> State:
+    """Return parameters and state of the rows of a matrix."""
+    full = Numbers.of([(ROWS, 4)], sample, ranks=2)
+
+    def cut(tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [x[rows] for x in tensors]
+
+    return on_plain_tensors(sample, Numbers(cut(full.parameters), [*map(cut, full.gradients)]))
+
+
+@pytest.mark.parametrize("sample", USUAL, ids=lambda sample: sample.name)
+def test_an_optimizer_is_on_elements_if_halves_step_as_the_full_matrix(sample: OptimizerSample) -> None:
+    states = [stepped(sample, rows) for rows in (slice(None), slice(0, ROWS // 2), slice(ROWS // 2, None))]
+    full, first, second = (state["parameter 0"] for state in states)
+    difference = (torch.cat([first, second]) - full).abs().max()
+    assert difference <= 1e-6 if sample.is_elementwise else difference >= 1e-3
+
+
+def test_every_optimizer_is_tried_with_every_implementation_and_option() -> None:
+    names = {sample.name for sample in optimizer_samples()}
+    assert {make.__name__ for make in optimizers()} - names == {"SparseAdam"}
+    assert {"AdamW, fused, amsgrad", "SGD, foreach, nesterov", "Adam, tensor lr", "Muon, nesterov"} <= names
+    assert {"LBFGS, line_search_fn", "ASGD, t0", "RMSprop, foreach, centered", "NAdam, maximize"} <= names
+
+
+def test_steps_change_parameters() -> None:
+    for each in USUAL:
+        state = stepped(each, slice(None))
+        assert not torch.equal(state["parameter 0"], Numbers.of([(ROWS, 4)], each, ranks=2).parameters[0])
+
+
+def test_plain_tensors_are_refused_for_the_samples_that_are_said_to_be_impossible_alone() -> None:
+    refused = set()
+    for each in all_samples():
+        try:
+            stepped(each, slice(None))
+        except (AssertionError, RuntimeError, ValueError):
+            refused.add(each.name)
+    assert refused == IMPOSSIBLE.keys()
+
+
+# Trials
+
+
+def test_a_sweep_without_the_subjects_tries_all() -> None:
+    for subjects, selected in (((), ["mean", "sum"]), (("Muon",), ["mean", "sum"]), (("sum", "Muon"), ["sum"])):
+        assert select_samples(["mean", "sum"], str, restricted_to=subjects) == selected
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (TypeError("got an unexpected keyword argument 'timeout'"), "refused"),
+        (RuntimeError("Operator aten.poll.default with timeout does not have a sharding strategy"), "refused"),
+        (RuntimeError("Timeout waiting for key: default_pg/0//cpu//0/1 after 500 ms"), "wrong"),
+        (RuntimeError("Connect timeout [127.0.0.1]:1234"), "wrong"),
+        (RuntimeError("Timed out waiting 500ms for recv operation to complete"), "wrong"),
+        (RuntimeError("Application timeout caused pair closure"), "wrong"),
+        (RuntimeError("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)"), "wrong"),
+        (RuntimeError("wait timeout after 500ms, keys: /0"), "wrong"),
+    ],
+)
+def test_a_rank_that_has_waited_refuses_nothing(mesh: DeviceMesh, error: Exception, outcome: SweptOutcome) -> None:
+    def call(_mesh: DeviceMesh) -> Mapping[str, str]:
+        raise error
+
+    trials = Trials(mesh)
+    trials.attempt("mean", "Shard(0)", "mean of 3 x 4", call)
+    assert trials.swept.outcomes == {outcome: 1}
