@@ -1,4 +1,4 @@
-"""Shrinking on oracles that need no run: any conjunction of two features is found exactly, with few questions."""
+"""Shrinking on oracles that need no run: any conjunction of two features is found exactly, in a few questions."""
 
 import itertools
 import math

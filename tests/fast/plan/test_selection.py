@@ -1,4 +1,4 @@
-"""Selections of cells: what an expression selects, and how mistakes are pointed at."""
+"""Selections of cells: the cells of an expression, and the column of a mistake."""
 
 import pytest
 

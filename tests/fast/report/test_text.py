@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from conformance.instruments.communication import Communication
 from conformance.judge.verdicts import Verdict
-from conformance.report.schema import CaseResult, Report
+from conformance.report.schema import Report
 from conformance.report.text import annotations, headline, markdown, terminal_lines
 from conformance.report.wording import bounds_text, derivation_text, is_outside, value_text
 from tests.support.sample_reports import FACTS, bytes_of, case, count, deviation, report
@@ -58,6 +58,7 @@ def test_what_failed_comes_before_the_table_and_what_was_not_judged_after_it() -
     assert "unsupported, 1 case: needs 2 GPUs" in text
     assert "\ncoverage by laws on numbers: pairs 90 % of 10, triples 99.9 % of 3000\n" in text
     assert text.index("PAR-2 ") < text.index("PAR-10 "), "laws in their order"
+    assert "1 of 1 case executed" in terminal(report(case("PAR-1/a")))
 
 
 def test_one_cause_is_told_once() -> None:
@@ -82,7 +83,7 @@ fail: PAR-1/dp2-fp32-default-meta: why fail
 
 
 def test_causes_that_no_size_joins_are_told_apart() -> None:
-    failed = replace(case("CLIP-1/dp2-fp32-default-meta", "fail", norm=replace(deviation(1.0), ratio=3.0)), repro="")
+    failed = case("CLIP-1/dp2-fp32-default-meta", "fail", norm=replace(deviation(1.0), ratio=3.0))
     text = terminal(report(*summed().cases, failed))
     assert "What failed: 3 cases of 2 laws\n" in text
     assert "1 case of CLIP-1: measured is 3.000 times expected, worst in layers.*.attention.wk.bias\n" in text
@@ -121,14 +122,6 @@ def test_a_long_reason_is_shortened() -> None:
     text = terminal(report(failed))
     assert "wrong ... (see report.html)\n" in text
     assert "elements" not in text
-
-
-def test_numbers_and_nouns_agree() -> None:
-    errors = [replace(case(f"PAR-1/{mesh}", "error"), reason="disk full") for mesh in "ab"]
-    text = terminal(report(*errors, case("PAR-2/a", "unsupported"), case("PAR-2/b", "unsupported")))
-    assert "What failed: 2 cases of 1 law\n" in text
-    assert "unsupported, 2 cases: why unsupported" in text
-    assert "1 of 1 case executed" in terminal(report(case("PAR-1/a")))
 
 
 def test_metrics_in_words() -> None:
@@ -238,19 +231,12 @@ def test_the_outcome_comes_first(exit_code: int, outcome: str) -> None:
     assert headline(shown).line.startswith(f"{outcome}: torch 2.13.0+cpu, CPU (gloo, simulated), profile pr")
 
 
-def test_what_was_judged_names_the_substrates_of_judged_cases_alone() -> None:
-    assert headline(on_cpu()).subject == "torch 2.13.0+cpu, CPU (gloo, simulated), profile pr"
-    assert headline(report()).subject == "torch 2.13.0, 2 x Fake, profile pr"
-
-
 def test_a_narrowed_session_with_a_defect_says_so_in_the_first_line() -> None:
-    shown = on_cpu(selection="--cells 'tp = 2'", defect="grads-summed", exit_code=1)
-    assert headline(shown).restrictions == ["only --cells 'tp = 2'", "defect grads-summed injected"]
-    assert headline(shown).line == (
-        "NOT CONFORMANT (only --cells 'tp = 2'; defect grads-summed injected): "
-        "torch 2.13.0+cpu, CPU (gloo, simulated), profile pr"
-    )
-    assert headline(on_cpu()).restrictions == []
+    """The line names the substrates of judged cases alone."""
+    line = headline(on_cpu(selection="--cells 'tp = 2'", defect="grads-summed", exit_code=1)).line
+    subject = "torch 2.13.0+cpu, CPU (gloo, simulated), profile pr"
+    assert line == f"NOT CONFORMANT (only --cells 'tp = 2'; defect grads-summed injected): {subject}"
+    assert headline(report()).subject == "torch 2.13.0, 2 x Fake, profile pr"
 
 
 def test_what_a_session_says_nothing_about() -> None:
@@ -270,49 +256,26 @@ def github(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
 
 
-def failing_with(name: str, reason: str) -> CaseResult:
-    return replace(case(name, "fail"), reason=reason)
-
-
-def test_a_failure_is_an_error_with_law_cell_and_reason() -> None:
-    (line,) = annotations(report(case(f"PAR-1/{DP2}", "fail")))
-    assert line.startswith(f"::error title=fail%3A PAR-1/{DP2}::why fail%0Aknown faults with this signature: ")
-
-
-def test_a_cause_is_one_error() -> None:
-    (line,) = annotations(report(*(case(f"PAR-1/{mesh}-fp32-default-meta", "fail") for mesh in ("dp2", "dp4"))))
-    assert line.startswith(f"::error title=fail%3A PAR-1/{DP2}::why fail%0A2 cases of PAR-1")
-
-
-def test_special_characters_are_escaped() -> None:
-    (line,) = annotations(report(failing_with("PAR-1/a,b", "100 %: a, b")))
-    assert line == "::error title=fail%3A PAR-1/a%2Cb::100 %25: a, b"
-
-
 @pytest.mark.parametrize(
     ("verdict", "kind"),
     [
-        (Verdict.PASS, None),
-        (Verdict.UNSUPPORTED, None),
-        (Verdict.WAIVED, None),
+        *((verdict, None) for verdict in (Verdict.PASS, Verdict.UNSUPPORTED, Verdict.WAIVED)),
         (Verdict.QUALITY_WARNING, "warning"),
-        (Verdict.FAIL, "error"),
-        (Verdict.UNEXPECTED_PASS, "error"),
-        (Verdict.TIMEOUT, "error"),
-        (Verdict.CRASH, "error"),
-        (Verdict.ERROR, "error"),
+        *((verdict, "error") for verdict in (Verdict.FAIL, Verdict.UNEXPECTED_PASS, Verdict.CRASH, Verdict.ERROR)),
     ],
 )
-def test_failures_are_errors_and_drift_is_a_warning(verdict: Verdict, kind: str | None) -> None:
+def test_a_failure_is_an_error_and_drift_is_a_warning(verdict: Verdict, kind: str | None) -> None:
     lines = annotations(report(case(f"PAR-1/{DP2}", verdict.value)))
     assert [line.split()[0] for line in lines] == ([f"::{kind}"] if kind else [])
 
 
-def test_github_shows_ten() -> None:
-    failures = [failing_with(f"PAR-1/{DP2}", f"why {letter}") for letter in "abcdefghijkl"]
+def test_a_cause_is_one_error_with_law_cell_and_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GitHub shows ten of them, and needs some characters escaped."""
+    failures = [replace(case(f"PAR-1/{DP2}", "fail"), reason=f"why {letter}") for letter in "abcdefghijkl"]
     assert len(annotations(report(*failures))) == 10
-
-
-def test_there_are_none_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    (line,) = annotations(report(*(case(f"PAR-1/{mesh}-fp32-default-meta", "fail") for mesh in ("dp2", "dp4"))))
+    assert line.startswith(f"::error title=fail%3A PAR-1/{DP2}::why fail%0A2 cases of PAR-1")
+    (escaped,) = annotations(report(replace(case("PAR-1/a,b", "fail"), reason="100 %: a, b")))
+    assert escaped == "::error title=fail%3A PAR-1/a%2Cb::100 %25: a, b"
     monkeypatch.delenv("GITHUB_ACTIONS")
-    assert annotations(report(case(f"PAR-1/{DP2}", "fail"))) == []
+    assert annotations(report(*failures)) == []
