@@ -64,7 +64,7 @@ def test_no_cell_of_the_matrix_is_excluded_or_refused() -> None:
 
 
 def values_of_sections() -> dict[str, list[AxisValue]]:
-    """Values of the sections that have an axis of their own, such as pipelines."""
+    """Return the values of sections with axes that no other section has, such as pipelines."""
     sections: dict[str, list[AxisValue]] = {}
     for section in CONTENT.cells.values():
         own = section.axes or {}

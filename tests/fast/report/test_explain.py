@@ -129,7 +129,7 @@ def test_sizes_of_the_mesh_tell_cells_apart_if_no_axis_does() -> None:
 
 
 def summed_gradients(*, integers: str) -> Report:
-    """Failures of `grads-summed`, but for the verdict on the integer model."""
+    """Return failures of `grads-summed`, with any verdict on the integer model."""
     integer = f"PAR-9/{DP2}-integer-sgd-noclip-steps1"
     resumed = [f"CKPT-1/{DP2}-from.same", f"CKPT-3/{DP2}-from.same-async"]
     others = ["PAR-2/dp2-bf16mixed-default-meta", "STREAM-3/dp2-fp32-default-full-fsdp1"]
