@@ -4,14 +4,13 @@ import ast
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import get_args
 
 import pytest
 
 from conformance.__main__ import main
 from conformance.defects.catalogue import defects
-from conformance.plan.matrix import Case, load_matrix
+from conformance.plan.matrix import load_matrix
 from conformance.plan.selection import parse, parse_laws
 from conformance.plan.substrates import Substrate
 from conformance.project import PROJECT
@@ -218,40 +217,24 @@ DEFECTS = {defect.id: defect for defect in defects()}
 MATRIX = load_matrix(PROJECT / "matrix.yaml")
 
 _ENTRY = re.compile(r"^- \*\*(?P<symptom>.*?)(?P<text>\*\*.*?)\n\n {6}(?P<command>.*?)$", re.MULTILINE | re.DOTALL)
+ENTRIES = [match.groups() for match in _ENTRY.finditer(read("docs/symptoms.md"))]
 
 
-@dataclass(frozen=True)
-class Entry:
-    symptom: str
-    text: str
-    command: str
-
-    @property
-    def cases(self) -> list[Case]:
-        """Cases that the command selects. Raises ValueError for a law or a cell that is none."""
-        pytest_, directory, laws_option, laws, cells_option, cells = shlex.split(self.command)
-        assert [pytest_, directory, laws_option, cells_option] == ["pytest", "conformance/", "--laws", "--cells"]
-        selected = parse_laws(laws, MATRIX.laws())
-        return [case for case in MATRIX.cases(DEFAULT_PROFILE, only=parse(cells)) if case.law in selected]
-
-
-def entries() -> Iterator[Entry]:
-    for match in _ENTRY.finditer(read("docs/symptoms.md")):
-        yield Entry(match["symptom"], match["text"], match["command"])
-
-
-@pytest.mark.parametrize("entry", list(entries()), ids=lambda entry: entry.symptom[:40].replace("\n", " "))
-def test_a_command_judges_the_law_where_the_defect_shows(entry: Entry) -> None:
-    cases = entry.cases
+@pytest.mark.parametrize(("symptom", "text", "command"), ENTRIES, ids=[symptom[:40] for symptom, *_ in ENTRIES])
+def test_a_command_judges_the_law_where_the_defect_shows(symptom: str, text: str, command: str) -> None:
+    pytest_, directory, laws_option, laws_text, cells_option, cells_text = shlex.split(command)
+    assert [pytest_, directory, laws_option, cells_option] == ["pytest", "conformance/", "--laws", "--cells"], symptom
+    selected = parse_laws(laws_text, MATRIX.laws())
+    cases = [case for case in MATRIX.cases(DEFAULT_PROFILE, only=parse(cells_text)) if case.law in selected]
     assert 1 <= len(cases) <= MAX_CASES
     assert max(case.cell.world_size for case in cases) <= MAX_RANKS
-    assert {case.law for case in cases} == set(_LAW.findall(entry.text))
-    assert re.search(r"https://github\.com/", entry.text)
-    (defect,) = [DEFECTS[name] for name in re.findall(r"`([a-z0-9-]+)`", entry.text) if name in DEFECTS]
+    assert {case.law for case in cases} == set(_LAW.findall(text))
+    assert re.search(r"https://github\.com/", text)
+    (defect,) = [DEFECTS[name] for name in re.findall(r"`([a-z0-9-]+)`", text) if name in DEFECTS]
     shows = parse(defect.cells)
     assert any(case.law in defect.laws and shows(case.cell) for case in cases)
 
 
 def test_all_commands_are_checked() -> None:
     text = read("docs/symptoms.md")
-    assert len(list(entries())) == len(re.findall(r"^ *pytest ", text, re.MULTILINE)) == text.count("\n- **")
+    assert len(ENTRIES) == len(re.findall(r"^ *pytest ", text, re.MULTILINE)) == text.count("\n- **")
