@@ -54,8 +54,9 @@ def test_a_gap_leaves_out_cells_of_where() -> None:
 def test_other_decorators_and_files_declare_nothing(tmp_path: Path) -> None:
     (tmp_path / "more.py").write_text("@law('PAR-2', where='tp = 1')\ndef test_other(): ...\n")
     assert list(declared(tmp_path, "@pytest.mark.slow\n@law('PAR-1', where='tp = 1')", "@other('PAR-3')")) == ["PAR-1"]
+    (tmp_path / "ordered").mkdir()
     names = ("PAR-10", "PAR-9", "ENV-2", "AMP-1")
-    found = list(declared(tmp_path, *(f"@law('{name}', where='tp = 1')" for name in names)))
+    found = list(declared(tmp_path / "ordered", *(f"@law('{name}', where='tp = 1')" for name in names)))
     assert found == ["ENV-2", "AMP-1", "PAR-9", "PAR-10"], "preconditions come first, and numbers ascend"
 
 
