@@ -89,7 +89,7 @@ def on_device(fsdp1: int, fsdp2: int) -> Any:
     return measure
 
 
-def test_a_device_is_judged_by_what_is_active() -> None:
+def test_a_device_is_judged_by_active_memory() -> None:
     laws.test_fsdp2_active_peak_is_at_most_fsdp1s(on_device(2 * GIB, GIB), CELL)
     with pytest.raises(ConformanceFailure, match="active peak of FSDP2, rank 0: measured"):
         laws.test_fsdp2_active_peak_is_at_most_fsdp1s(on_device(GIB, 2 * GIB), CELL)
@@ -105,7 +105,7 @@ def test_before_2_8_only_the_variable_promises_it(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     "test", [laws.test_fsdp2_active_peak_is_at_most_fsdp1s, streams.test_record_stream_holds_no_memory]
 )
-def test_unsupported_says_what_is_missing(test: Any) -> None:
+def test_unsupported_names_the_missing_devices(test: Any) -> None:
     law = law_of(test)
     assert law is not None
     three = Hardware(devices=tuple(Device(f"GPU-{number}", "fake", 0) for number in range(3)))

@@ -82,7 +82,7 @@ def test_singles_are_each_mesh_and_each_feature_alone(folder: Path) -> None:
     )
 
 
-def test_a_single_has_what_its_feature_needs(folder: Path) -> None:
+def test_a_single_has_the_options_that_its_feature_needs(folder: Path) -> None:
     """A feature that the section's mesh excludes is alone on another one."""
     text = TEXT.replace("  optimizer: [adamw, sgd]\n", "  optimizer: [adamw, sgd]\n  accumulation: [1, 2]\n")
     text = text.replace("reshard = always and tp in (2, 4)", "optimizer = sgd and accumulation = 1 or reshard = always")

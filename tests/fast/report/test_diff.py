@@ -118,7 +118,7 @@ def test_times_are_compared_relative_to_fixed_work_and_over_many_cells() -> None
     assert changes(usual, report(cells=cells(8, **slower, substrate="nccl"))) == []
 
 
-def test_what_cannot_be_compared() -> None:
+def test_sessions_that_cannot_be_compared() -> None:
     before, after = report(case("PAR-1/a")), report(case("PAR-1/a", "fail"), suite_digest="e")
     with pytest.raises(ValueError, match=r"judged by different suites \(d, e\).*--any-suite"):
         diff(before, after)

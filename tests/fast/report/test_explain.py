@@ -32,7 +32,7 @@ def only(shown: Report) -> Explanation:
     return explanation
 
 
-def test_cases_of_one_ratio_are_a_group_whatever_tensor_is_worst() -> None:
+def test_cases_of_one_ratio_are_a_group_of_all_tensors() -> None:
     cases = [
         failing(f"PAR-1/{DP2}-sgd-noclip", 2.0, "layers.0.attention.wk.bias"),
         failing(f"PAR-1/{DP2}", 2.0000004, "layers.11.attention.wq.bias"),

@@ -65,7 +65,7 @@ def test_facts_are_those_of_first_runs_of_the_session(tmp_path: Path) -> None:
     assert twice.collectives == {"backward all_gather dp_shard": 1, "forward all_gather dp_shard": 1}
 
 
-def test_what_instruments_do_is_no_time_of_a_step() -> None:
+def test_time_of_instruments_is_no_time_of_a_step() -> None:
     now = iter([0.0, 1.0, 4.0, 10.0, 20.0, 25.0])
     times = StepTimes(clock=lambda: next(now))
     times.phase("data", step=0)
@@ -91,7 +91,7 @@ def test_environment_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert msgspec.json.decode(msgspec.json.encode(facts)) == facts
 
 
-def test_what_a_machine_cannot_show() -> None:
+def test_features_that_a_machine_cannot_show() -> None:
     device = Device(uuid="GPU-1", name="H200", total_bytes=1)
     for hardware, cannot_show in (
         (NO_DEVICES, "NCCL, CUDA streams, GPU memory, pinned host memory"),

@@ -163,7 +163,7 @@ def test_a_record_that_cannot_be_written_is_told_with_its_directory(tmp_path: Pa
         store(tmp_path / "records").record(HEADER, remove, Clock())
 
 
-def test_a_store_with_less_time_shares_what_was_read(tmp_path: Path) -> None:
+def test_a_store_with_less_time_shares_the_read_records(tmp_path: Path) -> None:
     session_store = store(tmp_path)
     record = session_store.record(HEADER, lambda _: RecordFile(header=HEADER, ranks=msgspec.Raw(b"[]")), Clock())
 
