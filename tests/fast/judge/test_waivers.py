@@ -1,7 +1,6 @@
 """Waivers: their cases, the verdicts that they change, and mistakes in waivers.yaml."""
 
 import datetime
-from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
@@ -114,25 +113,11 @@ def test_an_expired_waiver_waives_nothing_and_is_told(tmp_path: Path, matrix: Ma
     assert profile_waivers(file, matrix, without, today=DAY) == ([], [])
 
 
-@pytest.mark.parametrize(
-    ("other", "overlaps"),
-    [
-        ({}, True),
-        ({"cells": "mesh = dp4"}, True),
-        ({"torch": "2.13 - 2.14"}, True),
-        ({"torch": "2.14 - 2.15"}, False),
-        ({"cells": "world = 1"}, False),
-        ({"device": "cuda"}, False),
-        ({"law": "INIT-7"}, False),
-    ],
-)
-def test_two_waivers_of_a_case_are_a_mistake(
-    tmp_path: Path, matrix: Matrix, other: dict[str, object], overlaps: bool
-) -> None:
-    file = written(tmp_path, {}, other)
-    expected = pytest.raises(ValueError, match="two waivers of INIT-8 apply to the same case")
-    with expected if overlaps else nullcontext():
-        load_waivers(file, matrix)
+def test_two_waivers_of_a_case_are_a_mistake(tmp_path: Path, matrix: Matrix) -> None:
+    with pytest.raises(ValueError, match="two waivers of INIT-8 apply to the same case"):
+        load_waivers(written(tmp_path, {}, {"cells": "mesh = dp4"}), matrix)
+    for other in ({"torch": "2.14 - 2.15"}, {"cells": "world = 1"}, {"device": "cuda"}, {"law": "INIT-7"}):
+        load_waivers(written(tmp_path, {}, other), matrix)
 
 
 VERSIONS = st.tuples(st.integers(6, 20), st.integers(6, 20)).map(lambda two: f"2.{min(two)} - 2.{max(two)}")
