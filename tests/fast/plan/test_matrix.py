@@ -169,11 +169,6 @@ def test_singles_of_own_axes_stand_on_their_meshes_alone(folder: Path) -> None:
     assert singles == (base, base.but(optimizer="sgd"), base.but(init="full"))
 
 
-def test_unknown_names(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"unknown profile `sme`; allowed: all, some, short \(did you mean `some`\?\)"):
-        read(folder, TEXT).cases("sme")
-
-
 def test_digest_is_that_of_the_content(folder: Path) -> None:
     matrix = read(folder, TEXT)
     assert len(matrix.digest) == 64

@@ -60,23 +60,21 @@ def test_other_decorators_and_files_declare_nothing(tmp_path: Path) -> None:
     assert found == ["ENV-2", "AMP-1", "PAR-9", "PAR-10"], "preconditions come first, and numbers ascend"
 
 
+LITERALS = "test_laws.py:1: write id, `where`, `gaps`, `numbers` and `of` of a law as literals"
+TWICE = "@law('PAR-1', where='tp = 1')\ndef test_one(): ...\n@law('PAR-1', where='tp = 2')"
+
+
 @pytest.mark.parametrize(
     ("declaration", "message"),
     [
         ("@law('PAR-1', where='tpp = 1')", "law PAR-1: unknown name `tpp`; allowed: id, mesh, "),
         ("@law('PAR-1', where='tp = 1', gaps=['no-masks'])", "law PAR-1: unknown gap `no-masks`; allowed: masks-of-"),
-        (
-            "@law('PAR-1', where=WHERE)",
-            "test_laws.py:1: write id, `where`, `gaps`, `numbers` and `of` of a law as literals",
+        *((f"@law({arguments})", LITERALS) for arguments in ("'PAR-1', where=WHERE", "PAR, where='tp = 1'", "'PAR-1'")),
+        *(
+            (f"@law({arguments})", LITERALS)
+            for arguments in ("where='tp = 1'", "'PAR-1', where='tp = 1', gaps=[*GAPS]")
         ),
-        ("@law(PAR, where='tp = 1')", "test_laws.py:1: write id, "),
-        ("@law('PAR-1', where='tp = 1', gaps=[*GAPS])", "test_laws.py:1: write id, "),
-        ("@law('PAR-1')", "test_laws.py:1: write id, "),
-        ("@law(where='tp = 1')", "test_laws.py:1: write id, "),
-        (
-            "@law('PAR-1', where='tp = 1')\ndef test_one(): ...\n@law('PAR-1', where='tp = 2')",
-            "test_laws.py:3: law PAR-1 is declared twice",
-        ),
+        (TWICE, "test_laws.py:3: law PAR-1 is declared twice"),
     ],
 )
 def test_mistakes(tmp_path: Path, declaration: str, message: str) -> None:
