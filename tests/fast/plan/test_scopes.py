@@ -61,6 +61,13 @@ def test_other_decorators_and_files_declare_nothing(tmp_path: Path) -> None:
 
 
 LITERALS = "test_laws.py:1: write id, `where`, `gaps`, `numbers` and `of` of a law as literals"
+NOT_LITERAL = (
+    "'PAR-1', where=WHERE",
+    "PAR, where='tp = 1'",
+    "'PAR-1'",
+    "where='tp = 1'",
+    "'PAR-1', where='', gaps=[*GAPS]",
+)
 TWICE = "@law('PAR-1', where='tp = 1')\ndef test_one(): ...\n@law('PAR-1', where='tp = 2')"
 
 
@@ -69,11 +76,7 @@ TWICE = "@law('PAR-1', where='tp = 1')\ndef test_one(): ...\n@law('PAR-1', where
     [
         ("@law('PAR-1', where='tpp = 1')", "law PAR-1: unknown name `tpp`; allowed: id, mesh, "),
         ("@law('PAR-1', where='tp = 1', gaps=['no-masks'])", "law PAR-1: unknown gap `no-masks`; allowed: masks-of-"),
-        *((f"@law({arguments})", LITERALS) for arguments in ("'PAR-1', where=WHERE", "PAR, where='tp = 1'", "'PAR-1'")),
-        *(
-            (f"@law({arguments})", LITERALS)
-            for arguments in ("where='tp = 1'", "'PAR-1', where='tp = 1', gaps=[*GAPS]")
-        ),
+        *((f"@law({arguments})", LITERALS) for arguments in NOT_LITERAL),
         (TWICE, "test_laws.py:3: law PAR-1 is declared twice"),
     ],
 )
