@@ -111,15 +111,9 @@ def line_count(file: str) -> int:
     return len((PROJECT / file).read_text().splitlines())
 
 
-def test_no_file_is_too_long() -> None:
-    def too_long(file: str) -> Iterator[str]:
-        if line_count(file) > MAX_LINES:
-            yield f"{line_count(file)} lines, more than {MAX_LINES}"
-
-    require(too_long, PROGRAMS)
-
-
-def test_no_package_is_too_large() -> None:
+def test_no_file_is_too_long_and_no_package_too_large() -> None:
+    too_long = [file for file in PROGRAMS if line_count(file) > MAX_LINES]
+    assert not too_long, f"more than {MAX_LINES} lines"
     lines: Counter[str] = Counter()
     for file in PACKAGES:
         lines[package_of(file)] += line_count(file)
@@ -263,9 +257,8 @@ def test_docstrings_are_read_once_and_alone() -> None:
     require(obscure, LANGUAGE)
 
 
-@pytest.mark.parametrize(
-    "docstring",
-    [
+def test_obscure_sentences_are_seen_and_plain_ones_left_alone() -> None:
+    obscure = [
         "It is cached.",
         "What the host issues.",
         "Stream that notes what it is told.",
@@ -274,24 +267,15 @@ def test_docstrings_are_read_once_and_alone() -> None:
         "Shard each norm as a group of its own.",
         "Return the ranks to be told: each is to sleep.",
         "Operators that fake tensors do otherwise.",
-    ],
-)
-def test_obscure_sentences_are_seen(docstring: str) -> None:
-    assert obscurity(docstring)
-
-
-@pytest.mark.parametrize(
-    "docstring",
-    [
+    ]
+    plain = [
         "Return the shards.\n\nIt is what is held.",
         "Return `what` of the call.",
         "Raise UsageError with what to write instead.",
         "Return True for a rank; otherwise False.",
         "This rank's shards. They are on the CPU.",
-    ],
-)
-def test_plain_sentences_are_left_alone(docstring: str) -> None:
-    assert obscurity(docstring) is None
+    ]
+    assert [sentence for sentence in [*obscure, *plain] if obscurity(sentence)] == obscure
 
 
 def test_names_are_no_prepositions() -> None:
@@ -336,11 +320,7 @@ def test_names_are_the_terms_of_the_field() -> None:
     require(replaced_names, PACKAGES)
 
 
-@pytest.mark.parametrize("name", ["run_part", "BuryRanks", "PAGE", "defects_shown_by", "idle", "_late"])
-def test_replaced_words_are_seen_in(name: str) -> None:
-    assert is_replaced(name)
-
-
-@pytest.mark.parametrize("name", ["idle_s", "placements", "Partial", "partial_sum", "full_tensor", "string", "compare"])
-def test_terms_of_the_field_are_left_alone(name: str) -> None:
-    assert not is_replaced(name)
+def test_replaced_words_are_seen_and_terms_of_the_field_left_alone() -> None:
+    replaced = ["run_part", "BuryRanks", "PAGE", "defects_shown_by", "idle", "_late"]
+    terms = ["idle_s", "placements", "Partial", "partial_sum", "full_tensor", "string", "compare"]
+    assert [name for name in [*replaced, *terms] if is_replaced(name)] == replaced

@@ -38,11 +38,14 @@ def bit_pattern(*patterns: int) -> Tensor:
     return torch.tensor(patterns, dtype=torch.int32).view(torch.float32)
 
 
-def run_comparison(compared: Callable[[], None]) -> tuple[dict[str, Measurement], str]:
-    """Return the measurements of a comparison, and its message if it failed."""
+Compared = tuple[dict[str, Measurement], str]
+"""Measurements of a comparison, and its message if it failed."""
+
+
+def run_comparison(comparison: Callable[..., None], *values: Any, **options: Any) -> Compared:
     with collecting() as measured:
         try:
-            compared()
+            comparison(*values, name="x", **options)
         except ConformanceFailure as failure:
             return measured, str(failure)
     return measured, ""
@@ -53,13 +56,7 @@ def run_comparison(compared: Callable[[], None]) -> tuple[dict[str, Measurement]
     [
         ([1.0, 2.0], [1.0, 2.0], 0.0, 0.0, ""),
         ([1.0, 2.1], [1.0, 2.0], 0.06, 0.05, ""),
-        (
-            [1.0, 2.1],
-            [1.0, 2.0],
-            0.04,
-            0.05,
-            "x at step 1: relative deviation 0.05, bound 0.04; measured 2.1, expected 2.0",
-        ),
+        ([1.0, 2.1], [1.0, 2.0], 0.04, 0.05, "step 1: relative deviation 0.05, bound 0.04; measured 2.1, expected 2.0"),
         ([0.5], [0.0], 0.6, 0.5, ""),
         ([1.0, NAN], [1.0, 1.0], 9.0, None, "bound 9; measured nan, expected 1.0"),
         ([INF], [1.0], 9.0, None, "x at step 0: relative deviation inf, bound 9; measured inf"),
@@ -72,16 +69,13 @@ def run_comparison(compared: Callable[[], None]) -> tuple[dict[str, Measurement]
 def test_scalars(
     measured: list[float], expected: list[float], within: float, value: float | None, message: str
 ) -> None:
-    metrics, said = run_comparison(lambda: compare.scalars(measured, expected, name="x", within=bound_of(within)))
-    assert message in said
-    assert bool(said) is bool(message)
+    metrics, said = run_comparison(compare.scalars, measured, expected, within=bound_of(within))
+    assert (message in said, bool(said)) == (True, bool(message))
     assert metrics["x"].value == (value if value is None else pytest.approx(value))
     assert (metrics["x"].lower, metrics["x"].unit) == (0.0, "relative deviation")
 
 
-def test_scalars_of_other_lengths_differ() -> None:
-    _, said = run_comparison(lambda: compare.scalars([1.0], [1.0, 2.0], name="x", within=bound("9")))
-    assert said == "x: 1 measured, 2 expected, one for each step"
+FROBENIUS = "x of a: relative Frobenius deviation 0.2, bound 0.19; norm 5.83095, expected 5, ratio 1.17"
 
 
 @pytest.mark.parametrize(
@@ -89,12 +83,7 @@ def test_scalars_of_other_lengths_differ() -> None:
     [
         ({"a": tensor(3, 4)}, {"a": tensor(3, 4)}, 0.0, ""),
         ({"a": tensor(3, 5)}, {"a": tensor(3, 4)}, 0.21, ""),
-        (
-            {"a": tensor(3, 5)},
-            {"a": tensor(3, 4)},
-            0.19,
-            "x of a: relative Frobenius deviation 0.2, bound 0.19; norm 5.83095, expected 5, ratio 1.17",
-        ),
+        ({"a": tensor(3, 5)}, {"a": tensor(3, 4)}, 0.19, FROBENIUS),
         # The worst is the one that exceeds its own bound the most.
         ({"a": tensor(1.5), "b": tensor(1.2)}, {"a": tensor(1), "b": tensor(1)}, {"a": 1.0, "b": 0.1}, "x of b:"),
         ({"a": tensor(1), "b": tensor(1.5)}, {"a": tensor(1), "b": tensor(1)}, {"a": 1.0, "b": 0.0}, "x of b:"),
@@ -111,41 +100,26 @@ def test_scalars_of_other_lengths_differ() -> None:
         ({}, {"b": tensor(1)}, 9.0, "x: missing ['b'], superfluous []"),
     ],
 )
-def test_tensors(
-    measured: dict[str, Tensor], expected: dict[str, Tensor], within: float | dict[str, float], message: str
-) -> None:
+def test_tensors(measured: Tensors, expected: Tensors, within: float | dict[str, float], message: str) -> None:
     bounds = {k: bound_of(v) for k, v in within.items()} if isinstance(within, dict) else bound_of(within)
-    _, said = run_comparison(lambda: compare.tensors(measured, expected, name="x", within=bounds))
-    assert message in said
-    assert bool(said) is bool(message)
+    _, said = run_comparison(compare.tensors, measured, expected, within=bounds)
+    assert (message in said, bool(said)) == (True, bool(message))
 
 
 def test_tensors_are_judged_by_their_change() -> None:
+    within, wide = bound("0.1"), bound("9")
     origin, expected, measured = {"a": tensor(1000)}, {"a": tensor(1001)}, {"a": tensor(1001.5)}
-    assert run_comparison(lambda: compare.tensors(measured, expected, name="x", within=bound("0.1")))[1] == ""
-    metrics, said = run_comparison(
-        lambda: compare.tensors(measured, expected, name="x", within=bound("0.1"), origin=origin)
-    )
+    assert run_comparison(compare.tensors, measured, expected, within=within)[1] == ""
+    metrics, said = run_comparison(compare.tensors, measured, expected, within=within, origin=origin)
     assert "deviation 0.5, bound 0.1" in said
-    assert metrics["x"] == Measurement(
-        kind="rounding",
-        value=0.5,
-        lower=0.0,
-        upper=0.1,
-        unit="relative Frobenius deviation",
-        at="a",
-        formula="0.1",
-        ratio=1.5,
-    )
+    change = Measurement(kind="rounding", value=0.5, lower=0.0, upper=0.1, unit="relative Frobenius deviation", at="a")
+    assert metrics["x"] == msgspec.structs.replace(change, formula="0.1", ratio=1.5)
+    metrics, said = run_comparison(compare.tensors, {"a": tensor(1002)}, expected, within=within, origin=origin)
+    assert metrics["x"].ratio == 2.0
+    assert "norm 2, expected 1, ratio 2" in said
     short, long = {"a": tensor(1)}, {"a": tensor(1, 2)}
-    assert (
-        "deviation inf"
-        in run_comparison(lambda: compare.tensors(short, long, name="x", within=bound("9"), origin=long))[1]
-    )
-    bad_origin = {"a": tensor(NAN)}
-    assert run_comparison(lambda: compare.tensors(measured, expected, name="x", within=bound("9"), origin=bad_origin))[
-        1
-    ]
+    assert "deviation inf" in run_comparison(compare.tensors, short, long, within=wide, origin=long)[1]
+    assert run_comparison(compare.tensors, measured, expected, within=wide, origin={"a": tensor(NAN)})[1]
 
 
 @pytest.mark.parametrize(
@@ -165,17 +139,11 @@ def test_tensors_are_judged_by_their_change() -> None:
     ],
 )
 def test_bits(measured: Tensor, expected: Tensor, message: str) -> None:
-    metrics, said = run_comparison(lambda: compare.bits({"a": measured}, {"a": expected}, name="x"))
-    assert message in said
-    assert bool(said) is bool(message)
-    assert msgspec.structs.replace(metrics["x"], ratio=None) == Measurement(
-        kind="exact",
-        value=float(bool(message)),
-        lower=0,
-        upper=0,
-        unit="tensors that differ, of 1",
-        at="a" if message else "",
-    )
+    metrics, said = run_comparison(compare.bits, {"a": measured}, {"a": expected})
+    assert (message in said, bool(said)) == (True, bool(message))
+    differing, at = float(bool(message)), "a" if message else ""
+    exact = Measurement(kind="exact", value=differing, lower=0, upper=0, unit="tensors that differ, of 1", at=at)
+    assert msgspec.structs.replace(metrics["x"], ratio=None) == exact
 
 
 @pytest.mark.parametrize(
@@ -193,23 +161,22 @@ def test_bits(measured: Tensor, expected: Tensor, message: str) -> None:
         (torch.ones(2, 1), tensor(1, 2), None),
     ],
 )
-def test_the_ratio_says_of_which_multiple_a_tensor_is(measured: Tensor, expected: Tensor, ratio: float | None) -> None:
-    by_norm, _ = run_comparison(lambda: compare.tensors({"a": measured}, {"a": expected}, name="x", within=bound("0")))
-    by_bits, _ = run_comparison(lambda: compare.bits({"a": measured}, {"a": expected}, name="x"))
+def test_the_ratio_is_the_multiple_of_the_expected_tensor(
+    measured: Tensor, expected: Tensor, ratio: float | None
+) -> None:
+    tensors = ({"a": measured}, {"a": expected})
+    by_norm, _ = run_comparison(compare.tensors, *tensors, within=bound("0"))
+    by_bits, _ = run_comparison(compare.bits, *tensors)
     for metrics in (by_norm, by_bits):
         assert metrics["x"].ratio == (ratio if ratio is None else pytest.approx(ratio, rel=1e-3))
 
 
-def test_the_ratio_is_that_of_changes_and_of_numbers_outside_of_their_bound() -> None:
-    origin, expected, measured = {"a": tensor(1000)}, {"a": tensor(1001)}, {"a": tensor(1002)}
-    metrics, said = run_comparison(
-        lambda: compare.tensors(measured, expected, name="x", within=bound("0.1"), origin=origin)
-    )
-    assert metrics["x"].ratio == 2.0
-    assert "norm 2, expected 1, ratio 2" in said
-    wrong, _ = run_comparison(lambda: compare.scalars([1.0, 3.0], [1.0, 1.5], name="x", within=bound("0.5")))
-    right, _ = run_comparison(lambda: compare.scalars([1.0, 3.0], [1.0, 1.5], name="x", within=bound("1.5")))
+def test_numbers_outside_of_their_bound_have_a_ratio() -> None:
+    wrong, _ = run_comparison(compare.scalars, [1.0, 3.0], [1.0, 1.5], within=bound("0.5"))
+    right, _ = run_comparison(compare.scalars, [1.0, 3.0], [1.0, 1.5], within=bound("1.5"))
     assert (wrong["x"].ratio, right["x"].ratio) == (2.0, None)
+    _, said = run_comparison(compare.scalars, [1.0], [1.0, 2.0], within=bound("9"))
+    assert said == "x: 1 measured, 2 expected, one for each step"
 
 
 def test_nothing_is_never_equal_to_nothing() -> None:
@@ -222,10 +189,10 @@ def test_nothing_is_never_equal_to_nothing() -> None:
 
 
 def test_count() -> None:
-    metrics, said = run_comparison(lambda: compare.count(3, name="x", expected=4, detail="rank 1", unit="ranks"))
+    metrics, said = run_comparison(compare.count, 3, expected=4, detail="rank 1", unit="ranks")
     assert said == "x: measured 3, expected 4 ranks; rank 1"
     assert metrics == {"x": Measurement(kind="exact", value=3.0, lower=4, upper=4, unit="ranks")}
-    assert run_comparison(lambda: compare.count(4, name="x", expected=4, unit="ranks"))[1] == ""
+    assert run_comparison(compare.count, 4, expected=4, unit="ranks")[1] == ""
 
 
 # Examples in docstrings
@@ -268,6 +235,9 @@ class Recorded:
         return self._of[prefix]
 
 
+Gradients = Callable[[Tensors, Tensors], Tensors]
+
+
 def emulated(emulated: Tensors, _exact: Tensors) -> Tensors:
     return emulated
 
@@ -276,37 +246,25 @@ def rounded_less(emulated: Tensors, exact: Tensors) -> Tensors:
     return {name: exact[name] + 0.9 * (emulated[name] - exact[name]) for name in exact}
 
 
-def exact(_emulated: Tensors, exact: Tensors) -> Tensors:
-    return exact
-
-
-def summed(emulated: Tensors, _exact: Tensors) -> Tensors:
-    return {name: grad * 2 for name, grad in emulated.items()}
-
-
-def one_percent_off(emulated: Tensors, _exact: Tensors) -> Tensors:
-    return {name: grad * 1.01 for name, grad in emulated.items()}
-
-
-def one_missing(emulated: Tensors, _exact: Tensors) -> Tensors:
-    return {name: torch.zeros_like(grad) if "wq" in name else grad for name, grad in emulated.items()}
+WRONG_GRADIENTS: dict[str, Gradients] = {
+    "exact": lambda _emulated, exact: exact,
+    "summed": lambda emulated, _: {name: grad * 2 for name, grad in emulated.items()},
+    "one percent off": lambda emulated, _: {name: grad * 1.01 for name, grad in emulated.items()},
+    "one missing": lambda emulated, _: {name: grad * ("wq" not in name) for name, grad in emulated.items()},
+}
 
 
 @pytest.mark.parametrize("gradients", [emulated, rounded_less])
-def test_gradients_that_err_as_rounding_does_pass(gradients: Callable[[Tensors, Tensors], Tensors]) -> None:
+def test_gradients_that_err_as_rounding_does_pass(gradients: Gradients) -> None:
     record: Any = Recorded(gradients)
     steps.compare_steps(record)
-
-
-def test_another_loss_fails() -> None:
-    record: Any = Recorded(emulated)
     record.losses = [2 * loss for loss in record.losses]
     with pytest.raises(ConformanceFailure, match="loss of step 0, emulated"):
         steps.compare_steps(record)
 
 
-@pytest.mark.parametrize("gradients", [exact, summed, one_percent_off, one_missing])
-def test_gradients_that_err_more_or_less_fail(gradients: Callable[[Tensors, Tensors], Tensors]) -> None:
+@pytest.mark.parametrize("gradients", WRONG_GRADIENTS.values(), ids=WRONG_GRADIENTS)
+def test_gradients_that_err_more_or_less_fail(gradients: Gradients) -> None:
     record: Any = Recorded(gradients)
     with pytest.raises(ConformanceFailure, match="error of step 0, compared with fp32"):
         steps.compare_steps(record)
@@ -328,7 +286,6 @@ WRONG = Wrong(subject="mm", fault="result", kind="even shards", cases=2, example
             "mm: result of even shards: 2",
         ),
     ],
-    ids=["refused", "not tried", "wrong"],
 )
 def test_every_subject_is_tried_and_none_is_wrong(swept: Swept, message: str) -> None:
     if not message:
@@ -360,7 +317,7 @@ def measure(*_: Any, **__: Any) -> NoReturn:
         ("2.14.0", "pp2-dp2", False, Measured),
     ],
 )
-def test_what_the_model_does_not_know(
+def test_memory_unknown_to_the_model_is_not_measured(
     monkeypatch: pytest.MonkeyPatch, version: str, mesh: str, in_flight: bool, outcome: type[Exception]
 ) -> None:
     monkeypatch.setattr(memory_bounds, "traits_of", lambda _: traits_of(version))

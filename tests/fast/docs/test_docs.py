@@ -1,15 +1,20 @@
-"""The documentation agrees with the repository: paths, commands, laws and places that it names; how long it may be."""
+"""The documentation names paths, commands and laws that exist, and is short."""
 
 import ast
 import re
+import shlex
 from collections.abc import Iterator
 from typing import get_args
 
 import pytest
 
 from conformance.__main__ import main
+from conformance.defects.catalogue import defects
+from conformance.plan.matrix import load_matrix
+from conformance.plan.selection import parse, parse_laws
 from conformance.plan.substrates import Substrate
 from conformance.project import PROJECT
+from conformance.pytest_plugin.options import DEFAULT_PROFILE
 
 GENERATED = ("conformance/laws/README.md", "docs/kill_matrix.md", "findings/README.md")
 """Tables that a command writes as a whole; in other pages it writes blocks between markers."""
@@ -24,7 +29,7 @@ _SPAN = re.compile(r"`([^`]+)`")
 _FENCED = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
 _INDENTED = re.compile(r"^ {4}.*$", re.MULTILINE)
 _GENERATED_BLOCK = re.compile(r"<!-- ([\w-]+): begin -->.*?<!-- \1: end -->", re.DOTALL)
-_OF_THE_PROJECT = re.compile(r"(conformance|tests|reference_trainer|benchmarks|ci|docs|findings)/")
+_PROJECT_PATH = re.compile(r"(conformance|tests|reference_trainer|benchmarks|ci|docs|findings)/")
 _PLACEHOLDER = re.compile(r"(?<![a-zA-Z])[A-Z]{3,}(?![a-zA-Z])")
 _LAW = re.compile(r"\b[A-Z]{2,}-\d+\b")
 _NO_LAWS = ("BSD-3", "PAR-11", "SIGKILL-9", "UTF-8", "ISO-8601", "SHA-256")
@@ -34,25 +39,25 @@ _DURATION = re.compile(r"(?<![\w.^])\d+(?:\.\d+)?(?: |-)?(?:ms|s|sec|secs|second
 
 
 def pages(*, but: tuple[str, ...] = ()) -> list[str]:
-    """Return the markdown files of the repository below its directory; reports have some that are not of it."""
+    """Return the markdown files of the repository; directories of reports have others."""
     folders = ("docs", "ci", "conformance", "reference_trainer", "benchmarks", "tests", "findings")
     files = [*PROJECT.glob("*.md"), *(file for folder in folders for file in (PROJECT / folder).rglob("*.md"))]
     own = sorted(file.relative_to(PROJECT).as_posix() for file in files)
     return [page for page in own if page not in but]
 
 
-def text_of(page: str) -> str:
+def read(page: str) -> str:
     return (PROJECT / page).read_text()
 
 
-def prose_of(page: str) -> str:
-    """Return what people have written: without generated blocks and fenced code."""
-    return _FENCED.sub("", _GENERATED_BLOCK.sub("", text_of(page)))
+def prose(page: str) -> str:
+    """Return the text that people have written, without generated blocks and fenced code."""
+    return _FENCED.sub("", _GENERATED_BLOCK.sub("", read(page)))
 
 
 def laws() -> set[str]:
     """Return the ids of all laws: the first column of the specification, which a test keeps in step with the laws."""
-    return set(first_column(text_of("conformance/laws/README.md")))
+    return set(first_column(read("conformance/laws/README.md")))
 
 
 def first_column(text: str) -> list[str]:
@@ -79,7 +84,7 @@ def broken_paths(text: str) -> Iterator[str]:
     """
     for span in _SPAN.findall(text):
         path = span.split()[0].partition("::")[0].rstrip("/,.;") if span.strip() else ""
-        if _OF_THE_PROJECT.match(f"{path}/") and not _exists(path):
+        if _PROJECT_PATH.match(f"{path}/") and not _exists(path):
             yield span
 
 
@@ -89,9 +94,10 @@ def _exists(path: str) -> bool:
 
 
 @pytest.mark.parametrize("page", pages())
-def test_links_and_paths_resolve(page: str) -> None:
-    text = text_of(page)
+def test_links_paths_and_laws_exist(page: str) -> None:
+    text = read(page)
     assert not [*broken_links(page, text), *broken_paths(text)]
+    assert not set(_LAW.findall(text)) - laws() - set(_NO_LAWS)
 
 
 def test_the_check_of_paths_sees_them() -> None:
@@ -115,7 +121,7 @@ def test_pages_that_the_code_names_exist() -> None:
 
 @pytest.mark.parametrize("page", pages())
 def test_commands_exist(page: str, capsys: pytest.CaptureFixture[str]) -> None:
-    text = text_of(page)
+    text = read(page)
     for command in sorted(set(re.findall(r"python -m conformance\s+([a-z]\w*)", text))):
         with pytest.raises(SystemExit) as ended:
             main([command, "--help"])
@@ -127,17 +133,12 @@ def test_commands_exist(page: str, capsys: pytest.CaptureFixture[str]) -> None:
 # Laws
 
 
-@pytest.mark.parametrize("page", pages())
-def test_laws_exist(page: str) -> None:
-    assert not set(_LAW.findall(text_of(page))) - laws() - set(_NO_LAWS)
-
-
 def test_blind_spots_has_a_row_for_each_law() -> None:
-    assert set(first_column(text_of("docs/blind_spots.md"))) == laws()
+    assert set(first_column(read("docs/blind_spots.md"))) == laws()
 
 
 def test_the_page_on_reports_names_each_substrate() -> None:
-    (row,) = (line for line in text_of("docs/report.md").splitlines() if line.startswith("| `substrate` |"))
+    (row,) = (line for line in read("docs/report.md").splitlines() if line.startswith("| `substrate` |"))
     assert _SPAN.findall(row) == ["substrate", *get_args(Substrate)]
 
 
@@ -146,34 +147,31 @@ def test_the_page_on_reports_names_each_substrate() -> None:
 
 def words(page: str) -> int:
     """Return the number of words of prose: a code span is one word, marks of tables and lists and code blocks none."""
-    prose = _SPAN.sub("code", _INDENTED.sub("", prose_of(page)))
-    return sum(any(character.isalnum() for character in word) for word in prose.split())
+    text = _SPAN.sub("code", _INDENTED.sub("", prose(page)))
+    return sum(any(character.isalnum() for character in word) for word in text.split())
 
 
 def test_documentation_is_short() -> None:
+    """The README is read in a minute; two pages are 1,000 words."""
     by_page = {page: words(page) for page in pages(but=GENERATED)}
     assert sum(by_page.values()) <= MAX_WORDS, by_page
-
-
-def test_documentation_has_few_pages() -> None:
     assert len(pages(but=NO_PAGES)) <= MAX_PAGES, pages(but=NO_PAGES)
+    assert by_page["CHANGELOG.md"] <= 600
+    assert by_page["docs/architecture.md"] <= 1000
+    assert len(read("README.md").splitlines()) <= 130
 
 
 @pytest.mark.parametrize("page", pages(but=GENERATED))
-def test_lines_are_wrapped(page: str) -> None:
-    """Tables, links and code are as long as they are."""
-    long = [line for line in prose_of(page).splitlines() if len(line) > WRAP and not line.startswith("    ")]
-    assert not [line for line in long if not line.lstrip().startswith(("|", "["))]
-
-
-@pytest.mark.parametrize("page", pages(but=GENERATED))
-def test_counts_and_durations_are_generated(page: str) -> None:
-    """Nobody can keep them in step: a command writes them into a block, or they are left out.
+def test_lines_are_wrapped_and_counts_and_durations_are_generated(page: str) -> None:
+    """Tables, links and code may be long. A command writes counts into a block, or they are left out.
 
     Limits that are part of the design are said in words, such as "a deadline of one second".
     """
-    prose = " ".join(prose_of(page).split())
-    assert not [match[0] for pattern in (_COUNT, _DURATION) for match in pattern.finditer(prose)]
+    written = prose(page)
+    long = [line for line in written.splitlines() if len(line) > WRAP and not line.startswith("    ")]
+    assert not [line for line in long if not line.lstrip().startswith(("|", "["))]
+    in_one_line = " ".join(written.split())
+    assert not [match[0] for pattern in (_COUNT, _DURATION) for match in pattern.finditer(in_one_line)]
 
 
 def test_the_check_of_counts_sees_them() -> None:
@@ -188,16 +186,9 @@ def test_the_check_of_counts_sees_them() -> None:
 
 def test_generated_blocks_are_closed() -> None:
     for page in pages():
-        text = text_of(page)
+        text = read(page)
         marks = re.findall(r"<!-- ([\w-]+): (begin|end) -->", _SPAN.sub("", text))
         assert len(marks) == 2 * len(_GENERATED_BLOCK.findall(text)), page
-
-
-def test_readme_architecture_and_changelog_are_short() -> None:
-    """The README is read in a minute; two pages are 1,000 words."""
-    assert words("CHANGELOG.md") <= 600
-    assert len(text_of("README.md").splitlines()) <= 130
-    assert words("docs/architecture.md") <= 1000
 
 
 # A cell's way
@@ -205,18 +196,45 @@ def test_readme_architecture_and_changelog_are_short() -> None:
 
 def stops() -> list[tuple[str, str]]:
     """Return file and function of each stop on a cell's way to its verdict, in docs/architecture.md."""
-    way = text_of("docs/architecture.md").partition("## A cell's way to its verdict")[2].partition("\n## ")[0]
+    way = read("docs/architecture.md").partition("## A cell's way to its verdict")[2].partition("\n## ")[0]
     return re.findall(r"^\d+\. `([\w/]+\.py)::([\w.]+)`", way, re.MULTILINE)
 
 
-def test_a_cells_way_has_at_most_twelve_stops() -> None:
+def test_a_cells_way_has_at_most_twelve_stops_which_are_functions() -> None:
     assert 1 <= len(stops()) <= 12
+    for file, function in stops():
+        body: list[ast.stmt] = ast.parse(read(file)).body
+        for name in function.split("."):
+            (found,) = (node for node in body if getattr(node, "name", None) == name)
+            body = getattr(found, "body", [])
+        assert isinstance(found, ast.FunctionDef), f"{file} has no function {function}"
 
 
-@pytest.mark.parametrize(("file", "function"), stops())
-def test_each_stop_on_a_cells_way_is_a_function(file: str, function: str) -> None:
-    body: list[ast.stmt] = ast.parse(text_of(file)).body
-    for name in function.split("."):
-        (found,) = (node for node in body if getattr(node, "name", None) == name)
-        body = getattr(found, "body", [])
-    assert isinstance(found, ast.FunctionDef), f"{file} has no function {function}"
+# docs/symptoms.md: each command judges a law in a few cells, on which the defect of its entry shows the symptom
+
+MAX_CASES, MAX_RANKS = 5, 4
+DEFECTS = {defect.id: defect for defect in defects()}
+MATRIX = load_matrix(PROJECT / "matrix.yaml")
+
+_ENTRY = re.compile(r"^- \*\*(?P<symptom>.*?)(?P<text>\*\*.*?)\n\n {6}(?P<command>.*?)$", re.MULTILINE | re.DOTALL)
+ENTRIES = [match.groups() for match in _ENTRY.finditer(read("docs/symptoms.md"))]
+
+
+@pytest.mark.parametrize(("symptom", "text", "command"), ENTRIES, ids=[symptom[:40] for symptom, *_ in ENTRIES])
+def test_a_command_judges_the_law_where_the_defect_shows(symptom: str, text: str, command: str) -> None:
+    pytest_, directory, laws_option, laws_text, cells_option, cells_text = shlex.split(command)
+    assert [pytest_, directory, laws_option, cells_option] == ["pytest", "conformance/", "--laws", "--cells"], symptom
+    selected = parse_laws(laws_text, MATRIX.laws())
+    cases = [case for case in MATRIX.cases(DEFAULT_PROFILE, only=parse(cells_text)) if case.law in selected]
+    assert 1 <= len(cases) <= MAX_CASES
+    assert max(case.cell.world_size for case in cases) <= MAX_RANKS
+    assert {case.law for case in cases} == set(_LAW.findall(text))
+    assert re.search(r"https://github\.com/", text)
+    (defect,) = [DEFECTS[name] for name in re.findall(r"`([a-z0-9-]+)`", text) if name in DEFECTS]
+    shows = parse(defect.cells)
+    assert any(case.law in defect.laws and shows(case.cell) for case in cases)
+
+
+def test_all_commands_are_checked() -> None:
+    text = read("docs/symptoms.md")
+    assert len(ENTRIES) == len(re.findall(r"^ *pytest ", text, re.MULTILINE)) == text.count("\n- **")

@@ -1,7 +1,6 @@
-"""Waivers: the cases to which they apply, the verdicts that they change, and mistakes in waivers.yaml."""
+"""Waivers: their cases, the verdicts that they change, and mistakes in waivers.yaml."""
 
 import datetime
-from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
@@ -35,21 +34,13 @@ def matrix() -> Matrix:
 
 
 def test_matches_law_cells_device_and_versions() -> None:
-    def matches(
-        law: str = "INIT-8",
-        cell: Cell = CELL,
-        device: str = "cpu",
-        torch: tuple[int, ...] = (2, 13),
-    ) -> bool:
-        return WAIVER.matches(Case(law, cell), device=device, torch=torch)
+    def match(law: str = "INIT-8", cell: Cell = CELL, device: str = "cpu", minor: int = 13) -> Waiver | None:
+        return waiver_of([WAIVER], Case(law, cell), device=device, torch=(2, minor))
 
-    assert matches()
-    assert matches(torch=(2, 6))
-    assert not matches(law="INIT-7")
-    assert not matches(cell=Cell(mesh="dp1"))
-    assert not matches(device="cuda")
-    assert not matches(torch=(2, 5))
-    assert not matches(torch=(2, 14))
+    assert match() == match(minor=6) == WAIVER
+    for other in (match(law="INIT-7"), match(cell=Cell(mesh="dp1")), match(device="cuda"), match(minor=5)):
+        assert other is None
+    assert match(minor=14) is None
 
 
 def metric(value: float | None) -> Measurement:
@@ -57,16 +48,12 @@ def metric(value: float | None) -> Measurement:
     return Measurement(kind="exact", value=value, lower=0, upper=0, unit="")
 
 
-def test_a_failure_is_waived_and_a_pass_is_reported() -> None:
-    verdict, reason = WAIVER.judge(Verdict.FAIL, "measured 2", {"norm of rank 1": metric(2.0)})
-    assert verdict == Verdict.WAIVED
-    assert reason == "https://github.com/pytorch/pytorch/issues/1: it is so; measured 2"
+def test_a_failure_is_waived_a_pass_is_reported_and_nothing_else_changes() -> None:
+    waived = WAIVER.judge(Verdict.FAIL, "measured 2", {"norm of rank 1": metric(2.0)})
+    assert waived == (Verdict.WAIVED, "https://github.com/pytorch/pytorch/issues/1: it is so; measured 2")
     assert WAIVER.judge(Verdict.PASS, "", {})[0] == Verdict.UNEXPECTED_PASS
-
-
-@pytest.mark.parametrize("verdict", [Verdict.TIMEOUT, Verdict.CRASH, Verdict.ERROR, Verdict.UNSUPPORTED])
-def test_nothing_else_is_waived(verdict: Verdict) -> None:
-    assert WAIVER.judge(verdict, "why", {}) == (verdict, "why")
+    for verdict in (Verdict.TIMEOUT, Verdict.CRASH, Verdict.ERROR, Verdict.UNSUPPORTED):
+        assert WAIVER.judge(verdict, "why", {}) == (verdict, "why")
 
 
 @pytest.mark.parametrize(
@@ -82,15 +69,10 @@ def test_nothing_else_is_waived(verdict: Verdict) -> None:
         ({}, "no metric is out of its bounds"),
     ],
 )
-def test_a_waiver_covers_what_it_shows_and_nothing_else(measured: dict[str, Measurement], other: str) -> None:
+def test_a_waiver_covers_its_symptoms_and_nothing_else(measured: dict[str, Measurement], other: str) -> None:
     verdict, reason = WAIVER.judge(Verdict.FAIL, "broken", measured)
     assert verdict == (Verdict.FAIL if other else Verdict.WAIVED)
     assert not other or reason == f"broken; {other}, which the waiver of {WAIVER.issue} does not cover"
-
-
-def test_the_waiver_of_a_case() -> None:
-    assert waiver_of([WAIVER], Case("INIT-8", CELL), device="cpu", torch=(2, 13)) == WAIVER
-    assert waiver_of([WAIVER], Case("INIT-7", CELL), device="cpu", torch=(2, 13)) is None
 
 
 def test_a_symptom_may_be_one_of_some_releases() -> None:
@@ -127,32 +109,15 @@ def test_an_expired_waiver_waives_nothing_and_is_told(tmp_path: Path, matrix: Ma
     assert warning.startswith(f"expired waivers waive nothing: INIT-8 ({WAIVER.issue}, until 2027-01-31); ")
     assert "\n" not in warning
     assert expired_warning([]) == ""
+    without = msgspec.structs.replace(profile, allows=())
+    assert profile_waivers(file, matrix, without, today=DAY) == ([], [])
 
 
-def test_a_profile_without_waivers_reads_none(tmp_path: Path, matrix: Matrix) -> None:
-    profile = msgspec.structs.replace(matrix.profile("pr"), allows=())
-    assert profile_waivers(written(tmp_path, {}), matrix, profile, today=DAY) == ([], [])
-
-
-@pytest.mark.parametrize(
-    ("other", "overlaps"),
-    [
-        ({}, True),
-        ({"cells": "mesh = dp4"}, True),
-        ({"torch": "2.13 - 2.14"}, True),
-        ({"torch": "2.14 - 2.15"}, False),
-        ({"cells": "world = 1"}, False),
-        ({"device": "cuda"}, False),
-        ({"law": "INIT-7"}, False),
-    ],
-)
-def test_two_waivers_of_a_case_are_a_mistake(
-    tmp_path: Path, matrix: Matrix, other: dict[str, object], overlaps: bool
-) -> None:
-    file = written(tmp_path, {}, other)
-    expected = pytest.raises(ValueError, match="two waivers of INIT-8 apply to the same case")
-    with expected if overlaps else nullcontext():
-        load_waivers(file, matrix)
+def test_two_waivers_of_a_case_are_a_mistake(tmp_path: Path, matrix: Matrix) -> None:
+    with pytest.raises(ValueError, match="two waivers of INIT-8 apply to the same case"):
+        load_waivers(written(tmp_path, {}, {"cells": "mesh = dp4"}), matrix)
+    for other in ({"torch": "2.14 - 2.15"}, {"cells": "world = 1"}, {"device": "cuda"}, {"law": "INIT-7"}):
+        load_waivers(written(tmp_path, {}, other), matrix)
 
 
 VERSIONS = st.tuples(st.integers(6, 20), st.integers(6, 20)).map(lambda two: f"2.{min(two)} - 2.{max(two)}")
@@ -175,15 +140,10 @@ def test_waivers_overlap_if_some_case_has_both(one: tuple[str, str], two: tuple[
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"cells": "msh = dp2"}, "unknown name `msh`"),
         ({"cells": "mesh = dp4096"}, "the waiver of INIT-8 applies to no case of the matrix"),
-        ({"law": "INIT-88"}, "applies to no case of the matrix"),
         ({"expires": "2027-02-30"}, "day is out of range|must be in range"),
         ({"expires": "soon"}, "expires"),
-        ({"torch": "2.6"}, "torch"),
-        ({"issue": "none"}, "issue"),
         ({"device": "tpu"}, "device"),
-        ({"until": "2027"}, "until"),
         ({"shows": [{"metric": "loss", "least": 2, "most": 1}]}, "from 2.0 to 1.0: exchange `least` and `most`"),
         ({"shows": [{"metric": "loss", "least": 2}]}, "most"),
         ({"shows": [{"metric": "loss", "least": 1, "most": 1, "torch": "2.6"}]}, "torch"),

@@ -80,9 +80,10 @@ def test_pairs_and_triples_are_those_counted_by_hand(matrix: Matrix) -> None:
     )
     assert (found.triples.values, found.triples.features) == (Tally(14, 39), Tally(0, 4))
     assert coverage(matrix, matrix.profile_cells("plain")).pairs.values == Tally(12, 29)
+    assert Tally(0, 0).share == 1.0
 
 
-def test_laws_count_what_they_leave_out_of_their_cells(matrix: Matrix) -> None:
+def test_laws_count_the_cells_that_they_leave_out(matrix: Matrix) -> None:
     gap = LeftOut(where=CLIPPED_TP.cells, reason=CLIPPED_TP.reason, cells=1)
     assert coverage(matrix, matrix.profile_cells("all")).laws == {
         "ANY-1": LawCoverage(pairs=None, cells=5, judged=5, left_out=[]),
@@ -91,7 +92,7 @@ def test_laws_count_what_they_leave_out_of_their_cells(matrix: Matrix) -> None:
     }
 
 
-def test_what_is_not_judged_is_not_seen(matrix: Matrix) -> None:
+def test_pairs_that_are_not_judged_are_not_seen(matrix: Matrix) -> None:
     cells = matrix.profile_cells("all")
     judged = {("NUM-1", Cell().id), ("NUM-2", Cell().id), ("ANY-1", Cell(mesh="tp2").id)}
     found = coverage(matrix, cells, judged=judged)
@@ -132,6 +133,10 @@ def test_impossible_pairs_name_the_exclusions_that_make_them_so() -> None:
     four = "mesh = tp2 and offload = cpu and compile = true"
     five = "mesh = dp3 and offload = cpu"
     found = impossible_pairs(content(axes, one, two, three, four, five))
+    assert impossible_pairs(content(axes)) == []
+    *_, together = impossible_pairs(content({**axes, "mesh": ["dp2", "tp2"], "offload": ["none"]}, one, two))
+    assert [rule.when for rule in together.exclusions] == [one, two]
+    assert list(together.pairs) == [{"compile": True, "dropout": 0.1}]
     by_rules = {tuple(rule.when for rule in each.exclusions): list(each.pairs) for each in found}
     assert by_rules == {
         (one,): [{"mesh": "dp2", "compile": True}],
@@ -140,16 +145,6 @@ def test_impossible_pairs_name_the_exclusions_that_make_them_so() -> None:
         (five,): [{"mesh": "dp3", "offload": "cpu"}],
         (): [{"compile": True, "dropout": 0.1}, {"compile": True, "offload": "cpu"}],
     }
-
-
-def test_two_exclusions_together_make_a_pair_impossible() -> None:
-    axes: Axes = {"mesh": ["dp2", "tp2"], "compile": [False, True], "dropout": [0.0, 0.1]}
-    one, two = "mesh = dp2 and compile = true", "mesh = tp2 and dropout = 0.1"
-    found = impossible_pairs(content(axes, one, two))
-    assert [([rule.when for rule in each.exclusions], list(each.pairs)) for each in found][2:] == [
-        ([one, two], [{"compile": True, "dropout": 0.1}])
-    ]
-    assert impossible_pairs(content(axes)) == []
 
 
 AXES: Axes = {
@@ -196,14 +191,6 @@ def test_counts_are_those_of_all_combinations_of_all_cells(rules: set[str], pick
         axes={axis: tally(frozenset({axis})) for axis in AXES},
     )
     assert {tuple(sorted(pair.items())) for pair in found.missing} == {tuple(sorted(c)) for c in possible - seen}
-
-
-def test_without_axes_to_combine_nothing_is_possible() -> None:
-    without: tuple[Axes, ...] = ({"mesh": ["dp2", "tp2"]}, {})
-    for axes in without:
-        counts = covered(content(axes), [Cell()], 2).counts()
-        assert (counts.values, counts.features) == (Tally(0, 0), Tally(0, 0))
-        assert counts.values.share == 1.0
 
 
 def test_the_cells_of_pr_have_all_pairs() -> None:

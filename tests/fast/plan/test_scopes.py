@@ -1,4 +1,4 @@
-"""Scopes of laws: what tests declare is read without importing them, and mistakes are named."""
+"""Scopes of laws: declarations of tests are read without importing them, and mistakes are named."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def declared(directory: Path, *declarations: str) -> dict[str, Scope]:
     return declared_scopes(directory)
 
 
-def test_what_is_read_is_what_the_decorator_declares() -> None:
+def test_declarations_are_those_of_the_decorator() -> None:
     decorated = {law: entry.law.scope for law, entry in asserted_laws().items()}
     declared = declared_scopes(LAWS_DIRECTORY) | declared_scopes(LAWS_DIRECTORY, of="any trainer")
     assert declared == decorated
@@ -36,12 +36,8 @@ def test_every_gap_leaves_a_cell_of_the_matrix_out_of_a_law() -> None:
         if any(declared.where.holds(facts) and gap.selection.holds(facts) for facts in all_facts)
     }
     assert met == set(GAPS.values())
-
-
-def test_every_law_is_judged_on_a_cell_of_the_matrix() -> None:
-    matrix = load_matrix(PROJECT / "matrix.yaml")
     judged = {case.law for profile in matrix.profiles for case in matrix.cases(profile)}
-    assert judged == set(matrix.laws())
+    assert judged == set(matrix.laws()), "every law is judged on a cell"
 
 
 def test_a_gap_leaves_out_cells_of_where() -> None:
@@ -55,19 +51,24 @@ def test_a_gap_leaves_out_cells_of_where() -> None:
     assert judged.gap(Cell(mesh="tp2", dropout=0.1).facts()) is None, "the law does not speak of it"
 
 
-def test_preconditions_come_first_and_numbers_ascend(tmp_path: Path) -> None:
-    names = ("PAR-10", "PAR-9", "ENV-2", "AMP-1")
-    assert list(declared(tmp_path, *(f"@law('{name}', where='tp = 1')" for name in names))) == [
-        "ENV-2",
-        "AMP-1",
-        "PAR-9",
-        "PAR-10",
-    ]
-
-
 def test_other_decorators_and_files_declare_nothing(tmp_path: Path) -> None:
     (tmp_path / "more.py").write_text("@law('PAR-2', where='tp = 1')\ndef test_other(): ...\n")
     assert list(declared(tmp_path, "@pytest.mark.slow\n@law('PAR-1', where='tp = 1')", "@other('PAR-3')")) == ["PAR-1"]
+    (tmp_path / "ordered").mkdir()
+    names = ("PAR-10", "PAR-9", "ENV-2", "AMP-1")
+    found = list(declared(tmp_path / "ordered", *(f"@law('{name}', where='tp = 1')" for name in names)))
+    assert found == ["ENV-2", "AMP-1", "PAR-9", "PAR-10"], "preconditions come first, and numbers ascend"
+
+
+LITERALS = "test_laws.py:1: write id, `where`, `gaps`, `numbers` and `of` of a law as literals"
+NOT_LITERAL = (
+    "'PAR-1', where=WHERE",
+    "PAR, where='tp = 1'",
+    "'PAR-1'",
+    "where='tp = 1'",
+    "'PAR-1', where='', gaps=[*GAPS]",
+)
+TWICE = "@law('PAR-1', where='tp = 1')\ndef test_one(): ...\n@law('PAR-1', where='tp = 2')"
 
 
 @pytest.mark.parametrize(
@@ -75,18 +76,8 @@ def test_other_decorators_and_files_declare_nothing(tmp_path: Path) -> None:
     [
         ("@law('PAR-1', where='tpp = 1')", "law PAR-1: unknown name `tpp`; allowed: id, mesh, "),
         ("@law('PAR-1', where='tp = 1', gaps=['no-masks'])", "law PAR-1: unknown gap `no-masks`; allowed: masks-of-"),
-        (
-            "@law('PAR-1', where=WHERE)",
-            "test_laws.py:1: write id, `where`, `gaps`, `numbers` and `of` of a law as literals",
-        ),
-        ("@law(PAR, where='tp = 1')", "test_laws.py:1: write id, "),
-        ("@law('PAR-1', where='tp = 1', gaps=[*GAPS])", "test_laws.py:1: write id, "),
-        ("@law('PAR-1')", "test_laws.py:1: write id, "),
-        ("@law(where='tp = 1')", "test_laws.py:1: write id, "),
-        (
-            "@law('PAR-1', where='tp = 1')\ndef test_one(): ...\n@law('PAR-1', where='tp = 2')",
-            "test_laws.py:3: law PAR-1 is declared twice",
-        ),
+        *((f"@law({arguments})", LITERALS) for arguments in NOT_LITERAL),
+        (TWICE, "test_laws.py:3: law PAR-1 is declared twice"),
     ],
 )
 def test_mistakes(tmp_path: Path, declaration: str, message: str) -> None:

@@ -48,15 +48,11 @@ def records(directory: Path) -> set[str]:
     return {record.name for record in (directory / "records").iterdir()}
 
 
-def add_record(directory: Path) -> None:
-    (directory / "records" / "dp2--2").mkdir()
-
-
 def test_an_earlier_report_stays_if_no_case_has_ended(directory: Path) -> None:
     before = contents(directory)
     files = taken(directory)
     files.write_line("header")
-    add_record(directory)
+    (directory / "records" / "dp2--2").mkdir()
     (directory / "junit.xml").write_text("pytest writes it, whatever has ended")
     assert files.has_earlier
     files.keep_earlier()
@@ -69,7 +65,7 @@ def test_an_earlier_report_stays_if_no_case_has_ended(directory: Path) -> None:
 def test_an_earlier_report_is_replaced_when_a_case_has_ended(directory: Path) -> None:
     files = taken(directory)
     files.write_line("header")
-    add_record(directory)
+    (directory / "records" / "dp2--2").mkdir()
     assert contents(directory).items() >= {"report.json": "earlier", "report.jsonl": "earlier"}.items()
     for _ in range(2):
         files.replace_earlier()
@@ -83,7 +79,7 @@ def test_an_earlier_report_is_replaced_when_a_case_has_ended(directory: Path) ->
     assert not list(directory.glob("*.part"))
 
 
-def test_a_session_without_cases_reports_where_nothing_was(tmp_path: Path) -> None:
+def test_a_session_without_cases_reports_into_an_empty_directory(tmp_path: Path) -> None:
     files = taken(tmp_path / "new")
     files.write_line("header")
     assert not files.has_earlier
@@ -92,7 +88,7 @@ def test_a_session_without_cases_reports_where_nothing_was(tmp_path: Path) -> No
     assert contents(tmp_path / "new") == {"report.json": "new", "report.jsonl": '"header"\n'}
 
 
-def test_what_a_killed_session_left_does_no_harm(directory: Path) -> None:
+def test_files_of_a_killed_session_do_no_harm(directory: Path) -> None:
     (directory / "report.jsonl.part").write_text("killed")
     (directory / "junit.xml.earlier").write_text("killed")
     files = taken(directory)
@@ -147,11 +143,9 @@ def ended(nodeid: str, verdict: str = "pass") -> Any:
         (dict.fromkeys(PLANNED.values(), 120.0), {}, "about 4 min, as before"),
         ({}, {"dp2": 5.0}, f"about {5 + STARTUP_S:.0f} s on two processors (matrix.lock)"),
     ],
-    ids=["none", "half", "seconds", "minutes", "lock file"],
 )
-def test_the_estimate_is_what_earlier_sessions_took_or_the_lock_file_says(
-    durations_s: dict[str, float], cells_s: dict[str, float], text: str
-) -> None:
+def test_estimates(durations_s: dict[str, float], cells_s: dict[str, float], text: str) -> None:
+    """An estimate is the time of earlier sessions, or that of the lock file."""
     out = io.StringIO()
     progress = Progress(out, workers=2)
     progress.begin(PLANNED, durations_s, cells_s)
@@ -198,46 +192,29 @@ def interrupted(*, has_line: bool) -> pytest.ExceptionInfo[BaseException]:
     if sys.gettrace():
         pytest.skip("traced code, such as under coverage, has a table of lines in which nothing is without one")
     error, tb = caught.value, caught.tb
-    nowhere = types.TracebackType(None, tb.tb_frame, 10**6, -1)
-    assert nowhere.tb_lineno is None
-    last = None if has_line else nowhere
-    return pytest.ExceptionInfo.from_exception(error.with_traceback(_chain(tb, tb, last)))
+    chain = None if has_line else types.TracebackType(None, tb.tb_frame, 10**6, -1)
+    assert chain is None or chain.tb_lineno is None
+    for _ in range(2):
+        chain = types.TracebackType(chain, tb.tb_frame, tb.tb_lasti, tb.tb_lineno)
+    return pytest.ExceptionInfo.from_exception(error.with_traceback(chain))
 
 
-def _chain(first: types.TracebackType, second: types.TracebackType, last: object) -> types.TracebackType:
-    assert last is None or isinstance(last, types.TracebackType)
-    end = types.TracebackType(last, second.tb_frame, second.tb_lasti, second.tb_lineno)
-    return types.TracebackType(end, first.tb_frame, first.tb_lasti, first.tb_lineno)
-
-
-@pytest.mark.parametrize("has_line", [True, False])
-def test_brief_interrupt_keeps_the_last_entry(has_line: bool) -> None:
+@pytest.mark.parametrize(("full", "has_line", "entries"), [(False, True, 1), (False, False, 1), (True, False, 2)])
+def test_an_interrupt_is_shown_without_entries_that_have_no_line(full: bool, has_line: bool, entries: int) -> None:
+    """The filter can be removed once pytest renders such an entry; a brief trace keeps the last one alone."""
     excinfo = interrupted(has_line=has_line)
-    BriefInterrupt(full=False).pytest_keyboard_interrupt(excinfo)
-    assert [entry.name for entry in excinfo.traceback] == ["interrupted"]
+    if not has_line:
+        with pytest.raises(TypeError):
+            excinfo.getrepr(funcargs=True)
+    BriefInterrupt(full=full).pytest_keyboard_interrupt(excinfo)
+    assert [entry.name for entry in excinfo.traceback] == ["interrupted"] * entries
     assert "1 / 0" in str(excinfo.getrepr(funcargs=True))
-
-
-def test_full_trace_keeps_all_entries_that_have_a_line() -> None:
-    excinfo = interrupted(has_line=False)
-    assert len(excinfo.traceback) == 3
-    BriefInterrupt(full=True).pytest_keyboard_interrupt(excinfo)
-    assert len(excinfo.traceback) == 2
-    assert "1 / 0" in str(excinfo.getrepr(funcargs=True))
-
-
-def test_pytest_cannot_render_an_entry_without_a_line() -> None:
-    """The filter can be removed once pytest renders such a traceback."""
-    with pytest.raises(TypeError):
-        interrupted(has_line=False).getrepr(funcargs=True)
 
 
 # Commands that repeat a case
 
 
 NAME = "test_replicas_are_equal[dp2-fp32]"
-
-
 PARITY = LAWS_DIRECTORY / "numerics" / "test_par.py"
 
 
@@ -246,11 +223,7 @@ PARITY = LAWS_DIRECTORY / "numerics" / "test_par.py"
     [
         (PARITY, PROJECT, [f"conformance/laws/numerics/test_par.py::{NAME}"]),
         (PARITY, LAWS_DIRECTORY, [f"numerics/test_par.py::{NAME}"]),
-        (
-            PARITY,
-            Path("/elsewhere"),
-            ["--pyargs", f"conformance.laws.numerics.test_par::{NAME}"],
-        ),
+        (PARITY, Path("/elsewhere"), ["--pyargs", f"conformance.laws.numerics.test_par::{NAME}"]),
         (Path("/own/test_more.py"), Path("/elsewhere"), [f"/own/test_more.py::{NAME}"]),
     ],
     ids=["checkout", "below", "wheel", "other laws"],

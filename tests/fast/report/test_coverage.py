@@ -1,4 +1,4 @@
-"""Coverage of a session, from its cases; and how it is told."""
+"""Coverage of a session: its cases, tables, and falls between two reports."""
 
 import pytest
 from msgspec.structs import replace
@@ -10,7 +10,6 @@ from conformance.report.coverage import axis_rows, coverage_line, law_rows, sess
 from conformance.report.diff import as_markdown, as_text, diff
 from conformance.report.html import html_report
 from conformance.report.schema import CaseResult
-from conformance.report.wording import share_text
 from tests.support.matrices import written_matrix
 from tests.support.sample_reports import COVERAGE, case, deviation, report
 
@@ -41,7 +40,7 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
 
 
 def judged(matrix: Matrix, *cases: CaseResult, seed: int = 0) -> tuple[int, dict[str, int]]:
-    """Seen pairs of the four that are possible, and the number of cells that each law has judged."""
+    """Return the seen pairs of the four possible ones, and the number of cells that each law has judged."""
     found = session_coverage(matrix, "all", cases, seed=seed)
     assert (found.pairs.values.possible, found.laws["NUM-1"].cells, found.laws["ANY-1"].cells) == (4, 4, 2)
     return found.pairs.values.seen, {law: each.judged for law, each in found.laws.items() if each.judged}
@@ -54,12 +53,10 @@ def test_verdicts_that_judge(matrix: Matrix, verdict: Verdict) -> None:
     assert found == ((1, {"NUM-1": 1}) if counts else (0, {}))
 
 
-def test_a_law_on_numbers_that_has_measured_nothing_has_judged_nothing(matrix: Matrix) -> None:
+def test_cases_that_do_not_count(matrix: Matrix) -> None:
+    """A law on numbers has judged nothing if it has measured nothing; other cells and laws are not of the profile."""
     assert judged(matrix, case(ON_NUMBERS, "fail")) == (0, {})
     assert judged(matrix, case("ANY-1/dp2-fp32-default-meta-compile", "fail")) == (0, {"ANY-1": 1})
-
-
-def test_cases_of_other_cells_and_laws_do_not_count(matrix: Matrix) -> None:
     names = ("NUM-1/dp4-fp32-default-meta", "NUM-2/dp2-fp32-default-meta", "?/?", "ANY-1/dp2-fp32-default-meta")
     assert judged(matrix, *(case(name, loss=deviation(1e-6)) for name in names)) == (0, {})
 
@@ -79,27 +76,6 @@ def test_cells_beyond_the_profile_count_once_they_are_judged(matrix: Matrix) -> 
     assert (small.pairs.values, more.pairs.values) == (Tally(1, 4), Tally(2, 4))
 
 
-@pytest.mark.parametrize(
-    ("seen", "possible", "text"),
-    [
-        (3446, 3446, "100 %"),
-        (99999, 100000, "99.9 %"),
-        (1, 3, "33.3 %"),
-        (1, 2, "50 %"),
-        (0, 3, "0 %"),
-        (0, 0, "-"),
-    ],
-)
-def test_shares_are_rounded_down(seen: int, possible: int, text: str) -> None:
-    assert share_text(Tally(seen, possible)) == text
-
-
-def test_one_line() -> None:
-    assert coverage_line(COVERAGE) == "coverage by laws on numbers: pairs 90 % of 10, triples 99.9 % of 3000"
-    nothing = replace(COVERAGE, triples=replace(COVERAGE.triples, values=Tally(0, 0)))
-    assert coverage_line(nothing).endswith("triples none possible")
-
-
 def test_tables() -> None:
     assert total_rows(COVERAGE)[:2] == [
         ["pairs of any values", "90 %", "9", "10"],
@@ -108,7 +84,13 @@ def test_tables() -> None:
     assert axis_rows(COVERAGE) == [
         ["clip", "62.5 %", "5", "8", "62.5 %", "5", "8"],
         ["mesh", "100 %", "4", "4", "-", "0", "0"],
-    ], "the worst axis comes first"
+    ], "the worst axis comes first, and shares are rounded down"
+    assert coverage_line(COVERAGE) == "coverage by laws on numbers: pairs 90 % of 10, triples 99.9 % of 3000"
+    nothing = replace(COVERAGE, triples=replace(COVERAGE.triples, values=Tally(0, 0)))
+    assert coverage_line(nothing).endswith("triples none possible")
+    html = html_report(report(case("PAR-1/a")))
+    told = ("62.5 %", "99.9 %", "no &lt;oracle&gt;", "dropout &gt; 0.0", "pairs of non-default values", "#coverage")
+    assert all(text in html for text in told)
     assert law_rows(COVERAGE) == [
         ["PAR-1", "9", "7", "4", "57.1 %", "2", "dropout > 0.0", "no <oracle>"],
         ["", "", "", "", "", "1", "", "unsupported, not selected, or without a result"],
@@ -116,36 +98,25 @@ def test_tables() -> None:
     ]
 
 
-def test_the_html_report_has_all_tables() -> None:
-    html = html_report(report(case("PAR-1/a")))
-    section = html[html.index('<section id="coverage">') :]
-    for told in ("62.5 %", "99.9 %", "no &lt;oracle&gt;", "dropout &gt; 0.0", "pairs of non-default values"):
-        assert told in section[: section.index("</section>")]
-    assert '<a href="#coverage">' in html
-
-
-def tallied(**tallies: Tally) -> Coverage:
-    """The coverage of which pairs or triples of any values are these."""
-    changed = {name: replace(getattr(COVERAGE, name), values=tally) for name, tally in tallies.items()}
-    return replace(COVERAGE, **changed)
-
-
-def law(**fields: int) -> Coverage:
-    return replace(COVERAGE, laws=COVERAGE.laws | {"PAR-1": replace(COVERAGE.laws["PAR-1"], **fields)})
+def changed(*, laws: dict[str, int] | None = None, **tallies: Tally) -> Coverage:
+    """Return a coverage with other pairs or triples of any values, or other fields of the law PAR-1."""
+    combinations = {name: replace(getattr(COVERAGE, name), values=tally) for name, tally in tallies.items()}
+    par_1 = replace(COVERAGE.laws["PAR-1"], **(laws or {}))
+    return replace(COVERAGE, **combinations, laws=COVERAGE.laws | {"PAR-1": par_1})
 
 
 @pytest.mark.parametrize(
     ("after", "fallen"),
     [
         (COVERAGE, None),
-        (tallied(pairs=Tally(8, 10)), ("pairs", "9 of 10, 90 %", "8 of 10, 80 %")),
-        (tallied(pairs=Tally(9, 11)), ("pairs", "9 of 10, 90 %", "9 of 11, 81.8 %")),
-        (tallied(pairs=Tally(8, 8)), ("pairs", "9 of 10, 90 %", "8 of 8, 100 %")),
-        (tallied(pairs=Tally(10, 10)), None),
-        (tallied(triples=Tally(0, 3000)), ("triples", "2999 of 3000, 99.9 %", "0 of 3000, 0 %")),
-        (law(judged=3), ("PAR-1", "4 of 7, 57.1 %", "3 of 7, 42.8 %")),
-        (law(judged=3, cells=3), ("PAR-1", "4 of 7, 57.1 %", "3 of 3, 100 %")),
-        (law(judged=5, cells=20), None),
+        (changed(pairs=Tally(8, 10)), ("pairs", "9 of 10, 90 %", "8 of 10, 80 %")),
+        (changed(pairs=Tally(9, 11)), ("pairs", "9 of 10, 90 %", "9 of 11, 81.8 %")),
+        (changed(pairs=Tally(8, 8)), ("pairs", "9 of 10, 90 %", "8 of 8, 100 %")),
+        (changed(pairs=Tally(10, 10)), None),
+        (changed(triples=Tally(0, 3000)), ("triples", "2999 of 3000, 99.9 %", "0 of 3000, 0 %")),
+        (changed(laws={"judged": 3}), ("PAR-1", "4 of 7, 57.1 %", "3 of 7, 42.8 %")),
+        (changed(laws={"judged": 3, "cells": 3}), ("PAR-1", "4 of 7, 57.1 %", "3 of 3, 100 %")),
+        (changed(laws={"judged": 5, "cells": 20}), None),
         (replace(COVERAGE, laws={"PAR-1": COVERAGE.laws["PAR-1"]}), ("MEM-1", "3 of 3, 100 %", "0 of 0, -")),
     ],
 )

@@ -1,12 +1,10 @@
-"""Two reports compared: what is a difference, and what is noise."""
+"""Two reports compared: differences, and noise."""
 
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from conformance.__main__ import main
 from conformance.judge.measurements import Measurement
@@ -50,23 +48,8 @@ def test_cases_that_one_side_has() -> None:
     assert changes(before, after) == [("removed", "PAR-1/a"), ("new-case", "PAR-1/c")]
     assert diff(before, after).exit_status == 1
     assert diff(report(case("PAR-1/b")), after).exit_status == 0
-
-
-@given(st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from([verdict.value for verdict in Verdict]))))
-def test_a_report_does_not_differ_from_itself(cases: list[tuple[str, str]]) -> None:
-    same = report(*(case(f"PAR-1/{cell}", verdict) for cell, verdict in dict(cases).items()), cells={"a": FACTS})
+    same = report(*(case(f"PAR-1/{verdict.value}", verdict) for verdict in Verdict), cells={"a": FACTS})
     assert diff(same, same).changes == []
-
-
-@given(st.data())
-def test_turned_around_what_was_new_is_removed(data: st.DataObject) -> None:
-    verdicts = st.dictionaries(st.sampled_from("abcd"), st.sampled_from([verdict.value for verdict in Verdict]))
-    before, after = (
-        report(*(case(f"PAR-1/{cell}", verdict) for cell, verdict in data.draw(verdicts).items())) for _ in range(2)
-    )
-    turned = {"new-case": "removed", "removed": "new-case"}
-    there = {(turned[kind], name) for kind, name in changes(before, after) if kind in turned}
-    assert there == {(kind, name) for kind, name in changes(after, before) if kind in turned}
 
 
 @pytest.mark.parametrize(
@@ -94,11 +77,8 @@ def test_turned_around_what_was_new_is_removed(data: st.DataObject) -> None:
 )
 def test_drift_by_kind_of_metric(before: Measurement, after: Measurement, drifts: bool) -> None:
     assert bool(drifted_metrics({"x": before}, {"x": after})) == drifts
-
-
-def test_metrics_that_come_and_go_have_drifted() -> None:
-    (drifted,) = drifted_metrics({"x": bytes_of(1)}, {})
-    assert (drifted.before, drifted.after, drifted.ratio) == (1.0, None, None)
+    (gone,) = drifted_metrics({"x": bytes_of(1)}, {})
+    assert (gone.before, gone.after, gone.ratio) == (1.0, None, None)
 
 
 def test_metrics_of_the_machine_and_of_failures_are_left_out() -> None:
@@ -117,22 +97,13 @@ def cells(count: int, **change: Any) -> dict[str, CellFacts]:
 def test_traffic_of_a_cell() -> None:
     more = [*FACTS.schedule[1:], msgspec.structs.replace(GATHER, nbytes=270)]
     other = [*FACTS.schedule[1:], msgspec.structs.replace(GATHER, dtype="bfloat16", nbytes=125)]
-    for schedule, expected in (
-        (more, [("c0", "wire all_gather dp_shard float32", "1000 bytes")]),
-        (
-            other,
-            [
-                ("c0", "wire all_gather dp_shard float32", "1000 bytes"),
-                ("c0", "wire all_gather dp_shard bfloat16", "0 bytes"),
-            ],
-        ),
-    ):
+    fewer = [msgspec.structs.replace(GATHER, nbytes=500), GATHER, GATHER]
+    fp32, bf16 = ("wire all_gather dp_shard float32", "1000 bytes"), ("wire all_gather dp_shard bfloat16", "0 bytes")
+    number = ("number of forward all_gather dp_shard", "4 collectives")
+    for schedule, expected in ((more, [fp32]), (other, [fp32, bf16]), (fewer, [number])):
         difference = diff(report(cells=cells(1)), report(cells=cells(1, schedule=schedule)))
-        assert [(change.case, change.reason, change.before) for change in difference.changes] == expected
-    fewer = cells(1, schedule=[msgspec.structs.replace(GATHER, nbytes=500), GATHER, GATHER])
-    assert [change.reason for change in diff(report(cells=cells(1)), report(cells=fewer)).changes] == [
-        "number of forward all_gather dp_shard"
-    ]
+        found = [(change.case, change.reason, change.before) for change in difference.changes]
+        assert found == [("c0", *change) for change in expected]
 
 
 def test_times_are_compared_relative_to_fixed_work_and_over_many_cells() -> None:
@@ -147,7 +118,7 @@ def test_times_are_compared_relative_to_fixed_work_and_over_many_cells() -> None
     assert changes(usual, report(cells=cells(8, **slower, substrate="nccl"))) == []
 
 
-def test_what_cannot_be_compared() -> None:
+def test_sessions_that_cannot_be_compared() -> None:
     before, after = report(case("PAR-1/a")), report(case("PAR-1/a", "fail"), suite_digest="e")
     with pytest.raises(ValueError, match=r"judged by different suites \(d, e\).*--any-suite"):
         diff(before, after)
@@ -169,8 +140,9 @@ def test_text_and_markdown_tell_the_same() -> None:
     for text in (as_text(difference), as_markdown(difference)):
         for told in ("2.13.0", "2.15.0", "new-fail", "why fail", "1.5", "1000 bytes", summary(difference)):
             assert told in text, text
-    nothing = diff(report(), report())
-    assert all("no difference" in text for text in (as_text(nothing), as_markdown(nothing)))
+    assert "no difference" in as_markdown(diff(report(), report()))
+    removed = [Change(kind="removed", case=f"PAR-1/{number}", before="pass", after="") for number in range(40)]
+    assert "... and 10 more: see --json" in as_text(msgspec.structs.replace(difference, changes=removed))
 
 
 def test_the_first_line_says_how_both_sides_are_restricted() -> None:
@@ -183,11 +155,6 @@ def test_the_first_line_says_how_both_sides_are_restricted() -> None:
     assert as_markdown(difference).splitlines()[0] == f"# Conformance: {told}"
     assert title(diff(narrow, narrow)) == f"{side}, compared with {side}"
     assert title(diff(full, full)) == "torch 2.13.0, profile pr, compared with torch 2.13.0, profile pr"
-
-
-def test_the_terminal_shows_the_first_changes() -> None:
-    removed = [Change(kind="removed", case=f"PAR-1/{number}", before="pass", after="") for number in range(40)]
-    assert "... and 10 more: see --json" in as_text(msgspec.structs.replace(example(), changes=removed))
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,8 +170,3 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert [change.kind for change in read.changes] == ["new-fail"]
     assert main(["diff", a, b, "--markdown"]) == 1
     assert capsys.readouterr().out.startswith("# Conformance: torch 2.13.0, profile pr, compared with")
-    assert main(["diff", a, str(tmp_path / "none")]) == 4
-    assert "none: no report: No such file or directory" in capsys.readouterr().err
-    (tmp_path / "b" / "report.json").write_text("{}")
-    assert main(["diff", a, b]) == 4
-    assert "the report is cut off, or of another version of the suite" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Facts in every report: about the machine, and about cells, from records."""
+"""Facts in every report, about the machine and about cells, and the format of reports."""
 
 from pathlib import Path
 from typing import Any
@@ -7,15 +7,18 @@ import msgspec
 import psutil
 import pytest
 import torch
+from msgspec.structs import replace
 
 from conformance.instruments.communication import Communication
 from conformance.instruments.timing import StepTimes
 from conformance.outcomes import Failure
 from conformance.plan.cells import Cell
 from conformance.report.facts import CellFacts, Collective, cell_facts, environment_facts
+from conformance.report.schema import Report
 from conformance.run.devices.hardware import NO_DEVICES, Hardware
 from conformance.run.devices.nvml import Device
 from conformance.run.record import Header, RecordFile, write_record
+from tests.support.sample_reports import FACTS, case, deviation, report
 
 CELL = Cell(mesh="dp2", steps=3)
 
@@ -46,34 +49,23 @@ def test_facts_are_those_of_first_runs_of_the_session(tmp_path: Path) -> None:
     write(tmp_path, "other", session="t", cell=CELL.but(seed=1))
     write(tmp_path, "measured", experiment="environment:probe", cell=CELL.but(seed=2))
     write(tmp_path, "failed", failed=True, cell=CELL.but(seed=3))
-    assert cell_facts(tmp_path, session="s") == {
-        CELL.id: CellFacts(
-            substrate="gloo",
-            losses=[5.0, 4.0, 3.0],
-            step_s=[0.2, 0.3],
-            calibration_s=0.009,
-            tokens_per_s=500.0,
-            schedule=[Collective("forward", "all_gather", "dp_shard", "float32", 12)] * 2,
-            communication=Communication(step_s=0.3, busy_s=0.02, exposed_s=0.01),
-        )
-    }
-
-
-def test_traffic_is_summed_up_from_the_schedule() -> None:
-    gather = Collective("forward", "all_gather", "dp_shard", "float32", 12)
-    again = Collective("backward", "all_gather", "dp_shard", "float32", 12)
     facts = CellFacts(
-        substrate="gloo", losses=[], step_s=[], calibration_s=0.0, tokens_per_s=None, schedule=[gather, again]
+        substrate="gloo",
+        losses=[5.0, 4.0, 3.0],
+        step_s=[0.2, 0.3],
+        calibration_s=0.009,
+        tokens_per_s=500.0,
+        schedule=[Collective("forward", "all_gather", "dp_shard", "float32", 12)] * 2,
+        communication=Communication(step_s=0.3, busy_s=0.02, exposed_s=0.01),
     )
-    assert facts.wire_bytes == {"all_gather dp_shard float32": 24}
-    assert facts.collectives == {"backward all_gather dp_shard": 1, "forward all_gather dp_shard": 1}
-
-
-def test_without_records_there_are_no_facts(tmp_path: Path) -> None:
+    assert cell_facts(tmp_path, session="s") == {CELL.id: facts}
     assert cell_facts(tmp_path / "none", session="s") == {}
+    twice = replace(facts, schedule=[facts.schedule[0], replace(facts.schedule[0], phase="backward")])
+    assert twice.wire_bytes == {"all_gather dp_shard float32": 24}
+    assert twice.collectives == {"backward all_gather dp_shard": 1, "forward all_gather dp_shard": 1}
 
 
-def test_what_instruments_do_is_no_time_of_a_step() -> None:
+def test_time_of_instruments_is_no_time_of_a_step() -> None:
     now = iter([0.0, 1.0, 4.0, 10.0, 20.0, 25.0])
     times = StepTimes(clock=lambda: next(now))
     times.phase("data", step=0)
@@ -99,14 +91,22 @@ def test_environment_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert msgspec.json.decode(msgspec.json.encode(facts)) == facts
 
 
-def test_what_a_machine_cannot_show() -> None:
+def test_features_that_a_machine_cannot_show() -> None:
     device = Device(uuid="GPU-1", name="H200", total_bytes=1)
-    cannot_show = [
-        environment_facts(hardware)["cannot_show"]
-        for hardware in (NO_DEVICES, Hardware(devices=(device,), ranks_per_device=4), Hardware(devices=(device,)))
-    ]
-    assert cannot_show == [
-        "NCCL, CUDA streams, GPU memory, pinned host memory",
-        "bandwidth, overlap and peer-to-peer copies in worlds that share a GPU",
-        "",
-    ]
+    for hardware, cannot_show in (
+        (NO_DEVICES, "NCCL, CUDA streams, GPU memory, pinned host memory"),
+        (
+            Hardware(devices=(device,), ranks_per_device=4),
+            "bandwidth, overlap and peer-to-peer copies in worlds that share a GPU",
+        ),
+        (Hardware(devices=(device,)), ""),
+    ):
+        assert environment_facts(hardware)["cannot_show"] == cannot_show
+
+
+def test_report_round_trip() -> None:
+    shown = report(case("PAR-1/dp2", loss=deviation(None)), cells={"dp2": FACTS})
+    text = msgspec.json.encode(shown)
+    assert msgspec.json.decode(text, type=Report) == msgspec.convert(msgspec.to_builtins(shown), Report) == shown
+    with pytest.raises(msgspec.ValidationError, match="unknown field"):
+        msgspec.json.decode(text.replace(b'"profile"', b'"proffile"'), type=Report)

@@ -1,4 +1,4 @@
-"""End of a session in words: headline, failures, what was not judged, markdown, annotations for GitHub."""
+"""End of a session in words: headline, failures, cases that were not judged, markdown, annotations for GitHub."""
 
 import pytest
 from expecttest import assert_expected_inline
@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from conformance.instruments.communication import Communication
 from conformance.judge.verdicts import Verdict
-from conformance.report.schema import CaseResult, Report
+from conformance.report.schema import Report
 from conformance.report.text import annotations, headline, markdown, terminal_lines
 from conformance.report.wording import bounds_text, derivation_text, is_outside, value_text
 from tests.support.sample_reports import FACTS, bytes_of, case, count, deviation, report
@@ -48,16 +48,21 @@ def test_the_outcome_is_the_first_and_the_last_thing_told() -> None:
     assert text.endswith("\nTHE SUITE FAILED: 9 of 9 cases executed in 1.0 s, exit status 3; report: here")
 
 
-def test_what_failed_comes_before_the_table_and_what_was_not_judged_after_it() -> None:
+def test_failures_come_before_the_table_and_cases_that_were_not_judged_after_it() -> None:
     text = terminal(session())
     failed, table, unjudged = (text.index(word) for word in ("What failed: 5 cases of 2 laws\n", "law  ", "waived, 2"))
     assert failed < table < unjudged
     assert text.count("disk full") == 1
+    in_markdown = markdown(session())
+    assert r"loss is \*far\* off" in in_markdown, "no marks but its own"
+    assert "\n- unsupported, 1 case: needs 2 GPUs\n" in in_markdown
+    assert "\n- waived, 2 cases: https://github.com/pytorch/pytorch/issues/1\n" in in_markdown
     assert "\n  3 cases of PAR-10\n" in text
     assert "\nwaived, 2 cases: https://github.com/pytorch/pytorch/issues/1\n" in text
     assert "unsupported, 1 case: needs 2 GPUs" in text
     assert "\ncoverage by laws on numbers: pairs 90 % of 10, triples 99.9 % of 3000\n" in text
     assert text.index("PAR-2 ") < text.index("PAR-10 "), "laws in their order"
+    assert "1 of 1 case executed" in terminal(report(case("PAR-1/a")))
 
 
 def test_one_cause_is_told_once() -> None:
@@ -81,25 +86,10 @@ fail: PAR-1/dp2-fp32-default-meta: why fail
     )
 
 
-def test_causes_that_no_size_joins_are_told_apart() -> None:
-    failed = replace(case("CLIP-1/dp2-fp32-default-meta", "fail", norm=replace(deviation(1.0), ratio=3.0)), repro="")
-    text = terminal(report(*summed().cases, failed))
-    assert "What failed: 3 cases of 2 laws\n" in text
-    assert "1 case of CLIP-1: measured is 3.000 times expected, worst in layers.*.attention.wk.bias\n" in text
-
-
 def test_a_failure_shows_the_derivation_of_the_bound_that_is_broken() -> None:
     line = f"loss at layers.0.attention.wk.bias: 0.5 relative Frobenius deviation, {DERIVATION}"
     assert terminal(session()).count(f"\n  {line}\n") == 1, "of the metric that is outside of its bound alone"
     assert markdown(session()).count(line) == 1
-
-
-def test_a_formula_that_the_reason_has_is_not_told_twice() -> None:
-    metric = deviation(0.5)
-    failed = replace(case("PAR-1/a", "fail", loss=metric), reason=f"bound 1e-05 = {metric.formula}")
-    text = terminal(report(failed))
-    assert text.count(metric.formula) == 1
-    assert "\n  terms of the bound: u = 5.96e-08, F = 105, tokens = 256\n" in text
 
 
 def test_ten_causes_are_told_and_the_number_of_the_others() -> None:
@@ -109,26 +99,46 @@ def test_ten_causes_are_told_and_the_number_of_the_others() -> None:
         assert "and 2 more groups of failures: see report.html" in text
 
 
-def test_metrics_that_drifted_are_no_failures() -> None:
-    drifted = case("MEM-1/a", "quality-warning")
-    assert "What drifted from the baseline: 1 case of 1 law\n" in terminal(report(drifted))
-    both = terminal(report(drifted, case("PAR-1/a", "fail")))
-    assert "What failed: 1 case of 1 law; besides, 1 case of 1 law drifted from the baseline\n" in both
+DRIFTED = case("MEM-1/a", "quality-warning")
+TRIPLED = case("CLIP-1/dp2-fp32-default-meta", "fail", norm=replace(deviation(1.0), ratio=3.0))
+EXPLAINED = replace(case("PAR-1/a", "fail", loss=deviation(0.5)), reason=f"bound 1e-05 = {deviation(0.5).formula}")
+WAITED = [replace(case(f"PAR-1/{mesh}"), wait_s=0.6) for mesh in "ab"]
+EXPOSED = {
+    cell: replace(FACTS, communication=Communication(step_s=0.1, busy_s=exposed_s, exposed_s=exposed_s))
+    for cell, exposed_s in (("a", 0.01), ("b", 0.04), ("c", 0.02))
+}
+SENTENCES: dict[str, tuple[Report, ...]] = {
+    "What failed: 3 cases of 2 laws\n": (report(*summed().cases, TRIPLED),),
+    "1 case of CLIP-1: measured is 3.000 times expected, worst in layers.*.attention.wk.bias\n": (report(TRIPLED),),
+    "\n  terms of the bound: u = 5.96e-08, F = 105, tokens = 256\n": (report(EXPLAINED),),
+    "What drifted from the baseline: 1 case of 1 law\n": (report(DRIFTED), report(case("PAR-1/a", "fail"))),
+    "; besides, 1 case of 1 law drifted from the baseline\n": (
+        report(DRIFTED, case("PAR-1/a", "fail")),
+        report(DRIFTED),
+    ),
+    "\ncases waited 1 s in total for devices, processors or another worker's run\n": (
+        report(*WAITED),
+        report(WAITED[0]),
+    ),
+    "a step communicates while nothing is computed for 20% of its time in the median of 3 cells, for 40% in b": (
+        report(cells={**EXPOSED, "without": FACTS}),
+        session(),
+    ),
+    "\nno case is selected: see python -m conformance list": (report(planned=0, executed=0), session()),
+}
+"""Sentences, each with a report in which it is told, and possibly another one in which it is not."""
 
 
-def test_a_long_reason_is_shortened() -> None:
-    failed = replace(case("API-1/a", "fail"), reason=f"{'wrong ' * 200}elements")
-    text = terminal(report(failed))
+@pytest.mark.parametrize(("sentence", "reports"), SENTENCES.items())
+def test_sentences(sentence: str, reports: tuple[Report, ...]) -> None:
+    assert [sentence in terminal(shown) for shown in reports] == [True, False][: len(reports)]
+
+
+def test_long_reasons_are_shortened_and_formulas_are_told_once() -> None:
+    text = terminal(report(replace(case("API-1/a", "fail"), reason=f"{'wrong ' * 200}elements")))
     assert "wrong ... (see report.html)\n" in text
     assert "elements" not in text
-
-
-def test_numbers_and_nouns_agree() -> None:
-    errors = [replace(case(f"PAR-1/{mesh}", "error"), reason="disk full") for mesh in "ab"]
-    text = terminal(report(*errors, case("PAR-2/a", "unsupported"), case("PAR-2/b", "unsupported")))
-    assert "What failed: 2 cases of 1 law\n" in text
-    assert "unsupported, 2 cases: why unsupported" in text
-    assert "1 of 1 case executed" in terminal(report(case("PAR-1/a")))
+    assert terminal(report(EXPLAINED)).count(deviation(0.5).formula) == 1
 
 
 def test_metrics_in_words() -> None:
@@ -139,30 +149,6 @@ def test_metrics_in_words() -> None:
     outside = [bytes_of(1, lower=2), bytes_of(3, upper=2), deviation(None)]
     assert all(map(is_outside, outside))
     assert not any(map(is_outside, [bytes_of(1), bytes_of(2, lower=2, upper=2), count(3)]))
-
-
-def test_time_that_cases_waited_is_told_from_one_second_on() -> None:
-    waited = [replace(case(f"PAR-1/{mesh}"), wait_s=0.6) for mesh in "ab"]
-    assert "waited" not in terminal(report(waited[0]))
-    line = "cases waited 1 s in total for devices, processors or another worker's run"
-    assert f"\n{line}\n" in terminal(report(*waited))
-
-
-def test_communication_that_nothing_hides_is_told_as_a_fact() -> None:
-    shares = {"a": 0.01, "b": 0.04, "c": 0.02}
-    cells = {
-        name: replace(FACTS, communication=Communication(step_s=0.1, busy_s=exposed_s, exposed_s=exposed_s))
-        for name, exposed_s in shares.items()
-    }
-    text = terminal(report(cells={**cells, "without": FACTS}))
-    assert (
-        "a step communicates while nothing is computed for 20% of its time in the median of 3 cells, for 40% in b"
-    ) in text
-    assert "communicates" not in terminal(session())
-
-
-def test_nothing_selected_says_what_to_do() -> None:
-    assert "\nno case is selected: see python -m conformance list" in terminal(report(planned=0, executed=0))
 
 
 def test_markdown() -> None:
@@ -198,13 +184,6 @@ def test_markdown() -> None:
     )
 
 
-def test_markdown_has_no_marks_but_its_own_and_says_what_was_not_judged() -> None:
-    text = markdown(session())
-    assert r"loss is \*far\* off" in text
-    assert "\n- unsupported, 1 case: needs 2 GPUs\n" in text
-    assert "\n- waived, 2 cases: https://github.com/pytorch/pytorch/issues/1\n" in text
-
-
 # Headline
 
 CPU = {
@@ -238,22 +217,15 @@ def test_the_outcome_comes_first(exit_code: int, outcome: str) -> None:
     assert headline(shown).line.startswith(f"{outcome}: torch 2.13.0+cpu, CPU (gloo, simulated), profile pr")
 
 
-def test_what_was_judged_names_the_substrates_of_judged_cases_alone() -> None:
-    assert headline(on_cpu()).subject == "torch 2.13.0+cpu, CPU (gloo, simulated), profile pr"
+def test_a_narrowed_session_with_a_defect_says_so_in_the_first_line() -> None:
+    """The line names the substrates of judged cases alone."""
+    line = headline(on_cpu(selection="--cells 'tp = 2'", defect="grads-summed", exit_code=1)).line
+    subject = "torch 2.13.0+cpu, CPU (gloo, simulated), profile pr"
+    assert line == f"NOT CONFORMANT (only --cells 'tp = 2'; defect grads-summed injected): {subject}"
     assert headline(report()).subject == "torch 2.13.0, 2 x Fake, profile pr"
 
 
-def test_a_narrowed_session_with_a_defect_says_so_in_the_first_line() -> None:
-    shown = on_cpu(selection="--cells 'tp = 2'", defect="grads-summed", exit_code=1)
-    assert headline(shown).restrictions == ["only --cells 'tp = 2'", "defect grads-summed injected"]
-    assert headline(shown).line == (
-        "NOT CONFORMANT (only --cells 'tp = 2'; defect grads-summed injected): "
-        "torch 2.13.0+cpu, CPU (gloo, simulated), profile pr"
-    )
-    assert headline(on_cpu()).restrictions == []
-
-
-def test_what_a_session_says_nothing_about() -> None:
+def test_a_session_names_features_that_it_cannot_show() -> None:
     assert headline(on_cpu()).nothing_about == "nothing about NCCL, CUDA streams: 1 case unsupported"
     assert headline(on_cpu(cases=[])).nothing_about == "nothing about NCCL, CUDA streams"
     assert headline(report(case("STREAM-2/a", "unsupported"))).nothing_about == "1 case unsupported"
@@ -270,49 +242,26 @@ def github(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
 
 
-def failing_with(name: str, reason: str) -> CaseResult:
-    return replace(case(name, "fail"), reason=reason)
-
-
-def test_a_failure_is_an_error_with_law_cell_and_reason() -> None:
-    (line,) = annotations(report(case(f"PAR-1/{DP2}", "fail")))
-    assert line.startswith(f"::error title=fail%3A PAR-1/{DP2}::why fail%0Aknown faults with this signature: ")
-
-
-def test_a_cause_is_one_error() -> None:
-    (line,) = annotations(report(*(case(f"PAR-1/{mesh}-fp32-default-meta", "fail") for mesh in ("dp2", "dp4"))))
-    assert line.startswith(f"::error title=fail%3A PAR-1/{DP2}::why fail%0A2 cases of PAR-1")
-
-
-def test_special_characters_are_escaped() -> None:
-    (line,) = annotations(report(failing_with("PAR-1/a,b", "100 %: a, b")))
-    assert line == "::error title=fail%3A PAR-1/a%2Cb::100 %25: a, b"
-
-
 @pytest.mark.parametrize(
     ("verdict", "kind"),
     [
-        (Verdict.PASS, None),
-        (Verdict.UNSUPPORTED, None),
-        (Verdict.WAIVED, None),
+        *((verdict, None) for verdict in (Verdict.PASS, Verdict.UNSUPPORTED, Verdict.WAIVED)),
         (Verdict.QUALITY_WARNING, "warning"),
-        (Verdict.FAIL, "error"),
-        (Verdict.UNEXPECTED_PASS, "error"),
-        (Verdict.TIMEOUT, "error"),
-        (Verdict.CRASH, "error"),
-        (Verdict.ERROR, "error"),
+        *((verdict, "error") for verdict in (Verdict.FAIL, Verdict.UNEXPECTED_PASS, Verdict.CRASH, Verdict.ERROR)),
     ],
 )
-def test_failures_are_errors_and_drift_is_a_warning(verdict: Verdict, kind: str | None) -> None:
+def test_a_failure_is_an_error_and_drift_is_a_warning(verdict: Verdict, kind: str | None) -> None:
     lines = annotations(report(case(f"PAR-1/{DP2}", verdict.value)))
     assert [line.split()[0] for line in lines] == ([f"::{kind}"] if kind else [])
 
 
-def test_github_shows_ten() -> None:
-    failures = [failing_with(f"PAR-1/{DP2}", f"why {letter}") for letter in "abcdefghijkl"]
+def test_a_cause_is_one_error_with_law_cell_and_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GitHub shows ten of them, and needs some characters escaped."""
+    failures = [replace(case(f"PAR-1/{DP2}", "fail"), reason=f"why {letter}") for letter in "abcdefghijkl"]
     assert len(annotations(report(*failures))) == 10
-
-
-def test_there_are_none_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    (line,) = annotations(report(*(case(f"PAR-1/{mesh}-fp32-default-meta", "fail") for mesh in ("dp2", "dp4"))))
+    assert line.startswith(f"::error title=fail%3A PAR-1/{DP2}::why fail%0A2 cases of PAR-1")
+    (escaped,) = annotations(report(replace(case("PAR-1/a,b", "fail"), reason="100 %: a, b")))
+    assert escaped == "::error title=fail%3A PAR-1/a%2Cb::100 %25: a, b"
     monkeypatch.delenv("GITHUB_ACTIONS")
-    assert annotations(report(case(f"PAR-1/{DP2}", "fail"))) == []
+    assert annotations(report(*failures)) == []

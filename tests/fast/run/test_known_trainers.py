@@ -1,4 +1,4 @@
-"""Subjects that packages register: those of the suite, those of others, and `conformance judge --list`."""
+"""Subjects that the suite and other packages register, and `conformance judge --list`."""
 
 import ast
 import importlib.metadata
@@ -35,15 +35,12 @@ def install(monkeypatch: pytest.MonkeyPatch, site: Path, package: str, **targets
     monkeypatch.syspath_prepend(site)
 
 
-def listed() -> dict[str, list[str]]:
-    """Return the columns of `judge --list` by subject."""
-    rows = known_trainers.as_text(known_trainers.known_subjects()).splitlines()[2:]
-    return {row.split()[0]: row.split()[1:] for row in rows}
-
-
-def test_a_package_registers_subjects(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_package_registers_subjects(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     install(monkeypatch, tmp_path, "other-trainer", mine=TARGET, mine_elsewhere=TARGET, minefield=TARGET)
-    rows = listed()
+    assert main(["judge", "--list"]) == 0
+    rows = {row.split()[0]: row.split()[1:] for row in capsys.readouterr().out.splitlines()[2:]}
     has, lacks = f"msgspec {importlib.metadata.version('msgspec')},", "no-such-package==3 (not installed)"
     old = f"torch<1 (installed: {importlib.metadata.version('torch')})"
     assert rows["mine"] == [TARGET, "other-trainer", "1.5", *has.split(), *old.split()]
@@ -62,25 +59,12 @@ def test_a_name_of_two_packages_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_
         known_trainers.resolve("mine")
 
 
-def test_a_registered_subject_is_listed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    install(monkeypatch, tmp_path, "other-trainer", mine=TARGET)
-    assert main(["judge", "--list"]) == 0
-    assert "other-trainer 1.5" in capsys.readouterr().out
+PYPROJECT: dict[str, Any] = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+"""Metadata of the checkout, installed or not."""
+OWN_SUBJECTS: dict[str, str] = PYPROJECT["entry-points"][known_trainers.GROUP]
 
 
-def shipped() -> list[tuple[str, str]]:
-    """Return names and targets of the subjects that the suite registers: of the checkout, installed or not."""
-    return list(project()["entry-points"][known_trainers.GROUP].items())
-
-
-def project() -> dict[str, Any]:
-    table: dict[str, Any] = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
-    return table
-
-
-@pytest.mark.parametrize(("name", "target"), shipped())
+@pytest.mark.parametrize(("name", "target"), OWN_SUBJECTS.items())
 def test_the_suites_own_subjects_are_registered_by_their_names(name: str, target: str) -> None:
     """Their packages need not be installed here."""
     module, _, attribute = target.partition(":")
@@ -90,7 +74,6 @@ def test_the_suites_own_subjects_are_registered_by_their_names(name: str, target
 
 
 def test_every_extra_for_subjects_is_of_a_subject() -> None:
-    names = [name for name, _ in shipped()]
-    extras = [extra for extra in project()["optional-dependencies"] if extra.startswith("subject-")]
+    extras = [extra for extra in PYPROJECT["optional-dependencies"] if extra.startswith("subject-")]
     assert len(extras) == 5
-    assert not [extra for extra in extras if extra.removeprefix("subject-") not in names]
+    assert {extra.removeprefix("subject-") for extra in extras} <= OWN_SUBJECTS.keys()

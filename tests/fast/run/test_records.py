@@ -26,6 +26,7 @@ from conformance.run.record import Header, Record, RecordFile, read_record, writ
 from conformance.run.shards import tensor_file
 from conformance.run.store import Clock, RecordStore, Unwritable
 from tests.support.fake_devices import some_devices
+from tests.support.no_pools import NoPools
 
 
 def record_of_two_ranks(
@@ -33,17 +34,9 @@ def record_of_two_ranks(
 ) -> Record:
     parameters = {"w": {"group": "", "shape": [3, 2], "shard_dims": {"dp_shard": 0}}}
     kinds = {field.name: get_origin(field.type) for field in msgspec.structs.fields(RankFacts)}
-    empty: dict[str, Any] = {name: kind() for name, kind in kinds.items() if kind in (list, dict)}
-    blocks = {"graphs": 0, "compiled": 0, "eager": 0}
-    single = {
-        "blocks": blocks,
-        "checkpoint": None,
-        "checkpoint_format": None,
-        "calibration_s": 0.001,
-        "communication": None,
-        "expandable_segments": None,
-    }
-    facts = {**empty, **single, "parameters": parameters}
+    facts: dict[str, Any] = {name: kind() for name, kind in kinds.items() if kind in (list, dict)}
+    facts |= dict.fromkeys(("checkpoint", "checkpoint_format", "communication", "expandable_segments"))
+    facts |= {"blocks": {"graphs": 0, "compiled": 0, "eager": 0}, "calibration_s": 0.001, "parameters": parameters}
     for rank, tensors in enumerate(shards):
         save_file(tensors, directory / tensor_file(rank))
     header = Header(cell=Cell(), session="s", torch="2", substrate="gloo", defect=None)
@@ -170,7 +163,7 @@ def test_a_record_that_cannot_be_written_is_told_with_its_directory(tmp_path: Pa
         store(tmp_path / "records").record(HEADER, remove, Clock())
 
 
-def test_a_store_with_less_time_shares_what_was_read(tmp_path: Path) -> None:
+def test_a_store_with_less_time_shares_the_read_records(tmp_path: Path) -> None:
     session_store = store(tmp_path)
     record = session_store.record(HEADER, lambda _: RecordFile(header=HEADER, ranks=msgspec.Raw(b"[]")), Clock())
 
@@ -220,18 +213,13 @@ def test_to_failure_of_an_operator_under_the_dispatch_tap_blames_torch() -> None
 def test_a_second_cell_for_which_there_are_too_few_devices_is_unsupported(tmp_path: Path) -> None:
     """Laws compare a cell with others, of which the machine may be too small for one alone."""
     devices = Hardware(devices=some_devices(2), ranks_per_device=1)
-    store = RecordStore(
-        directory=tmp_path, session="s", torch_version="2.13.0", defect=None, deadline_s=60, hardware=devices
-    )
+    store = RecordStore(tmp_path, "s", "2.13.0", defect=None, deadline_s=60, hardware=devices)
     with pytest.raises(Unsupported, match="this machine has no nccl for 4 ranks"):
         CaseRuns(store, ("nccl",)).run(Cell(mesh="hsdp2x2"))
 
 
-class RecordedEnvironments:
-    """Pools that run nothing, and keep the environment of each task by its function."""
-
-    waited_s = trained_s = 0.0
-    max_world_size = 8
+class Environments(NoPools):
+    """Pools that keep the environment of each task by its function."""
 
     def __init__(self) -> None:
         self.by_function: dict[str, Mapping[str, str]] = {}
@@ -240,13 +228,9 @@ class RecordedEnvironments:
         self.by_function[task.function] = env or {}
         return [{"facts": {}}] * world_size
 
-    def prepare(self) -> None: ...
-
-    def close(self) -> None: ...
-
 
 def test_the_run_that_saves_has_the_environment_of_the_run_that_resumes(tmp_path: Path) -> None:
-    pools = RecordedEnvironments()
+    pools = Environments()
     store = RecordStore(tmp_path, "test", str(torch.__version__), defect=None, deadline_s=60.0, pools=pools)
     CaseRuns(store).run(Cell(mesh="dp2", steps=4, saved_on="same", record_streams="1"))
     variables = {function: env.get(RECORD_STREAMS) for function, env in pools.by_function.items()}
@@ -268,34 +252,23 @@ WAITING = 'Current thread 0x1 (most recent call first):\n  File "/x/torch/distri
 BUSY = 'Current thread 0x1 (most recent call first):\n  File "/x/model.py", line 1 in f'
 
 
-@pytest.mark.parametrize(
-    ("ranks", "first_rank", "kind"),
-    [
-        pytest.param([lost(0, 1.0), report(1, "died", 2.0)], 1, "crash", id="a-death-beats-complaints"),
-        pytest.param(
-            [report(0, "raised", 1.0, exception_type="ValueError"), report(1, "died", 2.0)],
-            0,
-            "raised",
-            id="an-earlier-error-beats-a-death",
-        ),
-        pytest.param(
-            [report(0, "raised", 3.0, exception_type="ValueError"), report(1, "died", 2.0)],
-            1,
-            "crash",
-            id="a-death-beats-a-later-error",
-        ),
-        pytest.param(
-            [lost(0, 1.0), report(1, "raised", 2.0, exception_type="ValueError")],
-            1,
-            "raised",
-            id="an-error-beats-complaints",
-        ),
-        pytest.param([lost(0, 2.0), lost(1, 1.0)], 1, "raised", id="only-complaints"),
-        pytest.param([lost(0, 2.0), report(1, "hung", stack=WAITING)], 0, "raised", id="a-waiting-peer-is-no-cause"),
-        pytest.param([lost(0, 2.0), report(1, "hung", stack=BUSY)], 1, "timeout", id="a-peer-that-never-answered"),
-        pytest.param([report(0, "hung", stack=WAITING), report(1, "hung", stack=BUSY)], 1, "timeout", id="all-hung"),
-    ],
-)
+def wrong(rank: int, stamp_s: float) -> RankReport:
+    return report(rank, "raised", stamp_s, exception_type="ValueError")
+
+
+CAUSES = {
+    "a-death-beats-complaints": ([lost(0, 1.0), report(1, "died", 2.0)], 1, "crash"),
+    "an-earlier-error-beats-a-death": ([wrong(0, 1.0), report(1, "died", 2.0)], 0, "raised"),
+    "a-death-beats-a-later-error": ([wrong(0, 3.0), report(1, "died", 2.0)], 1, "crash"),
+    "an-error-beats-complaints": ([lost(0, 1.0), wrong(1, 2.0)], 1, "raised"),
+    "only-complaints": ([lost(0, 2.0), lost(1, 1.0)], 1, "raised"),
+    "a-waiting-peer-is-no-cause": ([lost(0, 2.0), report(1, "hung", stack=WAITING)], 0, "raised"),
+    "a-peer-that-never-answered": ([lost(0, 2.0), report(1, "hung", stack=BUSY)], 1, "timeout"),
+    "all-hung": ([report(0, "hung", stack=WAITING), report(1, "hung", stack=BUSY)], 1, "timeout"),
+}
+
+
+@pytest.mark.parametrize(("ranks", "first_rank", "kind"), CAUSES.values(), ids=CAUSES)
 def test_find_cause_names_the_rank_that_failed_first(ranks: list[RankReport], first_rank: int, kind: str) -> None:
     failure = find_cause(ranks, deadline_s=5)
     assert (failure.first_rank, failure.kind) == (first_rank, kind)

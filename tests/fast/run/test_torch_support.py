@@ -23,6 +23,7 @@ from conformance.run.store import RecordStore
 from conformance.run.torch_support import require_features
 from conformance.sweeps.dtensor import redistribute
 from reference_trainer.parallel_dims import resolve_mesh
+from tests.support.no_pools import NoPools
 
 TRAINS, BUILDS, PROBES, SIMULATES = Needs.TRAINING, sample_with_torch.needs, probe.needs, step_in_simulation.needs
 
@@ -35,79 +36,64 @@ def lacks(needs: Needs, cell: Cell, torch_version: str, *, device: str = "cpu") 
     return None
 
 
-def test_fsdp2_on_the_cpu_needs_the_event_of_a_stream() -> None:
-    cell = Cell(mesh="dp2")
-    reason = "FSDP2 runs on the CPU from torch 2.7 on, in which torch.cpu.Stream has record_event; this is torch 2.6.0"
-    assert lacks(TRAINS, cell, "2.6.0") == reason
-    assert lacks(SIMULATES, cell, "2.6.0") == reason
-    for needs, version, device in (
-        (TRAINS, "2.6.0", "cuda"),
-        (TRAINS, "2.7.1+cpu", "cpu"),
-        (BUILDS, "2.6.0", "cpu"),
-        (PROBES, "2.6.0", "cpu"),
-        (profile_without_fsdp.needs, "2.6.0", "cpu"),
-    ):
+DP2, HSDP, UNEVEN = Cell(mesh="dp2"), Cell(mesh="hsdp2x2"), Cell(mesh="dp2-tp2")
+FSDP1 = Cell(mesh="dp2", implementation="fsdp1", init="full")
+RESUMED = UNEVEN.but(model="uneven-tp", saved_on="tp2")
+COMPILED = DP2.but(compile=True)
+FUSED = UNEVEN.but(optimizer="adamw-fused", norms_in_tp=False, sequence_parallel=False, model="even")
+NO_EVENT = "FSDP2 runs on the CPU from torch 2.7 on, in which torch.cpu.Stream has record_event; this is torch 2.6.0"
+NO_AVERAGE = "HSDP runs on the CPU from torch 2.8 on, in which gloo averages in an all-reduce; this is torch 2.7.1"
+NO_UNEVEN = (
+    "FSDP2 with tensor parallelism takes uneven shards from torch 2.8 on: vocab_size is 61, which dp_shard 2 x tp 2 "
+    "does not divide; this is torch 2.7.1"
+)
+NO_RESUME = (
+    "a checkpoint of another mesh is loaded into uneven shards of tensor-parallel shards from torch 2.10 on; this is "
+    "torch 2.9.1"
+)
+NO_CALLS = (
+    "compiled blocks are observed from torch 2.10 on if they are called more than 8 times, here 12 times: before, each "
+    "call compiles anew; this is torch 2.9.1"
+)
+NO_FUSED = "a fused optimizer steps parameters of two meshes from torch 2.9 on; this is torch 2.8.0"
+
+
+@pytest.mark.parametrize(
+    ("reason", "version", "refused"),
+    [
+        (NO_EVENT, "2.6.0", [(TRAINS, DP2), (SIMULATES, DP2)]),
+        (NO_AVERAGE, "2.7.1", [(TRAINS, HSDP), (step_on_ranks.needs, HSDP), (SIMULATES, HSDP)]),
+        (NO_UNEVEN, "2.7.1", [(TRAINS, UNEVEN), (BUILDS, UNEVEN)]),
+        (NO_RESUME, "2.9.1", [(TRAINS, RESUMED)]),
+        (NO_CALLS, "2.9.1", [(TRAINS, COMPILED.but(accumulation=2))]),
+        (NO_CALLS, "2.9.1", [(TRAINS, COMPILED.but(activation_checkpointing="full"))]),
+        (NO_FUSED, "2.8.0", [(TRAINS, FUSED)]),
+    ],
+)
+def test_features_that_a_version_lacks(reason: str, version: str, refused: list[tuple[Needs, Cell]]) -> None:
+    for needs, cell in refused:
+        assert lacks(needs, cell, version) == reason
+
+
+@pytest.mark.parametrize(
+    ("version", "device", "supported"),
+    [
+        ("2.6.0", "cuda", [(TRAINS, DP2)]),
+        ("2.6.0", "cpu", [(BUILDS, DP2), (PROBES, DP2), (profile_without_fsdp.needs, DP2), (TRAINS, FSDP1)]),
+        ("2.7.1", "cuda", [(TRAINS, HSDP)]),
+        ("2.7.1", "cpu", [(BUILDS, HSDP), (PROBES, UNEVEN), (TRAINS, Cell(mesh="dp4", model="uneven"))]),
+        ("2.7.1+cpu", "cpu", [(TRAINS, DP2), (TRAINS, UNEVEN.but(model="even"))]),
+        ("2.8.0", "cpu", [(TRAINS, HSDP), (SIMULATES, HSDP), (TRAINS, UNEVEN)]),
+        ("2.8.0", "cpu", [(TRAINS, FUSED.but(optimizer="adamw-foreach")), (TRAINS, FUSED.but(norms_in_tp=True))]),
+        ("2.9.1", "cpu", [(TRAINS, FUSED), (TRAINS, COMPILED), (TRAINS, RESUMED.but(model="tiny"))]),
+        ("2.9.1", "cpu", [(TRAINS, RESUMED.but(saved_on="same")), (TRAINS, RESUMED.but(mesh="dp2"))]),
+        ("2.10.0", "cpu", [(TRAINS, RESUMED), (TRAINS, COMPILED.but(accumulation=2))]),
+    ],
+)
+def test_features_that_a_version_has(version: str, device: str, supported: list[tuple[Needs, Cell]]) -> None:
+    for needs, cell in supported:
         assert lacks(needs, cell, version, device=device) is None
-    assert lacks(TRAINS, Cell(mesh="dp2", implementation="fsdp1", init="full"), "2.6.0") is None
-
-
-def test_hsdp_on_the_cpu_needs_an_averaging_all_reduce() -> None:
-    cell = Cell(mesh="hsdp2x2")
-    reason = "HSDP runs on the CPU from torch 2.8 on, in which gloo averages in an all-reduce; this is torch 2.7.1"
-    assert lacks(TRAINS, cell, "2.7.1") == reason
-    assert lacks(step_on_ranks.needs, cell, "2.7.1") == reason
-    assert lacks(SIMULATES, cell, "2.7.1") == reason
-    for needs, version, device in (
-        (TRAINS, "2.7.1", "cuda"),
-        (TRAINS, "2.8.0", "cpu"),
-        (BUILDS, "2.7.1", "cpu"),
-        (SIMULATES, "2.8.0", "cpu"),
-    ):
-        assert lacks(needs, cell, version, device=device) is None
-
-
-def test_fsdp2_with_tensor_parallelism_needs_even_shards_up_to_2_7() -> None:
-    uneven, even = Cell(mesh="dp2-tp2"), Cell(mesh="dp2-tp2", model="even")
-    assert lacks(TRAINS, uneven, "2.7.1") == (
-        "FSDP2 with tensor parallelism takes uneven shards from torch 2.8 on: vocab_size is 61, which dp_shard 2 x "
-        "tp 2 does not divide; this is torch 2.7.1"
-    )
-    assert lacks(BUILDS, uneven, "2.7.1", device="cuda")
-    for cell, version in ((uneven, "2.8.0"), (even, "2.7.1"), (Cell(mesh="dp4", model="uneven"), "2.7.1")):
-        assert lacks(TRAINS, cell, version) is None
-    assert lacks(PROBES, uneven, "2.7.1") is None
-
-
-def test_fsdp2_loads_uneven_shards_of_another_mesh_from_2_10_on() -> None:
-    resumed = Cell(mesh="dp2-tp2", model="uneven-tp", saved_on="tp2")
-    assert lacks(TRAINS, resumed, "2.9.1") == (
-        "a checkpoint of another mesh is loaded into uneven shards of tensor-parallel shards from torch 2.10 on; this "
-        "is torch 2.9.1"
-    )
-    assert lacks(TRAINS, resumed, "2.10.0") is None
-    for other in ({"model": "tiny"}, {"saved_on": "same"}, {"mesh": "dp2"}):
-        assert lacks(TRAINS, resumed.but(**other), "2.9.1") is None
-
-
-def test_compiled_blocks_are_observed_for_some_calls_up_to_2_9() -> None:
-    compiled = Cell(mesh="dp2", compile=True)
-    for cell, calls in ((compiled.but(accumulation=2), 12), (compiled.but(activation_checkpointing="full"), 12)):
-        assert lacks(TRAINS, cell, "2.9.1") == (
-            "compiled blocks are observed from torch 2.10 on if they are called more than 8 times, here "
-            f"{calls} times: before, each call compiles anew; this is torch 2.9.1"
-        )
-        assert lacks(TRAINS, cell, "2.10.0") is None
-    assert lacks(TRAINS, compiled, "2.9.1") is None
-
-
-def test_a_fused_optimizer_steps_on_two_meshes_from_2_9_on() -> None:
-    fused = Cell(mesh="dp2-tp2", optimizer="adamw-fused", norms_in_tp=False, sequence_parallel=False, model="even")
-    assert lacks(TRAINS, fused, "2.8.0") == (
-        "a fused optimizer steps parameters of two meshes from torch 2.9 on; this is torch 2.8.0"
-    )
-    assert lacks(TRAINS, fused, "2.9.1") is None
-    for other in ({"optimizer": "adamw-foreach"}, {"norms_in_tp": True}):
-        assert lacks(TRAINS, fused.but(**other), "2.8.0") is None
+    assert lacks(BUILDS, UNEVEN, "2.7.1", device="cuda")
 
 
 def test_require_features_checks_the_run_that_saves_too(tmp_path: Path) -> None:
@@ -117,19 +103,11 @@ def test_require_features_checks_the_run_that_saves_too(tmp_path: Path) -> None:
         CaseRuns(store).run(resumed)
 
 
-class Kinds:
-    """Substitute for `Pools` that notes the kinds of tasks, of which only equal ones may share ranks."""
-
-    waited_s = 0.0
-    trained_s = 0.0
-    max_world_size = 8
+class Kinds(NoPools):
+    """Pools that note the kinds of tasks, of which only equal ones may share ranks."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
-
-    def prepare(self) -> None: ...
-
-    def close(self) -> None: ...
 
     def run(self, task: Task, *, world_size: int, **_options: Any) -> list[Any]:
         self.seen.append(task.kind)
@@ -148,33 +126,23 @@ def test_tasks_that_dtensor_confuses_do_not_share_ranks(torch_version: str, pool
     assert len(set(kinds.seen)) == pools
 
 
-def pretend_version(module: Any, torch_version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "traits_of", lambda _installed: traits_of(torch_version))
-
-
-@pytest.mark.parametrize(
-    ("torch_version", "expected"),
-    [("2.8.0", {"all_gather": 8, "reduce_scatter": 4}), ("2.9.1", {"reduce_scatter": 4}), ("2.10.0", {})],
-)
-def test_one_rank_gathers_up_to_2_8_and_reduces_up_to_2_9(
-    torch_version: str, expected: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pretend_version(schedule, torch_version, monkeypatch)
+def test_one_rank_gathers_up_to_2_8_and_reduces_up_to_2_9(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Cell(mesh="tp2", reshard="always").config
     dims = resolve_mesh(config.mesh, world_size=2)
-    events = schedule.fsdp_events(config, dims, dict.fromkeys(schedule.entered(schedule.groups(config)), 8))
-    assert all((event.group, event.numel) == ("dp_shard", 8) for event in events)
-    assert Counter(event.kind for event in events) == expected
+    gathers, reduces = {"all_gather": 8}, {"reduce_scatter": 4}
+    for version, expected in (("2.8.0", gathers | reduces), ("2.9.1", reduces), ("2.10.0", {})):
+        monkeypatch.setattr(schedule, "traits_of", lambda _installed, version=version: traits_of(version))
+        events = schedule.fsdp_events(config, dims, dict.fromkeys(schedule.entered(schedule.groups(config)), 8))
+        assert all((event.group, event.numel) == ("dp_shard", 8) for event in events)
+        assert Counter(event.kind for event in events) == expected
 
 
-@pytest.mark.parametrize(("torch_version", "numels"), [("2.9.1", [1, 1]), ("2.10.0", [3, 3])])
-def test_norms_are_reduced_together_up_to_2_9(
-    torch_version: str, numels: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pretend_version(clip_schedule, torch_version, monkeypatch)
+def test_norms_are_reduced_together_up_to_2_9(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Cell(mesh="dp2-tp2").config
-    events = clip_schedule.clip_events(["a", "b", "c"], config, resolve_mesh(config.mesh, world_size=4))
-    assert [event.numel for event in events] == numels
+    for version, numels in (("2.9.1", [1, 1]), ("2.10.0", [3, 3])):
+        monkeypatch.setattr(clip_schedule, "traits_of", lambda _installed, version=version: traits_of(version))
+        events = clip_schedule.clip_events(["a", "b", "c"], config, resolve_mesh(config.mesh, world_size=4))
+        assert [event.numel for event in events] == numels
 
 
 def test_a_reduction_that_does_not_tell_its_operation() -> None:

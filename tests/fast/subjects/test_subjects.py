@@ -1,0 +1,153 @@
+"""Subjects: jobs of ranks, processes that they share, uninitialised memory, and verdicts that are kept."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from conformance.plan.trainer_cells import TRAINER_CELLS
+from conformance.report.trainer import FaultSeen, TrainerFacts, trainer_lines
+from conformance.run.pool import Task
+from conformance.run.store import RecordStore
+from conformance.subjects import keeping
+from conformance.subjects.facts import OwnErrors, ReferenceFacts, TrainJob
+from conformance.subjects.measuring import uninitialised_is_nan
+from conformance.subjects.running import SubjectRuns
+from tests.support.no_pools import NoPools
+from tests.support.sample_reports import case, report
+
+
+def reference_of(norm: float) -> ReferenceFacts:
+    errors = OwnErrors(by_name={}, overall=0.0)
+    return ReferenceFacts(
+        dtype="fp64",
+        why_not_fp64="",
+        parameters=["weight"],
+        aliases={},
+        sentinels={},
+        untrained=[],
+        max_norm=norm,
+        losses=[norm],
+        grad_norms=[norm],
+        loss_error=0.0,
+        norm_error=0.0,
+        gradients=[errors],
+        updates=[errors],
+        bf16_gradients=None,
+        bf16_matmul_dtypes=[],
+        varies=True,
+    )
+
+
+class Ranks(NoPools):
+    """Pools whose reference has a norm, and which keep the tasks of ranks."""
+
+    def __init__(self, norm: float) -> None:
+        self._results = {"unsupported": None, "train_reference": reference_of(norm)}
+        self.tasks: list[Task] = []
+
+    def run(self, task: Task, *, world_size: int, deadline_s: float, env: Mapping[str, str] | None = None) -> list[Any]:
+        name = task.function.rpartition(":")[2]
+        if name in self._results:
+            return [msgspec.to_builtins(self._results[name])]
+        self.tasks.append(task)
+        return []
+
+
+def runs(ranks: Ranks, directory: Path, *, torch_version: str = "2.13.0+cpu") -> SubjectRuns:
+    return SubjectRuns(RecordStore(directory, "test", torch_version, None, 60.0, ranks, subject="m:right"))
+
+
+@pytest.mark.parametrize("norm", [math.inf, math.nan])
+def test_a_norm_that_is_not_finite_reaches_the_ranks(tmp_path: Path, norm: float) -> None:
+    ranks = Ranks(norm)
+    runs(ranks, tmp_path).evidence(TRAINER_CELLS[0])
+    (task,) = ranks.tasks
+    assert repr(msgspec.convert(task.payload, TrainJob).max_norm) == repr(norm)
+
+
+@pytest.mark.parametrize(("torch_version", "kinds"), [("2.12.0", 2), ("2.13.0+cpu", 1)])
+def test_cells_that_dtensor_confuses_do_not_share_ranks(torch_version: str, kinds: int, tmp_path: Path) -> None:
+    """Up to torch 2.12 DTensor takes an embedding in bf16 for the one in fp32 that the process had before."""
+    ranks = Ranks(1.0)
+    for cell in TRAINER_CELLS:
+        if cell.mesh == "dp2-tp2":
+            runs(ranks, tmp_path, torch_version=torch_version).evidence(cell)
+    assert len({task.kind for task in ranks.tasks}) == kinds
+
+
+# Memory that torch hands out while a subject builds its model
+
+
+def settings() -> tuple[bool, bool, bool]:
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+    )
+
+
+@pytest.mark.parametrize(("enabled", "warn_only"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("fills", [True, False])
+def test_settings_are_as_before(monkeypatch: pytest.MonkeyPatch, enabled: bool, warn_only: bool, fills: bool) -> None:
+    """Also with a torch that fills no memory, which is refused."""
+    if not fills:
+        monkeypatch.setattr(torch, "empty", torch.zeros)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+    before = settings()
+    try:
+        if fills:
+            with uninitialised_is_nan():
+                assert torch.empty(2).isnan().all()
+        else:
+            with pytest.raises(RuntimeError, match="does not fill uninitialised memory"), uninitialised_is_nan():
+                pass
+        assert settings() == before
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# Kept verdicts, and their table
+
+TRAINER = TrainerFacts(
+    name="other",
+    given="package:Other",
+    versions={"other": "1.0"},
+    shims=["other._private"],
+    policies=[],
+    faults=[
+        FaultSeen(fault="stale-shard", cell="dp2-fp32-default-full", laws=[]),
+        FaultSeen(fault="local-norm", cell="dp2-fp32-default-full", laws=["clipping"]),
+    ],
+)
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, keeping.KeptSubject]:
+    """Return the kept verdicts of a report."""
+    monkeypatch.setattr(keeping, "DIRECTORY", tmp_path)
+    cases = [
+        case("loss/other/dp2-fp32-default-full"),
+        msgspec.structs.replace(case("loss/other/hsdp2x2-fp32-default-full", "fail"), reason="rank 1 raised"),
+        case("clipping/other/dp2-bf16mp-default-full", "unsupported"),
+    ]
+    assert keeping.keep(report(*cases, trainer=TRAINER)) == tmp_path / "other.json"
+    return keeping.read_kept()
+
+
+def test_verdicts_are_kept_and_shown(kept: dict[str, keeping.KeptSubject]) -> None:
+    lines = [" ".join(line.split()) for line in keeping.table(kept).splitlines()]
+    assert "| `loss` | **fail** on 1 of 2 |" in lines
+    assert "| `clipping` | - |" in lines
+    assert "- other: other 1.0; private names: `other._private`; faults seen: 1 of 2" in lines
+    assert "- other fails loss on hsdp2x2-fp32-default-full: rank 1 raised" in lines
+
+
+def test_a_blind_trainer_is_told() -> None:
+    assert TRAINER.blind_to == ["stale-shard on dp2-fp32-default-full"]
+    assert list(trainer_lines(TRAINER))[-1].endswith("these verdicts do not count")
