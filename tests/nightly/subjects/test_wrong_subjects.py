@@ -62,7 +62,7 @@ def machine(store: RecordStore) -> Machine:
 
 
 def judged_trainer(pools: Pools, directory: Path, name: str, *cells: Cell, limit_s: float = 60.0) -> JudgedTrainer:
-    """Judge a function of `subject_models`, or another `MODULE:NAME`, on cells, by default on two data-parallel ranks."""
+    """Judge a function of `subject_models`, or another `MODULE:NAME`, on cells, by default on two ranks."""
     subject = name if ":" in name else f"tests.support.subject_models:{name}"
     store = RecordStore(directory, "test", str(torch.__version__), None, limit_s, pools, subject=subject)
     judged = [

@@ -1,8 +1,10 @@
 """Collectives of the simulated device: gloo's results, in the order of streams."""
 
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -120,27 +122,16 @@ def a_host_that_waits_for_its_peers_lets_its_device_go_on(rank: int, ranks: int,
     dist.destroy_process_group()
 
 
-def test_results_are_those_of_gloo(tmp_path: Path) -> None:
-    assert exit_codes(results_are_those_of_gloo, ranks=RANKS, directory=tmp_path) == [0] * RANKS
-
-
-def test_an_asynchronous_collective_has_a_stream_of_its_own(tmp_path: Path) -> None:
-    check = an_asynchronous_collective_has_a_stream_of_its_own
+@pytest.mark.parametrize(
+    "check",
+    [
+        results_are_those_of_gloo,
+        an_asynchronous_collective_has_a_stream_of_its_own,
+        memory_of_collectives_is_held_as_by_nccl,
+        ranks_that_send_to_each_other_go_on,
+        a_transfer_is_awaited_by_streams,
+        a_host_that_waits_for_its_peers_lets_its_device_go_on,
+    ],
+)
+def test_collectives(check: Callable[..., None], tmp_path: Path) -> None:
     assert exit_codes(check, ranks=RANKS, directory=tmp_path) == [0] * RANKS
-
-
-def test_memory_of_collectives_is_held_as_by_nccl(tmp_path: Path) -> None:
-    assert exit_codes(memory_of_collectives_is_held_as_by_nccl, ranks=RANKS, directory=tmp_path) == [0] * RANKS
-
-
-def test_a_host_that_waits_for_its_peers_lets_its_device_go_on(tmp_path: Path) -> None:
-    check = a_host_that_waits_for_its_peers_lets_its_device_go_on
-    assert exit_codes(check, ranks=RANKS, directory=tmp_path) == [0] * RANKS
-
-
-def test_ranks_that_send_to_each_other_go_on(tmp_path: Path) -> None:
-    assert exit_codes(ranks_that_send_to_each_other_go_on, ranks=RANKS, directory=tmp_path) == [0] * RANKS
-
-
-def test_a_transfer_is_awaited_by_streams(tmp_path: Path) -> None:
-    assert exit_codes(a_transfer_is_awaited_by_streams, ranks=RANKS, directory=tmp_path) == [0] * RANKS

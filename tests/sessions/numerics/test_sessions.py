@@ -4,10 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance.judge.registry import asserted_laws
-from conformance.judge.support import Machine, unsupported
 from conformance.numerics.arithmetic import KERNELS_VARIABLE, OWN, SUMS_VARIABLE, Arithmetic
-from conformance.plan.cells import Cell
 from conformance.run.devices.hardware import Hardware, find_hardware
 from tests.support.fake_devices import FakeDevices, some_devices
 from tests.support.sessions import finish, suite
@@ -77,13 +74,3 @@ def test_processes_are_told_and_simulated_worlds_keep_torchs_kernels() -> None:
     assert hardware.session_environment().items() >= told.items()
     assert hardware.environment("simulated") == {KERNELS_VARIABLE: OWN.kernels, SUMS_VARIABLE: OWN.sums}
     assert Hardware().environment("gloo") == Hardware().environment("simulated") == {}
-
-
-def test_laws_on_the_memory_of_torchs_kernels_are_not_judged_with_others() -> None:
-    laws = {name: asserted.law for name, asserted in asserted_laws().items()}
-    assert {name for name, law in laws.items() if law.memory} == {"MEM-2", "MEM-3"}
-    machine = Machine(hardware=Hardware(arithmetic=OTHER), torch_version="2.13.0", max_world_size=8)
-    assert unsupported(laws["PAR-1"], Cell(), machine) is None
-    assert unsupported(laws["MEM-3"], Cell(), machine) == (
-        "is about the memory of torch's own kernels and of gloo, and this session has others"
-    )
