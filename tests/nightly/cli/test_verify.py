@@ -172,8 +172,3 @@ def test_what_cannot_be_verified(
     edit(copy, change)
     assert main(["verify", str(copy)]) == 4
     assert message in capsys.readouterr().err
-
-
-def test_no_report(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no report"):
-        verify(tmp_path, matrix_file=MATRIX)

@@ -178,10 +178,3 @@ def test_spread_puts_narrow_worlds_on_several_hosts() -> None:
 
 def test_interface_towards_an_address() -> None:
     assert interface_towards("127.0.0.1") == "lo"
-
-
-def test_spmd_outside_of_torchrun_prints_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    from conformance.__main__ import main
-
-    assert main(["spmd", "--profile=smoke"]) == 4
-    assert "start it with torchrun" in capsys.readouterr().err

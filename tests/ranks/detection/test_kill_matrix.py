@@ -172,12 +172,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "1 trial reused" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [["nonsense"], ["--profile", "nonsense"]])
-def test_mistakes_of_the_command(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["defects", *arguments, "--report-dir", str(tmp_path)]) == 4
-    assert "nonsense" in capsys.readouterr().err
-
-
 # Defects of users
 
 FILE = """

@@ -11,8 +11,7 @@ import pytest
 from benchmarks.device_trial import packing
 from benchmarks.device_trial.calls import RACES, stages_of
 from benchmarks.device_trial.packing import pack
-from benchmarks.device_trial.printing import printed_values, yes
-from benchmarks.device_trial.screen import LINES, screen
+from benchmarks.device_trial.screen import screen
 from benchmarks.device_trial.stages import Outcome, Stage, Trial
 from conformance.defects.catalogue import defects
 from conformance.plan.matrix import load_matrix
@@ -88,11 +87,6 @@ def test_a_recipe_is_in_the_environment_of_the_stages_after_it(tmp_path: Path) -
     assert [outcome.values["cumem"] for outcome in running.outcomes] == ["unset", "0"]
 
 
-def test_values_in_an_output() -> None:
-    assert printed_values("a\t1\nno value\nb\t2\t3\na\t4\n") == {"a": "4", "b": "2\t3"}
-    assert [yes(answers) for answers in ([True], [False], [True, False, True])] == ["yes", "no", "2 of 3"]
-
-
 # Screen
 
 
@@ -126,14 +120,6 @@ def test_the_screen_has_values_laws_failures_and_the_time_left(tmp_path: Path) -
     assert "fail PAR-2/c: deviation 3, bound 0" in lines
     assert not [line for line in lines if "as they must" in line]
     assert lines[-1] == "12 s left"
-
-
-def test_the_screen_is_one_screen() -> None:
-    many = {f"value {number}": "x" * 300 for number in range(200)}
-    lines = screen([Outcome("probe", "expected", 1.0, many)], left_s=1.0).splitlines()
-    assert len(lines) == LINES
-    assert max(map(len, lines)) <= 190
-    assert lines[-2] == "  and 143 more values in outcomes.json"
 
 
 # What comes back

@@ -34,8 +34,3 @@ def test_bash_completes(
     command = ["bash", "-c", COMPLETE, "bash", str(script), "conformance", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert sorted(done.stdout.split()) == completions, done.stderr
-
-
-def test_an_unknown_shell_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--print-completion", "dos"]) == 4
-    assert "choose from" in capsys.readouterr().err
