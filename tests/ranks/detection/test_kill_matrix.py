@@ -221,22 +221,6 @@ def test_what_a_users_defect_breaks_while_it_is_injected_is_no_catch(file: Path,
     assert "NotInjectable" in judged.reason
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("my_faults.py:nothing", "my_faults.py has no Defect, and no function without arguments, named nothing"),
-        ("my_faults.py:NUMBER", "has no Defect"),
-        ("none.py:x", "no file"),
-        ("my_faults.txt:x", "no file"),
-        ("broken.py:x", "broken.py cannot be imported: ZeroDivisionError"),
-    ],
-)
-def test_mistakes_in_users_defects(file: Path, name: str, message: str) -> None:
-    (file.parent / "broken.py").write_text("1 / 0\n")
-    with pytest.raises(ValueError, match=message):
-        require_known(f"{file.parent}/{name}")
-
-
 @contextmanager
 def failing() -> Iterator[None]:
     raise ZeroDivisionError

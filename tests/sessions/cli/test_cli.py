@@ -1,8 +1,6 @@
 """`python -m conformance`: the output of its commands; its mistakes are in wrong_inputs.txt."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -125,16 +123,6 @@ def test_what_docs_hold_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"\n| {law} " in laws for law in asserted_laws())
     assert printed(capsys, "schema") == (docs / "report.schema.json").read_text()
     assert printed(capsys, "schema", "--line") == (docs / "report_line.schema.json").read_text()
-
-
-def test_listing_does_without_torch(matrix: str) -> None:
-    program = (
-        "import sys, conformance.__main__ as command\n"
-        f"status = command.main(['list', {matrix!r}])\n"
-        "sys.exit('torch' in sys.modules or status)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=PROJECT, timeout=60, check=False)
-    assert done.returncode == 0
 
 
 def test_the_help_names_each_command_in_a_group(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,5 @@
 """Configuration of the trainer: defaults, values that are refused and the messages, and `--set`."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -27,12 +25,6 @@ def refusal(call: Callable[[], object]) -> str:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - each caller looks at the message
         call()
     return str(caught.value)
-
-
-@pytest.mark.parametrize("module", ["config", "parallel_dims", "precision"])
-def test_configurations_are_read_without_torch(module: str) -> None:
-    program = f"import sys, reference_trainer.{module}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], cwd=PROJECT, timeout=60, check=False).returncode == 0
 
 
 REFUSED = """
