@@ -1,4 +1,4 @@
-"""Search for smallest failing cells after a session: its answers, its time, its end, and what the report says."""
+"""Search for smallest failing cells after a session: its answers, its time, its end, and its lines in reports."""
 
 import shlex
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""`python -m conformance predict --simulate`: the trainer with FSDP2, run without memory, needs what is predicted."""
+"""`python -m conformance predict --simulate`: FSDP2 in a run without memory needs the predicted memory."""
 
 import json
 import subprocess
@@ -37,7 +37,6 @@ def largest_deviation(simulated: Simulation) -> float:
     ("mesh", "options"),
     [
         ("dp64", {}),
-        ("dp64", {"precision": "fp32"}),
         ("dp64", {"reshard": "always"}),
         ("dp64", {"reshard": "never", "precision": "bf16-reduce"}),
         ("dp64", {"reshard": "8", "activation_checkpointing": "full"}),
@@ -59,7 +58,7 @@ def test_a_slice_of_a_large_model_on_1024_ranks() -> None:
 
 
 def test_with_tensor_parallelism_as_json() -> None:
-    """The command runs in a process of its own, see `fake_step`."""
+    """The command runs in a separate process, see `fake_step`."""
     shape = [f"--set={override}" for override in SMALL]
     options = ["--model=llama3-8b", "--mesh=hsdp2x8-tp4", "--seq-len=128", *shape, "--simulate", "--json"]
     done = subprocess.run(

@@ -72,12 +72,6 @@ def test_a_stage_is_cut_off_by_a_signal_that_lets_it_report(tmp_path: Path, fill
     assert running.outcomes[0].values == {"begin": "now", "end": "reported"}
 
 
-def test_without_time_for_a_report_nothing_is_started(tmp_path: Path) -> None:
-    running = trial(tmp_path, total_s=10.0)
-    running.run(Stage("late", program("pass"), 20))
-    assert running.outcomes[0].state == "not run: no time left"
-
-
 def test_a_recipe_is_in_the_environment_of_the_stages_after_it(tmp_path: Path) -> None:
     text = "import os; print('cumem\\t' + os.environ.get('NCCL_CUMEM_ENABLE', 'unset'))"
     running = trial(tmp_path)

@@ -110,7 +110,7 @@ SESSIONS = {
     "clash of destinations": ("-p", "destination", *IN_LAWS, "--cells", "smoke"),
     "clash with conftest": IN_LAWS,
 }
-"""Arguments of pytest in a directory with a test and plugins of its own."""
+"""Arguments of pytest in a directory with a test and plugins."""
 
 
 @pytest.fixture(scope="module")
