@@ -130,12 +130,6 @@ def test_a_record_that_is_cut_off(copy: Path) -> None:
     assert "a record is cut off or was written by something else" in problem
 
 
-def test_a_death_of_which_no_record_is_left(copy: Path) -> None:
-    edit(copy, call_it_a_crash)
-    shutil.rmtree(copy / "records")
-    assert any("of which no record tells" in problem for problem in verify(copy, matrix_file=MATRIX).problems)
-
-
 def nothing_judged(report: dict[str, Any], rows: Rows) -> None:
     del rows[1:-1]
     report.update(cases=[], cells={})

@@ -4,7 +4,6 @@ Their laws are for gloo alone: trials give up after half a second, and a device'
 """
 
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -72,12 +71,6 @@ def sweep(context: RankContext, payload: dict[str, Any]) -> Any:
     subjects = patch.object(experiments_context, "subjects_of", lambda _: frozenset(payload["subjects"]))
     with limits, subjects:
         return EXPERIMENTS[payload["experiment"]](context, payload["job"])
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    with Pools() as pools:
-        yield pools
 
 
 @pytest.mark.parametrize(

@@ -53,16 +53,11 @@ def test_a_law_that_kills_no_defect_is_a_problem_of_the_whole_catalogue() -> Non
     assert not any(problem.startswith("PAR-1 ") for problem in problems)
 
 
-def test_all_renderings_tell_the_same() -> None:
+def test_text_and_markdown() -> None:
     matrix = matrix_of(trial(KILLED), trial(ESCAPED))
-    markdown = as_markdown(matrix)
-    for output in (as_text(matrix), markdown):
-        assert "1 of 2 defects caught by all laws that they name, 2 of 2 twins pass, 1 law, 0 laws" in output
-        assert "grads-summed" in output
-        assert "40" in output
-        assert "25%" in output
-        assert "grads-summed escapes PAR-1: it passes" in output
-    assert BY_ID["grads-summed"].source in markdown
+    for text in (as_text(matrix), as_markdown(matrix)):
+        assert "1 of 2 defects caught by all laws that they name, 2 of 2 twins pass, 1 law, 0 laws" in text
+        assert all(word in text for word in ("40", "25%", "grads-summed escapes PAR-1: it passes"))
 
 
 @pytest.fixture(scope="module")

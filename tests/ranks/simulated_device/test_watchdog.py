@@ -2,7 +2,6 @@
 
 import re
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -32,12 +31,6 @@ def wait_for_a_peer(context: RankContext, payload: dict[str, Any]) -> float:
     else:
         dist.all_reduce(x, group=group)
     return float(x.sum())
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    with Pools() as pools:
-        yield pools
 
 
 @pytest.mark.parametrize(("operation", "schedule"), [("all_reduce", "eager"), ("all_reduce", "lazy"), ("recv", "lazy")])

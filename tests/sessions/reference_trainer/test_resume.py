@@ -154,6 +154,7 @@ def truncate(path: Path) -> None:
         (lambda path: (path / "manifest.json").unlink(), "manifest.json cannot be read"),
         (shutil.rmtree, "holds no checkpoint"),
     ],
+    ids=["cut", "missing", "empty manifest", "no manifest", "no checkpoint"],
 )
 def test_a_damaged_checkpoint_is_one_clear_error(
     saved: Path, tmp_path: Path, damage: Callable[[Path], object], message: str
