@@ -1,7 +1,7 @@
 """Subjects of the tests: a function that is right, and functions that are wrong in one thing each."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -278,17 +278,18 @@ wrong_batch = declare(batch=lambda generator: (torch.ones(2), torch.ones(3)))(sh
 no_module = declare(model=lambda: 3)(shard)  # type: ignore[arg-type,return-value]
 
 
-class HiddenOptimizer(FunctionSubject):
-    """Adapter that shows an optimizer, and steps with another."""
+def changed(function: FunctionSubject, change: Callable[[Any], Any]) -> FunctionSubject:
+    """Return the subject with runs that a function has changed after `build`."""
 
-    def build(self, *args: Any, **kwargs: Any) -> Any:
-        run: Any = super().build(*args, **kwargs)
-        run.optimizer = Shown(run.optimizer)
-        return run
+    class Changed(FunctionSubject):
+        def build(self, *args: Any, **kwargs: Any) -> Any:
+            return change(super().build(*args, **kwargs))
+
+    return Changed(**fields_of(function))
 
 
 class Shown:
-    """Wrapper of an optimizer without its hooks."""
+    """Optimizer that steps another, hidden one, whose hooks do not show."""
 
     def __init__(self, hidden: Optimizer) -> None:
         self._hidden, self.param_groups, self.state = hidden, hidden.param_groups, hidden.state
@@ -309,7 +310,12 @@ def fields_of(function: FunctionSubject) -> dict[str, Any]:
     return {name: getattr(function, name) for name in function.__dataclass_fields__}
 
 
-hidden_optimizer = HiddenOptimizer(**fields_of(right))
+def hide_optimizer(run: Any) -> Any:
+    run.optimizer = Shown(run.optimizer)
+    return run
+
+
+hidden_optimizer = changed(right, hide_optimizer)
 not_resumable = NotResumable(**fields_of(own_mesh_names))
 not_decorated = shard
 
@@ -319,7 +325,7 @@ class LateLoop:
 
     shards_in_train = True
 
-    def __init__(self, loop: Any, *, tells: bool) -> None:
+    def __init__(self, loop: Any, *, tells: bool = True) -> None:
         self._loop, self._tells = loop, tells
         self.model, self.optimizer, self.data_rank = loop.model, loop.optimizer, loop.data_rank
 
@@ -329,24 +335,16 @@ class LateLoop:
         return [self._loop.step(step, batches, observer) for step, batches in enumerate(steps)]
 
 
-class LateSubject(FunctionSubject):
-    def build(self, *args: Any, **kwargs: Any) -> Any:
-        return LateLoop(super().build(*args, **kwargs), tells=True)
-
-
-class SilentSubject(FunctionSubject):
-    def build(self, *args: Any, **kwargs: Any) -> Any:
-        return LateLoop(super().build(*args, **kwargs), tells=False)
-
-
-class UnsavedSubject(NotResumable, LateSubject):
+class UnsavedSubject(NotResumable):
     """Adapter whose runs have no methods to save and load."""
+
+    def build(self, *args: Any, **kwargs: Any) -> Any:
+        return LateLoop(super().build(*args, **kwargs))
 
 
 without_save = UnsavedSubject(**fields_of(own_mesh_names))
-late = LateSubject(**fields_of(own_mesh_names))
-late_and_silent = SilentSubject(**fields_of(own_mesh_names))
-late_and_uninitialised = LateSubject(**fields_of(buffer_not_initialised))
+late, late_and_uninitialised = changed(own_mesh_names, LateLoop), changed(buffer_not_initialised, LateLoop)
+late_and_silent = changed(own_mesh_names, partial(LateLoop, tells=False))
 
 
 # Values that look uninitialised: by design, or since they were forgotten
@@ -460,9 +458,4 @@ class PhaselessLoop(LateLoop):
         return super().train(steps, observer)
 
 
-class PhaselessSubject(FunctionSubject):
-    def build(self, *args: Any, **kwargs: Any) -> Any:
-        return PhaselessLoop(super().build(*args, **kwargs), tells=True)
-
-
-without_phases = PhaselessSubject(**fields_of(own_mesh_names))
+without_phases = changed(own_mesh_names, PhaselessLoop)

@@ -105,16 +105,6 @@ def test_the_ledger_of_fake_tensors_agrees_with_that_of_real_ones(tmp_path: Path
     assert abs(fake["optimizer"].peak_bytes - real["optimizer"].peak_bytes) <= 16
 
 
-def test_text(capsys: pytest.CaptureFixture[str]) -> None:
-    shape = [f"--set={override}" for override in SMALL]
-    assert main(["predict", "--model=llama3-8b", "--mesh=dp64", "--seq-len=128", *shape, "--simulate"]) == 0
-    text = capsys.readouterr().out
-    assert text.startswith("llama3-8b with n_layers=3 dim=1024 ")
-    (row,) = [line.split() for line in text.splitlines() if line.startswith("backward peak")]
-    assert row[2] == row[3]
-    assert row[4] == "1.0000"
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

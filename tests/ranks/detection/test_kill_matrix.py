@@ -3,7 +3,6 @@
 import importlib
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,7 @@ import msgspec
 import pytest
 
 from conformance.__main__ import main
-from conformance.defects import catalogue
 from conformance.defects.catalogue import defects, injected, require_known
-from conformance.defects.injection import NotInjectable
 from conformance.detection import kill_matrix as module
 from conformance.detection.case_judge import CaseJudge
 from conformance.detection.kill_matrix import KillMatrix, kill_matrix
@@ -178,8 +175,6 @@ def only_first(original):
 def clips_one():
     with replaced("reference_trainer.train", "clip_gradients", only_first):
         yield
-def broken():
-    raise AttributeError("gone")
 @defect("", "", "https://pytorch.org")
 def mine(benign):
     return clips_one()
@@ -207,25 +202,3 @@ def test_a_users_defect_is_caught(file: Path, case_judge: CaseJudge) -> None:
     cases = case_judge.cases("id = dp2-fp32-default-meta-clip0.1", only=("CLIP-1",))
     (judged,) = case_judge.judge(cases, defect=f"{file}:clips_one")
     assert judged.verdict == "fail"
-
-
-def test_what_a_users_defect_breaks_while_it_is_injected_is_no_catch(file: Path, case_judge: CaseJudge) -> None:
-    cases = case_judge.cases("id = dp2-fp32-default-meta-clip0.1", only=("CLIP-1",))
-    (judged,) = case_judge.judge(cases, defect=f"{file}:broken")
-    assert judged.verdict == "error"
-    assert "NotInjectable" in judged.reason
-
-
-@contextmanager
-def failing() -> Iterator[None]:
-    raise ZeroDivisionError
-    yield
-
-
-def test_a_fault_of_a_fault_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalogue, "_injection", lambda _name: failing())
-    with pytest.raises(NotInjectable, match="x cannot be injected: ZeroDivisionError"), injected("x"):
-        pytest.fail("never reached")
-    monkeypatch.setattr(catalogue, "_injection", lambda _name: nullcontext())
-    with pytest.raises(KeyError), injected("x"):
-        raise KeyError  # not of the injection, but of what runs inside

@@ -186,12 +186,3 @@ def test_races_are_tried_on_the_cells_of_the_catalogue(tmp_path: Path) -> None:
         assert options(stage)["--defect"] == race
         assert stage.expected == (1,)
     assert options(stages["race-offload-source-released"])["--cells"].endswith("-offloadcpu-pinned")
-
-
-def test_what_rests_on_kernels_and_communication_says_so(tmp_path: Path) -> None:
-    stages = stages_of("first", accelerator="cuda", work=tmp_path)
-    names = [stage.name for stage in stages]
-    assert names == ["machine", "kernels", "forks", "communication", "allocator", "two-ranks", "memory", "streams"]
-    needs = {stage.name: set(stage.needs) for stage in stages}
-    assert needs["two-ranks"] == {"kernels", "forks", "communication"}
-    assert all(set(stage.needs) <= set(names[:index]) for index, stage in enumerate(stages))

@@ -1,6 +1,8 @@
 """`python -m conformance`: the output of its commands; its mistakes are in wrong_inputs.txt."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -143,3 +145,46 @@ def test_ctrl_c_ends_with_one_line(capsys: pytest.CaptureFixture[str], monkeypat
     monkeypatch.setattr("conformance.cli.laws.run", interrupt)
     assert main(["laws"]) == 130
     assert capsys.readouterr().err == "conformance: interrupted\n"
+
+
+# Other processes
+
+
+def test_listing_and_sessions_do_not_load_torch() -> None:
+    program = (
+        "import sys, conformance.pytest_plugin.session, conformance.report.html, conformance.__main__ as main; "
+        "import reference_trainer.precision; from conformance.defects.signatures import signatures; signatures(); "
+        "assert main.main(['list', '--profile', 'smoke']) == 0; sys.exit('torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=PROJECT, stdout=subprocess.DEVNULL, timeout=60, check=False)
+    assert done.returncode == 0
+
+
+COMPLETE = """
+source "$1"
+COMP_WORDS=("${@:2}") COMP_CWORD=$(($# - 2))
+_shtab_conformance
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "completions"),
+    [
+        (["de"], ["defects"]),
+        (["ver"], ["verify", "versions"]),
+        (["list", "--pro"], ["--profile"]),
+        (["schema", "--"], ["--help", "--line"]),
+    ],
+)
+def test_bash_completes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], completions: list[str]
+) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["--print-completion", "bash"])
+    script = tmp_path / "completion.bash"
+    script.write_text(capsys.readouterr().out)
+    command = ["bash", "-c", COMPLETE, "bash", str(script), "conformance", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert sorted(done.stdout.split()) == completions, done.stderr
