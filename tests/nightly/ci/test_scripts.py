@@ -165,9 +165,10 @@ def test_the_image_has_the_default_torch() -> None:
 def test_the_slurm_job(tmp_path: Path, nodes: int, expected: str) -> None:
     program(tmp_path / "srun", 'echo "srun $*"')
     program(tmp_path / "scontrol", "printf 'first\\nsecond\\n'")
-    slurm = {"JOB_ID": "7", "JOB_NUM_NODES": str(nodes), "JOB_NODELIST": "many", "GPUS_ON_NODE": "8"}
-    variables = {f"SLURM_{name}": value for name, value in slurm.items()}
-    done = run(SLURM, "--profile", "certify", programs=tmp_path, REPORT_DIR="/r", **variables)
+    done = run(
+        SLURM, "--profile", "certify", programs=tmp_path, REPORT_DIR="/r", SLURM_JOB_ID="7",
+        SLURM_JOB_NUM_NODES=str(nodes), SLURM_JOB_NODELIST="many", SLURM_GPUS_ON_NODE="8",
+    )  # fmt: skip
     assert (done.returncode, done.stdout.strip()) == (0, expected), done.stderr
 
 
