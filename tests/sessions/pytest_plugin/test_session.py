@@ -177,14 +177,14 @@ def test_workers_share_records_and_the_longest_cell_of_a_mesh_is_first(tmp_path:
     assert ordered.verdicts == shared.verdicts
 
 
-def lines(directory: Path) -> list[dict[str, str]]:
+def streamed_cases(directory: Path) -> list[dict[str, str]]:
     """Return the cases in the order in which their results arrived."""
     stream = map(json.loads, (directory / "report.jsonl").read_text().splitlines())
     return [line for line in stream if line["type"] == "case"]
 
 
 def cells_in_order(directory: Path) -> list[str]:
-    return list(dict.fromkeys(line["cell"] for line in lines(directory)))
+    return list(dict.fromkeys(line["cell"] for line in streamed_cases(directory)))
 
 
 # Failures
@@ -338,7 +338,7 @@ def test_cases_are_selected_and_ordered(
     ended = finish(*command(defective, tmp_path, *TWO_CASES, *arguments))
     assert (ended.status, ended.report.defect) == (0, None), ended.output
     assert all(selection in ended.report.selection for selection in selections)
-    assert [line["id"] for line in lines(ended.directory)] == cases
+    assert [line["id"] for line in streamed_cases(ended.directory)] == cases
 
 
 COLLECTED = {
