@@ -1,6 +1,6 @@
 """Trainer: build a parallel model, then repeat forward, backward, clip, step.
 
-Reading order: checks, precision, compatibility, config, model, init_weights, weights, parallel_dims, mesh,
+Reading order: checks, precision, config, model, init_weights, weights, parallel_dims, mesh,
 mixed_precision, reshard, prefetch, parallelize, fsdp1, build, pipeline, loss, loss_scale, clip, optim, data, observer,
 this file, checkpoint, nonfinite, console, loop, __main__.
 """

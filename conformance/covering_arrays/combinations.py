@@ -116,16 +116,6 @@ class Combinations:
     def __sub__(self, other: "Combinations") -> "Combinations":
         return Combinations(self.space, self.members & ~other.members)
 
-    def count_by_axes(self) -> dict[tuple[str, ...], int]:
-        """Return the number of combinations of each `strength` axes; axes without a combination have 0."""
-        numbers_of = {
-            axis: np.array([n for n, own in enumerate(self.space.owners) if own == axis]) for axis in self.space.axes
-        }
-        return {
-            axes: int(np.count_nonzero(self.members[np.ix_(*(numbers_of[axis] for axis in axes))]))
-            for axes in itertools.combinations(self.space.axes, self.strength)
-        }
-
 
 class Constraints:
     """Search for rows that no rule forbids.

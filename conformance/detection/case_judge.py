@@ -18,12 +18,15 @@ from conformance.numerics.arithmetic import OWN, Arithmetic
 from conformance.plan.matrix import Case, Matrix, load_matrix
 from conformance.plan.selection import parse
 from conformance.project import data_file
+from conformance.run import known_trainers
 from conformance.run.devices.hardware import NO_DEVICES, Hardware, find_hardware
 from conformance.run.devices.nvml import machine_devices
 from conformance.run.pool import Pools
 from conformance.run.store import RecordStore
 
 DEADLINE_S = 60.0
+TRAINER = "reference"
+"""Name of the trainer before which laws of any trainer prove that they can fail."""
 
 
 @cache
@@ -78,12 +81,19 @@ class CaseJudge:
             pools=self.pools,
             shares_ranks=defect is None or is_known(defect),
             hardware=self.hardware,
+            subject=known_trainers.resolve(TRAINER),
         )
 
     def cases(self, selection: str, *, only: Container[str] | None = None) -> list[Case]:
-        """Return the cases of the profile on the selected cells, of all laws or some."""
+        """Return the cases of the profile on the selected cells, of all laws of the matrix, or `only` of some laws.
+
+        A law of any trainer judges the reference trainer, on the cells of the profile `trainers`.
+        """
         cases = the_matrix().cases(self.profile, only=parse(selection))
-        return [case for case in cases if only is None or case.law in only]
+        if only is None:
+            return list(cases)
+        trainer_cases = the_matrix().trainer_cases(TRAINER, only=parse(selection))
+        return [case for case in (*cases, *trainer_cases) if case.law in only]
 
     def cases_of(self, selection: str, laws: Sequence[str]) -> list[Case]:
         """Return the cases of the profile on the selected cells, and for a law without one its first of the matrix."""

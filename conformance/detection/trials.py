@@ -105,7 +105,7 @@ def escapes(case_judge: CaseJudge, defect: Defect) -> list[str]:
     left, seconds = list(defect.laws), the_matrix().seconds
     for judge, cases in _cases_by_judge(case_judge, defect):
         store = judge.store(defect=defect.id, deadline_s=_deadline_s(defect))
-        for case in sorted(cases, key=lambda case: seconds[case.cell.id]):
+        for case in sorted(cases, key=lambda case: seconds.get(case.cell.id, 0.0)):
             if case.law in left and _is_kill(judge_case(case, store), defect):
                 left.remove(case.law)
     return [law for law in left if hardware_for(defect, law) is not None]

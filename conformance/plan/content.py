@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from typing import Annotated, Literal
 
 import msgspec
@@ -144,14 +145,10 @@ def _rule(exclusion: Exclusion, free: Mapping[str, Sequence[AxisValue]], fixed: 
     return Rule(decide, forbids)
 
 
-_SELECTIONS: dict[str, Selection] = {}
-
-
+@cache
 def compiled(text: str) -> Selection:
     """Return a selection, compiled once in a process; raises SelectionError as `parse` does."""
-    if text not in _SELECTIONS:
-        _SELECTIONS[text] = parse(text)
-    return _SELECTIONS[text]
+    return parse(text)
 
 
 def digest_of(value: object) -> str:

@@ -128,11 +128,6 @@ class Impossible:
     pairs: Sequence[Pair]
 
 
-def profile_coverage(matrix: Matrix, profile: str) -> Coverage:
-    """Return the coverage of a profile of which every case is judged; raises UsageError for an unknown profile."""
-    return coverage(matrix, matrix.profile_cells(profile))
-
-
 def coverage(matrix: Matrix, cells: Sequence[Cell], *, judged: Container[tuple[str, str]] | None = None) -> Coverage:
     """Return the coverage of cells of the matrix.
 

@@ -1,6 +1,7 @@
 """HTML of a report: one file, which needs no network and no other file.
 
-The templates lie in `templates/`; `sections` and `charts` prepare their content.
+The template is `templates/report.html.j2`, with its style and script beside it; `sections` and `charts` prepare its
+content.
 """
 
 import re
@@ -8,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 
 from conformance.instruments.communication import Communication
@@ -46,8 +47,7 @@ def html_report(report: Report, *, baseline: Report | None = None) -> str:
     families = families_of(report.cases)
     explanations = explain(report)
     tokens = filter_tokens(list(dict.fromkeys([*(case.cell for case in report.cases), *report.cells])))
-    return render(
-        "report.html.j2",
+    return _template().render(
         report=report,
         headline=headline(report),
         failures={"title": title(explanations), "summary": summary(explanations), "causes": explanations},
@@ -72,11 +72,6 @@ def html_report(report: Report, *, baseline: Report | None = None) -> str:
     )
 
 
-def render(template: str, **values: Any) -> str:
-    """Return the text of a template of this package; values that are no Markup are escaped."""
-    return _templates().get_template(template).render(values)
-
-
 def linked(text: str) -> Markup:
     """Return a text as HTML in which http addresses and `pytorch#123` are links; everything else is escaped.
 
@@ -94,7 +89,7 @@ def linked(text: str) -> Markup:
 
 
 @cache
-def _templates() -> Environment:
+def _template() -> Template:
     environment = Environment(
         loader=PackageLoader("conformance.report"),
         autoescape=True,
@@ -108,7 +103,7 @@ def _templates() -> Environment:
     filters = (*charts, *words, is_outside, narrowest_margin, verdict_counts)
     environment.filters |= {function.__name__: function for function in filters}
     environment.filters |= {"range_text": _range_text, "exposed_text": _exposed_text}
-    return environment
+    return environment.get_template("report.html.j2")
 
 
 def _grid(family: Family) -> Iterator[tuple[str, list[CaseResult | None]]]:

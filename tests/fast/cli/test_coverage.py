@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from conformance.__main__ import main
-from conformance.plan.coverage import Coverage, profile_coverage
+from conformance.plan.coverage import Coverage, coverage
 from conformance.plan.matrix import load_matrix
 from tests.support.matrices import write_matrix
 
@@ -59,7 +59,8 @@ def test_all_missing_pairs_or_some(matrix: Path, capsys: pytest.CaptureFixture[s
 
 def test_json_is_the_coverage(matrix: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, matrix, "--json")
-    assert msgspec.json.decode(text, type=Coverage) == profile_coverage(load_matrix(matrix), "pr")
+    loaded = load_matrix(matrix)
+    assert msgspec.json.decode(text, type=Coverage) == coverage(loaded, loaded.profile_cells("pr"))
 
 
 @pytest.mark.parametrize(

@@ -148,12 +148,6 @@ def test_a_share_is_covered_by_the_cheapest_rows() -> None:
     assert total(rows) < 0.4 * total(covering_rows(SIZES, strength=3, rules=[], cost=SECONDS, rounds=2))
 
 
-def test_counts_by_axes() -> None:
-    axes: Axes = {"a": [1, 2], "b": [1, 2, 3], "c": [True, False]}
-    counts = seen([{"a": 1, "b": 1, "c": True}, {"a": 1, "b": 2, "c": True}], axes, 2).count_by_axes()
-    assert counts == {("a", "b"): 2, ("a", "c"): 1, ("b", "c"): 2}
-
-
 @pytest.mark.parametrize(
     ("axes", "options", "message"),
     [

@@ -21,7 +21,6 @@ from conformance.plan.coverage import (
     impossible_pairs,
     laws_on,
     on_numbers,
-    profile_coverage,
 )
 from conformance.plan.gaps import GAPS, Gap
 from conformance.plan.matrix import Matrix, load_matrix
@@ -73,19 +72,19 @@ def matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Matrix:
 
 
 def test_pairs_and_triples_are_those_counted_by_hand(matrix: Matrix) -> None:
-    found = profile_coverage(matrix, "all")
+    found = coverage(matrix, matrix.profile_cells("all"))
     assert found.pairs == CombinationCoverage(
         values=Tally(17, 29),
         features=Tally(1, 8),
         axes={"mesh": Tally(9, 13), "clip": Tally(9, 18), "compile": Tally(8, 13), "dropout": Tally(8, 14)},
     )
     assert (found.triples.values, found.triples.features) == (Tally(14, 39), Tally(0, 4))
-    assert profile_coverage(matrix, "plain").pairs.values == Tally(12, 29)
+    assert coverage(matrix, matrix.profile_cells("plain")).pairs.values == Tally(12, 29)
 
 
 def test_laws_count_what_they_leave_out_of_their_cells(matrix: Matrix) -> None:
     gap = LeftOut(where=CLIPPED_TP.cells, reason=CLIPPED_TP.reason, cells=1)
-    assert profile_coverage(matrix, "all").laws == {
+    assert coverage(matrix, matrix.profile_cells("all")).laws == {
         "ANY-1": LawCoverage(pairs=None, cells=5, judged=5, left_out=[]),
         "NUM-1": LawCoverage(pairs=12, cells=4, judged=3, left_out=[gap]),
         "NUM-2": LawCoverage(pairs=6, cells=1, judged=1, left_out=[]),

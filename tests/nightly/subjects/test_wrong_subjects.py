@@ -101,42 +101,47 @@ def test_the_reference_trainer_conforms_by_the_laws_of_any_trainer(pools: Pools,
     assert all(seen.laws for seen in faults), faults
 
 
-@pytest.mark.parametrize(
-    ("name", "cell", "law"),
-    [
-        ("plain_ddp", "dp2-fp32-default-full", "fsdp-is-on"),
-        ("forgotten_layer", "dp2-fp32-default-full", "fsdp-is-on"),
-        ("forgotten_layer", "dp2-fp32-default-full", "gradients"),
-        ("gradients_not_divided", "dp2-fp32-default-full", "gradients"),
-        ("local_clip", "dp2-fp32-default-full", "gradient-norm"),
-        ("local_clip", "dp2-fp32-default-full", "parameters"),
-        ("no_clip", "dp2-fp32-default-full", "clipping"),
-        ("buffer_not_initialised", "dp2-fp32-default-meta", "initialised"),
-        ("forgotten", "dp2-fp32-default-meta", "initialised"),
-        ("optimizer_first", "dp2-fp32-default-full", "optimizer-holds-each-once"),
-        ("optimizer_first", "dp2-fp32-default-full", "every-update"),
-        ("precision_forgotten", "dp2-bf16mp-default-full", "bf16-is-used"),
-        ("masters_in_bf16", "dp2-bf16mp-default-full", "fp32-masters"),
-        ("other_weights_on_each_rank", "dp2-fp32-default-full", "initial-weights"),
-        ("not_replicated", "hsdp2x2-fp32-default-full", "replicas"),
-        ("frozen_layer", "dp2-fp32-default-full", "optimizer-holds-each-once"),
-        ("frozen_layer", "dp2-fp32-default-full", "every-update"),
-        ("without_gradient", "dp2-fp32-default-full", "every-gradient"),
-        ("local_clip", "dp2-fp32-default-full", "loss"),
-        ("not_divided_in_bf16", "dp2-bf16mp-default-full", "bf16-gradients"),
-        ("untied", "dp2-fp32-default-full-tied", "tied-weights"),
-        ("untied", "dp2-fp32-default-full-tied", "gradients"),
-        ("optimizer_not_loaded", "dp2-fp32-default-full-from.same", "parameters"),
-        ("nothing_loaded", "dp2-fp32-default-full-from.same", "parameters"),
-        ("layer_gathered_twice", "dp2-fp32-default-full", "parameters-are-gathered"),
-        ("layer_not_reduced_over_replicas", "hsdp2x2-fp32-default-full", "gradients-are-reduced"),
-        ("reduced_in_bf16", "dp2-fp32-default-full", "wire-dtypes"),
-        ("ranks_reduce_differently", "dp2-fp32-default-full", "same-collectives"),
-        ("local_clip", "dp2-fp32-default-full", "clipping-reduces-norms"),
-        ("gradients_gathered_to_clip", "dp2-fp32-default-full", "clipping-reduces-norms"),
-        ("kept_after_backward", "dp2-fp32-default-full", "resharded"),
-    ],
-)
+SEEN_BY = [
+    ("plain_ddp", "dp2-fp32-default-full", "fsdp-is-on"),
+    ("forgotten_layer", "dp2-fp32-default-full", "fsdp-is-on"),
+    ("forgotten_layer", "dp2-fp32-default-full", "gradients"),
+    ("gradients_not_divided", "dp2-fp32-default-full", "gradients"),
+    ("local_clip", "dp2-fp32-default-full", "gradient-norm"),
+    ("local_clip", "dp2-fp32-default-full", "parameters"),
+    ("no_clip", "dp2-fp32-default-full", "clipping"),
+    ("buffer_not_initialised", "dp2-fp32-default-meta", "initialised"),
+    ("forgotten", "dp2-fp32-default-meta", "initialised"),
+    ("optimizer_first", "dp2-fp32-default-full", "optimizer-holds-each-once"),
+    ("optimizer_first", "dp2-fp32-default-full", "every-update"),
+    ("precision_forgotten", "dp2-bf16mp-default-full", "bf16-is-used"),
+    ("masters_in_bf16", "dp2-bf16mp-default-full", "fp32-masters"),
+    ("other_weights_on_each_rank", "dp2-fp32-default-full", "initial-weights"),
+    ("not_replicated", "hsdp2x2-fp32-default-full", "replicas"),
+    ("frozen_layer", "dp2-fp32-default-full", "optimizer-holds-each-once"),
+    ("frozen_layer", "dp2-fp32-default-full", "every-update"),
+    ("without_gradient", "dp2-fp32-default-full", "every-gradient"),
+    ("local_clip", "dp2-fp32-default-full", "loss"),
+    ("not_divided_in_bf16", "dp2-bf16mp-default-full", "bf16-gradients"),
+    ("untied", "dp2-fp32-default-full-tied", "tied-weights"),
+    ("untied", "dp2-fp32-default-full-tied", "gradients"),
+    ("optimizer_not_loaded", "dp2-fp32-default-full-from.same", "parameters"),
+    ("nothing_loaded", "dp2-fp32-default-full-from.same", "parameters"),
+    ("layer_gathered_twice", "dp2-fp32-default-full", "parameters-are-gathered"),
+    ("layer_not_reduced_over_replicas", "hsdp2x2-fp32-default-full", "gradients-are-reduced"),
+    ("reduced_in_bf16", "dp2-fp32-default-full", "wire-dtypes"),
+    ("ranks_reduce_differently", "dp2-fp32-default-full", "same-collectives"),
+    ("local_clip", "dp2-fp32-default-full", "clipping-reduces-norms"),
+    ("gradients_gathered_to_clip", "dp2-fp32-default-full", "clipping-reduces-norms"),
+    ("kept_after_backward", "dp2-fp32-default-full", "resharded"),
+]
+"""Wrong trainer, cell, and the law that sees the fault."""
+
+
+def test_every_law_of_any_trainer_can_fail() -> None:
+    assert {law for _, _, law in SEEN_BY} | {"partition"} == LAWS.keys()
+
+
+@pytest.mark.parametrize(("name", "cell", "law"), SEEN_BY)
 def test_a_wrong_function_fails_by_the_law_that_sees_it(
     pools: Pools, tmp_path: Path, name: str, cell: str, law: str
 ) -> None:
