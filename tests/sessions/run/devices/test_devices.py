@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pynvml
 import pytest
@@ -115,31 +116,25 @@ def test_without_a_driver_there_are_no_devices(monkeypatch: pytest.MonkeyPatch) 
             ask("GPU-1")
 
 
-class FakeNvml:
-    """Substitute for pynvml with two devices."""
-
-    class Memory:
-        total, used = 80, 7
-
-    class Process:
-        pid, usedGpuMemory = 42, None  # noqa: N815 - NVML's name
-
-    nvmlInit = staticmethod(lambda: None)  # noqa: N815
-    nvmlDeviceGetCount = staticmethod(lambda: 2)  # noqa: N815
-    nvmlDeviceGetHandleByIndex = staticmethod(lambda index: f"GPU-{index}")  # noqa: N815
-    nvmlDeviceGetHandleByUUID = staticmethod(lambda uuid: uuid)  # noqa: N815
-    nvmlDeviceGetUUID = staticmethod(lambda handle: handle)  # noqa: N815
-    nvmlDeviceGetName = staticmethod(lambda handle: f"name of {handle}")  # noqa: N815
-    nvmlDeviceGetMemoryInfo = staticmethod(lambda _: FakeNvml.Memory)  # noqa: N815
-    nvmlDeviceGetComputeRunningProcesses = staticmethod(lambda _: [FakeNvml.Process])  # noqa: N815
-    NVML_COMPUTEMODE_DEFAULT = 0
-    nvmlDeviceGetComputeMode = staticmethod(lambda handle: 3 if handle == "GPU-1" else 0)  # noqa: N815
-    nvmlSystemGetDriverVersion = staticmethod(lambda: "999.1")  # noqa: N815
-    NVMLError = pynvml.NVMLError
+NVML = SimpleNamespace(
+    nvmlInit=lambda: None,
+    nvmlDeviceGetCount=lambda: 2,
+    nvmlDeviceGetHandleByIndex=lambda index: f"GPU-{index}",
+    nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+    nvmlDeviceGetUUID=lambda handle: handle,
+    nvmlDeviceGetName=lambda handle: f"name of {handle}",
+    nvmlDeviceGetMemoryInfo=lambda _: SimpleNamespace(total=80, used=7),
+    nvmlDeviceGetComputeRunningProcesses=lambda _: [SimpleNamespace(pid=42, usedGpuMemory=None)],
+    NVML_COMPUTEMODE_DEFAULT=0,
+    nvmlDeviceGetComputeMode=lambda handle: 3 if handle == "GPU-1" else 0,
+    nvmlSystemGetDriverVersion=lambda: "999.1",
+    NVMLError=pynvml.NVMLError,
+)
+"""Substitute for pynvml with two devices."""
 
 
 def test_devices_as_nvml_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "pynvml", FakeNvml)
+    monkeypatch.setattr(module, "pynvml", NVML)
     interface = machine_devices()
     assert interface.devices() == tuple(Device(f"GPU-{i}", f"name of GPU-{i}", 80, bool(i)) for i in (0, 1))
     assert (interface.used_bytes("GPU-1"), interface.driver()) == (7, "999.1")
