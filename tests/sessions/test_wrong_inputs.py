@@ -224,27 +224,18 @@ def test_the_table_is_read_as_a_whole() -> None:
 # Mistakes of the programs themselves
 
 
-BUG = pytest.raises(ValueError, match=r"^a bug$")
-
-
-def test_a_bug_in_a_command_keeps_its_traceback() -> None:
-    from conformance.__main__ import main
-
-    with patch("conformance.cli.list_cells.load_matrix", side_effect=ValueError("a bug")), BUG:
-        main(["list"])
-
-
-def test_a_bug_in_the_set_up_of_a_session_keeps_its_traceback(tmp_path: Path) -> None:
+def test_a_bug_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bug in a command, in the set-up of a session, and in the trainer."""
+    import conformance.__main__
+    import reference_trainer.__main__
     from conformance.pytest_plugin.setup import read_options
 
     config: Any = SimpleNamespace(option=SimpleNamespace(report_dir=tmp_path, matrix=None))
-    with patch("conformance.pytest_plugin.setup.load_matrix", side_effect=ValueError("a bug")), BUG:
-        read_options(config)
-
-
-def test_a_bug_in_the_trainer_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    from reference_trainer.__main__ import main
-
     monkeypatch.setattr(sys, "argv", ["reference_trainer", "--config", "config.yaml"])
-    with patch("reference_trainer.__main__.load_config", side_effect=ValueError("a bug")), BUG:
-        main()
+    for name, call in {
+        "conformance.cli.list_cells.load_matrix": lambda: conformance.__main__.main(["list"]),
+        "conformance.pytest_plugin.setup.load_matrix": lambda: read_options(config),
+        "reference_trainer.__main__.load_config": reference_trainer.__main__.main,
+    }.items():
+        with patch(name, side_effect=ValueError("a bug")), pytest.raises(ValueError, match=r"^a bug$"):
+            call()

@@ -15,10 +15,6 @@ import msgspec
 import psutil
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from conformance.experiments.context import start_process_group
 from conformance.instruments.timing import StepProfile
@@ -75,30 +71,6 @@ def knobs(_context: RankContext, _payload: dict[str, Any]) -> dict[str, bool]:
     pin_numerics("cuda")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
     return found
-
-
-def train(context: RankContext, _payload: dict[str, Any]) -> list[float]:
-    """Train a small model for three steps under FSDP2 and tensor parallelism."""
-    join(context)
-    mesh = init_device_mesh("cpu", (context.world_size // 2, 2), mesh_dim_names=("dp", "tp"))
-    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
-    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    losses = _train_sharded(model, mesh["dp"])
-    dist.destroy_process_group()
-    return losses
-
-
-def _train_sharded(model: nn.Module, mesh: DeviceMesh) -> list[float]:
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters())
-    losses = []
-    for _ in range(3):
-        loss = model(torch.ones(4, 16)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 def join(context: RankContext) -> None:
@@ -192,7 +164,6 @@ MISBEHAVIOURS = {
     "sleep_with_interpreter_lock": sleep_with_interpreter_lock,
     "segfault": segfault,
     "exit_0": lambda: os._exit(0),
-    "exit_3": lambda: os._exit(3),
     "sys_exit": lambda: sys.exit(0),
     "interrupt": lambda: (_ for _ in ()).throw(KeyboardInterrupt),
     "leave_children": leave_children,

@@ -82,13 +82,7 @@ def finish(
     if act is None and command[:3] == PYTEST:
         return Ended(_forked(command[3:], environment, output, limit_s=limit_s), output.read_text(), directory, NOBODY)
     with output.open("wb") as file:
-        process = psutil.Popen(
-            command,
-            cwd=PROJECT,
-            env=environment,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        )
+        process = psutil.Popen(command, cwd=PROJECT, env=environment, stdout=file, stderr=subprocess.STDOUT)
         try:
             seen = watch(process, act, limit_s=limit_s) if act else NOBODY
             status = process.wait(limit_s)

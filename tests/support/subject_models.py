@@ -1,7 +1,8 @@
 """Subjects of the tests: a function that is right, and functions that are wrong in one thing each."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy, gelu
@@ -105,16 +106,15 @@ def save(model: nn.Module, optimizer: Optimizer, directory: Path) -> None:
 
 
 def load(model: nn.Module, optimizer: Optimizer, directory: Path) -> None:
-    of_model, of_optimizer = torch.load(directory / str(dist.get_rank()), weights_only=False)
-    model.load_state_dict(of_model)
-    optimizer.load_state_dict(of_optimizer)
+    weights, moments = torch.load(directory / str(dist.get_rank()), weights_only=False)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(moments)
 
 
-declared = subject(
-    model=Model,
+declare = partial(subject, model=Model, loss=loss, batch=batch)
+in_fp32, in_both = declare(), declare(precisions=["fp32", "bf16"])
+declared = declare(
     tied_model=Tied,
-    loss=loss,
-    batch=batch,
     initialize=initialize,
     meshes=["dp2", "hsdp2x2"],
     precisions=["fp32", "bf16"],
@@ -122,20 +122,13 @@ declared = subject(
     save=save,
     load=load,
 )
-in_fp32 = subject(model=Model, loss=loss, batch=batch)
 
 
-@declared
-def right(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
-    return shard(model, mesh, config)
+right = declared(shard)
+without_fp64 = declare(model=OnlyFp32)(shard)
 
 
-@subject(model=OnlyFp32, loss=loss, batch=batch)
-def without_fp64(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
-    return shard(model, mesh, config)
-
-
-@subject(model=Model, loss=loss, batch=batch, mesh_names={"dp_shard": "fsdp"})
+@declare(mesh_names={"dp_shard": "fsdp"})
 def own_mesh_names(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
     return shard(model, mesh["fsdp"], config)
 
@@ -160,7 +153,7 @@ def gradients_not_divided(model: nn.Module, mesh: DeviceMesh, config: ParallelCo
     return sharded
 
 
-@subject(model=Model, loss=loss, batch=batch, precisions=["fp32", "bf16"])
+@in_both
 def not_divided_in_bf16(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
     return (gradients_not_divided if config.precision == "bf16" else shard)(model, mesh, config)
 
@@ -171,7 +164,7 @@ def without_gradient(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn
     return shard(model, mesh, config)
 
 
-@subject(model=Model, loss=loss, batch=batch, reduction="sum")
+@declare(reduction="sum")
 def sum_declared(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
     return gradients_not_divided(model, mesh, config)  # type: ignore[no-any-return]
 
@@ -184,23 +177,15 @@ def clip_locally(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
     return norm
 
 
-@subject(model=Model, loss=loss, batch=batch, clip=clip_locally)
-def local_clip(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
-    return shard(model, mesh, config)
+local_clip = declare(clip=clip_locally)(shard)
 
 
 def do_not_clip(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
     return clip_with_torch(parameters, float("inf"))
 
 
-@subject(model=Model, loss=loss, batch=batch, clip=do_not_clip)
-def no_clip(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
-    return shard(model, mesh, config)
-
-
-@subject(model=Model, loss=loss, batch=batch, initialize=forget_table)
-def buffer_not_initialised(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
-    return shard(model, mesh, config)
+no_clip = declare(clip=do_not_clip)(shard)
+buffer_not_initialised = declare(initialize=forget_table)(shard)
 
 
 @in_fp32
@@ -209,12 +194,12 @@ def optimizer_first(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) 
     return shard(model, mesh, config), optimizer
 
 
-@subject(model=Model, loss=loss, batch=batch, precisions=["fp32", "bf16"])
+@in_both
 def precision_forgotten(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
     return shard(model, mesh, config, mp_policy=ParallelConfig("dp2", "fp32", on_meta=False).mixed_precision)
 
 
-@subject(model=Model, loss=loss, batch=batch, precisions=["fp32", "bf16"])
+@in_both
 def masters_in_bf16(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
     return shard(model.bfloat16() if config.precision == "bf16" else model, mesh, config)
 
@@ -226,7 +211,7 @@ def other_weights_on_each_rank(model: nn.Module, mesh: DeviceMesh, config: Paral
     return shard(model, mesh, config)
 
 
-@subject(model=Model, loss=loss, batch=batch, meshes=["dp2", "hsdp2x2"])
+@declare(meshes=["dp2", "hsdp2x2"])
 def not_replicated(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
     return shard(model, mesh["dp_shard"], config)
 
@@ -237,7 +222,7 @@ def frozen_layer(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> 
     return sharded, sgd([p for name, p in sharded.named_parameters() if not name.startswith("norm")])
 
 
-@subject(model=Model, tied_model=Tied, loss=loss, batch=batch)
+@declare(tied_model=Tied)
 def untied(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
     if isinstance(model, Tied):
         model.again.weight = nn.Parameter(model.up.weight.detach().clone())
@@ -248,18 +233,12 @@ def load_weights_alone(model: nn.Module, optimizer: Optimizer, directory: Path) 
     model.load_state_dict(torch.load(directory / str(dist.get_rank()), weights_only=False)[0])
 
 
-@subject(model=Model, loss=loss, batch=batch, save=save, load=load_weights_alone)
-def optimizer_not_loaded(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
-    return shard(model, mesh, config)
-
-
-@subject(model=Model, loss=loss, batch=batch, save=save, load=lambda model, optimizer, directory: None)
-def nothing_loaded(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
-    return shard(model, mesh, config)
+optimizer_not_loaded = declare(save=save, load=load_weights_alone)(shard)
+nothing_loaded = declare(save=save, load=lambda model, optimizer, directory: None)(shard)
 
 
 class NotResumable(FunctionSubject):
-    """Adapter that claims what its runs cannot do."""
+    """Adapter that claims to resume runs and cannot."""
 
     def unsupported(self, cell: SubjectCell) -> str | None:
         return None
@@ -292,43 +271,25 @@ def hang_if_norm_is_large(parameters: Iterable[nn.Parameter], max_norm: float) -
     return norm
 
 
-@subject(model=Model, loss=loss, batch=batch, clip=hang_if_norm_is_large)
-def hangs_with_a_fault(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
-    return shard(model, mesh, config)
+hangs_with_a_fault = declare(clip=hang_if_norm_is_large)(shard)
+dropout = declare(model=Random)(shard)
+vector_loss = declare(loss=lambda model, batch: model(batch[0]))(shard)
+wrong_batch = declare(batch=lambda generator: (torch.ones(2), torch.ones(3)))(shard)
+no_module = declare(model=lambda: 3)(shard)  # type: ignore[arg-type,return-value]
 
 
-@subject(model=Random, loss=loss, batch=batch)
-def dropout(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
-    return shard(model, mesh, config)
+def changed(function: FunctionSubject, change: Callable[[Any], Any]) -> FunctionSubject:
+    """Return the subject with runs that a function has changed after `build`."""
 
+    class Changed(FunctionSubject):
+        def build(self, *args: Any, **kwargs: Any) -> Any:
+            return change(super().build(*args, **kwargs))
 
-@subject(model=Model, loss=lambda model, batch: model(batch[0]), batch=batch)
-def vector_loss(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
-    return shard(model, mesh, config)
-
-
-@subject(model=Model, loss=loss, batch=lambda generator: (torch.ones(2), torch.ones(3)))
-def wrong_batch(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
-    return shard(model, mesh, config)
-
-
-@subject(model=lambda: 3, loss=loss, batch=batch)  # type: ignore[arg-type,return-value]
-def no_module(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
-    return shard(model, mesh, config)
-
-
-class HiddenOptimizer(FunctionSubject):
-    """Adapter that shows an optimizer, and steps with another."""
-
-    def build(self, *args: Any, **kwargs: Any) -> Any:
-        run: Any = super().build(*args, **kwargs)
-        hidden = run.optimizer
-        run.optimizer = Shown(hidden)
-        return run
+    return Changed(**fields_of(function))
 
 
 class Shown:
-    """Stands for an optimizer: steps, and has no hooks that anybody calls."""
+    """Optimizer that steps another, hidden one, whose hooks do not show."""
 
     def __init__(self, hidden: Optimizer) -> None:
         self._hidden, self.param_groups, self.state = hidden, hidden.param_groups, hidden.state
@@ -349,7 +310,12 @@ def fields_of(function: FunctionSubject) -> dict[str, Any]:
     return {name: getattr(function, name) for name in function.__dataclass_fields__}
 
 
-hidden_optimizer = HiddenOptimizer(**fields_of(right))
+def hide_optimizer(run: Any) -> Any:
+    run.optimizer = Shown(run.optimizer)
+    return run
+
+
+hidden_optimizer = changed(right, hide_optimizer)
 not_resumable = NotResumable(**fields_of(own_mesh_names))
 not_decorated = shard
 
@@ -359,31 +325,137 @@ class LateLoop:
 
     shards_in_train = True
 
-    def __init__(self, loop: Any, *, tells: bool) -> None:
+    def __init__(self, loop: Any, *, tells: bool = True) -> None:
         self._loop, self._tells = loop, tells
         self.model, self.optimizer, self.data_rank = loop.model, loop.optimizer, loop.data_rank
 
     def train(self, steps: Any, observer: Any) -> list[float]:
         if self._tells:
             observer.built()
-        return [self._loop.step(step, of_step, observer) for step, of_step in enumerate(steps)]
+        return [self._loop.step(step, batches, observer) for step, batches in enumerate(steps)]
 
 
-class LateSubject(FunctionSubject):
-    def build(self, *args: Any, **kwargs: Any) -> Any:
-        return LateLoop(super().build(*args, **kwargs), tells=True)
-
-
-class SilentSubject(FunctionSubject):
-    def build(self, *args: Any, **kwargs: Any) -> Any:
-        return LateLoop(super().build(*args, **kwargs), tells=False)
-
-
-class UnsavedSubject(NotResumable, LateSubject):
+class UnsavedSubject(NotResumable):
     """Adapter whose runs have no methods to save and load."""
+
+    def build(self, *args: Any, **kwargs: Any) -> Any:
+        return LateLoop(super().build(*args, **kwargs))
 
 
 without_save = UnsavedSubject(**fields_of(own_mesh_names))
-late = LateSubject(**fields_of(own_mesh_names))
-late_and_silent = SilentSubject(**fields_of(own_mesh_names))
-late_and_uninitialised = LateSubject(**fields_of(buffer_not_initialised))
+late, late_and_uninitialised = changed(own_mesh_names, LateLoop), changed(buffer_not_initialised, LateLoop)
+late_and_silent = changed(own_mesh_names, partial(LateLoop, tells=False))
+
+
+# Values that look uninitialised: by design, or since they were forgotten
+
+
+def slots() -> Tensor:
+    return torch.tensor([0, torch.iinfo(torch.int64).max, 1])
+
+
+class WithSlots(Model):
+    """A table of integers more, of which the largest one says that there is no entry, and a number that is none yet."""
+
+    slots: Tensor
+    best: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("slots", slots(), persistent=False)
+        self.register_buffer("best", torch.tensor(torch.nan), persistent=False)
+
+
+def initialize_all(model: nn.Module) -> None:
+    initialize(model)
+    model.slots = slots()
+    model.best = torch.tensor(torch.nan)
+
+
+meant = declare(model=WithSlots, initialize=initialize_all)(shard)
+forgotten = declare(model=WithSlots, initialize=initialize)(shard)
+
+
+# Communication that is wrong, or right and unusual
+
+
+class Repeated(Model):
+    """A layer that computes twice in each forward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x) + self.table.real.to(x.dtype)
+        out: Tensor = self.down(gelu(self.up(x)) + gelu(self.up(-x)))
+        return out
+
+
+layer_that_computes_twice = declare(model=Repeated)(shard)
+
+
+class Unused(Model):
+    """A layer that no forward pass computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(WIDTH, WIDTH)
+
+
+@declare(model=Unused)
+def unused_layer_in_a_group_of_its_own(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    fully_shard(model.unused, mesh=mesh)
+    return shard(model, mesh, config)
+
+
+@in_fp32
+def layer_gathered_twice(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    sharded = shard(model, mesh, config)
+    model.up.register_forward_hook(lambda module, *_: module.unshard())
+    return sharded
+
+
+@in_fp32
+def kept_after_backward(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    sharded = shard(model, mesh, config)
+    model.set_reshard_after_backward(False)
+    return sharded
+
+
+@declare(meshes=["dp2", "hsdp2x2"])
+def layer_not_reduced_over_replicas(model: Any, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    sharded = shard(model, mesh, config)
+    model.up.register_forward_pre_hook(lambda module, _: module.set_requires_all_reduce(False))
+    return sharded
+
+
+@in_fp32
+def reduced_in_bf16(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    return shard(model, mesh, config, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
+
+
+def clip_full_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    held = list(parameters)
+    norm: Tensor = torch.stack([p.grad.full_tensor().norm() for p in held if isinstance(p.grad, DTensor)]).norm()
+    torch.nn.utils.clip_grads_with_norm_(held, max_norm, norm)
+    return norm
+
+
+gradients_gathered_to_clip = declare(clip=clip_full_gradients)(shard)
+
+
+def clip_after_other_sums(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Clip as torch does, after an all-reduce whose operation depends on the rank; gloo does not notice."""
+    dist.all_reduce(torch.ones(1), op=(dist.ReduceOp.MAX, dist.ReduceOp.SUM)[dist.get_rank()])
+    return clip_with_torch(parameters, max_norm)
+
+
+ranks_reduce_differently = declare(clip=clip_after_other_sums)(shard)
+
+
+class PhaselessLoop(LateLoop):
+    """Run that tells nothing of its phases."""
+
+    def train(self, steps: Any, observer: Any) -> list[float]:
+        observer.phase = lambda _name, *, step: None
+        return super().train(steps, observer)
+
+
+without_phases = changed(own_mesh_names, PhaselessLoop)

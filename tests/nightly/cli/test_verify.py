@@ -130,12 +130,6 @@ def test_a_record_that_is_cut_off(copy: Path) -> None:
     assert "a record is cut off or was written by something else" in problem
 
 
-def test_a_death_of_which_no_record_is_left(copy: Path) -> None:
-    edit(copy, call_it_a_crash)
-    shutil.rmtree(copy / "records")
-    assert any("of which no record tells" in problem for problem in verify(copy, matrix_file=MATRIX).problems)
-
-
 def nothing_judged(report: dict[str, Any], rows: Rows) -> None:
     del rows[1:-1]
     report.update(cases=[], cells={})
@@ -172,8 +166,3 @@ def test_what_cannot_be_verified(
     edit(copy, change)
     assert main(["verify", str(copy)]) == 4
     assert message in capsys.readouterr().err
-
-
-def test_no_report(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no report"):
-        verify(tmp_path, matrix_file=MATRIX)

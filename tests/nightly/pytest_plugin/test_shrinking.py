@@ -1,4 +1,4 @@
-"""Search for smallest failing cells after a session: its answers, its time, its end, and what the report says."""
+"""Search for smallest failing cells after a session: its answers, its time, its end, and its lines in reports."""
 
 import shlex
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from conformance.report.explain import explain, smallest_text
 from conformance.report.html import html_report
 from conformance.report.schema import CaseResult, Report, Smallest
 from conformance.report.text import markdown, terminal_lines
-from tests.support import sample_reports, two_features
+from tests.support import miniatures, sample_reports
 from tests.support.sessions import PYTEST, finish, suite
 
 MATRIX = load_matrix(data_file("matrix.yaml"))
@@ -196,7 +196,7 @@ def test_a_cell_that_the_matrix_lacks_can_be_named() -> None:
 
 def test_a_session_names_both_features_and_a_command_that_repeats_the_smallest_cell(tmp_path: Path) -> None:
     cell = Cell(mesh="dp2", accumulation=2, offload="cpu", tied_embeddings=True, optimizer="sgd", schedule="cosine")
-    fault = f"{two_features.__file__}:summed_if_offloaded_and_accumulated"
+    fault = f"{miniatures.__file__}:summed_if_offloaded_and_accumulated"
     options = [
         f"--cells={cell.id}",
         f"--defect={fault}",

@@ -1,4 +1,4 @@
-"""HTML report in a headless browser, where one is installed: what a person sees at 1400 and at 400 pixels."""
+"""HTML report in a headless browser, where one is installed: visible texts at 1400 and at 400 pixels."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack

@@ -1,21 +1,23 @@
-"""Sweeps on a device that is not the CPU: shards are there, and what is expected need not be.
+"""Sweeps on a device that is not the CPU: shards are there, and expected results need not be.
 
 Their laws are for gloo alone: trials give up after half a second, and a device's watchdog would end the process.
 """
 
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
 
+from conformance.experiments import context as experiments_context
 from conformance.plan.cells import Cell
 from conformance.run.devices.hardware import find_hardware
 from conformance.run.experiment import Experiment, job_of
 from conformance.run.pool import Pools, Task
-from conformance.sweeps import operator_sweep, optimizers, options, parallel_styles
+from conformance.run.ranks.messages import RankContext
+from conformance.sweeps import operator_sweep, optimizers, options, parallel_styles, trials
 from conformance.sweeps.trials import Swept
 from tests.support.fake_devices import FakeDevices
 from tests.support.simulated_processes import library
@@ -53,21 +55,27 @@ OPTIONS = (
 )
 
 
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    with Pools() as pools:
-        yield pools
+SWEEPS = (
+    (operator_sweep.sweep, "dp2", OPERATORS),
+    (optimizers.sweep, "dp2", OPTIMIZERS),
+    (parallel_styles.sweep, "tp2", MODULES),
+    (parallel_styles.compiled_sweep, "tp2", MODULES[:1]),
+    (options.sweep, "dp2", OPTIONS),
+)
+EXPERIMENTS = {experiment.name: experiment for experiment, *_ in SWEEPS}
+
+
+def sweep(context: RankContext, payload: dict[str, Any]) -> Any:
+    """Sweep some subjects, with time limits that no call of a busy machine reaches."""
+    limits = patch.object(trials, "_WAIT_LIMITS_S", (DEADLINE_S, DEADLINE_S))
+    subjects = patch.object(experiments_context, "subjects_of", lambda _: frozenset(payload["subjects"]))
+    with limits, subjects:
+        return EXPERIMENTS[payload["experiment"]](context, payload["job"])
 
 
 @pytest.mark.parametrize(
     ("experiment", "mesh", "subjects"),
-    [
-        (operator_sweep.sweep, "dp2", OPERATORS),
-        (optimizers.sweep, "dp2", OPTIMIZERS),
-        (parallel_styles.sweep, "tp2", MODULES),
-        (parallel_styles.compiled_sweep, "tp2", MODULES[:1]),
-        (options.sweep, "dp2", OPTIONS),
-    ],
+    SWEEPS,
     ids=lambda value: value.name if isinstance(value, Experiment) else "",
 )
 def test_a_sweep_computes_what_it_computes_on_the_cpu(
@@ -90,7 +98,7 @@ def swept(pools: Pools, experiment: Experiment[Swept], mesh: str, subjects: tupl
     with tempfile.TemporaryDirectory() as directory:
         job: Any = msgspec.to_builtins(job_of(cell, Path(directory), defect=None))
         payload = {"experiment": experiment.name, "job": job, "subjects": list(subjects)}
-        task = Task("tests.support.simulated_tasks:sweep", payload, compiles=True)
+        task = Task(f"{__name__}:sweep", payload, compiles=True)
         environment = hardware.environment("sim" if accelerator == "sim" else "gloo")
         results = pools.run(task, world_size=cell.world_size, deadline_s=DEADLINE_S, env=environment)
     first: Swept = msgspec.convert(results[0], Swept)

@@ -1,20 +1,83 @@
-"""Wrong functions, each with the law that must see what is wrong with it; and a right one, which all laws pass."""
+"""Wrong functions, each with a law that it must fail; and a right one, which passes all laws."""
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import NamedTuple, cast
 
+import msgspec
 import pytest
+import torch
 
+from conformance.judge.judge import Judged, judge
+from conformance.judge.registry import asserted_laws
+from conformance.judge.support import Machine
 from conformance.judge.verdicts import Verdict
 from conformance.laws.trainers.test_any_trainer import test_shards_partition_parameters as shards_partition_parameters
 from conformance.outcomes import ConformanceFailure
-from conformance.plan.trainer_cells import TRAINER_CELLS
+from conformance.plan.cells import Cell
+from conformance.plan.matrix import Case
+from conformance.plan.trainer_cells import FAULT_CELLS, TRAINER_CELLS
+from conformance.report.schema import CaseResult
+from conformance.report.trainer import FaultSeen
 from conformance.run.pool import Pools
+from conformance.run.store import RecordStore
 from conformance.subjects.evidence import Evidence, Reference, SubjectRecord
 from conformance.subjects.running import SubjectRuns
-from tests.support.judged_trainers import BY_ID, DP2, HSDP, LAWS, TP, judged_trainer
+from conformance.subjects.session import faults_seen
+from tests.support import sample_reports
+
+BY_ID = {cell.id: cell for cell in TRAINER_CELLS}
+DP2, HSDP, TP = FAULT_CELLS
+LAWS = {law_id: asserted for law_id, asserted in asserted_laws().items() if asserted.law.scope.of == "any trainer"}
+
+
+class JudgedTrainer(NamedTuple):
+    """Verdicts on a trainer, and the store in which its records are."""
+
+    name: str
+    store: RecordStore
+    judged: Sequence[Judged]
+
+    def failing(self) -> set[str]:
+        return {entry.case.law for entry in self.judged if entry.verdict == Verdict.FAIL}
+
+    def reasons(self) -> set[str]:
+        return {entry.reason for entry in self.judged if entry.verdict != Verdict.PASS}
+
+    def verdicts(self, cell: Cell) -> set[Verdict]:
+        return {entry.verdict for entry in self.judged if entry.case.cell == cell}
+
+    def is_conformant(self) -> bool:
+        return {entry.verdict for entry in self.judged} <= {Verdict.PASS, Verdict.UNSUPPORTED} and not self.failing()
+
+    def faults(self) -> list[FaultSeen]:
+        results = [result_of(entry) for entry in self.judged]
+        return list(faults_seen(self.store, results, self.name, machine=machine(self.store)))
+
+
+def machine(store: RecordStore) -> Machine:
+    return Machine(hardware=store.hardware, torch_version=store.torch_version, max_world_size=8)
+
+
+def judged_trainer(pools: Pools, directory: Path, name: str, *cells: Cell, limit_s: float = 60.0) -> JudgedTrainer:
+    """Judge a function of `subject_models`, or another `MODULE:NAME`, on cells, by default on two ranks."""
+    subject = name if ":" in name else f"tests.support.subject_models:{name}"
+    store = RecordStore(directory, "test", str(torch.__version__), None, limit_s, pools, subject=subject)
+    judged = [
+        judge(case, asserted.law, asserted.test, store, machine=machine(store))
+        for cell in cells or (DP2,)
+        for asserted in LAWS.values()
+        if asserted.law.scope.holds(cell) and (case := Case(asserted.law.id, cell, name))
+    ]
+    return JudgedTrainer(name, store, judged)
+
+
+def result_of(judged: Judged) -> CaseResult:
+    case = sample_reports.case(f"{judged.case.law}/{judged.case.cell.id}", judged.verdict.value, **judged.measured)
+    return msgspec.structs.replace(case, id=judged.case.id, reason=judged.reason, substrate=judged.substrate)
+
 
 FAULTS = ("gradients-summed", "local-norm", "parameter-skipped", "stale-shard", "parameters-frozen")
 
@@ -30,6 +93,14 @@ def test_a_right_function_passes_and_every_fault_is_seen(pools: Pools, tmp_path:
     assert all(seen.laws for seen in faults), faults
 
 
+def test_the_reference_trainer_conforms_by_the_laws_of_any_trainer(pools: Pools, tmp_path: Path) -> None:
+    trainer = judged_trainer(pools, tmp_path, "conformance.subjects.shipped.reference:ReferenceTrainer", *TRAINER_CELLS)
+    assert {entry.verdict for entry in trainer.judged} == {Verdict.PASS}, trainer.reasons()
+    faults = trainer.faults()
+    assert faults
+    assert all(seen.laws for seen in faults), faults
+
+
 SEEN_BY = [
     ("plain_ddp", "dp2-fp32-default-full", "fsdp-is-on"),
     ("forgotten_layer", "dp2-fp32-default-full", "fsdp-is-on"),
@@ -39,7 +110,7 @@ SEEN_BY = [
     ("local_clip", "dp2-fp32-default-full", "parameters"),
     ("no_clip", "dp2-fp32-default-full", "clipping"),
     ("buffer_not_initialised", "dp2-fp32-default-meta", "initialised"),
-    ("sentinels:forgotten", "dp2-fp32-default-meta", "initialised"),
+    ("forgotten", "dp2-fp32-default-meta", "initialised"),
     ("optimizer_first", "dp2-fp32-default-full", "optimizer-holds-each-once"),
     ("optimizer_first", "dp2-fp32-default-full", "every-update"),
     ("precision_forgotten", "dp2-bf16mp-default-full", "bf16-is-used"),
@@ -55,15 +126,15 @@ SEEN_BY = [
     ("untied", "dp2-fp32-default-full-tied", "gradients"),
     ("optimizer_not_loaded", "dp2-fp32-default-full-from.same", "parameters"),
     ("nothing_loaded", "dp2-fp32-default-full-from.same", "parameters"),
-    ("wrong_traffic:layer_gathered_twice", "dp2-fp32-default-full", "parameters-are-gathered"),
-    ("wrong_traffic:layer_not_reduced_over_replicas", "hsdp2x2-fp32-default-full", "gradients-are-reduced"),
-    ("wrong_traffic:reduced_in_bf16", "dp2-fp32-default-full", "wire-dtypes"),
-    ("wrong_traffic:ranks_reduce_differently", "dp2-fp32-default-full", "same-collectives"),
+    ("layer_gathered_twice", "dp2-fp32-default-full", "parameters-are-gathered"),
+    ("layer_not_reduced_over_replicas", "hsdp2x2-fp32-default-full", "gradients-are-reduced"),
+    ("reduced_in_bf16", "dp2-fp32-default-full", "wire-dtypes"),
+    ("ranks_reduce_differently", "dp2-fp32-default-full", "same-collectives"),
     ("local_clip", "dp2-fp32-default-full", "clipping-reduces-norms"),
-    ("wrong_traffic:gradients_gathered_to_clip", "dp2-fp32-default-full", "clipping-reduces-norms"),
-    ("wrong_traffic:kept_after_backward", "dp2-fp32-default-full", "resharded"),
+    ("gradients_gathered_to_clip", "dp2-fp32-default-full", "clipping-reduces-norms"),
+    ("kept_after_backward", "dp2-fp32-default-full", "resharded"),
 ]
-"""Wrong trainer, cell, and the law that sees what is wrong."""
+"""Wrong trainer, cell, and the law that sees the fault."""
 
 
 def test_every_law_of_any_trainer_can_fail() -> None:
@@ -84,7 +155,7 @@ def test_a_wrong_function_fails_by_the_law_that_sees_it(
         ("not_resumable", "dp2-fp32-default-full-from.same", "the run was made without functions that save and load"),
         ("without_save", "dp2-fp32-default-full-from.same", "the run has no methods save and load: let unsupported()"),
         ("late_and_silent", "dp2-fp32-default-full", "train() did not call observer.built()"),
-        ("wrong_traffic:without_phases", "dp2-fp32-default-full", "call observer.phase('backward', step=...)"),
+        ("without_phases", "dp2-fp32-default-full", "call observer.phase('backward', step=...)"),
         ("raises", "dp2-fp32-default-full", "rank 1 raised RuntimeError: no such layer (subject_models.py:"),
         ("returns_a_number", "dp2-fp32-default-full", "parallelize returned a int: return the model, nothing, or"),
     ],
@@ -102,10 +173,10 @@ def test_a_mistake_fails_all_laws_with_one_line(
     ("name", "cells"),
     [
         ("late", ["dp2-fp32-default-full"]),
-        ("sentinels:meant", ["dp2-fp32-default-full", "dp2-fp32-default-meta"]),
+        ("meant", ["dp2-fp32-default-full", "dp2-fp32-default-meta"]),
         ("sum_declared", ["dp2-fp32-default-full"]),
-        ("wrong_traffic:layer_that_computes_twice", ["dp2-fp32-default-full", "dp2-fp32-default-full-acc2"]),
-        ("wrong_traffic:unused_layer_in_a_group_of_its_own", ["dp2-fp32-default-full"]),
+        ("layer_that_computes_twice", ["dp2-fp32-default-full", "dp2-fp32-default-full-acc2"]),
+        ("unused_layer_in_a_group_of_its_own", ["dp2-fp32-default-full"]),
         ("own_mesh_names", ["dp2-fp32-default-full"]),
     ],
 )

@@ -36,10 +36,6 @@ def test_the_places_of_a_history() -> None:
     assert placed_by_torch(EVENTS)[4:6] == [Placed(1, -1, 20 * MEBI), Placed(1, 0, 5 * MEBI)]
 
 
-def test_a_block_of_an_unknown_segment() -> None:
-    assert placed_by_torch([event("alloc", SMALL, 100)]) == [Placed(-1, 0, 100)]
-
-
 def follows_the_rules() -> None:
     assert differences(placed_by_torch(EVENTS), placed_by_model(EVENTS)) == []
 
@@ -59,10 +55,6 @@ def has_streams_of_their_own() -> None:
 @pytest.mark.parametrize("check", [follows_the_rules, breaks_them, has_streams_of_their_own])
 def test_replay(check: Any) -> None:
     assert exit_code(check) == 0
-
-
-def test_more_entries_on_one_side() -> None:
-    assert differences([Placed(0, 0, 1)], []) == ["torch has 1 entries, the model 0"]
 
 
 def test_a_file_is_read(tmp_path: Path) -> None:

@@ -3,17 +3,18 @@
 import dataclasses
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
 
 import conformance.instruments.poison  # noqa: F401
 import reference_trainer.checkpoint  # noqa: F401 - so that all that a defect may replace is loaded
 from conformance.defects.catalogue import defects, ids, injected, subjects_of
-from conformance.defects.injection import Defect, NotInjectable, repeated_call, replaced, replaced_call
+from conformance.defects.injection import Defect, NotInjectable, replaced
 from conformance.detection.case_judge import CaseJudge, the_matrix
 from conformance.detection.trials import escapes, hardware_for
 from conformance.judge.law import law_of
@@ -23,6 +24,7 @@ from conformance.oracles import dtype_policy as dtype_policies
 from conformance.oracles.dtype_policy import BF16, FP32, dtype_policy
 from conformance.outcomes import CellFailed
 from conformance.plan.cells import Cell
+from conformance.plan.matrix import Case
 from conformance.plan.selection import parse
 from conformance.plan.substrates import CUDA
 from conformance.run.case_runs import CaseRuns
@@ -150,6 +152,8 @@ def test_injections_are_undone() -> None:
             # Imports of the injection come before the snapshot.
             pass
     before = snapshot()
+    with injected(None):
+        assert snapshot() == before
     for name in ids():
         with pytest.raises(ZeroDivisionError):
             fail_inside(name)
@@ -181,12 +185,6 @@ def snapshot() -> dict[str, int]:
     )
     modules = {name: module for name, module in sys.modules.items() if name.startswith(prefixes) or name in others}
     return {attribute: identity for name, module in modules.items() for attribute, identity in members(name, module)}
-
-
-def test_nothing_is_injected_without_a_name() -> None:
-    before = snapshot()
-    with injected(None):
-        assert snapshot() == before
 
 
 def test_sweeps_are_restricted_to_the_subjects_that_show_defects() -> None:
@@ -221,36 +219,6 @@ def test_a_defect_whose_attribute_is_gone_is_an_error(owner: str, name: str) -> 
         pytest.fail("never reached")
 
 
-class Counter:
-    def add(self, number: int, *, times: int = 1) -> int:
-        return number * times
-
-
-COUNTER = f"{__name__}:Counter"
-
-
-def test_replaced_call_is_given_the_original_and_all_arguments() -> None:
-    def add(original: Callable[..., int], counter: Counter, number: int, *, times: int) -> int:
-        return 100 * original(counter, number, times=times)
-
-    with replaced_call(COUNTER, "add", add):
-        assert Counter().add(2, times=3) == 600
-    assert Counter().add(2, times=3) == 6
-
-
-@pytest.mark.parametrize(("times", "result"), [(0, None), (1, 6), (2, 6)])
-def test_repeated_call_calls_the_original_as_often_as_it_is_told(times: int, result: int | None) -> None:
-    calls = []
-
-    def add(original: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append(args)
-        return original(*args, **kwargs)
-
-    with replaced_call(COUNTER, "add", add), repeated_call(COUNTER, "add", times=times):
-        assert Counter().add(2, times=3) == result
-    assert len(calls) == times
-
-
 def test_a_defect_that_cannot_be_injected_is_the_suites_error(case_judge: CaseJudge) -> None:
     cases = case_judge.cases("id = dp2-fp32-default-meta-sgd", only=["INIT-1", "PAR-1", "CLIP-1"])
     results = case_judge.judge(cases, defect="nonsense")
@@ -271,3 +239,68 @@ def test_a_rank_that_hangs_is_told_from_its_waiting_peers(case_judge: CaseJudge)
     assert classify(caught.value)[0] == Verdict.TIMEOUT
     with pytest.raises(CellFailed, match="no result"):
         CaseRuns(case_judge.store(defect=defect)).run(cell)  # a hang is not repeated for the next law
+
+
+def test_gradients_that_zero_bubble_loses_are_missed(case_judge: CaseJudge) -> None:
+    """PAR-1 sees torch's fault (findings/zero_bubble_loses_gradients.py), which the trainer refuses to run into."""
+    cell = Cell(mesh="pp2-dp2", model="cut", accumulation=4, pipeline="interleaved-zero-bubble")
+    (judged,) = case_judge.judge([Case("PAR-1", cell)], defect="pipeline-gathered-each-micro-batch")
+    assert judged.verdict == Verdict.FAIL
+    assert "missing" in judged.reason
+
+
+# Faults of buffers that only a device shows: here they reach their targets
+
+
+class Stream:
+    """Record of the events that a stream waits for."""
+
+    def __init__(self) -> None:
+        self.waited: list[str] = []
+
+    def wait_event(self, event: str) -> None:
+        self.waited.append(event)
+
+
+def after_backward(monkeypatch: pytest.MonkeyPatch, name: str, *, offloaded: bool) -> tuple[bool, list[str]]:
+    """Return whether a group keeps the buffer of its all-reduce, and the events that backward's stream waits for."""
+    monkeypatch.setattr(fsdp.FSDPParamGroup, "post_backward", lambda _group: None)
+    stream = Stream()
+    group: Any = SimpleNamespace(
+        _all_reduce_state="state",
+        _post_reduce_event="reduced",
+        fsdp_params=[SimpleNamespace(offload_to_cpu=offloaded)],
+        device_handle=SimpleNamespace(current_stream=lambda: stream),
+    )
+    with injected(name):
+        fsdp.FSDPParamGroup.post_backward(group)
+    return group._all_reduce_state is not None, stream.waited
+
+
+@pytest.mark.parametrize(
+    ("name", "offloaded"), {"all-reduce-buffer-released": False, "offload-source-released": True}.items()
+)
+def test_a_buffer_is_dropped_early_or_after_a_wait(monkeypatch: pytest.MonkeyPatch, name: str, offloaded: bool) -> None:
+    assert after_backward(monkeypatch, name, offloaded=offloaded) == (False, [])
+    assert after_backward(monkeypatch, f"{name}.twin", offloaded=offloaded) == (False, ["reduced"])
+    assert after_backward(monkeypatch, name, offloaded=not offloaded) == (True, [])
+
+
+@pytest.mark.parametrize(("suffix", "waits"), [("", 0), (".twin", 2)])
+def test_the_event_of_a_copy_is_forgotten_or_waited_for_twice(
+    monkeypatch: pytest.MonkeyPatch, suffix: str, waits: int
+) -> None:
+    waited = []
+    event = SimpleNamespace(synchronize=lambda: waited.append("copied"))
+    group: Any = SimpleNamespace(fsdp_params=[SimpleNamespace(grad_offload_event=event)])
+
+    def finalize_backward(self: Any) -> None:
+        for param in self.fsdp_params:
+            if param.grad_offload_event is not None:
+                param.grad_offload_event.synchronize()
+
+    monkeypatch.setattr(fsdp.FSDPParamGroup, "finalize_backward", finalize_backward)
+    with injected(f"offload-copy-not-awaited{suffix}"):
+        patched: Any = fsdp.FSDPParamGroup
+        patched.finalize_backward(group)
+    assert len(waited) == waits

@@ -3,7 +3,6 @@
 import importlib
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,7 @@ import msgspec
 import pytest
 
 from conformance.__main__ import main
-from conformance.defects import catalogue
 from conformance.defects.catalogue import defects, injected, require_known
-from conformance.defects.injection import NotInjectable
 from conformance.detection import kill_matrix as module
 from conformance.detection.case_judge import CaseJudge
 from conformance.detection.kill_matrix import KillMatrix, kill_matrix
@@ -53,16 +50,11 @@ def test_a_law_that_kills_no_defect_is_a_problem_of_the_whole_catalogue() -> Non
     assert not any(problem.startswith("PAR-1 ") for problem in problems)
 
 
-def test_all_renderings_tell_the_same() -> None:
+def test_text_and_markdown() -> None:
     matrix = matrix_of(trial(KILLED), trial(ESCAPED))
-    markdown = as_markdown(matrix)
-    for output in (as_text(matrix), markdown):
-        assert "1 of 2 defects caught by all laws that they name, 2 of 2 twins pass, 1 law, 0 laws" in output
-        assert "grads-summed" in output
-        assert "40" in output
-        assert "25%" in output
-        assert "grads-summed escapes PAR-1: it passes" in output
-    assert BY_ID["grads-summed"].source in markdown
+    for text in (as_text(matrix), as_markdown(matrix)):
+        assert "1 of 2 defects caught by all laws that they name, 2 of 2 twins pass, 1 law, 0 laws" in text
+        assert all(word in text for word in ("40", "25%", "grads-summed escapes PAR-1: it passes"))
 
 
 @pytest.fixture(scope="module")
@@ -172,12 +164,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "1 trial reused" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [["nonsense"], ["--profile", "nonsense"]])
-def test_mistakes_of_the_command(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["defects", *arguments, "--report-dir", str(tmp_path)]) == 4
-    assert "nonsense" in capsys.readouterr().err
-
-
 # Defects of users
 
 FILE = """
@@ -189,8 +175,6 @@ def only_first(original):
 def clips_one():
     with replaced("reference_trainer.train", "clip_gradients", only_first):
         yield
-def broken():
-    raise AttributeError("gone")
 @defect("", "", "https://pytorch.org")
 def mine(benign):
     return clips_one()
@@ -218,41 +202,3 @@ def test_a_users_defect_is_caught(file: Path, case_judge: CaseJudge) -> None:
     cases = case_judge.cases("id = dp2-fp32-default-meta-clip0.1", only=("CLIP-1",))
     (judged,) = case_judge.judge(cases, defect=f"{file}:clips_one")
     assert judged.verdict == "fail"
-
-
-def test_what_a_users_defect_breaks_while_it_is_injected_is_no_catch(file: Path, case_judge: CaseJudge) -> None:
-    cases = case_judge.cases("id = dp2-fp32-default-meta-clip0.1", only=("CLIP-1",))
-    (judged,) = case_judge.judge(cases, defect=f"{file}:broken")
-    assert judged.verdict == "error"
-    assert "NotInjectable" in judged.reason
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("my_faults.py:nothing", "my_faults.py has no Defect, and no function without arguments, named nothing"),
-        ("my_faults.py:NUMBER", "has no Defect"),
-        ("none.py:x", "no file"),
-        ("my_faults.txt:x", "no file"),
-        ("broken.py:x", "broken.py cannot be imported: ZeroDivisionError"),
-    ],
-)
-def test_mistakes_in_users_defects(file: Path, name: str, message: str) -> None:
-    (file.parent / "broken.py").write_text("1 / 0\n")
-    with pytest.raises(ValueError, match=message):
-        require_known(f"{file.parent}/{name}")
-
-
-@contextmanager
-def failing() -> Iterator[None]:
-    raise ZeroDivisionError
-    yield
-
-
-def test_a_fault_of_a_fault_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalogue, "_injection", lambda _name: failing())
-    with pytest.raises(NotInjectable, match="x cannot be injected: ZeroDivisionError"), injected("x"):
-        pytest.fail("never reached")
-    monkeypatch.setattr(catalogue, "_injection", lambda _name: nullcontext())
-    with pytest.raises(KeyError), injected("x"):
-        raise KeyError  # not of the injection, but of what runs inside

@@ -13,15 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from conformance.experiments.context import RankWorld
 from conformance.experiments.training import profiled_step
-from conformance.instruments.communication import (
-    EXCLUDED,
-    Communication,
-    Span,
-    communication,
-    length,
-    uncovered,
-    union,
-)
+from conformance.instruments.communication import EXCLUDED, Communication, Span, communication, length, uncovered, union
 from conformance.instruments.timing import StepProfile, read_trace
 from conformance.plan.cells import Cell
 from conformance.run.experiment import job_of

@@ -33,11 +33,6 @@ def change(facts: Facts, **values: object) -> None:
         setattr(facts[1], name, value)
 
 
-@pytest.mark.parametrize("law", [COLLECTIVES, SOFTWARE, MACHINE])
-def test_a_healthy_world_passes(healthy: Facts, law: Callable[..., None]) -> None:
-    law(lambda _experiment, _cell: healthy, Cell())
-
-
 @pytest.mark.parametrize(
     ("law", "harm", "message"),
     [

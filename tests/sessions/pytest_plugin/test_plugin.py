@@ -1,8 +1,7 @@
 """Activation of the plugin: in sessions of the laws, and in no others, whose options may clash with the suite's."""
 
 import os
-import subprocess
-import sys
+import re
 import types
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 from conformance.project import LAWS_DIRECTORY, PACKAGE, PROJECT
 from conformance.pytest_plugin import plugin
 from tests.support.fake_devices import FakeDevices, some_devices
+from tests.support.sessions import Printed, finish_together
 
 OWN_TEST = "def test_own(): pass\n"
 PROFILING = "def pytest_addoption(parser): parser.getgroup('fake').addoption('--profile', action='store_true')\n"
@@ -55,7 +55,6 @@ def test_the_plugin_is_active_only_where_laws_are_collected(arguments: list[str]
     [
         ("conformance", True),
         ("conformance.laws", True),
-        ("conformance.laws.numerics.test_par", True),
         ("conformance.laws.numerics.test_par::test_replicas_are_equal", True),
         ("conformance.run", False),
         ("conformance.lawsuits", False),
@@ -76,13 +75,13 @@ def test_an_environment_may_lie_in_another_project(
     assert plugin._collects_laws(fake_config(directory, ".")) is active
 
 
-@pytest.mark.parametrize(("cpus", "workers"), [(1, 1), (2, 1), (7, 1), (8, 2), (16, 4), (512, 8)])
+@pytest.mark.parametrize(("cpus", "workers"), [(1, 1), (7, 1), (8, 2), (512, 8)])
 def test_automatic_number_of_workers(monkeypatch: pytest.MonkeyPatch, cpus: int, workers: int) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(cpus)))
     assert plugin.pytest_xdist_auto_num_workers(fake_config(PROJECT, "conformance")) == workers
 
 
-@pytest.mark.parametrize(("devices", "workers"), [(0, 4), (1, 1), (2, 1), (4, 2), (8, 4), (16, 4)])
+@pytest.mark.parametrize(("devices", "workers"), [(0, 4), (1, 1), (4, 2), (16, 4)])
 def test_workers_do_not_outnumber_the_worlds_that_devices_serve(
     monkeypatch: pytest.MonkeyPatch, devices: int, workers: int
 ) -> None:
@@ -97,61 +96,65 @@ def test_workers_do_not_outnumber_the_worlds_that_devices_serve(
 
 # Options
 
-
-def run_pytest(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run pytest in a directory with a test `test_own.py` and plugins, with no others than the suite's and xdist's."""
-    (directory / "test_own.py").write_text(OWN_TEST)
-    (directory / "profiling.py").write_text(PROFILING)
-    (directory / "destination.py").write_text(DESTINATION)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{PROJECT}{os.pathsep}{directory}",
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        "PYTEST_PLUGINS": "xdist.plugin,conformance.pytest_plugin.plugin",
-    }
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
-    return subprocess.run(
-        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=100, check=False
-    )
-
-
-def test_other_sessions_have_no_options_of_the_suite(tmp_path: Path) -> None:
-    assert "--share-gpu" not in run_pytest(tmp_path, "--help").stdout
-    assert run_pytest(tmp_path, "--cells", "mesh = dp2").returncode == 4
+IN_LAWS = ("--pyargs", "conformance.laws")
+SMOKE = ("--profile", "smoke", *IN_LAWS, "--cells", "id = dp2-fp32-default-meta", "-q", "--collect-only")
+SESSIONS = {
+    "help of others": ("--help",),
+    "options of others": ("--cells", "mesh = dp2"),
+    "help": ("--help", *IN_LAWS),
+    "options, laws": (*SMOKE, "-n0"),
+    "laws, options": (*SMOKE[2:], *SMOKE[:2], "-n2"),
+    "same option": ("-p", "profiling", "-n0", "--profile", "test_own.py"),
+    "same option in workers": ("-p", "profiling", "-n2", "--profile", "test_own.py"),
+    "clash of names": ("-p", "profiling", *IN_LAWS, "--profile", "smoke"),
+    "clash of destinations": ("-p", "destination", *IN_LAWS, "--cells", "smoke"),
+    "clash with conftest": IN_LAWS,
+}
+"""Arguments of pytest in a directory with a test and plugins."""
 
 
-def test_sessions_of_the_laws_have_the_options(tmp_path: Path) -> None:
-    assert "--share-gpu" in run_pytest(tmp_path, "--help", "--pyargs", "conformance.laws").stdout
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Printed]:
+    """Return how the sessions of `SESSIONS` end."""
+    plain, with_conftest = tmp_path_factory.mktemp("plain"), tmp_path_factory.mktemp("with_conftest")
+    for name, text in {"test_own": OWN_TEST, "profiling": PROFILING, "destination": DESTINATION}.items():
+        (plain / f"{name}.py").write_text(text)
+    (with_conftest / "conftest.py").write_text(PROFILING)
+    sessions = [
+        (with_conftest if "conftest" in name else plain, ["-p", "no:cacheprovider", *arguments])
+        for name, arguments in SESSIONS.items()
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(plain)
+        return dict(zip(SESSIONS, finish_together(sessions, tmp_path_factory.mktemp("sessions")), strict=True))
 
 
-@pytest.mark.parametrize(("workers", "order"), [(0, -1), (2, 1)])
-def test_options_stand_before_and_after_the_laws(tmp_path: Path, workers: int, order: int) -> None:
+def test_sessions_of_the_laws_alone_have_the_options_of_the_suite(ended: dict[str, Printed]) -> None:
+    assert "--share-gpu" not in ended["help of others"].out
+    assert ended["options of others"].status == 4
+    assert "--share-gpu" in ended["help"].out
+
+
+def test_options_stand_before_and_after_the_laws(ended: dict[str, Printed]) -> None:
     """The values of options look like arguments until the options are known."""
-    arguments = [["--profile", "smoke"], ["--pyargs", "conformance.laws"], ["--cells", "id = dp2-fp32-default-meta"]]
-    given = [word for group in arguments[::order] for word in group]
-    done = run_pytest(tmp_path, *given, f"-n{workers}", "-q", "--collect-only")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "test_par.py" in done.stdout or workers
+    assert [ended[name].status for name in ("options, laws", "laws, options")] == [0, 0], ended
+    assert "test_par.py" in ended["options, laws"].out
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_sessions_of_others_run_with_a_plugin_that_has_the_same_option(tmp_path: Path, workers: int) -> None:
-    done = run_pytest(tmp_path, "-p", "profiling", f"-n{workers}", "--profile", "test_own.py")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 passed" in done.stdout
+def test_sessions_of_others_run_with_a_plugin_that_has_the_same_option(ended: dict[str, Printed]) -> None:
+    """Nothing of the suite is in their output."""
+    for name in ("same option", "same option in workers"):
+        assert ended[name].status == 0, ended[name]
+        assert "1 passed" in ended[name].out
+        assert "exit status" not in ended[name].out
 
 
-@pytest.mark.parametrize(
-    ("name", "option"), [("profiling", "--profile"), ("destination", "--cells")], ids=["name", "destination"]
-)
-def test_a_clash_ends_a_session_of_the_laws_with_one_line(tmp_path: Path, name: str, option: str) -> None:
-    done = run_pytest(tmp_path, "-p", name, "--pyargs", "conformance.laws", option, "smoke")
-    line = f"ERROR: {option} is an option of the plugin {name} here too: leave that plugin out with -p no:{name}"
-    assert (done.returncode, done.stderr.strip()) == (4, line)
-
-
-def test_a_clash_with_a_conftest_file_names_the_file(tmp_path: Path) -> None:
-    (tmp_path / "conftest.py").write_text(PROFILING)
-    done = run_pytest(tmp_path, "--pyargs", "conformance.laws")
-    line = f"ERROR: --profile is an option of {tmp_path}/conftest.py here too: leave that file out with --noconftest"
-    assert (done.returncode, done.stderr.strip()) == (4, line)
+def test_a_clash_ends_a_session_of_the_laws_with_one_line(ended: dict[str, Printed]) -> None:
+    here = "is an option of"
+    for name, line in {
+        "clash of names": f"--profile {here} the plugin profiling here too: leave that plugin out with -p no:profiling",
+        "clash of destinations": f"--cells {here} the plugin destination here too: leave .* out with -p no:destination",
+        "clash with conftest": rf"--profile {here} /\S+/conftest.py here too: leave that file out with --noconftest",
+    }.items():
+        assert ended[name].status == 4
+        assert re.fullmatch(f"ERROR: {line}", ended[name].err.strip()), ended[name]

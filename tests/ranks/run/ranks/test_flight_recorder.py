@@ -89,15 +89,6 @@ def test_a_pickle_of_anything_but_builtins_is_refused(
     assert not (tmp_path / "harm").exists()
 
 
-def test_torch_finds_the_files_under_the_names_of_all_versions(files: RankFiles) -> None:
-    settings = variables(files)
-    stems = {name: value for name, value in settings.items() if name.endswith("_FILE")}
-    assert set(stems) == {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE"}
-    assert {f"{stem}3" for stem in stems.values()} == {str(files.flight)}
-    assert settings["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
-    assert settings["TORCH_NCCL_TRACE_BUFFER_SIZE"] == settings["TORCH_FR_BUFFER_SIZE"] == "2000"
-
-
 def test_ranks_on_devices_have_them(files: RankFiles) -> None:
     for device, expected in (("", dict.fromkeys(variables(files))), ("GPU-1", variables(files))):
         assert files.flight_pipe.exists() is False
@@ -105,24 +96,6 @@ def test_ranks_on_devices_have_them(files: RankFiles) -> None:
             rank = Rank(rank=3, world_size=4, directory=files.directory, device=device)
             rank._set_environment()
             assert {name: os.environ.get(name) for name in expected} == expected
-
-
-DUMPING = """
-import sys, torch, torch.distributed as dist, torch._C._distributed_c10d as c10d
-dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
-dist.all_reduce(torch.ones(4))
-sys.stdout.buffer.write(c10d._dump_fr_trace())
-"""
-
-
-def test_a_dump_of_this_torch_can_be_read(files: RankFiles) -> None:
-    """Gloo's recorder writes the same format, although no task relies on it."""
-    command = [sys.executable, "-c", DUMPING, str(files.directory / "meeting")]
-    done = subprocess.run(command, env={**os.environ, **variables(files)}, capture_output=True, timeout=60, check=False)
-    if b"has no attribute '_dump_fr_trace'" in done.stderr:
-        pytest.skip(f"torch {torch.__version__} dumps no gloo")
-    files.flight.write_bytes(done.stdout)
-    assert summary(files.flight) == "#1 gloo:all_reduce of default_pg: scheduled; Float [4] -> Float [4]"
 
 
 def listen(fd: int, files: RankFiles) -> None:

@@ -5,28 +5,33 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pynvml
 import pytest
 from msgspec.structs import replace
 
 from conformance.defects.catalogue import defects
-from conformance.judge.law import Law, law_of
-from conformance.judge.registry import law_tests
+from conformance.detection.case_judge import the_matrix
+from conformance.judge.law import law_of
+from conformance.judge.registry import asserted_laws, law_tests
 from conformance.judge.support import Machine, unsupported
 from conformance.judge.verdicts import Verdict, exit_status
+from conformance.numerics.arithmetic import Arithmetic
 from conformance.plan.cells import Cell
-from conformance.plan.scopes import scope
 from conformance.plan.substrates import CUDA, REAL, SIMULATED, STREAMS, Substrate
 from conformance.project import PROJECT
+from conformance.report.facts import environment_facts
 from conformance.run.devices import nvml as module
 from conformance.run.devices.hardware import (
     DETERMINISM,
     NO_DEVICES,
     Hardware,
+    SimulatedDevice,
     device_type,
     devices_for,
     find_hardware,
+    kernel_type,
     nccl_version,
 )
 from conformance.run.devices.nvml import (
@@ -40,10 +45,11 @@ from conformance.run.devices.nvml import (
     visible_devices,
 )
 from conformance.run.ranks.messages import RANK_IN_VALUE
+from conformance.simulated_device import schedules
+from conformance.simulated_device.building import LIBRARY_VARIABLE
 from tests.support.fake_devices import FakeDevices, some_devices
 from tests.support.sessions import finish, suite
 
-EVERYWHERE = scope("PAR-1", where="world >= 1")
 THREE = some_devices(3)
 
 
@@ -110,31 +116,25 @@ def test_without_a_driver_there_are_no_devices(monkeypatch: pytest.MonkeyPatch) 
             ask("GPU-1")
 
 
-class FakeNvml:
-    """Substitute for pynvml with two devices."""
-
-    class Memory:
-        total, used = 80, 7
-
-    class Process:
-        pid, usedGpuMemory = 42, None  # noqa: N815 - NVML's name
-
-    nvmlInit = staticmethod(lambda: None)  # noqa: N815
-    nvmlDeviceGetCount = staticmethod(lambda: 2)  # noqa: N815
-    nvmlDeviceGetHandleByIndex = staticmethod(lambda index: f"GPU-{index}")  # noqa: N815
-    nvmlDeviceGetHandleByUUID = staticmethod(lambda uuid: uuid)  # noqa: N815
-    nvmlDeviceGetUUID = staticmethod(lambda handle: handle)  # noqa: N815
-    nvmlDeviceGetName = staticmethod(lambda handle: f"name of {handle}")  # noqa: N815
-    nvmlDeviceGetMemoryInfo = staticmethod(lambda _: FakeNvml.Memory)  # noqa: N815
-    nvmlDeviceGetComputeRunningProcesses = staticmethod(lambda _: [FakeNvml.Process])  # noqa: N815
-    NVML_COMPUTEMODE_DEFAULT = 0
-    nvmlDeviceGetComputeMode = staticmethod(lambda handle: 3 if handle == "GPU-1" else 0)  # noqa: N815
-    nvmlSystemGetDriverVersion = staticmethod(lambda: "999.1")  # noqa: N815
-    NVMLError = pynvml.NVMLError
+NVML = SimpleNamespace(
+    nvmlInit=lambda: None,
+    nvmlDeviceGetCount=lambda: 2,
+    nvmlDeviceGetHandleByIndex=lambda index: f"GPU-{index}",
+    nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+    nvmlDeviceGetUUID=lambda handle: handle,
+    nvmlDeviceGetName=lambda handle: f"name of {handle}",
+    nvmlDeviceGetMemoryInfo=lambda _: SimpleNamespace(total=80, used=7),
+    nvmlDeviceGetComputeRunningProcesses=lambda _: [SimpleNamespace(pid=42, usedGpuMemory=None)],
+    NVML_COMPUTEMODE_DEFAULT=0,
+    nvmlDeviceGetComputeMode=lambda handle: 3 if handle == "GPU-1" else 0,
+    nvmlSystemGetDriverVersion=lambda: "999.1",
+    NVMLError=pynvml.NVMLError,
+)
+"""Substitute for pynvml with two devices."""
 
 
 def test_devices_as_nvml_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "pynvml", FakeNvml)
+    monkeypatch.setattr(module, "pynvml", NVML)
     interface = machine_devices()
     assert interface.devices() == tuple(Device(f"GPU-{i}", f"name of GPU-{i}", 80, bool(i)) for i in (0, 1))
     assert (interface.used_bytes("GPU-1"), interface.driver()) == (7, "999.1")
@@ -160,11 +160,9 @@ def test_processes_of_other_sessions_are_foreign(monkeypatch: pytest.MonkeyPatch
     [
         (0, 4, 1, "gloo"),
         (1, 4, 1, "nccl"),
-        (1, 4, 2, "nccl-shared"),
         (1, 4, 4, "nccl-shared"),
         (1, 4, 8, "gloo"),
         (1, 1, 2, "gloo"),
-        (2, 2, 4, "nccl-shared"),
         (8, 1, 8, "nccl"),
         (3, 4, 8, "nccl-shared"),
     ],
@@ -180,7 +178,7 @@ def test_the_strongest_substrate_is_used(devices: int, per_device: int, world_si
 
 
 @pytest.mark.parametrize(
-    ("world_size", "among", "count"), [(1, 1, 1), (4, 1, 1), (2, 8, 2), (8, 8, 8), (4, 3, 2), (8, 3, 3), (5, 2, 2)]
+    ("world_size", "among", "count"), [(1, 1, 1), (4, 1, 1), (2, 8, 2), (4, 3, 2), (8, 3, 3), (5, 2, 2)]
 )
 def test_a_world_takes_as_few_devices_as_it_needs(world_size: int, among: int, count: int) -> None:
     assert devices_for(world_size, among=among) == count
@@ -261,56 +259,78 @@ def test_nccl_of_the_package_or_of_torch(monkeypatch: pytest.MonkeyPatch) -> Non
 # Cases and profiles
 
 
-def machine(hardware: Hardware) -> Machine:
-    return Machine(hardware=hardware, torch_version="2.13.0", max_world_size=8)
+CPU, GPUS = NO_DEVICES, Hardware(devices=THREE)
+ONE_GPU, ONE_SHARED = (Hardware(devices=some_devices(1), ranks_per_device=ranks) for ranks in (1, 2))
+SIM = Hardware(simulated=SimulatedDevice(schedule="lazy", library="/cache/simdev.so"))
+OTHER_KERNELS = Hardware(arithmetic=Arithmetic(kernels="other:1", sums="ring"))
+ON_CPU, ON_SIM = "this run is on the CPU", "this run is on the simulated accelerator"
+OTHER_MEMORY = "is about the memory of torch's own kernels and of gloo, and this session has others"
+DP2 = Cell(mesh="dp2")
+PINNED, TF32, EXPANDABLE = DP2.but(offload="cpu", pin_memory=True), DP2.but(tf32=True), DP2.but(expandable_segments="1")
 
 
-def test_unsupported_says_what_is_missing() -> None:
-    law = Law("MEM-10", "It MUST.", "", "2.6", CUDA, EVERYWHERE)
-    shared = Hardware(devices=some_devices(1), ranks_per_device=2)
-    assert unsupported(law, Cell(mesh="dp2"), machine(shared)) is None
-    missing = unsupported(law, Cell(mesh="dp4"), machine(shared))
-    assert missing == "needs 4 GPUs (nccl) or 2 shared GPUs (nccl-shared); 1 found"
-    never_shared = Hardware(devices=some_devices(1))
-    assert unsupported(law, Cell(mesh="dp2"), machine(never_shared)) == "needs 2 GPUs (nccl); 1 found"
-    missing = unsupported(law, Cell(mesh="dp2"), machine(Hardware(ranks_per_device=4)))
-    assert missing == "needs 2 GPUs (nccl) or 1 shared GPU (nccl-shared); none found"
+def missing(law: str, cell: Cell, hardware: Hardware, *, profile: str = "pr") -> str | None:
+    machine = Machine(hardware=hardware, torch_version="2.13.0", max_world_size=8)
+    return unsupported(asserted_laws()[law].law, cell, machine, profile=the_matrix().profile(profile))
 
 
-def test_pinned_memory_needs_an_accelerator() -> None:
-    law = Law("OFF-1", "It MUST.", "", "2.6", REAL, EVERYWHERE)
-    cell = Cell(mesh="dp2", offload="cpu", pin_memory=True)
-    assert unsupported(law, cell, machine(Hardware(devices=THREE))) is None
-    missing = unsupported(law, cell, machine(NO_DEVICES))
-    assert missing == "needs an accelerator for which host memory is pinned; this run is on the CPU"
+@pytest.mark.parametrize(
+    ("law", "cell", "hardware", "reason"),
+    [
+        ("ENV-4", DP2, ONE_SHARED, None),
+        ("ENV-4", Cell(mesh="dp4"), ONE_SHARED, "needs 4 GPUs (nccl) or 2 shared GPUs (nccl-shared); 1 found"),
+        ("ENV-4", DP2, ONE_GPU, "needs 2 GPUs (nccl); 1 found"),
+        ("ENV-4", DP2, SIM, "needs 2 GPUs (nccl); none found"),
+        ("OFF-2", PINNED, GPUS, None),
+        ("OFF-2", PINNED, SIM, None),
+        ("OFF-2", PINNED, CPU, f"needs an accelerator for which host memory is pinned; {ON_CPU}"),
+        ("PAR-1", TF32, GPUS, None),
+        ("PAR-1", TF32, CPU, f"needs a CUDA device, which rounds products to TF32; {ON_CPU}"),
+        ("PAR-1", TF32, SIM, f"needs a CUDA device, which rounds products to TF32; {ON_SIM}"),
+        ("AXIS-1", EXPANDABLE, GPUS, None),
+        ("AXIS-1", EXPANDABLE, CPU, f"needs CUDA expandable segments; {ON_CPU}"),
+        ("AXIS-1", DP2.but(expandable_segments="0"), SIM, f"needs CUDA expandable segments; {ON_SIM}"),
+        ("PAR-1", DP2, SIM, None),
+        ("PAR-1", DP2, Hardware(simulated=SimulatedDevice(schedule="lazy", lacks="install g++")), "install g++"),
+        ("PAR-1", DP2, OTHER_KERNELS, None),
+        ("MEM-3", DP2, OTHER_KERNELS, OTHER_MEMORY),
+    ],
+)
+def test_unsupported_cases_say_why(law: str, cell: Cell, hardware: Hardware, reason: str | None) -> None:
+    assert missing(law, cell, hardware) == reason
 
 
-def test_tf32_needs_a_cuda_device() -> None:
-    law = Law("PAR-1", "It MUST.", "", "2.6", REAL, EVERYWHERE)
-    assert unsupported(law, Cell(tf32=True), machine(Hardware(devices=THREE))) is None
-    missing = unsupported(law, Cell(tf32=True), machine(NO_DEVICES))
-    assert missing == "needs a CUDA device, which rounds products to TF32; this run is on the CPU"
+def test_laws_on_the_memory_of_torchs_kernels_are_marked() -> None:
+    assert {name for name, asserted in asserted_laws().items() if asserted.law.memory} == {"MEM-2", "MEM-3"}
+
+
+def test_the_simulated_device_serves_laws_of_ranks_and_streams_and_nothing_for_certify() -> None:
+    served = [SIM.substrate(2, among) for among in (REAL, STREAMS, CUDA, SIMULATED, ("gloo",))]
+    assert served == ["sim", "sim", None, "simulated", "gloo"]
+    assert SIM.environment("sim") == {LIBRARY_VARIABLE: "/cache/simdev.so", schedules.VARIABLE: "lazy"}
+    assert SIM.environment("gloo") == {}
+    assert (device_type("sim"), kernel_type("sim")) == ("sim", "cpu")
+    assert "the profile needs 8 GPUs; none found" in (missing("PAR-1", DP2, SIM, profile="certify") or "")
+    facts = environment_facts(SIM)
+    assert facts["device"] == {"type": "sim", "name": "simulated accelerator, schedule lazy", "count": 1}
+    assert "the simulated accelerator is a model" in facts["cannot_show"]
 
 
 def test_inductor_needs_a_c_compiler_on_a_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    law = Law("PAR-1", "It MUST.", "", "2.6", REAL, EVERYWHERE)
+    compiled = DP2.but(compile=True)
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    missing = unsupported(law, Cell(compile=True), machine(Hardware(devices=THREE)))
-    assert (
-        missing
-        == "needs a C compiler for the kernels that inductor generates: install gcc; this run is on CUDA devices"
-    )
-    assert unsupported(law, Cell(), machine(Hardware(devices=THREE))) is None
-    assert unsupported(law, Cell(compile=True), machine(NO_DEVICES)) is None, "aot_eager needs none"
+    reason = "needs a C compiler for the kernels that inductor generates: install gcc; this run is on CUDA devices"
+    assert missing("PAR-1", compiled, GPUS) == reason
+    assert missing("PAR-1", DP2, GPUS) is None
+    assert missing("PAR-1", compiled, CPU) is None, "aot_eager needs none"
     (tmp_path / "gcc").touch(mode=0o755)
-    assert unsupported(law, Cell(compile=True), machine(Hardware(devices=THREE))) is None
+    assert missing("PAR-1", compiled, GPUS) is None
 
 
 def test_where_nothing_may_be_unsupported_the_session_is_incomplete() -> None:
     counts = {Verdict.PASS: 3, Verdict.UNSUPPORTED: 1}
-    assert exit_status(counts) == 0
-    assert exit_status(counts, allows=["waived"]) == 5
+    assert (exit_status(counts), exit_status(counts, allows=["waived"])) == (0, 5)
 
 
 def test_certifying_without_devices_is_no_result(tmp_path: Path) -> None:
