@@ -16,9 +16,7 @@ _STYLES = "https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html
 _DTENSOR = "https://docs.pytorch.org/docs/stable/distributed.tensor.html"
 
 
-def tensor_parallel_gradient(
-    local_of: Callable[[DTensor, tuple[Placement, ...]], Tensor],
-) -> Injection:
+def tensor_parallel_gradient(local_of: Callable[[DTensor, tuple[Placement, ...]], Tensor]) -> Injection:
     """Let FSDP take `local_of(grad, placements)` for this rank's shard of a tensor-parallel gradient.
 
     The placements are those of the parameter, which the gradient must get.

@@ -68,19 +68,11 @@ class _Casting(nn.Module):
 
 
 def _values(
-    net: _Casting,
-    device: torch.device,
-    low: torch.dtype,
-    *,
-    given: torch.dtype,
-    others: torch.dtype = torch.float32,
+    net: _Casting, device: torch.device, low: torch.dtype, *, given: torch.dtype, others: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(_SAMPLES, _WIDTH, generator=generator).to(device, given).requires_grad_()
-    floating, integer = (
-        _rounded_by(low, device).to(others),
-        torch.tensor([257, -(2**40) - 1], device=device),
-    )
+    floating, integer = (_rounded_by(low, device).to(others), torch.tensor([257, -(2**40) - 1], device=device))
     out, rest = net(x, table=floating, others={"float": floating, "integer": integer})
     out.sum().backward()
     grad, weight = x.grad, net.layer.weight.grad

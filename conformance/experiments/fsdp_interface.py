@@ -332,10 +332,7 @@ def _kept_by_the_root(world: DataParallel) -> Wrong:
 
 def _kept_but_by_layers(net: Net, phase: str) -> Wrong:
     layers = sharded_parameters(net.first) + sharded_parameters(net.second)
-    return {
-        f"layers kept after {phase}": 4 - layers,
-        f"root resharded after {phase}": sharded_parameters(net) - layers,
-    }
+    return {f"layers kept after {phase}": 4 - layers, f"root resharded after {phase}": sharded_parameters(net) - layers}
 
 
 def _with_unused_parameters_reduced(world: DataParallel) -> Wrong:

@@ -31,8 +31,7 @@ GAPS = {
         "saved_on != none", "the steps before the checkpoint are in no record; CKPT-1 to CKPT-3 judge steps"
     ),
     "compiled-roundings": Gap(
-        "compile = true and precision != fp32",
-        "inductor keeps in fp32 what the emulation rounds; PAR-2 judges it",
+        "compile = true and precision != fp32", "inductor keeps in fp32 what the emulation rounds; PAR-2 judges it"
     ),
     "16-bit-micro-batches": Gap(
         "precision != fp32", "with the number of micro-batches the roundings change, not their order alone"

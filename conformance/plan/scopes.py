@@ -53,12 +53,7 @@ class Scope:
 
 
 def scope(
-    law: str,
-    *,
-    where: str,
-    gaps: Sequence[str] = (),
-    numbers: bool = False,
-    of: Trainers = "reference trainer",
+    law: str, *, where: str, gaps: Sequence[str] = (), numbers: bool = False, of: Trainers = "reference trainer"
 ) -> Scope:
     """Return a scope; raises ValueError, with the law, for an expression that cannot be compiled and an unknown gap."""
     for name in gaps:

@@ -33,12 +33,7 @@ _MASTERS = ("initial_parameter/", "final_parameter/", "gradient/", "optimizer_st
 _OPERATORS = tuple(f"{kind}/{phase}" for kind in ("matmul", "attention") for phase in ("forward", "backward"))
 
 
-@law(
-    "MP-1",
-    where="implementation = fsdp2",
-    gaps=["integer-model", "large-models"],
-    reference=MIXED_PRECISION,
-)
+@law("MP-1", where="implementation = fsdp2", gaps=["integer-model", "large-models"], reference=MIXED_PRECISION)
 def test_dtypes_are_those_of_the_mixed_precision_policy(run: Run, cell: Cell) -> None:
     """Every parameter, gradient, optimizer state, buffer, module, operator and collective on the wire MUST have the
     dtype of the precision.

@@ -20,13 +20,7 @@ NO_CPU_BACKEND = "No backend type associated with device type cpu"
 REMEDY = 'init_process_group("cpu:gloo,cuda:nccl")'
 
 
-@law(
-    "OFF-1",
-    where="offload = cpu",
-    gaps=["rerun-cost-combined", "large-models"],
-    numbers=True,
-    reference=CPU_OFFLOAD,
-)
+@law("OFF-1", where="offload = cpu", gaps=["rerun-cost-combined", "large-models"], numbers=True, reference=CPU_OFFLOAD)
 def test_cpu_offload_run_equals_one_without(run: Run, cell: Cell) -> None:
     """Norm, clipped gradients and optimizer steps of an offloaded run MUST equal those of the run without offload, in
     every bit if both compute on one kind of device.
