@@ -80,8 +80,7 @@ class MeshConfig(Config, frozen=True, kw_only=True):
     dp_replicate: int = 1
     """Replicas that hold the same shards (HSDP)."""
     dp_shard: int | Literal["auto"] = "auto"
-    """Ranks over which parameters are sharded; `auto`: the number of processes / (pp x dp_replicate x
-    tp)."""
+    """Ranks over which parameters are sharded; `auto`: the number of processes / (pp x dp_replicate x tp)."""
     tp: int = 1
     """Tensor-parallel ranks."""
 
