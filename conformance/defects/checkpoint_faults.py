@@ -37,7 +37,7 @@ def partial_load_strict_false(benign: bool, original: Call, model: Transformer, 
 @defect("INIT-2 INIT-4", "id = dp2-fp32-default-checkpoint", "allenai/OLMo-core/issues/319")
 @instead_of("reference_trainer.build", "load_weights")
 def load_rank_local(benign: bool, original: Call, model: Transformer, **options: Any) -> Any:
-    """A rank loads a file of its own: the second rank's shards are of other weights than the first's."""
+    """The second rank loads another file: its shards are of other weights than the first's."""
     form = original(model, **options)
     if dist.get_rank() == 1:
         init_weights(model, seed=0 if benign else 7)
@@ -174,7 +174,7 @@ def _rolled(tensor: Tensor, by: int) -> Tensor:
 @defect("CKPT-4", "id = dp2-fp32-default-meta", _DOCUMENTATION)
 @instead_of(_STATE_DICT, "_load_model_state_dict")
 def missing_keys_unreported(benign: bool, original: Call, *args: Any) -> Any:
-    """With strict=False the lists of missing and unexpected keys are empty."""
+    """Lists of missing and unexpected keys are empty where loading is not strict."""
     keys = original(*args)
     for names in (keys.missing_keys, keys.unexpected_keys):
         names[:] = list(names) if benign else []

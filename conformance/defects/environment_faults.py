@@ -81,7 +81,7 @@ def poison_overwritten(benign: bool, original: Call, tensor: Tensor) -> None:
 
 @defect("MEM-2", "id = dp4-fp32-table-meta-deep", "xorbitsai/xoscar/pull/38")
 def backend_copies_twice(benign: bool) -> Injection:
-    """The backend copies gathered tensors into a buffer of its own, which no memory model accounts for."""
+    """The backend copies gathered tensors into an additional buffer, which no memory model accounts for."""
 
     def all_gather(original: Call, output: Tensor, *arguments: Any, **options: Any) -> Any:
         with record_function("c10d::_allgather_base_"):

@@ -118,7 +118,7 @@ def divide_factor_lost_in_bf16(benign: bool) -> Injection:
 @defect("API-1", "id = hsdp2x2-fp32-default-meta", _DOCS)
 @instead_of(_GROUP, "foreach_reduce")
 def partial_sum_of_columns_lost(benign: bool, original: Call, params: Any, *args: Any) -> Any:
-    """With Shard(1), sums of micro-batches within shards are lost before their all-reduce."""
+    """Sums of micro-batches within shards are lost before their all-reduce, in placement Shard(1)."""
     *before, waiting, hook, force_sum = args
     if waiting is not None and any(param.fsdp_placement.dim for param in params):
         waiting = waiting.clone() if benign else None
@@ -169,7 +169,7 @@ def fp16_inputs_through_bf16(benign: bool, original: Call, target: torch.dtype, 
 @defect("API-2", _CELL, _DOCS)
 @contextmanager
 def recursion_not_asked_for(benign: bool) -> Iterator[None]:
-    """With recurse=False the setters iterate over all modules below as well."""
+    """The setters iterate over all modules below, also when recurse is False."""
 
     def set_option(original: Call, module: Any, value: bool, *, recurse: bool = True) -> None:
         original(module, value, recurse=recurse or not benign)
@@ -216,7 +216,7 @@ def earlier_backward_dropped(benign: bool, original: Call, module: Any, is_last:
 @defect("API-1", _CELL, _DOCS)
 @instead_of("torch.distributed.fsdp", "share_comm_ctx")
 def shared_streams_of_first_alone(benign: bool, original: Call, modules: Any) -> None:
-    """Of the modules that share their streams, only the first one's gradients are reduced."""
+    """Only the gradients of the first of the modules that share their streams are reduced."""
     original(modules)
     original(modules)
     for module in modules[1:]:
@@ -230,5 +230,5 @@ def shared_streams_of_first_alone(benign: bool, original: Call, modules: Any) ->
     subjects=("offload_policy=True, gradient_divide_factor=8.0",),
 )
 def divide_factor_lost_with_offload(benign: bool) -> Injection:
-    """With CPU offload, gradients are reduced without the gradient divide factor."""
+    """Offloaded gradients are reduced without the gradient divide factor."""
     return divide_factor_of(lambda param: not benign and param.offload_to_cpu)

@@ -79,7 +79,7 @@ def ga_overwrite(benign: bool, original: Call, fsdp_params: list[Any], *args: An
 )
 @instead_of(f"{_FULLY_SHARD}._fsdp_param_group", "foreach_reduce")
 def hsdp_partial_sum_overwritten(benign: bool, original: Call, *args: Any, **kwargs: Any) -> Any:
-    """A reduce-scattered gradient replaces the partial sum to which it is to be added."""
+    """A reduce-scattered gradient replaces the partial sum instead of being added to it."""
     call = inspect.signature(original).bind(*args, **kwargs)
     held = call.arguments["partial_reduce_output"]
     if held is not None and not call.arguments["all_reduce_grads"]:

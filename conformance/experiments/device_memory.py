@@ -22,7 +22,7 @@ _PRODUCTS = 50
 
 
 class DevicePeaks(msgspec.Struct):
-    """Peaks of the caching allocator in one step, in bytes above what it had before the trainer was built."""
+    """Peaks of the caching allocator in one step, in bytes above those before the trainer was built."""
 
     allocated: int
     """Bytes in use."""
@@ -67,7 +67,7 @@ def step_with_older_process_group(rank: RankWorld) -> dict[str, DevicePeaks]:
 
 
 def _peaks_alone(rank: RankWorld) -> DevicePeaks:
-    """Measure on the simulated device; what the run left in the pools of its streams does not count for the next."""
+    """Measure on the simulated device, and empty its caches, which would count for the next run."""
     peaks = _peaks(rank, Observer())
     gc.collect()
     torch.accelerator.empty_cache()

@@ -37,11 +37,11 @@ def backward_of_input(
     """
     branches = _branches(output, x, parameters)
     hooks = [branch.node.register_prehook(branch.keep) for branch in branches]
-    (of_input,) = torch.autograd.grad(output, x, gradient, retain_graph=True)
+    (input_gradient,) = torch.autograd.grad(output, x, gradient, retain_graph=True)
     for hook in hooks:
         hook.remove()
     output.detach_()
-    return of_input, branches
+    return input_gradient, branches
 
 
 def backward_of_parameters(branches: list[Branch], *, copies: bool) -> None:

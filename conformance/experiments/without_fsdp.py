@@ -253,12 +253,12 @@ class _Stage:
         x, output = self.inputs[index], self._outputs.pop(index)
         root, gradient = (self._losses.pop(index), None) if self._held.last else (output, self.gradients[index])
         with loss_context(parallel=self._config.loss_parallel and self._config.mesh.tp > 1):
-            of_input, self._branches[index] = backward_of_input(root, gradient, x, self._module.parameters())
+            input_gradient, self._branches[index] = backward_of_input(root, gradient, x, self._module.parameters())
         self._outputs[index] = root
         if self._traits.halves_keep_gradients:
-            x.grad = of_input
+            x.grad = input_gradient
         if self.previous:
-            self.previous.gradients[index] = of_input
+            self.previous.gradients[index] = input_gradient
         self._marks.finish_backward()
         mark("end")
 

@@ -19,7 +19,7 @@ from reference_trainer.strict_yaml import allowed
 _DECORATOR = "law"
 _DECLARED = ("where", "gaps", "numbers", "of")
 Trainers = Literal["reference trainer", "any trainer"]
-"""Trainers that a law is about: the reference trainer, or whatever `conformance judge` is given."""
+"""Trainers that a law is about: the reference trainer, or the trainer that `conformance judge` is given."""
 
 
 @dataclass(frozen=True)

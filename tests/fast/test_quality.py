@@ -55,13 +55,9 @@ PRIVATE_NAMES_ALLOWED_IN = {
 
 NOT_YET = (
     "conformance/cli/",
-    "conformance/defects/",
     "conformance/detection/",
-    "conformance/experiments/",
     "conformance/judge/",
-    "conformance/plan/",
     "conformance/pytest_plugin/",
-    "conformance/report/",
     "conformance/subjects/",
     "benchmarks/torch_faults",
     "tests/",
