@@ -138,7 +138,7 @@ class _Memory:
         return self.storages.get(block, {}).pop(begin, (0, None, 0))[1]
 
     def storage_of(self, at: Bytes) -> int:
-        """Return the number of the storage of bytes: a negative one for each block that was allocated before the trace."""
+        """Return the number of the storage of bytes, a negative one for a block that was allocated before the trace."""
         block, begin, _ = at
         for first, (end, storage, _) in self.storages.get(block, {}).items():
             if first <= begin < end:

@@ -18,7 +18,7 @@ from functools import cached_property
 import msgspec
 from msgspec.structs import replace
 
-from conformance.defects.signatures import Signature, signatures
+from conformance.defects.catalogue import Signature, signatures
 from conformance.judge.measurements import Measurement
 from conformance.judge.verdicts import BAD, Verdict
 from conformance.plan.cells import Cell, axis_names, cell_from_id

@@ -11,8 +11,7 @@ from conformance.judge.registry import asserted_laws
 from conformance.judge.support import Machine
 from conformance.judge.verdicts import Verdict
 from conformance.plan.cells import Cell
-from conformance.plan.matrix import Case
-from conformance.plan.trainer_cells import FAULT_CELLS, TRAINER_CELLS
+from conformance.plan.matrix import FAULT_CELLS, TRAINER_CELLS, Case
 from conformance.report.schema import CaseResult
 from conformance.report.trainer import FaultSeen
 from conformance.run.pool import Pools

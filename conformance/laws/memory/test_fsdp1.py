@@ -5,8 +5,7 @@ from conformance.assertions.fixtures import Measure, Run
 from conformance.assertions.memory_bounds import SCALARS_BYTES, sizes_of
 from conformance.assertions.steps import compare_steps, replayed_parameters
 from conformance.bound import Bound, bound
-from conformance.experiments.device_memory import step_on_device
-from conformance.experiments.memory import StepMemory, step_in_simulation
+from conformance.experiments.memory import StepMemory, step_in_simulation, step_on_device
 from conformance.experiments.without_fsdp import profile_without_fsdp
 from conformance.judge.law import law
 from conformance.judge.measurements import measure as report

@@ -9,7 +9,7 @@ from conformance.assertions.steps import (
     require_steps_taken,
     rounds_like_eager,
 )
-from conformance.experiments.loss_scaling import overflow_on_last_rank
+from conformance.experiments.clipping import overflow_on_last_rank
 from conformance.judge.law import law
 from conformance.oracles import tolerance
 from conformance.oracles.loss_scale import loss_scales

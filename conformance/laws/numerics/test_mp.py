@@ -6,7 +6,7 @@ from conformance.assertions import compare
 from conformance.assertions.attention import Attention, attention_of
 from conformance.assertions.fixtures import Measure, Run
 from conformance.assertions.steps import compare_steps, compare_updates, require_known_sum_order
-from conformance.experiments.fsdp_casts import cast_inputs_and_outputs
+from conformance.experiments.fsdp_policies import cast_inputs_and_outputs
 from conformance.instruments.capture import fingerprint
 from conformance.instruments.facts import Collective, RankFacts
 from conformance.judge.law import law

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from conformance.assertions import compare
 from conformance.assertions.fixtures import Measure, Run
 from conformance.assertions.steps import compare_steps, compare_updates
-from conformance.experiments.offload_mistakes import offload_with_mistakes
+from conformance.experiments.fsdp_policies import offload_with_mistakes
 from conformance.judge.law import law
 from conformance.judge.measurements import measure as report
 from conformance.oracles.dtype_policy import expected_offloading, expected_places, optimizer_state

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from conformance.matrix_lock.cost import estimated_s
-from conformance.matrix_lock.derivation import covering_cells
+from conformance.matrix_lock.derivation import covering_cells, estimated_s
 from conformance.plan.cells import AxisValue, Cell, axis_default, axis_names, cell_from_axes
 from conformance.plan.content import Exclusion, Section, Values
 from conformance.plan.matrix import load_matrix

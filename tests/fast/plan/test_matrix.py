@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conformance.matrix_lock.cost import estimated_s
+from conformance.matrix_lock.derivation import estimated_s
 from conformance.plan.cells import Cell
 from conformance.plan.lock import STARTUP_S, PlannedCell
 from conformance.plan.matrix import Case, Matrix
@@ -136,11 +136,7 @@ def test_cases_of_a_profile(folder: Path) -> None:
     matrix = read(folder, TEXT)
     assert matrix.laws() == ("ENV-1", "PAR-2", "PAR-10")
     dp4 = Cell(mesh="dp4")
-    assert matrix.cases("some") == (
-        Case("ENV-1", dp4),
-        Case("PAR-10", dp4),
-        Case("PAR-10", dp4.but(reshard="always")),
-    )
+    assert matrix.cases("some") == (Case("ENV-1", dp4), Case("PAR-10", dp4), Case("PAR-10", dp4.but(reshard="always")))
     assert [case.id for case in matrix.cases("some", only=parse("reshard = always"))] == ["PAR-10/dp4-fp32-always-meta"]
     assert matrix.cases("some", only=parse("reshard = never")) == ()
     assert matrix.profile("some").deadline_s == 1.5

@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 import torch
 
-from conformance.experiments.simulation import simulated_world
+from conformance.experiments.context import simulated_world
 from conformance.plan.cells import Cell, compile_backend, compiled_on_device
 from conformance.plan.mesh import Mesh
 from conformance.run.record import Header, Record, RecordFile

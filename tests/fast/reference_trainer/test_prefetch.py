@@ -13,8 +13,7 @@ from reference_trainer.config import ModelConfig, TrainerConfig
 from reference_trainer.model import Transformer
 from reference_trainer.parallel_dims import ParallelDims
 from reference_trainer.parallelize import parallelize
-from reference_trainer.prefetch import backward_order, each_with_next, forward_order
-from reference_trainer.reshard import reshard_policy
+from reference_trainer.reshard import backward_order, each_with_next, forward_order, reshard_policy
 
 TIED = ModelConfig(tied_embeddings=True)
 
@@ -36,11 +35,7 @@ def test_the_next_groups() -> None:
 @pytest.mark.parametrize(
     ("config", "forward", "backward"),
     [
-        (
-            TrainerConfig(),
-            "tok_embeddings layers.0 layers.1 output",
-            "output layers.1 layers.0 tok_embeddings",
-        ),
+        (TrainerConfig(), "tok_embeddings layers.0 layers.1 output", "output layers.1 layers.0 tok_embeddings"),
         (TrainerConfig(model=TIED), "output layers.0 layers.1", "output layers.1 layers.0"),
         (
             TrainerConfig(model=ModelConfig(n_layers=1), precision="bf16-mixed"),

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from conformance.plan.trainer_cells import TRAINER_CELLS
+from conformance.plan.matrix import TRAINER_CELLS
 from conformance.run.pool import Task
 from conformance.run.store import RecordStore
 from conformance.subjects.facts import OwnErrors, ReferenceFacts, TrainJob

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from conformance.judge.verdicts import Verdict
-from conformance.plan.trainer_cells import TRAINER_CELLS
+from conformance.plan.matrix import TRAINER_CELLS
 from conformance.run.pool import Pools
 from tests.support.judged_trainers import judged_trainer
 

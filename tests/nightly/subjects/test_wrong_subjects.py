@@ -10,7 +10,7 @@ import pytest
 from conformance.judge.verdicts import Verdict
 from conformance.laws.trainers.test_any_trainer import test_shards_partition_parameters as shards_partition_parameters
 from conformance.outcomes import ConformanceFailure
-from conformance.plan.trainer_cells import TRAINER_CELLS
+from conformance.plan.matrix import TRAINER_CELLS
 from conformance.run.pool import Pools
 from conformance.subjects.evidence import Evidence, Reference, SubjectRecord
 from conformance.subjects.running import SubjectRuns
