@@ -17,12 +17,7 @@ from reference_trainer.init_weights import init_weights
 from reference_trainer.mixed_precision import set_parameter_dtypes, torch_dtype
 from reference_trainer.model import StageLayers, Transformer
 from reference_trainer.observer import Observer
-from reference_trainer.parallelize import (
-    apply_tp,
-    parallelize,
-    parallelize_block,
-    parallelize_ends,
-)
+from reference_trainer.parallelize import apply_tp, parallelize, parallelize_block, parallelize_ends
 from reference_trainer.precision import PRECISIONS
 from reference_trainer.reshard import ReshardPolicy
 from reference_trainer.weights import load_weights

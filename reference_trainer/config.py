@@ -22,9 +22,8 @@ from reference_trainer.checks import (
     require,
     require_each,
 )
-from reference_trainer.overrides import override
 from reference_trainer.precision import PRECISIONS, PrecisionName
-from reference_trainer.strict_yaml import allowed, convert, load
+from reference_trainer.strict_yaml import allowed, convert, load, override
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble", "zbv-zero-bubble"]
 
@@ -90,8 +89,7 @@ class MeshConfig(Config, frozen=True, kw_only=True):
     dp_replicate: int = 1
     """Replicas that hold the same shards (HSDP)."""
     dp_shard: int | Literal["auto"] = "auto"
-    """Ranks over which parameters are sharded; `auto`: the number of processes / (pp x dp_replicate x
-    tp)."""
+    """Ranks over which parameters are sharded; `auto`: the number of processes / (pp x dp_replicate x tp)."""
     tp: int = 1
     """Tensor-parallel ranks."""
 

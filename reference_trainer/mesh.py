@@ -98,11 +98,7 @@ def check_offload(config: TrainerConfig, device: torch.device) -> None:
 def init_process_group(backend: str, *, init_method: str, rank: int, world_size: int, timeout_s: float) -> None:
     """Initialise the default process group; `backend` is a result of `backends`."""
     dist.init_process_group(
-        backend,
-        init_method=init_method,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
+        backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
     )
 
 

@@ -29,8 +29,7 @@ from reference_trainer.mesh import fsdp_mesh
 from reference_trainer.mixed_precision import mixed_precision_policy
 from reference_trainer.model import Block, Transformer
 from reference_trainer.precision import PRECISIONS
-from reference_trainer.prefetch import apply_prefetch
-from reference_trainer.reshard import ReshardPolicy
+from reference_trainer.reshard import ReshardPolicy, apply_prefetch
 
 
 def parallelize(

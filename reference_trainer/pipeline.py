@@ -256,11 +256,7 @@ class Pipeline:
         return self._start_of_backward(loss_sum)
 
     def run(
-        self,
-        micro_batches: list[tuple[Tensor, Tensor]],
-        *,
-        start_of_backward: Callable[[Tensor], Tensor],
-        step: int,
+        self, micro_batches: list[tuple[Tensor, Tensor]], *, start_of_backward: Callable[[Tensor], Tensor], step: int
     ) -> Tensor | float:
         """Accumulate and reduce the gradients of a step's micro-batches; returns their summed loss, a detached scalar.
 

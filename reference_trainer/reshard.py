@@ -1,4 +1,4 @@
-"""Resharding after forward: the groups of parameters that FSDP frees, and the ranks over which they stay sharded.
+"""Groups of parameters: those that FSDP frees after forward, and those that it all-gathers ahead of time.
 
 The model is sharded in groups: the embedding, each block, and norm and output together. The root owns no parameters, so
 that torch's treatment of a root (never resharded before 2.8) does not matter here.
@@ -6,11 +6,13 @@ that torch's treatment of a root (never resharded before 2.8) does not matter he
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import cast
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from reference_trainer.checks import require
 from reference_trainer.config import TrainerConfig
@@ -172,3 +174,48 @@ def _activation_bytes(config: TrainerConfig, dims: ParallelDims, compute_bytes: 
     kept = {"none": all_of_layer, "selective": all_of_layer // 2, "full": model.dim}[config.activation_checkpointing]
     logits_bytes = model.vocab_size * (compute_bytes + 8)
     return tokens * (model.n_layers * kept * compute_bytes + logits_bytes) // dims.tp
+
+
+# A group names the groups to prefetch that follow it, in the order in which forward or backward enters them. As soon as
+# FSDP has the group's own parameters, and before the group computes, it all-gathers those of the named groups that are
+# not gathered yet. An empty list keeps FSDP's default.
+
+
+def apply_prefetch(model: Transformer, config: TrainerConfig) -> None:
+    """Set the groups that each group prefetches; all groups must exist. Any module of a group may be used."""
+
+    def module(name: str) -> FSDPModule:
+        return cast("FSDPModule", model.get_submodule(name))  # `fully_shard` has added the methods of FSDPModule
+
+    for name, next_names in each_with_next(forward_order(config), config.forward_prefetch):
+        module(name).set_modules_to_forward_prefetch([module(other) for other in next_names])
+    for name, next_names in each_with_next(backward_order(config), config.backward_prefetch):
+        module(name).set_modules_to_backward_prefetch([module(other) for other in next_names])
+
+
+def each_with_next(names: Sequence[str], number: int) -> Iterator[tuple[str, Sequence[str]]]:
+    """Yield each name with the `number` names after it, or fewer at the end."""
+    for index, name in enumerate(names, start=1):
+        yield name, names[index : index + number]
+
+
+def forward_order(config: TrainerConfig) -> list[str]:
+    """Return the groups as forward enters them; with tied embeddings forward begins with the group of the output."""
+    names = group_names(config)
+    return names[-1:] + names[:-1] if config.model.tied_embeddings else names
+
+
+def backward_order(config: TrainerConfig) -> list[str]:
+    """Return the groups as backward enters them: the reverse of how forward leaves them, blocks before their norms.
+
+    Forward leaves a block after the norms inside of it.
+    """
+    order: list[str] = []
+    for _, (*inside, block) in groupby(reversed(group_names(config)), key=_block):
+        order += [block, *inside]
+    return order
+
+
+def _block(name: str) -> str:
+    """Return `layers.0` for the block itself and for the norms inside of it."""
+    return ".".join(name.split(".")[:2])

@@ -1,8 +1,8 @@
 """Trainer: build a parallel model, then repeat forward, backward, clip, step.
 
-Reading order: checks, precision, config, model, init_weights, weights, parallel_dims, mesh,
-mixed_precision, reshard, prefetch, parallelize, fsdp1, build, pipeline, loss, loss_scale, clip, optim, data, observer,
-this file, checkpoint, nonfinite, console, loop, __main__.
+Reading order: checks, precision, config, model, init_weights, weights, parallel_dims, mesh, mixed_precision, reshard,
+parallelize, fsdp1, build, pipeline, loss, clip, optim, data, observer, this file, checkpoint, nonfinite, loop,
+__main__.
 """
 
 from contextlib import AbstractContextManager
@@ -19,6 +19,7 @@ from reference_trainer.config import TrainerConfig
 from reference_trainer.data import Batches
 from reference_trainer.fsdp1 import FSDP1Model
 from reference_trainer.loss import (
+    LossScaler,
     count_valid_tokens,
     full_loss,
     loss_context,
@@ -26,7 +27,6 @@ from reference_trainer.loss import (
     sum_over,
     summed_loss,
 )
-from reference_trainer.loss_scale import LossScaler
 from reference_trainer.mesh import build_mesh, check_offload, dp_rank, set_tf32
 from reference_trainer.observer import Observer
 from reference_trainer.optim import build_optimizer, build_schedule

@@ -8,8 +8,7 @@ from tabulate import tabulate
 from conformance.cli.command import Answer, Commands
 from conformance.defects.catalogue import defects
 from conformance.judge.registry import asserted_laws
-from conformance.plan.gaps import GAPS
-from conformance.plan.scopes import in_order
+from conformance.plan.scopes import GAPS, in_order
 
 _INTRODUCTION = """# Laws
 

@@ -16,11 +16,11 @@ from conformance.defects.injection import Call, Injection, defect, instead_of, r
 from conformance.plan.substrates import STREAMS
 from reference_trainer.config import TrainerConfig
 from reference_trainer.model import Block, Transformer
-from reference_trainer.prefetch import forward_order
+from reference_trainer.reshard import forward_order
 
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard"
 _GROUP = f"{_FULLY_SHARD}._fsdp_param_group:FSDPParamGroup"
-_PREFETCH = "reference_trainer.prefetch"
+_PREFETCH = "reference_trainer.reshard"
 _PREFETCHED = (
     "id = dp2-fp32-default-meta-fpre1 or model = deep and forward_prefetch = 1 and reshard in (default, always)"
 )

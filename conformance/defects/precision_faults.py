@@ -14,18 +14,18 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from conformance.defects.checkpoint_faults import after_resume
 from conformance.defects.injection import Call, Injection, defect, instead_of, replaced_call
+from conformance.defects.state_faults import after_resume
 from conformance.instruments.sharding import local
 from reference_trainer.config import OptimizerConfig, TrainerConfig
 from reference_trainer.data import IGNORED_LABEL
-from reference_trainer.loss_scale import LossScaler
+from reference_trainer.loss import LossScaler
 from reference_trainer.model import Block, Transformer
 from reference_trainer.train import Trainer
 
 _BF16, _FP32, _FP64 = torch.bfloat16, torch.float32, torch.float64
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard"
-_SCALER = "reference_trainer.loss_scale:LossScaler"
+_SCALER = "reference_trainer.loss:LossScaler"
 OverflowByDevice = dict[torch.device, Tensor]
 """Result of `GradScaler._unscale_grads_`: a scalar that is not 0 if gradients on that device overflow."""
 

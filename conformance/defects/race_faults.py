@@ -88,10 +88,7 @@ def all_reduce_buffer_reused(benign: bool) -> Iterator[None]:
         with replaced_call("torch.distributed", "all_reduce", all_reduce):
             return original(fsdp_params, *args, **kwargs)
 
-    with (
-        replaced_call(_GROUP, "foreach_reduce", foreach_reduce),
-        before_the_end_of_backward(lambda _: finish()),
-    ):
+    with replaced_call(_GROUP, "foreach_reduce", foreach_reduce), before_the_end_of_backward(lambda _: finish()):
         yield
 
 

@@ -40,7 +40,7 @@ def gradients_summed(benign: bool, _original: Any, model: nn.Module, _optimizer:
 @defect("gradients parameters gradient-norm loss", CELLS, CLIPPING, of="any trainer")
 @BUILT
 def local_norm(benign: bool, _original: Any, _model: nn.Module, optimizer: Optimizer, max_norm: float) -> None:
-    """Each rank clips by the norm of its own shards, to a limit below all norms."""
+    """Each rank clips by the norm of its shards alone, to a limit below all norms."""
 
     def clip(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         gradients = [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

@@ -6,9 +6,8 @@ import tarfile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from conformance.defects.catalogue import defects
+from conformance.defects.catalogue import defects, definitions
 from conformance.defects.injection import Defect
-from conformance.defects.signatures import definitions
 from conformance.project import PROJECT
 from reference_trainer.checks import UsageError
 

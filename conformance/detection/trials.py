@@ -10,9 +10,8 @@ from typing import Literal
 import msgspec
 import torch
 
-from conformance.defects.catalogue import TWIN
+from conformance.defects.catalogue import TWIN, definitions
 from conformance.defects.injection import Defect
-from conformance.defects.signatures import definitions
 from conformance.detection.case_judge import DEADLINE_S, CaseJudge, judge_case, simulated_device, the_matrix
 from conformance.judge.judge import Judged
 from conformance.judge.margins import margin

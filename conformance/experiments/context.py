@@ -1,21 +1,24 @@
-"""Set-up that all experiments share: configuration, device, process group, and the session's defect, if any."""
+"""Set-up that all experiments share: configuration, weight files, device, process group, and the session's defect."""
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, get_type_hints
+from typing import Any, Literal, get_type_hints
+from unittest.mock import patch
 
 import msgspec
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 
 from conformance.defects.catalogue import injected, subjects_of
-from conformance.experiments.simulation import simulated_world
-from conformance.experiments.weight_files import write_weights
 from conformance.numerics.knobs import pin_numerics
 from conformance.plan.cells import compiled_on_device
 from conformance.run.experiment import Experiment, Job, Needs, Result, sampled_ranks
@@ -24,11 +27,16 @@ from conformance.simulated_device import device as simulated
 from conformance.simulated_device import schedules
 from conformance.simulated_device.building import LIBRARY_VARIABLE
 from conformance.simulated_device.schedules import Schedule
-from reference_trainer.config import TrainerConfig
+from reference_trainer.config import ModelConfig, TrainerConfig
+from reference_trainer.init_weights import init_weights
 from reference_trainer.mesh import backends, build_mesh, destroy_process_group, init_process_group
+from reference_trainer.mixed_precision import torch_dtype
+from reference_trainer.model import Transformer
 from reference_trainer.observer import Observer
 from reference_trainer.parallel_dims import ParallelDims, resolve_mesh
+from reference_trainer.precision import PRECISIONS
 from reference_trainer.train import Trainer
+from reference_trainer.weights import to_hf_name
 
 World = Literal["ranks", "simulated", "sampled", "none"]
 """World in which an experiment takes place.
@@ -202,3 +210,67 @@ def _with_weights(context: RankContext, job: Job, *, shared: bool) -> TrainerCon
     if context.rank == 0 or not shared:
         write_weights(path, config, form=job.weights)
     return config
+
+
+@contextmanager
+def simulated_world(size: int, *, rank: int = 0, device_type: str = "cpu") -> Iterator[None]:
+    """Make this process one rank of a world of this size, with tensors on a type of device.
+
+    Raises RuntimeError for a torch without the fake backend.
+    """
+    try:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+    except ImportError as error:
+        raise RuntimeError(f"torch {torch.__version__} has no fake process group: {error}") from None
+    backends = ",".join(f"{each}:fake" for each in dict.fromkeys(("cpu", device_type)))
+    dist.init_process_group(backends, store=FakeStore(), rank=rank, world_size=size)
+    try:
+        with patch.object(dist, "recv", _receive_ones):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _receive_ones(tensor: Tensor, *_arguments: Any, **_options: Any) -> None:
+    """Receive from a peer that agrees: the stages of a pipeline ask each other whether all know their shapes.
+
+    The fake process group would leave the tensor as it is. torch.distributed.pipelining votes so from 2.13 on
+    (`_warmup_forward_vote` in torch/distributed/pipelining/stage.py).
+    """
+    tensor.fill_(1)
+
+
+def write_weights(path: Path, config: TrainerConfig, *, form: str) -> None:
+    """Write weights sampled by one process, in the dtype with which the trainer builds the model.
+
+    `form` is a value of the axis `weights`.
+    """
+    model = Transformer(config.model)
+    init_weights(model, seed=config.seed)
+    dtype = torch_dtype(PRECISIONS[config.precision].build or "float32")
+    tensors = {name: parameter.detach().to(dtype) for name, parameter in model.named_parameters()}
+    match form:
+        case "hf":
+            _write_hf(path, tensors, config.model)
+        case "dcp":
+            save(dict(tensors), checkpoint_id=path, no_dist=True)
+        case _:
+            save_file(tensors, path)
+
+
+def _write_hf(directory: Path, tensors: dict[str, Tensor], config: ModelConfig) -> None:
+    """Write two files, as for a large model, and their index."""
+    directory.mkdir(exist_ok=True)  # a run that is saved and resumed writes the same files twice
+    names = {name: to_hf_name(name) for name in tensors}
+    files = {name: f"model-{1 + index % 2:05}-of-00002.safetensors" for index, name in enumerate(tensors)}
+    for file in sorted(set(files.values())):
+        save_file({names[name]: tensors[name] for name in tensors if files[name] == file}, directory / file)
+    index = {"metadata": {}, "weight_map": {names[name]: file for name, file in files.items()}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    settings = {
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.n_kv_heads,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+    }
+    (directory / "config.json").write_text(json.dumps(settings))

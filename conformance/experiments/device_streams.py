@@ -44,7 +44,7 @@ class DeviceStreamTrace(TracedStep):
     def __init__(self, step: int) -> None:
         super().__init__(step)
         self._first: int | None = None
-        """Length of the trace when the step began; what the allocator did before counts, too."""
+        """Length of the trace when the step began; earlier entries of the allocator count, too."""
         self._marks: list[int] = []
         self._sites: list[Site] = []
         self._names = {0: "default stream", HOST: "host"}
@@ -138,10 +138,7 @@ class _Memory:
         return self.storages.get(block, {}).pop(begin, (0, None, 0))[1]
 
     def storage_of(self, at: Bytes) -> int:
-        """Return the number of the storage that bytes belong to; what was allocated before all is one for each block.
-
-        Such numbers are negative.
-        """
+        """Return the number of the storage of bytes, a negative one for a block that was allocated before the trace."""
         block, begin, _ = at
         for first, (end, storage, _) in self.storages.get(block, {}).items():
             if first <= begin < end:

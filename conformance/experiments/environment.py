@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from conformance.experiments.context import RankWorld, experiment
-from conformance.experiments.device_memory import allocator_bytes
+from conformance.experiments.memory import allocator_bytes
 from conformance.numerics.knobs import pinned_knobs
 from conformance.run.devices.hardware import DETERMINISM
 from conformance.run.devices.nvml import foreign_processes, machine_devices, sees_process

@@ -332,10 +332,7 @@ def _kept_by_the_root(world: DataParallel) -> Wrong:
 
 def _kept_but_by_layers(net: Net, phase: str) -> Wrong:
     layers = sharded_parameters(net.first) + sharded_parameters(net.second)
-    return {
-        f"layers kept after {phase}": 4 - layers,
-        f"root resharded after {phase}": sharded_parameters(net) - layers,
-    }
+    return {f"layers kept after {phase}": 4 - layers, f"root resharded after {phase}": sharded_parameters(net) - layers}
 
 
 def _with_unused_parameters_reduced(world: DataParallel) -> Wrong:
@@ -502,12 +499,12 @@ _METHODS = {
     "set_reshard_after_forward(True)": _resharded_after_forward,
     "set_reshard_after_backward(False)": _kept_after_backward,
     "register_fsdp_forward_method": _by_another_method,
-    "setters with recurse=False": _without_recursion,
+    "set_requires_gradient_sync(recurse=False)": _without_recursion,
     "set_reduce_scatter_unused_params": _with_unused_parameters_reduced,
     "set_is_last_backward(False)": _before_the_last_backward,
-    "reset_iter_state in forward": _stopped_in_forward_and_reset,
-    "reset_iter_state in backward": _stopped_in_backward_and_reset,
-    "reset_iter_state between micro-batches": _reset_between_micro_batches,
+    "reset_iter_state() in forward": _stopped_in_forward_and_reset,
+    "reset_iter_state() in backward": _stopped_in_backward_and_reset,
+    "reset_iter_state() between micro-batches": _reset_between_micro_batches,
     "set_custom_reduce_scatter": _with_custom_collectives,
     "set_reduce_scatter_max_input_buffers": _with_more_input_buffers,
     "set_separate_reduce_scatter_group": _with_a_group_for_reductions,

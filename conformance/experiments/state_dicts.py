@@ -93,7 +93,7 @@ def _kind(name: str, parameters: Collection[str]) -> str:
 
 
 def _taken(trainer: Trainer, options: StateDictOptions) -> Any:
-    """Return the states of model and optimizer, with memory of their own."""
+    """Return copies of the states of model and optimizer."""
     return deepcopy(get_state_dict(trainer.model, trainer.optimizer, options=options))
 
 

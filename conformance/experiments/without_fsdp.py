@@ -3,15 +3,16 @@
 The memory models of `conformance.oracles` add the allocations of FSDP. Stages act in the order of a schedule.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributed.tensor import DTensor
 
-from conformance.experiments.context import RankWorld, experiment
-from conformance.experiments.halved_backward import Branch, backward_of_input, backward_of_parameters
-from conformance.experiments.simulation import simulated_world
+from conformance.experiments.context import RankWorld, experiment, simulated_world
 from conformance.instruments.activations import GroupMarks, Groups
 from conformance.instruments.device_memory import ledger_of
 from conformance.instruments.memory import Ledger, mark
@@ -188,7 +189,7 @@ class _Stage:
     """Stage that keeps the tensors that a schedule of torch.distributed.pipelining keeps for it.
 
     That is, of each micro-batch between its forward and its backward, the output, its graph and its loss; between the
-    halves of a backward the output, or the loss, and the tensors of `halved_backward`; and buffers for all received
+    halves of a backward the output, or the loss, and the tensors of `backward_of_input`; and buffers for all received
     micro-batches, which are there before the step. Schedules with one stage on each rank also hold the output of the
     last forward and the gradient that was sent last, in local variables (`_step_microbatches` in
     torch/distributed/pipelining/schedules.py); those with several do not (`_perform_action` there).
@@ -253,12 +254,12 @@ class _Stage:
         x, output = self.inputs[index], self._outputs.pop(index)
         root, gradient = (self._losses.pop(index), None) if self._held.last else (output, self.gradients[index])
         with loss_context(parallel=self._config.loss_parallel and self._config.mesh.tp > 1):
-            of_input, self._branches[index] = backward_of_input(root, gradient, x, self._module.parameters())
+            input_gradient, self._branches[index] = backward_of_input(root, gradient, x, self._module.parameters())
         self._outputs[index] = root
         if self._traits.halves_keep_gradients:
-            x.grad = of_input
+            x.grad = input_gradient
         if self.previous:
-            self.previous.gradients[index] = of_input
+            self.previous.gradients[index] = input_gradient
         self._marks.finish_backward()
         mark("end")
 
@@ -298,3 +299,89 @@ class _Stage:
         self._marks.release_all(backward=self._traits.stages_finalize_backward)
         mark("end")
         self._keep_gradients()
+
+
+# Backward in two halves, as zero-bubble schedules compute it: the gradient of the input, then those of parameters. The
+# first half goes along the paths from the output to the input and keeps the gradient at each node where paths to
+# parameters branch off, and the graph below it. The second half goes on from there, one node after another. Written
+# after `torch/distributed/pipelining/_backward.py`, whose memory it needs: no more, and no less at any time.
+
+
+@dataclass
+class Branch:
+    """Node on a path to the input from which the paths to some parameters branch off."""
+
+    node: Node
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    gradients: tuple[Tensor | None, ...] = ()
+    """Gradients of the node's outputs."""
+
+    def keep(self, gradients: tuple[Tensor | None, ...]) -> None:
+        """Keep the gradients that arrive at the node."""
+        self.gradients = gradients
+
+
+def backward_of_input(
+    output: Tensor, gradient: Tensor | None, x: Tensor, parameters: Iterable[nn.Parameter]
+) -> tuple[Tensor, list[Branch]]:
+    """Return the gradient of the leaf `x`, and the input of `backward_of_parameters`; detaches `output` from its graph.
+
+    `gradient` is that of `output`, None for a scalar. Parameters are used once.
+    """
+    branches = _branches(output, x, parameters)
+    hooks = [branch.node.register_prehook(branch.keep) for branch in branches]
+    (input_gradient,) = torch.autograd.grad(output, x, gradient, retain_graph=True)
+    for hook in hooks:
+        hook.remove()
+    output.detach_()
+    return input_gradient, branches
+
+
+def backward_of_parameters(branches: list[Branch], *, copies: bool) -> None:
+    """Add the gradients of the parameters of each branch to those that they have; empties the list.
+
+    `copies` says whether kept gradients are copied first, see `VersionTraits.halves_copy_gradients`.
+    """
+    while branches:
+        branch = branches.pop(0)
+        kept = [(GradientEdge(branch.node, i), g) for i, g in enumerate(branch.gradients) if g is not None]
+        edges, gradients = zip(*((edge, g.clone() if copies else g) for edge, g in kept), strict=True)
+        computed = torch.autograd.grad(edges, branch.parameters, gradients)
+        for parameter, gradient in zip(branch.parameters, computed, strict=True):
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad += gradient
+
+
+def _branches(output: Tensor, x: Tensor, parameters: Iterable[nn.Parameter]) -> list[Branch]:
+    """Return the branches in the order of their first parameters."""
+    users = _users(get_gradient_edge(output).node)
+    on_path = _towards_output(get_gradient_edge(x).node, users)
+    branches: dict[Node, Branch] = {}
+    for parameter in parameters:
+        (node,) = _towards_output(get_gradient_edge(parameter).node, users, until=on_path) & on_path
+        branches.setdefault(node, Branch(node)).parameters.append(parameter)
+    return list(branches.values())
+
+
+def _users(root: Node) -> Mapping[Node, list[Node]]:
+    """Return of each node of a graph those that hand gradients to it."""
+    users, waiting = defaultdict[Node, list[Node]](list), [root]
+    while waiting:
+        user = waiting.pop()
+        for node, _ in user.next_functions:
+            if node is not None:
+                waiting += [] if node in users else [node]
+                users[node].append(user)
+    return users
+
+
+def _towards_output(node: Node, users: Mapping[Node, list[Node]], until: Collection[Node] = ()) -> set[Node]:
+    """Return a node and all nodes from it to the output, or to those of `until`, which are included."""
+    reached, waiting = {node}, [node]
+    while waiting:
+        further = [user for user in users[waiting.pop()] if user not in reached]
+        reached.update(further)
+        waiting += [user for user in further if user not in until]
+    return reached

@@ -49,7 +49,7 @@ def law(
     """Declare that the decorated test asserts a law on all cells that `where` selects, but for `gaps`.
 
     `where` is the scope of the MUST, in the language of `--cells`. `gaps` names cells of which the MUST speaks and
-    that the law cannot judge yet, see `conformance.plan.gaps`. A law that judges the numbers of a run says
+    that the law cannot judge yet, see `conformance.plan.scopes`. A law that judges the numbers of a run says
     `numbers=True`, one that measures the processor's memory `memory=True`. A law `of="any trainer"` judges the evidence
     that `conformance judge` gathers of a trainer, and names the law of ours that it is `like`. Without `substrates` a
     law is judged on all real ones, one of any trainer on processors. The id, `where`, `gaps`, `numbers` and `of` are

@@ -7,8 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from conformance.defects.catalogue import defects
-from conformance.matrix_lock.cost import estimated_s
-from conformance.matrix_lock.derivation import derive
+from conformance.matrix_lock.derivation import derive, estimated_s
 from conformance.plan.cells import Cell
 from conformance.plan.content import Content, read_content
 from conformance.plan.lock import PlannedCell, planned_cell

@@ -2,7 +2,7 @@
 
 Start reading at `cells` (the axes of a cell, its id, and the trainer's configuration), then `matrix` (cells, laws and
 profiles of a session). `content` checks matrix.yaml, `lock` reads matrix.lock, which `conformance.matrix_lock` derives.
-`scopes` and `gaps` say where laws hold, `coverage` counts judged combinations of values. `selection` is the language of
+`scopes` says where laws hold, `coverage` counts judged combinations of values. `selection` is the language of
 `--cells`, `mesh` parses names of meshes, `substrates` names the backends that run a case.
 
 May import the trainer's configuration and `covering_arrays.combinations`; torch-free.

@@ -29,7 +29,7 @@ class PlannedCell(msgspec.Struct, frozen=True):
     """Time that a session on two processors takes longer with this cell than without it."""
     cell: Cell
     measured: bool = False
-    """True if the time is of a report; otherwise `matrix_lock.cost` has estimated it."""
+    """True if the time is of a report; otherwise `matrix_lock.derivation` has estimated it."""
 
 
 STARTUP_S = 8.0

@@ -1,9 +1,8 @@
 """`--cells ID` for a cell outside of the profile, such as the result of shrinking."""
 
 from conformance.plan.cells import cell_from_id
-from conformance.plan.matrix import Case, Matrix
+from conformance.plan.matrix import TRAINER_CELLS, Case, Matrix, is_trainer_cell
 from conformance.plan.mesh import AxisError
-from conformance.plan.trainer_cells import TRAINER_CELLS, is_trainer_cell
 from reference_trainer.checks import UsageError
 
 _TRAINER_IDS = f": {', '.join(cell.id for cell in TRAINER_CELLS)}"

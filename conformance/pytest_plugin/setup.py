@@ -16,9 +16,8 @@ from conformance.judge.waivers import Waiver, expired_warning, profile_waivers
 from conformance.numerics.arithmetic import Arithmetic
 from conformance.plan.content import Profile
 from conformance.plan.lock import parse_budget
-from conformance.plan.matrix import Case, Matrix, load_matrix
+from conformance.plan.matrix import TRAINERS, Case, Matrix, load_matrix
 from conformance.plan.selection import parse, parse_laws
-from conformance.plan.trainer_cells import TRAINERS
 from conformance.project import LAWS_DIRECTORY, data_file, module_of
 from conformance.pytest_plugin.named_cell import cases_of
 from conformance.pytest_plugin.options import DEFAULT_PROFILE

@@ -17,7 +17,7 @@ _PLOT, _STEP, _DECADES = 44, 15, 4
 
 
 def bounds_bar(metric: Measurement) -> Markup:
-    """Return a value between its bounds: the box is what the law allows, the line is the value; red outside.
+    """Return a value between its bounds: the box is their range, the line is the value; red outside.
 
     Empty without two bounds and a finite value.
     """

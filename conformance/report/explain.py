@@ -18,7 +18,7 @@ from functools import cached_property
 import msgspec
 from msgspec.structs import replace
 
-from conformance.defects.signatures import Signature, signatures
+from conformance.defects.catalogue import Signature, signatures
 from conformance.judge.measurements import Measurement
 from conformance.judge.verdicts import BAD, Verdict
 from conformance.plan.cells import Cell, axis_names, cell_from_id
@@ -43,7 +43,7 @@ _DEFAULTS = Cell().facts()
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """One cause, and the cases that fail for it as far as their metrics and reasons show."""
+    """One cause, and the cases that fail for it by their metrics and reasons."""
 
     cases: list[CaseResult]
     """All cases of the law with this cause, the one on the simplest cell first."""
@@ -63,7 +63,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     defects: list[str]
     """Ids of at most five known faults with the same signature: their laws fail, and none passes, where they must."""
     smallest: Smallest | None
-    """Smallest cell on which the law fails alike, if it was searched for."""
+    """Smallest cell on which the law fails in the same way, if it was searched for."""
     related: "list[Explanation]" = []
     """Explanations of further laws in which results are off by the same size."""
 

@@ -63,7 +63,7 @@ class LawOverview(msgspec.Struct, frozen=True):
 
 
 class Family(msgspec.Struct, frozen=True):
-    """Laws whose ids begin alike."""
+    """Laws whose ids have the same beginning."""
 
     name: str
     laws: list[LawOverview]

@@ -16,8 +16,7 @@ from msgspec.structs import asdict
 
 from reference_trainer.checks import UsageError
 from reference_trainer.config import ModelConfig
-from reference_trainer.overrides import override
-from reference_trainer.strict_yaml import Document, convert, load
+from reference_trainer.strict_yaml import Document, convert, load, override
 
 MODELS = Path(__file__).parent / "models"
 _REQUIRED = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim")

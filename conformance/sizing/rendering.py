@@ -108,9 +108,7 @@ def simulation_text(predicted: Prediction, simulated: "Simulation") -> str:
         [
             f"Simulated with torch {simulated.torch} in {seconds}:",
             tabulate(
-                rows,
-                headers=["", "simulated (GiB)", "predicted (GiB)", "ratio"],
-                floatfmt=("", ".3f", ".3f", ".4f"),
+                rows, headers=["", "simulated (GiB)", "predicted (GiB)", "ratio"], floatfmt=("", ".3f", ".3f", ".4f")
             ),
             f"Both with the activations of the CPU's operators, {operators:.2f} GiB, since norms are not fused there; "
             f"above, with the estimate of {estimate:.2f} GiB.",

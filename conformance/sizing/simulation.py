@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from conformance.experiments.simulation import simulated_world
+from conformance.experiments.context import simulated_world
 from conformance.experiments.without_fsdp import parallelize_without_fsdp, segments_without_fsdp
 from conformance.instruments.fake_tensors import fake_memory_ledger, fake_tensors
 from conformance.instruments.memory import MemoryLedger, PhaseMarks

@@ -9,8 +9,7 @@ from conformance.judge.registry import asserted_laws
 from conformance.judge.support import Machine
 from conformance.judge.verdicts import Verdict
 from conformance.outcomes import CellFailed
-from conformance.plan.matrix import Case
-from conformance.plan.trainer_cells import FAULT_CELLS, TRAINER_CELLS
+from conformance.plan.matrix import FAULT_CELLS, TRAINER_CELLS, Case
 from conformance.report.schema import CaseResult
 from conformance.report.trainer import FaultSeen, RunPolicy, TrainerFacts
 from conformance.run.store import RecordStore

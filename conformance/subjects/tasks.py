@@ -19,7 +19,7 @@ from conformance.experiments.context import start_process_group
 from conformance.instruments.capture import shard_indices
 from conformance.instruments.sharding import local
 from conformance.instruments.tensor_file import write_tensors
-from conformance.plan.trainer_cells import TRAINER_CELLS
+from conformance.plan.matrix import TRAINER_CELLS
 from conformance.run.ranks.messages import RankContext
 from conformance.subjects import reference
 from conformance.subjects.cells import SubjectCell, Workload, subject_cell

@@ -17,12 +17,7 @@ from conformance.experiments.context import RankWorld, experiment
 from conformance.run.experiment import Needs
 from conformance.sweeps.layouts import Layout, distributed, is_cut, shard_of
 
-_TENSORS = (
-    ((8, 4), torch.float32),
-    ((5, 3), torch.float32),
-    ((1, 7), torch.float16),
-    ((2, 3, 5), torch.bfloat16),
-)
+_TENSORS = (((8, 4), torch.float32), ((5, 3), torch.float32), ((1, 7), torch.float16), ((2, 3, 5), torch.bfloat16))
 """Shapes and dtypes of tensors to redistribute."""
 _LAYOUTS: tuple[Placement, ...] = (Replicate(), Shard(0), Shard(1), Shard(2))
 

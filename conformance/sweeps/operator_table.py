@@ -323,10 +323,7 @@ def _normalisations() -> Iterator[Sample]:
     last = partial(functional.layer_norm, normalized_shape=(4,))
     yield sample("layer_norm", last, "a b 4", exact=False)
     yield sample(
-        "layer_norm, weighted",
-        lambda x, w, b: functional.layer_norm(x, (4,), w, b),
-        *("a b 4", "4", "4"),
-        exact=False,
+        "layer_norm, weighted", lambda x, w, b: functional.layer_norm(x, (4,), w, b), *("a b 4", "4", "4"), exact=False
     )
     yield sample("layer_norm of two", lambda x: functional.layer_norm(x, tuple(x.shape[1:])), "a b 4", exact=False)
     yield sample("rms_norm", lambda x, w: functional.rms_norm(x, (4,), w), "a b 4", "4", exact=False)

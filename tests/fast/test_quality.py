@@ -43,7 +43,7 @@ PRIVATE_NAMES_ALLOWED_IN = {
     "conformance/instruments/collectives.py": "functional collectives name their group",
     "conformance/instruments/allocator_snapshot.py": "documented under these names; without them there is no snapshot",
     "conformance/instruments/delays.py": "nothing public keeps a stream busy; an error names it if it is gone",
-    "conformance/experiments/simulation.py": "the fake process group is private; an error names it if it is gone",
+    "conformance/experiments/context.py": "the fake process group is private; an error names it if it is gone",
     "conformance/simulated_device/device.py": "a device module has no public way in; an error names it if it is gone",
     "conformance/run/ranks/flight_recorder.py": "nothing public dumps the recorder; without the names there is no dump",
     "conformance/run/ranks/process.py": "no public name tells whether a fork can use CUDA; CPU builds have it too",
@@ -55,13 +55,9 @@ PRIVATE_NAMES_ALLOWED_IN = {
 
 NOT_YET = (
     "conformance/cli/",
-    "conformance/defects/",
     "conformance/detection/",
-    "conformance/experiments/",
     "conformance/judge/",
-    "conformance/plan/",
     "conformance/pytest_plugin/",
-    "conformance/report/",
     "conformance/subjects/",
     "benchmarks/torch_faults",
     "tests/",

@@ -9,15 +9,21 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from conformance.assertions.axes.differences import batches, collectives, expect, held, layer_count, operators, same
 from conformance.assertions.axes.effects import (
     backward_prefetch_takes_effect,
+    batches,
+    collectives,
     expandable_segments_take_effect,
+    expect,
     forward_prefetch_takes_effect,
+    held,
+    layer_count,
     loss_scale_takes_effect,
     mesh_takes_effect,
+    operators,
     optimizer_takes_effect,
     precision_takes_effect,
+    same,
     tf32_takes_effect,
 )
 from conformance.plan.cells import RECORD_STREAMS, AxisValue, Cell, axis_names

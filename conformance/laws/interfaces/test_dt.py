@@ -12,12 +12,7 @@ from conformance.sweeps.operator_sweep import sweep
 DTENSOR = "https://docs.pytorch.org/docs/stable/distributed.tensor.html"
 
 
-@law(
-    "DT-1",
-    where="features = 0 and tp = 1 and world in (2, 3, 4, 8)",
-    reference=DTENSOR,
-    since="2.8",
-)
+@law("DT-1", where="features = 0 and tp = 1 and world in (2, 3, 4, 8)", reference=DTENSOR, since="2.8")
 def test_dtensor_redistribute_keeps_the_tensor(measure: Measure, cell: Cell) -> None:
     """`DTensor.redistribute` between any two layouts MUST give each rank exactly the target shard, preserve
     `full_tensor()` bitwise, and do the same to gradients, for even and uneven shards.

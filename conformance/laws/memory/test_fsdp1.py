@@ -5,8 +5,7 @@ from conformance.assertions.fixtures import Measure, Run
 from conformance.assertions.memory_bounds import SCALARS_BYTES, sizes_of
 from conformance.assertions.steps import compare_steps, replayed_parameters
 from conformance.bound import Bound, bound
-from conformance.experiments.device_memory import step_on_device
-from conformance.experiments.memory import StepMemory, step_in_simulation
+from conformance.experiments.memory import StepMemory, step_in_simulation, step_on_device
 from conformance.experiments.without_fsdp import profile_without_fsdp
 from conformance.judge.law import law
 from conformance.judge.measurements import measure as report
@@ -24,13 +23,7 @@ FSDP1_AND_FSDP2 = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_s
 _PHASES = ("forward", "backward")
 
 
-@law(
-    "STREAM-3",
-    where="implementation = fsdp1 and model != deep",
-    gaps=["large-models"],
-    numbers=True,
-    reference=FSDP1,
-)
+@law("STREAM-3", where="implementation = fsdp1 and model != deep", gaps=["large-models"], numbers=True, reference=FSDP1)
 def test_fsdp1_and_fsdp2_compute_the_same_gradients(run: Run, cell: Cell) -> None:
     """From the same weights FSDP1 and FSDP2 MUST compute the same gradients, except for the order of sums and for
     rounding that only one of them does; and each step of FSDP1 MUST be that of one process with the same rounding, as
@@ -76,12 +69,7 @@ def test_fsdp2_active_peak_is_at_most_fsdp1s(measure: Measure, cell: Cell) -> No
         compare.between(active, 0, limit, name="active peak", detail=f"FSDP2, rank {rank}", unit="bytes")
 
 
-@law(
-    "MEM-8",
-    where="model = deep and implementation = fsdp1",
-    reference=FSDP1_AND_FSDP2,
-    substrates=SIMULATED,
-)
+@law("MEM-8", where="model = deep and implementation = fsdp1", reference=FSDP1_AND_FSDP2, substrates=SIMULATED)
 def test_fsdp2_holds_no_more_than_fsdp1_and_its_own_buffers(measure: Measure, cell: Cell) -> None:
     """FSDP2 MUST hold at its peaks in forward and in backward at most the memory that FSDP1 holds, and the buffers that
     FSDP2 keeps instead of calling record_stream: outputs of all-gathers, inputs of reduce-scatters.

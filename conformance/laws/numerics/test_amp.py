@@ -9,7 +9,7 @@ from conformance.assertions.steps import (
     require_steps_taken,
     rounds_like_eager,
 )
-from conformance.experiments.loss_scaling import overflow_on_last_rank
+from conformance.experiments.clipping import overflow_on_last_rank
 from conformance.judge.law import law
 from conformance.oracles import tolerance
 from conformance.oracles.loss_scale import loss_scales
@@ -48,12 +48,7 @@ def test_grad_scaler_skips_the_step_on_every_rank(measure: Measure, cell: Cell) 
         compare.count(trained_on, name=name, expected=len(ranks), unit="ranks")
 
 
-@law(
-    "AMP-2",
-    where="precision in (fp16-mp, fp16-reduce)",
-    gaps=["resumed", "large-models"],
-    reference=GRAD_SCALER,
-)
+@law("AMP-2", where="precision in (fp16-mp, fp16-reduce)", gaps=["resumed", "large-models"], reference=GRAD_SCALER)
 def test_grad_scaler_scale_follows_overflow(run: Run, cell: Cell) -> None:
     """The loss scale MUST begin as configured, be halved by each step whose gradients are not finite, which then
     changes no bit, be doubled after the configured number of other steps, and be the same on every rank.
@@ -74,13 +69,7 @@ def test_grad_scaler_scale_follows_overflow(run: Run, cell: Cell) -> None:
         compare.bits(after, before, name=f"parameters after step {step}, which is skipped")
 
 
-@law(
-    "AMP-3",
-    where="precision in (fp16-mp, fp16-reduce)",
-    gaps=["large-models"],
-    numbers=True,
-    reference=GRAD_SCALER,
-)
+@law("AMP-3", where="precision in (fp16-mp, fp16-reduce)", gaps=["large-models"], numbers=True, reference=GRAD_SCALER)
 def test_gradients_do_not_depend_on_the_loss_scale(run: Run, measure: Measure, cell: Cell) -> None:
     """Gradients of a step that is taken MUST be those of fp32 up to the rounding and underflow of fp16, at every scale:
     as far from them as one process that rounds where the run does, and no further than the order of sums leaves open.

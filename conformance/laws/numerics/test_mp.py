@@ -6,7 +6,7 @@ from conformance.assertions import compare
 from conformance.assertions.attention import Attention, attention_of
 from conformance.assertions.fixtures import Measure, Run
 from conformance.assertions.steps import compare_steps, compare_updates, require_known_sum_order
-from conformance.experiments.fsdp_casts import cast_inputs_and_outputs
+from conformance.experiments.fsdp_policies import cast_inputs_and_outputs
 from conformance.instruments.capture import fingerprint
 from conformance.instruments.facts import Collective, RankFacts
 from conformance.judge.law import law
@@ -33,12 +33,7 @@ _MASTERS = ("initial_parameter/", "final_parameter/", "gradient/", "optimizer_st
 _OPERATORS = tuple(f"{kind}/{phase}" for kind in ("matmul", "attention") for phase in ("forward", "backward"))
 
 
-@law(
-    "MP-1",
-    where="implementation = fsdp2",
-    gaps=["integer-model", "large-models"],
-    reference=MIXED_PRECISION,
-)
+@law("MP-1", where="implementation = fsdp2", gaps=["integer-model", "large-models"], reference=MIXED_PRECISION)
 def test_dtypes_are_those_of_the_mixed_precision_policy(run: Run, cell: Cell) -> None:
     """Every parameter, gradient, optimizer state, buffer, module, operator and collective on the wire MUST have the
     dtype of the precision.

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from conformance.assertions import compare
 from conformance.assertions.fixtures import Measure, Run
 from conformance.assertions.steps import compare_steps, compare_updates
-from conformance.experiments.offload_mistakes import offload_with_mistakes
+from conformance.experiments.fsdp_policies import offload_with_mistakes
 from conformance.judge.law import law
 from conformance.judge.measurements import measure as report
 from conformance.oracles.dtype_policy import expected_offloading, expected_places, optimizer_state
@@ -20,13 +20,7 @@ NO_CPU_BACKEND = "No backend type associated with device type cpu"
 REMEDY = 'init_process_group("cpu:gloo,cuda:nccl")'
 
 
-@law(
-    "OFF-1",
-    where="offload = cpu",
-    gaps=["rerun-cost-combined", "large-models"],
-    numbers=True,
-    reference=CPU_OFFLOAD,
-)
+@law("OFF-1", where="offload = cpu", gaps=["rerun-cost-combined", "large-models"], numbers=True, reference=CPU_OFFLOAD)
 def test_cpu_offload_run_equals_one_without(run: Run, cell: Cell) -> None:
     """Norm, clipped gradients and optimizer steps of an offloaded run MUST equal those of the run without offload, in
     every bit if both compute on one kind of device.

@@ -88,13 +88,7 @@ def test_mixed_precision_equals_its_emulation(run: Run, measure: Measure, cell: 
 @law(
     "PAR-3",
     where="precision != fp32 and implementation = fsdp2",
-    gaps=[
-        "resumed",
-        "16-bit-factor",
-        "skipped-first-step",
-        "compiled-roundings",
-        "large-models",
-    ],
+    gaps=["resumed", "16-bit-factor", "skipped-first-step", "compiled-roundings", "large-models"],
     reference=MIXED_PRECISION,
 )
 def test_mixed_precision_error_equals_that_of_its_emulation(run: Run, cell: Cell) -> None:
@@ -216,13 +210,7 @@ def test_uneven_shards_and_tied_weights_train(run: Run, measure: Measure, cell: 
     compare_updates(record)
 
 
-@law(
-    "PAR-8",
-    where="world >= 1",
-    gaps=["repetition", "large-models"],
-    numbers=True,
-    reference=RANDOMNESS,
-)
+@law("PAR-8", where="world >= 1", gaps=["repetition", "large-models"], numbers=True, reference=RANDOMNESS)
 def test_repeated_run_is_bitwise_equal(run: Run, cell: Cell) -> None:
     """Two runs of a cell MUST be equal in every bit, and issue the same collectives.
 
@@ -235,13 +223,7 @@ def test_repeated_run_is_bitwise_equal(run: Run, cell: Cell) -> None:
             raise ConformanceFailure(f"rank {first.rank} issued other collectives in the second run")
 
 
-@law(
-    "PAR-9",
-    where="model = integer",
-    gaps=["float-model"],
-    numbers=True,
-    reference=FULLY_SHARD,
-)
+@law("PAR-9", where="model = integer", gaps=["float-model"], numbers=True, reference=FULLY_SHARD)
 def test_integer_model_is_exact_on_every_mesh(run: Run, cell: Cell) -> None:
     """A run on integers, whose sums are exact in any order, MUST equal one process in every bit on any mesh.
 
@@ -258,12 +240,7 @@ def test_integer_model_is_exact_on_every_mesh(run: Run, cell: Cell) -> None:
     compare.bits(record.select("final/parameter/"), _fp32(expected.parameters), name="parameters")
 
 
-@law(
-    "PAR-10",
-    where="dropout > 0.0",
-    gaps=["large-models"],
-    reference=DROPOUT,
-)
+@law("PAR-10", where="dropout > 0.0", gaps=["large-models"], reference=DROPOUT)
 def test_dropout_masks_are_equal_where_activations_are(run: Run, cell: Cell) -> None:
     """Dropout masks MUST be Bernoulli(p); identical on tensor-parallel replicas and in recomputation; independent
     across layers, micro-batches, steps, and ranks with different activations.

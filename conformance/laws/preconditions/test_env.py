@@ -48,11 +48,7 @@ def test_collectives_are_exact_in_every_dtype(measure: Measure, cell: Cell) -> N
     report("dtypes", dtypes, kind="exact", lower=dtypes, unit="dtypes with exact collectives")
 
 
-@law(
-    "ENV-2",
-    where="features = 0",
-    reference="https://docs.pytorch.org/docs/stable/notes/randomness.html",
-)
+@law("ENV-2", where="features = 0", reference="https://docs.pytorch.org/docs/stable/notes/randomness.html")
 def test_ranks_run_the_same_software_in_the_same_state(measure: Measure, cell: Cell) -> None:
     """All ranks MUST run the same torch with the same backend, number of threads and global state.
 
@@ -67,11 +63,7 @@ def test_ranks_run_the_same_software_in_the_same_state(measure: Measure, cell: C
     compare.count(len({facts.pid for facts in ranks}), name="processes", expected=len(ranks), unit="processes")
 
 
-@law(
-    "ENV-3",
-    where="features = 0",
-    reference="https://docs.python.org/3/library/time.html#time.monotonic",
-)
+@law("ENV-3", where="features = 0", reference="https://docs.python.org/3/library/time.html#time.monotonic")
 def test_machine_has_memory_and_one_clock(measure: Measure, cell: Cell) -> None:
     """The machine MUST have memory for a run, and one monotonic clock for all ranks.
 
@@ -93,12 +85,7 @@ def _environments(measure: Measure, cell: Cell) -> list[RankEnvironment]:
     return measure(probe, Cell(mesh=f"dp{cell.world_size}"))
 
 
-@law(
-    "ENV-4",
-    where="features = 0",
-    reference="https://docs.nvidia.com/deploy/nvml-api/",
-    substrates=CUDA,
-)
+@law("ENV-4", where="features = 0", reference="https://docs.nvidia.com/deploy/nvml-api/", substrates=CUDA)
 def test_cuda_devices_are_free_and_pinned(measure: Measure, cell: Cell) -> None:
     """A rank's device MUST have no process of another session on it, and every knob of bitwise determinism MUST be
     pinned, in the ranks and where the process that judges emulates them: TF32 off, sums of products in fp32,

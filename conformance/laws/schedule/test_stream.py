@@ -5,8 +5,12 @@ import torch
 from conformance.assertions import compare
 from conformance.assertions.axes.proofs import prove
 from conformance.assertions.fixtures import Measure, Run
-from conformance.experiments.device_memory import DevicePeaks, step_on_device, step_with_older_process_group
-from conformance.experiments.memory import step_in_simulation
+from conformance.experiments.memory import (
+    DevicePeaks,
+    step_in_simulation,
+    step_on_device,
+    step_with_older_process_group,
+)
 from conformance.experiments.training import train_with_delays
 from conformance.instruments.facts import IssuedOperator, UnorderedOperators
 from conformance.judge.law import law

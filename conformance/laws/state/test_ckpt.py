@@ -20,13 +20,7 @@ STATE_DICT = f"{CHECKPOINT}#torch.distributed.checkpoint.state_dict.StateDictOpt
 ASYNC_SAVE = f"{CHECKPOINT}#torch.distributed.checkpoint.state_dict_saver.async_save"
 
 
-@law(
-    "CKPT-1",
-    where="saved_on = same and saving = blocking",
-    gaps=["large-models"],
-    numbers=True,
-    reference=CHECKPOINT,
-)
+@law("CKPT-1", where="saved_on = same and saving = blocking", gaps=["large-models"], numbers=True, reference=CHECKPOINT)
 def test_checkpoint_resumes_bit_for_bit(run: Run, measure: Measure, cell: Cell) -> None:
     """A run that is saved, stopped and resumed in new processes on the same mesh MUST equal the uninterrupted run in
     every bit, and each step, before and after, MUST be that of one process.
@@ -36,13 +30,7 @@ def test_checkpoint_resumes_bit_for_bit(run: Run, measure: Measure, cell: Cell) 
     _require_continuation(run, measure, cell)
 
 
-@law(
-    "CKPT-2",
-    where="saved_on not in (none, same)",
-    gaps=["large-models"],
-    numbers=True,
-    reference=CHECKPOINT,
-)
+@law("CKPT-2", where="saved_on not in (none, same)", gaps=["large-models"], numbers=True, reference=CHECKPOINT)
 def test_checkpoint_is_resumed_on_another_mesh(run: Run, measure: Measure, cell: Cell) -> None:
     """A checkpoint loaded on any mesh MUST restore parameters and optimizer state in every bit, and the steps that
     follow MUST be those of one process from this state.
@@ -60,13 +48,7 @@ def test_checkpoint_is_resumed_on_another_mesh(run: Run, measure: Measure, cell:
         compare_steps(record)
 
 
-@law(
-    "CKPT-3",
-    where="saved_on = same and saving = async",
-    gaps=["large-models"],
-    numbers=True,
-    reference=ASYNC_SAVE,
-)
+@law("CKPT-3", where="saved_on = same and saving = async", gaps=["large-models"], numbers=True, reference=ASYNC_SAVE)
 def test_async_checkpoint_does_not_see_later_steps(run: Run, measure: Measure, cell: Cell) -> None:
     """A checkpoint saved while training goes on MUST be the state at the call, in every bit, and each step, before and
     after, MUST be that of one process.

@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812 - the field's standard name
 from torch import Tensor, nn
 
 from conformance.experiments import memory
-from conformance.experiments.halved_backward import backward_of_input, backward_of_parameters
+from conformance.experiments.without_fsdp import backward_of_input, backward_of_parameters
 
 
 class Saved:

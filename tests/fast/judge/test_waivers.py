@@ -1,6 +1,7 @@
 """Waivers: their cases, the verdicts that they change, and mistakes in waivers.yaml."""
 
 import datetime
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -86,7 +87,7 @@ def test_a_symptom_may_be_one_of_some_releases() -> None:
     assert verdicts == [Verdict.WAIVED, Verdict.FAIL]
 
 
-def written(path: Path, *changes: dict[str, object]) -> Path:
+def written(path: Path, *changes: Mapping[str, object]) -> Path:
     """Write a file with a waiver for each set of changes."""
     waivers = [{**msgspec.to_builtins(WAIVER), **change} for change in changes]
     file = path / "waivers.yaml"

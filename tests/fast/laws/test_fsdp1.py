@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.experiments.device_memory import DevicePeaks, step_on_device, step_with_older_process_group
-from conformance.experiments.simulation import simulated_world
+from conformance.experiments.context import simulated_world
+from conformance.experiments.memory import DevicePeaks, step_on_device, step_with_older_process_group
 from conformance.judge.law import law_of
 from conformance.judge.support import Machine, unsupported
 from conformance.laws.memory import test_fsdp1 as laws

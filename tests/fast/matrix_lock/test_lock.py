@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.__main__ import main
-from conformance.matrix_lock.cost import estimated_s
+from conformance.matrix_lock.derivation import estimated_s
 from conformance.matrix_lock.lock_file import Gains, best_first
 from conformance.plan.cells import Cell, cell_from_axes, cell_from_id
 from conformance.plan.lock import STARTUP_S, PlannedCell, lock_file, parse_budget, within

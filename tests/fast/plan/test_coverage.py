@@ -22,8 +22,8 @@ from conformance.plan.coverage import (
     laws_on,
     on_numbers,
 )
-from conformance.plan.gaps import GAPS, Gap
 from conformance.plan.matrix import Matrix, load_matrix
+from conformance.plan.scopes import GAPS, Gap
 from conformance.project import data_file
 from tests.support.matrices import written_matrix
 

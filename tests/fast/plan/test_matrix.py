@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance.matrix_lock.cost import estimated_s
+from conformance.matrix_lock.derivation import estimated_s
 from conformance.plan.cells import Cell
 from conformance.plan.lock import STARTUP_S, PlannedCell
 from conformance.plan.matrix import Case, Matrix

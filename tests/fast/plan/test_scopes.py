@@ -6,9 +6,8 @@ import pytest
 
 from conformance.judge.registry import asserted_laws
 from conformance.plan.cells import Cell
-from conformance.plan.gaps import GAPS
 from conformance.plan.matrix import load_matrix
-from conformance.plan.scopes import Scope, declared_scopes, in_order, scope
+from conformance.plan.scopes import GAPS, Scope, declared_scopes, in_order, scope
 from conformance.plan.selection import Facts, Selection
 from conformance.project import LAWS_DIRECTORY, PROJECT
 

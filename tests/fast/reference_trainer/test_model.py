@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from conformance.experiments.simulation import simulated_world
+from conformance.experiments.context import simulated_world
 from conformance.oracles.reference import initial_model, summed_loss, train_reference
 from conformance.plan.cells import Cell, compile_backend
 from conformance.plan.mesh import Mesh

@@ -22,8 +22,7 @@ from reference_trainer.model import Transformer
 from reference_trainer.parallel_dims import ParallelDims, resolve_mesh
 from reference_trainer.parallelize import parallelize
 from reference_trainer.pipeline import check_pipeline, stage_layers
-from reference_trainer.prefetch import backward_order
-from reference_trainer.reshard import device_memory_bytes, estimated_peak_bytes, reshard_policy
+from reference_trainer.reshard import backward_order, device_memory_bytes, estimated_peak_bytes, reshard_policy
 
 CPU = torch.device("cpu")
 DIMS = ParallelDims(dp_replicate=1, dp_shard=4, tp=1)

@@ -189,7 +189,7 @@ def raised_at(file: str) -> RunFailed:
     ("file", "kind"),
     [
         (str(PACKAGE / "instruments" / "poison.py"), "suite-error"),
-        (str(PACKAGE / "defects" / "loss_faults.py"), "suite-error"),
+        (str(PACKAGE / "defects" / "gradient_faults.py"), "suite-error"),
         (str(PACKAGE.with_name("conformance_of_others") / "x.py"), "raised"),
         (str(PROJECT / "reference_trainer" / "train.py"), "raised"),
         (torch.__file__, "raised"),

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from conformance.plan.trainer_cells import TRAINER_CELLS
+from conformance.plan.matrix import TRAINER_CELLS
 from conformance.report.trainer import FaultSeen, TrainerFacts, trainer_lines
 from conformance.run.pool import Task
 from conformance.run.store import RecordStore

@@ -269,7 +269,8 @@ def run_trial(
     """Run the script with a python that notes its arguments and ends with this status."""
     text = PYTHON.format(python=sys.executable, directory=tmp_path, status=status, numpy=numpy)
     program(tmp_path / "python", text)
-    return run(TRIAL, *arguments, PYTHON=str(tmp_path / "python"), ACCELERATOR="cpu", PYTHONPATH="", **variables)
+    variables = {"PYTHON": str(tmp_path / "python"), "ACCELERATOR": "cpu", "PYTHONPATH": "", **variables}
+    return run(TRIAL, *arguments, programs=None, **variables)
 
 
 def wheel(directory: Path, name: str) -> None:

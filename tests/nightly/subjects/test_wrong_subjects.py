@@ -17,8 +17,7 @@ from conformance.judge.verdicts import Verdict
 from conformance.laws.trainers.test_any_trainer import test_shards_partition_parameters as shards_partition_parameters
 from conformance.outcomes import ConformanceFailure
 from conformance.plan.cells import Cell
-from conformance.plan.matrix import Case
-from conformance.plan.trainer_cells import FAULT_CELLS, TRAINER_CELLS
+from conformance.plan.matrix import FAULT_CELLS, TRAINER_CELLS, Case
 from conformance.report.schema import CaseResult
 from conformance.report.trainer import FaultSeen
 from conformance.run.pool import Pools

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance.defects.catalogue import defects
-from conformance.defects.signatures import Signature, definitions, fault_module, signatures
+from conformance.defects.catalogue import Signature, defects, definitions, fault_module, signatures
 
 
 def test_signatures_are_those_of_the_catalogue() -> None:
