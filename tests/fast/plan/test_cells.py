@@ -14,8 +14,8 @@ from conformance.plan.cells import Cell, axis_choices, axis_names, axis_value, c
 from conformance.plan.mesh import AxisError, Mesh
 
 SIZES = st.integers(1, 4096)
-CHOICES: tuple[str, ...] = (
-    "precision",
+CHOICES: tuple[str, ...] = ("precision", "reshard", "init", "optimizer", "accumulation", "forward_prefetch")
+CHOICES += ("backward_prefetch", "gradient_sync", "activation_checkpointing")
     "reshard",
     "init",
     "optimizer",
