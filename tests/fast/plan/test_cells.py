@@ -14,8 +14,10 @@ from conformance.plan.cells import Cell, axis_choices, axis_names, axis_value, c
 from conformance.plan.mesh import AxisError, Mesh
 
 SIZES = st.integers(1, 4096)
-CHOICES = ("precision", "reshard", "init", "optimizer", "accumulation", "forward_prefetch", "backward_prefetch")
-CHOICES += ("gradient_sync", "activation_checkpointing")
+CHOICES = [
+    *("precision", "reshard", "init", "optimizer", "accumulation", "forward_prefetch", "backward_prefetch"),
+    *("gradient_sync", "activation_checkpointing"),
+]
 CELLS = st.builds(
     Cell,
     mesh=st.builds(Mesh, dp_replicate=SIZES, dp_shard=SIZES, tp=SIZES).map(lambda mesh: mesh.name),
@@ -170,9 +172,10 @@ def test_wrong_values(axis: str, value: Any, message: str) -> None:
 
 def test_unknown_axis() -> None:
     message = r"unknown axis `optimiser`; allowed: mesh, .*\(did you mean `optimizer`\?\)"
-    for make in (lambda: cell_from_axes({"optimiser": "sgd"}), lambda: Cell().but(optimiser="sgd")):
-        with pytest.raises(AxisError, match=message):
-            make()
+    with pytest.raises(AxisError, match=message):
+        cell_from_axes({"optimiser": "sgd"})
+    with pytest.raises(AxisError, match=message):
+        Cell().but(optimiser="sgd")
 
 
 @pytest.mark.parametrize(
