@@ -14,16 +14,10 @@ from conformance.plan.cells import Cell, axis_choices, axis_names, axis_value, c
 from conformance.plan.mesh import AxisError, Mesh
 
 SIZES = st.integers(1, 4096)
-CHOICES: tuple[str, ...] = ("precision", "reshard", "init", "optimizer", "accumulation", "forward_prefetch")
-CHOICES += ("backward_prefetch", "gradient_sync", "activation_checkpointing")
-    "reshard",
-    "init",
-    "optimizer",
-    "accumulation",
-    "forward_prefetch",
-    "backward_prefetch",
-)
-CHOICES += ("gradient_sync", "activation_checkpointing")
+CHOICES = [
+    *("precision", "reshard", "init", "optimizer", "accumulation", "forward_prefetch", "backward_prefetch"),
+    *("gradient_sync", "activation_checkpointing"),
+]
 CELLS = st.builds(
     Cell,
     mesh=st.builds(Mesh, dp_replicate=SIZES, dp_shard=SIZES, tp=SIZES).map(lambda mesh: mesh.name),
