@@ -1,4 +1,4 @@
-"""Trace of the simulated device, as the checker is to know it: storages instead of places in segments."""
+"""Trace of the simulated device for the checker: storages instead of places in segments."""
 
 from collections.abc import Sequence
 

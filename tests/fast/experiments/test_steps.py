@@ -26,16 +26,16 @@ def network() -> nn.Sequential:
 
 
 def test_both_halves_compute_the_gradients_of_a_backward() -> None:
-    model, x, of_output = network(), torch.randn(3, 8, requires_grad=True), torch.randn(3, 4)
-    model(x).backward(of_output)
+    model, x, output_gradient = network(), torch.randn(3, 8, requires_grad=True), torch.randn(3, 4)
+    model(x).backward(output_gradient)
     whole = [parameter.grad for parameter in model.parameters()]
     for copies in (False, True):
         model.zero_grad()
         for times in (1, 2):
-            of_input, branches = backward_of_input(model(x), of_output, x, model.parameters())
+            input_gradient, branches = backward_of_input(model(x), output_gradient, x, model.parameters())
             assert [len(branch.parameters) for branch in branches] == [1, 2, 1]  # norm; weight and bias; weight
             backward_of_parameters(branches, copies=copies)
-            torch.testing.assert_close(of_input, x.grad, rtol=0, atol=0)
+            torch.testing.assert_close(input_gradient, x.grad, rtol=0, atol=0)
             for parameter, expected in zip(model.parameters(), whole, strict=True):
                 assert expected is not None
                 torch.testing.assert_close(parameter.grad, times * expected, rtol=0, atol=0)

@@ -410,53 +410,43 @@ SMALL = TrainerConfig(
 )
 
 
-def tensor_parallel(config: TrainerConfig) -> str:
-    """Return the events with their elements, such as `forward: S32 G16`."""
-    events = list(tensor_parallel_events(config, resolve_mesh(config.mesh, world_size=4)))
-    assert {event.group for event in events} == {"tp"}
-    return words(events, lambda event: event.numel)
-
-
 def but(**changes: Any) -> TrainerConfig:
     return replace(SMALL, **changes)
-
-
-# Forward: embedding, attention, feed-forward, output, and logits padded to 2 of 3 tokens a rank.
-TP_FORWARD = "forward: S32 G16 S32 G16 S32 G16 G16"
 
 
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
         # Backward: output and its norm's weight, feed-forward, attention and their norms' weights, embedding.
-        (SMALL, f"{TP_FORWARD} backward: S32 R4 G16 S32 G16 S32 R4 R4 G16"),
-        (but(sequence_parallel=False), "forward: R32 R32 R32 G16 backward: R32 R32 R32"),
-        (
-            but(loss_parallel=True),
-            "forward: S32 G16 S32 G16 S32 G16 R8 R8 R8 backward: S32 R4 G16 S32 G16 S32 R4 R4 G16",
-        ),
-        (but(activation_checkpointing="full"), f"{TP_FORWARD} backward: S32 R4 G16 G16 S32 G16 S32 G16 S32 R4 R4 G16"),
+        (SMALL, "F B S32 R4 G16 S32 G16 S32 R4 R4 G16"),
+        (but(sequence_parallel=False), "forward: R32 R32 R32 G16 B R32 R32 R32"),
+        (but(loss_parallel=True), "forward: S32 G16 S32 G16 S32 G16 R8 R8 R8 B S32 R4 G16 S32 G16 S32 R4 R4 G16"),
+        (but(activation_checkpointing="full"), "F B S32 R4 G16 G16 S32 G16 S32 G16 S32 R4 R4 G16"),
         (
             but(activation_checkpointing="full", compile="inductor"),
-            f"{TP_FORWARD} backward: S32 R4 G16 S32 G16 S32 G16 S32 G16 S32 R4 R4 G16",
+            "F B S32 R4 G16 S32 G16 S32 G16 S32 G16 S32 R4 R4 G16",
         ),
         (
             but(sequence_parallel=False, activation_checkpointing="selective"),
-            "forward: R32 R32 R32 G16 backward: R32 R32 R32 R32",
+            "forward: R32 R32 R32 G16 B R32 R32 R32 R32",
         ),
         (
             but(activation_checkpointing="selective", model=replace(SMALL.model, dropout=0.1)),
-            f"{TP_FORWARD} backward: S32 R4 G16 S32 G16 S32 G16 S32 G16 S32 R4 R4 G16",
+            "F B S32 R4 G16 S32 G16 S32 G16 S32 G16 S32 R4 R4 G16",
         ),
         (
             but(accumulation=2, gradient_sync="last"),
-            "forward: S16 G8 S16 G8 S16 G8 G8 backward: S16 G8 S16 G8 S16 G8 "
-            "forward: S16 G8 S16 G8 S16 G8 G8 backward: S16 R4 G8 S16 G8 S16 R4 R4 G8",
+            "forward: S16 G8 S16 G8 S16 G8 G8 B S16 G8 S16 G8 S16 G8 "
+            "forward: S16 G8 S16 G8 S16 G8 G8 B S16 R4 G8 S16 G8 S16 R4 R4 G8",
         ),
     ],
 )
 def test_tensor_parallel_collectives(config: TrainerConfig, expected: str) -> None:
-    assert tensor_parallel(config) == expected
+    """F stands for embedding, attention, feed-forward, output, and logits padded to 2 of 3 tokens a rank."""
+    events = list(tensor_parallel_events(config, resolve_mesh(config.mesh, world_size=4)))
+    assert {event.group for event in events} == {"tp"}
+    written_out = expected.replace("F", "forward: S32 G16 S32 G16 S32 G16 G16").replace("B", "backward:")
+    assert words(events, lambda event: event.numel) == written_out
 
 
 @pytest.mark.parametrize(
@@ -471,11 +461,9 @@ def test_gradients_of_norms_are_reduced_in_their_own_dtype(sync: str, dtypes: se
 def test_shapes_of_uneven_shards_and_sharded_dimensions() -> None:
     """Biases are sharded like the output that they are added to."""
     first, last = (local_shapes(SMALL.model, tp=2, tp_rank=rank) for rank in (0, 1))
-    assert first["tok_embeddings.weight"] == (2, 4)
+    assert first["tok_embeddings.weight"] == first["layers.0.attention.wq.weight"] == (2, 4)
     assert last["tok_embeddings.weight"] == last["output.weight"] == (1, 4)
-    assert first["layers.0.attention.wq.weight"] == (2, 4)
-    assert first["layers.0.feed_forward.w2.weight"] == (4, 3)
-    assert first["norm.weight"] == (4,)
+    assert (first["layers.0.feed_forward.w2.weight"], first["norm.weight"]) == ((4, 3), (4,))
     assert sharded_dim("layers.0.attention.wq.bias") == 0
     assert sharded_dim("layers.0.attention.wo.bias") is None
     with pytest.raises(ValueError, match=r"layers.0.router.weight.*plan"):

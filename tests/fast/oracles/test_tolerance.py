@@ -362,9 +362,9 @@ def with_products(text: str) -> str:
     return re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", text)
 
 
-def named_numbers(of: Bound) -> Iterator[tuple[str, float]]:
+def named_numbers(bound: Bound) -> Iterator[tuple[str, float]]:
     """Yield names and numbers of all terms, nested ones included."""
-    for name, term in of.terms.items():
+    for name, term in bound.terms.items():
         yield name, term.value if isinstance(term, Bound) else term
         if isinstance(term, Bound):
             yield from named_numbers(term)
@@ -392,7 +392,7 @@ ADAMW, GRADIENTS = OptimizerConfig(), tolerance.fp32_gradients(Cell().config)
 
 
 @pytest.mark.parametrize(
-    ("of", "value"),
+    ("each", "value"),
     [
         (tolerance.fp32_loss(Cell().config), 7.1342289847025405e-06),
         (tolerance.fp32_gradients(Cell(tf32=True).config), 0.03930491670978126),
@@ -408,5 +408,5 @@ ADAMW, GRADIENTS = OptimizerConfig(), tolerance.fp32_gradients(Cell().config)
     ],
     ids=["loss", "tf32", "fp16", "updates", "moments", "bf16", "clipping", "replayed"],
 )
-def test_formulas_have_the_values_of_their_first_release(of: Bound, value: float) -> None:
-    assert of.value == pytest.approx(value, rel=1e-12)
+def test_formulas_have_the_values_of_their_first_release(each: Bound, value: float) -> None:
+    assert each.value == pytest.approx(value, rel=1e-12)

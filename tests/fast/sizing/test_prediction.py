@@ -118,7 +118,7 @@ def test_ranks_with_two_stages() -> None:
 
 @pytest.mark.parametrize(("schedule", "received", "held"), [("1f1b", 1, 0), ("interleaved-1f1b", 3, 3)])
 def test_what_ranks_with_two_stages_send_is_held(schedule: str, received: int, held: int) -> None:
-    """A rank with two stages holds what it has sent in a step, all the more if the step has 64 micro-batches more.
+    """A rank with two stages holds all that it has sent in a step: more, if the step has 64 micro-batches more.
 
     The first of four ranks receives and sends an output of each stage, and a gradient, of 8192 tokens by 4096 in bf16.
     """
@@ -297,7 +297,7 @@ def chart(file: Path, *options: str) -> ET.Element:
     return ET.parse(file).getroot()
 
 
-def of_class(svg: ET.Element, name: str) -> list[ET.Element]:
+def elements(svg: ET.Element, name: str) -> list[ET.Element]:
     return [element for element in svg.iter() if element.get("class") == name]
 
 
@@ -307,9 +307,9 @@ def right_end(bar: ET.Element) -> float:
 
 def test_the_chart_is_stacked_by_kind_of_memory_and_has_a_legend(tmp_path: Path) -> None:
     svg, predicted = chart(tmp_path / "p.svg"), predict("llama2-7b", overrides=["n_layers=4"])
-    bars = of_class(svg, "memory")
+    bars = elements(svg, "memory")
     assert len(bars) == sum(nbytes > 0 for m in predicted.phases.values() for nbytes in m.kinds_at_peak.values())
-    assert {bar.attrib["fill"] for bar in bars} == {entry.attrib["fill"] for entry in of_class(svg, "legend")}
+    assert {bar.attrib["fill"] for bar in bars} == {entry.attrib["fill"] for entry in elements(svg, "legend")}
     text = [element.text for element in svg.iter() if element.tag.endswith("text")]
     assert {*KINDS, "forward", "after zero_grad"} <= set(text)
     rows = {bar.attrib["y"]: [other for other in bars if other.get("y") == bar.get("y")] for bar in bars}
@@ -324,7 +324,7 @@ def test_the_chart_is_stacked_by_kind_of_memory_and_has_a_legend(tmp_path: Path)
 def test_the_chart_has_a_line_for_the_device(size: str, beyond: bool, tmp_path: Path) -> None:
     svg = chart(tmp_path / "p.svg", f"--device-memory={size}")
     (line,) = [element for element in svg.iter() if element.tag.endswith("line")]
-    ends = [right_end(bar) for bar in of_class(svg, "memory")]
+    ends = [right_end(bar) for bar in elements(svg, "memory")]
     assert (max(ends) > float(line.attrib["x1"])) == beyond
     assert not [element for element in chart(tmp_path / "p.svg").iter() if element.tag.endswith("line")]
 

@@ -1,4 +1,4 @@
-"""Sweep of FSDP2's options: none is missing, its sums are exact, and what is refused or wrong is narrowed down."""
+"""Sweep of FSDP2's options: none is missing, its sums are exact, and refused or wrong options are narrowed down."""
 
 import inspect
 from collections.abc import Callable
