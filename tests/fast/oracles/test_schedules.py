@@ -1,4 +1,4 @@
-"""Models of schedules on known cases: gathers and reductions of FSDP, pipelines, and traffic computed manually."""
+"""Models of schedules on known cases: gathers and reductions of FSDP, pipelines, traffic, and versions of torch."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -11,8 +11,18 @@ from msgspec.structs import replace
 
 from conformance.oracles import pipeline
 from conformance.oracles.clip_schedule import clip_events
+from conformance.oracles.dtype_policy import unset_reduce_dtype
 from conformance.oracles.schedule import Event, entered, fsdp_events, group_of, groups, kept_after_forward, shard_numels
-from conformance.oracles.torch_versions import traits_of
+from conformance.oracles.torch_versions import (
+    FROM_2_15,
+    UP_TO_2_8,
+    UP_TO_2_9,
+    UP_TO_2_11,
+    UP_TO_2_12,
+    UP_TO_2_14,
+    VersionTraits,
+    traits_of,
+)
 from conformance.oracles.tp_schedule import local_shapes, sharded_dim, tensor_parallel_events
 from conformance.oracles.traffic import Traffic, add_up, ranks_in, sent_bytes, step_events
 from conformance.plan.cells import AxisValue, Cell, cell_from_axes
@@ -520,3 +530,28 @@ def test_norms_are_reduced_in_the_largest_dtype_of_their_mesh_if_there_is_one() 
     assert [(event.group, event.dtype) for event in apart] == expected
     alone = but(mesh=MeshConfig(dp_shard=1))
     assert step_events(alone, resolve_mesh(alone.mesh, world_size=1), tp_rank=0) == []
+
+
+# Versions of torch, which have the traits of the releases around them
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "traits", "reduce_dtype"),
+    [
+        ("2.6.0", UP_TO_2_8, "bfloat16"),
+        ("2.8.0+cu126", UP_TO_2_8, "bfloat16"),
+        ("2.9.1", UP_TO_2_9, "bfloat16"),
+        ("2.10.0", UP_TO_2_11, "bfloat16"),
+        ("2.12.1", UP_TO_2_12, "bfloat16"),
+        ("2.13.0+cpu", UP_TO_2_14, "bfloat16"),
+        ("2.14.0", UP_TO_2_14, "bfloat16"),
+        ("2.15.0.dev20261122", FROM_2_15, "float32"),
+        ("2.15.0a0+gitc0ffee", FROM_2_15, "float32"),
+        ("3.0", FROM_2_15, "float32"),
+    ],
+)
+def test_traits_by_version(torch_version: str, traits: VersionTraits, reduce_dtype: str) -> None:
+    assert traits_of(torch_version) == traits
+    assert unset_reduce_dtype(torch_version) == reduce_dtype
+    with pytest.raises(ValueError, match="Invalid version: 'main'"):
+        traits_of("main")
