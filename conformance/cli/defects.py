@@ -34,12 +34,14 @@ def add_parser(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> Answer:
     """Try the defects.
 
-    Raises UsageError for an unknown profile, defect, commit or arithmetic, for a number of workers below 1, and outside
-    of a checkout for the docs and for a commit.
+    Raises UsageError for an unknown profile, defect, commit or arithmetic, for a number of workers below 1, for docs of
+    some defects only, and outside of a checkout for the docs and for a commit.
     """
     for name, given in {"--write-docs": options.write_docs, "--changed-since": options.changed_since}.items():
         if given:
             require_checkout(name)
+    if options.write_docs and (options.id or options.changed_since):
+        raise UsageError("--write-docs writes a row for every defect: leave out ids and --changed-since")
     if options.workers < 1:
         raise UsageError(f"--workers {options.workers}: at least 1")
     from conformance.detection.choice import changed_since

@@ -1,6 +1,7 @@
 """Kill matrix: for each defect, the laws that catch it, their margins, and the laws that it escapes."""
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
@@ -93,23 +94,27 @@ def kill_matrix(
     earlier = {trial.key: trial for trial in _earlier(directory)}
     keys = {defect.id: key_of(defect, profile=profile, arithmetic=arithmetic) for defect in shown}
     missing = [defect for defect in shown if keys[defect.id] not in earlier]
-    fresh = {
-        trial.defect: trial for trial in _try_all(missing, profile=profile, workers=workers, arithmetic=arithmetic)
-    }
-    trials = [fresh.get(defect.id) or earlier[keys[defect.id]] for defect in shown]
-    matrix = KillMatrix(
+    print(f"{len(missing)} defects to try, {len(shown) - len(missing)} known from {directory}", file=sys.stderr)
+    empty = KillMatrix(
         profile=profile,
         torch=str(torch.__version__),
         arithmetic=arithmetic,
-        trials=trials,
+        trials=[],
         complete=not only,
         unverified=[f"{defect} before {', '.join(laws)}" for defect, laws in unverified.items() if laws],
-        reused=len(trials) - len(fresh),
+        reused=len(shown) - len(missing),
     )
-    others = [trial for trial in earlier.values() if trial.defect not in {defect.id for defect in shown}]
-    everything = msgspec.structs.replace(matrix, trials=[*trials, *others])
-    (directory / RESULTS_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(everything), indent=1))
-    return matrix
+    for trial in _try_all(missing, profile=profile, workers=workers, arithmetic=arithmetic):
+        earlier[keys[trial.defect]] = trial
+        _keep(msgspec.structs.replace(empty, trials=list(earlier.values())), directory)
+    return msgspec.structs.replace(empty, trials=[earlier[keys[defect.id]] for defect in shown])
+
+
+def _keep(matrix: KillMatrix, directory: Path) -> None:
+    """Write all trials so far, of each defect the last one: an interrupted call loses none."""
+    last = {trial.defect: trial for trial in matrix.trials}
+    content = msgspec.json.encode(msgspec.structs.replace(matrix, trials=list(last.values())))
+    (directory / RESULTS_FILE).write_bytes(msgspec.json.format(content, indent=1))
 
 
 def _chosen(only: Sequence[str]) -> list[Defect]:

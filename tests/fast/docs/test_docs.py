@@ -137,6 +137,11 @@ def test_blind_spots_has_a_row_for_each_law() -> None:
     assert set(first_column(read("docs/blind_spots.md"))) == laws()
 
 
+def test_the_kill_matrix_has_a_row_for_each_defect() -> None:
+    rows = set(re.findall(r"^\| \[([a-z0-9-]+)\]\(", read("docs/kill_matrix.md"), re.MULTILINE))
+    assert rows == {defect.id for defect in defects()}
+
+
 def test_the_page_on_reports_names_each_substrate() -> None:
     (row,) = (line for line in read("docs/report.md").splitlines() if line.startswith("| `substrate` |"))
     assert _SPAN.findall(row) == ["substrate", *get_args(Substrate)]
