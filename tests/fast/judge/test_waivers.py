@@ -117,9 +117,8 @@ def test_an_expired_waiver_waives_nothing_and_is_told(tmp_path: Path, matrix: Ma
 def test_two_waivers_of_a_case_are_a_mistake(tmp_path: Path, matrix: Matrix) -> None:
     with pytest.raises(ValueError, match="two waivers of INIT-8 apply to the same case"):
         load_waivers(written(tmp_path, {}, {"cells": "mesh = dp4"}), matrix)
-    others: list[dict[str, object]] = [{"torch": "2.14 - 2.15"}, {"cells": "world = 1"}, {"device": "cuda"}]
-    for other in [*others, {"law": "INIT-7"}]:
-        load_waivers(written(tmp_path, {}, other), matrix)
+    for field, value in (("torch", "2.14 - 2.15"), ("cells", "world = 1"), ("device", "cuda"), ("law", "INIT-7")):
+        load_waivers(written(tmp_path, {}, {field: value}), matrix)
 
 
 VERSIONS = st.tuples(st.integers(6, 20), st.integers(6, 20)).map(lambda two: f"2.{min(two)} - 2.{max(two)}")
