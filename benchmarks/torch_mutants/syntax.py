@@ -57,7 +57,7 @@ def mutated(source: str, number: int, *, in_judgement: bool = False) -> ast.Modu
 
 
 def with_hits(source: str) -> ast.Module:
-    """Return the module with a call before each statement of a function, which records that the statement is reached."""
+    """Return the module with a call before each statement of a function, which records that statement."""
     return _finished(_Hits().visit(ast.parse(source)))
 
 

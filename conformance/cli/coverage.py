@@ -1,4 +1,4 @@
-"""`python -m conformance coverage`: combinations that laws on numbers see in a profile, and what laws leave out."""
+"""`python -m conformance coverage`: combinations that laws on numbers see in a profile, and the gaps of laws."""
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ _LAW_WIDTHS = [*[None] * (len(LAW_HEADERS) - 2), _WIDTH, _WIDTH]
 
 def add_parser(commands: Commands) -> None:
     """Add the command."""
-    parser = commands.add_parser("coverage", help="pairs and triples that laws on numbers see, and what laws leave out")
+    parser = commands.add_parser("coverage", help="pairs and triples that laws on numbers see, and gaps of laws")
     add_matrix(parser)
     add_profile(parser)
     parser.add_argument(

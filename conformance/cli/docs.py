@@ -157,7 +157,7 @@ def _minutes(took: Durations) -> str:
 
 
 def _families(matrix: Matrix) -> str:
-    """Return a table of what the laws are about. Raises ValueError if it does not name each family of ids once."""
+    """Return a table of the subjects of laws. Raises ValueError if it does not name each family of ids once."""
     named = sorted(family for families in _ABOUT for family in families.split(", "))
     if named != (ids := sorted({law.partition("-")[0] for law in matrix.laws()})):
         raise ValueError(f"_ABOUT names laws {named}, the matrix has {ids}: say in _ABOUT what each is about")

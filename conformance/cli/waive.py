@@ -1,4 +1,4 @@
-"""`python -m conformance waive --from DIR`: drafts of waivers for what has failed in a session."""
+"""`python -m conformance waive --from DIR`: drafts of waivers for the failures of a session."""
 
 import argparse
 import datetime

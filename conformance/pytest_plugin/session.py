@@ -181,7 +181,7 @@ class Session:
         items.sort(key=lambda item: order.key(item.stash[_ITEM].case if _ITEM in item.stash else None))
 
     def _kind_on_devices(self, cell: Cell) -> str:
-        """Return what ranks on devices must share to be the same processes; a device has those of one kind at once."""
+        """Return the kind of a cell's ranks on devices; a device has ranks of one kind at a time."""
         machine = self._setup.machine
         if not machine.hardware.devices:
             return ""

@@ -42,7 +42,7 @@ _LINK = re.compile(r"(?P<address>https?://[^\s<>\"'`|\\^{}]*[^\s<>\"'`|\\^{}.,;:
 
 
 def html_report(report: Report, *, baseline: Report | None = None) -> str:
-    """Return the HTML report, from what report.json has alone; losses are overlaid with those of a baseline."""
+    """Return the HTML report of report.json; losses are overlaid with those of a baseline."""
     families = families_of(report.cases)
     explanations = explain(report)
     tokens = filter_tokens(list(dict.fromkeys([*(case.cell for case in report.cases), *report.cells])))

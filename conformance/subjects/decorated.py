@@ -31,7 +31,7 @@ class ParallelConfig:
     on_meta: bool
     """True if the model is on the meta device; the suite materialises and initialises it afterwards."""
     offload: bool = False
-    """True if parameters are to be offloaded to the host."""
+    """True if parameters must be offloaded to the host."""
 
     @property
     def mixed_precision(self) -> MixedPrecisionPolicy:
@@ -193,7 +193,7 @@ def subject(
         tied_model: makes the model with its embedding and its head as one parameter.
         offload: True declares that the function gives `config.offload_policy` to `fully_shard`.
         save: function of the parallel model, its optimizer and a directory that saves both, called on all ranks.
-        load: function of the same that loads into a model and an optimizer that were made anew.
+        load: function of the same that loads into a model and an optimizer that were made again.
 
     Raises SubjectMistake, a UsageError, for arguments that cannot be used.
     """
@@ -243,7 +243,7 @@ def _require_signature(function: Callable[..., Any]) -> None:
 
 
 def _unpacked(returned: Any, model: nn.Module) -> tuple[nn.Module, Optimizer | None]:
-    """Return model and optimizer from what the function returned."""
+    """Return model and optimizer from the value that the function returned."""
     match returned:
         case None:
             return model, None

@@ -74,19 +74,19 @@ class Reference:
         """Return the tensors whose keys begin with a prefix, by the rest of the key."""
         return {key.removeprefix(prefix): t for key, t in self.tensors.items() if key.startswith(prefix)}
 
-    def of_gradients(self, step: int) -> dict[str, Bound]:
+    def gradient_bounds(self, step: int) -> dict[str, Bound]:
         """Return the bound of each gradient in fp32."""
         return _bounds(self.facts.gradients[step], FP32_FACTOR)
 
-    def of_updates(self, step: int) -> dict[str, Bound]:
+    def update_bounds(self, step: int) -> dict[str, Bound]:
         """Return the bound of the change of each parameter since the start, in fp32."""
         return _bounds(self.facts.updates[step], FP32_FACTOR)
 
-    def of_bf16_gradients(self, errors: OwnErrors) -> dict[str, Bound]:
+    def bf16_gradient_bounds(self, errors: OwnErrors) -> dict[str, Bound]:
         """Return the bound of each gradient in bf16."""
         return _bounds(errors, BF16_FACTOR)
 
-    def of_number(self, own: float) -> Bound:
+    def number_bound(self, own: float) -> Bound:
         """Return the bound of a loss or a norm with an own error, in fp32."""
         overall = max(errors.overall for errors in self.facts.gradients)
         return measured_bound(FP32_FACTOR, own, overall)

@@ -1,4 +1,4 @@
-"""Traffic of FSDP that the layouts of a subject's parameters let one expect, and what its ranks have issued."""
+"""Traffic of FSDP: expected from the layouts of a subject's parameters, and issued by its ranks."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class FsdpGroup:
     replicas: str | None
     """Name of the group of ranks that hold copies of the same shards for other data, if there is one."""
     shard_numels: dict[str, int]
-    """Elements of a shard, padded to that of the group's largest, by parameter: what FSDP2 gathers and reduces."""
+    """Elements of a shard, padded to that of the group's largest, by parameter; FSDP2 gathers and reduces these."""
 
     def numel(self, names: Iterable[str]) -> int:
         """Return the elements of the shards of some of the group's parameters."""
@@ -75,7 +75,7 @@ def shard_group_names(record: SubjectRecord, rank: int) -> list[str]:
     return [_name(ranks, record.world_size) for ranks in sorted(groups)]
 
 
-def of_fsdp(
+def fsdp_collectives(
     facts: SubjectFacts, group: FsdpGroup, kind: str, *, step: int, in_first_forward: bool = False
 ) -> list[Collective]:
     """Return the collectives of a kind that FSDP can have issued in a step: over its groups, of floating numbers.

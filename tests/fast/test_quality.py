@@ -54,16 +54,10 @@ PRIVATE_NAMES_ALLOWED_IN = {
 """Files and directories that may use private names below `torch`, with the reason."""
 
 NOT_YET = (
-    "conformance/cli/",
     "conformance/defects/",
-    "conformance/detection/",
     "conformance/experiments/",
-    "conformance/judge/",
     "conformance/plan/",
-    "conformance/pytest_plugin/",
     "conformance/report/",
-    "conformance/subjects/",
-    "benchmarks/torch_faults",
     "tests/",
 )
 """Beginnings of paths whose language is not checked yet."""
