@@ -29,7 +29,7 @@ from conformance.report.facts import cell_facts, environment_facts, suite_digest
 from conformance.report.html import html_report
 from conformance.report.schema import CaseResult, Footer, Header, Report, verdict_counts
 from conformance.report.text import annotations, markdown, terminal_lines
-from conformance.report.trainer import TrainerFacts, trainer_lines
+from conformance.report.trainer import TrainerFacts
 from reference_trainer.checks import UsageError
 
 
@@ -151,8 +151,7 @@ class Controller:
         place = f"report: {self._directory}"
         if self._files.has_earlier:
             place = f"no case has ended, so {self._directory} keeps the report of an earlier session"
-        trainer = trainer_lines(self._report.trainer) if self._report.trainer else ()
-        for line in [*annotations(self._report), *trainer, *terminal_lines(self._report, place)]:
+        for line in [*annotations(self._report), *terminal_lines(self._report, place)]:
             write(line)
         if self._baseline:
             write(f"\n{self._baseline.difference(self._report)}")

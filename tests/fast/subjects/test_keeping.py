@@ -5,7 +5,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from conformance.report.trainer import FaultSeen, TrainerFacts, trainer_lines
+from conformance.report.html import html_report
+from conformance.report.text import markdown, terminal_lines
+from conformance.report.trainer import FaultSeen, TrainerFacts
 from conformance.subjects import keeping
 from tests.support.sample_reports import case, report
 
@@ -43,6 +45,8 @@ def test_verdicts_are_kept_and_shown(kept: dict[str, keeping.KeptSubject]) -> No
     assert "- other fails loss on hsdp2x2-fp32-default-full: rank 1 raised" in lines
 
 
-def test_a_blind_trainer_is_told() -> None:
-    assert TRAINER.blind_to == ["stale-shard on dp2-fp32-default-full"]
-    assert list(trainer_lines(TRAINER))[-1].endswith("these verdicts do not count")
+def test_reports_tell_of_a_blind_trainer_and_not_of_coverage() -> None:
+    shown = report(case("loss/other/dp2-fp32-default-full"), trainer=TRAINER)
+    for text in ("\n".join(terminal_lines(shown, "here")), markdown(shown), html_report(shown)):
+        assert "blind to stale-shard on dp2-fp32-default-full: these verdicts do not count" in text
+        assert "coverage" not in text.lower()
