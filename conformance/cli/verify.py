@@ -23,7 +23,7 @@ from conformance.judge.verdicts import CONFORMANT, INCOMPLETE, NOT_CONFORMANT, S
 from conformance.judge.waivers import Waiver, profile_waivers
 from conformance.plan.content import Profile
 from conformance.plan.matrix import Case, Matrix, load_matrix
-from conformance.pytest_plugin.named_cell import cases_of
+from conformance.pytest_plugin.cases import cases_of
 from conformance.report.coverage import session_coverage
 from conformance.report.facts import cell_facts, suite_digest
 from conformance.report.schema import CaseLine, CaseResult, Footer, Header, Report, Smallest, verdict_counts

@@ -18,7 +18,7 @@ from conformance.judge.verdicts import Verdict
 from conformance.plan.cells import Cell, cell_from_id
 from conformance.plan.matrix import Case, Matrix
 from conformance.plan.mesh import AxisError
-from conformance.pytest_plugin.repeating import repeat_command
+from conformance.pytest_plugin.cases import repeat_command
 from conformance.pytest_plugin.setup import SessionSetup
 from conformance.report.explain import Explanation
 from conformance.report.schema import CaseResult, Smallest

@@ -17,7 +17,7 @@ from benchmarks.device_trial.stages import Outcome, Stage, Trial
 from conformance.defects.catalogue import defects
 from conformance.plan.matrix import load_matrix
 from conformance.project import data_file
-from conformance.pytest_plugin.named_cell import cases_of
+from conformance.pytest_plugin.cases import cases_of
 
 
 def program(text: str) -> list[str]:

@@ -1,9 +1,6 @@
 """Shards are a partition of a session's cases, and the longest cells of a mesh come first."""
 
-import json
-import re
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,8 +9,7 @@ from hypothesis import strategies as st
 from conformance.plan.cells import Cell
 from conformance.plan.matrix import Case, load_matrix
 from conformance.project import PROJECT
-from conformance.pytest_plugin.order import RunOrder, Shard, parse_shard
-from tests.support.sessions import SIX_CASES, finish, suite
+from conformance.pytest_plugin.cases import RunOrder, Shard, parse_shard
 
 CASES = st.lists(st.builds(Case, st.sampled_from(["PAR-1", "PAR-2", "MP-1"]), st.builds(Cell, seed=st.integers(0, 30))))
 
@@ -47,38 +43,12 @@ def test_shard_refuses_more_shards_than_cells() -> None:
         Shard(1, 2).of([Case("PAR-1", Cell()), Case("PAR-2", Cell())])
 
 
-def test_the_longest_cell_of_a_mesh_is_first(tmp_path: Path) -> None:
-    """The controller remembers durations and passes them to its worker."""
-    durations = tmp_path / "cache" / "v" / "conformance" / "durations_of_cases_s"
-    first = finish(suite(tmp_path / "a", "conformance/", *SIX_CASES, cache=tmp_path / "cache"), tmp_path / "a")
-    assert first.status == 0, first.output
-    in_order = cells_in_order(first.directory)
-    assert len(in_order) > 2
-    known = json.loads(durations.read_text())
-    spent_s = {case.id: round(case.duration_s, 3) for case in first.report.cases if case.duration_s}
-    assert known == pytest.approx(spent_s, abs=2e-3)
-
-    last = next(case for case in known if case.endswith(f"/{in_order[-1]}"))
-    durations.write_text(json.dumps({**known, last: 1000.0}))
-    command = suite(tmp_path / "b", "conformance/", *SIX_CASES, workers=1, cache=tmp_path / "cache")
-    second = finish(command, tmp_path / "b")
-    assert cells_in_order(second.directory)[0] == in_order[-1], second.output
-    assert re.search(r"^\d+ cases on \d+ cells: about 17 min, as before$", second.output, re.MULTILINE)
-    assert json.loads(durations.read_text())[last] < 1000.0
-
-
-def cells_in_order(directory: Path) -> list[str]:
-    """Return the cells in the order in which the results of their cases arrived."""
-    lines = [json.loads(line) for line in (directory / "report.jsonl").read_text().splitlines()]
-    return list(dict.fromkeys(line["cell"] for line in lines if line["type"] == "case"))
-
-
 def test_cells_whose_ranks_can_be_the_same_processes_follow_each_other() -> None:
     """On one device each change of kind costs new contexts and communicators."""
     cells = [Cell(mesh="dp2", model=model, seed=seed) for seed in range(3) for model in ("tiny", "even")]
     cases = [Case("PAR-1", cell) for cell in cells]
-    durations_s = {case.id: float(number) for number, case in enumerate(cases)}
-    grouped = RunOrder(cases, durations_s, kind=lambda cell: cell.model)
+    seconds = {case.cell.id: float(number) for number, case in enumerate(cases)}
+    grouped = RunOrder(cases, seconds, kind=lambda cell: cell.model)
     assert [case.cell.model for case in sorted(cases, key=grouped.key)] == ["even"] * 3 + ["tiny"] * 3
-    longest_first = sorted(cases, key=RunOrder(cases, durations_s).key)
+    longest_first = sorted(cases, key=RunOrder(cases, seconds).key)
     assert longest_first == cases[::-1]
