@@ -27,8 +27,8 @@ import msgspec
 import pytest
 from coverage import CoverageData
 
-from benchmarks.documents import PROJECT
 from benchmarks.torch_mutants.syntax import mutated, points, statement_at
+from conformance.project import PROJECT
 
 MUTATED = (
     *(f"conformance/{package}" for package in ("laws", "oracles", "judge", "assertions", "report")),

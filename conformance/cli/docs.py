@@ -17,9 +17,8 @@ from tabulate import tabulate
 from conformance.cli.blocks import with_block
 from conformance.cli.command import Answer, Commands
 from conformance.cli.laws import specification_markdown
-from conformance.cli.schema import as_json
-from conformance.findings.programs import TRAINERS, findings
-from conformance.findings.table import CATALOGUE, catalogue, read_versions, worst
+from conformance.cli.reports import as_json
+from conformance.findings.table import CATALOGUE, TRAINERS, catalogue, findings, read_versions, worst
 from conformance.judge.registry import asserted_laws
 from conformance.plan.matrix import Matrix, load_matrix
 from conformance.project import LAWS_DIRECTORY, LAYERS, PROJECT, TORCH_FREE, data_file, require_checkout

@@ -9,13 +9,17 @@ import msgspec
 from packaging.version import Version
 
 from conformance.cli.command import Answer, Commands, add_limit
-from conformance.cli.schema import as_json
+from conformance.cli.reports import as_json
 from conformance.findings.execution import LIMIT_S, Shown, run_program
-from conformance.findings.programs import DIRECTORY, TORCH, TRAINERS, Finding, findings
 from conformance.findings.table import (
     CATALOGUE,
+    DIRECTORY,
+    TORCH,
+    TRAINERS,
     VERSIONS_FILE,
+    Finding,
     catalogue,
+    findings,
     installed,
     read_versions,
     report,

@@ -14,8 +14,8 @@ from conformance.plan.trainer_cells import FAULT_CELLS, TRAINER_CELLS
 from conformance.report.schema import CaseResult
 from conformance.report.trainer import FaultSeen, RunPolicy, TrainerFacts
 from conformance.run.store import RecordStore
+from conformance.subjects.evidence import reductions
 from conformance.subjects.running import SubjectRuns
-from conformance.subjects.traffic import reductions
 from reference_trainer.checks import UsageError
 
 

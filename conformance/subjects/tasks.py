@@ -24,8 +24,8 @@ from conformance.run.ranks.messages import RankContext
 from conformance.subjects import reference
 from conformance.subjects.cells import SubjectCell, Workload, subject_cell
 from conformance.subjects.data import micro_batches
+from conformance.subjects.decorated import load_subject
 from conformance.subjects.facts import Description, ReferenceFacts, ReferenceJob, SubjectFacts, TrainJob
-from conformance.subjects.loading import load_subject
 from conformance.subjects.measuring import SubjectRecorder, uninitialised_elements, uninitialised_is_nan
 from conformance.subjects.protocol import (
     Batch,

@@ -7,9 +7,8 @@ from conformance.judge.law import law
 from conformance.oracles import tolerance
 from conformance.oracles.reference import clip_factor, total_norm
 from conformance.outcomes import ConformanceFailure, Unsupported
-from conformance.subjects.evidence import Evidence
+from conformance.subjects.evidence import GATHER, Evidence
 from conformance.subjects.facts import SubjectFacts
-from conformance.subjects.traffic import GATHER
 
 FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
 

@@ -10,17 +10,17 @@ from collections.abc import Iterator
 from conformance.assertions import compare
 from conformance.instruments.facts import Collective
 from conformance.judge.law import law
-from conformance.subjects.evidence import Evidence
-from conformance.subjects.facts import SubjectFacts
-from conformance.subjects.traffic import (
+from conformance.subjects.evidence import (
     ALL_REDUCE,
     GATHER,
     REDUCE_SCATTER,
+    Evidence,
     FsdpGroup,
     fsdp_collectives,
     fsdp_groups,
     shard_group_names,
 )
+from conformance.subjects.facts import SubjectFacts
 
 FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
 _NORMS = (ALL_REDUCE, GATHER, REDUCE_SCATTER)

@@ -4,8 +4,7 @@ from math import inf
 
 import pytest
 
-from conformance.judge.margins import margin
-from conformance.judge.measurements import Kind, Measurement
+from conformance.judge.measurements import Kind, Measurement, margin
 
 
 def margin_of(kind: Kind, value: float | None, lower: float | None, upper: float | None) -> float:
