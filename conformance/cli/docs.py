@@ -56,13 +56,6 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     profiles: dict[str, Durations] = {}
 
 
-_SUBJECTS = """# Other people's trainers
-
-Written by `python -m conformance docs --write` from `docs/subjects/`, which `conformance judge SUBJECT --keep` writes.
-Each trainer ran on the CPU ([judge_your_trainer.md](judge_your_trainer.md)). A law is `pass` if it holds on all cells
-that were run; `-` where it was not judged."""
-
-
 def read_measured() -> Measured:
     """Read docs/measured.json; nothing is measured if there is no such file."""
     return msgspec.json.decode(MEASURED_FILE.read_bytes(), type=Measured) if MEASURED_FILE.exists() else Measured()
