@@ -22,8 +22,9 @@ import msgspec
 import torch
 from tabulate import tabulate
 
-from benchmarks.documents import PROJECT, write_block
 from benchmarks.torch_mutants.syntax import Point, points, statement_at
+from conformance.cli.blocks import write_block
+from conformance.project import PROJECT
 from conformance.report.schema import CaseResult, Report
 
 DOCUMENT = PROJECT / "docs" / "blind_spots.md"

@@ -19,10 +19,11 @@ from pathlib import Path
 import msgspec
 from tabulate import tabulate
 
-from benchmarks.documents import PROJECT, write_block
+from conformance.cli.blocks import write_block
 from conformance.detection.kill_matrix import RESULTS_FILE, KillMatrix
 from conformance.judge.verdicts import Verdict
 from conformance.numerics.arithmetic import Arithmetic
+from conformance.project import PROJECT
 from conformance.report.schema import Report
 
 DOCUMENT = PROJECT / "docs" / "gpu.md"

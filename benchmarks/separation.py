@@ -21,9 +21,10 @@ from pathlib import Path
 import msgspec
 from tabulate import tabulate
 
-from benchmarks.documents import PROJECT, write_block
+from conformance.cli.blocks import write_block
 from conformance.defects.catalogue import defects
 from conformance.judge.measurements import Measurement
+from conformance.project import PROJECT
 from conformance.report.schema import CaseResult, Report
 
 DOCUMENT = PROJECT / "docs" / "tolerances.md"

@@ -27,8 +27,8 @@ import msgspec
 import pytest
 from coverage import CoverageData
 
-from benchmarks.documents import PROJECT
 from benchmarks.torch_mutants.syntax import mutated, points, statement_at
+from conformance.project import PROJECT
 
 MUTATED = (
     *(f"conformance/{package}" for package in ("laws", "oracles", "judge", "assertions", "report")),
@@ -78,7 +78,7 @@ class Tests:
     """Tests by line by file."""
 
     def selected(self, mutant: Mutant) -> list[str]:
-        """Return the tests that reach a mutant, quick ones first, as far as they fit into `LIMIT_S`.
+        """Return the tests that reach a mutant, quick ones first, up to a total time of `LIMIT_S`.
 
         A line that runs when its module is imported is reached by all tests of the module.
         """
@@ -180,7 +180,7 @@ def sessions(mutant: Mutant) -> list[str]:
 
 
 def outcome(mutant: Mutant, folders: Sequence[Tests], commit: str | None) -> Outcome:
-    """Return the outcome of a mutant, from tests in a tree of its own."""
+    """Return the outcome of a mutant, from tests in a separate tree."""
     with tempfile.TemporaryDirectory() as directory:
         tree = Path(directory, "tree")
         tree.mkdir()

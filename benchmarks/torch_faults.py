@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
-from benchmarks.documents import write_block
 from benchmarks.mutants import DOCUMENT, outcome, source_of
+from conformance.cli.blocks import write_block
 from conformance.defects.edits import Edit
 from reference_trainer.strict_yaml import convert, load
 

@@ -1,4 +1,4 @@
-"""Entry of `conformance` and `python -m conformance`, which dispatch to one module of `conformance.cli` per command."""
+"""Entry of `conformance` and `python -m conformance`, which dispatch to the commands of `conformance.cli`."""
 
 import argparse
 import os
@@ -9,16 +9,14 @@ import shtab
 from conformance.cli import (
     coverage,
     defects,
-    diff,
     docs,
     findings,
-    html,
     judge,
     laws,
     list_cells,
     lock,
     predict,
-    schema,
+    reports,
     show,
     spmd,
     verify,
@@ -40,11 +38,9 @@ _COMMANDS = (
     defects,
     findings,
     verify,
-    diff,
-    html,
+    reports,
     versions,
     waive,
-    schema,
     docs,
     lock,
     spmd,

@@ -14,8 +14,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.device_trial.calls import CALLS, TOTAL_S, recipe_file, stages_of
-from benchmarks.device_trial.packing import pack
-from benchmarks.device_trial.screen import screen
+from benchmarks.device_trial.screen import pack, screen
 from benchmarks.device_trial.stages import Trial
 
 _RECIPE_VARIABLE = "TRIAL_RECIPE"

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.device_trial.printing import tell
+from benchmarks.device_trial.stages import tell
 from conformance.numerics.rings import GLOO_RING, NCCL_RING, Ring, ring_sum
 from conformance.run.devices.hardware import find_hardware
 from conformance.run.devices.nvml import machine_devices

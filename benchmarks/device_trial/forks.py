@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.device_trial.printing import tell
+from benchmarks.device_trial.stages import tell
 from conformance.run.devices.leases import Leases
 from conformance.run.devices.nvml import machine_devices, visible_devices
 from conformance.run.failures import PoolError

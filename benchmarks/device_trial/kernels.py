@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's standard name
 from torch import Tensor
 
-from benchmarks.device_trial.printing import tell, yes
+from benchmarks.device_trial.stages import tell, yes
 from conformance.instruments.dispatch_tap import DispatchTap
 from conformance.numerics.knobs import pin_knobs
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import torch
 
-from benchmarks.device_trial.printing import tell
+from benchmarks.device_trial.stages import tell
 from conformance.run.devices.hardware import nccl_version
 from conformance.run.devices.nvml import machine_devices, sees_process, visible_devices
 

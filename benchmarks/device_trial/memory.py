@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.device_trial.printing import tell
+from benchmarks.device_trial.stages import tell
 from conformance.assertions.memory_bounds import bounds_of_ranks, usage_of
 from conformance.experiments.memory import step_on_ranks
 from conformance.plan.cells import Cell

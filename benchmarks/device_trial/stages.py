@@ -1,15 +1,31 @@
-"""Stages of a trial: programs with time limits, which may need earlier stages to have succeeded."""
+"""Stages of a trial: programs with time limits, which may need earlier stages to have succeeded, and their values."""
 
 import json
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.device_trial.printing import printed_values
+
+def tell(name: str, value: object) -> None:
+    """Print one value at once, so that a probe that is cut off has printed all values until then."""
+    print(f"{name}\t{value}", flush=True)
+
+
+def printed_values(output: str) -> dict[str, str]:
+    """Return the values in the output of a probe by name."""
+    pairs = (line.partition("\t") for line in output.splitlines())
+    return {name: value for name, tab, value in pairs if tab}
+
+
+def yes(answers: Iterable[bool]) -> str:
+    """Return `yes`, `no`, or how many answers of all are yes."""
+    given = list(answers)
+    return "yes" if all(given) else "no" if not any(given) else f"{sum(given)} of {len(given)}"
+
 
 _TO_REPORT_S = 25.0
 """Time that a session has between SIGTERM and its end, to write its report."""

@@ -1,5 +1,7 @@
 """Generated blocks of markdown files, each between `<!-- NAME: begin -->` and `<!-- NAME: end -->`."""
 
+from pathlib import Path
+
 from reference_trainer.checks import UsageError
 
 
@@ -12,6 +14,11 @@ def with_block(text: str, name: str, content: str) -> str:
     """Return the text with another content of a block. Raises UsageError if it does not have both marks."""
     before, _, after = _split(text, name)
     return f"{before}\n{content}\n{after}"
+
+
+def write_block(document: Path, name: str, content: str) -> None:
+    """Replace a block of a file. Raises UsageError if it does not have both marks."""
+    document.write_text(with_block(document.read_text(), name, content))
 
 
 def _split(text: str, name: str) -> tuple[str, str, str]:

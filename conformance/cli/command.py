@@ -14,7 +14,7 @@ class Answer(NamedTuple):
 
     text: str
     status: int = 0
-    """0, or 1 for problems; 4 is that of a UsageError, for what cannot be used."""
+    """0, or 1 for problems; 4 is that of a UsageError."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -50,7 +50,7 @@ def add_limit(parser: argparse.ArgumentParser, *, of: str, default: float) -> No
 
 
 def seconds(text: str) -> float:
-    """Return a time in seconds; raises what argparse takes for a mistake unless it is positive and finite."""
+    """Return a time in seconds; raises argparse.ArgumentTypeError unless it is positive and finite."""
     value = float(text)
     if not positive(value):
         raise argparse.ArgumentTypeError(f"{text}: write a positive number of seconds")

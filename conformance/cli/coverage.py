@@ -1,4 +1,4 @@
-"""`python -m conformance coverage`: combinations that laws on numbers see in a profile, and what laws leave out."""
+"""`python -m conformance coverage`: combinations that laws on numbers see in a profile, and the gaps of laws."""
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,6 +7,7 @@ import msgspec
 from tabulate import tabulate
 
 from conformance.cli.command import Answer, Commands, add_matrix, add_profile
+from conformance.cli.reports import as_json
 from conformance.plan.cells import AxisValue, Cell
 from conformance.plan.content import Content
 from conformance.plan.coverage import coverage, covered, impossible_pairs, laws_on, on_numbers
@@ -23,7 +24,7 @@ _LAW_WIDTHS = [*[None] * (len(LAW_HEADERS) - 2), _WIDTH, _WIDTH]
 
 def add_parser(commands: Commands) -> None:
     """Add the command."""
-    parser = commands.add_parser("coverage", help="pairs and triples that laws on numbers see, and what laws leave out")
+    parser = commands.add_parser("coverage", help="pairs and triples that laws on numbers see, and gaps of laws")
     add_matrix(parser)
     add_profile(parser)
     parser.add_argument(
@@ -43,7 +44,7 @@ def run(options: argparse.Namespace) -> Answer:
     cells = matrix.profile_cells(options.profile)
     profile = coverage(matrix, cells)
     if options.json:
-        return Answer(msgspec.json.format(msgspec.json.encode(profile), indent=1).decode())
+        return Answer(as_json(profile))
     seen_on = on_numbers(matrix, laws_on(matrix, cells))
     sections = [
         f"profile {options.profile}: {len(seen_on)} of {counted(len(cells), 'cell')} have a law on numbers",

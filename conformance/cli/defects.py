@@ -44,9 +44,7 @@ def run(options: argparse.Namespace) -> Answer:
         raise UsageError("--write-docs writes a row for every defect: leave out ids and --changed-since")
     if options.workers < 1:
         raise UsageError(f"--workers {options.workers}: at least 1")
-    from conformance.detection.choice import changed_since
-    from conformance.detection.kill_matrix import kill_matrix
-    from conformance.detection.rendering import as_markdown, as_text
+    from conformance.detection.kill_matrix import as_markdown, as_text, changed_since, kill_matrix
 
     directory: Path = options.report_dir
     only = options.id

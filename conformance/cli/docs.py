@@ -17,9 +17,8 @@ from tabulate import tabulate
 from conformance.cli.blocks import with_block
 from conformance.cli.command import Answer, Commands
 from conformance.cli.laws import specification_markdown
-from conformance.cli.schema import as_json
-from conformance.findings.programs import TRAINERS, findings
-from conformance.findings.table import CATALOGUE, catalogue, read_versions, worst
+from conformance.cli.reports import as_json
+from conformance.findings.table import CATALOGUE, TRAINERS, catalogue, findings, read_versions, worst
 from conformance.judge.registry import asserted_laws
 from conformance.plan.matrix import Matrix, load_matrix
 from conformance.project import LAWS_DIRECTORY, LAYERS, PROJECT, TORCH_FREE, data_file, require_checkout
@@ -55,13 +54,6 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     first_command: Durations | None = None
     """Durations of the README's first command in a fresh clone, set-up included."""
     profiles: dict[str, Durations] = {}
-
-
-_SUBJECTS = """# Other people's trainers
-
-Written by `python -m conformance docs --write` from `docs/subjects/`, which `conformance judge SUBJECT --keep` writes.
-Each trainer ran on the CPU ([judge_your_trainer.md](judge_your_trainer.md)). A law is `pass` if it holds on all cells
-that were run; `-` where it was not judged."""
 
 
 def read_measured() -> Measured:
@@ -157,7 +149,7 @@ def _minutes(took: Durations) -> str:
 
 
 def _families(matrix: Matrix) -> str:
-    """Return a table of what the laws are about. Raises ValueError if it does not name each family of ids once."""
+    """Return a table of the subjects of laws. Raises ValueError if it does not name each family of ids once."""
     named = sorted(family for families in _ABOUT for family in families.split(", "))
     if named != (ids := sorted({law.partition("-")[0] for law in matrix.laws()})):
         raise ValueError(f"_ABOUT names laws {named}, the matrix has {ids}: say in _ABOUT what each is about")

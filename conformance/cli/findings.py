@@ -1,4 +1,4 @@
-"""`python -m conformance findings`: faults of released torch and of trainers, tried on what is installed."""
+"""`python -m conformance findings`: faults of released torch and of trainers, tried on the installed packages."""
 
 import argparse
 import importlib.metadata
@@ -9,13 +9,17 @@ import msgspec
 from packaging.version import Version
 
 from conformance.cli.command import Answer, Commands, add_limit
-from conformance.cli.schema import as_json
+from conformance.cli.reports import as_json
 from conformance.findings.execution import LIMIT_S, Shown, run_program
-from conformance.findings.programs import DIRECTORY, TORCH, TRAINERS, Finding, findings
 from conformance.findings.table import (
     CATALOGUE,
+    DIRECTORY,
+    TORCH,
+    TRAINERS,
     VERSIONS_FILE,
+    Finding,
     catalogue,
+    findings,
     installed,
     read_versions,
     report,
@@ -48,7 +52,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """Run the programs, and print or write what they show.
+    """Run the programs, and print or write their outcomes.
 
     The status is 0 whatever they show, and 3 if one failed by itself. Raises UsageError outside of a checkout, for a
     name that no program has, and for a program whose package is not installed.
@@ -77,7 +81,7 @@ def _chosen(known: Sequence[Finding], names: Sequence[str]) -> list[Finding]:
 
 
 def _version(package: str) -> str:
-    """Return the installed version of a package without what its build adds, such as `+cpu`; empty if there is none."""
+    """Return the installed version of a package without its build's label, such as `+cpu`; empty if not installed."""
     try:
         return Version(importlib.metadata.version(package)).public
     except importlib.metadata.PackageNotFoundError:
@@ -109,13 +113,13 @@ def _keep(directory: Path, known: Sequence[Finding], shown: dict[str, Shown]) ->
 
 
 def _label(finding: Finding) -> str:
-    """Return the installed version of what a finding is about, as a key of `Versions`."""
+    """Return the installed version of the package of a finding, as a key of `Versions`."""
     version = _version(finding.package)
     return version if finding.package == TORCH else f"{finding.package} {version}"
 
 
 def _report(finding: Finding, shown: Shown) -> str:
-    """Return a text about a finding, with what its program has printed here, and outcomes of all versions."""
+    """Return a text about a finding, with the output of its program here, and outcomes of all versions."""
     ran_with = ", ".join(f"{package} {_version(package)}" for package in dict.fromkeys([finding.package, TORCH]))
     kept = read_versions(DIRECTORY if finding.package == TORCH else TRAINERS)
     versions = with_version(kept, _label(finding), {finding.name: shown.outcome}, [finding.name])

@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> Answer:
 
 
 _WITH_REPORT = (0, 1, 3)
-"""Exit status of sessions that leave a report of their own."""
+"""Exit statuses of sessions that leave a new report."""
 
 
 def _session_arguments(options: argparse.Namespace) -> list[str]:

@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> Answer:
 
 
 def laws_markdown() -> str:
-    """Return a table of laws: what MUST hold, where torch says so, since when, on which substrates, and what proves it.
+    """Return a table of laws: MUST, reference, first torch version, substrates, and defects.
 
     The proof that a law can fail are the defects that it must catch.
     """
@@ -58,7 +58,7 @@ def laws_markdown() -> str:
 
 
 def specification_markdown() -> str:
-    """Return the laws by chapter, a folder of `conformance/laws`: id, what MUST hold, and where torch says so."""
+    """Return the laws by chapter, a folder of `conformance/laws`: id, MUST and reference."""
     chapters: dict[str, list[list[str]]] = {}
     for law_id, asserted in sorted(asserted_laws().items(), key=lambda item: in_order(item[0])):
         package = asserted.test.__module__.rpartition(".")[0]
@@ -73,7 +73,7 @@ def specification_markdown() -> str:
 
 
 def _gaps() -> str:
-    """Return a table of what laws leave out of their MUST, with the reasons and the laws."""
+    """Return a table of the gaps between laws and their MUST, with the reasons and the laws."""
     laws = {law_id: asserted.law for law_id, asserted in asserted_laws().items()}
     rows = [
         [gap.cells, gap.reason, ", ".join(law for law in sorted(laws, key=in_order) if gap in laws[law].scope.gaps)]

@@ -1,4 +1,4 @@
-"""`python -m conformance verify DIR`: is a report what its raw records say?
+"""`python -m conformance verify DIR`: does a report agree with its raw records?
 
 Nothing is run. Every case is judged again from the records that its session left; the lines, counts and the exit status
 of the report are added up again. A verdict that rests on a run which died is compared with what is kept of that run.
@@ -23,7 +23,7 @@ from conformance.judge.verdicts import CONFORMANT, INCOMPLETE, NOT_CONFORMANT, S
 from conformance.judge.waivers import Waiver, profile_waivers
 from conformance.plan.content import Profile
 from conformance.plan.matrix import Case, Matrix, load_matrix
-from conformance.pytest_plugin.named_cell import cases_of
+from conformance.pytest_plugin.cases import cases_of
 from conformance.report.coverage import session_coverage
 from conformance.report.facts import cell_facts, suite_digest
 from conformance.report.schema import CaseLine, CaseResult, Footer, Header, Report, Smallest, verdict_counts
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> Answer:
 
 
 class Verification(msgspec.Struct, frozen=True):
-    """Number of cases that were judged again, and what is wrong with the report."""
+    """Number of cases that were judged again, and faults of the report."""
 
     cases: int
     problems: list[str]
@@ -97,7 +97,7 @@ def verify(directory: Path, *, matrix_file: Path, records: Path | None = None) -
 
 
 class _Stream(msgspec.Struct, frozen=True):
-    """Content of report.jsonl but for its header."""
+    """Content of report.jsonl after its header."""
 
     results: list[CaseLine]
     footer: Footer
@@ -197,7 +197,7 @@ class _Verifier:
         self._by_id = {case.id: case for case in (*named, *planned)}
 
     def problems(self, result: CaseResult) -> Iterator[str]:
-        """Yield what is wrong with one case of the report."""
+        """Yield the faults of one case of the report."""
         case, reported = self._by_id.get(result.id), Verdict(result.verdict)
         if reported in _NOT_JUDGED:
             return
@@ -219,7 +219,7 @@ class _Verifier:
             yield f"the report has the metrics {result.measured}, the records give {judged.measured}"
 
     def problem_of_smallest(self, smallest: Smallest) -> str:
-        """Return what is wrong with a smallest failing cell, on which a law must fail as in its case; empty if right.
+        """Return the fault of a smallest failing cell, on which a law must fail as in its case; empty if there is none.
 
         Of a rank that died nothing can be judged again.
         """

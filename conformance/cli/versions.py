@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from conformance.cli.blocks import with_block
+from conformance.cli.blocks import write_block
 from conformance.cli.command import Answer, Commands
 from conformance.outcomes import SWEPT_OUTCOMES, swept_metric
 from conformance.plan.scopes import in_order
@@ -96,5 +96,5 @@ def _trials(case: CaseResult) -> str:
 
 
 def _write(block: str, text: str) -> Answer:
-    _DOCS_FILE.write_text(with_block(_DOCS_FILE.read_text(), block, text))
+    write_block(_DOCS_FILE, block, text)
     return Answer(f"written: {_DOCS_FILE}")

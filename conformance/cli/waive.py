@@ -1,4 +1,4 @@
-"""`python -m conformance waive --from DIR`: drafts of waivers for what has failed in a session."""
+"""`python -m conformance waive --from DIR`: drafts of waivers for the failures of a session."""
 
 import argparse
 import datetime
@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 
 from conformance.cli.command import Answer, Commands
-from conformance.judge.margins import margin_of
+from conformance.judge.measurements import margin_of
 from conformance.judge.verdicts import Verdict
 from conformance.report.schema import CaseResult, Report, read_report
 from conformance.run.devices.hardware import kernel_type

@@ -109,7 +109,7 @@ class CaseJudge:
         return [Case(law, cell) for cell in itertools.islice(cells, 1)]
 
     def judge(self, cases: Sequence[Case], *, defect: str | None, deadline_s: float = DEADLINE_S) -> list[Judged]:
-        """Judge each case with a deadline of its own, in seconds; records are shared between them."""
+        """Judge each case with a separate deadline, in seconds; records are shared between them."""
         store = self.store(defect=defect, deadline_s=deadline_s)
         return [judge_case(case, store) for case in cases]
 

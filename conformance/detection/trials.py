@@ -14,7 +14,7 @@ from conformance.defects.catalogue import TWIN, definitions
 from conformance.defects.injection import Defect
 from conformance.detection.case_judge import DEADLINE_S, CaseJudge, judge_case, simulated_device, the_matrix
 from conformance.judge.judge import Judged
-from conformance.judge.margins import margin
+from conformance.judge.measurements import margin
 from conformance.judge.registry import asserted_laws
 from conformance.judge.verdicts import Verdict
 from conformance.numerics.arithmetic import OWN, Arithmetic

@@ -1,14 +1,106 @@
-"""Tables of findings: those of the installed torch, and the page `findings/README.md` with all versions."""
+"""Programs of `findings/`, described by their docstrings, and tables of them: the installed torch, all versions."""
 
-from collections.abc import Mapping, Sequence
+import ast
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 from packaging.version import Version
 from tabulate import tabulate
 
 from conformance.findings.execution import PRESENT, Outcome
-from conformance.findings.programs import DIRECTORY, NO_THREAD, Finding
+from conformance.project import PROJECT
+from reference_trainer.checks import UsageError
+
+DIRECTORY = PROJECT / "findings"
+TRAINERS = DIRECTORY / "trainers"
+"""Directory of the programs about other packages than torch."""
+TORCH = "torch"
+NO_THREAD = "none known"
+_SEVERITIES, _VISIBLE = ("high", "medium", "low"), ("silent", "hang", "loud")
+_LAW = r"^([A-Z]+-[0-9]+|[a-z0-9]+(-[a-z0-9]+)*)\Z"
+_FIELD = re.compile(r"^(\w+): +(\S.*)$")
+
+Text = Annotated[str, Meta(pattern=r"\S")]
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Fault of torch or of a trainer, as its program's docstring describes it."""
+
+    name: str
+    """Name of the program, without `.py`."""
+    title: Text
+    """Description of the fault in one sentence: the first paragraph."""
+    details: Text
+    """Known cause: the paragraphs after the title."""
+    severity: Literal["high", "medium", "low"]
+    """Damage to a training run that meets the fault."""
+    visible: Literal["silent", "hang", "loud"]
+    """`silent`: numbers are wrong, or memory is held; `hang`: the run waits until a time limit; `loud`: an error."""
+    training: Text
+    """Effect on a training run."""
+    thread: Annotated[str, Meta(pattern=rf"^(https://\S+|{NO_THREAD})\Z")]
+    """Address of a public thread about the fault, or `none known`."""
+    law: Annotated[str, Meta(pattern=_LAW)]
+    """Law that fails, one for subjects if the fault is a trainer's, or `none`."""
+    avoid: Text
+    """Advice for users of such a torch."""
+    ranks: Annotated[int, Meta(ge=1, le=8)]
+    """Number of processes that the program needs."""
+    package: Text = TORCH
+    """Distribution that has the fault."""
+
+    @property
+    def file(self) -> Path:
+        """Path of the program."""
+        return (DIRECTORY if self.package == TORCH else TRAINERS) / f"{self.name}.py"
+
+    @property
+    def has_thread(self) -> bool:
+        """True if a public thread describes the fault."""
+        return self.thread != NO_THREAD
+
+    @property
+    def order(self) -> tuple[int, int, bool, str]:
+        """Sort key: severity, then visibility (silent first), then unreported first."""
+        return _SEVERITIES.index(self.severity), _VISIBLE.index(self.visible), self.has_thread, self.name
+
+
+def findings(directory: Path = DIRECTORY) -> list[Finding]:
+    """Return the findings of a directory, the worst first.
+
+    Raises UsageError for a program without a valid docstring.
+    """
+    return sorted(map(read_finding, directory.glob("*.py")), key=lambda finding: finding.order)
+
+
+def read_finding(file: Path) -> Finding:
+    """Return the finding in a program's docstring, without importing the program.
+
+    The first paragraph is the title, the last consists of lines `FIELD: VALUE`, and those between are the details.
+    Raises UsageError for a field that is missing, unknown or wrong.
+    """
+    paragraphs = (ast.get_docstring(ast.parse(file.read_text())) or "").split("\n\n")
+    fields = dict(_field(line, file) for line in paragraphs[-1].splitlines())
+    if not fields:
+        raise UsageError(f"{file.name}: write a docstring that ends with lines `severity: high`, ...")
+    try:
+        about = {**fields, "name": file.stem, "title": " ".join(paragraphs[0].split())}
+        about["details"] = "\n\n".join(paragraphs[1:-1])
+        return msgspec.convert(about, Finding, strict=False)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{file.name}: the fields of its docstring: {error}") from None
+
+
+def _field(line: str, file: Path) -> tuple[str, str]:
+    match = _FIELD.match(line)
+    if match is None:
+        raise UsageError(f"{file.name}: the docstring must end with lines `FIELD: VALUE`, found {line!r}")
+    return match[1], match[2]
+
 
 VERSIONS_FILE = "versions.json"
 """File with outcomes in the directory of the programs."""
@@ -86,46 +178,26 @@ def catalogue(
     findings: Sequence[Finding], versions: Versions, *, trainers: Sequence[Finding], trainer_versions: Versions
 ) -> str:
     """Return `findings/README.md`: findings of torch, and those of trainers."""
-    sections = (_INTRODUCTION, _all(findings, versions), _TRAINERS, _trainer_findings(trainers, trainer_versions))
-    return "\n\n".join(sections) + "\n"
+    known = [_row(each, f"{each.name}.py", [_shown(column, each) for column in versions.values()]) for each in findings]
+    shown_on = {
+        each.name: ", ".join(
+            f"{v}: {_shown(column, each)}" for v, column in trainer_versions.items() if each.name in column
+        )
+        for each in trainers
+    }
+    in_trainers = [_row(each, f"trainers/{each.name}.py", [shown_on[each.name]]) for each in trainers]
+    tables = _markdown(known, _headers(versions)), _markdown(in_trainers, _headers(["versions"]))
+    return "\n\n".join([_INTRODUCTION, tables[0], _TRAINERS, tables[1]]) + "\n"
 
 
-def _trainer_findings(findings: Sequence[Finding], versions: Versions) -> str:
-    headers = ["program", "what", "severity", "training", "versions", "law", "thread", "how to avoid it"]
-    rows = [
-        [
-            f"[{finding.name}](trainers/{finding.name}.py), {finding.ranks}",
-            finding.title,
-            f"{finding.severity}, {finding.visible}",
-            finding.training,
-            ", ".join(
-                f"{v}: {_emphasised(shown[finding.name])}" for v, shown in versions.items() if finding.name in shown
-            ),
-            finding.law,
-            _thread(finding),
-            finding.avoid,
-        ]
-        for finding in findings
-    ]
-    return _markdown(rows, headers)
+def _headers(versions: Iterable[str]) -> list[str]:
+    return ["program", "what", "severity", "training", *versions, "law", "thread", "how to avoid it"]
 
 
-def _all(findings: Sequence[Finding], versions: Versions) -> str:
-    headers = ["program", "what", "severity", "training", *versions, "law", "thread", "how to avoid it"]
-    rows = [
-        [
-            f"[{finding.name}]({finding.name}.py), {finding.ranks}",
-            finding.title,
-            f"{finding.severity}, {finding.visible}",
-            finding.training,
-            *(_emphasised(outcomes.get(finding.name, "")) for outcomes in versions.values()),
-            finding.law,
-            _thread(finding),
-            finding.avoid,
-        ]
-        for finding in findings
-    ]
-    return _markdown(rows, headers)
+def _row(finding: Finding, file: str, outcomes: Sequence[str]) -> list[str]:
+    severity = f"{finding.severity}, {finding.visible}"
+    about = [f"[{finding.name}]({file}), {finding.ranks}", finding.title, severity, finding.training]
+    return [*about, *outcomes, finding.law, _thread(finding), finding.avoid]
 
 
 def report(finding: Finding, versions: Versions, *, ran_with: str, output: str) -> str:
@@ -187,7 +259,8 @@ def _seen(finding: Finding, versions: Versions) -> str:
     return ", ".join(run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs) or "-"
 
 
-def _emphasised(outcome: str) -> str:
+def _shown(outcomes: Mapping[str, Outcome], finding: Finding) -> str:
+    outcome = outcomes.get(finding.name, "")
     return f"**{outcome}**" if outcome in PRESENT else outcome
 
 

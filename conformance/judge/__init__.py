@@ -2,6 +2,6 @@
 
 May import plan, run and the modules below them; torch-free. Start reading at `judge`. `law` declares laws, `support`
 says what a machine can judge, `verdicts` gives the verdict of an exception and the exit status of a session, `waivers`
-reads waivers.yaml, `measurements` collects the metrics of a case, `margins` says how far they are from their bounds,
-`shrinking` finds the smallest cell on which a law fails.
+reads waivers.yaml, `measurements` collects the metrics of a case, with their distances from bounds, `shrinking` finds
+the smallest cell on which a law fails.
 """

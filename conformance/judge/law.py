@@ -28,7 +28,7 @@ class Law(msgspec.Struct, frozen=True):
     scope: Scope
     """Cells on which the law is judged."""
     memory: bool = False
-    """True if the law measures what torch's own kernels and gloo take of the processor's memory."""
+    """True if the law measures the processor's memory, as torch's own kernels and gloo use it."""
     like: str = ""
     """Law of the reference trainer that a law of any trainer generalises; empty if there is none."""
 
@@ -46,7 +46,7 @@ def law(
     substrates: tuple[Substrate, ...] | None = None,
     memory: bool = False,
 ) -> Callable[[_Test], _Test]:
-    """Declare that the decorated test asserts a law on all cells that `where` selects, but for `gaps`.
+    """Declare that the decorated test asserts a law on all cells that `where` selects, except `gaps`.
 
     `where` is the scope of the MUST, in the language of `--cells`. `gaps` names cells of which the MUST speaks and
     that the law cannot judge yet, see `conformance.plan.scopes`. A law that judges the numbers of a run says

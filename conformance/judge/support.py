@@ -29,7 +29,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def unsupported(law: Law, cell: Cell, machine: Machine, *, profile: Profile | None = None) -> str | None:
-    """Return a sentence about what the machine lacks for a case, or None if the case can be judged."""
+    """Return a sentence about a case that the machine cannot judge, or None if it can."""
     devices = len(machine.hardware.devices)
     if profile and devices < profile.requires_devices:
         return f"the profile needs {_gpus(profile.requires_devices)}; {_count(devices)} found"
@@ -52,7 +52,7 @@ def unsupported(law: Law, cell: Cell, machine: Machine, *, profile: Profile | No
 
 
 def _lacks_for_ranks(law: Law, cell: Cell, machine: Machine) -> str | None:
-    """Return what the machine lacks for the ranks of a cell, or of the run whose state the cell resumes, or None."""
+    """Return the missing devices or ranks for a cell, or for the run whose state the cell resumes, or None."""
     for started in (cell, cell.saver) if cell.steps_before_save else (cell,):
         substrate = machine.hardware.substrate(started.world_size, law.substrates)
         if substrate is None:
@@ -93,7 +93,7 @@ def _no_devices(cell: Cell, hardware: Hardware) -> str:
 
 
 def _needs_device(cell: Cell, *, device: str) -> str | None:
-    """Return what a cell needs that this type of device has not, or this machine, or None."""
+    """Return a need of a cell that this type of device, or this machine, does not meet, or None."""
     if device == "cuda":
         lacks_compiler = cell.compile and not any(map(which, (os.environ.get("CC", ""), *_C_COMPILERS)))
         return "a C compiler for the kernels that inductor generates: install gcc" if lacks_compiler else None

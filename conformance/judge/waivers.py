@@ -10,8 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from conformance.judge.margins import margin_of
-from conformance.judge.measurements import Measurement
+from conformance.judge.measurements import Measurement, margin_of
 from conformance.judge.verdicts import Verdict
 from conformance.plan.cells import Cell
 from conformance.plan.content import LawId, Profile, Text

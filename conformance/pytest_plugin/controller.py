@@ -16,28 +16,24 @@ import pytest
 from msgspec.structs import asdict, replace
 
 from conformance.judge.verdicts import CONFORMANT, NOT_CONFORMANT, SUITE_FAILED, Verdict, exit_status
-from conformance.pytest_plugin.junit import name_suite
-from conformance.pytest_plugin.order import remember_durations, remembered_durations_s
-from conformance.pytest_plugin.progress import Progress
-from conformance.pytest_plugin.report_files import PLAN, ReportFiles
+from conformance.pytest_plugin.report_files import PLAN, ReportFiles, name_suite
 from conformance.pytest_plugin.setup import SessionSetup
 from conformance.pytest_plugin.shrinking import has_combined, smallest_cells
-from conformance.pytest_plugin.summarized_failures import SummarizedFailures
+from conformance.pytest_plugin.terminal import SummarizedFailures
 from conformance.report.coverage import session_coverage
 from conformance.report.explain import explain
 from conformance.report.facts import cell_facts, environment_facts, suite_digest
 from conformance.report.html import html_report
 from conformance.report.schema import CaseResult, Footer, Header, Report, verdict_counts
 from conformance.report.text import annotations, markdown, terminal_lines
-from conformance.report.trainer import TrainerFacts, trainer_lines
 from reference_trainer.checks import UsageError
 
 
 class Controller:
     """Plugin of the process that the user started: the controller of xdist's workers, or the only process."""
 
-    def __init__(self, setup: SessionSetup, summarized_failures: SummarizedFailures, progress: Progress | None) -> None:
-        self._setup, self._summarized_failures, self._progress = setup, summarized_failures, progress
+    def __init__(self, setup: SessionSetup, summarized_failures: SummarizedFailures) -> None:
+        self._setup, self._summarized_failures = setup, summarized_failures
         self._directory, self._baseline = setup.report_directory, setup.baseline
         try:
             self._files = ReportFiles(self._directory, records=setup.store.directory)
@@ -48,7 +44,6 @@ class Controller:
         self._results: dict[str, CaseResult] = {}
         self._crashed: dict[str, str] = {}
         self._planned: list[str] = []
-        self._durations_s: dict[str, float] = {}
         self._collection_failed = False
         self._report: Report | None = None
         self._search_failure = ""
@@ -57,11 +52,7 @@ class Controller:
     # Results.
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
-        """Read the durations of earlier sessions; pytest has no cache before.
-
-        Raises pytest.UsageError for another trainer that cannot be judged.
-        """
-        self._durations_s = remembered_durations_s(session.config)
+        """Raise pytest.UsageError for another trainer that cannot be judged."""
         if self._setup.trainer is not None:
             try:
                 _trainer_session().require_judgeable(self._setup.store)
@@ -72,18 +63,10 @@ class Controller:
         """Remember the planned cases, if this process has collected them."""
         self._planned = self._planned or [item.nodeid for item in session.items]
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtestloop(self, session: pytest.Session) -> None:
-        """Begin the progress, if this process has collected the cases."""
-        if session.items:
-            self._begin_progress()
-
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node: object, ids: list[str]) -> None:
         """Remember the cases that a worker has collected."""
-        first, self._planned = not self._planned, list(ids)
-        if first and ids:
-            self._begin_progress()
+        self._planned = list(ids)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Remember that a file could not be collected."""
@@ -136,7 +119,6 @@ class Controller:
         cells = cell_facts(self._setup.store.directory, session=self._header.session)
         self._report = replace(report, cells=cells)
         self._leave_files(self._report, junit=Path(session.config.option.xmlpath))
-        remember_durations(session.config, self._results.values())
         session.exitstatus = SUITE_FAILED if self._files.unwritable else self._report.exit_code
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -151,8 +133,7 @@ class Controller:
         place = f"report: {self._directory}"
         if self._files.has_earlier:
             place = f"no case has ended, so {self._directory} keeps the report of an earlier session"
-        trainer = trainer_lines(self._report.trainer) if self._report.trainer else ()
-        for line in [*annotations(self._report), *trainer, *terminal_lines(self._report, place)]:
+        for line in [*annotations(self._report), *terminal_lines(self._report, place)]:
             write(line)
         if self._baseline:
             write(f"\n{self._baseline.difference(self._report)}")
@@ -162,7 +143,7 @@ class Controller:
         if self._setup.trainer is None:
             return report
         setup = self._setup
-        trainer: TrainerFacts = _trainer_session().trainer_facts(
+        trainer = _trainer_session().trainer_facts(
             setup.store, report.cases, setup.trainer, machine=setup.machine, with_faults=setup.faults
         )
         is_blind = report.exit_code == CONFORMANT and trainer.blind_to
@@ -183,12 +164,6 @@ class Controller:
             ended = f"the search ended with {type(error).__name__}: {error}"
             self._search_failure = f"no smallest failing cells: {ended}; report.json has the traceback"
             return replace(report, search_failure=traceback.format_exc())
-
-    def _begin_progress(self) -> None:
-        if self._progress is not None:
-            plan = self._read_plan()["cases"]
-            planned = {nodeid: case["id"] for nodeid, case in plan.items()}
-            self._progress.begin(planned, self._durations_s, self._setup.matrix.seconds)
 
     def _add_missing(self) -> None:
         missing = [nodeid for nodeid in self._planned if nodeid not in self._results]

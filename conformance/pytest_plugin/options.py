@@ -1,9 +1,8 @@
-"""Options of the suite, and the other plugins that have claimed one of them first."""
+"""Options of the suite, of which another plugin may have claimed one first."""
 
 import argparse
 from contextlib import suppress
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 
@@ -88,25 +87,3 @@ def add_options(parser: pytest.Parser) -> list[str]:
             with suppress(argparse.ArgumentError):  # if only the destination is taken: pytest must know the option
                 group.addoption(name, **attributes, dest="claimed")
     return claimed
-
-
-def clash(config: pytest.Config, name: str) -> str:
-    """Return one line about an option that another plugin has claimed: which plugin, and how to do without it."""
-    plugin = _claimant(config, name)
-    if plugin is None:
-        return f"{name} is an option of another plugin here too: leave that plugin out with -p no:NAME"
-    if plugin.endswith(".py"):
-        return f"{name} is an option of {plugin} here too: leave that file out with --noconftest"
-    return f"{name} is an option of the plugin {plugin} here too: leave that plugin out with -p no:{plugin}"
-
-
-def _claimant(config: pytest.Config, name: str) -> str | None:
-    """Return the name of the plugin that adds an option, found by asking each plugin once more for its options."""
-    destination = name.lstrip("-").replace("-", "_")
-    for hook in config.hook.pytest_addoption.get_hookimpls():
-        parser = MagicMock()
-        given = {"parser": parser, "pluginmanager": config.pluginmanager}
-        hook.function(*(given[argument] for argument in hook.argnames))
-        if any(name in call.args or call.kwargs.get("dest") == destination for call in parser.mock_calls):
-            return str(hook.plugin_name)
-    return None

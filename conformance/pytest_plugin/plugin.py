@@ -48,11 +48,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if not _collects_laws(config):
         return
     # Not at the top, see above.
-    from conformance.pytest_plugin.options import clash
     from conformance.pytest_plugin.session import start_session
 
     for option in config.stash[_CLAIMED]:
-        raise pytest.UsageError(clash(config, option))
+        other = "leave that plugin out with -p no:NAME, or its conftest file with --noconftest"
+        raise pytest.UsageError(f"{option} is an option of another plugin here too: {other}")
     start_session(config)
 
 

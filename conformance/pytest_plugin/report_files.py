@@ -1,6 +1,7 @@
 """Files of a session in its report directory, where an earlier report stays until a case of the new one has ended."""
 
 import shutil
+import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import IO
 import msgspec
 from filelock import FileLock, Timeout
 
+from conformance.report.schema import CaseResult, Report
 from reference_trainer.checks import UsageError
 
 JUNIT = "junit.xml"
@@ -105,3 +107,33 @@ class ReportFiles:
 
     def _unfinished(self, name: str) -> Path:
         return self._directory / f"{name}.part"
+
+
+def case_properties(result: CaseResult, *, torch_version: str) -> list[tuple[str, object]]:
+    """Return the properties of a case in the JUnit file, as pytest's `user_properties`."""
+    names = ("law", "cell", "verdict", "substrate")
+    return [*((name, getattr(result, name)) for name in names), ("torch", torch_version)]
+
+
+def name_suite(file: Path, report: Report) -> None:
+    """Give the suite in pytest's JUnit file its name, and properties that describe the session.
+
+    pytest's own `junit_suite_name` is an ini option, which the configuration of the user's project would have to set.
+    Raises OSError if the file cannot be read or written.
+    """
+    about = {
+        "torch": str(report.environment["packages"]["torch"]),
+        "profile": report.profile,
+        "selection": report.selection,
+        "defect": report.defect or "",
+        "exit_code": str(report.exit_code),
+    }
+    tree = ET.parse(file)
+    for suite in tree.iter("testsuite"):
+        suite.set("name", "conformance")
+        properties = ET.Element("properties")
+        for name, value in about.items():
+            if value:
+                ET.SubElement(properties, "property", name=name, value=value)
+        suite.insert(0, properties)
+    tree.write(file, encoding="utf-8", xml_declaration=True)

@@ -23,15 +23,17 @@ from conformance.judge.verdicts import Verdict, classify
 from conformance.outcomes import CellFailed
 from conformance.plan.cells import Cell
 from conformance.plan.matrix import Case
+from conformance.pytest_plugin.cases import RunOrder, repeat_command
 from conformance.pytest_plugin.controller import Controller
-from conformance.pytest_plugin.interruption import BriefInterrupt, EndsWorkers, end_cleanly_on_signals
-from conformance.pytest_plugin.junit import case_properties
-from conformance.pytest_plugin.order import RunOrder, remembered_durations_s
-from conformance.pytest_plugin.progress import Progress
-from conformance.pytest_plugin.repeating import repeat_command
-from conformance.pytest_plugin.report_files import JUNIT, PLAN
+from conformance.pytest_plugin.report_files import JUNIT, PLAN, case_properties
 from conformance.pytest_plugin.setup import SessionSetup, read_options
-from conformance.pytest_plugin.summarized_failures import SummarizedFailures, is_summarized
+from conformance.pytest_plugin.terminal import (
+    BriefInterrupt,
+    EndsWorkers,
+    SummarizedFailures,
+    end_cleanly_on_signals,
+    is_summarized,
+)
 from conformance.report.schema import CaseResult
 from conformance.run.devices.leases import LeaseError
 from conformance.run.devices.nvml import SESSION_VARIABLE
@@ -105,14 +107,9 @@ def _number_of_worker(config: pytest.Config) -> int:
 
 def _start_controller(config: pytest.Config, setup: SessionSetup) -> None:
     option, manager = config.option, config.pluginmanager
-    summarized_failures, progress = SummarizedFailures(), None
-    if config.get_verbosity() > -2:
-        # pytest captures the descriptor while a case runs; the copy stays what it is now.
-        out = os.fdopen(os.dup(1), "w")
-        progress = Progress(out, workers=getattr(option, "numprocesses", None) or 1)
-        manager.register(progress, "conformance-progress")
-    manager.register(summarized_failures, "conformance-told-failures")
-    manager.register(Controller(setup, summarized_failures, progress), "conformance-controller")
+    summarized_failures = SummarizedFailures()
+    manager.register(summarized_failures, "conformance-summarized-failures")
+    manager.register(Controller(setup, summarized_failures), "conformance-controller")
     option.xmlpath = option.xmlpath or str(setup.report_directory / JUNIT)
     if getattr(option, "maxschedchunk", None) is None:
         # Other workers could not help with the items that a worker holds in its queue (xdist docs, how-it-works).
@@ -124,7 +121,6 @@ class Session:
 
     def __init__(self, setup: SessionSetup) -> None:
         self._setup = setup
-        self._durations_s = setup.durations_s
         self._cases: dict[str, list[Case]] = {}
         for case in setup.cases:
             self._cases.setdefault(case.law, []).append(case)
@@ -133,8 +129,6 @@ class Session:
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         """Start the rank server of a process that will run cases, so that both import torch at the same time."""
         option = session.config.option
-        if self._setup.is_controller:
-            self._durations_s = remembered_durations_s(session.config)
         runs_cases = not self._setup.is_controller or not getattr(option, "numprocesses", None)
         if runs_cases and not option.collectonly and self._setup.cases:
             self._setup.store.pools.prepare()
@@ -143,11 +137,10 @@ class Session:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
-        """Pass the session's name, report directory and known durations from the controller to a worker."""
+        """Pass the session's name and report directory from the controller to a worker."""
         node.workerinput["conformance"] = {
             "session": self._setup.name,
             "report_directory": str(self._setup.report_directory),
-            "durations_s": self._durations_s,
         }
 
     @pytest.hookimpl(tryfirst=True)
@@ -177,11 +170,11 @@ class Session:
             if law is not None:
                 cell = item.callspec.params["cell"]  # type: ignore[attr-defined]
                 item.stash[_ITEM] = _Item(law, Case(law.id, cell, self._setup.trainer), item.path, item.name)
-        order = RunOrder(self._setup.cases, self._durations_s, kind=self._kind_on_devices)
+        order = RunOrder(self._setup.cases, self._setup.matrix.seconds, kind=self._kind_on_devices)
         items.sort(key=lambda item: order.key(item.stash[_ITEM].case if _ITEM in item.stash else None))
 
     def _kind_on_devices(self, cell: Cell) -> str:
-        """Return what ranks on devices must share to be the same processes; a device has those of one kind at once."""
+        """Return the kind of a cell's ranks on devices; a device has ranks of one kind at a time."""
         machine = self._setup.machine
         if not machine.hardware.devices:
             return ""

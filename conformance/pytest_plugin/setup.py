@@ -19,9 +19,8 @@ from conformance.plan.lock import parse_budget
 from conformance.plan.matrix import TRAINERS, Case, Matrix, load_matrix
 from conformance.plan.selection import parse, parse_laws
 from conformance.project import LAWS_DIRECTORY, data_file, module_of
-from conformance.pytest_plugin.named_cell import cases_of
+from conformance.pytest_plugin.cases import cases_of, parse_shard
 from conformance.pytest_plugin.options import DEFAULT_PROFILE
-from conformance.pytest_plugin.order import parse_shard
 from conformance.report.diff import Baseline
 from conformance.run import known_trainers
 from conformance.run.devices.hardware import Hardware, find_hardware
@@ -64,8 +63,6 @@ class SessionSetup:
     """Name in reports of the trainer that `--subject` names; None for the reference trainer."""
     baseline: Baseline | None
     store: RecordStore
-    durations_s: dict[str, float]
-    """Durations of cases in earlier sessions by id, which the controller passes to its workers."""
     repro_options: tuple[str, ...]
     """Options with which pytest repeats a case."""
     faults: bool
@@ -137,7 +134,6 @@ def read_options(config: pytest.Config) -> SessionSetup:
                 pools=config.stash.get(POOLS, None) or _pools(hardware, isolate=option.isolate),
                 hardware=hardware,
             ),
-            durations_s=inherited.get("durations_s", {}),
             repro_options=tuple(_repro_options(option, defect)),
             faults=not option.no_faults,
             shrink_s=option.shrink,

@@ -18,7 +18,7 @@ from conformance.judge.verdicts import Verdict
 from conformance.plan.cells import Cell, cell_from_id
 from conformance.plan.matrix import Case, Matrix
 from conformance.plan.mesh import AxisError
-from conformance.pytest_plugin.repeating import repeat_command
+from conformance.pytest_plugin.cases import repeat_command
 from conformance.pytest_plugin.setup import SessionSetup
 from conformance.report.explain import Explanation
 from conformance.report.schema import CaseResult, Smallest
@@ -33,7 +33,7 @@ _UNFINISHED = re.compile(r"rank \d+ [^:]*")
 
 
 class Outcome(NamedTuple):
-    """Verdict on a case, and its cause: failures of a law with equal outcomes are alike."""
+    """Verdict on a case, and its cause; failures of a law with equal outcomes have the same symptoms."""
 
     verdict: Verdict
     cause: str
@@ -103,7 +103,7 @@ class Shrinker:
         )
 
     def search(self, case: Case, *, guesses: Sequence[Cell] = ()) -> Shrunk:
-        """Return the smallest cell on which the law of a failed case of the session fails alike."""
+        """Return the smallest cell on which the law of a failed case of the session fails with the same symptoms."""
         expected = self._outcomes[case.id]
 
         def fails(cell: Cell) -> bool | None:

@@ -30,6 +30,7 @@ from conformance.report.sections import (
     traffic_plots,
 )
 from conformance.report.text import headline
+from conformance.report.trainer import trainer_lines
 from conformance.report.wording import bounds_text, counted, derivation_text, is_outside, value_text
 
 _SHORT = {
@@ -43,7 +44,7 @@ _LINK = re.compile(r"(?P<address>https?://[^\s<>\"'`|\\^{}]*[^\s<>\"'`|\\^{}.,;:
 
 
 def html_report(report: Report, *, baseline: Report | None = None) -> str:
-    """Return the HTML report, from report.json alone; losses are overlaid with those of a baseline."""
+    """Return the HTML report of report.json; losses are overlaid with those of a baseline."""
     families = families_of(report.cases)
     explanations = explain(report)
     tokens = filter_tokens(list(dict.fromkeys([*(case.cell for case in report.cases), *report.cells])))
@@ -55,6 +56,7 @@ def html_report(report: Report, *, baseline: Report | None = None) -> str:
         families=families,
         grids=[(family, list(_grid(family))) for family in families],
         map=axis_map(report.cases),
+        trainer=list(trainer_lines(report.trainer)) if report.trainer else [],
         coverage={
             "totals": (TOTAL_HEADERS, total_rows(report.coverage)),
             "axes": (AXIS_HEADERS, axis_rows(report.coverage)),

@@ -11,8 +11,7 @@ from itertools import combinations_with_replacement, groupby
 
 import msgspec
 
-from conformance.judge.margins import margin_of
-from conformance.judge.measurements import Measurement
+from conformance.judge.measurements import Measurement, margin_of
 from conformance.judge.verdicts import BAD, Verdict
 from conformance.plan.cells import AxisValue, Cell, cell_from_id
 from conformance.plan.mesh import AxisError

@@ -14,6 +14,7 @@ from conformance.plan.scopes import in_order
 from conformance.report.coverage import coverage_line
 from conformance.report.explain import MAX_EXPLANATIONS, Explanation, explain, summary, title
 from conformance.report.schema import CaseResult, Report
+from conformance.report.trainer import trainer_lines
 from conformance.report.wording import counted
 
 _OUTCOMES = {
@@ -70,7 +71,7 @@ def restrictions(report: Report) -> Iterator[str]:
 
 
 def terminal_lines(report: Report, place: str) -> Iterator[str]:
-    """Yield the headline, failures by cause, the table of laws, reasons of cases not judged, coverage, and the outcome.
+    """Yield the headline, failures by cause, the table of laws, reasons of cases not judged, scope, and the outcome.
 
     `place` is a clause that says where the report is.
     """
@@ -82,8 +83,7 @@ def terminal_lines(report: Report, place: str) -> Iterator[str]:
         yield "no case is selected: see python -m conformance list for what the profile has, and --cells"
     yield from _failures(explain(report))
     yield f"\n{_law_table(report, table_format='simple')}\n"
-    yield from _not_judged(report)
-    yield coverage_line(report.coverage)
+    yield from (*_not_judged(report), *_scope(report))
     yield from _exposed_communication(report)
     wait_s = sum(case.wait_s for case in report.cases)
     if wait_s >= _MIN_WAIT_S:
@@ -96,7 +96,9 @@ def markdown(report: Report) -> str:
     head = headline(report)
     blocks = [f"## {head.line}", _plain(head.nothing_about), _ending(report)]
     blocks += [*_failures_in_markdown(explain(report)), _law_table(report, table_format="github")]
-    blocks.append("\n".join(f"- {_plain(line)}" for line in [*_not_judged(report), coverage_line(report.coverage)]))
+    if report.trainer:
+        blocks.append(f"### Trainer {_plain(report.trainer.name)}")
+    blocks.append("\n".join(f"- {_plain(line)}" for line in [*_not_judged(report), *_scope(report)]))
     return "\n\n".join(filter(None, blocks)) + "\n"
 
 
@@ -196,6 +198,11 @@ def _not_judged(report: Report) -> Iterator[str]:
     yield from (f"waived, {counted(number, 'case')}: {issue}" for issue, number in waived.items())
     others = Counter((case.verdict, case.reason) for case in report.cases if case.verdict in _NOT_JUDGED)
     yield from (f"{verdict}, {counted(number, 'case')}: {reason}" for (verdict, reason), number in others.items())
+
+
+def _scope(report: Report) -> list[str]:
+    """Return the lines about another trainer, whose cells are fixed, or else the coverage of the profile."""
+    return list(trainer_lines(report.trainer)) if report.trainer else [coverage_line(report.coverage)]
 
 
 def _exposed_communication(report: Report) -> Iterator[str]:

@@ -52,7 +52,7 @@ def known_subjects() -> list[KnownSubject]:
 def resolve(name: str) -> str:
     """Return module or file, and name, of a subject: as given, or as a package has registered them.
 
-    Raises UsageError, with what is allowed, for a name that nobody or more than one package registers, and for a
+    Raises UsageError, with what is allowed, for a name that no package or more than one registers, and for a
     subject whose extra is not installed.
     """
     if ":" in name:
@@ -78,7 +78,7 @@ def name_of(given: str) -> str:
 
 
 def as_text(known: Sequence[KnownSubject]) -> str:
-    """Return a table of subjects: names, where they come from, and what of it is installed."""
+    """Return a table of subjects: names, origins, and installed packages."""
     rows = [
         [subject.name, subject.target, subject.package, ", ".join(map(_state, subject.requirements)) or "nothing more"]
         for subject in known
@@ -93,11 +93,11 @@ def _known(entry: EntryPoint) -> KnownSubject:
         name=entry.name,
         target=f"{entry.module}:{entry.attr}",
         package=f"{distribution.name} {distribution.version}" if distribution else "",
-        requirements=tuple(_of_extras(distribution, extras)) if distribution else (),
+        requirements=tuple(_requirements(distribution, extras)) if distribution else (),
     )
 
 
-def _of_extras(distribution: Distribution, extras: Sequence[str]) -> Iterator[Requirement]:
+def _requirements(distribution: Distribution, extras: Sequence[str]) -> Iterator[Requirement]:
     """Yield requirements that a package has with extras alone, without their markers."""
     for text in distribution.requires or ():
         requirement = Requirement(text)

@@ -45,7 +45,7 @@ class SubjectCell(msgspec.Struct, frozen=True, kw_only=True):
     offload: bool = False
     """True if parameters are offloaded to the host, without pinned memory."""
     resumed: bool = False
-    """True if the run is saved after its first step, built anew, and loaded."""
+    """True if the run is saved after its first step, built again, and loaded."""
 
     @property
     def shape(self) -> Mapping[str, int]:

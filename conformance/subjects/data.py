@@ -30,7 +30,7 @@ def _batch(subject: Subject, step: int, data_rank: int, index: int) -> Batch:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
-    """Return a batch with a function applied to each tensor in it; what is no tensor is left alone."""
+    """Return a batch with a function applied to each of its tensors; other values are left alone."""
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, Mapping):

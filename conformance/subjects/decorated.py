@@ -1,8 +1,11 @@
-"""Subjects made of a function `parallelize(model, mesh, config)`; the suite supplies all else."""
+"""Subjects made of a function `parallelize(model, mesh, config)`; the suite supplies all else. Subjects by name."""
 
+import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -12,10 +15,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Optimizer
 
+from conformance.importing import load_file
 from conformance.subjects.cells import MESHES, MeshName, Precision, SubjectCell
 from conformance.subjects.data import default_count
 from conformance.subjects.loop import DataGroup, Loop, SaveOrLoad, Saving
-from conformance.subjects.protocol import Batch, Run, SubjectMistake
+from conformance.subjects.protocol import Batch, Run, Subject, SubjectMistake
 
 Reduction = Literal["mean", "sum"]
 Clip = Callable[[Iterable[nn.Parameter], float], Tensor]
@@ -31,7 +35,7 @@ class ParallelConfig:
     on_meta: bool
     """True if the model is on the meta device; the suite materialises and initialises it afterwards."""
     offload: bool = False
-    """True if parameters are to be offloaded to the host."""
+    """True if parameters must be offloaded to the host."""
 
     @property
     def mixed_precision(self) -> MixedPrecisionPolicy:
@@ -193,7 +197,7 @@ def subject(
         tied_model: makes the model with its embedding and its head as one parameter.
         offload: True declares that the function gives `config.offload_policy` to `fully_shard`.
         save: function of the parallel model, its optimizer and a directory that saves both, called on all ranks.
-        load: function of the same that loads into a model and an optimizer that were made anew.
+        load: function of the same that loads into a model and an optimizer that were made again.
 
     Raises SubjectMistake, a UsageError, for arguments that cannot be used.
     """
@@ -243,7 +247,7 @@ def _require_signature(function: Callable[..., Any]) -> None:
 
 
 def _unpacked(returned: Any, model: nn.Module) -> tuple[nn.Module, Optimizer | None]:
-    """Return model and optimizer from what the function returned."""
+    """Return model and optimizer from the value that the function returned."""
     match returned:
         case None:
             return model, None
@@ -263,3 +267,48 @@ def _data_group(mesh: DeviceMesh, cell: SubjectCell) -> DataGroup:
         if name != "tp":
             rank = rank * size + mesh.get_local_rank(index)
     return DataGroup(rank=rank, ranks=cell.data_ranks, copies=cell.world_size // cell.data_ranks)
+
+
+_NEEDED = ("versions", "unsupported", "model", "batch", "loss", "count", "make_optimizer", "build")
+
+
+def load_subject(name: str) -> Subject:
+    """Import the module of a subject and return the subject; a class is called without arguments.
+
+    Raises SubjectMistake, with what is allowed, for a name that leads to no subject. What the module itself raises
+    when it is imported is passed on.
+    """
+    origin, _, attribute = name.partition(":")
+    module = _file(Path(origin)) if origin.endswith(".py") else _module(origin, name)
+    found = getattr(module, attribute, None)
+    if found is None:
+        subjects = [key for key, value in vars(module).items() if isinstance(value, FunctionSubject)]
+        known = f"; subjects there: {', '.join(subjects)}" if subjects else ""
+        raise SubjectMistake(f"{origin} has no `{attribute}`{known}")
+    if isinstance(found, type):
+        found = found()
+    missing = [needed for needed in _NEEDED if not callable(getattr(found, needed, None))]
+    if missing:
+        raise SubjectMistake(
+            f"{name} is no subject: decorate parallelize(model, mesh, config) with conformance.subjects.subject(...), "
+            f"or write a class that has {', '.join(missing)}"
+        )
+    subject: Subject = found
+    return subject
+
+
+def _module(origin: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(origin)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{origin}.".startswith(f"{error.name}."):
+            raise
+        raise SubjectMistake(
+            f"no module `{error.name}` for {name}: run in its directory, install its package, or give FILE.py:NAME"
+        ) from None
+
+
+def _file(file: Path) -> ModuleType:
+    if not file.is_file():
+        raise SubjectMistake(f"no file {file}")
+    return load_file(file, with_neighbours=True)

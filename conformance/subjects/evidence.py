@@ -1,6 +1,6 @@
-"""Evidence on which laws judge a subject: the record of its ranks on a cell, and its model in one process."""
+"""Evidence on which laws judge a subject: the record of its ranks on a cell, its reference, and its traffic."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -9,11 +9,13 @@ from safetensors import safe_open
 from torch import Tensor
 
 from conformance.bound import Bound, bound
+from conformance.instruments.facts import Collective
 from conformance.oracles.tolerance import FP32_ROUNDOFF
+from conformance.outcomes import Unsupported
 from conformance.plan.cells import Cell
 from conformance.run.shards import CapturedShards
 from conformance.subjects.cells import SubjectCell, subject_cell
-from conformance.subjects.facts import OwnErrors, ReferenceFacts, SubjectFacts
+from conformance.subjects.facts import OwnErrors, ReferenceFacts, ShardedParameter, SubjectFacts
 
 FP32_FACTOR = 8.0
 """Multiple of the largest of four own errors in fp32 that a correct parallel run stays below.
@@ -74,19 +76,19 @@ class Reference:
         """Return the tensors whose keys begin with a prefix, by the rest of the key."""
         return {key.removeprefix(prefix): t for key, t in self.tensors.items() if key.startswith(prefix)}
 
-    def of_gradients(self, step: int) -> dict[str, Bound]:
+    def gradient_bounds(self, step: int) -> dict[str, Bound]:
         """Return the bound of each gradient in fp32."""
         return _bounds(self.facts.gradients[step], FP32_FACTOR)
 
-    def of_updates(self, step: int) -> dict[str, Bound]:
+    def update_bounds(self, step: int) -> dict[str, Bound]:
         """Return the bound of the change of each parameter since the start, in fp32."""
         return _bounds(self.facts.updates[step], FP32_FACTOR)
 
-    def of_bf16_gradients(self, errors: OwnErrors) -> dict[str, Bound]:
+    def bf16_gradient_bounds(self, errors: OwnErrors) -> dict[str, Bound]:
         """Return the bound of each gradient in bf16."""
         return _bounds(errors, BF16_FACTOR)
 
-    def of_number(self, own: float) -> Bound:
+    def number_bound(self, own: float) -> Bound:
         """Return the bound of a loss or a norm with an own error, in fp32."""
         overall = max(errors.overall for errors in self.facts.gradients)
         return measured_bound(FP32_FACTOR, own, overall)
@@ -117,3 +119,91 @@ def measured_bound(factor: float, own: float, overall: float) -> Bound:
 
 def _bounds(errors: OwnErrors, factor: float) -> dict[str, Bound]:
     return {name: measured_bound(factor, own, errors.overall) for name, own in errors.by_name.items()}
+
+
+GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather", "reduce_scatter", "all_reduce"
+_FLOATING = ("float", "bfloat")
+
+
+@dataclass(frozen=True)
+class FsdpGroup:
+    """Ranks with different data among which parameters are sharded, as one of them sees the group."""
+
+    name: str
+    """Name of the group in the log of collectives."""
+    ranks: tuple[int, ...]
+    replicas: str | None
+    """Name of the group of ranks that hold copies of the same shards for other data, if there is one."""
+    shard_numels: dict[str, int]
+    """Elements of a shard, padded to that of the group's largest, by parameter; FSDP2 gathers and reduces these."""
+
+    def numel(self, names: Iterable[str]) -> int:
+        """Return the elements of the shards of some of the group's parameters."""
+        return sum(self.shard_numels[name] for name in names if name in self.shard_numels)
+
+    def numel_by_calls(self, names: Iterable[str], facts: SubjectFacts) -> int:
+        """Return the same, each parameter's as often as its module computes in a forward pass."""
+        return sum(self.numel([name]) * facts.calls.get(name, 1) for name in names)
+
+
+def fsdp_groups(record: SubjectRecord, rank: int) -> list[FsdpGroup]:
+    """Return the groups in which a rank shards parameters.
+
+    Raises Unsupported if it shards none among ranks with different data, which `fsdp-is-on` reports.
+    """
+    by_ranks: dict[tuple[int, ...], dict[str, ShardedParameter]] = {}
+    for name, parameter in record.ranks[rank].parameters.items():
+        for ranks in _with_other_data(record, parameter.shard_ranks):
+            by_ranks.setdefault(ranks, {})[name] = parameter
+    if not by_ranks:
+        raise Unsupported("no parameter is sharded over ranks with different data")
+    return [_group(record, ranks, parameters) for ranks, parameters in by_ranks.items()]
+
+
+def _group(record: SubjectRecord, ranks: tuple[int, ...], parameters: dict[str, ShardedParameter]) -> FsdpGroup:
+    replicas = [copies for p in parameters.values() for copies in _with_other_data(record, p.replica_ranks)]
+    return FsdpGroup(
+        name=_name(ranks, record.world_size),
+        ranks=ranks,
+        replicas=_name(replicas[0], record.world_size) if replicas else None,
+        shard_numels={
+            name: max(record.ranks[member].parameters[name].local_numel for member in ranks) for name in parameters
+        },
+    )
+
+
+def _with_other_data(record: SubjectRecord, groups: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    data_ranks = [facts.data_rank for facts in record.ranks]
+    return [tuple(ranks) for ranks in groups if len({data_ranks[rank] for rank in ranks}) > 1]
+
+
+def _name(ranks: Sequence[int], world_size: int) -> str:
+    return "world" if len(ranks) == world_size else f"ranks {','.join(map(str, ranks))}"
+
+
+def shard_group_names(record: SubjectRecord, rank: int) -> list[str]:
+    """Return the names of all groups of several ranks that shard a trained parameter of a rank, in any dimension."""
+    trained = [parameter for parameter in record.ranks[rank].parameters.values() if parameter.is_trained]
+    groups = {tuple(ranks) for parameter in trained for ranks in parameter.shard_ranks if len(ranks) > 1}
+    return [_name(ranks, record.world_size) for ranks in sorted(groups)]
+
+
+def fsdp_collectives(
+    facts: SubjectFacts, group: FsdpGroup, kind: str, *, step: int, in_first_forward: bool = False
+) -> list[Collective]:
+    """Return the collectives of a kind that FSDP can have issued in a step: over its groups, of floating numbers.
+
+    The all-reduces are those of gradients over replicas, in backward; an all-reduce of a single number is a loss's.
+    """
+    end = facts.first_backward[step] if in_first_forward else None
+    chosen = [c for c in facts.collectives[:end] if (c.step, c.kind) == (step, kind) and c.dtype.startswith(_FLOATING)]
+    if kind == ALL_REDUCE:
+        return [c for c in chosen if c.group == group.replicas and c.phase == "backward" and c.numel > 1]
+    return [c for c in chosen if c.group == group.name and c.phase in ("forward", "backward")]
+
+
+def reductions(facts: SubjectFacts) -> list[str]:
+    """Return the collectives that reduce gradients in backward: kind, dtype and operation, each once."""
+    kinds = (REDUCE_SCATTER, ALL_REDUCE)
+    chosen = [c for c in facts.collectives if c.phase == "backward" and c.kind in kinds]
+    return sorted({f"{c.kind} {c.dtype} {c.reduce_op}" for c in chosen})

@@ -1,4 +1,4 @@
-"""Facts of subjects: what ranks and the reference leave for the laws. All are of builtin types."""
+"""Facts of subjects, which ranks and the reference leave for the laws. All are of builtin types."""
 
 import msgspec
 
@@ -89,7 +89,7 @@ class ReferenceFacts(msgspec.Struct, frozen=True):
     """Own errors of bf16 in the first step."""
     bf16_matmul_dtypes: list[str]
     varies: bool
-    """True if ranks have different numbers of what counts."""
+    """True if `count` differs between ranks."""
 
 
 class ReferenceJob(msgspec.Struct, frozen=True, kw_only=True):

@@ -69,7 +69,7 @@ class Loop:
         self._saving.save(self.model, self.optimizer, directory)
 
     def load(self, directory: Path) -> None:
-        """Load what `save` has written."""
+        """Load the files of `save`."""
         self._saving.load(self.model, self.optimizer, directory)
 
     @property

@@ -1,4 +1,4 @@
-"""Recorder of a subject: the suite's instruments around a step that somebody else takes."""
+"""Recorder of a subject: the suite's instruments around a step of the subject."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence

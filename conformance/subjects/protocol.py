@@ -1,4 +1,4 @@
-"""Subject: a way to train in parallel that can be judged, and what the suite asks of it.
+"""Subject: a way to train in parallel that can be judged, and its interface.
 
 An adapter never gathers, averages over ranks for the suite, or compares: what it returns is measured, not believed.
 """
@@ -20,7 +20,7 @@ Batch = Any
 
 
 class SubjectMistake(UsageError):
-    """The subject cannot be judged because of what its author has written; the message says what to do."""
+    """Mistake of the subject's author, for which it cannot be judged; the message says what to do."""
 
 
 class StepObserver(Protocol):
@@ -64,7 +64,7 @@ class Run(Built, Protocol):
 
 @runtime_checkable
 class LoopedRun(Built, Protocol):
-    """One rank of a subject that has a loop of its own, which takes all steps in one call."""
+    """One rank of a subject whose own loop takes all steps in one call."""
 
     def train(self, steps: Sequence[Sequence[Batch]], observer: StepObserver) -> list[float]:
         """Train on the micro-batches of each step; returns the loss of each step that is logged."""
@@ -80,13 +80,13 @@ class SelfShardingRun(LoopedRun, Protocol):
 
 @runtime_checkable
 class Resumable(Protocol):
-    """Run that can be saved, and loaded into a run that was built anew. All ranks call each method together."""
+    """Run that can be saved, and loaded into a newly built run. All ranks call each method together."""
 
     def save(self, directory: Path) -> None:
-        """Save model, optimizer and whatever else training needs to go on, in a directory that all ranks share."""
+        """Save the full training state, model and optimizer included, in a directory that all ranks share."""
 
     def load(self, directory: Path) -> None:
-        """Load what `save` has written."""
+        """Load the files of `save`."""
 
 
 class Subject(Protocol):

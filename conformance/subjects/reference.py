@@ -1,4 +1,4 @@
-"""Model of a subject in one process: what it computes in fp64, and how far fp32 and bf16 are from that by themselves.
+"""Model of a subject in one process: its results in fp64, and the own errors of fp32 and bf16.
 
 For models of others no bound on rounding errors can be derived from shapes. It is measured: one process trains in fp64,
 and then in fp32 several times, with samples and micro-batches in other orders. The largest deviation of these is the

@@ -13,8 +13,8 @@ from conformance.plan.matrix import FAULT_CELLS, TRAINER_CELLS, Case
 from conformance.report.schema import CaseResult
 from conformance.report.trainer import FaultSeen, RunPolicy, TrainerFacts
 from conformance.run.store import RecordStore
+from conformance.subjects.evidence import reductions
 from conformance.subjects.running import SubjectRuns
-from conformance.subjects.traffic import reductions
 from reference_trainer.checks import UsageError
 
 

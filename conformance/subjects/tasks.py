@@ -24,8 +24,8 @@ from conformance.run.ranks.messages import RankContext
 from conformance.subjects import reference
 from conformance.subjects.cells import SubjectCell, Workload, subject_cell
 from conformance.subjects.data import micro_batches
+from conformance.subjects.decorated import load_subject
 from conformance.subjects.facts import Description, ReferenceFacts, ReferenceJob, SubjectFacts, TrainJob
-from conformance.subjects.loading import load_subject
 from conformance.subjects.measuring import SubjectRecorder, uninitialised_elements, uninitialised_is_nan
 from conformance.subjects.protocol import (
     Batch,
@@ -76,7 +76,7 @@ def train_reference(_context: RankContext, payload: dict[str, Any]) -> Any:
     ]
     _write(Path(job.directory), exact, runs[0])
     bf16, matmuls = _bf16(subject, job.workload, exact) if _trains_in_bf16(subject) else (None, [])
-    trained = {name for of_step in exact.gradients for name in of_step}
+    trained = set().union(*exact.gradients)
     model = reference.initial_model(subject, tied=job.workload.tied)
     facts = ReferenceFacts(
         dtype="fp32" if why_not_fp64 else "fp64",
@@ -147,7 +147,7 @@ def _all_steps(
     build: Callable[[], Run | LoopedRun],
     recorder: SubjectRecorder,
 ) -> list[float]:
-    """Take all steps, the last ones with a run that was built anew if the cell is resumed; returns logged losses."""
+    """Take all steps, the last ones with a newly built run if the cell is resumed; returns logged losses."""
     workload = job.cell.workload
     steps = range(len(workload.accumulation))
     batches = [micro_batches(subject, workload, step=step, data_rank=run.data_rank) for step in steps]
@@ -164,13 +164,13 @@ def _trained(
     """Take the steps from the one with the number `first` on; returns the losses that are logged."""
     if isinstance(run, LoopedRun):
         return run.train(batches, recorder)
-    return [run.step(step, of_step, recorder) for step, of_step in enumerate(batches, start=first)]
+    return [run.step(step, micro, recorder) for step, micro in enumerate(batches, start=first)]
 
 
 def _resumed(
     run: Run | LoopedRun, build: Callable[[], Run | LoopedRun], recorder: SubjectRecorder, directory: Path
 ) -> Run | LoopedRun:
-    """Save a run, and return one that was built anew and has loaded it."""
+    """Save a run, and return a newly built one that has loaded it."""
     directory.mkdir(exist_ok=True)
     with recorder.not_listening():
         _resumable(run).save(directory)
@@ -242,10 +242,10 @@ def _relative(measured: list[float], exact: list[float]) -> float:
 
 
 def _varies(subject: Subject, workload: Workload) -> bool:
-    """Return whether the ranks have different numbers of what counts in some step."""
+    """Return whether `count` differs between ranks in some step."""
     steps, ranks = range(len(workload.accumulation)), range(workload.data_ranks)
     counts = [
         {sum(map(subject.count, micro_batches(subject, workload, step=step, data_rank=rank))) for rank in ranks}
         for step in steps
     ]
-    return any(len(of_step) > 1 for of_step in counts)
+    return any(len(step_counts) > 1 for step_counts in counts)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from conformance.importing import Neighbours, load_file
-from conformance.subjects.loading import load_subject
+from conformance.subjects.decorated import load_subject
 
 COUNTING = "import random\nrandom.loaded = getattr(random, 'loaded', 0) + 1\n"
 SUBJECT = """

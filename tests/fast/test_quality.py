@@ -53,15 +53,7 @@ PRIVATE_NAMES_ALLOWED_IN = {
 }
 """Files and directories that may use private names below `torch`, with the reason."""
 
-NOT_YET = (
-    "conformance/cli/",
-    "conformance/detection/",
-    "conformance/judge/",
-    "conformance/pytest_plugin/",
-    "conformance/subjects/",
-    "benchmarks/torch_faults",
-    "tests/",
-)
+NOT_YET = ("tests/",)
 """Beginnings of paths whose language is not checked yet."""
 PRONOUNS = re.compile(
     r"(And|As|Beside|But|For|It|Of|That|The same|They|Those|Whether|Which|With|Others|Nobody|Somebody|Something|"

@@ -7,9 +7,8 @@ from conformance.judge.law import law
 from conformance.oracles import tolerance
 from conformance.oracles.reference import clip_factor, total_norm
 from conformance.outcomes import ConformanceFailure, Unsupported
-from conformance.subjects.evidence import Evidence
+from conformance.subjects.evidence import GATHER, Evidence
 from conformance.subjects.facts import SubjectFacts
-from conformance.subjects.traffic import GATHER
 
 FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
 
@@ -175,7 +174,7 @@ def test_gradients_are_those_of_one_process(evidence: Evidence) -> None:
         expected = evidence.reference.below(f"step{step}/gradient/")
         measured = {name: grad for name, grad in evidence.record.gradients(step).items() if name in expected}
         name = f"gradient at step {step}"
-        compare.tensors(measured, expected, name=name, within=evidence.reference.of_gradients(step))
+        compare.tensors(measured, expected, name=name, within=evidence.reference.gradient_bounds(step))
 
 
 @law("parameters", of="any trainer", like="PAR-1", where="precision = fp32", reference=FULLY_SHARD)
@@ -194,7 +193,7 @@ def test_parameters_are_those_of_one_process(evidence: Evidence) -> None:
             {name: expected[name] for name in trained},
             name=f"change of parameters by step {step}",
             origin=origin,
-            within=reference.of_updates(step),
+            within=reference.update_bounds(step),
         )
 
 
@@ -207,7 +206,7 @@ def test_losses_are_those_of_one_process(evidence: Evidence) -> None:
     facts = evidence.reference.facts
     logged = {repr(rank.losses) for rank in evidence.record.ranks}  # NaN equals itself as a text only
     compare.count(len(logged), name="different losses", expected=1, detail=_some(sorted(logged)), unit="lists")
-    within = evidence.reference.of_number(facts.loss_error)
+    within = evidence.reference.number_bound(facts.loss_error)
     compare.scalars(evidence.record.ranks[0].losses, facts.losses, name="loss", within=within)
 
 
@@ -230,7 +229,7 @@ def test_norm_is_that_of_the_full_gradients(evidence: Evidence) -> None:
         within=tolerance.norm(own[0], order=2.0),
     )
     if evidence.cell.precision == "fp32":
-        within = reference.of_number(reference.facts.norm_error)
+        within = reference.number_bound(reference.facts.norm_error)
         compare.scalars(record.ranks[0].grad_norms, reference.facts.grad_norms, name="norm", within=within)
 
 
@@ -287,7 +286,7 @@ def test_bf16_gradients_are_as_accurate_as_in_one_process(evidence: Evidence) ->
         raise Unsupported("the reference was not run in bf16")
     expected = evidence.reference.below("step0/gradient/")
     measured = {name: grad for name, grad in evidence.record.gradients(0).items() if name in expected}
-    within = evidence.reference.of_bf16_gradients(errors)
+    within = evidence.reference.bf16_gradient_bounds(errors)
     compare.tensors(measured, expected, name="gradient at step 0", within=within)
 
 

@@ -10,17 +10,17 @@ from collections.abc import Iterator
 from conformance.assertions import compare
 from conformance.instruments.facts import Collective
 from conformance.judge.law import law
-from conformance.subjects.evidence import Evidence
-from conformance.subjects.facts import SubjectFacts
-from conformance.subjects.traffic import (
+from conformance.subjects.evidence import (
     ALL_REDUCE,
     GATHER,
     REDUCE_SCATTER,
+    Evidence,
     FsdpGroup,
+    fsdp_collectives,
     fsdp_groups,
-    of_fsdp,
     shard_group_names,
 )
+from conformance.subjects.facts import SubjectFacts
 
 FULLY_SHARD = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
 _NORMS = (ALL_REDUCE, GATHER, REDUCE_SCATTER)
@@ -39,12 +39,12 @@ def test_every_parameter_is_gathered(evidence: Evidence) -> None:
     trained = _trained(evidence)
     for facts, group, step in _everywhere(evidence):
         once, calls = group.numel({*trained, *facts.calls}), group.numel_by_calls(group.shard_numels, facts)
-        first = of_fsdp(facts, group, GATHER, step=step, in_first_forward=True)
+        first = fsdp_collectives(facts, group, GATHER, step=step, in_first_forward=True)
         name, detail = "elements gathered before backward", f"rank {facts.rank}, step {step}, over {group.name}"
         compare.between(_numel(first), once, calls, name=name, detail=detail, unit="elements of shards")
         most = 2 * calls * evidence.cell.accumulation[step]
         name = "elements gathered in a step"
-        gathered = _numel(of_fsdp(facts, group, GATHER, step=step))
+        gathered = _numel(fsdp_collectives(facts, group, GATHER, step=step))
         compare.between(gathered, once, most, name=name, detail=detail, unit="elements of shards")
 
 
@@ -63,7 +63,7 @@ def test_every_gradient_is_reduced(evidence: Evidence) -> None:
         for kind, factor in ((REDUCE_SCATTER, len(group.ranks)), (ALL_REDUCE, 1)):
             if kind == ALL_REDUCE and group.replicas is None:
                 continue
-            reduced = _numel(of_fsdp(facts, group, kind, step=step))
+            reduced = _numel(fsdp_collectives(facts, group, kind, step=step))
             where = f"{detail}, over {group.name if kind == REDUCE_SCATTER else group.replicas}"
             name = f"elements in {kind}"
             compare.between(reduced, factor * once, factor * most, name=name, detail=where, unit="elements")
@@ -80,7 +80,9 @@ def test_dtypes_on_the_wire_stay(evidence: Evidence) -> None:
     """
     first: dict[tuple[int, str], set[str]] = {}
     for facts, group, step in _everywhere(evidence):
-        issued = [c for kind in (GATHER, REDUCE_SCATTER, ALL_REDUCE) for c in of_fsdp(facts, group, kind, step=step)]
+        issued = [
+            c for kind in (GATHER, REDUCE_SCATTER, ALL_REDUCE) for c in fsdp_collectives(facts, group, kind, step=step)
+        ]
         spelled = {f"{c.kind} in {c.dtype}" + (f", {c.reduce_op}" if c.reduce_op else "") for c in issued}
         expected = first.setdefault((facts.rank, group.name), spelled)
         other = sorted(spelled - expected)

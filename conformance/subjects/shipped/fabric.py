@@ -56,7 +56,7 @@ class Fabric(OfDecoder):
         return FabricRun(self, fabric, model, optimizer, data, max_norm)
 
     def after_block(self, model: nn.Module) -> None:
-        """Do what is needed after `no_backward_sync`: nothing, in Fabric as it is released."""
+        """Clean up after `no_backward_sync`: nothing to do in Fabric as it is released."""
 
 
 class CompleteDecoder(Decoder):
@@ -80,7 +80,7 @@ class FabricWithFix(Fabric):
         return CompleteDecoder(tied=tied)
 
     def after_block(self, model: nn.Module) -> None:
-        """Set what `_FSDPNoSync.__exit__` should set: it sets `enabled`, which is False in the last micro-batch."""
+        """Switch synchronisation on: `_FSDPNoSync.__exit__` sets `enabled`, which is False in the last micro-batch."""
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_requires_gradient_sync(True, recurse=False)

@@ -51,7 +51,7 @@ class HuggingFaceTrainerWithFsdp(TransformersNative):
     shims: Sequence[str] = (f"{SHIM}, after TrainingArguments",)
 
     def unsupported(self, cell: SubjectCell) -> str | None:
-        """Return the reason for meshes of two dimensions, and what `transformers` cannot do either."""
+        """Return the reason for meshes of two dimensions, and for the limits of `transformers`."""
         if len(cell.shape) > 1:
             return "the Trainer's own FSDP has one dimension"
         return super().unsupported(cell)
@@ -98,17 +98,17 @@ class FsdpTrainerRun:
         self._steps_done = 0
 
     def begun(self, model: nn.Module, wrapped: Any) -> None:
-        """Take what the Trainer has made of the model, and the optimizer of torch that accelerate has wrapped."""
+        """Take the Trainer's parallel model, and the optimizer of torch that accelerate has wrapped."""
         self.model, self.optimizer = model, wrapped.optimizer
 
     def save(self, directory: Path) -> None:
-        """Copy what the Trainer has saved after its last step."""
+        """Copy the checkpoint that the Trainer has saved after its last step."""
         if dist.get_rank() == 0:
             checkpoint = Path(self._own.name) / f"checkpoint-{self._steps_done}"
             shutil.copytree(checkpoint, directory / checkpoint.name)
 
     def load(self, directory: Path) -> None:
-        """Let the next `train` resume from what `save` has copied."""
+        """Let the next `train` resume from the copy of `save`."""
         (self._checkpoint,) = directory.iterdir()
         self._steps_done = int(self._checkpoint.name.partition("-")[2])
 
@@ -234,7 +234,7 @@ class Told(TrainerCallback):  # type: ignore[misc]
 
 
 class ObservedTrainer(Trainer):  # type: ignore[misc]
-    """Trainer that tells the observer of its phases; what it computes is left alone."""
+    """Trainer that tells the observer of its phases, and computes as before."""
 
     def __init__(
         self,

@@ -106,13 +106,13 @@ class ReferenceRun:
 
 
 class Given(Batches):
-    """Micro-batches of a step that somebody else has made."""
+    """Micro-batches of a step, made by the suite."""
 
     def __init__(self, micro_batches: Sequence[Batch]) -> None:
         self._micro_batches = micro_batches
 
     def micro_batches(self, step: int, *, dp_rank: int, dp_size: int, accumulation: int) -> list[tuple[Tensor, Tensor]]:
-        """Return the micro-batches, whatever the trainer would have read."""
+        """Return these micro-batches in place of the trainer's own."""
         return [(batch["input_ids"], batch["labels"]) for batch in self._micro_batches]
 
 

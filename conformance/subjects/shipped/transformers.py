@@ -108,7 +108,7 @@ class PretrainedLoop(Loop):
         save({"optimizer": state}, checkpoint_id=directory / "optimizer")
 
     def load(self, directory: Path) -> None:
-        """Load the model anew, and the state of a new optimizer."""
+        """Load a new model, and the state of a new optimizer."""
         self.model = pretrained(directory / "model", self.cell)
         self.optimizer = self.subject.make_optimizer(self.model.parameters())
         state = {"optimizer": get_optimizer_state_dict(self.model, self.optimizer)}

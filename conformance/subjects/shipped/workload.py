@@ -81,7 +81,7 @@ def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def apply_tensor_parallelism(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard layers over features, and what is between them over the sequence; all parameters are on the mesh then."""
+    """Shard layers over features, and activations between them over the sequence; every parameter is on the mesh."""
     plan: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "layers.*.norm": SequenceParallel(),

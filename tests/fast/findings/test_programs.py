@@ -7,8 +7,19 @@ from typing import Any
 
 import pytest
 
-from conformance.findings.programs import DIRECTORY, TORCH, TRAINERS, Finding, findings, read_finding
-from conformance.findings.table import WORST, catalogue, read_versions, with_version, worst
+from conformance.findings.table import (
+    DIRECTORY,
+    TORCH,
+    TRAINERS,
+    WORST,
+    Finding,
+    catalogue,
+    findings,
+    read_finding,
+    read_versions,
+    with_version,
+    worst,
+)
 from conformance.judge.registry import asserted_laws
 from tests.support.source_code import imports
 

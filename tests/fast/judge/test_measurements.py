@@ -6,8 +6,7 @@ from math import inf
 import pytest
 
 from conformance.bound import bound
-from conformance.judge.margins import margin
-from conformance.judge.measurements import Kind, Measurement, collecting, measure
+from conformance.judge.measurements import Kind, Measurement, collecting, margin, measure
 
 
 def exact(value: float | None, lower: float | None, upper: float | None, unit: str) -> Measurement:

@@ -1,10 +1,8 @@
-"""Parts of a session: files, progress, interrupts, commands that repeat a case, and its end."""
+"""Parts of a session: files, interrupts, commands that repeat a case, and its end."""
 
 import gc
-import io
 import shlex
 import sys
-import time
 import types
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,15 +11,13 @@ from unittest.mock import patch
 
 import pytest
 
-from conformance.plan.lock import STARTUP_S
 from conformance.project import LAWS_DIRECTORY, PROJECT
 from conformance.pytest_plugin import controller
+from conformance.pytest_plugin.cases import repeat_command
 from conformance.pytest_plugin.controller import Controller
-from conformance.pytest_plugin.interruption import BriefInterrupt
-from conformance.pytest_plugin.progress import Progress
-from conformance.pytest_plugin.repeating import repeat_command
 from conformance.pytest_plugin.report_files import ReportFiles
 from conformance.pytest_plugin.session import leave_garbage_to_the_end
+from conformance.pytest_plugin.terminal import BriefInterrupt
 from tests.support.sample_reports import case, report
 
 EARLIER = ("report.json", "report.jsonl", "report.html", "summary.md", "junit.xml")
@@ -121,65 +117,6 @@ def test_a_directory_that_cannot_be_made_is_a_mistake(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"--report-dir \S+ cannot be written"):
         taken(tmp_path / "file")
-
-
-# Progress
-
-
-PLANNED = {f"test_par.py::test[{name}]": f"PAR-{name}/dp2" for name in "1234"}
-FIRST, SECOND, THIRD, FOURTH = PLANNED
-
-
-def ended(nodeid: str, verdict: str = "pass") -> Any:
-    return SimpleNamespace(nodeid=nodeid, when="teardown", conformance={"verdict": verdict})
-
-
-@pytest.mark.parametrize(
-    ("durations_s", "cells_s", "text"),
-    [
-        ({}, {"dp4": 1.0}, "no earlier session tells how long"),
-        ({"PAR-1/dp2": 10.0, "PAR-2/dp2": 20.0}, {}, "no earlier session tells how long"),
-        (dict.fromkeys(PLANNED.values(), 10.0), {"dp2": 5.0}, f"about {20 + STARTUP_S:.0f} s, as before"),
-        (dict.fromkeys(PLANNED.values(), 120.0), {}, "about 4 min, as before"),
-        ({}, {"dp2": 5.0}, f"about {5 + STARTUP_S:.0f} s on two processors (matrix.lock)"),
-    ],
-)
-def test_estimates(durations_s: dict[str, float], cells_s: dict[str, float], text: str) -> None:
-    """An estimate is the time of earlier sessions, or that of the lock file."""
-    out = io.StringIO()
-    progress = Progress(out, workers=2)
-    progress.begin(PLANNED, durations_s, cells_s)
-    progress.pytest_unconfigure()
-    assert out.getvalue() == f"4 cases on 1 cell: {text}\n"
-
-
-def test_a_line_names_failures_and_the_case_that_runs_longest() -> None:
-    progress = Progress(io.StringIO(), workers=2)
-    progress.begin(PLANNED, {}, {})
-    progress.pytest_unconfigure()
-    assert progress.line(0.0) == "0 of 4 cases ended, 0 failed"
-    for nodeid in (FIRST, SECOND, THIRD):
-        progress.pytest_runtest_logstart(nodeid)
-    progress.pytest_runtest_logreport(ended(FIRST))
-    progress.pytest_runtest_logreport(ended(FOURTH, "unsupported"))
-    line = progress.line(time.monotonic() + 40)
-    assert line == "2 of 4 cases ended, 0 failed; running longest: PAR-2/dp2, 40 s"
-    progress.pytest_runtest_logreport(ended(SECOND, "fail"))
-    crashed: Any = SimpleNamespace(nodeid=THIRD, when="???")
-    progress.pytest_runtest_logreport(crashed)
-    assert progress.line(0.0) == "4 of 4 cases ended, 2 failed (PAR-2, PAR-3)"
-
-
-def test_lines_come_while_nothing_happens() -> None:
-    out = io.StringIO()
-    progress = Progress(out, workers=1, interval_s=0.01)
-    progress.begin(PLANNED, {}, {})
-    until_s = time.monotonic() + 10
-    while out.getvalue().count("\n0 of 4 cases ended") < 2:
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
-    progress.pytest_unconfigure()
-    out.close()  # nobody reads any more
 
 
 # Interrupts

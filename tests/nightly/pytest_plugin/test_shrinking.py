@@ -14,7 +14,7 @@ from conformance.judge.verdicts import Verdict
 from conformance.plan.cells import Cell
 from conformance.plan.matrix import Case, load_matrix
 from conformance.project import data_file
-from conformance.pytest_plugin.named_cell import cases_of
+from conformance.pytest_plugin.cases import cases_of
 from conformance.pytest_plugin.shrinking import Shrinker, outcome_of
 from conformance.report.explain import explain, smallest_text
 from conformance.report.html import html_report

@@ -7,7 +7,7 @@ import pytest
 
 from conformance.__main__ import main
 from conformance.cli import findings as command
-from conformance.findings import programs
+from conformance.findings import table
 
 PROGRAM = '''"""The {name} is wrong.
 
@@ -42,7 +42,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write(tmp_path / "mean.py", severity="low", status="0")
     write(trainers / "others.py", package="other")
     write(trainers / "nobodys.py", package="missing")
-    for owner in (command, programs):
+    for owner in (command, table):
         monkeypatch.setattr(owner, "DIRECTORY", tmp_path)
         monkeypatch.setattr(owner, "TRAINERS", trainers)
     monkeypatch.setattr(command, "CATALOGUE", tmp_path / "README.md")

@@ -14,8 +14,7 @@ from conformance.__main__ import main
 from conformance.defects.catalogue import defects, injected, require_known
 from conformance.detection import kill_matrix as module
 from conformance.detection.case_judge import CaseJudge
-from conformance.detection.kill_matrix import KillMatrix, kill_matrix
-from conformance.detection.rendering import as_markdown, as_text
+from conformance.detection.kill_matrix import KillMatrix, as_markdown, as_text, kill_matrix
 from conformance.detection.trials import LawTrial, Trial, key_of, try_defect
 from conformance.numerics.arithmetic import Arithmetic
 from conformance.run.pool import Pools

@@ -11,8 +11,6 @@ import pytest
 from conformance.project import PROJECT
 from tests.support import forked
 
-HELPER = "documents"
-"""Module that is no program."""
 NAMES = sorted(file.stem for file in (PROJECT / "benchmarks").glob("*.py"))
 LIMIT_S = 60.0
 
@@ -23,4 +21,4 @@ def test_benchmark_describes_its_options(name: str, tmp_path: Path) -> None:
     process = forked.start(f"benchmarks.{name}", ["--help"], cwd=PROJECT, environment=os.environ, out=out, err=out)
     process.join(LIMIT_S)
     assert process.exitcode == 0, out.read_text()
-    assert name == HELPER or "usage: " in out.read_text()
+    assert "usage: " in out.read_text()

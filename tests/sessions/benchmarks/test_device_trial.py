@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks.device_trial import packing
+from benchmarks.device_trial import screen as results
 from benchmarks.device_trial.calls import RACES, stages_of
-from benchmarks.device_trial.packing import pack
-from benchmarks.device_trial.screen import screen
+from benchmarks.device_trial.screen import pack, screen
 from benchmarks.device_trial.stages import Outcome, Stage, Trial
 from conformance.defects.catalogue import defects
 from conformance.plan.matrix import load_matrix
 from conformance.project import data_file
-from conformance.pytest_plugin.named_cell import cases_of
+from conformance.pytest_plugin.cases import cases_of
 
 
 def program(text: str) -> list[str]:
@@ -142,7 +141,7 @@ def test_few_files_in_one_folder_come_back(tmp_path: Path) -> None:
 
 
 def test_what_is_too_large_is_told_instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "MAX_FILE_BYTES", 100)
+    monkeypatch.setattr(results, "MAX_FILE_BYTES", 100)
     work = tmp_path / "work"
     work.mkdir()
     (work / "kernels.log").write_bytes(bytes(range(256)) * 100)

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from benchmarks import mutants
-from benchmarks.documents import PROJECT
 from benchmarks.mutants import HOOK, MODULES, Outcome, outcome, source_of
 from benchmarks.torch_faults import Fault, faults
 from benchmarks.torch_mutants.syntax import HIT, mutated, points, statement_at, with_hits
 from conformance.defects.injection import NotInjectable
 from conformance.plan.matrix import load_matrix
 from conformance.plan.selection import parse
+from conformance.project import PROJECT
 from tests.support.sample_reports import case, report
 
 CASES = load_matrix(PROJECT / "matrix.yaml").cases("pr")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from conformance.plan.cells import Cell
 from conformance.plan.matrix import Case, load_matrix
 from conformance.project import PROJECT
-from conformance.pytest_plugin.order import RunOrder, Shard, parse_shard
+from conformance.pytest_plugin.cases import RunOrder, Shard, parse_shard
 
 CASES = st.lists(st.builds(Case, st.sampled_from(["PAR-1", "PAR-2", "MP-1"]), st.builds(Cell, seed=st.integers(0, 30))))
 
@@ -42,8 +42,8 @@ def test_cells_whose_ranks_can_be_the_same_processes_follow_each_other() -> None
     """On one device each change of kind costs new contexts and communicators."""
     cells = [Cell(mesh="dp2", model=model, seed=seed) for seed in range(3) for model in ("tiny", "even")]
     cases = [Case("PAR-1", cell) for cell in cells]
-    durations_s = {case.id: float(number) for number, case in enumerate(cases)}
-    grouped = RunOrder(cases, durations_s, kind=lambda cell: cell.model)
+    seconds = {case.cell.id: float(number) for number, case in enumerate(cases)}
+    grouped = RunOrder(cases, seconds, kind=lambda cell: cell.model)
     assert [case.cell.model for case in sorted(cases, key=grouped.key)] == ["even"] * 3 + ["tiny"] * 3
-    longest_first = sorted(cases, key=RunOrder(cases, durations_s).key)
+    longest_first = sorted(cases, key=RunOrder(cases, seconds).key)
     assert longest_first == cases[::-1]

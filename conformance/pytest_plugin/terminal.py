@@ -1,13 +1,18 @@
-"""Early end of a session by one Ctrl-C, or by SIGTERM, which batch systems and CI send."""
+"""Terminal of a session: its early end by Ctrl-C or SIGTERM, and the failures that its own summary explains."""
 
 import os
 import signal
 import threading
+from collections.abc import Generator
 from contextlib import suppress
 from typing import Any, NoReturn
 
 import psutil
 import pytest
+
+from conformance.judge.judge import Judged
+from conformance.judge.verdicts import Verdict
+from conformance.outcomes import CellFailed
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -15,8 +20,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def end_cleanly_on_signals() -> None:
     """Let the first SIGINT or SIGTERM end the session, so that ranks are ended and a partial report is left.
 
-    Further signals are ignored: `timeout -s INT` sends two, to the process and to its group. Does nothing outside of
-    the main thread, which alone may set handlers.
+    Batch systems and CI send SIGTERM. Further signals are ignored: `timeout -s INT` sends two, to the process and to
+    its group. Does nothing outside of the main thread, which alone may set handlers.
     """
     if threading.current_thread() is threading.main_thread():
         for number in _SIGNALS:
@@ -61,3 +66,32 @@ class EndsWorkers:
         for worker in psutil.Process(os.getpid()).children():
             with suppress(psutil.NoSuchProcess):
                 worker.terminate()
+
+
+def is_summarized(judged: Judged) -> bool:
+    """Return whether the summary explains a failed case: a comparison has no traceback worth showing."""
+    return judged.verdict in (Verdict.FAIL, Verdict.UNEXPECTED_PASS) and not isinstance(judged.error, CellFailed)
+
+
+class SummarizedFailures:
+    """Plugin that keeps explained failures out of pytest's section FAILURES, and in its short summary.
+
+    Their reports have a plain string as `longrepr`, those of other failures a rendered exception.
+    """
+
+    def __init__(self) -> None:
+        self._summarized: list[pytest.TestReport] = []
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)  # the section is written by a wrapper of pytest's own
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> Generator[None]:
+        """Take the failures out before pytest writes its sections."""
+        failed = terminalreporter.stats.get("failed", [])
+        self._summarized = [report for report in failed if report.when == "call" and isinstance(report.longrepr, str)]
+        failed[:] = [report for report in failed if report not in self._summarized]
+        return (yield)
+
+    def restore(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Put the failures back, for the short summary and the last line."""
+        if self._summarized:
+            terminalreporter.stats["failed"][:0] = self._summarized
+            self._summarized = []
