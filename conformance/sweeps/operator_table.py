@@ -1,4 +1,4 @@
-"""Samples of operators that a training step could use: calls that say what their arguments are.
+"""Samples of operators that a training step could use: calls with descriptions of their arguments.
 
 Losses come with all reductions and options; operators that change their argument in place do so themselves or through a
 view of it.

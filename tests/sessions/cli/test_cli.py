@@ -153,7 +153,7 @@ def test_ctrl_c_ends_with_one_line(capsys: pytest.CaptureFixture[str], monkeypat
 def test_listing_and_sessions_do_not_load_torch() -> None:
     program = (
         "import sys, conformance.pytest_plugin.session, conformance.report.html, conformance.__main__ as main; "
-        "import reference_trainer.precision; from conformance.defects.signatures import signatures; signatures(); "
+        "import reference_trainer.precision; from conformance.defects.catalogue import signatures; signatures(); "
         "assert main.main(['list', '--profile', 'smoke']) == 0; sys.exit('torch' in sys.modules)"
     )
     command = [sys.executable, "-c", program]
