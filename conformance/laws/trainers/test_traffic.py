@@ -50,8 +50,8 @@ def test_every_parameter_is_gathered(evidence: Evidence) -> None:
 
 @law("gradients-are-reduced", of="any trainer", like="MP-4", where="world > 1", reference=FULLY_SHARD)
 def test_every_gradient_is_reduced(evidence: Evidence) -> None:
-    """In every step ranks MUST reduce the gradients of all parameters equally often: after its last backward pass, or after
-    each; first over the ranks that shard a parameter, then over those that hold copies.
+    """In every step ranks MUST reduce the gradients of all parameters equally often: after its last backward pass, or
+    after each; first over the ranks that shard a parameter, then over those that hold copies.
 
     Wrong if a parameter is left out, or is reduced twice.
     """
