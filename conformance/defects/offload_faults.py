@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import OffloadPolicy
 
 from conformance.defects.clipping_faults import local_norm, scale
 from conformance.defects.injection import Call, Injection, defect, instead_of, repeated_call, replaced_call
@@ -84,21 +83,6 @@ def offload_step_on_copies(benign: bool, original: Call, model: nn.Module, confi
     for group in optimizer.param_groups:
         group["params"] = [p if benign else nn.Parameter(p.detach().clone()) for p in group["params"]]
     return optimizer
-
-
-@defect("OFF-2", "id = dp2-fp32-default-meta-offloadcpu", "pytorch/torchtitan/issues/1168")
-@instead_of("reference_trainer.parallelize", "fully_shard")
-def offload_group_forgotten(benign: bool, original: Call, modules: Any, **options: Any) -> Any:
-    """fully_shard is called without the offload policy for norm and output."""
-    if not benign and isinstance(modules, list):
-        options["offload_policy"] = OffloadPolicy()
-    return original(modules, **options)
-
-
-@defect("OFF-3", "id = dp2-fp32-default-meta-offloadcpu", "pytorch/pytorch/pull/136156")
-def clip_offload_no_cpu_backend(benign: bool) -> Injection:
-    """The trainer does not check that the process group has a backend for offloaded CPU tensors."""
-    return repeated_call("reference_trainer.train", "check_offload", times=2 if benign else 0)
 
 
 @defect("OFF-3", "id = dp2-fp32-default-meta-offloadcpu", "pytorch/pytorch/issues/148532")
