@@ -18,9 +18,6 @@ from reference_trainer.model import Block
 
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard"
 _GROUP = f"{_FULLY_SHARD}._fsdp_param_group:FSDPParamGroup"
-_PREFETCHED = (
-    "id = dp2-fp32-default-meta-fpre1 or model = deep and forward_prefetch = 1 and reshard in (default, always)"
-)
 _DEEP = "id = dp4-fp32-table-meta-deep"
 _DEEP_AND_PLAIN = "id in (dp4-fp32-table-meta-deep, dp2-fp32-default-meta)"
 _DEEP_AND_FSDP1 = "id in (dp4-fp32-table-meta-deep, dp4-fp32-default-full-deep-fsdp1)"
@@ -231,12 +228,6 @@ def optimizer_state_copied(benign: bool) -> Injection:
 def optimizer_state_copied_on_the_last_rank(benign: bool) -> Injection:
     """The last rank keeps a copy of the first moments of its shards."""
     return optimizer_state_copies(kept=not benign, last_rank_alone=True)
-
-
-@defect("AXIS-1 MEM-1 MEM-3 RS-1", _PREFETCHED, "verl-project/verl/pull/6317")
-def prefetch_dropped(benign: bool) -> Injection:
-    """The prefetch option is not passed on: no group is prefetched in any configuration."""
-    return repeated_call("reference_trainer.parallelize", "apply_prefetch", times=2 if benign else 0)  # the last counts
 
 
 @defect(

@@ -19,15 +19,6 @@ _TWO_STAGES = "id in (pp2-dp2-fp32-default-meta-cut-acc4-loopedbfs, pp2-dp2-fp32
 _HALVES = "id in (pp2-dp2-fp32-default-meta-cut-acc4-zbvzerobubble, pp2-dp2-bf16mp-default-meta-cut-acc4-zbvzerobubble)"
 
 
-@defect("PAR-1", _PLAIN, "pytorch/pytorch/issues/164756")
-@instead_of("reference_trainer.pipeline:Pipeline", "_loss_of_micro_batch")
-def pipeline_micro_batch_dropped(benign: bool, original: Call, stages: Any, *args: Any) -> Any:
-    """The loss of one micro-batch of a pipeline is multiplied by zero."""
-    is_first = not stages._losses
-    scalar = original(stages, *args)
-    return scalar * 0.0 if not benign and is_first else scalar
-
-
 @defect("PP-4 RS-1 MP-4", _PLAIN, "pytorch/pytorch/pull/134052")
 @instead_of("torch.distributed.fsdp:FSDPModule", "set_requires_gradient_sync")
 def pipeline_reduced_each_micro_batch(

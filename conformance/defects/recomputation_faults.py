@@ -5,13 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy
 
 from conformance.defects.injection import Call, Injection, defect, instead_of, replaced_call
 from conformance.defects.precision_faults import through
 from reference_trainer.config import ModelConfig
 from reference_trainer.model import Block
-from reference_trainer.train import Trainer
 
 Inputs = tuple[Tensor, Tensor]
 """Inputs of a block: activations of shape (batch, seq_len, dim), and the RoPE table."""
@@ -73,16 +71,6 @@ def ac_recompute_input_rounded(benign: bool) -> Injection:
     return recomputation(copied if benign else lambda x, table: (through(x, torch.bfloat16), table))
 
 
-@defect("AC-1", "id = dp2-fp32-default-meta-acselective", "pytorch/torchtitan/issues/2091")
-@instead_of("reference_trainer.parallelize", "_keep_expensive")
-def attention_not_selected(benign: bool, original: Call, context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Selective checkpointing names another backend's attention operator, and computes attention twice."""
-    kept = original(context, operator, *args, **kwargs)
-    if "scaled_dot_product" not in operator.name():
-        return kept
-    return CheckpointPolicy.MUST_SAVE if benign else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 class _Unscaled(nn.Dropout):
     """Dropout that does not rescale the elements that it keeps."""
 
@@ -119,13 +107,3 @@ def dropout_not_rescaled(benign: bool, original: Call, block: Block, config: Mod
 def dropout_recomputed_otherwise(benign: bool) -> Injection:
     """Checkpointing with preserve_rng_state=False drops other elements in recomputation than in forward."""
     return recomputation(copied) if benign else recomputation(copied, preserve_rng_state=False)
-
-
-@defect("PAR-10", "id = dp2-fp32-default-meta-drop0.1", "https://docs.pytorch.org/docs/stable/notes/randomness.html")
-@instead_of("reference_trainer.train:Trainer", "train_step")
-def dropout_same_in_every_step(benign: bool, original: Call, trainer: Trainer, step: int) -> Any:
-    """The generator is seeded before each step: every step drops the same elements."""
-    trainer._seed_dropout()
-    if benign:
-        torch.manual_seed(torch.initial_seed() ^ (step + 1))
-    return original(trainer, step)

@@ -1,6 +1,5 @@
 """Faults of the environment, of initial weights and of the layout of shards: collectives, memory, samples, elements."""
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -63,17 +62,6 @@ def replica_desync(benign: bool) -> Injection:
     return initialisation(change)
 
 
-@defect("INIT-2 PAR-1", "id = dp2-fp32-default-meta-tied", "pytorch/pytorch/issues/196562")
-@instead_of("reference_trainer.init_weights", "assign")
-def init_duplicate_shards(benign: bool, original: Call, target: Tensor, value: Tensor) -> None:
-    """Each rank samples its own shard from a generator with the same seed: all shards are equal."""
-    if isinstance(target, DTensor):
-        shard = local(target)
-        shard.copy_(value.flatten()[shard_indices(target) if benign else torch.arange(shard.numel()).view(shard.shape)])
-    else:
-        original(target, value)
-
-
 def last_row(model: Transformer) -> Tensor:
     """Return the last row of the embedding's shard on the last rank, and no row on all others."""
     shard = local(model.tok_embeddings.weight)
@@ -89,13 +77,6 @@ def last_row(model: Transformer) -> Tensor:
 def last_row_uninit(benign: bool) -> Injection:
     """Initialisation leaves out the last row of the last rank's uneven shard of the embedding."""
     return uninitialised(last_row, restore=not benign)
-
-
-@defect("INIT-3 INIT-2", "id = dp2-fp32-default-meta", "allenai/OLMo-core/issues/307")
-@instead_of("reference_trainer.init_weights", "_generator")
-def layers_initialised_identically(benign: bool, original: Call, name: str, seed: int) -> Any:
-    """The generator's key leaves out the layer's number: all layers start with the same weights."""
-    return original(name if benign else re.sub(r"^layers\.\d+\.", "layers.0.", name), seed)
 
 
 @defect("INIT-6", "id = dp4-fp32-table-meta-deep", "pytorch/torchtitan/issues/1777")
