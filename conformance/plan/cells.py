@@ -326,7 +326,9 @@ def cell_from_id(cell_id: str) -> Cell:
     match = _id_pattern().fullmatch(cell_id)
     tags = {name: tag for name, tag in (match.groupdict() if match else {}).items() if tag is not None}
     try:
-        cell = cell_from_axes({name: _value_of_tag(name, tag) for name, tag in tags.items()})
+        cell = cell_from_axes(
+            {n: _OPEN_TAGS[n][1](tag) if n in _OPEN_TAGS else _tags_of_choices(n)[tag] for n, tag in tags.items()}
+        )
     except ValueError as error:
         raise AxisError(f"no cell has the id {cell_id!r}: {error}") from None
     if cell.id != cell_id:
@@ -343,10 +345,6 @@ def _id_pattern() -> re.Pattern[str]:
         separator = "-" if pattern else ""
         pattern += f"{separator}(?P<{name}>{tags})" if name in _ALWAYS_IN_ID else f"(?:{separator}(?P<{name}>{tags}))?"
     return re.compile(pattern)
-
-
-def _value_of_tag(name: str, tag: str) -> AxisValue:
-    return _OPEN_TAGS[name][1](tag) if name in _OPEN_TAGS else _tags_of_choices(name)[tag]
 
 
 def _tags_of_choices(name: str) -> dict[str, AxisValue]:

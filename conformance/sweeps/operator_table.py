@@ -424,8 +424,8 @@ def _samples() -> Iterator[Sample]:
     for name, call in _OF_ROWS.items():
         yield sample(name, call, "3 b", "a rows", "a b")
     for view_name, view in _VIEWS.items():
-        yield sample(f"{view_name} zeroed", _zeroed(view), "a b 4")
-        yield sample(f"{view_name} increased", _increased(view), "a b 4")
+        yield sample(f"{view_name} zeroed", _changed(lambda x, view=view: view(x).zero_()), "a b 4")
+        yield sample(f"{view_name} increased", _changed(lambda x, view=view: view(x).add_(1)), "a b 4")
     yield sample("slice assigned", _assigned(slice(0, 1)), "a b", "1 b")
     yield sample("row assigned", _assigned(-1), "a b", "b")
     yield sample("columns assigned", _assigned((slice(None), slice(0, 1))), "a b", "a 1")
@@ -526,14 +526,6 @@ _VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "permuted": lambda x: x.permute(2, 0, 1),
     "flattened": lambda x: x.flatten(1),
 }
-
-
-def _zeroed(view: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-    return _changed(lambda x: view(x).zero_())
-
-
-def _increased(view: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-    return _changed(lambda x: view(x).add_(1))
 
 
 def _assigned(where: Any) -> Callable[..., Any]:
