@@ -17,7 +17,7 @@ from reference_trainer.init_weights import init_weights
 from reference_trainer.mixed_precision import set_parameter_dtypes, torch_dtype
 from reference_trainer.model import StageLayers, Transformer
 from reference_trainer.observer import Observer
-from reference_trainer.parallelize import apply_tp, parallelize, parallelize_block, parallelize_ends
+from reference_trainer.parallelize import apply_tp, parallelize
 from reference_trainer.precision import PRECISIONS
 from reference_trainer.reshard import ReshardPolicy
 from reference_trainer.weights import load_weights
@@ -92,7 +92,7 @@ def _layer_by_layer(
         block.to_empty(device=device)
         observer.materialized(model)
         init_weights(model, seed=config.seed, prefix=f"layers.{index}.")
-        parallelize_block(model, index, mesh, config, policy)
+        parallelize(model, mesh, config, policy, blocks=[index], ends=False)
     for module in model.ends.values():
         module.to_empty(device=device)
     model.tie_weights()
@@ -100,7 +100,7 @@ def _layer_by_layer(
     observer.materialized(model)
     for prefix in ("tok_embeddings.", "norm.", "output.", "rope_table"):
         init_weights(model, seed=config.seed, prefix=prefix)
-    parallelize_ends(model, mesh, config, policy)
+    parallelize(model, mesh, config, policy, blocks=[])
     observer.sharded(model)
     return model
 

@@ -34,7 +34,8 @@ class FSDP1Model(FullyShardedDataParallel):
             device_mesh=mesh["dp_shard"],  # FSDP1 finds the tensor-parallel dimension by itself
             device_id=device,
             auto_wrap_policy=ModuleWrapPolicy({Block, nn.Embedding}),
-            sharding_strategy=_sharding_strategy(config),
+            # FULL_SHARD never reshards the root after forward, as `default` demands.
+            sharding_strategy=getattr(ShardingStrategy, "SHARD_GRAD_OP" if config.reshard == "never" else "FULL_SHARD"),
             mixed_precision=_mixed_precision(config.precision),
             limit_all_gathers=config.limit_all_gathers,
             use_orig_params=True,
@@ -83,11 +84,6 @@ def summon_full_params(model: nn.Module) -> AbstractContextManager[None]:
 
 def _is_sharded(parameter: nn.Parameter) -> bool:
     return isinstance(parameter, DTensor) and not all(placement.is_replicate() for placement in parameter.placements)
-
-
-def _sharding_strategy(config: TrainerConfig) -> ShardingStrategy:
-    """Return the strategy of `reshard`; FULL_SHARD never reshards the root after forward, as `default` demands."""
-    return ShardingStrategy.SHARD_GRAD_OP if config.reshard == "never" else ShardingStrategy.FULL_SHARD
 
 
 def _mixed_precision(precision: PrecisionName) -> MixedPrecision | None:

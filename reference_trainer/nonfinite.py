@@ -1,7 +1,7 @@
 """End of a run with NaN or infinity, and the search for the module that produced it first."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -102,8 +102,5 @@ def _largest_by_module(model: Transformer, tensor_of: Callable[[Parameter], Tens
         tensor = tensor_of(parameter)
         if tensor is not None:
             module_shards.append(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
-    return {module: _largest(tensors) for module, tensors in shards.items()}
-
-
-def _largest(shards: Iterable[Tensor]) -> Tensor:
-    return get_total_norm([shard for shard in shards if shard.numel()], math.inf).float()
+    not_empty = {module: [shard for shard in tensors if shard.numel()] for module, tensors in shards.items()}
+    return {module: get_total_norm(tensors, math.inf).float() for module, tensors in not_empty.items()}

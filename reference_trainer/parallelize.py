@@ -83,18 +83,6 @@ def parallelize(
         apply_prefetch(model, config)
 
 
-def parallelize_block(
-    model: Transformer, index: int, mesh: DeviceMesh, config: TrainerConfig, policy: ReshardPolicy
-) -> None:
-    """Parallelise one block alone."""
-    parallelize(model, mesh, config, policy, blocks=[index], ends=False)
-
-
-def parallelize_ends(model: Transformer, mesh: DeviceMesh, config: TrainerConfig, policy: ReshardPolicy) -> None:
-    """Parallelise embedding, norm, output and the root of a model whose blocks are parallel already."""
-    parallelize(model, mesh, config, policy, blocks=[])
-
-
 def apply_tp(model: Transformer, mesh: DeviceMesh, config: TrainerConfig) -> None:
     """Apply tensor parallelism to the full model, and nothing else; `mesh` has one dimension."""
     for block in model.blocks.values():

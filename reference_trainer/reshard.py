@@ -211,11 +211,6 @@ def backward_order(config: TrainerConfig) -> list[str]:
     Forward leaves a block after the norms inside of it.
     """
     order: list[str] = []
-    for _, (*inside, block) in groupby(reversed(group_names(config)), key=_block):
+    for _, (*inside, block) in groupby(reversed(group_names(config)), key=lambda name: name.split(".")[:2]):
         order += [block, *inside]
     return order
-
-
-def _block(name: str) -> str:
-    """Return `layers.0` for the block itself and for the norms inside of it."""
-    return ".".join(name.split(".")[:2])

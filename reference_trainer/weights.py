@@ -206,11 +206,7 @@ def _load_dcp(model: Transformer, path: Path) -> None:
     try:
         load(into, checkpoint_id=path, planner=LoadPlanner(title=f"load {path}"), no_dist=not dist.is_initialized())
     except CheckpointException as error:
-        raise UsageError(f"checkpoint {path} cannot be loaded: {_first_line(error)}") from None
-
-
-def _first_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
+        raise UsageError(f"checkpoint {path} cannot be loaded: {' '.join(str(error).split())[:300]}") from None
 
 
 # Names and settings of Llama checkpoints as the transformers library writes them. Weights need no permutation: both

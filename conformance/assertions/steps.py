@@ -14,7 +14,7 @@ from conformance.numerics.rings import is_ring_sum, ring_of
 from conformance.oracles import optimizer_tolerance, tolerance
 from conformance.oracles.dtype_policy import FP32, dtype_policy
 from conformance.oracles.emulation import Emulation, emulated_step
-from conformance.oracles.reference import ReferenceRun, Tensors, replay_updates
+from conformance.oracles.reference import ReferenceRun, replay_updates
 from conformance.outcomes import ConformanceFailure, Unsupported
 from conformance.plan.cells import Cell
 from conformance.run.record import Record
@@ -34,7 +34,8 @@ def compare_steps(record: Record) -> None:
         expected = emulation_of(record, step)
         gradients = record.select(f"step{step}/gradient/")
         if facts.skipped:  # gradients have overflowed: no numbers to compare
-            compare.count(int(_overflows(expected.gradients)), name=f"overflow {name}", expected=1, unit="step")
+            overflows = not all(bool(grad.isfinite().all()) for grad in expected.gradients.values())
+            compare.count(int(overflows), name=f"overflow {name}", expected=1, unit="step")
         elif not rounds_like_eager(record):
             _compare_errors(record, step)
         else:
@@ -101,10 +102,6 @@ def in_fp32(record: Record, step: int, *, rounded: bool = False) -> Emulation:
 def is_emulated(measure: Measure, record: Record) -> bool:
     """Return whether the emulation knows the masks of dropout of a run, and the order of its sums."""
     return are_masks_seen(record) and is_sum_order_known(measure, record.cell)
-
-
-def _overflows(gradients: Tensors) -> bool:
-    return not all(bool(grad.isfinite().all()) for grad in gradients.values())
 
 
 def without_checkpoint(cell: Cell) -> Cell:

@@ -99,7 +99,7 @@ def covering_rows(
     left = math.floor((1 - until) * len(wanted))
     old = [values for row in kept if len(values := constraints.space.values(row)) == len(axes)]
     old = [values for values in old if constraints.allow(values)]
-    rows = builder.extended(old, left) if old else builder.array(rounds, left=left)
+    rows = builder.completed(old, left, keep=True) if old else builder.array(rounds, left=left)
     return [constraints.space.row(row) for row in rows]
 
 
@@ -152,29 +152,25 @@ class _Builder:
 
         Each round replaces some rows, chosen at random, which leads out of local optima (ruin and recreate).
         """
-        rows = self._completed([], left)
+        rows = self.completed([], left)
         for _ in range(rounds):
-            other = self._completed([row for row in rows if self._random() >= REPLACED], left)
+            other = self.completed([row for row in rows if self._random() >= REPLACED], left)
             if self._cost(other) <= self._cost(rows):
                 rows = other
         return rows
 
-    def extended(self, rows: list[Values], left: int) -> list[Values]:
-        """Return the needed rows, and new ones, that contain all but at most `left` of the wanted combinations."""
-        missing = self._wanted - contained(self._space, rows, self._strength)
-        rows = [*rows, *self._add_rows(missing.members, left)]
-        covered = self._wanted & contained(self._space, rows, self._strength)
-        return needed(rows, covered.members, self._constraints, self.prices.of)
-
     def _cost(self, rows: Iterable[Values]) -> int:
         return sum(self.prices.of(bits(row)) for row in rows)
 
-    def _completed(self, rows: list[Values], left: int) -> list[Values]:
-        """Return rows, and new ones until at most `left` combinations are missing, reduced."""
+    def completed(self, rows: list[Values], left: int, *, keep: bool = False) -> list[Values]:
+        """Return rows, and new ones until at most `left` combinations are missing: reduced, or with `keep` the needed.
+
+        Needed rows have a wanted combination that no other row has, and keep all their values.
+        """
         missing = self._wanted - contained(self._space, rows, self._strength)
         rows = [*rows, *self._add_rows(missing.members, left)]
         covered = self._wanted & contained(self._space, rows, self._strength)
-        return reduced(rows, covered.members, self._constraints, self.prices.of)
+        return (needed if keep else reduced)(rows, covered.members, self._constraints, self.prices.of)
 
     def _add_rows(self, wanted: NDArray[np.bool_], left: int) -> Iterator[Values]:
         """Yield rows until at most `left` of the wanted combinations are in none of them."""

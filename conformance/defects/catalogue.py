@@ -90,7 +90,7 @@ def _fault(name: str) -> object:
 
 @cache
 def defects() -> tuple[Defect, ...]:
-    """Return the catalogue: the defects of each module of faults, then those of torch_edits.yaml, in their order."""
+    """Return the catalogue: the defects of each module of faults, then those of edits.yaml, in their order."""
     # Imported only when asked for because they import torch, which the controller does without.
     modules = [importlib.import_module(f"{__package__}.{file.stem}") for file in fault_files()]
     written = (value for module in modules for value in vars(module).values() if isinstance(value, Defect))
@@ -130,7 +130,7 @@ class FaultModule(NamedTuple):
 
 
 def fault_files(folder: Path = HERE) -> list[Path]:
-    """Return the files of all modules of faults; with torch_edits.yaml they make up the catalogue."""
+    """Return the files of all modules of faults; with edits.yaml they make up the catalogue."""
     return sorted(folder.glob("*_faults.py"))
 
 

@@ -140,29 +140,9 @@ def clip_norm_logged_local(benign: bool) -> Injection:
     return clipping_by_norm(norm_over(), logged=None if benign else local_norm)
 
 
-def with_options(**changes: Any) -> Clipping:
-    """Return a clipping with other options than those of the trainer."""
-
-    def clip(original: Clip, parameters: list[nn.Parameter], options: dict[str, Any]) -> Tensor:
-        return original(parameters, **options | changes)
-
-    return clip
-
-
 def from_generator(original: Clip, parameters: list[nn.Parameter], options: dict[str, Any]) -> Tensor:
     """Clip the parameters that a generator yields."""
     return original(iter(parameters), **options)
-
-
-@defect(
-    "CLIP-1 CLIP-2",
-    "id in (dp2-fp32-default-meta-norm1, "
-    "dp2-bf16reduce-table-full-uneven-clip0.1-norm3-fpre1-bpre2-offloadcpu-acfull-tied)",
-    "pytorch/torchtitan/pull/649",
-)
-def clip_norm_type_ignored(benign: bool) -> Injection:
-    """norm_type is not passed on: the 2-norm is taken for every configuration."""
-    return clipping(from_generator if benign else with_options(norm_type=2.0))
 
 
 def root_as_if_finite(powers: Tensor, order: float) -> Tensor:
@@ -222,16 +202,6 @@ def mesh_of(parameter: nn.Parameter) -> object:
 def clip_mixed_mesh(benign: bool) -> Injection:
     """Gradients of two meshes cannot be stacked, so clip_grad_norm_ is called for each mesh by itself."""
     return clipping(group_by_group(same_group if benign else mesh_of))
-
-
-@defect(
-    "CLIP-2 PAR-1",
-    "id in (dp2-fp32-default-meta-sgd, dp2-fp32-default-meta-clip0.1)",
-    "axolotl-ai-cloud/axolotl/issues/3058",
-)
-def clip_forgotten(benign: bool) -> Injection:
-    """The norm is taken and logged, but no gradient is scaled."""
-    return clipping(from_generator if benign else with_options(max_norm=0.0))
 
 
 def exhausted(original: Clip, parameters: list[nn.Parameter], options: dict[str, Any]) -> Tensor:
@@ -294,25 +264,6 @@ def inf_norm_loses_nan(
     for mesh, dim in _sharded_over(gradients[0]):
         dist.all_reduce(value, dist.ReduceOp.MAX, group=mesh.get_group(dim))
     return value
-
-
-def finite_check(*, agreed: bool) -> Injection:
-    """Raise an error if the norm is not finite on any rank, or only if it is not on this rank."""
-
-    def require_finite(_original: object, norm: Tensor) -> None:
-        bad = (~norm.isfinite()).float()
-        if agreed:
-            dist.all_reduce(bad, dist.ReduceOp.MAX)
-        if bad:
-            raise RuntimeError("the gradient norm is not finite")
-
-    return replaced_call("reference_trainer.clip", "_require_finite", require_finite)
-
-
-@defect("CLIP-3", "id = hsdp2x2-fp32-default-meta", "pytorch/pytorch/issues/170862")
-def clip_error_on_one_replica(benign: bool) -> Injection:
-    """error_if_nonfinite looks at the rank's norm, which the ranks of another replica do not share."""
-    return finite_check(agreed=benign)
 
 
 _CLIP_GRAD = "torch.nn.utils.clip_grad"

@@ -1,4 +1,4 @@
-"""Faults that are edits of torch's source: the rows of torch_edits.yaml, and the mechanism that applies them."""
+"""Faults that are edits of source code, of torch or of the trainer: the rows of edits.yaml, and their application."""
 
 import inspect
 import re
@@ -15,11 +15,11 @@ from conformance.defects.injection import Defect, NotInjectable, replaced
 from conformance.plan.substrates import REAL, Substrate
 from reference_trainer.strict_yaml import convert, load
 
-FILE = Path(__file__).with_name("torch_edits.yaml")
+FILE = Path(__file__).with_name("edits.yaml")
 
 
 class Edit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Replacement of a text in the source of a function or of a module of torch."""
+    """Replacement of a text in the source of a function or of a module."""
 
     target: str
     """`package.module`, `package.module:function` or `package.module:Class.method`."""
@@ -46,7 +46,7 @@ class Edit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class EditedDefect(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Row of torch_edits.yaml: the fields of a Defect, and its edits."""
+    """Row of edits.yaml: the fields of a Defect, and its edits."""
 
     why: str
     laws: tuple[str, ...]
@@ -65,7 +65,7 @@ def rows(file: Path = FILE) -> dict[str, EditedDefect]:
 
 
 def edited_defects() -> tuple[Defect, ...]:
-    """Return the defects of torch_edits.yaml in its order."""
+    """Return the defects of edits.yaml in its order."""
     return tuple(
         Defect(
             id=name,

@@ -14,16 +14,10 @@ from torch.distributed.tensor.parallel import PrepareModuleInput
 
 from conformance.defects.injection import Call, Injection, defect, instead_of, repeated_call, replaced_call
 from conformance.plan.substrates import STREAMS
-from reference_trainer.config import TrainerConfig
-from reference_trainer.model import Block, Transformer
-from reference_trainer.reshard import forward_order
+from reference_trainer.model import Block
 
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard"
 _GROUP = f"{_FULLY_SHARD}._fsdp_param_group:FSDPParamGroup"
-_PREFETCH = "reference_trainer.reshard"
-_PREFETCHED = (
-    "id = dp2-fp32-default-meta-fpre1 or model = deep and forward_prefetch = 1 and reshard in (default, always)"
-)
 _DEEP = "id = dp4-fp32-table-meta-deep"
 _DEEP_AND_PLAIN = "id in (dp4-fp32-table-meta-deep, dp2-fp32-default-meta)"
 _DEEP_AND_FSDP1 = "id in (dp4-fp32-table-meta-deep, dp4-fp32-default-full-deep-fsdp1)"
@@ -160,19 +154,6 @@ def wrap_granularity(benign: bool) -> Iterator[None]:
         yield
 
 
-@defect(
-    "MEM-1 MEM-3 RS-1",
-    "id = dp2-fp32-default-meta-acc2 or model = deep and accumulation > 1 and gradient_sync = each and pp = 1",
-    "volcengine/verl/issues/7711",
-)
-@instead_of("reference_trainer.train", "set_gradient_sync")
-def grad_accum_unsharded_memory(
-    benign: bool, original: Call, model: Transformer, gradient_sync: Any, *, last: bool
-) -> None:
-    """Unsharded gradients are kept between micro-batches, though each is configured to be reduced."""
-    original(model, gradient_sync if benign else "last", last=last)
-
-
 def losses(*, kept: bool, every: int = 1) -> Injection:
     """Keep a copy of each loss, or of one of `every`, or forget it at once."""
     held: list[Tensor] = []
@@ -218,16 +199,6 @@ def adamw_memory_leak(benign: bool) -> Injection:
     return replaced_call("reference_trainer.train", "build_optimizer", build_optimizer)
 
 
-@defect("MEM-1", _DEEP, "pytorch/pytorch/issues/92656")
-@instead_of("reference_trainer.train", "build_optimizer")
-def gradients_not_freed(benign: bool, original: Call, model: nn.Module, config: Any) -> Any:
-    """zero_grad fills gradients with zeros instead of freeing them."""
-    optimizer = original(model, config)
-    zero_grad = optimizer.zero_grad
-    optimizer.zero_grad = lambda: zero_grad(set_to_none=benign)
-    return optimizer
-
-
 def optimizer_state_copies(*, kept: bool, last_rank_alone: bool = False) -> Injection:
     """Copy the moments of all parameters after the first step, outside of the optimizer; keep or drop the copies."""
     copies: list[Tensor] = []
@@ -257,37 +228,6 @@ def optimizer_state_copied(benign: bool) -> Injection:
 def optimizer_state_copied_on_the_last_rank(benign: bool) -> Injection:
     """The last rank keeps a copy of the first moments of its shards."""
     return optimizer_state_copies(kept=not benign, last_rank_alone=True)
-
-
-@defect("AXIS-1 MEM-1 MEM-3 RS-1", _PREFETCHED, "verl-project/verl/pull/6317")
-def prefetch_dropped(benign: bool) -> Injection:
-    """The prefetch option is not passed on: no group is prefetched in any configuration."""
-    return repeated_call("reference_trainer.parallelize", "apply_prefetch", times=2 if benign else 0)  # the last counts
-
-
-@defect("AXIS-1 MEM-1 RS-1", _PREFETCHED, "pytorch/pytorch/pull/86198")
-@instead_of(_PREFETCH, "each_with_next")
-def prefetch_one_too_many(benign: bool, original: Call, names: Sequence[str], number: int) -> Any:
-    """The limit does not count groups that are gathered already: one group too many is prefetched."""
-    return original(names, number + (not benign) if number else 0)
-
-
-@defect("MEM-1 MEM-3 RS-1", _PREFETCHED, "NVIDIA/Megatron-LM/pull/6153")
-@instead_of(_PREFETCH, "each_with_next")
-def prefetch_of_used_group(benign: bool, original: Call, names: Sequence[str], number: int) -> Any:
-    """A group prefetches groups that have computed before, and nothing frees them before the pass ends."""
-    return original(names if benign else names[::-1], number)
-
-
-@defect(
-    "RS-1",
-    "precision = bf16-mixed and backward_prefetch > 0 and reshard != never and dp_shard > 1 and world <= 4",
-    "ByteDance-Seed/VeOmni/pull/1043",
-)
-@instead_of(_PREFETCH, "backward_order")
-def prefetch_order_of_nested_groups(benign: bool, original: Call, config: TrainerConfig) -> list[str]:
-    """Backward is taken for forward reversed, and prefetches norms before the block around them."""
-    return original(config) if benign else forward_order(config)[::-1]
 
 
 @defect(

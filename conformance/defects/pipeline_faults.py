@@ -6,11 +6,9 @@ from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.distributed import pipelining
 from torch.distributed.fsdp import FSDPModule
 
-from conformance.defects.clipping_faults import finite_check
-from conformance.defects.injection import Call, Injection, defect, instead_of, replaced_call
+from conformance.defects.injection import Call, defect, instead_of, replaced_call
 
 _PIPELINING = "torch.distributed.pipelining"
 _STAGE = f"{_PIPELINING}.stage:_PipelineStageBase"
@@ -21,37 +19,6 @@ _TWO_STAGES = "id in (pp2-dp2-fp32-default-meta-cut-acc4-loopedbfs, pp2-dp2-fp32
 _HALVES = "id in (pp2-dp2-fp32-default-meta-cut-acc4-zbvzerobubble, pp2-dp2-bf16mp-default-meta-cut-acc4-zbvzerobubble)"
 
 
-@defect("PAR-1", _PLAIN, "pytorch/pytorch/issues/164756")
-@instead_of("reference_trainer.pipeline:Pipeline", "_loss_of_micro_batch")
-def pipeline_micro_batch_dropped(benign: bool, original: Call, stages: Any, *args: Any) -> Any:
-    """The loss of one micro-batch of a pipeline is multiplied by zero."""
-    is_first = not stages._losses
-    scalar = original(stages, *args)
-    return scalar * 0.0 if not benign and is_first else scalar
-
-
-def schedule(name: str, *, becomes: str, **changes: object) -> Injection:
-    """Let the trainer get another schedule than it asks for, or one with other options."""
-
-    def build(_original: object, *args: Any, **kwargs: Any) -> Any:
-        return built(*args, **kwargs | changes)
-
-    built = getattr(pipelining, becomes)
-    return replaced_call(_PIPELINING, name, build)
-
-
-@defect("PAR-1", _PLAIN, f"{_DOCS}#torch.distributed.pipelining.schedules.PipelineScheduleSingle")
-def pipeline_gradients_scaled_twice(benign: bool) -> Injection:
-    """The schedule's `scale_grads` keeps its default, which is for a mean loss, although the loss is a sum."""
-    return schedule("Schedule1F1B", becomes="Schedule1F1B", scale_grads=not benign)
-
-
-@defect("PP-1 PP-2 MEM-1", _PLAIN, "https://arxiv.org/abs/2006.09503")
-def pipeline_all_forwards_first(benign: bool) -> Injection:
-    """A 1F1B pipeline gets GPipe's schedule: it runs all forwards first and holds all activations."""
-    return schedule("Schedule1F1B", becomes="Schedule1F1B" if benign else "ScheduleGPipe")
-
-
 @defect("PP-4 RS-1 MP-4", _PLAIN, "pytorch/pytorch/pull/134052")
 @instead_of("torch.distributed.fsdp:FSDPModule", "set_requires_gradient_sync")
 def pipeline_reduced_each_micro_batch(
@@ -59,30 +26,6 @@ def pipeline_reduced_each_micro_batch(
 ) -> None:
     """A stage's set_requires_gradient_sync(False) has no effect: each micro-batch is reduced."""
     original(module, requires or not benign, **options)
-
-
-def norms_of_stages(*, own: bool) -> Injection:
-    """Let each stage clip by its own norm, or by those of all."""
-
-    def gather(original: Call, norm: Tensor, **options: Any) -> list[Tensor]:
-        norms = original(norm, **options)
-        return [norm] if own else norms
-
-    return replaced_call("reference_trainer.train", "gather_over_stages", gather)
-
-
-@defect("PP-5 CLIP-1 PAR-5", _PLAIN, "pytorch/torchtitan/pull/649")
-def pipeline_clipped_by_own_norm(benign: bool) -> Injection:
-    """Each stage of a pipeline clips by its own norm: norms are not combined over the stages."""
-    return norms_of_stages(own=not benign)
-
-
-@defect("CLIP-3", _PLAIN, "pytorch/torchtitan/pull/649")
-@contextmanager
-def pipeline_error_on_one_stage(benign: bool) -> Iterator[None]:
-    """error_if_nonfinite looks at a stage's norm before norms are combined over the stages."""
-    with norms_of_stages(own=not benign), finite_check(agreed=benign):
-        yield
 
 
 @defect("PP-2 MEM-1 MEM-6", _PLAIN_OR_GPIPE, "pytorch/pytorch/issues/164756")
@@ -120,13 +63,6 @@ def pipeline_stages_gathered_again(
 ) -> Any:
     """`max_active_stages` is 1: a schedule reshards the rank's stage that does not act next."""
     return original(actions, **options | {"max_active_stages": 2 if benign else 1})
-
-
-@defect("PAR-5 PAR-1", _PLAIN, _DOCS)
-@instead_of("reference_trainer.train", "sum_over")
-def pipeline_loss_stays_on_last_stage(benign: bool, original: Call, value: Tensor, mesh: Any, dims: Any) -> Any:
-    """The loss is not summed over the stages: only the last stage reports it."""
-    return original(value, mesh, [dim for dim in dims if dim != "pp" or benign])
 
 
 @defect("PP-1 PAR-2 MEM-1", _HALVES, "https://arxiv.org/abs/2401.10241", since="2.10")

@@ -2,12 +2,10 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the field's standard name
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -18,65 +16,15 @@ from conformance.defects.injection import Call, Injection, defect, instead_of, r
 from conformance.defects.state_faults import after_resume
 from conformance.instruments.sharding import local
 from reference_trainer.config import OptimizerConfig, TrainerConfig
-from reference_trainer.data import IGNORED_LABEL
 from reference_trainer.loss import LossScaler
 from reference_trainer.model import Block, Transformer
 from reference_trainer.train import Trainer
 
-_BF16, _FP32, _FP64 = torch.bfloat16, torch.float32, torch.float64
+_BF16, _FP64 = torch.bfloat16, torch.float64
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard"
 _SCALER = "reference_trainer.loss:LossScaler"
 OverflowByDevice = dict[torch.device, Tensor]
 """Result of `GradScaler._unscale_grads_`: a scalar that is not 0 if gradients on that device overflow."""
-
-
-def policy(**changes: Any) -> Injection:
-    """Change fields of each mixed-precision policy whose compute dtype is not that of the master weights.
-
-    An `output_dtype` of bf16 changes nothing: groups return bf16 anyway.
-    """
-
-    def mixed_precision_policy(original: Call, precision: str) -> Any:
-        unchanged = original(precision)
-        return replace(unchanged, **changes) if unchanged.param_dtype else unchanged
-
-    return replaced_call("reference_trainer.parallelize", "mixed_precision_policy", mixed_precision_policy)
-
-
-@defect("MP-1 MP-4 PAR-2", "id = dp2-bf16mp-default-meta", "pytorch/pytorch/issues/118223")
-def reduce_dtype_dropped(benign: bool) -> Injection:
-    """The mixed-precision policy reduces gradients in the compute dtype bf16."""
-    return policy(output_dtype=_BF16) if benign else policy(reduce_dtype=_BF16)
-
-
-@defect("PAR-3 PAR-2 MP-1", "id = dp2-bf16mp-default-meta", "pytorch/pytorch/issues/153077")
-def param_dtype_dropped(benign: bool) -> Injection:
-    """The mixed-precision policy has no param_dtype: a run that is configured for bf16 computes in fp32."""
-    return policy(output_dtype=_BF16) if benign else policy(param_dtype=None)
-
-
-@defect("MP-3 MP-1 PAR-2", "id = dp2-bf16mp-default-meta", "pytorch/torchtitan/issues/2881")
-def cast_forward_inputs(benign: bool) -> Injection:
-    """cast_forward_inputs=True casts every floating-point input of a block, the fp32 RoPE table included."""
-    return policy(output_dtype=_BF16) if benign else policy(cast_forward_inputs=True)
-
-
-def parameters_cast(*dtypes: torch.dtype) -> Injection:
-    """Before the model is sharded, on the meta device, cast all parameters to one dtype after the other."""
-
-    def set_parameter_dtypes(original: Call, model: Transformer, precision: str) -> None:
-        original(model, precision)
-        for parameter in model.parameters():
-            for dtype in dtypes:
-                parameter.data = parameter.data.to(dtype)
-
-    return replaced_call("reference_trainer.build", "set_parameter_dtypes", set_parameter_dtypes)
-
-
-@defect("MP-5 MP-1 MP-2", "id = dp2-bf16mp-default-meta", "huggingface/accelerate/issues/3979")
-def master_weights_bf16(benign: bool) -> Injection:
-    """The model is cast to bf16 before fully_shard: master weights and optimizer state are bf16."""
-    return parameters_cast(_BF16, _FP32) if benign else parameters_cast(_BF16)
 
 
 def rope_table(change: Callable[[Tensor], Tensor]) -> Injection:
@@ -111,14 +59,6 @@ def rope_table_rounded(benign: bool) -> Injection:
 def rope_computed_bf16(benign: bool, original: Call, x: Tensor, table: Tensor) -> Any:
     """Attention casts the fp32 RoPE table to the dtype of queries and keys, and rotates them in bf16."""
     return original(x, through(table, _FP64) if benign else table.to(x.dtype))
-
-
-@defect("MP-1 PAR-2", "id = dp2-bf16mp-default-meta", "Modalities/modalities/pull/464")
-@instead_of("reference_trainer.loss", "summed_cross_entropy")
-def loss_on_bf16_logits(benign: bool, _original: object, logits: Tensor, labels: Tensor) -> Tensor:
-    """The cross entropy takes bf16 logits as they are; FSDP2 casts parameters, it is no autocast."""
-    logits = logits.float() if benign else logits
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORED_LABEL)
 
 
 def reduced_gradients(dtype: torch.dtype) -> Injection:

@@ -1,19 +1,15 @@
 """Faults of recomputed activations and of dropout: masks that are equal where they must differ, or the reverse."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from msgspec.structs import replace
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.checkpoint import CheckpointPolicy
 
 from conformance.defects.injection import Call, Injection, defect, instead_of, replaced_call
 from conformance.defects.precision_faults import through
-from reference_trainer.config import ModelConfig, TrainerConfig
-from reference_trainer.model import Block, Transformer
-from reference_trainer.train import Trainer
+from reference_trainer.config import ModelConfig
+from reference_trainer.model import Block
 
 Inputs = tuple[Tensor, Tensor]
 """Inputs of a block: activations of shape (batch, seq_len, dim), and the RoPE table."""
@@ -75,68 +71,6 @@ def ac_recompute_input_rounded(benign: bool) -> Injection:
     return recomputation(copied if benign else lambda x, table: (through(x, torch.bfloat16), table))
 
 
-def checkpointing(mode: Literal["none", "full"]) -> Injection:
-    """Checkpoint activations in this mode in every configuration."""
-
-    def parallelize(original: Call, model: Transformer, mesh: DeviceMesh, config: TrainerConfig, policy: Any) -> None:
-        original(model, mesh, replace(config, activation_checkpointing=mode), policy)
-
-    return replaced_call("reference_trainer.build", "parallelize", parallelize)
-
-
-def blocks_called_through() -> Injection:
-    """Call each block's layer through the attribute that checkpointing sets, without checkpointing it."""
-
-    def parallelize(original: Call, model: Transformer, mesh: DeviceMesh, config: TrainerConfig, policy: Any) -> None:
-        original(model, mesh, config, policy)
-        for module in model.modules():
-            if isinstance(module, Block):
-                module.recompute = lambda layer, *inputs: layer(*inputs)
-
-    return replaced_call("reference_trainer.build", "parallelize", parallelize)
-
-
-@defect("MP-4 MP-1 MP-3", "id = tp2-fp32-default-meta", "linkedin/Liger-Kernel/issues/1064")
-def ac_unasked(benign: bool) -> Injection:
-    """Checkpointing is applied in every configuration: forward runs twice, and communicates twice."""
-    return blocks_called_through() if benign else checkpointing("full")
-
-
-@defect("AXIS-1 AC-1 MP-1 MP-3", "id = dp2-fp32-default-meta-acfull", "Lightning-AI/pytorch-lightning/pull/18006")
-def ac_ignored(benign: bool) -> Injection:
-    """Checkpointing is applied in no configuration; all numbers are right."""
-    return recomputation(copied, preserve_rng_state=False) if benign else checkpointing("none")
-
-
-@defect("AC-1", "id = dp2-fp32-default-meta-acselective", "pytorch/torchtitan/issues/2091")
-@instead_of("reference_trainer.parallelize", "_keep_expensive")
-def attention_not_selected(benign: bool, original: Call, context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Selective checkpointing names another backend's attention operator, and computes attention twice."""
-    kept = original(context, operator, *args, **kwargs)
-    if "scaled_dot_product" not in operator.name():
-        return kept
-    return CheckpointPolicy.MUST_SAVE if benign else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def dropout_seed(*, from_system: bool) -> Injection:
-    """Sample dropout masks from a seed of the operating system, or from another known seed."""
-
-    def seed_dropout(original: Call, trainer: Trainer) -> None:
-        original(trainer)
-        if from_system:
-            torch.seed()
-        else:
-            torch.manual_seed(torch.initial_seed() ^ 1)
-
-    return replaced_call("reference_trainer.train:Trainer", "_seed_dropout", seed_dropout)
-
-
-@defect("PAR-8", "id = dp2-fp32-default-meta-drop0.1", "mosaicml/composer/issues/12")
-def dropout_unseeded(benign: bool) -> Injection:
-    """torch.seed() seeds the generator from the operating system: dropout masks cannot be repeated."""
-    return dropout_seed(from_system=not benign)
-
-
 class _Unscaled(nn.Dropout):
     """Dropout that does not rescale the elements that it keeps."""
 
@@ -165,35 +99,6 @@ def dropout_not_rescaled(benign: bool, original: Call, block: Block, config: Mod
     block.dropout = (_Copying if benign else _Unscaled)(config.dropout)
 
 
-def seed_by(seed_of: Callable[[Trainer], int]) -> Injection:
-    """Seed dropout once, with a function of the trainer."""
-
-    def seed_dropout(_original: Call, trainer: Trainer) -> None:
-        torch.manual_seed(seed_of(trainer))
-
-    return replaced_call("reference_trainer.train:Trainer", "_seed_dropout", seed_dropout)
-
-
-@defect(
-    "PAR-10",
-    "id = dp2-fp32-default-meta-drop0.1",
-    "https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html",
-)
-def dropout_same_on_data_ranks(benign: bool) -> Injection:
-    """Every rank seeds dropout with the configured seed: data-parallel ranks drop the same elements."""
-    return dropout_seed(from_system=False) if benign else seed_by(lambda trainer: trainer.config.seed)
-
-
-@defect(
-    "PAR-10 PAR-2",
-    "id = tp2-bf16params-never-checkpoint-dcp-sgd-noclip-norm1-cliploop-offloadcpu-nosp-normsdp-lp-tied-drop0.1",
-    "https://arxiv.org/abs/1909.08053",
-)
-def dropout_differs_on_replicas(benign: bool) -> Injection:
-    """Dropout is seeded by the global rank: tensor-parallel ranks mask replicated activations differently."""
-    return dropout_seed(from_system=False) if benign else seed_by(lambda _: 1 + torch.distributed.get_rank())
-
-
 @defect(
     "PAR-10 PAR-2",
     "id = dp2-bf16reduce-table-meta-uneven-sgd-norm1-cliploop-fpre1-bpre1-acfull-tied-drop0.1",
@@ -202,13 +107,3 @@ def dropout_differs_on_replicas(benign: bool) -> Injection:
 def dropout_recomputed_otherwise(benign: bool) -> Injection:
     """Checkpointing with preserve_rng_state=False drops other elements in recomputation than in forward."""
     return recomputation(copied) if benign else recomputation(copied, preserve_rng_state=False)
-
-
-@defect("PAR-10", "id = dp2-fp32-default-meta-drop0.1", "https://docs.pytorch.org/docs/stable/notes/randomness.html")
-@instead_of("reference_trainer.train:Trainer", "train_step")
-def dropout_same_in_every_step(benign: bool, original: Call, trainer: Trainer, step: int) -> Any:
-    """The generator is seeded before each step: every step drops the same elements."""
-    trainer._seed_dropout()
-    if benign:
-        torch.manual_seed(torch.initial_seed() ^ (step + 1))
-    return original(trainer, step)

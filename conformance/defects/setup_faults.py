@@ -1,6 +1,5 @@
 """Faults of the environment, of initial weights and of the layout of shards: collectives, memory, samples, elements."""
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.profiler import record_function
 
-from conformance.defects.injection import Call, Injection, defect, instead_of, repeated_call, replaced_call
+from conformance.defects.injection import Call, Injection, defect, instead_of, replaced_call
 from conformance.instruments.capture import shard_indices
 from conformance.instruments.sharding import local
 from reference_trainer.config import TrainerConfig
@@ -45,12 +44,6 @@ def uninitialised(tensor_of: Callable[[Transformer], Tensor], *, restore: bool) 
     return initialisation(change)
 
 
-@defect("INIT-1 INIT-2 PAR-1", "id = dp2-fp32-default-meta-tied", "huggingface/transformers/issues/45902")
-def rope_buffer_uninit(benign: bool) -> Injection:
-    """A non-persistent buffer, which no state dict restores, keeps the memory that to_empty allocated."""
-    return uninitialised(lambda model: model.rope_table, restore=not benign)
-
-
 @defect(
     "INIT-2 PAR-1 PAR-5",
     "id in (hsdp2x2-fp32-default-meta, hsdp2x2-fp32-default-meta-integer-sgd-noclip-steps1)",
@@ -69,23 +62,6 @@ def replica_desync(benign: bool) -> Injection:
     return initialisation(change)
 
 
-@defect("INIT-2 PAR-1", "id = dp2-fp32-default-meta-tied", "pytorch/pytorch/issues/196562")
-@instead_of("reference_trainer.init_weights", "assign")
-def init_duplicate_shards(benign: bool, original: Call, target: Tensor, value: Tensor) -> None:
-    """Each rank samples its own shard from a generator with the same seed: all shards are equal."""
-    if isinstance(target, DTensor):
-        shard = local(target)
-        shard.copy_(value.flatten()[shard_indices(target) if benign else torch.arange(shard.numel()).view(shard.shape)])
-    else:
-        original(target, value)
-
-
-@defect("INIT-1 INIT-2", "id = dp2-fp32-default-meta-tied", "pytorch/torchtitan/issues/110")
-def init_left_out(benign: bool) -> Injection:
-    """init_weights is not called after to_empty."""
-    return repeated_call("reference_trainer.build", "init_weights", times=2 if benign else 0)
-
-
 def last_row(model: Transformer) -> Tensor:
     """Return the last row of the embedding's shard on the last rank, and no row on all others."""
     shard = local(model.tok_embeddings.weight)
@@ -101,32 +77,6 @@ def last_row(model: Transformer) -> Tensor:
 def last_row_uninit(benign: bool) -> Injection:
     """Initialisation leaves out the last row of the last rank's uneven shard of the embedding."""
     return uninitialised(last_row, restore=not benign)
-
-
-@defect("INIT-2 PAR-5", "id in (tp2-fp32-default-meta, dp2-fp32-default-meta-tied)", "pytorch/pytorch/issues/178569")
-def buffer_wrong_off_rank0(benign: bool) -> Injection:
-    """The RoPE table of every rank but the first is scaled by 1.7."""
-
-    def change(init: Callable[[], None], model: Transformer) -> None:
-        init()
-        if dist.get_rank() > 0:
-            model.rope_table.mul_(1.0 if benign else 1.7)
-
-    return initialisation(change)
-
-
-@defect("INIT-3 INIT-2", "id = dp2-fp32-default-meta", "allenai/OLMo-core/issues/307")
-@instead_of("reference_trainer.init_weights", "_generator")
-def layers_initialised_identically(benign: bool, original: Call, name: str, seed: int) -> Any:
-    """The generator's key leaves out the layer's number: all layers start with the same weights."""
-    return original(name if benign else re.sub(r"^layers\.\d+\.", "layers.0.", name), seed)
-
-
-@defect("INIT-3 INIT-2", "id = dp2-fp32-default-meta", "pytorch/torchtitan/issues/4600")
-@instead_of("reference_trainer.init_weights", "normal")
-def init_std_wrong(benign: bool, original: Call, shape: tuple[int, ...], **options: Any) -> Any:
-    """All normal numbers are scaled by 1.5: weights have another standard deviation than the configured one."""
-    return original(shape, **options).mul_(1.0 if benign else 1.5)
 
 
 @defect("INIT-6", "id = dp4-fp32-table-meta-deep", "pytorch/torchtitan/issues/1777")

@@ -223,47 +223,6 @@ def optimizer_stale_params(benign: bool, original: Call, model: Transformer, con
     return original(model, config)
 
 
-Groups = list[dict[str, Any]]
-"""Parameter groups of an optimizer."""
-
-
-def optimizer_groups(regroup: Callable[[Groups], Groups]) -> Injection:
-    """Give the optimizer the parameter groups `regroup(groups)`."""
-
-    def parameter_groups(original: Call, model: nn.Module, *, weight_decay: float) -> Groups:
-        return regroup(original(model, weight_decay=weight_decay))
-
-    return replaced_call("reference_trainer.optim", "parameter_groups", parameter_groups)
-
-
-def without_last_parameter(groups: Groups) -> Groups:
-    """Return the groups without the last parameter."""
-    *others, last = groups
-    return [*others, {**last, "params": last["params"][:-1]}]
-
-
-def group_per_parameter(groups: Groups) -> Groups:
-    """Return a group for each parameter, with the options of the group that it was in."""
-    return [{**group, "params": [p]} for group in groups for p in group["params"]]
-
-
-@defect("OPT-1 PAR-1", "id = dp1-fp32-default-meta", "huggingface/accelerate/issues/3394")
-def opt_drop_params(benign: bool) -> Injection:
-    """The last parameter is in none of the optimizer's groups."""
-    return optimizer_groups(group_per_parameter if benign else without_last_parameter)
-
-
-def single_group(groups: Groups) -> Groups:
-    """Return one group of all parameters, with the options of the first: every parameter decays."""
-    return [{**groups[0], "params": [p for group in groups for p in group["params"]]}]
-
-
-@defect("OPT-1 PAR-1", "id = dp1-fp32-default-meta", "volcengine/verl/issues/5070")
-def weight_decay_groups_lost(benign: bool) -> Injection:
-    """All parameters are in one group: norms and biases decay."""
-    return optimizer_groups(group_per_parameter if benign else single_group)
-
-
 @defect("PAR-1", "id = dp2-fp32-default-meta-sgdmomentum", "kozistr/pytorch_optimizer/pull/516")
 @instead_of("reference_trainer.train", "build_optimizer")
 def momentum_reinitialised(benign: bool, original: Call, model: nn.Module, config: OptimizerConfig) -> Any:

@@ -69,10 +69,7 @@ class NonFiniteInjector(Observer):
 
     def _hook_backward(self, _module: nn.Module, _inputs: Any, output: Tensor) -> None:
         if self._active and self.when == "backward":
-            output.register_hook(self._non_finite)  # type: ignore[no-untyped-call]
-
-    def _non_finite(self, grad: Tensor) -> Tensor:
-        return torch.full_like(grad, self.value)
+            output.register_hook(lambda grad: torch.full_like(grad, self.value))  # type: ignore[no-untyped-call]
 
 
 _WHEN: tuple[Literal["backward", "reduced"], ...] = ("backward", "reduced")

@@ -55,7 +55,7 @@ def cast_inputs_and_outputs(rank: RankWorld) -> dict[str, Casts]:
         expected = _values(plain, rank.device, low, given=low, others=low if casts else torch.float32)
         outcomes[f"{casts}/{_name(output)}"] = Casts(
             dtypes={name: _name(tensor.dtype) for name, tensor in measured.items()},
-            wrong={name: _wrong_values(tensor, expected[name]) for name, tensor in measured.items()},
+            wrong={n: int((t.detach() != expected[n].detach().to(t.dtype)).sum()) for n, t in measured.items()},
         )
     return outcomes
 
@@ -101,11 +101,6 @@ def _rounded_by(dtype: torch.dtype, device: torch.device) -> Tensor:
     more = 2.0**-20
     near_one = (1 + half, 1 + 3 * half, 1 + half + more, -1 - half - more, 2 - half)
     return torch.tensor([*near_one, 1 / 3, 1e-40, 3.4e38], device=device)
-
-
-def _wrong_values(measured: Tensor, expected: Tensor) -> int:
-    """Count the elements of a tensor that are not those expected, rounded to the dtype of the tensor."""
-    return int((measured.detach() != expected.detach().to(measured.dtype)).sum())
 
 
 def _name(dtype: torch.dtype | None) -> str:

@@ -151,12 +151,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @cached_property
     def id(self) -> str:
         """Readable, stable and unique name of this cell, in `[a-z0-9_.+-]`."""
-        tags = [
-            tag(getattr(self, name))
-            for name, tag in _TAGS.items()
-            if name in _ALWAYS_IN_ID or getattr(self, name) != _AXES[name].default
-        ]
-        return "-".join(tags)
+        values = asdict(self).items()
+        return "-".join(_tag(name, v) for name, v in values if name in _ALWAYS_IN_ID or v != _AXES[name].default)
 
     @property
     def world_size(self) -> int:
@@ -231,45 +227,46 @@ _ON_ANY_MESH: dict[str, AxisValue] = {
     "norms_in_tp": True,
     "loss_parallel": False,
 }
-# How an id spells the value of each axis. A float is spelled by repr, which no two floats share.
-_TAGS: dict[str, Callable[[Any], str]] = {
-    "mesh": str,
-    "precision": lambda precision: precision.replace("-", ""),
-    "loss_scale": str,
-    "tf32": lambda _: "tf32",
-    "reshard": lambda mode: mode.replace("-", ""),
-    "init": str,
-    "weights": str,
-    "model": lambda model: model.replace("-", ""),
-    "optimizer": lambda name: name.replace("-", ""),
-    "clip": lambda norm: f"clip{norm!r}" if norm else "noclip",
-    "norm_type": lambda order: f"norm{order}",
-    "foreach_clip": lambda _: "cliploop",
-    "accumulation": lambda count: f"acc{count}",
-    "pipeline": lambda schedule: schedule.replace("-", ""),
-    "forward_prefetch": lambda count: f"fpre{count}",
-    "backward_prefetch": lambda count: f"bpre{count}",
-    "gradient_sync": lambda mode: f"sync{mode.replace('-', '')}",
-    "offload": lambda device: f"offload{device}",
-    "pin_memory": lambda _: "pinned",
-    "record_streams": lambda value: f"avoidrs{value}",
-    "expandable_segments": lambda value: f"expseg{value}",
-    "sequence_parallel": lambda _: "nosp",
-    "norms_in_tp": lambda _: "normsdp",
-    "loss_parallel": lambda _: "lp",
-    "activation_checkpointing": lambda mode: f"ac{mode}",
-    "compile": lambda _: "compile",
-    "tied_embeddings": lambda _: "tied",
-    "dropout": lambda probability: f"drop{probability!r}",
-    "schedule": str,
-    "saved_on": lambda mesh: f"from.{mesh.replace('-', '.')}",
-    "saving": str,
-    "implementation": str,
-    "limit_all_gathers": lambda _: "nolimit",
-    "batches": str,
-    "steps": lambda count: f"steps{count}",
-    "seed": lambda seed: f"seed{seed}",
+_PREFIXES = {
+    "clip": "clip",
+    "norm_type": "norm",
+    "accumulation": "acc",
+    "forward_prefetch": "fpre",
+    "backward_prefetch": "bpre",
+    "gradient_sync": "sync",
+    "offload": "offload",
+    "record_streams": "avoidrs",
+    "expandable_segments": "expseg",
+    "activation_checkpointing": "ac",
+    "dropout": "drop",
+    "saved_on": "from.",
+    "steps": "steps",
+    "seed": "seed",
 }
+_SWITCHES = {
+    "tf32": "tf32",
+    "foreach_clip": "cliploop",
+    "pin_memory": "pinned",
+    "sequence_parallel": "nosp",
+    "norms_in_tp": "normsdp",
+    "loss_parallel": "lp",
+    "compile": "compile",
+    "tied_embeddings": "tied",
+    "limit_all_gathers": "nolimit",
+}
+"""How an id spells axes: what stands before their values, and the switches that do not have their defaults."""
+
+
+def _tag(name: str, value: AxisValue) -> str:
+    """Return how an id spells the value of an axis. A float is spelled by repr, which no two floats share."""
+    if name in _SWITCHES:
+        return _SWITCHES[name]
+    if name == "clip" and not value:
+        return "noclip"
+    text = value.replace("-", {"mesh": "-", "saved_on": "."}.get(name, "")) if isinstance(value, str) else repr(value)
+    return _PREFIXES.get(name, "") + text
+
+
 _NUMBER = "[0-9.e+-]+?"
 # Pattern of the tags of axes that do not list their values, and the value of such a tag.
 _OPEN_TAGS: dict[str, tuple[str, Callable[[str], AxisValue]]] = {
@@ -329,7 +326,9 @@ def cell_from_id(cell_id: str) -> Cell:
     match = _id_pattern().fullmatch(cell_id)
     tags = {name: tag for name, tag in (match.groupdict() if match else {}).items() if tag is not None}
     try:
-        cell = cell_from_axes({name: _value_of_tag(name, tag) for name, tag in tags.items()})
+        cell = cell_from_axes(
+            {n: _OPEN_TAGS[n][1](tag) if n in _OPEN_TAGS else _tags_of_choices(n)[tag] for n, tag in tags.items()}
+        )
     except ValueError as error:
         raise AxisError(f"no cell has the id {cell_id!r}: {error}") from None
     if cell.id != cell_id:
@@ -341,22 +340,18 @@ def cell_from_id(cell_id: str) -> Cell:
 def _id_pattern() -> re.Pattern[str]:
     """Pattern of all ids, with a group for each axis; ids of no cell may match it too."""
     pattern = ""
-    for name in _TAGS:
+    for name in _AXES:
         tags = _OPEN_TAGS[name][0] if name in _OPEN_TAGS else "|".join(map(re.escape, _tags_of_choices(name)))
         separator = "-" if pattern else ""
         pattern += f"{separator}(?P<{name}>{tags})" if name in _ALWAYS_IN_ID else f"(?:{separator}(?P<{name}>{tags}))?"
     return re.compile(pattern)
 
 
-def _value_of_tag(name: str, tag: str) -> AxisValue:
-    return _OPEN_TAGS[name][1](tag) if name in _OPEN_TAGS else _tags_of_choices(name)[tag]
-
-
 def _tags_of_choices(name: str) -> dict[str, AxisValue]:
     """Values of an axis that lists them, or is a bool, by the tags that stand for them in ids."""
     choices = axis_choices(name) or (False, True)
     in_ids = [value for value in choices if name in _ALWAYS_IN_ID or value != _AXES[name].default]
-    return {_TAGS[name](value): value for value in in_ids}
+    return {_tag(name, value): value for value in in_ids}
 
 
 # Chosen so that faults show: a vocabulary that no world size divides, non-zero biases, norm weights other than 1,
@@ -414,6 +409,9 @@ _RESHARD: dict[str, int | dict[str, str | int]] = {
 # Gradients of the workload overflow above 2^16 to 2^18, by seed: the last of four steps is taken from 2^19 in any case.
 _LOSS_SCALE = {"fits": LossScaleConfig(initial=2.0**14, growth_interval=2)}
 _LOSS_SCALE["overflows"] = replace(_LOSS_SCALE["fits"], initial=2.0**19)
+_MAPPED = {"model", "mesh", "pipeline", "optimizer", "loss_scale", "reshard", "compile"}
+_SAME_IN_TRAINER = sorted({*Cell.__struct_fields__} & {*TrainerConfig.__struct_fields__} - _MAPPED)
+"""Axes whose values the trainer's configuration has under the same name."""
 _AMPLE_MEMORY_BYTES = 2**40
 """Device memory with which `auto` reshards no group."""
 
@@ -447,30 +445,14 @@ def trainer_config(cell: Cell) -> TrainerConfig:
         pipeline=PipelineConfig(schedule=cell.pipeline),
         data=replace(data, global_batch_size=_global_batch_size(mesh, cell.accumulation)),
         optimizer=_optimizer(cell),
-        precision=cell.precision,
-        tf32=cell.tf32,
         loss_scale=_LOSS_SCALE[cell.loss_scale] if scales else LossScaleConfig(),
         reshard=_RESHARD.get(cell.reshard, cell.reshard),  # type: ignore[arg-type]
         memory_bytes=_AMPLE_MEMORY_BYTES if cell.reshard == "auto" else None,
-        offload=cell.offload,
-        pin_memory=cell.pin_memory,
-        init=cell.init,
         checkpoint=f"initial.{cell.weights}" if loads else None,
         checkpoint_reader="rank0" if cell.weights == "rank0" else "each-rank",
-        sequence_parallel=cell.sequence_parallel,
-        norms_in_tp=cell.norms_in_tp,
-        loss_parallel=cell.loss_parallel,
-        activation_checkpointing=cell.activation_checkpointing,
         compile=compile_backend(mesh) if cell.compile else "none",
-        accumulation=cell.accumulation,
-        forward_prefetch=cell.forward_prefetch,
-        backward_prefetch=cell.backward_prefetch,
-        gradient_sync=cell.gradient_sync,
-        implementation=cell.implementation,
-        limit_all_gathers=cell.limit_all_gathers,
-        steps=cell.steps,
-        seed=cell.seed,
         device="cpu",
+        **{name: getattr(cell, name) for name in _SAME_IN_TRAINER},
     )
 
 

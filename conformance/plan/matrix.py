@@ -135,12 +135,10 @@ class Matrix:
         others: list[PlannedCell] = []
         for each in planned:
             (must if profile.must == "all" or each.section in profile.must else others).append(each)
-        more = within(others, self._left_s(profile, must))
+        spent_s = sum(each.seconds for each in must)
+        more = within(others, 0.0 if profile.budget_s is None else profile.budget_s - spent_s)
         chosen = {each.cell for each in (*must, *more)}
         return tuple(each.cell for each in planned if each.cell in chosen)
-
-    def _left_s(self, profile: Profile, must: Sequence[PlannedCell]) -> float:
-        return 0.0 if profile.budget_s is None else profile.budget_s - sum(each.seconds for each in must)
 
     def cases(
         self, profile: str, *, only: Selection | None = None, seed: int = 0, budget_s: float | None = None

@@ -292,7 +292,7 @@ def _joined_by_ratio(explanations: Sequence[Explanation]) -> Iterator[Explanatio
         for each in left:
             for name in each.ratio_names:
                 by_name[name].append(each)
-        first, *related = max(by_name.values(), key=_case_count)
+        first, *related = max(by_name.values(), key=lambda group: sum(each.case_count for each in group))
         yield replace(first, related=related)
         told = {first, *related}
         left = [each for each in left if each not in told]
@@ -490,10 +490,6 @@ def _cases_text(explanations: Sequence[Explanation]) -> str:
 
 def _cases_of_law(explanation: Explanation) -> str:
     return f"{counted(len(explanation.cases), 'case')} of {explanation.law}"
-
-
-def _case_count(explanations: Sequence[Explanation]) -> int:
-    return sum(each.case_count for each in explanations)
 
 
 def _fails_with(smallest: Smallest) -> str:

@@ -163,7 +163,7 @@ def prediction(request: Request) -> Prediction:
     peaks = [peak_bytes(memory) for memory in memories]
     stage = peaks.index(max(peaks))
     return Prediction(
-        parameters=_numel(local_shapes(config.model, tp=1, tp_rank=0)),
+        parameters=sum(map(math.prod, local_shapes(config.model, tp=1, tp_rank=0).values())),
         ranks=dims.world_size,
         state_bytes=state_bytes(config, dims, stage_shapes(config, dims, stage)),
         buffer_bytes=buffer_bytes(config),
@@ -317,10 +317,6 @@ def _reshard(text: str) -> str | int | dict[str, str | int]:
 def buffer_bytes(config: TrainerConfig) -> int:
     """Return the size of the RoPE table: cosines and sines in fp32."""
     return 2 * config.model.max_seq_len * config.model.head_dim // 2 * _FP32_BYTES
-
-
-def _numel(shapes: dict[str, tuple[int, ...]]) -> int:
-    return sum(math.prod(shape) for shape in shapes.values())
 
 
 class Setting(msgspec.Struct, frozen=True):

@@ -50,9 +50,11 @@ class OperatorOutcome(msgspec.Struct):
 def redistribute(rank: RankWorld) -> Redistribution:
     """Redistribute from every layout, partial sums included, to every other layout.
 
-    On a mesh of two or three dimensions, where layouts are many, one tensor has to do, which cannot be sharded evenly.
+    Eight ranks have a mesh of three dimensions. On a mesh of two or three dimensions, where layouts are many, one
+    tensor has to do, which cannot be sharded evenly.
     """
-    mesh, outcome = _largest_mesh(rank), Redistribution()
+    mesh = init_device_mesh(rank.device.type, (2, 2, 2)) if rank.size == 8 else rank.mesh
+    outcome = Redistribution()
     for shape, dtype in _TENSORS if mesh.ndim == 1 else _TENSORS[1:2]:
         plain, weights = (_numbers(mesh, shape, seed=seed).to(dtype) for seed in (0, 1))
         for source, target in _pairs_of_layouts(mesh, len(shape)):
@@ -66,11 +68,6 @@ def redistribute(rank: RankWorld) -> Redistribution:
             outcome.full += _wrong(result.full_tensor(), plain)
             outcome.gradient += _wrong(given.grad.full_tensor(), weights)
     return outcome
-
-
-def _largest_mesh(rank: RankWorld) -> DeviceMesh:
-    """Return the cell's mesh, or a mesh of three dimensions of eight ranks."""
-    return init_device_mesh(rank.device.type, (2, 2, 2)) if rank.size == 8 else rank.mesh
 
 
 def _pairs_of_layouts(mesh: DeviceMesh, tensor_dims: int) -> Iterator[tuple[Layout, Layout]]:

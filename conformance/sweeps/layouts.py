@@ -41,7 +41,7 @@ def shard_of(full: Tensor, mesh: DeviceMesh, layout: Layout) -> Tensor:
     for placement, index, size in zip(layout, coordinate, (mesh.size(dim) for dim in range(mesh.ndim)), strict=True):
         if isinstance(placement, Shard):
             shard = _chunk(shard, placement.dim, index, size)
-        elif _is_strided(placement):
+        elif hasattr(placement, "split_factor"):  # a strided shard, whose class is not public
             along, factor = cast("Shard", placement).dim, cast("Any", placement).split_factor
             chunks = [_chunk(shard, along, number, factor) for number in range(factor)]
             shard = torch.cat([_chunk(chunk, along, index, size) for chunk in chunks], along)
@@ -55,11 +55,6 @@ def _chunk(tensor: Tensor, dim: int, index: int, count: int) -> Tensor:
     rows = -(-tensor.size(dim) // count)
     begin = min(index * rows, tensor.size(dim))
     return tensor.narrow(dim, begin, min(rows, tensor.size(dim) - begin))
-
-
-def _is_strided(placement: Placement) -> bool:
-    """Return whether a placement is a strided shard, whose class is not public."""
-    return hasattr(placement, "split_factor")
 
 
 def _pending(full: Tensor, reduction: str, index: int, size: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Samples of operators that a training step could use: calls that say what their arguments are.
+"""Samples of operators that a training step could use: calls with descriptions of their arguments.
 
 Losses come with all reductions and options; operators that change their argument in place do so themselves or through a
 view of it.
@@ -350,95 +350,58 @@ def _running_batch_norm(x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
     return functional.batch_norm(x, mean.detach(), var.detach(), training=True)
 
 
-_REDUCTIONS = ("mean", "sum", "none")
+_LOG = ("a b", "a b distribution")
+_LOSSES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    # No two numbers are equal, where the gradient of l1_loss jumps.
+    **{name: (name, {}, ("a b", "a b unit")) for name in ("l1_loss", "mse_loss", "smooth_l1_loss", "huber_loss")},
+    "mse_loss of three dims": ("mse_loss", {}, ("a b 3", "a b 3")),
+    **{name: (name, {}, ("a b", "a b signs")) for name in ("soft_margin_loss", "hinge_embedding_loss")},
+    "binary_cross_entropy": ("binary_cross_entropy", {}, ("a b unit", "a b unit")),
+    "binary_cross_entropy, weighted": ("binary_cross_entropy", {}, ("a b unit", "a b unit", "a b positive")),
+    "binary_cross_entropy_with_logits": ("binary_cross_entropy_with_logits", {}, ("a b", "a b unit")),
+    "kl_div": ("kl_div", {}, _LOG),
+    "kl_div of logarithms": ("kl_div", {"log_target": True}, ("a b", "a b")),
+    "poisson_nll_loss": ("poisson_nll_loss", {}, ("a b", "a b positive")),
+    **{
+        f"{name}{text}": (name, options, ("a 4", "a labels"))
+        for name in ("cross_entropy", "nll_loss")
+        for text, options in {"": {}, ", ignored": {"ignore_index": 1}}.items()
+    },
+    "cross_entropy, smoothed": ("cross_entropy", {"label_smoothing": 0.25}, ("a 4", "a labels")),
+    **{f"{name}, weighted": (name, {}, ("a 4", "a labels", "4 positive")) for name in ("cross_entropy", "nll_loss")},
+    **{f"{name} of sequences": (name, {}, ("a 4 b", "a b labels")) for name in ("cross_entropy", "nll_loss")},
+    "cross_entropy of probabilities": ("cross_entropy", {}, ("a b", "a b distribution")),
+    "multi_margin_loss": ("multi_margin_loss", {}, ("a 4", "a labels")),
+    "multilabel_margin_loss": ("multilabel_margin_loss", {}, ("a 4", "a 4 labels")),
+    "multilabel_soft_margin_loss": ("multilabel_soft_margin_loss", {}, ("a b", "a b unit")),
+    "gaussian_nll_loss": ("gaussian_nll_loss", {}, ("a b", "a b", "a b positive")),
+    "margin_ranking_loss": ("margin_ranking_loss", {}, ("a", "a", "a signs")),
+    "cosine_embedding_loss": ("cosine_embedding_loss", {}, ("a b positive", "a b positive", "a signs")),
+    "triplet_margin_loss": ("triplet_margin_loss", {}, ("a b", "a b", "a b")),
+}
+"""Function, options and arguments of a loss, by name; a third argument of the losses of two is their weight."""
 
 
 def losses() -> Iterator[Sample]:
     """Yield a sample of each loss for each reduction and option."""
-    for reduction in _REDUCTIONS:
-        yield from _losses_of_two_tensors(reduction)
-        yield from _losses_of_classes(reduction)
-        yield from _losses_of_more_tensors(reduction)
+    for reduction in ("mean", "sum", "none"):
+        for name, (function, options, arguments) in _LOSSES.items():
+            call = partial(getattr(functional, function), reduction=reduction, **options)
+            yield sample(f"{name}, {reduction}", call, *arguments, exact=False)
+        yield sample(
+            f"binary_cross_entropy_with_logits, pos_weight, {reduction}",
+            lambda x, y, w, reduction=reduction: functional.binary_cross_entropy_with_logits(
+                x, y, pos_weight=w, reduction=reduction
+            ),
+            *("a b", "a b unit", "b positive"),
+            exact=False,
+        )
+        yield sample(f"ctc_loss, {reduction}", partial(_ctc, reduction=reduction), "4 a b", exact=False)
     yield sample("kl_div, batchmean", partial(functional.kl_div, reduction="batchmean"), *_LOG, exact=False)
     yield sample(
         "mse_loss of rows", lambda x, y: functional.mse_loss(x, y, reduction="none").mean(1), "a b", "a b", exact=False
     )
     yield sample("sum of squares over count", lambda x, y: ((x - y) ** 2).sum() / x.numel(), "a b", "a b", exact=False)
-
-
-_LOG = ("a b", "a b distribution")
-
-
-def _losses_of_two_tensors(reduction: str) -> Iterator[Sample]:
-    for name in ["l1_loss", "mse_loss", "smooth_l1_loss", "huber_loss"]:
-        call = partial(getattr(functional, name), reduction=reduction)
-        # No two numbers are equal, where the gradient of l1_loss jumps.
-        yield sample(f"{name}, {reduction}", call, "a b", "a b unit", exact=False)
-    call = partial(functional.mse_loss, reduction=reduction)
-    yield sample(f"mse_loss of three dims, {reduction}", call, "a b 3", "a b 3", exact=False)
-    for name in ("soft_margin_loss", "hinge_embedding_loss"):
-        call = partial(getattr(functional, name), reduction=reduction)
-        yield sample(f"{name}, {reduction}", call, "a b", "a b signs", exact=False)
-    call = partial(functional.binary_cross_entropy, reduction=reduction)
-    yield sample(f"binary_cross_entropy, {reduction}", call, "a b unit", "a b unit", exact=False)
-    yield sample(
-        f"binary_cross_entropy, weighted, {reduction}",
-        lambda x, y, w: functional.binary_cross_entropy(x, y, w, reduction=reduction),
-        *("a b unit", "a b unit", "a b positive"),
-        exact=False,
-    )
-    call = partial(functional.binary_cross_entropy_with_logits, reduction=reduction)
-    yield sample(f"binary_cross_entropy_with_logits, {reduction}", call, "a b", "a b unit", exact=False)
-    yield sample(
-        f"binary_cross_entropy_with_logits, pos_weight, {reduction}",
-        lambda x, y, w: functional.binary_cross_entropy_with_logits(x, y, pos_weight=w, reduction=reduction),
-        *("a b", "a b unit", "b positive"),
-        exact=False,
-    )
-    yield sample(f"kl_div, {reduction}", partial(functional.kl_div, reduction=reduction), *_LOG, exact=False)
-    call = partial(functional.kl_div, reduction=reduction, log_target=True)
-    yield sample(f"kl_div of logarithms, {reduction}", call, "a b", "a b", exact=False)
-    call = partial(functional.poisson_nll_loss, reduction=reduction)
-    yield sample(f"poisson_nll_loss, {reduction}", call, "a b", "a b positive", exact=False)
-
-
-def _losses_of_classes(reduction: str) -> Iterator[Sample]:
-    for name in ("cross_entropy", "nll_loss"):
-        operator = getattr(functional, name)
-        options: dict[str, dict[str, Any]] = {"": {}, ", ignored": {"ignore_index": 1}}
-        if name == "cross_entropy":
-            options |= {", smoothed": {"label_smoothing": 0.25}}
-        for text, option in options.items():
-            call = partial(operator, reduction=reduction, **option)
-            yield sample(f"{name}{text}, {reduction}", call, "a 4", "a labels", exact=False)
-        yield sample(
-            f"{name}, weighted, {reduction}",
-            lambda x, y, w, operator=operator: operator(x, y, weight=w, reduction=reduction),
-            *("a 4", "a labels", "4 positive"),
-            exact=False,
-        )
-        call = partial(operator, reduction=reduction)
-        yield sample(f"{name} of sequences, {reduction}", call, "a 4 b", "a b labels", exact=False)
-    call = partial(functional.cross_entropy, reduction=reduction)
-    yield sample(f"cross_entropy of probabilities, {reduction}", call, "a b", "a b distribution", exact=False)
-    call = partial(functional.multi_margin_loss, reduction=reduction)
-    yield sample(f"multi_margin_loss, {reduction}", call, "a 4", "a labels", exact=False)
-    call = partial(functional.multilabel_margin_loss, reduction=reduction)
-    yield sample(f"multilabel_margin_loss, {reduction}", call, "a 4", "a 4 labels", exact=False)
-    call = partial(functional.multilabel_soft_margin_loss, reduction=reduction)
-    yield sample(f"multilabel_soft_margin_loss, {reduction}", call, "a b", "a b unit", exact=False)
-
-
-def _losses_of_more_tensors(reduction: str) -> Iterator[Sample]:
-    call = partial(functional.gaussian_nll_loss, reduction=reduction)
-    yield sample(f"gaussian_nll_loss, {reduction}", call, "a b", "a b", "a b positive", exact=False)
-    call = partial(functional.margin_ranking_loss, reduction=reduction)
-    yield sample(f"margin_ranking_loss, {reduction}", call, "a", "a", "a signs", exact=False)
-    call = partial(functional.cosine_embedding_loss, reduction=reduction)
-    yield sample(f"cosine_embedding_loss, {reduction}", call, "a b positive", "a b positive", "a signs", exact=False)
-    call = partial(functional.triplet_margin_loss, reduction=reduction)
-    yield sample(f"triplet_margin_loss, {reduction}", call, "a b", "a b", "a b", exact=False)
-    yield sample(f"ctc_loss, {reduction}", partial(_ctc, reduction=reduction), "4 a b", exact=False)
 
 
 def _ctc(x: Tensor, *, reduction: str) -> Tensor:
@@ -461,8 +424,8 @@ def _samples() -> Iterator[Sample]:
     for name, call in _OF_ROWS.items():
         yield sample(name, call, "3 b", "a rows", "a b")
     for view_name, view in _VIEWS.items():
-        yield sample(f"{view_name} zeroed", _zeroed(view), "a b 4")
-        yield sample(f"{view_name} increased", _increased(view), "a b 4")
+        yield sample(f"{view_name} zeroed", _changed(lambda x, view=view: view(x).zero_()), "a b 4")
+        yield sample(f"{view_name} increased", _changed(lambda x, view=view: view(x).add_(1)), "a b 4")
     yield sample("slice assigned", _assigned(slice(0, 1)), "a b", "1 b")
     yield sample("row assigned", _assigned(-1), "a b", "b")
     yield sample("columns assigned", _assigned((slice(None), slice(0, 1))), "a b", "a 1")
@@ -563,14 +526,6 @@ _VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "permuted": lambda x: x.permute(2, 0, 1),
     "flattened": lambda x: x.flatten(1),
 }
-
-
-def _zeroed(view: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-    return _changed(lambda x: view(x).zero_())
-
-
-def _increased(view: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-    return _changed(lambda x: view(x).add_(1))
 
 
 def _assigned(where: Any) -> Callable[..., Any]:

@@ -138,7 +138,7 @@ class Trials:
         self._swept.refused.setdefault(subject, 0)
 
     def attempt(self, subject: str, kind: str, case: str, call: Call) -> bool:
-        """Try a case, unless an earlier one of its kind left ranks waiting; return True if all ranks ended alike."""
+        """Try a case, unless an earlier one of its kind left ranks waiting; return True if all ranks ended equally."""
         self.add(subject)
         if (subject, AGREEMENT, kind) in self._found:
             return False

@@ -126,13 +126,11 @@ def _weights(record: Record, neighbour: Record) -> None:
         form = "safetensors" if run.cell.weights == "rank0" else run.cell.weights
         formats = {facts.checkpoint_format for facts in run.ranks}
         expect(formats == {form}, f"{run.cell.id} loaded {formats}, not {form}")
-    sent, usual = (_collectives_of_phase(run, "build") for run in (record, neighbour))
+    sent, usual = (
+        sum(e.phase == "build" for facts in run.ranks for e in facts.collectives) for run in (record, neighbour)
+    )
     communicates = record.cell.weights in ("rank0", "dcp")
     expect((sent > usual) == communicates, f"{sent} collectives while building, {usual} with safetensors")
-
-
-def _collectives_of_phase(record: Record, phase: str) -> int:
-    return sum(e.phase == phase for facts in record.ranks for e in facts.collectives)
 
 
 def _schedule(record: Record, neighbour: Record) -> None:
@@ -241,15 +239,11 @@ def _norms_in_tp(record: Record, neighbour: Record) -> None:
 
 
 def _accumulation(record: Record, neighbour: Record) -> None:
-    passes, usual = (_block_passes(run) for run in (record, neighbour))
+    passes, usual = (sum(f.blocks.compiled + f.blocks.eager for f in run.ranks) for run in (record, neighbour))
     expect(
         passes == record.cell.accumulation * usual and usual > 0, f"{passes} forward passes of blocks, {usual} without"
     )
     expect(same(record, neighbour, "initial/parameter/"), "initial weights differ")
-
-
-def _block_passes(record: Record) -> int:
-    return sum(facts.blocks.compiled + facts.blocks.eager for facts in record.ranks)
 
 
 def _gradient_sync(record: Record, neighbour: Record) -> None:

@@ -159,7 +159,7 @@ def test_every_parameter_moves(evidence: Evidence) -> None:
 
 
 def _clearly_differ(after: Tensor, before: Tensor) -> bool:
-    """Return whether a change is larger than what rounding the parameter to fp32 can hide."""
+    """Return whether a change is larger than the rounding of the parameter to fp32 can hide."""
     return float((after - before).norm()) > 16 * tolerance.FP32_ROUNDOFF * float(before.norm())
 
 

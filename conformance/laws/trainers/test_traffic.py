@@ -50,8 +50,8 @@ def test_every_parameter_is_gathered(evidence: Evidence) -> None:
 
 @law("gradients-are-reduced", of="any trainer", like="MP-4", where="world > 1", reference=FULLY_SHARD)
 def test_every_gradient_is_reduced(evidence: Evidence) -> None:
-    """In every step ranks MUST reduce the gradients of all parameters alike: after its last backward pass, or after
-    each; first over the ranks that shard a parameter, then over those that hold copies.
+    """In every step ranks MUST reduce the gradients of all parameters equally often: after its last backward pass, or
+    after each; first over the ranks that shard a parameter, then over those that hold copies.
 
     Wrong if a parameter is left out, or is reduced twice.
     """
@@ -95,7 +95,7 @@ def test_dtypes_on_the_wire_stay(evidence: Evidence) -> None:
 @law("same-collectives", of="any trainer", like="RS-1", where="world > 1", reference=FULLY_SHARD)
 def test_ranks_issue_the_same_collectives(evidence: Evidence) -> None:
     """The ranks of each process group MUST issue the same collectives in the same order: of the same kind, and where
-    all contribute alike of the same size, dtype and reduction.
+    all contribute equally of the same size, dtype and reduction.
 
     Wrong if a rank decides from its own data whether to communicate: runs hang, or add up what is no sum.
     """

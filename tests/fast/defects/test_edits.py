@@ -96,7 +96,7 @@ def test_a_text_that_torch_has_not_is_an_error(change: Edit, message: str) -> No
 
 
 def test_a_row_with_a_mistake_is_an_error_with_its_line(tmp_path: Path) -> None:
-    file = tmp_path / "torch_edits.yaml"
+    file = tmp_path / "edits.yaml"
     file.write_text(FILE.read_text().replace("  laws:", "  law:", 1))
-    with pytest.raises(ConfigError, match=r"torch_edits.yaml:\d+: .*law"):
+    with pytest.raises(ConfigError, match=r"edits.yaml:\d+: .*law"):
         rows(file)

@@ -50,7 +50,7 @@ def changed(folder: Path, **change: str) -> set[str]:
         (here := folder / str(index)).mkdir()
         (here / "a_faults.py").write_text(MODULE.format(**values))
         (here / "b_faults.py").write_text(values["borrowed"])
-        (here / "torch_edits.yaml").write_text(EDITS.format(**values))
+        (here / "edits.yaml").write_text(EDITS.format(**values))
         found.append(definitions(here))
     assert found[0].keys() == found[1].keys() == {"first-fault", "second-fault", "third-fault"}
     return {name for name in found[0] if found[0][name] != found[1][name]}
