@@ -254,7 +254,7 @@ _SWITCHES = {
     "tied_embeddings": "tied",
     "limit_all_gathers": "nolimit",
 }
-"""How an id spells axes: what stands before their values, and the switches that do not have their defaults."""
+"""Spelling of axes in an id: prefixes of values, and names of switches that are not at their defaults."""
 
 
 def _tag(name: str, value: AxisValue) -> str:

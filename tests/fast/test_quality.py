@@ -53,8 +53,6 @@ PRIVATE_NAMES_ALLOWED_IN = {
 }
 """Files and directories that may use private names below `torch`, with the reason."""
 
-NOT_YET = ("tests/",)
-"""Beginnings of paths whose language is not checked yet."""
 PRONOUNS = re.compile(
     r"(And|As|Beside|But|For|It|Of|That|The same|They|Those|Whether|Which|With|Others|Nobody|Somebody|Something|"
     r"(This|These|One) (is|are|was|were|has|have|does|must|may|can))\b"
@@ -213,12 +211,7 @@ def test_private_names_of_pytest_are_not_used() -> None:
 # Docstrings and names
 
 
-def checked_language(*directories: str) -> list[str]:
-    """Return the files of directories, without those of `NOT_YET`."""
-    return [file for file in files(*directories) if not file.startswith(NOT_YET)]
-
-
-LANGUAGE = checked_language("benchmarks", "conformance", "findings", "reference_trainer", "tests")
+LANGUAGE = files("benchmarks", "conformance", "findings", "reference_trainer", "tests")
 
 
 def first_sentence(docstring: str) -> str:
@@ -289,7 +282,7 @@ def test_keys_of_metrics_are_names_of_the_api() -> None:
     def other_keys(file: str) -> Iterator[str]:
         yield from (f"{line}: {key}" for line, key in keys(tree(file), API_TABLES) if not API_KEY.fullmatch(key))
 
-    require(other_keys, checked_language("conformance"))
+    require(other_keys, files("conformance"))
 
 
 def is_replaced(identifier: str) -> bool:
