@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.utils import _pytree
 
-from conformance.defects.injection import Call, Injection, defect, instead_of, replaced_call
+from conformance.defects.injection import Call, Injection, defect, instead_of, repeated_call, replaced_call
 from conformance.defects.precision_faults import through
 from reference_trainer.model import FeedForward
 from reference_trainer.train import Trainer
@@ -183,26 +183,16 @@ def recursion_not_asked_for(benign: bool) -> Iterator[None]:
         yield
 
 
-def method_calls(name: str, *, times: int) -> Injection:
-    """Call a method of FSDPModule `times` times for each call."""
-
-    def call(original: Call, module: Any, argument: Any) -> None:
-        for _ in range(times):
-            original(module, argument)
-
-    return replaced_call(_MODULE, name, call)
-
-
 @defect("API-2", _CELL, _DOCS)
 def custom_reduction_ignored(benign: bool) -> Injection:
     """set_custom_reduce_scatter has no effect."""
-    return method_calls("set_custom_reduce_scatter", times=2 if benign else 0)
+    return repeated_call(_MODULE, "set_custom_reduce_scatter", times=2 if benign else 0)
 
 
 @defect("API-2", _CELL, _DOCS)
 def unsharded_in_backward_anyway(benign: bool) -> Injection:
     """set_unshard_in_backward has no effect: a module that needs no parameters in backward gathers them."""
-    return method_calls("set_unshard_in_backward", times=2 if benign else 0)
+    return repeated_call(_MODULE, "set_unshard_in_backward", times=2 if benign else 0)
 
 
 @defect("API-2", _CELL, _DOCS)

@@ -1,4 +1,4 @@
-"""Faults of data, loss, accumulation and reduction: wrong samples, means and sums, wrong ranks, or too few of them."""
+"""Faults of accumulation and reduction: wrong sums, wrong groups of ranks, and ranks that do not participate."""
 
 import inspect
 import time

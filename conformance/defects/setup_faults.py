@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,51 +20,19 @@ from reference_trainer.model import Transformer
 _FSDP_PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param"
 
 
-def initialisation(change: Callable[[Callable[[], None], Transformer], None]) -> Injection:
-    """Replace `init_weights` by `change`, which is given the original with its arguments bound, and the model."""
-
-    def init_weights(original: Call, model: Transformer, **options: Any) -> None:
-        change(partial(original, model, **options), model)
-
-    return replaced_call("reference_trainer.build", "init_weights", init_weights)
-
-
-def uninitialised(tensor_of: Callable[[Transformer], Tensor], *, restore: bool) -> Injection:
-    """After initialisation restore a tensor's earlier values, or initialise a second time."""
-
-    def change(init: Callable[[], None], model: Transformer) -> None:
-        before = tensor_of(model).clone()
-        init()
-        if restore:
-            tensor_of(model).copy_(before)
-        else:
-            init()
-
-    return initialisation(change)
-
-
 @defect(
     "INIT-2 PAR-1 PAR-5",
     "id in (hsdp2x2-fp32-default-meta, hsdp2x2-fp32-default-meta-integer-sgd-noclip-steps1)",
     "pytorch/pytorch/issues/125431",
 )
-def replica_desync(benign: bool) -> Injection:
+@instead_of("reference_trainer.build", "init_weights")
+def replica_desync(benign: bool, original: Call, model: Transformer, **options: Any) -> None:
     """Replicas start from different weights: fully_shard never broadcasts, the second's are scaled by 1.05."""
-
-    def change(init: Callable[[], None], model: Transformer) -> None:
-        init()
-        for parameter in model.parameters():
-            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            if mesh and "dp_replicate" in (mesh.mesh_dim_names or ()) and mesh.get_local_rank("dp_replicate") == 1:
-                local(parameter).mul_(1.0 if benign else 1.05)
-
-    return initialisation(change)
-
-
-def last_row(model: Transformer) -> Tensor:
-    """Return the last row of the embedding's shard on the last rank, and no row on all others."""
-    shard = local(model.tok_embeddings.weight)
-    return shard[-1:] if dist.get_rank() == dist.get_world_size() - 1 else shard[:0]
+    original(model, **options)
+    for parameter in model.parameters():
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        if mesh and "dp_replicate" in (mesh.mesh_dim_names or ()) and mesh.get_local_rank("dp_replicate") == 1:
+            local(parameter).mul_(1.0 if benign else 1.05)
 
 
 @defect(
@@ -74,9 +41,14 @@ def last_row(model: Transformer) -> Tensor:
     "dp2-bf16reduce-table-meta-uneven-sgd-norm1-cliploop-fpre1-bpre1-acfull-tied-drop0.1)",
     "pytorch/pytorch/issues/176076",
 )
-def last_row_uninit(benign: bool) -> Injection:
+@instead_of("reference_trainer.build", "init_weights")
+def last_row_uninit(benign: bool, original: Call, model: Transformer, **options: Any) -> None:
     """Initialisation leaves out the last row of the last rank's uneven shard of the embedding."""
-    return uninitialised(last_row, restore=not benign)
+    row = local(model.tok_embeddings.weight)[-1:]
+    before = row.clone()
+    original(model, **options)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        row.copy_(row.clone() if benign else before)
 
 
 @defect("INIT-6", "id = dp4-fp32-table-meta-deep", "pytorch/torchtitan/issues/1777")

@@ -245,11 +245,6 @@ def resume_momentum_lost(benign: bool, trainer: Trainer) -> None:
     change_state(trainer, "momentum_buffer", torch.clone if benign else torch.zeros_like)
 
 
-def fused_adamw(call: Callable[..., None]) -> Injection:
-    """Replace the fused kernel of AdamW by `call(kernel, *arguments)`."""
-    return replaced_call("torch", "_fused_adamw_", call)
-
-
 def decays_times(factor: float) -> Call:
     """Return a step with a multiple of the decay."""
 
@@ -279,19 +274,19 @@ def decays_before(
 )
 def fused_decay_twice(benign: bool) -> Injection:
     """Fused AdamW applies weight decay twice."""
-    return fused_adamw(decays_before if benign else decays_times(2.0))
+    return replaced_call("torch", "_fused_adamw_", decays_before if benign else decays_times(2.0))
 
 
 @defect("PAR-1", "id = dp2-fp32-default-meta-adamwfused", "flagos-ai/FlagGems/pull/4989")
 def fused_decay_ignored(benign: bool) -> Injection:
     """Fused AdamW ignores weight decay."""
-    return fused_adamw(decays_before if benign else decays_times(0.0))
+    return replaced_call("torch", "_fused_adamw_", decays_before if benign else decays_times(0.0))
 
 
 @defect("PAR-1", "id = dp2-fp32-default-meta-adamwfused", "deepspeedai/DeepSpeed/pull/8307")
 def fused_decay_coupled(benign: bool) -> Injection:
     """Fused Adam steps in place of fused AdamW, and adds weight decay to the gradients."""
-    return fused_adamw(decays_before if benign else decays_gradients)
+    return replaced_call("torch", "_fused_adamw_", decays_before if benign else decays_gradients)
 
 
 @defect("AMP-1", "id = dp2-fp16mp-default-meta-adamwfused", "pytorch/pytorch/pull/95847")
