@@ -34,7 +34,8 @@ def relabelled(record: Record, cell: Cell) -> Record:
 
 
 def test_every_axis_has_a_proof() -> None:
-    assert tuple(PROOFS) == axis_names()
+    """The reference trainer refuses uneven batches; for other trainers `SubjectRuns.evidence` needs their effect."""
+    assert tuple(PROOFS) == tuple(name for name in axis_names() if name != "batches")
 
 
 def test_an_axis_without_a_proof_is_an_error(run: Run) -> None:
