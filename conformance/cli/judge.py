@@ -67,8 +67,6 @@ def run(options: argparse.Namespace) -> Answer:
     known_trainers.resolve(options.subject)
     if options.keep:
         require_checkout("--keep")
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # the command is a script: Python looks in the script's directory
     quiet = contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext()
     with quiet:
         status = int(pytest.main(_session_arguments(options)))

@@ -18,7 +18,6 @@ from conformance.numerics.arithmetic import OWN, Arithmetic
 from conformance.plan.matrix import Case, Matrix, load_matrix
 from conformance.plan.selection import parse
 from conformance.project import data_file
-from conformance.run import known_trainers
 from conformance.run.devices.hardware import NO_DEVICES, Hardware, find_hardware
 from conformance.run.devices.nvml import machine_devices
 from conformance.run.pool import Pools
@@ -81,7 +80,7 @@ class CaseJudge:
             pools=self.pools,
             shares_ranks=defect is None or is_known(defect),
             hardware=self.hardware,
-            subject=known_trainers.resolve(TRAINER),
+            subject=TRAINER,
         )
 
     def cases(self, selection: str, *, only: Container[str] | None = None) -> list[Case]:

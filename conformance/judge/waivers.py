@@ -142,6 +142,10 @@ def load_waivers(file: Path, matrix: Matrix) -> list[Waiver]:
     waivers = convert(load(file), Waivers).waivers
     cells = {w.law: matrix.cells_of(w.law) for w in waivers}
     for waiver in waivers:
+        if (waiver.law in matrix.trainer_scopes) != (waiver.trainer is not None):
+            raise UsageError(
+                f"{file.name}: waiver of {waiver.law}: laws of any trainer need `trainer`, and no other law has one"
+            )
         try:
             selected = parse(waiver.cells)
             datetime.date.fromisoformat(waiver.expires)

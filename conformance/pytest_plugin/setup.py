@@ -3,6 +3,7 @@
 import datetime
 import importlib.metadata
 import shlex
+import sys
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +90,11 @@ def read_options(config: pytest.Config) -> SessionSetup:
     try:
         file = Path(option.matrix) if option.matrix else data_file("matrix.yaml")
         matrix = load_matrix(file)
-        subject = known_trainers.resolve(option.subject) if option.subject else None
+        subject = option.subject
+        if subject:
+            known_trainers.resolve(subject)
+            if "" not in sys.path and str(Path.cwd()) not in sys.path:
+                sys.path.insert(0, str(Path.cwd()))  # a command's script looks for modules in its own directory
         profile_name = TRAINERS if subject else option.profile
         profile = matrix.profile(profile_name)
         _require_no_other_data(option)

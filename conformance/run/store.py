@@ -68,7 +68,7 @@ class RecordStore:
     """True if nothing is run, since every needed record must exist already."""
     hardware: Hardware = NO_DEVICES
     subject: str | None = None
-    """`MODULE:NAME` or `FILE.py:NAME` of the trainer that is judged; None for the reference trainer."""
+    """Trainer that is judged, as `known_trainers.resolve` takes its name; None for the reference trainer."""
 
     def __post_init__(self) -> None:
         self._finished: set[Path] = set()

@@ -2,15 +2,16 @@
 
 import re
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from conformance.outcomes import CellFailed, Failure, Unsupported
+from conformance.outcomes import Failure, Unsupported
 from conformance.plan.cells import Cell
 from conformance.project import PACKAGE
+from conformance.run import known_trainers
 from conformance.run.case_runs import to_failure
 from conformance.run.failures import RunFailed
 from conformance.run.pool import Task
@@ -37,13 +38,16 @@ _MISTAKE = SubjectMistake.__name__
 _Result = TypeVar("_Result")
 
 
+_target = cache(known_trainers.resolve)
+
+
 class SubjectRuns:
     """Runs of the store's subject for the law of one case; a run that the session has made already is not repeated."""
 
     def __init__(self, store: RecordStore) -> None:
         if store.subject is None:
             raise ValueError("the record store names no subject")
-        self.store, self.subject = store, store.subject
+        self.store, self.subject = store, _target(store.subject)
         self.clock = Clock()
 
     def fixtures(self, cell: Cell) -> Mapping[str, Any]:
@@ -65,8 +69,8 @@ class SubjectRuns:
     def evidence(self, cell: Cell) -> Evidence:
         """Return the record of a cell with its reference.
 
-        Raises CellFailed if a rank does not finish, or another cell has hung before: each of the others would probably
-        take all of its time, too. Raises Unsupported for a cell that the subject refuses.
+        Raises CellFailed if a rank does not finish. Raises Unsupported for a cell that the subject refuses, and after
+        another cell has hung: each of the others would probably take all of its time, too.
         """
         payload = _payload({"subject": self.subject, "cell": subject_cell(cell)})
         (reason,) = read_results(self._alone("unsupported", cell, payload))
@@ -118,6 +122,7 @@ class SubjectRuns:
             except RunFailed as failed:
                 failure = _failure(failed)
                 if failure.kind == "timeout" and header.defect is None:
+                    self._hung.parent.mkdir(exist_ok=True)
                     self._hung.write_text(header.cell.id)
                 return RecordFile(header=header, failure=failure)
             with self.store.writing():
@@ -128,13 +133,13 @@ class SubjectRuns:
 
     @property
     def _hung(self) -> Path:
-        """File with the id of the cell that has hung in this session."""
-        return self.store.directory / f"hung-{self.store.session}"
+        """File with the id of the cell that has hung in this session, in a directory as records have."""
+        return self.store.directory / f"hung-{self.store.session}" / "cell"
 
     def _require_nothing_hung(self, cell: Cell) -> None:
         hung = self._hung.read_text() if self._hung.exists() else cell.id
         if hung != cell.id and self.store.defect is None:  # a defect is tried on cells that did not hang without it
-            raise CellFailed(Failure(kind="timeout", first_rank=0, reason=f"not run: cell {hung} hung", details=""))
+            raise Unsupported(f"not run: cell {hung} hung")
 
     def _kind(self, cell: Cell) -> str:
         """Return the kind of a cell's task; see `kind_of_processes` for tasks that must not share processes."""

@@ -36,7 +36,7 @@ def trainer_facts(
     description = runs.description()
     return TrainerFacts(
         name=trainer,
-        given=runs.subject,
+        given=store.subject or "",
         versions=description.versions,
         shims=description.shims,
         policies=list(_policies(store, results)),
@@ -71,7 +71,7 @@ def faults_seen(
         holding = [result.law for result in results if result.cell == cell.id and result.verdict == Verdict.PASS]
         for fault in faults if holding else ():
             faulty = dataclasses.replace(store, defect=fault.id, shares_ranks=True)
-            laws = [asserted_laws()[law] for law in holding]
+            laws = [asserted for law, asserted in asserted_laws().items() if law in holding]
             judged = [judge(Case(a.law.id, cell, trainer), a.law, a.test, faulty, machine=machine) for a in laws]
             seen = [
                 entry.case.law

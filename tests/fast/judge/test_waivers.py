@@ -49,6 +49,12 @@ def metric(value: float | None) -> Measurement:
     return Measurement(kind="exact", value=value, lower=0, upper=0, unit="")
 
 
+def test_a_waiver_of_a_trainer_is_of_no_other() -> None:
+    waiver = msgspec.structs.replace(WAIVER, law="gradients", trainer="fabric")
+    cases = [Case("gradients", CELL, trainer) for trainer in ("fabric", "accelerate", None)]
+    assert [waiver.matches(case, device="cpu", torch=(2, 13)) for case in cases] == [True, False, False]
+
+
 def test_a_failure_is_waived_a_pass_is_reported_and_nothing_else_changes() -> None:
     waived = WAIVER.judge(Verdict.FAIL, "measured 2", {"norm of rank 1": metric(2.0)})
     assert waived == (Verdict.WAIVED, "https://github.com/pytorch/pytorch/issues/1: it is so; measured 2")
@@ -142,6 +148,8 @@ def test_waivers_overlap_if_some_case_has_both(one: tuple[str, str], two: tuple[
     ("changes", "message"),
     [
         ({"cells": "mesh = dp4096"}, "the waiver of INIT-8 applies to no case of the matrix"),
+        ({"trainer": "fabric"}, "INIT-8: laws of any trainer need `trainer`, and no other law has one"),
+        ({"law": "gradients"}, "gradients: laws of any trainer need `trainer`, and no other law has one"),
         ({"expires": "2027-02-30"}, "day is out of range|must be in range"),
         ({"expires": "soon"}, "expires"),
         ({"device": "tpu"}, "device"),

@@ -218,7 +218,7 @@ def test_after_a_cell_that_hangs_no_other_is_run(pools: Pools, tmp_path: Path) -
     hanging = BY_ID["dp2-bf16mp-default-full"]
     trainer = judged_trainer(pools, tmp_path, "hangs", DP2, hanging, HSDP, TP, limit_s=10.0)
     assert trainer.verdicts(hanging) == {Verdict.TIMEOUT}
-    assert trainer.verdicts(HSDP) == {Verdict.TIMEOUT}
+    assert trainer.verdicts(HSDP) == {Verdict.UNSUPPORTED}
     assert trainer.verdicts(TP) == {Verdict.UNSUPPORTED}
     assert f"not run: cell {hanging.id} hung" in trainer.reasons()
     faults = trainer.faults()
