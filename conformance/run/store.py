@@ -112,9 +112,13 @@ class RecordStore:
             raise CellFailed(Failure(kind="timeout", first_rank=0, reason=reason, details=""))
         return left_s
 
+    def directory_of(self, header: Header) -> Path:
+        """Return the directory of the run with this header, whether it exists or not."""
+        return self.directory / f"{header.cell.id}--{_digest(header)}"
+
     def run(self, header: Header, execute: Execute, clock: Clock) -> Path:
         """Return the directory of the finished run with this header, which `execute` makes unless it is there."""
-        directory = self.directory / f"{header.cell.id}--{_digest(header)}"
+        directory = self.directory_of(header)
         if directory in self._finished:
             return directory
         if self.replay:

@@ -8,6 +8,7 @@ from tabulate import tabulate
 
 from conformance.judge.registry import asserted_laws
 from conformance.judge.verdicts import BAD, Verdict
+from conformance.plan.matrix import TRAINER_CELLS
 from conformance.project import PROJECT
 from conformance.report.schema import Report
 
@@ -38,7 +39,9 @@ def keep(report: Report) -> Path:
         raise ValueError("the report is about the reference trainer")
     laws: dict[str, dict[str, Verdict]] = {}
     reasons: dict[str, dict[str, str]] = {}
-    for case in report.cases:
+    law_order, cell_order = list(asserted_laws()), [cell.id for cell in TRAINER_CELLS]
+    in_profile = [case for case in report.cases if case.cell in cell_order]
+    for case in sorted(in_profile, key=lambda case: (law_order.index(case.law), cell_order.index(case.cell))):
         laws.setdefault(case.law, {})[case.cell] = Verdict(case.verdict)
         if case.verdict != Verdict.PASS:
             reasons.setdefault(case.law, {})[case.cell] = case.reason

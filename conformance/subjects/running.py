@@ -16,7 +16,7 @@ from conformance.run.case_runs import to_failure
 from conformance.run.failures import RunFailed
 from conformance.run.pool import Task
 from conformance.run.ranks.messages import RankReport
-from conformance.run.record import Header, RecordFile, read_results, write_results
+from conformance.run.record import Header, RecordFile, read_record, read_results, write_results
 from conformance.run.store import Clock, RecordStore
 from conformance.run.torch_support import confuses_embeddings
 from conformance.subjects.cells import reference_cell, subject_cell
@@ -76,11 +76,11 @@ class SubjectRuns:
         (reason,) = read_results(self._alone("unsupported", cell, payload))
         if reason is not None:
             raise Unsupported(reason)
-        self._require_nothing_hung(cell)
         reference = self.reference(cell)
         if cell.batches == "uneven" and not reference.facts.varies:
             raise Unsupported("count() is the same for all batches")
         header = self._header("train_subject", cell, defect=self.store.defect)
+        self._require_nothing_hung(header)
         job = TrainJob(
             subject=self.subject,
             cell=subject_cell(cell),
@@ -136,10 +136,11 @@ class SubjectRuns:
         """File with the id of the cell that has hung in this session, in a directory as records have."""
         return self.store.directory / f"hung-{self.store.session}" / "cell"
 
-    def _require_nothing_hung(self, cell: Cell) -> None:
-        hung = self._hung.read_text() if self._hung.exists() else cell.id
-        if hung != cell.id and self.store.defect is None:  # a defect is tried on cells that did not hang without it
-            raise Unsupported(f"not run: cell {hung} hung")
+    def _require_nothing_hung(self, header: Header) -> None:
+        """Raise Unsupported for a run that is still to be made after a cell has hung; a defect is tried even then."""
+        is_new = read_record(self.store.directory_of(header)) is None
+        if is_new and header.defect is None and self._hung.exists():
+            raise Unsupported(f"not run: cell {self._hung.read_text()} hung")
 
     def _kind(self, cell: Cell) -> str:
         """Return the kind of a cell's task; see `kind_of_processes` for tasks that must not share processes."""

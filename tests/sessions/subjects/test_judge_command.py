@@ -64,6 +64,21 @@ def test_a_wrong_trainer_fails_and_json_has_the_measured_numbers(tmp_path: Path)
     assert "--subject=tests.support.subject_models:local_clip" in norm["repro"]
 
 
+def test_a_cell_that_hangs_ends_no_report_and_verify_agrees(tmp_path: Path) -> None:
+    cells = "id in (dp2-fp32-default-full, dp2-bf16mp-default-full, hsdp2x2-fp32-default-full)"
+    limits = ("--limit", "8", "--no-faults", "--cells", cells)
+    done = judge(tmp_path, "tests.support.subject_models:hangs", *limits)
+    assert done.returncode == 1, done.stdout + done.stderr
+    report = json.loads((tmp_path / "conformance-report" / "report.json").read_text())
+    verdicts = {case["cell"]: case["verdict"] for case in report["cases"]}
+    expected = ("pass", "timeout", "unsupported")
+    assert verdicts == dict(zip(cells.removeprefix("id in (").removesuffix(")").split(", "), expected, strict=True))
+    verify = [sys.executable, "-m", "conformance", "verify", "conformance-report"]
+    variables = {**os.environ, "PYTHONPATH": str(PROJECT)}
+    verified = subprocess.run(verify, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
+    assert verified.returncode == 0, verified.stdout
+
+
 def test_a_trainer_that_cannot_be_judged_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("x = 1\nraise KeyError('settings')\n")
     done = judge(tmp_path, "broken.py:f")
