@@ -71,8 +71,8 @@ def test_a_cell_that_hangs_ends_no_report_and_verify_agrees(tmp_path: Path) -> N
     assert done.returncode == 1, done.stdout + done.stderr
     report = json.loads((tmp_path / "conformance-report" / "report.json").read_text())
     verdicts = {case["cell"]: case["verdict"] for case in report["cases"]}
-    expected = ("pass", "timeout", "unsupported")
-    assert verdicts == dict(zip(cells.removeprefix("id in (").removesuffix(")").split(", "), expected, strict=True))
+    assert verdicts.pop("dp2-bf16mp-default-full") == "timeout"
+    assert sorted(verdicts.values()) == ["pass", "unsupported"]  # of the cells, one is run before and one after it
     verify = [sys.executable, "-m", "conformance", "verify", "conformance-report"]
     variables = {**os.environ, "PYTHONPATH": str(PROJECT)}
     verified = subprocess.run(verify, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
