@@ -24,6 +24,7 @@ LAYERS = (
     ("conformance/sweeps",),
     ("conformance/assertions", "conformance/report", "conformance/sizing"),
     ("conformance/subjects",),
+    ("conformance/localisation",),
     ("conformance/laws",),
     ("conformance/pytest_plugin", "conformance/detection"),
     ("conformance/cli",),

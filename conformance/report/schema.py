@@ -11,6 +11,7 @@ from conformance.judge.measurements import Measurement
 from conformance.judge.verdicts import Verdict
 from conformance.plan.coverage import Coverage
 from conformance.report.facts import CellFacts
+from conformance.report.location import Location
 from conformance.report.trainer import TrainerFacts
 from reference_trainer.checks import UsageError
 
@@ -123,6 +124,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cases: list[CaseResult]
     smallest: list[Smallest] = []
     """Smallest failing cells that were searched for after the last case, at most one for each cause."""
+    locations: list[Location] = []
+    """First wrong places that were searched for after the last case, at most one for each cause."""
     trainer: TrainerFacts | None = None
     """Another trainer that was judged; None for the reference trainer."""
     search_failure: str = ""
