@@ -9,6 +9,7 @@ the sum of the gradients of all consumers is the same in the oracle. Sources: `t
 
 import contextlib
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -73,6 +74,8 @@ class Tap(msgspec.Struct, frozen=True, kw_only=True):
     """Number of collectives that this rank had issued before."""
     called: int
     """Index of the line that called the module, see `Taps.lines`."""
+    value: int
+    """Number of the tensor object in forward: that of a gradient is the number of the tensor whose gradient it is."""
 
     @property
     def place(self) -> tuple[int, str, str, str, int, bool]:
@@ -120,8 +123,10 @@ class Taps(Observer):
         self._calls: Counter[tuple[int, str, bool]] = Counter()
         self._gradients: Counter[tuple[int, str]] = Counter()
         self._index: dict[Line, int] = {}
+        self._handles: list[Any] = []
         self._hooked: dict[int, nn.Parameter] = {}
         self._current: dict[str, tuple[int, bool, int]] = {}
+        self._numbers: dict[int, tuple[int, weakref.ref[Tensor]]] = {}
 
     def phase(self, name: Phase, *, step: int) -> None:
         """Take the phase that begins: modules are tapped in `forward` and `backward`."""
@@ -130,20 +135,20 @@ class Taps(Observer):
     @contextmanager
     def attached(self, model: nn.Module) -> Iterator[None]:
         """Open a context in which the modules of a model are tapped."""
-        handles = self.attach(model)
+        self.attach(model)
         try:
             yield
         finally:
-            for handle in handles:
+            for handle in self._handles:
                 handle.remove()
+            self._handles.clear()
 
     def initialized(self, model: nn.Module) -> None:
         """Tap the modules of a model that has its final modules and placements."""
         self.attach(model)
 
-    def attach(self, model: nn.Module) -> list[Any]:
-        """Tap the modules of a model; returns the handles of the hooks."""
-        handles: list[Any] = []
+    def attach(self, model: nn.Module) -> None:
+        """Tap the modules of a model."""
         opaque: list[str] = []
         for path, module in model.named_modules():
             if any(path.startswith(f"{above}.") for above in opaque):
@@ -153,12 +158,11 @@ class Taps(Observer):
             name = self._named(path)
             self.modules.setdefault(name, type(module).__name__)
             parameters = module.named_parameters if path in opaque else partial(module.named_parameters, recurse=False)
-            handles += [
+            self._handles += [
                 module.register_forward_pre_hook(partial(self._enter, name), prepend=True, with_kwargs=True),
                 module.register_forward_pre_hook(partial(self._compute, name, parameters)),
                 module.register_forward_hook(partial(self._leave, name, parameters)),
             ]
-        return handles
 
     def listen(self, func: Any) -> Handler | None:
         """Return the handler that notes the line which issues a collective; to be a listener of a `DispatchTap`."""
@@ -206,7 +210,7 @@ class Taps(Observer):
             self._add(name, "parameter", item, parameter, *self._current[name])
             if parameter.requires_grad and id(parameter) not in self._hooked:
                 self._hooked[id(parameter)] = parameter  # kept, so that no other object gets its id
-                parameter.register_hook(partial(self._parameter_gradient, name, item))
+                self._handles.append(parameter.register_hook(partial(self._parameter_gradient, name, item)))
 
     def _leave(
         self,
@@ -234,9 +238,10 @@ class Taps(Observer):
         if not isinstance(value, Tensor):
             return
         call, is_recomputed, called = self._current[name]
-        self._add(name, kind, item, value, call, is_recomputed, called)
+        number = self._number(value)
+        self._add(name, kind, item, value, call, is_recomputed, called, number)
         if value.requires_grad and torch.is_grad_enabled() and not is_recomputed:
-            value.register_hook(partial(self._gradient, name, kind, item, call, called, parameters))
+            value.register_hook(partial(self._gradient, name, kind, item, call, called, number, parameters))
 
     def _gradient(
         self,
@@ -245,10 +250,12 @@ class Taps(Observer):
         item: str,
         call: int,
         called: int,
+        number: int,
         parameters: Callable[[], Iterator[tuple[str, nn.Parameter]]] | None,
         gradient: Tensor,
     ) -> None:
-        self._add(name, "input gradient" if kind == "input" else "output gradient", item, gradient, call, False, called)
+        gradient_kind: Kind = "input gradient" if kind == "input" else "output gradient"
+        self._add(name, gradient_kind, item, gradient, call, False, called, number)
         for parameter_name, parameter in parameters() if parameters else ():
             self._add(name, "parameter in backward", parameter_name, parameter, call, False, called)
 
@@ -259,8 +266,24 @@ class Taps(Observer):
         _, _, called = self._current.get(name, (0, False, 0))
         self._add(name, "parameter gradient", item, gradient, call, False, called)
 
+    def _number(self, tensor: Tensor) -> int:
+        """Return a number that no other tensor object has: ids of objects that are gone are used again."""
+        number, known = self._numbers.get(id(tensor), (0, None))
+        if known is None or known() is not tensor:
+            number = len(self.taps) + 1
+            self._numbers[id(tensor)] = number, weakref.ref(tensor)
+        return number
+
     def _add(
-        self, name: str, kind: Kind, item: str, tensor: Tensor, call: int, is_recomputed: bool, called: int
+        self,
+        name: str,
+        kind: Kind,
+        item: str,
+        tensor: Tensor,
+        call: int,
+        is_recomputed: bool,
+        called: int,
+        value: int = 0,
     ) -> None:
         with self._quietly(), torch.no_grad():
             placements = _placements(tensor) if isinstance(tensor, DTensor) else None
@@ -279,6 +302,7 @@ class Taps(Observer):
             placements=placements,
             collectives=self._count_collectives(),
             called=called,
+            value=value,
         )
         self.taps.append(tap)
         self.tensors.append(kept)
@@ -335,7 +359,7 @@ def _innermost(frame: FrameType) -> FrameType:
 
 
 def _issues(file: str) -> bool:
-    issuers = ("distributed_c10d.py", "_functional_collectives.py", "_ops.py", "c10d_logger.py", "_python_dispatch.py")
+    issuers = ("autograd.py", "function.py", "distributed_c10d.py", "_functional_collectives.py", "_ops.py", "c10d_logger.py", "_python_dispatch.py")
     return file.startswith((_INSTRUMENTS, "<")) or file.endswith(issuers)
 
 
