@@ -180,7 +180,10 @@ class Taps(Observer):
             taps=self.taps, lines=self.lines, issued=self.issued, scalars=self.scalars, modules=self.modules
         )
         (directory / f"taps{rank}.msgpack").write_bytes(msgspec.msgpack.encode(content))
-        write_tensors(directory / f"taps{rank}.safetensors", dict(zip(map(str, range(len(self.tensors))), self.tensors, strict=True)))
+        write_tensors(
+            directory / f"taps{rank}.safetensors",
+            dict(zip(map(str, range(len(self.tensors))), self.tensors, strict=True)),
+        )
 
     def _issue(self, _arguments: Sequence[Any]) -> None:
         self.issued.append(self._line(_innermost))
@@ -210,7 +213,7 @@ class Taps(Observer):
             self._add(name, "parameter", item, parameter, *self._current[name])
             if parameter.requires_grad and id(parameter) not in self._hooked:
                 self._hooked[id(parameter)] = parameter  # kept, so that no other object gets its id
-                self._handles.append(parameter.register_hook(partial(self._parameter_gradient, name, item)))
+                self._handles.append(_hook(parameter, partial(self._parameter_gradient, name, item)))
 
     def _leave(
         self,
@@ -241,7 +244,7 @@ class Taps(Observer):
         number = self._number(value)
         self._add(name, kind, item, value, call, is_recomputed, called, number)
         if value.requires_grad and torch.is_grad_enabled() and not is_recomputed:
-            value.register_hook(partial(self._gradient, name, kind, item, call, called, number, parameters))
+            _hook(value, partial(self._gradient, name, kind, item, call, called, number, parameters))
 
     def _gradient(
         self,
@@ -321,6 +324,11 @@ def _is_number(result: Any) -> bool:
     return isinstance(first, Tensor) and first.ndim == 0
 
 
+def _hook(tensor: Tensor, function: Callable[[Tensor], None]) -> Any:
+    """Let a function see the gradient of a tensor; returns the handle of the hook."""
+    return tensor.register_hook(function)  # type: ignore[no-untyped-call]
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Return whether a module's own forward is compiled as one graph, by `torch.compile` of it or of a method of it."""
     compiled = [value for value in vars(module).values() if hasattr(value, "_torchdynamo_orig_callable")]
@@ -359,7 +367,15 @@ def _innermost(frame: FrameType) -> FrameType:
 
 
 def _issues(file: str) -> bool:
-    issuers = ("autograd.py", "function.py", "distributed_c10d.py", "_functional_collectives.py", "_ops.py", "c10d_logger.py", "_python_dispatch.py")
+    issuers = (
+        "autograd.py",
+        "function.py",
+        "distributed_c10d.py",
+        "_functional_collectives.py",
+        "_ops.py",
+        "c10d_logger.py",
+        "_python_dispatch.py",
+    )
     return file.startswith((_INSTRUMENTS, "<")) or file.endswith(issuers)
 
 

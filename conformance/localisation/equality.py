@@ -113,7 +113,9 @@ def elements_clause(measured: Tensor, expected: Tensor, *, within: float) -> str
         indices = lines.nonzero().flatten().tolist()
         if 0 < len(indices) <= measured.shape[dim] // 2 or (0 < len(indices) < measured.shape[dim] <= 4):
             noun = "rows" if dim == 0 else "columns" if dim == measured.ndim - 1 else f"indices of dimension {dim}"
-            return f"{count} of {wrong.numel()} elements are wrong, in {noun} {_ranges(indices)} of {measured.shape[dim]}"
+            return (
+                f"{count} of {wrong.numel()} elements are wrong, in {noun} {_ranges(indices)} of {measured.shape[dim]}"
+            )
     return f"{count} of {wrong.numel()} elements are wrong" if count < wrong.numel() else ""
 
 

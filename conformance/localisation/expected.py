@@ -30,6 +30,8 @@ class ExpectedStep:
     gradients: Mapping[str, Tensor]
     """Reduced gradients before clipping."""
     gradients_within: Mapping[str, Bound]
+    weight: float
+    """Factor with which the gradient of a micro-batch of a data-parallel rank counts in the reduced one."""
 
 
 def expected_step(record: Record, step: int) -> ExpectedStep:
@@ -65,6 +67,7 @@ def expected_step(record: Record, step: int) -> ExpectedStep:
         within=within,
         gradients=emulated.gradients,
         gradients_within=reduced,
+        weight=1.0 / (len(parts) * facts.loss_scale),
     )
 
 

@@ -1,7 +1,7 @@
 """Localisation of a failed case: its cell is run once more with taps, and compared stage by stage with an oracle."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 
 from msgspec.structs import replace
 

@@ -127,9 +127,8 @@ def _others(step: ComparedStep, first: Compared) -> Iterator[tuple[str, Tensor]]
     place = (*tap.place[:-1], False)
     for data_rank, trace in enumerate(step.expected.traces):
         other = trace.tensor(place)
-        if data_rank != own and other is not None and first.expected is not None:
-            if other.shape == first.expected.shape and deviation(other, first.expected) > CLOSE:
-                yield f"that of the data of rank {step.ranks.data_ranks.index(data_rank)}", other
+        if data_rank != own and other is not None and _differ(other, first.expected):
+            yield f"that of the data of rank {step.ranks.data_ranks.index(data_rank)}", other
     for call in range(tap.call):
         other = step.oracle(first.rank).tensor((*place[:4], call, False))
         if other is not None:
@@ -137,6 +136,10 @@ def _others(step: ComparedStep, first: Compared) -> Iterator[tuple[str, Tensor]]
     earlier = step.traces[first.rank].tensor((tap.step - 1, *place[1:]))
     if earlier is not None:
         yield "that of the step before", earlier
+
+
+def _differ(other: Tensor, expected: Tensor | None) -> bool:
+    return expected is not None and other.shape == expected.shape and deviation(other, expected) > CLOSE
 
 
 def _agrees(step: ComparedStep, first: Compared, named: Named) -> str:
@@ -155,9 +158,7 @@ def _agrees(step: ComparedStep, first: Compared, named: Named) -> str:
     return f"its inputs agree {'in every bit' if largest == 0.0 else f'to {largest:.1g}'}"
 
 
-def _collective_clause(
-    step: ComparedStep, first: Compared, collectives: Sequence[Sequence[Collective]]
-) -> str:
+def _collective_clause(step: ComparedStep, first: Compared, collectives: Sequence[Sequence[Collective]]) -> str:
     """Return a clause about the collectives between the tensor before and the wrong one, on the first wrong rank."""
     if first.tap.kind in ("parameter", "parameter in backward"):
         return ""
@@ -174,9 +175,7 @@ def _sum_clause_or_empty(step: ComparedStep, first: Compared) -> str:
     return _sum_clause(step, first) if first.expected is not None else ""
 
 
-def _between(
-    step: ComparedStep, first: Compared, collectives: Sequence[Sequence[Collective]]
-) -> Sequence[Collective]:
+def _between(step: ComparedStep, first: Compared, collectives: Sequence[Sequence[Collective]]) -> Sequence[Collective]:
     trace = step.traces[first.rank]
     start = trace.taps[first.index - 1].collectives if first.index else 0
     return collectives[first.rank][start : first.tap.collectives]

@@ -34,7 +34,6 @@ from reference_trainer.config import TrainerConfig
 from reference_trainer.data import IGNORED_LABEL, Batches
 from reference_trainer.model import Transformer
 
-
 Observe = Callable[[Transformer, int, int, int], AbstractContextManager[object]]
 """Function of the model, a data-parallel rank, a micro-batch, and the place of the latter in the order of backward."""
 
@@ -229,11 +228,16 @@ def _rank_copy(name: str, rank: int) -> str:
 
 
 def _loss_function(config: TrainerConfig, forward: Callable[[Tensor], Tensor], ring: Ring) -> Callable[[Batch], Tensor]:
-    """Summed loss of a micro-batch, in fp32, by torch's own cross entropy: another formula would round differently."""
+    """Summed loss of a micro-batch, in fp32, by torch's own cross entropy: another formula would round differently.
+
+    That of the integer model is minus the sum of the labels' logits.
+    """
     tp = config.mesh.tp
 
     def loss_of(batch: Batch) -> Tensor:
         logits, labels = forward(batch[0]).float().flatten(0, 1), batch[1].flatten()
+        if config.model.arithmetic == "integer":
+            return F.nll_loss(logits, labels, reduction="sum", ignore_index=IGNORED_LABEL)
         if tp > 1 and config.loss_parallel:
             return vocabulary_parallel_loss(logits, labels, tp=tp, ring=ring)
         return F.cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORED_LABEL)
