@@ -80,17 +80,17 @@ class Recorder(Observer):
             self._instruments += (self.taps,)
         self._instruments += (self._dropout,)  # last: it waits for the device when a step is over for all others
         listeners = [
-            self._collectives,
-            self._dtypes,
-            self._operators,
-            self._operands,
-            self._dropout,
-            self._pipeline,
-            *([self.taps] if self.taps else []),
+            self._collectives.listen,
+            self._dtypes.listen,
+            self._operators.listen,
+            self._operands.listen,
+            self._dropout.listen,
+            self._pipeline.listen,
+            *([self.taps.listen] if self.taps else []),
         ]
         outcomes = [self._dropout.listen_to_outcomes, *([streams.listen] if streams else [])]
         outcomes += [self.taps.listen_to_outcomes] if self.taps else []
-        self._tap = DispatchTap([instrument.listen for instrument in listeners], outcomes=outcomes)
+        self._tap = DispatchTap(listeners, outcomes=outcomes)
 
     @contextmanager
     def listening(self) -> Iterator[None]:

@@ -41,8 +41,8 @@ class CaseRuns:
     def run(self, cell: Cell, *, repeat: int = 0, tapped: bool = False) -> Record:
         """Return the record of a cell, from this session's store or from a run now.
 
-        `repeat` > 0 asks for a further run of the same cell, `tapped` for one with taps. Raises CellFailed if a run does not finish, Unsupported if
-        this torch lacks an ability that the run needs, or this machine the devices.
+        `repeat` > 0 asks for a further run of the same cell, `tapped` for one with taps. Raises CellFailed if a run
+        does not finish, Unsupported if this torch lacks an ability that the run needs, or this machine the devices.
         """
         substrate = self._substrate(cell)
         self._require_features(Needs.TRAINING, cell, substrate)
