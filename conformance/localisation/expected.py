@@ -59,10 +59,10 @@ class ExpectedStep:
         rule = self._rule(data_rank, tap)
         return self.within.value if rule is None else rule.within.value
 
-    def allows_dtype(self, data_rank: int, tap: Tap, expected: str) -> bool:
-        """Return whether the dtype of a tap is `expected`, that of the oracle, or another one that is allowed."""
+    def dtypes_at(self, data_rank: int, tap: Tap, oracle: str) -> Collection[str]:
+        """Return the dtypes that are allowed at the place of a tap, where the oracle has one; any if there is none."""
         rule = self._rule(data_rank, tap)
-        return tap.dtype == expected if rule is None else not rule.dtypes or tap.dtype in rule.dtypes
+        return [oracle] if rule is None else rule.dtypes
 
     def _rule(self, data_rank: int, tap: Tap) -> PlaceRule | None:
         return self.places.get((data_rank, *tap.place[:-1])) if self.places is not None else None

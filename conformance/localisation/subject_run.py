@@ -95,17 +95,17 @@ class SubjectRun(TappedRun):
         if untied:
             equals = f"is a parameter of its own, expected {reference.facts.aliases.get(untied[0], 'another')}"
             yield self._initial(untied[0], "tied parameter", [r.rank for r in ranks if untied[0] in r.untied], equals)
-        if self._cell.init == "full":
-            initial = {name: tensor.float() for name, tensor in reference.below("initial/").items()}
-            expected = partial(shards_of, self.record, initial)
-            wrong = wrong_shards(self.ranks, partial(self.shards, "initial/parameter/"), expected)
-            called = wrong and self._written(wrong.first.name, wrong.first.rank)
-            yield self.wrong_state(wrong, "initial values", "initial value", called=called)
         coarse = [name for name, parameter in ranks[0].parameters.items() if parameter.dtype != "float32"]
         if coarse:
             equals = f"is {ranks[0].parameters[coarse[0]].dtype}, expected float32"
             location = self._initial(coarse[0], "dtype of the parameter", [*self.ranks.all], equals)
             yield with_fields(location, family="dtype")
+        if self._cell.init == "full":
+            initial = {name: tensor.float() for name, tensor in reference.below("initial/").items()}
+            expected = partial(shards_of, self.record, initial)
+            wrong = wrong_shards(self.ranks, partial(self.shards, "initial/parameter/"), expected)
+            called = self._written(wrong.first.name, wrong.first.rank) if wrong else None
+            yield self.wrong_state(wrong, "initial values", "initial value", called=called)
 
     def _uninitialised(self) -> Location | None:
         sentinels = self.evidence.reference.facts.sentinels
@@ -116,9 +116,9 @@ class SubjectRun(TappedRun):
                     left.setdefault(name, {})[facts.rank] = elements
         if not left:
             return None
-        name, elements = next(iter(left.items()))
-        equals = f"not initialised: {max(elements.values())} elements hold what memory held before"
-        return self._initial(name, "initial value", [*elements], equals)
+        name, by_rank = next(iter(left.items()))
+        equals = f"not initialised: {max(by_rank.values())} elements hold what memory held before"
+        return self._initial(name, "initial value", [*by_rank], equals)
 
     def _initial(self, name: str, quantity: str, ranks: list[int], equals: str) -> Location:
         called = self._written(name, ranks[0])
@@ -159,7 +159,9 @@ class SubjectRun(TappedRun):
     def _step(self, step: int) -> Iterator[Location | None]:
         if self.record.cell.resumed and step == SAVED_AFTER:
             yield from self._resumed(step - 1)
-        yield from super()._step(step)
+        for found in super()._step(step):
+            is_cast = found is not None and found.family == "dtype"
+            yield with_fields(found, called=self._sharding_line() or found.called) if found and is_cast else found
 
     def _resumed(self, saved: int) -> Iterator[Location | None]:
         """Yield the first wrong tensor of the state that was loaded, compared with that after the step before."""
@@ -239,12 +241,39 @@ class SubjectRun(TappedRun):
         return replace(expected, traces=traces, weight=1.0 / scale, reduced=reduced)
 
     def _reduction(self, step: int, expected: ExpectedStep, compared: ComparedStep) -> Location | None:
+        unsharded = self._unsharded(step)
+        if unsharded is not None:
+            return unsharded
         found = super()._reduction(step, expected, compared)
         parameter = None if found is None else self.record.ranks[found.ranks[0]].parameters.get(found.name)
         if found is None or parameter is None or self._is_sharded(parameter):
             return found
         never = "no call of fully_shard reaches it"
         return with_fields(found, collective=never, called=self._sharding_line(), issued=None)
+
+    def _unsharded(self, step: int) -> Location | None:
+        """Return the first parameter that is not sharded any more as the optimizer is about to step."""
+        prefix, found = f"step{step}: ", {facts.rank: facts.unsharded for facts in self.record.ranks}
+        entries = [entry for of_rank in found.values() for entry in of_rank if entry.startswith(prefix)]
+        names = [entry.removeprefix(prefix) for entry in entries]
+        if not names:
+            return None
+        return self.location(
+            "parameters",
+            names[0],
+            "layout when the optimizer steps",
+            ranks=[rank for rank, of_rank in found.items() if entries[0] in of_rank],
+            step=step,
+            equals="is another than when the model was built: not resharded after backward",
+            agrees="the gradients of each micro-batch agree",
+            wrong=names,
+        )
+
+    def _updated(self, step: int, update: Update) -> Location | None:
+        found = super()._updated(step, update)
+        if found is None or found.name in self.record.ranks[found.ranks[0]].held:
+            return found
+        return with_fields(found, equals=f"{found.equals}: the optimizer does not hold the parameter")
 
     def logged_norm(self, step: int, rank: int) -> float | None:
         """Return the norm before clipping that a rank has logged; None if it was not finite."""

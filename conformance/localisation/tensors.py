@@ -107,8 +107,9 @@ def _equals(step: ComparedStep, first: Compared, sizes: Mapping[str, float]) -> 
 
 def _dtypes(step: ComparedStep, first: Compared) -> str:
     oracle = step.oracle(first.rank)
-    expected = oracle.taps[oracle.index[(*first.tap.place[:-1], False)]].dtype
-    return f"is {first.tap.dtype}, expected {expected}"
+    known = oracle.taps[oracle.index[(*first.tap.place[:-1], False)]].dtype
+    expected = step.expected.dtypes_at(step.ranks.data_ranks[first.rank], first.tap, known)
+    return f"is {first.tap.dtype}, expected {' or '.join(expected)}"
 
 
 def _sum_clause(step: ComparedStep, first: Compared) -> str:

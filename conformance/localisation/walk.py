@@ -130,7 +130,8 @@ class ComparedStep:
         unknown = math.inf if self.expected.is_layout_known else math.nan
         distance = unknown if part is None else deviation(measured, part)
         data_rank = self.ranks.data_ranks[rank]
-        is_other = tensor.is_floating_point() and not self.expected.allows_dtype(data_rank, tap, expected_tap.dtype)
+        dtypes = self.expected.dtypes_at(data_rank, tap, expected_tap.dtype)
+        is_other = tensor.is_floating_point() and bool(dtypes) and tap.dtype not in dtypes
         return Compared(
             rank=rank,
             index=index,

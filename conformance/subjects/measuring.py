@@ -207,7 +207,7 @@ class SubjectRecorder:
         with self._tap.paused(), torch.no_grad():
             self._norms.append(scalar(torch.as_tensor(norm)))
             self._capture.clipped(model, norm=norm, step=step)
-        layouts = {self._named(name): _layout_of(parameter) for name, parameter in model.named_parameters()}
+            layouts = {self._named(name): _layout_of(parameter) for name, parameter in model.named_parameters()}
         self._unsharded += [f"step{step}: {name}" for name, of in layouts.items() if of != self._parameters.get(name)]
 
     @torch.no_grad()
