@@ -38,7 +38,10 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """All ranks whose value is wrong; empty if they are not judged."""
     where: Where | None = None
     text: str = ""
-    """Regular expression that occurs in the explanation: its sentence, or the reason of the failed law."""
+    """Regular expression that occurs in the explanation.
+
+    Of memory and schedule that is the sentence of the location, of a sweep or a race the reason of the failed law.
+    """
 
     def __post_init__(self) -> None:
         """Raise ValueError for a row that is neither or both of the two kinds, and for a wrong expression."""
