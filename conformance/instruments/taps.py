@@ -37,8 +37,16 @@ Kind = Literal[
     "parameter",
     "parameter in backward",
     "parameter gradient",
+    "collective input",
+    "collective output",
 ]
-"""Kind of a tapped tensor; the gradient of a parameter is that of one micro-batch on one rank, before any reduction."""
+"""Kind of a tapped tensor.
+
+The gradient of a parameter is that of one micro-batch on one rank, before any reduction. Collectives are those of
+DTensor and other functional ones, whose results are waited for by an operator; the call of a collective is its number
+in the log of collectives.
+"""
+COLLECTIVE = ("collective input", "collective output")
 PARTIAL = "partial"
 """Placement of a tensor of which each rank of a mesh dimension has a term."""
 REPLICATED = "replicated"
@@ -126,6 +134,7 @@ class Taps(Observer):
         self._handles: list[Any] = []
         self._hooked: dict[int, nn.Parameter] = {}
         self._current: dict[str, tuple[int, bool, int]] = {}
+        self._in_flight: dict[int, int] = {}
         self._numbers: dict[int, tuple[int, weakref.ref[Tensor]]] = {}
 
     def phase(self, name: Phase, *, step: int) -> None:
@@ -171,8 +180,21 @@ class Taps(Observer):
         return self._issue
 
     def listen_to_outcomes(self, func: Any) -> OutcomeHandler | None:
-        """Return the handler that notes the lines of the trainer that compute single numbers, or clip and update."""
+        """Return the handler that notes lines that compute single numbers, or keeps the tensors of a collective."""
+        if func.namespace == "_c10d_functional":
+            return self._wait if "wait_tensor" in func._schema.name else self._communicate
         return self._compute_scalar if func.namespace == "aten" else None
+
+    def _communicate(self, args: Sequence[Any], _kwargs: Any, result: Any) -> None:
+        if isinstance(result, Tensor) and self._phase in ("forward", "backward"):
+            number = self._count_collectives() - 1
+            self._add("", "collective input", "", args[0], number, False, -1)
+            self._in_flight[id(result)] = number
+
+    def _wait(self, args: Sequence[Any], _kwargs: Any, _result: Any) -> None:
+        number = self._in_flight.pop(id(args[0]), None)
+        if number is not None:
+            self._add("", "collective output", "", args[0], number, False, -1)
 
     def write(self, directory: Path, *, rank: int) -> None:
         """Write taps and tensors of a rank, which `read_taps` reads."""

@@ -30,6 +30,10 @@ class ExpectedStep:
     gradients: Mapping[str, Tensor]
     """Reduced gradients before clipping."""
     gradients_within: Mapping[str, Bound]
+    loss: float
+    """Mean loss over the step, in nats."""
+    loss_within: float
+    """Relative deviation of the loss that rounding can explain."""
     weight: float
     """Factor with which the gradient of a micro-batch of a data-parallel rank counts in the reduced one."""
 
@@ -67,6 +71,8 @@ def expected_step(record: Record, step: int) -> ExpectedStep:
         within=within,
         gradients=emulated.gradients,
         gradients_within=reduced,
+        loss=emulated.loss,
+        loss_within=tolerance.fp32_loss(own).value if own.compile != "inductor" else tolerance.compiled_loss(own).value,
         weight=1.0 / (len(parts) * facts.loss_scale),
     )
 

@@ -9,17 +9,20 @@ from conformance.instruments.facts import Collective, StepFacts
 from conformance.localisation import states
 from conformance.localisation.expected import ExpectedStep, expected_step
 from conformance.localisation.ranks import Ranks, ranks_of
+from conformance.localisation.shards import assembled
 from conformance.localisation.states import Shards, shards_of, wrong_shards
 from conformance.localisation.tapped_run import Clipping, TappedRun, Update
 from conformance.oracles import tolerance
 from conformance.oracles.dtype_policy import optimizer_state
 from conformance.oracles.initialisation import initial_weights
+from conformance.oracles.loss_scale import loss_scales
 from conformance.oracles.plain_optimizer import Start, chosen_on_device, plain_updates
 from conformance.oracles.reference import initial_model, learning_rate
 from conformance.plan.cells import Cell
-from conformance.report.location import Location
+from conformance.report.location import Location, Stage
 from conformance.run.case_runs import CaseRuns
 from conformance.run.record import Record
+from reference_trainer.precision import PRECISIONS
 
 
 class ReferenceRun(TappedRun):
@@ -71,15 +74,92 @@ class ReferenceRun(TappedRun):
 
     def _resumed(self) -> Iterator[Location | None]:
         """Yield the first wrong tensor of the restored state, compared with that of the run that saved it."""
-        saved = self._runs.run(run_before_save(self._cell))
-        for kind in self.record.kinds("resumed"):
-            if kind == "buffer":
-                continue
-            full = saved.select(f"final/{kind}/")
+        first = self._cell.steps_before_save
+        if self.steps[0] != first:
+            equals = f"is step {self.steps[0]}, expected step {first}"
+            yield self.location("resumed state", "", "first step", ranks=[*self.ranks.all], equals=equals)
+        for kind, full in self._saved_state().items():
             wrong = wrong_shards(
                 self.ranks, partial(self.shards, f"resumed/{kind}/"), partial(shards_of, self.record, full)
             )
             yield self.wrong_state(wrong, "resumed state", f"restored {kind}")
+
+    def _saved_state(self) -> dict[str, Shards]:
+        """Return parameters and optimizer state of the run that saved them, as full tensors by kind."""
+        first = self._cell.steps_before_save
+        if self._cell.saved_on != "same":
+            saved = self._runs.run(run_before_save(self._cell))
+            return {kind: saved.select(f"final/{kind}/") for kind in saved.kinds("final") if kind != "buffer"}
+        unbroken = self._runs.run(without_checkpoint(self._cell), tapped=True)
+        when = {kind: f"after{first - 1}/{kind}/" for kind in unbroken.kinds(f"after{first - 1}")}
+        return {kind: unbroken.select(key) for kind, key in {"parameter": f"step{first}/parameter/", **when}.items()}
+
+    def begin_step(self, step: int) -> Iterator[Location | None]:
+        """Yield a wrong loss scale, or the first wrong mask of dropout after a state was restored."""
+        yield self._loss_scale(step)
+        if step == self._cell.steps_before_save and self._unbroken is not None:
+            key, unbroken = f"step{step}/dropout/forward/", self._unbroken
+            wrong = wrong_shards(
+                self.ranks, partial(self.shards, key), lambda rank: unbroken.shards_below(key, rank=rank)
+            )
+            yield self.wrong_state(
+                wrong, "resumed state", "mask of dropout, which the random generator draws", step=step
+            )
+
+    @cached_property
+    def _unbroken(self) -> Record | None:
+        """Record of the run that never stopped, if it can be compared with a resumed one."""
+        is_same = self._cell.steps_before_save and self._cell.saved_on == "same"
+        return self._runs.run(without_checkpoint(self._cell)) if is_same else None
+
+    def _loss_scale(self, step: int) -> Location | None:
+        if not PRECISIONS[self._config.precision].scales_loss:
+            return None
+        history = self._unbroken or self.record
+        skipped = [facts.skipped for facts in history.ranks[0].steps]
+        scales = loss_scales(self._config.loss_scale, skipped)
+        expected = scales[history.steps.index(step)]
+        measured = {rank: self._facts(step, rank).loss_scale for rank in self.ranks.all}
+        wrong = [rank for rank, scale in measured.items() if scale != expected]
+        if not wrong:
+            return None
+        equals = f"is {measured[wrong[0]]:g}, expected {expected:g}"
+        stage: Stage = "resumed state" if 0 < step == self._cell.steps_before_save else "loss"
+        return self.location(stage, "", "loss scale", ranks=wrong, step=step, equals=equals)
+
+    def logged_loss(self, step: int, expected: ExpectedStep) -> Location | None:
+        """Return a location if a rank has logged another loss than that of one process."""
+        losses = {rank: self._facts(step, rank).loss for rank in self.ranks.all}
+        allowed = expected.loss_within * abs(expected.loss)
+        wrong = [
+            rank
+            for rank, loss in losses.items()
+            if math.isfinite(expected.loss) and (loss is None or abs(loss - expected.loss) > allowed)
+        ]
+        if not wrong:
+            return None
+        loss = losses[wrong[0]]
+        equals = states.number_clause(math.nan if loss is None else loss, expected.loss, iter(()))
+        return self.location(
+            "loss",
+            "",
+            "loss that is logged",
+            ranks=wrong,
+            step=step,
+            equals=equals,
+            called=self.line(step, wrong[0], "idle"),
+        )
+
+    def _skipped(self, step: int) -> Location | None:
+        """Return a location if ranks skip a step whose gradients are finite, or take one whose gradients are not."""
+        gradients = assembled(self.record, f"step{step}/gradient/")
+        overflows = not all(bool(gradient.isfinite().all()) for gradient in gradients.values())
+        expected = overflows and PRECISIONS[self._config.precision].scales_loss
+        wrong = [rank for rank in self.ranks.all if self._facts(step, rank).skipped != expected]
+        if not wrong:
+            return None
+        equals = f"is {'taken' if expected else 'skipped'}, and gradients {'overflow' if overflows else 'are finite'}"
+        return self.location("optimizer", "", "step", ranks=wrong, step=step, equals=equals)
 
     def expected(self, step: int) -> ExpectedStep:
         """Return a step in one process, from the weights with which the step of the run began."""
@@ -107,6 +187,9 @@ class ReferenceRun(TappedRun):
     def updates(self, step: int) -> Iterator[Update | Location]:
         """Yield parameters and optimizer state that torch's optimizer leaves on plain tensors of the same shards."""
         record = self.record
+        skipped = self._skipped(step)
+        if skipped is not None:
+            yield skipped
         if self._facts(step).skipped:
             return
         on_device = record.device_type != "cpu" and self._config.offload == "none"
@@ -145,6 +228,5 @@ class ReferenceRun(TappedRun):
         """Number of steps that the run which saved the resumed state has taken, without those that it skipped."""
         if not self._cell.steps_before_save:
             return 0
-        is_same = self._cell.saved_on == "same"
-        saved = self._runs.run(without_checkpoint(self._cell) if is_same else run_before_save(self._cell))
+        saved = self._unbroken or self._runs.run(run_before_save(self._cell))
         return sum(step < self._cell.steps_before_save for step in saved.steps_taken)

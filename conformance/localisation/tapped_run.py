@@ -14,8 +14,11 @@ from torch import Tensor
 
 from conformance.bound import Bound
 from conformance.instruments.facts import Collective
+from conformance.instruments.taps import COLLECTIVE, Tap
 from conformance.localisation import states
+from conformance.localisation.collectives import WrongCollective, wrong_collectives
 from conformance.localisation.expected import ExpectedStep
+from conformance.localisation.layouts import is_partial
 from conformance.localisation.ranks import Ranks
 from conformance.localisation.shards import assembled
 from conformance.localisation.states import Shards, WrongState, shards_of, wrong_shards
@@ -87,6 +90,14 @@ class TappedRun(ABC):
     def expected(self, step: int) -> ExpectedStep:
         """Return a step in one process, from the weights with which the step of the run began."""
 
+    def begin_step(self, step: int) -> Iterator[Location | None]:
+        """Yield the first wrong number with which a step begins."""
+        yield from ()
+
+    @abstractmethod
+    def logged_loss(self, step: int, expected: ExpectedStep) -> Location | None:
+        """Return a location if a rank has logged another loss than that of one process."""
+
     @abstractmethod
     def logged_norm(self, step: int, rank: int) -> float | None:
         """Return the norm before clipping that a rank has logged; None if it was not finite."""
@@ -118,14 +129,39 @@ class TappedRun(ABC):
             yield from filter(None, self._step(step))
 
     def _step(self, step: int) -> Iterator[Location | None]:
+        yield from self.begin_step(step)
         expected = self.expected(step)
         compared = ComparedStep(step, self.ranks, self.traces, expected)
         collectives = [self.collectives(rank) for rank in self.ranks.all]
-        yield first_wrong_tensor(compared, sizes=self.sizes, collectives=collectives)
+        tensor = first_wrong_tensor(compared, sizes=self.sizes, collectives=collectives)
+        wrong = next(wrong_collectives(step, self.ranks, self.traces, collectives), None)
+        if wrong is not None and not _is_before(tensor, wrong, compared):
+            yield self._collective(step, wrong, compared)
+        yield tensor
         yield self._reduction(step, expected, compared)
+        yield self.logged_loss(step, expected)
         yield from self._clipping(step)
         for update in self.updates(step):
             yield update if isinstance(update, Location) else self._updated(step, update)
+
+    def _collective(self, step: int, wrong: WrongCollective, compared: ComparedStep) -> Location:
+        trace, tap = self.traces[wrong.rank], self.traces[wrong.rank].taps[wrong.index]
+        modules = [each for each in trace.taps[: wrong.index] if each.kind not in COLLECTIVE]
+        before = modules[-1] if modules else None
+        name = before.module if before else ""
+        told = f"{wrong.collective.kind} {wrong.collective.reduce_op or ''}".strip()
+        return self.location(
+            "backward" if before and "gradient" in before.kind else "forward",
+            name,
+            f"result of the {told} over {wrong.collective.group} behind its {before.kind if before else 'begin'}",
+            ranks=[wrong.rank],
+            step=step,
+            equals=wrong.clause,
+            agrees="the inputs of the collective on all its ranks are known",
+            called=trace.code(before.called) if before else None,
+            issued=trace.code(trace.issued[tap.call]) if tap.call < len(trace.issued) else None,
+            marks=compared.marks(),
+        )
 
     def _reduction(self, step: int, expected: ExpectedStep, compared: ComparedStep) -> Location | None:
         order = [f"{tap.module}.{tap.item}" for tap in expected.traces[0].taps if tap.kind == "parameter gradient"]
@@ -156,18 +192,28 @@ class TappedRun(ABC):
         )
 
     def _terms(self, expected: ExpectedStep, step: int, name: str, rank: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield gradients by data rank and micro-batch, cut to a rank's shard of a parameter."""
+        """Yield gradients before their reduction, cut to a rank's shard of a parameter.
+
+        These are the run's own terms where each tensor-parallel rank has one of the full shape, or else those of the
+        oracle by data rank and micro-batch.
+        """
         module, _, item = name.rpartition(".")
+        place = (module, "parameter gradient", item)
+        own = [(each, tap) for each in self.ranks.all for tap in self.traces[each].taps if _is_at(tap, step, place)]
+        if own and all(is_partial(tap) for _, tap in own):
+            calls = len({tap.call for _, tap in own})
+            for each, tap in own:
+                term = self.traces[each].tensor(tap.place)
+                if term is not None and tuple(term.shape) == tuple(self.record.parameters[name].shape):
+                    yield _term_name(each, tap, calls), shards_of(self.record, {name: term}, rank)[name]
+            return
         for data_rank, trace in enumerate(expected.traces):
-            taps = [
-                tap for tap in trace.taps if (tap.module, tap.kind, tap.item) == (module, "parameter gradient", item)
-            ]
+            taps = [tap for tap in trace.taps if _is_at(tap, step, place)]
             for tap in taps:
-                noun = f"rank {self.ranks.data_ranks.index(data_rank)}"
-                told = f"{noun}, micro-batch {tap.call}" if len(taps) > 1 else noun
                 term = trace.tensor(tap.place)
                 if term is not None:
-                    yield told, shards_of(self.record, {name: term}, rank)[name]
+                    noun = _term_name(self.ranks.data_ranks.index(data_rank), tap, len(taps))
+                    yield noun, shards_of(self.record, {name: term}, rank)[name]
 
     def _reductions_clause(self, step: int, rank: int) -> str:
         kinds = ("reduce_scatter", "all_reduce")
@@ -357,3 +403,17 @@ class TappedRun(ABC):
             issued=issued,
             tree=tree,
         )
+
+
+def _is_before(tensor: Location | None, wrong: WrongCollective, compared: ComparedStep) -> bool:
+    """Return whether a wrong tensor was tapped before the result of a wrong collective on the same rank."""
+    first = next((each for each in compared.wrong if each.rank == wrong.rank), None)
+    return tensor is not None and first is not None and first.index < wrong.index
+
+
+def _is_at(tap: Tap, step: int, place: tuple[str, str, str]) -> bool:
+    return tap.step == step and (tap.module, tap.kind, tap.item) == place
+
+
+def _term_name(rank: int, tap: Tap, calls: int) -> str:
+    return f"rank {rank}, micro-batch {tap.call}" if calls > 1 else f"rank {rank}"

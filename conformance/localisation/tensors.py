@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from conformance.instruments.facts import Collective
@@ -38,7 +39,7 @@ def first_wrong_tensor(
     ranks = sorted({each.rank for each in same})
     named = _named(step, first)
     oracle = step.oracle(first.rank)
-    family: Family = "tensor" if first.is_wrong else "dtype"
+    family: Family = "dtype" if _is_rounded(first) else "tensor"
     marks = step.marks()
     marks[named.name if named.name in marks else parent(named.name)] = "wrong"
     return Location(
@@ -61,6 +62,11 @@ def first_wrong_tensor(
         issued=_issued(step, first),
         tree=marks,
     )
+
+
+def _is_rounded(first: Compared) -> bool:
+    """Return whether a tensor of another dtype is off by no more than a rounding to 16 bits."""
+    return first.is_of_other_dtype and first.deviation < torch.finfo(torch.bfloat16).eps
 
 
 def _named(step: ComparedStep, first: Compared) -> Named:
