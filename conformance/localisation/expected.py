@@ -19,14 +19,20 @@ from conformance.run.record import Record
 from reference_trainer.config import TrainerConfig
 
 
-@dataclass(frozen=True)
-class ExpectedStep:
-    """Tensors of one step in one process, from the weights with which the step of the run began."""
+@dataclass(frozen=True, kw_only=True)
+class ExpectedTraces:
+    """Tapped tensors with which those of a run are compared."""
 
     traces: Sequence[Trace]
     """Trace of each data-parallel rank, whose tensors are full."""
     within: Bound
     """Relative deviation of a tapped tensor that rounding can explain."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedStep(ExpectedTraces):
+    """Tensors of one step in one process, from the weights with which the step of the run began."""
+
     gradients: Mapping[str, Tensor]
     """Reduced gradients before clipping."""
     gradients_within: Mapping[str, Bound]

@@ -28,13 +28,14 @@ from reference_trainer.precision import PRECISIONS
 class ReferenceRun(TappedRun):
     """Run of a cell of the reference trainer."""
 
-    def __init__(self, runs: CaseRuns, cell: Cell) -> None:
-        self._runs, self._cell, self._config = runs, cell, cell.config
+    def __init__(self, runs: CaseRuns, cell: Cell, *, repeat: int = 0) -> None:
+        """Take a cell; `repeat` > 0 is a further run of the same one."""
+        self._runs, self._cell, self._config, self._repeat = runs, cell, cell.config, repeat
 
     @cached_property
     def record(self) -> Record:
         """Record of the run. Raises CellFailed if it does not finish."""
-        return self._runs.run(self._cell, tapped=True)
+        return self._runs.run(self._cell, repeat=self._repeat, tapped=True)
 
     @cached_property
     def ranks(self) -> Ranks:

@@ -108,6 +108,8 @@ def equals(wrong: WrongShard, *, sizes: Mapping[str, float], others: Mapping[str
     if wrong.measured.dtype != wrong.expected.dtype:
         return f"is {_name(wrong.measured.dtype)}, expected {_name(wrong.expected.dtype)}"
     clause = equals_clause(wrong.measured, wrong.expected, sizes=sizes, others=others)
+    if not wrong.measured.is_floating_point():
+        return clause or "differs"
     return clause or f"is off by {wrong.deviation:.2g} of its size"
 
 

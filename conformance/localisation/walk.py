@@ -9,7 +9,7 @@ from torch import Tensor
 
 from conformance.instruments.taps import Tap
 from conformance.localisation.equality import deviation
-from conformance.localisation.expected import ExpectedStep
+from conformance.localisation.expected import ExpectedTraces
 from conformance.localisation.layouts import Held, is_partial, part_of
 from conformance.localisation.ranks import Ranks
 from conformance.localisation.traces import Trace
@@ -43,7 +43,7 @@ class ComparedStep:
     step: int
     ranks: Ranks
     traces: Sequence[Trace]
-    expected: ExpectedStep
+    expected: ExpectedTraces
 
     @cached_property
     def compared(self) -> list[Compared]:
