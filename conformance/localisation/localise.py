@@ -39,7 +39,7 @@ def explained(
 
 
 def _first_wrong(asserted: AssertedLaw, runs: CaseRuns, cell: Cell) -> Iterator[Location]:
-    """Yield the first wrong place of each cell that a law compares, its own first, and of two runs that must be equal."""
+    """Yield the first wrong place of each cell that a law compares, its own first, then that of two equal runs."""
     asked = _asked(asserted, runs, cell)
     tapped = {each.id: ReferenceRun(runs, each) for each, _ in [(cell, 0), *asked]}
     for each, run in tapped.items():

@@ -52,6 +52,10 @@ class Ranks:
                 return _numbered(f"{name} rank", sorted(indices), self.size(name))
         return _numbered("rank", sorted(ranks), len(self.coordinates))
 
+    def sharding_dimensions(self) -> list[str]:
+        """Return the dimensions of several ranks that hold different parts of the parameters."""
+        return [name for name in self.coordinates[0] if self.size(name) > 1 and "replicate" not in name]
+
     def reduction_dimensions(self) -> str:
         """Return the names of the dimensions over which gradients are reduced, joined by `x`."""
         names = [name for name in self.coordinates[0] if name in _DATA and self.size(name) > 1]

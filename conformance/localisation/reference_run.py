@@ -67,7 +67,8 @@ class ReferenceRun(TappedRun):
             yield from self._resumed()
         else:
             expected = partial(shards_of, record, initial_weights(self._cell.config))
-            wrong = wrong_shards(self.ranks, partial(self.shards, "initial/parameter/"), expected)
+            order = [*record.parameters]
+            wrong = wrong_shards(self.ranks, partial(self.shards, "initial/parameter/"), expected, order=order)
             yield self.wrong_state(wrong, "initial values", "initial value")
         buffers = {name: buffer.detach() for name, buffer in initial_model(self._cell.config).named_buffers()}
         wrong = wrong_shards(self.ranks, partial(self.shards, "initial/buffer/"), lambda _rank: buffers)
@@ -81,7 +82,10 @@ class ReferenceRun(TappedRun):
             yield self.location("resumed state", "", "first step", ranks=[*self.ranks.all], equals=equals)
         for kind, full in self._saved_state().items():
             wrong = wrong_shards(
-                self.ranks, partial(self.shards, f"resumed/{kind}/"), partial(shards_of, self.record, full)
+                self.ranks,
+                partial(self.shards, f"resumed/{kind}/"),
+                partial(shards_of, self.record, full),
+                order=[*self.record.parameters],
             )
             yield self.wrong_state(wrong, "resumed state", f"restored {kind}")
 

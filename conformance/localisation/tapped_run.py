@@ -179,14 +179,15 @@ class TappedRun(ABC):
         clause = ""
         if first.measured is not None and terms:
             clause = states.terms_clause(first.measured, terms, weight=expected.weight)
+        taps = [tap for tap in self.traces[first.rank].taps if _is_at(tap, step, _gradient_place(first.name))]
         return self.wrong_state(
             wrong,
             "reduction",
             "gradient after its reduction",
             step=step,
             equals=clause,
-            collective=self._reductions_clause(step, first.rank),
-            agrees="the gradients before it agree",
+            collective=self._reductions_clause(step, first.rank, has_terms=any(map(is_partial, taps))),
+            agrees="the gradients before it agree" if taps else "",
             issued=self._issued(step, first.rank),
             marks=compared.marks(),
         )
@@ -197,8 +198,7 @@ class TappedRun(ABC):
         These are the run's own terms where each tensor-parallel rank has one of the full shape, or else those of the
         oracle by data rank and micro-batch.
         """
-        module, _, item = name.rpartition(".")
-        place = (module, "parameter gradient", item)
+        place = _gradient_place(name)
         own = [(each, tap) for each in self.ranks.all for tap in self.traces[each].taps if _is_at(tap, step, place)]
         if own and all(is_partial(tap) for _, tap in own):
             calls = len({tap.call for _, tap in own})
@@ -215,7 +215,8 @@ class TappedRun(ABC):
                     noun = _term_name(self.ranks.data_ranks.index(data_rank), tap, len(taps))
                     yield noun, shards_of(self.record, {name: term}, rank)[name]
 
-    def _reductions_clause(self, step: int, rank: int) -> str:
+    def _reductions_clause(self, step: int, rank: int, *, has_terms: bool) -> str:
+        """Return a clause about the reductions of gradients; `has_terms` if tensor-parallel ranks have terms of one."""
         kinds = ("reduce_scatter", "all_reduce")
         found = [
             f"{each.kind} over {each.group}"
@@ -224,7 +225,9 @@ class TappedRun(ABC):
         ]
         names = [f"{found.count(name)} x {name}" for name in dict.fromkeys(found)]
         over = self.ranks.reduction_dimensions()
-        return f"between them: {', '.join(names)}" if names else f"a reduction over {over}: not issued"
+        told = f"between them: {', '.join(names)}" if names else f"a reduction over {over}: not issued"
+        is_lacking = has_terms and not any(name.startswith("all_reduce over tp") for name in found)
+        return f"{told}; all_reduce over tp: not issued" if is_lacking else told
 
     def _issued(self, step: int, rank: int) -> Code | None:
         trace, kinds = self.traces[rank], ("reduce_scatter", "all_reduce")
@@ -247,6 +250,7 @@ class TappedRun(ABC):
             partial(self.shards, f"step{step}/clipped/"),
             partial(shards_of, self.record, scaled),
             within=clipping.gradients_within,
+            order=[*self.record.parameters],
         )
         if wrong is not None:
             own = shards_of(self.record, gradients, wrong.first.rank)
@@ -282,12 +286,14 @@ class TappedRun(ABC):
 
     def _clip_collectives(self, step: int, rank: int) -> str:
         found = [
-            f"{each.kind} {each.reduce_op or ''} over {each.group}".replace("  ", " ")
+            f"{each.kind} over {each.group}{f' ({each.reduce_op})' if each.reduce_op else ''}"
             for each in self.collectives(rank)
             if each.step == step and each.phase == "clip"
         ]
         names = [f"{found.count(name)} x {name}" for name in dict.fromkeys(found)]
-        return f"collectives of clipping: {', '.join(names) or 'none'}"
+        missing = [name for name in self.ranks.sharding_dimensions() if not any(name in each for each in found)]
+        lacking = "".join(f"; all_reduce over {name}: not issued" for name in missing)
+        return f"collectives of clipping: {', '.join(names) or 'none'}{lacking}"
 
     def _other_norms(self, step: int, gradients: Shards, order: float) -> Iterator[tuple[str, float]]:
         """Yield norms that a wrong one may equal, with a clause about each."""
@@ -304,7 +310,11 @@ class TappedRun(ABC):
 
     def _updated(self, step: int, update: Update) -> Location | None:
         wrong = wrong_shards(
-            self.ranks, partial(self.shards, update.after), lambda rank: update.expected[rank], within=update.within
+            self.ranks,
+            partial(self.shards, update.after),
+            lambda rank: update.expected[rank],
+            within=update.within,
+            order=[*self.record.parameters],
         )
         if wrong is None:
             return None
@@ -413,6 +423,12 @@ def _is_before(tensor: Location | None, wrong: WrongCollective, compared: Compar
 
 def _is_at(tap: Tap, step: int, place: tuple[str, str, str]) -> bool:
     return tap.step == step and (tap.module, tap.kind, tap.item) == place
+
+
+def _gradient_place(name: str) -> tuple[str, str, str]:
+    """Return module, kind and item of the gradient of a parameter."""
+    module, _, item = name.rpartition(".")
+    return module, "parameter gradient", item
 
 
 def _term_name(rank: int, tap: Tap, calls: int) -> str:
