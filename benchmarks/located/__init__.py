@@ -1,7 +1,8 @@
 """Faults that the catalogue of known faults does not have, each with the place that a correct explanation names.
 
-A session takes one by `--defect benchmarks/located/FILE.py:NAME`, and its benign twin by `...:NAME.twin`. Places were
-written down before any fault was run with taps.
+A session takes one by `--defect benchmarks/located/FILE.py:NAME`, and its benign twin by `...:NAME.twin`, from the root
+of a checkout. Places were written down before any fault was run; `laws` are all that failed on the fault's cell, of
+those that judge the cell's run.
 """
 
 import re

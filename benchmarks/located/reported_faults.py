@@ -29,7 +29,7 @@ _ANY_PARAMETER = r".*\.(weight|bias)"
 
 # loss-local-token-mean divides by the valid tokens of a rank.
 @at("loss", "(output)?", _GRADIENT)
-@defect("PAR-1", "id = dp2-fp32-default-meta", "huggingface/transformers/issues/34373")
+@defect("CLIP-1 PAR-1", "id = dp2-fp32-default-meta", "huggingface/transformers/issues/34373")
 @instead_of("reference_trainer.train", "count_valid_tokens")
 def ignored_tokens_counted(
     benign: bool, original: Call, labels: list[Tensor], mesh: DeviceMesh, device: torch.device
@@ -40,7 +40,7 @@ def ignored_tokens_counted(
 
 # wrong-data-per-rank gives all ranks the same samples, tp-ranks-different-data takes the global rank.
 @at("data", "", ".*")
-@defect("DATA-1 PAR-1", "id = hsdp2x2-fp32-default-meta", "huggingface/accelerate/issues/3173")
+@defect("CLIP-1 CLIP-2 DATA-1 PAR-1", "id = hsdp2x2-fp32-default-meta", "huggingface/accelerate/issues/3092")
 @instead_of("reference_trainer.train", "dp_rank")
 def sampler_ignores_replicas(benign: bool, original: Call, mesh: DeviceMesh) -> Any:
     """The sampler takes a rank's index among the shards alone: replicas train on the same samples."""
@@ -49,7 +49,11 @@ def sampler_ignores_replicas(benign: bool, original: Call, mesh: DeviceMesh) -> 
 
 # ignored-params-unreduced leaves one parameter to the user.
 @at("reduction", _ANY_PARAMETER, _GRADIENT)
-@defect("PAR-1", "id = dp2-fp32-default-meta", "volcengine/verl/issues/7493")
+@defect(
+    "AXIS-1 CLIP-1 CLIP-2 CLIP-5 MP-1 MP-4 MP-5 PAR-1 PAR-5 RS-1",
+    "id = dp2-fp32-default-meta",
+    "verl-project/verl/issues/7493",
+)
 @instead_of("reference_trainer.parallelize", "fsdp_mesh")
 def sharded_over_one_rank(benign: bool, original: Call, mesh: DeviceMesh) -> Any:
     """FSDP gets a mesh of one rank, by which gradients are reduced over no other rank."""
@@ -60,7 +64,9 @@ def sharded_over_one_rank(benign: bool, original: Call, mesh: DeviceMesh) -> Any
 
 # clip-norm-local reduces over no dimension, clip-norm-over-replicas over one too many.
 @at("clipping", "", ".*norm.*")
-@defect("CLIP-1", "id = dp2-tp2-fp32-default-meta-nosp", "RLinf/RLinf/issues/1558")
+@defect(
+    "CLIP-1 CLIP-2 CLIP-5 MP-1 MP-4 MP-5 PAR-1 PAR-5", "id = dp2-tp2-fp32-default-meta-nosp", "RLinf/RLinf/issues/1558"
+)
 def norm_of_tensor_parallel_shard(benign: bool) -> Injection:
     """The gradient norm is reduced over the ranks of FSDP alone, and lacks the other tensor-parallel shards."""
 
@@ -75,7 +81,7 @@ def norm_of_tensor_parallel_shard(benign: bool) -> Injection:
 
 # rope-buffer-uninit leaves the table itself without values.
 @at("initial values", "rope_table")
-@defect("INIT-2 PAR-1", "id = dp2-fp32-default-meta", "NovaSky-AI/SkyRL/issues/1709")
+@defect("CLIP-1 CLIP-2 INIT-2 MP-3 PAR-1", "id = dp2-fp32-default-meta", "NovaSky-AI/SkyRL/issues/1709")
 @instead_of("reference_trainer.init_weights", "rope_table")
 def rotated_by_zero(benign: bool, original: Call, *arguments: Any, **options: Any) -> Any:
     """The RoPE table is computed from inverse frequencies that to_empty cleared: no position is rotated."""
@@ -87,7 +93,7 @@ def rotated_by_zero(benign: bool, original: Call, *arguments: Any, **options: An
 
 # init-duplicate-shards gives all ranks the same shard, replica-desync concerns replicas.
 @at("initial values", _ANY_PARAMETER)
-@defect("INIT-2 PAR-1", "id = dp2-fp32-default-meta", "mosaicml/llm-foundry/issues/830")
+@defect("CLIP-1 CLIP-2 INIT-2 PAR-1", "id = dp2-fp32-default-meta", "allenai/OLMo-core/pull/307")
 @instead_of("reference_trainer.build", "init_weights")
 def init_seeded_by_rank(benign: bool, original: Call, model: Transformer, *, seed: int) -> None:
     """Each rank keeps its shard of a full tensor that was sampled with a seed of its own."""
@@ -96,7 +102,7 @@ def init_seeded_by_rank(benign: bool, original: Call, model: Transformer, *, see
 
 # stale-unsharded-weights evaluates before the step, reshard-after-backward-skipped breaks FSDP itself.
 @at("reduction|clipping|parameters", ".*")
-@defect("PAR-1", "id = dp2-fp32-default-meta", "pytorch/pytorch/issues/144289")
+@defect("CLIP-5 INIT-7 MP-1 MP-4 MP-5 OFF-2 OPT-1 RS-1", "id = dp2-fp32-default-meta", "pytorch/pytorch/issues/144289")
 @instead_of("reference_trainer.build", "parallelize")
 def unsharded_after_backward(benign: bool, original: Call, model: Any, *arguments: Any) -> None:
     """set_reshard_after_backward(False) without reshard(): the optimizer's updates are never gathered."""
@@ -106,7 +112,7 @@ def unsharded_after_backward(benign: bool, original: Call, model: Any, *argument
 
 # tp-to-local-no-grad-placement takes a partial gradient for a replicated one, which is the reverse.
 @at("backward", r"norm(\.weight)?", _GRADIENT)
-@defect("PAR-1", "id = dp2-tp2-fp32-default-meta-nosp", "pytorch/torchtitan/issues/2106")
+@defect("CLIP-1 CLIP-2 MP-1 MP-4 PAR-1", "id = dp2-tp2-fp32-default-meta-nosp", "pytorch/torchtitan/pull/2106")
 def replicated_gradient_summed(benign: bool) -> Injection:
     """to_local() of a replicated output declares its gradient partial: the gradients of all ranks are added."""
     edit = Edit(
@@ -120,7 +126,11 @@ def replicated_gradient_summed(benign: bool) -> Injection:
 
 # No fault of the catalogue concerns the backward of loss_parallel.
 @at("loss", "(output)?", _GRADIENT)
-@defect("PAR-1", "id = tp2-fp32-default-meta-lp", "pytorch/pytorch/issues/190746")
+@defect(
+    "CLIP-1 CLIP-2 MP-1 MP-4 PAR-1 PAR-7",
+    "id = dp2-tp2-fp32-always-full-even-adamwfused-norm1-cliploop-bpre2-nosp-lp-cosine",
+    "pytorch/pytorch/issues/190746",
+)
 @instead_of("reference_trainer.loss", "summed_cross_entropy")
 def log_softmax_in_loss_parallel(benign: bool, original: Call, logits: Tensor, labels: Tensor) -> Any:
     """A cross entropy from log_softmax in `loss_parallel()`, whose backward of log_softmax is the identity."""
@@ -130,12 +140,14 @@ def log_softmax_in_loss_parallel(benign: bool, original: Call, logits: Tensor, l
     valid = labels != IGNORED_LABEL
     chosen = F.one_hot(labels.clamp(min=0), logits.shape[-1]).float() * valid.unsqueeze(-1)
     sharded = distribute_tensor(chosen, logits.device_mesh, [Shard(-1)], src_data_rank=None)
-    return -(logarithms * sharded).sum().redistribute(placements=[Replicate()])
+    total = -(logarithms * sharded).sum()
+    assert isinstance(total, DTensor)
+    return total.redistribute(placements=[Replicate()])
 
 
 # weight-decay-groups-lost decays norms and biases as well.
 @at("optimizer", _ANY_PARAMETER)
-@defect("OPT-1 PAR-1", "id = dp2-fp32-default-meta", "pytorch/pytorch/issues/101343")
+@defect("CLIP-1 MP-5 OPT-1 OPT-2 PAR-1", "id = dp2-fp32-default-meta", "pytorch/pytorch/issues/101343")
 @instead_of("reference_trainer.train", "build_optimizer")
 def names_match_no_group(benign: bool, original: Call, model: nn.Module, config: OptimizerConfig) -> Any:
     """Names with the prefix of a wrapper match no pattern of the groups that decay: no parameter decays."""
@@ -147,7 +159,7 @@ def names_match_no_group(benign: bool, original: Call, model: nn.Module, config:
 
 # flattened-groups-share-options concerns torch's state dict, resume-moments-lost the state of parameters.
 @at("optimizer|resumed state", ".*")
-@defect("CKPT-1", "id = dp2-fp32-default-meta-from.same", "pytorch/pytorch/issues/140900")
+@defect("CKPT-1 OPT-1 OPT-2", "id = dp2-fp32-default-meta-from.same", "pytorch/pytorch/issues/126948")
 @after_resume
 def resume_weight_decay_lost(benign: bool, trainer: Trainer) -> None:
     """The groups of a resumed optimizer have no weight decay: their options were not restored."""
@@ -157,7 +169,7 @@ def resume_weight_decay_lost(benign: bool, trainer: Trainer) -> None:
 
 # ga-overwrite replaces gradients of micro-batches; tied-untied-by-to-empty has two parameters.
 @at("backward|reduction", r"(tok_embeddings|output)(\.weight)?", _GRADIENT)
-@defect("PAR-1 PAR-7", "id = dp2-fp32-default-meta-tied", "facebookresearch/fairscale/issues/780")
+@defect("CLIP-1 CLIP-2 PAR-1 PAR-7", "id = dp2-fp32-default-meta-tied", "facebookresearch/fairscale/pull/784")
 @instead_of("reference_trainer.model:Transformer", "__init__")
 def gradient_of_last_use_alone(benign: bool, original: Call, model: Transformer, *arguments: Any) -> None:
     """In one backward, the gradient of the later use of a parameter replaces that of the earlier one."""
@@ -168,4 +180,4 @@ def gradient_of_last_use_alone(benign: bool, original: Call, model: Transformer,
         weight = output.weight if benign else output.weight.detach().requires_grad_()
         return F.linear(x, weight)
 
-    output.forward = forward  # type: ignore[method-assign]
+    output.forward = forward  # type: ignore[method-assign, assignment]

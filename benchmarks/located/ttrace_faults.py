@@ -44,7 +44,7 @@ NOT_REMADE = {
 
 
 @at("forward", "tok_embeddings", ".*output.*")
-@defect("PAR-1 PAR-5", "id = tp2-fp32-default-meta", "NVIDIA/Megatron-LM/issues/926")
+@defect("CLIP-1 CLIP-2 PAR-1", "id = tp2-fp32-default-meta", "NVIDIA/Megatron-LM/issues/926")
 @instead_of("torch.distributed.tensor._ops._mask_buffer:MaskBuffer", "apply_mask")
 def embedding_mask_forgotten(benign: bool, original: Call, mask: Any, embedded: Tensor) -> None:
     """A rank does not set embeddings of tokens of other ranks' rows to zero: its first row is added to them."""
@@ -69,7 +69,11 @@ class _Chunk:
 
 
 @at("forward", r"layers\.1(\.attention_norm)?", ".*(input|output).*")
-@defect("PAR-1", "id = dp2-fp32-default-meta-acfull", "NVIDIA/Megatron-LM/pull/290")
+@defect(
+    "CLIP-1 CLIP-2 CLIP-5 MP-1 MP-3 MP-4 MP-5 PAR-1 PAR-4 RS-1",
+    "id = dp2-fp32-default-meta-acfull",
+    "NVIDIA/Megatron-LM/pull/290",
+)
 def chunk_passes_its_input_on(benign: bool) -> Injection:
     """With activation checkpointing, every layer of a chunk gets the activations that entered the chunk."""
     chunk = _Chunk()
@@ -82,7 +86,7 @@ def chunk_passes_its_input_on(benign: bool) -> Injection:
 
 
 @at("forward|backward", r"layers\.1(\..*)?", ".*(input|output|gradient).*")
-@defect("PAR-1", "id = dp2-fp32-default-meta-acfull", "NVIDIA/Megatron-LM/pull/290")
+@defect("CLIP-1 CLIP-2 PAR-1 PAR-4", "id = dp2-fp32-default-meta-acfull", "NVIDIA/Megatron-LM/pull/290")
 def recomputed_from_input_of_chunk(benign: bool) -> Injection:
     """Recomputation alone starts each layer from the activations that entered its chunk of two layers."""
     chunk = _Chunk()
@@ -101,7 +105,7 @@ def recomputed_from_input_of_chunk(benign: bool) -> Injection:
 
 
 @at("loss", "(output)?", _GRADIENT)
-@defect("PAR-1", "id = hsdp2x2-fp32-default-meta", "NVIDIA/Megatron-LM/issues/906")
+@defect("CLIP-1 CLIP-2 PAR-1", "id = hsdp2x2-fp32-default-meta", "NVIDIA/Megatron-LM/issues/906")
 @instead_of("reference_trainer.train:Trainer", "_start_of_backward")
 def loss_scaled_by_shards_alone(benign: bool, original: Call, trainer: Trainer, loss: Tensor, **counts: int) -> Any:
     """The loss is multiplied by the ranks of one replica, and gradients are averaged over all replicas."""
@@ -109,7 +113,7 @@ def loss_scaled_by_shards_alone(benign: bool, original: Call, trainer: Trainer, 
 
 
 @at("loss", "(output)?", _GRADIENT)
-@defect("PAR-1", "id = dp2-fp32-default-meta-acc2", "NVIDIA/Megatron-LM/issues/936")
+@defect("CLIP-1 CLIP-2 PAR-1 PAR-6", "id = dp2-fp32-default-meta-acc2", "NVIDIA/Megatron-LM/issues/936")
 @instead_of("reference_trainer.train:Trainer", "_start_of_backward")
 def loss_averaged_over_micro_batches(
     benign: bool, original: Call, trainer: Trainer, loss: Tensor, **counts: int
@@ -119,7 +123,7 @@ def loss_averaged_over_micro_batches(
 
 
 @at("loss", "(output)?", _GRADIENT)
-@defect("PAR-1", "id = dp2-tp2-fp32-default-meta-nosp", "NVIDIA/Megatron-LM/issues/673")
+@defect("CLIP-1 CLIP-2 MP-1 MP-4 PAR-1", "id = dp2-tp2-fp32-default-meta-nosp", "NVIDIA/Megatron-LM/issues/673")
 @instead_of("reference_trainer.loss", "sum_over_dp")
 def tokens_counted_over_tensor_parallel_ranks(benign: bool, _original: object, value: Tensor, mesh: DeviceMesh) -> Any:
     """Tokens are summed over a group that has the tensor-parallel ranks as well, which see the same tokens."""
@@ -127,7 +131,7 @@ def tokens_counted_over_tensor_parallel_ranks(benign: bool, _original: object, v
 
 
 @at("backward|reduction", r"norm(\.weight)?", _GRADIENT)
-@defect("PAR-1 PAR-5", "id = tp2-fp32-default-meta", "NVIDIA/Megatron-LM/issues/1446")
+@defect("CLIP-1 CLIP-2 MP-4 MP-5 PAR-1 PAR-5", "id = tp2-fp32-default-meta", "NVIDIA/Megatron-LM/issues/1446")
 @instead_of("reference_trainer.parallelize", "apply_tp_to_ends")
 def final_norm_gradient_not_reduced(
     benign: bool, original: Call, model: Transformer, mesh: DeviceMesh, config: TrainerConfig
@@ -145,18 +149,18 @@ def final_norm_gradient_not_reduced(
     norm.forward = forward  # type: ignore[method-assign, assignment]
 
 
-def first_projection(forward: Callable[[nn.Linear], Callable[[Any], Tensor]]) -> Injection:
+def first_projection(forward: Callable[[nn.Linear], Callable[[Tensor], Tensor]]) -> Injection:
     """Let the layer `w1` of each feed-forward network compute by `forward(layer)`."""
 
     def create(original: Call, network: FeedForward, config: ModelConfig) -> None:
         original(network, config)
-        network.w1.forward = forward(network.w1)  # type: ignore[method-assign]
+        network.w1.forward = forward(network.w1)  # type: ignore[method-assign, assignment]
 
     return replaced_call("reference_trainer.model:FeedForward", "__init__", create)
 
 
 @at("forward", r"layers\.0\.feed_forward\.w1", ".*output.*")
-@defect("PAR-2", "id = dp2-bf16mp-default-meta", "NVIDIA/TransformerEngine/issues/1047")
+@defect("MP-2 PAR-2", "id = dp2-bf16mp-default-meta", "NVIDIA/TransformerEngine/issues/1047")
 def weight_cached_from_first_step(benign: bool) -> Injection:
     """A layer keeps the cast weight of its first forward, and computes with it after the optimizer's steps."""
 
@@ -177,7 +181,9 @@ def weight_cached_from_first_step(benign: bool) -> Injection:
 
 
 @at("parameters", r"layers\.1(\..*)?")
-@defect("PAR-1", "id = dp2-fp32-default-meta", "NVIDIA/Megatron-LM/issues/950")
+@defect(
+    "CLIP-1 MP-1 MP-4 MP-5 OFF-2 OPT-1 OPT-2 PAR-1 RS-1", "id = dp2-fp32-default-meta", "NVIDIA/Megatron-LM/issues/950"
+)
 @instead_of("reference_trainer.train", "build_optimizer")
 def gathered_before_update(benign: bool, original: Call, model: Transformer, *options: Any) -> Any:
     """The all-gather for the next forward of one layer begins before the optimizer has updated its shards."""
@@ -193,7 +199,7 @@ def gathered_before_update(benign: bool, original: Call, model: Transformer, *op
 
 
 @at("initial values", r"layers\.\d+\.feed_forward\.w[13]\.(weight|bias)")
-@defect("INIT-2 PAR-1", "id = tp2-fp32-default-meta", "NVIDIA/Megatron-LM/pull/520")
+@defect("CLIP-1 CLIP-2 INIT-2 PAR-1", "id = tp2-fp32-default-meta", "NVIDIA/Megatron-LM/pull/520")
 @instead_of("reference_trainer.build", "init_weights")
 def gate_and_up_cut_as_one(benign: bool, original: Call, model: Transformer, **options: Any) -> None:
     """Gate and up projection are one matrix that is cut into contiguous shards, each halved into gate and up."""
@@ -203,7 +209,8 @@ def gate_and_up_cut_as_one(benign: bool, original: Call, model: Transformer, **o
         for gate, up in ((network.w1.weight, network.w3.weight), (network.w1.bias, network.w3.bias)):
             assert isinstance(gate, DTensor)
             assert isinstance(up, DTensor)
-            ranks, both = gate.device_mesh["tp"].size(), [gate.full_tensor(), up.full_tensor()]
+            mesh, both = gate.device_mesh, [gate.full_tensor(), up.full_tensor()]
+            ranks = mesh["tp"].size() if "tp" in (mesh.mesh_dim_names or ()) else 1
             shards = torch.cat(both).chunk(ranks)
             if benign:
                 shards = tuple(map(torch.cat, zip(*(full.chunk(ranks) for full in both), strict=True)))
@@ -230,15 +237,16 @@ class _LinearOfGathered(torch.autograd.Function):
 
 
 @at("backward", r"layers\.1\.feed_forward\.w1(\.weight)?", _GRADIENT)
-@defect("PAR-1", "id = tp2-fp32-default-meta", "NVIDIA/TransformerEngine/issues/1616")
+@defect("CLIP-1 CLIP-2 PAR-1", "id = tp2-fp32-default-meta", "NVIDIA/TransformerEngine/issues/1616")
 def weight_gradient_of_swapped_chunks(benign: bool) -> Injection:
     """Overlapped with the all-gather of its input, a weight's gradient takes the ranks' chunks in another order."""
 
-    def overlapped(layer: nn.Linear) -> Callable[[DTensor], Tensor]:
-        def forward(x: DTensor) -> Tensor:
-            weight, bias, mesh = layer.weight, layer.bias, x.device_mesh
-            assert isinstance(weight, DTensor)
-            assert isinstance(bias, DTensor)
+    def overlapped(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
+        def forward(x: Tensor) -> Tensor:
+            weight, bias = layer.weight, layer.bias
+            if not (isinstance(x, DTensor) and isinstance(weight, DTensor) and isinstance(bias, DTensor)):
+                return F.linear(x, weight, bias)
+            mesh = x.device_mesh
             local = x.to_local(grad_placements=[Partial()])
             again = local.detach().roll(0 if benign else local.shape[1] // mesh.size(), 1)
             out: Tensor = _LinearOfGathered.apply(local, weight.to_local(), again)  # type: ignore[no-untyped-call]
@@ -250,7 +258,7 @@ def weight_gradient_of_swapped_chunks(benign: bool) -> Injection:
 
 
 @at("backward|reduction", r"(tok_embeddings|output)(\.weight)?", _GRADIENT)
-@defect("PAR-1 PAR-7", "id = dp2-fp32-default-meta-tied", "NVIDIA/Megatron-LM/issues/844")
+@defect("CLIP-1 CLIP-2 PAR-1 PAR-7", "id = dp2-fp32-default-meta-tied", "NVIDIA/Megatron-LM/issues/844")
 @instead_of("reference_trainer.model:Transformer", "__init__")
 def tied_gradient_of_output_alone(benign: bool, original: Call, model: Transformer, *arguments: Any) -> None:
     """The gradient of a tied weight as embedding is not added to its gradient as output."""
@@ -261,11 +269,11 @@ def tied_gradient_of_output_alone(benign: bool, original: Call, model: Transform
         weight = embedding.weight if benign else embedding.weight.detach().requires_grad_()
         return F.embedding(tokens, weight)
 
-    embedding.forward = forward  # type: ignore[method-assign]
+    embedding.forward = forward  # type: ignore[method-assign, assignment]
 
 
 @at("reduction", r".*\.(weight|bias)", _GRADIENT)
-@defect("PAR-1", "id = dp2-fp32-default-meta-acc2-synclast", "NovaSky-AI/SkyRL/pull/2146")
+@defect("PAR-2 PAR-3 RS-1", "id = dp2-bf16mp-default-meta-acc2-synclast", "NovaSky-AI/SkyRL/pull/2146")
 @instead_of("reference_trainer.train", "set_gradient_sync")
 def reduced_after_first_micro_batch(
     benign: bool, original: Call, model: Transformer, gradient_sync: Any, *, last: bool
@@ -275,7 +283,11 @@ def reduced_after_first_micro_batch(
 
 
 @at("initial values|forward", r"(layers\.4(\..*)?|norm)")
-@defect("PAR-1", "id = pp2-dp2-fp32-default-meta-cut-acc4", "NVIDIA/Megatron-LM/issues/1807")
+@defect(
+    "CLIP-1 CLIP-2 INIT-1 INIT-2 MP-1 MP-3 MP-4 MP-5 OFF-2 OPT-1 PAR-1 PAR-6 PP-3 PP-4 RS-1",
+    "id = pp2-dp2-fp32-default-meta-cut-acc4",
+    "NVIDIA/Megatron-LM/issues/1807",
+)
 @instead_of("reference_trainer.pipeline", "stage_layers")
 def stages_of_equal_size(benign: bool, original: Call, config: TrainerConfig, pp: int) -> list[StageLayers]:
     """Each stage of a pipeline has the rounded-down number of layers, and the last layer belongs to none."""
