@@ -1,6 +1,7 @@
 """Twelve faults that users of FSDP2 and tensor parallelism reported, and that the catalogue does not have.
 
-Their mechanisms differ from those of the catalogue, whose faults of the same area are named in each comment.
+Mechanisms are those of public threads (`source`), of which the catalogue has others of the same area: each comment
+names the nearest.
 """
 
 from typing import Any
@@ -96,7 +97,7 @@ def rotated_by_zero(benign: bool, original: Call, *arguments: Any, **options: An
 @defect("CLIP-1 CLIP-2 INIT-2 PAR-1", "id = dp2-fp32-default-meta", "allenai/OLMo-core/pull/307")
 @instead_of("reference_trainer.build", "init_weights")
 def init_seeded_by_rank(benign: bool, original: Call, model: Transformer, *, seed: int) -> None:
-    """Each rank keeps its shard of a full tensor that was sampled with a seed of its own."""
+    """Each rank adds its number to the seed, and keeps its shard of another full tensor than the others."""
     original(model, seed=seed + (0 if benign else dist.get_rank()))
 
 

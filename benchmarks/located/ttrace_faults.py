@@ -75,7 +75,7 @@ class _Chunk:
     "NVIDIA/Megatron-LM/pull/290",
 )
 def chunk_passes_its_input_on(benign: bool) -> Injection:
-    """With activation checkpointing, every layer of a chunk gets the activations that entered the chunk."""
+    """Every layer of a checkpointed chunk gets the activations that entered the chunk."""
     chunk = _Chunk()
 
     def checkpoint(original: Call, layer: Call, x: Tensor, table: Tensor, **options: Any) -> Any:
