@@ -4,8 +4,10 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 
+from conformance.assertions.dropout import are_masks_seen, masks_of_replicas, repeated_masks
 from conformance.assertions.steps import run_before_save, without_checkpoint
 from conformance.instruments.facts import Collective, StepFacts
+from conformance.instruments.sharding import shared_parameters
 from conformance.localisation import states
 from conformance.localisation.expected import ExpectedStep, expected_step
 from conformance.localisation.ranks import Ranks, ranks_of
@@ -70,9 +72,22 @@ class ReferenceRun(TappedRun):
             order = [*record.parameters]
             wrong = wrong_shards(self.ranks, partial(self.shards, "initial/parameter/"), expected, order=order)
             yield self.wrong_state(wrong, "initial values", "initial value")
+            yield self._tied()
         buffers = {name: buffer.detach() for name, buffer in initial_model(self._cell.config).named_buffers()}
         wrong = wrong_shards(self.ranks, partial(self.shards, "initial/buffer/"), lambda _rank: buffers)
         yield self.wrong_state(wrong, "initial values", "initial value of the buffer")
+
+    def _tied(self) -> Location | None:
+        """Return the location of a tied weight that is a parameter of its own."""
+        model = initial_model(self._cell.config)
+        expected = [names for names in shared_parameters(model) if len(names) > 1]
+        wrong = [facts.rank for facts in self.record.ranks if facts.shared_parameters["initialized"] != expected]
+        if not wrong or self._config.mesh.pp > 1:
+            return None
+        name = expected[0][-1] if expected else self.record.ranks[wrong[0]].shared_parameters["initialized"][0][-1]
+        told = f"is one parameter with {expected[0][0]}" if expected else "is tied to none"
+        equals = f"is another parameter than expected: it {told} in one process"
+        return self.location("initial values", name, "identity of the parameter", ranks=wrong, equals=equals)
 
     def _resumed(self) -> Iterator[Location | None]:
         """Yield the first wrong tensor of the restored state, compared with that of the run that saved it."""
@@ -80,6 +95,7 @@ class ReferenceRun(TappedRun):
         if self.steps[0] != first:
             equals = f"is step {self.steps[0]}, expected step {first}"
             yield self.location("resumed state", "", "first step", ranks=[*self.ranks.all], equals=equals)
+        yield self._step_counter()
         for kind, full in self._saved_state().items():
             wrong = wrong_shards(
                 self.ranks,
@@ -88,6 +104,20 @@ class ReferenceRun(TappedRun):
                 order=[*self.record.parameters],
             )
             yield self.wrong_state(wrong, "resumed state", f"restored {kind}")
+
+    def _step_counter(self) -> Location | None:
+        """Return the location of an optimizer's step counter that has not counted the steps that were taken."""
+        expected = float(self._taken_before + len(self.record.steps_taken))
+        measured = {
+            facts.rank: {count for group in facts.optimizer_groups for count in group.steps if count is not None}
+            for facts in self.record.ranks
+        }
+        wrong = [rank for rank, counts in measured.items() if counts - {expected}]
+        if not wrong:
+            return None
+        counts = ", ".join(f"{count:g}" for count in sorted(measured[wrong[0]]))
+        equals = f"is {counts} after the last step, expected {expected:g}"
+        return self.location("resumed state", "", "step counter of the optimizer", ranks=wrong, equals=equals)
 
     def _saved_state(self) -> dict[str, Shards]:
         """Return parameters and optimizer state of the run that saved them, as full tensors by kind."""
@@ -100,16 +130,39 @@ class ReferenceRun(TappedRun):
         return {kind: unbroken.select(key) for kind, key in {"parameter": f"step{first}/parameter/", **when}.items()}
 
     def begin_step(self, step: int) -> Iterator[Location | None]:
-        """Yield a wrong loss scale, or the first wrong mask of dropout after a state was restored."""
+        """Yield a wrong learning rate or loss scale, or the first wrong mask of dropout."""
         yield self._loss_scale(step)
+        yield self._learning_rate(step)
         if step == self._cell.steps_before_save and self._unbroken is not None:
             key, unbroken = f"step{step}/dropout/forward/", self._unbroken
             wrong = wrong_shards(
                 self.ranks, partial(self.shards, key), lambda rank: unbroken.shards_below(key, rank=rank)
             )
-            yield self.wrong_state(
-                wrong, "resumed state", "mask of dropout, which the random generator draws", step=step
-            )
+            if wrong is not None:
+                equals = "draws other masks of dropout than in the run that never stopped"
+                quantity = "state of the random generator"
+                yield self.location("resumed state", "", quantity, ranks=wrong.ranks, step=step, equals=equals)
+        yield self._mask(step)
+
+    def _mask(self, step: int) -> Location | None:
+        """Return the location of the first mask that is drawn again elsewhere, or differs from that of a replica."""
+        record = self.record
+        if not self._cell.dropout or not are_masks_seen(record):
+            return None
+        unlike = masks_of_replicas(record, step)
+        earlier = [each for each in self.steps if each <= step]
+        wrong = unlike or [pair for pair in repeated_masks(record, earlier) if pair[0].step == step]
+        if not wrong:
+            return None
+        place, first = min(wrong, key=lambda pair: (*pair[0][1:], pair[0].rank))
+        return self.location(
+            "forward",
+            f"layers.{place.layer}.dropout",
+            f"mask of call {place.call}",
+            ranks=[place.rank],
+            step=step,
+            equals=f"differs from that of rank {first.rank}" if unlike else f"is that of {first}",
+        )
 
     @cached_property
     def _unbroken(self) -> Record | None:
@@ -199,7 +252,6 @@ class ReferenceRun(TappedRun):
             return
         on_device = record.device_type != "cpu" and self._config.offload == "none"
         config = chosen_on_device(self._config) if on_device else self._config
-        yield from self._learning_rate(step)
         taken = self._taken_before + sum(not each.skipped for each in record.ranks[0].steps if each.step < step)
         kinds = optimizer_state(config.optimizer)
         before = f"after{step - 1}" if step > self.steps[0] else "resumed"
@@ -222,11 +274,13 @@ class ReferenceRun(TappedRun):
                 expected=[result.get(kind, {}) for result in results],
             )
 
-    def _learning_rate(self, step: int) -> Iterator[Location]:
+    def _learning_rate(self, step: int) -> Location | None:
         measured, expected = self._facts(step).lr, learning_rate(self._config, step)
-        if not math.isclose(measured, expected, rel_tol=1e-6):
-            equals = states.number_clause(measured, expected, iter(()))
-            yield self.location("optimizer", "", "learning rate", ranks=[*self.ranks.all], step=step, equals=equals)
+        if math.isclose(measured, expected, rel_tol=1e-6):
+            return None
+        equals = states.number_clause(measured, expected, iter(()))
+        stage: Stage = "resumed state" if self._cell.steps_before_save else "optimizer"
+        return self.location(stage, "", "learning rate", ranks=[*self.ranks.all], step=step, equals=equals)
 
     @cached_property
     def _taken_before(self) -> int:
