@@ -2,7 +2,8 @@
 
 `explain` is the one entry: texts, HTML, annotations and the search for smallest cells all render its result. A cause
 is a ratio by which results are off, if a size of the mesh explains it, whichever laws see it; otherwise the tensor that
-is worst in the cases of a law, or the reason of a run that did not finish. Causes with the same first wrong place are told together.
+is worst in the cases of a law, or the reason of a run that did not finish. Causes with the same first wrong place are
+told together.
 """
 
 import itertools
@@ -14,6 +15,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from typing import TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -28,6 +30,7 @@ from conformance.report.location import Location
 from conformance.report.schema import CaseResult, Report, Smallest
 from conformance.report.wording import counted, derivation_text, is_outside, spelled, terms_text, value_text
 
+T = TypeVar("T")
 MAX_EXPLANATIONS = 10
 """Number of causes that texts show; report.html has all."""
 _MAX_REASON = 300
@@ -285,10 +288,10 @@ def _most_of_one_ratio(failures: Sequence[_Failure]) -> list[_Failure]:
     return max([*by_name.values(), numbered], key=len)
 
 
-def _by_key(failures: Sequence[_Failure], key: Callable[[_Failure], Hashable]) -> list[list[_Failure]]:
-    groups: dict[Hashable, list[_Failure]] = defaultdict(list)
-    for failure in failures:
-        groups[key(failure)].append(failure)
+def _by_key(entries: Sequence[T], key: Callable[[T], Hashable]) -> list[list[T]]:
+    groups: dict[Hashable, list[T]] = defaultdict(list)
+    for entry in entries:
+        groups[key(entry)].append(entry)
     return list(groups.values())
 
 

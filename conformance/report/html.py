@@ -41,7 +41,12 @@ _SHORT = {
     Verdict.QUALITY_WARNING.value: "drifted",
 }
 """Verdicts as they are written in the narrow columns of the grid."""
-_MARKS: dict[Mark, str] = {"right": "\N{CHECK MARK}", "wrong": "\N{BALLOT X}", "follows": "\N{RIGHTWARDS ARROW}", "unseen": "-"}
+_MARKS: dict[Mark, str] = {
+    "right": "\N{CHECK MARK}",
+    "wrong": "\N{BALLOT X}",
+    "follows": "\N{RIGHTWARDS ARROW}",
+    "unseen": "-",
+}
 """Signs of the states of modules, which do not depend on colours."""
 _ISSUES = "https://github.com/pytorch/pytorch/issues/"
 _LINK = re.compile(r"(?P<address>https?://[^\s<>\"'`|\\^{}]*[^\s<>\"'`|\\^{}.,;:!?)\]])|\bpytorch#(?P<issue>[0-9]+)\b")

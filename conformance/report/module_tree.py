@@ -35,9 +35,14 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True):
         return ", ".join(self.names) if len(self.names) <= _MAX_NAMES else f"{self.names[0]} ... {self.names[-1]}"
 
     @property
+    def is_wrong(self) -> bool:
+        """True if the first wrong place is here or below."""
+        return bool(self.label) or self.mark == "wrong" or self.is_open
+
+    @property
     def is_open(self) -> bool:
         """True if the first wrong place is below."""
-        return any(branch.label or branch.is_open for branch in self.below)
+        return any(branch.is_wrong for branch in self.below)
 
     @property
     def others(self) -> str:
@@ -111,7 +116,7 @@ def _branches(node: _Node, above: str, wrong: str, label: str) -> list[Branch]:
     counts = Counter[Mark]({node.mark: 1})
     for branch in below:
         counts.update(branch.counts)
-    is_uniform = len(counts) == 1 and not any(branch.label or branch.is_open for branch in below)
+    is_uniform = len(counts) == 1 and not any(branch.is_wrong for branch in below)
     return [
         Branch(
             names=(node.path.removeprefix(above).removeprefix(".") or _ROOT,),
@@ -136,5 +141,5 @@ def _joined(separate: Sequence[Branch]) -> list[Branch]:
 
 
 def _are_alike(first: Branch, second: Branch) -> bool:
-    has_label = any(branch.label or branch.is_open for branch in (first, second))
-    return not has_label and first.mark == second.mark and first.below == second.below
+    is_wrong = first.is_wrong or second.is_wrong
+    return not is_wrong and first.mark == second.mark and first.below == second.below

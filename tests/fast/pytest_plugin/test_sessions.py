@@ -178,7 +178,7 @@ FAILED = report(case("PAR-1/dp2-fp32-default-meta-acc2-sgd", "fail"))
 
 def test_a_bug_of_the_search_is_in_the_report_with_its_traceback() -> None:
     ended = Controller.__new__(Controller)
-    ended._setup, ended._search_failure = SimpleNamespace(shrink_s=1.0), ""  # type: ignore[assignment]
+    ended._setup, ended._search_failures = SimpleNamespace(shrink_s=1.0), []  # type: ignore[assignment]
     config: Any = SimpleNamespace(pluginmanager=SimpleNamespace(get_plugin=lambda _name: None))
 
     def broken(*_arguments: object) -> list[object]:
@@ -192,9 +192,9 @@ def test_a_bug_of_the_search_is_in_the_report_with_its_traceback() -> None:
     assert (shown.cases, shown.smallest) == (FAILED.cases, [])
     assert "in broken\n" in shown.search_failure
     assert shown.search_failure.endswith("KeyError: 'a bug'\n")
-    assert ended._search_failure == (
+    assert ended._search_failures == [
         "no smallest failing cells: the search ended with KeyError: 'a bug'; report.json has the traceback"
-    )
+    ]
 
 
 # Garbage at the end
