@@ -113,7 +113,7 @@ def read_case(text: str, matrix: Matrix, *, subject: str | None = None) -> tuple
 
 
 def explained_case(case: Case, store: RecordStore, explained: Explained) -> CaseExplained:
-    """Return the verdict on a case, and the first wrong place that `explained` finds, whatever the verdict.
+    """Return the verdict on a case, and the first wrong place that `explained` finds; a case that passes may have one.
 
     Raises UsageError for a case that this machine cannot judge, and the error of a law that is wrong itself.
     """

@@ -96,7 +96,7 @@ class _Node:
 
 
 def _label(location: Location) -> tuple[str, str]:
-    """Return the path of the module at the first wrong place, and what is wrong there."""
+    """Return the path of the module at the first wrong place, and the wrong quantity with its stage."""
     path = location.name
     while path not in location.tree and path:
         path = path.rpartition(".")[0]
