@@ -24,6 +24,7 @@ from conformance.run.shards import tensor_file
 from conformance.simulated_device import device as simulated
 from conformance.simulated_device.schedules import FSDP2_STREAMS, Schedule
 from reference_trainer.checkpoint import Checkpoints, resume
+from reference_trainer.model import Block
 
 SCHEDULES = ("eager", "lazy", *(f"starve:{number}" for number in FSDP2_STREAMS.values()), "random:1")
 """Schedules under which a run on the simulated device must be the same."""
@@ -36,16 +37,35 @@ def train_cell(rank: RankWorld) -> dict[str, Any]:
     The result of an incomplete run is `missing` instead: the events that the trainer has not reported. Each rank writes
     the tensors that it captured into the job's directory, from which a resumed run loads its checkpoint.
     """
+    return _trained(rank, tapped=False)
+
+
+@experiment(needs=Needs.TRAINING)
+def train_tapped_cell(rank: RankWorld) -> dict[str, Any]:
+    """Train as `train_cell` does, with taps on all modules, which `conformance.localisation` reads."""
+    return _trained(rank, tapped=True)
+
+
+def _trained(rank: RankWorld, *, tapped: bool) -> dict[str, Any]:
     config = rank.config
     variables = {name: os.environ.get(name) for name in (RECORD_STREAMS, *ALLOCATOR_VARIABLES)}
     recorder = Recorder(
-        rank=rank.rank, variables=variables, profiled_step=profiled_step(rank), streams=_stream_trace(rank)
+        rank=rank.rank,
+        variables=variables,
+        profiled_step=None if tapped else profiled_step(rank),
+        streams=_stream_trace(rank),
+        tapped=tapped,
+        compiled=Block if config.compile != "none" else None,
     )
+    metrics = []
     with recorder.listening():
         trainer = rank.trainer(recorder)
         first = resume(trainer, _checkpoints(rank)) if rank.job.steps_before_save else 0
         steps = range(first, config.steps)
-        metrics = [trainer.train_step(step) for step in steps]
+        for step in steps:
+            metrics.append(trainer.train_step(step))
+            if tapped:
+                recorder.keep_state(trainer, step=step)
         missing = recorder.missing(steps, metrics)
         if missing:
             return {"missing": missing}
@@ -53,6 +73,8 @@ def train_cell(rank: RankWorld) -> dict[str, Any]:
     if config.compile != "none":
         torch.compiler.reset()  # or the rank's next task would run the graphs of this task
     write_tensors(rank.directory / tensor_file(rank.rank), tensors)
+    if recorder.taps is not None:
+        recorder.taps.write(rank.directory, rank=rank.rank)
     return {"facts": msgspec.to_builtins(facts)}
 
 

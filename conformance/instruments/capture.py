@@ -113,14 +113,15 @@ class Capture(Observer):
     def resumed(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Keep the state that a checkpoint has restored."""
         self._state("resumed", model)
-        self._optimizer_state("resumed", model, optimizer)
+        self.optimizer_state("resumed", model, optimizer)
 
     def final(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Keep the final state. Call it after the last step."""
         self._state("final", model)
-        self._optimizer_state("final", model, optimizer)
+        self.optimizer_state("final", model, optimizer)
 
-    def _optimizer_state(self, when: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def optimizer_state(self, when: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Keep the tensors of the optimizer's state that have the shapes of their parameters."""
         for name, parameter in self._parameters(model):
             for key, value in optimizer.state.get(parameter, {}).items():
                 # Other shapes: a step counter, or a flat shard of FSDP1.

@@ -59,6 +59,7 @@ class DispatchTap(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._listeners, self._before, self._outcomes = tuple(listeners), tuple(before), tuple(outcomes)
+        self._is_deaf = False
         self._handlers: dict[Any, _Handlers] = {}
         """Handlers of the calls of each operator seen so far."""
 
@@ -93,12 +94,23 @@ class DispatchTap(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self.__enter__()  # type: ignore[no-untyped-call]
 
+    @contextmanager
+    def deaf(self) -> Iterator[None]:
+        """Open a context in which listeners see nothing, where other modes may be above the tap, as in a hook."""
+        before, self._is_deaf = self._is_deaf, True
+        try:
+            yield
+        finally:
+            self._is_deaf = before
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # Let a wrapper unwrap itself first: its inner operators come back here on plain tensors.
         if types and _any_wrapper(tuple(types)):
             return NotImplemented
+        if self._is_deaf:
+            return func(*args, **(kwargs or {}))
         before, after, outcomes = self._handlers.get(func) or self._handlers_of(func)
         for handle_early in before:
             handle_early(args, kwargs or {})

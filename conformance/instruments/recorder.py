@@ -7,7 +7,7 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from conformance.instruments.capture import Capture, ModelInputs
@@ -25,6 +25,7 @@ from conformance.instruments.pipeline_log import PipelineLog
 from conformance.instruments.poison import Poison
 from conformance.instruments.sharding import Residency, fsdp_group_of, sharded_parameters, shared_parameters
 from conformance.instruments.streams import TracedStep
+from conformance.instruments.taps import Taps
 from conformance.instruments.timing import StepProfile, StepTimes, calibration_s
 from reference_trainer.fsdp1 import summon_full_params
 from reference_trainer.model import Transformer
@@ -42,7 +43,13 @@ class Recorder(Observer):
         variables: dict[str, str | None],
         profiled_step: int | None = None,
         streams: TracedStep | None = None,
+        tapped: bool = False,
+        compiled: type[nn.Module] | None = None,
     ) -> None:
+        """Make the instruments; `tapped` adds `taps`, which keep the tensors at the borders of all modules.
+
+        Modules of the class `compiled` compute in one graph, into which no tap can look.
+        """
         self._rank, self._variables = rank, variables
         self._parameters: dict[str, ParameterFacts] = {}
         self._shared: dict[str, list[list[str]]] = {}
@@ -71,17 +78,27 @@ class Recorder(Observer):
         self._streams = streams
         if streams:
             self._instruments += (streams,)
+        self.taps: Taps | None = None
+        if tapped:
+            self.taps = Taps(
+                is_opaque=lambda module: compiled is not None and isinstance(module, compiled),
+                quietly=lambda: self._tap.deaf(),
+                count_collectives=self._collectives.count,
+            )
+            self._instruments += (self.taps,)
         self._instruments += (self._dropout,)  # last: it waits for the device when a step is over for all others
-        listeners = (
-            self._collectives,
-            self._dtypes,
-            self._operators,
-            self._operands,
-            self._dropout,
-            self._pipeline,
-        )
+        listeners = [
+            self._collectives.listen,
+            self._dtypes.listen,
+            self._operators.listen,
+            self._operands.listen,
+            self._dropout.listen,
+            self._pipeline.listen,
+            *([self.taps.listen] if self.taps else []),
+        ]
         outcomes = [self._dropout.listen_to_outcomes, *([streams.listen] if streams else [])]
-        self._tap = DispatchTap([instrument.listen for instrument in listeners], outcomes=outcomes)
+        outcomes += [self.taps.listen_to_outcomes] if self.taps else []
+        self._tap = DispatchTap(listeners, outcomes=outcomes)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -141,6 +158,11 @@ class Recorder(Observer):
     def clipped(self, model: Transformer, *, norm: Tensor, step: int) -> None:
         """Pass the clipped gradients to every instrument."""
         self._notify("clipped", model, norm=norm, step=step)
+
+    def keep_state(self, trainer: Trainer, *, step: int) -> None:
+        """Keep the optimizer's state after a step, under the keys `afterN/KIND/NAME`."""
+        with self._tap.paused(), torch.no_grad(), summon_full_params(trainer.model):
+            self._capture.optimizer_state(f"after{step}", trainer.model, trainer.optimizer)
 
     def missing(self, steps: Sequence[int], metrics: Sequence[object]) -> list[str]:
         """Return the events of these steps that the trainer has not reported; `finish` needs all of them."""

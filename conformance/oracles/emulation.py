@@ -9,6 +9,7 @@ section 4 (sequence parallelism); `torch.distributed.tensor.parallel.loss_parall
 """
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from itertools import islice
@@ -32,6 +33,14 @@ from conformance.oracles.virtual_tp import TensorParallelForward, vocabulary_par
 from reference_trainer.config import TrainerConfig
 from reference_trainer.data import IGNORED_LABEL, Batches
 from reference_trainer.model import Transformer
+
+Observe = Callable[[Transformer, int, int, int], AbstractContextManager[object]]
+"""Function of the model, a data-parallel rank, a micro-batch, and the place of the latter in the order of backward."""
+
+
+def unobserved(*_arguments: object) -> AbstractContextManager[object]:
+    """Return a context that does nothing."""
+    return nullcontext()
 
 
 class Reduction(NamedTuple):
@@ -66,6 +75,7 @@ def emulated_step(
     loss_scale: float = 1.0,
     masks: Masks | None = None,
     device: str = "cpu",
+    observe: Observe = unobserved,
 ) -> Emulation:
     """Compute one step on the mesh of `config`, which must be resolved.
 
@@ -75,13 +85,13 @@ def emulated_step(
     `device` is the type of the device of the run: the emulation uses the same kernels and the operators of such a
     device, since others round in other places. Tensors that are given or returned are on the CPU. Sums over more than
     two data-parallel ranks are taken in one order of many, see `tolerance.emulated_gradients`. Dropout replays `masks`;
-    raises ValueError if they are missing.
+    raises ValueError if they are missing. The model computes inside of the contexts of `observe`.
     """
     if config.model.dropout and masks is None:
         raise ValueError("the emulation draws no masks of dropout: give those of a run")
     compute, kernels = _compute_dtype(config), kernel_device(device)
     with pinned_numerics(kernels), chosen_as_on(device, compute, head_dim=config.model.head_dim):
-        return _emulated(config, masters, step, loss_scale, masks.of(step) if masks else (), device)
+        return _emulated(config, masters, step, loss_scale, masks.of(step) if masks else (), device, observe)
 
 
 def _emulated(
@@ -91,6 +101,7 @@ def _emulated(
     loss_scale: float,
     masks: Sequence[Tensor],
     device: str,
+    observe: Observe,
 ) -> Emulation:
     kernels = kernel_device(device)
     inputs, labels = Batches(config.data, vocab_size=config.model.vocab_size, seed=config.seed).global_batch(step)
@@ -106,7 +117,8 @@ def _emulated(
     leaves = _leaves(model, forward)
     dropout: Rounding = "device" if device != "cpu" else "traced" if config.compile != "none" else "processor"
     drop = partial(replay, model, rounding=dropout)
-    loss, gradients = _local_gradients(config, leaves, loss_of, batch, masks, drop, scale=scale * loss_scale)
+    observed = partial(observe, model)
+    loss, gradients = _local_gradients(config, leaves, loss_of, batch, masks, drop, observed, scale=scale * loss_scale)
     rounds = _reduce_scatter_inputs(config, gradients, copied=forward.copied if forward else (), ring=ring)
     sums = _reductions(config, rounds)
     sizes = _reductions(config, [[_absolute(grads) for grads in ranks] for ranks in rounds])
@@ -133,6 +145,7 @@ def _local_gradients(
     batch: Batch,
     masks: Sequence[Tensor],
     drop: Callable[[Sequence[Tensor]], None],
+    observed: Callable[[int, int, int], AbstractContextManager[object]],
     *,
     scale: float,
 ) -> tuple[float, list[list[Tensors]]]:
@@ -150,7 +163,8 @@ def _local_gradients(
         for rank in range(_data_parallel_size(config)):
             drop(_micro_batch(config, masks, rank, index))
             inputs, labels = _micro_batch(config, batch, rank, index)
-            loss_sum, grads = _backward(parameters, loss_of, (inputs, labels), scale=scale)
+            with observed(rank, index, place):
+                loss_sum, grads = _backward(parameters, loss_of, (inputs, labels), scale=scale)
             loss += loss_sum
             ranks.append(grads)
         gradients.append(ranks)
@@ -214,11 +228,16 @@ def _rank_copy(name: str, rank: int) -> str:
 
 
 def _loss_function(config: TrainerConfig, forward: Callable[[Tensor], Tensor], ring: Ring) -> Callable[[Batch], Tensor]:
-    """Summed loss of a micro-batch, in fp32, by torch's own cross entropy: another formula would round differently."""
+    """Summed loss of a micro-batch, in fp32, by torch's own cross entropy: another formula would round differently.
+
+    That of the integer model is minus the sum of the labels' logits.
+    """
     tp = config.mesh.tp
 
     def loss_of(batch: Batch) -> Tensor:
         logits, labels = forward(batch[0]).float().flatten(0, 1), batch[1].flatten()
+        if config.model.arithmetic == "integer":
+            return F.nll_loss(logits, labels, reduction="sum", ignore_index=IGNORED_LABEL)
         if tp > 1 and config.loss_parallel:
             return vocabulary_parallel_loss(logits, labels, tp=tp, ring=ring)
         return F.cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORED_LABEL)

@@ -56,7 +56,7 @@ class Locator:
         self._locate, self._judge = locate, judge
         self._until_s = time.monotonic() + budget_s
         self._measured: dict[str, Mapping[str, Measurement]] = {case.id: case.measured for case in cases}
-        self._found: dict[tuple[str, str], Location | None] = {}
+        self._found: dict[tuple[str, str], Location] = {}
 
     def located(self, explanations: Sequence[Explanation], *, trainer: str | None = None) -> Located:
         """Return the first wrong place of each cause that is found in time.
@@ -81,13 +81,15 @@ class Locator:
         return Located(found, first_error)
 
     def _location(self, case: Case) -> Location | None:
-        """Return the first wrong place of a case; laws of a chapter share that of their cell."""
+        """Return the first wrong place of a case; laws of a chapter share one that is on the cell itself."""
         chapter = Path(inspect.getfile(asserted_laws()[case.law].test)).parent.name
         key = case.cell.id, chapter
-        if key not in self._found:
-            self._found[key] = None  # also of a search that raises
-            self._found[key] = self._locate(case, self._limit_s(), self._metrics(case))
-        return self._found[key]
+        if key in self._found:
+            return self._found[key]
+        location = self._locate(case, self._limit_s(), self._metrics(case))
+        if location is not None and location.cell == case.cell.id:
+            self._found[key] = location
+        return location
 
     def _metrics(self, case: Case) -> Mapping[str, Measurement]:
         """Return the metrics of a case, which is judged if the session has not: on a smallest cell from its records."""

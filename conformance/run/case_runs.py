@@ -15,7 +15,7 @@ from conformance.plan.cells import Cell
 from conformance.plan.substrates import REAL, Substrate
 from conformance.project import PACKAGE
 from conformance.run.devices.hardware import device_type
-from conformance.run.experiment import SAVING, Experiment, Needs, Result, job_of, sampled_ranks
+from conformance.run.experiment import SAVING, TAPPED, TRAINING, Experiment, Needs, Result, job_of, sampled_ranks
 from conformance.run.failures import RunFailed
 from conformance.run.ranks.messages import Task
 from conformance.run.record import Header, Record, RecordFile, write_results
@@ -38,15 +38,15 @@ class CaseRuns:
         """Return the arguments that a law's test may have, by name, see `conformance.assertions.fixtures`."""
         return {"cell": cell, "run": self.run, "measure": self.measure}
 
-    def run(self, cell: Cell, *, repeat: int = 0) -> Record:
+    def run(self, cell: Cell, *, repeat: int = 0, tapped: bool = False) -> Record:
         """Return the record of a cell, from this session's store or from a run now.
 
-        `repeat` > 0 asks for a further run of the same cell. Raises CellFailed if a run does not finish, Unsupported if
-        this torch lacks an ability that the run needs, or this machine the devices.
+        `repeat` > 0 asks for a further run of the same cell, `tapped` for one with taps. Raises CellFailed if a run
+        does not finish, Unsupported if this torch lacks an ability that the run needs, or this machine the devices.
         """
         substrate = self._substrate(cell)
         self._require_features(Needs.TRAINING, cell, substrate)
-        header = self._header(cell, substrate, repeat=repeat)
+        header = self._header(cell, substrate, repeat=repeat, experiment=TAPPED if tapped else TRAINING)
         return self.store.record(header, lambda directory: self._train(header, directory), self.clock)
 
     def measure(self, experiment: Experiment[Result], cell: Cell, *, on_device: bool = False) -> list[Result]:

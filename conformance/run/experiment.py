@@ -95,5 +95,7 @@ class Experiment(Generic[Result]):
 
 TRAINING = "conformance.experiments.training:train_cell"
 """Name of the experiment whose result is a record."""
+TAPPED = "conformance.experiments.training:train_tapped_cell"
+"""Name of the experiment whose result is a record, and the taps of all modules."""
 SAVING = "conformance.experiments.training:train_and_save"
 """Name of the experiment that leaves the checkpoint which a resumed run loads."""

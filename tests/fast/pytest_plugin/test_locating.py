@@ -83,13 +83,21 @@ def test_laws_of_one_chapter_share_the_place_of_their_cell() -> None:
     assert len(search.located) == 2, "numbers and memory"
 
 
+@pytest.mark.parametrize("first", [None, location(f"PAR-1/{TP2}", cell=TP4)])
+def test_a_law_that_is_right_on_its_own_cell_shares_nothing(first: Location | None) -> None:
+    """It may compare other cells than laws of the same chapter do."""
+    search = Search({f"CLIP-1/{TP2}": first, f"PAR-1/{TP2}": first})
+    search(*(case(f"{law}/{TP2}", "fail", **{law: deviation(0.5)}) for law in ("PAR-1", "CLIP-1")))
+    assert len(search.located) == 2
+
+
 def test_an_error_ends_the_search_for_one_cause_alone() -> None:
     broken = Search({f"PAR-1/{TP2}": KeyError("a bug"), f"MEM-1/{TP2}": None})
     cases = [case(f"{law}/{TP2}", "fail") for law in ("PAR-1", "CLIP-1", "MEM-1", "INIT-1")]
     reasons = dict(zip(("PAR-1", "CLIP-1", "MEM-1", "INIT-1"), "abcd", strict=True))
     told = [CaseResult(**{**{f: getattr(c, f) for f in c.__struct_fields__}, "reason": reasons[c.law]}) for c in cases]
     found, error = broken(*told)
-    assert [each.case for each in found] == [f"INIT-1/{TP2}"], "CLIP-1 has the cell of the search that broke off"
+    assert [each.case for each in found] == [f"CLIP-1/{TP2}", f"INIT-1/{TP2}"]
     assert isinstance(error, KeyError)
     interrupted = Search({f"PAR-1/{TP2}": KeyboardInterrupt()})
     found, error = interrupted(*told)

@@ -1,0 +1,158 @@
+"""Walk through a step in the order of execution, to the first tapped tensor that differs from the expected one."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from conformance.instruments.taps import Tap
+from conformance.localisation.equality import deviation
+from conformance.localisation.expected import ExpectedTraces
+from conformance.localisation.layouts import Held, is_partial, part_of
+from conformance.localisation.ranks import Ranks
+from conformance.localisation.traces import Trace
+from conformance.report.location import Mark
+
+_UNORDERED = math.inf
+
+
+@dataclass(frozen=True, eq=False)
+class Compared:
+    """Tapped tensor of a rank with the expected one."""
+
+    rank: int
+    index: int
+    """Index in the rank's trace."""
+    position: float
+    """Position of the place in the trace of the oracle."""
+    tap: Tap
+    measured: Tensor
+    expected: Tensor | None
+    """Part that the rank should hold; None if no layout fits."""
+    deviation: float
+    is_wrong: bool
+    is_of_other_dtype: bool
+
+
+@dataclass(frozen=True, eq=False)
+class ComparedStep:
+    """All tapped tensors of one step of a run with the expected ones."""
+
+    step: int
+    ranks: Ranks
+    traces: Sequence[Trace]
+    expected: ExpectedTraces
+
+    @cached_property
+    def compared(self) -> list[Compared]:
+        """Tapped tensors whose places the oracle has, by rank, in the order of execution."""
+        return [each for rank in self.ranks.all for each in self._of_rank(rank)]
+
+    @property
+    def wrong(self) -> list[Compared]:
+        """Tapped tensors that differ from the expected ones, the first in the order of the oracle at the front."""
+        wrong = [each for each in self.compared if each.is_wrong or each.is_of_other_dtype]
+        return sorted(wrong, key=lambda each: (each.position, each.index, each.rank))
+
+    def marks(self) -> dict[str, Mark]:
+        """Return the state of each module: `follows` if any of its tensors is wrong, `unseen` if none was compared."""
+        marks: dict[str, Mark] = dict.fromkeys(dict.fromkeys(name for t in self.traces for name in t.modules), "unseen")
+        for each in self.compared:
+            if each.is_wrong or each.is_of_other_dtype:
+                marks[each.tap.module] = "follows"
+            elif marks.get(each.tap.module) == "unseen":
+                marks[each.tap.module] = "right"
+        return marks
+
+    def group(self, rank: int, tap: Tap) -> list[Held]:
+        """Return the tensors at a place of all ranks of a rank's tensor-parallel group that have one."""
+        held = []
+        for peer in self.ranks.peers(rank):
+            trace = self.traces[peer]
+            index = trace.index.get(tap.place)
+            if index is not None:
+                held.append(Held(trace.taps[index], trace.tensors[index]))
+        return held
+
+    def oracle(self, rank: int) -> Trace:
+        """Return the trace of the oracle for the data of a rank."""
+        return self.expected.traces[self.ranks.data_ranks[rank]]
+
+    def _of_rank(self, rank: int) -> Iterator[Compared]:
+        oracle, trace = self.oracle(rank), self.traces[rank]
+        for index, (tap, tensor) in enumerate(zip(trace.taps, trace.tensors, strict=True)):
+            if tap.step != self.step:
+                continue
+            place = (*tap.place[:-1], False)
+            known = oracle.index.get(place)
+            if known is None:
+                continue
+            position = _position(oracle, tap, known)
+            yield self._compare(rank, index, position, tap, tensor, oracle.taps[known], oracle.tensors[known])
+
+    def _compare(
+        self, rank: int, index: int, position: float, tap: Tap, tensor: Tensor, expected_tap: Tap, full: Tensor
+    ) -> Compared:
+        peers, group = self.ranks.peers(rank), self.group(rank, tap)
+        measured = tensor
+        if is_partial(tap) and len(group) == len(peers):
+            measured = _sum(group)
+        member = peers.index(rank) if len(group) == len(peers) else 0
+        part = part_of(full, [Held(tap, measured)] if is_partial(tap) else group, 0 if is_partial(tap) else member)
+        distance = math.inf if part is None else deviation(measured, part)
+        is_other = tap.dtype != expected_tap.dtype and tensor.is_floating_point()
+        return Compared(
+            rank=rank,
+            index=index,
+            position=position,
+            tap=tap,
+            measured=measured,
+            expected=part,
+            deviation=distance,
+            is_wrong=distance > self.expected.within.value,
+            is_of_other_dtype=is_other,
+        )
+
+
+def _position(oracle: Trace, tap: Tap, known: int) -> float:
+    """Return the position of a place in the oracle; a recomputed forward comes before the module's backward."""
+    if not tap.is_recomputed:
+        return float(known)
+    place = (tap.step, tap.module, "output gradient", "0", tap.call, False)
+    return oracle.index.get(place, known) - 0.5
+
+
+def _sum(group: Sequence[Held]) -> Tensor:
+    total = group[0].tensor
+    for held in group[1:]:
+        total = total + held.tensor
+    return total
+
+
+def container(paths: Sequence[str]) -> str:
+    """Return the path of the deepest module that contains all modules of the paths, or is one of them.
+
+    >>> container(["layers.1.attention.wq", "layers.1.attention.wk"])
+    'layers.1.attention'
+    """
+    common: list[str] = []
+    for words in zip(*(path.split(".") for path in paths), strict=False):
+        if len(set(words)) > 1:
+            break
+        common.append(words[0])
+    return ".".join(common)
+
+
+def parent(path: str) -> str:
+    """Return the path of the module that contains a module; empty for the model."""
+    return path.rpartition(".")[0]
+
+
+def by_rank(found: Sequence[Compared]) -> Mapping[int, Compared]:
+    """Return the first of the tensors of each rank."""
+    first: dict[int, Compared] = {}
+    for each in found:
+        first.setdefault(each.rank, each)
+    return first
