@@ -85,7 +85,7 @@ def test_laws_of_one_chapter_share_the_place_of_their_cell() -> None:
 
 @pytest.mark.parametrize("first", [None, location(f"PAR-1/{TP2}", cell=TP4)])
 def test_a_law_that_is_right_on_its_own_cell_shares_nothing(first: Location | None) -> None:
-    """It may compare other cells than laws of the same chapter do."""
+    """Laws of one chapter may compare different cells."""
     search = Search({f"CLIP-1/{TP2}": first, f"PAR-1/{TP2}": first})
     search(*(case(f"{law}/{TP2}", "fail", **{law: deviation(0.5)}) for law in ("PAR-1", "CLIP-1")))
     assert len(search.located) == 2
