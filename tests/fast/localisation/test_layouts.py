@@ -33,7 +33,7 @@ def tap_of(tensor: torch.Tensor, placements: dict[str, str | int] | None = None)
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_plain_tensor_is_cut_where_the_sizes_add_up(sizes: tuple[int, int], dim: int) -> None:
     full = torch.arange(20.0).view(4, 5).movedim(0, dim)
-    parts = torch.split(full, sizes, dim)
+    parts = torch.split(full, list(sizes), dim)
     group = [Held(tap_of(part), part) for part in parts]
     for index, part in enumerate(parts):
         found = part_of(full, group, index)
