@@ -80,7 +80,7 @@ def try_defect(case_judge: CaseJudge, defect: Defect) -> Trial:
     start_s = time.monotonic()
     judged: list[Judged] = []
     twins: list[Judged] = []
-    for judge, cases in _cases_by_judge(case_judge, defect):
+    for judge, cases in cases_by_judge(case_judge, defect):
         twins += judge.judge(cases, defect=defect.id + TWIN)
         judged += judge.judge(cases, defect=defect.id, deadline_s=_deadline_s(defect))
     arithmetic = case_judge.hardware.arithmetic
@@ -102,7 +102,7 @@ def escapes(case_judge: CaseJudge, defect: Defect) -> list[str]:
     Each is judged until its first kill, on the cheapest cells first, without twins.
     """
     left, seconds = list(defect.laws), the_matrix().seconds
-    for judge, cases in _cases_by_judge(case_judge, defect):
+    for judge, cases in cases_by_judge(case_judge, defect):
         store = judge.store(defect=defect.id, deadline_s=_deadline_s(defect))
         for case in sorted(cases, key=lambda case: seconds.get(case.cell.id, 0.0)):
             if case.law in left and _is_kill(judge_case(case, store), defect):
@@ -124,7 +124,7 @@ def hardware_for(defect: Defect, law: str, arithmetic: Arithmetic = OWN) -> Hard
     return simulated_device(arithmetic) if "sim" in shown else None
 
 
-def _cases_by_judge(case_judge: CaseJudge, defect: Defect) -> Iterator[tuple[CaseJudge, list[Case]]]:
+def cases_by_judge(case_judge: CaseJudge, defect: Defect) -> Iterator[tuple[CaseJudge, list[Case]]]:
     """Yield the cases of the laws that a defect names, by the hardware on which they can catch it."""
     by_law = {law: hardware_for(defect, law, case_judge.hardware.arithmetic) for law in defect.laws}
     for hardware in dict.fromkeys(by_law.values()):
@@ -183,7 +183,7 @@ def _caught_by_others(case_judge: CaseJudge, defect: Defect) -> tuple[str, ...]:
     cases = case_judge.cases(defect.cells)
     judged = [
         result
-        for judge, _ in _cases_by_judge(case_judge, defect)
+        for judge, _ in cases_by_judge(case_judge, defect)
         for result in judge.judge(cases, defect=defect.id, deadline_s=_deadline_s(defect))
     ]
     laws = {result.case.law for result in judged if _is_kill(result, defect)}

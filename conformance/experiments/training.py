@@ -24,6 +24,7 @@ from conformance.run.shards import tensor_file
 from conformance.simulated_device import device as simulated
 from conformance.simulated_device.schedules import FSDP2_STREAMS, Schedule
 from reference_trainer.checkpoint import Checkpoints, resume
+from reference_trainer.model import Block
 
 SCHEDULES = ("eager", "lazy", *(f"starve:{number}" for number in FSDP2_STREAMS.values()), "random:1")
 """Schedules under which a run on the simulated device must be the same."""
@@ -54,9 +55,10 @@ def _trained(rank: RankWorld, *, tapped: bool) -> dict[str, Any]:
         profiled_step=None if tapped else profiled_step(rank),
         streams=_stream_trace(rank),
         tapped=tapped,
+        compiled=Block if config.compile != "none" else None,
     )
     metrics = []
-    with recorder.listening():
+    with recorder.listening(), _left_taps(recorder, rank):
         trainer = rank.trainer(recorder)
         first = resume(trainer, _checkpoints(rank)) if rank.job.steps_before_save else 0
         steps = range(first, config.steps)
@@ -71,9 +73,17 @@ def _trained(rank: RankWorld, *, tapped: bool) -> dict[str, Any]:
     if config.compile != "none":
         torch.compiler.reset()  # or the rank's next task would run the graphs of this task
     write_tensors(rank.directory / tensor_file(rank.rank), tensors)
-    if recorder.taps is not None:
-        recorder.taps.write(rank.directory, rank=rank.rank)
     return {"facts": msgspec.to_builtins(facts)}
+
+
+@contextmanager
+def _left_taps(recorder: Recorder, rank: RankWorld) -> Iterator[None]:
+    """Write the taps, if there are any, when the run ends, or when it raises."""
+    try:
+        yield
+    finally:
+        if recorder.taps is not None:
+            recorder.taps.write(rank.directory, rank=rank.rank)
 
 
 def profiled_step(rank: RankWorld) -> int | None:

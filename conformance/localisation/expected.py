@@ -33,19 +33,14 @@ Place = tuple[int, int, str, str, str, int]
 """Data-parallel rank, step, module, kind, item and call of a tap."""
 
 
-@dataclass(frozen=True)
-class ExpectedStep:
-    """Tensors of one step in one process, from the weights with which the step of the run began."""
+@dataclass(frozen=True, kw_only=True)
+class ExpectedTraces:
+    """Tapped tensors with which those of a run are compared."""
 
     traces: Sequence[Trace]
     """Trace of each data-parallel rank, whose tensors are full."""
     within: Bound
     """Relative deviation of a tapped tensor that rounding can explain."""
-    gradients: Mapping[str, Tensor]
-    """Reduced gradients before clipping."""
-    gradients_within: Mapping[str, Bound]
-    weight: float
-    """Factor with which the gradient of a micro-batch of a data-parallel rank counts in the reduced one."""
     places: Mapping[Place, PlaceRule] | None = None
     """What is asked of each tensor by data-parallel rank and place, if it is not the same for all."""
     is_layout_known: bool = True
@@ -66,6 +61,21 @@ class ExpectedStep:
 
     def _rule(self, data_rank: int, tap: Tap) -> PlaceRule | None:
         return self.places.get((data_rank, *tap.place[:-1])) if self.places is not None else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedStep(ExpectedTraces):
+    """Tensors of one step in one process, from the weights with which the step of the run began."""
+
+    gradients: Mapping[str, Tensor]
+    """Reduced gradients before clipping."""
+    gradients_within: Mapping[str, Bound]
+    loss: float
+    """Mean loss over the step, in nats."""
+    loss_within: float
+    """Relative deviation of the loss that rounding can explain."""
+    weight: float
+    """Factor with which the gradient of a micro-batch of a data-parallel rank counts in the reduced one."""
 
 
 def expected_step(record: Record, step: int) -> ExpectedStep:
@@ -101,6 +111,8 @@ def expected_step(record: Record, step: int) -> ExpectedStep:
         within=within,
         gradients=emulated.gradients,
         gradients_within=reduced,
+        loss=emulated.loss,
+        loss_within=max(within.value, tolerance.fp32_loss(own).value),
         weight=1.0 / (len(parts) * facts.loss_scale),
     )
 

@@ -1,19 +1,27 @@
-"""Localisation of a failed case: its cell is run once more with taps, and compared stage by stage with an oracle."""
+"""Localisation of a failed case: its cells are run once more with taps, and compared stage by stage with an oracle."""
 
+import contextlib
+import inspect
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from msgspec.structs import replace
 
 from conformance.judge.measurements import Measurement
-from conformance.judge.registry import asserted_laws
+from conformance.judge.registry import AssertedLaw, asserted_laws
 from conformance.judge.support import Machine
+from conformance.localisation.ended_run import place_of_end
 from conformance.localisation.reference_run import ReferenceRun
+from conformance.localisation.repeated_run import first_difference
 from conformance.localisation.subject_run import SubjectRun
-from conformance.localisation.tapped_run import TappedRun
+from conformance.outcomes import CellFailed
+from conformance.plan.cells import Cell
 from conformance.plan.matrix import Case
+from conformance.plan.mesh import Mesh
 from conformance.report.location import Location
 from conformance.run.case_runs import CaseRuns
+from conformance.run.record import Record
 from conformance.run.store import RecordStore
 from conformance.subjects.running import SubjectRuns
 
@@ -21,19 +29,66 @@ from conformance.subjects.running import SubjectRuns
 def explained(
     case: Case, store: RecordStore, *, machine: Machine, measured: Mapping[str, Measurement]
 ) -> Location | None:
-    """Return the first wrong place of a case's cell, from one further run with taps; None if all places are right.
+    """Return the first wrong place of the cells on which a case rests, from one further run of each with taps.
 
-    `measured` are the metrics of the failed case. Raises CellFailed if the run does not finish.
+    None if all places are right. `measured` are the metrics of the failed case. Raises CellFailed if a run does not
+    finish.
     """
     start_s = time.monotonic()
-    location = _run(case, store).first_wrong()
+    location = _of_other_trainer(case, store) if case.trainer is not None else _of_reference_trainer(case, store)
     if location is None:
         return None
-    seconds = round(time.monotonic() - start_s, 3)
-    return replace(location, case=case.id, cell=case.cell.id, seconds=seconds)
+    return replace(location, case=case.id, seconds=round(time.monotonic() - start_s, 3))
 
 
-def _run(case: Case, store: RecordStore) -> TappedRun:
-    if case.trainer is not None:
-        return SubjectRun(SubjectRuns(store), case.cell)
-    return ReferenceRun(CaseRuns(store, asserted_laws()[case.law].law.substrates), case.cell)
+def _of_other_trainer(case: Case, store: RecordStore) -> Location | None:
+    location = SubjectRun(SubjectRuns(store), case.cell).first_wrong()
+    return location and replace(location, cell=case.cell.id)
+
+
+def _of_reference_trainer(case: Case, store: RecordStore) -> Location | None:
+    asserted = asserted_laws()[case.law]
+    return next(_first_wrong(asserted, CaseRuns(store, asserted.law.substrates), case.cell), None)
+
+
+def _first_wrong(asserted: AssertedLaw, runs: CaseRuns, cell: Cell) -> Iterator[Location]:
+    """Yield the first wrong place of each cell that a law compares, its own first, then that of two equal runs."""
+    asked = _asked(asserted, runs, cell)
+    tapped = {each: ReferenceRun(runs, each) for each, _ in [(cell, 0), *asked]}
+    for each, run in tapped.items():
+        location = _first_wrong_of(run, runs, each)
+        if location is not None:
+            yield replace(location, cell=each.id)
+    if any(repeat for _, repeat in asked):
+        again = ReferenceRun(runs, cell, repeat=1)
+        location = first_difference(tapped[cell], again)
+        if location is not None:
+            yield replace(location, cell=cell.id)
+
+
+def _first_wrong_of(run: ReferenceRun, runs: CaseRuns, cell: Cell) -> Location | None:
+    """Return the first wrong place of a run, or if it raises, the place at which it ended.
+
+    Raises CellFailed if the ranks of a failed run have left no taps.
+    """
+    try:
+        return run.first_wrong()
+    except CellFailed as failed:
+        location = place_of_end(runs.tapped_directory(cell), Mesh.parse(cell.mesh), failed.failure)
+        if location is None:
+            raise
+        return location
+
+
+def _asked(asserted: AssertedLaw, runs: CaseRuns, cell: Cell) -> list[tuple[Cell, int]]:
+    """Return the cells whose runs a law asks for, with the number of the repetition, from its test on kept records."""
+    asked: list[tuple[Cell, int]] = []
+
+    def run(wanted: Cell, *, repeat: int = 0, tapped: bool = False) -> Record:
+        asked.append((wanted, repeat))
+        return runs.run(wanted, repeat=repeat, tapped=tapped)
+
+    known: dict[str, Any] = {**runs.fixtures(cell), "run": run}
+    with contextlib.suppress(Exception):  # the failure of the case, again
+        asserted.test(**{name: known[name] for name in inspect.signature(asserted.test).parameters})
+    return asked

@@ -17,6 +17,7 @@ from conformance.bound import Bound
 from conformance.instruments.facts import Collective
 from conformance.instruments.taps import Line
 from conformance.instruments.tensor_file import write_tensors
+from conformance.localisation import states
 from conformance.localisation.equality import multiple
 from conformance.localisation.expected import ExpectedStep, PlaceRule
 from conformance.localisation.ranks import Ranks
@@ -85,7 +86,15 @@ class SubjectRun(TappedRun):
 
     def collectives(self, rank: int) -> Sequence[Collective]:
         """Return the collectives of a rank in the order of issue."""
-        return self.record.ranks[rank].collectives
+        return [
+            with_fields(each, group=self._dimension(rank, each.group)) for each in self.record.ranks[rank].collectives
+        ]
+
+    def _dimension(self, rank: int, group: str) -> str:
+        """Return the mesh dimension whose ranks are those of a group, or the name that the group has in the log."""
+        members = [*self.ranks.all] if group == "world" else _numbers(group)
+        dimensions = [name for name in self.ranks.coordinates[rank] if self.ranks.group(rank, name) == members]
+        return dimensions[0] if dimensions else group
 
     def begin(self) -> Iterator[Location | None]:
         """Yield the first state that is uninitialised, not tied or of another dtype, and the first wrong weight."""
@@ -187,6 +196,8 @@ class SubjectRun(TappedRun):
             within=self._bound(0.0, 0.0),
             gradients=gradients,
             gradients_within={name: self._bound(own[name], overall) for name in gradients},
+            loss=facts.loss,
+            loss_within=self._bound(facts.loss_error, overall).value,
             weight=1.0,
             places=places,
             is_layout_known=False,
@@ -275,6 +286,17 @@ class SubjectRun(TappedRun):
             return found
         return with_fields(found, equals=f"{found.equals}: the optimizer does not hold the parameter")
 
+    def logged_loss(self, step: int, expected: ExpectedStep) -> Location | None:
+        """Return a location if a rank has logged another loss than that of one process."""
+        losses = {facts.rank: facts.losses[step] for facts in self.record.ranks}
+        allowed = expected.loss_within * abs(expected.loss)
+        wrong = [rank for rank, loss in losses.items() if not abs(loss - expected.loss) <= allowed]
+        if not wrong:
+            return None
+        equals = states.number_clause(losses[wrong[0]], expected.loss, iter(()))
+        called = self.line(step, wrong[0], "idle")
+        return self.location("loss", "", "loss that is logged", ranks=wrong, step=step, equals=equals, called=called)
+
     def logged_norm(self, step: int, rank: int) -> float | None:
         """Return the norm before clipping that a rank has logged; None if it was not finite."""
         norm = self.record.ranks[rank].grad_norms[step]
@@ -341,6 +363,11 @@ def _with_scaled_gradients(trace: Trace, scale: float) -> Trace:
         when: [number._replace(value=scale * number.value) for number in found] for when, found in trace.numbers.items()
     }
     return replace(trace, tensors=tensors, numbers=numbers)
+
+
+def _numbers(group: str) -> list[int]:
+    """Return the ranks of a group as the log of collectives names it: `ranks 0,2`."""
+    return [int(number) for number in group.removeprefix("ranks ").split(",") if number.isdigit()]
 
 
 def _is_close(measured: float, expected: float) -> bool:

@@ -55,6 +55,10 @@ class ExpectedStepFacts(msgspec.Struct, frozen=True):
     taps: list[TapErrors]
     """By data-parallel rank."""
     gradients: OwnErrors
+    loss: float
+    """Mean loss."""
+    loss_error: float
+    """Largest relative deviation of the loss."""
     updates: dict[str, float]
     """Relative deviation of what the optimizer leaves between fp32 and fp64, by `KIND/NAME`."""
 
@@ -92,8 +96,7 @@ def write_expected_steps(subject: Subject, job: StepsJob) -> None:
         for data_rank, each in enumerate(taps):
             each.write(step_directory(directory, step), rank=data_rank)
         tensors |= {f"step{step}/gradient/{name}": gradient for name, gradient in gradients.items()}
-        tap_errors, gradient_errors = computed.errors(masters, taps, gradients)
-        facts.append(ExpectedStepFacts(tap_errors, gradient_errors, update_errors.get(step, {})))
+        facts.append(computed.facts(masters, taps, gradients, updates=update_errors.get(step, {})))
     write_tensors(directory / TENSORS_FILE, {key: tensor.contiguous() for key, tensor in (tensors | updates).items()})
     expectation = Expectation(str(getattr(subject, "reduction", "")), facts)
     (directory / FACTS_FILE).write_bytes(msgspec.msgpack.encode(expectation))
@@ -132,18 +135,35 @@ class _Step:
         taps.numbers.setdefault(f"{self._step} backward", []).append(Number(-1, float(mean.detach())))
         torch.autograd.backward(mean)
 
-    def errors(
-        self, masters: nn.Module, taps: Sequence[Taps], gradients: Mapping[str, Tensor]
-    ) -> tuple[list[TapErrors], OwnErrors]:
+    def facts(
+        self,
+        masters: nn.Module,
+        taps: Sequence[Taps],
+        gradients: Mapping[str, Tensor],
+        *,
+        updates: dict[str, float],
+    ) -> ExpectedStepFacts:
         """Return the largest deviations of other computations of the step."""
+        loss, loss_error = self._loss(taps), 0.0
         measured = [_Deviations(each) for each in taps]
         others = []
         for other_taps, other_gradients in self._others(masters):
             for deviations, each in zip(measured, other_taps, strict=True):
                 deviations.add(each)
             others.append({name: other_gradients[name] for name in gradients})
+            loss_error = max(loss_error, abs(self._loss(other_taps) - loss) / (abs(loss) or 1.0))
         is_bf16 = self._cell.precision == "bf16"
-        return [each.errors(with_dtypes=is_bf16) for each in measured], reference.own_errors(others, gradients, None)
+        return ExpectedStepFacts(
+            taps=[each.errors(with_dtypes=is_bf16) for each in measured],
+            gradients=reference.own_errors(others, gradients, None),
+            loss=loss,
+            loss_error=loss_error,
+            updates=updates,
+        )
+
+    def _loss(self, taps: Sequence[Taps]) -> float:
+        """Return the mean loss, from the terms of all micro-batches."""
+        return sum(number.value for each in taps for number in each.numbers[f"{self._step} backward"])
 
     def _others(self, masters: nn.Module) -> Iterator[tuple[list[Taps], dict[str, Tensor]]]:
         if self._cell.precision == "bf16":
