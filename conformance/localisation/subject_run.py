@@ -86,9 +86,8 @@ class SubjectRun(TappedRun):
 
     def collectives(self, rank: int) -> Sequence[Collective]:
         """Return the collectives of a rank in the order of issue."""
-        return [
-            with_fields(each, group=self._dimension(rank, each.group)) for each in self.record.ranks[rank].collectives
-        ]
+        issued = self.record.ranks[rank].collectives
+        return [with_fields(each, group=self._dimension(rank, each.group)) for each in issued]
 
     def _dimension(self, rank: int, group: str) -> str:
         """Return the mesh dimension whose ranks are those of a group, or the name that the group has in the log."""
