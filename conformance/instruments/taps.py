@@ -492,15 +492,15 @@ def owner(frame: FrameType) -> FrameType:
 
     If there is none it is the innermost that may be of the suite, or else the outermost.
     """
-    of_suite = None
+    in_suite = None
     while frame.f_back is not None:
         file = frame.f_code.co_filename
         if not _is_foreign(file):
             if not file.startswith(_SUITE):
                 return frame
-            of_suite = of_suite or frame
+            in_suite = in_suite or frame
         frame = frame.f_back
-    return of_suite or frame
+    return in_suite or frame
 
 
 def line_of(frame: FrameType) -> Line:

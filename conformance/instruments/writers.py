@@ -30,7 +30,7 @@ class Writers(Observer):
         return self._execute if func.namespace == "aten" else None
 
     def written(self, tensors: Mapping[str, Tensor]) -> dict[str, Line]:
-        """Return the line that last wrote each of some tensors, DTensors too, by the same names, as far as known."""
+        """Return the line that last wrote each of some tensors, DTensors too, by the same names, where one is known."""
         found = {name: self._by_storage.get(_storage(tensor)) for name, tensor in tensors.items()}
         return {name: line for name, line in found.items() if line is not None}
 

@@ -21,7 +21,7 @@ from reference_trainer.config import TrainerConfig
 
 
 class PlaceRule(NamedTuple):
-    """What is asked of the tensor at one place."""
+    """Rule for the tensor at one place."""
 
     within: Bound
     """Relative deviation that rounding can explain."""
@@ -42,10 +42,10 @@ class ExpectedTraces:
     within: Bound
     """Relative deviation of a tapped tensor that rounding can explain."""
     places: Mapping[Place, PlaceRule] | None = None
-    """What is asked of each tensor by data-parallel rank and place, if it is not the same for all."""
+    """Rules by data-parallel rank and place, if there is not one for all."""
     is_layout_known: bool = True
-    """False if plain tensors inside of a module may be laid out as its trainer likes, such as in partial sums. What
-    agrees again when it leaves the module is then right."""
+    """False if plain tensors inside of a module may be laid out as its trainer likes, such as in partial sums: a module
+    whose result agrees again is then right."""
     reduced: Collection[str] = ()
     """Parameters whose reduced gradients agree, so that those of one micro-batch are laid out as the trainer likes."""
 

@@ -1,4 +1,4 @@
-"""Lines of the trainer that compute or call what is wrong, as near as taps can tell."""
+"""Lines of the trainer that compute a wrong tensor, or call its module, as near as taps can tell."""
 
 import math
 

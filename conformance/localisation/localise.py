@@ -35,18 +35,18 @@ def explained(
     finish.
     """
     start_s = time.monotonic()
-    location = _of_other_trainer(case, store) if case.trainer is not None else _of_reference_trainer(case, store)
+    location = _located_in_subject(case, store) if case.trainer is not None else _located_in_reference(case, store)
     if location is None:
         return None
     return replace(location, case=case.id, seconds=round(time.monotonic() - start_s, 3))
 
 
-def _of_other_trainer(case: Case, store: RecordStore) -> Location | None:
+def _located_in_subject(case: Case, store: RecordStore) -> Location | None:
     location = SubjectRun(SubjectRuns(store), case.cell).first_wrong()
     return location and replace(location, cell=case.cell.id)
 
 
-def _of_reference_trainer(case: Case, store: RecordStore) -> Location | None:
+def _located_in_reference(case: Case, store: RecordStore) -> Location | None:
     asserted = asserted_laws()[case.law]
     return next(_first_wrong(asserted, CaseRuns(store, asserted.law.substrates), case.cell), None)
 

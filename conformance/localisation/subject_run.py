@@ -63,7 +63,7 @@ class SubjectRun(TappedRun):
 
     @cached_property
     def ranks(self) -> Ranks:
-        """Ranks by their places in the mesh, as far as their data tell: ranks with the same data are in its order."""
+        """Ranks by their places in the mesh, which their data tell: ranks with the same data are in its order."""
         shape, data_ranks = self.record.cell.shape, [facts.data_rank for facts in self.record.ranks]
         coordinates = []
         for rank, data_rank in enumerate(data_ranks):
@@ -110,8 +110,8 @@ class SubjectRun(TappedRun):
             yield with_fields(location, family="dtype")
         if self._cell.init == "full":
             initial = {name: tensor.float() for name, tensor in reference.below("initial/").items()}
-            expected = partial(shards_of, self.record, initial)
-            wrong = wrong_shards(self.ranks, partial(self.shards, "initial/parameter/"), expected)
+            expected, order = partial(shards_of, self.record, initial), [*self.record.parameters]
+            wrong = wrong_shards(self.ranks, partial(self.shards, "initial/parameter/"), expected, order=order)
             called = self._written(wrong.first.name, wrong.first.rank) if wrong else None
             yield self.wrong_state(wrong, "initial values", "initial value", called=called)
 
@@ -176,7 +176,8 @@ class SubjectRun(TappedRun):
         kinds = {key.split("/")[1] for key in self.record.shards[0] if key.startswith(f"after{saved}/")}
         for kind in sorted(kinds, key=lambda kind: (kind != "parameter", kind)):
             before = partial(self.shards, f"after{saved}/{kind}/")
-            wrong = wrong_shards(self.ranks, partial(self.shards, f"resumed/{kind}/"), before)
+            order = [*self.record.parameters]
+            wrong = wrong_shards(self.ranks, partial(self.shards, f"resumed/{kind}/"), before, order=order)
             yield self.wrong_state(wrong, "resumed state", f"restored {kind}", step=saved + 1)
 
     def expected(self, step: int) -> ExpectedStep:
@@ -264,7 +265,7 @@ class SubjectRun(TappedRun):
     def _unsharded(self, step: int) -> Location | None:
         """Return the first parameter that is not sharded any more as the optimizer is about to step."""
         prefix, found = f"step{step}: ", {facts.rank: facts.unsharded for facts in self.record.ranks}
-        entries = [entry for of_rank in found.values() for entry in of_rank if entry.startswith(prefix)]
+        entries = [entry for each_rank in found.values() for entry in each_rank if entry.startswith(prefix)]
         names = [entry.removeprefix(prefix) for entry in entries]
         if not names:
             return None
@@ -272,7 +273,7 @@ class SubjectRun(TappedRun):
             "parameters",
             names[0],
             "layout when the optimizer steps",
-            ranks=[rank for rank, of_rank in found.items() if entries[0] in of_rank],
+            ranks=[rank for rank, each_rank in found.items() if entries[0] in each_rank],
             step=step,
             equals="is another than when the model was built: not resharded after backward",
             agrees="the gradients of each micro-batch agree",
@@ -313,7 +314,7 @@ class SubjectRun(TappedRun):
         )
 
     def updates(self, step: int) -> Iterator[Update | Location]:
-        """Yield what the subject's optimizer leaves on plain tensors of the same shards."""
+        """Yield the tensors that the subject's optimizer leaves of plain tensors of the same shards."""
         errors = self._expectation.steps[step].updates
         kinds = {key.split("/", 1)[0] for key in errors} & {
             key.split("/")[1] for key in self.record.shards[0] if key.startswith(f"after{step}/")

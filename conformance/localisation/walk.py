@@ -59,7 +59,7 @@ class ComparedStep:
         return sorted(wrong, key=lambda each: (each.position, each.index, each.rank))
 
     def _is_right_again(self, wrong: Compared) -> bool:
-        """Return whether the module of a wrong tensor, or one around it, turns it into what is right."""
+        """Return whether the module of a wrong tensor, or one around it, has a right result all the same."""
         tap = wrong.tap
         if wrong.is_of_other_dtype and not wrong.is_wrong:
             return False

@@ -1,4 +1,4 @@
-"""Expectation: each step of a subject's run as one process computes it, from what the ranks had before it.
+"""Expectation: each step of a subject's run as one process computes it, from the tensors of the ranks before it.
 
 The model in one process is tapped at the places of the run. How much a parallel run may deviate is measured, as for the
 laws, see `reference`: in fp32 one process also computes with weights that are off by one unit in the last place, in
@@ -30,7 +30,7 @@ from conformance.subjects.protocol import Batch, Subject, module_names
 
 FACTS_FILE = "expected.msgpack"
 TENSORS_FILE = "expected.safetensors"
-"""Tensors by key: the gradients `stepN/gradient/NAME`, and what the optimizer leaves, `rankR/stepN/KIND/NAME`."""
+"""Tensors by key: gradients `stepN/gradient/NAME`, and results of the optimizer, `rankR/stepN/KIND/NAME`."""
 SAVED_AFTER = 1
 """Number of steps before a run is saved: the optimizer has a state then."""
 _REFUSALS = (RuntimeError, TypeError, NotImplementedError)
@@ -60,14 +60,14 @@ class ExpectedStepFacts(msgspec.Struct, frozen=True):
     loss_error: float
     """Largest relative deviation of the loss."""
     updates: dict[str, float]
-    """Relative deviation of what the optimizer leaves between fp32 and fp64, by `KIND/NAME`."""
+    """Relative deviation of the optimizer's results between fp32 and fp64, by `KIND/NAME`."""
 
 
 class Expectation(msgspec.Struct, frozen=True):
     """Measurements of the steps that begin with finite weights, up to the first that does not."""
 
     reduction: str
-    """`mean` or `sum`, if the subject declares what happens to gradients of data-parallel ranks; else empty."""
+    """Reduction of gradients over data-parallel ranks, `mean` or `sum`, if the subject declares it; else empty."""
     steps: list[ExpectedStepFacts]
 
 
@@ -245,7 +245,7 @@ def _perturbed(model: nn.Module, *, seed: int) -> nn.Module:
 
 
 def _updates(subject: Subject, job: StepsJob) -> tuple[dict[str, Tensor], dict[int, dict[str, float]]]:
-    """Return what the subject's optimizer leaves of the shards of each rank, and by step its error by `KIND/NAME`."""
+    """Return the optimizer's results on the shards of each rank, and by step their errors by `KIND/NAME`."""
     tensors: dict[str, Tensor] = {}
     errors: dict[int, dict[str, float]] = {}
     for rank in range(job.cell.world_size):
@@ -257,26 +257,26 @@ def _updates(subject: Subject, job: StepsJob) -> tuple[dict[str, Tensor], dict[i
         for key, tensor in single.items():
             tensors[f"rank{rank}/{key}"] = tensor
             when, _, name = key.partition("/")
-            of_step = errors.setdefault(int(when.removeprefix("step")), {})
+            step_errors = errors.setdefault(int(when.removeprefix("step")), {})
             deviation = compare.deviation(tensor, exact[key]) if key in exact else 0.0
-            of_step[name] = max(of_step.get(name, 0.0), deviation)
+            step_errors[name] = max(step_errors.get(name, 0.0), deviation)
     return tensors, errors
 
 
 def _plain_steps(
     subject: Subject, cell: SubjectCell, shards: Mapping[str, Tensor], *, dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
-    """Return what the optimizer leaves after each step by `stepN/KIND/NAME`; each begins with the state of the run.
+    """Return the optimizer's results by `stepN/KIND/NAME`; each step begins with the state of the run.
 
     Tensors that are no shards, as a count of steps, go on from step to step.
     """
 
-    def of_run(key: str) -> Tensor:
+    def kept(key: str) -> Tensor:
         return shards[key].clone() if dtype is None else shards[key].to(dtype)
 
     steps = range(len(cell.accumulation))
     names = [key.split("/", 2)[2] for key in shards if key.startswith("step0/clipped/")]
-    parameters = {name: nn.Parameter(of_run(f"step0/parameter/{name}")) for name in names}
+    parameters = {name: nn.Parameter(kept(f"step0/parameter/{name}")) for name in names}
     if not parameters:
         return {}
     optimizer = subject.make_optimizer(parameters.values())
@@ -285,9 +285,9 @@ def _plain_steps(
         before = "resumed" if cell.resumed and step == SAVED_AFTER else f"after{step - 1}"
         for name, parameter in parameters.items():
             if f"step{step}/parameter/{name}" in shards:
-                parameter.data = of_run(f"step{step}/parameter/{name}")
+                parameter.data = kept(f"step{step}/parameter/{name}")
             clipped = f"step{step}/clipped/{name}"
-            parameter.grad = of_run(clipped) if clipped in shards else None
+            parameter.grad = kept(clipped) if clipped in shards else None
             for kind, state in _shaped_state(optimizer, parameter).items():
                 if f"{before}/{kind}/{name}" in shards:
                     state.copy_(shards[f"{before}/{kind}/{name}"])

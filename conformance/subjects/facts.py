@@ -106,7 +106,7 @@ class ReferenceJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepsJob(msgspec.Struct, frozen=True, kw_only=True):
-    """Payload of the task that computes each step in one process, from what the ranks of a run had before it."""
+    """Payload of the task that computes each step of a run in one process, from the tensors of the ranks before it."""
 
     subject: str
     cell: SubjectCell

@@ -190,7 +190,7 @@ class SubjectRecorder:
         self._collectives.phase(name, step=step)
 
     def _keep_state(self) -> None:
-        """Keep what a step has left, of a tapped run, once: a trainer may not tell that it is idle."""
+        """Keep the results of a step of a tapped run, once: a trainer may not tell that it is idle."""
         if self.taps and self._step > self._kept_step:
             self._kept_step = self._step
             with self._tap.paused(), torch.no_grad():

@@ -40,7 +40,7 @@ WRONG = [
     ("optimizer_first", DP2, "optimizer", "norm.weight"),
     ("precision_forgotten", BF16, "forward", "up"),
     ("masters_in_bf16", BF16, "initial values", "norm.weight"),
-    ("other_weights_on_each_rank", DP2, "initial values", "down.bias"),
+    ("other_weights_on_each_rank", DP2, "initial values", "up.weight"),
     ("not_replicated", HSDP, "reduction", "down.bias"),
     ("frozen_layer", DP2, "optimizer", "norm.weight"),
     ("without_gradient", DP2, "reduction", "up.bias"),
