@@ -113,16 +113,18 @@ class Capture(Observer):
     def resumed(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Keep the state that a checkpoint has restored."""
         self._state("resumed", model)
-        self.optimizer_state("resumed", model, optimizer)
+        self.optimizer_state("resumed", self._parameters(model), optimizer)
 
     def final(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Keep the final state. Call it after the last step."""
         self._state("final", model)
-        self.optimizer_state("final", model, optimizer)
+        self.optimizer_state("final", self._parameters(model), optimizer)
 
-    def optimizer_state(self, when: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def optimizer_state(
+        self, when: str, parameters: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer
+    ) -> None:
         """Keep the tensors of the optimizer's state that have the shapes of their parameters."""
-        for name, parameter in self._parameters(model):
+        for name, parameter in parameters:
             for key, value in optimizer.state.get(parameter, {}).items():
                 # Other shapes: a step counter, or a flat shard of FSDP1.
                 if isinstance(value, Tensor) and value.shape == parameter.shape:

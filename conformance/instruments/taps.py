@@ -28,7 +28,7 @@ from conformance.instruments.collectives import NAMESPACES, collective_kind
 from conformance.instruments.dispatch_tap import Handler, OutcomeHandler
 from conformance.instruments.tensor_file import write_tensors
 from conformance.project import PROJECT
-from reference_trainer.observer import Observer, Phase
+from reference_trainer.observer import Observer, Phase, StageAction
 
 Kind = Literal[
     "input",
@@ -129,7 +129,11 @@ class Taps(Observer):
         self.step, self._phase = -1, "forward"
         self._named, self._is_opaque, self._quietly = named, is_opaque or is_compiled, quietly
         self._count_collectives = count_collectives
-        self._calls: Counter[tuple[int, str, bool]] = Counter()
+        self._micro_batch = -1
+        self._calls: Counter[tuple[int, str]] = Counter()
+        self._first_calls: dict[tuple[int, str, int], int] = {}
+        """Number of a module's first call in each micro-batch of a step."""
+        self._repeated: Counter[tuple[int, str, int]] = Counter()
         self._gradients: Counter[tuple[int, str]] = Counter()
         self._index: dict[Line, int] = {}
         self._handles: list[Any] = []
@@ -140,7 +144,13 @@ class Taps(Observer):
 
     def phase(self, name: Phase, *, step: int) -> None:
         """Take the phase that begins: modules are tapped in `forward` and `backward`."""
+        if name == "forward":
+            self._micro_batch = self._micro_batch + 1 if self.step == step and self._phase != "data" else 0
         self._phase, self.step = name, step
+
+    def stage_action(self, action: StageAction, *, stage: int, micro_batch: int, step: int) -> None:
+        """Take the micro-batch of a pipeline's stage."""
+        self._micro_batch = micro_batch
 
     @contextmanager
     def attached(self, model: nn.Module) -> Iterator[None]:
@@ -223,11 +233,22 @@ class Taps(Observer):
             self._current.pop(name, None)
             return
         is_recomputed = self._phase == "backward"
-        key = self.step, name, is_recomputed
-        self._current[name] = self._calls[key], is_recomputed, self._line(_owner)
-        self._calls[key] += 1
+        call = self._repeated_call(name) if is_recomputed else self._next_call(name)
+        self._current[name] = call, is_recomputed, self._line(_owner)
         for item, value in [*((str(i), v) for i, v in enumerate(args)), *kwargs.items()]:
             self._tap_with_gradient(name, "input", item, value)
+
+    def _next_call(self, name: str) -> int:
+        call = self._calls[self.step, name]
+        self._calls[self.step, name] += 1
+        self._first_calls.setdefault((self.step, name, self._micro_batch), call)
+        return call
+
+    def _repeated_call(self, name: str) -> int:
+        """Return the number of the call that backward repeats, in which it may leave out the last ones of a block."""
+        key = self.step, name, self._micro_batch
+        self._repeated[key] += 1
+        return self._first_calls.get(key, 0) + self._repeated[key] - 1
 
     def _below(self, path: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
         """Return the modules below one that FSDP2 shards whose parameters it gathers, with their names.

@@ -75,7 +75,8 @@ def expected_step(record: Record, step: int) -> ExpectedStep:
     return ExpectedStep(
         traces=[joined(parts[rank]) for rank in sorted(parts)],
         within=within,
-        gradients=emulated.gradients,
+        # A step that is skipped because of an overflow has no gradients that a sum in another order would have, too.
+        gradients={} if facts.skipped else emulated.gradients,
         gradients_within=reduced,
         loss=emulated.loss,
         loss_within=max(within.value, tolerance.fp32_loss(own).value),
