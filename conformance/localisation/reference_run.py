@@ -89,7 +89,7 @@ class ReferenceRun(TappedRun):
         return self.location("initial values", missing[0], "parameter", ranks=[*self.ranks.all], equals=equals)
 
     def _tied(self) -> Location | None:
-        """Return the location of a tied weight that is a parameter of its own."""
+        """Return the location of a weight that is tied to another than expected."""
         model = initial_model(self._cell.config)
         expected = [names for names in shared_parameters(model) if len(names) > 1]
         wrong = [facts.rank for facts in self.record.ranks if facts.shared_parameters["initialized"] != expected]
