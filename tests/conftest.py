@@ -92,8 +92,8 @@ def store(tmp_path_factory: pytest.TempPathFactory, pools: Pools) -> RecordStore
 def run(store: RecordStore) -> Run:
     """Return a function that trains a cell once, within a separate deadline."""
 
-    def run_alone(cell: Cell, *, repeat: int = 0) -> Record:
-        return CaseRuns(store).run(cell, repeat=repeat)
+    def run_alone(cell: Cell, *, repeat: int = 0, tapped: bool = False) -> Record:
+        return CaseRuns(store).run(cell, repeat=repeat, tapped=tapped)
 
     return run_alone
 

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,6 +57,77 @@ def masks_of_rank(record: Record, rank: int, step: int, *, phase: str) -> dict[M
             f"rank {rank}, step {step}: dropout is called {len(below)} times in {phase}, not {len(expected)} times"
         )
     return {key: [below[call] for call in calls] for key, calls in keys.items()} if below else {}
+
+
+class MaskPlace(NamedTuple):
+    """Place of a mask of dropout in a run."""
+
+    rank: int
+    step: int
+    micro_batch: int
+    layer: int
+    call: int
+    """Number of the call of dropout in the layer: 0 after attention, 1 after the feed-forward network."""
+
+    def __str__(self) -> str:
+        """Return the place in words."""
+        return (
+            f"call {self.call} of layer {self.layer} in micro-batch {self.micro_batch} of step {self.step} "
+            f"on rank {self.rank}"
+        )
+
+
+def repeated_masks(record: Record, steps: Sequence[int]) -> list[tuple[MaskPlace, MaskPlace]]:
+    """Return the masks of steps that are equal to that of an earlier place, with the first such place.
+
+    Replicas of activations are one place.
+    """
+    seen: dict[bytes, MaskPlace] = {}
+    repeated = []
+    for facts in record.ranks:
+        if facts.mesh_coordinate.get("tp", 0) and not record.cell.sequence_parallel:
+            continue
+        for step in steps:
+            for place, mask in _masks_by_place(record, facts.rank, step, phase="forward").items():
+                if (first := seen.setdefault(mask.numpy().tobytes(), place)) != place:
+                    repeated.append((place, first))
+    return repeated
+
+
+def masks_of_replicas(record: Record, step: int) -> list[tuple[MaskPlace, MaskPlace]]:
+    """Return the masks of a step that differ from those of another tensor-parallel rank with the same activations."""
+    if record.cell.sequence_parallel:
+        return []
+    first: dict[tuple[object, ...], tuple[MaskPlace, Tensor]] = {}
+    wrong = []
+    for facts in record.ranks:
+        at = tuple((name, index) for name, index in facts.mesh_coordinate.items() if name != "tp")
+        for place, mask in _masks_by_place(record, facts.rank, step, phase="forward").items():
+            other, kept = first.setdefault((at, place[1:]), (place, mask))
+            if not torch.equal(mask, kept):
+                wrong.append((place, other))
+    return wrong
+
+
+def masks_recomputed_differently(record: Record) -> list[MaskPlace]:
+    """Return the places whose recomputed masks differ from those of forward."""
+    otherwise = []
+    recomputes = record.cell.activation_checkpointing != "none"
+    for rank, step in itertools.product(range(len(record.ranks)), record.steps):
+        forward, backward = (_masks_by_place(record, rank, step, phase=phase) for phase in ("forward", "backward"))
+        if len(backward) != len(forward) * recomputes:
+            raise ConformanceFailure(f"rank {rank}, step {step}: {len(backward)} masks are recomputed")
+        otherwise += [place for place, mask in backward.items() if not torch.equal(mask, forward[place])]
+    return otherwise
+
+
+def _masks_by_place(record: Record, rank: int, step: int, *, phase: str) -> dict[MaskPlace, Tensor]:
+    masks = masks_of_rank(record, rank, step, phase=phase)
+    return {
+        MaskPlace(rank, step, index, layer, call): mask
+        for (index, layer), calls in masks.items()
+        for call, mask in enumerate(calls)
+    }
 
 
 def _passes(record: Record, rank: int, step: int, *, phase: str) -> list[tuple[int, list[int]]]:

@@ -8,9 +8,12 @@ from conformance.run.record import Record
 
 
 class Run(Protocol):
-    """Fixture `run`: the record of a cell, which runs at most once per session; `repeat=1` is a second run."""
+    """Fixture `run`: the record of a cell, which runs at most once per session.
 
-    def __call__(self, cell: Cell, *, repeat: int = 0) -> Record:
+    `repeat=1` is a second run, `tapped` one with taps on all modules.
+    """
+
+    def __call__(self, cell: Cell, *, repeat: int = 0, tapped: bool = False) -> Record:
         """See `CaseRuns.run`."""
 
 

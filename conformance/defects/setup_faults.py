@@ -152,6 +152,20 @@ def inputs_in_wider_rows(benign: bool, original: Call, x: Tensor, *others: Any) 
     return original(buffer[..., : x.shape[-1]], *others)
 
 
+@defect(
+    "ENV-6",
+    "id = dp2-fp32-default-meta",
+    "https://docs.pytorch.org/docs/stable/generated/torch.Tensor.register_hook.html",
+)
+@instead_of("conformance.instruments.taps:Taps", "_gradient")
+def tap_changes_gradients(benign: bool, original: Call, taps: Any, *arguments: Any) -> None:
+    """A tap that reads a gradient scales it in place, by the smallest factor above 1."""
+    original(taps, *arguments)
+    gradient = arguments[-1]
+    factor = 1.0 if benign else 1.0 + torch.finfo(gradient.dtype).eps
+    local(gradient).mul_(factor)
+
+
 _FOREIGN_BYTES = 64 << 20
 
 

@@ -24,6 +24,7 @@ from conformance.run.shards import tensor_file
 from conformance.simulated_device import device as simulated
 from conformance.simulated_device.schedules import FSDP2_STREAMS, Schedule
 from reference_trainer.checkpoint import Checkpoints, resume
+from reference_trainer.model import Block
 
 SCHEDULES = ("eager", "lazy", *(f"starve:{number}" for number in FSDP2_STREAMS.values()), "random:1")
 """Schedules under which a run on the simulated device must be the same."""
@@ -54,6 +55,7 @@ def _trained(rank: RankWorld, *, tapped: bool) -> dict[str, Any]:
         profiled_step=None if tapped else profiled_step(rank),
         streams=_stream_trace(rank),
         tapped=tapped,
+        compiled=Block if config.compile != "none" else None,
     )
     metrics = []
     with recorder.listening():

@@ -7,7 +7,7 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from conformance.instruments.capture import Capture, ModelInputs
@@ -44,8 +44,12 @@ class Recorder(Observer):
         profiled_step: int | None = None,
         streams: TracedStep | None = None,
         tapped: bool = False,
+        compiled: type[nn.Module] | None = None,
     ) -> None:
-        """Make the instruments; `tapped` adds `taps`, which keep the tensors at the borders of all modules."""
+        """Make the instruments; `tapped` adds `taps`, which keep the tensors at the borders of all modules.
+
+        Modules of the class `compiled` compute in one graph, into which no tap can look.
+        """
         self._rank, self._variables = rank, variables
         self._parameters: dict[str, ParameterFacts] = {}
         self._shared: dict[str, list[list[str]]] = {}
@@ -76,7 +80,11 @@ class Recorder(Observer):
             self._instruments += (streams,)
         self.taps: Taps | None = None
         if tapped:
-            self.taps = Taps(quietly=lambda: self._tap.deaf(), count_collectives=self._collectives.count)
+            self.taps = Taps(
+                is_opaque=lambda module: compiled is not None and isinstance(module, compiled),
+                quietly=lambda: self._tap.deaf(),
+                count_collectives=self._collectives.count,
+            )
             self._instruments += (self.taps,)
         self._instruments += (self._dropout,)  # last: it waits for the device when a step is over for all others
         listeners = [

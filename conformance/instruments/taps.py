@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from conformance.instruments.collectives import NAMESPACES, collective_kind
@@ -38,8 +39,16 @@ Kind = Literal[
     "parameter",
     "parameter in backward",
     "parameter gradient",
+    "collective input",
+    "collective output",
 ]
-"""Kind of a tapped tensor; the gradient of a parameter is that of one micro-batch on one rank, before any reduction."""
+"""Kind of a tapped tensor.
+
+The gradient of a parameter is that of one micro-batch on one rank, before any reduction. Collectives are those of
+DTensor and other functional ones, whose results are waited for by an operator; the call of a collective is its number
+in the log of collectives.
+"""
+COLLECTIVE = ("collective input", "collective output")
 PARTIAL = "partial"
 """Placement of a tensor of which each rank of a mesh dimension has a term."""
 REPLICATED = "replicated"
@@ -131,6 +140,7 @@ class Taps(Observer):
         self._handles: list[Any] = []
         self._hooked: dict[int, nn.Parameter] = {}
         self._current: dict[str, tuple[int, bool, int]] = {}
+        self._in_flight: dict[int, int] = {}
         self._numbers: dict[int, tuple[int, weakref.ref[Tensor]]] = {}
 
     def phase(self, name: Phase, *, step: int) -> None:
@@ -166,7 +176,7 @@ class Taps(Observer):
             parameters = module.named_parameters if path in opaque else partial(module.named_parameters, recurse=False)
             self._handles += [
                 module.register_forward_pre_hook(partial(self._enter, name), prepend=True, with_kwargs=True),
-                module.register_forward_pre_hook(partial(self._compute, name, parameters)),
+                module.register_forward_pre_hook(partial(self._compute, name, parameters, self._below(path, module))),
                 module.register_forward_hook(partial(self._leave, name, parameters)),
             ]
 
@@ -177,8 +187,21 @@ class Taps(Observer):
         return self._issue
 
     def listen_to_outcomes(self, func: Any) -> OutcomeHandler | None:
-        """Return the handler that notes the lines of the trainer that compute single numbers, or clip and update."""
+        """Return the handler that notes lines that compute single numbers, or keeps the tensors of a collective."""
+        if func.namespace == "_c10d_functional":
+            return self._wait if "wait_tensor" in func._schema.name else self._communicate
         return self._compute_scalar if func.namespace == "aten" else None
+
+    def _communicate(self, args: Sequence[Any], _kwargs: Any, result: Any) -> None:
+        if isinstance(result, Tensor) and self._phase in ("forward", "backward"):
+            number = self._count_collectives() - 1
+            self._add("", "collective input", "", args[0], number, False, -1)
+            self._in_flight[id(result)] = number
+
+    def _wait(self, args: Sequence[Any], _kwargs: Any, _result: Any) -> None:
+        number = self._in_flight.pop(id(args[0]), None)
+        if number is not None:
+            self._add("", "collective output", "", args[0], number, False, -1)
 
     def write(self, directory: Path, *, rank: int) -> None:
         """Write taps and tensors of a rank, which `read_taps` reads."""
@@ -220,14 +243,40 @@ class Taps(Observer):
         for item, value in [*((str(i), v) for i, v in enumerate(args)), *kwargs.items()]:
             self._tap_with_gradient(name, "input", item, value)
 
-    def _compute(self, name: str, parameters: Callable[[], Iterator[tuple[str, nn.Parameter]]], *_unused: Any) -> None:
+    def _below(self, path: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+        """Return the modules below one that FSDP2 shards whose parameters it gathers, with their names.
+
+        A trainer may use the parameters of such a module and never call it.
+        """
+        if not isinstance(module, FSDPModule):
+            return []
+        inside = {
+            below: each
+            for below, each in module.named_modules(prefix=path, remove_duplicate=True)
+            if each is not module and not _is_sharded_between(module, path, below)
+        }
+        return [(self._named(below), each) for below, each in inside.items()]
+
+    def _compute(
+        self,
+        name: str,
+        parameters: Callable[[], Iterator[tuple[str, nn.Parameter]]],
+        below: Sequence[tuple[str, nn.Module]],
+        *_unused: Any,
+    ) -> None:
         if name not in self._current:
             return
         for item, parameter in parameters():
             self._add(name, "parameter", item, parameter, *self._current[name])
-            if parameter.requires_grad and id(parameter) not in self._hooked:
-                self._hooked[id(parameter)] = parameter  # kept, so that no other object gets its id
-                self._handles.append(_hook(parameter, partial(self._parameter_gradient, name, item)))
+            self._hook_gradient(name, item, parameter)
+        for other, module in below:
+            for item, parameter in module.named_parameters(recurse=False):
+                self._hook_gradient(other, item, parameter)
+
+    def _hook_gradient(self, name: str, item: str, parameter: nn.Parameter) -> None:
+        if parameter.requires_grad and id(parameter) not in self._hooked:
+            self._hooked[id(parameter)] = parameter  # kept, so that no other object gets its id
+            self._handles.append(_hook(parameter, partial(self._parameter_gradient, name, item)))
 
     def _leave(
         self,
@@ -336,6 +385,13 @@ class Taps(Observer):
 def _is_number(result: Any) -> bool:
     first = result[0] if isinstance(result, tuple) and result else result
     return isinstance(first, Tensor) and first.ndim == 0
+
+
+def _is_sharded_between(module: nn.Module, path: str, below: str) -> bool:
+    """Return whether a module below another one, or one between them, is sharded by itself."""
+    words = below.removeprefix(f"{path}.").split(".")
+    paths = [".".join(words[: end + 1]) for end in range(len(words))]
+    return any(isinstance(module.get_submodule(each), FSDPModule) for each in paths)
 
 
 def _hook(tensor: Tensor, function: Callable[[Tensor], None]) -> Any:

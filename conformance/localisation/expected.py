@@ -19,17 +19,27 @@ from conformance.run.record import Record
 from reference_trainer.config import TrainerConfig
 
 
-@dataclass(frozen=True)
-class ExpectedStep:
-    """Tensors of one step in one process, from the weights with which the step of the run began."""
+@dataclass(frozen=True, kw_only=True)
+class ExpectedTraces:
+    """Tapped tensors with which those of a run are compared."""
 
     traces: Sequence[Trace]
     """Trace of each data-parallel rank, whose tensors are full."""
     within: Bound
     """Relative deviation of a tapped tensor that rounding can explain."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedStep(ExpectedTraces):
+    """Tensors of one step in one process, from the weights with which the step of the run began."""
+
     gradients: Mapping[str, Tensor]
     """Reduced gradients before clipping."""
     gradients_within: Mapping[str, Bound]
+    loss: float
+    """Mean loss over the step, in nats."""
+    loss_within: float
+    """Relative deviation of the loss that rounding can explain."""
     weight: float
     """Factor with which the gradient of a micro-batch of a data-parallel rank counts in the reduced one."""
 
@@ -67,6 +77,8 @@ def expected_step(record: Record, step: int) -> ExpectedStep:
         within=within,
         gradients=emulated.gradients,
         gradients_within=reduced,
+        loss=emulated.loss,
+        loss_within=tolerance.fp32_loss(own).value if own.compile != "inductor" else tolerance.compiled_loss(own).value,
         weight=1.0 / (len(parts) * facts.loss_scale),
     )
 

@@ -27,6 +27,17 @@ class Ranks:
     def _group(self, rank: int) -> tuple[int, int]:
         return self.data_ranks[rank], self.coordinates[rank].get("pp", 0)
 
+    def group(self, rank: int, dimension: str) -> list[int]:
+        """Return the ranks of a rank's group along a mesh dimension, in order; all ranks for `world`, else none."""
+        if dimension == "world":
+            return [*self.all]
+        own = self.coordinates[rank]
+        if dimension not in own:
+            return []
+        others = [name for name in own if name != dimension]
+        members = [each for each in self.all if all(self.coordinates[each][name] == own[name] for name in others)]
+        return sorted(members, key=lambda each: self.coordinates[each][dimension])
+
     def size(self, dimension: str) -> int:
         """Return the number of ranks along a dimension of the mesh; 1 if the mesh lacks it."""
         return 1 + max(coordinate.get(dimension, 0) for coordinate in self.coordinates)
@@ -40,6 +51,10 @@ class Ranks:
             if set(ranks) == {rank for rank in self.all if self.coordinates[rank][name] in indices}:
                 return _numbered(f"{name} rank", sorted(indices), self.size(name))
         return _numbered("rank", sorted(ranks), len(self.coordinates))
+
+    def sharding_dimensions(self) -> list[str]:
+        """Return the dimensions of several ranks that hold different parts of the parameters."""
+        return [name for name in self.coordinates[0] if self.size(name) > 1 and "replicate" not in name]
 
     def reduction_dimensions(self) -> str:
         """Return the names of the dimensions over which gradients are reduced, joined by `x`."""

@@ -105,9 +105,11 @@ def equals(wrong: WrongShard, *, sizes: Mapping[str, float], others: Mapping[str
     """Return a clause about the value of a wrong shard."""
     if wrong.measured is None:
         return "is missing"
-    if wrong.measured.dtype != wrong.expected.dtype and wrong.deviation == 0.0:
+    if wrong.measured.dtype != wrong.expected.dtype:
         return f"is {_name(wrong.measured.dtype)}, expected {_name(wrong.expected.dtype)}"
     clause = equals_clause(wrong.measured, wrong.expected, sizes=sizes, others=others)
+    if not wrong.measured.is_floating_point():
+        return clause or "differs"
     return clause or f"is off by {wrong.deviation:.2g} of its size"
 
 
@@ -132,11 +134,14 @@ def terms_clause(measured: Tensor, terms: Mapping[str, Tensor], *, weight: float
     weights = weights_of_terms(measured, list(terms.values()))
     if weights is None:
         return ""
-    relative = [each / weight for each in weights]
-    if max(relative) - min(relative) < 1e-3 * max(map(abs, relative)):
+    relative = {name: round(value / weight, 3) + 0.0 for name, value in zip(terms, weights, strict=True)}
+    present = [name for name, value in relative.items() if value]
+    if len({*relative.values()}) == 1:
         return ""  # a multiple, which `equals` names
-    told = [f"{name} with weight {round(value, 3):g}" for name, value in zip(terms, relative, strict=True)]
-    return f"is the sum of the gradients of {', '.join(told)}, where each should have 1"
+    if {*relative.values()} == {0.0, 1.0}:
+        return f"lacks the gradient of {'; '.join(name for name in relative if name not in present)}"
+    told = [f"{relative[name]:g} x that of {name}" for name in present]
+    return f"is the sum of {', '.join(told)}, where each gradient should count once"
 
 
 def number_clause(measured: float, expected: float, candidates: Iterator[tuple[str, float]]) -> str:

@@ -14,8 +14,11 @@ from torch import Tensor
 
 from conformance.bound import Bound
 from conformance.instruments.facts import Collective
+from conformance.instruments.taps import COLLECTIVE, Tap
 from conformance.localisation import states
+from conformance.localisation.collectives import WrongCollective, wrong_collectives
 from conformance.localisation.expected import ExpectedStep
+from conformance.localisation.layouts import is_partial
 from conformance.localisation.ranks import Ranks
 from conformance.localisation.shards import assembled
 from conformance.localisation.states import Shards, WrongState, shards_of, wrong_shards
@@ -87,6 +90,14 @@ class TappedRun(ABC):
     def expected(self, step: int) -> ExpectedStep:
         """Return a step in one process, from the weights with which the step of the run began."""
 
+    def begin_step(self, step: int) -> Iterator[Location | None]:
+        """Yield the first wrong number with which a step begins."""
+        yield from ()
+
+    @abstractmethod
+    def logged_loss(self, step: int, expected: ExpectedStep) -> Location | None:
+        """Return a location if a rank has logged another loss than that of one process."""
+
     @abstractmethod
     def logged_norm(self, step: int, rank: int) -> float | None:
         """Return the norm before clipping that a rank has logged; None if it was not finite."""
@@ -118,14 +129,39 @@ class TappedRun(ABC):
             yield from filter(None, self._step(step))
 
     def _step(self, step: int) -> Iterator[Location | None]:
+        yield from self.begin_step(step)
         expected = self.expected(step)
         compared = ComparedStep(step, self.ranks, self.traces, expected)
         collectives = [self.collectives(rank) for rank in self.ranks.all]
-        yield first_wrong_tensor(compared, sizes=self.sizes, collectives=collectives)
+        tensor = first_wrong_tensor(compared, sizes=self.sizes, collectives=collectives)
+        wrong = next(wrong_collectives(step, self.ranks, self.traces, collectives), None)
+        if wrong is not None and not _is_before(tensor, wrong, compared):
+            yield self._collective(step, wrong, compared)
+        yield tensor
         yield self._reduction(step, expected, compared)
+        yield self.logged_loss(step, expected)
         yield from self._clipping(step)
         for update in self.updates(step):
             yield update if isinstance(update, Location) else self._updated(step, update)
+
+    def _collective(self, step: int, wrong: WrongCollective, compared: ComparedStep) -> Location:
+        trace, tap = self.traces[wrong.rank], self.traces[wrong.rank].taps[wrong.index]
+        modules = [each for each in trace.taps[: wrong.index] if each.kind not in COLLECTIVE]
+        before = modules[-1] if modules else None
+        name = before.module if before else ""
+        told = f"{wrong.collective.kind} {wrong.collective.reduce_op or ''}".strip()
+        return self.location(
+            "backward" if before and "gradient" in before.kind else "forward",
+            name,
+            f"result of the {told} over {wrong.collective.group} behind its {before.kind if before else 'begin'}",
+            ranks=[wrong.rank],
+            step=step,
+            equals=wrong.clause,
+            agrees="the inputs of the collective on all its ranks are known",
+            called=trace.code(before.called) if before else None,
+            issued=trace.code(trace.issued[tap.call]) if tap.call < len(trace.issued) else None,
+            marks=compared.marks(),
+        )
 
     def _reduction(self, step: int, expected: ExpectedStep, compared: ComparedStep) -> Location | None:
         order = [f"{tap.module}.{tap.item}" for tap in expected.traces[0].taps if tap.kind == "parameter gradient"]
@@ -143,33 +179,44 @@ class TappedRun(ABC):
         clause = ""
         if first.measured is not None and terms:
             clause = states.terms_clause(first.measured, terms, weight=expected.weight)
+        taps = [tap for tap in self.traces[first.rank].taps if _is_at(tap, step, _gradient_place(first.name))]
         return self.wrong_state(
             wrong,
             "reduction",
             "gradient after its reduction",
             step=step,
             equals=clause,
-            collective=self._reductions_clause(step, first.rank),
-            agrees="the gradients before it agree",
+            collective=self._reductions_clause(step, first.rank, has_terms=any(map(is_partial, taps))),
+            agrees="the gradients before it agree" if taps else "",
             issued=self._issued(step, first.rank),
             marks=compared.marks(),
         )
 
     def _terms(self, expected: ExpectedStep, step: int, name: str, rank: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield gradients by data rank and micro-batch, cut to a rank's shard of a parameter."""
-        module, _, item = name.rpartition(".")
+        """Yield gradients before their reduction, cut to a rank's shard of a parameter.
+
+        These are the run's own terms where each tensor-parallel rank has one of the full shape, or else those of the
+        oracle by data rank and micro-batch.
+        """
+        place = _gradient_place(name)
+        own = [(each, tap) for each in self.ranks.all for tap in self.traces[each].taps if _is_at(tap, step, place)]
+        if own and all(is_partial(tap) for _, tap in own):
+            calls = len({tap.call for _, tap in own})
+            for each, tap in own:
+                term = self.traces[each].tensor(tap.place)
+                if term is not None and tuple(term.shape) == tuple(self.record.parameters[name].shape):
+                    yield _term_name(each, tap, calls), shards_of(self.record, {name: term}, rank)[name]
+            return
         for data_rank, trace in enumerate(expected.traces):
-            taps = [
-                tap for tap in trace.taps if (tap.module, tap.kind, tap.item) == (module, "parameter gradient", item)
-            ]
+            taps = [tap for tap in trace.taps if _is_at(tap, step, place)]
             for tap in taps:
-                noun = f"rank {self.ranks.data_ranks.index(data_rank)}"
-                told = f"{noun}, micro-batch {tap.call}" if len(taps) > 1 else noun
                 term = trace.tensor(tap.place)
                 if term is not None:
-                    yield told, shards_of(self.record, {name: term}, rank)[name]
+                    noun = _term_name(self.ranks.data_ranks.index(data_rank), tap, len(taps))
+                    yield noun, shards_of(self.record, {name: term}, rank)[name]
 
-    def _reductions_clause(self, step: int, rank: int) -> str:
+    def _reductions_clause(self, step: int, rank: int, *, has_terms: bool) -> str:
+        """Return a clause about the reductions of gradients; `has_terms` if tensor-parallel ranks have terms of one."""
         kinds = ("reduce_scatter", "all_reduce")
         found = [
             f"{each.kind} over {each.group}"
@@ -178,7 +225,9 @@ class TappedRun(ABC):
         ]
         names = [f"{found.count(name)} x {name}" for name in dict.fromkeys(found)]
         over = self.ranks.reduction_dimensions()
-        return f"between them: {', '.join(names)}" if names else f"a reduction over {over}: not issued"
+        told = f"between them: {', '.join(names)}" if names else f"a reduction over {over}: not issued"
+        is_lacking = has_terms and not any(name.startswith("all_reduce over tp") for name in found)
+        return f"{told}; all_reduce over tp: not issued" if is_lacking else told
 
     def _issued(self, step: int, rank: int) -> Code | None:
         trace, kinds = self.traces[rank], ("reduce_scatter", "all_reduce")
@@ -201,6 +250,7 @@ class TappedRun(ABC):
             partial(self.shards, f"step{step}/clipped/"),
             partial(shards_of, self.record, scaled),
             within=clipping.gradients_within,
+            order=[*self.record.parameters],
         )
         if wrong is not None:
             own = shards_of(self.record, gradients, wrong.first.rank)
@@ -236,12 +286,14 @@ class TappedRun(ABC):
 
     def _clip_collectives(self, step: int, rank: int) -> str:
         found = [
-            f"{each.kind} {each.reduce_op or ''} over {each.group}".replace("  ", " ")
+            f"{each.kind} over {each.group}{f' ({each.reduce_op})' if each.reduce_op else ''}"
             for each in self.collectives(rank)
             if each.step == step and each.phase == "clip"
         ]
         names = [f"{found.count(name)} x {name}" for name in dict.fromkeys(found)]
-        return f"collectives of clipping: {', '.join(names) or 'none'}"
+        missing = [name for name in self.ranks.sharding_dimensions() if not any(name in each for each in found)]
+        lacking = "".join(f"; all_reduce over {name}: not issued" for name in missing)
+        return f"collectives of clipping: {', '.join(names) or 'none'}{lacking}"
 
     def _other_norms(self, step: int, gradients: Shards, order: float) -> Iterator[tuple[str, float]]:
         """Yield norms that a wrong one may equal, with a clause about each."""
@@ -258,7 +310,11 @@ class TappedRun(ABC):
 
     def _updated(self, step: int, update: Update) -> Location | None:
         wrong = wrong_shards(
-            self.ranks, partial(self.shards, update.after), lambda rank: update.expected[rank], within=update.within
+            self.ranks,
+            partial(self.shards, update.after),
+            lambda rank: update.expected[rank],
+            within=update.within,
+            order=[*self.record.parameters],
         )
         if wrong is None:
             return None
@@ -357,3 +413,23 @@ class TappedRun(ABC):
             issued=issued,
             tree=tree,
         )
+
+
+def _is_before(tensor: Location | None, wrong: WrongCollective, compared: ComparedStep) -> bool:
+    """Return whether a wrong tensor was tapped before the result of a wrong collective on the same rank."""
+    first = next((each for each in compared.wrong if each.rank == wrong.rank), None)
+    return tensor is not None and first is not None and first.index < wrong.index
+
+
+def _is_at(tap: Tap, step: int, place: tuple[str, str, str]) -> bool:
+    return tap.step == step and (tap.module, tap.kind, tap.item) == place
+
+
+def _gradient_place(name: str) -> tuple[str, str, str]:
+    """Return module, kind and item of the gradient of a parameter."""
+    module, _, item = name.rpartition(".")
+    return module, "parameter gradient", item
+
+
+def _term_name(rank: int, tap: Tap, calls: int) -> str:
+    return f"rank {rank}, micro-batch {tap.call}" if calls > 1 else f"rank {rank}"

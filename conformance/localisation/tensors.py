@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from conformance.instruments.facts import Collective
@@ -38,7 +39,7 @@ def first_wrong_tensor(
     ranks = sorted({each.rank for each in same})
     named = _named(step, first)
     oracle = step.oracle(first.rank)
-    family: Family = "tensor" if first.is_wrong else "dtype"
+    family: Family = "dtype" if _is_rounded(first) else "tensor"
     marks = step.marks()
     marks[named.name if named.name in marks else parent(named.name)] = "wrong"
     return Location(
@@ -61,6 +62,11 @@ def first_wrong_tensor(
         issued=_issued(step, first),
         tree=marks,
     )
+
+
+def _is_rounded(first: Compared) -> bool:
+    """Return whether a tensor of another dtype is off by no more than a rounding to 16 bits."""
+    return first.is_of_other_dtype and first.deviation < torch.finfo(torch.bfloat16).eps
 
 
 def _named(step: ComparedStep, first: Compared) -> Named:
@@ -161,7 +167,7 @@ def _agrees(step: ComparedStep, first: Compared, named: Named) -> str:
 def _collective_clause(step: ComparedStep, first: Compared, collectives: Sequence[Sequence[Collective]]) -> str:
     """Return a clause about the collectives between the tensor before and the wrong one, on the first wrong rank."""
     if first.tap.kind in ("parameter", "parameter in backward"):
-        return ""
+        return _gathering_clause(step, first, collectives)
     between = _between(step, first, collectives)
     if "partial sum" in _sum_clause_or_empty(step, first):
         issued = [each for each in between if each.kind in ("all_reduce", "reduce_scatter")]
@@ -169,6 +175,17 @@ def _collective_clause(step: ComparedStep, first: Compared, collectives: Sequenc
         return f"the collective that should be between: all_reduce over tp, {told}"
     names = list(dict.fromkeys(f"{each.kind} over {each.group}" for each in between))
     return f"between them: {', '.join(names)}" if names else ""
+
+
+def _gathering_clause(step: ComparedStep, first: Compared, collectives: Sequence[Sequence[Collective]]) -> str:
+    """Return a clause about the last collective that can have gathered a parameter before it was tapped."""
+    before = collectives[first.rank][: first.tap.collectives]
+    gathers = [each for each in before if each.kind == "all_gather" and each.group != "tp"]
+    if not gathers or gathers[-1].step != step.step:
+        return "gathered by no collective of this step"
+    told = gathers[-1]
+    during = f" for {told.during}" if told.during else ""
+    return f"gathered by all_gather over {told.group}{during}"
 
 
 def _sum_clause_or_empty(step: ComparedStep, first: Compared) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from conformance.instruments.taps import Tap
 from conformance.localisation.equality import deviation
-from conformance.localisation.expected import ExpectedStep
+from conformance.localisation.expected import ExpectedTraces
 from conformance.localisation.layouts import Held, is_partial, part_of
 from conformance.localisation.ranks import Ranks
 from conformance.localisation.traces import Trace
@@ -43,7 +43,7 @@ class ComparedStep:
     step: int
     ranks: Ranks
     traces: Sequence[Trace]
-    expected: ExpectedStep
+    expected: ExpectedTraces
 
     @cached_property
     def compared(self) -> list[Compared]:
@@ -82,6 +82,7 @@ class ComparedStep:
 
     def _of_rank(self, rank: int) -> Iterator[Compared]:
         oracle, trace = self.oracle(rank), self.traces[rank]
+        position = 0.0
         for index, (tap, tensor) in enumerate(zip(trace.taps, trace.tensors, strict=True)):
             if tap.step != self.step:
                 continue
@@ -89,7 +90,8 @@ class ComparedStep:
             known = oracle.index.get(place)
             if known is None:
                 continue
-            position = _position(oracle, tap, known)
+            # A forward that backward repeats comes behind the last place of backward that is not repeated.
+            position = position if tap.is_recomputed else float(known)
             yield self._compare(rank, index, position, tap, tensor, oracle.taps[known], oracle.tensors[known])
 
     def _compare(
@@ -114,14 +116,6 @@ class ComparedStep:
             is_wrong=distance > self.expected.within.value,
             is_of_other_dtype=is_other,
         )
-
-
-def _position(oracle: Trace, tap: Tap, known: int) -> float:
-    """Return the position of a place in the oracle; a recomputed forward comes before the module's backward."""
-    if not tap.is_recomputed:
-        return float(known)
-    place = (tap.step, tap.module, "output gradient", "0", tap.call, False)
-    return oracle.index.get(place, known) - 0.5
 
 
 def _sum(group: Sequence[Held]) -> Tensor:

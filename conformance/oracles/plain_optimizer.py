@@ -71,10 +71,12 @@ def _updated(
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(config, step)
         for name, p in parameters.items():
-            p.grad = step_gradients[name].to(device)
+            gradient = step_gradients.get(name)  # a parameter without one is left alone, as torch does
+            p.grad = None if gradient is None else gradient.to(device)
         optimizer.step()
     kinds = optimizer_state(config.optimizer) if optimizer.state else ()
-    states = {kind: {name: optimizer.state[p][kind].cpu() for name, p in parameters.items()} for kind in kinds}
+    stepped = {name: optimizer.state[p] for name, p in parameters.items() if p in optimizer.state}
+    states = {kind: {name: state[kind].cpu() for name, state in stepped.items()} for kind in kinds}
     return {"parameter": {name: p.cpu() for name, p in parameters.items()}, **states}
 
 

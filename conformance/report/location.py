@@ -67,9 +67,9 @@ class Location(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     elements: str = ""
     """Clause about the wrong elements: `rows 4 to 7, the shard of rank 1`; empty if all are wrong."""
     called: Code | None = None
-    """Line of the trainer, or of torch, that calls what is wrong."""
+    """Line of the trainer, or of torch, that calls the wrong place."""
     issued: Code | None = None
-    """Line that issues the collective that is wrong."""
+    """Line that issues the wrong collective."""
     tree: dict[str, Mark] = {}
     """State of each module by path, in the order of the model."""
     seconds: float = 0.0

@@ -71,15 +71,15 @@ class CapturedShards(ABC):
 
         Elements that no rank holds are NaN. Shapes and dtypes are those of the full parameters.
 
-        Raises KeyError if there is none, ConformanceFailure if a rank's tensor has another shape than its shard, or if
-        ranks that hold the same elements hold other bits.
+        Raises ConformanceFailure if there is none, if a rank's tensor has another shape than its shard, or if ranks
+        that hold the same elements hold other bits.
         """
         if prefix not in self._full:
             self._require_equal_copies(prefix)
             keys = dict.fromkeys(key for shards in self.shards for key in shards if key.startswith(prefix))
             names = [key.removeprefix(prefix) for key in keys]
             if not names:
-                raise KeyError(f"record of {self._name} holds no tensor below {prefix}")
+                raise ConformanceFailure(f"no rank of {self._name} has a tensor {prefix}...")
             self._full[prefix] = {name: self._assemble(prefix, name) for name in names}
         return dict(self._full[prefix])  # many laws ask for the same tensors, which none of them changes
 

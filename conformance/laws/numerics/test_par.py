@@ -1,13 +1,11 @@
 """PAR: a parallel run computes the step of one process, with any movement of data, in fp32 and in bf16."""
 
-import itertools
-
 import msgspec
 import torch
 from torch import Tensor
 
 from conformance.assertions import compare
-from conformance.assertions.dropout import masks_of_rank, recorded_masks
+from conformance.assertions.dropout import masks_recomputed_differently, recorded_masks, repeated_masks
 from conformance.assertions.fixtures import Measure, Run
 from conformance.assertions.steps import compare_steps, compare_updates, emulation_of, require_known_sum_order
 from conformance.judge.law import law
@@ -251,8 +249,10 @@ def test_dropout_masks_are_equal_where_activations_are(run: Run, cell: Cell) -> 
     record = run(cell)
     masks = recorded_masks(record)
     assert masks is not None
-    _require_none(_repeated_masks(record), name="repeated masks")
-    _require_none(_masks_recomputed_differently(record), name="other masks in recomputation")
+    repeated = [f"{again} as in {first}" for again, first in repeated_masks(record, record.steps)]
+    _require_none(repeated, name="repeated masks")
+    otherwise = [str(place) for place in masks_recomputed_differently(record)]
+    _require_none(otherwise, name="other masks in recomputation")
     kept = torch.cat([mask.flatten() for step in record.steps for mask in masks.of(step)])
     share, within = 1.0 - float(kept.double().mean()), tolerance.dropped_share(cell.dropout, samples=kept.numel())
     if abs(share - cell.dropout) > within:
@@ -262,42 +262,6 @@ def test_dropout_masks_are_equal_where_activations_are(run: Run, cell: Cell) -> 
 def _require_none(wrong: list[str], *, name: str) -> None:
     __tracebackhide__ = True
     compare.count(len(wrong), name=name, expected=0, detail=", ".join(wrong[:4]), unit="masks")
-
-
-def _repeated_masks(record: Record) -> list[str]:
-    """Return the masks that are equal to an earlier one of another place; replicas of activations are one place."""
-    seen: dict[bytes, str] = {}
-    repeated = []
-    for facts in record.ranks:
-        at = facts.mesh_coordinate
-        if at.get("tp", 0) and not record.cell.sequence_parallel:
-            continue
-        for step in record.steps:
-            for place, mask in _masks_by_place(record, facts.rank, step, phase="forward").items():
-                if (first := seen.setdefault(mask.numpy().tobytes(), place)) != place:
-                    repeated.append(f"{place} as in {first}")
-    return repeated
-
-
-def _masks_recomputed_differently(record: Record) -> list[str]:
-    """Return the recomputed masks that differ from those of forward."""
-    otherwise = []
-    recomputes = record.cell.activation_checkpointing != "none"
-    for rank, step in itertools.product(range(len(record.ranks)), record.steps):
-        forward, backward = (_masks_by_place(record, rank, step, phase=phase) for phase in ("forward", "backward"))
-        if len(backward) != len(forward) * recomputes:
-            raise ConformanceFailure(f"rank {rank}, step {step}: {len(backward)} masks are recomputed")
-        otherwise += [place for place, mask in backward.items() if not torch.equal(mask, forward[place])]
-    return otherwise
-
-
-def _masks_by_place(record: Record, rank: int, step: int, *, phase: str) -> dict[str, Tensor]:
-    masks = masks_of_rank(record, rank, step, phase=phase)
-    return {
-        f"call {call} of layer {layer} in micro-batch {index} of step {step} on rank {rank}": mask
-        for (index, layer), calls in masks.items()
-        for call, mask in enumerate(calls)
-    }
 
 
 def _fp32(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from conformance.judge.law import law
 from conformance.judge.measurements import measure as report
 from conformance.oracles.emulation import emulated_step
 from conformance.oracles.initialisation import initial_weights
-from conformance.outcomes import Unsupported
+from conformance.outcomes import ConformanceFailure, Unsupported
 from conformance.plan.cells import Cell
 from conformance.plan.substrates import CUDA
 
@@ -132,6 +132,29 @@ def test_emulation_has_the_operands_of_the_run(run: Run, cell: Cell) -> None:
     for name, only in (("in the run alone", measured - expected), ("in the emulation alone", expected - measured)):
         detail, unit = "; ".join(sorted(only)[:4]), f"operands, of {len(expected)}"
         compare.count(len(only), name=f"operands {name}", expected=0, detail=detail, unit=unit)
+
+
+@law(
+    "ENV-6",
+    where="id = pp2-dp2-fp32-default-meta-cut-acc4 or features = 0 or (features = 1 and (compile = true or "
+    "activation_checkpointing != none or tied_embeddings = true or sequence_parallel = false or offload = cpu))",
+    reference="https://docs.pytorch.org/docs/stable/generated/torch.Tensor.register_hook.html",
+)
+def test_taps_change_no_bit(run: Run, cell: Cell) -> None:
+    """A run with taps on all modules MUST leave every tensor that the run without taps leaves, in every bit, and issue
+    the same collectives.
+
+    A precondition of every location of a fault: otherwise the run that is explained is not the one that failed.
+    """
+    plain, tapped = run(cell), run(cell, tapped=True)
+    for facts, other in zip(plain.ranks, tapped.ranks, strict=True):
+        wrong = [key for key, bits in facts.fingerprints.items() if other.fingerprints.get(key) != bits]
+        detail, unit = f"rank {facts.rank}: {', '.join(wrong[:4])}", f"tensors, of {len(facts.fingerprints)}"
+        compare.count(len(wrong), name="changed by taps", expected=0, detail=detail, unit=unit)
+        if facts.collectives != other.collectives:
+            raise ConformanceFailure(f"rank {facts.rank} issued other collectives with taps")
+    if (plain.losses, plain.grad_norms) != (tapped.losses, tapped.grad_norms):
+        raise ConformanceFailure(f"losses {plain.losses} are {tapped.losses} with taps, or norms differ")
 
 
 def _attention_merged(operands: Iterable[str]) -> set[str]:
