@@ -8,7 +8,6 @@ from conformance.instruments.held_storages import HeldStorages, Moment
 from conformance.run.experiment import Needs
 from reference_trainer.build import build_model
 from reference_trainer.reshard import reshard_policy
-from reference_trainer.train import Trainer
 
 
 @experiment(needs=Needs.SHARDING | Needs.FORWARD, world="sampled")
@@ -43,7 +42,7 @@ def storages_of_building(rank: RankWorld) -> list[Moment]:
 def _moments(rank: RankWorld, *, steps: int, watched: Sequence[int]) -> list[Moment]:
     storages = HeldStorages(watched)
     with storages.listening():
-        trainer: Trainer = rank.trainer(storages, config=unscaled(rank.config, steps=steps))
+        trainer = rank.trainer(storages, config=unscaled(rank.config, steps=steps))
         storages.optimizer = trainer.optimizer
         for step in range(steps):
             trainer.train_step(step)

@@ -87,14 +87,17 @@ def group_modules(owner: object) -> str:
 
 
 def unsharded_gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the gradients of FSDP2's unsharded parameters that wait for a later micro-batch, with the group's modules.
+    """Yield the gradients of FSDP2's unsharded parameters that wait for a later micro-batch, by name of the parameter.
 
+    `?` stands for the name of a parameter that is unsharded at present.
     Raises RuntimeError for a version of torch whose FSDP keeps them elsewhere.
     """
     with private_state("which gradients wait for a later micro-batch"):
-        for path, module in model.named_modules():
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for module in model.modules():
             for managed in _managed(module) if isinstance(module, FSDPModule) else ():
+                name = names.get(id(managed.sharded_param), "?")
                 unsharded = getattr(managed, "_unsharded_param", None)
                 for gradient in (managed.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad):
                     if gradient is not None:
-                        yield path, gradient
+                        yield name, gradient

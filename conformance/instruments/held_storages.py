@@ -24,6 +24,7 @@ from conformance.instruments.collectives import NAMESPACES, collective_kind
 from conformance.instruments.dispatch_tap import DispatchTap, OutcomeHandler
 from conformance.instruments.fsdp_state import unsharded_gradients
 from conformance.instruments.issuers import issuing_group, issuing_module
+from conformance.instruments.sharding import is_sharded_by_fsdp
 from conformance.instruments.taps import Line, readable_path
 from reference_trainer.observer import Observer, Phase
 
@@ -84,9 +85,14 @@ class _Storage:
     phase: str
     purpose: str = ""
 
+    @property
+    def is_gone(self) -> bool:
+        """True if nothing refers to the storage."""
+        return bool(self.reference.expired())  # type: ignore[no-untyped-call]
+
     def nbytes(self) -> int:
         """Bytes at present; 0 if the storage is gone."""
-        storage = torch.UntypedStorage._new_with_weak_ptr(self.reference.cdata)  # type: ignore[attr-defined]
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.reference.cdata)
         return 0 if storage is None else int(storage.nbytes())
 
 
@@ -136,8 +142,9 @@ class HeldStorages(Observer):
 
     def _listen(self, func: Any) -> OutcomeHandler | None:
         name = func._schema.name
-        if func.namespace in NAMESPACES and collective_kind(name) is not None:
-            return partial(self._communicate, name, collective_kind(name), [a.name for a in func._schema.arguments])
+        kind = collective_kind(name) if func.namespace in NAMESPACES else None
+        if kind is not None:
+            return partial(self._communicate, name, kind, [a.name for a in func._schema.arguments])
         return partial(self._allocate, name)
 
     def _allocate(self, operator: str, _args: Sequence[Any], _kwargs: Any, result: Any) -> None:
@@ -167,7 +174,7 @@ class HeldStorages(Observer):
         group, module = issuing_group(frame), issuing_module(frame)
         line = _line(_allocating(frame))
         self._storages[_key(tensor)] = _Storage(
-            StorageWeakRef(tensor.untyped_storage()),
+            StorageWeakRef(tensor.untyped_storage()),  # type: ignore[no-untyped-call]
             line,
             operator,
             group or self._paths.get(id(module), ""),
@@ -179,8 +186,7 @@ class HeldStorages(Observer):
 
     def _live(self) -> list[tuple[_Storage, int]]:
         """Return the storages that are alive, with their bytes, and forget the others."""
-        for key in [key for key, storage in self._storages.items() if storage.reference.expired()]:
-            del self._storages[key]
+        self._storages = {key: storage for key, storage in self._storages.items() if not storage.is_gone}
         return [(storage, nbytes) for storage in self._storages.values() if (nbytes := storage.nbytes())]
 
     def _note_peak(self) -> None:
@@ -214,7 +220,7 @@ class HeldStorages(Observer):
         with self._tap.deaf(), torch.no_grad():
             for name, parameter in self._model.named_parameters():
                 self._own("parameter", name, parameter)
-                self._own(GRADIENT, name, parameter.grad)
+                self._own(GRADIENT if is_sharded_by_fsdp(parameter) else TO_ACCUMULATE, name, parameter.grad)
                 state = self.optimizer.state.get(parameter, {}) if self.optimizer else {}
                 for kind, value in state.items():
                     self._own(f"optimizer state {kind}", name, value)

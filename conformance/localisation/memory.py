@@ -5,13 +5,13 @@ with the memory model, buffer by buffer; of other storages none may outlast its 
 its backward.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
 import torch
 
-from conformance.assertions.memory_bounds import SCALARS_BYTES, sizes_of
+from conformance.assertions.memory_bounds import SCALARS_BYTES, itemsize_bytes, sizes_of
 from conformance.experiments.held_memory import (
     storages_of_building,
     storages_of_sampled_ranks,
@@ -31,9 +31,9 @@ from conformance.instruments.held_storages import (
     Moment,
 )
 from conformance.oracles.initialisation import building_memory
-from conformance.oracles.memory_model import predict
+from conformance.oracles.memory_model import group_bytes, predict
 from conformance.oracles.memory_walk import Usage
-from conformance.oracles.schedule import entered, group_of, groups, ranks_after_forward
+from conformance.oracles.schedule import entered, gradient_sync, group_of, groups, ranks_after_forward
 from conformance.oracles.torch_versions import traits_of
 from conformance.plan.cells import Cell
 from conformance.report.location import Code, Location
@@ -52,6 +52,8 @@ _TRAINING = ("forward", "backward")
 _AFTER_BACKWARD = ("clip", "optimizer", "idle")
 _RECEIVES = "_make_tensor_from_meta"
 """Function of `torch.distributed.pipelining` that allocates receive buffers, in the first step, for all steps."""
+_HALVES = "_autograd_grad_for_inputs"
+"""Function of `torch.distributed.pipelining` whose gradients stay in some versions, which MEM-6 judges."""
 _MODES = ("always", "default", "except-last", "never")
 _OTHERS = "other storages"
 
@@ -112,7 +114,9 @@ def _of_steps(
     """Yield the first excess of each rank in the second step."""
     for rank, moments in zip(ranks, runs.measure(experiment, cell), strict=True):
         allowed = _allowed(cell, runs, rank)
-        yield from _first(rank, moments, lambda moment, usage=allowed: _excess(cell, moment, usage))
+        judged = (m for i, m in enumerate(moments) if m.kind == "peak" or not _is_repeated(m, moments[i + 1 :]))
+        found = ((moment, _excess(cell, moment, allowed, _stage(cell, rank))) for moment in judged)
+        yield from itertools.islice((Excess(rank, moment, *excess) for moment, excess in found if excess), 1)
 
 
 def _growth(cell: Cell, runs: CaseRuns, ranks: Sequence[int]) -> Iterator[Excess]:
@@ -138,27 +142,19 @@ def _of_building(cell: Cell, runs: CaseRuns) -> list[Excess]:
     return found
 
 
-def _first(
-    rank: int, moments: Sequence[Moment], excess: Callable[[Moment], tuple[str, Sequence[HeldSite], int] | None]
-) -> Iterator[Excess]:
-    for index, moment in enumerate(moments):
-        if moment.kind == "rest" and _is_repeated(moment, moments[index + 1 :]):
-            continue
-        found = excess(moment)
-        if found is not None:
-            yield Excess(rank, moment, *found)
-            return
-
-
 def _is_repeated(moment: Moment, later: Sequence[Moment]) -> bool:
     """Return whether a phase comes again in a step, in another micro-batch: the model knows its last end alone."""
     return any((other.step, other.phase) == (moment.step, moment.phase) for other in later)
 
 
+def _stage(cell: Cell, rank: int) -> int:
+    """Return the coordinate of a rank in the pipeline; 0 without one."""
+    return rank * cell.config.mesh.pp // cell.world_size
+
+
 def _allowed(cell: Cell, runs: CaseRuns, rank: int) -> dict[str, Usage]:
     """Return the memory model of a rank, by phase."""
-    stages = cell.config.mesh.pp
-    stage = rank * stages // cell.world_size
+    stages, stage = cell.config.mesh.pp, _stage(cell, rank)
     if stages == 1:
         profile = runs.measure(profile_without_fsdp, cell)[0]
     else:
@@ -166,12 +162,16 @@ def _allowed(cell: Cell, runs: CaseRuns, rank: int) -> dict[str, Usage]:
     return predict(*sizes_of(cell, stage=stage), profile, traits=traits_of(str(torch.__version__)))
 
 
-def _excess(cell: Cell, moment: Moment, allowed: dict[str, Usage]) -> tuple[str, Sequence[HeldSite], int] | None:
+def _excess(
+    cell: Cell, moment: Moment, allowed: dict[str, Usage], stage: int
+) -> tuple[str, Sequence[HeldSite], int] | None:
     """Return noun, sites and allowed bytes of the storages that should not be alive at a moment; None without any."""
     usage = allowed.get(moment.phase, Usage() if moment.phase == "data" else None)
     for noun, (purposes, buffers) in _BUFFERS.items() if usage is not None else ():
         by_buffer = usage.most_by_buffer if moment.kind == "peak" else usage.end_by_buffer  # type: ignore[union-attr]
         limit = sum(by_buffer.get(buffer, 0) for buffer in buffers)
+        if noun == TO_ACCUMULATE:
+            limit += _accumulated_bytes(cell, moment, stage)
         sites = [site for site in moment.held if site.purpose in purposes]
         more = sum(site.nbytes for site in sites) - limit
         if more > SCALARS_BYTES:
@@ -182,8 +182,20 @@ def _excess(cell: Cell, moment: Moment, allowed: dict[str, Usage]) -> tuple[str,
     return None
 
 
+def _accumulated_bytes(cell: Cell, moment: Moment, stage: int) -> int:
+    """Return the bytes of all unsharded gradients where their reduction is postponed to the last micro-batch.
+
+    The memory model has them among the activations.
+    """
+    if gradient_sync(cell.config) == "each" or moment.phase not in _TRAINING:
+        return 0
+    numel = sum(group_bytes(*sizes_of(cell, stage=stage)).values()) // itemsize_bytes(cell.config, "compute")
+    return numel * itemsize_bytes(cell.config, "reduce")
+
+
 def _should_be_gone(site: HeldSite, moment: Moment) -> bool:
-    if site.function == _RECEIVES:
+    kept = {_RECEIVES, *([_HALVES] if traits_of(str(torch.__version__)).halves_keep_gradients else [])}
+    if site.function in kept:
         return False
     if site.step < moment.step and site.phase != "build":
         return moment.phase != "data"  # the batch of the step before is replaced there
@@ -206,7 +218,7 @@ def _most_distant(cell: Cell, moment: Moment, sites: Sequence[HeldSite], nbytes:
     ranked, sums = sorted(sites, key=rank), [0]
     for site in ranked:
         sums.append(sums[-1] + site.nbytes)
-    chosen = [site for site, _ in takewhile(lambda pair: pair[1] < nbytes, zip(ranked, sums, strict=False))]
+    chosen = [site for site, _ in itertools.takewhile(lambda pair: pair[1] < nbytes, zip(ranked, sums, strict=False))]
     return sorted(chosen, key=lambda site: _position(group_name(cell, site), order))
 
 
@@ -216,7 +228,7 @@ def _position(group: str, order: Sequence[str]) -> int:
 
 def group_name(cell: Cell, site: HeldSite) -> str:
     """Return the oracle's name of the group to which storages of FSDP belong."""
-    return _oracle_name(cell, site.place, is_parameter=site.purpose == GRADIENT)
+    return _oracle_name(cell, site.place, is_parameter=site.purpose in (GRADIENT, TO_ACCUMULATE))
 
 
 def _oracle_name(cell: Cell, place: str, *, is_parameter: bool) -> str:

@@ -279,7 +279,7 @@ def _phase(misfit: Misfit) -> str:
 
 
 def _with_purposes(keys: Sequence[Key], expected: Sequence[Key]) -> list[Key]:
-    """Return keys with the purposes that are expected where none was seen: before the first forward groups lack names."""
+    """Return keys with the purposes that are expected where none was seen: groups lack names at first."""
     named = []
     for key, other in zip_longest(keys, expected[: len(keys)]):
         agrees = other is not None and not key.purpose and key._replace(purpose=other.purpose) == other
@@ -311,7 +311,8 @@ def _first_misfit(
             is_late = Counter(keys) == Counter(expected)
             clause = "late" if is_late else "missing"
             return Misfit(rank, step, index, stream, None, expected_key, clause + _lengths(stream, keys, expected))
-    assert issued_key is not None and expected_key is not None
+    assert issued_key is not None
+    assert expected_key is not None
     clause = _replaced(issued_key, expected_key) + _lengths(stream, keys, expected)
     return Misfit(rank, step, index, stream, issued_key, expected_key, clause)
 
@@ -385,8 +386,9 @@ class _Around(NamedTuple):
 
 def _around(trace: Trace, index: int) -> _Around:
     """Return the module in which a collective of the log is issued, and a clause about the tensors around it."""
-    before = [tap for tap in trace.taps if tap.collectives <= index]
-    after = [tap for tap in trace.taps if tap.collectives > index]
+    taps = [tap for tap in trace.taps if not tap.kind.startswith("collective")]
+    before = [tap for tap in taps if tap.collectives <= index]
+    after = [tap for tap in taps if tap.collectives > index]
     if not before:
         return _Around("", "")
     last = before[-1]
