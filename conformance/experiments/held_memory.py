@@ -1,5 +1,6 @@
 """Storages that ranks hold in the runs whose memory laws judge, for the localisation of a failure."""
 
+import gc
 from collections.abc import Sequence
 
 from conformance.experiments.context import RankWorld, experiment
@@ -45,5 +46,6 @@ def _moments(rank: RankWorld, *, steps: int, watched: Sequence[int]) -> list[Mom
         trainer = rank.trainer(storages, config=unscaled(rank.config, steps=steps))
         storages.optimizer = trainer.optimizer
         for step in range(steps):
+            gc.collect()  # as before the steps that laws measure: garbage in cycles is not held
             trainer.train_step(step)
     return storages.moments

@@ -6,6 +6,7 @@ metrics and the reason of the failed case.
 
 import re
 from collections.abc import Mapping
+from textwrap import shorten
 
 from conformance.experiments.training import train_with_delays
 from conformance.instruments.facts import IssuedOperator
@@ -17,6 +18,10 @@ from conformance.run.case_runs import CaseRuns
 
 _FRAME = re.compile(r"(?P<file>.+):(?P<line>\d+) (?P<function>.+)")
 _RANK = re.compile(r"\brank (\d+)")
+_TRIAL = re.compile(r"\{'(rank \d+: )?(?P<trial>[^']+)'")
+"""First entry of a table of trials, as a law prints it."""
+_MOST_TOLD = 240
+"""Most characters of a law's detail."""
 _FSDP = "/_fully_shard/"
 
 
@@ -71,9 +76,8 @@ def own_finding(cell: Cell, measured: Mapping[str, Measurement], reason: str) ->
     if not wrong:
         return None
     metric, found = next(iter(wrong.items()))
-    subject, _, trial = metric.partition(": ")
-    is_trial = bool(trial)
     told = found.at or reason.partition("; ")[2].partition("\n")[0]
+    name, trial = _subject(metric, told)
     numbers = {int(number) for number in _RANK.findall(told)}
     ranks = sorted(number for number in numbers if number < cell.world_size) or [*range(cell.world_size)]
     family: Family = "memory" if found.kind == "memory" else "trial"
@@ -83,13 +87,22 @@ def own_finding(cell: Cell, measured: Mapping[str, Measurement], reason: str) ->
         cell="",
         family=family,
         stage=stage,
-        name=subject if is_trial else "",
-        quantity=trial or metric,
+        name=name,
+        quantity=trial,
         ranks=ranks,
         ranks_text="all ranks" if len(ranks) == cell.world_size else f"ranks {', '.join(map(str, ranks))}",
         equals=_numbers(found),
-        elements=told,
+        elements=shorten(told, _MOST_TOLD, placeholder=" ..."),
     )
+
+
+def _subject(metric: str, told: str) -> tuple[str, str]:
+    """Return the subject and the trial of a metric: the part after a colon, else the first trial of a table of them."""
+    subject, _, trial = metric.partition(": ")
+    listed = _TRIAL.match(told)
+    if listed:
+        return metric, listed["trial"]
+    return (subject, trial) if trial else ("", metric)
 
 
 def _numbers(found: Measurement) -> str:

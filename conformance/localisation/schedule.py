@@ -111,7 +111,7 @@ class _Schedules:
         """Yield the first misfit of each stream of a rank, in the order of execution."""
         expected, issued = self._expected(facts), self._issued(facts, step)
         first = [
-            _first_misfit(facts.rank, step, stream, issued[stream], expected[stream], ordered=self._is_ordered(stream))
+            first_misfit(facts.rank, step, stream, issued[stream], expected[stream], ordered=self._is_ordered(stream))
             for stream in expected
         ]
         yield from sorted(filter(None, first), key=lambda misfit: misfit.index)
@@ -287,9 +287,13 @@ def _with_purposes(keys: Sequence[Key], expected: Sequence[Key]) -> list[Key]:
     return named
 
 
-def _first_misfit(
+def first_misfit(
     rank: int, step: int, stream: Stream, issued: Sequence[tuple[int, Key]], expected: Sequence[Key], *, ordered: bool
 ) -> Misfit | None:
+    """Compare the collectives of a stream, each with its index in the rank's log, with the expected ones.
+
+    None if they agree; without `ordered` number and size alone count.
+    """
     keys = _with_purposes([key for _, key in issued], expected)
     if keys == list(expected):
         return None
